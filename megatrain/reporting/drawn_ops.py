@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from dataclasses import dataclass
+from typing import Any
 
 from megatrain.hardware.work import total_flops
 from megatrain.passes.program import Program
@@ -12,27 +13,23 @@ from megatrain.scheduler.schedule import Schedule
 from megatrain.scheduler.table import Position
 
 
-class Drawn(Protocol):
-    """What runs in one process, as a report knows it."""
+@dataclass(frozen=True, slots=True)
+class Drawn:
+    """What runs in one process, as a report knows it.
 
-    @property
-    def schedule(self) -> Schedule:
-        """The table."""
-        ...
+    Args:
+        schedule: The table.
+        sources: The user's line with which each block begins, `model.py:41: ...`; empty where none is known.
+        effects: What each op does: the bytes that it moves, its floating-point operations.
+    """
 
-    @property
-    def sources(self) -> tuple[str, ...]:
-        """The user's line with which each block begins, `model.py:41: ...`; empty where none is known."""
-        ...
-
-    @property
-    def effects(self) -> Mapping[Position, Effect]:
-        """What each op does: the bytes that it moves, its floating-point operations."""
-        ...
+    schedule: Schedule
+    sources: tuple[str, ...]
+    effects: Mapping[Position, Effect]
 
 
 def sources_of(program: Program) -> tuple[str, ...]:
-    """The first line of the user's in each block; equal blocks share a template, and with it the line of one of them."""
+    """The user's first line in each block; equal blocks share a template, and with it the line of one of them."""
     return tuple(_source(program, index) for index in range(len(program.blocks)))
 
 

@@ -68,9 +68,9 @@ def _data(figures: StepFigures) -> dict[str, Any]:
     table, names = figures.schedule, columns(figures.schedule.ticks)
     return {
         "streams": list(names),
-        **blocks_data(figures),
+        **blocks_data(figures.drawn),
         "ticks": len(table.ticks),
-        "ops": ops_data(figures, names),
+        "ops": ops_data(figures.drawn, names),
         "bands": [_band_data(band) for band in figures.bands],
         "bound": table.device_bytes,
         "peak": _peak_data(figures),
@@ -149,7 +149,9 @@ def _kinds_table(figures: StepFigures) -> str:
         holders = peak.of(part)
         what = holders[0].name if len(holders) == 1 else f"{len(holders)}, the largest {holders[0].name}"
         rows.append((part, what, format_bytes(nbytes), f"{nbytes / peak.nbytes:.0%}"))
-    return html_table("The device's memory at the peak, by kind", ("kind", "holders", "bytes", "share"), rows, num_words=2)
+    return html_table(
+        "The device's memory at the peak, by kind", ("kind", "holders", "bytes", "share"), rows, num_words=2
+    )
 
 
 def _holders_table(figures: StepFigures) -> str:

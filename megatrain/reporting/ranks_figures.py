@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
 
 from megatrain.counts import counted
 from megatrain.planning.what_if.several_devices import DevicesPlan
-from megatrain.reporting.drawn_ops import sources_of
+from megatrain.reporting.drawn_ops import Drawn, sources_of
 from megatrain.reporting.step_figures import compared
 from megatrain.scheduler.books import Books
-from megatrain.scheduler.items import Effect
 from megatrain.scheduler.schedule import Schedule, schedule_of
-from megatrain.scheduler.table import Position
 from megatrain.scheduler.timing.bands import format_s
 from megatrain.scheduler.timing.costs import Hardware
 from megatrain.scheduler.timing.rank_waits import books_of_ranks, rank_waits
@@ -22,26 +19,6 @@ from megatrain.scheduler.timing.ranks_run import RanksRun
 from megatrain.scheduler.timing.simulate_devices import DevicesSimulation, simulate_devices
 
 _MODELLED = "modelled from the rates of a machine"
-
-
-@dataclass(frozen=True)
-class RankTable:
-    """What one rank runs.
-
-    Args:
-        schedule: Its table.
-        sources: As in `Drawn`.
-        books: Of the schedule.
-    """
-
-    schedule: Schedule
-    sources: tuple[str, ...]
-    books: Books
-
-    @cached_property
-    def effects(self) -> Mapping[Position, Effect]:
-        """What each op does."""
-        return dict(self.books.ops)
 
 
 @dataclass(frozen=True)
@@ -58,7 +35,7 @@ class RanksFigures:
     """
 
     name: str
-    ranks: tuple[RankTable, ...]
+    ranks: tuple[Drawn, ...]
     plan: RanksBand | None
     measured: RanksBand | None
     devices: DevicesPlan | None = None
@@ -107,9 +84,9 @@ def figures_of_run(name: str, sources: tuple[str, ...], run: RanksRun, hardware:
         hardware: A machine on which the same tables are simulated; None draws the measured step alone.
     """
     tables: list[Schedule] = []
-    for each in run.runs:
+    for schedule in run.schedules:
         # Ranks with equal tables have one.
-        tables.append(next((table for table in tables if table == each.schedule), schedule_of(each.schedule)))
+        tables.append(next((table for table in tables if table == schedule), schedule_of(schedule)))
     books = books_of_ranks(tables)
     waits, origin = rank_waits(books, run.hosts), "one training step of a real run"
     measured = ranks_band("measured", origin, books, waits, run.timelines)
@@ -122,6 +99,6 @@ def _planned(books: Sequence[Books], simulation: DevicesSimulation) -> RanksBand
     return ranks_band("plan", _MODELLED, books, waits, timelines, stood_s)
 
 
-def _tables(books: Sequence[Books], sources: tuple[str, ...]) -> tuple[RankTable, ...]:
-    made = {id(its): RankTable(schedule_of(its.table), sources, its) for its in books}
+def _tables(books: Sequence[Books], sources: tuple[str, ...]) -> tuple[Drawn, ...]:
+    made = {id(its): Drawn(schedule_of(its.table), sources, dict(its.ops)) for its in books}
     return tuple(made[id(its)] for its in books)

@@ -75,8 +75,11 @@ def _data(figures: RanksFigures) -> dict[str, Any]:
 
 
 def _band_data(band: RanksBand, rank: int) -> dict[str, Any]:
-    """The lanes of a rank: `gaps` has how long each op begins after the one before it in its stream, and how long it lasts;
-    `across` has, of each op that needs another rank, the op there, and whether it waited."""
+    """The lanes of a rank.
+
+    `gaps` has how long each op begins after the one before it in its stream, and how long it lasts; `across`, of each
+    op that needs another rank, the op there, and whether it waited.
+    """
     timeline, follows = band.timelines[rank], band.follows[rank]
     free, gaps = dict[Stream, int](), list[int]()
     for timing in timeline:
@@ -105,7 +108,10 @@ def _definitions(figures: RanksFigures) -> str:
     rows = [(f"step, {band.name}", format_s(band.step_s)) for band in figures.bands]
     devices = figures.devices
     if devices is not None:
-        rows += [("one device alone, its part", format_s(devices.alone_s)), ("of as many alone", f"{devices.efficiency:.2f}")]
+        rows += [
+            ("one device alone, its part", format_s(devices.alone_s)),
+            ("of as many alone", f"{devices.efficiency:.2f}"),
+        ]
         rows += [] if devices.tokens_per_s is None else [("tokens/s", f"{devices.tokens_per_s:.0f}")]
         rows += [("reads and writes of the host", format_s(devices.simulation.host_s))]
     rows += [("a device at its peak, at most", format_bytes(max(each.schedule.device_bytes for each in figures.ranks)))]
@@ -145,5 +151,7 @@ def _streams_table(figures: RanksFigures) -> str:
                     waits_s = band.waits_s[rank].get(stream, 0.0)
                     row += [format_s(busy * band.step_s), f"{busy:.0%}", f"{share:.0%}", format_s(waits_s)]
                 rows.append(row)
-    caption = "What each stream of each rank does, how much of the step it holds up, and how long it waits for other ranks"
+    caption = (
+        "What each stream of each rank does, how much of the step it holds up, and how long it waits for other ranks"
+    )
     return html_table(caption, heads, rows, num_words=2)

@@ -42,8 +42,8 @@ class RanksReport:
         """Writes the same as a trace that https://ui.perfetto.dev opens: Chrome's JSON format.
 
         Each rank is a process and each stream a thread in it. Arrows lead from each `W` to the ops that read its
-        weights, from each `G` to its `U`, and from an op to the one of another rank that needs its sum, its total or its
-        update.
+        weights, from each `G` to its `U`, and from an op to the one of another rank that needs its sum, its total or
+        its update.
 
         Raises:
             OptionError: If the file can't be written.

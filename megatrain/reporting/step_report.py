@@ -107,7 +107,7 @@ def _ranks_report(
             raise OptionError(
                 f"the report of a DevicesPlan takes no {'costs' if costs is not None else 'measured run'}.\n"
                 "  Its step is simulated on its own machine, and nothing of it has run.\n"
-                "  Leave it out; a step that ran is drawn by megatrain.report(step, path, measured=run.ranks, costs=card)."
+                "  Leave it out; megatrain.report(step, path, measured=run.ranks, costs=card) draws a step that ran."
             )
         return RanksReport(figures_of_plan(step))
     assert isinstance(measured, RanksRun)
@@ -117,14 +117,14 @@ def _ranks_report(
             "  Ranks share the memory of their host, so their plan follows from the rates of a machine.\n"
             "  Give costs=megatrain.Hardware(...), or leave it out to draw the measured step alone."
         )
-    if costs is not None and len(set(measured.hosts)) > 1:
+    if costs is not None and measured.num_hosts > 1:
         raise OptionError(
-            f"the ranks ran on {len(set(measured.hosts))} hosts, and a plan is of ranks of one host.\n"
+            f"the ranks ran on {counted(measured.num_hosts, 'host')}, and a plan is of ranks of one host.\n"
             "  How long bytes take between hosts is no figure of a machine.\n"
             "  Leave out costs, to draw the measured step alone."
         )
     schedule = step if isinstance(step, Schedule) else step.schedule
-    if all(run.schedule != schedule for run in measured.runs):
+    if schedule not in measured.schedules:
         raise _of_another_schedule()
     program = None if isinstance(step, Schedule) else step.program
     name, sources = ("schedule", ()) if program is None else (program.name, sources_of(program))

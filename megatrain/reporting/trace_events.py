@@ -30,7 +30,7 @@ def trace_text(figures: StepFigures) -> str:
         zip(figures.bands, figures.device_curves, figures.host_curves, strict=True), start=1
     ):
         events += name_events(process, f"{band.name}: {band.origin}", band.timeline)
-        timed = [*op_events(figures, process, band.timeline), *flow_events(figures, process, band.timeline)]
+        timed = [*op_events(figures.drawn, process, band.timeline), *flow_events(figures.drawn, process, band.timeline)]
         timed += [*_counter(process, "live device bytes", device), *_counter(process, "live host bytes", host)]
         # The order of equal times stays: ops, then flows, which belong to the op that is open then.
         events += sorted(timed, key=lambda event: event["ts"])
@@ -64,7 +64,7 @@ def op_events(drawn: Drawn, process: int, timeline: Sequence[Timing]) -> Iterato
     blocks = drawn.schedule.known_workload().blocks
     for timing in timeline:
         op = ops[timing.position]
-        args: _Event = {"tick": timing.position.tick}
+        args: Event = {"tick": timing.position.tick}
         if op.block >= 0:
             args |= {"block": op.block, "name": blocks[op.block].name}
             source = drawn.sources[op.block] if drawn.sources else ""
@@ -95,7 +95,7 @@ def flow_events(drawn: Drawn, process: int, timeline: Sequence[Timing]) -> Itera
     for number, (giver, taker, name) in enumerate(sorted(pairs)):
         if giver in lasting and taker in lasting:
             # Ids of two processes differ: Perfetto knows them by the id alone.
-            event: _Event = {"name": name, "cat": name, "id": 1_000_000 * process + number}
+            event: Event = {"name": name, "cat": name, "id": 1_000_000 * process + number}
             yield {"ph": "s", **event, **thread_of(process, giver), "ts": begins[giver]}
             yield {"ph": "f", "bp": "e", **event, **thread_of(process, taker), "ts": begins[taker]}
 

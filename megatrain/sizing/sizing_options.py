@@ -142,9 +142,7 @@ class SizingOptions:
                 f"  Name one with --hardware, such as rtx-4090; or leave out {drawn}."
             )
         if self.trace is not None and self.report is None:
-            raise OptionError(
-                "--trace goes with --report.\n  Both draw the same step.\n  Give --report FILE as well."
-            )
+            raise OptionError("--trace goes with --report.\n  Both draw the same step.\n  Give --report FILE as well.")
         if self.devices > 1 and (self.hardware in (None, ALL) or PRESETS[str(self.hardware)].is_unified):
             raise OptionError(
                 f"--devices {self.devices} needs a machine with cards in a host.\n"

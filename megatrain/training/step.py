@@ -20,7 +20,7 @@ from megatrain.planning.loss_bytes import Loss
 from megatrain.planning.saved_plan import PLAN, AnyPlan, SavedPlan
 from megatrain.progress import ProgressLine
 from megatrain.ranks.apart import refuse_apart
-from megatrain.runtime.streams.stopwatch import RunClock, Stopwatch, Watch
+from megatrain.runtime.streams.stopwatch import Stopwatch, Watch
 from megatrain.scheduler.schedule import Schedule
 from megatrain.scheduler.timing.costs import Measured
 from megatrain.scheduler.timing.timed_run import TimedRun
@@ -28,7 +28,7 @@ from megatrain.sizes import SIZE
 from megatrain.training import saved_step as checkpoint
 from megatrain.training.attempts.host_sharing import HostSharing
 from megatrain.training.attempts.taking import Taking
-from megatrain.training.attempts.timed_ranks import timed_run
+from megatrain.training.attempts.timed_ranks import run_clock, timed_run
 from megatrain.training.attempts.together import Together
 from megatrain.training.batch import micro_batches
 from megatrain.training.boundary import Boundary, Progress
@@ -192,9 +192,7 @@ class TrainStep:
 
         All ranks of a process group time the same step, and each gets the times of all as `ranks` of its own run.
         """
-        with self._together.refusing():
-            clock = RunClock(self._compiled.options.device)
-        self._take(batch, clock)
+        self._take(batch, clock := run_clock(self._together, self._compiled.options.device))
         return timed_run(self._together, self.schedule, clock)
 
     def _take(self, batch: Any, watch: Watch | None) -> torch.Tensor:

@@ -32,7 +32,7 @@ def assert_on_one_clock(run: RanksRun) -> None:
     A `V` waits for the ranks alone that have parameters of its block, which no table says.
     """
     times = {(rank, t.position): t for rank, timeline in enumerate(run.timelines) for t in timeline}
-    waits = rank_waits(books_of_ranks([each.schedule for each in run.runs]), run.hosts)
+    waits = rank_waits(books_of_ranks(run.schedules), run.hosts)
     slack = 0.0 if len(set(run.hosts)) == 1 else 0.1  # seconds
     for place, befores in waits.ends.items():
         for before in befores:
@@ -58,8 +58,8 @@ def test_each_rank_gets_the_times_of_all(name: str, three: Processes, tmp_path: 
         assert_same({key: expected[key] for key in after}, after, f"rank {rank}")
         assert "rank 2, measured" in (tmp_path / f"rank {rank}.html").read_text()
     run: RanksRun = found[0]["run"]
-    assert [each.schedule.kind.micro_batches for each in run.runs] == [2, 1, 1]
-    assert [each.schedule.kind.ranks for each in run.runs] == ["first", "middle", "last"]
+    assert [each.kind.micro_batches for each in run.schedules] == [2, 1, 1]
+    assert [each.kind.ranks for each in run.schedules] == ["first", "middle", "last"]
     assert run.hosts == ((0, 0, 0) if case.hosts is None else (0, 1, 0))
     assert_on_one_clock(run)
 
@@ -91,9 +91,10 @@ def test_ranks_on_devices_are_timed_by_events_of_their_streams(order: str, devic
         assert each["run"] == found[0]["run"]
         assert each["bands"][1] == ["plan", "measured"]
     # Each simulated device has a time of its own, so only the ops of one rank can be compared.
-    for run in found[0]["run"].runs:
-        times = {timing.position: timing for timing in run.timeline}
-        for position, waits in derive_waits(run.schedule).items():
+    run: RanksRun = found[0]["run"]
+    for schedule, timeline in zip(run.schedules, run.timelines, strict=True):
+        times = {timing.position: timing for timing in timeline}
+        for position, waits in derive_waits(schedule).items():
             for wait in waits:
                 if {wait.stream, position.stream} <= ON_DEVICE:
                     assert times[wait].end_s <= times[position].start_s + 1e-5, (position, wait)

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -32,7 +33,9 @@ def timed(rank: int, case: Case, folder: str) -> dict[str, Any]:
         host.NAME = None
     found = run.ranks
     assert found is not None
-    assert found.runs[rank] == run
+    assert found.schedules[rank] == run.schedule
+    lasts = [(t.end_s - t.start_s) for t in found.timelines[rank]]
+    assert lasts == pytest.approx([t.end_s - t.start_s for t in run.timeline], abs=1e-9)
     path = Path(folder) / f"rank {rank}.html"
     alone = megatrain.report(step, path, measured=run)  # of this rank
     drawn = megatrain.report(step, path, measured=found, costs=CARD if case.hosts is None else None)

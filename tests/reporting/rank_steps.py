@@ -13,8 +13,8 @@ from megatrain.scheduler.builder.build import build
 from megatrain.scheduler.schedule import Schedule
 from megatrain.scheduler.step_kind import StepKind
 from megatrain.scheduler.timing.ranks_run import RanksRun
+from megatrain.scheduler.timing.shared import Timing
 from megatrain.scheduler.timing.simulate_devices import DevicesSimulation, simulate_devices
-from megatrain.scheduler.timing.timed_run import TimedRun
 from tests.scheduler.workloads import trained
 
 HOST = Hardware(25e9, 24e9, 1e12, launch_s=1e-6, host_bytes_per_s=2e11)
@@ -26,7 +26,10 @@ def table(where: str, num_blocks: int, prefix: str, micro_batches: int, **option
     blocks = tuple(replace(block, name=f"{prefix}{i}") for i, block in enumerate(workload.blocks))
     kind = {"updates": "overlap", "outputs": "release", "store": "shared", **options}
     return build(
-        replace(workload, blocks=blocks), StepKind(ranks=where, micro_batches=micro_batches, **kind), num_slots=3, keep=1
+        replace(workload, blocks=blocks),
+        StepKind(ranks=where, micro_batches=micro_batches, **kind),
+        num_slots=3,
+        keep=1,
     )
 
 
@@ -42,16 +45,14 @@ def tables(
 def run_of_ranks(found: Sequence[Schedule], hosts: Sequence[str] | None = None, slower: float = 1.25) -> RanksRun:
     """A run whose ops take longer than planned, as if it had been measured by clocks of hosts that differ."""
     simulation = simulate_devices(found, HOST)
-    runs: list[TimedRun] = []
-    for schedule, timeline in zip(found, simulation.timelines, strict=True):
-        runs.append(TimedRun.of(schedule, {t.position: (slower * t.start_s, slower * t.end_s) for t in timeline}))
     names = hosts or ["one"] * len(found)
     zeros = {name: 1000.0 * number for number, name in enumerate(dict.fromkeys(names))}
-    begins = [
-        zeros[name] + slower * min(t.start_s for t in timeline)
-        for name, timeline in zip(names, simulation.timelines, strict=True)
+    timelines = [
+        [Timing(t.position, slower * t.start_s, slower * t.end_s) for t in timeline]
+        for timeline in simulation.timelines
     ]
-    return RanksRun.of(runs, begins, [zeros[name] + slower * simulation.step_s for name in names], names)
+    met = [zeros[name] + slower * simulation.step_s for name in names]
+    return RanksRun.of(found, timelines, [zeros[name] for name in names], met, names)
 
 
 def figures(found: Sequence[Schedule] | None = None) -> RanksFigures:

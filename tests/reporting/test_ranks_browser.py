@@ -18,10 +18,12 @@ pytestmark = pytest.mark.skipif(
 LANE, HEAD = 22, 24
 # How many different colours each row of the canvas has, right of the names of streams.
 ROWS = """(() => { const canvas = document.getElementById("lanes");
-  const { data } = canvas.getContext("2d").getImageData(84, 0, canvas.width - 94, canvas.height), wide = 4 * (canvas.width - 94);
+  const pixels = canvas.width - 94, wide = 4 * pixels;
+  const { data } = canvas.getContext("2d").getImageData(84, 0, pixels, canvas.height);
   return Array.from({ length: canvas.height }, (_, y) => {
     const found = new Set();
-    for (let at = y * wide; at < (y + 1) * wide; at += 4) found.add([0, 1, 2].map((part) => data[at + part] >> 4).join());
+    for (let at = y * wide; at < (y + 1) * wide; at += 4)
+      found.add([0, 1, 2].map((part) => data[at + part] >> 4).join());
     return found.size;
   }); })()"""
 

@@ -37,12 +37,16 @@ def test_a_plan_of_devices_is_drawn(tmp_path: Path):
     made.perfetto(tmp_path / "trace.json")
     assert json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
     assert repr(made) == "<RanksReport Sequential: plan, 3 ranks>"
-    assert_expected_inline(str(made), """\
+    assert_expected_inline(
+        str(made),
+        """\
 report: Sequential, 3 ranks, 3 blocks, 87 ops
   plan: 62.3 us a step of 3 devices, 0.68 of what as many devices alone would do
-  plan: held up by compute of rank 0 45% of the time (compute of rank 2 25%, compute of rank 1 11%, d2h of rank 2 3%, others 16%)
+  plan: held up by compute of rank 0 45% of the time
+    then compute of rank 2 25%, compute of rank 1 11%, d2h of rank 2 3%, others 16%
     of all ranks together: compute 82%, send 5%, d2h 5%, h2d 3%, receive 2%, host 2%, peers 2%
-  plan: because of other ranks, compute of rank 2 stands idle longest, 18.3 us or 29% of the step""")
+  plan: because of other ranks, compute of rank 2 stands idle longest, 18.3 us or 29% of the step""",
+    )
 
 
 def test_a_measured_step_of_ranks_is_drawn_alone_or_below_a_plan(tmp_path: Path):

@@ -61,7 +61,9 @@ def rank_waits(books: Sequence[Books], hosts: Sequence[int] | None = None) -> Ra
                 ends[rank, positions[0]].add((last, found[last]["G", block][0]))
             elif what == "V":
                 mates = [other for other, number in enumerate(numbers) if number == numbers[rank]]
-                ends[rank, positions[0]].update((other, update) for other in mates for update in found[other]["U", block])
+                ends[rank, positions[0]].update(
+                    (other, update) for other in mates for update in found[other]["U", block]
+                )
     return RankWaits(ends, pieces)
 
 

@@ -30,8 +30,8 @@ class RanksBand:
         shares: The fraction of the step that a rank's stream has on this path, and `GAPS` for the time between ops;
             largest first. They add up to 1.
         busy: Of each rank, the fraction of the step during which each stream works or stands still within an op.
-        waits_s: Of each rank, the seconds for which the ops of each stream were held up by other ranks alone; of compute
-            those for which it stood idle because of them, also where it waited for another stream that did.
+        waits_s: Of each rank, the seconds for which the ops of each stream were held up by other ranks alone; of
+            compute those for which it stood idle because of them, also where it waited for another stream that did.
     """
 
     name: str
@@ -58,7 +58,7 @@ class RanksBand:
         left = 1 - sum(list(self.shares.values())[:_MOST_SHARES])
         rest += [f"others {left:.0%}"] if left >= 0.005 else []
         text = f"{self.name}: held up by {_name(bound)} {share:.0%} of the time"
-        lines = [text + (f" ({', '.join(rest)})" if rest else "")]
+        lines = [text + (f"; then {', '.join(rest)}" if rest else "")]
         streams = self._by_stream()
         if len(streams) < len(self.shares):
             each = ", ".join(f"{name} {part:.0%}" for name, part in streams.items() if part >= 0.005)
@@ -115,16 +115,17 @@ def ranks_band(
         waited.append({})
         for index, timing in enumerate(timeline):
             place, stream = (rank, timing.position), timing.position.stream
-            own = [latest[stream]] if stream in latest else []
             # In table order, so that of equal ends the same one counts each time.
             befores = sorted(waits.ends[place], key=number)
-            own = max([*own, *(before for before in befores if before[0] == rank)], key=ends.__getitem__, default=None)
+            mine = [*([latest[stream]] if stream in latest else []), *(each for each in befores if each[0] == rank)]
+            own = max(mine, key=ends.__getitem__, default=None)
             elsewhere = [before for before in befores if before[0] != rank]
             if stood_s is None and stream == Stream.PEERS:
                 # A real update of a block concerns only the ranks that have parameters of it: a `V` waits for no other.
                 elsewhere = [before for before in elsewhere if ends[before] <= timing.end_s]
             follow = waits.pieces.get(place)
-            other = max([*elsewhere, *([follow] if follow else [])], key=ends.__getitem__, default=None)
+            elsewhere += [] if follow is None else [follow]
+            other = max(elsewhere, key=ends.__getitem__, default=None)
             ready_s = 0.0 if own is None else ends[own]
             held_s = 0.0
             if other is not None:

@@ -160,13 +160,7 @@ def _course(ops: Mapping[Place, _Op], waits: RankWaits, hardware: Hardware) -> _
             if key not in running and queue and all(before in ends for before in waits.ends[queue[-1]]):
                 running[key] = ops[queue.pop()]
                 starts[running[key].place] = now
-        standing: list[Place] = []
-        for op in running.values():
-            if op.left_s == 0 and op.piece_s is not None:
-                if waits.pieces[op.place] in ends:
-                    op.left_s, op.piece_s = op.piece_s, None
-                else:
-                    standing.append(op.place)
+        standing = _standing(running, waits, ends)
         speeds = _speeds(running, hardware)
         going = {key: op for key, op in running.items() if op.left_s > 0 or op.piece_s is None}
         assert going, "ranks wait for each other in a circle"
@@ -183,6 +177,18 @@ def _course(ops: Mapping[Place, _Op], waits: RankWaits, hardware: Hardware) -> _
                 ends[op.place] = now
                 del running[key]
     return course
+
+
+def _standing(running: Mapping[tuple[int, str], _Op], waits: RankWaits, ends: Mapping[Place, float]) -> list[Place]:
+    """Begins the last piece of ops whose rank before is done with the sum; returns those that stand still."""
+    found: list[Place] = []
+    for op in running.values():
+        if op.left_s == 0 and op.piece_s is not None:
+            if waits.pieces[op.place] in ends:
+                op.left_s, op.piece_s = op.piece_s, None
+            else:
+                found.append(op.place)
+    return found
 
 
 def _speeds(running: Mapping[tuple[int, str], _Op], hardware: Hardware) -> dict[tuple[int, str], float]:

@@ -1,17 +1,30 @@
-"""timed_run(): the times of a step, with those of all ranks where several train together."""
+"""run_clock() and timed_run(): the times of a step, with those of all ranks where several train together."""
 
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+from megatrain.device import Device
 from megatrain.ranks.host import host_name
 from megatrain.runtime.streams.stopwatch import RunClock
 from megatrain.scheduler.schedule import Schedule
 from megatrain.scheduler.timing.ranks_run import RanksRun
+from megatrain.scheduler.timing.shared import Timing
 from megatrain.scheduler.timing.timed_run import TimedRun
 from megatrain.training.attempts.together import Together
+
+
+def run_clock(together: Together, device: Device) -> RunClock:
+    """Takes the times of a step; the other ranks hear if there is none.
+
+    Raises:
+        ExecuteError: If the device's events don't measure time.
+    """
+    with together.refusing():
+        return RunClock(device)
 
 
 def timed_run(together: Together, schedule: Schedule, clock: RunClock) -> TimedRun:
@@ -28,24 +41,23 @@ def timed_run(together: Together, schedule: Schedule, clock: RunClock) -> TimedR
     met_s = time.perf_counter()
     spans = clock.spans()
     run = TimedRun.of(schedule, spans)
-    begin_s = clock.zero_s + min((begin for begin, _ in spans.values()), default=0.0)
     told: dict[str, Any] = {
         "schedule": schedule.to_json(),
-        "spans": [list(spans[position]) for position, _ in schedule.positions()],
-        "begin": begin_s,
+        "times": [[timing.start_s, timing.end_s] for timing in run.timeline],
+        "begin": clock.zero_s + min((begin for begin, _ in spans.values()), default=0.0),
         "met": met_s,
         "host": host_name(),
     }
     words = together.tell_all("step.time()", told)
     if words is None:
         return run
-    runs = [_run_of(word) for word in words]
-    met, begins = [word["met"] for word in words], [word["begin"] for word in words]
-    return replace(run, ranks=RanksRun.of(runs, begins, met, [word["host"] for word in words]))
+    schedules = [Schedule.from_json(word["schedule"]) for word in words]
+    timelines = [_timeline(table, word["times"]) for table, word in zip(schedules, words, strict=True)]
+    begins, met, hosts = ([word[name] for word in words] for name in ("begin", "met", "host"))
+    return replace(run, ranks=RanksRun.of(schedules, timelines, begins, met, hosts))
 
 
-def _run_of(word: dict[str, Any]) -> TimedRun:
-    """The run of a rank, as it told."""
-    schedule = Schedule.from_json(word["schedule"])
-    positions = (position for position, _ in schedule.positions())
-    return TimedRun.of(schedule, {p: (begin, end) for p, (begin, end) in zip(positions, word["spans"], strict=True)})
+def _timeline(schedule: Schedule, times: Sequence[tuple[float, float]]) -> list[Timing]:
+    """The ops of a rank, as it told."""
+    pairs = zip(schedule.positions(), times, strict=True)
+    return [Timing(position, begin, end) for (position, _), (begin, end) in pairs]
