@@ -16,6 +16,7 @@ from megatrain.planning.printed.reasons import reasons
 from megatrain.planning.saved_plan import PLAN, SavedPlan, saved_plan
 from megatrain.planning.what_if.alternatives import Alternatives, alternatives
 from megatrain.planning.what_if.largest import MOST_OF_A_SIZE, Largest, largest
+from megatrain.planning.what_if.several_devices import DevicesPlan, on_devices
 from megatrain.planning.what_if.ways_out import refusal
 
 SIZES: Rule = either(one_of(MICRO_BATCH, SEQUENCE, DEPTH), function(1))
@@ -109,6 +110,20 @@ class Plan(PlannedStep):
         """
         self._need_asked("can't change its sizes")
         return largest(self, what, multiple, most)
+
+    @checked(num_devices=count(2, 64))
+    def on_devices(self, num_devices: int) -> DevicesPlan:
+        """The step on several devices of one host, each of which takes a step like this one; all of it is predicted.
+
+        Args:
+            num_devices: How many, from 2 to 64.
+
+        Raises:
+            OptionError: If the plan has no machine, or can't be planned again.
+            ScheduleError: If a rank's step doesn't fit its device.
+            ExecuteError: If it doesn't fit the host.
+        """
+        return on_devices(self, num_devices)
 
     def _need_asked(self, what: str) -> None:
         if self.asked is None:

@@ -59,7 +59,7 @@ def host_of(rank: int, exchange: Exchange) -> Host | None:
     Returns:
         None if there are no others here, or memory can't be shared: then each has its own.
     """
-    name = _name()
+    name = host_name()
     told = exchange([name, os.getpid(), can_tell_copies()])
     mates = {r: process for r, (other, process, _) in enumerate(told) if other == name}
     is_able = len(mates) > 1 and all(told[r][2] for r in mates)
@@ -73,7 +73,7 @@ def host_of(rank: int, exchange: Exchange) -> Host | None:
     return Host(rank, mates, file) if file is not None and all(has_file[r] for r in mates) else None
 
 
-def _name() -> str:
+def host_name() -> str:
     """Equal for processes that can open each other's files, on one host."""
     if NAME is not None:
         return NAME

@@ -2,13 +2,19 @@
 (() => {
   const data = JSON.parse(document.getElementById("data").textContent);
   const find = (id) => document.getElementById(id);
-  const ops = data.ops.map(([stream, tick, name, what, block, bytes, flops]) => ({ stream, tick, name, what, block, bytes, flops }));
+  // A page of one process has one table of ops, which all of its bands share. One of several ranks has a band for each rank, and its table.
+  const tables = (data.tables || [data.ops]).map((table) => table.map(([stream, tick, name, what, block, bytes, flops]) => ({ stream, tick, name, what, block, bytes, flops })));
+  const opsOf = data.bands.map((band) => tables[band.table || 0]);
+  const opOf = (band, index) => opsOf[band][index];
+  // The bands of one rank, or of one process: those that have the same ops.
+  const isSame = (band, other) => data.bands[band].rank === data.bands[other].rank;
   const total = Math.max(1, ...data.bands.map((band) => band.step));
   const view = { from: 0, to: total };
-  const LANE = 26, HEAD = 24, AXIS = 26, PLOT = 132, MAP = 120;
+  const LANE = data.lane || 26, HEAD = 24, AXIS = 26, PLOT = 132, MAP = 120;
   const MEANS = {
     "h2d W": "weights to a slot", "h2d A": "activations come back", "compute F": "forward", "compute B": "backward",
     "d2h A": "activations are parked", "d2h G": "gradients leave", "host S": "squares of gradients", "host N": "norm", "host U": "update",
+    "receive R": "the sum of the ranks before", "send P": "the sum goes to the next rank", "peers V": "updates of other ranks",
   };
   const PARTS = {
     "weights": "weights", "activations": "activations", "retained graphs": "graphs", "gradients of activations": "agrads",
@@ -36,10 +42,14 @@
   const colours = {};
   const readColours = () => {
     const style = getComputedStyle(document.documentElement);
-    for (const name of ["paper", "card", "ink", "soft", "line", "hair", "mark", "W", "A", "F", "B", "G", "S", "N", "U", "P", "other", ...Object.values(PARTS)])
+    for (const name of ["paper", "card", "ink", "soft", "line", "hair", "mark", "W", "A", "F", "B", "G", "S", "N", "U", "P", "R", "send", "V", "other", ...Object.values(PARTS)])
       colours[name] = style.getPropertyValue(`--${name}`).trim();
   };
-  const key = (op) => (op.what === "A" && data.streams[op.stream] === "d2h" ? "P" : "WAFBGSNU".includes(op.what) ? op.what : "other");
+  const key = (op) => {
+    if (op.what === "A" && data.streams[op.stream] === "d2h") return "P";
+    if (op.what === "P") return "send";
+    return "WAFBGSNURV".includes(op.what) ? op.what : "other";
+  };
   const partColour = (part) => colours[PARTS[part] || "other"];
   // Of white and black the one that is easier to read on a colour.
   const inkOn = (colour) => {
@@ -77,17 +87,30 @@
   };
 
   // -- the lanes -----------------------------------------------------------------------------------------------
-  const used = data.streams.map((_, stream) => stream).filter((stream) => ops.some((op) => op.stream === stream));
-  const inStream = data.streams.map((_, stream) => ops.map((_, index) => index).filter((index) => ops[index].stream === stream));
+  const inStreamOf = opsOf.map((ops) => data.streams.map((_, stream) => ops.map((_, index) => index).filter((index) => ops[index].stream === stream)));
+  const usedOf = inStreamOf.map((lines) => data.streams.map((_, stream) => stream).filter((stream) => lines[stream].length));
   const paths = data.bands.map((band) => new Set(band.path));
-  const start = (band, index) => data.bands[band].times[2 * index];
-  const length = (band, index) => data.bands[band].times[2 * index + 1];
-  const lanesHeight = data.bands.length * (HEAD + used.length * LANE + 8) + AXIS;
-  const bandTop = (band) => band * (HEAD + used.length * LANE + 8) + 4;
-  const laneTop = (band, stream) => bandTop(band) + HEAD + used.indexOf(stream) * LANE;
+  // Of ops that need something of another rank: the band and the op there, and whether it held them up.
+  const acrossOf = data.bands.map((band) => new Map((band.across || []).map(([index, rank, op, holds]) => [index, { band: band.first + rank, op, holds }])));
+  // The beginning and the length of each op. Where there are many ops, the page has the time since the one before in the stream, which is short.
+  const timesOf = data.bands.map((band, number) => {
+    const free = data.streams.map(() => 0);
+    return band.times || band.gaps.map((gap, at) => {
+      const { stream } = opOf(number, at >> 1), value = at % 2 ? gap : free[stream] + gap;
+      free[stream] = at % 2 ? free[stream] + gap : value;
+      return value;
+    });
+  });
+  const start = (band, index) => timesOf[band][2 * index];
+  const length = (band, index) => timesOf[band][2 * index + 1];
+  const tops = [4];
+  usedOf.forEach((used, band) => tops.push(tops[band] + HEAD + used.length * LANE + 8));
+  const lanesHeight = tops[data.bands.length] - 4 + AXIS;
+  const bandTop = (band) => tops[band];
+  const laneTop = (band, stream) => bandTop(band) + HEAD + usedOf[band].indexOf(stream) * LANE;
   // The ops of a stream are in the order of time: the first that ends after a moment.
   const firstAfter = (band, stream, ns) => {
-    const line = inStream[stream];
+    const line = inStreamOf[band][stream];
     let low = 0, high = line.length;
     while (low < high) {
       const middle = (low + high) >> 1;
@@ -114,8 +137,9 @@
       pen.font = font(12);
       pen.fillStyle = colours.soft;
       write(pen, `${band.origin}, ${time(band.step)}`, after, top + 12, box.right - after);
-      for (const stream of used) drawLane(box, number, stream);
+      for (const stream of usedOf[number]) drawLane(box, number, stream);
     });
+    drawArrows(box);
     pen.font = font(12);
     pen.fillStyle = colours.soft;
     pen.textAlign = "center";
@@ -137,24 +161,48 @@
     pen.clip();
     pen.fillStyle = colours.hair;
     pen.fillRect(box.left, top + LANE - 3, box.right - box.left, 1);
-    const line = inStream[stream];
+    const line = inStreamOf[band][stream];
     for (let at = firstAfter(band, stream, view.from); at < line.length; at++) {
-      const index = line[at], x = toX(box, start(band, index));
+      const index = line[at], op = opOf(band, index), x = toX(box, start(band, index));
       if (x > box.right) break;
       const width = Math.max(0.8, toX(box, start(band, index) + length(band, index)) - x);
-      const fill = colours[key(ops[index])];
+      const fill = colours[key(op)];
       pen.fillStyle = fill;
       pen.fillRect(x, top + 3, width > 3 ? width - 0.6 : width, LANE - 9);
       if (paths[band].has(index)) { pen.fillStyle = colours.mark; pen.fillRect(x, top + LANE - 4.5, width, 2); }
       const seen = Math.max(x, box.left), room = Math.min(x + width, box.right) - seen;
-      if (room > 7 * ops[index].name.length + 6) { pen.fillStyle = inkOn(fill); pen.font = font(11); pen.fillText(ops[index].name, seen + 4, top + 3 + (LANE - 9) / 2 + 0.5); }
-      if (index === hovered?.op || index === selected?.op) {
+      if (LANE > 18 && room > 7 * op.name.length + 6) { pen.fillStyle = inkOn(fill); pen.font = font(11); pen.fillText(op.name, seen + 4, top + 3 + (LANE - 9) / 2 + 0.5); }
+      if ([hovered, selected].some((each) => each && each.op === index && isSame(each.band, band))) {
         pen.strokeStyle = colours.mark;
         pen.lineWidth = 1.6;
         pen.strokeRect(x - 0.4, top + 2.4, width + 0.4, LANE - 7.8);
         pen.lineWidth = 1;
       }
     }
+    pen.restore();
+  };
+  // From the end of an op of another rank to the one that waited for it: faintly along the path, and of the op that is pointed at.
+  const drawArrows = (box) => {
+    const { pen } = box, marked = [hovered, selected].filter(Boolean), reach = box.right - box.left;
+    pen.save();
+    pen.beginPath();
+    pen.rect(box.left, 0, reach, lanesHeight - AXIS);
+    pen.clip();
+    acrossOf.forEach((across, band) => {
+      for (const [index, other] of across) {
+        const isMarked = marked.some((each) => each.op === index && each.band === band);
+        if (!isMarked && !(other.holds && paths[band].has(index))) continue;
+        const end = start(other.band, other.op) + length(other.band, other.op), from = toX(box, end);
+        const to = toX(box, Math.min(start(band, index) + length(band, index), Math.max(start(band, index), end)));
+        if (Math.max(from, to) < box.left || Math.min(from, to) > box.right) continue;
+        const y = laneTop(other.band, opOf(other.band, other.op).stream) + LANE / 2, below = laneTop(band, opOf(band, index).stream) + LANE / 2, way = Math.sign(below - y);
+        pen.strokeStyle = pen.fillStyle = colours.mark;
+        pen.globalAlpha = isMarked ? 1 : 0.35;
+        pen.lineWidth = isMarked ? 1.6 : 1;
+        pen.beginPath(); pen.moveTo(from, y); pen.lineTo(to, below); pen.stroke();
+        pen.beginPath(); pen.moveTo(to, below); pen.lineTo(to - 3.5, below - 7 * way); pen.lineTo(to + 3.5, below - 7 * way); pen.fill();
+      }
+    });
     pen.restore();
   };
   const drawCursor = (box, height) => {
@@ -169,7 +217,7 @@
   };
 
   // -- memory --------------------------------------------------------------------------------------------------
-  const curves = data.curves.map((curve) => {
+  const curves = (data.curves || []).map((curve) => {
     const live = curve.parts.map(() => 0);
     return {
       parts: curve.parts,
@@ -179,7 +227,7 @@
       }),
     };
   });
-  const most = Math.max(1, data.bound, ...curves.flatMap((curve) => curve.points.map((point) => point.total)));
+  const most = Math.max(1, data.bound || 0, ...curves.flatMap((curve) => curve.points.map((point) => point.total)));
   const pointAt = (curve, ns) => {
     let low = 0, high = curve.points.length;
     while (high - low > 1) { const middle = (low + high) >> 1; if (curve.points[middle].moment <= ns) low = middle; else high = middle; }
@@ -195,6 +243,7 @@
     }
   };
   const drawMemory = () => {
+    if (!memory) return;
     const box = (memoryBox = begin(memory, PLOT + 12)), { pen } = box;
     const toY = (size) => 26 + (PLOT - 26) * (1 - size / most);
     pen.font = font(12);
@@ -229,7 +278,7 @@
     write(pen, bytes(data.bound), 10, toY(data.bound), box.left - 14);
     write(pen, "device", 10, toY(0) - 7, box.left - 14);
     const middle = start(0, data.peak.op) + length(0, data.peak.op) / 2, peak = toX(box, middle);
-    const text = `peak at ${ops[data.peak.op].name}, ${data.peak.most}`, room = box.right - box.left, wide = Math.min(room, pen.measureText(text).width);
+    const text = `peak at ${opOf(0, data.peak.op).name}, ${data.peak.most}`, room = box.right - box.left, wide = Math.min(room, pen.measureText(text).width);
     pen.fillStyle = colours.ink;
     write(pen, text, Math.max(box.left, Math.min(box.right - wide, peak - wide / 2)), 12, room);
     if (middle >= view.from && middle <= view.to) { pen.beginPath(); pen.moveTo(peak - 4, 20); pen.lineTo(peak + 4, 20); pen.lineTo(peak, 25); pen.fill(); }
@@ -238,8 +287,8 @@
 
   // -- addresses -----------------------------------------------------------------------------------------------
   // The moment at which each tick begins in the plan, which never falls: the ticks of a span of time follow from it.
-  const begins = Array(data.ticks + 1).fill(Infinity);
-  ops.forEach((op, index) => { begins[op.tick] = Math.min(begins[op.tick], start(0, index)); });
+  const begins = Array((data.ticks || 0) + 1).fill(Infinity);
+  if (data.ticks) opsOf[0].forEach((op, index) => { begins[op.tick] = Math.min(begins[op.tick], start(0, index)); });
   begins[data.ticks] = data.bands[0].step;
   for (let tick = data.ticks - 1; tick >= 0; tick--) begins[tick] = Math.min(begins[tick], begins[tick + 1]);
   if (data.ticks) begins[0] = 0;
@@ -250,7 +299,7 @@
     const span = begins[low + 1] - begins[low];
     return low + (span > 0 ? (ns - begins[low]) / span : 0);
   };
-  const maps = data.maps.map((map) => {
+  const maps = (data.maps || []).map((map) => {
     const figure = document.createElement("figure"), caption = document.createElement("figcaption"), note = document.createElement("span");
     const frame = document.createElement("div"), canvas = document.createElement("canvas");
     caption.textContent = `${map.name} `;
@@ -275,7 +324,7 @@
     canvas.addEventListener("pointerleave", () => { area = null; drawMap(found); hideTip(); });
     return found;
   });
-  if (!maps.length) {
+  if (find("maps") && !maps.length) {
     const nothing = document.createElement("p");
     nothing.className = "note";
     nothing.textContent = "No arena holds anything: weights are used in place, and nothing waits on the host.";
@@ -342,15 +391,18 @@
     tip.style.top = `${y + 18 + height > window.innerHeight ? Math.max(8, y - height - 14) : y + 18}px`;
   };
   const hideTip = () => { tip.hidden = true; };
+  const GIVES = { P: "the sum up to there", G: "the total of all ranks", U: "its part of the update" };
+  const laneName = (band, op) => `${data.streams[op.stream]}${data.bands[band].rank === undefined ? "" : ` of rank ${data.bands[band].rank}`}`;
   const showOp = (band, index, x, y) => {
-    const op = ops[index], rows = [["stream", `${data.streams[op.stream]}, tick ${op.tick}`], ["block", blockWords(op.block)]];
+    const op = opOf(band, index), rows = [["stream", `${laneName(band, op)}, tick ${op.tick}`], ["block", blockWords(op.block)]];
     if (op.bytes) rows.push(["bytes", bytes(op.bytes)]);
     if (op.flops) rows.push(["work", flops(op.flops)]);
     data.bands.forEach((each, number) => {
-      rows.push([each.name, `${time(length(number, index))}, from ${time(start(number, index))}`]);
+      if (isSame(number, band)) rows.push([each.name, `${time(length(number, index))}, from ${time(start(number, index))}`]);
     });
-    const follows = data.bands[band].follows[index];
-    if (follows >= 0) rows.push(["waited for", `${ops[follows].name} (${data.streams[ops[follows].stream]})`]);
+    const follows = data.bands[band].follows[index], other = acrossOf[band].get(index);
+    if (other) rows.push([other.holds ? "waited for" : "needed", `${opOf(other.band, other.op).name} (${laneName(other.band, opOf(other.band, other.op))}), ${GIVES[opOf(other.band, other.op).what]}`]);
+    if (follows >= 0 && !other?.holds) rows.push(["waited for", `${opOf(band, follows).name} (${data.streams[opOf(band, follows).stream]})`]);
     rows.push(["code", code(op.block)]);
     showTip(op.name, meaning(op), rows, x, y);
   };
@@ -382,10 +434,10 @@
 
   const opAt = (x, y) => {
     for (let band = 0; band < data.bands.length; band++)
-      for (const stream of used) {
+      for (const stream of usedOf[band]) {
         const top = laneTop(band, stream);
         if (y < top || y >= top + LANE || x < laneBox.left) continue;
-        const reach = (view.to - view.from) / (laneBox.right - laneBox.left), ns = toTime(laneBox, x), line = inStream[stream];
+        const reach = (view.to - view.from) / (laneBox.right - laneBox.left), ns = toTime(laneBox, x), line = inStreamOf[band][stream];
         for (let at = firstAfter(band, stream, ns - 2 * reach); at < line.length && start(band, line[at]) <= ns + 2 * reach; at++)
           if (start(band, line[at]) + length(band, line[at]) >= ns - reach) return { band, op: line[at] };
       }
@@ -393,7 +445,7 @@
   };
   const pointers = new Map();
   let dragged = 0;
-  for (const canvas of [lanes, memory]) {
+  for (const canvas of [lanes, memory].filter(Boolean)) {
     const local = (event) => { const { left, top } = canvas.getBoundingClientRect(); return [event.clientX - left, event.clientY - top]; };
     canvas.addEventListener("pointerdown", (event) => { pointers.set(event.pointerId, event.clientX); dragged = 0; });
     canvas.addEventListener("pointermove", (event) => {
@@ -446,19 +498,19 @@
     if (to > view.to || from < view.from) show(from - span * 0.3, from + span * 0.7);
     draw();
     const box = lanes.getBoundingClientRect(), x = Math.max(laneBox.left, Math.min(laneBox.right, toX(laneBox, from)));
-    showOp(band, op, box.left + x, box.top + laneTop(band, ops[op].stream) + LANE / 2);
+    showOp(band, op, box.left + x, box.top + laneTop(band, opOf(band, op).stream) + LANE / 2);
   };
   const walk = (by) => {
-    if (!selected) return select(0, inStream[used[0]][0]);
-    const line = inStream[ops[selected.op].stream], at = line.indexOf(selected.op) + by;
+    if (!selected) return select(0, inStreamOf[0][usedOf[0][0]][0]);
+    const line = inStreamOf[selected.band][opOf(selected.band, selected.op).stream], at = line.indexOf(selected.op) + by;
     if (line[at] !== undefined) select(selected.band, line[at]);
   };
   const change = (by) => {
     if (!selected) return walk(0);
-    const rows = data.bands.flatMap((_, band) => used.map((stream) => [band, stream]));
-    const at = rows.findIndex(([band, stream]) => band === selected.band && stream === ops[selected.op].stream) + by;
+    const rows = usedOf.flatMap((used, band) => used.map((stream) => [band, stream]));
+    const at = rows.findIndex(([band, stream]) => band === selected.band && stream === opOf(selected.band, selected.op).stream) + by;
     if (!rows[at]) return;
-    const [band, stream] = rows[at], line = inStream[stream];
+    const [band, stream] = rows[at], line = inStreamOf[band][stream];
     select(band, line[Math.min(line.length - 1, firstAfter(band, stream, start(selected.band, selected.op)))]);
   };
   const enter = () => {
@@ -471,7 +523,7 @@
     "+": ACTIONS.in, "=": ACTIONS.in, "-": ACTIONS.out, "0": ACTIONS.all, Enter: enter, Escape: () => { selected = null; hideTip(); draw(); },
   };
   lanes.addEventListener("keydown", (event) => {
-    if (!used.length || event.ctrlKey || event.metaKey || event.altKey || !KEYS[event.key]) return;
+    if (!usedOf[0].length || event.ctrlKey || event.metaKey || event.altKey || !KEYS[event.key]) return;
     event.preventDefault();
     KEYS[event.key]();
   });
@@ -485,24 +537,29 @@
     find(legend).append(item);
   };
   const seen = new Set();
-  for (const op of ops) {
+  for (const op of tables.flat()) {
     if (seen.has(key(op))) continue;
     seen.add(key(op));
     swatch("legend", key(op), `${op.what} ${meaning(op)}`.trim());
   }
-  curves[0].parts.forEach((part, at) => {
+  curves[0]?.parts.forEach((part, at) => {
     if (curves[0].points.some((point) => point.live[at] > 0)) swatch("parts", PARTS[part] || "other", part);
   });
   find("ops").addEventListener("toggle", () => {
     const frame = find("ops").querySelector("div");
     if (frame.childElementCount) return;
     const table = document.createElement("table"), head = table.createTHead().insertRow(), body = table.createTBody();
-    const heads = ["op", "stream", "tick", "block", "bytes", ...data.bands.flatMap((band) => [`from, ${band.name}`, `lasts, ${band.name}`])];
-    heads.forEach((text, at) => { const cell = document.createElement("th"); cell.scope = "col"; cell.textContent = text; if (at === 2 || at > 3) cell.className = "n"; head.append(cell); });
-    ops.forEach((op, index) => {
+    // The bands of each rank side by side; those of one process are all of one.
+    const groups = [];
+    data.bands.forEach((_, band) => { const group = groups.find(([first]) => isSame(first, band)); if (group) group.push(band); else groups.push([band]); });
+    const hasRanks = data.bands[0].rank !== undefined, words = hasRanks ? 3 : 2;
+    const heads = ["op", ...(hasRanks ? ["rank"] : []), "stream", "tick", "block", "bytes", ...groups[0].flatMap((band) => [`from, ${data.bands[band].kind || data.bands[band].name}`, `lasts, ${data.bands[band].kind || data.bands[band].name}`])];
+    const isNumber = (at) => at === words || at > words + 1;
+    heads.forEach((text, at) => { const cell = document.createElement("th"); cell.scope = "col"; cell.textContent = text; if (isNumber(at)) cell.className = "n"; head.append(cell); });
+    for (const group of groups) opsOf[group[0]].forEach((op, index) => {
       const row = body.insertRow();
-      const cells = [op.name, data.streams[op.stream], op.tick, blockWords(op.block), op.bytes ? bytes(op.bytes) : "", ...data.bands.flatMap((_, band) => [time(start(band, index)), time(length(band, index))])];
-      cells.forEach((text, at) => { const cell = row.insertCell(); cell.textContent = text; if (at === 2 || at > 3) cell.className = "n"; });
+      const cells = [op.name, ...(hasRanks ? [data.bands[group[0]].rank] : []), data.streams[op.stream], op.tick, blockWords(op.block), op.bytes ? bytes(op.bytes) : "", ...group.flatMap((band) => [time(start(band, index)), time(length(band, index))])];
+      cells.forEach((text, at) => { const cell = row.insertCell(); cell.textContent = text; if (isNumber(at)) cell.className = "n"; });
     });
     frame.append(table);
   });

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterable, Sequence
-from html import escape
-from importlib.resources import files
+from collections.abc import Sequence
 from typing import Any
 
 from megatrain.counts import counted
-from megatrain.hardware.work import total_flops
+from megatrain.reporting.drawn_ops import blocks_data, ops_data
+from megatrain.reporting.html_parts import asset, definitions, embedded, filled, html_table, html_text, sentences
 from megatrain.reporting.memory_curve import Curve
 from megatrain.reporting.step_figures import StepFigures
 from megatrain.scheduler.effects import streams
@@ -25,39 +23,21 @@ _NS = 1e9
 def page_text(figures: StepFigures) -> str:
     """Fills the template. Everything that a browser runs or shows is in the text."""
     parts = {
-        "style": _asset("page.css"),
-        "script": _asset("page.js"),
-        "data": _embedded(_data(figures)),
-        "title": _text(figures.name),
-        "kind": _text(_kind(figures)),
-        "verdict": "".join(f"<p>{_text(line[:1].upper() + line[1:])}.</p>" for line in figures.verdict),
+        "style": asset("page.css"),
+        "script": asset("page.js"),
+        "data": embedded(_data(figures)),
+        "title": html_text(figures.name),
+        "kind": html_text(_kind(figures)),
+        "verdict": sentences(figures.verdict),
         "figures": _definitions(figures),
         "streams": _streams_table(figures),
-        "memory": f'<p class="note">{_text(_memory_words(figures))}</p>',
-        "peak": _text(_peak_words(figures)),
+        "memory": f'<p class="note">{html_text(_memory_words(figures))}</p>',
+        "peak": html_text(_peak_words(figures)),
         "kinds": _kinds_table(figures),
         "holders": _holders_table(figures),
         "blocks": _blocks_table(figures),
     }
-    page = _asset("page.html")
-    pieces = page.split("{{")
-    # One pass: what is filled in may contain such marks itself.
-    return pieces[0] + "".join(parts[mark] + rest for mark, _, rest in (p.partition("}}") for p in pieces[1:]))
-
-
-def _asset(name: str) -> str:
-    return files(__package__ or "").joinpath(name).read_text(encoding="utf-8")
-
-
-def _text(text: str) -> str:
-    """A name for HTML: without marks of its own, and without characters that no page may have."""
-    return escape("".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in text), quote=True)
-
-
-def _embedded(data: Any) -> str:
-    """JSON within a script element, which no name can end."""
-    text = json.dumps(data, separators=(",", ":"))
-    return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
+    return filled("page.html", parts)
 
 
 def _memory_words(figures: StepFigures) -> str:
@@ -86,24 +66,11 @@ def _kind(figures: StepFigures) -> str:
 def _data(figures: StepFigures) -> dict[str, Any]:
     """What the script draws; times are whole nanoseconds."""
     table, names = figures.schedule, columns(figures.schedule.ticks)
-    sources = list(dict.fromkeys(figures.sources))
-    blocks = table.known_workload().blocks
-    saves = frozenset(table.saves)
-    ops: list[list[Any]] = []
-    for position, op in table.positions():
-        effect = figures.effects[position]
-        star = "*" if op.what in "FB" and op.block in saves else ""
-        stream = names.index(position.stream)
-        ops.append([stream, position.tick, f"{op}{star}", op.what, op.block, effect.moves, total_flops(effect.work)])
-    lines = figures.sources or ("",) * len(blocks)
     return {
         "streams": list(names),
-        "blocks": [
-            [block.name, sources.index(line) if line else -1] for block, line in zip(blocks, lines, strict=True)
-        ],
-        "sources": sources,
+        **blocks_data(figures.drawn),
         "ticks": len(table.ticks),
-        "ops": ops,
+        "ops": ops_data(figures.drawn, names),
         "bands": [_band_data(band) for band in figures.bands],
         "bound": table.device_bytes,
         "peak": _peak_data(figures),
@@ -155,24 +122,7 @@ def _definitions(figures: StepFigures) -> str:
         ("host, besides state", format_bytes(table.host_bytes)),
     ]
     rows += [("to the device", format_bytes(table.h2d_bytes)), ("to the host", format_bytes(table.d2h_bytes))]
-    return "".join(f"<div><dt>{_text(name)}</dt><dd>{_text(value)}</dd></div>" for name, value in rows)
-
-
-def _table(caption: str, heads: Sequence[str], rows: Iterable[Sequence[str]], num_words: int = 1) -> str:
-    """A table whose first columns are words, and all others numbers."""
-
-    def cell(tag: str, index: int, text: str, scope: str = "") -> str:
-        kind = "" if index < num_words else ' class="n"'
-        return f"<{tag}{scope}{kind}>{_text(text)}</{tag}>"
-
-    head = "".join(cell("th", index, name, ' scope="col"') for index, name in enumerate(heads))
-    body = "".join(
-        "<tr>"
-        + "".join(cell("td" if i else "th", i, text, "" if i else ' scope="row"') for i, text in enumerate(row))
-        + "</tr>"
-        for row in rows
-    )
-    return f"<table><caption>{_text(caption)}</caption><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
+    return definitions(rows)
 
 
 def _streams_table(figures: StepFigures) -> str:
@@ -190,7 +140,7 @@ def _streams_table(figures: StepFigures) -> str:
                 busy = band.busy.get(stream, 0.0)
                 row += [format_s(busy * band.step_s), f"{busy:.0%}", f"{band.shares.get(stream, 0.0):.0%}"]
             rows.append(row)
-    return _table("What each stream does, and the part of the step that it bounds", heads, rows)
+    return html_table("What each stream does, and the part of the step that it bounds", heads, rows)
 
 
 def _kinds_table(figures: StepFigures) -> str:
@@ -199,7 +149,9 @@ def _kinds_table(figures: StepFigures) -> str:
         holders = peak.of(part)
         what = holders[0].name if len(holders) == 1 else f"{len(holders)}, the largest {holders[0].name}"
         rows.append((part, what, format_bytes(nbytes), f"{nbytes / peak.nbytes:.0%}"))
-    return _table("The device's memory at the peak, by kind", ("kind", "holders", "bytes", "share"), rows, num_words=2)
+    return html_table(
+        "The device's memory at the peak, by kind", ("kind", "holders", "bytes", "share"), rows, num_words=2
+    )
 
 
 def _holders_table(figures: StepFigures) -> str:
@@ -209,7 +161,7 @@ def _holders_table(figures: StepFigures) -> str:
     if rest:
         nbytes = sum(holder.nbytes for holder in rest)
         rows.append((f"{len(rest)} others", "", format_bytes(nbytes), f"{nbytes / whole:.0%}"))
-    return _table("The largest holders, of any kind", ("holder", "kind", "bytes", "share"), rows, num_words=2)
+    return html_table("The largest holders, of any kind", ("holder", "kind", "bytes", "share"), rows, num_words=2)
 
 
 def _blocks_table(figures: StepFigures) -> str:
@@ -228,7 +180,7 @@ def _blocks_table(figures: StepFigures) -> str:
         ]
         for index, block in enumerate(blocks)
     ]
-    return _table("Blocks: bytes of each, and the time of its ops of one kind together", heads, rows)
+    return html_table("Blocks: bytes of each, and the time of its ops of one kind together", heads, rows)
 
 
 def _lasts(seconds: float | None) -> str:

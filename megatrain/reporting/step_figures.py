@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from megatrain.reporting.address_maps import AddressMap, address_maps
+from megatrain.reporting.drawn_ops import Drawn
 from megatrain.reporting.memory_curve import Curve, curve, held_on_device, held_on_host
 from megatrain.reporting.peak_holders import AtPeak, at_peak
 from megatrain.scheduler.books import Books
@@ -72,6 +73,11 @@ class StepFigures:
     def maps(self) -> tuple[AddressMap, ...]:
         """The arenas over the ticks."""
         return address_maps(self.schedule, self._books, self.instructions)
+
+    @property
+    def drawn(self) -> Drawn:
+        """What runs."""
+        return Drawn(self.schedule, self.sources, self.effects)
 
     @cached_property
     def effects(self) -> Mapping[Position, Effect]:

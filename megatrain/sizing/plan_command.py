@@ -37,6 +37,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     _flag(parser, "--why", "also say why the plan is as it is, and what 1 GiB more would buy")
     _flag(parser, "--alternatives", "also print other budgets, micro-batches, precisions and updates")
     _add(parser, "--largest", str, "also find the largest micro_batch, sequence or depth that fits")
+    _add(parser, "--report", str, "also draw the step on one page of HTML, this file")
+    _add(parser, "--trace", str, "also write its trace for https://ui.perfetto.dev here")
     parser.set_defaults(run=run)
 
 

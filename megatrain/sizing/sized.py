@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import TypeVar
 
 from tqdm import tqdm
@@ -15,13 +16,15 @@ from megatrain.errors import MegatrainError
 from megatrain.hardware.hardware import Hardware
 from megatrain.hardware.presets import PRESETS
 from megatrain.planning.model_sizes import LORA, MICRO_BATCH, SEQUENCE, ModelSizes
+from megatrain.planning.plan import Plan
 from megatrain.planning.planned_step import UNBOUNDED
 from megatrain.planning.planner import Planner, StepOptions
 from megatrain.planning.what_if.alternatives import alternatives
-from megatrain.planning.what_if.several_devices import best_on_devices
+from megatrain.planning.what_if.several_devices import DevicesPlan, best_on_devices
 from megatrain.planning.what_if.ways_out import refusal
 from megatrain.progress import stage
-from megatrain.sizes import parse_bytes
+from megatrain.reporting.step_report import report
+from megatrain.sizes import format_bytes, parse_bytes
 from megatrain.sizing.best_batch import StepSplit, best_batch, samples_of
 from megatrain.sizing.machine_table import MachineRow, table_text
 from megatrain.sizing.sized_models import sized_model
@@ -66,10 +69,24 @@ def print_sizing(options: SizingOptions) -> None:
     _print_more(options, found)
     if several is not None:
         print(f"\n{several}")
+    if found.plan.fits:
+        _draw(options, found.plan if several is None else several)
+    if several is not None:
         several.check()
     error = _staged("looking for ways out", lambda: refusal(found.plan, IN_COMMAND))
     if error is not None:
         raise error
+
+
+def _draw(options: SizingOptions, plan: Plan | DevicesPlan) -> None:
+    """Writes the page and the trace that are asked for."""
+    if options.report is None:
+        return
+    made = report(plan, options.report)
+    print(f"\n{made}\nwritten: {options.report} ({format_bytes(Path(options.report).stat().st_size)})")
+    if options.trace is not None:
+        made.perfetto(options.trace)
+        print(f"written: {options.trace} ({format_bytes(Path(options.trace).stat().st_size)})")
 
 
 def _print_more(options: SizingOptions, found: StepSplit) -> None:

@@ -45,6 +45,8 @@ RULES: Mapping[str, Rule] = {
     "block_bytes": optional(SIZE),
     "chunking": COMPILE["chunking"],
     "largest": optional(one_of(MICRO_BATCH, SEQUENCE, DEPTH)),
+    "report": optional(PATH),
+    "trace": optional(PATH),
 }
 
 IN_COMMAND: Spelling = {
@@ -90,6 +92,8 @@ class SizingOptions:
         why: Reasons are printed.
         alternatives: A table of alternatives is.
         largest: The largest of this size that fits is.
+        report: The page on which the step is drawn, or None; with several devices the lanes of all of them.
+        trace: The file of its trace for Perfetto, or None.
 
     Raises:
         OptionError: If an option is wrong, or two of them exclude each other.
@@ -116,6 +120,8 @@ class SizingOptions:
     why: bool = False
     alternatives: bool = False
     largest: str | None = None
+    report: str | None = None
+    trace: str | None = None
 
     def __post_init__(self) -> None:
         if self.hardware is None and self.memory is None:
@@ -128,6 +134,15 @@ class SizingOptions:
                 "--why, --alternatives and --largest are of one plan, and --hardware all has many.\n"
                 f"  The machines are {', '.join(Hardware.presets())}.\n  Name one of them with --hardware."
             )
+        drawn = "--trace" if self.report is None else "--report"
+        if (self.report, self.trace) != (None, None) and self.hardware in (None, ALL):
+            raise OptionError(
+                f"{drawn} draws the step of one machine in time.\n"
+                "  The seconds of its ops follow from the rates of a machine.\n"
+                f"  Name one with --hardware, such as rtx-4090; or leave out {drawn}."
+            )
+        if self.trace is not None and self.report is None:
+            raise OptionError("--trace goes with --report.\n  Both draw the same step.\n  Give --report FILE as well.")
         if self.devices > 1 and (self.hardware in (None, ALL) or PRESETS[str(self.hardware)].is_unified):
             raise OptionError(
                 f"--devices {self.devices} needs a machine with cards in a host.\n"

@@ -20,7 +20,7 @@ from megatrain.planning.loss_bytes import Loss
 from megatrain.planning.saved_plan import PLAN, AnyPlan, SavedPlan
 from megatrain.progress import ProgressLine
 from megatrain.ranks.apart import refuse_apart
-from megatrain.runtime.streams.stopwatch import RunClock, Stopwatch, Watch
+from megatrain.runtime.streams.stopwatch import Stopwatch, Watch
 from megatrain.scheduler.schedule import Schedule
 from megatrain.scheduler.timing.costs import Measured
 from megatrain.scheduler.timing.timed_run import TimedRun
@@ -28,6 +28,7 @@ from megatrain.sizes import SIZE
 from megatrain.training import saved_step as checkpoint
 from megatrain.training.attempts.host_sharing import HostSharing
 from megatrain.training.attempts.taking import Taking
+from megatrain.training.attempts.timed_ranks import run_clock, timed_run
 from megatrain.training.attempts.together import Together
 from megatrain.training.batch import micro_batches
 from megatrain.training.boundary import Boundary, Progress
@@ -187,9 +188,12 @@ class TrainStep:
         return Measured.of(self.schedule, watch.seconds)
 
     def time(self, batch: Any) -> TimedRun:
-        """Runs a step as a call does; returns when each operation began and ended, which `megatrain.report` draws."""
-        self._take(batch, clock := RunClock(self._compiled.options.device))
-        return TimedRun.of(self.schedule, clock.spans())
+        """Runs a step as a call does; returns when each operation began and ended, which `megatrain.report` draws.
+
+        All ranks of a process group time the same step, and each gets the times of all as `ranks` of its own run.
+        """
+        self._take(batch, clock := run_clock(self._together, self._compiled.options.device))
+        return timed_run(self._together, self.schedule, clock)
 
     def _take(self, batch: Any, watch: Watch | None) -> torch.Tensor:
         if not self._compiled.has_group:

@@ -227,3 +227,26 @@ def test_several_devices_share_the_tokens_of_a_step(config: Path, capsys: pytest
     )
     assert "--devices 4 needs a machine" in refused(capsys, config, "--memory=1GiB", "--devices=4", *STEP)
     assert "is less than one micro-batch" in refused(capsys, *asked, "--tokens-per-step=32", "--devices=4")
+
+
+def test_the_step_is_drawn(config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    asked = (config, "--hardware=rtx-4090", "--micro-batch=1", "--sequence=16", "--host-bandwidth=400GB")
+    page, trace = tmp_path / "page.html", tmp_path / "trace.json"
+    drawn = (f"--report={page}", f"--trace={trace}")
+    said = printed(capsys, *asked, "--tokens-per-step=32", "--devices=2", *drawn)
+    assert "\nreport: LlamaForCausalLM, 2 ranks, " in said
+    assert said.index("devices: 2 of one host") < said.index("report: ") < said.index(f"written: {page}")
+    assert "rank 1, plan" in page.read_text()
+    assert '"name":"rank 1, plan: modelled' in trace.read_text()
+    said = printed(capsys, *asked, "--tokens-per-step=16", f"--report={page}")
+    assert re.search(r"^report: LlamaForCausalLM, \d+ blocks, ", said, re.MULTILINE)
+    assert "What holds the peak" in page.read_text()
+    assert "--report draws the step of one machine" in refused(capsys, config, "--memory=1GiB", *drawn, *STEP)
+    assert "--trace draws the step of one machine" in refused(capsys, config, "--hardware=all", drawn[1], *STEP)
+    assert "--trace goes with --report" in refused(capsys, *asked, drawn[1])
+    # A host that can't feed the cards is drawn as well: the picture shows why.
+    page.unlink()
+    assert "can't feed 4 devices" in refused(
+        capsys, *asked[:4], "--tokens-per-step=256", "--devices=4", "--host-bandwidth=1MB", drawn[0]
+    )
+    assert page.exists()

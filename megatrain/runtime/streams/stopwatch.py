@@ -11,7 +11,7 @@ from megatrain.scheduler.instructions import Instruction
 from megatrain.scheduler.items import Stream
 from megatrain.scheduler.table import Position
 
-_OF_DEVICE = (Stream.H2D, Stream.COMPUTE, Stream.D2H)
+_OF_DEVICE = (Stream.H2D, Stream.COMPUTE, Stream.D2H, Stream.RECEIVE, Stream.SEND)
 
 
 class Stopwatch:
@@ -108,6 +108,12 @@ class RunClock:
     def spans(self) -> dict[Position, tuple[float, float]]:
         """Seconds of the beginning and the end of each operation, from the start of the step; waits for the device."""
         return {position: (self._seconds(a), self._seconds(b)) for position, (a, b) in self._moments.items()}
+
+    @property
+    def zero_s(self) -> float:
+        """The start of the step by `time.perf_counter`, which all processes of a host share; after the step."""
+        assert self._zeros is not None
+        return self._zeros[1].seconds
 
     def _zero(self) -> Moment:
         moment = self._device.moment()

@@ -6,22 +6,20 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from math import inf
+from typing import NamedTuple
 
 from megatrain.checks import Rule, checked
 from megatrain.hardware.hardware import Hardware
-from megatrain.scheduler.books import Books
-from megatrain.scheduler.dependency import all_waits
 from megatrain.scheduler.items import Effect, Stream
 from megatrain.scheduler.table import Position, Table
 from megatrain.scheduler.timing.costs import OpSeconds
+from megatrain.scheduler.timing.rank_waits import Place, RankWaits, books_of_ranks, rank_waits
+from megatrain.scheduler.timing.shared import Timing
 from megatrain.sizes import PIECE_BYTES
 
 _ROUNDING = 1 + 1e-12
 TO_DEVICE, TO_HOST = (Stream.H2D, Stream.RECEIVE), (Stream.D2H, Stream.SEND)
 """Streams whose copies share a direction of a rank's link."""
-Place = tuple[int, Position]
-"""A rank, and an op of its table."""
-
 _TABLES = Rule(
     "the tables of ranks, first to last",
     "{name}=[plan.schedule for plan in plans]",
@@ -38,29 +36,35 @@ class DevicesSimulation:
         busy: Fraction of the step during which each stream works, of the rank for which it is most.
         host_bytes: What copies and updates of all ranks read and write in the memory of the host.
         host_s: How long that takes alone.
+        timelines: Of each rank every op, in table order, in seconds from the beginning of the step.
+        stood_s: For how many seconds of its time an op stood still, until a piece of the rank before had come; only of
+            ops that did.
     """
 
     step_s: float
     busy: Mapping[str, float]
     host_bytes: int
     host_s: float
+    timelines: tuple[tuple[Timing, ...], ...] = field(repr=False)
+    stood_s: Mapping[Place, float] = field(repr=False)
 
 
 @dataclass(slots=True, eq=False)
 class _Op:
     """An op of a rank: seconds that it takes alone, and what of the host's memory it uses meanwhile.
 
-    The last `piece_s` seconds are those of a piece of a sum, which follows the last piece of the rank before.
+    The last `piece_s` seconds are those of a piece of a sum, which follows the last piece of the rank before; None if
+    there is none, or if it is under way.
     """
 
     place: Place
     seconds: float
     host_bytes: int
-    piece_s: float = 0.0
+    piece_s: float | None = None
     left_s: float = field(init=False)
 
     def __post_init__(self) -> None:
-        self.left_s = self.seconds - self.piece_s
+        self.left_s = self.seconds - (self.piece_s or 0.0)
 
     @property
     def demand(self) -> float:
@@ -84,19 +88,11 @@ def simulate_devices(tables: Sequence[Table], hardware: Hardware) -> DevicesSimu
         ScheduleError: If a table doesn't know its workload.
     """
     ops: dict[Place, _Op] = {}
-    waits: dict[Place, set[Place]] = {}
-    follows: dict[Place, Place] = {}
-    known: dict[int, tuple[Books, Mapping[Position, set[Position]]]] = {}
-    for rank, table in enumerate(tables):
-        if id(table) not in known:
-            books = Books(table)
-            known[id(table)] = books, all_waits(books)
-        books, own = known[id(table)]
+    books = books_of_ranks(tables)
+    for rank, (table, its) in enumerate(zip(tables, books, strict=True)):
         seconds = partial(_op, rank, len(tables), table, OpSeconds(hardware), hardware)
-        ops |= {(rank, position): seconds(position, effect) for position, effect in books.ops}
-        waits |= {(rank, after): {(rank, before) for before in befores} for after, befores in own.items()}
-    _wait_for_others(tables, waits, follows)
-    ends = _ends(ops, waits, follows, hardware)
+        ops |= {(rank, position): seconds(position, effect) for position, effect in its.ops}
+    starts, ends, stood_s = _course(ops, rank_waits(books), hardware)
     step_s = max(ends.values(), default=0.0)
     totals: dict[tuple[int, str], float] = {}
     for (rank, position), op in ops.items():
@@ -105,7 +101,11 @@ def simulate_devices(tables: Sequence[Table], hardware: Hardware) -> DevicesSimu
     for (_, stream), total in totals.items():
         busy[stream] = max(busy.get(stream, 0.0), total / step_s if step_s else 0.0)
     host_bytes = sum(op.host_bytes for op in ops.values())
-    return DevicesSimulation(step_s, busy, host_bytes, host_bytes / hardware.host_bytes_per_s)
+    host_s = host_bytes / hardware.host_bytes_per_s
+    timelines: list[list[Timing]] = [[] for _ in tables]
+    for place in ops:
+        timelines[place[0]].append(Timing(place[1], starts[place], ends[place]))
+    return DevicesSimulation(step_s, busy, host_bytes, host_s, tuple(map(tuple, timelines)), stood_s)
 
 
 def _op(
@@ -113,7 +113,7 @@ def _op(
 ) -> _Op:
     """The seconds of an op alone, and the bytes that it reads and writes on the host."""
     op = table.ticks[position.tick][position.stream]
-    moves, joined_s, piece_s = effect.moves, 0.0, 0.0
+    moves, joined_s, piece_s = effect.moves, 0.0, None
     is_joining = table.kind.joining == op.what and op.what in ("P", "G")
     if is_joining or op.what == "R":
         # The sum of the rank before comes to the device as well, or only.
@@ -139,56 +139,56 @@ def _op(
     return _Op((rank, position), seconds + joined_s, times * moves if is_of_host else 0, piece_s)
 
 
-def _wait_for_others(tables: Sequence[Table], waits: Mapping[Place, set[Place]], follows: dict[Place, Place]) -> None:
-    """Adds what an op waits for on other ranks, and which op it follows piece by piece."""
-    found: list[dict[tuple[str, int], list[Position]]] = []
-    for table in tables:
-        found.append({})
-        for position, op in table.positions():
-            found[-1].setdefault((op.what, op.block), []).append(position)
-    last = len(tables) - 1
-    for rank, of_rank in enumerate(found):
-        for (what, block), positions in of_rank.items():
-            if what == ("R" if tables[rank].kind.receives else tables[rank].kind.joining):
-                follows[rank, positions[0]] = rank - 1, found[rank - 1]["P", block][0]
-            if what == "G" and rank < last:
-                waits[rank, positions[0]].add((last, found[last]["G", block][0]))
-            elif what == "V":
-                for other, its in enumerate(found):
-                    waits[rank, positions[0]].update((other, update) for update in its["U", block])
+class _Course(NamedTuple):
+    """When each op began and ended, and how long it stood still meanwhile."""
+
+    starts: dict[Place, float]
+    ends: dict[Place, float]
+    stood_s: dict[Place, float]
 
 
-def _ends(
-    ops: Mapping[Place, _Op], waits: Mapping[Place, set[Place]], follows: Mapping[Place, Place], hardware: Hardware
-) -> dict[Place, float]:
-    """When each op ends."""
+def _course(ops: Mapping[Place, _Op], waits: RankWaits, hardware: Hardware) -> _Course:
+    """Runs all ops."""
     queues: dict[tuple[int, str], list[Place]] = {}
     for place in reversed(list(ops)):
         queues.setdefault((place[0], place[1].stream), []).append(place)
     running: dict[tuple[int, str], _Op] = {}
-    ends: dict[Place, float] = {}
+    starts, ends, stood_s = course = _Course({}, {}, {})
     now = 0.0
     while len(ends) < len(ops):
         for key, queue in queues.items():
-            if key not in running and queue and all(before in ends for before in waits[queue[-1]]):
+            if key not in running and queue and all(before in ends for before in waits.ends[queue[-1]]):
                 running[key] = ops[queue.pop()]
+                starts[running[key].place] = now
+        standing = _standing(running, waits, ends)
         speeds = _speeds(running, hardware)
-        going = {key: op for key, op in running.items() if op.left_s > 0 or op.piece_s == 0}
+        going = {key: op for key, op in running.items() if op.left_s > 0 or op.piece_s is None}
         assert going, "ranks wait for each other in a circle"
         passed = min(op.left_s / speeds[key] for key, op in going.items())
         now += passed
+        for place in standing if passed > 0 else ():
+            stood_s[place] = stood_s.get(place, 0.0) + passed
         for key, op in going.items():
             if op.left_s / speeds[key] > passed * _ROUNDING:
                 op.left_s -= passed * speeds[key]
-            elif op.piece_s > 0:
+            elif op.piece_s is not None:
                 op.left_s = 0.0
             else:
                 ends[op.place] = now
                 del running[key]
-        for op in running.values():
-            if op.left_s == 0 and op.piece_s > 0 and follows[op.place] in ends:
-                op.left_s, op.piece_s = op.piece_s, 0.0
-    return ends
+    return course
+
+
+def _standing(running: Mapping[tuple[int, str], _Op], waits: RankWaits, ends: Mapping[Place, float]) -> list[Place]:
+    """Begins the last piece of ops whose rank before is done with the sum; returns those that stand still."""
+    found: list[Place] = []
+    for op in running.values():
+        if op.left_s == 0 and op.piece_s is not None:
+            if waits.pieces[op.place] in ends:
+                op.left_s, op.piece_s = op.piece_s, None
+            else:
+                found.append(op.place)
+    return found
 
 
 def _speeds(running: Mapping[tuple[int, str], _Op], hardware: Hardware) -> dict[tuple[int, str], float]:

@@ -85,7 +85,9 @@ class Taking:
                         while (executor := self._setup.executor(setting)) is None:
                             self._setup.complete()
                             setting = self._setup.setting(batches, failed)
-                        shares = alone or self._together.meet(setting, executor, counts, self._boundary.progress)
+                        shares = alone or self._together.meet(
+                            setting, executor, counts, self._boundary.progress, is_timed=watch is not None
+                        )
                         loss = self._run(setting, executor, shares, watch)
                 except AgainError:
                     continue

@@ -141,7 +141,20 @@ class Together:
         check_words(ranks, words)
         return words
 
-    def meet(self, setting: Setting, executor: Executor, counts: Counts, progress: Progress) -> Shares:
+    def tell_all(self, at: str, word: Mapping[str, Any]) -> list[dict[str, Any]] | None:
+        """Tells all ranks something between two steps, and hears what they tell, by rank.
+
+        Returns:
+            None in a process alone.
+
+        Raises:
+            RanksError: If another rank failed, or is elsewhere.
+        """
+        return None if self._ranks is None else self._tell(self._ranks, dict(word), at)
+
+    def meet(
+        self, setting: Setting, executor: Executor, counts: Counts, progress: Progress, *, is_timed: bool
+    ) -> Shares:
         """Compares everything that must not differ; finds the share of each micro-batch, and `dealt`.
 
         Args:
@@ -149,6 +162,7 @@ class Together:
             executor: Runs it.
             counts: How much each micro-batch counts.
             progress: Of the training so far.
+            is_timed: Whether the step is timed, after which all ranks meet once more.
 
         Raises:
             RanksError: If the ranks differ.
@@ -159,7 +173,8 @@ class Together:
         ranks = self._ranks
         assert ranks is not None
         check_supported(setting, self._compiled, self._optimizers)
-        facts = facts_of(executor, self._compiled, self._optimizers, self._rules, progress)
+        rules = {**self._rules, "the call": "step.time(batch)" if is_timed else "step(batch)"}
+        facts = facts_of(executor, self._compiled, self._optimizers, rules, progress)
         if not self._is_compared:
             facts |= values_of(self._compiled, self._optimizers)
         is_random = any(t.is_random for program in setting.programs for t in program.templates.values())
