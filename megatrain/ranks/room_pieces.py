@@ -35,7 +35,7 @@ def pieces(specs: Sequence[TensorSpec], most: int = PIECE_BYTES) -> list[list[Pi
     >>> import torch
     >>> groups = pieces([TensorSpec((5,), torch.int8), TensorSpec((3,), torch.int8)], most=4)
     >>> [[(piece.number, *piece.cut) for piece in group] for group in groups]
-    [[(0, slice(0, 4, None))], [(0, slice(4, 5, None)), (1, slice(0, 3, None))]]
+    [[(0, slice(0, 4, None))], [(0, slice(4, 5, None)), (1,)]]
     """
     found: list[list[Piece]] = []
     room = 0

@@ -15,7 +15,7 @@ from megatrain.runtime.call_start import Start
 from megatrain.runtime.engine import Engine
 from megatrain.runtime.forwards import forward_without_graph
 from megatrain.runtime.gradients.landing import Landing, LandingArena, PlainLanding
-from megatrain.runtime.gradients.rank_sums import RankSums
+from megatrain.runtime.rank_sums import RankSums, join
 from megatrain.runtime.gradients.sink import GradientSink
 from megatrain.runtime.gradients.sums import added, marked
 from megatrain.runtime.loaded import Loaded
@@ -214,7 +214,8 @@ class Operations:
         call = taken.calls[instruction.micro_batch]
         block = call.loaded.program.blocks[instruction.op.block]
         if block.index not in call.differentiated:
-            self._join(taken.calls[0], block.index, instruction.micro_batch)
+            if instruction.micro_batch == 1:
+                join(taken.calls[0], block.index)
             self._differentiate(taken, call, block, instruction)
             call.differentiated.add(block.index)
         if block.index in self._without_offload and instruction.micro_batch == len(taken.calls) - 1:
@@ -264,44 +265,24 @@ class Operations:
 
         return add
 
-    def _join(self, first: Call, block: int, micro_batch: int) -> None:
-        """Adds the gradients of the first micro-batch to the sums of the rank before, ahead of those of the second."""
-        received = first.received.get(block)
-        if micro_batch != 1 or received is None:
-            return
-        found = first.parameter_gradients.get(block) or [(None, False)] * len(received)
-        sums, add_in_place = added([(tensor, False) for tensor in received], found)
-        add_in_place()
-        first.set_sums(block, sums)
-        first.drop("received", block)
-
     def offload(self, taken: Taken, instruction: Instruction) -> None:
         """G: of the total of all ranks, where there are several."""
-        loaded, block = taken.calls[0].loaded, taken.calls[0].loaded.program.blocks[instruction.op.block]
-        sums, completes = taken.calls[0].parameter_gradients, loaded.facts.completes[block.index]
-        has_others = instruction.op.what == "G" and self._has_other_ranks
-        if has_others:
-            found = self._rank_sums.totals(block.index, sums, self._place(taken, block.index))
+        first, block = taken.calls[0], taken.calls[0].loaded.program.blocks[instruction.op.block]
+        completes = first.loaded.facts.completes[block.index]
+        if instruction.op.what == "G" and self._has_other_ranks:
+            found = self._rank_sums.totals(first, block.index)
         else:
-            found = nullcontext(sums[block.index])
+            found = nullcontext(first.parameter_gradients[block.index])
         with found as gradients:
             self.sink.receive(block.index, block.binding, gradients, completes, instruction.landing)
 
     def receive(self, taken: Taken, instruction: Instruction) -> None:
         """R: the sum of the ranks before, to which this rank adds."""
-        received, block = taken.calls[0].received, instruction.op.block
-        received[block] = self._rank_sums.receive(block, received[block])
+        self._rank_sums.receive(taken.calls[0], instruction.op.block)
 
     def pass_on(self, taken: Taken, instruction: Instruction) -> None:
         """P."""
-        block = instruction.op.block
-        sums = taken.calls[0].parameter_gradients[block]
-        self._rank_sums.pass_on(block, sums, self._place(taken, block))
-
-    def _place(self, taken: Taken, block: int) -> torch.Tensor | None:
-        """Memory of the device for pieces of a sum of the rank before; None where they don't pass through it."""
-        received = taken.calls[0].received.get(block) if self.schedule.kind.stages else None
-        return None if received is None else received[0]
+        self._rank_sums.pass_on(taken.calls[0], instruction.op.block)
 
     def squares(self, taken: Taken, instruction: Instruction) -> None:
         """S."""

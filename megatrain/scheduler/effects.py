@@ -112,16 +112,13 @@ class Effects:
         """
         if item.kind in ("value", "original", "returned", "gradient"):
             value = self.workload.values[item.number]
-            if value.on_host:
-                return 0
-            return self.workload.storages[value.storage] if item.kind in ("value", "original") else value.nbytes
+            whole = self.workload.storages[value.storage] if item.kind in ("value", "original") else value.nbytes
+            return 0 if value.on_host else whole
         work = self.workload.blocks[item.number]
         if item.kind in ("landed", "waiting"):
             return work.gradient_bytes if self.kind.transfer == "bind" else work.landing_bytes
-        if item.kind == "saved":
-            return work.saved_bytes
-        is_piece = item.kind == "received" and self.kind.stages
-        return min(PIECE_BYTES, work.gradient_bytes) if is_piece else work.gradient_bytes
+        received = min(PIECE_BYTES, work.gradient_bytes) if self.kind.stages else work.gradient_bytes
+        return {"parameters": work.gradient_bytes, "saved": work.saved_bytes, "received": received}[item.kind]
 
     def shared_storage(self, item: Item) -> int | None:
         """The storage that a value shares with others; None if it shares none."""
@@ -215,12 +212,9 @@ def _gradients_made(step: Effects, block: int, micro_batch: int) -> tuple[int, i
     first, further = (work.gradient_bytes, 0) if micro_batch == 0 else (0, work.gradient_bytes)
     for index in step.inputs[block] if work.has_backward else ():
         value = step.workload.values[index]
-        if not step.has_gradient[index] or value.on_host:
-            continue
-        if value.is_output or step.workload.backward_readers(index)[-1] != block:
-            further += value.nbytes
-        else:
-            first += value.nbytes
+        if step.has_gradient[index] and not value.on_host:
+            is_added = value.is_output or step.workload.backward_readers(index)[-1] != block
+            first, further = (first, further + value.nbytes) if is_added else (first + value.nbytes, further)
     return first, further
 
 
@@ -242,13 +236,13 @@ def _offload(step: Effects, block: int, micro_batch: int) -> Effect:
     makes = (Item("landed", block), Item("left", NO_BLOCK)) if step.kind.holds_gradients else ()
     if step.kind.sends:
         return Effect((Item("passed", block),), makes)  # the total comes from the last rank, to the host
-    moves, staged = step.copied(step.workload.blocks[block].gradient_bytes), _staged(step, block)
-    return Effect((Item("parameters", block), *staged), (*makes, *staged), moves=moves)
+    return _leaving(step, block, makes, step.copied(step.workload.blocks[block].gradient_bytes))
 
 
-def _staged(step: Effects, block: int) -> list[Item]:
-    """Where pieces of a sum pass through the device while gradients leave: the op has them for itself."""
-    return [Item("received", block)] * step.kind.stages
+def _leaving(step: Effects, block: int, makes: tuple[Item, ...], moves: int) -> Effect:
+    """Pieces of a sum may pass through the device while gradients leave; their memory is this op's alone."""
+    pieces = (Item("received", block),) * step.kind.stages
+    return Effect((Item("parameters", block), *pieces), (*makes, *pieces), moves=moves)
 
 
 def _receive(step: Effects, block: int, micro_batch: int) -> Effect:
@@ -256,8 +250,7 @@ def _receive(step: Effects, block: int, micro_batch: int) -> Effect:
 
 
 def _pass(step: Effects, block: int, micro_batch: int) -> Effect:
-    moves, staged = step.workload.blocks[block].gradient_bytes, _staged(step, block)
-    return Effect((Item("parameters", block), *staged), (Item("passed", block), *staged), moves=moves)
+    return _leaving(step, block, (Item("passed", block),), step.workload.blocks[block].gradient_bytes)
 
 
 def _squares(step: Effects, block: int, micro_batch: int) -> Effect:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ import megatrain
 from megatrain.memory.host_arena import HostArena
 from megatrain.passes.program import Block, Program
 from megatrain.ranks.channel import Channel, GoOn, Room, room_bytes
-from megatrain.runtime.gradients.rank_sums import RankSums
+from megatrain.runtime.rank_sums import RankSums
 from megatrain.scheduler.step_kind import StepKind
 from megatrain.tracer.spec import TensorSpec
 from tests.simulated_runs.on_device import DEVICE, on_device
@@ -78,19 +79,21 @@ def passed() -> Sequence[torch.Tensor]:
             kind = StepKind(micro_batches=micro_batches, outputs="release", ranks=others.place)
             sides.append(RankSums(compiled.engine, program, kind))
         middle, last = sides
-        taken = [middle.empty(block.index) for block in program.blocks]
-        if micro_batches == 2:
-            found = [middle.receive(block.index, each) for block, each in zip(program.blocks, taken, strict=True)]
-        else:
-            found = [_own(program, block) for block in program.blocks]
-        for block, tensors, each in zip(program.blocks, found, taken, strict=True):
-            added = [(None if tensor is None else tensor * 2 + 1, False) for tensor in tensors]
-            place = None if micro_batches == 2 else each[0]
-            middle.pass_on(block.index, added, place)
-            for side in (last, middle):
-                with side.totals(block.index, {block.index: added}, place) as totals:
+        calls: list[Any] = [SimpleNamespace(received={}, parameter_gradients={}) for _ in sides]
+        for block in program.blocks:
+            for side, call in zip(sides, calls, strict=True):
+                call.received[block.index] = side.empty(block.index)
+            if micro_batches == 2:
+                middle.receive(calls[0], block.index)
+        for block in program.blocks:
+            found = calls[0].received[block.index] if micro_batches == 2 else _own(program, block)
+            for call in calls:
+                call.parameter_gradients[block.index] = [(t if t is None else t * 2 + 1, False) for t in found]
+            middle.pass_on(calls[0], block.index)
+            for side, call in ((last, calls[1]), (middle, calls[0])):
+                with side.totals(call, block.index) as totals:
                     made += [tensor.clone() for tensor, _ in totals if tensor is not None]
-            made += [tensor.clone() for tensor in tensors if tensor is not None]
+            made += [tensor.clone() for tensor in found if tensor is not None]
     return [*others.after.got, *others.totals.got, *made]
 
 

@@ -78,6 +78,7 @@ UNNOTICED: dict[str, str] = {
     "host_channel.give: self._wait": _OF_RANKS,
     "host_channel.wait: self._wait": _OF_RANKS,
     "host_channel.take: room.wait": _OF_RANKS,
+    "gloo_channel.take: room.wait": _OF_RANKS,
     "rank_sums._fill: before.wait": _OF_RANKS,
     "rank_sums.receive: room.wait": _OF_RANKS,
     "ranks.exchange: self._wait": _OF_RANKS,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager, nullcontext
 
 import torch
@@ -12,8 +12,9 @@ from megatrain.errors import ExecuteError
 from megatrain.passes.program import Program
 from megatrain.ranks.channel import Channel, Room
 from megatrain.ranks.ranks import Ranks
+from megatrain.runtime.call import Call
 from megatrain.runtime.engine import Engine
-from megatrain.runtime.gradients.sums import ParameterGradient
+from megatrain.runtime.gradients.sums import ParameterGradient, added
 from megatrain.runtime.streams.events import Aborted
 from megatrain.scheduler.step_kind import StepKind
 from megatrain.sizes import PIECE_BYTES
@@ -77,8 +78,9 @@ class RankSums:
             for entry in entries
         ]
 
-    def receive(self, block: int, out: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
-        """Fills tensors of the device with the sums of the rank before, and returns those that it had."""
+    def receive(self, call: Call, block: int) -> None:
+        """Fills memory that a call has taken with the sums of the rank before; it keeps those that there are."""
+        out = call.received[block]
         with self._before(block) as room:
             self._engine.bus.lock([room.arena])
             trained = [tensor for tensor in out if tensor is not None]
@@ -89,30 +91,17 @@ class RankSums:
                         self._engine.bus.to_device(trained[number][cut], room.tensors[number][cut], room.arena)
             self._device.synchronize()
         there = iter(room.present)
-        return [tensor if tensor is not None and next(there) else None for tensor in out]
+        call.received[block] = [tensor if tensor is not None and next(there) else None for tensor in out]
 
-    def pass_on(self, block: int, gradients: Sequence[ParameterGradient], place: torch.Tensor | None) -> None:
-        """Hands a block's sums on to the next rank.
-
-        Args:
-            block: The block.
-            gradients: Its sums on this rank.
-            place: Memory of the device for pieces of the sums of the rank before, where these are added now.
-        """
-        given = self._given(block, gradients)
+    def pass_on(self, call: Call, block: int) -> None:
+        """Hands a block's sums on to the next rank."""
+        given = self._given(block, call.parameter_gradients[block])
         with self._expecting(self._ranks.after).give(self._specs(block), self.go_on) as room:
-            self._fill(block, room, given, place, room.hand_over)
+            self._fill(block, room, given, self._place(call, block), room.hand_over)
 
     @contextmanager
-    def totals(
-        self, block: int, sums: Mapping[int, Sequence[ParameterGradient]], place: torch.Tensor | None
-    ) -> Generator[Sequence[ParameterGradient]]:
+    def totals(self, call: Call, block: int) -> Generator[Sequence[ParameterGradient]]:
         """Gives the totals of a block, which are the sums of the last rank, to all others.
-
-        Args:
-            block: The block.
-            sums: Those of this rank, by block.
-            place: As in `pass_on`.
 
         Yields:
             The totals on the host, for the time of the body; on a last rank that has them there, the sums themselves.
@@ -124,12 +113,17 @@ class RankSums:
                 yield self._in_order(block, room)
             return
         # Ahead of all that may write into them: sums over several blocks, hooks, updates.
-        given = self._given(block, sums[block])
+        sums = call.parameter_gradients[block]
+        given = self._given(block, sums)
         with channel.give(self._specs(block), self.go_on) as room:
             # As a whole: the rank before takes it once its `P` is over, and that sends pieces until the last is taken.
-            self._fill(block, room, given, place, lambda _: None)
+            self._fill(block, room, given, self._place(call, block), lambda _: None)
         is_here = self._device.is_host and self._kind.receives
-        yield sums[block] if is_here else self._in_order(block, room)
+        yield sums if is_here else self._in_order(block, room)
+
+    def _place(self, call: Call, block: int) -> torch.Tensor | None:
+        """Memory of the device for pieces of a sum of the rank before; None where they don't pass through it."""
+        return call.received[block][0] if self._kind.stages else None
 
     def _expecting(self, channel: Channel | None) -> Channel:
         assert channel is not None
@@ -224,3 +218,15 @@ class RankSums:
                 )
             found.append(gradient)
         return found
+
+
+def join(call: Call, block: int) -> None:
+    """Adds a block's gradients of the first micro-batch to the sums of the rank before, if some were received."""
+    received = call.received.get(block)
+    if received is None:
+        return
+    own = call.parameter_gradients.get(block) or [(None, False)] * len(received)
+    sums, add_in_place = added([(tensor, False) for tensor in received], own)
+    add_in_place()
+    call.set_sums(block, sums)
+    call.drop("received", block)
