@@ -1,4 +1,4 @@
-"""Lines on the terminal: `stage` for work without steps to count, `ProgressLine` for a loop of steps; none if `quiet`."""
+"""Lines on the terminal: `stage` for work without steps to count, `ProgressLine` for a training; `quiet` hides both."""
 
 from __future__ import annotations
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from megatrain.finetune.fine_tuning import FineTuning, check_options
 from megatrain.finetune.libraries import need_libraries
-from megatrain.finetune.train_processes import TrainProcesses
+from megatrain.ranks.command_processes import CommandProcesses
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -45,7 +45,7 @@ def run(options: argparse.Namespace) -> int:
     given = {field.name: getattr(options, field.name) for field in fields(FineTuning) if field.name in options}
     if any(name.startswith("lora_") for name in given):
         given["lora"] = True
-    with TrainProcesses.joined() as processes:
+    with CommandProcesses.joined() as processes:
         tuning = processes.together(lambda: _tuning(given))
         # It imports transformers, which is there only now for sure, and takes seconds.
         from megatrain.finetune.training_run import train

@@ -32,13 +32,13 @@ from megatrain.finetune.run_callbacks import ShowsProgress, StopBetweenSteps
 from megatrain.finetune.run_record import RunRecord, fingerprint
 from megatrain.finetune.sequences import Sequences
 from megatrain.finetune.step_on_paper import MAX_GRAD_NORM, host_of_several, plan_step
-from megatrain.finetune.train_processes import ALONE, TrainProcesses
 from megatrain.finetune.training_data import Data, sequences_of
 from megatrain.planning.model_sizes import MICRO_BATCH, SEQUENCE
 from megatrain.planning.planned_step import PlannedStep
 from megatrain.planning.what_if.variation import Spelling, size
 from megatrain.planning.what_if.ways_out import refusal
 from megatrain.progress import stage
+from megatrain.ranks.command_processes import ALONE, CommandProcesses
 from megatrain.sizes import format_bytes
 from megatrain.training.boundary import NotFiniteError
 
@@ -54,7 +54,7 @@ _IN_COMMAND: Spelling = {
 
 
 @checked()
-def train(tuning: FineTuning, processes: TrainProcesses = ALONE) -> None:
+def train(tuning: FineTuning, processes: CommandProcesses = ALONE) -> None:
     """Plans, trains, evaluates and saves, and prints all of it; goes on where an earlier run of the same ended.
 
     Args:
@@ -121,7 +121,7 @@ class _TrainingRun:
     pace: Pace
     training: Sequences
     held_out: Sequences | None
-    processes: TrainProcesses
+    processes: CommandProcesses
 
     def plan(self, here: int) -> None:
         """Prints the plan of a step, and refuses what doesn't fit.

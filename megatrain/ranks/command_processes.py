@@ -1,4 +1,4 @@
-"""TrainProcesses: the processes that fine-tune one model together, if torchrun has started more than one."""
+"""CommandProcesses: the processes that run one command together, if torchrun has started more than one."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ _WRONG, _INTERRUPTED = 2, 130
 """Exit statuses of the command; see `megatrain.cli.main`."""
 
 
-class TrainProcesses:
-    """The processes of a fine-tuning: the ranks of a process group, or one process alone.
+class CommandProcesses:
+    """The processes of a command that trains: the ranks of a process group, or one process alone.
 
     Until the model is compiled they meet by collectives of the group; from then on training steps find what fails.
 
@@ -46,13 +46,13 @@ class TrainProcesses:
 
     @staticmethod
     @contextmanager
-    def joined() -> Generator[TrainProcesses]:
+    def joined() -> Generator[CommandProcesses]:
         """Joins the processes that torchrun has started, for the time of the body.
 
         The first one prints, and says what all of them would say. The others print nothing but errors of their own.
         """
         with launched_group() as group, ExitStack() as silent:
-            found = TrainProcesses(group)
+            found = CommandProcesses(group)
             if not found.is_first:
                 silent.enter_context(warnings.catch_warnings())
                 warnings.simplefilter("ignore")
@@ -174,7 +174,8 @@ class TrainProcesses:
             dist.all_gather_object(told, value, self._group)
         except RuntimeError as error:
             raise RanksError(
-                f"another one of the {counted(self.size, 'process')} has ended before the first step: {words_of(error)}\n"
+                f"another one of the {counted(self.size, 'process')} has ended before the first step: "
+                f"{words_of(error)}\n"
                 "  A training goes on with all of its processes.\n"
                 "  Look at what torchrun says of it. The same command begins again."
             ) from error
@@ -187,15 +188,15 @@ class TrainProcesses:
         try:
             store = self._group.get_group_store()
             if self.is_first:
-                store.set("megatrain/train/error", said)
+                store.set("megatrain/command/error", said)
                 return False
-            store.wait(["megatrain/train/error"], timedelta(seconds=_HEARD_S))
-            return store.get("megatrain/train/error").decode() == said
+            store.wait(["megatrain/command/error"], timedelta(seconds=_HEARD_S))
+            return store.get("megatrain/command/error").decode() == said
         except RuntimeError:  # it has none, or is gone with the store
             return False
 
 
-ALONE = TrainProcesses()
+ALONE = CommandProcesses()
 
 
 def _end_behind_first() -> NoReturn:
