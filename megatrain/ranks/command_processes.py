@@ -174,10 +174,9 @@ class CommandProcesses:
             dist.all_gather_object(told, value, self._group)
         except RuntimeError as error:
             raise RanksError(
-                f"another one of the {counted(self.size, 'process')} has ended before the first step: "
-                f"{words_of(error)}\n"
+                f"another one of the {counted(self.size, 'process')} has ended: {words_of(error)}\n"
                 "  A training goes on with all of its processes.\n"
-                "  Look at what torchrun says of it. The same command begins again."
+                "  Look at what torchrun says of it. The same command begins again, from the newest checkpoint."
             ) from error
         return told
 

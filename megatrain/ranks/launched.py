@@ -5,11 +5,15 @@ from __future__ import annotations
 import io
 from collections.abc import Generator
 from contextlib import ExitStack, contextmanager, redirect_stdout
+from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
 
 from megatrain.progress import quiet
+
+_WAITS = timedelta(days=1)
+"""For the first process, which reads or copies large files alone; if one ends, its connections break at once."""
 
 
 @contextmanager
@@ -25,7 +29,7 @@ def launched_group(backend: str | None = None) -> Generator[Any]:
     if not (dist.is_available() and dist.is_torchelastic_launched()):
         yield None
         return
-    dist.init_process_group(backend)
+    dist.init_process_group(backend, timeout=_WAITS)
     with ExitStack() as silent:
         if dist.get_rank() > 0:
             silent.enter_context(redirect_stdout(io.StringIO()))

@@ -272,7 +272,7 @@ def test_a_process_that_is_gone_is_no_bare_error(monkeypatch: pytest.MonkeyPatch
         raise RuntimeError("Connection closed by peer")
 
     monkeypatch.setattr(command_processes.dist, "all_gather_object", gather)
-    with pytest.raises(RanksError, match="another one of the 2 processes has ended before the first step"):
+    with pytest.raises(RanksError, match="another one of the 2 processes has ended: RuntimeError: Conn"):
         CommandProcesses(Group(0, 2)).of_first(lambda: 3)
 
 
