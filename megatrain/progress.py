@@ -1,4 +1,4 @@
-"""Lines on the terminal: `stage` for work without steps to count, `ProgressLine` for a loop of training steps."""
+"""Lines on the terminal: `stage` for work without steps to count, `ProgressLine` for a training; `quiet` hides both."""
 
 from __future__ import annotations
 
@@ -17,6 +17,17 @@ from tqdm import tqdm
 from megatrain.sizes import format_bytes
 
 _IS_SHOWN: ContextVar[bool] = ContextVar("a stage is shown", default=False)
+_IS_QUIET: ContextVar[bool] = ContextVar("nothing is shown", default=False)
+
+
+@contextmanager
+def quiet() -> Generator[None]:
+    """Shows no lines while the body runs, where another process of the same work shows them."""
+    token = _IS_QUIET.set(True)
+    try:
+        yield
+    finally:
+        _IS_QUIET.reset(token)
 
 
 @contextmanager
@@ -30,7 +41,7 @@ def stage(name: str, *, after_s: float = 1.0, every_s: float = 1.0) -> Generator
         after_s: Seconds without a line.
         every_s: Seconds between two looks at the clock.
     """
-    if _IS_SHOWN.get() or not _is_terminal():
+    if _IS_SHOWN.get() or is_hidden() or not _is_terminal():
         yield
         return
     over, token = threading.Event(), _IS_SHOWN.set(True)
@@ -50,6 +61,11 @@ def stage(name: str, *, after_s: float = 1.0, every_s: float = 1.0) -> Generator
         over.set()
         thread.join()
         _IS_SHOWN.reset(token)
+
+
+def is_hidden() -> bool:
+    """Whether this is the body of `quiet`."""
+    return _IS_QUIET.get()
 
 
 def _is_terminal() -> bool:
@@ -84,7 +100,7 @@ class ProgressLine:
         self._count, self._peak_bytes, self._every_s = count, peak_bytes, every_s
         done, total = count() * tokens_per_step, num_steps * tokens_per_step
         self._bar: tqdm[Any] = tqdm(
-            desc="training", initial=done, total=total, unit="tok", unit_scale=True, disable=None
+            desc="training", initial=done, total=total, unit="tok", unit_scale=True, disable=is_hidden() or None
         )
         self._shown = -every_s
 

@@ -132,7 +132,7 @@ def test_bad_values_of_train_are_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(training_run, "train", lambda tuning: None)
+    monkeypatch.setattr(training_run, "train", lambda tuning, processes: None)
     Path("data.txt").write_text("some text")
     given = ["train", "model", "data.txt", "--out=run"]
     assert faults(lambda option, text: ended([*given, f"{option}={text}"], capsys), TRAIN, "train ") == []

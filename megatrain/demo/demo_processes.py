@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import io
 import os
 import signal
 from collections.abc import Generator, Sequence
-from contextlib import contextmanager, nullcontext, redirect_stdout
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import torch
@@ -14,6 +13,7 @@ import torch.distributed as dist
 
 from megatrain.device import take_accelerator
 from megatrain.errors import OptionError
+from megatrain.ranks.launched import launched_group
 
 _T = TypeVar("_T")
 
@@ -36,17 +36,10 @@ class DemoProcesses:
     @contextmanager
     def joined() -> Generator[DemoProcesses]:
         """Joins the processes that torchrun has started, for the time of the body; each takes a device of its own."""
-        if not (dist.is_available() and dist.is_torchelastic_launched()):
-            yield DemoProcesses()
-            return
-        dist.init_process_group("gloo")
-        try:
-            take_accelerator(dist.get_node_local_rank())
-            found = DemoProcesses(dist.group.WORLD)
-            with nullcontext() if found.is_first else redirect_stdout(io.StringIO()):
-                yield found
-        finally:
-            dist.destroy_process_group()
+        with launched_group("gloo") as group:
+            if group is not None:
+                take_accelerator(dist.get_node_local_rank())
+            yield DemoProcesses(group)
 
     def __str__(self) -> str:
         return (

@@ -111,6 +111,11 @@ def take_accelerator(index: int) -> None:
         torch.accelerator.set_device_index(index)
 
 
+def num_accelerators() -> int:
+    """How many accelerators this process sees."""
+    return torch.accelerator.device_count() if torch.accelerator.is_available() else 0
+
+
 def used_device(tensors: Iterable[torch.Tensor]) -> Device:
     """The device of the first tensor that an accelerator holds; the host if there is none."""
     return find(next((t.device for t in tensors if not (is_on_host(t) or t.is_meta)), HOST.torch_device))

@@ -15,6 +15,9 @@ from tqdm import tqdm
 from transformers import TrainerCallback
 
 from megatrain.counts import counted
+from megatrain.progress import is_hidden
+from megatrain.ranks.meeting import meet
+from megatrain.ranks.ranks import Ranks
 from megatrain.sizes import format_bytes
 
 _SAID = b"\nmegatrain: the step is finished and saved first; Ctrl-C once more stops at once.\n"
@@ -24,7 +27,8 @@ class StopBetweenSteps(TrainerCallback):
     """Turns the first Ctrl-C into a checkpoint at the end of the step, and an end of the training there.
 
     As a context it takes over SIGINT. A second Ctrl-C raises KeyboardInterrupt at once. Where SIGINT is ignored, as in
-    a shell's background jobs, it stays so.
+    a shell's background jobs, it stays so. Several processes end with the same step: torchrun sends Ctrl-C to each, and
+    it comes to some of them a step later.
 
     Attributes:
         is_asked: Ctrl-C was pressed.
@@ -48,17 +52,24 @@ class StopBetweenSteps(TrainerCallback):
             self._before(number, frame)
             return
         self.is_asked = True
-        os.write(2, _SAID)  # a handler may come in the middle of another print, which isn't re-entrant
+        if not is_hidden():
+            os.write(2, _SAID)  # a handler may come in the middle of another print, which isn't re-entrant
 
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_step_end(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
         """Asks for a checkpoint and the end, if Ctrl-C came in the step."""
-        if self.is_asked:
+        if self._is_asked_of_any(model):
             control.should_save = control.should_training_stop = True
 
-    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_save(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
         """Ends the training, if Ctrl-C came in the evaluation before this checkpoint or in the writing of it."""
-        if self.is_asked:
+        if self._is_asked_of_any(model):
             control.should_training_stop = True
+
+    def _is_asked_of_any(self, model: Any) -> bool:
+        ranks: Ranks | None = None if model is None else model.megatrain.ranks
+        if ranks is None:
+            return self.is_asked
+        return any(word["is asked"] for word in meet(ranks, "the end of a step", {"is asked": self.is_asked}))
 
 
 class ShowsProgress(TrainerCallback):
@@ -83,7 +94,8 @@ class ShowsProgress(TrainerCallback):
         """Begins the bar where the training goes on."""
         done, total = state.global_step * self._tokens_per_step, state.max_steps * self._tokens_per_step
         # Off where no terminal shows it; a checkpoint's trainer_state.json has the loss of each step.
-        self._bar = tqdm(desc="training", initial=done, total=total, unit="tok", unit_scale=True, disable=None)
+        off = is_hidden() or None
+        self._bar = tqdm(desc="training", initial=done, total=total, unit="tok", unit_scale=True, disable=off)
         self._began = time.perf_counter()
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:

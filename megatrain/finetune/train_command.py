@@ -5,9 +5,11 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable
 from dataclasses import fields
+from typing import Any
 
 from megatrain.finetune.fine_tuning import FineTuning, check_options
 from megatrain.finetune.libraries import need_libraries
+from megatrain.ranks.command_processes import CommandProcesses
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -36,20 +38,27 @@ def run(options: argparse.Namespace) -> int:
         OptionError: If an option is wrong, a file can't be read, or the folder has the training of other settings.
         ScheduleError: If the device's memory is too small.
         ExecuteError: If the host's memory is too small.
+        RanksError: If another process failed; torchrun has started several of them.
         KeyboardInterrupt: Saying what is saved, if something is.
     """
     # Only what was given on the command line is there; the class has the defaults.
     given = {field.name: getattr(options, field.name) for field in fields(FineTuning) if field.name in options}
     if any(name.startswith("lora_") for name in given):
         given["lora"] = True
+    with CommandProcesses.joined() as processes:
+        tuning = processes.together(lambda: _tuning(given))
+        # It imports transformers, which is there only now for sure, and takes seconds.
+        from megatrain.finetune.training_run import train
+
+        train(tuning, processes)
+    return 0
+
+
+def _tuning(given: dict[str, Any]) -> FineTuning:
     check_options(given)
     tuning = FineTuning(**given)
     need_libraries(lora=tuning.lora, data_set=tuning.is_data_set)
-    # It imports transformers, which is there only now for sure, and takes seconds.
-    from megatrain.finetune.training_run import train
-
-    train(tuning)
-    return 0
+    return tuning
 
 
 def _of_model(parser: argparse.ArgumentParser) -> None:
@@ -85,8 +94,8 @@ def _of_steps(parser: argparse.ArgumentParser) -> None:
     _add(parser, "--epochs", float, "passes over the data (default: 1)")
     _add(parser, "--steps", int, "optimizer steps, in place of epochs")
     _add(parser, "--batch", int, "sequences in a micro-batch (default: 1)")
-    _add(parser, "--accumulate", int, "micro-batches in a step")
-    _add(parser, "--tokens-per-step", int, "tokens in a step, in place of --accumulate (default: 16384)")
+    _add(parser, "--accumulate", int, "micro-batches in a step, of all processes together")
+    _add(parser, "--tokens-per-step", int, "tokens in a step of all, in place of --accumulate (default: 16384)")
     _add(parser, "--lr", float, "learning rate at its peak (default: 1e-5; of adapters 2e-4)")
     _add(parser, "--warmup", int, "steps until the peak; the rate then falls to 0 (default: 3 of 100 steps)")
     _add(parser, "--save-every", int, "steps between checkpoints and evaluations (default: a tenth of all steps)")

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from contextlib import closing
+from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -13,8 +14,9 @@ from transformers.utils import logging
 
 from megatrain.checks import checked
 from megatrain.counts import counted
-from megatrain.device import Device, find, usable
+from megatrain.device import Device, find
 from megatrain.errors import OptionError
+from megatrain.finetune.dealt_batches import DealtTrainer
 from megatrain.finetune.fine_tuning import LENGTH, FineTuning
 from megatrain.finetune.finished import finish, newest
 from megatrain.finetune.pace import Pace
@@ -29,13 +31,14 @@ from megatrain.finetune.pretrained import (
 from megatrain.finetune.run_callbacks import ShowsProgress, StopBetweenSteps
 from megatrain.finetune.run_record import RunRecord, fingerprint
 from megatrain.finetune.sequences import Sequences
-from megatrain.finetune.step_on_paper import MAX_GRAD_NORM, plan_step
+from megatrain.finetune.step_on_paper import MAX_GRAD_NORM, host_of_several, plan_step
 from megatrain.finetune.training_data import Data, sequences_of
-from megatrain.integrations.hf import Trainer
 from megatrain.planning.model_sizes import MICRO_BATCH, SEQUENCE
+from megatrain.planning.planned_step import PlannedStep
 from megatrain.planning.what_if.variation import Spelling, size
 from megatrain.planning.what_if.ways_out import refusal
 from megatrain.progress import stage
+from megatrain.ranks.command_processes import ALONE, CommandProcesses
 from megatrain.sizes import format_bytes
 from megatrain.training.boundary import NotFiniteError
 
@@ -43,45 +46,67 @@ from megatrain.training.boundary import NotFiniteError
 _KEPT_CHECKPOINTS = 2
 _IN_COMMAND: Spelling = {
     "block_bytes": lambda value: f"--block-bytes {size(value)}",
-    "micro_batches": lambda value: f"--accumulate {value}",
     "precision": lambda value: f"--precision {value}",
     MICRO_BATCH: lambda value: f"--batch {value}",
     SEQUENCE: lambda value: f"--length {value}",
 }
-"""What the command has of a plan's options."""
+"""What the command has of a plan's options, besides micro-batches."""
 
 
 @checked()
-def train(tuning: FineTuning) -> None:
+def train(tuning: FineTuning, processes: CommandProcesses = ALONE) -> None:
     """Plans, trains, evaluates and saves, and prints all of it; goes on where an earlier run of the same ended.
 
     Args:
         tuning: What is trained.
+        processes: Those that train together; each of them calls this. The first one prints, and writes files.
 
     Raises:
-        OptionError: If a file or a data set can't be used.
+        OptionError: If a file or a data set can't be used, or processes can't divide a step.
         CheckpointError: If the folder has something else than this training, or another process trains there.
         ScheduleError: If the device's memory is too small.
         ExecuteError: If the host's memory is too small.
+        RanksError: If another process failed or ended, or has read other files.
         KeyboardInterrupt: Saying what is saved.
     """
-    device = usable(tuning.device)
-    config = read_config(tuning)
-    data = Data.of(tuning)
-    inputs = {"model": fingerprint(tuning.model), **data.digests()}
-    if tuning.tokenizer is not None:
-        inputs["tokenizer"] = fingerprint(tuning.tokenizer)
-    record = RunRecord.of(tuning, inputs)
+    if not processes.is_first:
+        _silence(tuning)
+    here = processes.here()
+    device, config, data = processes.together(
+        lambda: (processes.device(tuning.device), read_config(tuning), Data.of(tuning))
+    )
+    record = processes.of_first(lambda: _record(tuning, data))
     if record.is_finished:
         print(f"the training in `{record.folder}` is finished; there is nothing left to do.")
         return
-    tokenizer = read_tokenizer(tuning)
-    training, held_out = sequences_of(data, tuning, tokenizer, longest(config, tuning.length, LENGTH, "--length"))
-    pace = Pace.of(tuning, len(training), training.width)
-    run = _TrainingRun(tuning, record, config, tokenizer, device, pace, training, held_out)
-    run.plan()
-    with record.locked():
+
+    def tokenized() -> _TrainingRun:
+        tokenizer = read_tokenizer(tuning)
+        training, held_out = sequences_of(data, tuning, tokenizer, longest(config, tuning.length, LENGTH, "--length"))
+        pace = Pace.of(tuning, len(training), training.width, processes.size)
+        return _TrainingRun(tuning, record, config, tokenizer, device, pace, training, held_out, processes)
+
+    run = processes.together(tokenized)
+    processes.compare({**data.digests(), "the run": run.pace, "the device": device.kind})
+    processes.together(lambda: run.plan(here))
+    with ExitStack() as held:
+        processes.together(lambda: held.enter_context(record.locked()) if processes.is_first else None)
         run.go_on()
+
+
+def _record(tuning: FineTuning, data: Data) -> RunRecord:
+    inputs = {"model": fingerprint(tuning.model), **data.digests()}
+    if tuning.tokenizer is not None:
+        inputs["tokenizer"] = fingerprint(tuning.tokenizer)
+    return RunRecord.of(tuning, inputs)
+
+
+def _silence(tuning: FineTuning) -> None:
+    """Keeps libraries from showing in each process what the first one shows."""
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    if tuning.is_data_set:
+        import_module("datasets").disable_progress_bars()
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,9 +121,14 @@ class _TrainingRun:
     pace: Pace
     training: Sequences
     held_out: Sequences | None
+    processes: CommandProcesses
 
-    def plan(self) -> None:
-        """Prints the plan of a step, and refuses what doesn't fit."""
+    def plan(self, here: int) -> None:
+        """Prints the plan of a step, and refuses what doesn't fit.
+
+        Args:
+            here: How many of the processes run on this host.
+        """
         model = model_on_paper(self.tuning, self.config)
         both = (self.training, self.held_out)
         check_ids(max(each.largest_id for each in both if each is not None), model)
@@ -106,15 +136,28 @@ class _TrainingRun:
         kind = f"adapters of rank {self.tuning.lora_rank}" if self.tuning.lora else "all weights"
         print(f"model   {type(model).__name__}, {kind}: {counted(trained, 'parameter')} to train")
         print(f"run     {self.pace}")
+        for name, line in zip(("ranks", ""), self.pace.parts(), strict=False):
+            print(f"{name:7s} {line}")
         print(f"device  {self.device}\n", flush=True)
         with stage("planning"):
-            found = plan_step(self.tuning, model, self.device, self.pace.width, self.pace.accumulate)
+            found = self._planned(self.tuning, model)
         print(f"{found}\n", flush=True)
         with stage("looking for ways out"):
-            error = refusal(found, _IN_COMMAND)
+            error = refusal(found, self._spelling())
             adapters = "" if error is None else self._with_adapters()
         if error is not None:
             raise type(error)(f"{error}{adapters}")
+        for line in host_of_several(found.host, model, here):
+            print(f"host    {line}\n", flush=True)
+
+    def _planned(self, tuning: FineTuning, model: Any) -> PlannedStep:
+        """The step of this process."""
+        pace = self.pace
+        return plan_step(tuning, model, self.device, pace.width, pace.of_each, self.processes.place)
+
+    def _spelling(self) -> Spelling:
+        """What the command has of a plan's options; micro-batches are those of all processes there."""
+        return {**_IN_COMMAND, "micro_batches": lambda value: f"--accumulate {value * self.processes.size}"}
 
     def _with_adapters(self) -> str:
         """Says what adapters would take, if they make a step fit that doesn't."""
@@ -122,21 +165,25 @@ class _TrainingRun:
             return ""
         tuning = replace(self.tuning, lora=True)
         model = model_on_paper(tuning, self.config)
-        found = plan_step(tuning, model, self.device, self.pace.width, self.pace.accumulate)
+        found = self._planned(tuning, model)
         device, host = format_bytes(found.schedule.device_bytes), format_bytes(found.host.total_bytes)
         return f"\n    --lora: {device} of the device, {host} of the host; another training" if found.fits else ""
 
     def go_on(self) -> None:
         """Trains what is left of the steps, and makes the trained model of the last checkpoint."""
         try:
-            found = newest(self.record.folder)
+            found = self.processes.of_first(lambda: newest(self.record.folder))
             if found is None or found[1]["global_step"] < self.pace.num_steps:
                 self._train(found)
-                found = newest(self.record.folder)
-            assert found is not None, "the trainer ends with a checkpoint"
-            finish(self.record, *found)
+            self.processes.together(self._finish)
         except KeyboardInterrupt as interrupt:
             raise KeyboardInterrupt(self._saved()) from interrupt
+
+    def _finish(self) -> None:
+        if self.processes.is_first:
+            found = newest(self.record.folder)
+            assert found is not None, "the trainer ends with a checkpoint"
+            finish(self.record, *found)
 
     def _train(self, found: tuple[Path, dict[str, Any]] | None) -> None:
         """Trains from a checkpoint, or from the beginning.
@@ -147,7 +194,7 @@ class _TrainingRun:
         if found is not None:
             print(f"resume  step {found[1]['global_step']} of {self.pace.num_steps}, from `{found[0]}`", flush=True)
         progress, stop = ShowsProgress(self.pace.tokens_per_step), StopBetweenSteps()
-        trainer = Trainer(
+        trainer = DealtTrainer(
             args=training_arguments(self.tuning, self.pace, self.device, evaluates=self.held_out is not None),
             model=read_model(self.tuning, self.config),
             data_collator=default_data_collator,
@@ -163,7 +210,8 @@ class _TrainingRun:
             megatrain_chunking=self.tuning.chunking,
         )
         trainer.remove_callback(PrinterCallback)  # which prints each step's log as a dict
-        self.record.write()
+        if self.processes.is_first:
+            self.record.write()
         logging.disable_progress_bar()  # of the files of each checkpoint, in the middle of ours
         with closing(progress), stop:
             try:
@@ -194,7 +242,7 @@ def training_arguments(tuning: FineTuning, pace: Pace, device: Device, *, evalua
         tuning.out,
         per_device_train_batch_size=pace.batch,
         per_device_eval_batch_size=pace.batch,
-        gradient_accumulation_steps=pace.accumulate,
+        gradient_accumulation_steps=pace.of_each,
         max_steps=pace.num_steps,
         learning_rate=tuning.learning_rate,
         lr_scheduler_type="linear",
@@ -214,6 +262,7 @@ def training_arguments(tuning: FineTuning, pace: Pace, device: Device, *, evalua
         dataloader_pin_memory=not device.is_host,
         use_cpu=device.is_host,
         disable_tqdm=True,
+        log_level_replica="error",  # the first process prints what is said to all
         report_to=[],
     )
     if find(arguments.device).torch_device != device.torch_device:

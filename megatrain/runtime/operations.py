@@ -15,10 +15,10 @@ from megatrain.runtime.call_start import Start
 from megatrain.runtime.engine import Engine
 from megatrain.runtime.forwards import forward_without_graph
 from megatrain.runtime.gradients.landing import Landing, LandingArena, PlainLanding
-from megatrain.runtime.rank_sums import RankSums, join
 from megatrain.runtime.gradients.sink import GradientSink
 from megatrain.runtime.gradients.sums import added, marked
 from megatrain.runtime.loaded import Loaded
+from megatrain.runtime.rank_sums import RankSums, join
 from megatrain.runtime.slots import Slots
 from megatrain.runtime.streams.stopwatch import Watch
 from megatrain.runtime.streams.stream_set import Event

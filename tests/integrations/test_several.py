@@ -9,8 +9,11 @@ from typing import Any
 
 import pytest
 import torch
+from accelerate import DistributedType
 
+import megatrain
 from megatrain.errors import OptionError
+from megatrain.integrations.hf.accelerated import join
 from megatrain.integrations.hf.several import refuse_several
 from tests.comparing import assert_same
 from tests.integrations import several
@@ -216,6 +219,24 @@ def test_what_accelerate_is_told_elsewhere_is_refused_by_name(kind: str, given: 
     settings = {"parallelism_config": None, "auto_find_batch_size": False, "save_on_each_node": False, **given}
     with pytest.raises(OptionError, match=says):
         refuse_several(SimpleNamespace(args=SimpleNamespace(**settings), accelerator=accelerator))
+
+
+def test_a_single_process_of_torchrun_is_not_wrapped_either():
+    wrapped: list[bool] = []
+
+    def prepare(model: Any, device_placement: Any = None, evaluation_mode: bool = False) -> Any:
+        wrapped.append(not evaluation_mode)
+
+    compiled = megatrain.compile(torch.nn.Linear(2, 2), device="cpu")
+    for kind, of_streams in (("MULTI_CPU", False), ("NO", True)):
+        accelerator = SimpleNamespace(
+            num_processes=1, distributed_type=DistributedType(kind), prepare_model=prepare, backward=print
+        )
+        join(accelerator)
+        accelerator.prepare_model(torch.nn.Linear(2, 2))
+        accelerator.prepare_model(compiled)
+        assert wrapped == [True, of_streams]
+        wrapped.clear()
 
 
 @pytest.mark.parametrize("name", some(OF_OTHERS, ("bad row",)))

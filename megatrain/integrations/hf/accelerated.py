@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from accelerate import DistributedType
 from accelerate.optimizer import AcceleratedOptimizer
 from torch import nn
 
@@ -19,10 +20,10 @@ def join(accelerator: Any) -> None:
     A loss counts as in the stock run, where gradients are the mean over the processes.
 
     Args:
-        accelerator: The trainer's; one of a single process stays as it is.
+        accelerator: The trainer's; one of a single process stays as it is, unless torchrun has started the process.
     """
     count = accelerator.num_processes
-    if count == 1:
+    if accelerator.distributed_type == DistributedType.NO:
         return
     prepare, backward = accelerator.prepare_model, accelerator.backward
 
