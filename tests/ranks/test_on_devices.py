@@ -29,16 +29,23 @@ CASES = {
     "llama-deferred-clipped-bf16": Case("llama", "deferred", TWO, order="seeded", compile={"precision": "bf16"}),
     "adapted-overlap-late-but-compute": Case("adapted", "overlap", THREE, order="late but compute"),
     "broad-overlap-late": Case("broad", "overlap", ((1, 1, 1), (1, 2, 1)), order="late", optimizer="sgd"),
-    "tied-spread-late-unseen": Case("tied", "spread", THREE, order="late", edits="unseen", looks=True),
 }
-FURTHER = {
-    f"{task}-{mode}-{order}": Case(task, mode, THREE, order=order, draws=True)
-    for task in ("tied", "adapted", "lora")
-    for mode in MODES
-    for order in ORDERS
-} | {
-    f"tied-{mode}-late-{edit}": Case("tied", mode, THREE, order="late", edits=edit) for mode in MODES for edit in EDITS
-}
+FURTHER = (
+    {
+        "tied-spread-late-unseen": Case("tied", "spread", THREE, order="late", edits="unseen", looks=True),
+    }
+    | {
+        f"{task}-{mode}-{order}": Case(task, mode, THREE, order=order, draws=True)
+        for task in ("tied", "adapted", "lora")
+        for mode in MODES
+        for order in ORDERS
+    }
+    | {
+        f"tied-{mode}-late-{edit}": Case("tied", mode, THREE, order="late", edits=edit)
+        for mode in MODES
+        for edit in EDITS
+    }
+)
 USUAL = Case("tied", "spread", THREE, order="late")
 
 

@@ -16,6 +16,7 @@ from megatrain.memory.device_budget import DeviceBudget
 from megatrain.passes.rewrites.head_loss import HeadLoss
 from megatrain.planning.step_programs import first_that_fits
 from megatrain.sizes import parse_bytes
+from tests.tiers import wide
 
 WORDS, WIDTH = 1000, 16
 
@@ -172,7 +173,7 @@ def test_an_error_names_the_least_that_would_do():
     assert next(needs, None) is None
 
 
-@pytest.mark.parametrize("chunking", ["auto", "never"])
+@pytest.mark.parametrize("chunking", ["auto", wide("never")])
 def test_an_error_has_the_bytes_that_it_names(chunking: str):
     with pytest.raises(TooSmallError) as error:
         step_of(Model(), memory="64KiB", chunking=chunking).prepare(batch(0))

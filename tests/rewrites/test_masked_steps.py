@@ -15,6 +15,7 @@ from megatrain.passes.masks.attention import ATTENTION
 from megatrain.passes.masks.banded_attention import BandedAttention
 from megatrain.sizes import parse_bytes
 from tests.rewrites.test_masked_attention import WORDS, Model, added, causal, padded, window
+from tests.tiers import wide
 
 MODELS: dict[str, Any] = {"flags": causal, "added": added, "padded": padded, "window": window(200)}
 
@@ -77,22 +78,24 @@ def test_masks_are_left_out_where_a_step_doesnt_fit_and_it_trains_as_eager_does(
         assert torch.equal(one, other) if "queries" not in text else (one - other).detach().abs().mean() < 1e-6
 
 
-def test_a_plan_says_what_became_of_masks_and_needs_no_memory_for_them():
-    """Masks of 65536 tokens have 4 GiB, of 524288 tokens 256 GiB: nothing of that exists while a plan is made."""
+@pytest.mark.parametrize(
+    ("tokens", "mask", "size", "instead"),
+    [
+        (524288, causal, "256.00 GiB", "causality"),
+        wide((65536, window(8192), "4.00 GiB", "4096 queries at a time on 12288 keys")),
+    ],
+)
+def test_a_plan_says_what_became_of_masks_and_needs_no_memory_for_them(tokens: int, mask: Any, size: str, instead: str):
+    """Nothing of these sizes exists while a plan is made."""
     with torch.device("meta"):
-        models = {524288: Model(causal), 65536: Model(window(8192))}
-    for tokens, model in models.items():
-        ids = torch.zeros(1, tokens, dtype=torch.long, device="meta")
-        never, auto = (
-            megatrain.plan(model, ids, device_memory="1KiB", optimizer="AdamW", chunking=chunking)
-            for chunking in ("never", "auto")
-        )
-        assert never.schedule.device_bytes > 2 * tokens**2 > 10 * auto.schedule.device_bytes
-        size, instead = ("4.00 GiB", "4096 queries at a time on 12288 keys")
-        if tokens == 524288:
-            size, instead = "256.00 GiB", "causality"
-        line = next(line for line in str(auto).splitlines() if "masks:" in line)
-        assert line == f"  masks: attention in blocks 1-2 with {instead} instead of a mask of {size}"
+        model, ids = Model(mask), torch.zeros(1, tokens, dtype=torch.long)
+    never, auto = (
+        megatrain.plan(model, ids, device_memory="1KiB", optimizer="AdamW", chunking=chunking)
+        for chunking in ("never", "auto")
+    )
+    assert never.schedule.device_bytes > 2 * tokens**2 > 10 * auto.schedule.device_bytes
+    line = next(line for line in str(auto).splitlines() if "masks:" in line)
+    assert line == f"  masks: attention in blocks 1-2 with {instead} instead of a mask of {size}"
 
 
 def test_never_and_always():

@@ -19,6 +19,7 @@ from megatrain.passes.rewrites import linear_into
 from megatrain.passes.rewrites.tile_tokens import tile_tokens
 from megatrain.passes.rewrites.tiled_region import TiledRegion
 from megatrain.planning.printed.pieces_text import piece_lines
+from tests.tiers import wide
 
 WIDTH, WORDS, TOKENS = 32, 100, 300
 
@@ -269,7 +270,7 @@ def test_a_wrong_tile_would_be_seen(monkeypatch: pytest.MonkeyPatch):
     assert not torch.equal(plain.embed.weight.grad, model.embed.weight.grad)  # pyright: ignore
 
 
-@pytest.mark.parametrize("activations", ["recompute", "keep", "offload"])
+@pytest.mark.parametrize("activations", [wide("recompute"), wide("keep"), "offload"])
 def test_a_step_that_only_fits_in_tiles_trains_as_the_loop_does(activations: str):
     model = Model()
     plain = copy.deepcopy(model)

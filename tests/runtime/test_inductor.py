@@ -15,6 +15,7 @@ from megatrain.device import Device
 from megatrain.errors import EagerKernelsWarning, OptionError
 from tests.gradients import grad_of
 from tests.models import MODELS
+from tests.tiers import wide
 
 pytestmark = [
     pytest.mark.skipif(
@@ -60,7 +61,7 @@ def assert_close(found: dict[str, torch.Tensor], expected: dict[str, torch.Tenso
         assert (found[name] - tensor).abs().max() <= BOUND * tensor.abs().max(), name
 
 
-@pytest.mark.parametrize("activations", ["keep", "recompute"])
+@pytest.mark.parametrize("activations", [wide("keep"), "recompute"])
 def test_gradients_are_eagers_within_rounding_and_one_compilation_serves_all_blocks(activations: str):
     eager, model = Blocks(), Blocks()
     compiled = compiled_of(model, activations=activations)

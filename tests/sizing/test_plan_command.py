@@ -167,6 +167,10 @@ def test_what_does_not_fit_is_refused_with_ways_out(config: Path, capsys: pytest
     assert "megatrain: a memory of 61440 B is too small: at least" in said
     assert "more of the device, or one of these, each planned" in said
     assert "\n    --micro-batch " in said
+
+
+@pytest.mark.wide
+def test_what_the_host_has_no_room_for_is_refused_with_ways_out(config: Path, capsys: pytest.CaptureFixture[str]):
     host = refused(capsys, config, "--hardware=rtx-4090", "--micro-batch=4", *STEP, "--host-memory=250KiB")
     assert "of host memory, 250.00 KiB are available" in host
     assert "\n    --optimizer " in host
