@@ -20,6 +20,7 @@ from megatrain.ranks.channel import Channel, GoOn
 from megatrain.ranks.gloo_channel import GlooChannel, Send
 from megatrain.ranks.host import host_of
 from megatrain.ranks.host_channel import HostChannel
+from megatrain.ranks.relay_channel import RelayChannel
 from megatrain.ranks.signs_of_life import LOOK_S, SignsOfLife
 
 if TYPE_CHECKING:
@@ -72,30 +73,40 @@ class Ranks:
         self._signs = SignsOfLife(store, self.rank, self.size)
         self._meet()
 
-        def gloo(what: str, first: int, size: int) -> Any:
-            group = dist.ProcessGroupGloo(dist.PrefixStore(what, store), self.rank - first, size, _MEETING)
+        def gloo(what: str, members: Sequence[int]) -> Any:
+            place = members.index(self.rank)
+            group = dist.ProcessGroupGloo(dist.PrefixStore(what, store), place, len(members), _MEETING)
             self._groups.append(group)
             return group
 
         self._groups: list[Any] = []
         self._is_abandoned = False
-        self._meetings = gloo("meetings", 0, self.size)
+        self._meetings = gloo("meetings", range(self.size))
         self.host = host_of(self.rank, self.exchange)
 
-        def channel(what: str, givers: int, takers: Sequence[int]) -> Channel:
-            """From one rank to others: in memory if all are of this host."""
-            if self.host is not None and {givers, *takers} <= {*self.host.ranks}:
+        hosts: list[list[int]] = self.exchange([self.rank] if self.host is None else self.host.ranks)
+
+        def channel(what: str, giver: int, takers: Sequence[int]) -> Channel | None:
+            """From one rank to others, in memory if all are of one host; None if this rank isn't among them."""
+            if not takers or self.rank not in (giver, *takers):
+                return None
+            if self.host is not None and {giver, *takers} <= {*self.host.ranks}:
                 taker = takers.index(self.rank) if self.rank in takers else None
-                number = self.size if what == "totals" else givers
+                number = self.size if what == "totals" else giver
                 return HostChannel(self.host.file, number, len(takers), taker, self.look)
-            first = min(givers, *takers)
-            return GlooChannel(self._sender(gloo(what, first, 1 + len(takers)), givers - first))
+            members = sorted({giver, *takers})
+            return GlooChannel(self._sender(gloo(what, members), members.index(giver)))
 
         def pair(first: int) -> Channel | None:
             return channel(f"pair/{first}", first, [first + 1]) if 0 <= first < self.size - 1 else None
 
         self.before, self.after = pair(self.rank - 1), pair(self.rank)
-        self.totals = channel("totals", self.size - 1, range(self.size - 1))
+        # To one rank of each other host, which hands on to its mates.
+        last, mine = self.size - 1, hosts[self.rank]
+        first_of = [last if last in ranks else ranks[0] for ranks in hosts]
+        between = channel("between hosts", last, sorted({*first_of} - {last}))
+        within = channel("totals", first_of[self.rank], [rank for rank in mine if rank != first_of[self.rank]])
+        self.totals = within if between is None and last in mine else RelayChannel(between, within)
 
     @staticmethod
     def of(group: ProcessGroup | None) -> Ranks | None:
