@@ -16,8 +16,10 @@ from megatrain.planning.printed.reasons import reasons
 from megatrain.planning.saved_plan import PLAN, SavedPlan, saved_plan
 from megatrain.planning.what_if.alternatives import Alternatives, alternatives
 from megatrain.planning.what_if.largest import MOST_OF_A_SIZE, Largest, largest
-from megatrain.planning.what_if.several_devices import DevicesPlan, on_devices
+from megatrain.planning.what_if.several_devices import MOST_DEVICES, NETWORK, DevicesPlan, on_devices
 from megatrain.planning.what_if.ways_out import refusal
+from megatrain.scheduler.timing.simulate_devices import Hosts
+from megatrain.sizes import SIZE, parse_bytes
 
 SIZES: Rule = either(one_of(MICRO_BATCH, SEQUENCE, DEPTH), function(1))
 
@@ -111,19 +113,27 @@ class Plan(PlannedStep):
         self._need_asked("can't change its sizes")
         return largest(self, what, multiple, most)
 
-    @checked(num_devices=count(2, 64))
-    def on_devices(self, num_devices: int) -> DevicesPlan:
-        """The step on several devices of one host, each of which takes a step like this one; all of it is predicted.
+    @checked(num_devices=count(2, MOST_DEVICES), num_hosts=count(1, MOST_DEVICES), network=SIZE)
+    def on_devices(self, num_devices: int, num_hosts: int = 1, network: int | str = NETWORK) -> DevicesPlan:
+        """The step on several devices, each of which takes a step like this one; all of it is predicted.
 
         Args:
-            num_devices: How many, from 2 to 64.
+            num_devices: How many there are in all, from 2 to 64.
+            num_hosts: How many hosts have them, each as many.
+            network: Bytes that go from one host to another in a second, each way; the default is 200 Gbit/s.
 
         Raises:
-            OptionError: If the plan has no machine, or can't be planned again.
+            OptionError: If the plan has no machine, or can't be planned again; or if hosts can't have as many devices.
             ScheduleError: If a rank's step doesn't fit its device.
             ExecuteError: If it doesn't fit the host.
         """
-        return on_devices(self, num_devices)
+        if num_devices % num_hosts:
+            raise OptionError(
+                f"{counted(num_hosts, 'host')} can't have as many of {counted(num_devices, 'device')} each.\n"
+                "  Each host has the same number of devices.\n"
+                f"  Give num_devices a multiple of {num_hosts}."
+            )
+        return on_devices(self, num_devices, Hosts(num_hosts, parse_bytes(network, "network")))
 
     def _need_asked(self, what: str) -> None:
         if self.asked is None:

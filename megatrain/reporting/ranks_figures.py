@@ -16,7 +16,7 @@ from megatrain.scheduler.timing.costs import Hardware
 from megatrain.scheduler.timing.rank_waits import books_of_ranks, rank_waits
 from megatrain.scheduler.timing.ranks_band import RanksBand, ranks_band
 from megatrain.scheduler.timing.ranks_run import RanksRun
-from megatrain.scheduler.timing.simulate_devices import DevicesSimulation, simulate_devices
+from megatrain.scheduler.timing.simulate_devices import ONE_HOST, DevicesSimulation, Hosts, simulate_devices
 
 _MODELLED = "modelled from the rates of a machine"
 
@@ -70,7 +70,7 @@ def figures_of_plan(devices: DevicesPlan) -> RanksFigures:
     tables = [each.schedule for each in devices.ranks]
     program = devices.alone.program
     books = books_of_ranks(tables)
-    band = _planned(books, devices.simulation)
+    band = _planned(books, devices.simulation, devices.hosts)
     return RanksFigures(program.name, _tables(books, sources_of(program)), band, None, devices)
 
 
@@ -94,8 +94,8 @@ def figures_of_run(name: str, sources: tuple[str, ...], run: RanksRun, hardware:
     return RanksFigures(name, _tables(books, sources), plan, measured, clocks=run.clocks)
 
 
-def _planned(books: Sequence[Books], simulation: DevicesSimulation) -> RanksBand:
-    waits, timelines, stood_s = rank_waits(books), simulation.timelines, simulation.stood_s
+def _planned(books: Sequence[Books], simulation: DevicesSimulation, hosts: Hosts = ONE_HOST) -> RanksBand:
+    waits, timelines, stood_s = rank_waits(books, hosts.of(len(books))), simulation.timelines, simulation.stood_s
     return ranks_band("plan", _MODELLED, books, waits, timelines, stood_s)
 
 

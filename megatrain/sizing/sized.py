@@ -24,6 +24,7 @@ from megatrain.planning.what_if.several_devices import DevicesPlan, best_on_devi
 from megatrain.planning.what_if.ways_out import refusal
 from megatrain.progress import stage
 from megatrain.reporting.step_report import report
+from megatrain.scheduler.timing.simulate_devices import Hosts
 from megatrain.sizes import format_bytes, parse_bytes
 from megatrain.sizing.best_batch import StepSplit, best_batch, samples_of
 from megatrain.sizing.machine_table import MachineRow, table_text
@@ -61,8 +62,10 @@ def print_sizing(options: SizingOptions) -> None:
         return
     found = _staged("planning", lambda: batch_on(planner, options, sizes, samples, options.hardware))
     several = None
-    if options.devices > 1 and found.plan.fits:
-        several = _staged("planning devices", lambda: best_on_devices([e.plan for e in found.tried], options.devices))
+    if options.num_devices > 1 and found.plan.fits:
+        hosts = Hosts(options.hosts, parse_bytes(options.network, "network"))
+        plans = [each.plan for each in found.tried]
+        several = _staged("planning devices", lambda: best_on_devices(plans, options.num_devices, hosts))
         found = next(replace(each, tried=found.tried) for each in found.tried if each.plan is several.alone)
     print(_step_line(options, samples, source, found))
     print(f"\n{found.plan}")
@@ -181,12 +184,12 @@ def _sizes(options: SizingOptions, source: ModelSizes) -> Mapping[str, int]:
 def _samples(options: SizingOptions, source: ModelSizes) -> int:
     """Sequences of a step of one device."""
     length, size = source.sizes.get(SEQUENCE, 1), options.micro_batch or 1
-    return samples_of(options.tokens_per_step, size * options.devices, length) // options.devices
+    return samples_of(options.tokens_per_step, size * options.num_devices, length) // options.num_devices
 
 
 def _step_line(options: SizingOptions, samples: int, source: ModelSizes, found: StepSplit | None) -> str:
     length = source.sizes.get(SEQUENCE, 1)
-    each = "" if options.devices == 1 else f" of each of {options.devices} devices"
+    each = "" if options.num_devices == 1 else f" of each of {options.num_devices} devices"
     text = f"step{each}: {counted(samples * length, 'token')}, {counted(samples, 'sequence')} of {length}"
     if found is None:
         return text

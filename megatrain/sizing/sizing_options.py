@@ -14,6 +14,7 @@ from megatrain.hardware.hardware import Hardware
 from megatrain.hardware.presets import PRESETS
 from megatrain.options import COMPILE, PRECISION
 from megatrain.planning.model_sizes import DEPTH, LORA, MICRO_BATCH, SEQUENCE
+from megatrain.planning.what_if.several_devices import MOST_DEVICES, NETWORK
 from megatrain.planning.what_if.variation import Spelling, size
 from megatrain.scheduler.builder.build import STEP
 from megatrain.sizes import SIZE
@@ -35,6 +36,8 @@ RULES: Mapping[str, Rule] = {
     "sequence": optional(count(2, 2**24)),
     "tokens_per_step": count(1, 2**40),
     "devices": count(1, 64),
+    "hosts": count(1, 64),
+    "network": SIZE,
     "host_bandwidth": optional(SIZE),
     "micro_batch": optional(count(1, 2**16)),
     "lora": count(0, 2**16),
@@ -79,6 +82,8 @@ class SizingOptions:
         tokens_per_step: Tokens of a step.
         micro_batch: Sequences in a micro-batch; None takes the number with the shortest step.
         devices: Devices of one host that share a step's tokens.
+        hosts: Hosts that have so many devices each.
+        network: Bytes that go from one host to another in a second, each way.
         host_bandwidth: Bytes a second that the host's memory reads and writes; None is that of the machine.
         lora: Rank of adapters; 0 trains all weights.
         optimizer: A class of torch.optim, in small letters.
@@ -107,6 +112,8 @@ class SizingOptions:
     tokens_per_step: int = TOKENS_PER_STEP
     micro_batch: int | None = None
     devices: int = 1
+    hosts: int = 1
+    network: int | str = NETWORK
     host_bandwidth: int | str | None = None
     lora: int = 0
     optimizer: str = "adamw"
@@ -143,11 +150,16 @@ class SizingOptions:
             )
         if self.trace is not None and self.report is None:
             raise OptionError("--trace goes with --report.\n  Both draw the same step.\n  Give --report FILE as well.")
-        if self.devices > 1 and (self.hardware in (None, ALL) or PRESETS[str(self.hardware)].is_unified):
+        if self.num_devices > MOST_DEVICES:
             raise OptionError(
-                f"--devices {self.devices} needs a machine with cards in a host.\n"
+                f"--hosts {self.hosts} of --devices {self.devices} have {counted(self.num_devices, 'device')}.\n"
+                f"  A step of several devices is planned for at most {MOST_DEVICES}.\n  Give fewer of them."
+            )
+        if self.num_devices > 1 and (self.hardware in (None, ALL) or PRESETS[str(self.hardware)].is_unified):
+            raise OptionError(
+                f"{'--devices' if self.devices > 1 else '--hosts'} needs a machine with cards in a host.\n"
                 "  The seconds of their step follow from the rates of one machine.\n"
-                "  Name it with --hardware, such as rtx-4090; or leave out --devices."
+                "  Name it with --hardware, such as rtx-4090; or leave it out."
             )
         if self.host_bandwidth is not None and self.hardware is None:
             raise OptionError(
@@ -159,6 +171,11 @@ class SizingOptions:
                 f"--masters rounded and --precision {self.precision} exclude each other.\n"
                 "  fp32 parameters are their own masters.\n  Leave out one of them."
             )
+
+    @property
+    def num_devices(self) -> int:
+        """Devices of all hosts."""
+        return self.devices * self.hosts
 
     @property
     def torch_optimizer(self) -> str:

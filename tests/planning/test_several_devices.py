@@ -81,6 +81,24 @@ def test_no_wait_of_another_rank_is_left_out():
     assert faster.step_s < found.step_s
 
 
+def test_a_network_between_hosts_is_waited_for():
+    machine = Hardware(1e7, 1e7, 1e12, host_bytes_per_s=1e12)
+    plan = planned(machine, 6)
+    near, fast, slow = plan.on_devices(4), plan.on_devices(4, 2, "1TB"), plan.on_devices(4, 2, "10kB")
+    assert "devices: 4 of one host, each" in str(near)
+    assert "devices: 2 of each of 2 hosts, 9.77 KiB/s between them" in str(slow)
+    assert fast.step_s == pytest.approx(near.step_s, rel=0.01)
+    # Sums cross one way, and totals the other way, the last of them behind the last sum.
+    sizes = [work.gradient_bytes for work in plan.schedule.known_workload().blocks]
+    assert slow.step_s == pytest.approx((sum(sizes) + sizes[0]) / 10_000 + near.step_s, rel=0.01)
+    assert near.simulation.host_bytes > fast.simulation.host_bytes > near.simulation.host_bytes / 4
+
+
+def test_hosts_have_as_many_devices_each():
+    with pytest.raises(OptionError, match="2 hosts can't have as many of 5 devices each"):
+        planned(ONLY_COMPUTE).on_devices(5, 2)
+
+
 def test_a_plan_without_a_machine_has_no_seconds():
     model = nn.Linear(4, 4)
     plan = megatrain.plan(model, torch.zeros(2, 4), optimizer="SGD")

@@ -229,7 +229,11 @@ def test_several_devices_share_the_tokens_of_a_step(config: Path, capsys: pytest
     assert "can't feed 4 devices" in refused(
         capsys, *asked[:4], "--tokens-per-step=256", "--devices=4", "--host-bandwidth=1MB"
     )
-    assert "--devices 4 needs a machine" in refused(capsys, config, "--memory=1GiB", "--devices=4", *STEP)
+    assert "--devices needs a machine" in refused(capsys, config, "--memory=1GiB", "--devices=4", *STEP)
+    assert "of 2 hosts, 1.00 GiB/s between them" in printed(
+        capsys, *asked, "--tokens-per-step=256", "--devices=2", "--hosts=2", "--network=1GiB"
+    )
+    assert "--hosts 64 of --devices 2 have 128 devices" in refused(capsys, *asked, "--devices=2", "--hosts=64")
     assert "is less than one micro-batch" in refused(capsys, *asked, "--tokens-per-step=32", "--devices=4")
 
 

@@ -1,4 +1,4 @@
-"""on_devices(): the planned step on each of several devices of one host, which train one model together."""
+"""on_devices(): the planned step on each of several devices of one or more hosts, which train one model together."""
 
 from __future__ import annotations
 
@@ -9,25 +9,31 @@ from megatrain.counts import counted
 from megatrain.errors import ExecuteError, MegatrainError, OptionError, ScheduleError
 from megatrain.planning.planned_step import PlannedStep
 from megatrain.scheduler.timing.bands import format_s
-from megatrain.scheduler.timing.simulate_devices import DevicesSimulation, simulate_devices
+from megatrain.scheduler.timing.simulate_devices import ONE_HOST, DevicesSimulation, Hosts, simulate_devices
 from megatrain.sizes import format_bytes
+
+MOST_DEVICES = 64
+NETWORK = "25GB"
+"""Bytes a second between hosts where nobody says otherwise: 200 Gbit/s."""
 
 
 @dataclass(frozen=True, slots=True)
 class DevicesPlan:
-    """A step of several devices of one host, each of which streams all weights; prints itself.
+    """A step of several devices, each of which streams all weights; prints itself.
 
     Args:
         alone: The step of one device, with the micro-batches of one.
         ranks: The step of each rank.
         alone_s: Seconds of `alone`.
         simulation: The step of all of them.
+        hosts: Where they are.
     """
 
     alone: PlannedStep
     ranks: Sequence[PlannedStep] = field(repr=False)
     alone_s: float
     simulation: DevicesSimulation
+    hosts: Hosts = ONE_HOST
 
     @property
     def step_s(self) -> float:
@@ -46,16 +52,17 @@ class DevicesPlan:
         return self.alone_s / self.step_s
 
     def check(self) -> None:
-        """Refuses a step in which the devices wait for the memory of the host.
+        """Refuses a step in which the devices wait for the memory of their host.
 
         Raises:
             ScheduleError: If copies and updates take longer there than a device for its part.
         """
         if self.simulation.host_s <= self.alone_s:
             return
-        fed = max(1, int(len(self.ranks) * self.alone_s / self.simulation.host_s))
+        number = len(self.ranks) // self.hosts.number
+        fed = max(1, int(number * self.alone_s / self.simulation.host_s))
         raise ScheduleError(
-            f"the host's memory can't feed {counted(len(self.ranks), 'device')}: copies and updates take "
+            f"the host's memory can't feed {counted(number, 'device')}: copies and updates take "
             f"{self._host()}, and one device takes {format_s(self.alone_s)} for its part.\n"
             "  Each device streams all weights, and gradients go from one to the next through the host.\n"
             f"  Use about {fed} of them, or more tokens in a step of each."
@@ -67,17 +74,21 @@ class DevicesPlan:
     def __str__(self) -> str:
         rate = "" if self.tokens_per_s is None else f", {self.tokens_per_s:.0f} tokens/s"
         busy = ", ".join(f"{stream} {part:.0%}" for stream, part in self.simulation.busy.items() if part >= 0.005)
+        number, hosts = len(self.ranks) // self.hosts.number, self.hosts
+        where = "one host"
+        if hosts.number > 1:
+            where = f"each of {hosts.number} hosts, {format_bytes(int(hosts.network_bytes_per_s))}/s between them"
         return "\n".join(
             [
-                f"devices: {len(self.ranks)} of one host, each streams all weights (replicate); predicted",
+                f"devices: {number} of {where}, each streams all weights (replicate); predicted",
                 f"  step: {format_s(self.step_s)}{rate}; {self.efficiency:.2f} of what as many devices alone would do",
                 f"  busy at most: {busy}",
-                f"  host memory: {self._host()} of reads and writes",
+                f"  host memory: {self._host()} of reads and writes" + " on a host" * (hosts.number > 1),
             ]
         )
 
 
-def best_on_devices(plans: Sequence[PlannedStep], num_devices: int) -> DevicesPlan:
+def best_on_devices(plans: Sequence[PlannedStep], num_devices: int, hosts: Hosts = ONE_HOST) -> DevicesPlan:
     """Of several ways to split a step, the one whose step of all devices is the shortest.
 
     More micro-batches may be faster on one device and slower on several: the next rank's second one waits for this
@@ -86,6 +97,7 @@ def best_on_devices(plans: Sequence[PlannedStep], num_devices: int) -> DevicesPl
     Args:
         plans: Of one device, with its micro-batches; at least one fits.
         num_devices: As in `on_devices`.
+        hosts: See there.
 
     Raises:
         OptionError: See `on_devices`.
@@ -97,7 +109,7 @@ def best_on_devices(plans: Sequence[PlannedStep], num_devices: int) -> DevicesPl
         if best is not None and best.step_s <= _alone_s(plan):
             break  # no step of several is shorter than that of one of them alone
         try:
-            found = on_devices(plan, num_devices)
+            found = on_devices(plan, num_devices, hosts)
         except (ScheduleError, ExecuteError) as refused:
             error = error or refused
             continue
@@ -112,12 +124,13 @@ def _alone_s(plan: PlannedStep) -> float:
     return plan.simulation.step_s if plan.simulation is not None else 0.0
 
 
-def on_devices(plan: PlannedStep, num_devices: int) -> DevicesPlan:
+def on_devices(plan: PlannedStep, num_devices: int, hosts: Hosts = ONE_HOST) -> DevicesPlan:
     """Plans the step of each rank, and simulates all of them.
 
     Args:
         plan: Of one device, with its micro-batches.
-        num_devices: How many, at least two.
+        num_devices: How many there are in all, at least two, on each host as many.
+        hosts: Where they are.
 
     Raises:
         OptionError: If the plan has no machine, or can't be planned again.
@@ -138,5 +151,5 @@ def on_devices(plan: PlannedStep, num_devices: int) -> DevicesPlan:
         if error is not None:
             raise error
     ranks = [found[name] for name in names]
-    simulated = simulate_devices([each.schedule for each in ranks], plan.hardware)
-    return DevicesPlan(plan, ranks, simulation.step_s, simulated)
+    simulated = simulate_devices([each.schedule for each in ranks], plan.hardware, hosts)
+    return DevicesPlan(plan, ranks, simulation.step_s, simulated, hosts)

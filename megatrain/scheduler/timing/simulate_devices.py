@@ -1,11 +1,11 @@
-"""simulate_devices(): a step of several ranks of one host on paper, whose devices share the memory of the host."""
+"""simulate_devices(): a step of several ranks on paper, whose devices share the memory of their host."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from math import inf
+from math import ceil, inf, log2
 from typing import NamedTuple
 
 from megatrain.checks import Rule, checked
@@ -27,6 +27,25 @@ _TABLES = Rule(
 )
 
 
+class Hosts(NamedTuple):
+    """The hosts of ranks, each of which has as many, the first ones on the first host.
+
+    Attributes:
+        number: How many there are.
+        network_bytes_per_s: What goes from one to another in a second, each way.
+    """
+
+    number: int = 1
+    network_bytes_per_s: float = inf
+
+    def of(self, size: int) -> list[int]:
+        """The number of each rank's host, of so many ranks."""
+        return [rank * self.number // size for rank in range(size)]
+
+
+ONE_HOST = Hosts()
+
+
 @dataclass(frozen=True, slots=True)
 class DevicesSimulation:
     """A simulated step of several ranks.
@@ -34,7 +53,7 @@ class DevicesSimulation:
     Args:
         step_s: Seconds until the last op of any rank ends.
         busy: Fraction of the step during which each stream works, of the rank for which it is most.
-        host_bytes: What copies and updates of all ranks read and write in the memory of the host.
+        host_bytes: What copies and updates read and write in the memory of a host, of the one for which it is most.
         host_s: How long that takes alone.
         timelines: Of each rank every op, in table order, in seconds from the beginning of the step.
         stood_s: For how many seconds of its time an op stood still, until a piece of the rank before had come; only of
@@ -73,26 +92,28 @@ class _Op:
 
 
 @checked(tables=_TABLES)
-def simulate_devices(tables: Sequence[Table], hardware: Hardware) -> DevicesSimulation:
+def simulate_devices(tables: Sequence[Table], hardware: Hardware, hosts: Hosts = ONE_HOST) -> DevicesSimulation:
     """Runs every op of all ranks as soon as its stream is free and its dependencies are done, those on other ranks too.
 
-    Each rank has a device and a link of its own. All share the memory of the host: where copies and updates together
-    ask for more than `hardware.host_bytes_per_s`, all of them slow down alike. A total that another rank has made is
-    copied within the host. Updates of a block are divided among the ranks evenly.
+    Each rank has a device and a link of its own. All of a host share its memory: where copies and updates together
+    ask for more than `hardware.host_bytes_per_s`, all of them slow down alike. A total that another rank has made goes
+    to each other host once, and is copied within it. Updates of a block are divided among the ranks of a host evenly.
 
     Args:
-        tables: One for each rank, at least two; ranks of one host that share a store.
-        hardware: Of one device with its link, and of the host.
+        tables: One for each rank, at least two; ranks of one host share a store.
+        hardware: Of one device with its link, and of a host.
+        hosts: Where the ranks are.
 
     Raises:
         ScheduleError: If a table doesn't know its workload.
     """
     ops: dict[Place, _Op] = {}
-    books = books_of_ranks(tables)
+    books, numbers = books_of_ranks(tables), hosts.of(len(tables))
     for rank, (table, its) in enumerate(zip(tables, books, strict=True)):
-        seconds = partial(_op, rank, len(tables), table, OpSeconds(hardware), hardware)
+        sides = _Sides.of(rank, numbers)
+        seconds = partial(_op, rank, sides, table, OpSeconds(hardware), hardware, hosts)
         ops |= {(rank, position): seconds(position, effect) for position, effect in its.ops}
-    starts, ends, stood_s = _course(ops, rank_waits(books), hardware)
+    starts, ends, stood_s = _course(ops, rank_waits(books, numbers), hardware, numbers)
     step_s = max(ends.values(), default=0.0)
     totals: dict[tuple[int, str], float] = {}
     for (rank, position), op in ops.items():
@@ -100,7 +121,10 @@ def simulate_devices(tables: Sequence[Table], hardware: Hardware) -> DevicesSimu
     busy: dict[str, float] = {}
     for (_, stream), total in totals.items():
         busy[stream] = max(busy.get(stream, 0.0), total / step_s if step_s else 0.0)
-    host_bytes = sum(op.host_bytes for op in ops.values())
+    used = [0] * hosts.number
+    for (rank, _), op in ops.items():
+        used[numbers[rank]] += op.host_bytes
+    host_bytes = max(used)
     host_s = host_bytes / hardware.host_bytes_per_s
     timelines: list[list[Timing]] = [[] for _ in tables]
     for place in ops:
@@ -108,8 +132,29 @@ def simulate_devices(tables: Sequence[Table], hardware: Hardware) -> DevicesSimu
     return DevicesSimulation(step_s, busy, host_bytes, host_s, tuple(map(tuple, timelines)), stood_s)
 
 
+class _Sides(NamedTuple):
+    """A rank among its hosts: how many ranks its own has, and which of its neighbours are on another."""
+
+    num_mates: int
+    is_before_away: bool
+    is_after_away: bool
+
+    @staticmethod
+    def of(rank: int, numbers: Sequence[int]) -> _Sides:
+        here = numbers[rank]
+        after = numbers[rank + 1] if rank + 1 < len(numbers) else here
+        return _Sides(numbers.count(here), rank > 0 and numbers[rank - 1] != here, after != here)
+
+
 def _op(
-    rank: int, size: int, table: Table, costs: OpSeconds, hardware: Hardware, position: Position, effect: Effect
+    rank: int,
+    sides: _Sides,
+    table: Table,
+    costs: OpSeconds,
+    hardware: Hardware,
+    hosts: Hosts,
+    position: Position,
+    effect: Effect,
 ) -> _Op:
     """The seconds of an op alone, and the bytes that it reads and writes on the host."""
     op = table.ticks[position.tick][position.stream]
@@ -120,8 +165,12 @@ def _op(
         piece = min(moves, PIECE_BYTES)
         piece_s = piece / hardware.h2d_bytes_per_s + is_joining * piece / hardware.d2h_bytes_per_s
         joined_s = is_joining * moves / hardware.h2d_bytes_per_s
+    if op.what == "P" and sides.is_after_away:
+        joined_s += moves / hosts.network_bytes_per_s
+    elif op.what == "G" and table.kind.ranks == "last":
+        joined_s += ceil(log2(hosts.number)) * moves / hosts.network_bytes_per_s  # a broadcast, along a tree
     if op.what == "U":
-        moves = -(-moves // size)
+        moves = -(-moves // sides.num_mates)
         seconds = hardware.launch_s + hardware.op_s + moves / hardware.host_bytes_per_s
     elif op.what == "G" and table.kind.sends:
         # From the room where the last rank left it, to where it waits for its update.
@@ -136,6 +185,8 @@ def _op(
     is_copied = op.what == "G" and table.kind.ranks == "last"
     is_of_host = position.stream != Stream.COMPUTE
     times = (3 if is_copied else 1) + is_joining
+    # The network reads and writes the host's memory as well.
+    times += (op.what == "P" and sides.is_after_away) + (piece_s is not None and sides.is_before_away)
     return _Op((rank, position), seconds + joined_s, times * moves if is_of_host else 0, piece_s)
 
 
@@ -147,7 +198,7 @@ class _Course(NamedTuple):
     stood_s: dict[Place, float]
 
 
-def _course(ops: Mapping[Place, _Op], waits: RankWaits, hardware: Hardware) -> _Course:
+def _course(ops: Mapping[Place, _Op], waits: RankWaits, hardware: Hardware, hosts: Sequence[int]) -> _Course:
     """Runs all ops."""
     queues: dict[tuple[int, str], list[Place]] = {}
     for place in reversed(list(ops)):
@@ -161,7 +212,7 @@ def _course(ops: Mapping[Place, _Op], waits: RankWaits, hardware: Hardware) -> _
                 running[key] = ops[queue.pop()]
                 starts[running[key].place] = now
         standing = _standing(running, waits, ends)
-        speeds = _speeds(running, hardware)
+        speeds = _speeds(running, hardware, hosts)
         going = {key: op for key, op in running.items() if op.left_s > 0 or op.piece_s is None}
         assert going, "ranks wait for each other in a circle"
         passed = min(op.left_s / speeds[key] for key, op in going.items())
@@ -191,8 +242,10 @@ def _standing(running: Mapping[tuple[int, str], _Op], waits: RankWaits, ends: Ma
     return found
 
 
-def _speeds(running: Mapping[tuple[int, str], _Op], hardware: Hardware) -> dict[tuple[int, str], float]:
-    """The share of its own rate that each op keeps: of its rank's link, and of the host's memory."""
+def _speeds(
+    running: Mapping[tuple[int, str], _Op], hardware: Hardware, hosts: Sequence[int]
+) -> dict[tuple[int, str], float]:
+    """The share of its own rate that each op keeps: of its rank's link, and of its host's memory."""
     moving = {key for key, op in running.items() if op.left_s > 0}
     speeds: dict[tuple[int, str], float] = {}
     for rank, stream in running:
@@ -203,9 +256,13 @@ def _speeds(running: Mapping[tuple[int, str], _Op], hardware: Hardware) -> dict[
         beside = hardware.h2d_beside if stream in TO_DEVICE else hardware.d2h_beside
         is_both = any((rank, other) in moving for other in others)
         speeds[rank, stream] = (beside if is_both else 1.0) / max(1, sum((rank, each) in moving for each in mine))
-    asked = sum(op.demand * speeds[key] for key, op in running.items() if key in moving)
-    share = min(1.0, hardware.host_bytes_per_s / asked) if asked > 0 and hardware.host_bytes_per_s < inf else 1.0
-    return {key: speed * (share if running[key].host_bytes else 1.0) for key, speed in speeds.items()}
+    if hardware.host_bytes_per_s == inf:
+        return speeds
+    asked = dict.fromkeys(hosts, 0.0)
+    for key in moving:
+        asked[hosts[key[0]]] += running[key].demand * speeds[key]
+    shares = {host: min(1.0, hardware.host_bytes_per_s / each) if each > 0 else 1.0 for host, each in asked.items()}
+    return {key: speed * (shares[hosts[key[0]]] if running[key].host_bytes else 1.0) for key, speed in speeds.items()}
 
 
 def _stand_in_order(tables: object) -> bool:
