@@ -26,7 +26,6 @@ CASES = {
     "adapted-overlap-in-place": Case("adapted", "overlap", TWO, edits="in place"),
     "tied-spread-unseen-bf16": Case("tied", "spread", THREE, compile={"precision": "bf16"}, edits="unseen"),
     "branching-spread": Case("branching", "spread", [*THREE, *THREE]),
-    "broad-overlap": Case("broad", "overlap", ((1, 1, 1), (1, 2, 1)), optimizer="sgd"),
     "broad-deferred-two-hosts": Case("broad", "deferred", ((1, 1, 1), (2, 1, 1)), optimizer="sgd", hosts="aab"),
     "stack-spread-looks": Case("stack", "spread", [*TWO, *TWO], looks=True),
     "stack-serial-clipped": Case("stack", "serial_clipped", THREE, compile={"transfer": "copy", "block_bytes": "100B"}),
@@ -59,6 +58,7 @@ FOUR = {
     for hosts in ("aaaa", "aabb", "abba")
 }
 LARGE = {task: Case(task, "spread", TWO, is_weighted=True, draws=True) for task in ("gpt", "llama", "t5", "lora")}
+LARGE["broad"] = Case("broad", "overlap", ((1, 1, 1), (1, 2, 1)), optimizer="sgd")
 
 
 def assert_parity(case: Case, processes: Processes) -> None:

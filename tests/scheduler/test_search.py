@@ -208,7 +208,7 @@ def test_a_plan_by_time_is_within_two_percent_of_the_best_of_all(
 
 
 @given(chains(6), st.tuples(PARTS, PARTS), MACHINES, MACHINES, STEPS)
-@draws(60)
+@draws(40)
 def test_more_memory_or_a_faster_part_is_never_slower(
     workload: Workload, parts: tuple[int, int], one: Hardware, other: Hardware, step: dict[str, object]
 ):

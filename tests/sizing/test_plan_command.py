@@ -129,6 +129,7 @@ def test_a_table_of_all_machines_has_the_rows_of_single_plans(config: Path, caps
     assert "GiB  1 x 4" in rows["gb10"]
 
 
+@pytest.mark.wide
 def test_a_unified_memory_holds_both_parts(config: Path, capsys: pytest.CaptureFixture[str]):
     ample = printed(capsys, config, "--hardware=gb10", "--micro-batch=1", *STEP)
     assert "doesn't fit" not in ample
