@@ -87,6 +87,7 @@ UNNOTICED: dict[str, str] = {
     "signs_of_life._beat: stop.wait": _OF_RANKS,
     "host_sharing.told: self._compiled.masters.settle": _OF_RANKS,
     "operations.: Operations.wait": _OF_RANKS,
+    "command_processes._is_said_by_first: store.wait": _OF_RANKS,
     "demo_command.run: several.wait": _OF_RANKS,
     "streamed._save_rng_state: several.wait": _OF_RANKS,
     "demonstrate._demonstrate: several.wait": _OF_RANKS,
