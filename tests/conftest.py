@@ -92,6 +92,15 @@ def lowered_once() -> Generator[None]:
 
 
 @pytest.fixture
+def one_thread() -> Generator[None]:
+    """Gives this process one thread, as each process of several has: threads split sums, and may add in any order."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture
 def short_texts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Has attention's results count as worth keeping for texts of 1024 tokens, as they do for longer ones."""
     monkeypatch.setattr(kept_work, "LEAST_FLOPS_PER_BYTE", 256)

@@ -5,12 +5,10 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
-import torch
 from safetensors.torch import load_file
 
 from megatrain.demo.course import Course
@@ -20,16 +18,10 @@ from megatrain.errors import OptionError
 from tests.saving.training import same
 from tests.test_demo_resume import ROOT, TINY, run_to_the_end, tensor_files
 
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="torchrun finds its own host by name elsewhere")
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """As torchrun gives each process."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = [
+    pytest.mark.usefixtures("one_thread"),
+    pytest.mark.skipif(sys.platform != "linux", reason="torchrun finds its own host by name elsewhere"),
+]
 
 
 def test_two_processes_of_which_one_is_killed_train_what_one_does(tmp_path: Path):

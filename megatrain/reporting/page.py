@@ -7,7 +7,7 @@ from typing import Any
 
 from megatrain.counts import counted
 from megatrain.reporting.drawn_ops import blocks_data, ops_data
-from megatrain.reporting.html_parts import asset, definitions, embedded, filled, html_table, html_text, sentences
+from megatrain.reporting.html.html_parts import html_table, html_text, page
 from megatrain.reporting.memory_curve import Curve
 from megatrain.reporting.step_figures import StepFigures
 from megatrain.scheduler.effects import streams
@@ -21,15 +21,8 @@ _NS = 1e9
 
 
 def page_text(figures: StepFigures) -> str:
-    """Fills the template. Everything that a browser runs or shows is in the text."""
+    """The text of the page."""
     parts = {
-        "style": asset("page.css"),
-        "script": asset("page.js"),
-        "data": embedded(_data(figures)),
-        "title": html_text(figures.name),
-        "kind": html_text(_kind(figures)),
-        "verdict": sentences(figures.verdict),
-        "figures": _definitions(figures),
         "streams": _streams_table(figures),
         "memory": f'<p class="note">{html_text(_memory_words(figures))}</p>',
         "peak": html_text(_peak_words(figures)),
@@ -37,7 +30,15 @@ def page_text(figures: StepFigures) -> str:
         "holders": _holders_table(figures),
         "blocks": _blocks_table(figures),
     }
-    return filled("page.html", parts)
+    return page(
+        "step_body.html",
+        parts,
+        title=figures.name,
+        kind=_kind(figures),
+        verdict=figures.verdict,
+        figures=_main_figures(figures),
+        data=_data(figures),
+    )
 
 
 def _memory_words(figures: StepFigures) -> str:
@@ -114,7 +115,7 @@ def _curve_data(curve: Curve) -> dict[str, Any]:
 # -- the figures as tables -----------------------------------------------------------------------------------------
 
 
-def _definitions(figures: StepFigures) -> str:
+def _main_figures(figures: StepFigures) -> list[tuple[str, str]]:
     table = figures.schedule
     rows = [(f"step, {band.name}", format_s(band.step_s)) for band in figures.bands]
     rows += [
@@ -122,7 +123,7 @@ def _definitions(figures: StepFigures) -> str:
         ("host, besides state", format_bytes(table.host_bytes)),
     ]
     rows += [("to the device", format_bytes(table.h2d_bytes)), ("to the host", format_bytes(table.d2h_bytes))]
-    return definitions(rows)
+    return rows
 
 
 def _streams_table(figures: StepFigures) -> str:

@@ -7,7 +7,7 @@ from typing import Any
 
 from megatrain.counts import counted
 from megatrain.reporting.drawn_ops import blocks_data, ops_data
-from megatrain.reporting.html_parts import asset, definitions, embedded, filled, html_table, html_text, sentences
+from megatrain.reporting.html.html_parts import html_table, page
 from megatrain.reporting.ranks_figures import RanksFigures
 from megatrain.scheduler.effects import streams
 from megatrain.scheduler.items import Stream
@@ -22,19 +22,20 @@ _LARGE, _SMALL = 22, 12
 
 
 def ranks_page_text(figures: RanksFigures) -> str:
-    """Fills the template. Everything that a browser runs or shows is in the text."""
+    """The text of the page."""
     parts = {
-        "style": asset("page.css"),
-        "script": asset("page.js"),
-        "data": embedded(_data(figures)),
-        "title": html_text(figures.name),
-        "kind": html_text(_kind(figures)),
-        "verdict": sentences(figures.verdict),
-        "figures": _definitions(figures),
         "ranks": _ranks_table(figures),
         "streams": _streams_table(figures),
     }
-    return filled("ranks_page.html", parts)
+    return page(
+        "ranks_body.html",
+        parts,
+        title=figures.name,
+        kind=_kind(figures),
+        verdict=figures.verdict,
+        figures=_main_figures(figures),
+        data=_data(figures),
+    )
 
 
 def _kind(figures: RanksFigures) -> str:
@@ -104,7 +105,7 @@ def _band_data(band: RanksBand, rank: int) -> dict[str, Any]:
 # -- the figures as tables -----------------------------------------------------------------------------------------
 
 
-def _definitions(figures: RanksFigures) -> str:
+def _main_figures(figures: RanksFigures) -> list[tuple[str, str]]:
     rows = [(f"step, {band.name}", format_s(band.step_s)) for band in figures.bands]
     devices = figures.devices
     if devices is not None:
@@ -115,7 +116,7 @@ def _definitions(figures: RanksFigures) -> str:
         rows += [] if devices.tokens_per_s is None else [("tokens/s", f"{devices.tokens_per_s:.0f}")]
         rows += [("reads and writes of the host", format_s(devices.simulation.host_s))]
     rows += [("a device at its peak, at most", format_bytes(max(each.schedule.device_bytes for each in figures.ranks)))]
-    return definitions(rows)
+    return rows
 
 
 def _ranks_table(figures: RanksFigures) -> str:

@@ -9,7 +9,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -38,15 +37,6 @@ pytestmark = [
 ]
 PAGE = (ROOT / "docs" / "finetuning.md").read_text()
 (GIVEN,) = re.findall(r"torchrun --standalone [^\n]*\\\n *-m megatrain train ([^\n]*)$", PAGE, re.MULTILINE)
-
-
-@pytest.fixture
-def one_thread() -> Iterator[None]:
-    """As torchrun gives each process."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture

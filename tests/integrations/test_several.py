@@ -50,15 +50,6 @@ def three() -> Iterator[Processes]:
     made.close()
 
 
-@pytest.fixture
-def one_thread() -> Iterator[None]:
-    """Sums are split among threads, and each of the processes has one."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 def some(names: Any, fast: tuple[str, ...]) -> list[Any]:
     return [name if name in fast else pytest.param(name, marks=USERS) for name in names]
 

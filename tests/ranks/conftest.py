@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-import torch
 
 from tests.ranks.processes import Processes
+from tests.simulated_device.loading import unavailable
 
 
 @pytest.fixture(scope="package")
@@ -24,10 +24,17 @@ def four() -> Iterator[Processes]:
     made.close()
 
 
+@pytest.fixture(scope="module")
+def devices() -> Iterator[Processes]:
+    """Three, each with a simulated device."""
+    reason = unavailable()
+    if reason is not None:
+        pytest.skip(reason)
+    made = Processes(3, simulated=True)
+    yield made
+    made.close()
+
+
 @pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """Sums are split among threads, and each of the processes has one."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+def _one_thread(one_thread: None) -> None:
+    """For every test of ranks."""

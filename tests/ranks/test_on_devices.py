@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 
 from tests.comparing import assert_same
@@ -19,7 +17,6 @@ from tests.ranks.there import (
     train_there,
     waiting_there,
 )
-from tests.simulated_device.loading import unavailable
 from tests.tiers import wide
 from tests.training.parity import MODES, TELLING_MODES
 
@@ -47,16 +44,6 @@ FURTHER = (
     }
 )
 USUAL = Case("tied", "spread", THREE, order="late")
-
-
-@pytest.fixture(scope="module")
-def devices() -> Iterator[Processes]:
-    reason = unavailable()
-    if reason is not None:
-        pytest.skip(reason)
-    made = Processes(3, simulated=True)
-    yield made
-    made.close()
 
 
 def assert_parity(case: Case, devices: Processes) -> None:

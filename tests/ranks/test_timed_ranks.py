@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -15,7 +14,6 @@ from tests.comparing import assert_same
 from tests.ranks.processes import Processes
 from tests.ranks.sides import Case, train
 from tests.ranks.timed import timed, timed_there, timing_alone
-from tests.simulated_device.loading import unavailable
 from tests.tiers import wide
 
 DEAL = ((1, 1, 1), (2, 1, 3), (2, 1, 1))
@@ -71,16 +69,6 @@ def test_all_ranks_time_a_step_or_none(three: Processes):
             "RanksError: the ranks differ: the call is step.time(batch) on rank 0, but step(batch) on rank 1.\n"
         ), each
         assert each[1:] == ["1", "", "2"]
-
-
-@pytest.fixture(scope="module")
-def devices() -> Iterator[Processes]:
-    reason = unavailable()
-    if reason is not None:
-        pytest.skip(reason)
-    made = Processes(3, simulated=True)
-    yield made
-    made.close()
 
 
 @pytest.mark.parametrize("order", [wide("late"), wide("early")])

@@ -2,19 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator
 from pathlib import Path
 
-import pytest
-
 from megatrain.reporting.page import page_text
-from tests.reporting.browser import NAMES, Page, browser
+from tests.reporting.browser import Page
 from tests.reporting.steps import EVIL, evil, long, made, small
 
-pytestmark = pytest.mark.skipif(
-    browser() is None, reason=f"needs a browser: none of {', '.join(NAMES)} is on this machine"
-)
-WIDE, NARROW = (1280, 1000), (390, 844)
+NARROW = (390, 844)
 CANVASES = "[...document.querySelectorAll('canvas')]"
 # How many different colours a canvas has, nearly equal ones taken as one.
 COLOURS = """(canvas) => {
@@ -23,24 +17,6 @@ COLOURS = """(canvas) => {
   return found.size;
 }"""
 LEFT, RIGHT, HEAD, LANE = 84, 10, 28, 26
-
-
-@pytest.fixture(scope="module")
-def page(tmp_path_factory: pytest.TempPathFactory) -> Generator[Page]:
-    with Page(tmp_path_factory.mktemp("browser"), *WIDE) as page:
-        yield page
-
-
-@pytest.fixture(autouse=True)
-def _quiet(page: Page) -> Generator[None]:
-    """No test leaves an error on the console, nor a request for anything but the page itself."""
-    page.errors.clear()
-    page.requests.clear()
-    page.resize(*WIDE)
-    page.scheme("light")
-    yield
-    assert page.errors == []
-    assert {address.split("/")[-1] for address in page.requests} == {"report.html"}
 
 
 def shown(page: Page, folder: Path, text: str) -> None:

@@ -15,7 +15,7 @@ from megatrain.reporting.page import page_text
 from tests.reporting.steps import EVIL, evil, long, made
 
 MOST_BYTES = 1_000_000
-ASSETS = {name: (files("megatrain.reporting") / name).read_text() for name in ("page.css", "page.js")}
+ASSETS = {name: (files("megatrain.reporting.html") / name).read_text() for name in ("page.css", "page.js")}
 
 
 class Seen(HTMLParser):

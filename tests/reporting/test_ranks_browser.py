@@ -2,19 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator
 from pathlib import Path
 
-import pytest
-
 from megatrain.reporting.ranks_page import ranks_page_text
-from tests.reporting.browser import NAMES, Page, browser
+from tests.reporting.browser import Page
 from tests.reporting.rank_steps import figures, tables
-from tests.reporting.test_browser import CANVASES, COLOURS, NARROW, WIDE, at, shown
+from tests.reporting.test_browser import CANVASES, COLOURS, NARROW, at, shown
 
-pytestmark = pytest.mark.skipif(
-    browser() is None, reason=f"needs a browser: none of {', '.join(NAMES)} is on this machine"
-)
 LANE, HEAD = 22, 24
 # How many different colours each row of the canvas has, right of the names of streams.
 ROWS = """(() => { const canvas = document.getElementById("lanes");
@@ -26,22 +20,6 @@ ROWS = """(() => { const canvas = document.getElementById("lanes");
       found.add([0, 1, 2].map((part) => data[at + part] >> 4).join());
     return found.size;
   }); })()"""
-
-
-@pytest.fixture(scope="module")
-def page(tmp_path_factory: pytest.TempPathFactory) -> Generator[Page]:
-    with Page(tmp_path_factory.mktemp("browser"), *WIDE) as page:
-        yield page
-
-
-@pytest.fixture(autouse=True)
-def _quiet(page: Page) -> Generator[None]:
-    page.errors.clear()
-    page.requests.clear()
-    page.resize(*WIDE)
-    yield
-    assert page.errors == []
-    assert {address.split("/")[-1] for address in page.requests} == {"report.html"}
 
 
 def test_each_rank_and_stream_has_a_lane_whose_ops_the_mouse_finds(page: Page, tmp_path: Path):

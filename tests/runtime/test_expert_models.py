@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -13,16 +12,9 @@ from megatrain.runtime.streams.stream_set import Chaos
 from tests.runtime.parity import assert_parity
 from tests.tiers import diagonal
 
+# Several threads sum the gradient of `weight[ids]` in any order: then eager doesn't equal itself.
+pytestmark = pytest.mark.usefixtures("one_thread")
 CHAOS = Chaos(seed=3, max_delay_s=0.0003)
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """Several threads sum the gradient of `weight[ids]` in any order: then eager doesn't equal itself."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def largest(compiled) -> int:

@@ -1,4 +1,4 @@
-"""Parts of a page of HTML: its files, texts without marks of their own, data within a script, tables."""
+"""page(): a page of HTML from its files, with texts without marks of their own, data within a script, tables."""
 
 from __future__ import annotations
 
@@ -12,6 +12,42 @@ from typing import Any
 def asset(name: str) -> str:
     """The text of a file beside this one."""
     return files(__package__ or "").joinpath(name).read_text(encoding="utf-8")
+
+
+def page(
+    body: str,
+    parts: Mapping[str, str],
+    *,
+    title: str,
+    kind: str,
+    verdict: Iterable[str],
+    figures: Iterable[tuple[str, str]],
+    data: Any,
+) -> str:
+    """A page that needs nothing else: everything that a browser runs or shows is in the text.
+
+    Args:
+        body: The file of what stands below the figures.
+        parts: HTML by mark of `body`, besides `tools`.
+        title: Of the page: the model's name.
+        kind: What the step is, in a line.
+        verdict: What it says, a sentence each.
+        figures: The most important ones, with their names.
+        data: What the script draws.
+    """
+    frame = {
+        "style": asset("page.css"),
+        "script": asset("page.js"),
+        "data": embedded(data),
+        "title": html_text(title),
+        "kind": html_text(kind),
+        "verdict": "".join(f"<p>{html_text(line[:1].upper() + line[1:])}.</p>" for line in verdict),
+        "figures": "".join(
+            f"<div><dt>{html_text(name)}</dt><dd>{html_text(value)}</dd></div>" for name, value in figures
+        ),
+        "body": filled(body, {"tools": asset("tools.html"), **parts}),
+    }
+    return filled("frame.html", frame)
 
 
 def filled(name: str, parts: Mapping[str, str]) -> str:
@@ -35,16 +71,6 @@ def embedded(data: Any) -> str:
     """JSON within a script element, which no name can end."""
     text = json.dumps(data, separators=(",", ":"))
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
-
-
-def sentences(lines: Iterable[str]) -> str:
-    """Paragraphs."""
-    return "".join(f"<p>{html_text(line[:1].upper() + line[1:])}.</p>" for line in lines)
-
-
-def definitions(rows: Iterable[tuple[str, str]]) -> str:
-    """Names and figures, for a list of them."""
-    return "".join(f"<div><dt>{html_text(name)}</dt><dd>{html_text(value)}</dd></div>" for name, value in rows)
 
 
 def html_table(caption: str, heads: Sequence[str], rows: Iterable[Sequence[str]], num_words: int = 1) -> str:
