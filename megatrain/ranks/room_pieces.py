@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from math import prod
 from typing import NamedTuple
 
-from megatrain.sizes import PIECE_BYTES
+from megatrain.sizes import SUM_PIECE_BYTES
 from megatrain.tracer.spec import TensorSpec
 
 Cut = tuple[slice, ...]
@@ -25,7 +25,7 @@ class Piece(NamedTuple):
     cut: Cut
 
 
-def pieces(specs: Sequence[TensorSpec], most: int = PIECE_BYTES) -> list[list[Piece]]:
+def pieces(specs: Sequence[TensorSpec], most: int = SUM_PIECE_BYTES) -> list[list[Piece]]:
     """Divides tensors into groups of parts, in their order.
 
     Args:

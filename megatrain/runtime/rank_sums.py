@@ -17,7 +17,7 @@ from megatrain.runtime.engine import Engine
 from megatrain.runtime.gradients.sums import ParameterGradient, added
 from megatrain.runtime.streams.events import Aborted
 from megatrain.scheduler.step_kind import StepKind
-from megatrain.sizes import PIECE_BYTES
+from megatrain.sizes import SUM_PIECE_BYTES
 from megatrain.tracer.spec import TensorSpec
 
 
@@ -69,9 +69,9 @@ class RankSums:
         """
         entries = [self._program.state[key] for key in self._keys(block)]
         device = self._device.torch_device
-        if self._kind.stages:
+        if self._kind.adds_in_pieces:
             nbytes = sum(entry.spec.nbytes for entry in entries if entry.requires_grad)
-            return [torch.empty(min(PIECE_BYTES, nbytes), dtype=torch.uint8, device=device)]
+            return [torch.empty(min(SUM_PIECE_BYTES, nbytes), dtype=torch.uint8, device=device)]
         # Contiguous, so that each goes from memory to memory; an update gets it in its parameter's layout.
         return [
             torch.empty(entry.spec.shape, dtype=entry.spec.dtype, device=device) if entry.requires_grad else None
@@ -123,7 +123,7 @@ class RankSums:
 
     def _place(self, call: Call, block: int) -> torch.Tensor | None:
         """Memory of the device for pieces of a sum of the rank before; None where they don't pass through it."""
-        return call.received[block][0] if self._kind.stages else None
+        return call.received[block][0] if self._kind.adds_in_pieces else None
 
     def _expecting(self, channel: Channel | None) -> Channel:
         assert channel is not None
@@ -155,7 +155,7 @@ class RankSums:
         hand_over: Callable[[int], None],
     ) -> None:
         """Copies gradients to a room, added to those of the rank before if that wasn't done; waits for each group."""
-        bus, adds = self._engine.bus, self._kind.joining in ("P", "G")
+        bus, adds = self._engine.bus, self._kind.adding_op in ("P", "G")
         bus.lock([room.arena])
         with self._before(block) if adds else nullcontext() as before:
             room.present = [gradient is not None for gradient in given]

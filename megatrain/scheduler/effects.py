@@ -14,7 +14,7 @@ from megatrain.scheduler.items import NO_BLOCK, Effect, Item, OpKind, Sections, 
 from megatrain.scheduler.parking import Parks, turn_block
 from megatrain.scheduler.step_kind import StepKind
 from megatrain.scheduler.workload import Workload
-from megatrain.sizes import PIECE_BYTES
+from megatrain.sizes import SUM_PIECE_BYTES
 
 
 class Effects:
@@ -117,7 +117,7 @@ class Effects:
         work = self.workload.blocks[item.number]
         if item.kind in ("landed", "waiting"):
             return work.gradient_bytes if self.kind.transfer == "bind" else work.landing_bytes
-        received = min(PIECE_BYTES, work.gradient_bytes) if self.kind.stages else work.gradient_bytes
+        received = min(SUM_PIECE_BYTES, work.gradient_bytes) if self.kind.adds_in_pieces else work.gradient_bytes
         return {"parameters": work.gradient_bytes, "saved": work.saved_bytes, "received": received}[item.kind]
 
     def shared_storage(self, item: Item) -> int | None:
@@ -241,7 +241,7 @@ def _offload(step: Effects, block: int, micro_batch: int) -> Effect:
 
 def _leaving(step: Effects, block: int, makes: tuple[Item, ...], moves: int) -> Effect:
     """Pieces of a sum may pass through the device while gradients leave; their memory is this op's alone."""
-    pieces = (Item("received", block),) * step.kind.stages
+    pieces = (Item("received", block),) * step.kind.adds_in_pieces
     return Effect((Item("parameters", block), *pieces), (*makes, *pieces), moves=moves)
 
 

@@ -111,7 +111,7 @@ class StepKind:
         return self.micro_batches > 1 or self.updates != "none" or self.clip or self.outputs != "keep"
 
     @property
-    def joining(self) -> str | None:
+    def adding_op(self) -> str | None:
         """The op that adds the gradients of the first micro-batch to the sum of the rank before.
 
         No rank's first micro-batch waits for another rank. So it is the `B` of the second one; where there is none, the
@@ -124,12 +124,12 @@ class StepKind:
     @property
     def receives(self) -> bool:
         """Whether sums of the rank before come with an `R`."""
-        return self.joining == "B"
+        return self.adding_op == "B"
 
     @property
-    def stages(self) -> bool:
+    def adds_in_pieces(self) -> bool:
         """Whether a sum of the rank before passes through the device in pieces, while gradients leave."""
-        return self.joining in ("P", "G") and self.transfer == "copy"
+        return self.adding_op in ("P", "G") and self.transfer == "copy"
 
     @property
     def sends(self) -> bool:

@@ -45,7 +45,7 @@ def assert_equal(one: Any, other: Any) -> None:
 @pytest.mark.parametrize("device", [Toy, lambda: HOST], ids=["toy", "host"])
 @pytest.mark.parametrize("piece", [1, 40, 1 << 20])
 def test_what_comes_back_is_what_went_there(monkeypatch: pytest.MonkeyPatch, device: Any, piece: int):
-    monkeypatch.setattr(buffer_copies, "PIECE_BYTES", piece)
+    monkeypatch.setattr(buffer_copies, "GROUP_BYTES", piece)
     copies, given = BufferCopies(Bus(device())), buffers()
     for _ in range(2):
         there = copies.upload(given)

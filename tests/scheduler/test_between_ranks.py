@@ -45,7 +45,7 @@ def of_rank(workload: Workload, chosen: Options, ranks: str) -> Schedule:
 
 def joins(schedule: Schedule, op: Op) -> bool:
     """Whether an op adds to the pieces of the sum of the rank before, as they come."""
-    return op.what == schedule.kind.joining and op.what in ("P", "G")
+    return op.what == schedule.kind.adding_op and op.what in ("P", "G")
 
 
 def position(schedule: Schedule, token: str) -> Position:

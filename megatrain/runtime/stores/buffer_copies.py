@@ -13,7 +13,7 @@ from megatrain.tracer.spec import TensorSpec
 
 # Copies of more bytes gain nothing from being one. Packing takes as much memory on the device, for a moment, when only
 # weights, inputs and these buffers are there, or what a call keeps for its backward.
-PIECE_BYTES = 1 << 20
+GROUP_BYTES = 1 << 20
 
 
 class BufferCopies:
@@ -64,16 +64,16 @@ class BufferCopies:
         """Copies an image to the device, where each tensor gets memory of its own: one may be dropped before others."""
         device, start = self._device, 0
         found: list[torch.Tensor] = []
-        for piece in _pieces(sizes):
-            source = image[start : start + sum(piece)]
+        for group in _groups(sizes):
+            source = image[start : start + sum(group)]
             start += source.nbytes
             data = torch.empty(source.nbytes, dtype=torch.uint8, device=device.torch_device)
             self._bus.to_device(data, source, self._image)
-            if len(piece) == 1:
+            if len(group) == 1:
                 found.append(data)
                 continue
-            own = [torch.empty(size, dtype=torch.uint8, device=device.torch_device) for size in piece]
-            torch.split_with_sizes_copy(data, piece, out=own)
+            own = [torch.empty(size, dtype=torch.uint8, device=device.torch_device) for size in group]
+            torch.split_with_sizes_copy(data, group, out=own)
             found += own
         return found
 
@@ -90,9 +90,9 @@ class BufferCopies:
             sizes = [value.nbytes for value in values]
             image, start = self._image_of(sizes), 0
             flat = iter(map(_flat, values))
-            for piece in _pieces(sizes):
-                parts = [next(flat) for _ in piece]
-                end = start + sum(piece)
+            for group in _groups(sizes):
+                parts = [next(flat) for _ in group]
+                end = start + sum(group)
                 self._bus.to_host(image[start:end], parts[0] if len(parts) == 1 else torch.cat(parts), self._image)
                 start = end
             self._device.synchronize()
@@ -104,15 +104,15 @@ class BufferCopies:
                 buffer.copy_(value)
 
 
-def _pieces(sizes: Sequence[int]) -> Iterator[list[int]]:
-    """Cuts sizes into runs of at most `PIECE_BYTES`; a larger one is a run by itself."""
-    piece: list[int] = []
+def _groups(sizes: Sequence[int]) -> Iterator[list[int]]:
+    """Cuts sizes into groups of at most `GROUP_BYTES`; a larger one is a group by itself."""
+    group: list[int] = []
     for size in sizes:
-        if piece and sum(piece) + size > PIECE_BYTES:
-            yield piece
-            piece = []
-        piece.append(size)
-    yield piece
+        if group and sum(group) + size > GROUP_BYTES:
+            yield group
+            group = []
+        group.append(size)
+    yield group
 
 
 def _dense(tensor: torch.Tensor) -> torch.Tensor:

@@ -14,7 +14,7 @@ from megatrain.scheduler.op import Op
 from megatrain.scheduler.printed.table_text import table_rows
 from megatrain.scheduler.table import Position, Table
 from megatrain.scheduler.workload import Workload
-from megatrain.sizes import PIECE_BYTES
+from megatrain.sizes import SUM_PIECE_BYTES
 
 _WINDOW = 2
 # Stated a second time, because the checker shares nothing with the table of effects.
@@ -36,7 +36,7 @@ class Received(NamedTuple):
 
     def part(self, nbytes: int) -> int:
         """The bytes that it takes, of a sum of so many."""
-        return nbytes if self.is_whole else min(PIECE_BYTES, nbytes)
+        return nbytes if self.is_whole else min(SUM_PIECE_BYTES, nbytes)
 
 
 class Case:

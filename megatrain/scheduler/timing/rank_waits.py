@@ -55,7 +55,7 @@ def rank_waits(books: Sequence[Books], hosts: Sequence[int] | None = None) -> Ra
     for rank, (its, of_rank) in enumerate(zip(books, found, strict=True)):
         kind = its.table.kind
         for (what, block), positions in of_rank.items():
-            if what == ("R" if kind.receives else kind.joining):
+            if what == ("R" if kind.receives else kind.adding_op):
                 pieces[rank, positions[0]] = rank - 1, found[rank - 1]["P", block][0]
             if what == "G" and rank < last:
                 ends[rank, positions[0]].add((last, found[last]["G", block][0]))

@@ -15,7 +15,7 @@ from megatrain.scheduler.table import Position, Table
 from megatrain.scheduler.timing.costs import OpSeconds
 from megatrain.scheduler.timing.rank_waits import Place, RankWaits, books_of_ranks, rank_waits
 from megatrain.scheduler.timing.shared import Timing
-from megatrain.sizes import PIECE_BYTES
+from megatrain.sizes import SUM_PIECE_BYTES
 
 _ROUNDING = 1 + 1e-12
 TO_DEVICE, TO_HOST = (Stream.H2D, Stream.RECEIVE), (Stream.D2H, Stream.SEND)
@@ -158,17 +158,17 @@ def _op(
 ) -> _Op:
     """The seconds of an op alone, and the bytes that it reads and writes on the host."""
     op = table.ticks[position.tick][position.stream]
-    moves, joined_s, piece_s = effect.moves, 0.0, None
-    is_joining = table.kind.joining == op.what and op.what in ("P", "G")
-    if is_joining or op.what == "R":
+    moves, added_s, piece_s = effect.moves, 0.0, None
+    is_adding = table.kind.adding_op == op.what and op.what in ("P", "G")
+    if is_adding or op.what == "R":
         # The sum of the rank before comes to the device as well, or only.
-        piece = min(moves, PIECE_BYTES)
-        piece_s = piece / hardware.h2d_bytes_per_s + is_joining * piece / hardware.d2h_bytes_per_s
-        joined_s = is_joining * moves / hardware.h2d_bytes_per_s
+        piece = min(moves, SUM_PIECE_BYTES)
+        piece_s = piece / hardware.h2d_bytes_per_s + is_adding * piece / hardware.d2h_bytes_per_s
+        added_s = is_adding * moves / hardware.h2d_bytes_per_s
     if op.what == "P" and sides.is_after_away:
-        joined_s += moves / hosts.network_bytes_per_s
+        added_s += moves / hosts.network_bytes_per_s
     elif op.what == "G" and table.kind.ranks == "last":
-        joined_s += ceil(log2(hosts.number)) * moves / hosts.network_bytes_per_s  # a broadcast, along a tree
+        added_s += ceil(log2(hosts.number)) * moves / hosts.network_bytes_per_s  # a broadcast, along a tree
     if op.what == "U":
         moves = -(-moves // sides.num_mates)
         seconds = hardware.launch_s + hardware.op_s + moves / hardware.host_bytes_per_s
@@ -184,10 +184,10 @@ def _op(
     # The last rank also copies a total from the room to where it waits.
     is_copied = op.what == "G" and table.kind.ranks == "last"
     is_of_host = position.stream != Stream.COMPUTE
-    times = (3 if is_copied else 1) + is_joining
+    times = (3 if is_copied else 1) + is_adding
     # The network reads and writes the host's memory as well.
     times += (op.what == "P" and sides.is_after_away) + (piece_s is not None and sides.is_before_away)
-    return _Op((rank, position), seconds + joined_s, times * moves if is_of_host else 0, piece_s)
+    return _Op((rank, position), seconds + added_s, times * moves if is_of_host else 0, piece_s)
 
 
 class _Course(NamedTuple):
