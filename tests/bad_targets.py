@@ -228,11 +228,7 @@ def _methods(made: Made) -> Iterator[tuple[str, Any, Mapping[str, Any]]]:
     yield (
         "Plan.on_devices",
         replace(made.plan, hardware=megatrain.Hardware(1e9, 1e9, 1e9)),
-        {
-            "num_devices": 2,
-            "num_hosts": 1,
-            "network": "1GB",
-        },
+        {"num_devices": 2, "num_hosts": 2, "network": "1GB"},
     )
     yield "TensorSpec.of", megatrain.TensorSpec, {"tensor": INPUT}
     yield "TensorSpec.empty", megatrain.TensorSpec.of(INPUT), {"device": torch.device("cpu")}

@@ -16,10 +16,9 @@ from megatrain.planning.printed.reasons import reasons
 from megatrain.planning.saved_plan import PLAN, SavedPlan, saved_plan
 from megatrain.planning.what_if.alternatives import Alternatives, alternatives
 from megatrain.planning.what_if.largest import MOST_OF_A_SIZE, Largest, largest
-from megatrain.planning.what_if.several_devices import MOST_DEVICES, NETWORK, DevicesPlan, on_devices
+from megatrain.planning.what_if.several_devices import MOST_DEVICES, DevicesPlan, hosts_of, on_devices
 from megatrain.planning.what_if.ways_out import refusal
-from megatrain.scheduler.timing.simulate_devices import Hosts
-from megatrain.sizes import SIZE, parse_bytes
+from megatrain.sizes import SIZE
 
 SIZES: Rule = either(one_of(MICRO_BATCH, SEQUENCE, DEPTH), function(1))
 
@@ -113,17 +112,18 @@ class Plan(PlannedStep):
         self._need_asked("can't change its sizes")
         return largest(self, what, multiple, most)
 
-    @checked(num_devices=count(2, MOST_DEVICES), num_hosts=count(1, MOST_DEVICES), network=SIZE)
-    def on_devices(self, num_devices: int, num_hosts: int = 1, network: int | str = NETWORK) -> DevicesPlan:
+    @checked(num_devices=count(2, MOST_DEVICES), num_hosts=count(1, MOST_DEVICES), network=optional(SIZE))
+    def on_devices(self, num_devices: int, num_hosts: int = 1, network: int | str | None = None) -> DevicesPlan:
         """The step on several devices, each of which takes a step like this one; all of it is predicted.
 
         Args:
             num_devices: How many there are in all, from 2 to 64.
             num_hosts: How many hosts have them, each as many.
-            network: Bytes that go from one host to another in a second, each way; the default is 200 Gbit/s.
+            network: Bytes that go from one host to another in a second, each way; None is 200 Gbit/s.
 
         Raises:
-            OptionError: If the plan has no machine, or can't be planned again; or if hosts can't have as many devices.
+            OptionError: If the plan has no machine, or can't be planned again; if hosts can't have as many
+                devices; or if one host has a network.
             ScheduleError: If a rank's step doesn't fit its device.
             ExecuteError: If it doesn't fit the host.
         """
@@ -133,7 +133,12 @@ class Plan(PlannedStep):
                 "  Each host has the same number of devices.\n"
                 f"  Give num_devices a multiple of {num_hosts}."
             )
-        return on_devices(self, num_devices, Hosts(num_hosts, parse_bytes(network, "network")))
+        if network is not None and num_hosts == 1:
+            raise OptionError(
+                f"network={network!r} says nothing of one host.\n"
+                "  Its devices reach each other through its memory.\n  Give num_hosts, or leave network out."
+            )
+        return on_devices(self, num_devices, hosts_of(num_hosts, network))
 
     def _need_asked(self, what: str) -> None:
         if self.asked is None:

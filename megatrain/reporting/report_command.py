@@ -19,6 +19,7 @@ from megatrain.hardware.hardware import Hardware
 from megatrain.options import COMPILE
 from megatrain.planning.planning import plan
 from megatrain.progress import stage
+from megatrain.reporting.report_file import check_report_path
 from megatrain.reporting.step_report import StepReport, report
 from megatrain.scheduler.schedule import Schedule
 from megatrain.sizes import format_bytes
@@ -65,6 +66,9 @@ def run(options: argparse.Namespace) -> int:
     for name, rule in _RULES.items():
         if getattr(options, name) is not None:
             rule.check_flag(f"--{name.replace('_', '-')}", getattr(options, name))
+    for path in (options.page, options.trace):
+        if path is not None:
+            check_report_path(path)
     hardware = None if options.hardware is None else Hardware.preset(options.hardware)
     if options.target.endswith(".json"):
         made = _of_file(options, hardware)

@@ -1,4 +1,4 @@
-"""write_report(): the text of a report as a file."""
+"""write_report(): a report's text as a file; check_report_path(): whether that can be, ahead of long work."""
 
 from __future__ import annotations
 
@@ -17,7 +17,26 @@ def write_report(path: str | os.PathLike[str], text: str) -> None:
     try:
         Path(path).write_text(text, encoding="utf-8")
     except OSError as error:
-        raise OptionError(
-            f'path="{os.fspath(path)}" can\'t be written: {error.strerror or error}.\n'
-            "  A report is one file in a folder that exists.\n  Give another path, or make room."
-        ) from error
+        raise _refused(path, error.strerror or str(error)) from error
+
+
+def check_report_path(path: str | os.PathLike[str]) -> None:
+    """Refuses a path that can't be that of a file.
+
+    Raises:
+        OptionError: If its folder isn't there, or nobody may write to it.
+    """
+    place = Path(path)
+    if not place.parent.is_dir():
+        raise _refused(path, "there is no such folder")
+    if place.is_dir():
+        raise _refused(path, "it is a folder")
+    if not os.access(place if place.exists() else place.parent, os.W_OK):
+        raise _refused(path, "permission denied")
+
+
+def _refused(path: str | os.PathLike[str], reason: str) -> OptionError:
+    return OptionError(
+        f'the report "{os.fspath(path)}" can\'t be written: {reason}.\n'
+        "  A report is one file in a folder that exists.\n  Give another path, or make room."
+    )

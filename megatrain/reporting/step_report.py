@@ -15,7 +15,7 @@ from megatrain.reporting.drawn_ops import sources_of
 from megatrain.reporting.page import page_text
 from megatrain.reporting.ranks_figures import figures_of_plan, figures_of_run
 from megatrain.reporting.ranks_report import RanksReport
-from megatrain.reporting.report_file import write_report
+from megatrain.reporting.report_file import check_report_path, write_report
 from megatrain.reporting.step_figures import StepFigures
 from megatrain.reporting.trace_events import trace_text
 from megatrain.scheduler.schedule import Schedule
@@ -91,6 +91,7 @@ def report(
         ScheduleError: If the schedule doesn't know its workload, or `measured` is of another schedule.
         ExecuteError: If the step has no schedule yet.
     """
+    check_report_path(path)
     if isinstance(step, DevicesPlan) or isinstance(measured, RanksRun):
         made = _ranks_report(step, costs, measured)
     else:

@@ -20,11 +20,11 @@ from megatrain.planning.plan import Plan
 from megatrain.planning.planned_step import UNBOUNDED
 from megatrain.planning.planner import Planner, StepOptions
 from megatrain.planning.what_if.alternatives import alternatives
-from megatrain.planning.what_if.several_devices import DevicesPlan, best_on_devices
+from megatrain.planning.what_if.several_devices import DevicesPlan, best_on_devices, hosts_of
 from megatrain.planning.what_if.ways_out import refusal
 from megatrain.progress import stage
+from megatrain.reporting.report_file import check_report_path
 from megatrain.reporting.step_report import report
-from megatrain.scheduler.timing.simulate_devices import Hosts
 from megatrain.sizes import format_bytes, parse_bytes
 from megatrain.sizing.best_batch import StepSplit, best_batch, samples_of
 from megatrain.sizing.machine_table import MachineRow, table_text
@@ -45,10 +45,13 @@ def print_sizing(options: SizingOptions) -> None:
         options: What is asked for.
 
     Raises:
-        OptionError: If the model can't be made.
+        OptionError: If the model can't be made, or a report can't be written.
         ScheduleError: If the device's memory is too small.
         ExecuteError: If the host's memory is too small.
     """
+    for path in (options.report, options.trace):
+        if path is not None:
+            check_report_path(path)
     source = _staged("making the model", lambda: sized_model(options))
     planner, sizes = Planner(source), _sizes(options, source)
     samples = _samples(options, source)
@@ -63,7 +66,7 @@ def print_sizing(options: SizingOptions) -> None:
     found = _staged("planning", lambda: batch_on(planner, options, sizes, samples, options.hardware))
     several = None
     if options.num_devices > 1 and found.plan.fits:
-        hosts = Hosts(options.hosts, parse_bytes(options.network, "network"))
+        hosts = hosts_of(options.hosts, options.network)
         plans = [each.plan for each in found.tried]
         several = _staged("planning devices", lambda: best_on_devices(plans, options.num_devices, hosts))
         found = next(replace(each, tried=found.tried) for each in found.tried if each.plan is several.alone)

@@ -14,7 +14,7 @@ from megatrain.hardware.hardware import Hardware
 from megatrain.hardware.presets import PRESETS
 from megatrain.options import COMPILE, PRECISION
 from megatrain.planning.model_sizes import DEPTH, LORA, MICRO_BATCH, SEQUENCE
-from megatrain.planning.what_if.several_devices import MOST_DEVICES, NETWORK
+from megatrain.planning.what_if.several_devices import MOST_DEVICES
 from megatrain.planning.what_if.variation import Spelling, size
 from megatrain.scheduler.builder.build import STEP
 from megatrain.sizes import SIZE
@@ -37,7 +37,7 @@ RULES: Mapping[str, Rule] = {
     "tokens_per_step": count(1, 2**40),
     "devices": count(1, 64),
     "hosts": count(1, 64),
-    "network": SIZE,
+    "network": optional(SIZE),
     "host_bandwidth": optional(SIZE),
     "micro_batch": optional(count(1, 2**16)),
     "lora": count(0, 2**16),
@@ -83,7 +83,7 @@ class SizingOptions:
         micro_batch: Sequences in a micro-batch; None takes the number with the shortest step.
         devices: Devices of one host that share a step's tokens.
         hosts: Hosts that have so many devices each.
-        network: Bytes that go from one host to another in a second, each way.
+        network: Bytes that go from one host to another in a second, each way; None is 200 Gbit/s.
         host_bandwidth: Bytes a second that the host's memory reads and writes; None is that of the machine.
         lora: Rank of adapters; 0 trains all weights.
         optimizer: A class of torch.optim, in small letters.
@@ -113,7 +113,7 @@ class SizingOptions:
     micro_batch: int | None = None
     devices: int = 1
     hosts: int = 1
-    network: int | str = NETWORK
+    network: int | str | None = None
     host_bandwidth: int | str | None = None
     lora: int = 0
     optimizer: str = "adamw"
@@ -160,6 +160,12 @@ class SizingOptions:
                 f"{'--devices' if self.devices > 1 else '--hosts'} needs a machine with cards in a host.\n"
                 "  The seconds of their step follow from the rates of one machine.\n"
                 "  Name it with --hardware, such as rtx-4090; or leave it out."
+            )
+        if self.network is not None and self.hosts == 1:
+            raise OptionError(
+                "--network without --hosts says nothing.\n"
+                "  Devices of one host reach each other through its memory.\n"
+                "  Give --hosts as well, or leave out --network."
             )
         if self.host_bandwidth is not None and self.hardware is None:
             raise OptionError(

@@ -140,7 +140,19 @@ def test_what_cannot_be_drawn_is_refused(tmp_path: Path):
     refused(
         lambda: megatrain.report(plan, missing, costs=CARD),
         OptionError,
-        f'path="{missing}" can\'t be written: No such file or directory.',
+        f'the report "{missing}" can\'t be written: there is no such folder.',
+    )
+    # Before any work: the schedule has no times either.
+    refused(
+        lambda: megatrain.report(plan, tmp_path),
+        OptionError,
+        f'the report "{tmp_path}" can\'t be written: it is a folder.',
+    )
+    made = megatrain.report(plan, page, costs=CARD)
+    refused(
+        lambda: made.perfetto(missing),
+        OptionError,
+        f'the report "{missing}" can\'t be written: No such file or directory.',
     )
 
 
@@ -207,7 +219,9 @@ def test_a_saved_schedule_is_drawn(folder: Path, capsys: pytest.CaptureFixture[s
         (["nowhere.json", "page.html", *RATES], "`nowhere.json` can't be read: "),
         (["made.py:build", "page.html", "--hardware=abacus"], "--hardware='abacus' is not known."),
         (["made.py:fails", "page.html"], "`made.py:fails` failed: RuntimeError: not today."),
-        (["made.py:build", "no/page.html", *RATES], 'path="no/page.html" can\'t be written'),
+        (["made.py:build", "no/page.html", *RATES], 'the report "no/page.html" can\'t be written'),
+        (["made.py:fails", "no/page.html"], 'the report "no/page.html" can\'t be written'),
+        (["made.py:fails", "page.html", "--trace=no/trace.json"], 'the report "no/trace.json" can\'t be written'),
         (["made.py:build", "page.html", "--steps=0"], "--steps=0 is less than 1."),
         (["made.py", "page.html"], "`made.py` doesn't name a function."),
     ],

@@ -234,6 +234,7 @@ def test_several_devices_share_the_tokens_of_a_step(config: Path, capsys: pytest
     assert "of 2 hosts, 1.00 GiB/s between them" in printed(
         capsys, *asked, "--tokens-per-step=256", "--devices=2", "--hosts=2", "--network=1GiB"
     )
+    assert "--network without --hosts" in refused(capsys, *asked, "--devices=2", "--network=1GiB")
     assert "--hosts 64 of --devices 2 have 128 devices" in refused(capsys, *asked, "--devices=2", "--hosts=64")
     assert "is less than one micro-batch" in refused(capsys, *asked, "--tokens-per-step=32", "--devices=4")
 
@@ -253,6 +254,8 @@ def test_the_step_is_drawn(config: Path, tmp_path: Path, capsys: pytest.CaptureF
     assert "--report draws the step of one machine" in refused(capsys, config, "--memory=1GiB", *drawn, *STEP)
     assert "--trace draws the step of one machine" in refused(capsys, config, "--hardware=all", drawn[1], *STEP)
     assert "--trace goes with --report" in refused(capsys, *asked, drawn[1])
+    said = refused(capsys, str(tmp_path / "nowhere"), *asked[1:], f"--report={tmp_path / 'no' / 'page.html'}")
+    assert "can't be written: there is no such folder" in said  # ahead of the model
     # A host that can't feed the cards is drawn as well: the picture shows why.
     page.unlink()
     assert "can't feed 4 devices" in refused(

@@ -10,7 +10,7 @@ from megatrain.errors import ExecuteError, MegatrainError, OptionError, Schedule
 from megatrain.planning.planned_step import PlannedStep
 from megatrain.scheduler.timing.bands import format_s
 from megatrain.scheduler.timing.simulate_devices import ONE_HOST, DevicesSimulation, Hosts, simulate_devices
-from megatrain.sizes import format_bytes
+from megatrain.sizes import format_bytes, parse_bytes
 
 MOST_DEVICES = 64
 NETWORK = "25GB"
@@ -86,6 +86,16 @@ class DevicesPlan:
                 f"  host memory: {self._host()} of reads and writes" + " on a host" * (hosts.number > 1),
             ]
         )
+
+
+def hosts_of(number: int, network: int | str | None) -> Hosts:
+    """So many hosts.
+
+    Args:
+        number: How many.
+        network: Bytes that go from one to another in a second, each way; None is 200 Gbit/s.
+    """
+    return Hosts(number, parse_bytes(NETWORK if network is None else network, "network"))
 
 
 def best_on_devices(plans: Sequence[PlannedStep], num_devices: int, hosts: Hosts = ONE_HOST) -> DevicesPlan:
