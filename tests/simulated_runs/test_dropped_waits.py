@@ -93,21 +93,23 @@ class Trial:
         self.sim.order("early")
         return [*(loss.cpu() for loss in losses), *(p.detach().clone() for p in self.model.parameters())]
 
-    def orders(self) -> Iterator[None]:
+    def orders(self, suspect: str = "compute") -> Iterator[None]:
+        """First the order in which `suspect` alone is late: a missing wait for that stream most often shows there."""
         h2d, d2h = self.streams.h2d.device_stream, self.streams.d2h.device_stream
         compute = torch.accelerator.current_stream()
         assert isinstance(h2d, torch.Stream)
         assert isinstance(d2h, torch.Stream)
-        for late in ((h2d, d2h, compute), (compute,), (h2d,), (d2h,), (h2d, compute), (d2h, compute)):
+        first = {"h2d": h2d, "d2h": d2h, "compute": compute}[suspect]
+        orders = [(compute,), (h2d,), (d2h,), (h2d, d2h, compute), (h2d, compute), (d2h, compute)]
+        for late in sorted(orders, key=lambda late: late != (first,)):
             self.sim.order("early")
             self.sim.order("late", *late)
             yield
 
-    @property
-    def is_right(self) -> bool:
+    def is_right(self, suspect: str = "compute") -> bool:
         return all(
             all(torch.equal(left, right) for left, right in zip(self.expected, self.run(), strict=True))
-            for _ in self.orders()
+            for _ in self.orders(suspect)
         )
 
 
@@ -118,7 +120,7 @@ def test_a_step_without_one_of_its_waits_is_noticed(sim: Simulator, mode: str):
     with always_divided(1 if mode != "sections" else NUM_SECTIONS):
         trial = Trial(sim, mode)
     assert (trial.step.schedule.sections is not None) == (mode == "sections")
-    assert trial.is_right
+    assert trial.is_right()
     known = [*REDUNDANT, OF_MEMORY]
     noticed, unnoticed = list[str](), list[str]()
     for one in trial.step.schedule.instructions.all:
@@ -129,10 +131,12 @@ def test_a_step_without_one_of_its_waits_is_noticed(sim: Simulator, mode: str):
             if mode == "sections" and not is_wide() and one.op.section is None and other.section is None:
                 continue  # as in spread
             name = f"{one.op} <- {other}"
+            if mode != "overlap" and any(re.fullmatch(pattern, name) for pattern in REDUNDANT):
+                continue  # overlap has seen that it may go
             is_known = any(re.fullmatch(pattern, name) for pattern in known)
             with without(*name.split(" <- ")):
                 # Another thread may force the device's work first, so that a wait isn't missed in each run.
-                is_right = all(trial.is_right for _ in range(1 if is_known else ATTEMPTS))
+                is_right = all(trial.is_right(wait.stream) for _ in range(1 if is_known else ATTEMPTS))
             (unnoticed if is_right else noticed).append(name)
     assert [name for name in unnoticed if not any(re.fullmatch(pattern, name) for pattern in known)] == []
     if mode == "overlap":
