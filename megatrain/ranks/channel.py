@@ -33,6 +33,8 @@ class Room:
         present: Which tensors there are: said by who gives, known to who takes.
         hand_over: Called by who gives, once `present` is said, with the number of groups that are filled so far.
         wait: Called by who takes, with the number of groups that must be there when it returns.
+        stays: The tensors as this rank may keep and change them, until the next ones of the same block come; None if
+            the room is used again before.
     """
 
     arena: HostArena
@@ -41,6 +43,7 @@ class Room:
     present: list[bool] = field(default_factory=list[bool])
     hand_over: Callable[[int], None] = _at_once
     wait: Callable[[int], None] = _at_once
+    stays: Sequence[torch.Tensor] | None = None
 
     def wait_for_all(self) -> None:
         """Returns once all of it is there."""
@@ -64,18 +67,24 @@ def _plain(spec: TensorSpec) -> TensorSpec:
 
 
 class Channel(ABC):
-    """The way from one rank to one or more others. All its ends give and take for the same blocks in the same order."""
+    """The way from one rank to one or more others. All its ends give and take for the same blocks in the same order.
+
+    Attributes:
+        blocks: Of each block its tensors, on all ends the same.
+    """
+
+    blocks: Sequence[Sequence[TensorSpec]] = ()
 
     def expect(self, blocks: Sequence[Sequence[TensorSpec]]) -> None:
         """Makes rooms large enough for each block; all ends call it for the same blocks, when nothing is under way."""
-        del blocks
+        self.blocks = blocks
 
     @abstractmethod
-    def give(self, specs: Sequence[TensorSpec], go_on: GoOn) -> AbstractContextManager[Room]:
+    def give(self, block: int, go_on: GoOn) -> AbstractContextManager[Room]:
         """A room to be filled in the body; what is in it then goes to the others, or before, as `hand_over` is called.
 
         Args:
-            specs: Of the tensors, on all ends the same.
+            block: Whose tensors.
             go_on: See `GoOn`.
 
         Raises:
@@ -83,5 +92,5 @@ class Channel(ABC):
         """
 
     @abstractmethod
-    def take(self, specs: Sequence[TensorSpec], go_on: GoOn) -> AbstractContextManager[Room]:
+    def take(self, block: int, go_on: GoOn) -> AbstractContextManager[Room]:
         """A room with what comes, for the time of the body, which waits for what it reads. For the rest see `give`."""

@@ -30,9 +30,9 @@ class GlooChannel(Channel):
         self._memory = HostArena(0)
 
     @contextmanager
-    def give(self, specs: Sequence[TensorSpec], go_on: GoOn) -> Generator[Room]:
+    def give(self, block: int, go_on: GoOn) -> Generator[Room]:
         """See `Channel`."""
-        room, flags = self._room(specs)
+        room, flags = self._room(self.blocks[block])
         sent = 0
 
         def hand_over(num_groups: int) -> None:
@@ -47,9 +47,9 @@ class GlooChannel(Channel):
         hand_over(max(1, len(room.groups)))
 
     @contextmanager
-    def take(self, specs: Sequence[TensorSpec], go_on: GoOn) -> Generator[Room]:
+    def take(self, block: int, go_on: GoOn) -> Generator[Room]:
         """See `Channel`."""
-        room, flags = self._room(specs)
+        room, flags = self._room(self.blocks[block])
         got = 0
 
         def wait(num_groups: int) -> None:

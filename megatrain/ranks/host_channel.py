@@ -48,19 +48,23 @@ class HostChannel(Channel):
         self._count = self._groups = 0
         self._arena = HostArena(0)
         self._room_bytes = 0
+        self._num_rooms = NUM_ROOMS
 
     def expect(self, blocks: Sequence[Sequence[TensorSpec]]) -> None:
         """See `Channel`."""
-        needed = max((_flag_bytes(specs) + aligned(room_bytes(specs), PAGE) for specs in blocks), default=0)
+        if blocks is self.blocks:
+            return
+        super().expect(blocks)
+        needed = max((flag_bytes(specs) + aligned(room_bytes(specs), PAGE) for specs in blocks), default=0)
         if needed > self._room_bytes:
             self._room_bytes = needed
             self._arena = HostArena.over(self._file.channel(self._start + PAGE, NUM_ROOMS * needed))
 
     @contextmanager
-    def give(self, specs: Sequence[TensorSpec], go_on: GoOn) -> Generator[Room]:
+    def give(self, block: int, go_on: GoOn) -> Generator[Room]:
         """See `Channel`."""
-        self._wait(lambda: int(self._counts[_TAKEN:].min()) > self._count - NUM_ROOMS, go_on)
-        room, flags = self._room(specs)
+        self._wait(lambda: int(self._counts[_TAKEN:].min()) > self._count - self._num_rooms, go_on)
+        room, flags = self._room(block)
 
         def hand_over(num_groups: int) -> None:
             flags.copy_(torch.tensor(room.present, dtype=torch.uint8))
@@ -72,10 +76,10 @@ class HostChannel(Channel):
         self._end(room)
 
     @contextmanager
-    def take(self, specs: Sequence[TensorSpec], go_on: GoOn) -> Generator[Room]:
+    def take(self, block: int, go_on: GoOn) -> Generator[Room]:
         """See `Channel`."""
         assert self._taker is not None
-        room, flags = self._room(specs)
+        room, flags = self._room(block)
 
         def wait(num_groups: int) -> None:
             self._wait(lambda: int(self._counts[_GIVEN]) > self._groups + num_groups, go_on)
@@ -91,10 +95,10 @@ class HostChannel(Channel):
         self._count += 1
         self._groups += 1 + len(room.groups)
 
-    def _room(self, specs: Sequence[TensorSpec]) -> tuple[Room, torch.Tensor]:
+    def _room(self, block: int) -> tuple[Room, torch.Tensor]:
         """The next room, and which tensors there are, in pages ahead of it."""
-        start = self._count % NUM_ROOMS * self._room_bytes
-        room = Room.of(self._arena, specs, start + _flag_bytes(specs))
+        specs, start = self.blocks[block], self._count % NUM_ROOMS * self._room_bytes
+        room = Room.of(self._arena, specs, start + flag_bytes(specs))
         return room, self._arena.tensor[start : start + len(specs)]
 
     def _set(self, index: int, count: int) -> None:
@@ -114,5 +118,6 @@ class HostChannel(Channel):
             pass  # as in `_set`: what comes is read after the count
 
 
-def _flag_bytes(specs: Sequence[TensorSpec]) -> int:
+def flag_bytes(specs: Sequence[TensorSpec]) -> int:
+    """Of the pages ahead of a room that say which tensors there are."""
     return aligned(len(specs), PAGE)

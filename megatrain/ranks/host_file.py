@@ -137,7 +137,7 @@ class HostFile:
             nbytes: Its bytes.
         """
         if offset not in self._regions:
-            self._regions[offset] = self._mapped(offset, nbytes)
+            self._regions[offset] = self._mapped(self._contents, offset, nbytes)
         return self._regions[offset]
 
     def mapped(self, offset: int, nbytes: int) -> HostPages:
@@ -146,17 +146,22 @@ class HostFile:
 
     def channel(self, offset: int, nbytes: int) -> HostPages:
         """Maps bytes of the memory of channels, zeroed at first, as `mapped`."""
-        with self.locked():
-            end = offset + aligned(nbytes, PAGE)
-            if os.fstat(self._channels).st_size < end:
-                os.ftruncate(self._channels, end)
+        self._extend_channels(offset + nbytes)
         return HostPages(self._channels, aligned(nbytes, PAGE), flags=mmap.MAP_SHARED | _MAP_NORESERVE, offset=offset)
 
-    def _mapped(self, offset: int, nbytes: int) -> Region:
+    def channel_region(self, offset: int, nbytes: int) -> Region:
+        """Maps bytes of the memory of channels, zeroed at first, both ways."""
+        self._extend_channels(offset + nbytes)
+        return self._mapped(self._channels, offset, aligned(nbytes, PAGE))
+
+    def _extend_channels(self, end: int) -> None:
+        with self.locked():
+            if os.fstat(self._channels).st_size < end:
+                os.ftruncate(self._channels, aligned(end, PAGE))
+
+    def _mapped(self, descriptor: int, offset: int, nbytes: int) -> Region:
         kinds = mmap.MAP_SHARED, mmap.MAP_PRIVATE
-        shared, private = (
-            HostPages(self._contents, nbytes, flags=kind | _MAP_NORESERVE, offset=offset) for kind in kinds
-        )
+        shared, private = (HostPages(descriptor, nbytes, flags=kind | _MAP_NORESERVE, offset=offset) for kind in kinds)
         for pages in (shared, private):
             # A child would see what the ranks write from then on, in the middle of their updates: it ends instead.
             pages.keep_from_children()

@@ -20,6 +20,7 @@ from megatrain.ranks.channel import Channel, GoOn
 from megatrain.ranks.gloo_channel import GlooChannel, Send
 from megatrain.ranks.host import host_of
 from megatrain.ranks.host_channel import HostChannel
+from megatrain.ranks.landing_channel import LandingChannel
 from megatrain.ranks.relay_channel import RelayChannel
 from megatrain.ranks.signs_of_life import LOOK_S, SignsOfLife
 
@@ -61,6 +62,7 @@ class Ranks:
         before: From the rank before this one; None for the first.
         after: To the rank after this one; None for the last.
         totals: From the last rank to all others.
+        kept_totals: The same, into memory where they stay, if the rank shares its host; else `totals`.
     """
 
     def __init__(self, group: ProcessGroup):
@@ -92,8 +94,9 @@ class Ranks:
                 return None
             if self.host is not None and {giver, *takers} <= {*self.host.ranks}:
                 taker = takers.index(self.rank) if self.rank in takers else None
-                number = self.size if what == "totals" else giver
-                return HostChannel(self.host.file, number, len(takers), taker, self.look)
+                number = {"totals": self.size, "kept totals": self.size + 1}.get(what, giver)
+                kind = LandingChannel if what == "kept totals" else HostChannel
+                return kind(self.host.file, number, len(takers), taker, self.look)
             members = sorted({giver, *takers})
             return GlooChannel(self._sender(gloo(what, members), members.index(giver)))
 
@@ -105,8 +108,11 @@ class Ranks:
         last, mine = self.size - 1, hosts[self.rank]
         first_of = [last if last in ranks else ranks[0] for ranks in hosts]
         between = channel("between hosts", last, sorted({*first_of} - {last}))
-        within = channel("totals", first_of[self.rank], [rank for rank in mine if rank != first_of[self.rank]])
-        self.totals = within if between is None and last in mine else RelayChannel(between, within)
+        mates = [rank for rank in mine if rank != first_of[self.rank]]
+        self.totals, self.kept_totals = (
+            within if between is None and last in mine else RelayChannel(between, within)
+            for within in (channel(what, first_of[self.rank], mates) for what in ("totals", "kept totals"))
+        )
 
     @staticmethod
     def of(group: ProcessGroup | None) -> Ranks | None:

@@ -25,36 +25,37 @@ class RelayChannel(Channel):
 
     def expect(self, blocks: Sequence[Sequence[TensorSpec]]) -> None:
         """See `Channel`."""
+        super().expect(blocks)
         for channel in (self._between, self._within):
             if channel is not None:
                 channel.expect(blocks)
 
     @contextmanager
-    def give(self, specs: Sequence[TensorSpec], go_on: GoOn) -> Generator[Room]:
+    def give(self, block: int, go_on: GoOn) -> Generator[Room]:
         """See `Channel`."""
         assert self._between is not None
-        with self._between.give(specs, go_on) as room:
+        with self._between.give(block, go_on) as room:
             yield room
             # Ranks of this host needn't wait until the others have it.
-            self._hand_on(room, specs, go_on)
+            self._hand_on(room, block, go_on)
 
     @contextmanager
-    def take(self, specs: Sequence[TensorSpec], go_on: GoOn) -> Generator[Room]:
+    def take(self, block: int, go_on: GoOn) -> Generator[Room]:
         """See `Channel`."""
         if self._between is None:
             assert self._within is not None
-            with self._within.take(specs, go_on) as room:
+            with self._within.take(block, go_on) as room:
                 yield room
             return
-        with self._between.take(specs, go_on) as room:
+        with self._between.take(block, go_on) as room:
             room.wait_for_all()
-            self._hand_on(room, specs, go_on)
+            self._hand_on(room, block, go_on)
             yield room
 
-    def _hand_on(self, room: Room, specs: Sequence[TensorSpec], go_on: GoOn) -> None:
-        with nullcontext() if self._within is None else self._within.give(specs, go_on) as other:
+    def _hand_on(self, room: Room, block: int, go_on: GoOn) -> None:
+        with nullcontext() if self._within is None else self._within.give(block, go_on) as other:
             if other is not None:
-                other.present = room.present
+                other.present, room.stays = room.present, other.stays
                 for out, tensor, is_there in zip(other.tensors, room.tensors, room.present, strict=True):
                     if is_there:
                         out.copy_(tensor)

@@ -14,7 +14,7 @@ from megatrain.runtime.call import Call
 from megatrain.runtime.call_start import Start
 from megatrain.runtime.engine import Engine
 from megatrain.runtime.forwards import forward_without_graph
-from megatrain.runtime.gradients.landing import Landing, LandingArena, PlainLanding
+from megatrain.runtime.gradients.landing import KeptLanding, Landing, LandingArena, PlainLanding
 from megatrain.runtime.gradients.sink import GradientSink
 from megatrain.runtime.gradients.sums import added, marked
 from megatrain.runtime.loaded import Loaded
@@ -60,8 +60,10 @@ class Operations:
         blocks = {what: {i.op.block for i in self.instructions.all if i.op.what == what} for what in "BG"}
         self._without_offload = blocks["B"] - blocks["G"]
 
-    def _landing(self, arena: LandingArena | None) -> Landing | PlainLanding | None:
+    def _landing(self, arena: LandingArena | None) -> Landing | KeptLanding | PlainLanding | None:
         """Returns where gradients land; None for calls whose gradients are made on the host, and stay there."""
+        if self.schedule.kind.keeps_totals:
+            return KeptLanding()
         loaded, engine, nbytes = self.loaded[0], self.engine, self.instructions.landing_bytes
         if arena is not None:
             return Landing(nbytes, loaded.program, arena, are_totals=self._has_other_ranks)

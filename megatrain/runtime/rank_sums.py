@@ -49,6 +49,7 @@ class RankSums:
             )
         self._engine = engine
         self._program = program
+        self._specs = [self._specs_of(block.binding) for block in program.blocks]
         self._kind = kind
         self._device = engine.device
 
@@ -96,7 +97,7 @@ class RankSums:
     def pass_on(self, call: Call, block: int) -> None:
         """Hands a block's sums on to the next rank."""
         given = self._given(block, call.parameter_gradients[block])
-        with self._expecting(self._ranks.after).give(self._specs(block), self.go_on) as room:
+        with self._expecting(self._ranks.after).give(block, self.go_on) as room:
             self._fill(block, room, given, self._place(call, block), room.hand_over)
 
     @contextmanager
@@ -104,21 +105,22 @@ class RankSums:
         """Gives the totals of a block, which are the sums of the last rank, to all others.
 
         Yields:
-            The totals on the host, for the time of the body; on a last rank that has them there, the sums themselves.
+            The totals on the host, for the time of the body, or longer (`StepKind.keeps_totals`); on a last rank that
+            has them there, the sums themselves.
         """
-        channel = self._expecting(self._ranks.totals)
+        channel = self._expecting(self._ranks.kept_totals if self._kind.keeps_totals else self._ranks.totals)
         if self._kind.sends:
-            with channel.take(self._specs(block), self.go_on) as room:
+            with channel.take(block, self.go_on) as room:
                 room.wait_for_all()
                 yield self._in_order(block, room)
             return
         # Ahead of all that may write into them: sums over several blocks, hooks, updates.
         sums = call.parameter_gradients[block]
         given = self._given(block, sums)
-        with channel.give(self._specs(block), self.go_on) as room:
+        with channel.give(block, self.go_on) as room:
             # As a whole: the rank before takes it once its `P` is over, and that sends pieces until the last is taken.
             self._fill(block, room, given, self._place(call, block), lambda _: None)
-        is_here = self._device.is_host and self._kind.receives
+        is_here = self._device.is_host and self._kind.receives and room.stays is None
         yield sums if is_here else self._in_order(block, room)
 
     def _place(self, call: Call, block: int) -> torch.Tensor | None:
@@ -127,12 +129,13 @@ class RankSums:
 
     def _expecting(self, channel: Channel | None) -> Channel:
         assert channel is not None
-        channel.expect([self._specs(block.index) for block in self._program.blocks])
+        channel.expect(self._specs)
         return channel
 
     def _in_order(self, block: int, room: Room) -> list[ParameterGradient]:
         """What is in a room, in the order of a block's state. The room's memory isn't theirs."""
-        pairs = iter(zip(room.tensors, room.present, strict=True))
+        tensors = room.tensors if room.stays is None else room.stays
+        pairs = iter(zip(tensors, room.present, strict=True))
         found: list[ParameterGradient] = []
         for key in self._keys(block):
             tensor, is_there = next(pairs) if self._program.state[key].requires_grad else (None, False)
@@ -143,7 +146,7 @@ class RankSums:
     def _before(self, block: int) -> Generator[Room]:
         """The sums of the rank before."""
         self._ranks.wait_until_agreed(self.go_on)
-        with self._expecting(self._ranks.before).take(self._specs(block), self.go_on) as room:
+        with self._expecting(self._ranks.before).take(block, self.go_on) as room:
             yield room
 
     def _fill(
@@ -200,9 +203,9 @@ class RankSums:
     def _keys(self, block: int) -> Sequence[str]:
         return self._program.blocks[block].binding
 
-    def _specs(self, block: int) -> list[TensorSpec]:
+    def _specs_of(self, keys: Sequence[str]) -> list[TensorSpec]:
         state = self._program.state
-        return [state[key].spec for key in self._keys(block) if state[key].requires_grad]
+        return [state[key].spec for key in keys if state[key].requires_grad]
 
     def _given(self, block: int, gradients: Sequence[ParameterGradient]) -> list[torch.Tensor | None]:
         found: list[torch.Tensor | None] = []

@@ -142,6 +142,15 @@ class StepKind:
         return self.store == "shared"
 
     @property
+    def keeps_totals(self) -> bool:
+        """Whether totals stay in memory that the ranks of a host share, until all of them have used them.
+
+        So it is where those of all blocks wait at the same time, for a norm or for serial updates. Ranks find the same:
+        which updates are due may differ from rank to rank, these properties don't.
+        """
+        return self.is_shared and (self.clip or self.updates == "serial")
+
+    @property
     def holds_gradients(self) -> bool:
         """Whether gradients of parameters wait on the host for a norm or an update; otherwise the caller gets them."""
         return self.updates != "none" or self.clip

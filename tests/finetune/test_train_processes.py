@@ -290,7 +290,7 @@ def test_each_process_has_a_place_and_a_device(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_the_memory_of_all_processes_of_a_host_is_said_or_refused() -> None:
-    host = HostPlan((HostRow("parameters", 2**20), HostRow("gradients", 2**19)), 2**18)
+    host = HostPlan((HostRow("parameters", 2**20), HostRow("parks", 2**19)), 2**18)
     model = torch.nn.Linear(2**9, 2**9, bias=False)
     assert host_of_several(host, model, 1) == []
     (line,) = host_of_several(host, model, 4, lambda: 2**22)

@@ -148,7 +148,7 @@ class Wide(nn.Module):
         return x
 
 
-def measured(rank: int, num: int, options: dict[str, Any], hosts: str) -> tuple[int, int]:
+def measured(rank: int, num: int, transfer: str, options: dict[str, Any], hosts: str) -> tuple[int, int]:
     """Takes steps; returns the bytes that they added to this process, and those of them in shared memory."""
     group: Any = dist.group.WORLD
     host.NAME = hosts[rank]
@@ -156,7 +156,7 @@ def measured(rank: int, num: int, options: dict[str, Any], hosts: str) -> tuple[
     def trained(number: int) -> tuple[Any, Any]:
         torch.manual_seed(0)
         model = Wide(number)
-        compiled = megatrain.compile(model, device="cpu", process_group=group)
+        compiled = megatrain.compile(model, device="cpu", transfer=transfer, process_group=group)
         step = megatrain.TrainStep(compiled, torch.optim.AdamW(model.parameters()), loss=square, **options)
         for _ in range(2):
             step(torch.ones(2, 512))

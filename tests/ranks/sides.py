@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -133,6 +133,7 @@ class Case:
         hosts: The host of each rank; None is one host for all.
         edits: What the user's code does between steps, on each rank; see `edited`.
         order: The order in which the streams of a simulated device work, on which the ranks train; empty for the CPU.
+        hooks: Whether hooks on parameters write into the gradients that they get.
     """
 
     task: str
@@ -148,6 +149,7 @@ class Case:
     hosts: Sequence[str] | None = None
     edits: str = ""
     order: str = ""
+    hooks: bool = False
 
     def device(self, rank: int | None) -> str:
         """Where a rank computes; the simulated device of a process has two numbers."""
@@ -177,9 +179,21 @@ def begin(case: Case, group: Any = None, **options: Any) -> tuple[Any, Any, mega
     compiled = megatrain.compile(task.build(), device=device, process_group=group, **settings)
     compiled.train(case.draws)
     optimizer = OPTIMIZERS[case.optimizer](compiled.megatrain.model)
+    for number, parameter in enumerate(compiled.megatrain.model.parameters()):
+        if case.hooks and parameter.requires_grad and number % 3 < 2:
+            parameter.register_hook(_scales_in_place(1.5 + number))
     weight = {"weight": rows} if case.is_weighted else {}
     settings = {**MODES[case.mode], **case.options, **weight, **options}
     return compiled, optimizer, megatrain.TrainStep(compiled, optimizer, loss=task.loss, **settings)
+
+
+def _scales_in_place(factor: float) -> Callable[[torch.Tensor], None]:
+    """Done twice it isn't what it is once: so each rank's hook must get the total itself."""
+
+    def scale(gradient: torch.Tensor) -> None:
+        gradient.mul_(factor)
+
+    return scale
 
 
 def state_of(compiled: Any, optimizer: Any, step: megatrain.TrainStep) -> dict[str, Any]:

@@ -42,6 +42,10 @@ FURTHER = (
         for mode in MODES
         for edit in EDITS
     }
+    | {
+        f"tied-{mode}-late-hooks": Case("tied", mode, THREE, order="late", hooks=True)
+        for mode in ("deferred", "serial_clipped")
+    }
 )
 USUAL = Case("tied", "spread", THREE, order="late")
 

@@ -30,6 +30,13 @@ CASES = {
     "stack-spread-looks": Case("stack", "spread", [*TWO, *TWO], looks=True),
     "stack-serial-clipped": Case("stack", "serial_clipped", THREE, compile={"transfer": "copy", "block_bytes": "100B"}),
 }
+HOOKED = {
+    f"{task}-{mode}-{transfer}-hooks": Case(task, mode, THREE, compile={"transfer": transfer}, hooks=True, hosts=hosts)
+    for task in ("stack", "tied")
+    for mode in MODES
+    for transfer, hosts in (("bind", None), ("copy", "aba"))
+}
+TELLING = {name: HOOKED.pop(name) for name in ("tied-deferred-bind-hooks", "stack-serial-copy-hooks")}
 FURTHER = {
     f"{task}-{mode}-{transfer}": Case(task, mode, THREE, compile={"transfer": transfer})
     for task in ("stack", "tied", "adapted")
@@ -70,14 +77,14 @@ def assert_parity(case: Case, processes: Processes) -> None:
         assert_same(wanted, found[rank], f"rank {rank}")
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", CASES | TELLING)
 def test_ranks_train_with_the_bits_of_one_process(name: str, three: Processes):
-    assert_parity(CASES[name], three)
+    assert_parity((CASES | TELLING)[name], three)
 
 
-@pytest.mark.parametrize("name", [*map(wide, FURTHER | LARGE | DISTURBED | ROUNDED | EDITED | TWO_HOSTS)])
+@pytest.mark.parametrize("name", [*map(wide, FURTHER | LARGE | DISTURBED | ROUNDED | EDITED | TWO_HOSTS | HOOKED)])
 def test_more_ranks_train_with_the_bits_of_one_process(name: str, three: Processes):
-    assert_parity((FURTHER | LARGE | DISTURBED | ROUNDED | EDITED | TWO_HOSTS)[name], three)
+    assert_parity((FURTHER | LARGE | DISTURBED | ROUNDED | EDITED | TWO_HOSTS | HOOKED)[name], three)
 
 
 @pytest.mark.parametrize("name", [*map(wide, FOUR)])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
+from collections.abc import Generator
 from contextlib import contextmanager
 
 import torch
@@ -22,16 +22,16 @@ class Keeping(Channel):
         self.kept: list[list[torch.Tensor | None]] = []
 
     @contextmanager
-    def give(self, specs: Sequence[TensorSpec], go_on: GoOn) -> Generator[Room]:
+    def give(self, block: int, go_on: GoOn) -> Generator[Room]:
         """Keeps copies."""
-        room = Room.of(HostArena(room_bytes(specs)), specs)
+        room = Room.of(HostArena(room_bytes(SPECS)), SPECS)
         yield room
         self.kept.append([t.clone() if there else None for t, there in zip(room.tensors, room.present, strict=True)])
 
     @contextmanager
-    def take(self, specs: Sequence[TensorSpec], go_on: GoOn) -> Generator[Room]:
+    def take(self, block: int, go_on: GoOn) -> Generator[Room]:
         """The oldest of them."""
-        room, found = Room.of(HostArena(room_bytes(specs)), specs), self.kept.pop(0)
+        room, found = Room.of(HostArena(room_bytes(SPECS)), SPECS), self.kept.pop(0)
         room.present = [tensor is not None for tensor in found]
         for out, tensor in zip(room.tensors, found, strict=True):
             if tensor is not None:
@@ -47,17 +47,17 @@ def test_totals_reach_each_host_once_and_all_of_its_ranks():
     between, of_last, of_other = Keeping(), Keeping(), Keeping()
     last, leader = RelayChannel(between, of_last), RelayChannel(between, of_other)
     mate, alone = RelayChannel(None, of_other), RelayChannel(between, None)
-    with last.give(SPECS, nothing) as room:
+    with last.give(0, nothing) as room:
         room.tensors[0].fill_(7.0)
         room.present = [True, False]
     assert [len(channel.kept) for channel in (between, of_last, of_other)] == [1, 1, 0]
     for end in (leader, mate):
-        with end.take(SPECS, nothing) as found:
+        with end.take(0, nothing) as found:
             assert found.present == [True, False]
             assert found.tensors[0].tolist() == [7.0] * 3
     assert [len(channel.kept) for channel in (between, of_other)] == [0, 0]
-    with alone.give(SPECS, nothing) as room:
+    with alone.give(0, nothing) as room:
         room.present = [False, True]
         room.tensors[1].fill_(1.0)
-    with alone.take(SPECS, nothing) as found:
+    with alone.take(0, nothing) as found:
         assert (found.present, found.tensors[1].sum()) == ([False, True], 4.0)

@@ -16,6 +16,7 @@ from tests.ranks.sharing import CASE, UPDATED, Wide, failing_update, forking, he
 from tests.ranks.sides import Case, begin, state_of, take
 from tests.tiers import wide
 
+SERIAL_CLIPPED: dict[str, object] = {"max_grad_norm": 1.0, "overlap": False}
 needs_files = pytest.mark.skipif(not can_tell_copies(), reason="the system has no such memory")
 pytestmark = needs_files
 
@@ -102,21 +103,33 @@ def test_a_forked_process_makes_no_update_that_others_would_see_and_sees_none(th
 
 
 @pytest.mark.wide
-@pytest.mark.parametrize("options", [{}, {"max_grad_norm": 1.0, "overlap": False}], ids=["overlap", "serial-clipped"])
-def test_host_memory_of_three_ranks_is_that_of_one_and_what_is_per_device(options: dict[str, object]):
+@pytest.mark.parametrize(
+    ("transfer", "options", "apart", "together"),
+    [("auto", {}, 0, 0), ("auto", SERIAL_CLIPPED, 0, 1), ("copy", SERIAL_CLIPPED, 1, 1)],
+    ids=["overlap", "serial-clipped", "serial-clipped-copied"],
+)
+def test_host_memory_of_three_ranks_is_that_of_one_and_what_is_per_device(
+    transfer: str, options: dict[str, object], apart: int, together: int
+):
+    """Where all gradients wait for a norm, ranks that share have one copy of them; each of those apart has its own.
+
+    Gradients that are made on the host, and updates that are over, leave nothing there.
+    """
     num, size = 128, 3
     totals: dict[str, int] = {}
     for hosts in ("abc", "aaa"):
         processes = Processes(size)
         try:
             totals[hosts], shared = (
-                sum(each) for each in zip(*processes.run(measured, num, options, hosts), strict=True)
+                sum(each) for each in zip(*processes.run(measured, num, transfer, options, hosts), strict=True)
             )
         finally:
             processes.close()
     state = 3 * sum(p.nbytes for p in Wide(num).parameters())
     per_device = (totals["abc"] - size * state) / size
-    expected = state + size * per_device
+    gradients = state // 3
+    expected = state + together * gradients + size * (per_device - apart * gradients)
     print(f"state {state}, per device {per_device:.0f}; {totals}, of which {shared} shared; expected {expected:.0f}")
     assert abs(shared - state) <= 0.03 * state
-    assert abs(totals["aaa"] - expected) <= 0.03 * expected
+    # Less than that is no fault: what the C library keeps of memory that was freed differs from run to run.
+    assert 0.95 * expected <= totals["aaa"] <= 1.03 * expected

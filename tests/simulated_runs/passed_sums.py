@@ -31,24 +31,25 @@ class Answering(Channel):
 
     def expect(self, blocks: Sequence[Sequence[TensorSpec]]) -> None:
         """Makes the room once."""
+        super().expect(blocks)
         if not self._arena.nbytes:
             self._arena = HostArena(max(map(room_bytes, blocks)))
 
     @contextmanager
-    def give(self, specs: Sequence[TensorSpec], go_on: GoOn) -> Generator[Room]:
+    def give(self, block: int, go_on: GoOn) -> Generator[Room]:
         """Keeps what is there."""
-        room = Room.of(self._arena, specs)
+        room = Room.of(self._arena, self.blocks[block])
         yield room
         self.got += [tensor.clone() for tensor, is_there in zip(room.tensors, room.present, strict=True) if is_there]
 
     @contextmanager
-    def take(self, specs: Sequence[TensorSpec], go_on: GoOn) -> Generator[Room]:
+    def take(self, block: int, go_on: GoOn) -> Generator[Room]:
         """Fills all but the last."""
-        room = Room.of(self._arena, specs)
+        room = Room.of(self._arena, self.blocks[block])
         self._count += 1
         for number, tensor in enumerate(room.tensors):
             tensor.copy_(torch.arange(tensor.numel()).view(tensor.shape) + 100 * self._count + number)
-        room.present = [number < len(specs) - 1 for number in range(len(specs))]
+        room.present = [number < len(room.tensors) - 1 for number in range(len(room.tensors))]
         yield room
 
 
@@ -59,6 +60,7 @@ class OtherRanks:
 
     def __init__(self) -> None:
         self.agreed = threading.Event()
+        self.host = None
         self.before, self.after, self.totals = Answering(), Answering(), Answering()
 
     def wait_until_agreed(self, go_on: Callable[[], object]) -> None:

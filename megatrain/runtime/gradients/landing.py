@@ -115,6 +115,18 @@ class Landing:
         return self._places[block]
 
 
+class KeptLanding:
+    """The gradients of a training step that stay where they came: totals, in memory that ranks of a host share."""
+
+    def begin(self) -> None:
+        """Takes no memory."""
+
+    def land(self, block: int, where: Bytes | None, gradients: Sequence[torch.Tensor | None]) -> list[Landed]:
+        """Gives the gradients as they are; see `Landing`."""
+        del block, where
+        return [Landed(gradient) for gradient in gradients]
+
+
 class PlainLanding:
     """The gradients of a call: those that stay go to rooms of their own, all others through the slab.
 

@@ -9,7 +9,7 @@ import torch
 
 from megatrain.device import Device
 from megatrain.errors import ExecuteError
-from megatrain.runtime.gradients.landing import Landed, Landing, PlainLanding
+from megatrain.runtime.gradients.landing import KeptLanding, Landed, Landing, PlainLanding
 from megatrain.scheduler.instructions import Bytes
 from megatrain.tracer.inventory import StateEntry
 from megatrain.tracer.spec import TensorSpec
@@ -65,7 +65,7 @@ class GradientSink:
         device: Device,
         parts: Sequence[StateEntry] = (),
         *,
-        landing: Landing | PlainLanding | None = None,
+        landing: Landing | KeptLanding | PlainLanding | None = None,
     ):
         self._parameter_of = parameter_of
         self._device = device
@@ -182,6 +182,8 @@ class GradientSink:
         tensors = [gradient for gradient, _ in gradients]
         if isinstance(self._landing, PlainLanding):
             return self._landing.land(keys, tensors, self._stays)
+        if isinstance(self._landing, KeptLanding):
+            return self._landing.land(block, where, tensors)
         if self._landing is not None and self._reuses_places and where is not None:
             return self._landing.land(block, where, tensors)
         if not self._device.can_bind:

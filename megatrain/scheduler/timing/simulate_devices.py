@@ -173,8 +173,8 @@ def _op(
         moves = -(-moves // sides.num_mates)
         seconds = hardware.launch_s + hardware.op_s + moves / hardware.host_bytes_per_s
     elif op.what == "G" and table.kind.sends:
-        # From the room where the last rank left it, to where it waits for its update.
-        moves = 2 * table.known_workload().blocks[op.block].gradient_bytes
+        # From the room where the last rank left it, to where it waits for its update, if that isn't the room.
+        moves = 2 * table.known_workload().blocks[op.block].gradient_bytes * (not table.kind.keeps_totals)
         seconds = hardware.launch_s + moves / hardware.host_bytes_per_s
     elif op.what in "RP":
         rate = hardware.h2d_bytes_per_s if op.what == "R" else hardware.d2h_bytes_per_s
@@ -182,7 +182,7 @@ def _op(
     else:
         seconds = costs.of(position.stream, effect)
     # The last rank also copies a total from the room to where it waits.
-    is_copied = op.what == "G" and table.kind.ranks == "last"
+    is_copied = op.what == "G" and table.kind.ranks == "last" and not table.kind.keeps_totals
     is_of_host = position.stream != Stream.COMPUTE
     times = (3 if is_copied else 1) + is_adding
     # The network reads and writes the host's memory as well.
