@@ -134,4 +134,6 @@ def failing_op(rank: int, op: str) -> tuple[str, str]:
     _, _, step = begin(
         replace(CASE, compile={"chaos": chaos, "transfer": "copy", "block_bytes": "100B"}), dist.group.WORLD
     )
-    return refused(lambda: step(batch(0, rank))), refused(lambda: step(batch(1, rank)))
+    # Sums come with an op of their own where a second micro-batch is added to them.
+    steps = [batch(number, rank) * (2 if op.startswith("R") else 1) for number in range(2)]
+    return refused(lambda: step(steps[0])), refused(lambda: step(steps[1]))
