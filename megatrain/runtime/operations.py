@@ -53,20 +53,18 @@ class Operations:
         self.engine = engine
         self.segments = engine.segments.of(schedule, [each.program for each in loaded])
         self._slots = Slots(loaded[0].images, engine, loaded[0].program, schedule.persistent)
-        self._has_other_ranks = schedule.kind.ranks != "alone"
-        landing, parts = self._landing(arena), loaded[0].facts.parts
+        landing = KeptLanding() if schedule.kind.keeps_totals else self._landing(arena)
+        parts = loaded[0].facts.parts
         self.sink = GradientSink(lambda key: engine.tensors[key], engine.device, parts=parts, landing=landing)
         self._rank_sums = RankSums(engine, loaded[0].program, schedule.kind)
         blocks = {what: {i.op.block for i in self.instructions.all if i.op.what == what} for what in "BG"}
         self._without_offload = blocks["B"] - blocks["G"]
 
-    def _landing(self, arena: LandingArena | None) -> Landing | KeptLanding | PlainLanding | None:
+    def _landing(self, arena: LandingArena | None) -> Landing | PlainLanding | None:
         """Returns where gradients land; None for calls whose gradients are made on the host, and stay there."""
-        if self.schedule.kind.keeps_totals:
-            return KeptLanding()
         loaded, engine, nbytes = self.loaded[0], self.engine, self.instructions.landing_bytes
         if arena is not None:
-            return Landing(nbytes, loaded.program, arena, are_totals=self._has_other_ranks)
+            return Landing(nbytes, loaded.program, arena, are_totals=self.schedule.kind.has_other_ranks)
         if engine.device.can_bind:
             return None
         return PlainLanding(loaded.program, loaded.facts, engine.gradients, engine.bus, nbytes)
@@ -271,7 +269,7 @@ class Operations:
         """G: of the total of all ranks, where there are several."""
         first, block = taken.calls[0], taken.calls[0].loaded.program.blocks[instruction.op.block]
         completes = first.loaded.facts.completes[block.index]
-        if instruction.op.what == "G" and self._has_other_ranks:
+        if instruction.op.what == "G" and self.schedule.kind.has_other_ranks:
             found = self._rank_sums.totals(first, block.index)
         else:
             found = nullcontext(first.parameter_gradients[block.index])

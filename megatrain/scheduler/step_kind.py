@@ -80,13 +80,13 @@ class StepKind:
                 f'mode="{self.mode}" with micro-batches, updates, a norm or released outputs is impossible.\n'
                 '  These belong to a training step.\n  Use mode="train".'
             )
-        if self.ranks != RANKS[0] and (self.mode != "train" or not self.is_training_step):
+        if self.has_other_ranks and (self.mode != "train" or not self.is_training_step):
             raise OptionError(
                 f'ranks="{self.ranks}" needs a training step.\n'
                 "  Only training steps are shared by several processes.\n"
                 '  Give updates, a norm or outputs="release" as well, or leave ranks out.'
             )
-        if self.is_shared and self.ranks == RANKS[0]:
+        if self.is_shared and not self.has_other_ranks:
             raise OptionError(
                 f'store="{self.store}" with ranks="{self.ranks}" is impossible.\n'
                 "  A process alone shares its store with nobody.\n"
@@ -109,6 +109,11 @@ class StepKind:
     def is_training_step(self) -> bool:
         """Whether it is more than one call: it has micro-batches, updates, a norm or released outputs."""
         return self.micro_batches > 1 or self.updates != "none" or self.clip or self.outputs != "keep"
+
+    @property
+    def has_other_ranks(self) -> bool:
+        """Whether several processes take it together."""
+        return self.ranks != RANKS[0]
 
     @property
     def adding_op(self) -> str | None:
