@@ -55,13 +55,15 @@ def lowered_once(known: Lowered | None = None) -> Generator[None]:
     """
     real, known = LOWERED_ANEW, {} if known is None else known
 
-    def lowered(traced: TracedModule, options: Any, more: Any = None, after_pass: Any = None) -> Program:
+    def lowered(
+        traced: TracedModule, options: Any, more: Any = None, after_pass: Any = None, costs: Any = None
+    ) -> Program:
         key = (traced.name, options.block_bytes, options.passes, options.chunking, str(more), options.device.alignment)
         made = known.setdefault(key, [])
         for other, program in made if after_pass is None else ():
             if is_same_capture(other, traced):
                 return program
-        made.append((traced, real(traced, options, more, after_pass)))
+        made.append((traced, real(traced, options, more, after_pass, costs)))
         return made[-1][1]
 
     with pytest.MonkeyPatch.context() as patch:

@@ -9,6 +9,7 @@ from megatrain.errors import TooSmallError
 from megatrain.hardware.machine import usual_machine
 from megatrain.memory.device_budget import DeviceBudget
 from megatrain.options import Options
+from megatrain.passes.measuring.known_costs import KnownCosts
 from megatrain.passes.pipeline import AfterPass
 from megatrain.passes.program import Program
 from megatrain.planning.smaller_blocks import with_true_hint
@@ -40,13 +41,14 @@ class Lowered:
         self._options = options
         self._budget = budget
         self._is_training = is_training
+        self._costs = KnownCosts()
         self._of_steps: dict[tuple[str, ...] | None, StepPrograms] = {}
         self.executor: Executor | None = None
 
     @cached_property
     def program(self) -> Program:
         """The blocks of a call."""
-        return lowered(self._traced, self._options)
+        return lowered(self._traced, self._options, costs=self._costs)
 
     @property
     def is_planned(self) -> bool:
@@ -80,7 +82,7 @@ class Lowered:
         return planned
 
     def _with_blocks(self, traced: TracedModule, block_bytes: int, pieces: Pieces | None = None) -> Program:
-        return lowered(traced, replace(self._options, block_bytes=block_bytes), pieces)
+        return lowered(traced, replace(self._options, block_bytes=block_bytes), pieces, costs=self._costs)
 
     @cached_property
     def opaque(self) -> tuple[Opaque | Observer, ...]:
@@ -97,7 +99,7 @@ class Lowered:
         names = tuple(node.name for node in traced.results)  # equal in captures that computed the same
         key = None if len(names) == len(self._traced.results) else names
         if key not in self._of_steps:
-            again = partial(lowered, traced, self._options)
+            again = partial(lowered, traced, self._options, costs=self._costs)
             plain = (lambda: self.program) if key is None else None
             self._of_steps[key] = StepPrograms(self._options.chunking, again, plain, partial(self._with_blocks, traced))
         return self._of_steps[key]
@@ -108,7 +110,8 @@ def lowered(
     options: Options,
     pieces: Pieces | None = None,
     after_pass: AfterPass | None = None,
+    costs: KnownCosts | None = None,
 ) -> Program:
     """Lowers a capture by the options of `compile`, in pieces behind the user's passes."""
     given = options.block_bytes, options.passes, options.chunking, options.device.alignment
-    return lowered_for(traced, *given, pieces, after_pass)
+    return lowered_for(traced, *given, pieces, after_pass, costs=costs)

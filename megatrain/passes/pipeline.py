@@ -7,13 +7,14 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
-from megatrain.checks import checked, function, named, optional, sequence_of
+from megatrain.checks import checked, function, instance_of, named, optional, sequence_of
 from megatrain.device import find
 from megatrain.errors import LowerError, OptionError, TraceError
 from megatrain.passes.canonicalize import canonicalize
 from megatrain.passes.check import verify_program
 from megatrain.passes.dedup import dedup
 from megatrain.passes.lift_state import lift_state
+from megatrain.passes.measuring.known_costs import KnownCosts
 from megatrain.passes.measuring.measure import measure
 from megatrain.passes.partition import partition
 from megatrain.passes.program import Program
@@ -27,12 +28,14 @@ Rewrite = Callable[[TracedModule], TracedModule]
 """A pass that changes the graph, and is checked after it like those of megatrain."""
 AfterPass = Callable[[str, TracedModule | Program], None]
 
-PROGRAM_PASSES: tuple[Pass, ...] = (lift_state, dedup, measure)
+_COSTS = optional(instance_of(KnownCosts, "KnownCosts", "KnownCosts()"))
 PASSES = sequence_of(function(1), (tuple, list), "a list of passes")
 """What a list of passes may be, wherever it enters."""
 
 
-@checked(block_bytes=optional(SIZE), passes=optional(PASSES), rewrites=PASSES, alignment=optional(ALIGNMENTS))
+@checked(
+    block_bytes=optional(SIZE), passes=optional(PASSES), rewrites=PASSES, alignment=optional(ALIGNMENTS), costs=_COSTS
+)
 def lower(
     traced: TracedModule,
     *,
@@ -41,6 +44,7 @@ def lower(
     passes: Sequence[Pass] | None = None,
     after_pass: AfterPass | None = None,
     alignment: int | None = None,
+    costs: KnownCosts | None = None,
 ) -> Program:
     """Turns a capture into blocks over shared, parameter-free templates.
 
@@ -54,6 +58,7 @@ def lower(
         after_pass: Called with the pass's name and its result, after the checker; for dumps and timing.
         alignment: Tensors of a block's state begin at multiples of so many bytes; None is what the capture's device
             wants, 64 on the CPU and 512 on an accelerator.
+        costs: Costs of templates that the default passes have measured before; they add to these. None measures all.
 
     Returns:
         A program that passes `verify_program`, and whose `provenance` names the passes that ran.
@@ -66,7 +71,8 @@ def lower(
     alignment = find(traced.device).alignment if alignment is None else alignment
     if passes is None:
         splits = () if limit is None else (partial(split_state, limit=limit, alignment=alignment),)
-        passes = (canonicalize, *rewrites, *splits, partial(partition, block_bytes=limit), *PROGRAM_PASSES)
+        of_program = lift_state, dedup, partial(measure, costs=costs)
+        passes = (canonicalize, *rewrites, *splits, partial(partition, block_bytes=limit), *of_program)
     elif rewrites or limit is not None:
         raise OptionError(
             f"passes= and {'rewrites' if rewrites else 'block_bytes'}= were given together.\n"

@@ -12,6 +12,7 @@ from torch import nn
 from megatrain.device import Device
 from megatrain.interrupts import Interrupts
 from megatrain.opaque_model import check_opaque
+from megatrain.passes.measuring.known_costs import KnownCosts
 from megatrain.passes.pipeline import Rewrite
 from megatrain.passes.rewrites.loss_only import loss_only
 from megatrain.planning.host_plan import narrow_entries
@@ -33,6 +34,7 @@ def captured(
     device: Device,
     *,
     is_own_loss: bool,
+    costs: KnownCosts,
 ) -> tuple[TracedModule, StepPrograms]:
     """Captures a call and cuts it into blocks; model and generators stay as they were.
 
@@ -45,6 +47,7 @@ def captured(
         chunking: As in `compile`.
         device: Whose layout of weights counts.
         is_own_loss: Whether the step differentiates the model's own loss, and needs no other result.
+        costs: Known ones of templates.
 
     Raises:
         TraceError: If the model can't be captured faithfully.
@@ -65,7 +68,7 @@ def captured(
             check_opaque(traced, "warn", set())
     traced = loss_only(traced) if is_own_loss else traced
 
-    lower = partial(lowered_for, traced, block_bytes, passes, chunking, device.alignment)
+    lower = partial(lowered_for, traced, block_bytes, passes, chunking, device.alignment, costs=costs)
     programs = StepPrograms(chunking, lower)
     programs.at(0)  # raises errors of the model now
     return traced, programs

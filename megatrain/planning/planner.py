@@ -15,6 +15,7 @@ from megatrain.device import HOST, Device
 from megatrain.errors import MegatrainError, OptionError, TooSmallError, TraceError
 from megatrain.hardware.hardware import Hardware
 from megatrain.hardware.machine import usual_machine
+from megatrain.passes.measuring.known_costs import KnownCosts
 from megatrain.passes.pipeline import Rewrite
 from megatrain.passes.program import Program
 from megatrain.planning.captured_model import captured
@@ -89,6 +90,7 @@ class Planner:
 
     def __init__(self, source: ModelSizes) -> None:
         self._source = source
+        self._costs = KnownCosts()
         self._captures: OrderedDict[Hashable, _Capture] = OrderedDict()
         self._schedules: OrderedDict[Hashable, tuple[Program, Schedule, str | None]] = OrderedDict()
 
@@ -167,6 +169,7 @@ class Planner:
                 options.chunking,
                 place,
                 is_own_loss=options.loss is None,
+                costs=self._costs,
             )
         loss_bytes = 0
         if options.loss is not None:

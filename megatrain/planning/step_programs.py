@@ -16,6 +16,7 @@ from megatrain.passes.masks.attention import MaskNote, masked_attention
 from megatrain.passes.masks.banded_attention import BandedAttention, banded_attention
 from megatrain.passes.masks.causal_attention import causal_attention
 from megatrain.passes.masks.made_inside import masks_inside
+from megatrain.passes.measuring.known_costs import KnownCosts
 from megatrain.passes.pipeline import AfterPass, Rewrite, lower
 from megatrain.passes.program import Program
 from megatrain.passes.rewrites.head_loss import HeadLoss, chunk_head_loss
@@ -160,12 +161,21 @@ def lowered_for(
     alignment: int,
     pieces: Pieces | None = None,
     after_pass: AfterPass | None = None,
+    *,
+    costs: KnownCosts | None = None,
 ) -> Program:
     """Lowers a capture by options of `compile`, in pieces behind the user's `passes`; see `lower`."""
     pieces = _ALWAYS if pieces is None and chunking == "always" else pieces
     rewrites = passes if pieces is None else (*passes, *pieces.rewrites(block_bytes))
     with undisturbed():
-        return lower(traced, block_bytes=block_bytes, rewrites=rewrites, after_pass=after_pass, alignment=alignment)
+        return lower(
+            traced,
+            block_bytes=block_bytes,
+            rewrites=rewrites,
+            after_pass=after_pass,
+            alignment=alignment,
+            costs=costs,
+        )
 
 
 @contextmanager

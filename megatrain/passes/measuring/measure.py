@@ -19,6 +19,7 @@ from megatrain.passes.exact_fakes import ExactFakes
 from megatrain.passes.interpret import Code, opaque_calls
 from megatrain.passes.measuring.kept_work import KeptRuns, may_be_worth
 from megatrain.passes.measuring.kernel_work import KernelWork
+from megatrain.passes.measuring.known_costs import KnownCosts
 from megatrain.passes.measuring.runs import Workspace, measure_backward, measure_forward
 from megatrain.passes.program import Program, Template
 from megatrain.passes.rewrites.tiled_region import without_results
@@ -30,13 +31,19 @@ from megatrain.tracer.packed.packed_call import PackedCall
 from megatrain.tracer.spec import TensorSpec
 
 
-def measure(program: Program) -> Program:
-    """Returns `program` with the cost of every template filled in; allocates nothing."""
+def measure(program: Program, costs: KnownCosts | None = None) -> Program:
+    """Returns `program` with the cost of every template filled in; allocates nothing.
+
+    Args:
+        program: Of which.
+        costs: Those that are known; others are added to them.
+    """
+    costs = KnownCosts() if costs is None else costs
     needs: dict[str, list[_Needs]] = {}
     for block in program.blocks:
         needs.setdefault(block.template, []).append(program.needs_gradients(block))
     templates = {
-        name: dataclasses.replace(template, cost=_cost(template, list(dict.fromkeys(needs[name])), program))
+        name: dataclasses.replace(template, cost=_cost(template, list(dict.fromkeys(needs[name])), program, costs))
         for name, template in program.templates.items()
     }
     return dataclasses.replace(program, templates=templates)
@@ -46,14 +53,14 @@ def measure(program: Program) -> Program:
 _Needs = tuple[bool, ...]
 
 
-def _cost(template: Template, needs: list[_Needs], program: Program) -> TemplateCost:
+def _cost(template: Template, needs: list[_Needs], program: Program, costs: KnownCosts) -> TemplateCost:
     if opaque_calls(template.graph):
         return _upper_bound(template, "a module runs its own code")
     if _has_unknown_shapes(template.graph):
         return _upper_bound(template, "a shape depends on values")
     try:
         with Interrupts():  # an error that leaves a dispatch mode called from C++ ends the process
-            return _measured(template, needs, program)
+            return costs.of(template, needs, program.device, lambda: _measured(template, needs, program))
     except LowerError:
         raise
     except Exception as error:  # the bound is right for any failure, and printed with it

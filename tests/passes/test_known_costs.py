@@ -1,0 +1,116 @@
+"""Costs of templates are measured once for all programs of a planner, and are those that measuring anew would give."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import megatrain
+from megatrain.passes.measuring import known_costs
+from megatrain.passes.measuring import measure as measuring
+from megatrain.passes.measuring.known_costs import KnownCosts
+from megatrain.passes.pipeline import lower
+from megatrain.planning.step_programs import StepPrograms, lowered_for
+from megatrain.tracer.trace import trace
+from tests.captures import traced
+from tests.tiers import wide
+
+
+@pytest.fixture
+def measured(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The templates that are measured."""
+    names, measure = list[str](), measuring._measured  # pyright: ignore[reportPrivateUsage]
+
+    def noted(template: Any, needs: Any, program: Any) -> Any:
+        names.append(template.name)
+        return measure(template, needs, program)
+
+    monkeypatch.setattr(measuring, "_measured", noted)
+    return names
+
+
+@pytest.mark.parametrize("name", ["gpt_loss", *map(wide, ("llama_labels", "cnn", "t5_labels", "llama_padded"))])
+def test_costs_of_all_levels_are_those_that_measuring_anew_gives(name: str, measured: list[str]):
+    made, costs = traced(name), KnownCosts()
+
+    def lower_by(pieces: Any, costs: KnownCosts | None = None) -> Any:
+        return lowered_for(made, 4096, (), "auto", 64, pieces, costs=costs)
+
+    anew = StepPrograms("auto", lower_by).all
+    count = len(measured)
+    measured.clear()
+    shared = StepPrograms("auto", lambda pieces: lower_by(pieces, costs)).all
+    assert len(anew) == len(shared)
+    for one, other in zip(anew, shared, strict=True):
+        assert {n: t.cost for n, t in one.templates.items()} == {n: t.cost for n, t in other.templates.items()}
+    assert len(measured) <= count
+    measured.clear()
+    lower_by(None, costs)
+    assert measured == []
+
+
+class Gated(nn.Module):
+    def __init__(self, width: int, function: Any) -> None:
+        super().__init__()
+        self.linear, self.function = nn.Linear(width, width), function
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.function(self.linear(x))
+
+
+def layers(width: int = 8, function: Any = F.silu, frozen: bool = False) -> nn.Module:
+    model = nn.Sequential(*(Gated(width, function) for _ in range(3)))
+    return model.requires_grad_(not frozen)
+
+
+@pytest.mark.parametrize(
+    "other",
+    [{"width": 16}, {"function": F.gelu}, {"frozen": True}],
+    ids=["other shapes", "other calls", "other needs"],
+)
+def test_what_differs_is_measured(other: dict[str, Any], measured: list[str]):
+    costs = KnownCosts()
+    lower(trace(layers(), (torch.zeros(2, 8),)), costs=costs)
+    count = len(measured)
+    lower(trace(layers(), (torch.zeros(2, 8),)), costs=costs)
+    assert len(measured) == count > 0
+    model, x = layers(**other), torch.zeros(2, other.get("width", 8), requires_grad=True)
+    program = lower(trace(model, (x,)), costs=costs)
+    assert len(measured) > count
+    assert {t.cost for t in program.templates.values()} == {
+        t.cost for t in lower(trace(model, (x,))).templates.values()
+    }
+
+
+def test_a_template_lives_as_long_as_its_cost_and_the_oldest_are_forgotten(monkeypatch: pytest.MonkeyPatch):
+    """An argument that a key knows by its identity alone must not be taken for a later one at the same address."""
+    monkeypatch.setattr(known_costs, "MOST", 2)
+    costs, device = KnownCosts(), torch.device("cpu")
+    graphs: list[weakref.ref[Any]] = []
+    for width in (4, 8, 16):
+        program = lower(trace(nn.Linear(width, width), (torch.zeros(2, width),)))
+        (template,) = program.templates.values()
+        graphs.append(weakref.ref(template.graph))
+        cost = template.cost
+        assert cost is not None
+        assert costs.of(template, [(True,) * 3], device, lambda cost=cost: cost) is cost
+        del program, template
+        gc.collect()
+        assert graphs[-1]() is not None
+    assert [graph() is None for graph in graphs] == [True, False, False]
+
+
+def test_a_plan_measures_each_template_once(measured: list[str]):
+    model = layers()
+    plan = megatrain.plan(model, torch.zeros(4, 8), optimizer="AdamW", hardware="rtx-4090", device_memory="1MiB")
+    count = len(measured)
+    assert plan.asked is not None
+    again = plan.asked.again({"micro_batches": 2, "chunking": "always"})
+    assert again.schedule.kind.micro_batches == 2
+    assert len(measured) == count
