@@ -164,8 +164,12 @@ def refused_here(rank: int, name: str) -> str:
 
 
 def without_cpu_here(rank: int) -> str:
-    """What a script says that forgets `use_cpu=True` on a machine without an accelerator."""
-    return refused_with(rank, use_cpu=False)
+    """What a script says that forgets `use_cpu=True` on a machine without an accelerator, or how many train."""
+    as_torchrun(rank)
+    try:
+        return f"{_made(use_cpu=False).accelerator.num_processes} processes train"
+    except OptionError as error:
+        return str(error)
 
 
 def refused_with(rank: int, **given: Any) -> str:

@@ -34,6 +34,8 @@ from tests.integrations.words import text
 pytestmark = [pytest.mark.users, pytest.mark.filterwarnings("ignore")]
 EVALUATED = {"eval_strategy": "steps", "eval_steps": 2}
 IS_NEW = Version(trl.__version__) >= Version("1.16")
+# Older ones can't smooth labels with the loss that they take by default: the stock run fails.
+SMOOTHED = {"label_smoothing_factor": 0.1} | ({} if IS_NEW else {"loss_type": "nll"})
 
 
 def streamed_rows(model: Any) -> Mapping[str, Any]:
@@ -72,7 +74,7 @@ def shared_head() -> Any:
 SCENARIOS: dict[str, Callable[[], Scenario]] = {
     "sft, a stream of rows": lambda: scenario("SFT", texts, more=streamed_rows, options={**TWO, "max_steps": 3}),
     "sft, smoothed": lambda: scenario(
-        "SFT", texts, options={"label_smoothing_factor": 0.1, **TWO}, reason=AGAIN if IS_NEW else None
+        "SFT", texts, options={**SMOOTHED, **TWO}, reason=AGAIN if IS_NEW else None
     ),
     "sft, texts between the steps": lambda: scenario(
         "SFT", texts, options=TWO, more=lambda model: {"callbacks": [Samples()]},

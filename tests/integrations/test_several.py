@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from accelerate import DistributedType
+from transformers import Trainer as StockTrainer
 
 import megatrain
 from megatrain.errors import OptionError
@@ -80,6 +81,10 @@ def assert_as_one(found: list[dict[str, Any]], expected: dict[str, Any], start: 
 
 @pytest.mark.parametrize("name", some([name for name in SCENARIOS if name not in ("saved", "best")], FAST))
 def test_two_processes_train_with_the_bits_of_one(name: str, two: Processes, tmp_path: Path):
+    if name == "own loss" and not hasattr(StockTrainer, "loss_is_scaled_for_ga"):
+        pytest.skip(
+            "this transformers adds up own losses: more processes with fewer steps aren't the same"
+        )
     found = in_several(two, name, tmp_path / "two")
     assert_as_one(found, in_one(name, 2, tmp_path / "one"))
 
@@ -238,6 +243,8 @@ def test_a_process_that_fails_or_stops_is_named_by_the_others(name: str, two: Pr
 
 def test_a_script_without_use_cpu_would_train_apart_and_is_refused(two: Processes):
     for text in two.run(without_cpu_here):
+        if text == "2 processes train":
+            continue  # an older accelerate counts those that torchrun has started, whatever they compute on
         assert text.startswith("accelerate counts one process, but torch.distributed has 2.")
         assert text.endswith("On CPUs give TrainingArguments(use_cpu=True).")
 
