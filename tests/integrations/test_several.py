@@ -82,9 +82,7 @@ def assert_as_one(found: list[dict[str, Any]], expected: dict[str, Any], start: 
 @pytest.mark.parametrize("name", some([name for name in SCENARIOS if name not in ("saved", "best")], FAST))
 def test_two_processes_train_with_the_bits_of_one(name: str, two: Processes, tmp_path: Path):
     if name == "own loss" and not hasattr(StockTrainer, "loss_is_scaled_for_ga"):
-        pytest.skip(
-            "this transformers adds up own losses: more processes with fewer steps aren't the same"
-        )
+        pytest.skip("this transformers adds up own losses: more processes with fewer steps aren't the same")
     found = in_several(two, name, tmp_path / "two")
     assert_as_one(found, in_one(name, 2, tmp_path / "one"))
 
