@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
-from megatrain.checks import checked, function, instance_of, named, optional, sequence_of
+from megatrain.checks import checked, function, named, optional, sequence_of
 from megatrain.device import find
 from megatrain.errors import LowerError, OptionError, TraceError
 from megatrain.passes.canonicalize import canonicalize
@@ -28,14 +28,11 @@ Rewrite = Callable[[TracedModule], TracedModule]
 """A pass that changes the graph, and is checked after it like those of megatrain."""
 AfterPass = Callable[[str, TracedModule | Program], None]
 
-_COSTS = optional(instance_of(KnownCosts, "KnownCosts", "KnownCosts()"))
 PASSES = sequence_of(function(1), (tuple, list), "a list of passes")
 """What a list of passes may be, wherever it enters."""
 
 
-@checked(
-    block_bytes=optional(SIZE), passes=optional(PASSES), rewrites=PASSES, alignment=optional(ALIGNMENTS), costs=_COSTS
-)
+@checked(block_bytes=optional(SIZE), passes=optional(PASSES), rewrites=PASSES, alignment=optional(ALIGNMENTS))
 def lower(
     traced: TracedModule,
     *,
@@ -44,7 +41,6 @@ def lower(
     passes: Sequence[Pass] | None = None,
     after_pass: AfterPass | None = None,
     alignment: int | None = None,
-    costs: KnownCosts | None = None,
 ) -> Program:
     """Turns a capture into blocks over shared, parameter-free templates.
 
@@ -58,7 +54,6 @@ def lower(
         after_pass: Called with the pass's name and its result, after the checker; for dumps and timing.
         alignment: Tensors of a block's state begin at multiples of so many bytes; None is what the capture's device
             wants, 64 on the CPU and 512 on an accelerator.
-        costs: Costs of templates that the default passes have measured before; they add to these. None measures all.
 
     Returns:
         A program that passes `verify_program`, and whose `provenance` names the passes that ran.
@@ -66,6 +61,38 @@ def lower(
     Raises:
         OptionError: If an option has a wrong value.
         LowerError: If a pass breaks a rule, or the passes don't end in a program whose state is lifted.
+    """
+    return lowered_with(
+        KnownCosts(),
+        traced,
+        block_bytes=block_bytes,
+        rewrites=rewrites,
+        passes=passes,
+        after_pass=after_pass,
+        alignment=alignment,
+    )
+
+
+def lowered_with(
+    costs: KnownCosts,
+    traced: TracedModule,
+    *,
+    block_bytes: int | str | None,
+    rewrites: Sequence[Rewrite],
+    passes: Sequence[Pass] | None = None,
+    after_pass: AfterPass | None,
+    alignment: int | None,
+) -> Program:
+    """Does what `lower` does, and measures no template whose cost is known.
+
+    Args:
+        costs: What the default passes have measured before; they add to these costs.
+        traced: As all further arguments, see `lower`.
+        block_bytes: See there.
+        rewrites: See there.
+        passes: See there.
+        after_pass: See there.
+        alignment: See there.
     """
     limit = None if block_bytes is None else parse_bytes(block_bytes)
     alignment = find(traced.device).alignment if alignment is None else alignment

@@ -17,7 +17,7 @@ from megatrain.passes.masks.banded_attention import BandedAttention, banded_atte
 from megatrain.passes.masks.causal_attention import causal_attention
 from megatrain.passes.masks.made_inside import masks_inside
 from megatrain.passes.measuring.known_costs import KnownCosts
-from megatrain.passes.pipeline import AfterPass, Rewrite, lower
+from megatrain.passes.pipeline import AfterPass, Rewrite, lowered_with
 from megatrain.passes.program import Program
 from megatrain.passes.rewrites.head_loss import HeadLoss, chunk_head_loss
 from megatrain.passes.rewrites.tile_tokens import tile_tokens
@@ -168,13 +168,13 @@ def lowered_for(
     pieces = _ALWAYS if pieces is None and chunking == "always" else pieces
     rewrites = passes if pieces is None else (*passes, *pieces.rewrites(block_bytes))
     with undisturbed():
-        return lower(
+        return lowered_with(
+            KnownCosts() if costs is None else costs,
             traced,
             block_bytes=block_bytes,
             rewrites=rewrites,
             after_pass=after_pass,
             alignment=alignment,
-            costs=costs,
         )
 
 

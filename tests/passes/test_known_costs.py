@@ -16,6 +16,7 @@ from megatrain.passes.measuring import known_costs
 from megatrain.passes.measuring import measure as measuring
 from megatrain.passes.measuring.known_costs import KnownCosts
 from megatrain.passes.pipeline import lower
+from megatrain.passes.program import Program
 from megatrain.planning.step_programs import StepPrograms, lowered_for
 from megatrain.tracer.trace import trace
 from tests.captures import traced
@@ -69,6 +70,10 @@ def layers(width: int = 8, function: Any = F.silu, frozen: bool = False) -> nn.M
     return model.requires_grad_(not frozen)
 
 
+def shared(model: nn.Module, x: torch.Tensor, costs: KnownCosts) -> Program:
+    return lowered_for(trace(model, (x,)), None, (), "never", 64, costs=costs)
+
+
 @pytest.mark.parametrize(
     "other",
     [{"width": 16}, {"function": F.gelu}, {"frozen": True}],
@@ -76,12 +81,12 @@ def layers(width: int = 8, function: Any = F.silu, frozen: bool = False) -> nn.M
 )
 def test_what_differs_is_measured(other: dict[str, Any], measured: list[str]):
     costs = KnownCosts()
-    lower(trace(layers(), (torch.zeros(2, 8),)), costs=costs)
+    shared(layers(), torch.zeros(2, 8), costs)
     count = len(measured)
-    lower(trace(layers(), (torch.zeros(2, 8),)), costs=costs)
+    shared(layers(), torch.zeros(2, 8), costs)
     assert len(measured) == count > 0
     model, x = layers(**other), torch.zeros(2, other.get("width", 8), requires_grad=True)
-    program = lower(trace(model, (x,)), costs=costs)
+    program = shared(model, x, costs)
     assert len(measured) > count
     assert {t.cost for t in program.templates.values()} == {
         t.cost for t in lower(trace(model, (x,))).templates.values()

@@ -229,14 +229,14 @@ def test_what_does_not_happen_again_is_said_to_be_unrepeatable(monkeypatch):
 
 def mutate_template(monkeypatch: pytest.MonkeyPatch, block: int, mutate: Callable[[Any], None]) -> None:
     """Changes a block's template after lowering, for this block alone."""
-    real = megatrain.planning.step_programs.lower
+    real = megatrain.planning.step_programs.lowered_with
 
-    def lower(traced, **options):
-        program = real(traced, **options)
+    def lowered_with(costs, traced, **options):
+        program = real(costs, traced, **options)
         mutate(program.templates[program.blocks[block].template].graph)
         return program
 
-    monkeypatch.setattr(megatrain.planning.step_programs, "lower", lower)
+    monkeypatch.setattr(megatrain.planning.step_programs, "lowered_with", lowered_with)
 
 
 class Scaled(Block):
