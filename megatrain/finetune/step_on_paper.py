@@ -21,8 +21,8 @@ from megatrain.sizes import format_bytes, parse_bytes
 MAX_GRAD_NORM = 1.0
 """Gradients of a larger norm are scaled down to it: the default of transformers."""
 _OF_EACH = ("slab", "parks", "values on the host", "device memory", "update scratch", "constants")
-"""Rows of a host plan that each of several processes has of its own; they share the others, so also the gradients of a
-clipped step."""
+"""Rows of a host plan that each of several processes has of its own. The processes share the others, and so the gradients
+of this step, which is clipped."""
 
 
 def plan_step(

@@ -135,7 +135,7 @@ class Plan(PlannedStep):
             )
         if network is not None and num_hosts == 1:
             raise OptionError(
-                f"network={network!r} says nothing of one host.\n"
+                f"network={network!r} says nothing about one host.\n"
                 "  Its devices reach each other through its memory.\n  Give num_hosts, or leave network out."
             )
         return on_devices(self, num_devices, hosts_of(num_hosts, network))

@@ -33,7 +33,7 @@ class Room:
         present: Which tensors there are: said by who gives, known to who takes.
         hand_over: Called by who gives, once `present` is said, with the number of groups that are filled so far.
         wait: Called by who takes, with the number of groups that must be there when it returns.
-        stays: The tensors as this rank may keep and change them, until the next ones of the same block come; None if
+        kept: The tensors as this rank may keep and change them, until the next ones of the same block come; None if
             the room is used again before.
     """
 
@@ -43,7 +43,7 @@ class Room:
     present: list[bool] = field(default_factory=list[bool])
     hand_over: Callable[[int], None] = _at_once
     wait: Callable[[int], None] = _at_once
-    stays: Sequence[torch.Tensor] | None = None
+    kept: Sequence[torch.Tensor] | None = None
 
     def wait_for_all(self) -> None:
         """Returns once all of it is there."""

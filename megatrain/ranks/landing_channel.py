@@ -77,5 +77,5 @@ class LandingChannel(HostChannel):
             rooms.region.drop(start, layout.nbytes)
         own = torch.frombuffer(rooms.region.private, dtype=torch.uint8)
         room = Room(rooms.arena, views(layout, rooms.arena.tensor[start:stop]), pieces(specs))
-        room.stays = views(layout, own[start:stop])
+        room.kept = views(layout, own[start:stop])
         return room, rooms.arena.tensor[flags : flags + len(specs)]

@@ -55,7 +55,7 @@ class RelayChannel(Channel):
     def _hand_on(self, room: Room, block: int, go_on: GoOn) -> None:
         with nullcontext() if self._within is None else self._within.give(block, go_on) as other:
             if other is not None:
-                other.present, room.stays = room.present, other.stays
+                other.present, room.kept = room.present, other.kept
                 for out, tensor, is_there in zip(other.tensors, room.tensors, room.present, strict=True):
                     if is_there:
                         out.copy_(tensor)

@@ -120,7 +120,7 @@ class RankSums:
         with channel.give(block, self.go_on) as room:
             # As a whole: the rank before takes it once its `P` is over, and that sends pieces until the last is taken.
             self._fill(block, room, given, self._place(call, block), lambda _: None)
-        is_here = self._device.is_host and self._kind.receives and room.stays is None
+        is_here = self._device.is_host and self._kind.receives and room.kept is None
         yield sums if is_here else self._in_order(block, room)
 
     def _place(self, call: Call, block: int) -> torch.Tensor | None:
@@ -134,7 +134,7 @@ class RankSums:
 
     def _in_order(self, block: int, room: Room) -> list[ParameterGradient]:
         """What is in a room, in the order of a block's state. The room's memory isn't theirs."""
-        tensors = room.tensors if room.stays is None else room.stays
+        tensors = room.tensors if room.kept is None else room.kept
         pairs = iter(zip(tensors, room.present, strict=True))
         found: list[ParameterGradient] = []
         for key in self._keys(block):

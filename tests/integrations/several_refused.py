@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from transformers import Trainer as StockTrainer
 from transformers import TrainerCallback, TrainingArguments, default_data_collator
@@ -163,13 +164,11 @@ def refused_here(rank: int, name: str) -> str:
     return "nothing was refused"
 
 
-def without_cpu_here(rank: int) -> str:
-    """What a script says that forgets `use_cpu=True` on a machine without an accelerator, or how many train."""
+def without_cpu_here(rank: int) -> tuple[int, str]:
+    """Of a script that forgets `use_cpu=True` without an accelerator: how many accelerate counts, and what is said."""
     as_torchrun(rank)
-    try:
-        return f"{_made(use_cpu=False).accelerator.num_processes} processes train"
-    except OptionError as error:
-        return str(error)
+    AcceleratorState._reset_state(reset_partial_state=True)
+    return Accelerator().num_processes, refused_with(rank, use_cpu=False)
 
 
 def refused_with(rank: int, **given: Any) -> str:

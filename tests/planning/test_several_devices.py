@@ -97,7 +97,7 @@ def test_a_network_between_hosts_is_waited_for():
 def test_hosts_have_as_many_devices_each():
     with pytest.raises(OptionError, match="2 hosts can't have as many of 5 devices each"):
         planned(ONLY_COMPUTE).on_devices(5, 2)
-    with pytest.raises(OptionError, match="network='25GB' says nothing of one host"):
+    with pytest.raises(OptionError, match="network='25GB' says nothing about one host"):
         planned(ONLY_COMPUTE).on_devices(4, network="25GB")
 
 

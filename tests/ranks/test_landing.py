@@ -41,9 +41,9 @@ class Ends:
         with self.taker.take(block, nothing) as other:
             other.wait_for_all()
         for each in (room, other):
-            assert each.stays is not None
-            assert [*map(TensorSpec.of, each.stays)] == blocks[block]
-            kept.append([*each.stays])
+            assert each.kept is not None
+            assert [*map(TensorSpec.of, each.kept)] == blocks[block]
+            kept.append([*each.kept])
         return tuple(kept)
 
 
@@ -89,8 +89,8 @@ def test_who_takes_waits_for_who_gives():
     def take() -> None:
         with ends.taker.take(0, nothing) as room:
             room.wait_for_all()
-            assert room.stays is not None
-            found.extend(values([*room.stays]))
+            assert room.kept is not None
+            found.extend(values([*room.kept]))
 
     thread = Thread(target=take)
     thread.start()

@@ -115,7 +115,7 @@ def test_host_memory_of_three_ranks_is_that_of_one_and_what_is_per_device(
 
     Gradients that are made on the host, and updates that are over, leave nothing there.
     """
-    num, size = 128, 3
+    num, size = 256, 3  # what the C library keeps of freed memory, some MB more or less, is far below 3 % of that
     totals: dict[str, int] = {}
     for hosts in ("abc", "aaa"):
         processes = Processes(size)
@@ -131,5 +131,4 @@ def test_host_memory_of_three_ranks_is_that_of_one_and_what_is_per_device(
     expected = state + together * gradients + size * (per_device - apart * gradients)
     print(f"state {state}, per device {per_device:.0f}; {totals}, of which {shared} shared; expected {expected:.0f}")
     assert abs(shared - state) <= 0.03 * state
-    # Less than that is no fault: what the C library keeps of memory that was freed differs from run to run.
-    assert 0.95 * expected <= totals["aaa"] <= 1.03 * expected
+    assert abs(totals["aaa"] - expected) <= 0.03 * expected

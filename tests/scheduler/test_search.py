@@ -99,6 +99,13 @@ def memories(workload: Workload, step: dict[str, object]) -> range:
     return range(largest // 4, largest + sum(block.state_bytes for block in workload.blocks))
 
 
+def found_in_part(workload: Workload, part: int, machine: Hardware, step: dict[str, object]) -> tuple[int, Schedule]:
+    """So many percent of the way from too little memory to all, and the plan by time in that memory."""
+    between = memories(workload, step)
+    memory = between[len(between) * part // 101]
+    return memory, planned(workload, memory, machine, step)
+
+
 @given(chains(7), st.integers(0, 100), MACHINES, STEPS)
 @draws(60)
 def test_a_plan_by_time_fits_and_is_never_slower_than_the_rule(
@@ -199,9 +206,7 @@ def test_a_search_that_ends_beside_a_faster_plan_begins_again(
 def test_a_plan_by_time_is_within_two_percent_of_the_best_of_all(
     workload: Workload, part: int, machine: Hardware, step: dict[str, object]
 ):
-    between = memories(workload, step)
-    memory = between[len(between) * part // 101]
-    found = planned(workload, memory, machine, step)
+    memory, found = found_in_part(workload, part, machine, step)
     best = fastest_of_all(workload, found.kind, memory, machine)
     assert best is not None
     assert found.simulate(machine).step_s <= best * 1.02
@@ -212,9 +217,7 @@ def test_a_plan_by_time_is_within_two_percent_of_the_best_of_all(
 def test_plans_that_are_not_drafted_are_never_the_fastest(
     workload: Workload, part: int, machine: Hardware, step: dict[str, object]
 ):
-    between = memories(workload, step)
-    memory = between[len(between) * part // 101]
-    found = planned(workload, memory, machine, step)
+    memory, found = found_in_part(workload, part, machine, step)
     best_s = fastest_of_all(workload, found.kind, memory, machine)
     assert best_s is not None
     below = fastest_below(workload, found.kind, memory, machine, 1.5 * best_s)
@@ -230,9 +233,7 @@ def test_no_plan_of_some_more_blocks_is_much_faster(count: int):
     @draws(12 if count == 4 else 3)
     def compare(workload: Workload, part: int, machine: Hardware, step: dict[str, object]) -> None:
         assume(len(workload.blocks) == count)
-        between = memories(workload, step)
-        memory = between[len(between) * part // 101]
-        found = planned(workload, memory, machine, step)
+        memory, found = found_in_part(workload, part, machine, step)
         found_s = found.simulate(machine).step_s
         best_s, _ = fastest_below(workload, found.kind, memory, machine, found_s * (1 - 1e-9))
         assert best_s is None or found_s <= best_s * 1.02

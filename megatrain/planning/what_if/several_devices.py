@@ -89,7 +89,7 @@ class DevicesPlan:
 
 
 def hosts_of(number: int, network: int | str | None) -> Hosts:
-    """So many hosts.
+    """Makes hosts, and the network between them.
 
     Args:
         number: How many.
