@@ -21,8 +21,10 @@ from megatrain.sizes import format_bytes, parse_bytes
 MAX_GRAD_NORM = 1.0
 """Gradients of a larger norm are scaled down to it: the default of transformers."""
 _OF_EACH = ("slab", "parks", "values on the host", "device memory", "update scratch", "constants")
-"""Rows of a host plan that each of several processes has of its own. The processes share the others, and so the gradients
-of this step, which is clipped."""
+"""Rows of a host plan that each of several processes has of its own.
+
+The processes share the other rows: also the gradients, since this step is clipped.
+"""
 
 
 def plan_step(
