@@ -24,31 +24,39 @@ from megatrain.sizing.sized import batch_on
 # A card, and what a host of eight of them reads and writes in a second: an assumption, of two sockets with eight and
 # twelve channels of memory each.
 MACHINES = {"rtx-4090": "400GB", "h100-sxm": "600GB"}
+# What a card gets from the others of its host in a second: nothing without NVLink; 450 GB on paper with it.
+LINKS = {"rtx-4090": None, "h100-sxm": "400GB"}
 NUMBERS = (2, 4, 8)
 TOKENS = (65536, 262144)
 
 
 def rows(tokens: list[int], size: str) -> Iterator[str]:
     """Yields the lines of the table."""
-    yield "| cards | host memory | tokens a step | step | tokens/s | of as many alone | reads and writes of the host |"
-    yield f"|{' --- |' * 7}"
+    yield (
+        "| cards | host memory | links | tokens a step | step | tokens/s | of as many alone | "
+        "reads and writes of the host | weights |"
+    )
+    yield f"|{' --- |' * 9}"
     options, source = asked(size)
     planner = Planner(source)
-    cases = [(name, number, count) for name in MACHINES for count in tokens for number in NUMBERS]
-    for name, number, count in tqdm(cases, unit="plan", disable=None):
+    kinds = [(name, link) for name in MACHINES for link in dict.fromkeys([None, LINKS[name]])]
+    cases = [(*kind, number, count) for kind in kinds for count in tokens for number in NUMBERS]
+    for name, link, number, count in tqdm(cases, unit="plan", disable=None):
         given = replace(options, hardware=name, host_bandwidth=MACHINES[name], tokens_per_step=count)
         samples = count // number // LENGTH
         tried = batch_on(planner, given, {"sequence": LENGTH}, samples, name).tried
-        found = best_on_devices([each.plan for each in tried], number)
+        found = best_on_devices([each.plan for each in tried], number, link=link)
         assert found.tokens_per_s is not None
         try:
             found.check()
             note = ""
         except ScheduleError:
             note = ", refused"
+        links = "none" if link is None else f"{link}/s"
         yield (
-            f"| {number} x {name} | {MACHINES[name]}/s | {count} | {found.step_s:.2f} s | {found.tokens_per_s:,.0f} | "
-            f"{found.efficiency:.2f} | {found.simulation.host_s:.2f} s{note} |"
+            f"| {number} x {name} | {MACHINES[name]}/s | {links} | {count} | {found.step_s:.2f} s | "
+            f"{found.tokens_per_s:,.0f} | {found.efficiency:.2f} | {found.simulation.host_s:.2f} s{note} | "
+            f"{found.across_devices} |"
         )
 
 

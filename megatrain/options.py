@@ -26,6 +26,7 @@ PRECISION = one_of("fp32", "bf16")
 TRANSFER = one_of("auto", "copy", "bind")
 CHUNKING = one_of("auto", "always", "never")
 KERNELS = one_of("eager", "inductor")
+ACROSS_DEVICES = one_of("replicate", "shard")
 COMPILE: Mapping[str, Rule] = {
     "model": MODEL,
     "device": optional(DEVICE),
@@ -43,6 +44,7 @@ COMPILE: Mapping[str, Rule] = {
     "chunking": CHUNKING,
     "kernels": KERNELS,
     "hardware": optional(HARDWARE),
+    "across_devices": ACROSS_DEVICES,
 }
 """What the options of `compile` may be, one by one."""
 
@@ -65,6 +67,7 @@ class Options:
         hardware: The machine for which training steps are planned; None weighs copies and compute as a usual one does.
         chunking: When heads compute their losses in chunks of rows, and other calls run in tiles of tokens.
         kernels: What computes a block: `"eager"` or `"inductor"`.
+        across_devices: How weights come to several devices: `"replicate"` or `"shard"`.
     """
 
     device: Device
@@ -80,6 +83,7 @@ class Options:
     hardware: Hardware | None = None
     chunking: str = "auto"
     kernels: str = "eager"
+    across_devices: str = "replicate"
 
     @property
     def keeps_results(self) -> bool:
@@ -101,6 +105,7 @@ class Options:
         hardware: Hardware | str | None = None,
         chunking: str = "auto",
         kernels: str = "eager",
+        across_devices: str = "replicate",
     ) -> Options:
         """Resolves the options of `compile`; each option has been checked alone.
 
@@ -120,11 +125,16 @@ class Options:
                 f'transfer="bind" needs the compute device to be the host, but it is {target}.\n'
                 '  Weights are used in place, in host memory.\n  Use transfer="copy" or "auto".'
             )
+        if transfer == "bind" and across_devices == "shard":
+            raise OptionError(
+                'transfer="bind" with across_devices="shard" is impossible.\n'
+                "  Weights that are used in place are copied nowhere.\n  Leave one of the two out."
+            )
         budget = None if memory is None else parse_bytes(memory, "memory")
         _check_budget(budget, target)
         if transfer == "auto":
             # A budget on the host is a rehearsal of a device: only copies into slots can respect it.
-            transfer = "bind" if target.can_bind and budget is None else "copy"
+            transfer = "bind" if target.can_bind and budget is None and across_devices != "shard" else "copy"
         size = None if block_bytes is None else parse_bytes(block_bytes, "block_bytes")
         # If a save was ended between its two renames, the checkpoint is next to its final place.
         paths = None if weights is None else tuple(present(path) for path in read_paths(weights))
@@ -144,6 +154,7 @@ class Options:
             machine,
             chunking,
             kernels,
+            across_devices,
         )
 
 

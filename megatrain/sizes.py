@@ -35,6 +35,15 @@ def aligned(nbytes: int, alignment: int = ALIGNMENT) -> int:
     return -(-nbytes // alignment) * alignment
 
 
+def shard_bytes(total: int, num_shards: int) -> int:
+    """Bytes of each of several equal shards of a block's weights; what is left over at the end belongs to none.
+
+    >>> shard_bytes(1000, 3)
+    320
+    """
+    return total // num_shards // ALIGNMENT * ALIGNMENT
+
+
 class Section(NamedTuple):
     """One of several nearly equal sections of a tensor, or of bytes.
 

@@ -42,6 +42,7 @@ def compile(  # noqa: PLR0913  # the name torch users expect; all but the model 
     chunking: str = "auto",
     kernels: str = "eager",
     process_group: ProcessGroup | None = None,
+    across_devices: str = "replicate",
     chaos: Chaos | None = None,
     recording: Recording | None = None,
 ) -> CompiledModule:
@@ -91,6 +92,9 @@ def compile(  # noqa: PLR0913  # the name torch users expect; all but the model 
         process_group: Processes that train the model together, such as `torch.distributed.group.WORLD` under torchrun;
             all of them call `compile` at the same time. Each gives a `TrainStep` micro-batches of its own, and all make
             the same updates, with the bits of one process that has all micro-batches. See docs/several-devices.md.
+        across_devices: How a block's weights come to the devices of one host. `"replicate"`: each rank copies all of
+            them. `"shard"`: each copies a part, and gathers the others from the other devices (all-gather, by NCCL on
+            CUDA); for devices with fast links. Changes nothing for a rank that has its host to itself.
         chaos: Random delays, poisoned slots and injected faults; for tests.
         recording: Collects the operations that the executor issued; for tests.
 
@@ -124,11 +128,14 @@ def compile(  # noqa: PLR0913  # the name torch users expect; all but the model 
         hardware,
         chunking,
         kernels,
+        across_devices,
     )
     check_ranks(process_group, kernels)
     compiled = Compiled(model, options, chaos, recording, process_group)
     if compiled.ranks is not None:
         check_cards(compiled.ranks, options.device)
+        if across_devices == "shard":
+            compiled.ranks.divide_weights(options.device)
         compiled.budget.agree(compiled.ranks.exchange)
     module = compiled_module(compiled)
     with narrowed(model, compiled.masters):

@@ -38,6 +38,7 @@ def compiled_text(
     )
     first += ", steps planned by their time" if options.hardware is not None else ""
     first += f", kernels {options.kernels}" if options.kernels != "eager" else ""
+    first += ", weights in shards across devices" if options.across_devices == "shard" else ""
     first += f"\n  {engine.bus.note}" if engine is not None and engine.bus.note else ""
     first += f"\n  latest {walk}; the model's own code, no schedule" if walk is not None else ""
     if not variants:

@@ -7,11 +7,13 @@ import ctypes
 import os
 import warnings
 from collections.abc import Callable, Sequence
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from megatrain.device import reserve
 from megatrain.device.accelerator import Accelerator
@@ -46,6 +48,11 @@ class Cuda(Accelerator):
     def identity(self) -> str:
         """The number that the maker gave the card."""
         return str(getattr(torch.cuda.get_device_properties(self.torch_device), "uuid", ""))
+
+    def collectives(self, store: Any, rank: int, size: int, timeout: timedelta) -> Any:
+        """NCCL, or RCCL under the same name."""
+        made = getattr(dist, "ProcessGroupNCCL", None)  # a torch may be built without it
+        return super().collectives(store, rank, size, timeout) if made is None else made(store, rank, size, timeout)
 
     def _software(self) -> str:
         version = Path("/proc/driver/nvidia/version")

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -15,6 +16,7 @@ import psutil
 import torch
 
 from megatrain.device.host_pages import HostPages
+from megatrain.errors import RanksError
 
 
 class DeviceEvent(Protocol):
@@ -179,6 +181,24 @@ class Device:
     def identity(self) -> str:
         """What tells this device from all others, also for other processes; empty if nothing does."""
         return ""
+
+    def collectives(self, store: Any, rank: int, size: int, timeout: timedelta) -> Any:
+        """Makes a backend of `torch.distributed` that moves memory between devices of this kind.
+
+        Args:
+            store: Where the processes find each other.
+            rank: This one.
+            size: How many there are.
+            timeout: After which a collective fails.
+
+        Raises:
+            RanksError: If there is none.
+        """
+        raise RanksError(
+            f"nothing moves memory from one device of the kind {self.kind} to another.\n"
+            "  A device that gathers weights from others needs a backend of torch.distributed, such as NCCL.\n"
+            '  Leave across_devices out: "replicate" copies whole weights to each device.'
+        )
 
     def described(self) -> str:
         """Names the model and all else by which its speed may differ from that of another of its kind."""

@@ -112,18 +112,31 @@ class Plan(PlannedStep):
         self._need_asked("can't change its sizes")
         return largest(self, what, multiple, most)
 
-    @checked(num_devices=count(2, MOST_DEVICES), num_hosts=count(1, MOST_DEVICES), network=optional(SIZE))
-    def on_devices(self, num_devices: int, num_hosts: int = 1, network: int | str | None = None) -> DevicesPlan:
+    @checked(
+        num_devices=count(2, MOST_DEVICES),
+        num_hosts=count(1, MOST_DEVICES),
+        network=optional(SIZE),
+        link=optional(SIZE),
+    )
+    def on_devices(
+        self,
+        num_devices: int,
+        num_hosts: int = 1,
+        network: int | str | None = None,
+        link: int | str | None = None,
+    ) -> DevicesPlan:
         """The step on several devices, each of which takes a step like this one; all of it is predicted.
 
         Args:
             num_devices: How many there are in all, from 2 to 64.
             num_hosts: How many hosts have them, each as many.
             network: Bytes that go from one host to another in a second, each way; None is 200 Gbit/s.
+            link: Bytes that a device gets from the others of its host in a second, over links such as NVLink; then the
+                weights come in shards if that takes less time. None if there are no such links.
 
         Raises:
             OptionError: If the plan has no machine, or can't be planned again; if hosts can't have as many
-                devices; or if one host has a network.
+                devices; if one host has a network; or if each has one device, and a link.
             ScheduleError: If a rank's step doesn't fit its device.
             ExecuteError: If it doesn't fit the host.
         """
@@ -138,7 +151,12 @@ class Plan(PlannedStep):
                 f"network={network!r} says nothing about one host.\n"
                 "  Its devices reach each other through its memory.\n  Give num_hosts, or leave network out."
             )
-        return on_devices(self, num_devices, hosts_of(num_hosts, network))
+        if link is not None and num_devices == num_hosts:
+            raise OptionError(
+                f"link={link!r} says nothing about hosts of one device.\n"
+                "  It is what a device gets from the others of its host.\n  Give fewer hosts, or leave link out."
+            )
+        return on_devices(self, num_devices, hosts_of(num_hosts, network), link)
 
     def _need_asked(self, what: str) -> None:
         if self.asked is None:

@@ -61,6 +61,7 @@ class StepOptions:
     chunking: str = "auto"
     most_result_bytes: int | None = None
     ranks: str = "alone"
+    shards: int = 1
 
 
 class _Capture(NamedTuple):
@@ -306,8 +307,7 @@ def _step_kind(program: Program, options: StepOptions, updates: str) -> StepKind
     if not any(ref.kind == "value" and program.values[ref.name].requires_grad for ref in program.outputs):
         raise OptionError(
             "no result of the model needs a gradient, so there is no training to plan.\n"
-            "  A step differentiates the results of the forward with respect to the trainable parameters.\n"
-            "  Call requires_grad_() on the parameters to train."
+            "  A step differentiates them by trainable parameters.\n  Call requires_grad_() on the parameters to train."
         )
     return StepKind(
         micro_batches=options.micro_batches,
@@ -316,4 +316,5 @@ def _step_kind(program: Program, options: StepOptions, updates: str) -> StepKind
         outputs="release",
         ranks=options.ranks,
         store="own" if options.ranks == "alone" else "shared",
+        shards=options.shards,
     )

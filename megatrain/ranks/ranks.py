@@ -16,13 +16,14 @@ import torch.distributed as dist
 from megatrain.checks import Rule
 from megatrain.device import Device
 from megatrain.errors import OptionError, RanksError
-from megatrain.ranks.channel import Channel, GoOn
-from megatrain.ranks.gloo_channel import GlooChannel, Send
+from megatrain.ranks.channels.channel import Channel, GoOn
+from megatrain.ranks.channels.gloo_channel import GlooChannel, Send
+from megatrain.ranks.channels.host_channel import POLL_S, HostChannel
+from megatrain.ranks.channels.landing_channel import LandingChannel
+from megatrain.ranks.channels.relay_channel import RelayChannel
 from megatrain.ranks.host import host_of
-from megatrain.ranks.host_channel import HostChannel
-from megatrain.ranks.landing_channel import LandingChannel
-from megatrain.ranks.relay_channel import RelayChannel
 from megatrain.ranks.signs_of_life import LOOK_S, SignsOfLife
+from megatrain.ranks.weight_shards import WeightShards
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -63,15 +64,17 @@ class Ranks:
         after: To the rank after this one; None for the last.
         totals: From the last rank to all others.
         kept_totals: The same, into memory where they stay, if the rank shares its host; else `totals`.
+        shards: Divides copies of weights among the devices of this host; None unless `divide_weights` was called.
     """
 
     def __init__(self, group: ProcessGroup):
         self.rank, self.size = group.rank(), group.size()
         self.agreed = threading.Event()
+        self.shards: WeightShards | None = None
         name = f"{group.group_name}/{_made[group.group_name]}"
         _made[group.group_name] += 1
         of_group: Any = group.get_group_store()
-        store = dist.PrefixStore(f"megatrain/{name}", of_group.clone())
+        store = self._store = dist.PrefixStore(f"megatrain/{name}", of_group.clone())
         self._signs = SignsOfLife(store, self.rank, self.size)
         self._meet()
 
@@ -81,7 +84,7 @@ class Ranks:
             self._groups.append(group)
             return group
 
-        self._groups: list[Any] = []
+        self._groups: list[Any] = []  # what `_abandon` keeps
         self._is_abandoned = False
         self._meetings = gloo("meetings", range(self.size))
         self.host = host_of(self.rank, self.exchange)
@@ -123,6 +126,18 @@ class Ranks:
     def place(self) -> str:
         """Where this rank stands, as in `StepKind`."""
         return "first" if self.rank == 0 else "last" if self.rank == self.size - 1 else "middle"
+
+    def divide_weights(self, device: Device) -> None:
+        """Divides the copies of weights among the ranks of each host; all ranks call it at the same time.
+
+        Raises:
+            RanksError: If nothing moves shards between such devices.
+        """
+        if self.host is not None:
+            store = dist.PrefixStore(f"shards/{self.host.ranks[0]}", self._store)
+            place = self.host.index, self.host.size, device
+            self.shards = WeightShards(store, *place, self._wait_on_device, _TRANSFER)
+            self._groups.append(self.shards.group)
 
     def _meet(self) -> None:
         until = time.monotonic() + MEETING_S
@@ -201,6 +216,28 @@ class Ranks:
                 go_on()
                 self._signs.look()
             future.value()
+        except BaseException as error:
+            self._abandon()
+            if isinstance(error, RuntimeError):
+                raise self._signs.reason(error) from error
+            raise
+
+    def _wait_on_device(self, begin: Callable[[], Sequence[Any]], go_on: GoOn) -> None:
+        """Begins collectives of devices on the current stream, and waits for their end there.
+
+        Raises:
+            RanksError: If another rank can't go on. The group of the collectives is of no use then.
+        """
+        try:
+            looked = time.monotonic()
+            for work in begin():
+                while not work.is_completed():
+                    go_on()
+                    if time.monotonic() - looked > LOOK_S:
+                        self.look()
+                        looked = time.monotonic()
+                    time.sleep(POLL_S)
+                work.wait()
         except BaseException as error:
             self._abandon()
             if isinstance(error, RuntimeError):

@@ -32,9 +32,7 @@ from megatrain.scheduler.table import Position, section_of
 
 
 class Operations:
-    """Runs operations of one schedule on the calls of its micro-batches, one handler per kind.
-
-    The instructions decide everything: what to prefetch, park, recompute and drop, when and where.
+    """Runs operations of one schedule on the calls of its micro-batches, one handler per kind: instructions decide.
 
     Args:
         loaded: The programs, one per micro-batch.
@@ -52,7 +50,7 @@ class Operations:
         self.instructions = schedule.instructions
         self.engine = engine
         self.segments = engine.segments.of(schedule, [each.program for each in loaded])
-        self._slots = Slots(loaded[0].images, engine, loaded[0].program, schedule.persistent)
+        self._slots = Slots(loaded[0].images, engine, loaded[0].program, schedule)
         landing = KeptLanding() if schedule.kind.keeps_totals else self._landing(arena)
         parts = loaded[0].facts.parts
         self.sink = GradientSink(lambda key: engine.tensors[key], engine.device, parts=parts, landing=landing)
@@ -148,12 +146,14 @@ class Operations:
             elif (name := call.loaded.names[number]) is not None:
                 call.take(name, self.engine.device)
 
-    # -- handlers ------------------------------------------------------------------------------------------
-
     def prefetch(self, taken: Taken, instruction: Instruction) -> None:
-        """W: copies weights, or a section of them, into a slot."""
+        """W: copies weights, or a section of them, or this rank's shard, into a slot."""
         section = section_of(self.schedule, instruction.op)
         self._slots.prefetch(instruction.op.block, instruction.state, persists=instruction.persists, section=section)
+
+    def gather(self, taken: Taken, instruction: Instruction) -> None:
+        """C: the shards of the other ranks."""
+        self._slots.gather(instruction.state, self._rank_sums.go_on)
 
     def park(self, taken: Taken, instruction: Instruction) -> None:
         """A to the host."""
@@ -255,8 +255,7 @@ class Operations:
             The rest of the work, which takes no memory: until it runs, the sums are as they were.
         """
         first, index = taken.calls[0], block.index
-        # Memory that others hold too must not become a `.grad`. Looked up now, before this call holds the gradient as
-        # well.
+        # Memory that others hold too must not become a `.grad`; looked up before this call holds the gradient as well.
         sums, add_in_place = added(first.parameter_gradients.get(index), marked(gradients, self.engine.meter.has))
 
         def add() -> None:
@@ -313,6 +312,7 @@ HANDLERS: dict[tuple[str, str], Handler] = {
     (Stream.HOST, "S"): Operations.squares,
     (Stream.HOST, "N"): Operations.norm,
     (Stream.HOST, "U"): Operations.update,
+    (Stream.GATHER, "C"): Operations.gather,
     (Stream.RECEIVE, "R"): Operations.receive,
     (Stream.SEND, "P"): Operations.pass_on,
     (Stream.PEERS, "V"): Operations.wait,

@@ -10,7 +10,7 @@ import torch
 
 from megatrain.errors import ExecuteError
 from megatrain.passes.program import Program
-from megatrain.ranks.channel import Channel, Room
+from megatrain.ranks.channels.channel import Channel, Room
 from megatrain.ranks.ranks import Ranks
 from megatrain.runtime.call import Call
 from megatrain.runtime.engine import Engine

@@ -8,10 +8,12 @@ import torch
 
 from megatrain.errors import ExecuteError
 from megatrain.passes.program import Program
+from megatrain.ranks.channels.channel import GoOn
 from megatrain.runtime.engine import Engine
 from megatrain.runtime.stores.host_store import BlockImage, HostStore
 from megatrain.runtime.stores.persisting import Persisting
 from megatrain.scheduler.instructions import Bytes
+from megatrain.scheduler.table import Table
 from megatrain.sizes import Section
 
 
@@ -22,10 +24,10 @@ class Slots:
         images: Layout of each block's state.
         engine: Holds the store and the arena that slots are cut from.
         program: Whose blocks they are.
-        persistent: Blocks whose frozen weights stay.
+        schedule: Says whose frozen weights stay, and whether weights come in shards.
     """
 
-    def __init__(self, images: Sequence[BlockImage], engine: Engine, program: Program, persistent: Sequence[int] = ()):
+    def __init__(self, images: Sequence[BlockImage], engine: Engine, program: Program, schedule: Table):
         self._images = images
         self._program = program
         self._engine = engine
@@ -33,9 +35,10 @@ class Slots:
         self._at: int | None = None
         self._frozen = {
             block: frozenset(k for k in program.blocks[block].binding if not program.state[k].requires_grad)
-            for block in persistent
+            for block in schedule.persistent
         }
         self._num_uses = 0
+        self._shards = engine.ranks.shards if engine.ranks is not None and schedule.kind.shards > 1 else None
 
     @property
     def _store(self) -> HostStore:
@@ -57,7 +60,7 @@ class Slots:
     def prefetch(
         self, block: int, where: Bytes | None, *, persists: bool = False, section: Section | None = None
     ) -> None:
-        """Copies a block's state to bytes of the arena; nothing moves where state is used in place.
+        """Copies a block's state, or this rank's shard of it, to the arena; nothing where state is used in place.
 
         Args:
             block: The block.
@@ -71,7 +74,15 @@ class Slots:
         if where is not None and persists:
             self._prefetch_changing(block, where)
         elif where is not None:
-            self._store.prefetch(self._images[block], self._engine.arena.write(*where), section=section)
+            out = self._engine.arena.write(*where)
+            spans = None if self._shards is None else self._shards.spans(where.nbytes)
+            self._store.prefetch(self._images[block], out, section=section, spans=spans)
+
+    def gather(self, where: Bytes | None, go_on: GoOn) -> None:
+        """Fills bytes of the arena that have this rank's shard of a block with those of the other ranks of its host."""
+        assert where is not None
+        assert self._shards is not None
+        self._shards.gather(self._engine.arena.slot(*where), go_on)
 
     def _prefetch_changing(self, block: int, where: Bytes) -> None:
         """Copies the part of a block's state that changes from step to step, and the rest if it isn't there."""

@@ -1,7 +1,7 @@
 """Effects: the table of the kinds of ops. Only this table says what each op reads, makes, moves and computes.
 
-Dependencies, lifetimes, live bytes, traffic and the time of ops are generic over it. A new kind of op is one row here,
-one handler of the runtime, and one rule of the checker, which shares nothing with this file.
+Dependencies, lifetimes, live bytes, traffic and times are generic over it. A new kind of op is one row here, a handler
+of the runtime, and a rule of the checker, which shares nothing with this file.
 """
 
 from __future__ import annotations
@@ -47,16 +47,14 @@ class Effects:
         self.parked, self.sections = parked, sections
         self.persistent, self.deferred = frozenset(persistent), frozenset(deferred)
         self.inputs, self.outputs, self.kept = workload.inputs(), workload.outputs(), workload.results()
-        self.has_gradient = [
-            kind.mode != "forward" and workload.has_value_gradient(index) for index in range(len(workload.values))
-        ]
+        goes_back = kind.mode != "forward"
+        self.has_gradient = [goes_back and workload.has_value_gradient(i) for i in range(len(workload.values))]
         self.gradient_blocks = workload.gradient_blocks()
         self._parked_values = frozenset(value for values in parked.values() for value in values)
         self.parked_bytes = {
-            block: self.copied(sum(workload.values[value].nbytes for value in values))
-            for block, values in parked.items()
+            block: self.copied(sum(workload.values[v].nbytes for v in values)) for block, values in parked.items()
         }
-        turn = None if kind.mode == "forward" else turn_block(workload)
+        turn = turn_block(workload) if goes_back else None
         # The op that follows the caller's loss: it reads the outputs, and finds their gradients.
         self.turn = ("B", turn) if turn is not None else ("F", len(workload.blocks) - 1)
         self.owners: list[list[int]] = [[] for _ in workload.blocks]
@@ -134,10 +132,7 @@ class Effects:
         return [Item("value", i, micro_batch) for i, v in values if v.is_output and not v.is_committed]
 
     def loss_workspace(self, what: str, block: int, micro_batch: int) -> int:
-        """Device bytes that the caller's loss takes before an op, beyond the items of this op.
-
-        The op begins when the loss is over, so its own gradients are not there yet.
-        """
+        """Device bytes that the caller's loss takes before an op, beyond its items: its gradients come afterwards."""
         if self.kind.mode != "train" or self.kind.outputs == "keep" or self.turn != (what, block) or what != "B":
             return 0
         return max(0, self.workload.loss_bytes - _gradients_made(self, block, micro_batch)[0])
@@ -158,7 +153,13 @@ class Effects:
 def _prefetch(step: Effects, block: int, micro_batch: int) -> Effect:
     work = step.workload.blocks[block]
     moves = step.copied(work.state_bytes - (work.frozen_bytes if block in step.persistent else 0))
+    moves -= step.kind.gathered_bytes(work.state_bytes)
     return Effect(tuple(step.state(block)), (Item("weights", block),), moves=moves)
+
+
+def _collect(step: Effects, block: int, micro_batch: int) -> Effect:
+    weights = (Item("weights", block),)  # whole from now on
+    return Effect(weights, weights, moves=step.kind.gathered_bytes(step.workload.blocks[block].state_bytes))
 
 
 def _forward(step: Effects, block: int, micro_batch: int) -> Effect:
@@ -196,9 +197,8 @@ def _backward(step: Effects, block: int, micro_batch: int) -> Effect:
 def _backward_workspace(step: Effects, block: int, micro_batch: int) -> int:
     """The measured bytes, and each summand that exists for a moment in addition to its sum.
 
-    The workspace of a backward was measured with its recompute, whose saved values are part of it. Of a
-    retained graph they are live already and not counted twice. The first to hand in a gradient adds nothing. Later
-    micro-batches make gradients of the parameters in addition to the sum of the earlier ones.
+    The workspace of a backward was measured with its recompute, whose saved values are part of it; those of a retained
+    graph are live already. Later micro-batches make gradients of the parameters in addition to the sum so far.
     """
     work, summands = step.workload.blocks[block], _gradients_made(step, block, micro_batch)[1]
     saved = work.saved_bytes if block in step.saves else 0
@@ -268,14 +268,12 @@ def _update(step: Effects, block: int, micro_batch: int) -> Effect:
     group, blocks = step.workload.update_group(block), step.workload.blocks
     reads = [Item(kind, b) for b in group if blocks[b].has_backward and blocks[b].gradient_bytes > 0]
     reads += [Item("norm", NO_BLOCK)] * step.kind.clip + [Item("left", NO_BLOCK)] * (step.kind.updates == "serial")
-    makes = (Item("state", block), *[Item("squares", block)] * step.kind.reports_norm)
-    makes += (Item("part", block),) * step.kind.is_shared
+    also = ["squares"] * step.kind.reports_norm + ["part"] * step.kind.is_shared
     moves = blocks[block].update_bytes + blocks[block].gradient_bytes * step.kind.reports_norm
-    return Effect(tuple(reads), makes, moves=moves)
+    return Effect(tuple(reads), tuple(Item(what, block) for what in ["state", *also]), moves=moves)
 
 
 def _whole(step: Effects, block: int, micro_batch: int) -> Effect:
-    # Others write into the state as well; who reads it waits for all of them.
     return Effect((Item("part", block),), (Item("state", block),))
 
 
@@ -294,10 +292,12 @@ KINDS: dict[tuple[str, str], OpKind] = {
         OpKind(Stream.HOST, "S", _squares),
         OpKind(Stream.HOST, "N", _norm, has_block=False),
         OpKind(Stream.HOST, "U", _update, has_sections=True),
+        # What the other devices of this host have of a block's weights.
+        OpKind(Stream.GATHER, "C", _collect, has_slot=True),
         # Sums of gradients of parameters: from the rank before, and to the next one.
         OpKind(Stream.RECEIVE, "R", _receive),
         OpKind(Stream.SEND, "P", _pass),
-        # The updates of a block by the other ranks that share its state.
+        # The updates of a block by the other ranks that share its state, for all of which its readers wait.
         OpKind(Stream.PEERS, "V", _whole),
     )
 }

@@ -79,7 +79,7 @@ class _Maker:
         self._turns = {op.micro_batch: position for position, op in reversed(backwards)}
 
     def instruction(self, position: Position, op: Op) -> Instruction:
-        load = position if op.what == "W" else self._bindings.get(position)
+        load = position if op.what in "WC" else self._bindings.get(position)
         return Instruction(
             position=position,
             op=op,

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from megatrain.checks import checked, count, one_of
 from megatrain.errors import OptionError
+from megatrain.sizes import shard_bytes
 
 MODES = ("train", "forward", "backward")
 TRANSFERS = ("copy", "bind")
@@ -18,6 +19,8 @@ OUTPUTS = ("keep", "release")
 RANKS = ("alone", "first", "middle", "last")
 # Whose host memory holds the state: this process's own, or that of several ranks of one host, which divide the updates.
 STORES = ("own", "shared")
+# Into how many shards the weights of a block are divided; one for each rank of a host, or whole weights for each rank.
+MOST_SHARDS = 1024
 # A table has some rows for each micro-batch and block, and takes longer to check the more rows it has: this many take
 # minutes.
 MOST_MICRO_BATCHES = 10_000
@@ -31,7 +34,7 @@ KIND_RULES = {
 }
 
 
-@checked(**KIND_RULES, ranks=one_of(*RANKS), store=one_of(*STORES))
+@checked(**KIND_RULES, ranks=one_of(*RANKS), store=one_of(*STORES), shards=count(1, MOST_SHARDS))
 @dataclass(frozen=True, slots=True)
 class StepKind:
     """The kind of a step besides its blocks: a plain call, or a training step with micro-batches and updates.
@@ -56,6 +59,9 @@ class StepKind:
             total of all ranks from the last one.
         store: `"own"`, or `"shared"`: the ranks of this host share one store, a `U` updates this rank's part of a
             block's parameters, and a `V` after it waits until the other ranks have updated theirs.
+        shards: Into how many shards a block's weights are divided. With several, each rank of a host copies one of them
+            to its device, and a `C` after the `W` collects the others from the other devices (all-gather). Only where
+            ranks share a store, and weights are copied.
 
     Raises:
         OptionError: If a part has another value, or belongs to a training step but the mode isn't `"train"`.
@@ -73,6 +79,7 @@ class StepKind:
     reports_norm: bool = False
     ranks: str = RANKS[0]
     store: str = STORES[0]
+    shards: int = 1
 
     def __post_init__(self) -> None:
         if self.mode != "train" and self.is_training_step:
@@ -91,6 +98,12 @@ class StepKind:
                 f'store="{self.store}" with ranks="{self.ranks}" is impossible.\n'
                 "  A process alone shares its store with nobody.\n"
                 "  Say where this rank stands, or leave store out."
+            )
+        if self.shards > 1 and not (self.is_shared and self.transfer == "copy"):
+            raise OptionError(
+                f'shards={self.shards} with store="{self.store}" and transfer="{self.transfer}" is impossible.\n'
+                "  The devices of one host gather weights that come from one store, each a part.\n"
+                '  Use store="shared" and transfer="copy", or leave shards out.'
             )
         if self.reports_norm and (self.clip or self.updates not in ("overlap", "serial")):
             raise OptionError(
@@ -145,6 +158,10 @@ class StepKind:
     def is_shared(self) -> bool:
         """Whether other ranks update parts of the state that this one reads."""
         return self.store == "shared"
+
+    def gathered_bytes(self, state_bytes: int) -> int:
+        """Bytes of a block's weights that come from the other devices of the host."""
+        return (self.shards - 1) * shard_bytes(state_bytes, self.shards)
 
     @property
     def keeps_totals(self) -> bool:

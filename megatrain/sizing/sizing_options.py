@@ -38,6 +38,7 @@ RULES: Mapping[str, Rule] = {
     "devices": count(1, 64),
     "hosts": count(1, 64),
     "network": optional(SIZE),
+    "link": optional(SIZE),
     "host_bandwidth": optional(SIZE),
     "micro_batch": optional(count(1, 2**16)),
     "lora": count(0, 2**16),
@@ -84,6 +85,8 @@ class SizingOptions:
         devices: Devices of one host that share a step's tokens.
         hosts: Hosts that have so many devices each.
         network: Bytes that go from one host to another in a second, each way; None is 200 Gbit/s.
+        link: Bytes that a device gets from the others of its host in a second, over links such as NVLink; None if there
+            are none.
         host_bandwidth: Bytes a second that the host's memory reads and writes; None is that of the machine.
         lora: Rank of adapters; 0 trains all weights.
         optimizer: A class of torch.optim, in small letters.
@@ -114,6 +117,7 @@ class SizingOptions:
     devices: int = 1
     hosts: int = 1
     network: int | str | None = None
+    link: int | str | None = None
     host_bandwidth: int | str | None = None
     lora: int = 0
     optimizer: str = "adamw"
@@ -150,6 +154,19 @@ class SizingOptions:
             )
         if self.trace is not None and self.report is None:
             raise OptionError("--trace goes with --report.\n  Both draw the same step.\n  Give --report FILE as well.")
+        self._check_devices()
+        if self.host_bandwidth is not None and self.hardware is None:
+            raise OptionError(
+                "--host-bandwidth without --hardware says nothing.\n"
+                "  Only a plan for a machine has seconds.\n  Name one with --hardware."
+            )
+        if self.masters == "rounded" and self.precision != "bf16":
+            raise OptionError(
+                f"--masters rounded and --precision {self.precision} exclude each other.\n"
+                "  fp32 parameters are their own masters.\n  Leave out one of them."
+            )
+
+    def _check_devices(self) -> None:
         if self.num_devices > MOST_DEVICES:
             raise OptionError(
                 f"--hosts {self.hosts} of --devices {self.devices} have {counted(self.num_devices, 'device')}.\n"
@@ -167,15 +184,10 @@ class SizingOptions:
                 "  Devices of one host reach each other through its memory.\n"
                 "  Give --hosts as well, or leave out --network."
             )
-        if self.host_bandwidth is not None and self.hardware is None:
+        if self.link is not None and self.devices == 1:
             raise OptionError(
-                "--host-bandwidth without --hardware says nothing.\n"
-                "  Only a plan for a machine has seconds.\n  Name one with --hardware."
-            )
-        if self.masters == "rounded" and self.precision != "bf16":
-            raise OptionError(
-                f"--masters rounded and --precision {self.precision} exclude each other.\n"
-                "  fp32 parameters are their own masters.\n  Leave out one of them."
+                "--link without --devices says nothing.\n  It is what a device gets from the others of its host.\n"
+                "  Give --devices as well, or leave out --link."
             )
 
     @property

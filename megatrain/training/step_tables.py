@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
-from megatrain.errors import ExecuteError, TooSmallError
+from megatrain.errors import ExecuteError, OptionError, TooSmallError
 from megatrain.hardware.machine import usual_machine
 from megatrain.memory.device_budget import DeviceBudget
 from megatrain.options import Options
@@ -62,6 +62,9 @@ class StepTables:
         plan: A plan whose schedule all steps take, or None.
         ranks: The processes that train together; None for one that trains alone.
         is_shared: Whether others of its host share its store.
+
+    Raises:
+        OptionError: If weights are to come in shards, but each rank has a store of its own.
     """
 
     def __init__(
@@ -75,6 +78,7 @@ class StepTables:
     ):
         self._place = RANKS[0] if ranks is None else ranks.place
         self._store = STORES[is_shared]
+        self._shards = _num_shards(ranks, is_shared=is_shared)
         self._options = options
         self._budget = budget
         self._given = None if plan is None else GivenPlan(saved_plan(plan), options)
@@ -90,7 +94,16 @@ class StepTables:
         """Returns the kind of a training step of the compiled model."""
         transfer = self._options.transfer
         return StepKind(
-            "train", transfer, micro_batches, updates, clip, "release", reports_norm, self._place, self._store
+            "train",
+            transfer,
+            micro_batches,
+            updates,
+            clip,
+            "release",
+            reports_norm,
+            self._place,
+            self._store,
+            self._shards,
         )
 
     def schedule(
@@ -189,6 +202,18 @@ class StepTables:
             )
         planned.check()
         return planned
+
+
+def _num_shards(ranks: Ranks | None, *, is_shared: bool) -> int:
+    if ranks is None or ranks.shards is None or ranks.host is None:
+        return 1
+    if not is_shared:
+        raise OptionError(
+            'across_devices="shard" is impossible: each rank of this host has a store of its own.\n'
+            '  Shards come from one store. masters="rounded", and optimizers that keep more than tensors, have none.\n'
+            '  Leave across_devices out: "replicate" copies whole weights to each device.'
+        )
+    return ranks.host.size
 
 
 _Plan = Callable[[Sequence[Program]], Schedule]

@@ -112,3 +112,37 @@ def test_the_plan_says_tokens_of_all():
     found = on_devices(planned(ONLY_COMPUTE), 2)
     assert isinstance(found, DevicesPlan)
     assert found.tokens_per_s is None
+
+
+def test_devices_with_links_get_weights_in_shards_where_that_is_faster():
+    # Copies of weights hold the step up: each device brings a quarter of them, and links are no limit.
+    slow = Hardware(1e6, 1e9, 1e12, host_bytes_per_s=1e12)
+    plan = planned(slow, 12, micro_batches=1)
+    whole, linked, useless = plan.on_devices(4), plan.on_devices(4, link="1TB"), plan.on_devices(4, link="1kB")
+    assert [each.across_devices for each in (whole, linked, useless)] == ["replicate", "shard", "replicate"]
+    assert "4 of one host, each copies 1/4 of all weights and gathers the rest at 931.32 GiB/s (shard)" in str(linked)
+    assert useless.step_s == whole.step_s > linked.step_s
+    busy = [each.simulation.busy["h2d"] * each.step_s for each in (whole, linked)]
+    assert busy[1] < busy[0] / 2
+    assert whole.simulation.host_bytes > linked.simulation.host_bytes
+    for each in linked.ranks:
+        each.schedule.check()
+
+
+def test_all_devices_of_a_host_gather_at_the_same_time():
+    machine = Hardware(1e7, 1e7, 1e12, host_bytes_per_s=1e12)
+    found = planned(machine, 6).on_devices(4, 2, link="20MB")
+    assert found.across_devices == "shard"
+    assert found.ranks[0].schedule.kind.shards == 2
+    begun: list[list[float]] = []
+    for rank, timeline in zip(found.ranks, found.simulation.timelines, strict=True):
+        ops = dict(rank.schedule.positions())
+        begun.append([timing.start_s for timing in timeline if ops[timing.position].what == "C"])
+    # Those of one host begin together; hosts wait for each other only with their sums.
+    assert begun[0] == begun[1]
+    assert begun[2] == begun[3]
+
+
+def test_a_link_is_between_devices_of_a_host():
+    with pytest.raises(OptionError, match="link='1TB' says nothing about hosts of one device"):
+        planned(ONLY_COMPUTE).on_devices(4, 4, link="1TB")

@@ -80,11 +80,13 @@ def failing_late(rank: int) -> list[str]:
     return [refused(lambda number=number: step(batch(number, rank))) for number in range(3)]
 
 
-def dying(rank: int, when: str, silent_s: float) -> str:
+def dying(rank: int, when: str, silent_s: float, across_devices: str = "replicate") -> str:
     """Rank 1 is killed at some place, or stands still."""
     signs_of_life.SILENT_S = silent_s
-    step = begin(replace(CASE, mode="spread") if when == "update" else CASE, dist.group.WORLD)[2]
-    step(batch(0, rank))
+    case = replace(CASE, mode="spread" if when == "update" else "overlap", compile={"across_devices": across_devices})
+    case = replace(case, task="tied") if across_devices == "shard" else case
+    step = begin(case, dist.group.WORLD)[2]
+    step(case.batches(0)[rank])
     if rank == 1:
         if when == "loss":
             kill: Any = lambda *_: os.kill(os.getpid(), signal.SIGKILL)  # noqa: E731
@@ -96,7 +98,7 @@ def dying(rank: int, when: str, silent_s: float) -> str:
             os.kill(os.getpid(), signal.SIGKILL)
         elif when == "still":
             os.kill(os.getpid(), signal.SIGSTOP)
-    return refused(lambda: step(batch(1, rank)))
+    return refused(lambda: step(case.batches(1)[rank]))
 
 
 def impossible(rank: int) -> list[str]:
@@ -128,12 +130,12 @@ def saving_alone(rank: int, folder: str) -> tuple[list[str], bool]:
     return texts, existed
 
 
-def failing_op(rank: int, op: str) -> tuple[str, str]:
+def failing_op(rank: int, op: str, across_devices: str = "replicate") -> tuple[str, str]:
     """An op of rank 1 fails; then there is another step."""
     chaos = Chaos(max_delay_s=0, fail=op) if rank == 1 else None
-    _, _, step = begin(
-        replace(CASE, compile={"chaos": chaos, "transfer": "copy", "block_bytes": "100B"}), dist.group.WORLD
-    )
+    options = {"chaos": chaos, "transfer": "copy", "block_bytes": "100B", "across_devices": across_devices}
+    case = replace(CASE, compile=options, task="tied" if across_devices == "shard" else CASE.task)
+    _, _, step = begin(case, dist.group.WORLD)
     # Sums come with an op of their own where a second micro-batch is added to them.
-    steps = [batch(number, rank) * (2 if op.startswith("R") else 1) for number in range(2)]
+    steps = [case.batches(number)[rank] * (2 if op.startswith("R") else 1) for number in range(2)]
     return refused(lambda: step(steps[0])), refused(lambda: step(steps[1]))

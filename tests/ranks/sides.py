@@ -255,6 +255,11 @@ def train(case: Case, group: Any, rank: int | None) -> dict[str, Any]:
     torch.manual_seed(6 + (rank or 0))
     taken = take(case, rank, step, range(len(case.deal)))
     found = {**taken, **state_of(compiled, optimizer, step)}
+    if group is not None and case.compile.get("across_devices") == "shard":
+        schedule = step.schedule
+        assert (
+            (schedule.kind.store == "shared") == (schedule.kind.shards > 1) == ("C" in {op.what for op in schedule.ops})
+        )
     if rank:
         assert torch.equal(found.pop("generator"), torch.Generator().manual_seed(6 + rank).get_state())
     return found

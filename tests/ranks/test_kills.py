@@ -36,6 +36,8 @@ def test_a_rank_that_is_killed_at_any_moment_leaves_nothing_and_costs_nothing(se
     # LayerNorm of the simulated device has no backward in bf16.
     on_devices = seed % 3 == 2 and unavailable() is None
     options: dict[str, Any] = {"order": "seeded"} if on_devices else {"compile": {"precision": "bf16"}}
+    if seed % 5 in (1, 3):
+        options["compile"] = {**options.get("compile", {}), "across_devices": "shard"}
     case = Case("tied", mode, [(1, 2, 1)] * NUM_STEPS, draws=True, **options)
     made = Processes(3, simulated=on_devices)
     try:

@@ -25,6 +25,7 @@ CASES = {
     "tied-spread-late": Case("tied", "spread", THREE, order="late", is_weighted=True, draws=True),
     "llama-deferred-clipped-bf16": Case("llama", "deferred", TWO, order="seeded", compile={"precision": "bf16"}),
     "adapted-overlap-late-but-compute": Case("adapted", "overlap", THREE, order="late but compute"),
+    "tied-spread-late-shard": Case("tied", "spread", THREE, order="late", compile={"across_devices": "shard"}),
     "broad-overlap-late": Case("broad", "overlap", ((1, 1, 1), (1, 2, 1)), order="late", optimizer="sgd"),
 }
 FURTHER = (
@@ -41,6 +42,12 @@ FURTHER = (
         f"tied-{mode}-late-{edit}": Case("tied", mode, THREE, order="late", edits=edit)
         for mode in MODES
         for edit in EDITS
+    }
+    | {
+        f"{task}-{mode}-{order}-shard": Case(task, mode, THREE, order=order, compile={"across_devices": "shard"})
+        for task in ("tied", "adapted")
+        for mode in MODES
+        for order in ORDERS
     }
     | {
         f"tied-{mode}-late-hooks": Case("tied", mode, THREE, order="late", hooks=True)

@@ -64,6 +64,26 @@ FOUR = {
     for mode in MODES
     for hosts in ("aaaa", "aabb", "abba")
 }
+SHARDED = (
+    {
+        f"{task}-{mode}-shard-{hosts}": Case(
+            task, mode, THREE, hosts=hosts, compile={"across_devices": "shard"}, draws=True, chaos=seed
+        )
+        for seed, (task, mode, hosts) in enumerate(product(("tied", "adapted"), MODES, ("aaa", "aba")), start=1)
+    }
+    | {
+        f"tied-{mode}-shard-{edit}": Case(
+            "tied", mode, THREE, edits=edit, compile={"across_devices": "shard", "precision": "bf16"}, looks=True
+        )
+        for mode in ("spread", "serial_clipped")
+        for edit in EDITS
+    }
+    | {
+        f"{task}-spread-shard": Case(task, "spread", TWO, draws=True, compile={"across_devices": "shard"})
+        for task in ("gpt", "llama", "t5", "lora", "broad")
+    }
+)
+IN_SHARDS = ("tied-spread-shard-aaa", "adapted-deferred-shard-aba")
 LARGE = {task: Case(task, "spread", TWO, is_weighted=True, draws=True) for task in ("gpt", "llama", "t5", "lora")}
 LARGE["broad"] = Case("broad", "overlap", ((1, 1, 1), (1, 2, 1)), optimizer="sgd")
 
@@ -85,6 +105,11 @@ def test_ranks_train_with_the_bits_of_one_process(name: str, three: Processes):
 @pytest.mark.parametrize("name", [*map(wide, FURTHER | LARGE | DISTURBED | ROUNDED | EDITED | TWO_HOSTS | HOOKED)])
 def test_more_ranks_train_with_the_bits_of_one_process(name: str, three: Processes):
     assert_parity((FURTHER | LARGE | DISTURBED | ROUNDED | EDITED | TWO_HOSTS | HOOKED)[name], three)
+
+
+@pytest.mark.parametrize("name", [name if name in IN_SHARDS else wide(name) for name in SHARDED])
+def test_ranks_that_gather_weights_in_shards_train_with_the_bits_of_one_process(name: str, three: Processes):
+    assert_parity(SHARDED[name], three)
 
 
 @pytest.mark.parametrize("name", [*map(wide, FOUR)])

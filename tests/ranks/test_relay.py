@@ -8,8 +8,8 @@ from contextlib import contextmanager
 import torch
 
 from megatrain.memory.host_arena import HostArena
-from megatrain.ranks.channel import Channel, GoOn, Room, room_bytes
-from megatrain.ranks.relay_channel import RelayChannel
+from megatrain.ranks.channels.channel import Channel, GoOn, Room, room_bytes
+from megatrain.ranks.channels.relay_channel import RelayChannel
 from megatrain.tracer.spec import TensorSpec
 
 SPECS = [TensorSpec((3,), torch.float32), TensorSpec((2, 2), torch.float32)]

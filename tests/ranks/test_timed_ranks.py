@@ -19,6 +19,7 @@ from tests.tiers import wide
 DEAL = ((1, 1, 1), (2, 1, 3), (2, 1, 1))
 CASES = {
     "one host": Case("tied", "spread", DEAL, compile={"transfer": "copy"}),
+    "shards": Case("tied", "spread", DEAL, compile={"across_devices": "shard"}),
     "two hosts": Case("tied", "overlap", DEAL, hosts="aba"),
 }
 ON_DEVICE = {Stream.H2D, Stream.COMPUTE, Stream.D2H, Stream.RECEIVE, Stream.SEND}

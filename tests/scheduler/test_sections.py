@@ -185,10 +185,10 @@ def _swapped(one: str, other: str) -> Edit:
         (_swapped("W0/0@0", "W0/1@0"), r"are \[1, 0, 2\], not 0 to 2"),
         (_swapped("U0/0", "U0/1"), r"are \[1, 0, 2\], not 0 to 2"),
         (_made("W0/1@0", "W0/1@1", Stream.H2D), "fills another slot than h2d:W0/0@0|needs .* but its slot has"),
-        (_swapped("W0/2@0", "W0@0"), "W0@0 at tick 3 overwrites h2d:W0/1@0 at tick 2 before the last section"),
+        (_swapped("W0/2@0", "W0@0"), "W0@0 at tick 3 overwrites h2d:W0/1@0 at tick 2 before all of it"),
         (
             _swapped("W0/2@0", "W2@0"),
-            "F0 at tick 4 reads weights of which h2d:W0/1@0 at tick 2 is not the last section",
+            "F0 at tick 4 reads weights of which h2d:W0/1@0 at tick 2 brings only a part",
         ),
         (_swapped("U0/2", "U1"), "W0/2@0 at tick 3 reads what is written by host:U0/2"),
     ],

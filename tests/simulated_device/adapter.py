@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from datetime import timedelta
 from functools import partial
+from typing import Any
 
 from megatrain.device import Accelerator
 from megatrain.errors import ExecuteError
 from megatrain.sizes import format_bytes
 from tests.simulated_device.simulator import Simulator
+from tests.simulated_device.staged_collectives import StagedCollectives
 from tests.simulated_device.torch_module import NAME
 
 
@@ -25,6 +28,10 @@ class SimulatedDevice(Accelerator):
     def __init__(self, simulator: Simulator, index: int | None = None) -> None:
         super().__init__(NAME, index)
         self.simulator = simulator
+
+    def collectives(self, store: Any, rank: int, size: int, timeout: timedelta) -> Any:
+        """Through host memory: there are no links."""
+        return StagedCollectives(store, rank, size, timeout)
 
     def lock(self, address: int, nbytes: int) -> Callable[[], None]:
         """Registers the memory with the simulator."""

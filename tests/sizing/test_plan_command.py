@@ -235,6 +235,9 @@ def test_several_devices_share_the_tokens_of_a_step(config: Path, capsys: pytest
         capsys, *asked, "--tokens-per-step=256", "--devices=2", "--hosts=2", "--network=1GiB"
     )
     assert "--network without --hosts" in refused(capsys, *asked, "--devices=2", "--network=1GiB")
+    linked = printed(capsys, *asked, "--tokens-per-step=256", "--devices=4", "--link=1TiB")
+    assert linked == said  # copies hold nothing up
+    assert "--link without --devices" in refused(capsys, *asked, "--hosts=2", "--link=1TiB")
     assert "--hosts 64 of --devices 2 have 128 devices" in refused(capsys, *asked, "--devices=2", "--hosts=64")
     assert "is less than one micro-batch" in refused(capsys, *asked, "--tokens-per-step=32", "--devices=4")
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from megatrain.counts import counted
 from megatrain.errors import ExecuteError, MegatrainError, OptionError, ScheduleError
+from megatrain.hardware.hardware import Hardware
 from megatrain.planning.planned_step import PlannedStep
+from megatrain.scheduler.items import Stream
 from megatrain.scheduler.timing.bands import format_s
 from megatrain.scheduler.timing.simulate_devices import ONE_HOST, DevicesSimulation, Hosts, simulate_devices
 from megatrain.sizes import format_bytes, parse_bytes
@@ -19,7 +21,7 @@ NETWORK = "25GB"
 
 @dataclass(frozen=True, slots=True)
 class DevicesPlan:
-    """A step of several devices, each of which streams all weights; prints itself.
+    """A step of several devices; prints itself.
 
     Args:
         alone: The step of one device, with the micro-batches of one.
@@ -51,6 +53,11 @@ class DevicesPlan:
         """The step of one device by itself, by the step of all: 1 if nobody waits for others."""
         return self.alone_s / self.step_s
 
+    @property
+    def across_devices(self) -> str:
+        """How weights come to the devices of a host, as the option of `compile`."""
+        return "shard" if self.ranks[0].schedule.kind.shards > 1 else "replicate"
+
     def check(self) -> None:
         """Refuses a step in which the devices wait for the memory of their host.
 
@@ -64,9 +71,17 @@ class DevicesPlan:
         raise ScheduleError(
             f"the host's memory can't feed {counted(number, 'device')}: copies and updates take "
             f"{self._host()}, and one device takes {format_s(self.alone_s)} for its part.\n"
-            "  Each device streams all weights, and gradients go from one to the next through the host.\n"
+            f"  {self._weights().capitalize()}, and gradients go from one to the next through the host.\n"
             f"  Use about {fed} of them, or more tokens in a step of each."
         )
+
+    def _weights(self) -> str:
+        shards = self.ranks[0].schedule.kind.shards
+        if shards == 1:
+            return "each streams all weights"
+        assert self.ranks[0].hardware is not None
+        rate = format_bytes(int(self.ranks[0].hardware.further_rates[Stream.GATHER]))
+        return f"each copies 1/{shards} of all weights and gathers the rest at {rate}/s"
 
     def _host(self) -> str:
         return f"{format_s(self.simulation.host_s)} ({format_bytes(self.simulation.host_bytes)})"
@@ -80,7 +95,7 @@ class DevicesPlan:
             where = f"each of {hosts.number} hosts, {format_bytes(int(hosts.network_bytes_per_s))}/s between them"
         return "\n".join(
             [
-                f"devices: {number} of {where}, each streams all weights (replicate); predicted",
+                f"devices: {number} of {where}, {self._weights()} ({self.across_devices}); predicted",
                 f"  step: {format_s(self.step_s)}{rate}; {self.efficiency:.2f} of what as many devices alone would do",
                 f"  busy at most: {busy}",
                 f"  host memory: {self._host()} of reads and writes" + " on a host" * (hosts.number > 1),
@@ -98,7 +113,9 @@ def hosts_of(number: int, network: int | str | None) -> Hosts:
     return Hosts(number, parse_bytes(NETWORK if network is None else network, "network"))
 
 
-def best_on_devices(plans: Sequence[PlannedStep], num_devices: int, hosts: Hosts = ONE_HOST) -> DevicesPlan:
+def best_on_devices(
+    plans: Sequence[PlannedStep], num_devices: int, hosts: Hosts = ONE_HOST, link: int | str | None = None
+) -> DevicesPlan:
     """Of several ways to split a step, the one whose step of all devices is the shortest.
 
     More micro-batches may be faster on one device and slower on several: the next rank's second one waits for this
@@ -108,6 +125,7 @@ def best_on_devices(plans: Sequence[PlannedStep], num_devices: int, hosts: Hosts
         plans: Of one device, with its micro-batches; at least one fits.
         num_devices: As in `on_devices`.
         hosts: See there.
+        link: See there.
 
     Raises:
         OptionError: See `on_devices`.
@@ -119,7 +137,7 @@ def best_on_devices(plans: Sequence[PlannedStep], num_devices: int, hosts: Hosts
         if best is not None and best.step_s <= _alone_s(plan):
             break  # no step of several is shorter than that of one of them alone
         try:
-            found = on_devices(plan, num_devices, hosts)
+            found = on_devices(plan, num_devices, hosts, link)
         except (ScheduleError, ExecuteError) as refused:
             error = error or refused
             continue
@@ -134,13 +152,18 @@ def _alone_s(plan: PlannedStep) -> float:
     return plan.simulation.step_s if plan.simulation is not None else 0.0
 
 
-def on_devices(plan: PlannedStep, num_devices: int, hosts: Hosts = ONE_HOST) -> DevicesPlan:
+def on_devices(
+    plan: PlannedStep, num_devices: int, hosts: Hosts = ONE_HOST, link: int | str | None = None
+) -> DevicesPlan:
     """Plans the step of each rank, and simulates all of them.
+
+    Where devices have links, weights come whole or in shards, whichever takes less time.
 
     Args:
         plan: Of one device, with its micro-batches.
         num_devices: How many there are in all, at least two, on each host as many.
         hosts: Where they are.
+        link: Bytes that a device gets from the others of its host in a second; None if they have no links.
 
     Raises:
         OptionError: If the plan has no machine, or can't be planned again.
@@ -152,14 +175,25 @@ def on_devices(plan: PlannedStep, num_devices: int, hosts: Hosts = ONE_HOST) -> 
             "  The seconds of a step follow from the rates of a machine.\n"
             '  Call megatrain.plan with hardware="rtx-4090", say.'
         )
-    simulation = plan.simulation
+    found = [_on_devices(plan, num_devices, hosts, plan.hardware)]
+    if link is not None:
+        rates = {**plan.hardware.further_rates, Stream.GATHER: parse_bytes(link, "link")}
+        linked = replace(plan.hardware, further_rates=rates)
+        found.append(_on_devices(plan, num_devices, hosts, linked, num_devices // hosts.number))
+    return min(found, key=lambda each: each.step_s)
+
+
+def _on_devices(plan: PlannedStep, num_devices: int, hosts: Hosts, hardware: Hardware, shards: int = 1) -> DevicesPlan:
+    asked, simulation = plan.asked, plan.simulation
+    assert asked is not None
     assert simulation is not None
     names = ["first", *["middle"] * (num_devices - 2), "last"]
-    found = {name: plan.asked.again({"ranks": name}) for name in dict.fromkeys(names)}
+    changed = {"hardware": hardware, "shards": shards}
+    found = {name: asked.again({"ranks": name, **changed}) for name in dict.fromkeys(names)}
     for each in found.values():
         error = each.refused()
         if error is not None:
             raise error
     ranks = [found[name] for name in names]
-    simulated = simulate_devices([each.schedule for each in ranks], plan.hardware, hosts)
+    simulated = simulate_devices([each.schedule for each in ranks], hardware, hosts)
     return DevicesPlan(plan, ranks, simulation.step_s, simulated, hosts)

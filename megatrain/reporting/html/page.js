@@ -14,7 +14,7 @@
   const MEANS = {
     "h2d W": "weights to a slot", "h2d A": "activations come back", "compute F": "forward", "compute B": "backward",
     "d2h A": "activations are parked", "d2h G": "gradients leave", "host S": "squares of gradients", "host N": "norm", "host U": "update",
-    "receive R": "the sum of the ranks before", "send P": "the sum goes to the next rank", "peers V": "updates of other ranks",
+    "gather C": "weights from other devices", "receive R": "the sum of the ranks before", "send P": "the sum goes to the next rank", "peers V": "updates of other ranks",
   };
   const PARTS = {
     "weights": "weights", "activations": "activations", "retained graphs": "graphs", "gradients of activations": "agrads",

@@ -54,7 +54,7 @@ def choose_draft(
         keep=streams and keep is None and activations in ("auto", "recompute"),
         saves=kind.mode != "forward" and activations == "auto",
         # A call's caller has tensors of their own beside it; all that a training step has counts.
-        stays=streams and kind.is_training_step and num_slots is None,
+        stays=streams and kind.is_training_step and kind.shards == 1 and num_slots is None,
         parks=False,
     )
     starts = [_starting_plan(builder, count, 0 if freedom.keep else keep, activations) for count in counts]

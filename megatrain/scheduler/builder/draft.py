@@ -75,7 +75,7 @@ class Draft:
     device_bytes: int
 
     def ops(self) -> Iterator[Placed]:
-        """All ops but `W`: stream, tick, and letter, block, micro-batch and section."""
+        """All ops but `W` and `C`: stream, tick, and letter, block, micro-batch and section."""
         return _ops(self.rows, self.host)
 
 
@@ -113,6 +113,7 @@ class Builder:
         parked = self._parked(plan)
         rows = assign_ticks(
             self.workload,
+            self.kind,
             self.stages,
             placed.stays,
             parked,
@@ -123,7 +124,7 @@ class Builder:
         )
         rows = between_ranks(rows, self.kind)
         host = place_host(self.workload, self.kind, rows.ticks, placed.head)
-        # A `W` makes nothing that has a lifetime: its slot exists all the time.
+        # A `W`, or a `C`, makes nothing that has a lifetime: its slot exists all the time.
         live, nbytes = self._account.of(
             list(_ops(rows, host)),
             plan.saves,
@@ -196,7 +197,7 @@ class Builder:
 
 
 def _ops(rows: Rows, host: HostTicks) -> Iterator[Placed]:
-    """All ops but `W`: stream, tick, and letter, block, micro-batch and section."""
+    """All ops but `W` and `C`: stream, tick, and letter, block, micro-batch and section."""
     for stream, what, ticks in (
         (Stream.H2D, "A", rows.ticks.restore),
         (Stream.COMPUTE, "F", rows.ticks.forward),
@@ -216,9 +217,12 @@ def _ops(rows: Rows, host: HostTicks) -> Iterator[Placed]:
 
 def _table(draft: Draft, placed: _Weights, *, has_micro_batches: bool) -> tuple[Tick, ...]:
     cells: list[list[Op]] = [[] for _ in draft.live]
-    for stay, slot, loads in zip(placed.stays, placed.slot_of, draft.rows.loads, strict=True):
+    rows = draft.rows
+    for stay, slot, loads, gather in zip(placed.stays, placed.slot_of, rows.loads, rows.gathers, strict=True):
         for section, tick in enumerate(loads):
             cells[tick].append(Op(Stream.H2D, "W", stay.block, slot, section=section if len(loads) > 1 else None))
+        if gather is not None:
+            cells[gather].append(Op(Stream.GATHER, "C", stay.block, slot))
     for stream, tick, (what, block, number, section) in _ops(draft.rows, draft.host):
         has_number = has_micro_batches and kind_of(stream, what).per_micro_batch
         cells[tick].append(Op(stream, what, block, None, number if has_number else None, section))

@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 from megatrain.scheduler.builder.stays import Stage, Stay
 from megatrain.scheduler.items import Sections
+from megatrain.scheduler.step_kind import StepKind
 from megatrain.scheduler.workload import Workload
 
 # A block and a micro-batch.
@@ -37,11 +38,13 @@ class Rows:
     Args:
         ticks: Of every op but `W`.
         loads: Ticks of the `W` of each stay: one, or one for each section.
+        gathers: Tick of the `C` of each stay; None where all its weights come with the `W`.
         num_ticks: Number of rows.
     """
 
     ticks: OpTicks
     loads: tuple[tuple[int, ...], ...]
+    gathers: tuple[int | None, ...]
     num_ticks: int
 
 
@@ -85,6 +88,7 @@ class _Placer:
         self.compute: list[int] = []
         self.h2d = -1
         self.d2h = -1
+        self.gather = -1
         self.ticks = OpTicks()
         self._pending: list[tuple[dict[Run, int], Run, int]] = []
 
@@ -141,6 +145,7 @@ class _Placer:
 
 def assign_ticks(
     workload: Workload,
+    kind: StepKind,
     stages: Sequence[Stage],
     stays: Sequence[Stay],
     parked: Mapping[int, Sequence[int]],
@@ -157,6 +162,7 @@ def assign_ticks(
 
     Args:
         workload: What runs.
+        kind: The kind of the step.
         stages: In the order of compute.
         stays: In the order of need.
         parked: As in `Effects`.
@@ -167,7 +173,9 @@ def assign_ticks(
     """
     placer = _Placer(num_slots)
     steps = [work for stage in stages for work in stage]
-    queue = _first_at_once(_arrivals(stages, stays, parked, num_slots, sections), workload, written, sections)
+    queue = _arrivals(stages, stays, parked, num_slots, sections)
+    if kind.shards == 1:  # shards come in one order on all devices
+        queue = _first_at_once(queue, workload, written, sections)
     # How much of the queue a step needs: its own transfers and everything queued before them.
     needs = {arrival.needed: index + 1 for index, arrival in enumerate(queue)}
     parks = _parks_by_producer(workload, parked)
@@ -175,6 +183,7 @@ def assign_ticks(
     stage_of = [number for number, stage in enumerate(stages) for _ in stage]
     ends = [end - 1 for end in accumulate(map(len, stages))]
     loads: list[list[int]] = [[] for _ in stays]
+    gathers: list[int | None] = [None for _ in stays]
     ready = [-1] * len(steps)
     at = 0
     for step, work in enumerate(steps):
@@ -183,6 +192,8 @@ def assign_ticks(
             ready[arrival.needed] = tick
             if arrival.stay is not None:
                 loads[arrival.stay].append(tick)
+                if kind.gathered_bytes(workload.blocks[arrival.block].state_bytes):
+                    gathers[arrival.stay] = placer.gather = ready[arrival.needed] = max(placer.gather, tick) + 1
         at = max(at, needs.get(step, at))
         tick = placer.place_compute(ready[step])
         run = (work.block, work.micro_batch)
@@ -196,7 +207,8 @@ def assign_ticks(
                 beside = ends[min(stage_of[step] + 1, len(ends) - 1)] if has_late_offloads else step
                 placer.leave(placer.ticks.offload, (work.block, 0), beside=beside)
     placer.place_d2h(placer.done(len(steps) - 1))
-    return Rows(placer.ticks, tuple(map(tuple, loads)), max([placer.h2d, placer.d2h, *placer.compute[-1:]]) + 1)
+    num_ticks = max([placer.h2d, placer.d2h, *placer.compute[-1:]]) + 1
+    return Rows(placer.ticks, tuple(map(tuple, loads)), tuple(gathers), num_ticks)
 
 
 def _arrivals(

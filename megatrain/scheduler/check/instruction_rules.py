@@ -15,6 +15,9 @@ from megatrain.scheduler.table import Position, Table
 from megatrain.scheduler.workload import Workload
 from megatrain.sizes import ALIGNMENT
 
+# Weights, and the shards of other ranks.
+_FILLING = "WC"
+
 
 def check_instructions(instructions: Instructions, table: Table, workload: Workload) -> None:
     """Proves that instructions do what the table says, safely and in the memory that it states.
@@ -118,7 +121,7 @@ def _check_state(case: Case, instructions: Instructions) -> None:
     for tick in sorted(by_tick):
         for instruction in by_tick[tick]:
             op, expected = instruction.op, None
-            if op.what == "W" and op.slot is not None and not is_bound:
+            if op.what in _FILLING and op.slot is not None and not is_bound:
                 nbytes = case.workload.blocks[op.block].state_bytes
                 expected = Bytes(case.schedule.slots[op.slot].offset, nbytes)
                 pending.append((op.block, instruction.position, expected))

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from itertools import product
 
 from megatrain.scheduler.check.case import Case
+from megatrain.scheduler.check.weight_rules import loaded_bytes
 from megatrain.scheduler.items import Stream
 from megatrain.scheduler.table import Position
 from megatrain.scheduler.workload import BlockWork, KeptWork
@@ -255,9 +256,8 @@ def _recount_moved(case: Case) -> tuple[int, int]:
             if op.what == "A":
                 moved[position.stream] += sum(case.workload.values[v].nbytes for v in case.parked[op.block])
             elif op.what == "W" or (op.what == "G" and not case.schedule.kind.sends):
-                block = case.workload.blocks[op.block]
-                there = block.frozen_bytes if op.block in case.schedule.persistent else 0
-                nbytes = block.state_bytes - there if op.what == "W" else block.gradient_bytes
+                is_load = op.what == "W"
+                nbytes = loaded_bytes(case, op.block) if is_load else case.workload.blocks[op.block].gradient_bytes
                 # The sections of a divided block add up to the whole.
                 moved[position.stream] += nbytes if not op.section else 0
     return moved[Stream.H2D], moved[Stream.D2H]

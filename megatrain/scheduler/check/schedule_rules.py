@@ -15,6 +15,7 @@ import networkx as nx
 from megatrain.counts import counted
 from megatrain.errors import ScheduleError
 from megatrain.scheduler.check.case import Case
+from megatrain.scheduler.check.gather_rules import check_gathers
 from megatrain.scheduler.check.host_rules import check_norm, check_places, check_updates
 from megatrain.scheduler.check.memory_rules import (
     check_figures,
@@ -98,7 +99,7 @@ def _check_ops_are_known(case: Case) -> None:
             raise case.fault(f"{case.name(position)} has no micro-batch.", numbers, position.tick, "Leave it out.")
         if op.block >= len(case.workload.blocks):
             raise case.fault(f"{case.name(position)} has no block.", rule, position.tick, "Leave it out.")
-        if op.what == "W":
+        if op.slot is not None:
             _check_slot_fits(case, position, op, rule)
 
 
@@ -268,6 +269,7 @@ RULES: tuple[Callable[[Case], None], ...] = (
     check_norm,
     check_updates,
     check_shared_store,
+    check_gathers,
     check_places,
     check_releases_come_first,
     check_live_bytes,

@@ -7,12 +7,15 @@ from itertools import pairwise
 from megatrain.scheduler.check.case import Case
 from megatrain.scheduler.items import Stream
 from megatrain.scheduler.table import Position
+from megatrain.sizes import shard_bytes
+
+_FILLING = "WC"
 
 
 def check_weights(case: Case) -> None:
     """Every F and B finds its weights in a slot, and no W touches them before it is done."""
     rule = "F and B read what the last W of their block copied; no W writes there before they are done."
-    latest: dict[int, Position] = {}  # the last section of a W that is divided
+    latest: dict[int, Position] = {}  # the last section of a W that is divided, and a C that completes one
     is_part = _parts(case)
     readers: dict[Position, list[Position]] = {}
     for tick, row in enumerate(case.schedule.ticks):
@@ -27,19 +30,27 @@ def check_weights(case: Case) -> None:
                 )
             load = latest[row.compute.block]
             if load in is_part:
-                what = f"{case.name(position)} reads weights of which {case.name(load)} is not the last section."
-                raise case.fault(what, rule, tick, "Move it below the last one.")
+                what = f"{case.name(position)} reads weights of which {case.name(load)} brings only a part."
+                raise case.fault(what, rule, tick, f"Move it below {case.name(is_part[load])}.")
             case.require_before(load, position, "reads weights that are copied by", rule)
             readers.setdefault(load, []).append(position)
-        if row.h2d is not None and row.h2d.what == "W":
-            latest[row.h2d.block] = Position(tick, Stream.H2D)
+        for stream, op in row.items():
+            if op.what in _FILLING:
+                latest[op.block] = Position(tick, stream)
     _check_overwrites(case, readers, rule)
 
 
 def _parts(case: Case) -> dict[Position, Position]:
-    """Each section of a W that another section follows, with that one."""
-    found = [position for position, op in case.ops if op.what == "W" and op.section is not None]
-    return dict(pairwise(found))
+    """Each section of a W that another section follows, with that one; and each W that a C completes, with it."""
+    sections = [position for position, op in case.ops if op.what == "W" and op.section is not None]
+    found = dict(pairwise(sections))
+    loads: dict[int, Position] = {}
+    for position, op in case.ops:
+        if op.what == "W":
+            loads[op.block] = position
+        elif op.what == "C" and op.block in loads:
+            found[loads[op.block]] = position
+    return found
 
 
 def _check_overwrites(case: Case, readers: dict[Position, list[Position]], rule: str) -> None:
@@ -57,7 +68,7 @@ def _check_overwrites(case: Case, readers: dict[Position, list[Position]], rule:
             # Every later write to these bytes follows this W in its stream.
             del lying[load]
             if is_part.get(load, position) != position:
-                what = f"{case.name(position)} overwrites {case.name(load)} before the last section is there."
+                what = f"{case.name(position)} overwrites {case.name(load)} before all of it is there."
                 raise case.fault(what, rule, position.tick, "Use another slot.")
             for reader in readers.get(load, ()):
                 case.require_before(reader, position, f"overwrites {case.name(load)}, read by", rule)
@@ -85,6 +96,13 @@ def check_persistent(case: Case) -> None:
                         position.tick,
                         "Use another slot.",
                     )
+
+
+def loaded_bytes(case: Case, block: int) -> int:
+    """Bytes that a W of a block copies: what isn't there since an earlier step, and doesn't come from other devices."""
+    work, shards = case.workload.blocks[block], case.schedule.kind.shards
+    there = work.frozen_bytes if block in case.schedule.persistent else 0
+    return work.state_bytes - there - (shards - 1) * shard_bytes(work.state_bytes, shards)
 
 
 def _written(case: Case, load: Position) -> tuple[int, int]:

@@ -18,7 +18,7 @@ from megatrain.scheduler.workload import Workload
 FORMAT = 1
 
 # What schedules of a process alone don't say.
-_LEFT_OUT = (("ranks", RANKS[0]), ("store", STORES[0]))
+_LEFT_OUT = (("ranks", RANKS[0]), ("store", STORES[0]), ("shards", 1))
 _FIGURES = ("keep", "h2d_bytes", "d2h_bytes", "peak_bytes", "device_bytes", "host_bytes")
 
 

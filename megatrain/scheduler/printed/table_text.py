@@ -208,10 +208,13 @@ def _read_ranges(text: str, read: _Read) -> list[int]:
     return blocks
 
 
-def _read_micro_batches(text: str, read: _Read) -> None:
-    if not re.fullmatch(r"[1-9]\d{0,17}", text):
-        raise ScheduleError("expected `micro-batches: 4`.")
-    read.say("micro_batches", int(text))
+def _several(name: str) -> _Line:
+    def read_number(text: str, read: _Read) -> None:
+        if not re.fullmatch(r"[1-9]\d{0,17}", text):
+            raise ScheduleError(f"expected `{name.replace('_', '-')}: 4`.")
+        read.say(name, int(text))
+
+    return _Line(lambda s: [str(n)] if (n := getattr(s.kind, name)) > 1 else [], read_number)
 
 
 def _read_updates(text: str, read: _Read) -> None:
@@ -268,14 +271,13 @@ _LINES: dict[str, _Line] = {
     **{name: _blocks(name) for name in ("saves", "results", "frozen", "persistent")},
     "mode": _choice("mode", MODES),
     "transfer": _choice("transfer", TRANSFERS),
-    "micro-batches": _Line(
-        lambda s: [str(s.kind.micro_batches)] if s.kind.micro_batches > 1 else [], _read_micro_batches
-    ),
+    "micro-batches": _several("micro_batches"),
     "updates": _Line(_updates, _read_updates),
     "places": _Line(lambda s: [f"{x.block} = {x.offset}+{x.nbytes}" for x in s.places], _read_places, "; "),
     "outputs": _choice("outputs", OUTPUTS),
     "ranks": _choice("ranks", RANKS),
     "store": _choice("store", STORES),
+    "shards": _several("shards"),
 }
 
 

@@ -50,6 +50,7 @@ def rank_waits(books: Sequence[Books], hosts: Sequence[int] | None = None) -> Ra
             own[id(its)] = all_waits(its)
         ends |= {(rank, after): {(rank, before) for before in befores} for after, befores in own[id(its)].items()}
     numbers = [0] * len(books) if hosts is None else hosts
+    _gathers(books, numbers, ends)
     found = [_by_block(its.table) for its in books]
     last = len(books) - 1
     for rank, (its, of_rank) in enumerate(zip(books, found, strict=True)):
@@ -65,6 +66,20 @@ def rank_waits(books: Sequence[Books], hosts: Sequence[int] | None = None) -> Ra
                     (other, update) for other in mates for update in found[other]["U", block]
                 )
     return RankWaits(ends, pieces)
+
+
+def _gathers(books: Sequence[Books], hosts: Sequence[int], ends: dict[Place, set[Place]]) -> None:
+    """A `C` begins when it could on all ranks of its host, which have the same ones in the same order."""
+    found = [[position for position, op in its.table.positions() if op.what == "C"] for its in books]
+    for host in dict.fromkeys(hosts):
+        mates = [rank for rank, number in enumerate(hosts) if number == host]
+        before: set[Place] = set()
+        for same in zip(*(found[rank] for rank in mates), strict=True):
+            places = list(zip(mates, same, strict=True))
+            together = before.union(*(ends[place] for place in places))
+            for place in places:
+                ends[place] = set(together)
+            before = set(places)
 
 
 def _by_block(table: Table) -> dict[tuple[str, int], list[Position]]:

@@ -183,7 +183,7 @@ def _op(
         seconds = costs.of(position.stream, effect)
     # The last rank also copies a total from the room to where it waits.
     is_copied = op.what == "G" and table.kind.ranks == "last" and not table.kind.keeps_totals
-    is_of_host = position.stream != Stream.COMPUTE
+    is_of_host = position.stream not in (Stream.COMPUTE, Stream.GATHER)
     times = (3 if is_copied else 1) + is_adding
     # The network reads and writes the host's memory as well.
     times += (op.what == "P" and sides.is_after_away) + (piece_s is not None and sides.is_before_away)

@@ -78,6 +78,7 @@ def facts_of(
         "precision": options.precision,
         "masters": options.masters,
         "chunking": options.chunking,
+        "across_devices": options.across_devices,
         "passes": ", ".join(getattr(each, "__qualname__", type(each).__qualname__) for each in options.passes)
         or "none",
         "the number of modules in training mode": str(sum(module.training for module in compiled.model.modules())),

@@ -3,7 +3,8 @@
 A step has two meetings. Before it runs, each rank tells how much its micro-batches count, and a digest of everything
 that must not differ. Before its first backward, each rank tells that its forward has succeeded; until then a rank may
 run it again, with all others, and a failure leaves no trace on any rank. From then on sums of gradients travel, and a
-rank that fails ends the training of all: some may have updated what others have not.
+rank that fails ends the training of all: some may have updated what others have not. Where ranks gather weights, they
+need each other from the first forward on, and so a failure is final from the first meeting on.
 """
 
 from __future__ import annotations
@@ -65,7 +66,7 @@ class Together:
         self._rules = rules
         self._stage = _MEETING
         self._is_telling = False
-        self._is_compared = False
+        self._is_compared = self._gathers = False
         self.dealt: DealtDraws | None = None
 
     @property
@@ -119,10 +120,12 @@ class Together:
             return  # it was said in a meeting, in which all ranks were
         if found is None:
             ranks.announce(words_of(error))
+        is_forward = self._gathers and isinstance(error, GuardFailedError)
+        way = ' with across_devices="replicate", which runs a forward again where need be' if is_forward else ""
         boundary.broken = (
             "the ranks are no longer at the same step, because one of them failed in the middle of one.\n"
             f"  {words_of(error)}\n"
-            "  Start all ranks again, and load the latest checkpoint."
+            f"  Start all ranks again{way}, and load the latest checkpoint."
         )
         if found is not None and found is not error:
             raise found from error
@@ -191,7 +194,9 @@ class Together:
             numbers = [len(word["counts"]) for word in words]
             device = self._compiled.options.device
             self.dealt = deal(lambda word: self._tell(ranks, word), ranks.rank, numbers, executor.draws, device)
-        self._stage = _RUNNING_FORWARD
+        # Weights in shards come from all ranks of a host: where one runs its forward again, the others wait for ever.
+        self._gathers = setting.kind.shards > 1
+        self._stage = _AGREED if self._gathers else _RUNNING_FORWARD
         return Shares(counts, others=words, rank=ranks.rank)
 
     def _refuse(self, ranks: Ranks, facts: Facts) -> None:

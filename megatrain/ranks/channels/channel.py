@@ -11,7 +11,7 @@ import torch
 
 from megatrain.memory.block_image import image, views
 from megatrain.memory.host_arena import HostArena
-from megatrain.ranks.room_pieces import Piece, pieces
+from megatrain.ranks.channels.room_pieces import Piece, pieces
 from megatrain.tracer.spec import TensorSpec
 
 GoOn = Callable[[], object]

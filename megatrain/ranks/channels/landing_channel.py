@@ -10,10 +10,10 @@ import torch
 
 from megatrain.memory.block_image import BlockImage, image, views
 from megatrain.memory.host_arena import HostArena
-from megatrain.ranks.channel import Room
-from megatrain.ranks.host_channel import HostChannel, flag_bytes
+from megatrain.ranks.channels.channel import Room
+from megatrain.ranks.channels.host_channel import HostChannel, flag_bytes
+from megatrain.ranks.channels.room_pieces import pieces
 from megatrain.ranks.host_file import PAGE, HostFile, Region
-from megatrain.ranks.room_pieces import pieces
 from megatrain.sizes import aligned
 from megatrain.tracer.spec import TensorSpec
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager, nullcontext
 
-from megatrain.ranks.channel import Channel, GoOn, Room
+from megatrain.ranks.channels.channel import Channel, GoOn, Room
 from megatrain.tracer.spec import TensorSpec
 
 

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import torch
 
 from megatrain.memory.host_arena import HostArena
-from megatrain.ranks.channel import Channel, GoOn, Room, room_bytes
+from megatrain.ranks.channels.channel import Channel, GoOn, Room, room_bytes
 from megatrain.sizes import aligned
 from megatrain.tracer.spec import TensorSpec
 

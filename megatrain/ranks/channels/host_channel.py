@@ -9,7 +9,7 @@ from contextlib import contextmanager
 import torch
 
 from megatrain.memory.host_arena import HostArena
-from megatrain.ranks.channel import Channel, GoOn, Room, room_bytes
+from megatrain.ranks.channels.channel import Channel, GoOn, Room, room_bytes
 from megatrain.ranks.host_file import PAGE, HostFile
 from megatrain.ranks.signs_of_life import LOOK_S
 from megatrain.sizes import aligned

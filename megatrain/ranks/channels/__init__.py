@@ -1,0 +1,1 @@
+"""Channels: memory or collectives through which gradients go from rank to rank."""
