@@ -39,7 +39,7 @@ def check_words(ranks: Ranks, words: Sequence[Mapping[str, Any]]) -> None:
         raise RanksError(
             f"the ranks are in different calls: {places}.\n"
             "  All ranks take the same steps, and save at the same places.\n"
-            "  Call save() on each rank: rank 0 writes, the others wait."
+            "  Call save() on each rank: all of them write."
         )
 
 

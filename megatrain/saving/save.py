@@ -31,6 +31,8 @@ _FILE_OVERHEAD = 8192
 """What a file takes on the disk beyond its bytes, at most: a block that isn't full, and its entry."""
 
 
+Write = Callable[[Sequence[Shard], Path], Mapping[str, FileRecord]]
+"""Writes files into a folder; returns their entries of the manifest."""
 _STATE = Rule(
     f"{OPTIMIZERS.text}, or an OptimizerState",
     OPTIMIZERS.way,
@@ -71,39 +73,31 @@ def save(
         OptionError: If an argument has a wrong value.
         OptimizerError: If two optimizers hold the same parameter.
     """
-    place = resolved(folder)
-    draft = _Draft.of(weights, optimizer, names, extra, tensors or {}, parse_bytes(shard_bytes, "shard_bytes"))
-    if place.exists() and not (place.is_dir() and (Path(place, FILE).exists() or not any(place.iterdir()))):
-        raise CheckpointError(
-            f"`{place}` exists and isn't a checkpoint.\n  Saving replaces the folder as a whole.\n"
-            "  Give a folder that doesn't exist, or remove this one."
-        )
-    lowest = next(parent for parent in place.parents if parent.exists())
-    if not lowest.is_dir():
-        raise CheckpointError(
-            f"`{lowest}` is a file, so `{place}` can't be inside it.\n  A checkpoint is a folder inside a folder.\n"
-            "  Give another one."
-        )
-    try:
-        with replaced(place) as partial:
-            if more is not None:
-                more(partial)
-            _write(draft, partial, place)
-    except OSError as error:
-        raise CheckpointError(
-            f"saving to `{place}` failed: {error}.\n"
-            f"  It needs {format_bytes(draft.nbytes)} ({draft.nbytes} B) in addition to existing files.\n"
-            "  A previous checkpoint is still complete. Free some space, or save to another disk."
-        ) from error
+    Draft.of(weights, optimizer, names, extra, tensors or {}, shard_bytes).save(folder, more)
+
+
+def write_here(shards: Sequence[Shard], folder: Path) -> Mapping[str, FileRecord]:
+    """Writes files with tensors one after the other; returns their entries of the manifest."""
+    return {shard.file: shard.write(folder) for shard in shards}
 
 
 @dataclass(frozen=True, slots=True)
-class _Draft:
-    """Everything that will be written; tensors are not read yet."""
+class Draft:
+    """Everything that will be written; tensors are not read yet.
+
+    Args:
+        weights: Files with weights.
+        ties: As in `Manifest`, like `optimizer` and `extra`.
+        training: Files with the optimizer's state, and further tensors.
+        values: Files with tensors of the caller's values.
+        optimizer: See above.
+        extra: See above.
+    """
 
     weights: Sequence[Shard]
     ties: Mapping[str, str]
     training: Sequence[Shard]
+    values: Sequence[Shard]
     optimizer: Mapping[str, Any] | None
     extra: Any
 
@@ -114,8 +108,14 @@ class _Draft:
         names: Mapping[str, torch.Tensor] | None,
         extra: Mapping[str, Any] | None,
         tensors: Mapping[str, torch.Tensor | Source],
-        shard_bytes: int,
-    ) -> _Draft:
+        shard_bytes: int | str,
+    ) -> Draft:
+        """Lays the files out; the arguments are those of `save`.
+
+        Raises:
+            CheckpointError: If something can't be stored.
+        """
+        largest = parse_bytes(shard_bytes, "shard_bytes")
         sources, problems = _sources(weights)
         apart, others = _sources(tensors)
         stored, ties = without_ties(sources)
@@ -143,13 +143,56 @@ class _Draft:
             ]
             raise CheckpointError("\n  ".join(lines))
         training = [
-            *shards(f"{TRAINING}/optimizer", moments.tensors, shard_bytes),
-            *shards(f"{TRAINING}/extra", values.tensors, shard_bytes),
-            *shards(f"{TRAINING}/tensors", apart, shard_bytes),
+            *shards(f"{TRAINING}/optimizer", moments.tensors, largest),
+            *shards(f"{TRAINING}/tensors", apart, largest),
         ]
-        draft = _Draft(shards("model", stored, shard_bytes), ties, training, state, encoded)
+        own = shards(f"{TRAINING}/extra", values.tensors, largest)
+        draft = Draft(shards("model", stored, largest), ties, training, own, state, encoded)
         _check(draft.empty_manifest())
         return draft
+
+    def save(
+        self, folder: str | os.PathLike[str], more: Callable[[Path], object] | None, write: Write = write_here
+    ) -> None:
+        """Writes it; see `save`.
+
+        Args:
+            folder: See there.
+            more: See there.
+            write: Writes the files with weights and training state.
+        """
+        place = resolved(folder)
+        if place.exists() and not (place.is_dir() and (Path(place, FILE).exists() or not any(place.iterdir()))):
+            raise CheckpointError(
+                f"`{place}` exists and isn't a checkpoint.\n  Saving replaces the folder as a whole.\n"
+                "  Give a folder that doesn't exist, or remove this one."
+            )
+        lowest = next(parent for parent in place.parents if parent.exists())
+        if not lowest.is_dir():
+            raise CheckpointError(
+                f"`{lowest}` is a file, so `{place}` can't be inside it.\n  A checkpoint is a folder inside a folder.\n"
+                "  Give another one."
+            )
+        try:
+            with replaced(place) as partial:
+                if more is not None:
+                    more(partial)
+                _write(self, partial, place, write)
+        except OSError as error:
+            raise CheckpointError(
+                f"saving to `{place}` failed: {error}.\n"
+                f"  It needs {format_bytes(self.nbytes)} ({self.nbytes} B) in addition to existing files.\n"
+                "  A previous checkpoint is still complete. Free some space, or save to another disk."
+            ) from error
+
+    @property
+    def shared(self) -> Sequence[Shard]:
+        """The files with weights and training state."""
+        return [*self.weights, *self.training]
+
+    @property
+    def _shards(self) -> Sequence[Shard]:
+        return [*self.shared, *self.values]
 
     @property
     def index(self) -> bytes:
@@ -161,16 +204,16 @@ class _Draft:
     @property
     def nbytes(self) -> int:
         """Bytes of all files, the manifest included, with an allowance for the file system."""
-        shards = [*self.weights, *self.training]
-        files = [*(shard.nbytes for shard in shards), len(self.index), len(self.empty_manifest().text())]
+        files = [*(shard.nbytes for shard in self._shards), len(self.index), len(self.empty_manifest().text())]
         return sum(files) + _FILE_OVERHEAD * len(files)
 
     def empty_manifest(self) -> Manifest:
         """The manifest, without files of the caller and with room for checksums."""
-        records = {shard.file: shard.record({}) for shard in [*self.weights, *self.training]}
+        records = {shard.file: shard.record({}) for shard in self._shards}
         return self.manifest({**records, INDEX: _text_record(self.index)})
 
     def manifest(self, files: Mapping[str, FileRecord]) -> Manifest:
+        """The manifest with these entries."""
         return Manifest(files, tuple(shard.file for shard in self.weights), self.ties, self.optimizer, self.extra)
 
 
@@ -204,7 +247,7 @@ def _check(manifest: Manifest) -> None:
         raise CheckpointError("\n  ".join(lines))
 
 
-def _write(draft: _Draft, partial: Path, place: Path) -> None:
+def _write(draft: Draft, partial: Path, place: Path, write: Write) -> None:
     files = {path: _record(partial / path) for path in _added(draft, partial)}
     free = shutil.disk_usage(partial).free
     if draft.nbytes > free:
@@ -214,10 +257,9 @@ def _write(draft: _Draft, partial: Path, place: Path) -> None:
             "  The new checkpoint must be complete before the previous one is removed.\n"
             "  The previous checkpoint is still complete. Free some space, or save to another disk."
         )
-    if draft.training:
+    if draft.training or draft.values:
         disk.make(partial / TRAINING)
-    for shard in [*draft.weights, *draft.training]:
-        files[shard.file] = shard.write(partial)
+    files |= {**write(draft.shared, partial), **write_here(draft.values, partial)}
     files[INDEX] = _write_text(partial / INDEX, draft.index)
     # The last file: a folder without it isn't a checkpoint.
     _write_text(partial / FILE, draft.manifest(files).text())
@@ -243,9 +285,9 @@ def _record(path: Path) -> FileRecord:
     return _text_record(content)
 
 
-def _added(draft: _Draft, partial: Path) -> list[str]:
+def _added(draft: Draft, partial: Path) -> list[str]:
     found = sorted(str(path.relative_to(partial)) for path in partial.rglob("*") if path.is_file())
-    ours = {FILE, INDEX, *(shard.file for shard in [*draft.weights, *draft.training])}
+    ours = {FILE, INDEX, *(shard.file for shard in draft._shards)}
     taken = [path for path in found if path in ours or path.endswith(".safetensors") or path.split("/")[0] == TRAINING]
     if taken:
         raise CheckpointError(

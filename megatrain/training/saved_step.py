@@ -25,6 +25,8 @@ from megatrain.optim.masters.halves import WholeMaster
 from megatrain.optim.rehearsal import give_new_state
 from megatrain.saving.packed import packed_parameters
 from megatrain.training import saved_schedulers
+from megatrain.training.attempts.saving_together import save_together
+from megatrain.training.attempts.together import Together
 from megatrain.training.boundary import Progress
 from megatrain.training.config import with_config
 from megatrain.training.model_state import HIDDEN, State
@@ -33,6 +35,7 @@ from megatrain.training.saved_schedulers import Schedulers
 
 def save(
     folder: str | os.PathLike[str],
+    together: Together,
     compiled: Compiled,
     optimizers: Sequence[Optimizer],
     progress: Progress,
@@ -44,28 +47,30 @@ def save(
     weights: bool,
 ) -> None:
     """Writes a checkpoint; see `TrainStep.save`."""
-    schedule = saved_schedulers.stored(scheduler)
     if compiled.has_unread_weights:
         compiled.load_weights()
-    state = State.of(compiled)
-    saving.save(
-        folder,
-        state.weights if weights else {},
-        optimizer=optimizers,
-        names=_parameters(compiled, optimizers),
-        tensors={**compiled.masters.sources(), **state.hidden},
-        extra={
+
+    def draft(has_values: bool) -> saving.Draft:
+        state = State.of(compiled)
+        values = {
             "progress": asdict(progress),
             "generators": saving.generators_now(compiled.options.device),
-            **schedule,
+            **saved_schedulers.stored(scheduler),
             "modules": dict(state.others),
             "user": dict(user or {}),
             **({} if weights else {_LACKS_WEIGHTS: True}),
             **({_PACKED: packed} if (packed := State.packed(compiled)) else {}),
-        },
-        shard_bytes=shard_bytes,
-        more=with_config(compiled.model, more) if weights else more,
-    )
+        }
+        return saving.Draft.of(
+            state.weights if weights else {},
+            optimizers,
+            _parameters(compiled, optimizers),
+            values if has_values else {},
+            {**compiled.masters.sources(), **state.hidden},
+            shard_bytes,
+        )
+
+    save_together(together, draft, folder, with_config(compiled.model, more) if weights else more)
 
 
 @room_to_read()

@@ -263,8 +263,8 @@ class TrainStep:
             self.flush()
             values = self.user if user is None else user
             options: dict[str, Any] = {"shard_bytes": shard_bytes, "more": more, "weights": weights, "user": values}
-            parts = self._compiled, self._optimizers, self.progress
-            self._together.once("save()", lambda: checkpoint.save(folder, *parts, scheduler=scheduler, **options))
+            parts = self._together, self._compiled, self._optimizers, self.progress
+            checkpoint.save(folder, *parts, scheduler=scheduler, **options)
 
     @classmethod
     @checked(folder=PATH, scheduler=optional(SCHEDULERS), compiled=COMPILED, optimizer=OPTIMIZERS)

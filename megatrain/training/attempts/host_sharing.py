@@ -54,6 +54,14 @@ class HostSharing:
         Args:
             kind: Of the step. Ranks that share a store make its updates at the same places.
         """
+        # After a look nothing is left of the step before.
+        updates = "deferred" if kind.updates == "none" else kind.updates
+        times = {_TIMES: f"{updates}, {'clipped' if kind.clip else 'not clipped'}"}
+        changed = self.changed()
+        return None if changed is None else {**times, **changed}
+
+    def changed(self) -> Changed | None:
+        """Finds what this rank has to share; None if it shares nothing."""
         if not self._shares:
             return None
         engine = self._compiled.engine
@@ -61,9 +69,7 @@ class HostSharing:
         assert engine.store is not None
         if not all(key in engine.store.homes for key in engine.tensors):
             engine.adopt_state()
-        # After a look nothing is left of the step before.
-        updates = "deferred" if kind.updates == "none" else kind.updates
-        found: dict[str, str] = {_TIMES: f"{updates}, {'clipped' if kind.clip else 'not clipped'}"}
+        found: dict[str, str] = {}
         self._places, self._moments, self._written = {}, set(), set()
         for key, home in engine.store.homes.items():
             twin = self._store.twins.get(Name(STATE, key))

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from typing import Any
 
@@ -28,7 +28,7 @@ from megatrain.runtime.draws import DealtDraws
 from megatrain.runtime.executor import Executor
 from megatrain.runtime.rng import GlobalGenerators
 from megatrain.tracer.expectations import GuardFailedError
-from megatrain.training.attempts.host_sharing import HostSharing
+from megatrain.training.attempts.host_sharing import Changed, HostSharing
 from megatrain.training.attempts.rank_draws import deal
 from megatrain.training.attempts.rank_facts import Facts, check_supported, facts_of, values_of
 from megatrain.training.boundary import Boundary, NotFiniteError, Progress
@@ -73,6 +73,16 @@ class Together:
     def is_shared(self) -> bool:
         """Whether there are other ranks."""
         return self._ranks is not None
+
+    @property
+    def is_compared(self) -> bool:
+        """Whether ranks have found that they have the same values."""
+        return self._is_compared
+
+    @property
+    def place(self) -> tuple[int, int]:
+        """This rank, and how many there are."""
+        return (0, 1) if self._ranks is None else (self._ranks.rank, self._ranks.size)
 
     @contextmanager
     def attempt(self, boundary: Boundary) -> Generator[None]:
@@ -143,6 +153,18 @@ class Together:
         self._is_telling = False
         check_words(ranks, words)
         return words
+
+    def changed(self) -> Changed | None:
+        """What this rank's code has written since the latest step into what ranks share; None if they share nothing."""
+        return self._sharing.changed() if self._is_compared else None
+
+    def check_changed(self, words: Sequence[Changed | None]) -> None:
+        """Refuses what isn't written on all ranks.
+
+        Raises:
+            RanksError: Naming it.
+        """
+        self._sharing.check(words)
 
     def tell_all(self, at: str, word: Mapping[str, Any]) -> list[dict[str, Any]] | None:
         """Tells all ranks something between two steps, and hears what they tell, by rank.
@@ -262,28 +284,6 @@ class Together:
             there = [torch.tensor(x, dtype=own.dtype) for word in words for x in word["losses"]]
             return functools.reduce(torch.add, there).to(own.device)
         return functools.reduce(torch.add, losses)
-
-    def once(self, what: str, work: Callable[[], object]) -> None:
-        """Does work on rank 0, for which all others wait.
-
-        Raises:
-            RanksError: If rank 0 failed.
-        """
-        if self._ranks is None:
-            work()
-            return
-        error: Exception | None = None
-        if self._ranks.rank == 0:
-            try:
-                work()
-            except Exception as caught:
-                error = caught
-        said = "" if error is None else words_of(error)
-        words = self._tell(self._ranks, {"said": said}, what)
-        if error is not None:
-            raise error
-        if words[0]["said"]:
-            raise RanksError(f"rank 0 failed in {what}: {words[0]['said']}")
 
     def refuse(self, what: str, way_out: str) -> None:
         """Refuses something that only a process alone can do.
