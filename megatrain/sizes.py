@@ -44,6 +44,15 @@ def shard_bytes(total: int, num_shards: int) -> int:
     return total // num_shards // ALIGNMENT * ALIGNMENT
 
 
+def gathered_bytes(total: int, num_shards: int) -> int:
+    """Bytes of a block's weights that a device gets from the others, where each copies one shard and what is left over.
+
+    >>> gathered_bytes(1000, 3)
+    640
+    """
+    return (num_shards - 1) * shard_bytes(total, num_shards)
+
+
 class Section(NamedTuple):
     """One of several nearly equal sections of a tensor, or of bytes.
 

@@ -2,12 +2,11 @@ from megatrain.files.byte_source import Source
 from megatrain.saving.generators import check_generators, generators_now, restore_generators
 from megatrain.saving.load import Checkpoint, load
 from megatrain.saving.optimizers import OptimizerState
-from megatrain.saving.save import Draft, save
+from megatrain.saving.save import save
 from megatrain.saving.saved import Saved
 
 __all__ = [
     "Checkpoint",
-    "Draft",
     "OptimizerState",
     "Saved",
     "Source",

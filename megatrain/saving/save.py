@@ -73,7 +73,7 @@ def save(
         OptionError: If an argument has a wrong value.
         OptimizerError: If two optimizers hold the same parameter.
     """
-    Draft.of(weights, optimizer, names, extra, tensors or {}, shard_bytes).save(folder, more)
+    CheckpointDraft.of(weights, optimizer, names, extra, tensors or {}, shard_bytes).save(folder, more)
 
 
 def write_here(shards: Sequence[Shard], folder: Path) -> Mapping[str, FileRecord]:
@@ -82,7 +82,7 @@ def write_here(shards: Sequence[Shard], folder: Path) -> Mapping[str, FileRecord
 
 
 @dataclass(frozen=True, slots=True)
-class Draft:
+class CheckpointDraft:
     """Everything that will be written; tensors are not read yet.
 
     Args:
@@ -109,7 +109,7 @@ class Draft:
         extra: Mapping[str, Any] | None,
         tensors: Mapping[str, torch.Tensor | Source],
         shard_bytes: int | str,
-    ) -> Draft:
+    ) -> CheckpointDraft:
         """Lays the files out; the arguments are those of `save`.
 
         Raises:
@@ -147,7 +147,7 @@ class Draft:
             *shards(f"{TRAINING}/tensors", apart, largest),
         ]
         own = shards(f"{TRAINING}/extra", values.tensors, largest)
-        draft = Draft(shards("model", stored, largest), ties, training, own, state, encoded)
+        draft = CheckpointDraft(shards("model", stored, largest), ties, training, own, state, encoded)
         _check(draft.empty_manifest())
         return draft
 
@@ -247,7 +247,7 @@ def _check(manifest: Manifest) -> None:
         raise CheckpointError("\n  ".join(lines))
 
 
-def _write(draft: Draft, partial: Path, place: Path, write: Write) -> None:
+def _write(draft: CheckpointDraft, partial: Path, place: Path, write: Write) -> None:
     files = {path: _record(partial / path) for path in _added(draft, partial)}
     free = shutil.disk_usage(partial).free
     if draft.nbytes > free:
@@ -285,7 +285,7 @@ def _record(path: Path) -> FileRecord:
     return _text_record(content)
 
 
-def _added(draft: Draft, partial: Path) -> list[str]:
+def _added(draft: CheckpointDraft, partial: Path) -> list[str]:
     found = sorted(str(path.relative_to(partial)) for path in partial.rglob("*") if path.is_file())
     ours = {FILE, INDEX, *(shard.file for shard in draft._shards)}
     taken = [path for path in found if path in ours or path.endswith(".safetensors") or path.split("/")[0] == TRAINING]

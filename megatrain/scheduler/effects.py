@@ -14,7 +14,7 @@ from megatrain.scheduler.items import NO_BLOCK, Effect, Item, OpKind, Sections, 
 from megatrain.scheduler.parking import Parks, turn_block
 from megatrain.scheduler.step_kind import StepKind
 from megatrain.scheduler.workload import Workload
-from megatrain.sizes import SUM_PIECE_BYTES
+from megatrain.sizes import SUM_PIECE_BYTES, gathered_bytes
 
 
 class Effects:
@@ -153,13 +153,13 @@ class Effects:
 def _prefetch(step: Effects, block: int, micro_batch: int) -> Effect:
     work = step.workload.blocks[block]
     moves = step.copied(work.state_bytes - (work.frozen_bytes if block in step.persistent else 0))
-    moves -= step.kind.gathered_bytes(work.state_bytes)
+    moves -= gathered_bytes(work.state_bytes, step.kind.shards)
     return Effect(tuple(step.state(block)), (Item("weights", block),), moves=moves)
 
 
 def _collect(step: Effects, block: int, micro_batch: int) -> Effect:
     weights = (Item("weights", block),)  # whole from now on
-    return Effect(weights, weights, moves=step.kind.gathered_bytes(step.workload.blocks[block].state_bytes))
+    return Effect(weights, weights, moves=gathered_bytes(step.workload.blocks[block].state_bytes, step.kind.shards))
 
 
 def _forward(step: Effects, block: int, micro_batch: int) -> Effect:

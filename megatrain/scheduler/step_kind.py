@@ -6,7 +6,6 @@ from dataclasses import dataclass
 
 from megatrain.checks import checked, count, one_of
 from megatrain.errors import OptionError
-from megatrain.sizes import shard_bytes
 
 MODES = ("train", "forward", "backward")
 TRANSFERS = ("copy", "bind")
@@ -158,10 +157,6 @@ class StepKind:
     def is_shared(self) -> bool:
         """Whether other ranks update parts of the state that this one reads."""
         return self.store == "shared"
-
-    def gathered_bytes(self, state_bytes: int) -> int:
-        """Bytes of a block's weights that come from the other devices of the host."""
-        return (self.shards - 1) * shard_bytes(state_bytes, self.shards)
 
     @property
     def keeps_totals(self) -> bool:

@@ -24,6 +24,7 @@ from megatrain.optim.impostor import Optimizer
 from megatrain.optim.masters.halves import WholeMaster
 from megatrain.optim.rehearsal import give_new_state
 from megatrain.saving.packed import packed_parameters
+from megatrain.saving.save import CheckpointDraft
 from megatrain.training import saved_schedulers
 from megatrain.training.attempts.saving_together import save_together
 from megatrain.training.attempts.together import Together
@@ -50,7 +51,7 @@ def save(
     if compiled.has_unread_weights:
         compiled.load_weights()
 
-    def draft(has_values: bool) -> saving.Draft:
+    def draft(has_values: bool) -> CheckpointDraft:
         state = State.of(compiled)
         values = {
             "progress": asdict(progress),
@@ -61,7 +62,7 @@ def save(
             **({} if weights else {_LACKS_WEIGHTS: True}),
             **({_PACKED: packed} if (packed := State.packed(compiled)) else {}),
         }
-        return saving.Draft.of(
+        return CheckpointDraft.of(
             state.weights if weights else {},
             optimizers,
             _parameters(compiled, optimizers),

@@ -10,6 +10,7 @@ from megatrain.scheduler.items import Stream
 from megatrain.scheduler.op import Op
 from megatrain.scheduler.schedule import Schedule
 from megatrain.scheduler.table import Position
+from megatrain.sizes import gathered_bytes
 from tests.scheduler.ledger import Harm
 
 
@@ -57,7 +58,7 @@ class _Rank:
                 raise Harm(f"{op} gathers where its shard isn't")
             self.reading[position] = mine
         elif op.what in "FB" and self.blocks[op.block].state_bytes:
-            needs_gather = self.schedule.kind.gathered_bytes(self.blocks[op.block].state_bytes) > 0
+            needs_gather = gathered_bytes(self.blocks[op.block].state_bytes, self.schedule.kind.shards) > 0
             load = self.bindings.get(position)
             mine = (-1, -1) if load is None else self.where(self.ops[load])
             if self.lying.get(mine) != (op.block, needs_gather) or not self._is_read(mine):

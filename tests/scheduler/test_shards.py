@@ -23,6 +23,7 @@ from megatrain.scheduler.schedule import Schedule
 from megatrain.scheduler.step_kind import StepKind
 from megatrain.scheduler.table import Position
 from megatrain.scheduler.workload import Workload
+from megatrain.sizes import gathered_bytes
 from tests.draws import draws
 from tests.scheduler import gathering
 from tests.scheduler.ledger import Harm
@@ -52,7 +53,7 @@ def test_all_ranks_gather_the_same_blocks_in_the_same_order(
         assert_checked_and_read_back(found, workload)
         assert (f"\nshards: {shards}" in str(found), '"shards"' in found.to_json()) == (True, True)
         sizes = [workload.blocks[op.block].state_bytes for op in found.ops if op.what == "W"]
-        parts = [found.kind.gathered_bytes(nbytes) for nbytes in sizes]
+        parts = [gathered_bytes(nbytes, found.kind.shards) for nbytes in sizes]
         assert len(gathered(found)) == sum(part > 0 for part in parts)
         moved = (
             sum(sizes)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
 from megatrain.counts import counted
@@ -179,7 +180,8 @@ def on_devices(
     if link is not None:
         rates = {**plan.hardware.further_rates, Stream.GATHER: parse_bytes(link, "link")}
         linked = replace(plan.hardware, further_rates=rates)
-        found.append(_on_devices(plan, num_devices, hosts, linked, num_devices // hosts.number))
+        with suppress(ScheduleError, ExecuteError):  # whole weights fit
+            found.append(_on_devices(plan, num_devices, hosts, linked, num_devices // hosts.number))
     return min(found, key=lambda each: each.step_s)
 
 

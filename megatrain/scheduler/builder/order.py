@@ -11,6 +11,7 @@ from megatrain.scheduler.builder.stays import Stage, Stay
 from megatrain.scheduler.items import Sections
 from megatrain.scheduler.step_kind import StepKind
 from megatrain.scheduler.workload import Workload
+from megatrain.sizes import gathered_bytes
 
 # A block and a micro-batch.
 Run = tuple[int, int]
@@ -192,7 +193,7 @@ def assign_ticks(
             ready[arrival.needed] = tick
             if arrival.stay is not None:
                 loads[arrival.stay].append(tick)
-                if kind.gathered_bytes(workload.blocks[arrival.block].state_bytes):
+                if gathered_bytes(workload.blocks[arrival.block].state_bytes, kind.shards):
                     gathers[arrival.stay] = placer.gather = ready[arrival.needed] = max(placer.gather, tick) + 1
         at = max(at, needs.get(step, at))
         tick = placer.place_compute(ready[step])

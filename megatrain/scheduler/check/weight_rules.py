@@ -7,7 +7,7 @@ from itertools import pairwise
 from megatrain.scheduler.check.case import Case
 from megatrain.scheduler.items import Stream
 from megatrain.scheduler.table import Position
-from megatrain.sizes import shard_bytes
+from megatrain.sizes import gathered_bytes
 
 _FILLING = "WC"
 
@@ -102,7 +102,7 @@ def loaded_bytes(case: Case, block: int) -> int:
     """Bytes that a W of a block copies: what isn't there since an earlier step, and doesn't come from other devices."""
     work, shards = case.workload.blocks[block], case.schedule.kind.shards
     there = work.frozen_bytes if block in case.schedule.persistent else 0
-    return work.state_bytes - there - (shards - 1) * shard_bytes(work.state_bytes, shards)
+    return work.state_bytes - there - gathered_bytes(work.state_bytes, shards)
 
 
 def _written(case: Case, load: Position) -> tuple[int, int]:

@@ -15,8 +15,8 @@ from typing import Any
 from megatrain.errors import CheckpointError, RanksError
 from megatrain.files import disk
 from megatrain.ranks.meeting import words_of
-from megatrain.saving import Draft
 from megatrain.saving.manifest import FileRecord
+from megatrain.saving.save import CheckpointDraft
 from megatrain.saving.shards import Shard
 from megatrain.training.attempts.together import Together
 
@@ -24,7 +24,7 @@ _AT = "save()"
 
 
 def save_together(
-    together: Together, draft: Callable[[bool], Draft], folder: Any, more: Callable[[Path], object] | None
+    together: Together, draft: Callable[[bool], CheckpointDraft], folder: Any, more: Callable[[Path], object] | None
 ) -> None:
     """Writes a checkpoint; all ranks call it.
 
@@ -53,7 +53,9 @@ class _Leader:
         self._together = together
         self._num_met = 0
 
-    def save(self, draft: Callable[[bool], Draft], folder: Any, more: Callable[[Path], object] | None) -> None:
+    def save(
+        self, draft: Callable[[bool], CheckpointDraft], folder: Any, more: Callable[[Path], object] | None
+    ) -> None:
         said, error = "", None
         try:
             draft(True).save(folder, more, self._write)
@@ -87,7 +89,7 @@ class _Leader:
         return {shard.file: found.get(shard.file) or shard.write(folder) for shard in shards}
 
 
-def _follow(together: Together, draft: Callable[[bool], Draft]) -> None:
+def _follow(together: Together, draft: Callable[[bool], CheckpointDraft]) -> None:
     """Writes what rank 0 says."""
     try:
         state = _state(together)
@@ -108,7 +110,7 @@ def _follow(together: Together, draft: Callable[[bool], Draft]) -> None:
         raise RanksError(f"rank 0 failed in {_AT}: {said}")
 
 
-def _written(draft: Callable[[bool], Draft], folder: Path, marks: Mapping[str, str]) -> dict[str, Any]:
+def _written(draft: Callable[[bool], CheckpointDraft], folder: Path, marks: Mapping[str, str]) -> dict[str, Any]:
     """Writes files that this rank would lay out as rank 0 does, if it sees the folder; returns their records."""
     if not marks or not folder.is_dir():
         return {}
