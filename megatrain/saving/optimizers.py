@@ -87,7 +87,8 @@ class OptimizerState:
             _class_of(optimizer),
             {name: _spec(tensor) for members in named for name, tensor in members.items()},
             groups,
-            {by_id[key]: state for key, state in content["state"].items()},
+            # In the order of the groups: that of the first updates differs from rank to rank.
+            {name: content["state"][key] for key, name in by_id.items() if key in content["state"]},
             {key: value for key, value in content.items() if key not in ("state", "param_groups")},
         )
 

@@ -6,7 +6,8 @@ from pathlib import Path
 
 from megatrain.saving.manifest import Manifest
 from tests.ranks.processes import Processes
-from tests.ranks.saving import apart, before_any_step, dividing, failing, written_alone
+from tests.ranks.saving import CASE, apart, before_any_step, dividing, failing, written_alone
+from tests.ranks.sides import begin, take
 
 
 def with_tensors(folder: Path) -> set[str]:
@@ -22,11 +23,14 @@ def test_each_rank_writes_a_part_of_the_files(three: Processes, tmp_path: Path):
     assert mine[0] | mine[1] | mine[2] == with_tensors(folder)
     assert sum(len(each & shared) for each in mine) == len(shared) == 20
     assert [each["user"] for each in found] == [{"rank": 0}] * 3
-    # Byte for byte what one rank writes.
-    alone = tmp_path / "run-by-one"
-    assert Manifest.read(folder).files == Manifest.read(alone).files
-    for file in with_tensors(folder):
-        assert (folder / file).read_bytes() == (alone / file).read_bytes(), file
+    # Byte for byte what one rank writes, and what one process does.
+    by_one, alone = tmp_path / "run-by-one", tmp_path / "alone"
+    assert Manifest.read(folder).files == Manifest.read(by_one).files
+    step = begin(CASE)[2]
+    take(CASE, None, step, range(2))
+    step.save(alone, shard_bytes=300)
+    for file in shared:
+        assert (folder / file).read_bytes() == (by_one / file).read_bytes() == (alone / file).read_bytes(), file
 
 
 def test_a_save_that_fails_on_a_rank_leaves_the_checkpoint_before(three: Processes, tmp_path: Path):
