@@ -54,6 +54,7 @@ def test_each_way_out_fits_and_is_what_plan_gives(options: dict[str, Any]):
         assert f"\n    {way.change.words()}: " in str(caught.value)
 
 
+@pytest.mark.wide
 def test_of_degrees_the_first_that_fits_is_taken():
     ids = torch.zeros(64, 8, dtype=torch.long)
     plan = planned(ids=ids, device_memory="1MiB")
@@ -113,6 +114,7 @@ class Layers(nn.Module):
         return x.square().mean()
 
 
+@pytest.mark.wide
 def test_the_plan_that_parks_less_is_taken_where_the_host_needs_it():
     """Where compute is slow, graphs save more time than activations that stay; but the host has to have the room."""
     slow = Hardware(1e11, 1e11, 1e9)

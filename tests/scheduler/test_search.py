@@ -242,7 +242,7 @@ def test_no_plan_of_some_more_blocks_is_much_faster(count: int):
 
 
 @given(chains(6), st.tuples(PARTS, PARTS), MACHINES, MACHINES, STEPS)
-@draws(40)
+@draws(25)
 def test_more_memory_or_a_faster_part_is_never_slower(
     workload: Workload, parts: tuple[int, int], one: Hardware, other: Hardware, step: dict[str, object]
 ):
