@@ -83,7 +83,11 @@ class _Leader:
         found = {shard.file: shard.write(folder) for shard in shards if shard.file in mine}
         for rank, word in enumerate(self._tell({"records": {}, "said": ""})):
             if word["said"]:
-                raise CheckpointError(f"rank {rank} failed to write its files of the checkpoint: {word['said']}")
+                raise CheckpointError(
+                    f"rank {rank} failed to write its files of the checkpoint: {word['said']}\n"
+                    "  Each rank writes some of the files, and a checkpoint is complete or not there.\n"
+                    "  The previous checkpoint is still complete. Mend what failed there, then save again."
+                )
             found |= {file: FileRecord.of_json(record) for file, record in word["records"].items()}
         # What no other rank could write.
         return {shard.file: found.get(shard.file) or shard.write(folder) for shard in shards}
