@@ -20,17 +20,23 @@ class StagedCollectives:
     def broadcast(self, tensors: Sequence[torch.Tensor], options: dist.BroadcastOptions) -> Any:
         """Sends a tensor to all, behind the work of the current stream and ahead of what follows there."""
         (tensor,) = tensors
-        staged = tensor.cpu() if options.rootRank == self._rank else torch.empty(tensor.shape, dtype=tensor.dtype)
-        self._host.broadcast([staged], options).wait()
-        if options.rootRank != self._rank:
-            tensor.copy_(staged)
-        return _Done()
+        is_root = options.rootRank == self._rank
+        staged = tensor.cpu() if is_root else torch.empty(tensor.shape, dtype=tensor.dtype)
+        return _Staged(self._host.broadcast([staged], options), staged, None if is_root else tensor)
 
 
-class _Done:
+class _Staged:
+    """A broadcast under way between hosts; who waits for it copies it to the device."""
+
+    def __init__(self, work: Any, staged: torch.Tensor, out: torch.Tensor | None):
+        self._work, self._staged, self._out = work, staged, out
+
     def is_completed(self) -> bool:
-        """It is over on return."""
-        return True
+        """Whether it is over on the host."""
+        return self._work.is_completed()
 
     def wait(self) -> None:
-        """Nothing is left."""
+        """Copies it, as work of the current stream."""
+        self._work.wait()
+        if self._out is not None:
+            self._out.copy_(self._staged)
