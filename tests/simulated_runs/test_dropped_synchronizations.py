@@ -72,6 +72,9 @@ NOTICED: dict[str, str] = {
 
 _TRIED = "orders nothing: it tries whether the device has such calls at all"
 _OF_RANKS = "a rank waits for others, which nothing of a device does; tests/ranks has runs of several"
+_OF_SHARDS = (
+    "a collective of several ranks; tests/ranks/test_on_devices.py has runs that gather weights in late streams"
+)
 UNNOTICED: dict[str, str] = {
     "ranks._hold: threading.Event().wait": _OF_RANKS,
     "ranks._sender: self._wait": _OF_RANKS,
@@ -85,7 +88,10 @@ UNNOTICED: dict[str, str] = {
     "ranks.exchange: self._wait (2)": _OF_RANKS,
     "ranks.wait_until_agreed: self.agreed.wait": _OF_RANKS,
     "signs_of_life._beat: stop.wait": _OF_RANKS,
-    "host_sharing.told: self._compiled.masters.settle": _OF_RANKS,
+    "ranks._wait_on_device: work.wait": _OF_SHARDS,
+    "weight_shards.__init__: self._wait": _OF_SHARDS,
+    "weight_shards.gather: self._wait": _OF_SHARDS,
+    "host_sharing.changed: self._compiled.masters.settle": _OF_RANKS,
     "operations.: Operations.wait": _OF_RANKS,
     "command_processes._is_said_by_first: store.wait": _OF_RANKS,
     "demo_command.run: several.wait": _OF_RANKS,
