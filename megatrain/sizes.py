@@ -35,10 +35,10 @@ def aligned(nbytes: int, alignment: int = ALIGNMENT) -> int:
     return -(-nbytes // alignment) * alignment
 
 
-def shard_bytes(total: int, num_shards: int) -> int:
+def device_shard_bytes(total: int, num_shards: int) -> int:
     """Bytes of each of several equal shards of a block's weights; what is left over at the end belongs to none.
 
-    >>> shard_bytes(1000, 3)
+    >>> device_shard_bytes(1000, 3)
     320
     """
     return total // num_shards // ALIGNMENT * ALIGNMENT
@@ -50,7 +50,7 @@ def gathered_bytes(total: int, num_shards: int) -> int:
     >>> gathered_bytes(1000, 3)
     640
     """
-    return (num_shards - 1) * shard_bytes(total, num_shards)
+    return (num_shards - 1) * device_shard_bytes(total, num_shards)
 
 
 class Section(NamedTuple):

@@ -94,7 +94,8 @@ def compile(  # noqa: PLR0913  # the name torch users expect; all but the model 
             the same updates, with the bits of one process that has all micro-batches. See docs/several-devices.md.
         across_devices: How a block's weights come to the devices of one host. `"replicate"`: each rank copies all of
             them. `"shard"`: each copies a part, and gathers the others from the other devices (all-gather, by NCCL on
-            CUDA); for devices with fast links. Changes nothing for a rank that has its host to itself.
+            CUDA); for devices with fast links. On the CPU weights are then copied, not used in place. A rank that has
+            its host to itself copies all of them.
         chaos: Random delays, poisoned slots and injected faults; for tests.
         recording: Collects the operations that the executor issued; for tests.
 
@@ -107,7 +108,8 @@ def compile(  # noqa: PLR0913  # the name torch users expect; all but the model 
         LowerError: If one of `passes` doesn't return such a graph, or breaks a rule (now, or at the first call).
         ScheduleError: If `memory` is too small for the largest block.
         WeightsError: If `weights` can't be read, or don't fit the model.
-        RanksError: If another process of `process_group` doesn't call `compile`, or ends meanwhile.
+        RanksError: If another process of `process_group` doesn't call `compile`, or ends meanwhile; or if nothing moves
+            shards between such devices.
     """
     if isinstance(model, CompiledModule):
         raise OptionError(

@@ -69,7 +69,8 @@ class Hardware:
         launch_s: Seconds of the device for each kernel and copy, and of the host for each of its ops, beyond the work.
         host_bytes_per_s: Bytes per second that an update or a norm reads and writes in host memory; without a figure
             they take no time.
-        further_rates: Bytes per second of streams that a program adds, by name.
+        further_rates: Bytes per second of streams that a program adds, by name; of `gather`, what a device gets
+            from the other devices of its host.
         memory_bytes_per_s: What kernels read and write in the device's memory; without a figure this takes no time.
         issue_s: Seconds that Python takes to launch a kernel. A block takes no less than that for each of its kernels.
             0 where kernels run in the calls that launch them: there `launch_s` has it.

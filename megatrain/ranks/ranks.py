@@ -22,7 +22,7 @@ from megatrain.ranks.channels.host_channel import POLL_S, HostChannel
 from megatrain.ranks.channels.landing_channel import LandingChannel
 from megatrain.ranks.channels.relay_channel import RelayChannel
 from megatrain.ranks.host import host_of
-from megatrain.ranks.signs_of_life import LOOK_S, SignsOfLife
+from megatrain.ranks.signs_of_life import LOOK_S, SignsOfLife, wait_until
 from megatrain.ranks.weight_shards import WeightShards
 
 if TYPE_CHECKING:
@@ -229,14 +229,8 @@ class Ranks:
             RanksError: If another rank can't go on. The group of the collectives is of no use then.
         """
         try:
-            looked = time.monotonic()
             for work in begin():
-                while not work.is_completed():
-                    go_on()
-                    if time.monotonic() - looked > LOOK_S:
-                        self.look()
-                        looked = time.monotonic()
-                    time.sleep(POLL_S)
+                wait_until(work.is_completed, go_on, self.look, POLL_S)
                 work.wait()
         except BaseException as error:
             self._abandon()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from megatrain.errors import RanksError
@@ -143,3 +143,23 @@ def _beat(store: Any, rank: int, stop: threading.Event) -> None:
             return  # the store is gone; a rank that waits finds out
         count += 1
         stop.wait(BEAT_S)
+
+
+def wait_until(
+    is_over: Callable[[], bool], go_on: Callable[[], object], look: Callable[[], object], poll_s: float
+) -> None:
+    """Returns once something of other ranks is over.
+
+    Args:
+        is_over: Asked every `poll_s` seconds; raises an error where it never will be.
+        go_on: Called as often; raises an error if this rank has given up.
+        look: Called every half second; raises an error if another rank can't go on.
+        poll_s: How often to ask.
+    """
+    looked = time.monotonic()
+    while not is_over():
+        go_on()
+        if time.monotonic() - looked > LOOK_S:
+            look()
+            looked = time.monotonic()
+        time.sleep(poll_s)

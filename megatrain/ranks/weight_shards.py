@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from megatrain.device import Device
 from megatrain.ranks.channels.channel import GoOn
-from megatrain.sizes import shard_bytes
+from megatrain.sizes import device_shard_bytes
 
 Wait = Callable[[Callable[[], Sequence[Any]], GoOn], None]
 """Begins collectives of devices on the current stream, and waits for their end there."""
@@ -38,7 +38,7 @@ class WeightShards:
 
     def spans(self, nbytes: int) -> Sequence[tuple[int, int]]:
         """The bytes of a block that this rank copies: its shard, and what belongs to none."""
-        shard = shard_bytes(nbytes, self._size)
+        shard = device_shard_bytes(nbytes, self._size)
         return [(self._index * shard, (self._index + 1) * shard), (self._size * shard, nbytes)]
 
     def gather(self, slot: torch.Tensor, go_on: GoOn) -> None:
@@ -52,7 +52,7 @@ class WeightShards:
             RanksError: If another rank can't.
         """
         # A broadcast of each shard, in place: an all-gather of a list would take as much memory again on CUDA.
-        shards = slot.split(shard_bytes(slot.numel(), self._size))[: self._size]
+        shards = slot.split(device_shard_bytes(slot.numel(), self._size))[: self._size]
         self._wait(lambda: [self.group.broadcast([s], _from(root)) for root, s in enumerate(shards)], go_on)
 
 

@@ -157,7 +157,7 @@ def _prefetch(step: Effects, block: int, micro_batch: int) -> Effect:
     return Effect(tuple(step.state(block)), (Item("weights", block),), moves=moves)
 
 
-def _collect(step: Effects, block: int, micro_batch: int) -> Effect:
+def _gather(step: Effects, block: int, micro_batch: int) -> Effect:
     weights = (Item("weights", block),)  # whole from now on
     return Effect(weights, weights, moves=gathered_bytes(step.workload.blocks[block].state_bytes, step.kind.shards))
 
@@ -293,7 +293,7 @@ KINDS: dict[tuple[str, str], OpKind] = {
         OpKind(Stream.HOST, "N", _norm, has_block=False),
         OpKind(Stream.HOST, "U", _update, has_sections=True),
         # What the other devices of this host have of a block's weights.
-        OpKind(Stream.GATHER, "C", _collect, has_slot=True),
+        OpKind(Stream.GATHER, "C", _gather, has_slot=True),
         # Sums of gradients of parameters: from the rank before, and to the next one.
         OpKind(Stream.RECEIVE, "R", _receive),
         OpKind(Stream.SEND, "P", _pass),

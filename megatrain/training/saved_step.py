@@ -48,10 +48,10 @@ def save(
     weights: bool,
 ) -> None:
     """Writes a checkpoint; see `TrainStep.save`."""
-    if compiled.has_unread_weights:
-        compiled.load_weights()
 
     def draft(has_values: bool) -> CheckpointDraft:
+        if compiled.has_unread_weights:
+            compiled.load_weights()
         state = State.of(compiled)
         values = {
             "progress": asdict(progress),

@@ -92,18 +92,16 @@ class StepTables:
 
     def kind(self, micro_batches: int, updates: str, *, clip: bool, reports_norm: bool) -> StepKind:
         """Returns the kind of a training step of the compiled model."""
-        transfer = self._options.transfer
         return StepKind(
-            "train",
-            transfer,
-            micro_batches,
-            updates,
-            clip,
-            "release",
-            reports_norm,
-            self._place,
-            self._store,
-            self._shards,
+            transfer=self._options.transfer,
+            micro_batches=micro_batches,
+            updates=updates,
+            clip=clip,
+            outputs="release",
+            reports_norm=reports_norm,
+            ranks=self._place,
+            store=self._store,
+            shards=self._shards,
         )
 
     def schedule(

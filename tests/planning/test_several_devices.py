@@ -12,8 +12,8 @@ from torch import nn
 import megatrain
 from megatrain.errors import MegatrainError, OptionError, ScheduleError
 from megatrain.hardware.hardware import Hardware
-from megatrain.planning.what_if.several_devices import DevicesPlan, on_devices
-from megatrain.scheduler.timing.simulate_devices import simulate_devices
+from megatrain.planning.what_if.several_devices import DevicesPlan, _on_devices, on_devices
+from megatrain.scheduler.timing.simulate_devices import ONE_HOST, simulate_devices
 
 # Copies and updates take no time, so that the order of sums is all that ranks wait for.
 ONLY_COMPUTE = Hardware(1e30, 1e30, 1e9)
@@ -55,12 +55,24 @@ def plan_bytes(plan: megatrain.Plan) -> int:
     return plan.schedule.h2d_bytes // 2
 
 
+def several_devices_error(several: DevicesPlan) -> ScheduleError:
+    with pytest.raises(ScheduleError) as caught:
+        several.check()
+    return caught.value
+
+
 def test_a_host_that_feeds_fewer_devices_is_named_with_its_figure():
     machine = Hardware(1e9, 1e9, 1e9, host_bytes_per_s=2e8)
     plan = planned(machine)
     several = on_devices(plan, 8)
     with pytest.raises(ScheduleError, match=r"the host's memory can't feed 8 devices: copies and updates take .* "):
         several.check()
+    assert "  Of these devices each streams all weights, and gradients go" in str(several_devices_error(several))
+    assert "devices with links between them may gather weights (link)" in str(several_devices_error(several))
+    linked = _on_devices(plan, 8, ONE_HOST, replace(machine, further_rates={"gather": 2 << 30}), 8)
+    text = str(several_devices_error(linked))
+    assert "each copies 1/8 of all weights and gathers the rest at 2.00 GiB/s, and gradients go" in text
+    assert "(link)" not in text
     fed = replace(machine, host_bytes_per_s=1e15)
     found = on_devices(planned(fed), 8)
     found.check()

@@ -112,11 +112,19 @@ def impossible(rank: int) -> list[str]:
         loss=square,
     )
     inductor = {"kernels": "inductor", "process_group": group}
+
+    def in_shards(**options: Any) -> megatrain.TrainStep:
+        model, shard = seeded_stack(2), {"across_devices": "shard", "process_group": group, **options}
+        compiled = megatrain.compile(model, device="cpu", **shard)
+        return megatrain.TrainStep(compiled, torch.optim.SGD(model.parameters(), lr=0.1), loss=square)
+
     return [
         refused(lambda: compiled(given).sum().backward()),
         refused(lambda: step.measure([given])),
         refused(lambda: writes(stack_batch(rank, 2))),
         refused(lambda: megatrain.compile(seeded_stack(1), device="cpu", **inductor)),
+        refused(lambda: in_shards(transfer="bind")),
+        refused(lambda: in_shards(precision="bf16", masters="rounded")),
     ]
 
 

@@ -132,6 +132,8 @@ def test_what_several_ranks_cannot_do_is_refused_by_name(three: Processes):
         "ExecuteError: step.measure isn't possible with a process_group of 3 ranks.",
         "ExecuteError: the forward writes the buffer `1.running_mean`, which can't be trained by several ranks.",
         'OptionError: process_group= has 3 ranks, but kernels="inductor".',
+        'OptionError: transfer="bind" with across_devices="shard" is impossible.',
+        'OptionError: across_devices="shard" is impossible: each rank of this host has a store of its own.',
     )
     for found in three.run(impossible):
         assert [text.partition("\n")[0] for text in found] == list(texts)

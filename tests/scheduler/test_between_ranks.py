@@ -22,6 +22,7 @@ from megatrain.scheduler.table import Position
 from megatrain.scheduler.workload import Workload
 from tests.draws import draws
 from tests.scheduler.mutations import with_cells, with_figures
+from tests.scheduler.rank_graph import graph_of_ranks
 from tests.scheduler.workloads import Options, assert_checked_and_read_back, trained, whole_steps, workloads
 
 
@@ -41,11 +42,6 @@ def of_rank(workload: Workload, chosen: Options, ranks: str) -> Schedule:
         ranks,
     )
     return build(workload, kind, num_slots=chosen.num_slots, keep=chosen.keep, activations=chosen.activations)
-
-
-def joins(schedule: Schedule, op: Op) -> bool:
-    """Whether an op adds to the pieces of the sum of the rank before, as they come."""
-    return op.what == schedule.kind.adding_op and op.what in ("P", "G")
 
 
 def position(schedule: Schedule, token: str) -> Position:
@@ -69,20 +65,8 @@ def test_a_rank_has_the_ops_of_a_process_alone_and_those_between_ranks(workload:
 @given(workloads(), st.lists(whole_steps(), min_size=2, max_size=4))
 @draws(60)
 def test_ranks_never_wait_for_each_other_in_a_circle(workload: Workload, chosen: list[Options]):
-    # A transfer is one moment of both sides: its ops on all ranks are one node.
-    graph: nx.DiGraph[object] = nx.DiGraph()
-    for rank, options in enumerate(chosen):
-        schedule = of_rank(workload, options, place(rank, len(chosen)))
-        ops = dict(schedule.positions())
-
-        def node(at: Position, rank: int = rank, ops: dict[Position, Op] = ops) -> object:
-            op = ops[at]
-            pairs = {"R": ("sum", rank - 1, op.block), "P": ("sum", rank, op.block), "G": ("total", op.block)}
-            return pairs.get(op.what, (rank, at))
-
-        graph.add_edges_from((node(a), node(b)) for a, b in dependency_graph(schedule, workload).edges)
-        graph.add_edges_from((("sum", rank - 1, op.block), node(at)) for at, op in ops.items() if joins(schedule, op))
-    assert nx.is_directed_acyclic_graph(graph)
+    schedules = [of_rank(workload, options, place(rank, len(chosen))) for rank, options in enumerate(chosen)]
+    assert nx.is_directed_acyclic_graph(graph_of_ranks(schedules))
 
 
 def middle(micro_batches: int = 2) -> Schedule:

@@ -18,17 +18,16 @@ from megatrain.scheduler.check.case import Case
 from megatrain.scheduler.check.gather_rules import check_gathers
 from megatrain.scheduler.check.schedule_rules import check_schedule
 from megatrain.scheduler.dependency import dependency_graph, derive_waits
-from megatrain.scheduler.op import Op
 from megatrain.scheduler.schedule import Schedule
 from megatrain.scheduler.step_kind import StepKind
-from megatrain.scheduler.table import Position
 from megatrain.scheduler.workload import Workload
 from megatrain.sizes import gathered_bytes
 from tests.draws import draws
 from tests.scheduler import gathering
 from tests.scheduler.ledger import Harm
 from tests.scheduler.mutations import mutants, with_cells, with_figures
-from tests.scheduler.test_between_ranks import joins, of_rank, place, position
+from tests.scheduler.rank_graph import graph_of_ranks
+from tests.scheduler.test_between_ranks import of_rank, place, position
 from tests.scheduler.workloads import Options, assert_checked_and_read_back, trained, whole_steps, workloads
 
 
@@ -73,26 +72,11 @@ def test_all_ranks_gather_the_same_blocks_in_the_same_order(
 def test_ranks_that_gather_never_wait_for_each_other_in_a_circle(workload: Workload, chosen: list[Options]):
     first = chosen[0]
     alike = {"updates": first.updates, "clip": first.clip, "reports_norm": first.reports_norm}
-    graph: nx.DiGraph[object] = nx.DiGraph()
-    for rank, options in enumerate(chosen):
-        schedule = sharded(workload, replace(options, **alike), place(rank, len(chosen)), len(chosen))
-        ops = dict(schedule.positions())
-        number = {at: index for index, at in enumerate(at for at, op in ops.items() if op.what == "C")}
-
-        def node(
-            at: Position, rank: int = rank, ops: dict[Position, Op] = ops, number: dict[Position, int] = number
-        ) -> object:
-            op = ops[at]
-            pairs = {"R": ("sum", rank - 1, op.block), "P": ("sum", rank, op.block), "G": ("total", op.block)}
-            pairs["C"] = ("gather", number.get(at, -1))
-            return pairs.get(op.what, (rank, op.what, op.block) if op.what in "UV" else (rank, at))
-
-        graph.add_edges_from((node(a), node(b)) for a, b in dependency_graph(schedule, workload).edges)
-        graph.add_edges_from((("sum", rank - 1, op.block), node(at)) for at, op in ops.items() if joins(schedule, op))
-    for rank in range(len(chosen)):
-        updates = [n for n in graph if isinstance(n, tuple) and n[1] == "U"]
-        graph.add_edges_from((update, (rank, "V", update[2])) for update in updates)
-    assert nx.is_directed_acyclic_graph(graph)
+    size = len(chosen)
+    schedules = [
+        sharded(workload, replace(options, **alike), place(rank, size), size) for rank, options in enumerate(chosen)
+    ]
+    assert nx.is_directed_acyclic_graph(graph_of_ranks(schedules))
 
 
 @given(workloads(), whole_steps(), whole_steps(), st.integers(0, 2**20))

@@ -24,7 +24,8 @@ from megatrain.scheduler.table import Position
 from megatrain.scheduler.workload import Workload
 from tests.draws import draws
 from tests.scheduler.mutations import with_cells, with_figures
-from tests.scheduler.test_between_ranks import joins, of_rank, place, position
+from tests.scheduler.rank_graph import graph_of_ranks
+from tests.scheduler.test_between_ranks import of_rank, place, position
 from tests.scheduler.workloads import Options, assert_checked_and_read_back, trained, whole_steps, workloads
 
 
@@ -53,22 +54,10 @@ def test_ranks_that_share_a_store_never_wait_for_each_other_in_a_circle(workload
     # Ranks of one host make the same updates at the same places, but may have other slots and micro-batches.
     first = chosen[0]
     alike = {"updates": first.updates, "clip": first.clip, "reports_norm": first.reports_norm}
-    graph: nx.DiGraph[object] = nx.DiGraph()
-    for rank, options in enumerate(chosen):
-        schedule = shared(workload, replace(options, **alike), place(rank, len(chosen)))
-        ops = dict(schedule.positions())
-
-        def node(at: Position, rank: int = rank, ops: dict[Position, Op] = ops) -> object:
-            op = ops[at]
-            pairs = {"R": ("sum", rank - 1, op.block), "P": ("sum", rank, op.block), "G": ("total", op.block)}
-            return pairs.get(op.what, (rank, op.what, op.block) if op.what in "UV" else (rank, at))
-
-        graph.add_edges_from((node(a), node(b)) for a, b in dependency_graph(schedule, workload).edges)
-        graph.add_edges_from((("sum", rank - 1, op.block), node(at)) for at, op in ops.items() if joins(schedule, op))
-    for rank in range(len(chosen)):
-        updates = [n for n in graph if isinstance(n, tuple) and n[1] == "U"]
-        graph.add_edges_from((update, (rank, "V", update[2])) for update in updates)
-    assert nx.is_directed_acyclic_graph(graph)
+    schedules = [
+        shared(workload, replace(options, **alike), place(rank, len(chosen))) for rank, options in enumerate(chosen)
+    ]
+    assert nx.is_directed_acyclic_graph(graph_of_ranks(schedules))
 
 
 def middle(updates: str = "deferred", num: int = 3) -> Schedule:

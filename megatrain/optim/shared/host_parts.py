@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Callable, Collection, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 
@@ -16,11 +15,11 @@ from megatrain.optim.impostor import Optimizer
 from megatrain.optim.masters.registry import Masters
 from megatrain.optim.shared.division import rank_of_each
 from megatrain.optim.shared.shareable import unshareable_value
+from megatrain.ranks.signs_of_life import wait_until
 from megatrain.runtime.stores.shared_store import STATE, Name, SharedStore
 
 POLL_S = 0.001
 """How often a rank looks whether the others have made their updates."""
-_LOOK_S = 0.5
 GoOn = Callable[[], object]
 
 
@@ -119,9 +118,9 @@ class HostParts:
             OtherFailedError: If the update of another rank failed.
             RanksError: If another rank can't go on.
         """
-        looked = time.monotonic()
-        while left := self._store.left([self._keys[p] for p in parameters]):
-            go_on()
+
+        def is_over() -> bool:
+            left = self._store.left([self._keys[p] for p in parameters])
             failed = [key for key, has_failed in left.items() if has_failed]
             if failed and is_of_before:
                 raise OtherFailedError(
@@ -129,10 +128,9 @@ class HostParts:
                     "  Ranks share the parameters, and each updates a part of them.\n"
                     "  The other rank says why."
                 )
-            if time.monotonic() - looked > _LOOK_S:
-                self._look()
-                looked = time.monotonic()
-            time.sleep(POLL_S)
+            return not left
+
+        wait_until(is_over, go_on, self._look, POLL_S)
         self.hear()
         for parameter in parameters:
             if parameter not in self._updated:

@@ -72,9 +72,14 @@ class DevicesPlan:
         raise ScheduleError(
             f"the host's memory can't feed {counted(number, 'device')}: copies and updates take "
             f"{self._host()}, and one device takes {format_s(self.alone_s)} for its part.\n"
-            f"  {self._weights().capitalize()}, and gradients go from one to the next through the host.\n"
-            f"  Use about {fed} of them, or more tokens in a step of each."
+            f"  Of these devices {self._weights()}, and gradients go from one to the next through the host.\n"
+            f"  Use about {fed} of them, or more tokens in a step of each{self._further()}."
         )
+
+    def _further(self) -> str:
+        """A way out where nobody said that the devices have links."""
+        has_links = self.across_devices == "shard"
+        return "" if has_links else "; devices with links between them may gather weights (link)"
 
     def _weights(self) -> str:
         shards = self.ranks[0].schedule.kind.shards

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 
@@ -11,7 +10,7 @@ import torch
 from megatrain.memory.host_arena import HostArena
 from megatrain.ranks.channels.channel import Channel, GoOn, Room, room_bytes
 from megatrain.ranks.host_file import PAGE, HostFile
-from megatrain.ranks.signs_of_life import LOOK_S
+from megatrain.ranks.signs_of_life import wait_until
 from megatrain.sizes import aligned
 from megatrain.tracer.spec import TensorSpec
 
@@ -107,13 +106,7 @@ class HostChannel(Channel):
             self._counts[index] = count
 
     def _wait(self, is_over: Callable[[], bool], go_on: GoOn) -> None:
-        looked = time.monotonic()
-        while not is_over():
-            go_on()
-            if time.monotonic() - looked > LOOK_S:
-                self._look()
-                looked = time.monotonic()
-            time.sleep(POLL_S)
+        wait_until(is_over, go_on, self._look, POLL_S)
         with self._file.locked():
             pass  # as in `_set`: what comes is read after the count
 

@@ -17,7 +17,7 @@ from collections.abc import Iterator, Sequence
 from megatrain.scheduler.check.case import Case
 from megatrain.scheduler.items import Stream
 from megatrain.scheduler.table import Position
-from megatrain.sizes import shard_bytes
+from megatrain.sizes import device_shard_bytes
 
 _SUMS = ((Stream.RECEIVE, "R"), (Stream.SEND, "P"), (Stream.D2H, "G"))
 
@@ -29,7 +29,9 @@ def check_gathers(case: Case) -> None:
     expected = list(_expected(case))
     for position, block in zip(found, expected, strict=False):
         if case.op(position).block != block:
-            raise case.fault(f"{case.name(position)} stands where C{block} is due.", rule, position.tick, "Exchange.")
+            raise case.fault(
+                f"{case.name(position)} stands where C{block} is due.", rule, position.tick, f"Put C{block} there."
+            )
     if len(found) != len(expected):
         raise case.fault(f"there are {len(found)} C, not {len(expected)}.", rule, 0, "Have one for each W.")
     loads = [position for position, op in case.ops if op.what == "W" and _is_gathered(case, op.block)]
@@ -47,7 +49,7 @@ def check_gathers(case: Case) -> None:
 
 def _is_gathered(case: Case, block: int) -> bool:
     shards = case.schedule.kind.shards
-    return shards > 1 and shard_bytes(case.workload.blocks[block].state_bytes, shards) > 0
+    return shards > 1 and device_shard_bytes(case.workload.blocks[block].state_bytes, shards) > 0
 
 
 def _expected(case: Case) -> Iterator[int]:
