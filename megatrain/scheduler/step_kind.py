@@ -59,7 +59,7 @@ class StepKind:
         store: `"own"`, or `"shared"`: the ranks of this host share one store, a `U` updates this rank's part of a
             block's parameters, and a `V` after it waits until the other ranks have updated theirs.
         shards: Into how many shards a block's weights are divided. With several, each rank of a host copies one of them
-            to its device, and a `C` after the `W` collects the others from the other devices (all-gather). Only where
+            to its device, and a `C` after the `W` gathers the others from the other devices (all-gather). Only where
             ranks share a store, and weights are copied.
 
     Raises:
