@@ -11,6 +11,7 @@ from functools import partial
 import torch
 
 from megatrain.errors import OptimizerError
+from megatrain.native.sums_of_squares import DTYPES, SQUARES, sum_of_squares
 from megatrain.torch_private import group_by_dtype
 
 _PIECE = 1 << 20  # elements: few enough for a copy in fp32, enough for a thread to be worth it
@@ -37,8 +38,9 @@ class GradientNorm:
     only if its norm isn't.
 
     torch takes a gradient's norm on one thread, and of a bf16 gradient it makes an fp32 copy first: a second and more
-    for a billion parameters, in which a GPU waits. With `threads`, large gradients are summed in pieces, these in fp64.
-    Such a norm is closer to the exact one; its bits are the same for any number of threads, but not torch's.
+    for a billion parameters, in which a GPU waits. With `threads`, large gradients are summed in fp64 by a function of
+    C, or where there is no C compiler in pieces by torch. Such a norm is closer to the exact one; its bits are the same
+    for any number of threads, but not torch's.
 
     Args:
         parameters: In the order in which `clip_grad_norm_` would get them.
@@ -116,6 +118,9 @@ class GradientNorm:
     def _norm_of(self, gradient: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         if self._threads is None or gradient.numel() <= _PIECE:
             return torch.linalg.vector_norm(gradient, dtype=dtype)
+        if gradient.dtype in DTYPES and SQUARES.fault() is None:
+            total = sum_of_squares(gradient.contiguous(), self._threads)
+            return torch.tensor(total, dtype=torch.float64).sqrt().to(dtype)
         if self._pool is None:
             self._pool = ThreadPoolExecutor(self._threads, initializer=partial(torch.set_num_threads, 1))
         pieces = gradient.reshape(-1).split(_PIECE)

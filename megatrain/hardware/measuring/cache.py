@@ -13,7 +13,7 @@ from typing import Any
 
 from megatrain.errors import MegatrainError
 
-_FORMAT = 3  # one more whenever a figure means something else than before
+_FORMAT = 4  # one more whenever a figure means something else than before
 
 
 def cached(

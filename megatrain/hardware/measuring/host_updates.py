@@ -8,13 +8,31 @@ import torch
 
 from megatrain.device.kinds import HOST
 from megatrain.hardware.measuring.timing import seconds_of
+from megatrain.memory.available import available_bytes
+from megatrain.memory.processor_caches import cache_bytes
 from megatrain.native.adamw_kernels import LANES, WHOLE
 
-_ELEMENTS = LANES << 20  # 256 MiB in all, more than caches hold
-# AdamW over fp32 reads parameter, gradient and two moments, and writes three of them.
-_BYTES = 7 * 4 * _ELEMENTS
+_LEAST, _MOST = 256 << 20, 4 << 30
+_BEYOND_CACHES = 4
+# Parameter, gradient and two moments, in fp32.
+_HELD = 4 * 4
+# AdamW reads them, and writes three of them.
+_TOUCHED = 7 * 4
 # Those of a step with a small learning rate; see `adamw.c`.
 _SCALARS = (1.0, 1.0 - 1e-6, 0.1, 0.999, 1e-3, 0.05, 1e-8, -1e-3)
+
+
+def elements_beyond(caches: int, available: int) -> int:
+    """How many parameters an update has so that their memory is far larger than the caches, as a model's is.
+
+    A server's caches hold 300 MiB and more, and are three times as fast as its memory.
+
+    Args:
+        caches: Bytes of the caches.
+        available: Bytes of free memory, of which at most an eighth is taken.
+    """
+    nbytes = min(max(_LEAST, _BEYOND_CACHES * caches), _MOST, max(_LEAST, available // 8))
+    return nbytes // (_HELD * LANES) * LANES
 
 
 class Update:
@@ -25,10 +43,12 @@ class Update:
     """
 
     def __init__(self, threads: int) -> None:
-        values, gradient, *moments = (torch.full((_ELEMENTS,), 1e-3) for _ in range(4))
+        number = elements_beyond(cache_bytes(), available_bytes())
+        values, gradient, *moments = (torch.full((number,), 1e-3) for _ in range(4))
+        self._nbytes = _TOUCHED * number
         self._run = _torchs(values, gradient, moments)
         if WHOLE.fault() is None:
-            self._run = lambda: WHOLE(values, gradient, 0, *moments, _SCALARS, _ELEMENTS, threads)
+            self._run = lambda: WHOLE(values, gradient, 0, *moments, _SCALARS, number, threads)
 
     def __call__(self) -> None:
         """One update."""
@@ -36,7 +56,7 @@ class Update:
 
     def rate(self, least_s: float) -> float:
         """Bytes per second that it reads and writes."""
-        return _BYTES / seconds_of(HOST, self._run, least_s=least_s)
+        return self._nbytes / seconds_of(HOST, self._run, least_s=least_s)
 
 
 def _torchs(values: torch.Tensor, gradient: torch.Tensor, moments: list[torch.Tensor]) -> Callable[[], None]:

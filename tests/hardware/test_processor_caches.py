@@ -1,0 +1,56 @@
+"""The memory that updates are measured on is far larger than the caches of the machine."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from megatrain.hardware.measuring.host_updates import elements_beyond
+from megatrain.memory.processor_caches import cache_bytes
+from megatrain.native.adamw_kernels import LANES
+
+GIB = 1 << 30
+
+
+def written(root: Path, processor: int, caches: dict[int, tuple[str, str]]) -> None:
+    for number, (level, (size, shared)) in enumerate(caches.items()):
+        folder = root / f"sys/devices/system/cpu/cpu{processor}/cache/index{number}"
+        folder.mkdir(parents=True)
+        for name, text in {"level": str(level), "size": size, "shared_cpu_list": shared}.items():
+            (folder / name).write_text(f"{text}\n")
+
+
+def test_the_last_level_of_each_group_of_processors_counts_once(tmp_path: Path):
+    for processor in range(4):
+        last = "0-1" if processor < 2 else "2-3"
+        written(tmp_path, processor, {1: ("48K", str(processor)), 2: ("2048K", str(processor)), 3: ("32768K", last)})
+    assert cache_bytes(tmp_path) == 2 * (32 << 20)
+
+
+@pytest.mark.parametrize("size", ["", "unknown"])
+def test_a_system_that_does_not_tell_has_no_caches(tmp_path: Path, size: str):
+    assert cache_bytes(tmp_path) == 0
+    written(tmp_path, 0, {3: (size, "0")})
+    assert cache_bytes(tmp_path) == 0
+
+
+def test_this_machine_is_asked_without_an_error():
+    assert cache_bytes() >= 0
+
+
+@pytest.mark.parametrize(
+    ("caches", "available", "nbytes"),
+    [
+        (0, 64 * GIB, 256 << 20),
+        (32 << 20, 64 * GIB, 256 << 20),
+        (300 << 20, 64 * GIB, 1200 << 20),
+        (300 << 20, 4 * GIB, 512 << 20),
+        (300 << 20, GIB, 256 << 20),
+        (2 * GIB, 900 * GIB, 4 * GIB),
+    ],
+)
+def test_updates_are_measured_on_memory_that_no_cache_holds(caches: int, available: int, nbytes: int):
+    number = elements_beyond(caches, available)
+    assert number * 16 == nbytes
+    assert number % LANES == 0
