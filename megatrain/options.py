@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,7 +17,9 @@ from megatrain.hardware.hardware import Hardware
 from megatrain.hardware.machine import HARDWARE, machine_of
 from megatrain.opaque_model import OPAQUE
 from megatrain.optim.masters.registry import Kind
+from megatrain.passes.fixed_work import recorded_bytes
 from megatrain.passes.pipeline import PASSES, Rewrite
+from megatrain.passes.program import Program
 from megatrain.scheduler.builder.build import STEP
 from megatrain.sizes import SIZE, format_bytes, parse_bytes
 from megatrain.tracer.given import DEVICE, EXAMPLE_ARGS, EXAMPLE_KWARGS, MODEL
@@ -25,7 +27,7 @@ from megatrain.tracer.given import DEVICE, EXAMPLE_ARGS, EXAMPLE_KWARGS, MODEL
 PRECISION = one_of("fp32", "bf16")
 TRANSFER = one_of("auto", "copy", "bind")
 CHUNKING = one_of("auto", "always", "never")
-KERNELS = one_of("eager", "inductor")
+KERNELS = one_of("eager", "graphs", "inductor")
 ACROSS_DEVICES = one_of("replicate", "shard")
 COMPILE: Mapping[str, Rule] = {
     "model": MODEL,
@@ -66,7 +68,7 @@ class Options:
         passes: The user's own rewrites of captured graphs.
         hardware: The machine for which training steps are planned; None weighs copies and compute as a usual one does.
         chunking: When heads compute their losses in chunks of rows, and other calls run in tiles of tokens.
-        kernels: What computes a block: `"eager"` or `"inductor"`.
+        kernels: What computes a block: `"eager"`, `"graphs"` or `"inductor"`.
         across_devices: How weights come to several devices: `"replicate"` or `"shard"`.
     """
 
@@ -89,6 +91,10 @@ class Options:
     def keeps_results(self) -> bool:
         """Whether results of a block's kernels may be kept for its backward: compiled kernels return none."""
         return self.kernels == "eager"
+
+    def memory_for(self, budget: int, programs: Iterable[Program]) -> int:
+        """Bytes of a budget that a schedule of these programs may take: recordings of kernels take the rest."""
+        return max(0, budget - recorded_bytes(programs)) if self.kernels == "graphs" else budget
 
     @staticmethod
     def read(
@@ -120,6 +126,9 @@ class Options:
                 f'kernels="inductor" makes no kernels for {target}.\n  Inductor compiles for CPU and CUDA.\n'
                 '  Leave kernels out: "eager" runs everywhere.'
             )
+        if kernels == "graphs":
+            _check_graphs(target, activations)
+            activations = "recompute" if activations == "auto" else activations
         if transfer == "bind" and not target.can_bind:
             raise OptionError(
                 f'transfer="bind" needs the compute device to be the host, but it is {target}.\n'
@@ -155,6 +164,21 @@ class Options:
             chunking,
             kernels,
             across_devices,
+        )
+
+
+def _check_graphs(device: Device, activations: str) -> None:
+    if not device.has_recorder:
+        raise OptionError(
+            f'kernels="graphs" is impossible on {device}.\n'
+            "  CUDA graphs launch many kernels of a GPU at once; other devices have none.\n"
+            '  Leave kernels out: "eager" runs everywhere.'
+        )
+    if activations == "keep":
+        raise OptionError(
+            'kernels="graphs" with activations="keep" is impossible.\n'
+            "  Recorded kernels compute a forward again in the backward, and retain no graph.\n"
+            "  Leave one of the two out."
         )
 
 

@@ -69,7 +69,7 @@ class Lowered:
         fits = partial(
             step_schedule,
             kind=kind,
-            memory=self._budget.nbytes,
+            memory=options.memory_for(self._budget.nbytes, [program]),
             activations=options.activations,
             usual=usual,
             most_result_bytes=None if options.keeps_results else 0,

@@ -32,6 +32,7 @@ from megatrain.device.kinds import (
     usable,
     used_device,
 )
+from megatrain.device.recorder import Recorder
 
 __all__ = [
     "HOST",
@@ -44,6 +45,7 @@ __all__ = [
     "HostMoment",
     "Memory",
     "Moment",
+    "Recorder",
     "autocast_kinds",
     "find",
     "is_late",

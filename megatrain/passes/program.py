@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -304,3 +304,8 @@ def _list(names: tuple[str, ...]) -> str:
 def has_parts(program: Program, block: int) -> bool:
     """Tells whether a block holds rows of a tensor, rather than whole tensors alone."""
     return any(program.state[key].base is not None for key in program.blocks[block].binding)
+
+
+def shared_templates(program: Program) -> set[str]:
+    """Names of the templates that several blocks run."""
+    return {name for name, count in Counter(block.template for block in program.blocks).items() if count > 1}

@@ -59,14 +59,14 @@ class Engine:
         moving: Entered while parameters get other memory, and while the user's changes are taken over.
         turn: Of the model.
         budget: The bound of the device memory that schedules take; for errors.
-        kernels: What computes a block: `"eager"`, or `"inductor"`.
+        kernels: What computes a block: `"eager"`, `"graphs"` or `"inductor"`.
         ranks: The processes that train the model together; None for one that trains alone.
 
     Attributes:
         shared: What this rank shares with others of its host; None if it has its host to itself.
     """
 
-    @checked(device=_DEVICE, kernels=one_of("eager", "inductor"))
+    @checked(device=_DEVICE, kernels=one_of("eager", "graphs", "inductor"))
     def __init__(
         self,
         model: nn.Module,
@@ -287,9 +287,14 @@ class Engine:
             )
 
     @checked()
-    def runner(self, template: Template) -> BlockRunner:
-        """Returns the runner of a template; variants with equal templates share it."""
-        return self.runners.of(template)
+    def runner(self, template: Template, *, is_shared: bool = False) -> BlockRunner:
+        """Returns the runner of a template; variants with equal templates share it.
+
+        Args:
+            template: The template.
+            is_shared: Several blocks run it.
+        """
+        return self.runners.of(template, is_shared=is_shared)
 
 
 def _holders(

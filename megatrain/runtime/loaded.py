@@ -10,7 +10,7 @@ from megatrain.counts import counted
 from megatrain.errors import ExecuteError
 from megatrain.memory.block_image import BlockImage
 from megatrain.passes.kept_results import kept_results
-from megatrain.passes.program import Program, has_parts
+from megatrain.passes.program import Program, has_parts, shared_templates
 from megatrain.runtime.blocks.block import HIDDEN_DRAWS, BlockRunner
 from megatrain.runtime.draws import Draws
 from megatrain.runtime.engine import Engine
@@ -82,10 +82,13 @@ class Loaded:
     def _of(program: Program, places: Sequence[int | None], engine: Engine, *, is_training: bool) -> Loaded:
         results = {block.index: [name for name, _ in found] for block, found in kept_results(program)}
         names = [*program.values, *chain.from_iterable(results.values())]
+        shared = shared_templates(program)
         return Loaded(
             program=program,
             images=engine.adopt(program),
-            runners=[engine.runner(program.templates[b.template]) for b in program.blocks],
+            runners=[
+                engine.runner(program.templates[b.template], is_shared=b.template in shared) for b in program.blocks
+            ],
             facts=Facts.of(program, is_training=is_training),
             names=[None if place is None else names[place] for place in places],
             entering={key: name for name, key in program.buffers},

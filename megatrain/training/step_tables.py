@@ -184,7 +184,7 @@ class StepTables:
         planned = step_schedule(
             programs,
             kind,
-            memory=self._budget.nbytes,
+            memory=self._options.memory_for(self._budget.nbytes, programs),
             activations=self._options.activations,
             loss_bytes=loss_bytes,
             hardware=self._options.hardware,

@@ -10,6 +10,7 @@ from typing import Any
 from megatrain.device import Accelerator
 from megatrain.errors import ExecuteError
 from megatrain.sizes import format_bytes
+from tests.simulated_device.simulated_recorder import SimulatedRecorder
 from tests.simulated_device.simulator import Simulator
 from tests.simulated_device.staged_collectives import StagedCollectives
 from tests.simulated_device.torch_module import NAME
@@ -24,6 +25,7 @@ class SimulatedDevice(Accelerator):
     """
 
     repeats_itself = True  # each kernel is the CPU's, on one thread
+    has_recorder = True
 
     def __init__(self, simulator: Simulator, index: int | None = None) -> None:
         super().__init__(NAME, index)
@@ -32,6 +34,10 @@ class SimulatedDevice(Accelerator):
     def collectives(self, store: Any, rank: int, size: int, timeout: timedelta) -> Any:
         """Through host memory: there are no links."""
         return StagedCollectives(store, rank, size, timeout)
+
+    def recorder(self) -> SimulatedRecorder:
+        """As CUDA graphs, with memory that each run poisons where it frees it."""
+        return SimulatedRecorder(self.simulator, self.torch_device)
 
     def lock(self, address: int, nbytes: int) -> Callable[[], None]:
         """Registers the memory with the simulator."""

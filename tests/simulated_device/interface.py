@@ -30,6 +30,13 @@ _FUNCTIONS: dict[str, tuple[Any, list[Any]]] = {
     "sim_set_host_clock": (None, [_DOUBLE]),
     "sim_stream_clock": (_DOUBLE, [_INT, _LONG]),
     "sim_pending": (_LONG, [_INT, _LONG]),
+    "sim_private_memory": (ctypes.c_void_p, [_INT]),
+    "sim_drop_memory": (None, [ctypes.c_void_p]),
+    "sim_begin_recording": (ctypes.c_void_p, [_INT, ctypes.c_void_p]),
+    "sim_end_recording": (None, [_INT]),
+    "sim_recorded": (_LONG, [ctypes.c_void_p]),
+    "sim_replay": (None, [_INT, ctypes.c_void_p]),
+    "sim_drop_recorded": (None, [ctypes.c_void_p]),
     "sim_spans": (None, [_INT]),
     "sim_take_spans": (_TEXT, []),
 }

@@ -300,6 +300,37 @@ class Simulator:
         """Takes the notes of mistakes that a real device would answer with undefined behaviour."""
         return self._library.sim_violations().decode().splitlines()
 
+    # -- recorded work ---------------------------------------------------------------------------------------
+
+    def private_memory(self, index: int) -> int:
+        """Memory of recordings that nothing else gets; returns what names it."""
+        return self._library.sim_private_memory(index)
+
+    def drop_memory(self, memory: int) -> None:
+        """The reverse."""
+        self._library.sim_drop_memory(memory)
+
+    @contextmanager
+    def recording(self, index: int, memory: int) -> Generator[int]:
+        """Records the work of the current stream, which isn't issued, during the body; gives what names it."""
+        recorded = self._library.sim_begin_recording(index, memory)
+        try:
+            yield recorded
+        finally:
+            self._library.sim_end_recording(index)
+
+    def replay(self, index: int, recorded: int) -> None:
+        """Issues recorded work to the current stream."""
+        self._library.sim_replay(index, recorded)
+
+    def num_recorded(self, recorded: int) -> int:
+        """Pieces of work in a recording."""
+        return self._library.sim_recorded(recorded)
+
+    def drop_recorded(self, recorded: int) -> None:
+        """Forgets a recording."""
+        self._library.sim_drop_recorded(recorded)
+
     # -- virtual time ----------------------------------------------------------------------------------------
 
     def set_profile(self, profile: HardwareProfile | None) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
 
-from megatrain.device import Device
+from megatrain.device import Device, Recorder
 from megatrain.errors import ExecuteError
 from megatrain.passes.interpret import Code
 from megatrain.passes.kept_results import HandedResults, KeptResults, NotedResults
@@ -20,6 +20,8 @@ from megatrain.passes.program import Template
 from megatrain.passes.rewrites.tiled_region import without_results
 from megatrain.runtime.blocks.inductor_code import InductorCode
 from megatrain.runtime.blocks.local_graph import OVERWRITTEN, LocalGraph
+from megatrain.runtime.blocks.repeated_graph import RepeatedGraph, whole
+from megatrain.runtime.blocks.replays import Replays
 from megatrain.runtime.rng import RngState, repeated_rng
 from megatrain.tracer.expectations import GuardFailedError
 from megatrain.tracer.packed.packing import Packing, is_wrapper
@@ -36,10 +38,13 @@ class BlockRunner:
         template: The template to run.
         device: Compute device.
         kernels: `"eager"` or `"inductor"`.
+        recorder: Records the kernels of blocks whose graph isn't retained; None for none.
     """
 
-    def __init__(self, template: Template, device: Device, kernels: str = "eager"):
-        results = None if template.cost is None or kernels == "inductor" else template.cost.results
+    def __init__(
+        self, template: Template, device: Device, kernels: str = "eager", recorder: Recorder | None = None
+    ) -> None:
+        results = None if template.cost is None or kernels != "eager" or recorder else template.cost.results
         around = () if results is None else results.calls
         if kernels == "inductor":
             made = partial(InductorCode, template=template, device=device)
@@ -54,17 +59,24 @@ class BlockRunner:
         self._result_bytes = [] if results is None else [spec.nbytes for spec in results.specs]
         self._held = set[int]() if template.cost is None else set(template.cost.held_state)
         self._ends = [(port.name, port.spec.shape) for port in template.outputs]
+        self._replays = None if recorder is None else Replays(template, device, recorder)
 
     @property
     def why_eager(self) -> str:
         """Why the template runs on eager's kernels, if others were asked for; else empty."""
-        codes = (code for code in (self._code, self._repeated) if isinstance(code, InductorCode))
-        return next((code.why_eager for code in codes if code.why_eager), "")
+        codes = [code for code in (self._code, self._repeated) if isinstance(code, InductorCode)]
+        parts = codes if self._replays is None else [self._replays]
+        return next((part.why_eager for part in parts if part.why_eager), "")
 
     @property
     def repeats_outputs(self) -> bool:
         """Whether a repeated forward computes the outputs again, and not only their history."""
-        return self._repeated is self._code
+        return self._repeated is self._code and self._replays is None
+
+    @property
+    def _is_recorded(self) -> bool:
+        """Whether kernels may be recorded, or launched from a recording, now: the caller's hooks see no tensors then."""
+        return self._replays is not None and not self._replays.why_eager and not has_hooks()
 
     def rng_state(self) -> RngState | None:
         """The generators' state, if the template draws from them."""
@@ -97,6 +109,14 @@ class BlockRunner:
         Tensors require grad just as in eager, because kernels look at that (matmul folds its batch dimensions or
         not, and rounds differently); the tensors that autograd would save are dropped at once.
         """
+        if self._replays is not None and self._is_recorded:
+            work = partial(self._forward, state=state, needs_grad=needs_grad)
+            return tuple(whole(self._replays.run(work, inputs, state, ("forward", tuple(needs_grad)))))
+        return self._forward(inputs, state, needs_grad, notes=notes)
+
+    def _forward(
+        self, inputs: Tensors, state: Tensors, needs_grad: Sequence[bool], *, notes: NotedResults | None = None
+    ) -> tuple[torch.Tensor, ...]:
         if not any(needs_grad) and not self._code.has_inner_grad:
             with self._device.without_autocast():
                 return self._run([*inputs, *state], mode=notes)
@@ -140,8 +160,8 @@ class BlockRunner:
         *,
         is_repeated: bool = False,
         kept: KeptResults | None = None,
-    ) -> tuple[LocalGraph, tuple[torch.Tensor, ...]]:
-        """Runs the code under autograd, from fresh leaves.
+    ) -> tuple[LocalGraph | RepeatedGraph, tuple[torch.Tensor, ...]]:
+        """Runs the code under autograd, from fresh leaves; or, if all of it is recorded, only with its backward.
 
         Args:
             inputs: Values of the template's inputs.
@@ -154,8 +174,25 @@ class BlockRunner:
             kept: Results of that forward, which aren't computed again.
 
         Returns:
-            The graph, and the outputs without it.
+            The graph, and the outputs without it; none of a forward that is repeated with its backward.
         """
+        if self._replays is not None and is_repeated and self._is_recorded:
+            again = partial(self._with_graph, needs_grad=needs_grad, is_carried=is_carried, read_state=read_state)
+            key = "backward", tuple(needs_grad), tuple(is_carried)
+            return RepeatedGraph(inputs, state, self._replays, key, again), ()
+        return self._with_graph(inputs, state, needs_grad, is_carried, read_state, is_repeated=is_repeated, kept=kept)
+
+    def _with_graph(
+        self,
+        inputs: Tensors,
+        state: Tensors,
+        needs_grad: Sequence[bool],
+        is_carried: Sequence[bool],
+        read_state: StateReader,
+        *,
+        is_repeated: bool = False,
+        kept: KeptResults | None = None,
+    ) -> tuple[LocalGraph, tuple[torch.Tensor, ...]]:
         is_own = any(call.needs_own_state for call in self._code.opaque)
         copied = set(range(len(state))) if is_own else set[int]() if is_repeated else self._held
         state = [t.clone() if index in copied else t for index, t in enumerate(state)]

@@ -12,12 +12,11 @@ from torch import fx
 from megatrain.device import Device
 from megatrain.errors import EagerKernelsWarning
 from megatrain.passes.distance import largest, tensor_distance
+from megatrain.passes.fixed_work import fixed_work_obstacle
 from megatrain.passes.interpret import Code
 from megatrain.passes.program import Template
 from megatrain.runtime.rng import RngState, repeated_rng
 from megatrain.torch_private import patch_functorch
-from megatrain.tracer.expectations import Expectation
-from megatrain.tracer.recording.observer import Observer
 
 # Dropout draws eager's own numbers, in their order.
 _OPTIONS: dict[str, Any] = {"fallback_random": True}
@@ -55,7 +54,7 @@ class InductorCode(Code):
         self._name, self._device = template.name, device
         # Decompositions may draw in another order, or other numbers: the first run shows.
         self._is_to_be_tried = template.is_random
-        self.why_eager = _obstacle(self, template)
+        self.why_eager = fixed_work_obstacle(template)
         self._warn()
 
     def _made(self) -> _Function:
@@ -114,18 +113,3 @@ def _told(error: Exception) -> str:
     """The first lines of an error of the compiler; the first one alone may say no more than who raised it."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return " ".join(lines[:2]) or type(error).__name__
-
-
-def _obstacle(code: Code, template: Template) -> str:
-    """Says what in a graph is no work for a compiler; empty if nothing is."""
-    if any(isinstance(node.target, Expectation | Observer) for node in code.graph.nodes):
-        return "it compares values with those of the capture"
-    if code.opaque:
-        return "it runs a module's own code (opaque)"
-    if code.has_inner_grad:
-        return "it differentiates in its forward"
-    if template.cost is not None and template.cost.held_state:
-        return "its backward reads weights that its forward kept for itself"
-    if any(node.meta["spec"].on_host for node in code.graph.nodes if "spec" in node.meta):
-        return "it reads or makes tensors on the host"
-    return ""

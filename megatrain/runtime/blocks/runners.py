@@ -16,24 +16,38 @@ class Runners:
 
     Args:
         device: Compute device.
-        kernels: `"eager"` or `"inductor"`.
+        kernels: `"eager"`, `"graphs"` or `"inductor"`.
     """
 
     def __init__(self, device: Device, kernels: str) -> None:
         self._device, self._kernels = device, kernels
+        self._recorder = device.recorder() if kernels == "graphs" else None
         # It grows only with new captures: a dropped capture drops its runners.
         self._there: weakref.WeakValueDictionary[Any, BlockRunner] = weakref.WeakValueDictionary()
 
-    def of(self, template: Template) -> BlockRunner:
-        """Returns the runner of a template."""
-        runner = self._there.get(_key(template))
+    def of(self, template: Template, *, is_shared: bool = False) -> BlockRunner:
+        """Returns the runner of a template.
+
+        Args:
+            template: The template.
+            is_shared: Several blocks run it. Only their kernels are recorded: a recording keeps its memory.
+        """
+        recorder = self._recorder if is_shared else None
+        key = _key(template), recorder is not None
+        runner = self._there.get(key)
         if runner is None:
-            runner = self._there[_key(template)] = BlockRunner(template, self._device, self._kernels)
+            kernels = "eager" if self._kernels == "graphs" else self._kernels
+            runner = self._there[key] = BlockRunner(template, self._device, kernels, recorder)
         return runner
 
     def on_eager_kernels(self, program: Program) -> dict[str, str]:
         """Names the templates that run on eager's kernels though others were asked for, with the reasons."""
-        there = {name: self._there.get(_key(template)) for name, template in program.templates.items()}
+        there = {
+            name: self._there.get((_key(template), is_recorded))
+            for name, template in program.templates.items()
+            for is_recorded in (False, True)
+            if (_key(template), is_recorded) in self._there
+        }
         return {name: runner.why_eager for name, runner in there.items() if runner is not None and runner.why_eager}
 
 

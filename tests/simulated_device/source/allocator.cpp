@@ -123,7 +123,7 @@ struct Heap {
   void shed(Stream* stream) {
     for (auto& pool : pools)
       for (auto* b : std::vector<Block*>(pool.begin(), pool.end())) {
-        if (b->stream != stream) continue;
+        if (b->stream != stream || stream->is_private) continue;
         pool.erase(b);
         grow(*b, -1);
         blocks.erase(b->offset);
@@ -139,7 +139,7 @@ struct Heap {
     bool any = false;
     for (auto& pool : pools)
       for (auto* b : std::vector<Block*>(pool.begin(), pool.end())) {
-        if (b->before || b->next) continue;
+        if (b->before || b->next || b->stream->is_private) continue;
         if (!any) finish_all(device);
         any = true;
         pool.erase(b);
@@ -289,6 +289,7 @@ struct DeviceMemory final : c10::DeviceAllocator {
       Entry here;
       range_of(device);
       stream = &current_stream(device);
+      if (stream->recorded) stream = stream->memory;
       b = heap.found(n, stream, false);
     }
     if (!b) {

@@ -98,6 +98,32 @@ int64_t sim_pending(int device, int64_t stream) {
   auto& s = stream_at(device, stream);
   return s.issued - s.done;
 }
+// The memory of recordings, which stays theirs until it is dropped; its free segments then go back with the others.
+void* sim_private_memory(int device) {
+  auto* made = new Stream;
+  made->device = device, made->is_private = true;
+  return made;
+}
+void sim_drop_memory(void* memory) {
+  Entry here;
+  static_cast<Stream*>(memory)->is_private = false;  // blocks refer to it by address: it stays
+}
+void* sim_begin_recording(int device, void* memory) {
+  Entry here;
+  auto* made = new Recorded;
+  begin_recording(current_stream(device), *static_cast<Stream*>(memory), *made);
+  return made;
+}
+void sim_end_recording(int device) {
+  Entry here;
+  end_recording(current_stream(device));
+}
+int64_t sim_recorded(void* recorded) { return int64_t(static_cast<Recorded*>(recorded)->size()); }
+void sim_replay(int device, void* recorded) {
+  Entry here;
+  replay(current_stream(device), *static_cast<Recorded*>(recorded));
+}
+void sim_drop_recorded(void* recorded) { delete static_cast<Recorded*>(recorded); }
 void sim_spans(int on) {
   Entry here;
   record_spans(on);

@@ -349,6 +349,13 @@ std::string op_counts(bool waiting) {
   return text;
 }
 
+// Memory at an address, for as long as somebody else keeps it.
+TORCH_LIBRARY(sim, m) {
+  m.def("memory(int address, int nbytes, int device) -> Tensor", [](int64_t address, int64_t nbytes, int64_t device) {
+    auto there = at::TensorOptions(at::kByte).device(device_of(device));
+    return at::for_blob(reinterpret_cast<void*>(address), {nbytes}).options(there).target_device(device_of(device)).make_tensor();
+  });
+}
 TORCH_LIBRARY_IMPL(_, PrivateUse1, m) { m.fallback(torch::CppFunction::makeFromBoxedFunction<&call>()); }
 TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("empty.memory_format", empty);

@@ -109,9 +109,12 @@ void set_order(int device, int64_t id, Order order, uint64_t seed) {
   pump();
 }
 
-void issue(Stream& s, std::string name, const Cost& cost, std::function<void()> run) {
+namespace {
+void check_not_recorded(const Stream& s) {
+  TORCH_CHECK(!s.recorded, "sim: a stream whose work is recorded can't wait, and nothing can wait for it");
+}
+void begin_work(Stream& s, std::string name, const Cost& cost, std::function<void()> run) {
   if (profile().is_on) {
-    if (cost.kind != Kind::control) spend_on_host(profile().issue);
     auto taken = place(s.device, cost, std::max(s.clock, host_clock()));
     s.clock = taken.end;
     if (spans_on && cost.kind != Kind::control) {
@@ -123,7 +126,32 @@ void issue(Stream& s, std::string name, const Cost& cost, std::function<void()> 
   if (!options().compute) run = nullptr;
   put(s, {std::move(name), std::move(run), {}});
 }
+}  // namespace
+void issue(Stream& s, std::string name, const Cost& cost, std::function<void()> run) {
+  if (s.is_private && !s.recorded) return;  // memory of a recording that has ended is freed: nothing runs there
+  if (profile().is_on && cost.kind != Kind::control) spend_on_host(profile().issue);
+  if (s.recorded) {
+    s.recorded->push_back({std::move(name), cost, std::move(run)});
+    return;
+  }
+  begin_work(s, std::move(name), cost, std::move(run));
+}
+void begin_recording(Stream& s, Stream& memory, Recorded& recorded) {
+  check_not_recorded(s);
+  s.recorded = memory.recorded = &recorded;
+  s.memory = &memory;
+}
+void end_recording(Stream& s) {
+  s.memory->recorded = s.recorded = nullptr;
+  s.memory = nullptr;
+}
+void replay(Stream& s, const Recorded& recorded) {
+  check_not_recorded(s);
+  if (profile().is_on) spend_on_host(profile().issue);
+  for (const auto& work : recorded) begin_work(s, work.name, work.cost, work.run);
+}
 Mark record(Stream& s) {
+  check_not_recorded(s);
   if (profile().is_on) {
     spend_on_host(profile().control);
     s.clock = std::max(s.clock, host_clock());
@@ -131,6 +159,7 @@ Mark record(Stream& s) {
   return {&s, s.issued, s.clock};
 }
 void wait(Stream& s, const Mark& mark) {
+  check_not_recorded(s);
   spend_on_host(profile().control);
   s.clock = std::max(s.clock, mark.time());
   put(s, {"wait", nullptr, mark});
@@ -155,6 +184,7 @@ bool query(const Mark& mark) {
 }
 void finish(const Mark& mark) {
   if (!mark.stream) return;
+  check_not_recorded(*mark.stream);
   run_until(*mark.stream, mark.seq);
   pump();
   if (profile().is_on) set_host_clock(std::max(host_clock(), mark.time()) + profile().sync);

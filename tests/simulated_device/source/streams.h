@@ -10,8 +10,10 @@
 
 #include <deque>
 #include <functional>
+#include <memory>
 #include <random>
 #include <string>
+#include <vector>
 
 #include "clocks.h"
 #include "machine.h"
@@ -28,6 +30,13 @@ struct Mark {
   int64_t era = present_era();
   double time() const { return era == present_era() ? issued_at : 0; }
 };
+// Work that was recorded instead of issued, to be issued again as often as one likes (a CUDA graph).
+struct Work {
+  std::string name;
+  Cost cost;
+  std::function<void()> run;
+};
+using Recorded = std::vector<Work>;
 struct Task {
   std::string name;
   std::function<void()> run;
@@ -41,6 +50,10 @@ struct Stream {
   Order order = Order::early;
   std::mt19937_64 dice;
   double clock = 0;
+  // While work is recorded: where it goes, and whose memory it takes. That memory is nobody else's (a private pool).
+  Recorded* recorded = nullptr;
+  Stream* memory = nullptr;
+  bool is_private = false;
 };
 
 Stream& stream_at(int device, int64_t id);
@@ -50,6 +63,9 @@ void set_order(int device, int64_t id, Order order, uint64_t seed);  // -1: all 
 
 // All of these are called under the lock, by way of an Entry.
 void issue(Stream& stream, std::string name, const Cost& cost, std::function<void()> run);
+void begin_recording(Stream& stream, Stream& memory, Recorded& recorded);
+void end_recording(Stream& stream);
+void replay(Stream& stream, const Recorded& recorded);
 Mark record(Stream& stream);
 void wait(Stream& stream, const Mark& mark);
 bool is_past(const Mark& mark);              // for the allocator; by virtual time where a profile is set

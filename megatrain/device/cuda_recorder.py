@@ -1,0 +1,53 @@
+"""CudaRecorder: CUDA graphs, which share one private pool of torch's allocator."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+
+class CudaRecorder:
+    """A `Recorder` of a GPU.
+
+    Args:
+        device: The GPU.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._pool = torch.cuda.graph_pool_handle()
+        # The default stream can't be captured.
+        self._stream = torch.cuda.Stream(device)
+
+    def record(self, work: Callable[[], None]) -> Callable[[], None]:
+        """Captures a graph; other threads may go on with what they do, synchronisations included."""
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.stream(self._stream):
+            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+            try:
+                work()
+            except BaseException:
+                with contextlib.suppress(RuntimeError):  # the capture is broken, and `work` has said why
+                    graph.capture_end()
+                raise
+            graph.capture_end()
+        return graph.replay
+
+    def memory(self, address: int, nbytes: int) -> torch.Tensor:
+        """Reads the address by the protocol that libraries for CUDA share."""
+        return torch.as_tensor(_Bytes(address, nbytes), device=self._device)
+
+
+class _Bytes:
+    """Memory of a GPU, by the CUDA array interface."""
+
+    def __init__(self, address: int, nbytes: int) -> None:
+        self.__cuda_array_interface__: dict[str, Any] = {
+            "shape": (nbytes,),
+            "typestr": "|u1",
+            "data": (address, False),
+            "version": 3,
+        }

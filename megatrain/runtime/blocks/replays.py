@@ -1,0 +1,213 @@
+"""Replays: a template's kernels recorded once and launched by one call (CUDA graphs), with eager's bits."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from megatrain.device import Device, Recorder
+from megatrain.errors import EagerKernelsWarning
+from megatrain.passes.fixed_work import recording_obstacle
+from megatrain.passes.program import Template
+from megatrain.runtime.blocks.kernel_settings import kernel_settings
+from megatrain.tracer.packed.packing import is_wrapper
+
+Optionals = Sequence[torch.Tensor | None]
+Work = Callable[[Sequence[torch.Tensor | None]], Optionals]
+"""Computes results from arguments, by kernels alone."""
+
+
+class Replays:
+    """Runs the work of a template's blocks: the first time by eager's calls, then by recordings.
+
+    Python needs some 10 us to launch a kernel, and short kernels take less. A recording launches all kernels of a block
+    at once. It reads and writes fixed addresses. So there is one for each place in which the state of a block lies, the
+    arguments are copied into memory of their own first, and results are copied out before the next recording runs.
+
+    Args:
+        template: Of the blocks.
+        device: Compute device.
+        recorder: Of all templates of the model.
+
+    Attributes:
+        why_eager: Why nothing is recorded; empty if something may be.
+    """
+
+    def __init__(self, template: Template, device: Device, recorder: Recorder) -> None:
+        self._name, self._device, self._recorder = template.name, device, recorder
+        self._has_run: set[Hashable] = set()
+        self._recordings: dict[Hashable, _Recording] = {}
+        self._places: dict[Hashable, torch.Tensor] = {}
+        self.why_eager = recording_obstacle(template)
+        self._warn()
+
+    def run(
+        self, work: Work, arguments: Optionals, state: Sequence[torch.Tensor], key: Hashable
+    ) -> list[torch.Tensor | None]:
+        """Returns what `work(arguments)` does.
+
+        Args:
+            work: It reads `state` as well, and writes into nothing that it gets.
+            arguments: Tensors of any address; None for one that isn't there.
+            state: Tensors whose addresses recur.
+            key: What else the work depends on.
+        """
+        if self.why_eager:
+            return [*work(arguments)]
+        kind = (key, kernel_settings(), *map(_form, arguments))
+        if kind not in self._has_run:
+            return self._first(work, arguments, state, kind)
+        where = (kind, *((t.data_ptr(), _form(t)) for t in state))
+        recording = self._recordings.get(where)
+        if recording is None:
+            try:
+                recording = self._recordings[where] = self._recorded(work, arguments, state)
+            except RuntimeError as error:
+                if self._device.ran_out(error):
+                    raise
+                self._give_up(str(error).strip().partition("\n")[0])
+                return [*work(arguments)]
+        recording.fill(arguments)
+        recording.launch()
+        return recording.results(arguments, state)
+
+    def _first(
+        self, work: Work, arguments: Optionals, state: Sequence[torch.Tensor], kind: Hashable
+    ) -> list[torch.Tensor | None]:
+        """Runs the work as it is: libraries make what they need at their first call, which can't be recorded."""
+        given = [t for t in (*arguments, *state) if t is not None]
+        before = [t._version for t in given]
+        results = [*work(arguments)]
+        if any(t._version != version for t, version in zip(given, before, strict=True)):
+            self._give_up("it writes into its inputs or state")
+        elif not all(t is None or _is_plain(t) for t in (*given, *results)):
+            self._give_up("it has sparse, packed or conjugated tensors")
+        self._has_run.add(kind)
+        return results
+
+    def _recorded(self, work: Work, arguments: Optionals, state: Sequence[torch.Tensor]) -> _Recording:
+        places = [None if t is None else self._place(number, t) for number, t in enumerate(arguments)]
+        made: list[torch.Tensor | None] = []
+        launch = self._recorder.record(lambda: made.extend(work(places)))
+        results = [None if t is None else self._result(t, places, state) for t in made]
+        return _Recording(launch, places, results)
+
+    def _place(self, number: int, argument: torch.Tensor) -> torch.Tensor:
+        """Memory for an argument of this form, with its holes; the forward and the backward share it."""
+        key = number, _form(argument)
+        if key not in self._places:
+            size = _span(argument)
+            memory = self._device.allocate(size * argument.element_size()).view(argument.dtype)
+            self._places[key] = memory.as_strided(argument.shape, argument.stride())
+        return self._places[key]
+
+    def _result(self, tensor: torch.Tensor, places: Optionals, state: Sequence[torch.Tensor]) -> _Result:
+        storage = tensor.untyped_storage()
+        address, nbytes = storage.data_ptr(), storage.nbytes()
+        layout = tensor.dtype, tensor.shape, tensor.stride(), tensor.storage_offset()
+        if nbytes == 0:
+            return _Result(*layout, address, self._device.allocate(0))
+        for is_argument, others in ((True, places), (False, state)):
+            for number, other in enumerate(others):
+                if other is None or other.untyped_storage().data_ptr() != address:
+                    continue
+                if other.dtype != tensor.dtype:
+                    raise RuntimeError("a result is a view of what was given, in another dtype")
+                return _Result(*layout, address, None, (is_argument, number, other.storage_offset()))
+        return _Result(*layout, address, self._recorder.memory(address, nbytes))
+
+    def _give_up(self, reason: str) -> None:
+        self.why_eager = reason
+        self._recordings.clear()
+        self._places.clear()
+        self._warn()
+
+    def _warn(self) -> None:
+        if self.why_eager:
+            text = f"the kernels of template {self._name} aren't recorded: {self.why_eager}"
+            warnings.warn(text, EagerKernelsWarning, stacklevel=2)
+
+
+@dataclass(frozen=True, slots=True)
+class _Result:
+    """A result of recorded work.
+
+    Args:
+        dtype: Of its elements.
+        shape: See `Tensor.shape`.
+        stride: See `Tensor.stride`.
+        offset: Where it begins in its storage, in elements.
+        address: Of its storage; results may share one.
+        memory: The whole storage; None for a view of what was given.
+        given: What it is a view of: whether an argument or state, its number, and where that begins in its storage.
+    """
+
+    dtype: torch.dtype
+    shape: Sequence[int]
+    stride: Sequence[int]
+    offset: int
+    address: int
+    memory: torch.Tensor | None
+    given: tuple[bool, int, int] = (False, 0, 0)
+
+    def of(self, memory: torch.Tensor) -> torch.Tensor:
+        """The result in another storage."""
+        return memory.view(self.dtype).as_strided(self.shape, self.stride, self.offset)
+
+    def within(self, arguments: Optionals, state: Sequence[torch.Tensor]) -> torch.Tensor:
+        """The result as a view of what is given now."""
+        is_argument, number, offset = self.given
+        base = (arguments if is_argument else state)[number]
+        assert base is not None
+        base = base.detach()
+        return base.as_strided(self.shape, self.stride, self.offset + base.storage_offset() - offset)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Recording:
+    """Recorded work of a template, with its arguments' memory and its results."""
+
+    launch: Callable[[], None]
+    places: Optionals
+    found: Sequence[_Result | None]
+
+    def fill(self, arguments: Optionals) -> None:
+        """Copies the arguments to where the work reads them, holes included: those of expanded tensors are small."""
+        for place, argument in zip(self.places, arguments, strict=True):
+            if place is not None and argument is not None:
+                size = _span(argument)
+                flat = argument.detach().as_strided((size,), (1,), argument.storage_offset())
+                place.as_strided((size,), (1,), place.storage_offset()).copy_(flat)
+
+    def results(self, arguments: Optionals, state: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
+        """Copies results to memory of their own, before another recording overwrites them."""
+        owned: dict[int, torch.Tensor] = {}
+        tensors: list[torch.Tensor | None] = []
+        for result in self.found:
+            if result is None:
+                tensors.append(None)
+            elif result.memory is None:
+                tensors.append(result.within(arguments, state))
+            else:
+                if result.address not in owned:
+                    owned[result.address] = torch.empty_like(result.memory).copy_(result.memory)
+                tensors.append(result.of(owned[result.address]))
+        return tensors
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    return tensor.layout == torch.strided and not (is_wrapper(tensor) or tensor.is_conj() or tensor.is_neg())
+
+
+def _form(tensor: torch.Tensor | None) -> Hashable:
+    return None if tensor is None else (tensor.dtype, tensor.shape, tensor.stride(), tensor.requires_grad)
+
+
+def _span(tensor: torch.Tensor) -> int:
+    """Elements from a tensor's first to its last."""
+    if tensor.numel() == 0:
+        return 0
+    return sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True)) + 1

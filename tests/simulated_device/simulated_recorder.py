@@ -1,0 +1,50 @@
+"""SimulatedRecorder: what CUDA graphs are on a GPU."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+
+import torch
+
+from tests.simulated_device.simulator import Simulator
+
+
+class SimulatedRecorder:
+    """A `Recorder` of the simulated device.
+
+    Args:
+        simulator: The simulated device of this process.
+        device: Which of its devices.
+    """
+
+    def __init__(self, simulator: Simulator, device: torch.device) -> None:
+        self._simulator, self._device = simulator, device
+        self._memory = simulator.private_memory(device.index)
+        self._stream = torch.Stream(device=device)
+        weakref.finalize(self, simulator.drop_memory, self._memory)
+
+    def record(self, work: Callable[[], None]) -> Callable[[], None]:
+        """Records on a stream of its own; waits and reads of numbers are refused, as by CUDA."""
+        before = torch.accelerator.current_stream(self._device)
+        torch.accelerator.set_stream(self._stream)
+        try:
+            with self._simulator.recording(self._device.index, self._memory) as recorded:
+                recording = _Recording(self._simulator, self._device.index, recorded)
+                work()
+        finally:
+            torch.accelerator.set_stream(before)
+        return recording.replay
+
+    def memory(self, address: int, nbytes: int) -> torch.Tensor:
+        """Reads the address."""
+        return torch.ops.sim.memory(address, nbytes, self._device.index)
+
+
+class _Recording:
+    def __init__(self, simulator: Simulator, index: int, recorded: int) -> None:
+        self._simulator, self._index, self._recorded = simulator, index, recorded
+        weakref.finalize(self, simulator.drop_recorded, recorded)
+
+    def replay(self) -> None:
+        self._simulator.replay(self._index, self._recorded)
