@@ -93,6 +93,7 @@ class TooSmallError(ScheduleError):
         super().__init__(f"{text}\n  What helps: {', '.join(helps[:-1])} or {helps[-1]}.")
         self.text = text
         self.least_bytes = least_bytes
+        self.helps = (*helps,)
         self.helps = tuple(helps)
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Generator, Iterable, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -10,7 +11,7 @@ import torch
 
 from megatrain.checks import PATHS, Rule, one_of, optional
 from megatrain.device import Device, usable
-from megatrain.errors import OptionError
+from megatrain.errors import OptionError, TooSmallError
 from megatrain.files.replace import present
 from megatrain.files.weight_files import WeightFiles, read_paths
 from megatrain.hardware.hardware import Hardware
@@ -92,9 +93,21 @@ class Options:
         """Whether results of a block's kernels may be kept for its backward: compiled kernels return none."""
         return self.kernels == "eager"
 
-    def memory_for(self, budget: int, programs: Iterable[Program]) -> int:
-        """Bytes of a budget that a schedule of these programs may take: recordings of kernels take the rest."""
-        return max(0, budget - recorded_bytes(programs)) if self.kernels == "graphs" else budget
+    @contextmanager
+    def memory_for(self, budget: int, programs: Iterable[Program]) -> Generator[int]:
+        """Gives the bytes of a budget that a schedule of these programs may take: recordings of kernels take the rest.
+
+        Raises:
+            TooSmallError: If the body does; with what recordings take.
+        """
+        taken = recorded_bytes(programs) if self.kernels == "graphs" else 0
+        try:
+            yield max(0, budget - taken)
+        except TooSmallError as error:
+            if not taken:
+                raise
+            text = f"{error.text}\n  Recorded kernels take {format_bytes(taken)} of the {format_bytes(budget)}."
+            raise TooSmallError(text, error.least_bytes, [*error.helps, 'kernels="eager"']) from None
 
     @staticmethod
     def read(

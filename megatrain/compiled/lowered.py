@@ -66,18 +66,20 @@ class Lowered:
         trains = any(ref.kind == "value" and program.values[ref.name].requires_grad for ref in program.outputs)
         kind = StepKind("train" if self._is_training and trains else "forward", options.transfer)
         usual = usual_machine(options.device.card())
-        fits = partial(
-            step_schedule,
-            kind=kind,
-            memory=options.memory_for(self._budget.nbytes, [program]),
-            activations=options.activations,
-            usual=usual,
-            most_result_bytes=None if options.keeps_results else 0,
-        )
-        try:
-            planned = fits([program])
-        except TooSmallError as error:
-            raise with_true_hint(error, program, lambda size: fits([self._with_blocks(self._traced, size)])) from None
+        with options.memory_for(self._budget.nbytes, [program]) as memory:
+            fits = partial(
+                step_schedule,
+                kind=kind,
+                memory=memory,
+                activations=options.activations,
+                usual=usual,
+                most_result_bytes=None if options.keeps_results else 0,
+            )
+            try:
+                planned = fits([program])
+            except TooSmallError as error:
+                smaller = partial(self._with_blocks, self._traced)
+                raise with_true_hint(error, program, lambda size: fits([smaller(size)])) from None
         planned.check()
         return planned
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+import torch
+
 from megatrain.passes.interpret import has_inner_grad, opaque_calls
 from megatrain.passes.program import Program, Template, shared_templates
 from megatrain.tracer.expectations import Expectation
@@ -28,20 +30,27 @@ def fixed_work_obstacle(template: Template) -> str:
 
 def recording_obstacle(template: Template) -> str:
     """Says why a template can't be recorded; empty if it may be."""
-    if template.is_random:
-        return "it draws random numbers"
+    if template.hides_draws:
+        return "it draws random numbers that nothing repeats"
+    if template.is_random and any(_has_own_backward(node.target) for node in template.graph.nodes):
+        return "it draws random numbers, and the backward of an autograd.Function may draw others"
     return fixed_work_obstacle(template)
+
+
+def _has_own_backward(target: object) -> bool:
+    owner = getattr(target, "__self__", None)
+    return isinstance(owner, type) and issubclass(owner, torch.autograd.Function)
 
 
 def recorded_bytes(programs: Iterable[Program]) -> int:
     """Bytes that recordings of programs hold on the device beyond what schedules count.
 
-    Recordings of all templates share the memory in which they run. Each template has memory of its own for what goes
-    in: inputs, and gradients of outputs and inputs. Templates that one block alone runs aren't recorded.
+    Each template has memory for what goes in: inputs, and gradients of outputs and inputs. Recordings run in memory
+    that they share, but tensors of one template, or of blocks that need other gradients, may find no hole that another
+    has left: so each of these kinds counts. Templates that one block alone runs aren't recorded.
     """
-    given: dict[int, int] = {}
-    running = 0
-    for program in programs:
+    found = 0
+    for program in {id(program): program for program in programs}.values():
         for name in shared_templates(program):
             template = program.templates[name]
             cost = template.cost
@@ -50,7 +59,7 @@ def recorded_bytes(programs: Iterable[Program]) -> int:
             inputs, state, outputs = (
                 sum(port.spec.nbytes for port in ports) for ports in (template.inputs, template.state, template.outputs)
             )
-            given[id(template)] = 2 * inputs + outputs
-            forward = cost.forward_workspace_bytes + outputs
-            running = max(running, forward + cost.backward_workspace_bytes + inputs + state)
-    return running + sum(given.values())
+            kinds = {program.needs_gradients(block) for block in program.blocks if block.template == name}
+            running = cost.forward_workspace_bytes + cost.backward_workspace_bytes + inputs + state + outputs
+            found += 2 * inputs + outputs + len(kinds) * running
+    return found

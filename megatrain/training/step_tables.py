@@ -181,18 +181,19 @@ class StepTables:
     def _planned(
         self, programs: Sequence[Program], kind: StepKind, loss_bytes: int, divides: Callable[[], bool]
     ) -> Schedule:
-        planned = step_schedule(
-            programs,
-            kind,
-            memory=self._options.memory_for(self._budget.nbytes, programs),
-            activations=self._options.activations,
-            loss_bytes=loss_bytes,
-            hardware=self._options.hardware,
-            usual=usual_machine(self._options.device.card()),
-            divides=divides,
-            masters=self._options.masters,
-            most_result_bytes=None if self._options.keeps_results else 0,
-        )
+        with self._options.memory_for(self._budget.nbytes, programs) as memory:
+            planned = step_schedule(
+                programs,
+                kind,
+                memory=memory,
+                activations=self._options.activations,
+                loss_bytes=loss_bytes,
+                hardware=self._options.hardware,
+                usual=usual_machine(self._options.device.card()),
+                divides=divides,
+                masters=self._options.masters,
+                most_result_bytes=None if self._options.keeps_results else 0,
+            )
         if not any(op.what == "G" for op in planned.ops):
             raise ExecuteError(
                 "no parameter of the model gets a gradient.\n  A step trains parameters that require grad and that "

@@ -75,7 +75,7 @@ class BlockRunner:
 
     @property
     def _is_recorded(self) -> bool:
-        """Whether kernels may be recorded, or launched from a recording, now: the caller's hooks see no tensors then."""
+        """Whether kernels may be recorded, or launched so: not under the caller's hooks, which would see no tensors."""
         return self._replays is not None and not self._replays.why_eager and not has_hooks()
 
     def rng_state(self) -> RngState | None:
@@ -179,7 +179,9 @@ class BlockRunner:
         if self._replays is not None and is_repeated and self._is_recorded:
             again = partial(self._with_graph, needs_grad=needs_grad, is_carried=is_carried, read_state=read_state)
             key = "backward", tuple(needs_grad), tuple(is_carried)
-            return RepeatedGraph(inputs, state, self._replays, key, again), ()
+            # Here the generators are as they were for the first run, and later they aren't.
+            drawing = partial(repeated_rng, self.rng_state(), self._device)
+            return RepeatedGraph(inputs, state, self._replays, key, again, drawing), ()
         return self._with_graph(inputs, state, needs_grad, is_carried, read_state, is_repeated=is_repeated, kept=kept)
 
     def _with_graph(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 import torch
@@ -21,6 +22,7 @@ class RepeatedGraph:
         replays: Runs the work.
         key: What the work depends on besides.
         again: Runs the forward under autograd: `again(inputs, state, is_repeated=True)`.
+        drawing: Has the body draw the random numbers of the first run.
     """
 
     inputs: Sequence[torch.Tensor]
@@ -28,6 +30,7 @@ class RepeatedGraph:
     replays: Replays
     key: Hashable
     again: Callable[..., tuple[LocalGraph, Sequence[torch.Tensor]]]
+    drawing: Callable[[], AbstractContextManager[None]]
 
     def gradients(
         self, output_gradients: Optionals, carried: Optionals
@@ -44,7 +47,8 @@ class RepeatedGraph:
             return [*own, *parameters]
 
         given = [*self.inputs, *output_gradients, *carried]
-        found = self.replays.run(work, given, self.state, self.key)
+        with self.drawing():
+            found = self.replays.run(work, given, self.state, self.key)
         return found[:num_inputs], found[num_inputs:]
 
 

@@ -10,6 +10,7 @@ import torch
 
 from megatrain.device import Device, Recorder
 from megatrain.errors import EagerKernelsWarning
+from megatrain.garbage import paused_collection
 from megatrain.passes.fixed_work import recording_obstacle
 from megatrain.passes.program import Template
 from megatrain.runtime.blocks.kernel_settings import kernel_settings
@@ -64,7 +65,7 @@ class Replays:
         recording = self._recordings.get(where)
         if recording is None:
             try:
-                recording = self._recordings[where] = self._recorded(work, arguments, state)
+                recording = self._recordings[where] = self._with_memory(work, arguments, state)
             except RuntimeError as error:
                 if self._device.ran_out(error):
                     raise
@@ -88,10 +89,21 @@ class Replays:
         self._has_run.add(kind)
         return results
 
+    def _with_memory(self, work: Work, arguments: Optionals, state: Sequence[torch.Tensor]) -> _Recording:
+        """Records work. In the meantime torch's allocator can't give back what it keeps for later."""
+        try:
+            return self._recorded(work, arguments, state)
+        except RuntimeError as error:
+            if not self._device.ran_out(error):
+                raise
+        self._device.empty_cache()
+        return self._recorded(work, arguments, state)
+
     def _recorded(self, work: Work, arguments: Optionals, state: Sequence[torch.Tensor]) -> _Recording:
         places = [None if t is None else self._place(number, t) for number, t in enumerate(arguments)]
         made: list[torch.Tensor | None] = []
-        launch = self._recorder.record(lambda: made.extend(work(places)))
+        with paused_collection():  # what the collector frees might be a recording, which can't end now
+            launch = self._recorder.record(lambda: made.extend(work(places)))
         results = [None if t is None else self._result(t, places, state) for t in made]
         return _Recording(launch, places, results)
 

@@ -295,8 +295,10 @@ struct DeviceMemory final : c10::DeviceAllocator {
     if (!b) {
       is_dropped(kAllocator, device, stream->id, "memory is given back");
       Entry here;
-      heap.flush();
-      b = heap.found(n, stream, true);
+      if (!stream->is_private) {  // while work is recorded, nothing goes back to the driver
+        heap.flush();
+        b = heap.found(n, stream, true);
+      }
       if (!b) {
         ++heap.stats.num_ooms;
         size_t total = options().capacity[device], used = heap.stats.allocated_bytes[0].current;

@@ -192,12 +192,14 @@ void call(const c10::OperatorHandle& op, Stack* stack) {
   }
   TORCH_CHECK(known || options().compute, "sim: ", form.name, " needs values, and this device computes none");
 
+  const bool is_drawn_later = !form.generators.empty() && current_stream(device).recorded;
   Stack cpu;
-  if (options().compute) {
-    for (const auto& v : args) cpu.push_back(mapped(v, alias_of, c10::Device(at::kCPU)));
-    for (size_t i : form.generators) cpu[i] = draw(device, args[i].isNone() ? std::nullopt : std::optional(args[i].toGenerator()));
-  } else {
-    for (size_t i : form.generators) draw(device, args[i].isNone() ? std::nullopt : std::optional(args[i].toGenerator()));
+  if (options().compute) for (const auto& v : args) cpu.push_back(mapped(v, alias_of, c10::Device(at::kCPU)));
+  for (size_t i : form.generators) {
+    TORCH_CHECK(!is_drawn_later || args[i].isNone(), "sim: only the default generator's draws can be recorded");
+    if (is_drawn_later) continue;
+    auto drawn = draw(device, args[i].isNone() ? std::nullopt : std::optional(args[i].toGenerator()));
+    if (options().compute) cpu[i] = drawn;
   }
   Stack results;
   if (!known) {
@@ -243,13 +245,27 @@ void call(const c10::OperatorHandle& op, Stack* stack) {
     }
     // The CPU's losses resize their out= to the shape before the reduction for a while, which an alias can't.
     const bool is_loss = form.name.size() > 9 && form.name.ends_with("_loss.out");
-    launch(device, form.name, cost, [op, cpu = std::move(cpu), places = std::move(places), out = is_loss ? int(form.written[0]) : -1] {
-      Stack s = cpu;
-      if (out >= 0) s[out] = at::empty({0}, cpu[out].toTensor().options());
+    auto run = [op, places = std::move(places), out = is_loss ? int(form.written[0]) : -1](const Stack& given) {
+      Stack s = given;
+      if (out >= 0) s[out] = at::empty({0}, given[out].toTensor().options());
       op.callBoxed(&s);
-      if (out >= 0) cpu[out].toTensor().copy_(s[0].toTensor());
+      if (out >= 0) given[out].toTensor().copy_(s[0].toTensor());
       copy_results(s, places);
-    });
+    };
+    if (is_drawn_later) {
+      auto drawn = [run, cpu = std::move(cpu), generators = form.generators, device]() -> std::function<void()> {
+        Stack given = cpu;
+        for (size_t i : generators) {
+          auto one = draw(device, std::nullopt);
+          if (options().compute) given[i] = one;
+        }
+        return [run, given = std::move(given)] { run(given); };
+      };
+      Entry here;
+      current_stream(device).recorded->push_back({form.name, cost, nullptr, drawn});
+    } else {
+      launch(device, form.name, cost, [run, cpu = std::move(cpu)] { run(cpu); });
+    }
   }
   torch::jit::drop(*stack, n);
   for (auto& r : results) stack->push_back(std::move(r));

@@ -131,7 +131,7 @@ void issue(Stream& s, std::string name, const Cost& cost, std::function<void()> 
   if (s.is_private && !s.recorded) return;  // memory of a recording that has ended is freed: nothing runs there
   if (profile().is_on && cost.kind != Kind::control) spend_on_host(profile().issue);
   if (s.recorded) {
-    s.recorded->push_back({std::move(name), cost, std::move(run)});
+    s.recorded->push_back({std::move(name), cost, std::move(run), nullptr});
     return;
   }
   begin_work(s, std::move(name), cost, std::move(run));
@@ -148,7 +148,7 @@ void end_recording(Stream& s) {
 void replay(Stream& s, const Recorded& recorded) {
   check_not_recorded(s);
   if (profile().is_on) spend_on_host(profile().issue);
-  for (const auto& work : recorded) begin_work(s, work.name, work.cost, work.run);
+  for (const auto& work : recorded) begin_work(s, work.name, work.cost, work.drawn ? work.drawn() : work.run);
 }
 Mark record(Stream& s) {
   check_not_recorded(s);

@@ -30,11 +30,13 @@ struct Mark {
   int64_t era = present_era();
   double time() const { return era == present_era() ? issued_at : 0; }
 };
-// Work that was recorded instead of issued, to be issued again as often as one likes (a CUDA graph).
+// Work that was recorded instead of issued, to be issued again as often as one likes (a CUDA graph). What draws random
+// numbers has no `run`: `drawn` makes one at each issue.
 struct Work {
   std::string name;
   Cost cost;
   std::function<void()> run;
+  std::function<std::function<void()>()> drawn;
 };
 using Recorded = std::vector<Work>;
 struct Task {
