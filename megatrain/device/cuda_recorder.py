@@ -21,8 +21,10 @@ class CudaRecorder:
         self._pool = torch.cuda.graph_pool_handle()
         # The default stream can't be captured.
         self._stream = torch.cuda.Stream(device)
+        # With its last graph a pool is gone, and another capture into it fails: this one stays.
+        self._first = self.record(lambda: torch.zeros(1, device=device))
 
-    def record(self, work: Callable[[], None]) -> Callable[[], None]:
+    def record(self, work: Callable[[], object]) -> Callable[[], None]:
         """Captures a graph; other threads may go on with what they do, synchronisations included."""
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.stream(self._stream):

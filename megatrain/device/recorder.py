@@ -11,11 +11,11 @@ import torch
 class Recorder(Protocol):
     """Records work, and keeps the memory in which it runs.
 
-    Tensors that recorded work makes are in memory that no other work gets, for as long as the recorder is there. All
-    recordings share it, so one run overwrites what the run before has left.
+    Tensors that recorded work makes are in memory that no other work gets, for as long as the recorder is there, also
+    without recordings. All recordings share this memory, so one run overwrites what the run before has left.
     """
 
-    def record(self, work: Callable[[], None]) -> Callable[[], None]:
+    def record(self, work: Callable[[], object]) -> Callable[[], None]:
         """Records what `work` launches, which nothing runs yet.
 
         Args:

@@ -1,7 +1,9 @@
-/* Sums of the squares of fp32 or bf16 elements, one for each piece of them, in fp64.
+/* Sums of the squares of fp32 or bf16 elements of several tensors, one for each piece of a tensor, in fp64.
 
    The product of two fp32 numbers is exact in fp64. Each piece has sixteen sums, added up in order at its end, so that
-   the bits are the same for any number of threads. `sums` has a place for each piece of `piece` elements. */
+   the bits are the same for any number of threads. All tensors are one loop: to wake threads takes longer than to read a
+   small tensor. `tensors` has an address, a number of elements and whether they are bf16 for each tensor, `owners` and
+   `starts` the tensor of each piece and its first element. */
 
 #include <stdint.h>
 #include <string.h>
@@ -19,25 +21,24 @@ static inline double widened(uint16_t bits) {
 #define WIDE (double)wide[i + lane]
 
 #define SQUARES(ELEMENT)                                                                                       \
-    _Pragma("omp parallel for schedule(static) num_threads(threads)") for (int64_t at = 0; at < pieces; at++) { \
-        double lanes[LANES] = {0};                                                                             \
-        int64_t end = (at + 1) * piece < n ? (at + 1) * piece : n, i = at * piece;                             \
-        for (; i + LANES <= end; i += LANES)                                                                   \
-            for (int lane = 0; lane < LANES; lane++) lanes[lane] += (ELEMENT) * (ELEMENT);                     \
-        for (int lane = 0; i + lane < end; lane++) lanes[lane] += (ELEMENT) * (ELEMENT);                       \
-        double sum = 0;                                                                                        \
-        for (int lane = 0; lane < LANES; lane++) sum += lanes[lane];                                           \
-        sums[at] = sum;                                                                                        \
-    }
+    for (; i + LANES <= end; i += LANES)                                                                       \
+        for (int lane = 0; lane < LANES; lane++) lanes[lane] += (ELEMENT) * (ELEMENT);                         \
+    for (int lane = 0; i + lane < end; lane++) lanes[lane] += (ELEMENT) * (ELEMENT);
 
-void squares(const void *restrict elements, int is_narrow, double *restrict sums, int64_t n, int64_t piece,
-             int threads) {
-    const uint16_t *restrict narrow = (const uint16_t *)elements;
-    const float *restrict wide = (const float *)elements;
-    const int64_t pieces = (n + piece - 1) / piece;
-    if (is_narrow) {
-        SQUARES(NARROW)
-    } else {
-        SQUARES(WIDE)
+void squares(const int64_t *restrict tensors, const int64_t *restrict owners, const int64_t *restrict starts,
+             double *restrict sums, int64_t pieces, int64_t piece, int threads) {
+    _Pragma("omp parallel for schedule(static) num_threads(threads)") for (int64_t at = 0; at < pieces; at++) {
+        const int64_t *of = tensors + 3 * owners[at];
+        const uint16_t *narrow = (const uint16_t *)(intptr_t)of[0];
+        const float *wide = (const float *)(intptr_t)of[0];
+        int64_t i = starts[at], end = i + piece < of[1] ? i + piece : of[1];
+        double lanes[LANES] = {0}, sum = 0;
+        if (of[2]) {
+            SQUARES(NARROW)
+        } else {
+            SQUARES(WIDE)
+        }
+        for (int lane = 0; lane < LANES; lane++) sum += lanes[lane];
+        sums[at] = sum;
     }
 }

@@ -1,27 +1,45 @@
-"""The function of `squares.c`: the sum of the squares of a tensor's elements, on several threads."""
+"""The function of `squares.c`: the sums of the squares of tensors' elements, on several threads."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 
 from megatrain.native.native_kernel import NativeKernel
 
-_PIECE = 1 << 16  # elements: enough for a thread to be worth it
+_PIECE = 1 << 18  # elements: enough for a thread to be worth it
 SQUARES = NativeKernel(
-    Path(__file__).with_name("squares.c"), "squares", ("tensor", "int32", "tensor", "int64", "int64", "int32")
+    Path(__file__).with_name("squares.c"),
+    "squares",
+    ("tensor", "tensor", "tensor", "tensor", "int64", "int64", "int32"),
 )
 DTYPES = (torch.float32, torch.bfloat16)
-"""Whose elements `sum_of_squares` takes."""
+"""Whose elements `sums_of_squares` takes."""
 
 
-def sum_of_squares(elements: torch.Tensor, threads: int) -> float:
-    """Adds up the squares of the elements of a contiguous tensor of the host, of one of `DTYPES`, in fp64.
+def sums_of_squares(tensors: Sequence[torch.Tensor], threads: int) -> list[float]:
+    """Adds up the squares of the elements of each of several tensors in fp64.
 
-    The result has the same bits for any number of threads. `SQUARES.fault()` says whether it can be called here.
+    A result has the same bits for any number of threads, and whatever other tensors there are. `SQUARES.fault()` says
+    whether it can be called here.
+
+    Args:
+        tensors: Contiguous, on the host, each of one of `DTYPES`.
+        threads: How many share the work.
     """
-    sums = torch.empty(-(-elements.numel() // _PIECE), dtype=torch.float64)
-    SQUARES(elements, int(elements.dtype == torch.bfloat16), sums, elements.numel(), _PIECE, threads)
-    return math.fsum(sums.tolist())
+    starts = [range(0, tensor.numel(), _PIECE) for tensor in tensors]
+    facts = [(t.data_ptr(), t.numel(), int(t.dtype == torch.bfloat16)) for t in tensors]
+    owners = [number for number, own in enumerate(starts) for _ in own]
+    sums = torch.empty(len(owners), dtype=torch.float64)
+    SQUARES(
+        *(torch.tensor(each, dtype=torch.int64) for each in (facts, owners, [i for own in starts for i in own])),
+        sums,
+        len(owners),
+        _PIECE,
+        threads,
+    )
+    left = iter(sums.tolist())
+    return [math.fsum(next(left) for _ in own) for own in starts]

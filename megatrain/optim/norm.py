@@ -11,9 +11,10 @@ from functools import partial
 import torch
 
 from megatrain.errors import OptimizerError
-from megatrain.native.sums_of_squares import DTYPES, SQUARES, sum_of_squares
+from megatrain.native.sums_of_squares import DTYPES, SQUARES, sums_of_squares
 from megatrain.torch_private import group_by_dtype
 
+_LARGE = 1 << 17  # elements: a smaller gradient's norm is taken sooner than threads wake
 _PIECE = 1 << 20  # elements: few enough for a copy in fp32, enough for a thread to be worth it
 
 
@@ -98,6 +99,7 @@ class GradientNorm:
         Raises:
             OptimizerError: For a sparse gradient, which `clip_grad_norm_` refuses too.
         """
+        sums = self._sums(gradients)
         for parameter, gradient in gradients.items():
             place = self._place.get(parameter)
             if gradient is None or place is None:
@@ -110,17 +112,28 @@ class GradientNorm:
                 )
             assert place not in self._norms, f"parameter {place} has a whole gradient once a step"
             dtype = torch.float32 if gradient.dtype == torch.bfloat16 and parameter in self._masters else gradient.dtype
-            norm = self._norm_of(gradient, dtype)
+            norm = self._norm_of(gradient, dtype) if parameter not in sums else sums[parameter].sqrt().to(dtype)
             self._norms[place] = norm, dtype
             if self._first is None and not math.isfinite(norm.item()) and not _is_finite(gradient):
                 self._first = NonFinite(block, place)
 
+    def _sums(self, gradients: Mapping[torch.Tensor, torch.Tensor | None]) -> dict[torch.Tensor, torch.Tensor]:
+        """The sums of the squares of large gradients, in one call for all, if there is a C compiler."""
+        if self._threads is None:
+            return {}
+        large = {
+            parameter: gradient.contiguous()
+            for parameter, gradient in gradients.items()
+            if gradient is not None and parameter in self._place and _is_large(gradient) and gradient.dtype in DTYPES
+        }
+        if not large or SQUARES.fault() is not None:
+            return {}
+        sums = sums_of_squares([*large.values()], self._threads)
+        return {parameter: torch.tensor(s, dtype=torch.float64) for parameter, s in zip(large, sums, strict=True)}
+
     def _norm_of(self, gradient: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        if self._threads is None or gradient.numel() <= _PIECE:
+        if self._threads is None or not _is_large(gradient):
             return torch.linalg.vector_norm(gradient, dtype=dtype)
-        if gradient.dtype in DTYPES and SQUARES.fault() is None:
-            total = sum_of_squares(gradient.contiguous(), self._threads)
-            return torch.tensor(total, dtype=torch.float64).sqrt().to(dtype)
         if self._pool is None:
             self._pool = ThreadPoolExecutor(self._threads, initializer=partial(torch.set_num_threads, 1))
         pieces = gradient.reshape(-1).split(_PIECE)
@@ -149,6 +162,10 @@ def _order(dtypes: Sequence[torch.dtype]) -> list[int]:
     # Torch's own function, on tensors without elements.
     groups = group_by_dtype([[torch.empty(0, dtype=dtype) for dtype in dtypes]], with_indices=True)
     return [index for _, indices in groups.values() for index in indices]
+
+
+def _is_large(gradient: torch.Tensor) -> bool:
+    return gradient.layout == torch.strided and gradient.numel() > _LARGE
 
 
 def _is_finite(gradient: torch.Tensor) -> bool:

@@ -280,7 +280,7 @@ def check_ranks(group: ProcessGroup | None, kernels: str) -> None:
     """
     if group is None or group.size() == 1:
         return
-    if kernels != "eager":
+    if kernels == "inductor":
         raise OptionError(
             f'process_group= has {group.size()} ranks, but kernels="{kernels}".\n'
             "  Each rank would compile kernels of its own, whose bits may differ.\n"

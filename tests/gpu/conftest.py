@@ -14,6 +14,11 @@ from tests.simulated_device import is_loaded
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when the first product runs
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """torch warns where a product of autograd's thread is the first of the process."""
+    config.addinivalue_line("filterwarnings", "ignore:Attempting to run cuBLAS:UserWarning")
+
+
 @pytest.fixture(autouse=True)
 def _deterministic_algorithms() -> Generator[None]:
     """The simulated device has no others."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import warnings
 from collections.abc import Sequence
 from typing import Any
@@ -175,6 +176,21 @@ def test_other_settings_of_torch_make_other_recordings(made: list[str]):
     assert len(made) == 2 * count
     gradients_after(compiled, [5])
     assert len(made) == 2 * count
+
+
+def test_recordings_may_all_go_before_others_come(made: list[str]):
+    compiled, counts = compiled_of(Blocks()), [0]
+    for rows in (8, 4, 8):
+        step = megatrain.TrainStep(compiled, adamw(compiled), loss=lambda y, _: y.square().mean())
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", EagerKernelsWarning)
+            for seed in range(3):
+                step(batch(seed)[:rows])
+        step.flush()
+        del step
+        gc.collect()
+        counts.append(len(made))
+    assert counts == sorted(set(counts))
 
 
 def test_the_callers_hooks_see_no_recorded_kernels(made: list[str]):

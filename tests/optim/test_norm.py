@@ -7,7 +7,7 @@ import torch
 from torch.nn.utils import clip_grad_norm_
 
 from megatrain.errors import OptimizerError
-from megatrain.native.sums_of_squares import SQUARES, sum_of_squares
+from megatrain.native.sums_of_squares import SQUARES, sums_of_squares
 from megatrain.optim.norm import GradientNorm, NonFinite
 from tests.gradients import grad_of
 
@@ -162,11 +162,15 @@ def test_a_large_gradient_that_is_not_finite_is_found_with_threads_too(value: fl
 
 
 @pytest.mark.skipif(SQUARES.fault() is not None, reason="no C compiler")
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("size", [0, 1, 15, 17, (1 << 16) - 1, 1 << 16, (1 << 16) + 5, 200_003])
-def test_squares_of_any_number_of_elements_are_summed_exactly(dtype: torch.dtype, size: int):
+@pytest.mark.parametrize("threads", [1, 3])
+def test_squares_of_tensors_of_any_size_are_summed_exactly(threads: int):
     """Each sum is of whole numbers, so that fp64 has it without rounding."""
-    draw = torch.Generator().manual_seed(size)
-    elements = torch.randint(-200, 200, (size,), generator=draw).to(dtype)
-    for threads in (1, 3):
-        assert sum_of_squares(elements, threads) == elements.double().square().sum().item()
+    draw = torch.Generator().manual_seed(0)
+    sizes = (0, 1, 15, 17, (1 << 16) - 1, 1 << 16, (1 << 16) + 5, 200_003)
+    tensors = [
+        torch.randint(-200, 200, (size,), generator=draw).to(dtype)
+        for size in sizes
+        for dtype in (torch.float32, torch.bfloat16)
+    ]
+    assert sums_of_squares(tensors, threads) == [t.double().square().sum().item() for t in tensors]
+    assert sums_of_squares([], threads) == []

@@ -26,6 +26,7 @@ CASES = {
     "llama-deferred-clipped-bf16": Case("llama", "deferred", TWO, order="seeded", compile={"precision": "bf16"}),
     "adapted-overlap-late-but-compute": Case("adapted", "overlap", THREE, order="late but compute"),
     "tied-spread-late-shard": Case("tied", "spread", THREE, order="late", compile={"across_devices": "shard"}),
+    "tied-deferred-late-graphs": Case("tied", "deferred", THREE, order="late", compile={"kernels": "graphs"}),
     "broad-overlap-late": Case("broad", "overlap", ((1, 1, 1), (1, 2, 1)), order="late", optimizer="sgd"),
 }
 FURTHER = (
@@ -46,6 +47,11 @@ FURTHER = (
     | {
         f"{task}-{mode}-{order}-shard": Case(task, mode, THREE, order=order, compile={"across_devices": "shard"})
         for task in ("tied", "adapted")
+        for mode in MODES
+        for order in ORDERS
+    }
+    | {
+        f"tied-{mode}-{order}-graphs": Case("tied", mode, THREE, order=order, compile={"kernels": "graphs"}, draws=True)
         for mode in MODES
         for order in ORDERS
     }

@@ -24,7 +24,7 @@ class SimulatedRecorder:
         self._stream = torch.Stream(device=device)
         weakref.finalize(self, simulator.drop_memory, self._memory)
 
-    def record(self, work: Callable[[], None]) -> Callable[[], None]:
+    def record(self, work: Callable[[], object]) -> Callable[[], None]:
         """Records on a stream of its own; waits and reads of numbers are refused, as by CUDA."""
         before = torch.accelerator.current_stream(self._device)
         torch.accelerator.set_stream(self._stream)

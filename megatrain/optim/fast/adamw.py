@@ -17,6 +17,7 @@ from megatrain.optim.impostor import Optimizer, step_code
 from megatrain.optim.masters.halves import Master, RoundedMaster, SplitMaster, WholeMaster, read_
 from megatrain.torch_private import fused_adamw
 
+_OF_A_THREAD = 1 << 17  # elements: to wake a thread takes as long as to update some ten thousand
 Kernel = Literal["auto", "plain", "fused", "native"]
 
 
@@ -110,7 +111,8 @@ def adamw_(
             done = gradient.numel() // LANES * LANES
             part, stretch = master.part(0, done), gradient.reshape(-1)[:done]
             scalars = _scalars(step, options, scale)
-            _in_c(part, stretch, moments.part(0, done), scalars, threads or torch.get_num_threads())
+            most = max(1, done // _OF_A_THREAD)
+            _in_c(part, stretch, moments.part(0, done), scalars, min(most, threads or torch.get_num_threads()))
         elif kernel == "native":
             raise OptimizerError(f"kernel='native' isn't available: {reason}.\n  Use kernel='auto'.")
     update = _plain if kernel == "plain" else _fused
