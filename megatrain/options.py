@@ -18,7 +18,7 @@ from megatrain.hardware.hardware import Hardware
 from megatrain.hardware.machine import HARDWARE, machine_of
 from megatrain.opaque_model import OPAQUE
 from megatrain.optim.masters.registry import Kind
-from megatrain.passes.fixed_work import recorded_bytes
+from megatrain.passes.fixed_work import launch_graph_bytes
 from megatrain.passes.pipeline import PASSES, Rewrite
 from megatrain.passes.program import Program
 from megatrain.scheduler.builder.build import STEP
@@ -100,7 +100,7 @@ class Options:
         Raises:
             TooSmallError: If the body does; with what recordings take.
         """
-        taken = recorded_bytes(programs) if self.kernels == "graphs" else 0
+        taken = launch_graph_bytes(programs) if self.kernels == "graphs" else 0
         try:
             yield max(0, budget - taken)
         except TooSmallError as error:
@@ -181,7 +181,7 @@ class Options:
 
 
 def _check_graphs(device: Device, activations: str) -> None:
-    if not device.has_recorder:
+    if not device.has_launch_graphs:
         raise OptionError(
             f'kernels="graphs" is impossible on {device}.\n'
             "  CUDA graphs launch many kernels of a GPU at once; other devices have none.\n"

@@ -32,7 +32,7 @@ from megatrain.device.kinds import (
     usable,
     used_device,
 )
-from megatrain.device.recorder import Recorder
+from megatrain.device.launch_graphs import LaunchGraphs
 
 __all__ = [
     "HOST",
@@ -43,9 +43,9 @@ __all__ = [
     "DeviceEvent",
     "DeviceStream",
     "HostMoment",
+    "LaunchGraphs",
     "Memory",
     "Moment",
-    "Recorder",
     "autocast_kinds",
     "find",
     "is_late",

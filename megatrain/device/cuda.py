@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from megatrain.device import reserve
 from megatrain.device.accelerator import Accelerator
-from megatrain.device.cuda_recorder import CudaRecorder
+from megatrain.device.cuda_graphs import CudaGraphs
 from megatrain.device.host_pages import populate
 from megatrain.errors import ExecuteError
 from megatrain.sizes import format_bytes
@@ -37,7 +37,7 @@ class Cuda(Accelerator):
     # Drivers fail from 512 GiB on: what they note of each page is one array of less than 2 GiB.
     lock_bytes = 64 << 30
     has_inductor = True
-    has_recorder = True
+    has_launch_graphs = True
 
     def __init__(self, index: int | None = None) -> None:
         super().__init__(self.name, index)
@@ -61,9 +61,9 @@ class Cuda(Accelerator):
         driver = version.read_text().partition("\n")[0] if version.is_file() else ""
         return f"CUDA {torch.version.cuda}, HIP {torch.version.hip}, {driver}"
 
-    def recorder(self) -> CudaRecorder:
+    def launch_graphs(self) -> CudaGraphs:
         """Captures CUDA graphs."""
-        return CudaRecorder(self.torch_device)
+        return CudaGraphs(self.torch_device)
 
     def synchronize(self) -> None:
         """Sleeps, with an event of CUDA's own kind: a wait for a stream spins, and `torch.Event` ignores `blocking`."""

@@ -16,7 +16,7 @@ import psutil
 import torch
 
 from megatrain.device.host_pages import HostPages
-from megatrain.device.recorder import Recorder
+from megatrain.device.launch_graphs import LaunchGraphs
 from megatrain.errors import RanksError
 
 
@@ -87,7 +87,7 @@ class Device:
         can_bind: The host's memory is the device's own: weights can be used in place in the host store, and gradients
             may stay where they are made. False where every block's weights must be copied into a slot.
         has_inductor: torch.compile makes kernels for the device.
-        has_recorder: Work is recorded once and issued again by one call (CUDA graphs).
+        has_launch_graphs: Work is recorded once and then launched by one call (CUDA graphs).
         alignment: Tensors of a block's state begin at multiples of so many bytes in the device's memory, and so does
             what `allocate` gives. Kernels may be chosen by the alignment of what they read.
         lock_bytes: Most bytes that one `lock` takes, in whole pages. Larger memory is locked in several pieces, and
@@ -100,7 +100,7 @@ class Device:
 
     can_bind: bool = False
     has_inductor: bool = False
-    has_recorder: bool = False
+    has_launch_graphs: bool = False
     alignment: int = 64
     lock_bytes: int = 1 << 62
     repeats_itself: bool = True
@@ -133,9 +133,9 @@ class Device:
         """Adds the product of two matrices to `total`, in its dtype: the product isn't rounded to that of the two."""
         total.addmm_(left.to(total.dtype), right.to(total.dtype))
 
-    def recorder(self) -> Recorder:
-        """Makes a recorder, where `has_recorder`."""
-        raise AssertionError(f"{self} records no work")
+    def launch_graphs(self) -> LaunchGraphs:
+        """Makes what records launch graphs, where `has_launch_graphs`."""
+        raise AssertionError(f"{self} has no launch graphs")
 
     # -- streams and copies ----------------------------------------------------------------------------------
 

@@ -1,16 +1,16 @@
-/* Sums of the squares of fp32 or bf16 elements of several tensors, one for each piece of a tensor, in fp64.
+/* Sums of the squares of fp32 or bf16 elements of several tensors, one for each piece of a tensor.
 
-   The product of two fp32 numbers is exact in fp64. Each piece has sixteen sums, added up in order at its end, so that
-   the bits are the same for any number of threads. All tensors are one loop: to wake threads takes longer than to read a
-   small tensor. `tensors` has an address, a number of elements and whether they are bf16 for each tensor, `owners` and
-   `starts` the tensor of each piece and its first element. */
+   Sixteen sums in fp32 take up to `RUN` squares each before they are added to sixteen in fp64, which are added up in
+   order at the end of a piece: so the bits are the same for any number of threads. All tensors are one loop: to wake
+   threads takes longer than to read a small tensor. `tensors` has an address, a number of elements and whether they are
+   bf16 for each tensor, `owners` and `starts` the tensor of each piece and its first element. */
 
 #include <stdint.h>
 #include <string.h>
 
-enum { LANES = 16 };
+enum { LANES = 16, RUN = 64 };
 
-static inline double widened(uint16_t bits) {
+static inline float widened(uint16_t bits) {
     uint32_t upper = (uint32_t)bits << 16;
     float value;
     memcpy(&value, &upper, sizeof value);
@@ -18,12 +18,18 @@ static inline double widened(uint16_t bits) {
 }
 
 #define NARROW widened(narrow[i + lane])
-#define WIDE (double)wide[i + lane]
+#define WIDE wide[i + lane]
 
 #define SQUARES(ELEMENT)                                                                                       \
-    for (; i + LANES <= end; i += LANES)                                                                       \
-        for (int lane = 0; lane < LANES; lane++) lanes[lane] += (ELEMENT) * (ELEMENT);                         \
-    for (int lane = 0; i + lane < end; lane++) lanes[lane] += (ELEMENT) * (ELEMENT);
+    while (i < end) {                                                                                          \
+        float run[LANES] = {0};                                                                                \
+        const int64_t until = i + RUN * LANES < end ? i + RUN * LANES : end;                                   \
+        for (; i + LANES <= until; i += LANES)                                                                 \
+            for (int lane = 0; lane < LANES; lane++) run[lane] += (ELEMENT) * (ELEMENT);                       \
+        for (int lane = 0; i + lane < until; lane++) run[lane] += (ELEMENT) * (ELEMENT);                       \
+        i = until;                                                                                             \
+        for (int lane = 0; lane < LANES; lane++) lanes[lane] += run[lane];                                     \
+    }
 
 void squares(const int64_t *restrict tensors, const int64_t *restrict owners, const int64_t *restrict starts,
              double *restrict sums, int64_t pieces, int64_t piece, int threads) {

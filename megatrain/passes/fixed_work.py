@@ -28,7 +28,7 @@ def fixed_work_obstacle(template: Template) -> str:
     return ""
 
 
-def recording_obstacle(template: Template) -> str:
+def launch_graph_obstacle(template: Template) -> str:
     """Says why a template can't be recorded; empty if it may be."""
     if template.hides_draws:
         return "it draws random numbers that nothing repeats"
@@ -42,7 +42,7 @@ def _has_own_backward(target: object) -> bool:
     return isinstance(owner, type) and issubclass(owner, torch.autograd.Function)
 
 
-def recorded_bytes(programs: Iterable[Program]) -> int:
+def launch_graph_bytes(programs: Iterable[Program]) -> int:
     """Bytes that recordings of programs hold on the device beyond what schedules count.
 
     Each template has memory for what goes in: inputs, and gradients of outputs and inputs. Recordings run in memory
@@ -54,7 +54,7 @@ def recorded_bytes(programs: Iterable[Program]) -> int:
         for name in shared_templates(program):
             template = program.templates[name]
             cost = template.cost
-            if cost is None or recording_obstacle(template):
+            if cost is None or launch_graph_obstacle(template):
                 continue
             inputs, state, outputs = (
                 sum(port.spec.nbytes for port in ports) for ports in (template.inputs, template.state, template.outputs)

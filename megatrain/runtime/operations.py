@@ -196,7 +196,7 @@ class Operations:
 
     def _graph(
         self, call: Call, block: Block, instruction: Instruction, inputs: Any, state: Any, **repeated: Any
-    ) -> tuple[LocalGraph, Sequence[torch.Tensor]]:
+    ) -> tuple[Any, Sequence[torch.Tensor]]:
         # The graph keeps this function; it must not keep the call, which keeps the graph.
         states = call.state_of
         states[block.index] = instruction.state

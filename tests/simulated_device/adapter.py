@@ -10,7 +10,7 @@ from typing import Any
 from megatrain.device import Accelerator
 from megatrain.errors import ExecuteError
 from megatrain.sizes import format_bytes
-from tests.simulated_device.simulated_recorder import SimulatedRecorder
+from tests.simulated_device.simulated_graphs import SimulatedGraphs
 from tests.simulated_device.simulator import Simulator
 from tests.simulated_device.staged_collectives import StagedCollectives
 from tests.simulated_device.torch_module import NAME
@@ -25,7 +25,7 @@ class SimulatedDevice(Accelerator):
     """
 
     repeats_itself = True  # each kernel is the CPU's, on one thread
-    has_recorder = True
+    has_launch_graphs = True
 
     def __init__(self, simulator: Simulator, index: int | None = None) -> None:
         super().__init__(NAME, index)
@@ -35,9 +35,9 @@ class SimulatedDevice(Accelerator):
         """Through host memory: there are no links."""
         return StagedCollectives(store, rank, size, timeout)
 
-    def recorder(self) -> SimulatedRecorder:
+    def launch_graphs(self) -> SimulatedGraphs:
         """As CUDA graphs, with memory that each run poisons where it frees it."""
-        return SimulatedRecorder(self.simulator, self.torch_device)
+        return SimulatedGraphs(self.simulator, self.torch_device)
 
     def lock(self, address: int, nbytes: int) -> Callable[[], None]:
         """Registers the memory with the simulator."""

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
 
-from megatrain.device import Device, Recorder
+from megatrain.device import Device, LaunchGraphs
 from megatrain.errors import ExecuteError
 from megatrain.passes.interpret import Code
 from megatrain.passes.kept_results import HandedResults, KeptResults, NotedResults
@@ -38,13 +38,13 @@ class BlockRunner:
         template: The template to run.
         device: Compute device.
         kernels: `"eager"` or `"inductor"`.
-        recorder: Records the kernels of blocks whose graph isn't retained; None for none.
+        graphs: Records the kernels of blocks whose graph isn't retained; None for none.
     """
 
     def __init__(
-        self, template: Template, device: Device, kernels: str = "eager", recorder: Recorder | None = None
+        self, template: Template, device: Device, kernels: str = "eager", graphs: LaunchGraphs | None = None
     ) -> None:
-        results = None if template.cost is None or kernels != "eager" or recorder else template.cost.results
+        results = None if template.cost is None or kernels != "eager" or graphs else template.cost.results
         around = () if results is None else results.calls
         if kernels == "inductor":
             made = partial(InductorCode, template=template, device=device)
@@ -59,7 +59,7 @@ class BlockRunner:
         self._result_bytes = [] if results is None else [spec.nbytes for spec in results.specs]
         self._held = set[int]() if template.cost is None else set(template.cost.held_state)
         self._ends = [(port.name, port.spec.shape) for port in template.outputs]
-        self._replays = None if recorder is None else Replays(template, device, recorder)
+        self._replays = None if graphs is None else Replays(template, device, graphs)
 
     @property
     def why_eager(self) -> str:
@@ -110,8 +110,9 @@ class BlockRunner:
         not, and rounds differently); the tensors that autograd would save are dropped at once.
         """
         if self._replays is not None and self._is_recorded:
-            work = partial(self._forward, state=state, needs_grad=needs_grad)
-            return tuple(whole(self._replays.run(work, inputs, state, ("forward", tuple(needs_grad)))))
+            key = "forward", tuple(needs_grad)
+            found = self._replays.run(lambda given: self._forward(whole(given), state, needs_grad), inputs, state, key)
+            return tuple(whole(found))
         return self._forward(inputs, state, needs_grad, notes=notes)
 
     def _forward(

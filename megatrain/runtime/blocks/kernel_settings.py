@@ -23,6 +23,6 @@ def kernel_settings() -> Hashable:
         cudnn.enabled,
         cudnn.benchmark,
         cudnn.deterministic,
-        cudnn.conv.fp32_precision,
-        cudnn.rnn.fp32_precision,
+        cudnn.conv.fp32_precision,  # pyright: ignore
+        cudnn.rnn.fp32_precision,  # pyright: ignore
     )

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 
 import torch
 
-from megatrain.device import Device, Recorder
+from megatrain.device import Device, LaunchGraphs
 from megatrain.errors import EagerKernelsWarning
 from megatrain.garbage import paused_collection
-from megatrain.passes.fixed_work import recording_obstacle
+from megatrain.passes.fixed_work import launch_graph_obstacle
 from megatrain.passes.program import Template
 from megatrain.runtime.blocks.kernel_settings import kernel_settings
 from megatrain.tracer.packed.packing import is_wrapper
@@ -19,6 +19,8 @@ from megatrain.tracer.packed.packing import is_wrapper
 Optionals = Sequence[torch.Tensor | None]
 Work = Callable[[Sequence[torch.Tensor | None]], Optionals]
 """Computes results from arguments, by kernels alone."""
+_MOST = 1024
+"""Recordings of a template: two for each block, and more where the memory of weights moves from step to step."""
 
 
 class Replays:
@@ -31,18 +33,18 @@ class Replays:
     Args:
         template: Of the blocks.
         device: Compute device.
-        recorder: Of all templates of the model.
+        graphs: Of all templates of the model.
 
     Attributes:
         why_eager: Why nothing is recorded; empty if something may be.
     """
 
-    def __init__(self, template: Template, device: Device, recorder: Recorder) -> None:
-        self._name, self._device, self._recorder = template.name, device, recorder
+    def __init__(self, template: Template, device: Device, graphs: LaunchGraphs) -> None:
+        self._name, self._device, self._graphs = template.name, device, graphs
         self._has_run: set[Hashable] = set()
         self._recordings: dict[Hashable, _Recording] = {}
         self._places: dict[Hashable, torch.Tensor] = {}
-        self.why_eager = recording_obstacle(template)
+        self.why_eager = launch_graph_obstacle(template)
         self._warn()
 
     def run(
@@ -103,8 +105,10 @@ class Replays:
         places = [None if t is None else self._place(number, t) for number, t in enumerate(arguments)]
         made: list[torch.Tensor | None] = []
         with paused_collection():  # what the collector frees might be a recording, which can't end now
-            launch = self._recorder.record(lambda: made.extend(work(places)))
+            launch = self._graphs.record(lambda: made.extend(work(places)))
         results = [None if t is None else self._result(t, places, state) for t in made]
+        while len(self._recordings) >= _MOST:
+            self._recordings.pop(next(iter(self._recordings)))
         return _Recording(launch, places, results)
 
     def _place(self, number: int, argument: torch.Tensor) -> torch.Tensor:
@@ -112,14 +116,16 @@ class Replays:
         key = number, _form(argument)
         if key not in self._places:
             size = _span(argument)
-            memory = self._device.allocate(size * argument.element_size()).view(argument.dtype)
-            self._places[key] = memory.as_strided(argument.shape, argument.stride())
+            # Of the graphs: the caller's streams may differ from call to call.
+            nbytes = size * argument.element_size()
+            memory = self._graphs.allocate(nbytes) if nbytes else self._device.allocate(0)
+            self._places[key] = memory.view(argument.dtype).as_strided(argument.shape, argument.stride())
         return self._places[key]
 
     def _result(self, tensor: torch.Tensor, places: Optionals, state: Sequence[torch.Tensor]) -> _Result:
         storage = tensor.untyped_storage()
         address, nbytes = storage.data_ptr(), storage.nbytes()
-        layout = tensor.dtype, tensor.shape, tensor.stride(), tensor.storage_offset()
+        layout = tensor.dtype, tensor.shape, tensor.stride(), int(tensor.storage_offset())
         if nbytes == 0:
             return _Result(*layout, address, self._device.allocate(0))
         for is_argument, others in ((True, places), (False, state)):
@@ -128,8 +134,8 @@ class Replays:
                     continue
                 if other.dtype != tensor.dtype:
                     raise RuntimeError("a result is a view of what was given, in another dtype")
-                return _Result(*layout, address, None, (is_argument, number, other.storage_offset()))
-        return _Result(*layout, address, self._recorder.memory(address, nbytes))
+                return _Result(*layout, address, None, (is_argument, number, int(other.storage_offset())))
+        return _Result(*layout, address, self._graphs.memory(address, nbytes))
 
     def _give_up(self, reason: str) -> None:
         self.why_eager = reason

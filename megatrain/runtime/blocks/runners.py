@@ -21,7 +21,7 @@ class Runners:
 
     def __init__(self, device: Device, kernels: str) -> None:
         self._device, self._kernels = device, kernels
-        self._recorder = device.recorder() if kernels == "graphs" else None
+        self._graphs = device.launch_graphs() if kernels == "graphs" else None
         # It grows only with new captures: a dropped capture drops its runners.
         self._there: weakref.WeakValueDictionary[Any, BlockRunner] = weakref.WeakValueDictionary()
 
@@ -32,12 +32,12 @@ class Runners:
             template: The template.
             is_shared: Several blocks run it. Only their kernels are recorded: a recording keeps its memory.
         """
-        recorder = self._recorder if is_shared else None
-        key = _key(template), recorder is not None
+        graphs = self._graphs if is_shared else None
+        key = _key(template), graphs is not None
         runner = self._there.get(key)
         if runner is None:
             kernels = "eager" if self._kernels == "graphs" else self._kernels
-            runner = self._there[key] = BlockRunner(template, self._device, kernels, recorder)
+            runner = self._there[key] = BlockRunner(template, self._device, kernels, graphs)
         return runner
 
     def on_eager_kernels(self, program: Program) -> dict[str, str]:

@@ -1,4 +1,4 @@
-"""SimulatedRecorder: what CUDA graphs are on a GPU."""
+"""SimulatedGraphs: what CUDA graphs are on a GPU."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import torch
 from tests.simulated_device.simulator import Simulator
 
 
-class SimulatedRecorder:
-    """A `Recorder` of the simulated device.
+class SimulatedGraphs:
+    """A `LaunchGraphs` of the simulated device.
 
     Args:
         simulator: The simulated device of this process.
@@ -35,6 +35,12 @@ class SimulatedRecorder:
         finally:
             torch.accelerator.set_stream(before)
         return recording.replay
+
+    def allocate(self, nbytes: int) -> torch.Tensor:
+        """Takes it while a graph is recorded, which is then dropped."""
+        made: list[torch.Tensor] = []
+        self.record(lambda: made.append(torch.zeros(nbytes, dtype=torch.uint8, device=self._device)))
+        return made[0]
 
     def memory(self, address: int, nbytes: int) -> torch.Tensor:
         """Reads the address."""

@@ -1,4 +1,4 @@
-"""CudaRecorder: CUDA graphs, which share one private pool of torch's allocator."""
+"""CudaGraphs: CUDA graphs, which share one private pool of torch's allocator."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 
-class CudaRecorder:
-    """A `Recorder` of a GPU.
+class CudaGraphs:
+    """A `LaunchGraphs` of a GPU.
 
     Args:
         device: The GPU.
@@ -37,6 +37,12 @@ class CudaRecorder:
                 raise
             graph.capture_end()
         return graph.replay
+
+    def allocate(self, nbytes: int) -> torch.Tensor:
+        """Takes it while a graph is recorded, which is then dropped."""
+        made: list[torch.Tensor] = []
+        self.record(lambda: made.append(torch.zeros(nbytes, dtype=torch.uint8, device=self._device)))
+        return made[0]
 
     def memory(self, address: int, nbytes: int) -> torch.Tensor:
         """Reads the address by the protocol that libraries for CUDA share."""

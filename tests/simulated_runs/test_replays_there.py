@@ -13,7 +13,7 @@ import megatrain
 from megatrain.errors import DeviceMemoryWarning
 from megatrain.hardware.hardware import Hardware
 from tests.comparing import assert_same
-from tests.gpu.test_recorded_kernels import Blocks as Narrow
+from tests.gpu.test_replays import Blocks as Narrow
 from tests.simulated_device.simulator import GIB, HardwareProfile, Simulator
 from tests.simulated_device.virtual_hosts import VirtualHosts
 from tests.simulated_runs.on_device import DEVICE, ORDERS, choose, on_device
