@@ -59,7 +59,9 @@ def ways(numel: int, *, inductor: bool, deepspeed: bool) -> list[Way]:
 
     made = [
         Way(TRIAD, 12, lambda: torch.add(values, gradient, alpha=1e-9, out=out)),
-        Way("gradient norm", 4, lambda: GradientNorm([parameter]).add(0, {parameter: gradient})),
+        Way("gradient norm, torch", 4, lambda: GradientNorm([parameter]).add(0, {parameter: gradient})),
+        Way("gradient norm, as on a GPU", 4, lambda: _norm(parameter, gradient)),
+        Way("gradient norm, as on a GPU, bf16", 2, lambda: _norm(parameter, narrow)),
         Way("fp32, torch, operation by operation", 28, of_torch(fused=False)),
         Way("fp32, torch, fused", 28, of_torch(fused=True)),
         Way("split, plain", 28, ours("plain")),
@@ -74,6 +76,11 @@ def ways(numel: int, *, inductor: bool, deepspeed: bool) -> list[Way]:
     if inductor:
         made.extend(_of_inductor(values, halves, moments, gradient))
     return made
+
+
+def _norm(parameter: torch.Tensor, gradient: torch.Tensor) -> None:
+    norm = GradientNorm([parameter], [parameter], threads=torch.get_num_threads())
+    norm.add(0, {parameter: gradient})
 
 
 def _of_deepspeed(parameter: torch.nn.Parameter, moments: Moments) -> Way:

@@ -30,7 +30,9 @@ def rows(options: argparse.Namespace) -> Iterator[str]:
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.normal_(std=0.02)
-        compiled = megatrain.compile(model, device=options.device, precision="bf16", memory=options.memory)
+        compiled = megatrain.compile(
+            model, device=options.device, precision="bf16", memory=options.memory, kernels=options.kernels
+        )
         place = compiled.megatrain.options.device.torch_device
         ids = torch.randint(SIZES[name].vocabulary, (max(options.micro_batches), 1, CONTEXT)).to(place)
         for count in options.micro_batches:
@@ -65,6 +67,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     parser.add_argument("--device", default=None, help="as for megatrain.compile")
     parser.add_argument("--memory", default=None, help="as for megatrain.compile")
+    parser.add_argument("--kernels", default="eager", help="as for megatrain.compile")
     parser.add_argument("--sizes", nargs="+", choices=list(SIZES), default=["1.5B"])
     parser.add_argument("--ways", nargs="+", choices=list(OF_UPDATES), default=list(OF_UPDATES))
     parser.add_argument("--micro-batches", nargs="+", type=int, default=[1, 8], help=f"each of {CONTEXT} tokens")

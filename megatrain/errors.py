@@ -34,7 +34,7 @@ class ManyCapturesWarning(UserWarning):
 
 
 class EagerKernelsWarning(UserWarning):
-    """A template runs on eager's kernels, although `kernels="inductor"` was asked for."""
+    """A template runs on eager's kernels one by one, although `kernels="inductor"` or `"graphs"` was asked for."""
 
 
 class PageLockWarning(UserWarning):

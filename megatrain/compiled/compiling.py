@@ -85,10 +85,11 @@ def compile(  # noqa: PLR0913  # the name torch users expect; all but the model 
             training steps that don't fit the memory otherwise, `"always"` wherever they can, or `"never"`. Gradients of
             weights, and of what all tokens share, are then sums over chunks and tiles; all else has the same bits on
             the CPU. See docs/tasks/long-documents.md.
-        kernels: `"eager"` computes each block by eager PyTorch's own calls, with its bits. `"inductor"` compiles the
-            forward and the backward of each template once, by torch.compile; all blocks of the template share the
-            result. Numbers differ by rounding. A template that can't be compiled runs on eager's kernels:
-            `print(compiled)` says why. See docs/kernels.md.
+        kernels: `"eager"` computes each block by eager PyTorch's own calls, with its bits. `"graphs"` launches the same
+            kernels by one call for each block (CUDA graphs), with the same bits, and retains no graph for the backward.
+            `"inductor"` compiles the forward and the backward of each template once, by torch.compile; all blocks of
+            the template share the result. Numbers differ by rounding. A template for which one of these is impossible
+            runs as with `"eager"`: `print(compiled)` says why. See docs/kernels.md.
         process_group: Processes that train the model together, such as `torch.distributed.group.WORLD` under torchrun;
             all of them call `compile` at the same time. Each gives a `TrainStep` micro-batches of its own, and all make
             the same updates, with the bits of one process that has all micro-batches. See docs/several-devices.md.
