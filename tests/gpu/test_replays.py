@@ -178,6 +178,21 @@ def test_other_settings_of_torch_make_other_recordings(made: list[str]):
     assert len(made) == 2 * count
 
 
+def test_inputs_made_in_inference_mode_are_recorded_once_others_have_run(made: list[str]):
+    found: list[list[torch.Tensor]] = []
+    for compiled in (eager_of(Blocks()), compiled_of(Blocks())):
+        found.append([])
+        for _ in range(2):
+            with torch.inference_mode():
+                found[-1] += [compiled(batch(seed)).clone() for seed in range(3)]
+        with torch.no_grad():
+            found[-1] += [compiled(batch(seed)) for seed in range(3)]
+        with torch.inference_mode():
+            found[-1] += [compiled(batch(seed)).clone() for seed in range(3)]
+    assert made
+    assert_same(found[0], found[1])
+
+
 def test_recordings_may_all_go_before_others_come(made: list[str]):
     compiled, counts = compiled_of(Blocks()), [0]
     for rows in (8, 4, 8):

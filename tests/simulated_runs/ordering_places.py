@@ -40,6 +40,7 @@ NO_DEVICES = {
     "notes something in a list": {
         "recorder.record", "self._recorder.record", "self._record", "self.record", "shard.record",
     },
+    "records work for a launch graph": {"self._graphs.record"},
 }  # fmt: skip
 """Names that mean something else elsewhere, with the object that they are asked of."""
 

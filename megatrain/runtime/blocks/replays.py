@@ -82,6 +82,8 @@ class Replays:
     ) -> list[torch.Tensor | None]:
         """Runs the work as it is: libraries make what they need at their first call, which can't be recorded."""
         given = [t for t in (*arguments, *state) if t is not None]
+        if any(t.is_inference() for t in given):
+            return [*work(arguments)]  # nothing tells whether it writes into them
         before = [t._version for t in given]
         results = [*work(arguments)]
         if any(t._version != version for t, version in zip(given, before, strict=True)):
