@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -162,6 +162,8 @@ class Options:
         paths = None if weights is None else tuple(present(path) for path in read_paths(weights))
         kind: Kind = "whole" if precision == "fp32" else "rounded" if masters == "rounded" else "exact"
         machine = None if hardware is None else machine_of(hardware, target)
+        if machine is not None and kernels == "graphs":
+            machine = replace(machine, issue_s=0.0)  # blocks whose kernels Python launches one by one have few
         return Options(
             target,
             budget,

@@ -286,6 +286,14 @@ def test_a_block_that_writes_within_itself_has_eagers_bits(made: list[str]):
     assert made
 
 
+def test_plans_count_no_launch_for_each_kernel():
+    machines = [
+        megatrain.compile(Blocks(), device=device(), kernels=kernels, hardware="h100-sxm").megatrain.options.hardware
+        for kernels in ("eager", "graphs")
+    ]
+    assert [machine is not None and machine.issue_s > 0 for machine in machines] == [True, False]
+
+
 def test_a_single_block_of_its_kind_is_not_recorded(made: list[str]):
     with warnings.catch_warnings():
         warnings.simplefilter("error", EagerKernelsWarning)
