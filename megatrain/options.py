@@ -18,7 +18,7 @@ from megatrain.hardware.hardware import Hardware
 from megatrain.hardware.machine import HARDWARE, machine_of
 from megatrain.opaque_model import OPAQUE
 from megatrain.optim.masters.registry import Kind
-from megatrain.passes.fixed_work import launch_graph_bytes
+from megatrain.passes.measuring.fixed_work import launch_graph_bytes
 from megatrain.passes.pipeline import PASSES, Rewrite
 from megatrain.passes.program import Program
 from megatrain.scheduler.builder.build import STEP

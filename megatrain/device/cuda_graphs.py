@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from typing import Any
 
 import torch
+
+from megatrain.device.kernel_settings import kernel_settings
 
 
 class CudaGraphs:
@@ -23,6 +25,10 @@ class CudaGraphs:
         self._stream = torch.cuda.Stream(device)
         # With its last graph a pool is gone, and another capture into it fails: this one stays.
         self._first = self.record(lambda: torch.zeros(1, device=device))
+
+    def settings(self) -> Hashable:
+        """Torch's global settings."""
+        return kernel_settings()
 
     def record(self, work: Callable[[], object]) -> Callable[[], None]:
         """Captures a graph; other threads may go on with what they do, synchronisations included."""

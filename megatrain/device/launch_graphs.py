@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from typing import Protocol
 
 import torch
@@ -14,6 +14,10 @@ class LaunchGraphs(Protocol):
     Tensors that a graph makes are in memory that no other work gets, for as long as this object is there, also when no
     graph is left. All graphs share this memory, so one run overwrites what the run before has left.
     """
+
+    def settings(self) -> Hashable:
+        """What chooses kernels now, besides tensors: under other settings recorded work isn't what calls would do."""
+        ...
 
     def record(self, work: Callable[[], object]) -> Callable[[], None]:
         """Records what `work` launches, which nothing runs yet.

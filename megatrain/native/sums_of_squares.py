@@ -21,7 +21,7 @@ DTYPES = (torch.float32, torch.bfloat16)
 
 
 def sums_of_squares(tensors: Sequence[torch.Tensor], threads: int) -> list[float]:
-    """Adds up the squares of the elements of each of several tensors, in fp64 but for runs of 64 squares in fp32.
+    """Adds up the squares of the elements of each of several tensors, in fp64, runs of 64 squares in fp32.
 
     A result has the same bits for any number of threads, and whatever other tensors there are. `SQUARES.fault()` says
     whether it can be called here.

@@ -288,12 +288,7 @@ class Engine:
 
     @checked()
     def runner(self, template: Template, *, is_shared: bool = False) -> BlockRunner:
-        """Returns the runner of a template; variants with equal templates share it.
-
-        Args:
-            template: The template.
-            is_shared: Several blocks run it.
-        """
+        """Returns the runner of a template, which several blocks run or one; variants with equal templates share it."""
         return self.runners.of(template, is_shared=is_shared)
 
 

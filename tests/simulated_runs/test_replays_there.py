@@ -18,7 +18,7 @@ from tests.simulated_device.simulator import GIB, HardwareProfile, Simulator
 from tests.simulated_device.virtual_hosts import VirtualHosts
 from tests.simulated_runs.on_device import DEVICE, ORDERS, choose, on_device
 from tests.simulated_runs.test_capacity_there import ROWS, WIDTH, Blocks, held_bytes, loss_of
-from tests.tiers import checkered
+from tests.tiers import diagonal, wide
 from tests.training.parity import MODES, TASKS, adamw, generator_of, sgd
 
 COUNT = 2
@@ -59,14 +59,13 @@ def steps(sim: Simulator, kernels: str, name: str, mode: str) -> list[Any]:
     return [losses, [p.detach().clone() for p in model.parameters()]]
 
 
-@pytest.mark.parametrize(("name", "mode"), checkered(("gpt", "llama", "stack"), MODES))
+@pytest.mark.parametrize(("mode", "name"), diagonal(MODES, ("gpt", "llama", "stack")))
 def test_any_order_of_the_streams_has_eagers_bits(sim: Simulator, name: str, mode: str):
     assert_same(steps(sim, "eager", name, mode), steps(sim, "graphs", name, mode))
     assert sim.violations() == []
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("micro_batches", [1, 3])
+@pytest.mark.parametrize(("mode", "micro_batches"), diagonal(MODES, [1, 3]))
 def test_steps_run_on_a_card_of_their_budget(sim: Simulator, mode: str, micro_batches: int):
     """What the schedule takes and what recordings hold, first run and recording included."""
     sim.configure(segments=False)
@@ -110,7 +109,7 @@ def test_memory_of_recordings_goes_with_the_model(sim: Simulator):
     assert torch.accelerator.memory_reserved() <= before
 
 
-@pytest.mark.parametrize("mode", ["overlap", "deferred"])
+@pytest.mark.parametrize("mode", ["overlap", wide("deferred")])
 def test_short_kernels_wait_for_python_no_more(sim: Simulator, mode: str):
     """Modelled: 20 us to launch a kernel, and kernels of less than that."""
     machine = Hardware(25e9, 25e9, {"fp32": 2e13}, launch_s=1e-6, issue_s=20e-6, memory_bytes_per_s=1e12)

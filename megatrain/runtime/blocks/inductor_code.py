@@ -12,8 +12,8 @@ from torch import fx
 from megatrain.device import Device
 from megatrain.errors import EagerKernelsWarning
 from megatrain.passes.distance import largest, tensor_distance
-from megatrain.passes.fixed_work import fixed_work_obstacle
 from megatrain.passes.interpret import Code
+from megatrain.passes.measuring.fixed_work import fixed_work_obstacle
 from megatrain.passes.program import Template
 from megatrain.runtime.rng import RngState, repeated_rng
 from megatrain.torch_private import patch_functorch

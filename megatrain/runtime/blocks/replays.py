@@ -11,9 +11,8 @@ import torch
 from megatrain.device import Device, LaunchGraphs
 from megatrain.errors import EagerKernelsWarning
 from megatrain.garbage import paused_collection
-from megatrain.passes.fixed_work import launch_graph_obstacle
+from megatrain.passes.measuring.fixed_work import launch_graph_obstacle
 from megatrain.passes.program import Template
-from megatrain.runtime.blocks.kernel_settings import kernel_settings
 from megatrain.tracer.packed.packing import is_wrapper
 
 Optionals = Sequence[torch.Tensor | None]
@@ -60,7 +59,7 @@ class Replays:
         """
         if self.why_eager:
             return [*work(arguments)]
-        kind = (key, kernel_settings(), *map(_form, arguments))
+        kind = (key, self._graphs.settings(), *map(_form, arguments))
         if kind not in self._has_run:
             return self._first(work, arguments, state, kind)
         where = (kind, *((t.data_ptr(), _form(t)) for t in state))
