@@ -24,6 +24,7 @@ pytestmark = [
 ]
 
 
+@pytest.mark.wide
 def test_two_processes_of_which_one_is_killed_train_what_one_does(tmp_path: Path):
     recipe = replace(TINY, warmup_steps=Recipe().warmup_steps)  # which is no option of the command
     others = {"learning_rate", "warmup_steps", "max_grad_norm"}

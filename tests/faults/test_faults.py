@@ -8,9 +8,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[2]
 
 
+@pytest.mark.wide
 def test_a_small_part_of_the_campaign_holds() -> None:
     number = 0 if os.environ.get("CI") else random.randrange(1000)
     command = [sys.executable, "-m", "tests.faults", "--small", "--seed", str(number), "--first", str(number)]

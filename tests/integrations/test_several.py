@@ -131,6 +131,7 @@ def test_sums_of_the_stock_run_differ_by_their_order_alone(name: str, two: Proce
 # -- checkpoints -------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.wide
 def test_a_run_goes_on_in_as_many_processes_and_in_one(two: Processes, tmp_path: Path):
     folder = tmp_path / "two"
     whole = in_several(two, "saved", folder)
