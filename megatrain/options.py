@@ -90,7 +90,7 @@ class Options:
 
     @property
     def keeps_results(self) -> bool:
-        """Whether results of a block's kernels may be kept for its backward: compiled kernels return none."""
+        """Whether results of a block's kernels may be kept for its backward: other kernels than eager's return none."""
         return self.kernels == "eager"
 
     @contextmanager

@@ -3,32 +3,28 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from megatrain.device.kernel_settings import kernel_settings
+from megatrain.device.launch_graphs import LaunchGraphs
 
 
-class CudaGraphs:
-    """A `LaunchGraphs` of a GPU.
+class CudaGraphs(LaunchGraphs):
+    """CUDA graphs, captured on a stream of their own.
 
     Args:
         device: The GPU.
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._device = device
+        super().__init__(device)
         self._pool = torch.cuda.graph_pool_handle()
         # The default stream can't be captured.
         self._stream = torch.cuda.Stream(device)
         # With its last graph a pool is gone, and another capture into it fails: this one stays.
         self._first = self.record(lambda: torch.zeros(1, device=device))
-
-    def settings(self) -> Hashable:
-        """Torch's global settings."""
-        return kernel_settings()
 
     def record(self, work: Callable[[], object]) -> Callable[[], None]:
         """Captures a graph; other threads may go on with what they do, synchronisations included."""
@@ -43,12 +39,6 @@ class CudaGraphs:
                 raise
             graph.capture_end()
         return graph.replay
-
-    def allocate(self, nbytes: int) -> torch.Tensor:
-        """Takes it while a graph is recorded, which is then dropped."""
-        made: list[torch.Tensor] = []
-        self.record(lambda: made.append(torch.zeros(nbytes, dtype=torch.uint8, device=self._device)))
-        return made[0]
 
     def memory(self, address: int, nbytes: int) -> torch.Tensor:
         """Reads the address by the protocol that libraries for CUDA share."""

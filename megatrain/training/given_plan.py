@@ -69,8 +69,12 @@ class GivenPlan:
             if found == planned:
                 if schedule.sections is not None and not divides():
                     raise _refused(["updates in sections: the optimizer can't update a section alone"])
+                with self._options.memory_for(budget, programs) as left:
+                    if schedule.device_bytes > left:
+                        sizes = f"{format_bytes(schedule.device_bytes)} -> {format_bytes(left)}"
+                        raise _refused([f"memory of the device, without that of recorded kernels: {sizes}"])
                 if schedule.results and not self._options.keeps_results:
-                    raise _refused(["results of attention that are kept: compiled kernels return none"])
+                    raise _refused(["results of attention that are kept: compiled and recorded kernels return none"])
                 schedule.check()
                 return level, programs, schedule
             first = first or found

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -14,10 +14,12 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
 import megatrain
+from megatrain.device import LaunchGraphs, find
 from megatrain.errors import EagerKernelsWarning, OptionError, ScheduleError
 from megatrain.runtime.blocks import replays
 from megatrain.runtime.blocks.replays import Replays
 from tests.comparing import assert_same
+from tests.equal_blocks import EqualBlocks
 from tests.gpu.test_cuda_training import assert_parity_there, device, moved
 from tests.tiers import diagonal, one_in
 from tests.training.parity import MODES, TASKS, adamw
@@ -85,7 +87,7 @@ def test_steps_in_bf16_have_eagers_bits(made: list[str]):
 
 
 def test_a_recording_serves_all_blocks_whose_weights_are_in_the_same_place(made: list[str]):
-    model = Blocks(12)
+    model = EqualBlocks(12)
     compiled = megatrain.compile(model, device=device(), kernels="graphs", memory="60KiB")
     step = megatrain.TrainStep(compiled, adamw(model), loss=lambda y, _: y.square().mean())
     for seed in range(4):
@@ -98,7 +100,7 @@ TAKEN = r'Recorded kernels take 2\d\.\d\d KiB of the 20\.00 KiB(.|\n)*or kernels
 
 
 def test_a_budget_that_recordings_take_up_is_refused_with_what_they_take():
-    compiled = compiled_of(Blocks(12), memory="20KiB")
+    compiled = compiled_of(EqualBlocks(12), memory="20KiB")
     with pytest.raises(ScheduleError, match=TAKEN):
         compiled(batch(0))
     step = megatrain.TrainStep(compiled, adamw(compiled), loss=lambda y, _: y.square().mean())
@@ -106,19 +108,41 @@ def test_a_budget_that_recordings_take_up_is_refused_with_what_they_take():
         step(batch(0))
 
 
-class Blocks(nn.Module):
-    """Equal blocks; `extra` is called on what each makes."""
+def test_a_given_plan_leaves_recordings_their_memory():
+    eager = megatrain.compile(EqualBlocks(12), device=device(), activations="recompute", memory="40KiB")
+    step = megatrain.TrainStep(eager, adamw(eager), loss=lambda y, _: y.square().mean())
+    step(batch(0))
+    compiled = compiled_of(EqualBlocks(12), memory="40KiB")
+    planned = megatrain.TrainStep(compiled, adamw(compiled), loss=lambda y, _: y.square().mean(), plan=step.plan)
+    with pytest.raises(ScheduleError, match="memory of the device, without that of recorded kernels"):
+        planned(batch(0))
 
-    def __init__(self, depth: int = 4, extra: nn.Module | None = None) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(32, 32), nn.GELU(), nn.LayerNorm(32)) for _ in range(depth))
-        self.extra = extra or nn.Identity()
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for layer in self.layers:
-            x = x + self.extra(layer(x))
-        return x
+@pytest.mark.parametrize("place", range(1, 8))
+def test_an_interrupt_while_kernels_are_recorded_costs_nothing(place: int, monkeypatch: pytest.MonkeyPatch):
+    """At the n-th recording, or when its work has run."""
+    wanted = [gradients_after(eager_of(EqualBlocks()), [seed, seed + 1]) for seed in range(2)]
+    compiled, count = compiled_of(EqualBlocks()), 0
+    graphs = type(find(None).launch_graphs())
+    record = graphs.record
+
+    def interrupted(self: LaunchGraphs, work: Callable[[], object]) -> Callable[[], None]:
+        nonlocal count
+        count += 1
+
+        def stopped() -> None:
+            work()
+            if count == place:
+                raise KeyboardInterrupt
+
+        return record(self, stopped)
+
+    monkeypatch.setattr(graphs, "record", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        for seed in range(8):
+            gradients_after(compiled, [seed, seed + 1])
+    assert count == place
+    assert_same(wanted, [gradients_after(compiled, [seed, seed + 1]) for seed in range(2)])
 
 
 def batch(seed: int) -> torch.Tensor:
@@ -141,20 +165,20 @@ def gradients_after(compiled: megatrain.CompiledModule, seeds: Sequence[int]) ->
 
 
 def test_results_stay_when_other_blocks_run(made: list[str]):
-    compiled = compiled_of(Blocks())
+    compiled = compiled_of(EqualBlocks())
     kept = [compiled(batch(seed)) for seed in range(4)]
     before = [result.detach().clone() for result in kept]
     for seed in range(4, 7):
         compiled(batch(seed)).sum().backward()
     assert made
     assert_same(before, [result.detach() for result in kept])
-    expected = eager_of(Blocks())
+    expected = eager_of(EqualBlocks())
     assert_same(before, [expected(batch(seed)).detach() for seed in range(4)])
 
 
 def test_dropout_draws_eagers_numbers_in_forward_and_backward(made: list[str]):
     found: list[Any] = []
-    for compiled in (eager_of(Blocks(extra=nn.Dropout(0.3))), compiled_of(Blocks(extra=nn.Dropout(0.3)))):
+    for compiled in (eager_of(EqualBlocks(extra=nn.Dropout(0.3))), compiled_of(EqualBlocks(extra=nn.Dropout(0.3)))):
         torch.manual_seed(7)
         found.append([gradients_after(compiled, [seed, seed + 1]) for seed in range(3)])
         found[-1].append(torch.rand(4, device=device()).cpu())  # the generator is where eager leaves it
@@ -163,7 +187,7 @@ def test_dropout_draws_eagers_numbers_in_forward_and_backward(made: list[str]):
 
 
 def test_other_settings_of_torch_make_other_recordings(made: list[str]):
-    compiled = compiled_of(Blocks())
+    compiled = compiled_of(EqualBlocks())
     gradients_after(compiled, [0, 1])
     count = len(made)
     gradients_after(compiled, [2])
@@ -180,7 +204,7 @@ def test_other_settings_of_torch_make_other_recordings(made: list[str]):
 
 def test_inputs_made_in_inference_mode_are_recorded_once_others_have_run(made: list[str]):
     found: list[list[torch.Tensor]] = []
-    for compiled in (eager_of(Blocks()), compiled_of(Blocks())):
+    for compiled in (eager_of(EqualBlocks()), compiled_of(EqualBlocks())):
         found.append([])
         for _ in range(2):
             with torch.inference_mode():
@@ -194,7 +218,7 @@ def test_inputs_made_in_inference_mode_are_recorded_once_others_have_run(made: l
 
 
 def test_recordings_may_all_go_before_others_come(made: list[str]):
-    compiled, counts = compiled_of(Blocks()), [0]
+    compiled, counts = compiled_of(EqualBlocks()), [0]
     for rows in (8, 4, 8):
         step = megatrain.TrainStep(compiled, adamw(compiled), loss=lambda y, _: y.square().mean())
         with warnings.catch_warnings():
@@ -209,7 +233,7 @@ def test_recordings_may_all_go_before_others_come(made: list[str]):
 
 
 def test_the_callers_hooks_see_no_recorded_kernels(made: list[str]):
-    expected, compiled = eager_of(Blocks()), compiled_of(Blocks())
+    expected, compiled = eager_of(EqualBlocks()), compiled_of(EqualBlocks())
     for call in (expected, compiled):
         with saved_tensors_hooks(lambda t: t, lambda t: t):
             for seed in range(3):
@@ -269,10 +293,10 @@ class DrawsTwice(nn.Module):
     ],
 )
 def test_blocks_that_cannot_be_recorded_run_as_before_and_say_so(extra: nn.Module, reason: str):
-    expected = eager_of(Blocks(extra=extra))
+    expected = eager_of(EqualBlocks(extra=extra))
     torch.manual_seed(3)
     wanted = gradients_after(expected, [0, 1, 2])
-    compiled = compiled_of(Blocks(extra=extra))
+    compiled = compiled_of(EqualBlocks(extra=extra))
     torch.manual_seed(3)
     with pytest.warns(EagerKernelsWarning, match=reason):
         found = gradients_after(compiled, [0, 1, 2])
@@ -281,14 +305,16 @@ def test_blocks_that_cannot_be_recorded_run_as_before_and_say_so(extra: nn.Modul
 
 
 def test_a_block_that_writes_within_itself_has_eagers_bits(made: list[str]):
-    wanted = gradients_after(eager_of(Blocks(extra=Writes())), [0, 1, 2])
-    assert_same(wanted, gradients_after(compiled_of(Blocks(extra=Writes())), [0, 1, 2]))
+    wanted = gradients_after(eager_of(EqualBlocks(extra=Writes())), [0, 1, 2])
+    assert_same(wanted, gradients_after(compiled_of(EqualBlocks(extra=Writes())), [0, 1, 2]))
     assert made
 
 
 def test_plans_count_no_launch_for_each_kernel():
     machines = [
-        megatrain.compile(Blocks(), device=device(), kernels=kernels, hardware="h100-sxm").megatrain.options.hardware
+        megatrain.compile(
+            EqualBlocks(), device=device(), kernels=kernels, hardware="h100-sxm"
+        ).megatrain.options.hardware
         for kernels in ("eager", "graphs")
     ]
     assert [machine is not None and machine.issue_s > 0 for machine in machines] == [True, False]
@@ -297,20 +323,20 @@ def test_plans_count_no_launch_for_each_kernel():
 def test_a_single_block_of_its_kind_is_not_recorded(made: list[str]):
     with warnings.catch_warnings():
         warnings.simplefilter("error", EagerKernelsWarning)
-        gradients_after(compiled_of(Blocks(1)), [0, 1, 2])
+        gradients_after(compiled_of(EqualBlocks(1)), [0, 1, 2])
     assert made == []
 
 
 def test_a_device_without_recordings_and_retained_graphs_are_refused():
     with pytest.raises(OptionError, match=r'kernels="graphs" is impossible on cpu'):
-        megatrain.compile(Blocks(), device="cpu", kernels="graphs")
+        megatrain.compile(EqualBlocks(), device="cpu", kernels="graphs")
     with pytest.raises(OptionError, match='activations="keep" is impossible'):
-        compiled_of(Blocks(), activations="keep")
+        compiled_of(EqualBlocks(), activations="keep")
 
 
 @pytest.mark.parametrize("fault", ["arguments aren't copied in", "results aren't copied out", "one recording for all"])
 def test_these_tests_notice(fault: str, monkeypatch: pytest.MonkeyPatch):
-    wanted = gradients_after(eager_of(Blocks(6)), [0, 1, 2])
+    wanted = gradients_after(eager_of(EqualBlocks(6)), [0, 1, 2])
     recording = replays._Recording
     if fault == "arguments aren't copied in":
         monkeypatch.setattr(recording, "fill", lambda self, arguments: None)
@@ -321,5 +347,5 @@ def test_these_tests_notice(fault: str, monkeypatch: pytest.MonkeyPatch):
     else:
         run = Replays.run
         monkeypatch.setattr(Replays, "run", lambda self, work, given, state, key: run(self, work, given, (), key))
-    found = gradients_after(compiled_of(Blocks(6)), [0, 1, 2])
+    found = gradients_after(compiled_of(EqualBlocks(6)), [0, 1, 2])
     assert any(not torch.equal(*pair) for pair in zip(wanted, found, strict=True))

@@ -17,7 +17,7 @@ from tests.ranks.there import (
     train_there,
     waiting_there,
 )
-from tests.tiers import every_other, wide
+from tests.tiers import wide
 from tests.training.parity import MODES, TELLING_MODES
 
 ORDERS = "late", "seeded", "late but compute", "late compute"
@@ -73,7 +73,7 @@ def assert_parity(case: Case, devices: Processes) -> None:
         assert_same(wanted, found[rank], f"rank {rank}")
 
 
-@pytest.mark.parametrize("name", every_other(CASES))
+@pytest.mark.parametrize("name", CASES)
 def test_ranks_on_devices_train_with_the_bits_of_one_process(name: str, devices: Processes):
     assert_parity(CASES[name], devices)
 

@@ -9,7 +9,7 @@ import pytest
 from tests.comparing import assert_same
 from tests.ranks.processes import Processes
 from tests.ranks.sides import EDITS, Case, train, train_here
-from tests.tiers import every_other, wide
+from tests.tiers import wide
 from tests.training.parity import MODES
 
 TWO = ((1, 1), (2, 1), (1, 3))
@@ -97,7 +97,7 @@ def assert_parity(case: Case, processes: Processes) -> None:
         assert_same(wanted, found[rank], f"rank {rank}")
 
 
-@pytest.mark.parametrize("name", every_other(CASES | TELLING))
+@pytest.mark.parametrize("name", CASES | TELLING)
 def test_ranks_train_with_the_bits_of_one_process(name: str, three: Processes):
     assert_parity((CASES | TELLING)[name], three)
 

@@ -13,6 +13,7 @@ from torch import nn
 import megatrain
 from megatrain.device import Device
 from megatrain.errors import EagerKernelsWarning, OptionError
+from tests.equal_blocks import EqualBlocks
 from tests.gradients import grad_of
 from tests.models import MODELS
 from tests.tiers import wide
@@ -26,21 +27,6 @@ pytestmark = [
 ]
 # Each block sums the terms of a product in another order: 32 of them, and the errors of four blocks add up.
 BOUND = 4 * 32 * torch.finfo(torch.float32).eps
-
-
-class Blocks(nn.Module):
-    """Four equal blocks; `extra` is called on what each makes."""
-
-    def __init__(self, extra: nn.Module | None = None) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(32, 32), nn.GELU(), nn.LayerNorm(32)) for _ in range(4))
-        self.extra = extra or nn.Identity()
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for layer in self.layers:
-            x = x + self.extra(layer(x))
-        return x
 
 
 def batch(seed: int) -> torch.Tensor:
@@ -63,7 +49,7 @@ def assert_close(found: dict[str, torch.Tensor], expected: dict[str, torch.Tenso
 
 @pytest.mark.parametrize("activations", [wide("keep"), "recompute"])
 def test_gradients_are_eagers_within_rounding_and_one_compilation_serves_all_blocks(activations: str):
-    eager, model = Blocks(), Blocks()
+    eager, model = EqualBlocks(), EqualBlocks()
     compiled = compiled_of(model, activations=activations)
     for seed in range(2):
         for call in (eager, compiled):
@@ -76,7 +62,7 @@ def test_gradients_are_eagers_within_rounding_and_one_compilation_serves_all_blo
 
 
 def test_a_backward_may_come_twice():
-    eager, model = Blocks(), Blocks()
+    eager, model = EqualBlocks(), EqualBlocks()
     compiled = compiled_of(model, activations="keep")
     for call in (eager, compiled):
         loss = call(batch(0)).square().mean()
@@ -86,8 +72,8 @@ def test_a_backward_may_come_twice():
 
 
 def test_a_training_step_stays_in_its_budget_and_near_eager():
-    eager, model = Blocks(), Blocks()
-    least = megatrain.plan(Blocks(), batch(0), activations="recompute").schedule.device_bytes
+    eager, model = EqualBlocks(), EqualBlocks()
+    least = megatrain.plan(EqualBlocks(), batch(0), activations="recompute").schedule.device_bytes
     compiled = compiled_of(model, memory=least)
     optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (model, eager)]
     step = megatrain.TrainStep(compiled, optimizers[0], loss=lambda y, _: y.square().mean())
@@ -101,7 +87,7 @@ def test_a_training_step_stays_in_its_budget_and_near_eager():
 
 
 def test_dropout_draws_eagers_numbers_also_in_a_recomputed_block():
-    eager, model = Blocks(nn.Dropout(0.3)), Blocks(nn.Dropout(0.3))
+    eager, model = EqualBlocks(extra=nn.Dropout(0.3)), EqualBlocks(extra=nn.Dropout(0.3))
     compiled = compiled_of(model, activations="recompute")
     states: list[torch.Tensor] = []
     for call in (eager, compiled):
@@ -120,7 +106,7 @@ class Reads(nn.Module):
 
 
 def test_what_no_compiler_serves_runs_on_eagers_kernels_with_eagers_bits_and_says_so():
-    eager, model = Blocks(Reads()), Blocks(Reads())
+    eager, model = EqualBlocks(extra=Reads()), EqualBlocks(extra=Reads())
     compiled = compiled_of(model)
     eager(batch(0)).square().mean().backward()
     with pytest.warns(EagerKernelsWarning, match=r"template t0 runs on eager's kernels: it compares values"):
@@ -152,7 +138,7 @@ def test_a_template_that_would_draw_other_numbers_keeps_eagers():
 
 def test_a_failing_compilation_falls_back(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("torch._inductor.compile_fx.compile_fx", broken)
-    eager, model = Blocks(), Blocks()
+    eager, model = EqualBlocks(), EqualBlocks()
     compiled = compiled_of(model)
     with pytest.warns(EagerKernelsWarning, match="no kernels today"):
         compiled(batch(0)).square().mean().backward()
@@ -167,13 +153,13 @@ def broken(*_: Any, **__: Any) -> Any:
 def test_a_device_that_torch_compiles_nothing_for_is_refused():
     plain = Device(torch.device("cpu"), "plain")
     with pytest.raises(OptionError, match=r'^kernels="inductor" makes no kernels for plain\.'):
-        megatrain.compile(Blocks(), device=plain, kernels="inductor")
+        megatrain.compile(EqualBlocks(), device=plain, kernels="inductor")
     with pytest.raises(OptionError, match="kernels"):
-        megatrain.compile(Blocks(), device="cpu", kernels="triton")
+        megatrain.compile(EqualBlocks(), device="cpu", kernels="triton")
 
 
 def test_verify_allows_the_rounding_of_each_block():
-    report = megatrain.verify(Blocks(), batch(0), device="cpu", compile_options={"kernels": "inductor"})
+    report = megatrain.verify(EqualBlocks(), batch(0), device="cpu", compile_options={"kernels": "inductor"})
     assert report.ok
     assert report.max_error > 0
     assert {d.tolerance for d in report.differences if d.kind == "gradient"} == {4e-5}

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
 
 import torch
 
-from megatrain.device.kernel_settings import kernel_settings
+from megatrain.device import LaunchGraphs
 from tests.simulated_device.simulator import Simulator
 
 
-class SimulatedGraphs:
-    """A `LaunchGraphs` of the simulated device.
+class SimulatedGraphs(LaunchGraphs):
+    """Recorded work of the simulated device.
 
     Args:
         simulator: The simulated device of this process.
@@ -20,14 +20,11 @@ class SimulatedGraphs:
     """
 
     def __init__(self, simulator: Simulator, device: torch.device) -> None:
-        self._simulator, self._device = simulator, device
+        super().__init__(device)
+        self._simulator = simulator
         self._memory = simulator.private_memory(device.index)
         self._stream = torch.Stream(device=device)
         weakref.finalize(self, simulator.drop_memory, self._memory)
-
-    def settings(self) -> Hashable:
-        """Those of CUDA, whose kernels these stand for."""
-        return kernel_settings()
 
     def record(self, work: Callable[[], object]) -> Callable[[], None]:
         """Records on a stream of its own; waits and reads of numbers are refused, as by CUDA."""
@@ -40,12 +37,6 @@ class SimulatedGraphs:
         finally:
             torch.accelerator.set_stream(before)
         return recording.replay
-
-    def allocate(self, nbytes: int) -> torch.Tensor:
-        """Takes it while a graph is recorded, which is then dropped."""
-        made: list[torch.Tensor] = []
-        self.record(lambda: made.append(torch.zeros(nbytes, dtype=torch.uint8, device=self._device)))
-        return made[0]
 
     def memory(self, address: int, nbytes: int) -> torch.Tensor:
         """Reads the address."""

@@ -20,7 +20,6 @@ from megatrain.runtime.streams.stream_set import Chaos
 from tests.draws import is_wide
 from tests.simulated_device import Simulator
 from tests.simulated_runs.on_device import DEVICE, on_device
-from tests.tiers import every_other
 from tests.training.parity import TASKS
 from tests.training.sections import NUM_SECTIONS, always_divided
 
@@ -114,7 +113,7 @@ class Trial:
         )
 
 
-@pytest.mark.parametrize("mode", every_other(MODES))
+@pytest.mark.parametrize("mode", MODES)
 def test_a_step_without_one_of_its_waits_is_noticed(sim: Simulator, mode: str):
     if mode == "serial" and not is_wide():
         pytest.skip("its waits on the device are those of overlap: make device")

@@ -14,7 +14,7 @@ from tests.comparing import assert_same
 from tests.draws import is_wide
 from tests.simulated_device.simulator import Simulator
 from tests.simulated_runs.on_device import DEVICE, choose, host_copy, on_device
-from tests.tiers import diagonal
+from tests.tiers import wide
 from tests.training.hazards import WIDTH
 from tests.training.parity import MODES, TASKS, adamw, generator_of
 
@@ -24,9 +24,9 @@ TASK = TASKS["hazardous"]  # with dropout: random numbers must repeat as well
 class Side:
     """A model and its steps, whose batches follow from their number."""
 
-    def __init__(self, mode: str) -> None:
+    def __init__(self, mode: str, kernels: str = "eager") -> None:
         self.model = TASK.build()
-        self.compiled = megatrain.compile(self.model, device=DEVICE, activations="offload")
+        self.compiled = megatrain.compile(self.model, device=DEVICE, activations="offload", kernels=kernels)
         self.optimizer = adamw(self.model)
         self.step = megatrain.TrainStep(self.compiled, self.optimizer, loss=TASK.loss, **MODES[mode])
         self.number = 0
@@ -53,11 +53,20 @@ class Side:
         return host_copy([*self.model.parameters(), *moments])
 
 
-@pytest.mark.parametrize(("mode", "order"), diagonal(MODES, ["late", "seeded"]))
+@pytest.mark.parametrize("order", ["late", "seeded"])
+@pytest.mark.parametrize("mode", MODES)
 def test_a_failure_of_any_kind_of_op_leaves_the_bits_of_an_undisturbed_run(sim: Simulator, mode: str, order: str):
     if (order == "seeded" or mode == "serial") and not is_wide():
         pytest.skip("one order, and one serial mode: make device has the others")
-    undisturbed, side = Side(mode), Side(mode)
+    assert_failures_leave_no_trace(sim, order, Side(mode), Side(mode))
+
+
+@pytest.mark.parametrize("mode", [*map(wide, MODES)])
+def test_a_failure_leaves_the_bits_where_kernels_are_recorded(sim: Simulator, mode: str):
+    assert_failures_leave_no_trace(sim, "late", Side(mode), Side(mode, "graphs"))
+
+
+def assert_failures_leave_no_trace(sim: Simulator, order: str, undisturbed: Side, side: Side) -> None:
     for one in (undisturbed, side):
         for _ in range(2):
             one.take()

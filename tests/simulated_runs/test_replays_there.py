@@ -13,7 +13,7 @@ import megatrain
 from megatrain.errors import DeviceMemoryWarning
 from megatrain.hardware.hardware import Hardware
 from tests.comparing import assert_same
-from tests.gpu.test_replays import Blocks as Narrow
+from tests.equal_blocks import EqualBlocks
 from tests.simulated_device.simulator import GIB, HardwareProfile, Simulator
 from tests.simulated_device.virtual_hosts import VirtualHosts
 from tests.simulated_runs.on_device import DEVICE, ORDERS, choose, on_device
@@ -96,7 +96,7 @@ def test_memory_of_recordings_goes_with_the_model(sim: Simulator):
     before = held_bytes()
 
     def train() -> int:
-        model = Narrow(6)
+        model = EqualBlocks(6)
         compiled = megatrain.compile(model, device=DEVICE, kernels="graphs")
         for number in range(3):
             compiled(torch.randn(8, 32, generator=generator_of(number)).to(DEVICE)).sum().backward()

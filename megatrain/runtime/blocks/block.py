@@ -161,6 +161,7 @@ class BlockRunner:
         *,
         is_repeated: bool = False,
         kept: KeptResults | None = None,
+        may_replay: bool = True,
     ) -> tuple[LocalGraph | RepeatedGraph, tuple[torch.Tensor, ...]]:
         """Runs the code under autograd, from fresh leaves; or, if all of it is recorded, only with its backward.
 
@@ -173,29 +174,18 @@ class BlockRunner:
             is_repeated: A forward that has run is repeated, and its backward follows at once: its values aren't
                 compared with the capture's again, and its state stays where it is.
             kept: Results of that forward, which aren't computed again.
+            may_replay: A repeated forward may be recorded together with its backward; False is that recording itself.
 
         Returns:
             The graph, and the outputs without it; none of a forward that is repeated with its backward.
         """
-        if self._replays is not None and is_repeated and self._is_recorded:
-            again = partial(self._with_graph, needs_grad=needs_grad, is_carried=is_carried, read_state=read_state)
+        if self._replays is not None and is_repeated and may_replay and self._is_recorded:
+            options = {"needs_grad": needs_grad, "is_carried": is_carried, "read_state": read_state}
+            again = partial(self.forward_with_graph, **options, is_repeated=True, may_replay=False)
             key = "backward", tuple(needs_grad), tuple(is_carried)
             # Here the generators are as they were for the first run, and later they aren't.
             drawing = partial(repeated_rng, self.rng_state(), self._device)
             return RepeatedGraph(inputs, state, self._replays, key, again, drawing), ()
-        return self._with_graph(inputs, state, needs_grad, is_carried, read_state, is_repeated=is_repeated, kept=kept)
-
-    def _with_graph(
-        self,
-        inputs: Tensors,
-        state: Tensors,
-        needs_grad: Sequence[bool],
-        is_carried: Sequence[bool],
-        read_state: StateReader,
-        *,
-        is_repeated: bool = False,
-        kept: KeptResults | None = None,
-    ) -> tuple[LocalGraph, tuple[torch.Tensor, ...]]:
         is_own = any(call.needs_own_state for call in self._code.opaque)
         copied = set(range(len(state))) if is_own else set[int]() if is_repeated else self._held
         state = [t.clone() if index in copied else t for index, t in enumerate(state)]

@@ -21,7 +21,7 @@ class RepeatedGraph:
         state: The block's state, which stays where it is until the backward is over.
         replays: Runs the work.
         key: What the work depends on besides.
-        again: Runs the forward under autograd: `again(inputs, state, is_repeated=True)`.
+        again: Runs the forward under autograd: `again(inputs, state)`.
         drawing: Has the body draw the random numbers of the first run.
     """
 
@@ -29,7 +29,7 @@ class RepeatedGraph:
     state: Sequence[torch.Tensor]
     replays: Replays
     key: Hashable
-    again: Callable[..., tuple[LocalGraph, Sequence[torch.Tensor]]]
+    again: Callable[..., tuple[LocalGraph | RepeatedGraph, Sequence[torch.Tensor]]]
     drawing: Callable[[], AbstractContextManager[None]]
 
     def gradients(
@@ -40,7 +40,7 @@ class RepeatedGraph:
 
         def work(given: Optionals) -> Optionals:
             inputs = whole(given[:num_inputs])
-            graph, _ = self.again(inputs, self.state, is_repeated=True)
+            graph, _ = self.again(inputs, self.state)
             own, parameters = graph.gradients(
                 given[num_inputs : num_inputs + num_outputs], given[num_inputs + num_outputs :]
             )
