@@ -23,6 +23,7 @@ GROUPS = (
     "progress",
     "patches",
     "torch_private",
+    "torch_allocator",
     "torch_probes",
     "torch_features",
     "device",

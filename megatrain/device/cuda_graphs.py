@@ -9,6 +9,10 @@ from typing import Any
 import torch
 
 from megatrain.device.launch_graphs import LaunchGraphs
+from megatrain.torch_allocator import end_capture_of_memory
+
+# Of captures that CUDA has given up: torch's allocators refer to them from then on.
+_broken: list[torch.cuda.CUDAGraph] = []
 
 
 class CudaGraphs(LaunchGraphs):
@@ -34,11 +38,20 @@ class CudaGraphs(LaunchGraphs):
             try:
                 work()
             except BaseException:
-                with contextlib.suppress(RuntimeError):  # the capture is broken, and `work` has said why
-                    graph.capture_end()
+                with contextlib.suppress(RuntimeError):  # `work` has said why
+                    self._end(graph)
                 raise
-            graph.capture_end()
+            self._end(graph)
         return graph.replay
+
+    def _end(self, graph: torch.cuda.CUDAGraph) -> None:
+        try:
+            graph.capture_end()
+        except BaseException:
+            _broken.append(graph)
+            with contextlib.suppress(RuntimeError):  # it may have come so far by itself
+                end_capture_of_memory(self._stream.device.index, self._pool)
+            raise
 
     def memory(self, address: int, nbytes: int) -> torch.Tensor:
         """Reads the address by the protocol that libraries for CUDA share."""
