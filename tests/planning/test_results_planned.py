@@ -92,7 +92,9 @@ def test_compiled_kernels_refuse_a_plan_with_results():
     model = Layers()
     compiled = megatrain.compile(model, device="cpu", memory="1GiB", kernels="inductor")
     step = megatrain.TrainStep(compiled, torch.optim.SGD(model.parameters(), lr=0.1), plan=keeping())
-    with pytest.raises(ScheduleError, match="results of attention that are kept: compiled and recorded kernels return none"):
+    with pytest.raises(
+        ScheduleError, match="results of attention that are kept: compiled and recorded kernels return none"
+    ):
         step.prepare(text())
 
 
