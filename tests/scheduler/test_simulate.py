@@ -99,12 +99,13 @@ def test_streams_that_slow_each_other_down_still_end_in_order_and_respect_bounds
         timing = timeline[position]
         earliest = max([free[position.stream], *(timeline[b].end_s for b in before)])
         assert timing.start_s == pytest.approx(earliest, abs=1e-9)
-        assert timing.end_s - timing.start_s >= alone[position] * (1 - 1e-9)
+        rounding = 1e-12 * timing.end_s  # of the difference of two late moments
+        assert timing.end_s - timing.start_s >= alone[position] * (1 - 1e-9) - rounding
         free[position.stream] = timing.end_s
     assert found.step_s == pytest.approx(plan.critical_path(machine)[0])
     bounds = plan.lower_bounds(machine)
     assert all(found.step_s >= bound * (1 - 1e-9) for bound in bounds.values())
-    if any(p.stream in ("h2d", "d2h") and s > 0 for p, s in alone.items()):
+    if machine.is_shared and any(p.stream in ("h2d", "d2h") and s > 0 for p, s in alone.items()):
         assert bounds["link"] >= max(bounds.get("h2d", 0), bounds.get("d2h", 0)) * (1 - 1e-9)
 
 

@@ -12,7 +12,8 @@ from megatrain.scheduler.effects import Effects
 from megatrain.scheduler.items import ITEMS, Item, Stream
 from megatrain.scheduler.parking import Parks
 
-Placed = tuple[Stream, int, tuple[str, int, int, int | None]]
+_Key = tuple[str, int, int, int | None]
+Placed = tuple[Stream, int, _Key]
 """An op in a draft: stream, tick, and letter, block, micro-batch and section."""
 
 
@@ -45,7 +46,7 @@ class Account:
             tuple(dict.fromkeys((*inputs, *outputs, *results)))
             for inputs, outputs, results in zip(effects.inputs, effects.outputs, effects.kept, strict=True)
         ]
-        self._known: dict[Hashable, _Effect] = {}
+        self._known: dict[Hashable, dict[_Key, _Effect]] = {}
         self._items: dict[Item, int] = {}
         self._nbytes: list[int] = []
         self._outlives: list[bool] = []
@@ -75,16 +76,24 @@ class Account:
         """
         away = {value for values in parked.values() for value in values}
         retained, kept = frozenset(saves), frozenset(results)
-        variants = [
-            (block in retained, block in kept, *map(away.__contains__, touched))
+        known = self._known.setdefault
+        of_compute = [
+            known((block, block in retained, block in kept, *map(away.__contains__, touched)), {})
             for block, touched in enumerate(self._touched)
         ]
+        of_others = known(None, {})
         computes = sorted(tick for stream, tick, _ in ops if stream == Stream.COMPUTE)
         starts, ends = dict.fromkeys(self._standing, 0), dict[int, int]()
         busy: list[tuple[int, int]] = []
         for stream, tick, key in ops:
-            effect = self._effect(stream, key, variants, parked, effects)
-            begin = tick if stream == Stream.COMPUTE else _taken_by(computes, tick)
+            what, block, _, _ = key
+            if stream == Stream.COMPUTE:
+                found, begin = of_compute[block], tick
+            elif what == "A":
+                found, begin = known((stream, *parked[block]), {}), _taken_by(computes, tick)
+            else:
+                found, begin = of_others, _taken_by(computes, tick)
+            effect = found.get(key) or found.setdefault(key, self._effect(stream, key, effects()))
             for item in effect.takes:
                 if begin < starts.get(item, num_ticks):
                     starts[item] = begin
@@ -96,27 +105,10 @@ class Account:
         live = self._live(starts, ends, num_ticks, arena)
         return live, max([*live, *(live[tick] + nbytes for tick, nbytes in busy)], default=0)
 
-    def _effect(
-        self,
-        stream: Stream,
-        key: tuple[str, int, int, int | None],
-        variants: Sequence[Hashable],
-        parked: Parks,
-        effects: Callable[[], Effects],
-    ) -> _Effect:
-        what, block, _, _ = key
-        variant: Hashable = None
-        if stream == Stream.COMPUTE:
-            variant = variants[block]
-        elif what == "A":
-            variant = stream, *parked[block]
-        found = self._known.get((key, variant))
-        if found is None:
-            step = effects()
-            effect = step.of(stream, *key)
-            takes, reads = (self._numbers(step, items) for items in ((*effect.makes, *effect.adds), effect.reads))
-            found = self._known[key, variant] = _Effect(takes, reads, step.workspace(stream, *key))
-        return found
+    def _effect(self, stream: Stream, key: _Key, step: Effects) -> _Effect:
+        effect = step.of(stream, *key)
+        takes, reads = (self._numbers(step, items) for items in ((*effect.makes, *effect.adds), effect.reads))
+        return _Effect(takes, reads, step.workspace(stream, *key))
 
     def _numbers(self, effects: Effects, items: Iterable[Item]) -> tuple[int, ...]:
         """The numbers of the items that take memory of the device."""

@@ -116,10 +116,12 @@ class _Placer:
         return self.h2d
 
     def place_compute(self, ready: int) -> int:
-        previous = self.done(len(self.compute) - 1)
-        self.compute.append(max(previous, ready) + 1)
-        self.place_d2h(previous if self.num_slots == 1 else self.compute[-1] - 1, step=len(self.compute) - 1)
-        return self.compute[-1]
+        previous = self.compute[-1] if self.compute else -1
+        tick = max(previous, ready) + 1
+        self.compute.append(tick)
+        if self._pending:
+            self.place_d2h(previous if self.num_slots == 1 else tick - 1, step=len(self.compute) - 1)
+        return tick
 
     def leave(self, ticks: dict[Run, int], run: Run, *, beside: int = 0) -> None:
         """Notes a transfer to the host that can run once the last compute step placed is done.

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from bisect import insort
+from bisect import bisect_right, insort
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import takewhile
+from itertools import accumulate, takewhile
 from typing import NamedTuple
 
 from megatrain.scheduler.step_kind import StepKind
@@ -175,20 +175,31 @@ def place_slots(stays: Sequence[Stay]) -> tuple[tuple[Slot, ...], tuple[int, ...
         The slots by offset, and for each stay the index of its slot.
     """
     order = _outward_order(stays)
-    offsets = min(
-        (
-            _assign(stays, order, reuse=True),
-            _assign(stays, order, reuse=False),
-            _assign(stays, _order_of_begin(stays), reuse=True),
-        ),
-        key=lambda placed: max((o + s.nbytes for o, s in zip(placed, stays, strict=True)), default=0),
-    )
+    least = _most_alive(stays)
+    offsets: list[int] = []
+    fewest = -1
+    for others, reuse in ((order, True), (order, False), (_order_of_begin(stays), True)):
+        placed = _assign(stays, others, reuse=reuse)
+        nbytes = max((o + s.nbytes for o, s in zip(placed, stays, strict=True)), default=0)
+        if fewest < 0 or nbytes < fewest:
+            offsets, fewest = placed, nbytes
+        if fewest == least:
+            break  # no placement takes less
     sizes: dict[int, int] = {}
     for offset, stay in zip(offsets, stays, strict=True):
         sizes[offset] = max(sizes.get(offset, 0), stay.nbytes)
     slots = tuple(Slot(offset, sizes[offset]) for offset in sorted(sizes))
     index = {slot.offset: i for i, slot in enumerate(slots)}
     return slots, tuple(index[offset] for offset in offsets)
+
+
+def _most_alive(stays: Sequence[Stay]) -> int:
+    """The most bytes that are alive at once."""
+    change: dict[int, int] = {}
+    for stay in stays:
+        change[stay.first] = change.get(stay.first, 0) + stay.nbytes
+        change[stay.last + 1] = change.get(stay.last + 1, 0) - stay.nbytes
+    return max(accumulate(change[stage] for stage in sorted(change)), default=0)
 
 
 def _outward_order(stays: Sequence[Stay]) -> list[int]:
@@ -225,7 +236,7 @@ def _assign(stays: Sequence[Stay], order: Sequence[int], *, reuse: bool) -> list
         stay = stays[index]
         lifetime = range(stay.first, stay.last + 1)
         others = {i for stage in lifetime for i in alive.get(stage, ())}
-        taken = sorted((offsets[i], offsets[i] + stays[i].nbytes) for i in others)
+        taken = _disjoint((offsets[i], offsets[i] + stays[i].nbytes) for i in others)
         found = _known_fit(taken, stay.nbytes, known) if reuse else None
         offsets[index] = _first_fit(taken, stay.nbytes) if found is None else found
         known[offsets[index]] = None
@@ -234,17 +245,30 @@ def _assign(stays: Sequence[Stay], order: Sequence[int], *, reuse: bool) -> list
     return offsets
 
 
+def _disjoint(spans: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
+    """The bytes of all spans, ascending, as spans that don't overlap."""
+    merged: list[tuple[int, int]] = []
+    for start, stop in sorted(spans):
+        if merged and start < merged[-1][1]:
+            merged[-1] = (merged[-1][0], max(stop, merged[-1][1]))
+        else:
+            merged.append((start, stop))
+    return merged
+
+
 def _first_fit(taken: Sequence[tuple[int, int]], nbytes: int) -> int:
     end = 0
     for start, stop in taken:
         if end + nbytes <= start:
             return end
-        end = max(end, stop)
+        end = stop
     return end
 
 
 def _known_fit(taken: Sequence[tuple[int, int]], nbytes: int, known: Iterable[int]) -> int | None:
     for offset in known:
-        if all(offset + nbytes <= start or stop <= offset for start, stop in taken):
+        after = bisect_right(taken, offset, key=lambda span: span[0])
+        follows = after == 0 or taken[after - 1][1] <= offset
+        if follows and (after == len(taken) or offset + nbytes <= taken[after][0]):
             return offset
     return None
