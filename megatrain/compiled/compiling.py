@@ -18,7 +18,8 @@ from megatrain.hardware.hardware import Hardware
 from megatrain.optim.masters.narrow_model import narrowed
 from megatrain.options import COMPILE, Options
 from megatrain.passes.pipeline import Rewrite
-from megatrain.ranks.ranks import PROCESS_GROUP, ProcessGroup, check_cards, check_ranks
+from megatrain.ranks.possible_ranks import check_cards, check_ranks
+from megatrain.ranks.ranks import PROCESS_GROUP, ProcessGroup
 from megatrain.runtime.streams.stream_set import Chaos, Recording
 
 
@@ -96,7 +97,8 @@ def compile(  # noqa: PLR0913  # the name torch users expect; all but the model 
         across_devices: How a block's weights come to the devices of one host. `"replicate"`: each rank copies all of
             them. `"shard"`: each copies a part, and gathers the others from the other devices (all-gather, by NCCL on
             CUDA); for devices with fast links. On the CPU weights are then copied, not used in place. A rank that has
-            its host to itself copies all of them.
+            its host to itself copies all of them. `"auto"`: `compile` measures what devices get from each other, and
+            the first step takes the way that it is predicted to be faster with.
         chaos: Random delays, poisoned slots and injected faults; for tests.
         recording: Collects the operations that the executor issued; for tests.
 
@@ -139,6 +141,8 @@ def compile(  # noqa: PLR0913  # the name torch users expect; all but the model 
         check_cards(compiled.ranks, options.device)
         if across_devices == "shard":
             compiled.ranks.divide_weights(options.device)
+        elif across_devices == "auto" and options.transfer == "copy":
+            compiled.ranks.measure_links(options.device)
         compiled.budget.agree(compiled.ranks.exchange)
     module = compiled_module(compiled)
     with narrowed(model, compiled.masters):

@@ -62,8 +62,7 @@ class Compiled(LatestCapture):
         self.model = model
         self.ranks, self.has_group = Ranks.of(group), group is not None
         self.options = options
-        self._chaos = chaos
-        self._recording = recording
+        self._chaos, self._recording = chaos, recording
         self._masters = masters_of(model, options.masters)
         files = options.weights
         self._weights = None if files is None else MasterWeights(model, files, self._masters)
@@ -78,9 +77,8 @@ class Compiled(LatestCapture):
 
     def __str__(self) -> str:
         """Lists the options of the model and its captures; see `megatrain.compiled.printed`."""
-        return compiled_text(
-            self.options, self.budget, list(self._variants), self._latest, self._engine, self.walks.latest
-        )
+        latest = self._latest, self._engine, self.walks.latest, self.across_devices
+        return compiled_text(self.options, self.budget, list(self._variants), *latest)
 
     # -- what was compiled --------------------------------------------------------------------------------
 

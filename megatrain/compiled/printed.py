@@ -8,9 +8,15 @@ from megatrain.compiled.variants import Variant
 from megatrain.counts import counted
 from megatrain.memory.device_budget import DeviceBudget
 from megatrain.options import Options
+from megatrain.planning.across_devices import AcrossDevices
 from megatrain.runtime.engine import Engine
 from megatrain.runtime.walk.walk_figures import WalkFigures
 
+_ACROSS_DEVICES = {
+    "replicate": "",
+    "shard": ", weights in shards across devices",
+    "auto": ", weights across devices whole or in shards, whichever is faster",
+}
 NOTHING = "nothing is captured yet: call the model once, or give compile(example_args=..., example_kwargs=...)"
 
 
@@ -21,6 +27,7 @@ def compiled_text(
     latest: Variant | None,
     engine: Engine | None = None,
     walk: WalkFigures | None = None,
+    across_devices: AcrossDevices | None = None,
 ) -> str:
     """Prints a line for the options, and two for each capture.
 
@@ -31,6 +38,7 @@ def compiled_text(
         latest: The capture of the latest call.
         engine: Runs the captures; None if nothing has run yet.
         walk: The latest run of the model's own code, which has no capture.
+        across_devices: How weights come to several devices, if a step has chosen.
     """
     precision = f"{options.precision}, masters rounded" if options.masters == "rounded" else options.precision
     first = (
@@ -38,8 +46,9 @@ def compiled_text(
     )
     first += ", steps planned by their time" if options.hardware is not None else ""
     first += f", kernels {options.kernels}" if options.kernels != "eager" else ""
-    first += ", weights in shards across devices" if options.across_devices == "shard" else ""
+    first += _ACROSS_DEVICES[options.across_devices]
     first += f"\n  {engine.bus.note}" if engine is not None and engine.bus.note else ""
+    first += f"\n  weights across devices: {across_devices}" if across_devices is not None else ""
     first += f"\n  latest {walk}; the model's own code, no schedule" if walk is not None else ""
     if not variants:
         return f"{first}\n  {NOTHING}"

@@ -17,7 +17,6 @@ import torch
 
 from megatrain.device.host_pages import HostPages
 from megatrain.device.launch_graphs import LaunchGraphs
-from megatrain.errors import RanksError
 
 
 class DeviceEvent(Protocol):
@@ -198,14 +197,10 @@ class Device:
             size: How many there are.
             timeout: After which a collective fails.
 
-        Raises:
-            RanksError: If there is none.
+        Returns:
+            None if there is none.
         """
-        raise RanksError(
-            f"nothing moves memory from one device of the kind {self.kind} to another.\n"
-            "  A device that gathers weights from others needs a backend of torch.distributed, such as NCCL.\n"
-            '  Leave across_devices out: "replicate" copies whole weights to each device.'
-        )
+        return None
 
     def described(self) -> str:
         """Names the model and all else by which its speed may differ from that of another of its kind."""

@@ -15,13 +15,13 @@ import torch.distributed as dist
 
 from megatrain.checks import Rule
 from megatrain.device import Device
-from megatrain.errors import OptionError, RanksError
+from megatrain.errors import RanksError
 from megatrain.ranks.channels.channel import Channel, GoOn
 from megatrain.ranks.channels.gloo_channel import GlooChannel, Send
 from megatrain.ranks.channels.host_channel import POLL_S, HostChannel
 from megatrain.ranks.channels.landing_channel import LandingChannel
 from megatrain.ranks.channels.relay_channel import RelayChannel
-from megatrain.ranks.host import host_of
+from megatrain.ranks.host import Host, host_of
 from megatrain.ranks.signs_of_life import LOOK_S, SignsOfLife, wait_until
 from megatrain.ranks.weight_shards import WeightShards
 
@@ -65,12 +65,15 @@ class Ranks:
         totals: From the last rank to all others.
         kept_totals: The same, into memory where they stay, if the rank shares its host; else `totals`.
         shards: Divides copies of weights among the devices of this host; None unless `divide_weights` was called.
+        link_bytes_per_s: What a device gets from the others of its host in a second, which `measure_links` finds: the
+            least of all ranks; None if it wasn't called, or if one of them can't get weights from others.
     """
 
     def __init__(self, group: ProcessGroup):
         self.rank, self.size = group.rank(), group.size()
         self.agreed = threading.Event()
         self.shards: WeightShards | None = None
+        self.link_bytes_per_s: float | None = None
         name = f"{group.group_name}/{_made[group.group_name]}"
         _made[group.group_name] += 1
         of_group: Any = group.get_group_store()
@@ -133,11 +136,42 @@ class Ranks:
         Raises:
             RanksError: If nothing moves shards between such devices.
         """
-        if self.host is not None:
-            store = dist.PrefixStore(f"shards/{self.host.ranks[0]}", self._store)
-            place = self.host.index, self.host.size, device
-            self.shards = WeightShards(store, *place, self._wait_on_device, _TRANSFER)
-            self._groups.append(self.shards.group)
+        if self.host is not None and not self._divides(self.host, device):
+            raise RanksError(
+                f"nothing moves memory from one device of the kind {device.kind} to another.\n"
+                "  A device that gathers weights from others needs a backend of torch.distributed, such as NCCL.\n"
+                '  Leave across_devices out: "replicate" copies whole weights to each device.'
+            )
+
+    def _divides(self, host: Host, device: Device) -> bool:
+        store = dist.PrefixStore(f"shards/{host.ranks[0]}", self._store)
+        group = device.collectives(store, host.index, host.size, _TRANSFER)
+        if group is None:
+            return False
+        self._groups.append(group)
+        self.shards = WeightShards(host.index, host.size, self._wait_on_device, group)
+        return True
+
+    def measure_links(self, device: Device) -> None:
+        """Divides the copies of weights where it can, and measures how fast; all ranks call it at the same time.
+
+        Raises:
+            RanksError: If another rank ends meanwhile.
+        """
+        rate = None
+        if self.host is not None and self._divides(self.host, device):
+            assert self.shards is not None
+            rate = self.shards.measured_rate(device, self.look)
+        rates = self.exchange(rate)
+        self.link_bytes_per_s = None if None in rates else min(rates)
+        if None in rates:
+            self.copy_whole_weights()
+
+    def copy_whole_weights(self) -> None:
+        """Lets go of what divides copies of weights, whose buffers take memory of the device; all ranks call it."""
+        if self.shards is not None:
+            self._groups.remove(self.shards.group)
+        self.shards = None
 
     def _meet(self) -> None:
         until = time.monotonic() + MEETING_S
@@ -253,36 +287,3 @@ def _hold(*_: object) -> None:
 def _options(made: Any) -> Any:
     made.timeout = _TRANSFER
     return made
-
-
-def check_cards(ranks: Ranks, device: Device) -> None:
-    """Refuses ranks that compute on one card, each of which would plan with all of its memory. All ranks call it.
-
-    Raises:
-        RanksError: Naming them.
-    """
-    cards = ranks.exchange(device.identity())
-    for card in filter(None, dict.fromkeys(cards)):
-        found = [str(rank) for rank, other in enumerate(cards) if other == card]
-        if len(found) > 1:
-            raise RanksError(
-                f"ranks {', '.join(found)} compute on the same device, {device} {device.card()}.\n"
-                "  Each rank has a device of its own, whose memory it plans.\n"
-                '  Give it one before compile: torch.accelerator.set_device_index(int(os.environ["LOCAL_RANK"])).'
-            )
-
-
-def check_ranks(group: ProcessGroup | None, kernels: str) -> None:
-    """Refuses what several ranks can't do yet.
-
-    Raises:
-        OptionError: Naming the option.
-    """
-    if group is None or group.size() == 1:
-        return
-    if kernels == "inductor":
-        raise OptionError(
-            f'process_group= has {group.size()} ranks, but kernels="{kernels}".\n'
-            "  Each rank would compile kernels of its own, whose bits may differ.\n"
-            '  Leave kernels out: "eager" has the bits of one process.'
-        )

@@ -8,9 +8,9 @@ from dataclasses import dataclass, replace
 import torch
 from torch import nn
 
-from megatrain.checks.several_optimizers import check_apart, parameters_of
+from megatrain.checks.several_optimizers import check_apart
 from megatrain.compiled.inside import Compiled, Variant
-from megatrain.errors import ExecuteError, OptimizerError
+from megatrain.errors import OptimizerError
 from megatrain.interrupts import Interrupts
 from megatrain.memory.processors import update_threads
 from megatrain.optim.impostor import Optimizer
@@ -30,6 +30,7 @@ from megatrain.tracer.traced import TracedModule
 from megatrain.training.batch import MicroBatch, untrained
 from megatrain.training.modes import without_modes
 from megatrain.training.step_tables import StepTables
+from megatrain.training.updating.held_parameters import check_held, check_no_gradients
 from megatrain.training.updating.host_division import HostDivision
 from megatrain.training.updating.update_times import UpdateTimes
 
@@ -193,6 +194,19 @@ class Setup:
         programs, schedule = self._tables.schedule(captures, kind, loss_bytes, lambda: self._divides(captures))
         return Setting(batches, own, arguments, variants, traced, captures, programs, kind, schedule)
 
+    def predicted(self, setting: Setting, kind: StepKind) -> Schedule:
+        """The schedule of a step of another kind, which isn't run, with the memory that it takes as it is now.
+
+        Raises:
+            ScheduleError: If the memory is too small.
+        """
+        captures, loss_bytes = setting.captures, setting.schedule.known_workload().loss_bytes
+        return self._tables.predicted(captures, kind, lambda: loss_bytes, lambda: self._divides(captures))
+
+    def take_shards(self, number: int) -> None:
+        """Has further steps gather weights from so many devices; 1 is whole weights."""
+        self._tables.take_shards(number)
+
     def _divides(self, captures: Sequence[StepPrograms]) -> bool:
         compiled, program = self._compiled, captures[0].at(0)  # rewrites change no state
         precision, masters = compiled.options.precision, compiled.masters
@@ -260,7 +274,7 @@ class Setup:
         if self.updates is None or not _are_same(blocks, self._blocks):
             if self.is_due:
                 return None
-            self._check_held(blocks)
+            check_held(self._optimizers, blocks)
             self._blocks = blocks
             self.updates = Updates(
                 self._optimizers,
@@ -278,7 +292,7 @@ class Setup:
         if setting.kind.updates == "spread" and self.is_due and self.updates.due != list(setting.schedule.deferred):
             self.complete()  # what other schedules defer, or a step that failed has left
         self.updates.sums_squares = setting.kind.reports_norm
-        _check_no_gradients(engine.tensors)
+        check_no_gradients(engine.tensors)
         return executor
 
     def _check_shapes(self, shapes: Mapping[str, torch.Size]) -> None:
@@ -293,25 +307,6 @@ class Setup:
 
     def _check_apart(self) -> None:
         check_apart(self._optimizers, nn.Module.named_parameters(self._compiled.model))
-
-    def _check_held(self, blocks: Sequence[Sequence[torch.Tensor]]) -> None:
-        held = set(map(id, parameters_of(*self._optimizers)))
-        if not any(id(p) in held for block in blocks for p in block):
-            subject = "the optimizer holds" if len(self._optimizers) == 1 else "the optimizers hold"
-            raise OptimizerError(
-                f"{subject} none of the parameters that the model trains.\n"
-                "  A step updates only parameters of the optimizer.\n  Make the optimizer from compiled.parameters()."
-            )
-
-
-def _check_no_gradients(tensors: Mapping[str, torch.Tensor]) -> None:
-    for key, tensor in tensors.items():
-        if isinstance(tensor, nn.Parameter) and tensor.grad is not None:
-            raise ExecuteError(
-                f"parameter `{key}` has a `.grad` already.\n"
-                "  A step uses the gradients of its own batch only, with all micro-batches, and leaves none.\n"
-                "  Call optimizer.zero_grad(), or pass the data of the other backward to the step, as a micro-batch."
-            )
 
 
 def _are_same(left: Sequence[Sequence[torch.Tensor]], right: Sequence[Sequence[torch.Tensor]]) -> bool:

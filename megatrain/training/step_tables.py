@@ -85,6 +85,10 @@ class StepTables:
         self._arena: LandingArena | None = None
         self._tables: OrderedDict[tuple[frozenset[int], StepKind], _Table] = OrderedDict()
 
+    def take_shards(self, number: int) -> None:
+        """Has all further steps gather weights from so many devices; 1 is whole weights."""
+        self._shards = number
+
     @property
     def is_planned(self) -> bool:
         """Whether a plan was given."""
@@ -142,6 +146,21 @@ class StepTables:
                 self._tables.popitem(last=False)
         self._tables.move_to_end(key)
         return self._tables[key].programs_of(captures), self._tables[key].schedule
+
+    def predicted(
+        self,
+        captures: Sequence[StepPrograms],
+        kind: StepKind,
+        loss_bytes: Callable[[], int],
+        divides: Callable[[], bool],
+    ) -> Schedule:
+        """As `schedule`, of a step that isn't run: captures stay as much rewritten as they are."""
+        before = [capture.least for capture in captures]
+        try:
+            return self.schedule(captures, kind, loss_bytes, divides)[1]
+        finally:
+            for capture, least in zip(captures, before, strict=True):
+                capture.least = least
 
     def _is_known(self, key: tuple[frozenset[int], StepKind]) -> bool:
         """Tells whether there is a schedule for the present budget, which may have been lowered, or restored."""
@@ -204,8 +223,8 @@ class StepTables:
 
 
 def _num_shards(ranks: Ranks | None, *, is_shared: bool) -> int:
-    if ranks is None or ranks.shards is None or ranks.host is None:
-        return 1
+    if ranks is None or ranks.shards is None or ranks.host is None or ranks.link_bytes_per_s is not None:
+        return 1  # of links that were measured, the first step says which way is faster
     if not is_shared:
         raise OptionError(
             'across_devices="shard" is impossible: each rank of this host has a store of its own.\n'

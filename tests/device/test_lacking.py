@@ -16,7 +16,7 @@ import megatrain
 from megatrain.demo.course import Course
 from megatrain.demo.demonstrate import demonstrate
 from megatrain.device import Accelerator, Cuda, Device, find, register, unregister
-from megatrain.errors import OptionError, RanksError
+from megatrain.errors import OptionError
 from megatrain.saving import generators_now
 from tests.test_demo import TINY
 
@@ -157,5 +157,4 @@ def test_cuda_is_asked_nothing(monkeypatch: pytest.MonkeyPatch):
 
 
 def test_a_device_without_collectives_says_so():
-    with pytest.raises(RanksError, match="nothing moves memory from one device of the kind meta to another"):
-        Device(torch.device("meta")).collectives(None, 0, 2, timedelta(seconds=1))
+    assert Device(torch.device("meta")).collectives(None, 0, 2, timedelta(seconds=1)) is None

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
 from megatrain.compiled.inside import Compiled, Variant
+from megatrain.hardware.machine import usual_machine
 from megatrain.memory.device_budget import DeviceBudget
 from megatrain.memory.out_of_memory import Attempts
+from megatrain.planning.across_devices import choose
 from megatrain.planning.loss_bytes import Loss
 from megatrain.runtime.executor import Executor
 from megatrain.runtime.rng import RngState
@@ -61,6 +64,7 @@ class Taking:
         self.setting: Setting | None = None
         self.running: Running | None = None
         self._failed_at = 0
+        self._is_way_taken = False
 
     def take(self, batches: Sequence[MicroBatch], counts: Counts, watch: Watch | None) -> torch.Tensor:
         """Takes a step; returns its loss. See `TrainStep.__call__`.
@@ -82,6 +86,8 @@ class Taking:
                 try:
                     with self._together.attempt(self._boundary):
                         setting = self._setup.setting(batches, failed)
+                        if self._takes_shards(setting):
+                            setting = self._setup.setting(batches, failed)
                         while (executor := self._setup.executor(setting)) is None:
                             self._setup.complete()
                             setting = self._setup.setting(batches, failed)
@@ -105,6 +111,24 @@ class Taking:
                 else:
                     attempts.over(executor.memory_figures, is_half=self._boundary.has_recovered)
                     return loss
+
+    def _takes_shards(self, setting: Setting) -> bool:
+        """Chooses how weights come to the devices, if `compile` has left that to the first step."""
+        compiled, ranks = self._compiled, self._compiled.ranks
+        if ranks is None or ranks.link_bytes_per_s is None or self._is_way_taken:
+            return False
+        if not self._setup.division.shares:
+            return False  # on no rank, as their optimizers are alike
+        if compiled.across_devices is None:  # other steps over this model take the same way
+            machine = compiled.options.hardware or usual_machine(compiled.options.device.card())
+            plan = partial(self._setup.predicted, setting)
+            agree = partial(self._together.tell_all, "the choice between whole weights and shards")
+            compiled.across_devices = choose(ranks, machine, setting.kind, setting.programs, plan, agree)
+            if compiled.across_devices.shards == 1:
+                ranks.copy_whole_weights()
+        self._is_way_taken = True
+        self._setup.take_shards(compiled.across_devices.shards)
+        return compiled.across_devices.shards > 1
 
     def _run(self, setting: Setting, executor: Executor, shares: Shares, watch: Watch | None) -> torch.Tensor:
         self.setting = setting.without_tensors()
