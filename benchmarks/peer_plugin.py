@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import nn
 
 import megatrain
 
@@ -54,28 +55,32 @@ def train_copy(ctx: Any) -> _Trainer:
 
 
 def train_eager_inductor(ctx: Any) -> _Trainer:
-    """Eager PyTorch with each layer checkpointed and compiled, all on the device.
-
-    Raises:
-        ValueError: If the harness asks for another dtype than fp32.
-    """
-    if ctx.compute != torch.float32:
-        raise ValueError("this trainer computes in fp32")
-    model = ctx.model(torch.float32)
+    """Eager PyTorch with each layer checkpointed and compiled, all on the device; bf16 weights have fp32 masters."""
+    model = ctx.model(ctx.compute)
     model.gradient_checkpointing_enable({"use_reentrant": False})
     for layer in model.model.layers:
         layer.compile()
     model.train()
     parameters = list(model.parameters())
-    optimizer = torch.optim.AdamW(parameters, fused=True, **ctx.adamw)
+    has_masters = ctx.compute != torch.float32
+    trained = [nn.Parameter(p.detach().float()) for p in parameters] if has_masters else parameters
+    optimizer = torch.optim.AdamW(trained, fused=True, **ctx.adamw)
 
     def step(ids: torch.Tensor) -> torch.Tensor:
         optimizer.zero_grad(set_to_none=True)
         loss = model(input_ids=ids, labels=ids, use_cache=False).loss
         loss.backward()
+        if has_masters:
+            for parameter, master in zip(parameters, trained, strict=True):
+                assert parameter.grad is not None
+                master.grad, parameter.grad = parameter.grad.float(), None
         if ctx.clip:
-            torch.nn.utils.clip_grad_norm_(parameters, ctx.clip)
+            torch.nn.utils.clip_grad_norm_(trained, ctx.clip)
         optimizer.step()
+        if has_masters:
+            with torch.no_grad():
+                for parameter, master in zip(parameters, trained, strict=True):
+                    parameter.copy_(master)
         return loss.detach()
 
-    return step, {"optimizer": "torch AdamW fused", "torch": torch.__version__}
+    return step, {"optimizer": "torch AdamW fused" + ", fp32 masters" * has_masters, "torch": torch.__version__}
