@@ -70,7 +70,7 @@ def _tiled(rewriter: Rewriter, region: TokenRegion, rows: int | None, divisor: i
     target = TiledRegion(graph, graph_key(graph), axes, out_axes, specs, unread_linears(graph, rewriter.device), size)
     site = replace(Site.of(region.nodes[-1]), modules=_modules(region), grad=True, autocast=())
     try:
-        made = rewriter.add(site, target, tuple(given))
+        made = rewriter.add(site, target, tuple(given), trial=replace(target, is_brief=True))
     except LowerError:  # a tile's strides differ from the whole, and a view may not fit them
         return False
     news = {old: new for old, new in zip(region.outputs, made if len(specs) > 1 else (made,), strict=True)}

@@ -42,6 +42,7 @@ class TiledRegion:
         unread: Numbers of the nodes of linear layers whose values no backward reads: they aren't computed there.
         rows: Tokens of a tile, at most.
         is_hollow: The results have no values: only their gradients are asked for.
+        is_brief: One tile of each length is computed alone: for a trial on tensors without values.
     """
 
     graph: fx.Graph = field(compare=False)
@@ -52,6 +53,7 @@ class TiledRegion:
     unread: tuple[int, ...]
     rows: int
     is_hollow: bool = False
+    is_brief: bool = False
 
     __name__ = "tiled"
 
@@ -123,10 +125,12 @@ class TiledRegion:
         unit = min(_UNIT, self.rows)
         number = max(1, min(-(-tokens // self.rows), tokens // unit))
         few, more = divmod(tokens // unit, number)
-        start = 0
+        start, lengths = 0, set[int]()
         for index in range(number):
             length = (few + (index < more)) * unit if index < number - 1 else tokens - start
-            yield start, length
+            if not self.is_brief or length not in lengths:
+                yield start, length
+            lengths.add(length)
             start += length
 
     def cut(self, operands: Sequence[torch.Tensor], start: int, length: int) -> list[torch.Tensor]:

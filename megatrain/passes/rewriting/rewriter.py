@@ -155,6 +155,7 @@ class Rewriter:
         spec: TensorSpec | None = None,
         storage: int | None = None,
         name: str | None = None,
+        trial: Target | None = None,
     ) -> Any:
         """Like `call`, for a pass that knows more.
 
@@ -166,6 +167,7 @@ class Rewriter:
             spec: Of the result, one tensor, if it is known: then nothing is tried.
             storage: With `spec`: the memory that the result lies in; None for memory of its own.
             name: Of the node; another one if it is taken.
+            trial: Tried in place of the target: results of the same kinds, with less work.
 
         Raises:
             OptionError: If an argument has a wrong value.
@@ -182,7 +184,7 @@ class Rewriter:
             is_number = spec.dtype.is_floating_point or spec.dtype.is_complex
             self._describe(node, spec, has_grad and is_number, storage, spec.nbytes)
             return node
-        outcome = tried(target, args, kwargs or {}, site, self.device, self._mode)
+        outcome = tried(trial or target, args, kwargs or {}, site, self.device, self._mode)
         if outcome.same is not None:
             return outcome.same
         if not any(isinstance(leaf, torch.Tensor) for leaf in pytree.tree_leaves(outcome.result)):
