@@ -315,6 +315,6 @@ def _step_kind(program: Program, options: StepOptions, updates: str) -> StepKind
         clip=options.max_grad_norm is not None,
         outputs="release",
         ranks=options.ranks,
-        store="own" if options.ranks == "alone" else "shared",
+        store="own" if options.ranks == "alone" or options.masters == "rounded" else "shared",
         shards=options.shards,
     )

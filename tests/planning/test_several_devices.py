@@ -10,9 +10,9 @@ import torch
 from torch import nn
 
 import megatrain
-from megatrain.errors import MegatrainError, OptionError, ScheduleError
+from megatrain.errors import ExecuteError, MegatrainError, OptionError, ScheduleError
 from megatrain.hardware.hardware import Hardware
-from megatrain.planning.what_if.several_devices import DevicesPlan, _on_devices, on_devices
+from megatrain.planning.what_if.several_devices import DevicesPlan, _on_devices, hosts_of, on_devices
 from megatrain.scheduler.timing.simulate_devices import ONE_HOST, simulate_devices
 
 # Copies and updates take no time, so that the order of sums is all that ranks wait for.
@@ -158,3 +158,58 @@ def test_all_devices_of_a_host_gather_at_the_same_time():
 def test_a_link_is_between_devices_of_a_host():
     with pytest.raises(OptionError, match="link='1TB' says nothing about hosts of one device"):
         planned(ONLY_COMPUTE).on_devices(4, 4, link="1TB")
+
+
+@pytest.mark.parametrize("number", [2, 4])
+def test_ranks_of_a_host_share_one_copy_of_what_is_updated(number: int):
+    plan = planned(ONLY_COMPUTE, max_grad_norm=1.0, optimizer="AdamW")
+    found, alone = on_devices(plan, number), plan.host
+    largest = 4 * (64 * 64 + 64)  # the gradients of a layer
+    shared = sum(map(alone.bytes_of, ("parameters", "AdamW", "gradients")))
+    assert found.host.shared_bytes == shared >= 4 * 4 * largest
+    assert found.host.room_bytes == (number - 1) * 2 * largest
+    own = [each.host.total_bytes - shared for each in found.ranks]
+    assert found.host.total_bytes == shared + sum(own) + found.host.room_bytes
+    assert found.host.own_bytes == max(own)
+    assert "host memory: " in str(found)
+    assert "All share " in str(found)
+
+
+def test_gradients_that_leave_at_once_are_each_rank_s_own():
+    found = on_devices(planned(ONLY_COMPUTE, optimizer="AdamW"), 3)
+    gradients = [each.host.bytes_of("gradients") for each in found.ranks]
+    assert min(gradients) > 0
+    assert found.host.own_bytes >= max(gradients)
+    # Two pairs of neighbours, and the totals on their way back.
+    assert found.host.room_bytes == 3 * 2 * 4 * (64 * 64 + 64)
+
+
+def test_two_hosts_have_a_copy_each():
+    plan = planned(ONLY_COMPUTE, max_grad_norm=1.0)
+    one, two = on_devices(plan, 4), on_devices(plan, 4, hosts_of(2, None))
+    assert two.host.num_ranks == 2
+    assert two.host.shared_bytes == one.host.shared_bytes
+    assert two.host.total_bytes < one.host.total_bytes
+
+
+def test_ranks_with_rounded_masters_share_nothing_and_make_all_updates():
+    machine = Hardware(1e9, 1e9, 1e12, host_bytes_per_s=1e6)
+    rounded, exact = (
+        on_devices(planned(machine, optimizer="AdamW", precision="bf16", masters=masters), 2, link=link)
+        for masters, link in (("rounded", "1TB"), ("exact", None))
+    )
+    assert rounded.host.shared_bytes == 0
+    assert rounded.host.total_bytes == sum(each.host.total_bytes for each in rounded.ranks) + rounded.host.room_bytes
+    assert rounded.across_devices == "replicate"
+    assert rounded.step_s > 1.3 * exact.step_s
+    assert "they share nothing" in str(rounded)
+
+
+def test_ranks_that_need_more_memory_than_their_host_has_are_refused():
+    plan = planned(ONLY_COMPUTE, max_grad_norm=1.0, optimizer="AdamW")
+    needed = on_devices(plan, 4).host.total_bytes
+    enough, short = (replace(plan, host_memory=nbytes) for nbytes in (needed, needed - 1))
+    on_devices(enough, 4).check()
+    with pytest.raises(ExecuteError, match=r"4 ranks of one host need .* of its memory") as caught:
+        on_devices(short, 4).check()
+    assert "Use fewer devices" in str(caught.value)

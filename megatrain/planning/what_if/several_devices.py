@@ -10,6 +10,7 @@ from megatrain.counts import counted
 from megatrain.errors import ExecuteError, MegatrainError, OptionError, ScheduleError
 from megatrain.hardware.hardware import Hardware
 from megatrain.planning.planned_step import PlannedStep
+from megatrain.planning.what_if.devices_host import DevicesHost
 from megatrain.scheduler.items import Stream
 from megatrain.scheduler.timing.bands import format_s
 from megatrain.scheduler.timing.simulate_devices import ONE_HOST, DevicesSimulation, Hosts, simulate_devices
@@ -59,12 +60,19 @@ class DevicesPlan:
         """How weights come to the devices of a host, as the option of `compile`."""
         return "shard" if self.ranks[0].schedule.kind.shards > 1 else "replicate"
 
+    @property
+    def host(self) -> DevicesHost:
+        """The memory of a host that its ranks take together."""
+        return DevicesHost.of(self.ranks, self.hosts)
+
     def check(self) -> None:
-        """Refuses a step in which the devices wait for the memory of their host.
+        """Refuses a step that takes more memory than a host has, or in which the devices wait for that memory.
 
         Raises:
+            ExecuteError: If `host_memory` of the plan is too little for all ranks of a host.
             ScheduleError: If copies and updates take longer there than a device for its part.
         """
+        self.host.check(self.alone.host_memory)
         if self.simulation.host_s <= self.alone_s:
             return
         number = len(self.ranks) // self.hosts.number
@@ -104,7 +112,8 @@ class DevicesPlan:
                 f"devices: {number} of {where}, {self._weights()} ({self.across_devices}); predicted",
                 f"  step: {format_s(self.step_s)}{rate}; {self.efficiency:.2f} of what as many devices alone would do",
                 f"  busy at most: {busy}",
-                f"  host memory: {self._host()} of reads and writes" + " on a host" * (hosts.number > 1),
+                f"  host memory: {self.host.line(self.alone.host_memory)}",
+                f"  reads and writes of it: {self._host()}" + " on a host" * (hosts.number > 1),
             ]
         )
 
@@ -182,7 +191,7 @@ def on_devices(
             '  Call megatrain.plan with hardware="rtx-4090", say.'
         )
     found = [_on_devices(plan, num_devices, hosts, plan.hardware)]
-    if link is not None:
+    if link is not None and found[0].ranks[0].schedule.kind.is_shared:  # shards come from one store
         rates = {**plan.hardware.further_rates, Stream.GATHER: parse_bytes(link, "link")}
         linked = replace(plan.hardware, further_rates=rates)
         with suppress(ScheduleError, ExecuteError):  # whole weights fit

@@ -97,10 +97,11 @@ def simulate_devices(tables: Sequence[Table], hardware: Hardware, hosts: Hosts =
 
     Each rank has a device and a link of its own. All of a host share its memory: where copies and updates together
     ask for more than `hardware.host_bytes_per_s`, all of them slow down alike. A total that another rank has made goes
-    to each other host once, and is copied within it. Updates of a block are divided among the ranks of a host evenly.
+    to each other host once, and is copied within it. Ranks that share a store divide the updates of a block evenly; any
+    other rank makes all.
 
     Args:
-        tables: One for each rank, at least two; ranks of one host share a store.
+        tables: One for each rank, at least two.
         hardware: Of one device with its link, and of a host.
         hosts: Where the ranks are.
 
@@ -170,7 +171,7 @@ def _op(
     elif op.what == "G" and table.kind.ranks == "last":
         added_s += ceil(log2(hosts.number)) * moves / hosts.network_bytes_per_s  # a broadcast, along a tree
     if op.what == "U":
-        moves = -(-moves // sides.num_mates)
+        moves = -(-moves // (sides.num_mates if table.kind.is_shared else 1))
         seconds = hardware.launch_s + hardware.op_s + moves / hardware.host_bytes_per_s
     elif op.what == "G" and table.kind.sends:
         # From the room where the last rank left it, to where it waits for its update, if that isn't the room.

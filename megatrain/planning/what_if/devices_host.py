@@ -1,0 +1,106 @@
+"""DevicesHost: the host memory that the ranks of one host take together."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from megatrain.counts import counted
+from megatrain.errors import ExecuteError
+from megatrain.planning.planned_step import UNBOUNDED, PlannedStep
+from megatrain.scheduler.timing.simulate_devices import Hosts
+from megatrain.sizes import format_bytes
+
+# Rows of a host plan that each process has for itself; of the others the ranks of a host share one copy.
+_OWN = ("state of no block", "constants", "slab", "parks", "values on the host", "device memory", "update scratch")
+# Of gradients between two ranks, and of totals on their way back.
+_NUM_ROOMS = 2
+
+
+@dataclass(frozen=True, slots=True)
+class DevicesHost:
+    """The memory of the host whose ranks take the most; prints itself.
+
+    Args:
+        num_ranks: How many it has.
+        shared_bytes: What all of them share: parameters, masters, states of optimizers, and gradients that stay.
+        own_bytes: What each has, of the rank that has the most.
+        room_bytes: Rooms through which sums and totals of gradients go.
+        total_bytes: All of it; the processes themselves come on top.
+    """
+
+    num_ranks: int
+    shared_bytes: int
+    own_bytes: int
+    room_bytes: int
+    total_bytes: int
+
+    @staticmethod
+    def of(ranks: Sequence[PlannedStep], hosts: Hosts) -> DevicesHost:
+        """Adds up what the ranks of each host take.
+
+        Args:
+            ranks: Their steps.
+            hosts: Where they are.
+        """
+        numbers = hosts.of(len(ranks))
+        found = (
+            _of_one([each for each, number in zip(ranks, numbers, strict=True) if number == host])
+            for host in sorted(set(numbers))
+        )
+        return max(found, key=lambda each: each.total_bytes)
+
+    def missing_bytes(self, host_memory: int | None) -> int:
+        """How much more memory the ranks take than a host has; 0 if nobody says how much that is."""
+        return 0 if host_memory is None else max(0, self.total_bytes - host_memory)
+
+    def check(self, host_memory: int | None) -> None:
+        """Refuses ranks that take more memory than their host has.
+
+        Raises:
+            ExecuteError: With what is missing.
+        """
+        missing = self.missing_bytes(host_memory)
+        if missing:
+            assert host_memory is not None
+            raise ExecuteError(
+                f"{counted(self.num_ranks, 'rank')} of one host need {format_bytes(self.total_bytes)} of its memory, "
+                f"{format_bytes(host_memory)} are available.\n"
+                f"  {self.parts()}; {format_bytes(missing)} are missing.\n"
+                f"  Use fewer devices, or smaller or fewer micro-batches, of which less is parked{self._further()}."
+            )
+
+    def _further(self) -> str:
+        return "" if self.shared_bytes else '; or masters="exact", of which ranks share one copy'
+
+    def parts(self) -> str:
+        """Says what takes it."""
+        if not self.shared_bytes:
+            return (
+                f"Each rank has up to {format_bytes(self.own_bytes)}, they share nothing, and "
+                f"{format_bytes(self.room_bytes)} are between them"
+            )
+        return (
+            f"All share {format_bytes(self.shared_bytes)}, each has up to {format_bytes(self.own_bytes)}, and "
+            f"{format_bytes(self.room_bytes)} are between them"
+        )
+
+    def line(self, host_memory: int | None) -> str:
+        """A line about it, beside what there is."""
+        known = host_memory is not None and host_memory < UNBOUNDED
+        fits = "fits" if not self.missing_bytes(host_memory) else "doesn't fit"
+        there = f" of {format_bytes(host_memory)}: {fits}" if known and host_memory is not None else ""
+        parts = self.parts()
+        return f"{format_bytes(self.total_bytes)}{there}. {parts}"
+
+
+def _of_one(ranks: Sequence[PlannedStep]) -> DevicesHost:
+    first, kind = ranks[0], ranks[0].schedule.kind
+    # Gradients that wait for a norm or for serial updates are there once.
+    own_rows = (*_OWN, *(() if kind.keeps_totals else ("gradients",)))
+    own = [sum(map(each.host.bytes_of, own_rows)) if kind.is_shared else each.host.total_bytes for each in ranks]
+    shared = first.host.total_bytes - own[0]
+    largest = max((block.landing_bytes for block in first.schedule.known_workload().blocks), default=0)
+    channels = len(ranks) - 1 + (not kind.keeps_totals)
+    rooms = channels * _NUM_ROOMS * largest if len(ranks) > 1 else 0
+    return DevicesHost(len(ranks), shared, max(own), rooms, shared + sum(own) + rooms)
