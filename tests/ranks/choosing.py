@@ -1,4 +1,4 @@
-"""Ranks whose first step chooses between whole weights and shards: functions that processes run."""
+"""What ranks agree on before the first step, shards and room on the host: functions that processes run."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ import megatrain
 from megatrain.errors import ScheduleError
 from megatrain.hardware.hardware import Hardware
 from megatrain.planning.across_devices import choose
+from megatrain.planning.what_if.devices_host import DevicesHost
 from megatrain.ranks import host
 from megatrain.ranks.weight_shards import WeightShards
 from megatrain.training.attempts import taking
@@ -76,3 +77,26 @@ def failing_to_choose(rank: int, case: Case) -> Any:
     if rank:
         found.pop("generator")
     return {"error": error, "found": found}
+
+
+def lacking_room(rank: int, case: Case) -> Any:
+    """The host of rank 0 has a byte too little in the first step; the errors, and what training finds after it."""
+    torch.manual_seed(5)
+    compiled, optimizer, step = begin(case, dist.group.WORLD)
+    torch.manual_seed(6 + rank)
+    needed: list[int] = []
+    whole = DevicesHost.check
+
+    def check(found: DevicesHost, host_memory: int) -> None:
+        needed.append(found.total_bytes)
+        whole(found, found.total_bytes - 1 if is_short else host_memory)
+
+    is_short = 0 in compiled.megatrain.ranks.host.ranks
+    with patch.object(DevicesHost, "check", check):
+        error = refused(lambda: take(case, rank, step, [0]))
+    is_untouched = compiled.megatrain.engine.store is None
+    taken = take(case, rank, step, range(len(case.deal)))
+    found = {**taken, **state_of(compiled, optimizer, step)}
+    if rank:
+        found.pop("generator")
+    return {"error": error, "found": found, "needed": needed, "is_untouched": is_untouched}

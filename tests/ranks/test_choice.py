@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 
 from tests.comparing import assert_same
-from tests.ranks.choosing import choosing, failing_to_choose, measuring
+from tests.ranks.choosing import choosing, failing_to_choose, lacking_room, measuring
 from tests.ranks.processes import Processes
 from tests.ranks.sides import Case, train
-from tests.simulated_device.loading import load
+from tests.ranks.there import train_alone_there
 from tests.tiers import wide
 
 DEAL = ((1, 1, 1), (2, 1, 3), (1, 2, 1))
@@ -45,8 +45,7 @@ def test_ranks_take_the_way_that_is_faster_with_the_bits_of_one_process(
     text = found[0]["texts"][0]
     assert text.startswith("shard: a step is predicted" if shards > 1 else "replicate")
     assert ("since Python code reads values" in text) == (task == "branching")
-    load().reset()
-    expected = train(Case(task, "deferred", DEAL, order="late", draws=True), None, None)
+    expected, *_ = devices.run(train_alone_there, Case(task, "deferred", DEAL, order="late", draws=True))
     for rank, each in enumerate(found):
         assert_same({key: expected[key] for key in each["found"]}, each["found"], f"rank {rank}")
 
@@ -74,6 +73,20 @@ def test_a_rank_that_finds_no_schedule_is_named_and_the_next_step_chooses(three:
     assert all(not isinstance(each, BaseException) for each in found), found
     assert "no room here" in found[1]["error"]
     assert all("rank 1" in found[rank]["error"] for rank in (0, 2))
+    expected = train(case, None, None)
+    for rank, each in enumerate(found):
+        assert_same({key: expected[key] for key in each["found"]}, each["found"], f"rank {rank}")
+
+
+def test_ranks_that_their_host_has_no_room_for_are_refused_before_anything_is_allocated(three: Processes):
+    case = Case("tied", "deferred", DEAL)
+    found = three.run(lacking_room, case)
+    assert all(not isinstance(each, BaseException) for each in found), found
+    for each in found:
+        assert each["error"].startswith("ExecuteError: 3 ranks of one host need "), each["error"]
+        assert "1 B are missing" in each["error"]
+        assert each["is_untouched"]
+        assert each["needed"] == found[0]["needed"]
     expected = train(case, None, None)
     for rank, each in enumerate(found):
         assert_same({key: expected[key] for key in each["found"]}, each["found"], f"rank {rank}")

@@ -7,14 +7,16 @@ from dataclasses import dataclass
 
 from megatrain.counts import counted
 from megatrain.errors import ExecuteError
+from megatrain.planning.host_plan import HostPlan
 from megatrain.planning.planned_step import UNBOUNDED, PlannedStep
+from megatrain.ranks.channels.host_channel import NUM_ROOMS
+from megatrain.scheduler.schedule import Schedule
+from megatrain.scheduler.step_kind import StepKind
 from megatrain.scheduler.timing.simulate_devices import Hosts
 from megatrain.sizes import format_bytes
 
 # Rows of a host plan that each process has for itself; of the others the ranks of a host share one copy.
 _OWN = ("state of no block", "constants", "slab", "parks", "values on the host", "device memory", "update scratch")
-# Of gradients between two ranks, and of totals on their way back.
-_NUM_ROOMS = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,11 +46,28 @@ class DevicesHost:
             hosts: Where they are.
         """
         numbers = hosts.of(len(ranks))
-        found = (
-            _of_one([each for each, number in zip(ranks, numbers, strict=True) if number == host])
-            for host in sorted(set(numbers))
-        )
+        found: list[DevicesHost] = []
+        for host in sorted(set(numbers)):
+            first, *_ = mates = [each for each, number in zip(ranks, numbers, strict=True) if number == host]
+            own = [own_bytes(each.host, each.schedule.kind) for each in mates]
+            shared = first.host.total_bytes - own[0]
+            found.append(DevicesHost.made(shared, own, largest_room(first.schedule), first.schedule.kind))
         return max(found, key=lambda each: each.total_bytes)
+
+    @staticmethod
+    def made(shared: int, own: Sequence[int], room: int, kind: StepKind) -> DevicesHost:
+        """Adds up bytes.
+
+        Args:
+            shared: What all ranks share.
+            own: What each of them has.
+            room: The largest room.
+            kind: Of their steps.
+        """
+        # From each rank to the next, and back from the last one, unless totals stay where they come.
+        channels = len(own) - 1 + (not kind.keeps_totals) if len(own) > 1 else 0
+        rooms = channels * NUM_ROOMS * room
+        return DevicesHost(len(own), shared, max(own), rooms, shared + sum(own) + rooms)
 
     def missing_bytes(self, host_memory: int | None) -> int:
         """How much more memory the ranks take than a host has; 0 if nobody says how much that is."""
@@ -94,13 +113,15 @@ class DevicesHost:
         return f"{format_bytes(self.total_bytes)}{there}. {parts}"
 
 
-def _of_one(ranks: Sequence[PlannedStep]) -> DevicesHost:
-    first, kind = ranks[0], ranks[0].schedule.kind
+def own_bytes(plan: HostPlan, kind: StepKind) -> int:
+    """The bytes of a rank's plan that no other rank of its host shares."""
+    if not kind.is_shared:
+        return plan.total_bytes
     # Gradients that wait for a norm or for serial updates are there once.
-    own_rows = (*_OWN, *(() if kind.keeps_totals else ("gradients",)))
-    own = [sum(map(each.host.bytes_of, own_rows)) if kind.is_shared else each.host.total_bytes for each in ranks]
-    shared = first.host.total_bytes - own[0]
-    largest = max((block.landing_bytes for block in first.schedule.known_workload().blocks), default=0)
-    channels = len(ranks) - 1 + (not kind.keeps_totals)
-    rooms = channels * _NUM_ROOMS * largest if len(ranks) > 1 else 0
-    return DevicesHost(len(ranks), shared, max(own), rooms, shared + sum(own) + rooms)
+    names = _OWN if kind.keeps_totals else (*_OWN, "gradients")
+    return sum(map(plan.bytes_of, names))
+
+
+def largest_room(schedule: Schedule) -> int:
+    """The bytes of the largest room through which gradients of a block go."""
+    return max((block.landing_bytes for block in schedule.known_workload().blocks), default=0)

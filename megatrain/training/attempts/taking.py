@@ -19,6 +19,7 @@ from megatrain.runtime.executor import Executor
 from megatrain.runtime.rng import RngState
 from megatrain.runtime.streams.stopwatch import Watch
 from megatrain.tracer.expectations import GuardFailedError
+from megatrain.training.attempts.ranks_room import check_room
 from megatrain.training.attempts.together import AgainError, Together
 from megatrain.training.batch import MicroBatch
 from megatrain.training.boundary import Boundary
@@ -64,7 +65,7 @@ class Taking:
         self.setting: Setting | None = None
         self.running: Running | None = None
         self._failed_at = 0
-        self._is_way_taken = False
+        self._is_way_taken = self._has_room = False
 
     def take(self, batches: Sequence[MicroBatch], counts: Counts, watch: Watch | None) -> torch.Tensor:
         """Takes a step; returns its loss. See `TrainStep.__call__`.
@@ -88,6 +89,7 @@ class Taking:
                         setting = self._setup.setting(batches, failed)
                         if self._takes_shards(setting):
                             setting = self._setup.setting(batches, failed)
+                        self._check_room(setting)
                         while (executor := self._setup.executor(setting)) is None:
                             self._setup.complete()
                             setting = self._setup.setting(batches, failed)
@@ -129,6 +131,14 @@ class Taking:
         self._is_way_taken = True
         self._setup.take_shards(compiled.across_devices.shards)
         return compiled.across_devices.shards > 1
+
+    def _check_room(self, setting: Setting) -> None:
+        """Looks before the first step whether the ranks of this host fit its memory together."""
+        ranks = self._compiled.ranks
+        if ranks is not None and not self._has_room:
+            agree = partial(self._together.tell_all, "the memory of the hosts")
+            check_room(ranks, setting, self._setup.host_plan(setting), agree)
+        self._has_room = True
 
     def _run(self, setting: Setting, executor: Executor, shares: Shares, watch: Watch | None) -> torch.Tensor:
         self.setting = setting.without_tensors()
