@@ -286,7 +286,8 @@ def test_a_kernel_with_dropout_is_never_kept():
     assert kept_results.is_kept(on_cuda, (q, q, q), {})
     assert not kept_results.is_kept(on_cuda, (q, q, q, 0.5), {})
     assert not kept_results.is_kept(torch.ops.aten._scaled_dot_product_flash_attention_backward.default, (), {})
-    assert not kept_results.is_kept(torch.ops.aten._flash_attention_forward_no_dropout_inplace.default, (), {})
+    in_place = getattr(torch.ops.aten, "_flash_attention_forward_no_dropout_inplace", None)  # newer than torch 2.11
+    assert in_place is None or not kept_results.is_kept(in_place.default, (), {})
     assert not kept_results.is_kept(torch.ops.aten.mm.default, (q, q), {})
 
 

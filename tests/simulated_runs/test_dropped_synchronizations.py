@@ -91,6 +91,7 @@ UNNOTICED: dict[str, str] = {
     "ranks._wait_on_device: work.wait": _OF_SHARDS,
     "weight_shards.__init__: self._wait": _OF_SHARDS,
     "weight_shards.gather: self._wait": _OF_SHARDS,
+    "weight_shards.measured_rate: device.synchronize": "ends a measured time; no step has begun",
     "host_sharing.changed: self._compiled.masters.settle": _OF_RANKS,
     "operations.: Operations.wait": _OF_RANKS,
     "command_processes._is_said_by_first: store.wait": _OF_RANKS,

@@ -173,7 +173,8 @@ class Rewriter:
             OptionError: If an argument has a wrong value.
             LowerError: As `call`.
         """
-        check_target(target)
+        for each in (target, *([] if trial is None else [trial])):
+            check_target(each)
         site = dataclasses.replace(site, after=self._own(site.after))
         args, kwargs = fx.map_arg((tuple(args), dict(kwargs or {})), self._own)  # pyright: ignore[reportAssignmentType]
         end = self._last_after.get(site.after, site.after)
@@ -184,7 +185,7 @@ class Rewriter:
             is_number = spec.dtype.is_floating_point or spec.dtype.is_complex
             self._describe(node, spec, has_grad and is_number, storage, spec.nbytes)
             return node
-        outcome = tried(trial or target, args, kwargs or {}, site, self.device, self._mode)
+        outcome = tried(target if trial is None else trial, args, kwargs or {}, site, self.device, self._mode)
         if outcome.same is not None:
             return outcome.same
         if not any(isinstance(leaf, torch.Tensor) for leaf in pytree.tree_leaves(outcome.result)):

@@ -1,6 +1,6 @@
 """The site that `make docs` builds, in a browser: every page opens without an error, and the search finds names.
 
-`pytest -m wide tests/site` runs them, where there are a site and a Chromium.
+`pytest -m wide tests/site_pages` runs them, where there are a site and a Chromium.
 """
 
 from __future__ import annotations
