@@ -25,7 +25,7 @@ from megatrain.sizing.sized import batch_on
 # twelve channels of memory each.
 MACHINES = {"rtx-4090": "400GB", "h100-sxm": "600GB"}
 # What a card gets from the others of its host in a second: nothing without NVLink; 450 GB on paper with it.
-LINKS = {"rtx-4090": None, "h100-sxm": "400GB"}
+LINKS = {"rtx-4090": "none", "h100-sxm": "400GB"}
 NUMBERS = (2, 4, 8)
 TOKENS = (65536, 262144)
 
@@ -39,7 +39,7 @@ def rows(tokens: list[int], size: str) -> Iterator[str]:
     yield f"|{' --- |' * 9}"
     options, source = asked(size)
     planner = Planner(source)
-    kinds = [(name, link) for name in MACHINES for link in dict.fromkeys([None, LINKS[name]])]
+    kinds = [(name, link) for name in MACHINES for link in dict.fromkeys(["none", LINKS[name]])]
     cases = [(*kind, number, count) for kind in kinds for count in tokens for number in NUMBERS]
     for name, link, number, count in tqdm(cases, unit="plan", disable=None):
         given = replace(options, hardware=name, host_bandwidth=MACHINES[name], tokens_per_step=count)
@@ -52,7 +52,7 @@ def rows(tokens: list[int], size: str) -> Iterator[str]:
             note = ""
         except ScheduleError:
             note = ", refused"
-        links = "none" if link is None else f"{link}/s"
+        links = link if link == "none" else f"{link}/s"
         yield (
             f"| {number} x {name} | {MACHINES[name]}/s | {links} | {count} | {found.step_s:.2f} s | "
             f"{found.tokens_per_s:,.0f} | {found.efficiency:.2f} | {found.simulation.host_s:.2f} s{note} | "

@@ -45,6 +45,7 @@ class _Machine:
         memory_of: Where the device's memory is from.
         issue: Microseconds of Python for each kernel.
         is_unified: Whether the device shares the host's memory.
+        peers: What a device gets from the others of its host (NVLink); None where such boards have no such links.
     """
 
     bf16: float
@@ -61,6 +62,7 @@ class _Machine:
     memory_of: str = ""
     issue: float = 6.0
     is_unified: bool = False
+    peers: float | None = None
 
 
 def _both(one: float, share: float = 0.75) -> tuple[float, float]:
@@ -77,17 +79,18 @@ PRESETS: Mapping[str, _Machine] = {
     "rtx-4090": _Machine(165, 82.6, 50, f"{_ZZC}; tf32 spec", 24, 1008, (25, 25), _both(25), _PCIE4, 50),
     "rtx-5090": _Machine(237, 117, 66, _ZZC, 32, 1792, (54, 54), _both(54), _PCIE5, 60),
     "a100": _Machine(271, 135, 18.5, f"{_MAMF}; tf32 spec by bf16's part", 80, 2039, (24.8, 24.8), (11, 24),
-                     f"{_PCIE4}, nvbandwidth#53", 150, both_of="nvbandwidth#53: 11 GB/s beside 24", issue=8.0),
+                     f"{_PCIE4}, nvbandwidth#53", 150, both_of="nvbandwidth#53: 11 GB/s beside 24", issue=8.0,
+                     peers=266),
     "h100-pcie": _Machine(605, 302, 51, f"spec by the part that {_MAMF} has for SXM; fp32 spec", 80, 2000, (55.6, 55.6),
                           _both(55.6, 0.86), _PCIE5, 200, **_SERVER),
     "h100-sxm": _Machine(794, 397, 51.5, f"{_MAMF}; tf32 spec by bf16's part", 80, 3350, (54.7, 54.9), (47, 47),
-                         "measured on an H100 (docs/gpu.md)", 200, **_SERVER),
+                         "measured on an H100 (docs/gpu.md)", 200, **_SERVER, peers=400),
     "h200": _Machine(787, 397, 51.5, f"{_MAMF}, {_ZZC}; tf32 spec by bf16's part", 141, 4800, (55, 55), _both(55, 0.86),
-                     _PCIE5, 200, **_SERVER),
+                     _PCIE5, 200, **_SERVER, peers=400),
     "gh200": _Machine(829, 414, 60, f"{_MAMF}; tf32 spec by bf16's part; fp32 spec", 96, 4000, (346, 300), (242, 210),
                       "NVLink-C2C, nvbandwidth#23", 300, both_of="assumed: 0.7 of both rates together", issue=8.0),
     "b200": _Machine(1745, 872, 80, f"{_MAMF}; tf32 spec by bf16's part; fp32 spec", 180, 8000, (55, 55),
-                     _both(55, 0.86), _PCIE5, 300, **_SERVER),
+                     _both(55, 0.86), _PCIE5, 300, **_SERVER, peers=800),
     "gb10": _Machine(91.5, 45, 30, "huggingface/kernels#283; tf32 assumed half of bf16; fp32 spec", 111.5, 218,
                      (109, 109), _both(109, 0.5), "no bus: each byte is read and written in memory", 150,
                      memory_of="huggingface/kernels#283, measured", **_UNIFIED),
@@ -122,6 +125,8 @@ def preset_figures(name: str) -> dict[str, Any]:
         if row.issue > 6
         else "assumed: PyTorch on a fast processor",
     }
+    if row.peers is not None:
+        origins["further_rates gather"] = "assumed: eight ninths of NVLink on paper, on boards that have it"
     return {
         "name": name,
         "flops_per_s": {kind: IN_LAYERS * rate * 1e12 for kind, rate in products.items()},
@@ -136,5 +141,6 @@ def preset_figures(name: str) -> dict[str, Any]:
         "launch_s": 2e-6,
         "issue_s": row.issue * 1e-6,
         "op_s": 60e-6,
+        "further_rates": {} if row.peers is None else {"gather": row.peers * 1e9},
         "origins": {figure: f"preset: {origin}" for figure, origin in origins.items()},
     }

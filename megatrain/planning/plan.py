@@ -16,7 +16,7 @@ from megatrain.planning.printed.reasons import reasons
 from megatrain.planning.saved_plan import PLAN, SavedPlan, saved_plan
 from megatrain.planning.what_if.alternatives import Alternatives, alternatives
 from megatrain.planning.what_if.largest import MOST_OF_A_SIZE, Largest, largest
-from megatrain.planning.what_if.several_devices import MOST_DEVICES, DevicesPlan, hosts_of, on_devices
+from megatrain.planning.what_if.several_devices import LINK, MOST_DEVICES, NO_LINK, DevicesPlan, hosts_of, on_devices
 from megatrain.planning.what_if.ways_out import refusal
 from megatrain.sizes import SIZE
 
@@ -116,7 +116,7 @@ class Plan(PlannedStep):
         num_devices=count(2, MOST_DEVICES),
         num_hosts=count(1, MOST_DEVICES),
         network=optional(SIZE),
-        link=optional(SIZE),
+        link=LINK,
     )
     def on_devices(
         self,
@@ -132,7 +132,8 @@ class Plan(PlannedStep):
             num_hosts: How many hosts have them, each as many.
             network: Bytes that go from one host to another in a second, each way; None is 200 Gbit/s.
             link: Bytes that a device gets from the others of its host in a second, over links such as NVLink; then the
-                weights come in shards if that takes less time. None if there are no such links.
+                weights come in shards if that takes less time. `"none"` if there are no such links; None is what the
+                machine has.
 
         Raises:
             OptionError: If the plan has no machine, or can't be planned again; if hosts can't have as many
@@ -151,7 +152,7 @@ class Plan(PlannedStep):
                 f"network={network!r} says nothing about one host.\n"
                 "  Its devices reach each other through its memory.\n  Give num_hosts, or leave network out."
             )
-        if link is not None and num_devices == num_hosts:
+        if link not in (None, NO_LINK) and num_devices == num_hosts:
             raise OptionError(
                 f"link={link!r} says nothing about hosts of one device.\n"
                 "  It is what a device gets from the others of its host.\n  Give fewer hosts, or leave link out."

@@ -27,7 +27,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     _add(parser, "--devices", int, "devices of one host that share a step's tokens (default: 1)")
     _add(parser, "--hosts", int, "hosts that have so many devices each (default: 1)")
     _add(parser, "--network", str, f"what goes from one host to another in a second, each way (default: {NETWORK})")
-    _add(parser, "--link", str, "what a device gets from the others of its host in a second, such as NVLink's 400GB")
+    _add(
+        parser,
+        "--link",
+        str,
+        "what a device gets from the others of its host in a second, or none (default: NVLink's, if it has some)",
+    )
     _add(parser, "--host-bandwidth", str, "what the host's memory reads and writes in a second, such as 400GB")
     _add(parser, "--lora", int, "train adapters of this rank on all linear layers, and leave the model's own weights")
     _add(parser, "--optimizer", str, "an optimizer of torch.optim (default: adamw)")

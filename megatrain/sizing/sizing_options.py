@@ -14,7 +14,7 @@ from megatrain.hardware.hardware import Hardware
 from megatrain.hardware.presets import PRESETS
 from megatrain.options import COMPILE, PRECISION
 from megatrain.planning.model_sizes import DEPTH, LORA, MICRO_BATCH, SEQUENCE
-from megatrain.planning.what_if.several_devices import MOST_DEVICES
+from megatrain.planning.what_if.several_devices import LINK, MOST_DEVICES
 from megatrain.planning.what_if.variation import Spelling, size
 from megatrain.scheduler.builder.build import STEP
 from megatrain.sizes import SIZE
@@ -38,7 +38,7 @@ RULES: Mapping[str, Rule] = {
     "devices": count(1, 64),
     "hosts": count(1, 64),
     "network": optional(SIZE),
-    "link": optional(SIZE),
+    "link": LINK,
     "host_bandwidth": optional(SIZE),
     "micro_batch": optional(count(1, 2**16)),
     "lora": count(0, 2**16),
@@ -85,8 +85,8 @@ class SizingOptions:
         devices: Devices of one host that share a step's tokens.
         hosts: Hosts that have so many devices each.
         network: Bytes that go from one host to another in a second, each way; None is 200 Gbit/s.
-        link: Bytes that a device gets from the others of its host in a second, over links such as NVLink; None if there
-            are none.
+        link: Bytes that a device gets from the others of its host in a second, over links such as NVLink; `"none"` if
+            there are none, None is what the machine has.
         host_bandwidth: Bytes a second that the host's memory reads and writes; None is that of the machine.
         lora: Rank of adapters; 0 trains all weights.
         optimizer: A class of torch.optim, in small letters.

@@ -213,3 +213,16 @@ def test_ranks_that_need_more_memory_than_their_host_has_are_refused():
     with pytest.raises(ExecuteError, match=r"4 ranks of one host need .* of its memory") as caught:
         on_devices(short, 4).check()
     assert "Use fewer devices" in str(caught.value)
+
+
+def test_boards_of_the_table_that_have_links_gather_by_them():
+    has_links = [name for name in Hardware.presets() if "gather" in Hardware.preset(name).further_rates]
+    assert has_links == ["a100", "h100-sxm", "h200", "b200"]
+    slow_bus = replace(Hardware.preset("h100-sxm"), h2d_bytes_per_s=1e6)
+    plan = planned(slow_bus, 12)
+    assert on_devices(plan, 4).across_devices == "shard"
+    assert on_devices(plan, 4, link="none").across_devices == "replicate"
+    assert on_devices(plan, 2, hosts_of(2, None)).across_devices == "replicate"  # a device has its host to itself
+    assert on_devices(planned(replace(slow_bus, further_rates={})), 4).across_devices == "replicate"
+    with pytest.raises(OptionError, match="link"):
+        plan.on_devices(4, link="fast")

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
+from megatrain.checks import either, one_of, optional
 from megatrain.counts import counted
 from megatrain.errors import ExecuteError, MegatrainError, OptionError, ScheduleError
 from megatrain.hardware.hardware import Hardware
@@ -14,9 +15,12 @@ from megatrain.planning.what_if.devices_host import DevicesHost
 from megatrain.scheduler.items import Stream
 from megatrain.scheduler.timing.bands import format_s
 from megatrain.scheduler.timing.simulate_devices import ONE_HOST, DevicesSimulation, Hosts, simulate_devices
-from megatrain.sizes import format_bytes, parse_bytes
+from megatrain.sizes import SIZE, format_bytes, parse_bytes
 
 MOST_DEVICES = 64
+NO_LINK = "none"
+LINK = optional(either(SIZE, one_of(NO_LINK)))
+"""What a device gets from the others of its host in a second, or that it gets nothing."""
 NETWORK = "25GB"
 """Bytes a second between hosts where nobody says otherwise: 200 Gbit/s."""
 
@@ -178,7 +182,8 @@ def on_devices(
         plan: Of one device, with its micro-batches.
         num_devices: How many there are in all, at least two, on each host as many.
         hosts: Where they are.
-        link: Bytes that a device gets from the others of its host in a second; None if they have no links.
+        link: Bytes that a device gets from the others of its host in a second; `"none"` if they have no links, None if
+            the machine says it.
 
     Raises:
         OptionError: If the plan has no machine, or can't be planned again.
@@ -191,8 +196,11 @@ def on_devices(
             '  Call megatrain.plan with hardware="rtx-4090", say.'
         )
     found = [_on_devices(plan, num_devices, hosts, plan.hardware)]
-    if link is not None and found[0].ranks[0].schedule.kind.is_shared:  # shards come from one store
-        rates = {**plan.hardware.further_rates, Stream.GATHER: parse_bytes(link, "link")}
+    known = plan.hardware.further_rates.get(Stream.GATHER)
+    rate = known if link is None else None if link == NO_LINK else parse_bytes(link, "link")
+    # Shards come from one store, to several devices of a host.
+    if rate is not None and found[0].ranks[0].schedule.kind.is_shared and num_devices > hosts.number:
+        rates = {**plan.hardware.further_rates, Stream.GATHER: rate}
         linked = replace(plan.hardware, further_rates=rates)
         with suppress(ScheduleError, ExecuteError):  # whole weights fit
             found.append(_on_devices(plan, num_devices, hosts, linked, num_devices // hosts.number))
