@@ -30,7 +30,7 @@ def rates(*each: float) -> dict[int, float]:
         # The slowest link of all counts.
         wide(("tied", (FAST, SLOW, FAST), (FAST, FAST, FAST), 1)),
         # One rank would be faster with whole weights; the longest step of each way counts.
-        ("adapted", (FAST, FAST, FAST), (FAST, SLOW, SLOW), 3),
+        wide(("adapted", (FAST, FAST, FAST), (FAST, SLOW, SLOW), 3)),
         ("branching", (FAST, FAST, FAST), (SLOW, SLOW, SLOW), 1),
     ],
 )
