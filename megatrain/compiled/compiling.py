@@ -98,7 +98,7 @@ def compile(  # noqa: PLR0913  # the name torch users expect; all but the model 
             them. `"shard"`: each copies a part, and gathers the others from the other devices (all-gather, by NCCL on
             CUDA); for devices with fast links. On the CPU weights are then copied, not used in place. A rank that has
             its host to itself copies all of them. `"auto"`: `compile` measures what devices get from each other, and
-            the first step takes the way that it is predicted to be faster with.
+            the first step takes whichever of the two is predicted to be faster.
         chaos: Random delays, poisoned slots and injected faults; for tests.
         recording: Collects the operations that the executor issued; for tests.
 

@@ -1,4 +1,4 @@
-"""`across_devices="auto"`: the first step takes whole weights or shards, whichever is predicted to be faster."""
+"""What ranks agree on before the first step: weights whole or in shards (`"auto"`), and room on their host."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ _OWN = ("state of no block", "constants", "slab", "parks", "values on the host",
 
 @dataclass(frozen=True, slots=True)
 class DevicesHost:
-    """The memory of the host whose ranks take the most; prints itself.
+    """The memory of the host whose ranks take the most.
 
     Args:
         num_ranks: How many it has.

@@ -10,7 +10,7 @@ from megatrain.ranks.ranks import Ranks
 from megatrain.training.setup import Setting
 
 
-def check_room(ranks: Ranks, setting: Setting, plan: HostPlan, agree: Agree) -> None:
+def check_room(ranks: Ranks, setting: Setting, plan: HostPlan, agree: Agree, *, is_shared: bool) -> None:
     """Refuses a step before any rank has allocated something for it; all ranks call it at the same time.
 
     Each rank by itself would find that its own part fits, and the system would end processes when all have begun.
@@ -20,6 +20,7 @@ def check_room(ranks: Ranks, setting: Setting, plan: HostPlan, agree: Agree) -> 
         setting: Of this rank's step.
         plan: The memory that this rank's steps take.
         agree: Tells all ranks something, and returns what all tell.
+        is_shared: The ranks of this host share the model already: what each of them holds is the same memory.
 
     Raises:
         ExecuteError: If the ranks of this host need more than there is.
@@ -33,5 +34,6 @@ def check_room(ranks: Ranks, setting: Setting, plan: HostPlan, agree: Agree) -> 
         mates = [words[rank] for rank in ranks.host.ranks]
         shared, room = (max(int(word[name]) for word in mates) for name in ("shared", "room"))
         needed = DevicesHost.made(shared, [int(word["own"]) for word in mates], room, setting.kind)
-        needed.check(available_bytes() + sum(int(word["held"]) for word in mates))
+        held_by_all = [int(word["held"]) for word in mates]
+        needed.check(available_bytes() + (max(held_by_all) if is_shared else sum(held_by_all)))
     agree({})  # nobody allocates before all have looked

@@ -137,7 +137,9 @@ class Taking:
         ranks = self._compiled.ranks
         if ranks is not None and not self._has_room:
             agree = partial(self._together.tell_all, "the memory of the hosts")
-            check_room(ranks, setting, self._setup.host_plan(setting), agree)
+            shared = self._compiled.engine.shared
+            is_shared = shared is not None and bool(shared.twins)
+            check_room(ranks, setting, self._setup.host_plan(setting), agree, is_shared=is_shared)
         self._has_room = True
 
     def _run(self, setting: Setting, executor: Executor, shares: Shares, watch: Watch | None) -> torch.Tensor:
