@@ -66,6 +66,12 @@ def as_call(func: Callable[..., Any]) -> tuple[str, Any]:
     return "call_function", func
 
 
+def applied_function(target: Any) -> type[torch.autograd.Function] | None:
+    """Returns the `autograd.Function` that a call applies, maybe through an object of ours; None if it applies none."""
+    owner = getattr(target, "function" if hasattr(target, "call_text") else "__self__", None)
+    return owner if isinstance(owner, type) and issubclass(owner, torch.autograd.Function) else None
+
+
 def function_text(target: Any) -> str:
     """Returns the printed name of a function that a `call_function` node calls."""
     name = call_name(target)

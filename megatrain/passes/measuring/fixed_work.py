@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-import torch
-
 from megatrain.passes.interpret import has_inner_grad, opaque_calls
 from megatrain.passes.program import Program, Template, shared_templates
+from megatrain.tracer.calls import applied_function
 from megatrain.tracer.expectations import Expectation
 from megatrain.tracer.recording.observer import Observer
 
@@ -32,14 +31,9 @@ def launch_graph_obstacle(template: Template) -> str:
     """Says why a template can't be recorded; empty if it may be."""
     if template.hides_draws:
         return "it draws random numbers that nothing repeats"
-    if template.is_random and any(_has_own_backward(node.target) for node in template.graph.nodes):
+    if template.is_random and any(applied_function(node.target) for node in template.graph.nodes):
         return "it draws random numbers, and the backward of an autograd.Function may draw others"
     return fixed_work_obstacle(template)
-
-
-def _has_own_backward(target: object) -> bool:
-    owner = getattr(target, "__self__", None)
-    return isinstance(owner, type) and issubclass(owner, torch.autograd.Function)
 
 
 def launch_graph_bytes(programs: Iterable[Program]) -> int:

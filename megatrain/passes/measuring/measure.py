@@ -24,7 +24,7 @@ from megatrain.passes.measuring.runs import Workspace, measure_backward, measure
 from megatrain.passes.program import Program, Template
 from megatrain.passes.rewrites.tiled_region import without_results
 from megatrain.torch_private import pytree
-from megatrain.tracer.calls import call_text
+from megatrain.tracer.calls import applied_function, call_text
 from megatrain.tracer.capture.scripts import scripts_on_values
 from megatrain.tracer.expectations import Expectation
 from megatrain.tracer.packed.packed_call import PackedCall
@@ -185,8 +185,7 @@ def _held_state(code: Code, leaves: list[torch.Tensor], num_inputs: int) -> tupl
 
 def _functions(template: Template) -> list[fx.Node]:
     """Lists the calls of autograd.Functions."""
-    owners = [(n, getattr(n.target, "__self__", None)) for n in template.graph.nodes]
-    return [n for n, owner in owners if isinstance(owner, type) and issubclass(owner, torch.autograd.Function)]
+    return [node for node in template.graph.nodes if applied_function(node.target) is not None]
 
 
 def _with_known_shapes(graph: fx.Graph, device: torch.device) -> fx.Graph:
