@@ -46,6 +46,7 @@ RIGHT = {
     "Program.name": TEXTS,
     "Program.device": "",
     "Program.alignment": "zero minus huge",
+    "Program.block_bytes": "zero minus huge none",
     "Program.*.block": "",
     # A norm is reported where updates are, and they don't wait for it.
     "TrainStep.spread": "true",

@@ -12,7 +12,7 @@ from megatrain.options import Options
 from megatrain.passes.measuring.known_costs import KnownCosts
 from megatrain.passes.pipeline import AfterPass
 from megatrain.passes.program import Program
-from megatrain.planning.smaller_blocks import with_true_hint
+from megatrain.planning.fitting import with_true_hint
 from megatrain.planning.step_programs import Pieces, StepPrograms, lowered_for
 from megatrain.runtime.executor import Executor
 from megatrain.scheduler.from_program import step_schedule
@@ -103,7 +103,13 @@ class Lowered:
         if key not in self._of_steps:
             again = partial(lowered, traced, self._options, costs=self._costs)
             plain = (lambda: self.program) if key is None else None
-            self._of_steps[key] = StepPrograms(self._options.chunking, again, plain, partial(self._with_blocks, traced))
+            self._of_steps[key] = StepPrograms(
+                self._options.chunking,
+                again,
+                plain,
+                partial(self._with_blocks, traced),
+                may_cut=self._options.block_bytes is None,
+            )
         return self._of_steps[key]
 
 

@@ -34,15 +34,16 @@ def partition(traced: TracedModule, *, block_bytes: int | None = None) -> Progra
         raise LowerError(
             f"{traced.name} computes nothing.\n  A program needs at least one torch call between inputs and outputs."
         )
-    return _Cut(traced, intervals).program()
+    return _Cut(traced, intervals, block_bytes).program()
 
 
 class _Cut:
     """Follows every tensor across the intervals, in execution order."""
 
-    def __init__(self, traced: TracedModule, intervals: list[Interval]):
+    def __init__(self, traced: TracedModule, intervals: list[Interval], block_bytes: int | None):
         self._traced = traced
         self._intervals = intervals
+        self._block_bytes = block_bytes
         self._home = {n: i for i, interval in enumerate(intervals) for n in interval.nodes}
         self._values: dict[str, Value] = {}
         # The value that holds a node's tensor now; a block that writes into a foreign tensor redefines it.
@@ -86,6 +87,7 @@ class _Cut:
             outputs=tuple(self._output(node) for node in outputs),
             state=dict(traced.state),
             device=traced.device,
+            block_bytes=self._block_bytes,
         )
 
     def _refuse_history(self, buffers: list[tuple[str, str]]) -> None:

@@ -143,6 +143,7 @@ class Program:
         provenance: Names of the passes that made it, in order; the pipeline writes them down.
         alignment: Tensors of a block's state begin at multiples of so many bytes, in a slot and in the host's image of
             it; the pipeline writes it down.
+        block_bytes: Target bytes of a block's state; None if blocks are the model's own repeated modules.
     """
 
     name: str
@@ -158,6 +159,7 @@ class Program:
     device: torch.device
     provenance: tuple[str, ...] = ()
     alignment: int = ALIGNMENT
+    block_bytes: int | None = None
 
     @property
     def is_lifted(self) -> bool:

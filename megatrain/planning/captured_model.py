@@ -14,9 +14,10 @@ from megatrain.interrupts import Interrupts
 from megatrain.opaque_model import check_opaque
 from megatrain.passes.measuring.known_costs import KnownCosts
 from megatrain.passes.pipeline import Rewrite
+from megatrain.passes.program import Program
 from megatrain.passes.rewrites.loss_only import loss_only
 from megatrain.planning.host_plan import narrow_entries
-from megatrain.planning.step_programs import StepPrograms, lowered_for, undisturbed
+from megatrain.planning.step_programs import Pieces, StepPrograms, lowered_for, undisturbed
 from megatrain.tracer.arguments import Arguments
 from megatrain.tracer.capture.sandbox import swapped_state
 from megatrain.tracer.inventory import inventory
@@ -69,7 +70,11 @@ def captured(
     traced = loss_only(traced) if is_own_loss else traced
 
     lower = partial(lowered_for, traced, block_bytes, passes, chunking, device.alignment, costs=costs)
-    programs = StepPrograms(chunking, lower)
+
+    def finer(size: int, pieces: Pieces | None) -> Program:
+        return lowered_for(traced, size, passes, chunking, device.alignment, pieces, costs=costs)
+
+    programs = StepPrograms(chunking, lower, finer=finer, may_cut=block_bytes is None)
     programs.at(0)  # raises errors of the model now
     return traced, programs
 

@@ -20,6 +20,7 @@ from megatrain.passes.pipeline import Rewrite
 from megatrain.passes.program import Program
 from megatrain.planning.captured_model import captured
 from megatrain.planning.divided_updates import may_divide
+from megatrain.planning.fitting import first_that_fits
 from megatrain.planning.host_plan import HostPlan, OptimizerLike, host_plan
 from megatrain.planning.host_room import HostedStep, with_host_room
 from megatrain.planning.loss_bytes import Loss, measure_loss
@@ -28,7 +29,7 @@ from megatrain.planning.model_sizes import ExampleSizes, ModelSizes, num_tokens
 from megatrain.planning.plan import Plan
 from megatrain.planning.planned_step import PlannedFor
 from megatrain.planning.printed.plan_text import reserve_text
-from megatrain.planning.step_programs import StepPrograms, first_that_fits
+from megatrain.planning.step_programs import StepPrograms
 from megatrain.scheduler.from_program import step_schedule
 from megatrain.scheduler.schedule import Schedule
 from megatrain.scheduler.step_kind import StepKind
@@ -233,10 +234,10 @@ class Planner:
                 return plain[0], free, None
             fits = partial(made, memory=memory, activations=activations, hardware=hardware, **results)
             try:
-                _, programs, table = first_that_fits(captures, fits)
+                _, programs, table = first_that_fits(captures, fits, hardware, memory)
             except TooSmallError as error:
                 least = partial(made, num_slots=1, activations=_LEAST.get(activations, activations))
-                tables = [(program, least([program] * kind.micro_batches)) for program in found.programs.all]
+                tables = [(program, least([program] * kind.micro_batches)) for program in found.programs.extremes]
                 return (*min(tables, key=lambda pair: pair[1].device_bytes), str(error))
             return programs[0], table, None
 

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
-from typing import TypeVar
+from functools import cached_property, partial
 
 import torch
 
-from megatrain.errors import TooSmallError
 from megatrain.garbage import paused_collection
 from megatrain.passes.masks.attention import MaskNote, masked_attention
 from megatrain.passes.masks.banded_attention import BandedAttention, banded_attention
@@ -59,27 +58,31 @@ _LEVELS = {
     "always": (Pieces(chunks=4, tiles=1), Pieces(chunks=4, tiles=4)),
     "never": (),
 }
-
-_Plan = TypeVar("_Plan")
+# Of the largest layer, where blocks are cut: with smaller ones launches of kernels count.
+_OF_LAYERS = (0, 1, 3)
 
 
 class StepPrograms:
     """Makes programs of one capture when they are asked for, and keeps them.
 
-    Level 0 is the capture as it is. At level 1 masks of attention are left out or made where they are read. At each
+    Programs are numbered by levels. The first of them have the model's own blocks. Level 0 is the capture as it is. At
+    level 1 masks of attention are left out or made where they are read. At each
     further level losses of linear heads are computed in smaller chunks, or
     parts of blocks in smaller tiles of tokens. A level at which nothing gets smaller has the program of the one before.
+    Then come the same pieces with smaller blocks, and so on for each size of blocks.
 
     Args:
         chunking: The option of `compile`. With `"always"` level 0 has chunks and tiles already; with `"never"` there is
-            no other.
+            no other, and blocks are never cut.
         lower: Lowers the capture in pieces, or with None as it is.
         plain: The program of level 0, where there is one already.
         finer: Lowers the capture with another `block_bytes`.
+        may_cut: Whether levels have smaller blocks.
 
     Attributes:
         least: The first level that is tried. A capture that was rewritten stays so: its numbers would differ from one
             training step to the next.
+        width: The number of levels with blocks of one size.
     """
 
     def __init__(
@@ -88,71 +91,81 @@ class StepPrograms:
         lower: Callable[[Pieces | None], Program],
         plain: Callable[[], Program] | None = None,
         finer: Callable[[int, Pieces | None], Program] | None = None,
+        *,
+        may_cut: bool = False,
     ):
         self._lower = lower
         self._finer = finer
         self._plain = plain or partial(lower, None)
-        self._levels = _LEVELS[chunking]
+        self._pieces = (None, *_LEVELS[chunking])
+        self._may_cut = may_cut and chunking != "never"
         self._made: dict[int, Program] = {}
         self.least = 0
+        self.width = len(self._pieces)
 
     def at(self, level: int) -> Program:
         """The program of a level, or of the last there is."""
         level = min(level, self.last)
         if level not in self._made:
-            self._made[level] = self._plain() if level == 0 else self._smaller(level)
+            self._made[level] = self._of(*divmod(level, self.width))
         return self._made[level]
 
     @property
     def last(self) -> int:
         """The last level."""
-        return len(self._levels)
+        return self.width * (1 + len(self._sizes)) - 1
 
     @property
-    def all(self) -> Sequence[Program]:
-        """The programs of all levels, each once."""
-        return list({id(program): program for program in map(self.at, range(1 + self.last))}.values())
+    def in_own_blocks(self) -> Sequence[Program]:
+        """The programs of the model's own blocks, each once."""
+        return list({id(program): program for program in map(self.at, range(self.width))}.values())
+
+    @property
+    def extremes(self) -> Sequence[Program]:
+        """Those of the model's own blocks, and that of the smallest blocks: one of them needs the least memory."""
+        return [*self.in_own_blocks, self.at(self.last)]
 
     def with_blocks(self, block_bytes: int) -> Program:
         """Another program, of blocks of so many bytes, in the smallest pieces."""
         assert self._finer is not None
-        return self._finer(block_bytes, self._levels[-1] if self._levels else None)
+        return self._finer(block_bytes, self._pieces[-1])
 
-    def _smaller(self, level: int) -> Program:
-        before = self.at(level - 1)
-        if self._levels[level - 1] == Pieces(chunks=None) and not _has_masks(before):
+    @cached_property
+    def _sizes(self) -> Sequence[int]:
+        return _smaller_sizes(self._first()) if self._may_cut else ()
+
+    def _first(self) -> Program:
+        """The capture as it is; asks for no size of blocks."""
+        if 0 not in self._made:
+            self._made[0] = self._plain()
+        return self._made[0]
+
+    def _of(self, cut: int, number: int) -> Program:
+        pieces = self._pieces[number]
+        if cut > 0:
+            assert self._finer is not None
+            return self._finer(self._sizes[cut - 1], pieces)
+        if number == 0:
+            return self._first()
+        before = self.at(number - 1)
+        if pieces == Pieces(chunks=None) and not _has_masks(before):
             return before
-        made = self._lower(self._levels[level - 1])
+        made = self._lower(pieces)
         return made if _in_pieces(made) != _in_pieces(before) else before
 
 
-def first_that_fits(
-    programs: Sequence[StepPrograms], plan: Callable[[Sequence[Program]], _Plan]
-) -> tuple[int, Sequence[Program], _Plan]:
-    """Plans a step, and rewrites its programs as little as it needs to fit.
+def _smaller_sizes(program: Program) -> tuple[int, ...]:
+    """Sizes in bytes to which the blocks of a model may be cut, the largest first.
 
-    Args:
-        programs: One per micro-batch; all are rewritten at the same level.
-        plan: Makes a plan of programs.
-
-    Returns:
-        The level, its programs, and their plan.
-
-    Raises:
-        TooSmallError: If none fits: of the programs that need the least.
+    The first cuts what is larger than any layer (embeddings, heads), the others cut layers as well. A layer is a block
+    whose template others share.
     """
-    errors: list[TooSmallError] = []
-    tried: Sequence[Program] = ()
-    for level in range(max(each.least for each in programs), 1 + max(each.last for each in programs)):
-        chosen = [each.at(level) for each in programs]
-        if tried and all(one is other for one, other in zip(chosen, tried, strict=True)):
-            continue
-        tried = chosen
-        try:
-            return level, chosen, plan(chosen)
-        except TooSmallError as error:
-            errors.append(error)
-    raise min(errors, key=lambda error: error.least_bytes)
+    sizes = {block.index: program.state_bytes(block) for block in program.blocks}
+    users = Counter(block.template for block in program.blocks)
+    layers = [sizes[block.index] for block in program.blocks if users[block.template] > 1]
+    largest = max(sizes.values(), default=0)
+    layer = max(layers, default=largest) or largest
+    return tuple(size for size in (layer >> shift for shift in _OF_LAYERS) if 0 < size < largest)
 
 
 def lowered_for(

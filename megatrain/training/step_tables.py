@@ -8,13 +8,14 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from megatrain.errors import ExecuteError, OptionError, TooSmallError
+from megatrain.hardware.hardware import Hardware
 from megatrain.hardware.machine import usual_machine
 from megatrain.memory.device_budget import DeviceBudget
 from megatrain.options import Options
 from megatrain.passes.program import Program
+from megatrain.planning.fitting import first_that_fits, with_true_hint
 from megatrain.planning.saved_plan import AnyPlan, saved_plan
-from megatrain.planning.smaller_blocks import with_true_hint
-from megatrain.planning.step_programs import StepPrograms, first_that_fits
+from megatrain.planning.step_programs import StepPrograms
 from megatrain.progress import stage
 from megatrain.ranks.ranks import Ranks
 from megatrain.runtime.engine import Engine
@@ -138,7 +139,7 @@ class StepTables:
             else:
                 plan = partial(self._planned, kind=kind, loss_bytes=nbytes, divides=divides)
                 with stage("planning"):
-                    level, programs, planned = _fitting(captures, plan)
+                    level, programs, planned = _fitting(captures, plan, self._options.hardware, self._budget.nbytes)
             for capture in captures:
                 capture.least = level
             self._tables[key] = _Table(tuple(captures), programs, planned, self._budget.nbytes)
@@ -237,10 +238,12 @@ def _num_shards(ranks: Ranks | None, *, is_shared: bool) -> int:
 _Plan = Callable[[Sequence[Program]], Schedule]
 
 
-def _fitting(captures: Sequence[StepPrograms], plan: _Plan) -> tuple[int, Sequence[Program], Schedule]:
+def _fitting(
+    captures: Sequence[StepPrograms], plan: _Plan, machine: Hardware | None, memory: int
+) -> tuple[int, Sequence[Program], Schedule]:
     """As `first_that_fits`; an error about the budget names smaller blocks if they help."""
     try:
-        return first_that_fits(captures, plan)
+        return first_that_fits(captures, plan, machine, memory)
     except TooSmallError as error:
         raise with_true_hint(error, captures[0].at(0), partial(_with_blocks, captures, plan)) from None
 

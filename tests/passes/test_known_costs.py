@@ -43,10 +43,10 @@ def test_costs_of_all_levels_are_those_that_measuring_anew_gives(name: str, meas
     def lower_by(pieces: Any, costs: KnownCosts | None = None) -> Any:
         return lowered_for(made, 4096, (), "auto", 64, pieces, costs=costs)
 
-    anew = StepPrograms("auto", lower_by).all
+    anew = StepPrograms("auto", lower_by).in_own_blocks
     count = len(measured)
     measured.clear()
-    shared = StepPrograms("auto", lambda pieces: lower_by(pieces, costs)).all
+    shared = StepPrograms("auto", lambda pieces: lower_by(pieces, costs)).in_own_blocks
     assert len(anew) == len(shared)
     for one, other in zip(anew, shared, strict=True):
         assert {n: t.cost for n, t in one.templates.items()} == {n: t.cost for n, t in other.templates.items()}

@@ -17,6 +17,9 @@ from megatrain.sizes import format_bytes
 from tests.planning.steps import IDS, planned
 from tests.tiers import one_in
 
+# Steps whose blocks aren't cut where they don't fit.
+OWN_BLOCKS: dict[str, Any] = {"chunking": "never"}
+
 
 def again(values: dict[str, Any], **options: Any) -> megatrain.Plan:
     rows, columns = values.pop(MICRO_BATCH, IDS.shape[0]), values.pop(SEQUENCE, IDS.shape[1])
@@ -28,12 +31,12 @@ def again(values: dict[str, Any], **options: Any) -> megatrain.Plan:
     one_in(
         3,
         [
-            {"device_memory": "480KiB"},
-            {"device_memory": "480KiB", "hardware": None},
+            {"device_memory": "480KiB", **OWN_BLOCKS},
+            {"device_memory": "480KiB", **OWN_BLOCKS, "hardware": None},
             {"host_memory": "1800KiB"},
             {"host_memory": "1MiB", "overlap": False, "max_grad_norm": None},
-            {"device_memory": "250KiB", "host_memory": "1500KiB"},
-            {"device_memory": "600KiB", "activations": "keep"},
+            {"device_memory": "250KiB", **OWN_BLOCKS, "host_memory": "1500KiB"},
+            {"device_memory": "600KiB", **OWN_BLOCKS, "activations": "keep"},
         ],
     ),
 )
@@ -57,11 +60,11 @@ def test_each_way_out_fits_and_is_what_plan_gives(options: dict[str, Any]):
 @pytest.mark.wide
 def test_of_degrees_the_first_that_fits_is_taken():
     ids = torch.zeros(64, 8, dtype=torch.long)
-    plan = planned(ids=ids, device_memory="1MiB")
+    plan = planned(ids=ids, device_memory="1MiB", **OWN_BLOCKS)
     ways = [dict(way.change.values) for way in ways_out(plan)]
     assert {"sequence": 2} in ways
     for length in (2, 3, 4):
-        found = planned(ids=ids[:, :length], device_memory="1MiB")
+        found = planned(ids=ids[:, :length], device_memory="1MiB", **OWN_BLOCKS)
         assert found.fits == (length == 2)
     for values in ways:
         assert values.get("micro_batch", 64) * values.get("micro_batches", 2) in (128, 64), "no way does both at once"
@@ -69,9 +72,9 @@ def test_of_degrees_the_first_that_fits_is_taken():
 
 def test_the_error_says_how_much_is_missing_and_what_sets_it():
     with pytest.raises(ScheduleError) as caught:
-        planned(device_memory="480KiB").check()
+        planned(device_memory="480KiB", **OWN_BLOCKS).check()
     text = str(caught.value)
-    plan = planned(device_memory="480KiB")
+    plan = planned(device_memory="480KiB", **OWN_BLOCKS)
     assert text.startswith(f"a memory of 491520 B is too small: at least {plan.schedule.device_bytes} B are needed")
     assert "set by block 3 (layers.2)" in text
     assert f"What helps: {format_bytes(plan.missing_device_bytes)} more of the device, or one of these, each" in text
@@ -90,7 +93,7 @@ def test_a_step_that_nothing_rescues_says_so():
 
 def test_a_time_is_said_only_for_a_machine():
     with pytest.raises(ScheduleError) as caught:
-        planned(device_memory="480KiB", hardware=None).check()
+        planned(device_memory="480KiB", **OWN_BLOCKS, hardware=None).check()
     assert " a step (" not in str(caught.value)
 
 

@@ -1,4 +1,4 @@
-"""What a step computes piece by piece, heads in chunks of rows, all else in tiles of tokens; what became of masks."""
+"""What a step computes piece by piece: smaller blocks, heads in chunks, all else in tiles; what became of masks."""
 
 from __future__ import annotations
 
@@ -18,8 +18,17 @@ from megatrain.sizes import format_bytes
 
 
 def piece_lines(program: Program) -> list[str]:
-    """A line for each head whose loss is computed in chunks, for the tiles of each template, and for masks."""
-    return [*_chunks(program), *_tiles(program), *_masks(program)]
+    """A line for smaller blocks, for each head whose loss is computed in chunks, for tiles of a template, for masks."""
+    return [*_blocks(program), *_chunks(program), *_tiles(program), *_masks(program)]
+
+
+def _blocks(program: Program) -> Iterator[str]:
+    if program.block_bytes is not None:
+        largest = max(map(program.state_bytes, program.blocks), default=0)
+        yield (
+            f"blocks: {len(program.blocks)} of about {format_bytes(program.block_bytes)} of state instead of the "
+            f"model's own modules, the largest with {format_bytes(largest)}"
+        )
 
 
 def _chunks(program: Program) -> Iterator[str]:

@@ -114,7 +114,8 @@ def _families(plan: PlannedStep) -> Iterator[list[Variation]]:
     if MICRO_BATCH in sizes and plan.too_small is not None:
         factors = tuple(-(2**n) for n in range(1, _HALVINGS))
         yield list(splits(sizes[MICRO_BATCH], micro_batches, factors))
-    if plan.too_small is not None:
+    is_cut = options["block_bytes"] is None and options["chunking"] != "never"  # by the planner itself
+    if plan.too_small is not None and not is_cut:
         largest = max((block.state_bytes for block in plan.schedule.known_workload().blocks), default=0)
         yield [varied(block_bytes=as_printed(largest >> n)) for n in range(1, 5)]
     if needs_host and not options["overlap"] and options["max_grad_norm"] is None and options["optimizer"] is not None:
