@@ -14,7 +14,7 @@ from megatrain.errors import ExecuteError
 from megatrain.memory.bus import Bus
 from megatrain.runtime.stores import persisting
 from megatrain.runtime.streams.stream_set import Chaos
-from tests.training.parity import MODES, SideBySide, adamw, labelled
+from tests.training.parity import MODES, TELLING_MODES, SideBySide, adamw, labelled
 
 MEMORY = "64MiB"
 
@@ -62,7 +62,7 @@ def test_frozen_weights_cross_once_for_all_steps(monkeypatch: pytest.MonkeyPatch
     run.assert_same()
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", TELLING_MODES)
 def test_batches_of_other_sizes_and_calls_between_steps_have_the_bits_of_the_loop(mode: str):
     run = roomy(**MODES[mode])
     for step in range(6):
