@@ -115,7 +115,7 @@ class Trial:
 
 @pytest.mark.parametrize("mode", MODES)
 def test_a_step_without_one_of_its_waits_is_noticed(sim: Simulator, mode: str):
-    if mode == "serial" and not is_wide():
+    if mode in ("serial", "spread") and not is_wide():
         pytest.skip("its waits on the device are those of overlap: make device")
     with always_divided(1 if mode != "sections" else NUM_SECTIONS):
         trial = Trial(sim, mode)
@@ -129,7 +129,7 @@ def test_a_step_without_one_of_its_waits_is_noticed(sim: Simulator, mode: str):
                 continue  # what the host does is done when it counts as issued: there is nothing else to wait for
             other = trial.step.schedule.ticks[wait.tick][wait.stream]
             if mode == "sections" and not is_wide() and one.op.section is None and other.section is None:
-                continue  # as in spread
+                continue  # as in spread, which make device has
             name = f"{one.op} <- {other}"
             if mode != "overlap" and any(re.fullmatch(pattern, name) for pattern in REDUNDANT):
                 continue  # overlap has seen that it may go
