@@ -12,7 +12,9 @@ import torch
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis.internal.conjecture import engine
 
+from megatrain.compiled import lowered as lowering
 from megatrain.passes.measuring import kept_work
+from megatrain.training import step_tables
 from tests import captures
 from tests.garbage import Frozen
 from tests.hidden_accelerators import hide_accelerators
@@ -51,8 +53,12 @@ def pytest_configure(config: pytest.Config) -> None:
     config.pluginmanager.register(Tiers(config), "tiers")
     config.pluginmanager.register(Frozen(), "frozen")
     settings.load_profile("ci" if os.environ.get("CI") else "default")
-    # Workers share the cores; torch's own pool on top of them would only take turns.
-    torch.set_num_threads(1 if os.environ.get("PYTEST_XDIST_WORKER") else min(4, os.cpu_count() or 1))
+    # Workers share the cores; torch's own pool on top of them would only take turns, as would those of their processes.
+    if os.environ.get("PYTEST_XDIST_WORKER"):
+        torch.set_num_threads(1)
+        os.environ.setdefault("OMP_NUM_THREADS", "1")
+    else:
+        torch.set_num_threads(min(4, os.cpu_count() or 1))
     if config.getoption("--accept"):
         os.environ["EXPECTTEST_ACCEPT"] = "1"  # expecttest reads nothing else
 
@@ -104,6 +110,14 @@ def one_thread() -> Generator[None]:
 def short_texts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Has attention's results count as worth keeping for texts of 1024 tokens, as they do for longer ones."""
     monkeypatch.setattr(kept_work, "LEAST_FLOPS_PER_BYTE", 256)
+
+
+@pytest.fixture
+def no_smaller_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For tests that are refused and ask nothing of `block_bytes`: the planning of smaller blocks takes seconds."""
+    for module in (step_tables, lowering):
+        assert hasattr(module, "with_true_hint")
+        monkeypatch.setattr(module, "with_true_hint", lambda error, *_: error)
 
 
 @pytest.fixture

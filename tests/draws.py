@@ -1,5 +1,7 @@
 """How many examples a hypothesis test draws: a quarter of its number in `make test`, all of them in `make seeds`.
 
+Where an example takes seconds, a test says how many `make test` draws.
+
 The profile decides, in tests/conftest.py: its `max_examples` is a percentage.
 """
 
@@ -13,6 +15,7 @@ def is_wide() -> bool:
     return settings().max_examples >= 100
 
 
-def draws(count: int) -> settings:
-    """Decorates a test that is to draw `count` examples where there is time for all of them."""
-    return settings(max_examples=max(1, count * settings().max_examples // 100))
+def draws(count: int, usual: int | None = None) -> settings:
+    """Decorates a test that is to draw `count` examples where there is time for all of them, and else `usual`."""
+    part = count * settings().max_examples // 100
+    return settings(max_examples=max(1, part if usual is None or is_wide() else usual))

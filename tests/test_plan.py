@@ -147,6 +147,7 @@ def test_inputs_of_a_model_that_becomes_bf16_do_too():
     assert str(megatrain.plan(kept, torch.randn(4, 8).bfloat16(), precision="bf16")) == str(plan)
 
 
+@pytest.mark.usefixtures("no_smaller_blocks")
 def test_a_device_that_is_too_small_is_planned_for_and_refused():
     plan = megatrain.plan(on_meta(), IDS, device_memory="64KiB", host_memory="1GiB")
     assert not plan.fits

@@ -106,7 +106,7 @@ def test_masters_are_saved_and_resumed(name: str, tmp_path: Path) -> None:
     assert_same_run(again, undisturbed)
 
 
-@pytest.mark.parametrize("name", ["fp32", "tied"])
+@pytest.mark.parametrize("name", [wide("fp32"), "dropout", "tied"])
 def test_from_pretrained_reads_a_trainers_checkpoint(name: str, both: Callable[[str], Both]) -> None:
     ran = both(name)
     again = LlamaForCausalLM.from_pretrained(ran.checkpoint(5))

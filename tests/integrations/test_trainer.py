@@ -28,6 +28,7 @@ from transformers import (
 )
 
 from tests.integrations.runs import RAGGED, Scenario, assert_streams_as_stock, llama
+from tests.tiers import wide
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore"),  # what these libraries warn of is theirs
@@ -444,12 +445,13 @@ SCENARIOS: dict[str, Scenario] = {
     "a collator": Scenario(ACCUMULATED, more=lambda model: {"data_collator": default_data_collator}),
 }  # fmt: skip
 
-FAST = ("accumulation, ragged", "bf16, accumulation", "own loss", "calls again", "reads gradients", "evaluated", "t5")
+FAST = ("accumulation, ragged", "bf16, accumulation", "own loss", "calls again", "reads gradients", "evaluated")
 GENERATES = ("t5, generates", "text between steps")
+OTHERS = [name for name in SCENARIOS if name not in (*FAST, *GENERATES, "t5")]
 
 
 @pytest.mark.parametrize(
-    "name", [name if name in (*FAST, *GENERATES) else pytest.param(name, marks=pytest.mark.users) for name in SCENARIOS]
+    "name", [*FAST, *GENERATES, wide("t5"), *(pytest.param(name, marks=pytest.mark.users) for name in OTHERS)]
 )
 def test_a_trainer_that_streams_has_the_stock_runs_bits(name: str, tmp_path: Path) -> None:
     found = assert_streams_as_stock(SCENARIOS[name], tmp_path)

@@ -106,7 +106,7 @@ def test_a_rank_that_is_killed_while_others_gather_its_shards_is_named(when: str
         assert text.removeprefix("RanksError: ").startswith(named), text
 
 
-@pytest.mark.parametrize("when", ["loss", "update", wide("between"), wide("still")])
+@pytest.mark.parametrize("when", [wide("loss"), "update", wide("between"), wide("still")])
 def test_a_rank_that_is_killed_or_stands_still_is_named(when: str, processes: Processes):
     found = processes.run(dying, when, 6.0, of=(0, 2))
     for text in found:

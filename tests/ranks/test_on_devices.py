@@ -23,7 +23,7 @@ from tests.training.parity import MODES, TELLING_MODES
 ORDERS = "late", "seeded", "late but compute", "late compute"
 CASES = {
     "tied-spread-late": Case("tied", "spread", THREE, order="late", is_weighted=True, draws=True),
-    "llama-deferred-clipped-bf16": Case("llama", "deferred", TWO, order="seeded", compile={"precision": "bf16"}),
+    "stack-deferred-clipped-bf16": Case("stack", "deferred", TWO, order="seeded", compile={"precision": "bf16"}),
     "tied-spread-late-shard": Case("tied", "spread", THREE, order="late", compile={"across_devices": "shard"}),
     "adapted-overlap-late-but-compute": Case("adapted", "overlap", THREE, order="late but compute"),
     "tied-deferred-late-graphs": Case("tied", "deferred", THREE, order="late", compile={"kernels": "graphs"}),
@@ -31,6 +31,7 @@ CASES = {
 }
 FURTHER = (
     {
+        "llama-deferred-clipped-bf16": Case("llama", "deferred", TWO, order="seeded", compile={"precision": "bf16"}),
         "tied-spread-late-unseen": Case("tied", "spread", THREE, order="late", edits="unseen", looks=True),
     }
     | {

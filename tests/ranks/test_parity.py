@@ -15,11 +15,9 @@ from tests.training.parity import MODES
 TWO = ((1, 1), (2, 1), (1, 3))
 THREE = ((1, 1, 1), (2, 1, 3), (1, 2, 1))
 CASES = {
-    "tied-spread": Case("tied", "spread", THREE, is_weighted=True),
-    "tied-deferred-copy": Case("tied", "deferred", TWO, compile={"transfer": "copy"}),
     "tied-overlap-bf16": Case("tied", "overlap", THREE, compile={"precision": "bf16"}, options={"report_norm": True}),
     "adapted-serial-sum": Case("adapted", "serial", TWO, optimizer="sgd", options={"reduce": "sum"}),
-    "tied-spread-dropout": Case("tied", "spread", THREE, draws=True),
+    "tied-spread-dropout": Case("tied", "spread", THREE, draws=True, is_weighted=True),
     "tied-overlap-chaos": Case("tied", "overlap", THREE, compile={"transfer": "copy"}, draws=True, chaos=1),
     "tied-deferred-clipped-bf16": Case("tied", "deferred", THREE, compile={"precision": "bf16"}, looks=True),
     "tied-spread-two-hosts": Case("tied", "spread", [*THREE, *THREE], hosts="aba", looks=True),
@@ -46,6 +44,11 @@ FURTHER = {
 DISTURBED = {
     f"{task}-{mode}-chaos-{seed}": Case(task, mode, THREE, compile={"transfer": "copy"}, draws=True, chaos=10 * seed)
     for seed, (task, mode) in enumerate(product(("tied", "adapted", "branching"), MODES), start=1)
+}
+ONE_BY_ONE = {
+    "tied-spread-weighted": Case("tied", "spread", THREE, is_weighted=True),
+    "tied-spread-draws": Case("tied", "spread", THREE, draws=True),
+    "tied-deferred-of-two": Case("tied", "deferred", TWO, compile={"transfer": "copy"}),
 }
 ROUNDED = {"tied-rounded": Case("tied", "overlap", THREE, compile={"precision": "bf16", "masters": "rounded"})}
 EDITED = {
@@ -86,6 +89,7 @@ SHARDED = (
 IN_SHARDS = ("tied-spread-shard-aaa", "adapted-deferred-shard-aba")
 LARGE = {task: Case(task, "spread", TWO, is_weighted=True, draws=True) for task in ("gpt", "llama", "t5", "lora")}
 LARGE["broad"] = Case("broad", "overlap", ((1, 1, 1), (1, 2, 1)), optimizer="sgd")
+MORE = FURTHER | LARGE | DISTURBED | ROUNDED | EDITED | TWO_HOSTS | HOOKED | ONE_BY_ONE
 
 
 def assert_parity(case: Case, processes: Processes) -> None:
@@ -102,9 +106,9 @@ def test_ranks_train_with_the_bits_of_one_process(name: str, three: Processes):
     assert_parity((CASES | TELLING)[name], three)
 
 
-@pytest.mark.parametrize("name", [*map(wide, FURTHER | LARGE | DISTURBED | ROUNDED | EDITED | TWO_HOSTS | HOOKED)])
+@pytest.mark.parametrize("name", [*map(wide, MORE)])
 def test_more_ranks_train_with_the_bits_of_one_process(name: str, three: Processes):
-    assert_parity((FURTHER | LARGE | DISTURBED | ROUNDED | EDITED | TWO_HOSTS | HOOKED)[name], three)
+    assert_parity(MORE[name], three)
 
 
 @pytest.mark.parametrize("name", [name if name in IN_SHARDS else wide(name) for name in SHARDED])

@@ -101,6 +101,7 @@ def test_chunked_steps_train_as_the_loop_does(memory: str, clip: float | None, s
         assert (one - other).detach().abs().mean() < 1e-6
 
 
+@pytest.mark.usefixtures("no_smaller_blocks")
 def test_never_is_refused_and_always_needs_no_budget():
     with pytest.raises(TooSmallError, match="block 4"):
         step_of(Model(), memory="5MiB", chunking="never").prepare(batch(0))

@@ -79,6 +79,7 @@ def test_masks_are_left_out_where_a_step_doesnt_fit_and_it_trains_as_eager_does(
         assert torch.equal(one, other) if "queries" not in text else (one - other).detach().abs().mean() < 1e-6
 
 
+@pytest.mark.usefixtures("no_smaller_blocks")
 @pytest.mark.parametrize(
     ("tokens", "mask", "size", "instead"),
     [

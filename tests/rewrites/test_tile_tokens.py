@@ -19,7 +19,7 @@ from megatrain.passes.rewrites import linear_into
 from megatrain.passes.rewrites.tile_tokens import tile_tokens
 from megatrain.passes.rewrites.tiled_region import TiledRegion
 from megatrain.planning.printed.pieces_text import piece_lines
-from tests.tiers import wide
+from tests.tiers import checkered, wide
 
 WIDTH, WORDS, TOKENS = 32, 100, 300
 
@@ -80,8 +80,7 @@ def regions(program: Any) -> list[TiledRegion]:
     return [node.target for node in nodes if isinstance(node.target, TiledRegion)]
 
 
-@pytest.mark.parametrize("rows", [1, 2])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("dtype", "rows"), checkered([torch.float32, torch.bfloat16], [1, 2]))
 def test_results_and_gradients_of_tokens_have_the_bits_of_the_whole(dtype: torch.dtype, rows: int):
     model = Model().to(dtype)
     plain = copy.deepcopy(model)

@@ -85,7 +85,7 @@ CHOICES = st.builds(
 )
 
 
-@draws(50)
+@draws(50, usual=7)
 @given(name=st.sampled_from(NAMES), choice=CHOICES)
 def test_parity_under_chaos(name: str, choice: Choice) -> None:
     assert_chaotic_parity(*MODELS[name](), choice)

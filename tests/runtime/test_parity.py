@@ -8,7 +8,7 @@ import pytest
 
 from tests.models import MODELS
 from tests.runtime.parity import assert_parity
-from tests.tiers import diagonal
+from tests.tiers import diagonal, one_in
 
 # The order of a sum differs from eager's where a parameter has several uses inside one block and more in another:
 # eager adds term by term, a block adds its own terms first. Two ways to add n fp32 terms differ by less than
@@ -25,7 +25,7 @@ MODES: dict[str, dict[str, Any]] = {
 AUTO = ("gpt_loss", "cnn", "llama_labels", "t5_labels", "mixture_of_experts", "lstm")
 """Without options each model takes one of the paths above."""
 # Each with one path in `make test`, all with each in `make wide`.
-CASES = [*diagonal(MODELS, MODES), *((name, "auto") for name in AUTO)]
+CASES = [*diagonal(MODELS, MODES), *one_in(3, ((name, "auto") for name in AUTO))]
 
 
 @pytest.mark.parametrize(("name", "mode"), CASES)

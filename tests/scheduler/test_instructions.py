@@ -104,7 +104,7 @@ def test_instructions_of_every_schedule_pass_their_check_and_are_read_back(plan:
 
 
 @given(st.one_of(schedules(), step_schedules()), st.integers(0, 2**20))
-@draws(40)
+@draws(40, usual=4)  # each has hundreds of mutants
 def test_every_other_instruction_is_refused(plan: Schedule, seed: int):
     made = plan.instructions
     assert [name for name, mutant in mutants(made, Random(seed)) if not is_rejected(plan, mutant)] == []

@@ -107,7 +107,7 @@ def found_in_part(workload: Workload, part: int, machine: Hardware, step: dict[s
 
 
 @given(chains(7), st.integers(0, 100), MACHINES, STEPS)
-@draws(60)
+@draws(60, usual=6)
 def test_a_plan_by_time_fits_and_is_never_slower_than_the_rule(
     workload: Workload, part: int, machine: Hardware, step: dict[str, object]
 ):
@@ -242,7 +242,7 @@ def test_no_plan_of_some_more_blocks_is_much_faster(count: int):
 
 
 @given(chains(6), st.tuples(PARTS, PARTS), MACHINES, MACHINES, STEPS)
-@draws(25)
+@draws(25, usual=3)
 def test_more_memory_or_a_faster_part_is_never_slower(
     workload: Workload, parts: tuple[int, int], one: Hardware, other: Hardware, step: dict[str, object]
 ):

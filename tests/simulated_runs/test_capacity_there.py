@@ -94,13 +94,13 @@ def runs_in_its_memory(
         assert num_retries() == before, order
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize(("micro_batches", "options"), [
+@pytest.mark.parametrize(("mode", "case"), checkered(MODES, [
     (3, {"activations": "offload"}), (3, {"activations": "keep"}), (1, {"memory": "700KiB"}), (3, {"memory": "900KiB"}),
-])  # fmt: skip
+]))  # fmt: skip
 def test_steps_run_in_exactly_the_memory_of_the_schedule(
-    sim: Simulator, plain: int, mode: str, micro_batches: int, options: dict[str, Any]
+    sim: Simulator, plain: int, mode: str, case: tuple[int, dict[str, Any]]
 ):
+    micro_batches, options = case
     if mode == "serial" and not is_wide():
         pytest.skip("one serial mode: make device has the other")
     model = Blocks()

@@ -14,8 +14,8 @@ import megatrain
 from megatrain.device import Accelerator
 from megatrain.tracer.recording.random_numbers import kept_rng
 from tests.simulated_device import Simulator, Synchronization
-from tests.tiers import checkered, every_other, wide
-from tests.training.parity import MODES, TASKS, adamw
+from tests.tiers import checkered, wide
+from tests.training.parity import MODES, TASKS, TELLING_MODES, adamw
 
 
 def on_device(batch: Any, device: str = "sim") -> Any:
@@ -58,7 +58,7 @@ def num_labels(batch: Any) -> torch.Tensor:
     return (batch["labels"] > 5).sum()
 
 
-@pytest.mark.parametrize("mode", every_other(MODES))
+@pytest.mark.parametrize("mode", TELLING_MODES)
 def test_weights_on_the_device_are_not_waited_for(sim: Simulator, mode: str):
     def on_host(batch: Any) -> int:
         return int(num_labels(batch))

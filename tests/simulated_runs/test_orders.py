@@ -24,7 +24,7 @@ from tests.simulated_runs.on_device import (
 from tests.tiers import diagonal, one_in
 from tests.training.parity import MODES, TASKS, adamw, padded_in_some
 
-NAMES = ("gpt_loss", "mlp", "cnn", "llama_labels", "t5_labels", "torch_encoder", "encoder_decoder", "tied_blocks")
+NAMES = ("gpt_loss", "mlp", "llama_labels", "torch_encoder", "t5_labels", "cnn", "encoder_decoder", "tied_blocks")
 
 
 @pytest.mark.parametrize(("name", "activations"), one_in(3, [

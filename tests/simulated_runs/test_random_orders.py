@@ -91,7 +91,7 @@ def options_of(model: nn.Module, choice: Choice, largest: torch.Tensor) -> dict[
     return found | {"memory": int(least * choice.spare)}
 
 
-@draws(100)
+@draws(100, usual=12)
 @given(model=module_trees(), choice=CHOICES)
 def test_random_models_have_the_bits_of_eager_in_every_order(model: nn.Module, choice: Choice):
     # The terms of a gradient with several uses are added in another order than eager's, if there are several batches.

@@ -16,6 +16,7 @@ from transformers import LlamaForCausalLM, Trainer, TrainingArguments
 
 import megatrain
 from tests.comparing import assert_same
+from tests.tiers import wide
 from tests.tools.models import IDS, llama, values
 
 pytestmark = [
@@ -23,6 +24,7 @@ pytestmark = [
     pytest.mark.usefixtures("lowered_once"),  # of few models
 ]
 
+ACCUMULATED = {"gradient_accumulation_steps": 2, "max_grad_norm": 0.5, "lr_scheduler_type": "cosine"}
 ROWS = [{"input_ids": row, "labels": row} for row in torch.arange(64).reshape(8, 8)]
 
 
@@ -56,12 +58,14 @@ def train(model: nn.Module, folder: Path, **options: Any) -> list[dict[str, Any]
 @pytest.mark.parametrize(
     "options",
     [
-        {},
-        {"label_smoothing_factor": 0.1},
-        {"gradient_accumulation_steps": 2, "max_grad_norm": 0.5, "lr_scheduler_type": "cosine"},
-        {"eval_strategy": "steps", "eval_steps": 1},
+        wide({}),
+        wide({"label_smoothing_factor": 0.1}),
+        wide(ACCUMULATED),
+        wide({"eval_strategy": "steps", "eval_steps": 1}),
         {"bf16": True},
-        {"neftune_noise_alpha": 5.0},
+        wide({"neftune_noise_alpha": 5.0}),
+        {**ACCUMULATED, "label_smoothing_factor": 0.1},
+        {"eval_strategy": "steps", "eval_steps": 1, "neftune_noise_alpha": 5.0},
     ],
     ids=str,
 )

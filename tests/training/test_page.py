@@ -163,7 +163,7 @@ def test_the_plan_on_the_page_is_the_one_that_is_made(capsys: pytest.CaptureFixt
 
 
 ROWS = re.findall(r"^\| (\w+) \| (yes|no) \| (\d+) \| (.*) \| (.*) \| (.*) \|$", PAGE, re.MULTILINE)
-TRIED = (("bf16", "yes", "1"), ("fp32", "no", "8"))
+TRIED = (("fp32", "no", "8"),)
 
 
 @pytest.fixture(scope="module")
@@ -173,7 +173,7 @@ def planned() -> dict[str, Any]:
 
 @pytest.mark.parametrize(
     ("precision", "clips", "micro_batches", "device", "host", "per_parameter"),
-    # Of both precisions, with clipping and without, with one micro-batch and with several.
+    # The page's own plan is in bf16 and clips.
     [row if row[:3] in TRIED else wide(row) for row in ROWS],
 )
 def test_the_other_plans_have_the_figures_of_the_table(

@@ -38,9 +38,9 @@ ACTIVATIONS = {"gpt": "offload", "llama": "recompute", "t5": "auto", "cnn": "kee
 # Modes and transfers take turns among the cases of `make test`, and again among those of `make wide`.
 MODE, TRANSFER = list(MODES), ("copy", "copy", "bind")
 CASES = one_in(
-    3,
+    4,
     (
-        (model, optimizer, MODE[index // 3 % len(MODE)], TRANSFER[index // 3 % len(TRANSFER)])
+        (model, optimizer, MODE[index // 4 % len(MODE)], TRANSFER[index // 4 % len(TRANSFER)])
         for index, (model, optimizer) in enumerate(itertools.product(MODELS, OPTIMIZERS))
     ),
 )
