@@ -144,7 +144,7 @@ def test_smaller_blocks_that_make_a_step_shorter_are_taken_on_a_known_machine():
     sizes = {"hidden_size": 8192, "intermediate_size": 28672, "num_attention_heads": 64, "num_key_value_heads": 8}
     config = LlamaConfig(vocab_size=128256, num_hidden_layers=6, use_cache=False, **sizes)  # pyright: ignore
     with torch.device("meta"):
-        model = LlamaForCausalLM(config).to(torch.bfloat16)
+        model = LlamaForCausalLM(config).bfloat16()
     ids = torch.zeros(2, 2048, dtype=torch.long)
     options: dict[str, Any] = {
         "example_kwargs": {"input_ids": ids, "labels": ids}, "optimizer": "AdamW", "precision": "bf16",

@@ -165,7 +165,7 @@ def test_an_error_names_the_least_that_would_do():
     assert len(programs.in_own_blocks) == 4
     needs = iter([300, 100, 200, 400, 500])  # the last of the smallest blocks
 
-    def refuse(_: Any) -> None:
+    def refuse(_: Any) -> Any:
         raise TooSmallError("too small", next(needs), ("a larger memory", "a smaller batch"))
 
     with pytest.raises(TooSmallError) as error:
