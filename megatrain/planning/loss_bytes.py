@@ -16,6 +16,7 @@ from megatrain.passes.program import Program
 from megatrain.runtime.rng import OwnGenerators
 from megatrain.torch_private import pytree
 from megatrain.tracer.capture.scripts import scripts_on_values
+from megatrain.tracer.capture.triton_kernels import launches_on_values
 from megatrain.tracer.python.holders import Attributes
 from megatrain.tracer.python.outer import Outer
 from megatrain.tracer.spec import TensorSpec
@@ -64,6 +65,7 @@ def _measured(program: Program, traced: TracedModule, inputs: Sequence[torch.Ten
     with (
         ExactFakes(allow_non_fake_inputs=True) as mode,
         scripts_on_values(),
+        launches_on_values(),
         torch.autograd.set_detect_anomaly(False),
     ):
         given, fakes = pytree.tree_map_only(torch.Tensor, mode.from_tensor, (batch, list(inputs)))

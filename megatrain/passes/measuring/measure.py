@@ -26,6 +26,7 @@ from megatrain.passes.rewrites.tiled_region import without_results
 from megatrain.torch_private import pytree
 from megatrain.tracer.calls import applied_function, call_text
 from megatrain.tracer.capture.scripts import scripts_on_values
+from megatrain.tracer.capture.triton_kernels import launches_on_values
 from megatrain.tracer.expectations import Expectation
 from megatrain.tracer.packed.packed_call import PackedCall
 from megatrain.tracer.spec import TensorSpec
@@ -75,7 +76,7 @@ def _measured(template: Template, needs: list[_Needs], program: Program) -> Temp
     device, all_needs = program.device, tuple(map(any, zip(*needs, strict=True)))
     code = Code(_with_known_shapes(template.graph, device))
     ports = (*template.inputs, *template.state)
-    with ExactFakes(), scripts_on_values():
+    with ExactFakes(), scripts_on_values(), launches_on_values():
         arguments = [port.spec.empty(device) for port in ports]
         leaves = _leaves(arguments, all_needs)
         with torch.set_grad_enabled(code.has_inner_grad):

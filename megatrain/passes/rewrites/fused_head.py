@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import sys
 from dataclasses import dataclass, replace
+from functools import partial
 from operator import getitem
 from typing import Any
 
@@ -14,6 +15,7 @@ from torch import fx
 from megatrain.passes.rewriting.call_trial import Site
 from megatrain.passes.rewriting.rewriter import Rewriter
 from megatrain.tracer.calls import applied_function
+from megatrain.tracer.spec import TensorSpec
 from megatrain.tracer.traced import TracedModule
 
 # Narrower products of matrices take longer.
@@ -79,11 +81,31 @@ def narrow_fused_head(traced: TracedModule, *, divisor: int = 1) -> TracedModule
     rewriter = Rewriter(traced)
     for node, head in found:
         old: list[Any] = sorted(node.users)  # a capture takes results apart where they are made
-        parts: Any = rewriter.add(replace(Site.of(node), after=old[-1]), head, node.args)
+        parts: Any = rewriter.add(
+            replace(Site.of(node), after=old[-1]), head, node.args, trial=partial(_alike, _specs(old))
+        )
         for part in old:
             rewriter.replace(part, parts[part.args[1]])
         rewriter.erase(node)
     return rewriter.done()
+
+
+def _specs(parts: list[Any]) -> dict[int, tuple[TensorSpec, bool]]:
+    """Specs of the results that are read, by their index, and whether they have a gradient."""
+    return {part.args[1]: (part.meta["spec"], part.meta["requires_grad"]) for part in parts}
+
+
+def _alike(
+    specs: dict[int, tuple[TensorSpec, bool]], hidden: torch.Tensor, weight: torch.Tensor, *_: Any
+) -> tuple[torch.Tensor | None, ...]:
+    """What the head returns, without its kernels, which would need tensors with values on a GPU (Triton)."""
+    source = (hidden.sum() + weight.sum()) * 0
+    made: list[torch.Tensor | None] = [None] * (1 + max(specs))
+    for index, (spec, has_gradient) in specs.items():
+        made[index] = spec.empty(hidden.device)
+        if has_gradient:
+            made[index] = source.to(spec.dtype).expand(spec.shape).clone()
+    return tuple(made)
 
 
 def _narrowed(node: fx.Node, divisor: int) -> NarrowHead | None:

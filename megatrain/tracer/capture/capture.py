@@ -22,6 +22,7 @@ from megatrain.tracer.capture.leaks import Made
 from megatrain.tracer.capture.python_effects import PythonEffects
 from megatrain.tracer.capture.sandbox import fake_state, swapped_state, uncompiled
 from megatrain.tracer.capture.scripts import followed_scripts
+from megatrain.tracer.capture.triton_kernels import followed_launches
 from megatrain.tracer.inventory import StateEntry, StateValues, inventory
 from megatrain.tracer.packed.packed_state import PackedState
 from megatrain.tracer.python.assumptions import Assumptions
@@ -167,6 +168,7 @@ class Capture:
             stack.enter_context(followed_modules(recorder, self._model))
             stack.enter_context(recorded_functions(recorder))
             stack.enter_context(followed_scripts(recorder))
+            stack.enter_context(followed_launches(recorder))
             stack.enter_context(recorded_maps(recorder))
             stack.enter_context(kept_dtypes(recorder))
             stack.enter_context(opaque_modules(recorder, self._model, self._attempt.opaque))
