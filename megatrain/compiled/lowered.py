@@ -12,7 +12,7 @@ from megatrain.options import Options
 from megatrain.passes.measuring.known_costs import KnownCosts
 from megatrain.passes.pipeline import AfterPass
 from megatrain.passes.program import Program
-from megatrain.planning.fitting import with_true_hint
+from megatrain.planning.fitting_blocks import with_true_hint
 from megatrain.planning.step_programs import Pieces, StepPrograms, lowered_for
 from megatrain.runtime.executor import Executor
 from megatrain.scheduler.from_program import step_schedule

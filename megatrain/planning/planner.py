@@ -20,7 +20,7 @@ from megatrain.passes.pipeline import Rewrite
 from megatrain.passes.program import Program
 from megatrain.planning.captured_model import captured
 from megatrain.planning.divided_updates import may_divide
-from megatrain.planning.fitting import first_that_fits
+from megatrain.planning.fitting_blocks import first_that_fits
 from megatrain.planning.host_plan import HostPlan, OptimizerLike, host_plan
 from megatrain.planning.host_room import HostedStep, with_host_room
 from megatrain.planning.loss_bytes import Loss, measure_loss
@@ -203,16 +203,8 @@ class Planner:
         memory, activations, hardware = options.device_memory, options.activations, options.hardware
         usual = usual_machine((options.device or HOST).card())
         results = {"most_result_bytes": options.most_result_bytes}
-        key = (
-            found.key,
-            kind,
-            memory,
-            activations,
-            hardware if memory else None,
-            usual.name,
-            options.masters,
-            *results.values(),
-        )
+        of_machine = hardware if memory else None, usual.name
+        key = found.key, kind, memory, activations, *of_machine, options.masters, *results.values()
         captures = [found.programs] * kind.micro_batches
         # Rewrites change no state, so they don't change what may be divided.
         divides = partial(

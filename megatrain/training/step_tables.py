@@ -13,7 +13,7 @@ from megatrain.hardware.machine import usual_machine
 from megatrain.memory.device_budget import DeviceBudget
 from megatrain.options import Options
 from megatrain.passes.program import Program
-from megatrain.planning.fitting import first_that_fits, with_true_hint
+from megatrain.planning.fitting_blocks import first_that_fits, with_true_hint
 from megatrain.planning.saved_plan import AnyPlan, saved_plan
 from megatrain.planning.step_programs import StepPrograms
 from megatrain.progress import stage
