@@ -23,6 +23,8 @@ def first_that_fits(
     plan: Callable[[Sequence[Program]], Schedule],
     machine: Hardware | None = None,
     memory: int | None = None,
+    *,
+    may_cut: bool = True,
 ) -> tuple[int, Sequence[Program], Schedule]:
     """Plans a step, and rewrites its programs as little as it needs to fit.
 
@@ -34,6 +36,7 @@ def first_that_fits(
         plan: Makes a plan of programs.
         machine: The machine, if plans are made for its times.
         memory: Bytes of the device that plans are made for, if they are.
+        may_cut: Whether blocks may get smaller. Ranks that train together have the same blocks, and plan apart.
 
     Returns:
         The level, its programs, and their plan.
@@ -41,7 +44,7 @@ def first_that_fits(
     Raises:
         TooSmallError: If none fits: of the programs that need the least.
     """
-    tries = _Tries(captures, plan)
+    tries = _Tries(captures, plan, may_cut=may_cut)
     found = tries.first(tries.start)
     if found is None:
         # If the smallest blocks don't fit, others won't.
@@ -61,6 +64,7 @@ class _Tries:
     Args:
         captures: One per micro-batch.
         plan: Makes a plan of programs.
+        may_cut: Whether there are levels with other blocks.
 
     Attributes:
         start: The first level.
@@ -69,16 +73,16 @@ class _Tries:
         errors: Why levels don't fit.
     """
 
-    def __init__(self, captures: Sequence[StepPrograms], plan: Callable[[Sequence[Program]], Schedule]):
+    def __init__(
+        self, captures: Sequence[StepPrograms], plan: Callable[[Sequence[Program]], Schedule], *, may_cut: bool
+    ):
         self._captures, self._plan = captures, plan
         self._known: dict[tuple[int, ...], Schedule | None] = {}
         self.start = max(each.least for each in captures)
         self.width = captures[0].width
+        last = max(each.last for each in captures)
+        self.end = 1 + last if may_cut else (self.start // self.width + 1) * self.width
         self.errors: list[TooSmallError] = []
-
-    @property
-    def end(self) -> int:
-        return 1 + max(each.last for each in self._captures)
 
     def first(self, level: int) -> _Found | None:
         """The first that fits, of this level and those behind it with blocks of its size."""

@@ -205,7 +205,7 @@ class Planner:
         results = {"most_result_bytes": options.most_result_bytes}
         of_machine = hardware if memory else None, usual.name
         key = found.key, kind, memory, activations, *of_machine, options.masters, *results.values()
-        captures = [found.programs] * kind.micro_batches
+        captures, is_alone = [found.programs] * kind.micro_batches, kind.ranks == "alone"
         # Rewrites change no state, so they don't change what may be divided.
         divides = partial(
             may_divide,
@@ -226,10 +226,11 @@ class Planner:
                 return plain[0], free, None
             fits = partial(made, memory=memory, activations=activations, hardware=hardware, **results)
             try:
-                _, programs, table = first_that_fits(captures, fits, hardware, memory)
+                _, programs, table = first_that_fits(captures, fits, hardware, memory, may_cut=is_alone)
             except TooSmallError as error:
                 least = partial(made, num_slots=1, activations=_LEAST.get(activations, activations))
-                tables = [(program, least([program] * kind.micro_batches)) for program in found.programs.extremes]
+                programs = found.programs.extremes if is_alone else found.programs.in_own_blocks
+                tables = [(program, least([program] * kind.micro_batches)) for program in programs]
                 return (*min(tables, key=lambda pair: pair[1].device_bytes), str(error))
             return programs[0], table, None
 

@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from megatrain.errors import ExecuteError, OptionError, TooSmallError
-from megatrain.hardware.hardware import Hardware
 from megatrain.hardware.machine import usual_machine
 from megatrain.memory.device_budget import DeviceBudget
 from megatrain.options import Options
@@ -26,6 +25,7 @@ from megatrain.scheduler.schedule import Schedule
 from megatrain.scheduler.step_kind import RANKS, STORES, StepKind
 from megatrain.training.given_plan import GivenPlan
 
+_Plan = Callable[[Sequence[Program]], Schedule]
 # Steps may differ in sizes and numbers of micro-batches: the schedules used last are kept.
 _MOST = 16
 
@@ -139,7 +139,7 @@ class StepTables:
             else:
                 plan = partial(self._planned, kind=kind, loss_bytes=nbytes, divides=divides)
                 with stage("planning"):
-                    level, programs, planned = _fitting(captures, plan, self._options.hardware, self._budget.nbytes)
+                    level, programs, planned = self._fitting(captures, plan, kind)
             for capture in captures:
                 capture.least = level
             self._tables[key] = _Table(tuple(captures), programs, planned, self._budget.nbytes)
@@ -198,6 +198,16 @@ class StepTables:
                 return table.schedule.known_workload().loss_bytes
         return measure()
 
+    def _fitting(
+        self, captures: Sequence[StepPrograms], plan: _Plan, kind: StepKind
+    ) -> tuple[int, Sequence[Program], Schedule]:
+        """As `first_that_fits`; an error about the budget names smaller blocks if they help."""
+        machine, memory = self._options.hardware, self._budget.nbytes
+        try:
+            return first_that_fits(captures, plan, machine, memory, may_cut=kind.ranks == "alone")
+        except TooSmallError as error:
+            raise with_true_hint(error, captures[0].at(0), partial(_with_blocks, captures, plan)) from None
+
     def _planned(
         self, programs: Sequence[Program], kind: StepKind, loss_bytes: int, divides: Callable[[], bool]
     ) -> Schedule:
@@ -233,19 +243,6 @@ def _num_shards(ranks: Ranks | None, *, is_shared: bool) -> int:
             '  Leave across_devices out: "replicate" copies whole weights to each device.'
         )
     return ranks.host.size
-
-
-_Plan = Callable[[Sequence[Program]], Schedule]
-
-
-def _fitting(
-    captures: Sequence[StepPrograms], plan: _Plan, machine: Hardware | None, memory: int
-) -> tuple[int, Sequence[Program], Schedule]:
-    """As `first_that_fits`; an error about the budget names smaller blocks if they help."""
-    try:
-        return first_that_fits(captures, plan, machine, memory)
-    except TooSmallError as error:
-        raise with_true_hint(error, captures[0].at(0), partial(_with_blocks, captures, plan)) from None
 
 
 def _with_blocks(captures: Sequence[StepPrograms], plan: _Plan, block_bytes: int) -> Schedule:

@@ -163,9 +163,10 @@ def test_a_trainer_without_training_steps_saves_its_optimizer(tmp_path: Path):
 
 def test_a_lack_of_memory_finds_a_smaller_batch_where_that_was_asked_for(tmp_path: Path):
     wide = {"per_device_train_batch_size": 4, "max_steps": 1}
+    small: dict[str, Any] = {"megatrain_memory": "110KiB", "megatrain_chunking": "never"}
     with pytest.raises(ScheduleError):
-        trainer(tmp_path, arguments=wide, megatrain_memory="110KiB").train()
-    found = trainer(tmp_path, arguments={**wide, "auto_find_batch_size": True}, megatrain_memory="110KiB")
+        trainer(tmp_path, arguments=wide, **small).train()
+    found = trainer(tmp_path, arguments={**wide, "auto_find_batch_size": True}, **small)
     found.train()
     assert found._train_batch_size < 4
     assert torch.isfinite(torch.tensor(found.state.log_history[-1]["train_loss"]))
