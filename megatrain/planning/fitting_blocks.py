@@ -90,9 +90,9 @@ class _Tries:
         return next((found for found in map(self.at, range(level, end)) if found is not None), None)
 
     def first_of_last(self, level: int) -> _Found | None:
-        """The first that fits with smaller blocks, if the smallest pieces do."""
-        first = level - level % self.width
-        return None if self.at(first + self.width - 1) is None else self.first(first)
+        """As `first`, if the smallest pieces fit in blocks of this size."""
+        last = level - level % self.width + self.width - 1
+        return None if self.at(last) is None else self.first(level)
 
     def at(self, level: int) -> _Found | None:
         """The plan of a level; None if it doesn't fit."""
