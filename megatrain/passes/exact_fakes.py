@@ -1,16 +1,31 @@
-"""ExactFakes: tensors that have no values, for runs without memory."""
+"""exact_fakes(): a mode of tensors that have no values, for runs without memory."""
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Generator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 
 from megatrain.torch_private import FakeTensorMode
+from megatrain.tracer.capture.scripts import scripts_on_values
+from megatrain.tracer.capture.triton_kernels import launches_on_values
 
 
-class ExactFakes(FakeTensorMode):
+@contextmanager
+def exact_fakes(*, allow_non_fake_inputs: bool = False) -> Generator[FakeTensorMode]:
+    """A mode in which tensors have no values, and kernels that no mode sees (TorchScript, Triton) aren't run on them.
+
+    Args:
+        allow_non_fake_inputs: Whether tensors with values may be used as well.
+    """
+    with scripts_on_values(), launches_on_values(), _ExactFakes(allow_non_fake_inputs=allow_non_fake_inputs) as mode:
+        yield mode
+
+
+class _ExactFakes(FakeTensorMode):
     """A mode of fake tensors that share storages just as real ones would; torch's cache serves it where it can.
 
     From the cache, a kernel that returns one tensor twice gives two, so that figures would depend on earlier runs in

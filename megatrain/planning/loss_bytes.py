@@ -10,13 +10,11 @@ from torch import nn
 
 from megatrain.device import Device
 from megatrain.interrupts import Interrupts
-from megatrain.passes.exact_fakes import ExactFakes
+from megatrain.passes.exact_fakes import exact_fakes
 from megatrain.passes.measuring.live_bytes import LiveBytes
 from megatrain.passes.program import Program
 from megatrain.runtime.rng import OwnGenerators
 from megatrain.torch_private import pytree
-from megatrain.tracer.capture.scripts import scripts_on_values
-from megatrain.tracer.capture.triton_kernels import launches_on_values
 from megatrain.tracer.python.holders import Attributes
 from megatrain.tracer.python.outer import Outer
 from megatrain.tracer.spec import TensorSpec
@@ -63,9 +61,7 @@ def measure_loss(
 
 def _measured(program: Program, traced: TracedModule, inputs: Sequence[torch.Tensor], batch: Any, loss: Loss) -> int:
     with (
-        ExactFakes(allow_non_fake_inputs=True) as mode,
-        scripts_on_values(),
-        launches_on_values(),
+        exact_fakes(allow_non_fake_inputs=True) as mode,
         torch.autograd.set_detect_anomaly(False),
     ):
         given, fakes = pytree.tree_map_only(torch.Tensor, mode.from_tensor, (batch, list(inputs)))

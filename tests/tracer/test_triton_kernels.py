@@ -121,3 +121,17 @@ def test_a_kernel_needs_values():
     with launches_on_values():
         scaled[(1,)](real, real * 2, out)
     assert torch.equal(out, real * 2)
+
+
+def test_a_launcher_that_is_kept_is_the_kernels_own_afterwards():
+    real, out, meta = torch.ones(8), torch.empty(8), torch.empty(8, device="meta")
+    with FakeTensorMode() as mode, launches_on_values():
+        kept, fake = scaled[(1,)], mode.from_tensor(real)
+        with pytest.raises(RuntimeError, match="needs tensors with values"):
+            kept(fake, fake, fake)
+        with pytest.raises(RuntimeError, match="needs tensors with values"):
+            kept(meta, real, out)
+    kept(real, real * 3, out)
+    assert torch.equal(out, real * 3)
+    with pytest.raises(AssertionError, match="address 0"):
+        kept(fake, fake, fake)  # nobody looks any more

@@ -15,7 +15,7 @@ from megatrain.hardware.work import Kernels, Works
 from megatrain.interrupts import Interrupts
 from megatrain.passes.canonicalize import copied_graph
 from megatrain.passes.cost import TemplateCost
-from megatrain.passes.exact_fakes import ExactFakes
+from megatrain.passes.exact_fakes import exact_fakes
 from megatrain.passes.interpret import Code, opaque_calls
 from megatrain.passes.measuring.kept_work import KeptRuns, may_be_worth
 from megatrain.passes.measuring.kernel_work import KernelWork
@@ -25,8 +25,6 @@ from megatrain.passes.program import Program, Template
 from megatrain.passes.rewrites.tiled_region import without_results
 from megatrain.torch_private import pytree
 from megatrain.tracer.calls import applied_function, call_text
-from megatrain.tracer.capture.scripts import scripts_on_values
-from megatrain.tracer.capture.triton_kernels import launches_on_values
 from megatrain.tracer.expectations import Expectation
 from megatrain.tracer.packed.packed_call import PackedCall
 from megatrain.tracer.spec import TensorSpec
@@ -76,7 +74,7 @@ def _measured(template: Template, needs: list[_Needs], program: Program) -> Temp
     device, all_needs = program.device, tuple(map(any, zip(*needs, strict=True)))
     code = Code(_with_known_shapes(template.graph, device))
     ports = (*template.inputs, *template.state)
-    with ExactFakes(), scripts_on_values(), launches_on_values():
+    with exact_fakes():
         arguments = [port.spec.empty(device) for port in ports]
         leaves = _leaves(arguments, all_needs)
         with torch.set_grad_enabled(code.has_inner_grad):

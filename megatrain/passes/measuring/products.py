@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from megatrain.hardware.measuring.kernels_alone import DTYPES
-from megatrain.passes.exact_fakes import ExactFakes
+from megatrain.passes.exact_fakes import exact_fakes
 from megatrain.passes.interpret import Code, opaque_calls
 from megatrain.passes.program import Program
 from megatrain.torch_private import TorchDispatchMode
@@ -29,7 +29,7 @@ def products_of(program: Program) -> tuple[tuple[int, int, int, str], ...]:
         cost = template.cost
         if opaque_calls(template.graph) or (cost is not None and cost.unmeasured):
             continue
-        with ExactFakes():
+        with exact_fakes():
             arguments = [port.spec.empty(program.device) for port in (*template.inputs, *template.state)]
             with torch.no_grad(), _Products(found):
                 Code(template.graph)(arguments, is_checked=False)

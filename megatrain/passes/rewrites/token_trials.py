@@ -11,7 +11,7 @@ from torch import fx
 
 from megatrain.interrupts import Interrupts
 from megatrain.passes.dedup import frozen
-from megatrain.passes.exact_fakes import ExactFakes
+from megatrain.passes.exact_fakes import exact_fakes
 from megatrain.passes.rewrites.token_axis import TokenAxes
 from megatrain.passes.rewrites.token_rules import Axes
 from megatrain.passes.rewriting.call_trial import Site, called, enter_modes
@@ -70,7 +70,7 @@ class Trials:
             return made if axis is None else watch.put(made.narrow(axis, 0, length), axis)
 
         with Interrupts(), ExitStack() as stack:
-            stack.enter_context(ExactFakes())
+            stack.enter_context(exact_fakes())
             given: Any = fx.map_arg((args, kwargs), operand)
             enter_modes(stack, Site.of(node))
             stack.enter_context(watch)

@@ -10,7 +10,7 @@ from torch import fx
 from torch.autograd.graph import saved_tensors_hooks
 
 from megatrain.interrupts import Interrupts
-from megatrain.passes.exact_fakes import ExactFakes
+from megatrain.passes.exact_fakes import exact_fakes
 from megatrain.passes.interpret import Code
 from megatrain.torch_private import TorchDispatchMode, pytree
 from megatrain.tracer.recording.effect_watch import storage_key
@@ -42,7 +42,7 @@ def unread_linears(graph: fx.Graph, device: torch.device) -> tuple[int, ...]:
         return tensor
 
     placeholders = [node for node in graph.nodes if node.op == "placeholder"]
-    with Interrupts(), ExactFakes(), torch.enable_grad():
+    with Interrupts(), exact_fakes(), torch.enable_grad():
         given = [n.meta["spec"].empty(device).requires_grad_(n.meta["requires_grad"]) for n in placeholders]
         with origins, saved_tensors_hooks(save, lambda tensor: tensor):
             Code(graph, see=see)(given, is_checked=False)

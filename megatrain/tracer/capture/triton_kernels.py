@@ -5,9 +5,11 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
+from threading import get_ident
 from typing import Any
 
 import torch
+from torch.autograd.grad_mode import set_multithreading_enabled
 
 from megatrain.patches import original_of, replaced_here
 from megatrain.torch_private import FakeTensor, pytree
@@ -42,7 +44,7 @@ def launches_on_values() -> Generator[None]:
 
 
 def _check_values(kernel: Any, tensors: list[torch.Tensor]) -> None:
-    if any(isinstance(tensor, FakeTensor) for tensor in tensors):
+    if any(isinstance(tensor, FakeTensor) or tensor.is_meta for tensor in tensors):
         raise RuntimeError(f"the Triton kernel `{_name(kernel)}` needs tensors with values")
 
 
@@ -58,15 +60,21 @@ def _checked(check: Callable[[Any, list[torch.Tensor]], None]) -> Generator[None
         yield
         return
     original: Any = original_of(kind, "__getitem__")
+    thread, is_over = get_ident(), False
 
     def get(kernel: Any, grid: Any) -> Callable[..., Any]:
         launch = original(kernel, grid)
 
         def checked(*args: Any, **kwargs: Any) -> Any:
-            check(kernel, [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)])
+            if not is_over and get_ident() == thread:  # the user's code may keep it
+                check(kernel, [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)])
             return launch(*args, **kwargs)
 
         return checked
 
-    with replaced_here(kind, "__getitem__", get):
-        yield
+    # A backward would run on a thread of the device's own, whose launches nobody checks.
+    with set_multithreading_enabled(False), replaced_here(kind, "__getitem__", get):
+        try:
+            yield
+        finally:
+            is_over = True
