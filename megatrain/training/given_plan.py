@@ -61,8 +61,8 @@ class GivenPlan:
         if schedule.device_bytes > budget:
             sizes = f"{format_bytes(schedule.device_bytes)} -> {format_bytes(budget)}"
             raise _refused([f"memory of the device: {sizes}"])
-        first: Workload | None = None
-        for level, programs in _levels(captures):
+        others: list[Workload] = []
+        for level, programs in _levels(captures, planned):
             for program in {id(each): each for each in programs}.values() if len(programs) > 1 else ():
                 check_buffers(program)
             found = replace(merge_programs(programs, self._options.masters).workload, loss_bytes=loss_bytes)
@@ -77,9 +77,9 @@ class GivenPlan:
                     raise _refused(["results of attention that are kept: compiled and recorded kernels return none"])
                 schedule.check()
                 return level, programs, schedule
-            first = first or found
-        assert first is not None, "a capture has a program"
-        raise _refused(workload_lines(planned, first))
+            others.append(found)
+        nearest = min(others, key=lambda other: len(other.blocks) != len(planned.blocks))
+        raise _refused(workload_lines(planned, nearest))
 
 
 def plan_of(program: Program, schedule: Schedule, options: Options) -> SavedPlan:
@@ -96,9 +96,13 @@ def plan_of(program: Program, schedule: Schedule, options: Options) -> SavedPlan
     return SavedPlan(program.name, options.precision, schedule, options.memory, name, step_s)
 
 
-def _levels(captures: Sequence[StepPrograms]) -> Iterator[tuple[int, Sequence[Program]]]:
+def _levels(captures: Sequence[StepPrograms], planned: Workload) -> Iterator[tuple[int, Sequence[Program]]]:
+    """The levels whose blocks may be those of the plan; pieces change no state."""
+    wanted = sum(block.state_bytes > 0 for block in planned.blocks)
     for level in range(max(each.least for each in captures), 1 + max(each.last for each in captures)):
-        yield level, [each.at(level) for each in captures]
+        plain = captures[0].at(level - level % captures[0].width)
+        if level < captures[0].width or sum(map(bool, map(plain.state_bytes, plain.blocks))) == wanted:
+            yield level, [each.at(level) for each in captures]
 
 
 def _refused(differences: Sequence[str]) -> ScheduleError:

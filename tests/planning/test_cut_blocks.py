@@ -11,7 +11,7 @@ from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import megatrain
-from megatrain.errors import TooSmallError
+from megatrain.errors import ScheduleError, TooSmallError
 from megatrain.memory.device_budget import DeviceBudget
 from megatrain.sizes import parse_bytes
 
@@ -137,6 +137,20 @@ def test_the_plan_is_that_of_the_step_and_says_what_was_cut():
     roomy = megatrain.plan(model, example_kwargs=batch(0), optimizer="AdamW", device_memory="1MiB")
     assert "blocks: " not in str(roomy).partition("\n")[2]
     assert len(roomy.program.blocks) == 5
+
+
+def test_a_plan_with_cut_blocks_may_be_given():
+    model, eager = Model(), Model()
+    plan = megatrain.plan(model, example_kwargs=batch(0), optimizer="AdamW", device_memory=MEMORY, overlap=False)
+    compiled = megatrain.compile(model, device="cpu", memory="1MiB", transfer="copy")
+    optimizer = torch.optim.AdamW(compiled.parameters(), lr=0.01)
+    step = megatrain.TrainStep(compiled, optimizer, overlap=False, plan=plan)
+    with pytest.raises(ScheduleError) as error:
+        step(batch(0, 9))
+    assert "blocks:" not in str(error.value), "the longer batch is named, not the blocks that were cut"
+    losses = [step(batch(0)).item()]
+    assert str(step.schedule) == str(plan.schedule)
+    assert_as_loop(model, eager, losses, trained(eager, [batch(0)], "serial"))
 
 
 def test_smaller_blocks_that_make_a_step_shorter_are_taken_on_a_known_machine():
