@@ -87,6 +87,15 @@ def _donation_can_be_forbidden() -> bool:
     return is_set and config.donated_buffer is before
 
 
+def _kernels_can_stay_unwrapped() -> bool:
+    """Whether kernels of Triton stay as they are in a body alone."""
+    home: Any = importlib.import_module("torch._library.triton")
+    before = home.is_wrap_triton_enabled()
+    with torch_private.set_wrap_triton_enabled(False):
+        is_wrapped = home.is_wrap_triton_enabled()
+    return not is_wrapped and home.is_wrap_triton_enabled() == before
+
+
 FEATURES: tuple[Feature, ...] = (
     Feature("autograd.Function.apply", "look a Function's methods up in its class", probes.functions_are_looked_up),
     Feature("torch._functorch.apis.vmap_impl", "run every call of torch.vmap", probes.vmap_can_be_replaced),
@@ -118,6 +127,7 @@ FEATURES: tuple[Feature, ...] = (
     Feature("torch._fused_adamw_", "take a step of AdamW", probes.fused_adamw_updates),
     Feature("_foreach_utils._group_tensors_by_device_and_dtype", "group by dtype", probes.norms_are_grouped),
     Feature("torch._functorch.config.patch", "set donated_buffer for a time", _donation_can_be_forbidden),
+    Feature("torch._library.triton.set_wrap_triton_enabled", "give kernels unwrapped", _kernels_can_stay_unwrapped),
     Feature("torch.Tensor._version", "count writes into all views of a memory", probes.writes_are_counted),
     Feature("torch._C._storage_Use_Count", "count what looks at a memory", probes.memory_is_told),
     Feature("torch.Tag.nondeterministic_seeded", "mark operations that draw", probes.draws_are_tagged),

@@ -56,6 +56,7 @@ __all__ = [
     "preserve_dispatch_keys",
     "pytree",
     "send_to_meta_kernels",
+    "set_wrap_triton_enabled",
     "storage_use_count",
     "top_saved_tensors_hooks",
     "unset_fake_temporarily",
@@ -147,5 +148,7 @@ forbid_memory = _found("torch", "_C._set_throw_on_mutable_data_ptr")
 fused_adamw = _found("torch", "_fused_adamw_")
 # The order in which `clip_grad_norm_` combines norms of several dtypes.
 group_by_dtype = _found("torch.utils._foreach_utils", "_group_tensors_by_device_and_dtype")
+# Kernels in `torch.library.wrap_triton` call an operator that modes have no rule for, unless this says otherwise.
+set_wrap_triton_enabled = _found("torch._library.triton", "set_wrap_triton_enabled")
 # A backward that was compiled may write into what its forward has saved, unless this says otherwise.
 patch_functorch = _found("torch._functorch.config", "patch")

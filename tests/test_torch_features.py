@@ -52,6 +52,7 @@ BROKEN: dict[str, Any] = {
     "disable_current_modes": nullcontext,
     "preserve_dispatch_keys": nullcontext,
     "send_to_meta_kernels": lambda _: None,
+    "set_wrap_triton_enabled": nullcontext,
     "DataDependentOutputException": KeyError,
     "DynamicOutputShapeException": KeyError,
     "unset_fake_temporarily": nullcontext,
