@@ -11,17 +11,19 @@ import torch
 
 from megatrain.torch_private import FakeTensorMode
 from megatrain.tracer.capture.scripts import scripts_on_values
-from megatrain.tracer.capture.triton_kernels import launches_on_values
+from megatrain.tracer.capture.triton_launches import launches_on_fakes
 
 
 @contextmanager
 def exact_fakes(*, allow_non_fake_inputs: bool = False) -> Generator[FakeTensorMode]:
-    """A mode in which tensors have no values, and kernels that no mode sees (TorchScript, Triton) aren't run on them.
+    """A mode in which tensors have no values, and kernels that no mode sees aren't run on them.
+
+    TorchScript on an accelerator is an error; launches of Triton kernels are stood in for.
 
     Args:
         allow_non_fake_inputs: Whether tensors with values may be used as well.
     """
-    with scripts_on_values(), launches_on_values(), _ExactFakes(allow_non_fake_inputs=allow_non_fake_inputs) as mode:
+    with scripts_on_values(), launches_on_fakes(), _ExactFakes(allow_non_fake_inputs=allow_non_fake_inputs) as mode:
         yield mode
 
 

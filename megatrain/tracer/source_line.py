@@ -39,13 +39,15 @@ class SourceLine:
 
 
 def user_line() -> SourceLine | None:
-    """Returns the innermost line of the call stack that is neither torch's nor megatrain's."""
+    """Returns the innermost line of the call stack that is neither torch's, Triton's nor megatrain's."""
     frame = sys._getframe(1)  # pyright: ignore[reportPrivateUsage]  # inspect.stack reads files and is 1000 times slower
     while frame is not None:
         code = frame.f_code
         users = _is_users.get(code)
         if users is None:
-            users = _is_users[code] = not code.co_filename.startswith((TORCH, OURS)) and "<" not in code.co_filename[:1]
+            is_triton = str(frame.f_globals.get("__name__")).startswith("triton.")  # `kernel[grid]` is a call in it
+            users = not is_triton and not code.co_filename.startswith((TORCH, OURS, "<"))
+            _is_users[code] = users
         if users:
             return SourceLine(code.co_filename, frame.f_lineno, code.co_qualname)
         frame = frame.f_back

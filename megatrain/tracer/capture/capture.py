@@ -22,7 +22,7 @@ from megatrain.tracer.capture.leaks import Made
 from megatrain.tracer.capture.python_effects import PythonEffects
 from megatrain.tracer.capture.sandbox import fake_state, swapped_state, uncompiled
 from megatrain.tracer.capture.scripts import followed_scripts
-from megatrain.tracer.capture.triton_kernels import followed_launches
+from megatrain.tracer.capture.triton_launches import followed_launches
 from megatrain.tracer.inventory import StateEntry, StateValues, inventory
 from megatrain.tracer.packed.packed_state import PackedState
 from megatrain.tracer.python.assumptions import Assumptions

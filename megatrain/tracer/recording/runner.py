@@ -79,7 +79,7 @@ class CallRunner(TorchFunctionMode):
         self.changed_by_users: set[tuple[Any, Any]] = set()
         self._operands: set[int] = set()
         self._reads_graph = False
-        self._runs_on_fakes = False
+        self.runs_on_fakes = False
         self._left_out_large = False
 
     @contextmanager
@@ -99,7 +99,7 @@ class CallRunner(TorchFunctionMode):
         # A backward reads what the graph behind its arguments saved.
         self._reads_graph = func is torch.autograd.grad
         self.effects.clear()
-        self._runs_on_fakes = False
+        self.runs_on_fakes = False
         # Ctrl-C waits for the end of the call: C++ ends the process at some errors in a dispatch mode.
         with Interrupts(), self.unrecorded():
             is_large = not has_fakes and self._is_too_large(func, args, kwargs, operands)
@@ -108,7 +108,7 @@ class CallRunner(TorchFunctionMode):
                 with self.effects:
                     result = func(*args, **kwargs)
             else:
-                self._runs_on_fakes = True
+                self.runs_on_fakes = True
                 for operand in operands:
                     self._follow_copy(operand)
                 if is_large:  # fake tensors compute what depends on real ones alone
@@ -169,7 +169,7 @@ class CallRunner(TorchFunctionMode):
                     "Only buffers are written back after a step.",
                     "Register the tensor with register_buffer.",
                 )
-            turns_unknown = self._runs_on_fakes or self.effects.is_random
+            turns_unknown = self.runs_on_fakes or self.effects.is_random
             if turns_unknown and not self._attempt.uses_values and is_real and node in self.tape.made_by:
                 raise MakeFakeError(self.tape.made_by[node])
 
