@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import sys
 from types import ModuleType
 from typing import Any
@@ -14,8 +15,11 @@ import megatrain
 from megatrain.passes.check_rewrite import check_rewrite
 from megatrain.passes.rewrites.fused_head import NarrowHead, narrow_fused_head
 from megatrain.sizes import parse_bytes
+from tests.stand_in_triton import JITFunction, stand_in_triton
 
 WORDS, WIDTH, TILE_ROWS = 3000, 16, 100
+
+unread = JITFunction(lambda x: None, None)
 
 
 class Fused(torch.autograd.Function):
@@ -67,7 +71,8 @@ def trl(monkeypatch: pytest.MonkeyPatch) -> None:
     module = ModuleType("trl.stand_in")
     vars(module)["TOKEN_CHUNK_SIZE"] = TILE_ROWS
     monkeypatch.setitem(sys.modules, "trl.stand_in", module)
-    monkeypatch.setattr(Fused, "__module__", "trl.stand_in")
+    for kind in (Fused, Launched):
+        monkeypatch.setattr(kind, "__module__", "trl.stand_in")
 
 
 class Model(nn.Module):
@@ -129,6 +134,24 @@ def other(module: str = "trl.stand_in", name: str | None = None) -> Any:
 def test_what_isnt_trls_head_stays(function: Any):
     traced = megatrain.trace(Model(function), kwargs=batch(0))
     assert narrow_fused_head(traced) is traced
+
+
+class Launched(Fused):
+    """The head with a kernel that torch can't analyse."""
+
+    @staticmethod
+    def forward(ctx: Any, *args: Any) -> tuple[torch.Tensor | None, ...]:
+        unread[(1,)](args[0])
+        return Fused.forward(ctx, *args)
+
+
+def test_a_head_whose_kernels_need_values_keeps_its_tiles(monkeypatch: pytest.MonkeyPatch):
+    signature = inspect.signature(Fused.forward)
+    monkeypatch.setattr(Launched.forward, "__signature__", signature, raising=False)
+    with stand_in_triton():
+        traced = megatrain.trace(Model(Launched), kwargs=batch(0))
+        assert "Launched" in str(traced)
+        assert narrow_fused_head(traced) is traced
 
 
 # The stand-in takes all rows at a time: a tile of 2048 words has 3.3 MB, and some exist together.

@@ -5,17 +5,16 @@ from __future__ import annotations
 import inspect
 import sys
 from dataclasses import dataclass, replace
-from functools import partial
 from operator import getitem
 from typing import Any
 
 import torch
 from torch import fx
 
+from megatrain.errors import LowerError
 from megatrain.passes.rewriting.call_trial import Site
 from megatrain.passes.rewriting.rewriter import Rewriter
 from megatrain.tracer.calls import applied_function
-from megatrain.tracer.spec import TensorSpec
 from megatrain.tracer.traced import TracedModule
 
 # Narrower products of matrices take longer.
@@ -70,6 +69,7 @@ def narrow_fused_head(traced: TracedModule, *, divisor: int = 1) -> TracedModule
     of 4096 rows and 32768 words. As for other heads (`chunk_head_loss`), a tile gets about as large as all hidden
     states, and no narrower than 128 words. A row's sum over its words is one over tiles, in fp32, and so is the
     gradient of its hidden state: narrower tiles add in another order. Gradients of the head's weights keep their bits.
+    A head whose kernels can't be followed keeps its tiles.
 
     Args:
         traced: The capture.
@@ -81,31 +81,14 @@ def narrow_fused_head(traced: TracedModule, *, divisor: int = 1) -> TracedModule
     rewriter = Rewriter(traced)
     for node, head in found:
         old: list[Any] = sorted(node.users)  # a capture takes results apart where they are made
-        parts: Any = rewriter.add(
-            replace(Site.of(node), after=old[-1]), head, node.args, trial=partial(_alike, _specs(old))
-        )
+        try:
+            parts: Any = rewriter.add(replace(Site.of(node), after=old[-1]), head, node.args)
+        except LowerError:  # its kernels need values: no plan would see that its tiles are narrower
+            return traced
         for part in old:
             rewriter.replace(part, parts[part.args[1]])
         rewriter.erase(node)
     return rewriter.done()
-
-
-def _specs(parts: list[Any]) -> dict[int, tuple[TensorSpec, bool]]:
-    """Specs of the results that are read, by their index, and whether they have a gradient."""
-    return {part.args[1]: (part.meta["spec"], part.meta["requires_grad"]) for part in parts}
-
-
-def _alike(
-    specs: dict[int, tuple[TensorSpec, bool]], hidden: torch.Tensor, weight: torch.Tensor, *_: Any
-) -> tuple[torch.Tensor | None, ...]:
-    """What the head returns, without its kernels, which would need tensors with values on a GPU (Triton)."""
-    source = (hidden.sum() + weight.sum()) * 0
-    made: list[torch.Tensor | None] = [None] * (1 + max(specs))
-    for index, (spec, has_gradient) in specs.items():
-        made[index] = spec.empty(hidden.device)
-        if has_gradient:
-            made[index] = source.to(spec.dtype).expand(spec.shape).clone()
-    return tuple(made)
 
 
 def _narrowed(node: fx.Node, divisor: int) -> NarrowHead | None:
