@@ -15,6 +15,7 @@ from megatrain.errors import ScheduleError
 from megatrain.passes.measuring.live_bytes import LiveBytes
 from megatrain.planning.loss_bytes import measure_loss
 from megatrain.scheduler.books import find_peak
+from tests.stand_in_triton import JITFunction, stand_in_triton
 
 WORDS, WIDTH, TOKENS = 512, 8, 16
 LOGITS = TOKENS * WORDS  # elements
@@ -58,6 +59,34 @@ def test_the_term_is_what_the_loss_takes():
     assert term >= 2 * 4 * LOGITS
     assert "loss" in dict(find_peak(step.schedule).parts)
     assert step.schedule.device_bytes - step.schedule.peak_bytes >= 4 * LOGITS
+
+
+def test_a_loss_of_kernels_is_measured_without_a_launch():
+    def copied(x: torch.Tensor, y: torch.Tensor) -> None:
+        y.copy_(x)
+
+    kernel = JITFunction(copied, ["y"])
+
+    class Copied(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+            y = torch.empty(x.shape)
+            kernel[(1,)](x, y)
+            return y
+
+        @staticmethod
+        def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+            dx = torch.empty(grads[0].shape, dtype=torch.bfloat16)
+            kernel[(1,)](grads[0], dx)
+            return dx
+
+    def loss(logits: torch.Tensor, batch: torch.Tensor) -> torch.Tensor:
+        return F.cross_entropy(Copied.apply(logits).flatten(0, 1), batch.flatten())  # pyright: ignore
+
+    with stand_in_triton():
+        term = step_of(loss).prepare(ids()).known_workload().loss_bytes
+    assert not kernel.launched
+    assert term == step_of(wide_loss).prepare(ids()).known_workload().loss_bytes
 
 
 def test_a_model_that_has_its_own_loss_has_no_term():
