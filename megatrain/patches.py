@@ -1,12 +1,17 @@
-"""Replaces a method or function of torch for one thread; every other thread keeps using the original."""
+"""Replaces a method or function for one thread; every other thread keeps using the original. Notices its imports."""
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec
+from importlib.util import find_spec
 from threading import get_ident
+from types import ModuleType
 from typing import Any
 
 _MISSING = object()
@@ -116,3 +121,53 @@ def _remove_unused(owner: Any, name: str, patch: _Patch) -> None:
         delattr(owner, name)
     else:
         setattr(owner, name, patch.own)
+
+
+class _Noticing(MetaPathFinder):
+    """Finds modules of a package as all other finders do, and has something called once each of them has been read."""
+
+    def __init__(self, package: str, then: Callable[[], object]):
+        self._package, self._then = package, then
+        self._thread = get_ident()
+        self._is_asking = False
+        self.is_over = False
+
+    def find_spec(self, fullname: str, path: object = None, target: object = None) -> ModuleSpec | None:
+        is_meant = get_ident() == self._thread and fullname.partition(".")[0] == self._package
+        if self._is_asking or not is_meant:
+            return None
+        self._is_asking = True
+        try:
+            spec = find_spec(fullname)
+        finally:
+            self._is_asking = False
+        loader: Any = None if spec is None else spec.loader
+        if loader is not None:
+            read = loader.exec_module
+
+            def exec_module(module: ModuleType) -> None:
+                read(module)
+                if not self.is_over:
+                    self._then()
+
+            loader.exec_module = exec_module
+        return spec
+
+
+@contextmanager
+def noticed_imports(package: str, then: Callable[[], object]) -> Generator[None]:
+    """Has something called whenever this thread has read another module of a package for the first time, in the body.
+
+    What is imported already costs nothing: an import of it asks no finder.
+
+    Args:
+        package: The first part of the modules' names.
+        then: Called behind each of them.
+    """
+    finder = _Noticing(package, then)
+    sys.meta_path.insert(0, finder)
+    try:
+        yield
+    finally:
+        finder.is_over = True
+        sys.meta_path.remove(finder)

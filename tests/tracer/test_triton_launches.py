@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import importlib
 import sys
 import threading
 from collections.abc import Generator
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -291,10 +293,12 @@ def test_it_makes_no_difference_when_a_launcher_was_made():
 
 def test_everything_is_as_before_afterwards():
     kinds = KernelInterface, JITFunction, Autotuner, Heuristics
-    before = [*(kind.run for kind in kinds), __import__]
+    before, finders = [kind.run for kind in kinds], [*sys.meta_path]
     with launches_on_fakes():
-        assert not {*before} & {*(kind.run for kind in kinds), __import__}
-    assert [*(kind.run for kind in kinds), __import__] == before
+        assert not {*before} & {kind.run for kind in kinds}
+        assert sys.meta_path != finders
+    assert [kind.run for kind in kinds] == before
+    assert sys.meta_path == finders
 
 
 def test_nothing_is_replaced_where_triton_is_not_imported():
@@ -304,13 +308,24 @@ def test_nothing_is_replaced_where_triton_is_not_imported():
         assert not [name for name in sys.modules.keys() - modules if name.split(".")[0] == "triton"]
 
 
-def test_triton_imported_in_the_middle_is_found():
-    before = JITFunction.run
-    with stand_in_triton(is_imported=False) as made, launches_on_fakes():
-        sys.modules.update(made)
-        __import__("colorsys")  # an import statement of any module
+def test_triton_imported_in_the_middle_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    (tmp_path / "triton" / "runtime").mkdir(parents=True)
+    for folder in ("triton", "triton/runtime"):
+        (tmp_path / folder / "__init__.py").write_text("")
+    code = "from tests.stand_in_triton import JITFunction, KernelInterface\n"
+    (tmp_path / "triton" / "runtime" / "jit.py").write_text(code)
+    monkeypatch.syspath_prepend(tmp_path)
+    for name in [name for name in sys.modules if name.split(".")[0] == "triton"]:
+        monkeypatch.delitem(sys.modules, name)
+    before, launched, tensor = JITFunction.run, len(doubling.launched), torch.ones(2)
+    with stand_in_triton(is_imported=False), launches_on_fakes():
+        importlib.import_module("triton.runtime.jit")
         assert JITFunction.run is not before
+        doubling[(1,)](tensor)
     assert JITFunction.run is before
+    assert len(doubling.launched) == launched
+    for name in [name for name in sys.modules if name.split(".")[0] == "triton"]:
+        del sys.modules[name]
 
 
 def test_tokens_that_a_kernel_may_mix_are_not_tiled():

@@ -7,15 +7,15 @@ that every mode sees. Where nobody can tell what it would write, the launch is a
 
 from __future__ import annotations
 
-import builtins
 from collections.abc import Callable, Generator, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 from torch.autograd.grad_mode import set_multithreading_enabled
 
-from megatrain.patches import original_of, replaced_here
+from megatrain.patches import noticed_imports, original_of, replaced_here
 from megatrain.torch_private import FakeTensor, disable_current_modes, set_wrap_triton_enabled
 from megatrain.tracer.capture.torch_triton import (
     kernel_name,
@@ -153,15 +153,8 @@ def _replaced(launch: _Launch) -> Generator[None]:
         return launched
 
     with ExitStack() as stack:
-        load = original_of(builtins, "__import__")
-
-        def load_and_replace(*args: Any, **kwargs: Any) -> Any:
-            module = load(*args, **kwargs)
-            replace(stack)
-            return module
-
         stack.enter_context(set_multithreading_enabled(False))
         stack.enter_context(set_wrap_triton_enabled(False))
-        stack.enter_context(replaced_here(builtins, "__import__", load_and_replace))
+        stack.enter_context(noticed_imports("triton", partial(replace, stack)))
         replace(stack)
         yield
