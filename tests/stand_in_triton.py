@@ -128,3 +128,24 @@ def stand_in_triton(*, is_imported: bool = True) -> Generator[dict[str, ModuleTy
         for name in NAMES:
             sys.modules.pop(name, None)
         sys.modules.update(before)
+
+
+def names_written(
+    kernel: Any, args: Sequence[Any], kwargs: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]
+) -> str | None:
+    """The names of the tensors that a launch is found to write; None if it isn't known.
+
+    Args:
+        kernel: Of the stand-in, or of the real package.
+        args: Its positional arguments, with names in place of tensors.
+        kwargs: The others.
+        tensors: By name, of one letter each.
+    """
+
+    def given(value: Any) -> Any:
+        return tuple(map(given, value)) if isinstance(value, tuple) else tensors.get(value, value)
+
+    found = torch_triton.tensors_written(kernel, given(tuple(args)), {name: given(v) for name, v in kwargs.items()})
+    if found is None:
+        return None
+    return "".join(name for name, tensor in tensors.items() if any(tensor is each for each in found))

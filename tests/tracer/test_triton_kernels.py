@@ -15,6 +15,7 @@ from megatrain.torch_private import FakeTensorMode
 from megatrain.tracer.capture.torch_triton import kernel_name, tensors_in_launch, tensors_written
 from megatrain.tracer.recording.opaque import Opaque
 from megatrain.tracer.trace import trace
+from tests.stand_in_triton import names_written
 
 triton: Any = pytest.importorskip("triton")
 tl: Any = pytest.importorskip("triton.language")
@@ -113,13 +114,7 @@ tuned_over_heuristics = tuned_with(given_bias, triton.Config({}, num_warps=2))
 def test_what_a_real_kernel_writes_is_found(kernel: Any, args: Any, kwargs: Any, written: str | None, *, is_fake: bool):
     mode = FakeTensorMode()
     tensors = {name: mode.from_tensor(t) if is_fake else t for name, t in zip("xyb", torch.zeros(3, 16), strict=True)}
-
-    def given(value: Any) -> Any:
-        return tuple(map(given, value)) if isinstance(value, tuple) else tensors.get(value, value)
-
-    found = tensors_written(kernel, given(args), {name: given(value) for name, value in kwargs.items()})
-    assert (found is None) == (written is None)
-    assert [name for name, t in tensors.items() if any(t is each for each in found or ())] == list(written or ())
+    assert names_written(kernel, args, kwargs, tensors) == written
 
 
 def test_a_kernel_that_writes_by_an_address_writes_no_tensor():

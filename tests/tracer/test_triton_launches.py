@@ -25,7 +25,15 @@ from megatrain.tracer.capture.torch_triton import tensors_written
 from megatrain.tracer.capture.triton_launches import launches_on_fakes
 from megatrain.tracer.trace import trace
 from tests.runtime.parity import assert_parity
-from tests.stand_in_triton import Autotuner, Config, Heuristics, JITFunction, KernelInterface, stand_in_triton
+from tests.stand_in_triton import (
+    Autotuner,
+    Config,
+    Heuristics,
+    JITFunction,
+    KernelInterface,
+    names_written,
+    stand_in_triton,
+)
 
 CPU = torch.device("cpu")
 
@@ -426,13 +434,7 @@ adding = JITFunction(add, ["y"])
 )
 def test_what_is_written_is_found_by_name(kernel: Any, args: Any, kwargs: Any, written: str | None):
     tensors = {name: torch.empty(2) for name in "xyb"}
-
-    def given(value: Any) -> Any:
-        return tuple(map(given, value)) if isinstance(value, tuple) else tensors.get(value, value)
-
-    found = tensors_written(kernel, given(args), {name: given(value) for name, value in kwargs.items()})
-    assert (found is None) == (written is None)
-    assert [name for name, t in tensors.items() if any(t is each for each in found or ())] == list(written or ())
+    assert names_written(kernel, args, kwargs, tensors) == written
 
 
 def test_nothing_is_known_of_a_kernel_whose_heuristic_fails():
