@@ -104,6 +104,7 @@ def test_a_model_that_has_its_own_loss_has_no_term():
     assert step.prepare(ids()).known_workload().loss_bytes == 0
 
 
+@pytest.mark.usefixtures("no_smaller_blocks")
 def test_a_budget_without_room_for_the_loss_is_refused():
     needed = step_of(wide_loss, activations="offload").prepare(ids()).device_bytes
     with_room = step_of(wide_loss, activations="offload", memory=needed)
