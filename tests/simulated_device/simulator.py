@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import gc
 import threading
 import traceback
 from collections.abc import Callable, Generator
@@ -206,6 +207,8 @@ class Simulator:
     @contextmanager
     def synchronizations(self) -> Generator[list[Synchronization]]:
         """Notes each time that the host waits, during the body."""
+        # Memory that earlier tests left unlocks itself when it is collected, which waits for the device.
+        gc.collect()
         before, self._found = self._found, []
         self._watch()
         try:
