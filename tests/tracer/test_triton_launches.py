@@ -528,8 +528,13 @@ def test_a_kernel_that_cannot_be_read_is_captured_on_values(kind: type[nn.Module
 def test_a_kernel_that_cannot_be_read_needs_the_values_of_the_weights():
     with torch.device("meta"):
         model = nn.Sequential(Scale(), Scale())
-    with pytest.raises(RuntimeError, match="the Triton kernel `scale` needs tensors with values"):
+    with pytest.raises(TraceError) as refused:
         trace(model, (torch.randn(2, 3),))
+    said, rule, way_out = str(refused.value).splitlines()
+    assert "Scaled.apply" in said
+    assert "test_triton_launches.py" in said
+    assert rule.endswith("`scale` needs tensors with values: it isn't known which tensors it writes.")
+    assert "Load the weights before compiling" in way_out
 
 
 def test_a_kernel_that_cannot_be_read_is_never_launched_without_values():

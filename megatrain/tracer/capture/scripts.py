@@ -11,6 +11,7 @@ import torch
 from megatrain.device import is_on_host
 from megatrain.patches import original_of, replaced_here
 from megatrain.torch_private import FakeTensor, ScriptFunction, ScriptMethod, pytree
+from megatrain.tracer.recording.obstacles import ValuesNeededError
 from megatrain.tracer.recording.recorder import Recorder
 
 
@@ -44,7 +45,9 @@ def scripts_on_values() -> Generator[None]:
 
 def _check_values(function: Any, tensors: list[torch.Tensor]) -> None:
     if any(isinstance(tensor, FakeTensor) and not is_on_host(tensor) for tensor in tensors):
-        raise RuntimeError(f"the TorchScript function `{function.name}` may be fused, and needs tensors with values")
+        raise ValuesNeededError(
+            f"the TorchScript function `{function.name}` may be fused, and needs tensors with values"
+        )
 
 
 @contextmanager

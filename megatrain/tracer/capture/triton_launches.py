@@ -23,6 +23,7 @@ from megatrain.tracer.capture.torch_triton import (
     tensors_in_launch,
     tensors_written,
 )
+from megatrain.tracer.recording.obstacles import ValuesNeededError
 from megatrain.tracer.recording.recorder import Recorder
 
 _Launch = Callable[[Any, Callable[[], Any], tuple[Any, ...], dict[str, Any]], Any]
@@ -85,13 +86,13 @@ def _show(kernel: Any, read: Sequence[torch.Tensor], written: Sequence[torch.Ten
     The calls take no memory: the first answers a question, the second copies a tensor to itself.
 
     Raises:
-        RuntimeError: If it isn't known what the kernel writes.
+        ValuesNeededError: If it isn't known what the kernel writes.
     """
     if written is None:
-        raise RuntimeError(
-            f"the Triton kernel `{kernel_name(kernel)}` needs tensors with values.\n"
-            "  It isn't known which tensors it writes.\n"
-            "  Load the weights before compiling, or launch it in a torch.library.custom_op with a register_fake."
+        raise ValuesNeededError(
+            f"the Triton kernel `{kernel_name(kernel)}` needs tensors with values: "
+            "it isn't known which tensors it writes",
+            "Load the weights before compiling, or launch it in a torch.library.custom_op with a register_fake.",
         )
     with torch.no_grad():
         for tensor in read:

@@ -38,6 +38,20 @@ class StartAgainError(Exception):
     """This attempt at a capture is over, and it is known how the next one begins."""
 
 
+class ValuesNeededError(RuntimeError):
+    """A call of the model's that we, not torch, refuse on tensors without values.
+
+    Args:
+        rule: Why it needs values.
+        way_out: What the user can do.
+    """
+
+    def __init__(self, rule: str, way_out: str = "Load the weights before compiling.") -> None:
+        super().__init__(f"{rule}.\n  {way_out}")
+        self.rule = rule
+        self.way_out = way_out
+
+
 class Obstacle(TraceError):
     """Something that this attempt at a capture can't follow; raised to the user if no other attempt can.
 
@@ -255,7 +269,7 @@ def call_on_fakes(func: Any, args: Any, kwargs: Any, line: SourceLine | None, na
     of error, and only a call on values can tell.
 
     Raises:
-        Obstacle: With the error as its `cause`, noting that the call ran without data.
+        Obstacle: With the error as its `cause`, noting that the call ran without data; without a cause if we refused.
     """
     try:
         with _quiet_fakes():
@@ -265,13 +279,14 @@ def call_on_fakes(func: Any, args: Any, kwargs: Any, line: SourceLine | None, na
     except (TraceError, StartAgainError, UnfollowedError):
         raise
     except Exception as error:
-        error.add_note(f"`{name}` was captured on fake tensors, at {line}")
-        obstacle = Obstacle(
-            f"calls `{name}`, which fails on tensors without values",
-            str(error),
-            "Load the weights before compiling.",
-            remedy=USE_VALUES,
-            place=line,
+        is_ours = isinstance(error, ValuesNeededError)
+        rule, way_out = (
+            (error.rule + ".", error.way_out) if is_ours else (str(error), "Load the weights before compiling.")
         )
-        obstacle.cause = error
+        obstacle = Obstacle(
+            f"calls `{name}`, which fails on tensors without values", rule, way_out, remedy=USE_VALUES, place=line
+        )
+        if not is_ours:
+            error.add_note(f"`{name}` was captured on fake tensors, at {line}")
+            obstacle.cause = error
         raise obstacle from error
