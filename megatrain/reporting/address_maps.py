@@ -6,9 +6,10 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from megatrain.reporting.peak_holders import slot_stays
-from megatrain.scheduler.books import Books, span
 from megatrain.scheduler.instructions import Instructions
 from megatrain.scheduler.items import Stream
+from megatrain.scheduler.lifetimes.books import Books
+from megatrain.scheduler.lifetimes.lifetime import MOMENTS, span
 from megatrain.scheduler.schedule import Schedule
 
 
@@ -104,5 +105,6 @@ def _landing(schedule: Schedule, books: Books) -> tuple[Area, ...]:
         if life.memory == "landing" and place is not None and place.nbytes > 0:
             earlier = ", of the step before" if life.item.kind == "waiting" else ""
             name = f"gradients of block {place.block}{earlier}"
-            found.append(Area(name, place.block, place.offset, place.nbytes, *span(life, len(schedule.ticks))))
+            first, last = (moment // MOMENTS for moment in span(life, len(schedule.ticks)))
+            found.append(Area(name, place.block, place.offset, place.nbytes, first, last))
     return tuple(sorted(found, key=lambda area: (area.first, area.offset)))

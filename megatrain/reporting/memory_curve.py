@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from itertools import chain
 from typing import NamedTuple
 
-from megatrain.scheduler.books import Books
 from megatrain.scheduler.instructions import Instructions
 from megatrain.scheduler.items import ITEMS, Item, Stream
+from megatrain.scheduler.lifetimes.books import Books
 from megatrain.scheduler.table import Position
 from megatrain.scheduler.timing.bands import Band
 
@@ -71,7 +71,7 @@ def held_on_device(books: Books, instructions: Instructions) -> list[LiveSpan]:
     found = [LiveSpan("weights", books.table.arena_bytes, START, (END,))]
     for life in books.lifetimes:
         if life.memory == "device":
-            since = START if life.start is None else Instant(life.start, False)
+            since = START if life.start is None else Instant(life.start, life.is_brought)
             shared = None if life.storage is None else (life.storage, life.item.micro_batch, life.nbytes)
             part = ITEMS[life.item.kind].part
             found.append(LiveSpan(part, life.nbytes, since, (released.get(life.item, END),), shared))

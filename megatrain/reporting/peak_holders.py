@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from megatrain.scheduler.books import Books, Lifetime, Peak, alive_at, find_peak
 from megatrain.scheduler.items import ITEMS
+from megatrain.scheduler.lifetimes.books import Books
+from megatrain.scheduler.lifetimes.lifetime import Lifetime
+from megatrain.scheduler.lifetimes.peak import Peak, alive_at, find_peak
 from megatrain.scheduler.op import Op
 from megatrain.scheduler.schedule import Schedule
 from megatrain.sizes import format_bytes
@@ -71,9 +73,9 @@ def at_peak(schedule: Schedule, books: Books) -> AtPeak:
     """
     peak = find_peak(schedule)
     found = [*_states(schedule, books, peak.tick)]
-    for life in alive_at(books, peak.tick):
+    for life in alive_at(books, peak.moment):
         found.append(PeakHolder(_name(schedule, life), ITEMS[life.item.kind].part, life.nbytes))
-    for op in schedule.ticks[peak.tick].values():
+    for op in () if peak.is_after else schedule.ticks[peak.tick].values():
         nbytes = books.effects.workspace(*op.key)
         of_loss = 0 < nbytes == books.effects.loss_workspace(*op.key[1:4])
         name = "the loss" if of_loss else f"workspace of {op}"

@@ -9,7 +9,7 @@ from megatrain.counts import counted
 from megatrain.planning.what_if.several_devices import DevicesPlan
 from megatrain.reporting.drawn_ops import Drawn, sources_of
 from megatrain.reporting.step_figures import compared
-from megatrain.scheduler.books import Books
+from megatrain.scheduler.lifetimes.books import Books
 from megatrain.scheduler.schedule import Schedule, schedule_of
 from megatrain.scheduler.timing.bands import format_s
 from megatrain.scheduler.timing.costs import Hardware

@@ -10,9 +10,9 @@ from megatrain.reporting.address_maps import AddressMap, address_maps
 from megatrain.reporting.drawn_ops import Drawn
 from megatrain.reporting.memory_curve import Curve, curve, held_on_device, held_on_host
 from megatrain.reporting.peak_holders import AtPeak, at_peak
-from megatrain.scheduler.books import Books
 from megatrain.scheduler.instructions import Instructions
 from megatrain.scheduler.items import Effect
+from megatrain.scheduler.lifetimes.books import Books
 from megatrain.scheduler.schedule import Schedule
 from megatrain.scheduler.table import Position
 from megatrain.scheduler.timing.bands import Band

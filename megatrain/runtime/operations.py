@@ -128,11 +128,11 @@ class Operations:
             if trainer is not None and instruction.op.stream == Stream.COMPUTE:
                 trainer.before_compute(instruction.micro_batch)
             release(calls, instruction.frees_before)
-            self._take(calls, instruction.takes)
             if trainer is not None and instruction.turns:
                 turn(calls[instruction.micro_batch], instruction.micro_batch, trainer, self.engine)
             handler(self, taken, instruction)
             release(calls, instruction.frees_after)
+            self._take(calls, instruction.takes)  # without the op's workspace, and what it was the last to use
             self._slots.poison(instruction.leaves)
 
         return work

@@ -13,9 +13,9 @@ from typing import Any
 
 import networkx as nx
 
-from megatrain.scheduler.books import Books, Uses
 from megatrain.scheduler.happens import waited_edges
 from megatrain.scheduler.items import ITEMS, Item, Stream
+from megatrain.scheduler.lifetimes.books import Books, Uses
 from megatrain.scheduler.op import Op
 from megatrain.scheduler.table import Position, Table
 from megatrain.scheduler.workload import Workload
@@ -34,7 +34,7 @@ def dependency_graph(schedule: Table, workload: Workload | None = None) -> nx.Di
       parameters in host memory;
     - `"memory"`: an op that releases, and one that takes memory in a later tick. The accounting of memory
       relies on these: F and B wait for what d2h did in earlier ticks; an `A` that returns waits for the op of compute
-      with which the memory that it fills is taken; a `G` waits for each `U` that releases gradients on the host, so it
+      after which the memory that it fills is taken; a `G` waits for each `U` that releases gradients on the host, so it
       never runs far ahead of slow updates;
     - `"stream"`: the next op of the same stream.
 

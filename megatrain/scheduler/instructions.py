@@ -50,8 +50,8 @@ class Instruction:
         keeps: An F that keeps its results for its B, which doesn't compute them again.
         turns: The first B of its micro-batch: the caller hands in the gradients of the outputs.
         frees_before: Items to free when its waits are over: transfers used them last.
-        takes: Items that transfers of later ticks bring to the device; their memory is taken when the op starts.
         frees_after: Items whose last use it is.
+        takes: Items that transfers of later ticks bring to the device; their memory is taken then, when the op is over.
         leaves: Bytes of the slots whose state it is the last to read.
     """
 
@@ -67,8 +67,8 @@ class Instruction:
     keeps: bool = False
     turns: bool = False
     frees_before: tuple[Item, ...] = ()
-    takes: tuple[Item, ...] = ()
     frees_after: tuple[Item, ...] = ()
+    takes: tuple[Item, ...] = ()
     leaves: tuple[Bytes, ...] = ()
 
     @property
@@ -250,8 +250,8 @@ _FIELDS: tuple[tuple[str, Callable[[Any], str], Callable[[str], Any]], ...] = (
     ("keeps", _nothing, _read_flag),
     ("turns", _nothing, _read_flag),
     ("frees_before", _items, _read_items),
-    ("takes", _items, _read_items),
     ("frees_after", _items, _read_items),
+    ("takes", _items, _read_items),
     ("leaves", lambda v: _separated(v, str), lambda text: tuple(map(_read_bytes, text.split(", ")))),
 )
 # No word begins another.
@@ -266,8 +266,8 @@ _WORDS = {
     "keeps": "keeps its results",
     "turns": "turns",
     "frees_before": "first frees ",
-    "takes": "takes ",
     "frees_after": "frees ",
+    "takes": "takes ",
     "leaves": "leaves ",
 }
 

@@ -164,7 +164,8 @@ class Table:
         h2d_bytes: Bytes copied to the device.
         d2h_bytes: Bytes copied to the host.
         peak_bytes: Largest of `live_bytes`.
-        device_bytes: Largest sum of `live_bytes` and the workspace of the tick's F or B; what budgets bound.
+        device_bytes: The most bytes of any moment, with the workspace of the F or B that runs then; what budgets bound.
+            Memory for what a transfer brings is taken when the op of compute before it is over, without its workspace.
         host_bytes: Bytes of all parked values, each in its own bytes, plus those where gradients land: one slab as
             large as the largest gradients of a block, from which they become the caller's. Of a step with updates
             or a norm all `places`; where weights are used in place, the most bytes of gradients that wait for their

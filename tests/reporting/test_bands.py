@@ -87,7 +87,7 @@ report: schedule, 4 blocks, 19 ticks, 38 ops
   measured: 443 us a step, bound by compute 88% of the time (host 4%, the time between ops 4%, d2h 2%, h2d 2%)
     the next bottleneck is host: without the time of compute a step would take 121 us
   the measured step took 25% longer than the plan
-  peak: 729.25 KiB at B2.1 (tick 12), 36% for weights, the largest weights of block 1 (layers.1)""",
+  peak: 721.25 KiB at B2.1 (tick 12), 36% for weights, the largest weights of block 1 (layers.1)""",
         )
 
     def test_a_step_that_takes_no_time(self) -> None:

@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 from megatrain.reporting.address_maps import address_maps
 from megatrain.reporting.memory_curve import curve, held_on_device, held_on_host
 from megatrain.reporting.peak_holders import at_peak
-from megatrain.scheduler.books import Books, find_peak
 from megatrain.scheduler.from_program import schedule
+from megatrain.scheduler.lifetimes.books import Books
+from megatrain.scheduler.lifetimes.peak import find_peak
 from megatrain.scheduler.schedule import Schedule
 from megatrain.scheduler.timing.bands import measured_band, planned_band
 from megatrain.scheduler.timing.costs import Hardware, op_durations
@@ -72,7 +73,6 @@ class TestHolders(TestCase):
 132864 weights of block 1 (layers.1)
 132864 weights of block 2 (layers.2)
 8192 value v0 of micro-batch 0
-8192 value v0 of micro-batch 1
 8192 value v1 of micro-batch 1
 8192 gradient of value v1 of micro-batch 0
 8192 gradient of value v1 of micro-batch 1

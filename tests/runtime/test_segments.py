@@ -10,7 +10,7 @@ import megatrain
 from megatrain.device import Cpu
 from megatrain.runtime.stores.segment_sizes import LEAST_BYTES, fitting, held_sizes, segment_sizes
 from megatrain.runtime.stores.segments import Segments
-from megatrain.scheduler.books import find_peak
+from megatrain.scheduler.lifetimes.peak import find_peak
 from megatrain.scheduler.schedule import Schedule
 
 MIB = 1 << 20
@@ -90,7 +90,7 @@ def test_what_is_held_at_the_peak_is_listed_tensor_by_tensor(activations: str):
     schedule = step.prepare([x, x])
     assert isinstance(schedule, Schedule)
     assert step.program is not None
-    found = held_sizes(schedule, [step.program] * 2, find_peak(schedule).tick)
+    found = held_sizes(schedule, [step.program] * 2, find_peak(schedule).moment)
     assert found == sorted(found, reverse=True)
     assert min(found) > LEAST_BYTES
     assert 2 * MIB in found

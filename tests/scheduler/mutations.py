@@ -8,8 +8,10 @@ from random import Random
 from typing import Any
 
 from megatrain.errors import OptionError, ScheduleError
-from megatrain.scheduler.books import Books, live_bytes, moved_bytes
 from megatrain.scheduler.effects import streams
+from megatrain.scheduler.lifetimes.books import Books, moved_bytes
+from megatrain.scheduler.lifetimes.lifetime import live_bytes
+from megatrain.scheduler.lifetimes.peak import needed_bytes
 from megatrain.scheduler.op import Op
 from megatrain.scheduler.schedule import Schedule
 from megatrain.scheduler.step_kind import OUTPUTS, UPDATES
@@ -32,7 +34,6 @@ def with_figures(schedule: Schedule) -> Schedule:
         books = Books(schedule)
         on_device = [life for life in books.lifetimes if life.memory == "device"]
         live = live_bytes(on_device, len(schedule.ticks), schedule.arena_bytes)
-        busy = [live[p.tick] + books.effects.workspace(*op.key) for p, op in schedule.positions()]
         h2d, d2h = moved_bytes(books.ops)
         host = _host_figure(schedule, books)
     except (KeyError, ValueError, IndexError, ScheduleError):
@@ -41,7 +42,7 @@ def with_figures(schedule: Schedule) -> Schedule:
         schedule,
         live_bytes=live,
         peak_bytes=max(live, default=0),
-        device_bytes=max([*live, *busy], default=0),
+        device_bytes=max(needed_bytes(books), default=0),
         h2d_bytes=h2d,
         d2h_bytes=d2h,
         host_bytes=host,

@@ -26,6 +26,17 @@ Waits = Mapping[Position, Sequence[Position]]
 Key = tuple[str, int, int]
 
 
+def taken_after(schedule: Schedule) -> dict[Position, list[Op]]:
+    """The `A` whose memory is taken when an op of compute is over: the last one of an earlier tick."""
+    found: dict[Position, list[Op]] = {}
+    latest: Position | None = None
+    for tick, row in enumerate(schedule.ticks):
+        if latest is not None and row.h2d is not None and row.h2d.what == "A":
+            found.setdefault(latest, []).append(row.h2d)
+        latest = latest if row.compute is None else Position(tick, Stream.COMPUTE)
+    return found
+
+
 @dataclass
 class Machine:
     """The device and the host of one run."""
@@ -56,6 +67,7 @@ class Machine:
         self.backwards = set() if self.kind.mode == "forward" else set(self.workload.backward_blocks())
         self.parked_values = {v: k for k, values in self.parked.items() for v in values}
         self.ledger = Ledger(self)
+        self.taken_after = taken_after(self.schedule)
         # Where the frozen weights of persistent blocks lie from the first step on.
         self.staying: dict[int, tuple[int, int]] = {}
         for _, op in self.schedule.positions():
@@ -192,6 +204,17 @@ class Machine:
         if is_over:
             self.release(f"loss {op.micro_batch or 0}")
         self.release(name)
+        for taking in self.taken_after.get(position, ()):
+            self.take(taking)
+        self.check_memory(f"the end of {name}")
+
+    def take(self, op: Op) -> None:
+        """Takes memory for what an `A` returns; its content isn't there."""
+        number = op.micro_batch or 0
+        for index in self.parked.get(op.block, ()):
+            users = [f"B{b}.{number}" for b in self.readers(index)]
+            self.allocate(("returned", index, number), self.workload.values[index].nbytes, users)
+            self.ready.discard(("returned", index, number))
 
     def start_W(self, position: Position, op: Op) -> None:
         assert op.slot is not None
@@ -305,14 +328,12 @@ class Machine:
         self.expect(op.block in self.parked, f"{op} moves nothing")
         number = op.micro_batch or 0
         for index in self.parked.get(op.block, ()):
-            value = self.workload.values[index]
             if position.stream == Stream.D2H:
                 self.expect_ready("value", index, op, f"parking {op}")
             else:
                 self.expect((index, number) in self.host, f"{op} returns what isn't on the host")
-                users = [f"B{b}.{number}" for b in self.readers(index)]
-                self.allocate(("returned", index, number), value.nbytes, users)
-                self.ready.discard(("returned", index, number))
+                if ("returned", index, number) not in self.tensors:
+                    self.take(op)
 
     def finish_A(self, position: Position, op: Op) -> None:
         for index in self.parked[op.block]:

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 
 from megatrain.errors import ScheduleError
-from megatrain.scheduler.books import find_peak
 from megatrain.scheduler.builder.build import ACTIVATIONS
 from megatrain.scheduler.from_program import schedule
+from megatrain.scheduler.lifetimes.peak import find_peak
 from megatrain.scheduler.merging import merge
 from megatrain.scheduler.parking import host_value_bytes
 from megatrain.scheduler.schedule import Schedule

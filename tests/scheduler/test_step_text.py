@@ -62,8 +62,8 @@ class TestPrintedSteps(expecttest.TestCase):
         self.assertExpectedInline(
             str(plan),
             """\
-schedule: 4 blocks, 2 slots, keep 1, 21 ticks; h2d 829952 B, d2h 564224 B, peak 597504 B
-device: 763136 B; host: 564224 B
+schedule: 4 blocks, 2 slots, keep 1, 21 ticks; h2d 829952 B, d2h 564224 B, peak 589312 B
+device: 754944 B; host: 564224 B
 slots: 0 = 0+132864; 1 = 132864+132864
 saves: 3
 micro-batches: 2
@@ -79,11 +79,11 @@ tick  h2d   compute  d2h   host  live_bytes
    6  W3@1  F2.0     A2.1  .         290816
    7  .     F2.1     .     .         290816
    8  .     F3.0*    .     .         307200
-   9  .     B3.0     .     .         464640
+   9  .     B3.0     .     .         456448
   10  A2.0  F3.1*    .     .         464640
   11  A2.1  B3.1     .     .         481024
-  12  W1@1  B2.0     .     .         597504
-  13  A1.0  B2.1     G3    .         597504
+  12  W1@1  B2.0     .     .         589312
+  13  A1.0  B2.1     G3    .         589312
   14  A1.1  B1.0     .     S3        589312
   15  W0@0  B1.1     G2    .         581120
   16  .     B0.0     .     S2        564736

@@ -15,8 +15,8 @@ from megatrain.runtime.operations import HANDLERS
 from megatrain.runtime.streams import stopwatch
 from megatrain.runtime.streams.events import Event, Session
 from megatrain.runtime.streams.stream import Lane, StreamThread
-from megatrain.scheduler.books import Books
 from megatrain.scheduler.items import Stream
+from megatrain.scheduler.lifetimes.books import Books
 from megatrain.scheduler.schedule import Schedule
 from megatrain.scheduler.table import Position
 from megatrain.scheduler.timing.costs import Measured

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import megatrain
-from megatrain.scheduler.books import find_peak
+from megatrain.scheduler.lifetimes.peak import find_peak
 from tests.attention import EAGER_TO_KEEP, WIDTH, Stack, forwards, kernels_of_attention, text
 from tests.comparing import assert_same
 from tests.draws import is_wide

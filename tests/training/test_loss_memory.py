@@ -14,7 +14,7 @@ import megatrain
 from megatrain.errors import ScheduleError
 from megatrain.passes.measuring.live_bytes import LiveBytes
 from megatrain.planning.loss_bytes import measure_loss
-from megatrain.scheduler.books import find_peak
+from megatrain.scheduler.lifetimes.peak import find_peak
 from tests.stand_in_triton import JITFunction, stand_in_triton
 
 WORDS, WIDTH, TOKENS = 512, 8, 16

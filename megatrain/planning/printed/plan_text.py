@@ -12,7 +12,7 @@ from megatrain.hardware.hardware import Hardware
 from megatrain.planning.host_plan import in_columns
 from megatrain.planning.planned_step import PlannedStep
 from megatrain.planning.printed.results_text import results_lines
-from megatrain.scheduler.books import find_peak
+from megatrain.scheduler.lifetimes.peak import find_peak
 from megatrain.scheduler.schedule import Schedule
 from megatrain.sizes import format_bytes
 

@@ -8,8 +8,8 @@ from megatrain.counts import counted
 from megatrain.hardware.work import Works
 from megatrain.planning.planned_step import PlannedStep
 from megatrain.planning.printed.results_text import results_reason
-from megatrain.scheduler.books import find_peak
 from megatrain.scheduler.emit import emit
+from megatrain.scheduler.lifetimes.peak import find_peak
 from megatrain.scheduler.schedule import Schedule
 from megatrain.scheduler.timing.bands import Band, format_s, planned_band
 from megatrain.sizes import format_bytes

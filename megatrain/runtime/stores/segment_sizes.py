@@ -6,7 +6,8 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 
 from megatrain.passes.program import Program
-from megatrain.scheduler.books import Books, alive_at, find_peak
+from megatrain.scheduler.lifetimes.books import Books
+from megatrain.scheduler.lifetimes.peak import alive_at, find_peak
 from megatrain.scheduler.schedule import Schedule
 
 # Smaller tensors are in segments of 2 MiB of their own, whatever is free elsewhere.
@@ -33,21 +34,21 @@ def segment_sizes(schedule: Schedule, programs: Sequence[Program]) -> list[int]:
         for template in program.templates.values():
             for parts in template.cost.workspace_parts if template.cost is not None else ():
                 small |= Counter(nbytes for nbytes in _large(parts) if nbytes < _SMALL)
-    tick = find_peak(schedule).tick
-    temporary = Counter(_large(_workspace_parts(schedule, programs, tick)))
-    return fitting([*held_sizes(schedule, programs, tick), *(temporary | small).elements()])
+    peak = find_peak(schedule)
+    temporary = Counter[int]() if peak.is_after else Counter(_large(_workspace_parts(schedule, programs, peak.tick)))
+    return fitting([*held_sizes(schedule, programs, peak.moment), *(temporary | small).elements()])
 
 
-def held_sizes(schedule: Schedule, programs: Sequence[Program], tick: int) -> list[int]:
-    """Bytes of each large tensor that a step makes and holds in a tick, besides slots; largest first.
+def held_sizes(schedule: Schedule, programs: Sequence[Program], moment: int) -> list[int]:
+    """Bytes of each large tensor that a step makes and holds at a moment, besides slots; largest first.
 
     Args:
         schedule: The schedule.
         programs: One per micro-batch.
-        tick: That of the peak.
+        moment: That of the peak.
     """
     found: list[int] = []
-    for life in alive_at(Books(schedule), tick):
+    for life in alive_at(Books(schedule), moment):
         kind, number, micro_batch, _ = life.item
         if life.start is None:
             continue  # the caller's

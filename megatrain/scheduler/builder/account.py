@@ -7,9 +7,9 @@ from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
 from itertools import accumulate
 from typing import NamedTuple
 
-from megatrain.scheduler.books import union
 from megatrain.scheduler.effects import Effects
 from megatrain.scheduler.items import ITEMS, Item, Stream
+from megatrain.scheduler.lifetimes.lifetime import MOMENTS, begin_of, end_of, of_ticks, union
 from megatrain.scheduler.parking import Parks
 
 _Key = tuple[str, int, int, int | None]
@@ -21,7 +21,7 @@ class _Effect(NamedTuple):
     """What an op does to the device's memory; items are indices.
 
     Attributes:
-        takes: Items whose memory is taken with it, or with the op of compute before it.
+        takes: Items whose memory is taken with it, or after the op of compute before it.
         reads: Items that it needs.
         workspace: Bytes that it takes while it runs.
     """
@@ -88,22 +88,23 @@ class Account:
         for stream, tick, key in ops:
             what, block, _, _ = key
             if stream == Stream.COMPUTE:
-                found, begin = of_compute[block], tick
+                found, begin = of_compute[block], begin_of(tick, is_brought=False)
             elif what == "A":
-                found, begin = known((stream, *parked[block]), {}), _taken_by(computes, tick)
+                found, begin = known((stream, *parked[block]), {}), _taken_before(computes, tick)
             else:
-                found, begin = of_others, _taken_by(computes, tick)
+                found, begin = of_others, _taken_before(computes, tick)
+            end = end_of(tick, stream)
             effect = found.get(key) or found.setdefault(key, self._effect(stream, key, effects()))
             for item in effect.takes:
-                if begin < starts.get(item, num_ticks):
+                if begin < starts.get(item, begin + 1):
                     starts[item] = begin
             for item in effect.reads:
-                if tick > ends.get(item, -1):
-                    ends[item] = tick
+                if end > ends.get(item, -1):
+                    ends[item] = end
             if effect.workspace:
-                busy.append((tick, effect.workspace))
-        live = self._live(starts, ends, num_ticks, arena)
-        return live, max([*live, *(live[tick] + nbytes for tick, nbytes in busy)], default=0)
+                busy.append((begin_of(tick, is_brought=False), effect.workspace))
+        live = self._live(starts, ends, MOMENTS * num_ticks, arena)
+        return of_ticks(live), max([*live, *(live[moment] + nbytes for moment, nbytes in busy)], default=0)
 
     def _effect(self, stream: Stream, key: _Key, step: Effects) -> _Effect:
         effect = step.of(stream, *key)
@@ -122,16 +123,16 @@ class Account:
                 self._shared.append(None if storage is None else (storage, item.micro_batch, nbytes))
         return tuple(self._items[item] for item in found)
 
-    def _live(self, starts: dict[int, int], ends: dict[int, int], num_ticks: int, arena: int) -> tuple[int, ...]:
-        change = [0] * (num_ticks + 1)
+    def _live(self, starts: dict[int, int], ends: dict[int, int], num_moments: int, arena: int) -> tuple[int, ...]:
+        change = [0] * (num_moments + 1)
         change[0] = arena
         shared: dict[tuple[int, int, int], list[tuple[int, int]]] = {}
         standing = frozenset(self._standing)
         for item in {**starts, **ends}:
             start = starts.get(item, 0)
             # What nobody reads dies with the op that makes it.
-            unread = num_ticks - 1 if item in standing else start
-            end = num_ticks - 1 if self._outlives[item] else ends.get(item, unread)
+            unread = num_moments - 1 if item in standing else start
+            end = num_moments - 1 if self._outlives[item] else ends.get(item, unread)
             storage = self._shared[item]
             if storage is not None:
                 shared.setdefault(storage, []).append((start, end))
@@ -142,10 +143,10 @@ class Account:
             for start, end in union(spans):
                 change[start] += nbytes
                 change[end + 1] -= nbytes
-        return tuple(accumulate(change[:num_ticks]))
+        return tuple(accumulate(change[:num_moments]))
 
 
-def _taken_by(computes: Sequence[int], tick: int) -> int:
-    """The tick of the op of compute with which memory is taken that a transfer fills; 0 is the start of the step."""
+def _taken_before(computes: Sequence[int], tick: int) -> int:
+    """The moment in which memory is taken that a transfer fills: after an op of compute, or the start of the step."""
     earlier = bisect_left(computes, tick)
-    return computes[earlier - 1] if earlier else 0
+    return begin_of(computes[earlier - 1], is_brought=True) if earlier else 0

@@ -9,13 +9,13 @@ from megatrain.counts import counted
 from megatrain.errors import TooSmallError
 from megatrain.hardware.hardware import Hardware
 from megatrain.hardware.machine import usual_machine
-from megatrain.scheduler.books import find_peak
 from megatrain.scheduler.builder.draft import Builder, Choices, Draft, with_late_offloads
 from megatrain.scheduler.builder.family import Freedom
 from megatrain.scheduler.builder.results import parkable_results, sparing_results, within
 from megatrain.scheduler.builder.search import Search
 from megatrain.scheduler.builder.stays import alternates, giants
 from megatrain.scheduler.items import NO_BLOCK
+from megatrain.scheduler.lifetimes.peak import find_peak
 from megatrain.scheduler.parking import keep_all
 from megatrain.scheduler.step_kind import StepKind
 from megatrain.scheduler.workload import Workload

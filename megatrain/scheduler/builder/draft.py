@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cache, partial
 
-from megatrain.scheduler.books import item_lifetimes, live_bytes, moved_bytes, slab_bytes
 from megatrain.scheduler.builder.account import Account, Placed
 from megatrain.scheduler.builder.between_ranks import between_ranks
 from megatrain.scheduler.builder.host_places import place_gradients
@@ -16,6 +15,8 @@ from megatrain.scheduler.builder.sections import sections_of
 from megatrain.scheduler.builder.stays import Stay, compute_stages, giants, place_slots, stays_of
 from megatrain.scheduler.effects import Effects, kind_of
 from megatrain.scheduler.items import NO_BLOCK, Stream
+from megatrain.scheduler.lifetimes.books import item_lifetimes, moved_bytes, slab_bytes
+from megatrain.scheduler.lifetimes.lifetime import live_bytes
 from megatrain.scheduler.op import Op
 from megatrain.scheduler.parking import Parks, host_value_bytes, park_bytes, parked_values
 from megatrain.scheduler.step_kind import StepKind

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from math import inf
 
-from megatrain.scheduler.books import Lifetime
+from megatrain.scheduler.lifetimes.lifetime import Lifetime
 from megatrain.scheduler.table import Place
 
 

@@ -202,7 +202,7 @@ def _check_frees(case: Case, instructions: Instructions) -> None:
 
 def _check_takes(case: Case, instructions: Instructions) -> None:
     """Memory for what returns is taken in the order of compute, before its transfer starts."""
-    rule = "Memory for what returns, or comes from another rank, is taken with compute of an earlier tick, and before."
+    rule = "Memory for what returns, or comes from another rank, is taken after compute of an earlier tick."
     split = _split(instructions)
     expected: dict[Position, set[Item]] = {}
     starts: tuple[set[Item], set[Item]] = (set(), set())
@@ -219,7 +219,7 @@ def _check_takes(case: Case, instructions: Instructions) -> None:
             starts[half].update(items)
             continue
         expected.setdefault(taker, set()).update(items)
-        case.require_before(taker, position, "fills memory that is taken with", rule)
+        case.require_before(taker, position, "fills memory that is taken after", rule)
     for one in instructions.all:
         _expect_items(one, "takes", one.takes, expected.get(one.position), rule)
     for half, items in zip((instructions.forward, instructions.backward), starts, strict=True):

@@ -1,15 +1,12 @@
-"""The checker's rules of memory: an accounting of its own, and proof that no timing exceeds it."""
+"""The checker's rules of memory: the figures that a table states, and proof that no timing exceeds them."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from itertools import product
-
 from megatrain.scheduler.check.case import Case
+from megatrain.scheduler.check.recount import counted_moments, needed_moments
 from megatrain.scheduler.check.weight_rules import loaded_bytes
 from megatrain.scheduler.items import Stream
 from megatrain.scheduler.table import Position
-from megatrain.scheduler.workload import BlockWork, KeptWork
 from megatrain.sizes import aligned
 
 
@@ -42,7 +39,8 @@ _RELEASING: dict[tuple[Stream, str], tuple[Stream, ...]] = {
 def check_live_bytes(case: Case) -> None:
     """The live bytes of every tick are those of the weights, values, gradients and graphs alive in it."""
     rule = "Live bytes of a tick: slots, and all items made by then and not released before."
-    live = _recount(case)
+    moments = counted_moments(case)
+    live = map(max, moments[::2], moments[1::2])
     for tick, (stated, counted) in enumerate(zip(case.schedule.live_bytes, live, strict=True)):
         if stated != counted:
             raise case.fault(
@@ -58,7 +56,7 @@ def check_figures(case: Case) -> None:
         "h2d_bytes": h2d,
         "d2h_bytes": d2h,
         "peak_bytes": max(schedule.live_bytes, default=0),
-        "device_bytes": max(_with_workspace(case), default=0),
+        "device_bytes": max(needed_moments(case), default=0),
         "host_bytes": _recount_host(case) + _recount_waiting(case) + _recount_host_values(case),
     }
     for name, figure in counted.items():
@@ -69,184 +67,6 @@ def check_figures(case: Case) -> None:
                 0,
                 f"State {figure}.",
             )
-
-
-def _recount(case: Case) -> list[int]:
-    num_ticks = len(case.schedule.ticks)
-    change = [0] * (num_ticks + 1)
-    arena = max((slot.offset + slot.nbytes for slot in case.schedule.slots), default=0)
-    spans = list(_gradient_spans(case))
-    on_host = {value.storage for value in case.workload.values if value.on_host}
-    for number in case.micro_batches:
-        spans += _other_spans(case, number)
-        storages: dict[int, set[range]] = {}
-        for storage, span in _storage_spans(case, number):
-            storages.setdefault(storage, set()).add(span)
-        for storage, uses in storages.items():
-            # Aliases overlap: of their common bytes, those that an earlier alias covers are left out.
-            covered = -1
-            for use in sorted(uses, key=lambda r: (r.start, r.stop)):
-                rest = range(max(use.start, covered + 1), use.stop)
-                spans.append((0 if storage in on_host else case.workload.storages[storage], rest))
-                covered = max(covered, use.stop - 1)
-    for nbytes, span in spans:
-        if len(span) > 0:
-            change[span.start] += nbytes
-            change[span.stop] -= nbytes
-    total, live = arena, list[int]()
-    for delta in change[:num_ticks]:
-        total += delta
-        live.append(total)
-    return live
-
-
-def _uses(case: Case, index: int, number: int) -> tuple[list[int], list[int]]:
-    """Ticks of the forwards and of the backwards that need a value on the device, its production included."""
-    value, mode = case.workload.values[index], case.schedule.kind.mode
-    forward = list[int]()
-    backward = list[int]()
-    if mode != "backward":
-        makers = () if value.producer is None else (value.producer,)
-        forward = [case.forward(b, number).tick for b in (*makers, *value.readers)]
-    if mode != "forward":
-        backward = [case.backward(b, number).tick for b in case.workload.backward_readers(index)]
-        if value.producer is not None and value.producer in case.saved:
-            backward.append(case.backward(value.producer, number).tick)
-    return forward, backward
-
-
-def _storage_spans(case: Case, number: int) -> Iterator[tuple[int, range]]:
-    """When the storage of each value of a micro-batch is held, ahead of parking."""
-    num_ticks = len(case.schedule.ticks)
-    parked = {v: block for block, values in case.parked.items() for v in values}
-    handed_in = _turn(case, number)
-    for index, value in enumerate(case.workload.values):
-        if not case.is_there(index):
-            continue
-        forward, backward = _uses(case, index, number)
-        begins_before = case.schedule.kind.mode == "backward" or value.producer is None
-        start = 0 if begins_before else min(forward)
-        stays = value.is_output and (case.schedule.kind.outputs == "keep" or value.is_committed)
-        if stays or (value.producer is None and not value.readers and not value.is_output):
-            is_unused = case.schedule.kind.mode == "backward" and not value.is_output
-            yield value.storage, range(start, start if is_unused else num_ticks)
-        elif index in parked:
-            if forward:
-                leaves = case.at(Stream.D2H, "A", parked[index], number)[0].tick
-                yield value.storage, range(start, max(*forward, leaves) + 1)
-        elif forward or backward or value.is_output:
-            last_use = handed_in if value.is_output else start
-            yield value.storage, range(start, max([*forward, *backward, last_use]) + 1)
-
-
-def _turn(case: Case, number: int) -> int:
-    """The tick in which the first backward of a micro-batch begins, or its last forward where there is none."""
-    backwards = () if case.schedule.kind.mode == "forward" else case.workload.backward_blocks()
-    if backwards:
-        return min(case.backward(block, number).tick for block in backwards)
-    forwards = range(0 if case.schedule.kind.mode == "backward" else len(case.workload.blocks))
-    return max((case.forward(block, number).tick for block in forwards), default=0)
-
-
-def _other_spans(case: Case, number: int) -> Iterator[tuple[int, range]]:
-    """Bytes and ticks of what a micro-batch has besides the storages of its values.
-
-    That is returned values, gradients of values, and retained graphs.
-    """
-    num_ticks = len(case.schedule.ticks)
-    for block, values in case.parked.items():
-        taker = case.taker_of(case.at(Stream.H2D, "A", block, number)[0])
-        for index in values:
-            _, backward = _uses(case, index, number)
-            yield case.workload.values[index].nbytes, range(0 if taker is None else taker.tick, max(backward) + 1)
-    if case.schedule.kind.mode == "forward" or not case.workload.backward_blocks():
-        return
-    turn = _turn(case, number)
-    for index, value in enumerate(case.workload.values):
-        if case.workload.has_value_gradient(index):
-            readers = [case.backward(b, number).tick for b in case.workload.backward_readers(index)]
-            end = num_ticks - 1 if value.producer is None else case.backward(value.producer, number).tick
-            # The caller passes the gradient of an output: when the backward starts, or before a backward alone.
-            handed_in = 0 if case.schedule.kind.mode == "backward" else turn
-            nbytes = 0 if value.on_host else value.nbytes
-            yield nbytes, range(handed_in if value.is_output else min(readers), end + 1)
-    for block in case.schedule.saves:
-        start = 0 if case.schedule.kind.mode == "backward" else case.forward(block, number).tick
-        yield case.workload.blocks[block].saved_bytes, range(start, case.backward(block, number).tick + 1)
-
-
-def _gradient_spans(case: Case) -> Iterator[tuple[int, range]]:
-    """Gradients of parameters: from the first B of a block, to which the others add, until they have left.
-
-    Sums that come from another rank have memory of their own until they are added, as a whole or piece by piece.
-    """
-    if case.schedule.kind.mode == "forward":
-        return
-    for block in case.workload.backward_blocks():
-        work = case.workload.blocks[block]
-        if work.gradient_bytes > 0:
-            backwards, leaving = case.backwards(block), case.leaving(block)[0]
-            yield work.gradient_bytes, range(min(backwards).tick, leaving.tick + 1)
-            received = case.received(block)
-            if received is not None:
-                taker = case.taker_of(received.comes)
-                start = 0 if taker is None else taker.tick
-                yield received.part(work.gradient_bytes), range(start, received.ends.tick + 1)
-
-
-def _with_workspace(case: Case) -> Iterator[int]:
-    added = _summands(case)
-    seen: set[int] = set()
-    for live, row in zip(case.schedule.live_bytes, case.schedule.ticks, strict=True):
-        workspace = 0
-        if row.compute is not None and row.compute.what == "F":
-            workspace = _measured(case, row.compute.block).forward_workspace_bytes
-        elif row.compute is not None:
-            block = row.compute.block
-            work = case.workload.blocks[block]
-            held = work.saved_bytes if block in case.saved else 0
-            workspace = max(_measured(case, block).backward_workspace_bytes - held, 0)
-            workspace += added.get((block, row.compute.micro_batch or 0), 0)
-            # The gradients of each backward except the first exist in addition to the sum.
-            is_first = block not in seen
-            workspace += 0 if is_first else work.gradient_bytes
-            workspace = max(workspace, _with_loss(case, block, row.compute.micro_batch or 0, is_first=is_first))
-            seen.add(block)
-        yield live + workspace
-
-
-def _measured(case: Case, block: int) -> BlockWork | KeptWork:
-    """Where the workspace of a block is stated: other bytes count as such where results are kept."""
-    work = case.workload.blocks[block]
-    return work.kept if work.kept is not None and block in case.keeping else work
-
-
-def _with_loss(case: Case, block: int, number: int, *, is_first: bool) -> int:
-    """Bytes of the loss ahead of the first backward of a micro-batch, less the gradients that this one begins."""
-    kind, tick = case.schedule.kind, case.backward(block, number).tick
-    if kind.mode != "train" or kind.outputs == "keep" or tick != _turn(case, number):
-        return 0
-    begun = case.workload.blocks[block].gradient_bytes if is_first else 0
-    for index, value in enumerate(case.workload.values):
-        if case.workload.has_value_gradient(index) and not (value.is_output or value.on_host):
-            readers = [case.backward(b, number).tick for b in case.workload.backward_readers(index)]
-            begun += value.nbytes if readers and min(readers) == tick else 0
-    return max(0, case.workload.loss_bytes - begun)
-
-
-def _summands(case: Case) -> dict[tuple[int, int], int]:
-    """Per block and micro-batch, the bytes of gradients of values that its B adds to others."""
-    added: dict[tuple[int, int], int] = {}
-    gradients = range(0 if case.schedule.kind.mode == "forward" else len(case.workload.values))
-    for index, number in product(filter(case.workload.has_value_gradient, gradients), case.micro_batches):
-        # The first gradient of a value is the sum itself: the caller's gradient, if there is one.
-        value = case.workload.values[index]
-        if value.on_host:
-            continue
-        readers = sorted(case.workload.backward_readers(index), key=lambda b: case.backward(b, number).tick)
-        for block in readers if value.is_output else readers[1:]:
-            added[block, number] = added.get((block, number), 0) + value.nbytes
-    return added
 
 
 def _recount_moved(case: Case) -> tuple[int, int]:

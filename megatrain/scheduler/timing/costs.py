@@ -12,9 +12,9 @@ from megatrain.counts import counted
 from megatrain.errors import OptionError, ScheduleError
 from megatrain.hardware.hardware import Hardware
 from megatrain.hardware.work import Works
-from megatrain.scheduler.books import Books
 from megatrain.scheduler.effects import KINDS, kind_of, streams
 from megatrain.scheduler.items import Effect, Stream
+from megatrain.scheduler.lifetimes.books import Books
 from megatrain.scheduler.op import Op
 from megatrain.scheduler.table import Position, Table, section_of
 

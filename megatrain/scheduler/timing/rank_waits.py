@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from megatrain.scheduler.books import Books
 from megatrain.scheduler.dependency import all_waits
+from megatrain.scheduler.lifetimes.books import Books
 from megatrain.scheduler.table import Position, Table
 
 Place = tuple[int, Position]

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from megatrain.scheduler.books import Books
 from megatrain.scheduler.items import Stream
+from megatrain.scheduler.lifetimes.books import Books
 from megatrain.scheduler.timing.bands import GAPS, format_s
 from megatrain.scheduler.timing.rank_waits import Place, RankWaits
 from megatrain.scheduler.timing.shared import Timing

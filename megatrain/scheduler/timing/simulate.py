@@ -9,10 +9,10 @@ import networkx as nx
 
 from megatrain.checks import checked
 from megatrain.hardware.hardware import Hardware
-from megatrain.scheduler.books import Books
 from megatrain.scheduler.dependency import all_waits, dependency_graph
 from megatrain.scheduler.effects import streams
 from megatrain.scheduler.items import Stream
+from megatrain.scheduler.lifetimes.books import Books
 from megatrain.scheduler.table import Position, Table, columns
 from megatrain.scheduler.timing.costs import Costs, books_durations, op_durations
 from megatrain.scheduler.timing.ends import behind, ends

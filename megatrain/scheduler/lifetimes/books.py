@@ -1,4 +1,4 @@
-"""Memory: from which op to which each item of a step takes bytes, and how many exist in each tick.
+"""Books: what each op of a table does, and from which op to which each item takes memory.
 
 Generic over the table of effects. The accounting and the instructions follow it; the checker counts for itself.
 """
@@ -7,39 +7,14 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Collection, Iterable, Iterator
-from dataclasses import dataclass, replace
-from itertools import accumulate
+from dataclasses import replace
 
 from megatrain.scheduler.effects import Effects, kind_of
 from megatrain.scheduler.items import ITEMS, Effect, Item, Stream
-from megatrain.scheduler.op import Op
+from megatrain.scheduler.lifetimes.lifetime import Lifetime, begin_of
 from megatrain.scheduler.step_kind import StepKind
 from megatrain.scheduler.table import Position, Table
 from megatrain.scheduler.workload import Workload
-
-
-@dataclass(frozen=True, slots=True)
-class Lifetime:
-    """One life of an item, between two moments.
-
-    Args:
-        item: The item.
-        nbytes: Bytes that it takes in its memory.
-        start: The op with which its memory is taken; None if it exists, or its memory is taken, when the step begins.
-        ends: The item is released when all these ops are done; empty if it outlives the step.
-        storage: The storage that it shares with other items of its micro-batch, whose bytes count once.
-    """
-
-    item: Item
-    nbytes: int
-    start: Position | None
-    ends: tuple[Position, ...]
-    storage: int | None = None
-
-    @property
-    def memory(self) -> str | None:
-        """Where it lives; see `ItemKind`."""
-        return ITEMS[self.item.kind].memory
 
 
 class Books:
@@ -80,8 +55,8 @@ class Takers:
     """The ops with which device memory is taken.
 
     All of it comes from compute's allocator, where memory that compute releases can be taken at once, in the order of
-    the stream. So what a transfer brings to the device takes its memory with the last op of compute of an earlier
-    tick, and the transfer waits for this op.
+    the stream. So what a transfer brings to the device takes its memory when the last op of compute of an earlier
+    tick is over, and the transfer waits for this op.
 
     Args:
         positions: Of all ops, in any order.
@@ -109,26 +84,35 @@ def item_lifetimes(
         memory: As in `ItemKind`: only lifetimes in this memory; None is all.
     """
     kinds = {kind for kind, item in ITEMS.items() if item.memory is not None and memory in (None, item.memory)}
-    starts: dict[Item, Position | None] = dict.fromkeys(item for item in effects.standing() if item.kind in kinds)
+    begin = None, False
+    starts: dict[Item, tuple[Position | None, bool]]
+    starts = dict.fromkeys((item for item in effects.standing() if item.kind in kinds), begin)
     uses: dict[Item, list[Position]] = {}
     takers = Takers(position for position, _ in ops)
     for position, effect in ops:
         for item in (*effect.makes, *effect.adds):
             if item.kind in kinds:
-                start = takers.of(position) if ITEMS[item.kind].memory == "device" else position
-                before = starts.get(item, start)
-                starts[item] = None if before is None or start is None else min(before, start)
+                on_device = ITEMS[item.kind].memory == "device"
+                start = takers.of(position) if on_device else position
+                life = start, on_device and start not in (None, position)
+                starts[item] = min(starts.get(item, life), life, key=_since)
         for item in effect.reads:
             if item.kind in kinds:
                 uses.setdefault(item, []).append(position)
     found: list[Lifetime] = []
     for item in sorted({*starts, *uses}, key=_rank):
-        start = starts.get(item)
+        start, is_brought = starts.get(item, begin)
         ends = () if effects.outlives(item) else tuple(sorted(uses.get(item, ())))
         if not ends and start is not None and not effects.outlives(item):
             ends = (start,)  # nobody reads it: it dies with the op that makes it
-        found.append(Lifetime(item, effects.nbytes(item), start, ends, effects.shared_storage(item)))
+        storage = effects.shared_storage(item)
+        found.append(Lifetime(item, effects.nbytes(item), start, ends, storage, is_brought))
     return tuple(found)
+
+
+def _since(life: tuple[Position | None, bool]) -> int:
+    start, is_brought = life
+    return 0 if start is None else begin_of(start.tick, is_brought=is_brought)
 
 
 _RANKS = {kind: rank for rank, kind in enumerate(ITEMS)}
@@ -136,52 +120,6 @@ _RANKS = {kind: rank for rank, kind in enumerate(ITEMS)}
 
 def _rank(item: Item) -> tuple[int, int, int, int]:
     return item.micro_batch, _RANKS[item.kind], item.number, item.section
-
-
-def live_bytes(lives: Iterable[Lifetime], num_ticks: int, base: int = 0) -> tuple[int, ...]:
-    """Bytes that exist at any moment of each tick: from the tick of `start` to the last of `ends`, inclusive.
-
-    This bounds the memory at run time for any timing, because an op that takes memory waits for the ops of earlier
-    ticks that release some (the "memory" edges of the dependency graph). So things that exist at the same moment
-    pairwise share a tick, and intervals that pairwise meet have a tick in common.
-
-    Args:
-        lives: Of one memory.
-        num_ticks: Rows of the table.
-        base: Bytes that exist all the time.
-    """
-    change = [0] * (num_ticks + 1)
-    change[0] = base
-    shared: dict[tuple[int, int, int], list[tuple[int, int]]] = {}
-    for life in lives:
-        start, end = span(life, num_ticks)
-        if life.storage is not None:
-            shared.setdefault((life.storage, life.item.micro_batch, life.nbytes), []).append((start, end))
-        else:
-            change[start] += life.nbytes
-            change[end + 1] -= life.nbytes
-    for (_, _, nbytes), spans in shared.items():
-        for start, end in union(spans):
-            change[start] += nbytes
-            change[end + 1] -= nbytes
-    return tuple(accumulate(change[:num_ticks]))
-
-
-def span(life: Lifetime, num_ticks: int) -> tuple[int, int]:
-    """First and last tick of a lifetime, both inclusive."""
-    start = 0 if life.start is None else life.start.tick
-    return start, max((end.tick for end in life.ends), default=num_ticks - 1)
-
-
-def union(spans: list[tuple[int, int]]) -> list[tuple[int, int]]:
-    """The ticks of all spans, as spans that don't meet."""
-    merged: list[tuple[int, int]] = []
-    for start, end in sorted(spans):
-        if merged and start <= merged[-1][1] + 1:
-            merged[-1] = (merged[-1][0], max(end, merged[-1][1]))
-        else:
-            merged.append((start, end))
-    return merged
 
 
 class Uses:
@@ -212,55 +150,6 @@ class Uses:
         self.takers: dict[str, list[Position]] = {}
         for position in sorted(taking):
             self.takers.setdefault(position.stream, []).append(position)
-
-
-@dataclass(frozen=True, slots=True)
-class Peak:
-    """The tick that needs the most device memory, and the parts of this memory.
-
-    Args:
-        tick: The first such tick.
-        op: Its F or B, or another op of it if there is none.
-        parts: Bytes by kind, none of them zero, largest first; they add up to the schedule's `device_bytes`.
-    """
-
-    tick: int
-    op: Op | None
-    parts: tuple[tuple[str, int], ...]
-
-
-def alive_at(books: Books, tick: int) -> Iterator[Lifetime]:
-    """The lives that take bytes of the device in a tick; of those that share a storage, the first."""
-    storages: set[tuple[int, int]] = set()
-    for life in books.lifetimes:
-        start, end = span(life, len(books.table.ticks))
-        shared = None if life.storage is None else (life.storage, life.item.micro_batch)
-        if life.memory == "device" and start <= tick <= end and shared not in storages:
-            yield life
-            storages |= set() if shared is None else {shared}
-
-
-def find_peak(table: Table) -> Peak:
-    """Says at which tick a schedule needs `device_bytes`, and for what.
-
-    Raises:
-        ScheduleError: If the table doesn't know its workload.
-    """
-    books = Books(table)
-
-    def workspace(tick: int) -> int:
-        return sum(books.effects.workspace(*op.key) for op in table.ticks[tick].values())
-
-    tick = max(range(len(table.ticks)), key=lambda t: (table.live_bytes[t] + workspace(t), -t))
-    ops = [op.key for op in table.ticks[tick].values()]
-    is_loss = any(0 < books.effects.workspace(*op) == books.effects.loss_workspace(*op[1:4]) for op in ops)
-    parts = {"weights": table.arena_bytes, "loss" if is_loss else "workspace": workspace(tick)}
-    for life in alive_at(books, tick):
-        part = ITEMS[life.item.kind].part
-        parts[part] = parts.get(part, 0) + life.nbytes
-    row = table.ticks[tick]
-    ordered = sorted((p for p in parts.items() if p[1] > 0), key=lambda p: -p[1])
-    return Peak(tick, row.compute or row.d2h or row.h2d, tuple(ordered))
 
 
 def moved_bytes(effects: Iterable[tuple[Position, Effect]]) -> tuple[int, int]:
