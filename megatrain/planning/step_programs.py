@@ -11,7 +11,7 @@ from functools import cached_property, partial
 import torch
 
 from megatrain.garbage import paused_collection
-from megatrain.passes.masks.attention import MaskNote, masked_attention
+from megatrain.passes.masks.attention import MaskNote, has_masked_attention
 from megatrain.passes.masks.banded_attention import BandedAttention, banded_attention
 from megatrain.passes.masks.causal_attention import causal_attention
 from megatrain.passes.masks.made_inside import masks_inside
@@ -201,7 +201,7 @@ def undisturbed() -> Generator[None]:
 
 
 def _has_masks(program: Program) -> bool:
-    return any(True for template in program.templates.values() for _ in masked_attention(template.graph))
+    return any(has_masked_attention(template.graph) for template in program.templates.values())
 
 
 def _in_pieces(program: Program) -> list[HeadLoss | NarrowHead | TiledRegion | BandedAttention | MaskNote]:

@@ -161,6 +161,11 @@ def masked_attention(graph: fx.Graph) -> Iterator[Attention]:
             yield Attention(node, given, mask)
 
 
+def has_masked_attention(graph: fx.Graph) -> bool:
+    """Tells whether a call of attention is given a mask: most models have none, and their graph needs no copy."""
+    return any(True for _ in masked_attention(graph))
+
+
 def before(node: fx.Node) -> Site:
     """The site right before a call, in its module and modes."""
     site = Site.of(node)

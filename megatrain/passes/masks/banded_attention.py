@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -12,10 +12,11 @@ from torch import fx
 from torch.autograd.function import once_differentiable
 from torch.autograd.graph import saved_tensors_hooks
 
-from megatrain.passes.masks.attention import Attention, masked_attention
+from megatrain.passes.masks.attention import Attention, has_masked_attention, masked_attention
 from megatrain.passes.masks.position_proof import PositionProof
 from megatrain.passes.masks.seen_band import SeenBand
 from megatrain.passes.masks.seen_keys import SeenKeys
+from megatrain.passes.rewrites.alike_parts import AlikeParts, computed_parts
 from megatrain.passes.rewrites.gradient_sum import GradientSum
 from megatrain.passes.rewriting.call_trial import Site
 from megatrain.passes.rewriting.rewriter import Rewriter
@@ -44,6 +45,7 @@ class BandedAttention:
         queries: Their number.
         keys: Their number.
         options: `scale` and `enable_gqa`, as for torch.
+        alike: Says which parts a measurement computes.
     """
 
     band: SeenBand
@@ -51,6 +53,7 @@ class BandedAttention:
     queries: int
     keys: int
     options: tuple[tuple[str, Any], ...]
+    alike: AlikeParts | None = field(default=None, compare=False)
 
     __name__ = "banded_attention"
 
@@ -60,6 +63,10 @@ class BandedAttention:
         """Computes attention; the result has the shape of the query, and the width of the value."""
         return _QueryParts.apply(self, query, key, value, *flags)  # pyright: ignore[reportReturnType]
 
+    def with_alike_parts(self, alike: AlikeParts) -> BandedAttention:
+        """See `InParts`."""
+        return replace(self, alike=alike)
+
     def call_text(self, arguments: str) -> str:
         """Prints the call on arguments that are printed already."""
         options = "".join(f", {name}={value}" for name, value in self.options if value is not None)
@@ -68,10 +75,12 @@ class BandedAttention:
     def masked_parts(
         self, flags: Sequence[torch.Tensor], device: torch.device
     ) -> Iterator[tuple[slice, slice, torch.Tensor]]:
-        """Yields the ranges of each part, and its mask: bool [..., queries, keys]."""
+        """Yields the ranges of each part that is computed, and its mask: bool [..., queries, keys]."""
         known, seen = None, torch.empty(0)
-        for rows, keys in self.parts():
-            shape = rows.stop - rows.start, keys.stop - keys.start, keys.start - rows.start
+        for is_computed, (rows, keys) in computed_parts(self.alike, list(self.parts()), _shape):
+            if not is_computed:
+                continue
+            shape = _shape((rows, keys))
             if shape != known:  # parts that are alike share one
                 known, seen = shape, self.band.flags((rows.start, rows.stop), (keys.start, keys.stop), device)
             mask = seen
@@ -112,6 +121,8 @@ def banded_attention(traced: TracedModule, *, rows: int | None = None) -> Traced
         traced: The capture.
         rows: Queries at a time; None takes half a window, a multiple of 512.
     """
+    if not has_masked_attention(traced.graph):
+        return traced
     rewriter = Rewriter(traced)
     positions, changed, tried = None, False, dict[Any, TensorSpec]()
     for attention in masked_attention(rewriter.graph):
@@ -152,7 +163,7 @@ def _is_parted(
         operands.append(rewriter.add(site, "to", (given, dtype)) if is_cast else given)
     given = (*operands, *seen.flags)
     key = target, site.grad, tuple((each.meta["spec"], each.meta["requires_grad"]) for each in given)
-    made = rewriter.add(site, target, given, spec=tried.get(key))
+    made = rewriter.add(site, target, given, spec=tried.get(key), trial=target.with_alike_parts(AlikeParts()))
     tried[key] = made.meta["spec"]
     return attention.replaced(rewriter, made, f"{rows} queries at a time", _PROMISE)
 
@@ -167,6 +178,12 @@ def _rows(seen: SeenKeys, queries: int, keys: int) -> int:
     while rows > _UNIT and texts * rows * min(keys, width + rows) > _MOST:
         rows = rows // 2 // _UNIT * _UNIT
     return max(rows, _UNIT)
+
+
+def _shape(part: tuple[slice, slice]) -> tuple[int, int, int]:
+    """Queries and keys of a part, and how far its keys begin from its queries: with these equal, a mask is equal."""
+    rows, keys = part
+    return rows.stop - rows.start, keys.stop - keys.start, keys.start - rows.start
 
 
 class _QueryParts(torch.autograd.Function):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megatrain.passes.masks.attention import masked_attention
+from megatrain.passes.masks.attention import has_masked_attention, masked_attention
 from megatrain.passes.masks.position_proof import PositionProof
 from megatrain.passes.masks.seen_band import SeenBand
 from megatrain.passes.rewriting.rewriter import Rewriter
@@ -29,6 +29,8 @@ def causal_attention(traced: TracedModule) -> TracedModule:
     Args:
         traced: The capture.
     """
+    if not has_masked_attention(traced.graph):
+        return traced
     rewriter = Rewriter(traced)
     positions, changed = None, False
     for attention in masked_attention(rewriter.graph):

@@ -9,7 +9,7 @@ import torch
 from torch import fx
 
 from megatrain.passes.intervals import find_intervals
-from megatrain.passes.masks.attention import Attention, MaskNote, before, masked_attention
+from megatrain.passes.masks.attention import Attention, MaskNote, before, has_masked_attention, masked_attention
 from megatrain.passes.masks.mask_calls import MaskCalls
 from megatrain.passes.masks.position_proof import PositionProof
 from megatrain.passes.masks.seen_band import BandMask, SeenBand
@@ -34,7 +34,7 @@ def masks_inside(traced: TracedModule, *, block_bytes: int | None = None) -> Tra
         traced: The capture.
         block_bytes: As in `partition`.
     """
-    if not any(True for _ in masked_attention(traced.graph)):
+    if not has_masked_attention(traced.graph):
         return traced
     rewriter = Rewriter(traced)
     intervals = find_intervals(traced, block_bytes)

@@ -18,6 +18,7 @@ from megatrain.passes.kept_results import HandedResults, NotedResults, is_kept
 from megatrain.passes.measuring.kernel_work import KernelWork, kernel_flops
 from megatrain.passes.measuring.live_bytes import LiveBytes, is_on
 from megatrain.passes.measuring.runs import measure_backward, storage_sizes
+from megatrain.passes.rewrites.alike_parts import AlikeParts
 from megatrain.tracer.packed.packing import has_wrappers
 from megatrain.tracer.spec import TensorSpec
 
@@ -43,10 +44,11 @@ class KeptRuns:
         graph: Without calls whose shapes depend on values.
         leaves: Its arguments.
         device: The compute device.
+        alike: Which parts of what runs are computed.
     """
 
-    def __init__(self, graph: fx.Graph, leaves: list[torch.Tensor], device: torch.device) -> None:
-        self._graph, self._leaves, self._device = graph, leaves, device
+    def __init__(self, graph: fx.Graph, leaves: list[torch.Tensor], device: torch.device, alike: AlikeParts) -> None:
+        self._graph, self._leaves, self._device, self._alike = graph, leaves, device, alike
 
     def cost(self, original: fx.Graph, hollow: fx.Graph, num_inputs: int, forward: Works) -> ResultCost | None:
         """The calls whose results are worth keeping, with what that costs; None if there are none.
@@ -67,7 +69,7 @@ class KeptRuns:
         kept = notes.taken()
         own = storage_sizes([t for t in (*outputs, *kept.tensors) if is_on(t, self._device)], beyond=[])
         del outputs
-        with torch.no_grad(), KernelWork(self._device) as kernels:
+        with torch.no_grad(), KernelWork(self._device, self._alike) as kernels:
             code(self._leaves, mode=HandedResults(kept))
         repeated = kernels.take()
         if total_flops(repeated) >= total_flops(forward):
@@ -75,7 +77,13 @@ class KeptRuns:
         again = Code(hollow, around=_places(hollow, names))
         found = partial(again, mode=HandedResults(kept))
         _, backward, _ = measure_backward(
-            found, self._leaves, num_inputs, self._device, runs_backward=True, held=kept.tensors
+            found,
+            self._leaves,
+            num_inputs,
+            self._device,
+            runs_backward=True,
+            alike=self._alike,
+            held=kept.tensors,
         )
         assert backward is not None
         return ResultCost(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Mapping
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from torch.utils.flop_counter import flop_registry
 from megatrain.hardware.work import MEMORY, Kernels, Works, put_together
 from megatrain.passes.measuring.kernel_buffers import PACKED_PRODUCT
 from megatrain.passes.measuring.live_bytes import is_on
+from megatrain.passes.rewrites.alike_parts import AlikeParts
 from megatrain.torch_private import TorchDispatchMode, pytree
 from megatrain.tracer.packed.packing import has_wrappers
 
@@ -48,12 +50,28 @@ _CONVOLUTIONS = {"aten::convolution", "aten::convolution_backward", "aten::_conv
 
 
 class KernelWork(TorchDispatchMode):
-    """Notes what each kernel on the compute device computes, reads and writes, while the mode is active."""
+    """Notes what each kernel on the compute device computes, reads and writes, while the mode is active.
 
-    def __init__(self, device: torch.device) -> None:
+    Args:
+        device: The compute device.
+        alike: Which parts of what runs are computed; those that are left out count.
+    """
+
+    def __init__(self, device: torch.device, alike: AlikeParts | None = None) -> None:
         super().__init__()
         self._device = device
+        self._alike = alike
         self._found: list[Kernels] = []
+        self._counting = ExitStack()
+
+    def __enter__(self) -> KernelWork:
+        if self._alike is not None:
+            self._counting.enter_context(self._alike.counted_in(self._found))
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        self._counting.close()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if has_wrappers(types):
@@ -66,7 +84,8 @@ class KernelWork(TorchDispatchMode):
 
     def take(self) -> Works:
         """What was noted since the last call, put together."""
-        found, self._found = put_together(self._found), []
+        found = put_together(self._found)
+        self._found.clear()
         return found
 
     def _note(self, func: Any, args: Any, kwargs: Mapping[str, Any], result: Any) -> None:

@@ -14,6 +14,7 @@ from megatrain.hardware.work import Works
 from megatrain.memory.block_image import has_strides_of
 from megatrain.passes.measuring.kernel_work import KernelWork
 from megatrain.passes.measuring.live_bytes import LiveBytes, is_on
+from megatrain.passes.rewrites.alike_parts import AlikeParts
 from megatrain.tracer.packed.packing import plain_tensors
 
 Run = Callable[[list[torch.Tensor]], tuple[torch.Tensor, ...]]
@@ -32,9 +33,11 @@ class Workspace(NamedTuple):
     parts: tuple[int, ...]
 
 
-def measure_forward(code: Run, arguments: list[torch.Tensor], device: torch.device) -> tuple[Workspace, Works]:
+def measure_forward(
+    code: Run, arguments: list[torch.Tensor], device: torch.device, alike: AlikeParts
+) -> tuple[Workspace, Works]:
     """Returns what is alive within a forward beyond its arguments and outputs, and its kernels."""
-    with LiveBytes(arguments, device) as live, KernelWork(device) as kernels:
+    with LiveBytes(arguments, device) as live, KernelWork(device, alike) as kernels:
         outputs = code(arguments)
     own = storage_sizes([t for t in outputs if is_on(t, device)], beyond=[])
     return Workspace(max(0, live.peak - sum(own)), _without(live.peak_parts, own)), kernels.take()
@@ -47,6 +50,7 @@ def measure_backward(
     device: torch.device,
     *,
     runs_backward: bool,
+    alike: AlikeParts,
     held: Sequence[torch.Tensor] = (),
 ) -> tuple[list[int], Workspace | None, Works]:
     """Measures a forward under autograd, and its backward.
@@ -57,6 +61,7 @@ def measure_backward(
         num_inputs: How many of them are inputs; the rest is state.
         device: The compute device.
         runs_backward: Whether there is a backward.
+        alike: Which parts of what runs are computed.
         held: Tensors that don't count.
 
     Returns:
@@ -86,7 +91,7 @@ def measure_backward(
         gradients: Any = ()
         if not runs_backward:
             return saved_parts, None, ()
-        with KernelWork(device) as kernels:
+        with KernelWork(device, alike) as kernels:
             if roots and leaves:
                 gradients = torch.autograd.grad(roots, leaves, seeds, allow_unused=True)
     there = [g for g in gradients if g is not None and is_on(g, device)]

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 
+from megatrain.passes.rewrites.alike_parts import AlikeParts, computed_parts
 from megatrain.passes.rewrites.gradient_sum import GradientSum
 
 # Ignored rows have been given a word; no other label is ignored.
@@ -72,6 +74,7 @@ class Head:
         rows: Of a chunk, at most.
         sums: Whether each row's log-probabilities are summed, too, as label smoothing needs.
         autocast: The autocast regions that all of it runs in; operands of the linear layer are cast already.
+        alike: Says which chunks a measurement computes.
     """
 
     calls: tuple[RowCall, ...]
@@ -79,6 +82,7 @@ class Head:
     rows: int
     sums: bool
     autocast: tuple[tuple[str, torch.dtype], ...] = ()
+    alike: AlikeParts | None = field(default=None, compare=False, repr=False)
 
     @contextmanager
     def recomputing(self) -> Generator[None]:
@@ -95,13 +99,20 @@ class Head:
             logits = call(logits, operands)
         return torch.log_softmax(logits, -1, dtype=self.dtype)
 
-    def chunks(self, *tensors: torch.Tensor) -> Iterator[tuple[torch.Tensor, ...]]:
-        """Cuts tensors along their first dimension into chunks of about one size; a batch without rows is one chunk.
+    def chunks(self, num_rows: int) -> Iterator[tuple[bool, slice]]:
+        """Cuts rows into chunks of about one size; a batch without rows is one chunk.
 
         A small last chunk would take another kernel, with other bits.
+
+        Yields:
+            Whether the chunk is computed, and its rows.
         """
-        number = max(1, -(-len(tensors[0]) // self.rows))
-        return zip(*(tensor.tensor_split(number) for tensor in tensors), strict=True)
+        number = max(1, -(-num_rows // self.rows))
+        few, more = divmod(num_rows, number)
+        ends = list(accumulate(few + (index < more) for index in range(number)))
+        chunks = list(map(slice, [0, *ends], ends))
+        # All are rows of the same tensors: those of one length are alike.
+        return computed_parts(self.alike, chunks, lambda rows: rows.stop - rows.start)
 
 
 def chunked_log_probs(
@@ -152,9 +163,13 @@ class _ChunkedLogProbs(torch.autograd.Function):
         ctx.save_for_backward(hidden, labels, weight, bias, class_weight, *operands)
         selected: list[torch.Tensor] = []
         sums: list[torch.Tensor] = []
-        for rows, words in head.chunks(hidden, labels):
-            log_probs = head.log_probs(F.linear(rows, weight, bias), operands)
-            selected.append(_of(words, log_probs))
+        for is_computed, at in head.chunks(len(hidden)):
+            if not is_computed:  # its results take memory until the last
+                selected.append(torch.empty_like(selected[-1]))
+                sums += map(torch.empty_like, sums[-1:])
+                continue
+            log_probs = head.log_probs(F.linear(hidden[at], weight, bias), operands)
+            selected.append(_of(labels[at], log_probs))
             if head.sums:
                 sums.append(_summed(log_probs, class_weight))
             del log_probs  # before the next chunk's
@@ -175,25 +190,26 @@ class _ChunkedLogProbs(torch.autograd.Function):
             GradientSum(tensor) if needs else None for tensor, needs in zip(operands, needs_operands, strict=True)
         ]
         leaves = [tensor.detach().requires_grad_(needs) for tensor, needs in zip(operands, needs_operands, strict=True)]
-        start = 0
-        for rows, words, *of_results in head.chunks(hidden, labels, *gradients[: 1 + head.sums]):
+        for is_computed, at in head.chunks(len(hidden)):
+            if not is_computed:
+                continue
+            rows, of_results = hidden[at], [gradient[at] for gradient in gradients[: 1 + head.sums]]
             with head.recomputing():
                 logits = F.linear(rows, weight, bias).detach().requires_grad_()
                 log_probs = head.log_probs(logits, leaves)
-                results = [_of(words, log_probs), *([_summed(log_probs, class_weight)] if head.sums else [])]
+                results = [_of(labels[at], log_probs), *([_summed(log_probs, class_weight)] if head.sums else [])]
             del log_probs
             wanted = [logits, *(leaf for leaf in leaves if leaf.requires_grad)]
             of_logits, *others = torch.autograd.grad(results, wanted, of_results)
             del logits, wanted, results
             if of_hidden is not None:
-                torch.mm(of_logits, weight, out=of_hidden[start : start + len(rows)])
+                torch.mm(of_logits, weight, out=of_hidden[at])
             if of_weight is not None:
                 of_weight.add_product(of_logits.t(), rows)
             if of_bias is not None:
                 of_bias.add_rows(of_logits)
             for total, part in zip((total for total in of_operands if total is not None), others, strict=True):
                 total.add(part)
-            start += len(rows)
             del of_logits, others
         sums = [None if total is None else total.rounded() for total in (of_weight, of_bias, *of_operands)]
         return None, of_hidden, None, *sums[:2], None, *sums[2:]

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import fx
 
+from megatrain.passes.rewrites.alike_parts import AlikeParts
 from megatrain.passes.rewrites.chunked_log_probs import Head, Logits, Operand, RowCall, chunked_log_probs
 from megatrain.passes.rewrites.head_pattern import HeadPattern, head_pattern, is_pointwise, shape_of
 from megatrain.passes.rewriting.call_trial import Site
@@ -86,6 +87,10 @@ class HeadLoss:
         if self.reduction == "none":
             return rows
         return rows.sum() / factors.sum() if self.reduction == "mean" else rows.sum()
+
+    def with_alike_parts(self, alike: AlikeParts) -> HeadLoss:
+        """See `InParts`."""
+        return replace(self, head=replace(self.head, alike=alike))
 
     def call_text(self, arguments: str) -> str:
         """Prints the call on arguments that are printed already."""
@@ -168,7 +173,8 @@ def _rewrite(found: HeadPattern, rewriter: Rewriter, rows: int) -> None:
     )
     # The call stands for the head, and blocks are named for their modules.
     site = replace(Site.of(found.loss), modules=found.linear.meta["modules"])
-    made = rewriter.add(site, target, (hidden, labels, weight, bias, options.get("weight"), *operands))
+    given = (hidden, labels, weight, bias, options.get("weight"), *operands)
+    made = rewriter.add(site, target, given, trial=target.with_alike_parts(AlikeParts()))
     rewriter.replace(found.loss, made)
 
 

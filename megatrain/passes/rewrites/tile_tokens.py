@@ -10,6 +10,7 @@ from torch import fx
 
 from megatrain.errors import LowerError
 from megatrain.passes.dedup import graph_key
+from megatrain.passes.rewrites.alike_parts import AlikeParts
 from megatrain.passes.rewrites.tiled_region import TiledRegion
 from megatrain.passes.rewrites.token_regions import TokenRegion, token_regions
 from megatrain.passes.rewrites.token_trials import is_sized, sized_arguments
@@ -49,37 +50,58 @@ def tile_tokens(
         return traced
     rewriter = Rewriter(traced)
     # The last first: operands are then still the nodes that a region names.
-    tiled = [_tiled(rewriter, region, rows, divisor) for region in reversed(regions)]
+    tiler = _Tiler(rewriter, rows, divisor)
+    tiled = [tiler.tiled(region) for region in reversed(regions)]
     return rewriter.done() if any(tiled) else traced
 
 
-def _tiled(rewriter: Rewriter, region: TokenRegion, rows: int | None, divisor: int) -> bool:
-    """Replaces a region by one call; tells whether it did."""
-    first = region.outputs[0]
-    axis: Any = region.axes[first]
-    tokens = first.meta["spec"].shape[axis]
-    size = rows or max(_FEWEST, -(-tokens // (_TILES * divisor)))
-    if size >= tokens:
-        return False
-    operands = _operands(region)
-    graph = _extracted(region, operands)
-    given = [operand for operand, count in operands.items() for _ in range(count)]
-    axes: Any = tuple(region.axes[operand] for operand in given)
-    out_axes: Any = tuple(region.axes[output] for output in region.outputs)
-    specs = tuple(output.meta["spec"] for output in region.outputs)
-    target = TiledRegion(graph, graph_key(graph), axes, out_axes, specs, unread_linears(graph, rewriter.device), size)
-    site = replace(Site.of(region.nodes[-1]), modules=_modules(region), grad=True, autocast=())
-    try:
-        made = rewriter.add(site, target, tuple(given), trial=replace(target, is_brief=True))
-    except LowerError:  # a tile's strides differ from the whole, and a view may not fit them
-        return False
-    news = {old: new for old, new in zip(region.outputs, made if len(specs) > 1 else (made,), strict=True)}
-    for node in reversed(region.nodes):
-        if node in news:
-            rewriter.replace(node, news[node])
-        else:
-            rewriter.erase(node)
-    return True
+class _Tiler:
+    """Replaces regions of one graph by calls. Of equal regions, as layers have them, one is tried.
+
+    Args:
+        rewriter: Of the graph.
+        rows: As in `tile_tokens`.
+        divisor: See there.
+    """
+
+    def __init__(self, rewriter: Rewriter, rows: int | None, divisor: int) -> None:
+        self._rewriter, self._rows, self._divisor = rewriter, rows, divisor
+        self._unread: dict[Any, tuple[int, ...]] = {}
+
+    def tiled(self, region: TokenRegion) -> bool:
+        """Replaces a region by one call; tells whether it did."""
+        first, rewriter = region.outputs[0], self._rewriter
+        axis: Any = region.axes[first]
+        tokens = first.meta["spec"].shape[axis]
+        size = self._rows or max(_FEWEST, -(-tokens // (_TILES * self._divisor)))
+        if size >= tokens:
+            return False
+        operands = _operands(region)
+        graph = _extracted(region, operands)
+        given = [operand for operand, count in operands.items() for _ in range(count)]
+        axes: Any = tuple(region.axes[operand] for operand in given)
+        out_axes: Any = tuple(region.axes[output] for output in region.outputs)
+        specs, key = tuple(output.meta["spec"] for output in region.outputs), graph_key(graph)
+        target = TiledRegion(graph, key, axes, out_axes, specs, self._unread_of(graph, key), size)
+        site = replace(Site.of(region.nodes[-1]), modules=_modules(region), grad=True, autocast=())
+        try:
+            trial = target.with_alike_parts(AlikeParts())
+            made = rewriter.add(site, target, tuple(given), trial=trial, alike=target)
+        except LowerError:  # a tile's strides differ from the whole, and a view may not fit them
+            return False
+        news = {old: new for old, new in zip(region.outputs, made if len(specs) > 1 else (made,), strict=True)}
+        for node in reversed(region.nodes):
+            if node in news:
+                rewriter.replace(node, news[node])
+            else:
+                rewriter.erase(node)
+        return True
+
+    def _unread_of(self, graph: fx.Graph, key: Any) -> tuple[int, ...]:
+        known_by = key, tuple(node.meta["requires_grad"] for node in graph.nodes if node.op == "placeholder")
+        if known_by not in self._unread:
+            self._unread[known_by] = unread_linears(graph, self._rewriter.device)
+        return self._unread[known_by]
 
 
 def _operands(region: TokenRegion) -> dict[fx.Node, int]:

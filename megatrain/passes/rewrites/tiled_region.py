@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from operator import getitem
+from operator import getitem, itemgetter
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ from torch.autograd.function import once_differentiable
 
 from megatrain.passes.canonicalize import copied_graph
 from megatrain.passes.interpret import Code
+from megatrain.passes.rewrites.alike_parts import AlikeParts, computed_parts
 from megatrain.passes.rewrites.gradient_sum import GradientSum
 from megatrain.passes.rewrites.linear_into import linear_into
 from megatrain.tracer.calls import target_name
@@ -42,7 +43,7 @@ class TiledRegion:
         unread: Numbers of the nodes of linear layers whose values no backward reads: they aren't computed there.
         rows: Tokens of a tile, at most.
         is_hollow: The results have no values: only their gradients are asked for.
-        is_brief: One tile of each length is computed alone: for a trial on tensors without values.
+        alike: Says which tiles a measurement computes.
     """
 
     graph: fx.Graph = field(compare=False)
@@ -53,7 +54,7 @@ class TiledRegion:
     unread: tuple[int, ...]
     rows: int
     is_hollow: bool = False
-    is_brief: bool = False
+    alike: AlikeParts | None = field(default=None, compare=False)
 
     __name__ = "tiled"
 
@@ -61,6 +62,10 @@ class TiledRegion:
         """Computes the results; one alone, or a tuple."""
         results = _Tiles.apply(self, *operands)
         return results[0] if len(self.specs) == 1 else results  # pyright: ignore[reportOptionalSubscript]
+
+    def with_alike_parts(self, alike: AlikeParts) -> TiledRegion:
+        """See `InParts`."""
+        return replace(self, alike=alike)
 
     def call_text(self, arguments: str) -> str:
         """Prints the call on arguments that are printed already."""
@@ -120,18 +125,18 @@ class TiledRegion:
         return Code(graph)
 
     def tiles(self, operands: Sequence[torch.Tensor]) -> Iterator[tuple[int, int]]:
-        """Yields start and length of the tiles, which are about equally long."""
+        """Start and length of the tiles that are computed, which are about equally long."""
         tokens = next(t.shape[axis] for t, axis in zip(operands, self.axes, strict=True) if axis is not None)
         unit = min(_UNIT, self.rows)
         number = max(1, min(-(-tokens // self.rows), tokens // unit))
         few, more = divmod(tokens // unit, number)
-        start, lengths = 0, set[int]()
+        start, tiles = 0, list[tuple[int, int]]()
         for index in range(number):
             length = (few + (index < more)) * unit if index < number - 1 else tokens - start
-            if not self.is_brief or length not in lengths:
-                yield start, length
-            lengths.add(length)
+            tiles.append((start, length))
             start += length
+        # Tiles of one length are cut alike from the same operands.
+        return (tile for is_computed, tile in computed_parts(self.alike, tiles, itemgetter(1)) if is_computed)
 
     def cut(self, operands: Sequence[torch.Tensor], start: int, length: int) -> list[torch.Tensor]:
         """The operands of a tile."""

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import fx
 
 from megatrain.passes.intervals import find_intervals
+from megatrain.passes.rewrites.alike_parts import InParts
 from megatrain.passes.rewrites.head_loss import HeadLoss
 from megatrain.passes.rewrites.token_rules import Axes
 from megatrain.passes.rewrites.token_trials import FEW, Trials
@@ -137,9 +138,14 @@ class _Finder:
         return False
 
     def _is_plain(self, node: fx.Node) -> bool:
-        """Tells whether a call makes tensors and does nothing else, and reads tensors that nothing writes into."""
+        """Tells whether a call makes tensors and does nothing else, and reads tensors that nothing writes into.
+
+        What is computed in parts already takes its tokens apart: no trial would find that it treats each alone.
+        """
         meta = node.meta
-        if node.op not in CALLS or meta.get("is_random") or meta.get("writes") or meta.get("hides_draws"):
+        if node.op not in CALLS or isinstance(node.target, InParts):
+            return False
+        if meta.get("is_random") or meta.get("writes") or meta.get("hides_draws"):
             return False
         if "spec" not in meta and not node.users:  # it gave back an operand, or nobody reads its result
             return False

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from operator import getitem
 from typing import Any
 
@@ -13,10 +13,11 @@ from torch import fx
 
 from megatrain.checks import checked, count, function, optional, sequence_of, shown
 from megatrain.passes.canonicalize import copied_graph, is_erased, without_dead
-from megatrain.passes.rewriting.call_trial import Site, Target, check_target, operands_of, refuse_call, tried
+from megatrain.passes.rewriting.call_trial import Site, Target, check_target, operands_of, refuse_call
+from megatrain.passes.rewriting.known_outcomes import KnownOutcomes
 from megatrain.passes.rewriting.pattern import Match, Pattern
 from megatrain.passes.rewriting.replacing import check_alike, refuse_rewrite, take_over_memory
-from megatrain.torch_private import FakeTensorMode, pytree
+from megatrain.torch_private import pytree
 from megatrain.tracer.calls import call_name
 from megatrain.tracer.inventory import StateEntry
 from megatrain.tracer.node_meta import CALLS
@@ -64,7 +65,7 @@ class Rewriter:
         self.graph, self._copies = copied_graph(traced.graph)
         self._writes_back = {key: self._copies[node] for key, node in traced.writes_back}
         self._next_storage = 1 + max((n.meta.get("storage", 0) for n in self.graph.nodes), default=0)
-        self._mode = FakeTensorMode()
+        self._outcomes = KnownOutcomes(traced.device)
         self._added: set[fx.Node] = set()
         self._last_after: dict[fx.Node, fx.Node] = {}
         self._writers: dict[fx.Node, list[fx.Node]] = defaultdict(list)
@@ -156,6 +157,7 @@ class Rewriter:
         storage: int | None = None,
         name: str | None = None,
         trial: Target | None = None,
+        alike: Hashable = None,
     ) -> Any:
         """Like `call`, for a pass that knows more.
 
@@ -168,6 +170,7 @@ class Rewriter:
             storage: With `spec`: the memory that the result lies in; None for memory of its own.
             name: Of the node; another one if it is taken.
             trial: Tried in place of the target: results of the same kinds, with less work.
+            alike: Equal for calls that make results of the same kinds, if their operands are: one of them is tried.
 
         Raises:
             OptionError: If an argument has a wrong value.
@@ -185,7 +188,7 @@ class Rewriter:
             is_number = spec.dtype.is_floating_point or spec.dtype.is_complex
             self._describe(node, spec, has_grad and is_number, storage, spec.nbytes)
             return node
-        outcome = tried(target if trial is None else trial, args, kwargs or {}, site, self.device, self._mode)
+        outcome = self._outcomes.of(target if trial is None else trial, args, kwargs or {}, site, alike)
         if outcome.same is not None:
             return outcome.same
         if not any(isinstance(leaf, torch.Tensor) for leaf in pytree.tree_leaves(outcome.result)):

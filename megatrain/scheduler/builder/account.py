@@ -3,150 +3,131 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
+from collections.abc import Sequence
 from itertools import accumulate
-from typing import NamedTuple
+from operator import add
 
-from megatrain.scheduler.effects import Effects
-from megatrain.scheduler.items import ITEMS, Item, Stream
+from megatrain.scheduler.builder.rows.row import OpRow, RowEffect, RowEffects
+from megatrain.scheduler.items import Stream
 from megatrain.scheduler.lifetimes.lifetime import MOMENTS, begin_of, end_of, of_ticks, union
-from megatrain.scheduler.parking import Parks
-
-_Key = tuple[str, int, int, int | None]
-Placed = tuple[Stream, int, _Key]
-"""An op in a draft: stream, tick, and letter, block, micro-batch and section."""
-
-
-class _Effect(NamedTuple):
-    """What an op does to the device's memory; items are indices.
-
-    Attributes:
-        takes: Items whose memory is taken with it, or after the op of compute before it.
-        reads: Items that it needs.
-        workspace: Bytes that it takes while it runs.
-    """
-
-    takes: tuple[int, ...]
-    reads: tuple[int, ...]
-    workspace: int
 
 
 class Account:
     """Counts the device bytes of drafts, as `live_bytes` counts those of `item_lifetimes`.
 
-    The effect of an op depends on few choices of a plan: whether its block's graph is retained or its results are kept,
-    and which values that it touches are parked. So each effect is made once for each of these.
-
     Args:
-        effects: Makes the effects of a plan; of those asked for.
+        items: Describes the items.
     """
 
-    def __init__(self, effects: Effects) -> None:
-        self._touched = [
-            tuple(dict.fromkeys((*inputs, *outputs, *results)))
-            for inputs, outputs, results in zip(effects.inputs, effects.outputs, effects.kept, strict=True)
-        ]
-        self._known: dict[Hashable, dict[_Key, _Effect]] = {}
-        self._items: dict[Item, int] = {}
-        self._nbytes: list[int] = []
-        self._outlives: list[bool] = []
-        self._shared: list[tuple[int, int, int] | None] = []
-        self._standing = self._numbers(effects, effects.standing())
+    def __init__(self, items: RowEffects) -> None:
+        self._items = items
 
     def of(
-        self,
-        ops: Collection[Placed],
-        saves: Collection[int],
-        results: Collection[int],
-        parked: Parks,
-        num_ticks: int,
-        arena: int,
-        effects: Callable[[], Effects],
+        self, rows: Sequence[OpRow], effects: Sequence[RowEffect], num_ticks: int, arena: int
     ) -> tuple[tuple[int, ...], int]:
         """Live bytes of each tick, and the most of a tick with its op's workspace.
 
         Args:
-            ops: All but `W`.
-            saves: As in `Effects`.
-            results: As in `Effects`.
-            parked: As in `Effects`.
+            rows: Of all ops but `W` and `C`, which make nothing that has a lifetime: slots exist all the time.
+            effects: Of each row.
             num_ticks: Rows of the table.
             arena: Bytes of the slots.
-            effects: Makes those of the plan, if some are new.
         """
-        away = {value for values in parked.values() for value in values}
-        retained, kept = frozenset(saves), frozenset(results)
-        known = self._known.setdefault
-        of_compute = [
-            known((block, block in retained, block in kept, *map(away.__contains__, touched)), {})
-            for block, touched in enumerate(self._touched)
-        ]
-        of_others = known(None, {})
-        computes = sorted(tick for stream, tick, _ in ops if stream == Stream.COMPUTE)
-        starts, ends = dict.fromkeys(self._standing, 0), dict[int, int]()
-        busy: list[tuple[int, int]] = []
-        for stream, tick, key in ops:
-            what, block, _, _ = key
-            if stream == Stream.COMPUTE:
-                found, begin = of_compute[block], begin_of(tick, is_brought=False)
-            elif what == "A":
-                found, begin = known((stream, *parked[block]), {}), _taken_before(computes, tick)
-            else:
-                found, begin = of_others, _taken_before(computes, tick)
-            end = end_of(tick, stream)
-            effect = found.get(key) or found.setdefault(key, self._effect(stream, key, effects()))
-            for item in effect.takes:
-                if begin < starts.get(item, begin + 1):
-                    starts[item] = begin
-            for item in effect.reads:
-                if end > ends.get(item, -1):
-                    ends[item] = end
-            if effect.workspace:
-                busy.append((begin_of(tick, is_brought=False), effect.workspace))
-        live = self._live(starts, ends, MOMENTS * num_ticks, arena)
-        return of_ticks(live), max([*live, *(live[moment] + nbytes for moment, nbytes in busy)], default=0)
+        spans = _Spans(self._items, MOMENTS * num_ticks)
+        computes = sorted(tick for row in rows if row.stream == Stream.COMPUTE for tick in row.ticks)
+        for row, effect in zip(rows, effects, strict=True):
+            if effect.takes or effect.takes_once:
+                spans.take(effect, _running(row) if row.stream == Stream.COMPUTE else _taken_before(computes, row))
+            spans.read(effect, [end_of(tick, row.stream) for tick in row.ticks])
+        live = spans.live(arena)
+        # `C` has no workspace: only F and B have one.
+        busy = (
+            max(map(add, map(live.__getitem__, _running(row)), effect.workspace))
+            for row, effect in zip(rows, effects, strict=True)
+            if row.stream == Stream.COMPUTE
+        )
+        return of_ticks(live), max(max(live, default=0), max(busy, default=0))
 
-    def _effect(self, stream: Stream, key: _Key, step: Effects) -> _Effect:
-        effect = step.of(stream, *key)
-        takes, reads = (self._numbers(step, items) for items in ((*effect.makes, *effect.adds), effect.reads))
-        return _Effect(takes, reads, step.workspace(stream, *key))
 
-    def _numbers(self, effects: Effects, items: Iterable[Item]) -> tuple[int, ...]:
-        """The numbers of the items that take memory of the device."""
-        found = [item for item in items if ITEMS[item.kind].memory == "device"]
-        for item in found:
-            if item not in self._items:
-                self._items[item] = len(self._items)
-                storage, nbytes = effects.shared_storage(item), effects.nbytes(item)
-                self._nbytes.append(nbytes)
-                self._outlives.append(effects.outlives(item))
-                self._shared.append(None if storage is None else (storage, item.micro_batch, nbytes))
-        return tuple(self._items[item] for item in found)
+class _Spans:
+    """From which moment to which each item of the device exists: of each micro-batch, or once.
 
-    def _live(self, starts: dict[int, int], ends: dict[int, int], num_moments: int, arena: int) -> tuple[int, ...]:
-        change = [0] * (num_moments + 1)
+    Args:
+        items: Describes the items.
+        num_moments: Of all ticks.
+    """
+
+    def __init__(self, items: RowEffects, num_moments: int) -> None:
+        self._items, self._num_moments = items, num_moments
+        here, count = (item for item in items.standing if items.memory[item] == "device"), items.num_micro_batches
+        self._starts: dict[int, Sequence[int]] = {item: [0] * count for item in here}
+        self._ends: dict[int, Sequence[int]] = {}
+
+    def take(self, effect: RowEffect, begins: Sequence[int]) -> None:
+        """Notes items whose memory is taken at these moments at the latest."""
+        starts = self._starts
+        for item in effect.takes:
+            before = starts.get(item)
+            starts[item] = begins if before is None else list(map(min, before, begins))
+        for item, ops in effect.takes_once:
+            first = min(begins) if len(ops) == len(begins) else min(begins[op] for op in ops)
+            starts[item] = [min([first, *starts.get(item, ())])]
+
+    def read(self, effect: RowEffect, moments: Sequence[int]) -> None:
+        """Notes items that are read at these moments."""
+        ends = self._ends
+        for item in effect.ends:
+            before = ends.get(item)
+            # Most rows of compute come after all that have read before.
+            ends[item] = moments if before is None or before[-1] < moments[0] else list(map(max, before, moments))
+        for item, ops in effect.ends_once:
+            last = max(moments) if len(ops) == len(moments) else max(moments[op] for op in ops)
+            ends[item] = [max([last, *ends.get(item, ())])]
+
+    def live(self, arena: int) -> tuple[int, ...]:
+        """The bytes that exist at each moment.
+
+        Args:
+            arena: Those that exist all the time.
+        """
+        items = self._items
+        change = [0] * (self._num_moments + 1)
         change[0] = arena
         shared: dict[tuple[int, int, int], list[tuple[int, int]]] = {}
-        standing = frozenset(self._standing)
-        for item in {**starts, **ends}:
-            start = starts.get(item, 0)
-            # What nobody reads dies with the op that makes it.
-            unread = num_moments - 1 if item in standing else start
-            end = num_moments - 1 if self._outlives[item] else ends.get(item, unread)
-            storage = self._shared[item]
+        standing = frozenset(items.standing)
+        for item in {**self._starts, **self._ends}:
+            starts, ends = self._span(item, is_standing=item in standing)
+            nbytes, storage = items.nbytes[item], items.storage[item]
             if storage is not None:
-                shared.setdefault(storage, []).append((start, end))
-            else:
-                change[start] += self._nbytes[item]
-                change[end + 1] -= self._nbytes[item]
+                for number, span in enumerate(zip(starts, ends, strict=True)):
+                    shared.setdefault((storage, number, nbytes), []).append(span)
+                continue
+            for start in starts:
+                change[start] += nbytes
+            for end in ends:
+                change[end + 1] -= nbytes
         for (_, _, nbytes), spans in shared.items():
             for start, end in union(spans):
                 change[start] += nbytes
                 change[end + 1] -= nbytes
-        return tuple(accumulate(change[:num_moments]))
+        return tuple(accumulate(change[: self._num_moments]))
+
+    def _span(self, item: int, *, is_standing: bool) -> tuple[Sequence[int], Sequence[int]]:
+        """The first and the last moments of an item."""
+        starts, ends = self._starts.get(item), self._ends.get(item)
+        if starts is None:
+            starts = [0] * len(ends or ())
+        if self._items.outlives[item] or (ends is None and is_standing):
+            ends = [self._num_moments - 1] * len(starts)
+        return starts, starts if ends is None else ends  # what nobody reads dies with the op that makes it
 
 
-def _taken_before(computes: Sequence[int], tick: int) -> int:
-    """The moment in which memory is taken that a transfer fills: after an op of compute, or the start of the step."""
-    earlier = bisect_left(computes, tick)
-    return begin_of(computes[earlier - 1], is_brought=True) if earlier else 0
+def _running(row: OpRow) -> list[int]:
+    """The moments while ops of compute run."""
+    return [begin_of(tick, is_brought=False) for tick in row.ticks]
+
+
+def _taken_before(computes: Sequence[int], row: OpRow) -> list[int]:
+    """The moments in which memory is taken that transfers fill: after ops of compute, or the start of the step."""
+    earlier = (bisect_left(computes, tick) for tick in row.ticks)
+    return [begin_of(computes[count - 1], is_brought=True) if count else 0 for count in earlier]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from megatrain.scheduler.builder.order import Rows, Run
+from megatrain.scheduler.builder.order import Rows
 from megatrain.scheduler.step_kind import StepKind
 
 
@@ -19,18 +19,18 @@ def between_ranks(rows: Rows, kind: StepKind) -> Rows:
         ticks = replace(ticks, receive=_receiving(order, ticks.backward))
     if not kind.sends:
         return replace(rows, ticks=ticks)
-    send: dict[Run, int] = {}
-    offload: dict[Run, int] = {}
+    send: dict[int, int] = {}
+    offload: dict[int, int] = {}
     left = landed = -1
-    for run in order:
-        send[run] = left = max(left + 1, ticks.offload[run])
-        offload[run] = landed = max(landed, left) + 1
+    for block in order:
+        send[block] = left = max(left + 1, ticks.offload[block])
+        offload[block] = landed = max(landed, left) + 1
     return replace(rows, ticks=replace(ticks, send=send, offload=offload), num_ticks=max(rows.num_ticks, landed + 1))
 
 
-def _receiving(order: list[Run], backward: dict[Run, int]) -> dict[Run, int]:
-    found: dict[Run, int] = {}
+def _receiving(order: list[int], backward: dict[int, list[int]]) -> dict[int, int]:
+    found: dict[int, int] = {}
     at = -1
-    for block, _ in order:
-        found[block, 0] = at = max(at + 1, backward[block, 0])
+    for block in order:
+        found[block] = at = max(at + 1, backward[block][0])
     return found

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from dataclasses import dataclass, replace
 from functools import cache, partial
 
-from megatrain.scheduler.builder.account import Account, Placed
+from megatrain.scheduler.builder.account import Account
 from megatrain.scheduler.builder.between_ranks import between_ranks
 from megatrain.scheduler.builder.host_places import place_gradients
 from megatrain.scheduler.builder.host_ticks import HostTicks, deferred_updates, head_updates, place_host, written
-from megatrain.scheduler.builder.order import Part, Rows, assign_ticks
+from megatrain.scheduler.builder.order import Rows, assign_ticks
+from megatrain.scheduler.builder.rows.arrivals import Part
+from megatrain.scheduler.builder.rows.row import OpRow, RowEffects, WhatIsKept, weight_rows
+from megatrain.scheduler.builder.rows.step_timer import StepTimer
 from megatrain.scheduler.builder.sections import sections_of
 from megatrain.scheduler.builder.stays import Stay, compute_stages, giants, place_slots, stays_of
 from megatrain.scheduler.effects import Effects, kind_of
@@ -75,9 +78,10 @@ class Draft:
     live: tuple[int, ...]
     device_bytes: int
 
-    def ops(self) -> Iterator[Placed]:
-        """All ops but `W` and `C`: stream, tick, and letter, block, micro-batch and section."""
-        return _ops(self.rows, self.host)
+    @property
+    def num_ops(self) -> int:
+        """The number of ops but `W` and `C`."""
+        return sum(len(row.ticks) for row in _rows(self.rows, self.host))
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,37 +109,50 @@ class Builder:
         self.stages = compute_stages(workload, kind)
         self._deferred = deferred_updates(workload, kind)
         self._sections = sections_of(workload, kind, sections)
-        self._account = Account(Effects(workload, kind, (), (), {}, (), self._deferred, self._sections))
-        self._placed: dict[tuple[int, tuple[int, ...], tuple[int, ...], bool], _Weights] = {}
+        self._items = RowEffects(Effects(workload, kind, (), (), {}, (), self._deferred, self._sections))
+        self._account = Account(self._items)
+        self._placed: dict[_Placing, _Weights] = {}
+        self._known_ticks: dict[Hashable, tuple[Rows, HostTicks, list[OpRow]]] = {}
 
     def draft(self, plan: Choices) -> Draft:
         """Gives the ops ticks and counts the memory."""
         placed = self._place(plan)
         parked = self._parked(plan)
-        rows = assign_ticks(
-            self.workload,
-            self.kind,
-            self.stages,
-            placed.stays,
-            parked,
-            num_slots=plan.num_slots,
-            has_late_offloads=plan.has_late_offloads,
-            written=written(self.workload, self.kind, placed.head, self._sections),
-            sections=self._sections,
-        )
-        rows = between_ranks(rows, self.kind)
-        host = place_host(self.workload, self.kind, rows.ticks, placed.head)
-        # A `W`, or a `C`, makes nothing that has a lifetime: its slot exists all the time.
+        rows, host, all_rows = self._ticks(plan, placed, parked)
         live, nbytes = self._account.of(
-            list(_ops(rows, host)),
-            plan.saves,
-            plan.results,
-            parked,
+            all_rows,
+            self._items.of(all_rows, self._kept(plan, parked)),
             max(rows.num_ticks, host.num_ticks),
             max((slot.offset + slot.nbytes for slot in placed.slots), default=0),
-            cache(partial(self.effects, plan)),
         )
         return Draft(plan, rows, host, live, nbytes)
+
+    def _ticks(self, plan: Choices, placed: _Weights, parked: Parks) -> tuple[Rows, HostTicks, list[OpRow]]:
+        """The ticks of all ops, which don't depend on the graphs that are retained."""
+        known_by = _placing(plan), plan.has_late_offloads, tuple(parked.items())
+        if known_by not in self._known_ticks:
+            rows = assign_ticks(
+                self.workload,
+                self.kind,
+                self.stages,
+                placed.stays,
+                parked,
+                num_slots=plan.num_slots,
+                has_late_offloads=plan.has_late_offloads,
+                written=written(self.workload, self.kind, placed.head, self._sections),
+                sections=self._sections,
+            )
+            rows = between_ranks(rows, self.kind)
+            host = place_host(self.workload, self.kind, rows.ticks, placed.head)
+            self._known_ticks[known_by] = rows, host, list(_rows(rows, host))
+        return self._known_ticks[known_by]
+
+    def times(self, draft: Draft, timer: StepTimer) -> dict[Stream, list[tuple[float, float]]]:
+        """When the ops of each stream begin and end in a simulated step; its table isn't made."""
+        placed, plan = self._place(draft.plan), draft.plan
+        slots = [placed.slots[slot] for slot in placed.slot_of]
+        rows = [*weight_rows(placed.stays, slots, draft.rows.loads, draft.rows.gathers), *_rows(draft.rows, draft.host)]
+        return timer.times(rows, self._items.of(rows, self._kept(plan, self._parked(plan))), self._items)
 
     def finish(self, draft: Draft) -> Table:
         """Makes the rows, and the figures of the header."""
@@ -172,7 +189,7 @@ class Builder:
         )
 
     def _place(self, plan: Choices) -> _Weights:
-        chosen = plan.num_slots, plan.resident, plan.persistent, plan.has_giants_alone
+        chosen = _placing(plan)
         if chosen not in self._placed:
             stays = stays_of(
                 self.workload,
@@ -193,27 +210,47 @@ class Builder:
         kept = plan.saves, plan.results, self._parked(plan), plan.persistent
         return Effects(self.workload, self.kind, *kept, self._deferred, self._sections)
 
+    def _kept(self, plan: Choices, parked: Parks) -> WhatIsKept:
+        return WhatIsKept(
+            frozenset(plan.saves),
+            frozenset(plan.results),
+            parked,
+            frozenset(plan.persistent),
+            cache(partial(self.effects, plan)),
+        )
+
     def _parked(self, plan: Choices) -> Parks:
         return parked_values(self.workload, self.kind, keep=plan.keep, saves=plan.saves, results=plan.results)
 
 
-def _ops(rows: Rows, host: HostTicks) -> Iterator[Placed]:
-    """All ops but `W` and `C`: stream, tick, and letter, block, micro-batch and section."""
+# What the places of weights depend on.
+_Placing = tuple[int, tuple[int, ...], tuple[int, ...], bool]
+
+
+def _placing(plan: Choices) -> _Placing:
+    return plan.num_slots, plan.resident, plan.persistent, plan.has_giants_alone
+
+
+def _rows(rows: Rows, host: HostTicks) -> Iterator[OpRow]:
+    """All ops but `W` and `C`."""
     for stream, what, ticks in (
         (Stream.H2D, "A", rows.ticks.restore),
         (Stream.COMPUTE, "F", rows.ticks.forward),
         (Stream.COMPUTE, "B", rows.ticks.backward),
         (Stream.D2H, "A", rows.ticks.park),
+    ):
+        yield from (OpRow(stream, what, block, None, of_all) for block, of_all in ticks.items())
+    for stream, what, ticks in (
         (Stream.D2H, "G", rows.ticks.offload),
         (Stream.RECEIVE, "R", rows.ticks.receive),
         (Stream.SEND, "P", rows.ticks.send),
     ):
-        yield from ((stream, tick, (what, block, number, None)) for (block, number), tick in ticks.items())
-    yield from ((Stream.HOST, tick, ("U", block, 0, section)) for (block, section), tick in host.update.items())
-    yield from ((Stream.PEERS, tick, ("V", block, 0, section)) for (block, section), tick in host.whole.items())
-    yield from ((Stream.HOST, tick, ("S", block, 0, None)) for block, tick in host.squares.items())
+        yield from (OpRow(stream, what, block, None, (tick,)) for block, tick in ticks.items())
+    yield from (OpRow(Stream.HOST, "U", block, section, (tick,)) for (block, section), tick in host.update.items())
+    yield from (OpRow(Stream.PEERS, "V", block, section, (tick,)) for (block, section), tick in host.whole.items())
+    yield from (OpRow(Stream.HOST, "S", block, None, (tick,)) for block, tick in host.squares.items())
     if host.norm is not None:
-        yield Stream.HOST, host.norm, ("N", NO_BLOCK, 0, None)
+        yield OpRow(Stream.HOST, "N", NO_BLOCK, None, (host.norm,))
 
 
 def _table(draft: Draft, placed: _Weights, *, has_micro_batches: bool) -> tuple[Tick, ...]:
@@ -224,7 +261,8 @@ def _table(draft: Draft, placed: _Weights, *, has_micro_batches: bool) -> tuple[
             cells[tick].append(Op(Stream.H2D, "W", stay.block, slot, section=section if len(loads) > 1 else None))
         if gather is not None:
             cells[gather].append(Op(Stream.GATHER, "C", stay.block, slot))
-    for stream, tick, (what, block, number, section) in _ops(draft.rows, draft.host):
+    for stream, what, block, section, ticks, _ in _rows(draft.rows, draft.host):
         has_number = has_micro_batches and kind_of(stream, what).per_micro_batch
-        cells[tick].append(Op(stream, what, block, None, number if has_number else None, section))
+        for number, tick in enumerate(ticks):
+            cells[tick].append(Op(stream, what, block, None, number if has_number else None, section))
     return tuple(Tick(*ops) for ops in cells)

@@ -9,7 +9,8 @@ from fractions import Fraction
 
 import networkx as nx
 
-from megatrain.scheduler.builder.order import OpTicks, Part, Written, parts_of
+from megatrain.scheduler.builder.order import OpTicks
+from megatrain.scheduler.builder.rows.arrivals import Part, Written, parts_of
 from megatrain.scheduler.items import Sections
 from megatrain.scheduler.step_kind import StepKind
 from megatrain.scheduler.workload import Workload
@@ -127,7 +128,7 @@ def place_host(workload: Workload, kind: StepKind, ticks: OpTicks, head: Mapping
     last = max(ticks.offload.values(), default=-1)
     free = max(head.values(), default=-1) + 1
     squares: dict[int, int] = {}
-    for (block, _), left in sorted(ticks.offload.items(), key=lambda leaving: leaving[1]) if kind.clip else ():
+    for block, left in sorted(ticks.offload.items(), key=lambda leaving: leaving[1]) if kind.clip else ():
         squares[block] = free = max(free, left + 1)
         free += 1
     norm = max(last + 1, free) if kind.clip else None
@@ -150,10 +151,10 @@ def place_host(workload: Workload, kind: StepKind, ticks: OpTicks, head: Mapping
 
 def _by_readiness(workload: Workload, ticks: OpTicks) -> Sequence[tuple[int, int]]:
     """Per update, the tick in which its last gradient leaves and the last op reads its parameters, and its block."""
-    last: dict[int, int] = {}
-    for runs in (ticks.forward, ticks.backward, ticks.offload):
-        for (block, _), tick in runs.items():
-            last[block] = max(last.get(block, -1), tick)
+    last: dict[int, int] = dict(ticks.offload)
+    for runs in (ticks.forward, ticks.backward):
+        for block, of_block in runs.items():
+            last[block] = max(last.get(block, -1), *of_block)
     return sorted(
         (max(last[member] for member in workload.update_group(block)), block) for block in workload.update_blocks()
     )

@@ -12,8 +12,8 @@ from megatrain.scheduler.builder.bound import step_bound
 from megatrain.scheduler.builder.draft import Builder, Choices, Draft, with_late_offloads
 from megatrain.scheduler.builder.family import Family, Freedom, MemoryUse
 from megatrain.scheduler.builder.neighbours import Neighbours
+from megatrain.scheduler.builder.rows.step_timer import StepTimer
 from megatrain.scheduler.parking import keep_all, parked_values
-from megatrain.scheduler.timing.simulate import simulate
 
 # What a second of copies counts in seconds of compute: streams overlap less well than their sums say, in either way.
 _WEIGHTS = (0.0, 0.7, 1.4, inf)
@@ -42,6 +42,7 @@ class Search:
         self._builder, self._memory, self._freedom, self._machine = builder, memory, freedom, machine
         self._drafts: dict[Choices, Draft] = {}
         self._seconds: dict[Choices, float] = {}
+        self._timer = StepTimer(machine)
 
     def draft(self, plan: Choices) -> Draft:
         """The draft of a plan."""
@@ -105,7 +106,7 @@ class Search:
             return self.draft(self._stating_all_kept(best.plan))
         neighbours = Neighbours(self._builder, self._freedom, starts[0], has_slots=has_slots)
         seen: set[Choices] = set()
-        left = _MOST_OPS // max(1, sum(1 for _ in best.ops()))
+        left = _MOST_OPS // max(1, best.num_ops)
         plan = best.plan
         for first in (best.plan, *self._of_less_memory(starts)):
             found, left = self._descended(first, neighbours, seen, left, enough_s)
@@ -198,7 +199,8 @@ class Search:
 
     def _time(self, plan: Choices) -> float:
         if plan not in self._seconds:
-            self._seconds[plan] = simulate(self._builder.finish(self.draft(plan)), self._machine).step_s
+            times = self._builder.times(self.draft(plan), self._timer)
+            self._seconds[plan] = max((of_stream[-1][1] for of_stream in times.values()), default=0.0)
         return self._seconds[plan]
 
 

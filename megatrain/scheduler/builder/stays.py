@@ -229,20 +229,51 @@ def _whole_first(stays: Sequence[Stay], key: Callable[[Stay], tuple[int, ...]]) 
 
 def _assign(stays: Sequence[Stay], order: Sequence[int], *, reuse: bool) -> list[int]:
     """Offsets by first fit; with `reuse`, offsets that are in use already are tried first."""
-    alive: dict[int, list[int]] = {}
+    placed = Placed()
     offsets = [0] * len(stays)
     known: dict[int, None] = {}
     for index in order:
         stay = stays[index]
-        lifetime = range(stay.first, stay.last + 1)
-        others = {i for stage in lifetime for i in alive.get(stage, ())}
-        taken = _disjoint((offsets[i], offsets[i] + stays[i].nbytes) for i in others)
+        taken = _disjoint(placed.beside(stay))
         found = _known_fit(taken, stay.nbytes, known) if reuse else None
         offsets[index] = _first_fit(taken, stay.nbytes) if found is None else found
         known[offsets[index]] = None
-        for stage in lifetime:
-            alive.setdefault(stage, []).append(index)
+        placed.add(stay, offsets[index])
     return offsets
+
+
+class Placed:
+    """The bytes of stays, and when they are taken."""
+
+    def __init__(self) -> None:
+        self._in_stage: dict[int, list[tuple[int, int]]] = {}
+        # The first and the last stages of all stays in the same bytes, which follow each other.
+        self._in_bytes: dict[tuple[int, int], tuple[list[int], list[int]]] = {}
+
+    def add(self, stay: Stay, offset: int) -> None:
+        """Takes bytes for a stay."""
+        span = offset, offset + stay.nbytes
+        firsts, lasts = self._in_bytes.setdefault(span, ([], []))
+        place = bisect_right(firsts, stay.first)
+        firsts.insert(place, stay.first)
+        lasts.insert(place, stay.last)
+        for stage in range(stay.first, stay.last + 1):
+            self._in_stage.setdefault(stage, []).append(span)
+
+    def beside(self, stay: Stay) -> Collection[tuple[int, int]]:
+        """The bytes that are taken at some time of a stay."""
+        if stay.last - stay.first < _SHORT:
+            stages = range(stay.first, stay.last + 1)
+            return {span for stage in stages for span in self._in_stage.get(stage, ())}
+        return [
+            span
+            for span, (firsts, lasts) in self._in_bytes.items()
+            if (place := bisect_right(firsts, stay.last)) and lasts[place - 1] >= stay.first
+        ]
+
+
+# Stays of fewer stages look through these, others through all bytes that are taken.
+_SHORT = 8
 
 
 def _disjoint(spans: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:

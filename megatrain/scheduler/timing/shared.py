@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from megatrain.hardware.hardware import Hardware
 from megatrain.scheduler.items import Stream
@@ -22,19 +23,19 @@ class Timing:
     end_s: float
 
 
-@dataclass(slots=True)
-class _Running:
-    """An op under way.
+class QueuedOp(NamedTuple):
+    """An op in the queue of its stream.
 
-    Args:
-        position: The op.
-        start_s: When it began.
-        left_s: Seconds that it still takes if nothing slows it down.
+    Attributes:
+        tick: Its tick, by which other ops know it.
+        seconds: How long it takes alone.
+        waits: Streams, and ticks of ops in them, that must be done before. An op is done when a later one of its
+            stream is.
     """
 
-    position: Position
-    start_s: float
-    left_s: float
+    tick: int
+    seconds: float
+    waits: Sequence[tuple[Stream, int]]
 
 
 def speed(hardware: Hardware, stream: str, busy: Collection[str]) -> float:
@@ -64,32 +65,62 @@ def shared_timeline(
         waits: For each op, the ops of other streams that it waits for.
         hardware: The machine.
     """
-    queues: dict[Stream, list[Position]] = {}
-    for position in reversed(list(durations)):
-        queues.setdefault(position.stream, []).append(position)
-    speeds: dict[tuple[Stream, frozenset[str]], float] = {}
-    running: dict[Stream, _Running] = {}
-    done: dict[Position, Timing] = {}
-    now = 0.0
-    while len(done) < len(durations):
-        for stream, queue in queues.items():
-            if stream not in running and queue and all(before in done for before in waits[queue[-1]]):
-                position = queue.pop()
-                running[stream] = _Running(position, now, durations[position])
+    queues: dict[Stream, list[QueuedOp]] = {}
+    for position, seconds in durations.items():
+        before = [(other.stream, other.tick) for other in waits[position]]
+        queues.setdefault(position.stream, []).append(QueuedOp(position.tick, seconds, before))
+    times = run_queues(queues, hardware)
+    done = {
+        Position(op.tick, stream): time
+        for stream, queue in queues.items()
+        for op, time in zip(queue, times[stream], strict=True)
+    }
+    return tuple(Timing(position, *done[position]) for position in durations)
+
+
+def run_queues(
+    queues: Mapping[Stream, Sequence[QueuedOp]], hardware: Hardware
+) -> dict[Stream, list[tuple[float, float]]]:
+    """Runs the ops of each stream in their order; returns when each begins and ends.
+
+    Args:
+        queues: The ops of each stream.
+        hardware: The machine, which says how streams slow each other down.
+    """
+    names, ops = list(queues), list(queues.values())
+    place = {stream: number for number, stream in enumerate(names)}
+    waits = [[[(place[stream], tick) for stream, tick in op.waits] for op in queue] for queue in ops]
+    speeds: dict[int, list[float]] = {}
+    latest = [-1] * len(names)  # the tick of the last op that is done
+    times: list[list[tuple[float, float]]] = [[] for _ in names]
+    begun, left = [0.0] * len(names), [0.0] * len(names)  # seconds that take place if nothing slows them down
+    now, running = 0.0, list[int]()
+    idle = [number for number, queue in enumerate(ops) if queue]
+    while idle or running:
+        for number in idle:
+            op = len(times[number])
+            if all([latest[other] >= tick for other, tick in waits[number][op]]):
+                begun[number], left[number] = now, ops[number][op].seconds
+                running.append(number)
         # An op that moves nothing doesn't slow others down.
-        busy = frozenset(stream for stream, op in running.items() if op.left_s > 0)
-        for stream in running:
-            if (stream, busy) not in speeds:
-                speeds[stream, busy] = speed(hardware, stream, busy)
-        passed = min(op.left_s / speeds[stream, busy] for stream, op in running.items())
+        busy = sum([1 << number for number in running if left[number] > 0])
+        if busy not in speeds:
+            streams = [stream for number, stream in enumerate(names) if busy >> number & 1]
+            speeds[busy] = [speed(hardware, stream, streams) for stream in names]
+        share = speeds[busy]
+        needed = [left[number] / share[number] for number in running]
+        passed = min(needed)
         now += passed
-        for stream, op in list(running.items()):
-            if op.left_s / speeds[stream, busy] <= passed * _ROUNDING:
-                done[op.position] = Timing(op.position, op.start_s, now)
-                del running[stream]
+        for number, seconds in zip(running, needed, strict=True):
+            if seconds <= passed * _ROUNDING:
+                latest[number] = ops[number][len(times[number])].tick
+                times[number].append((begun[number], now))
+                left[number] = -1.0
             else:
-                op.left_s -= passed * speeds[stream, busy]
-    return tuple(done[position] for position in durations)
+                left[number] -= passed * share[number]
+        running = [number for number in running if left[number] >= 0]
+        idle = [n for n, queue in enumerate(ops) if n not in running and len(times[n]) < len(queue)]
+    return dict(zip(names, times, strict=True))
 
 
 def link_bound(h2d_s: float, d2h_s: float, hardware: Hardware) -> float:

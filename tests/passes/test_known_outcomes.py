@@ -1,0 +1,91 @@
+"""Calls that are alike are tried once, and each gets what its own trial would have given."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import fx, nn
+
+import megatrain
+from megatrain.passes.rewriting import known_outcomes
+from megatrain.passes.rewriting.call_trial import Site
+from megatrain.passes.rewriting.rewriter import Rewriter
+from megatrain.tracer.node_meta import CALLS
+
+
+class Three(nn.Module):
+    """Calls of equal and of other operands, with and without a gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.other = nn.Parameter(torch.ones(4)), nn.Parameter(torch.ones(4))
+        self.long = nn.Parameter(torch.ones(6))
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return (self.one + x).sum() + (self.other + y).sum() + self.long.sum()
+
+
+@pytest.fixture
+def tried(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """The calls that are tried."""
+    found, trial = list[Any](), known_outcomes.tried
+
+    def noted(target: Any, args: Any, *others: Any) -> Any:
+        found.append(args)
+        return trial(target, args, *others)
+
+    monkeypatch.setattr(known_outcomes, "tried", noted)
+    return found
+
+
+def halves(one: torch.Tensor, other: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    return one + other, other[2:]
+
+
+def opened() -> tuple[Rewriter, list[fx.Node], dict[Any, fx.Node], Site]:
+    """A rewriter, its inputs, its weights by name, and the place behind all calls."""
+    rewriter = Rewriter(megatrain.trace(Three(), (torch.ones(4), torch.ones(4))))
+    inputs = [node for node in rewriter.graph.nodes if node.op == "placeholder"]
+    weights = {node.target: node for node in rewriter.graph.nodes if node.op == "get_attr"}
+    last = next(node for node in reversed(rewriter.graph.nodes) if node.op in CALLS)
+    return rewriter, inputs, weights, Site.of(last)
+
+
+def described(made: Any) -> list[tuple[Any, ...]]:
+    return [(part.meta["spec"], part.meta["requires_grad"], part.meta["storage_bytes"]) for part in made]
+
+
+def test_results_share_the_memory_of_their_own_operands(tried: list[Any]):
+    rewriter, (x, y), weights, site = opened()
+
+    def added(*args: Any, alike: Any = "halves", at: Site = site) -> Any:
+        return rewriter.add(at, halves, args, alike=alike)
+
+    first = added(x, weights["one"])
+    second = added(y, weights["other"])
+    assert len(tried) == 1
+    assert described(first) == described(second)
+    assert first[1].meta["storage"] == weights["one"].meta["storage"]
+    assert second[1].meta["storage"] == weights["other"].meta["storage"]
+    assert first[0].meta["storage"] != second[0].meta["storage"]
+
+
+def test_other_operands_and_modes_are_tried(tried: list[Any]):
+    rewriter, (x, y), weights, site = opened()
+
+    def count(*args: Any, alike: Any = "halves", grad: bool = True) -> int:
+        tried.clear()
+        rewriter.add(Site(site.after, site.modules, site.source, grad, ()), halves, args, alike=alike)
+        return len(tried)
+
+    assert count(x, weights["one"]) == 1
+    assert count(weights["one"], x) == 1, "another one needs a gradient"
+    assert count(x, x) == 1, "one tensor twice"
+    assert count(y, y) == 0
+    assert count(weights["long"], weights["long"]) == 1, "other shapes"
+    assert count(x, weights["one"], grad=False) == 1
+    assert count(x, weights["one"], alike="others") == 1
+    assert count(x, weights["one"], alike=None) == 1, "nothing is known"
+    assert count(y, weights["other"]) == 0
