@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -60,8 +61,8 @@ def described(made: Any) -> list[tuple[Any, ...]]:
 def test_results_share_the_memory_of_their_own_operands(tried: list[Any]):
     rewriter, (x, y), weights, site = opened()
 
-    def added(*args: Any, alike: Any = "halves", at: Site = site) -> Any:
-        return rewriter.add(at, halves, args, alike=alike)
+    def added(*args: Any) -> Any:
+        return rewriter.add(site, halves, args, shares_trial=True)
 
     first = added(x, weights["one"])
     second = added(y, weights["other"])
@@ -75,9 +76,9 @@ def test_results_share_the_memory_of_their_own_operands(tried: list[Any]):
 def test_other_operands_and_modes_are_tried(tried: list[Any]):
     rewriter, (x, y), weights, site = opened()
 
-    def count(*args: Any, alike: Any = "halves", grad: bool = True) -> int:
+    def count(*args: Any, target: Any = halves, shares: bool = True, grad: bool = True) -> int:
         tried.clear()
-        rewriter.add(Site(site.after, site.modules, site.source, grad, ()), halves, args, alike=alike)
+        rewriter.add(Site(site.after, site.modules, site.source, grad, ()), target, args, shares_trial=shares)
         return len(tried)
 
     assert count(x, weights["one"]) == 1
@@ -86,6 +87,6 @@ def test_other_operands_and_modes_are_tried(tried: list[Any]):
     assert count(y, y) == 0
     assert count(weights["long"], weights["long"]) == 1, "other shapes"
     assert count(x, weights["one"], grad=False) == 1
-    assert count(x, weights["one"], alike="others") == 1
-    assert count(x, weights["one"], alike=None) == 1, "nothing is known"
+    assert count(x, weights["one"], target=partial(halves)) == 1, "another target"
+    assert count(x, weights["one"], shares=False) == 1, "nothing is known"
     assert count(y, weights["other"]) == 0

@@ -86,7 +86,7 @@ class _Tiler:
         site = replace(Site.of(region.nodes[-1]), modules=_modules(region), grad=True, autocast=())
         try:
             trial = target.with_alike_parts(AlikeParts())
-            made = rewriter.add(site, target, tuple(given), trial=trial, alike=target)
+            made = rewriter.add(site, target, tuple(given), trial=trial, shares_trial=True)
         except LowerError:  # a tile's strides differ from the whole, and a view may not fit them
             return False
         news = {old: new for old, new in zip(region.outputs, made if len(specs) > 1 else (made,), strict=True)}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from operator import getitem
 from typing import Any
 
@@ -157,7 +157,7 @@ class Rewriter:
         storage: int | None = None,
         name: str | None = None,
         trial: Target | None = None,
-        alike: Hashable = None,
+        shares_trial: bool = False,
     ) -> Any:
         """Like `call`, for a pass that knows more.
 
@@ -170,7 +170,7 @@ class Rewriter:
             storage: With `spec`: the memory that the result lies in; None for memory of its own.
             name: Of the node; another one if it is taken.
             trial: Tried in place of the target: results of the same kinds, with less work.
-            alike: Equal for calls that make results of the same kinds, if their operands are: one of them is tried.
+            shares_trial: Equal targets make results of equal kinds from operands of equal kinds: one of them is tried.
 
         Raises:
             OptionError: If an argument has a wrong value.
@@ -188,6 +188,7 @@ class Rewriter:
             is_number = spec.dtype.is_floating_point or spec.dtype.is_complex
             self._describe(node, spec, has_grad and is_number, storage, spec.nbytes)
             return node
+        alike = target if shares_trial else None
         outcome = self._outcomes.of(target if trial is None else trial, args, kwargs or {}, site, alike)
         if outcome.same is not None:
             return outcome.same
