@@ -29,7 +29,7 @@ PRECISION = one_of("fp32", "bf16")
 TRANSFER = one_of("auto", "copy", "bind")
 CHUNKING = one_of("auto", "always", "never")
 KERNELS = one_of("eager", "graphs", "inductor")
-ACROSS_DEVICES = one_of("replicate", "shard", "auto")
+ACROSS_DEVICES = one_of("replicate", "shard", "round", "auto")
 COMPILE: Mapping[str, Rule] = {
     "model": MODEL,
     "device": optional(DEVICE),
@@ -70,7 +70,7 @@ class Options:
         hardware: The machine for which training steps are planned; None weighs copies and compute as a usual one does.
         chunking: When heads compute their losses in chunks of rows, and other calls run in tiles of tokens.
         kernels: What computes a block: `"eager"`, `"graphs"` or `"inductor"`.
-        across_devices: How weights come to several devices: `"replicate"`, `"shard"` or `"auto"`.
+        across_devices: How the work is divided among several devices: `"replicate"`, `"shard"`, `"round"` or `"auto"`.
     """
 
     device: Device

@@ -69,6 +69,7 @@ RIGHT = {
     "Workload.blocks": "tuple",
     "Workload.values": "tuple",
     "Workload.storages": "tuple",
+    "Workload.numbers": "tuple",
     "Workload.loss_bytes": "zero minus huge",
     "Workload.*.value": "zero",
     "Workload.*.block": "zero",

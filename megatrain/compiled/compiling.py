@@ -97,8 +97,10 @@ def compile(  # noqa: PLR0913  # the name torch users expect; all but the model 
         across_devices: How a block's weights come to the devices of one host. `"replicate"`: each rank copies all of
             them. `"shard"`: each copies a part, and gathers the others from the other devices (all-gather, by NCCL on
             CUDA); for devices with fast links. On the CPU weights are then copied, not used in place. A rank that has
-            its host to itself copies all of them. `"auto"`: `compile` measures what devices get from each other, and
-            the first step takes whichever of the two is predicted to be faster.
+            its host to itself copies all of them. `"round"`: the blocks are dealt to the devices, so that each block's
+            weights go to one of them, and micro-batches go from device to device (pipeline parallelism); for devices
+            without links, on one host. `"auto"`: `compile` measures what devices get from each other, and
+            the first step takes whichever of whole weights and shards is predicted to be faster.
         chaos: Random delays, poisoned slots and injected faults; for tests.
         recording: Collects the operations that the executor issued; for tests.
 
@@ -141,6 +143,8 @@ def compile(  # noqa: PLR0913  # the name torch users expect; all but the model 
         check_cards(compiled.ranks, options.device)
         if across_devices == "shard":
             compiled.ranks.divide_weights(options.device)
+        elif across_devices == "round":
+            compiled.ranks.deal_blocks()
         elif across_devices == "auto" and options.transfer == "copy":
             compiled.ranks.measure_links(options.device)
         compiled.budget.agree(compiled.ranks.exchange)

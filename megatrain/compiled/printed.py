@@ -15,6 +15,7 @@ from megatrain.runtime.walk.walk_figures import WalkFigures
 _ACROSS_DEVICES = {
     "replicate": "",
     "shard": ", weights in shards across devices",
+    "round": ", blocks dealt to devices",
     "auto": ", weights across devices whole or in shards, whichever is faster",
 }
 NOTHING = "nothing is captured yet: call the model once, or give compile(example_args=..., example_kwargs=...)"

@@ -16,7 +16,16 @@ from megatrain.planning.printed.reasons import reasons
 from megatrain.planning.saved_plan import PLAN, SavedPlan, saved_plan
 from megatrain.planning.what_if.alternatives import Alternatives, alternatives
 from megatrain.planning.what_if.largest import MOST_OF_A_SIZE, Largest, largest
-from megatrain.planning.what_if.several_devices import LINK, MOST_DEVICES, NO_LINK, DevicesPlan, hosts_of, on_devices
+from megatrain.planning.what_if.several_devices import (
+    ACROSS,
+    LINK,
+    MOST_DEVICES,
+    NO_LINK,
+    ROUND,
+    DevicesPlan,
+    hosts_of,
+    on_devices,
+)
 from megatrain.planning.what_if.ways_out import refusal
 from megatrain.sizes import SIZE
 
@@ -117,6 +126,7 @@ class Plan(PlannedStep):
         num_hosts=count(1, MOST_DEVICES),
         network=optional(SIZE),
         link=LINK,
+        across_devices=ACROSS,
     )
     def on_devices(
         self,
@@ -124,6 +134,7 @@ class Plan(PlannedStep):
         num_hosts: int = 1,
         network: int | str | None = None,
         link: int | str | None = None,
+        across_devices: str = "auto",
     ) -> DevicesPlan:
         """The step on several devices, each of which takes a step like this one; all of it is predicted.
 
@@ -134,13 +145,22 @@ class Plan(PlannedStep):
             link: Bytes that a device gets from the others of its host in a second, over links such as NVLink; then the
                 weights come in shards if that takes less time. `"none"` if there are no such links; None is what the
                 machine has.
+            across_devices: `"auto"`: weights come whole or in shards, whichever takes less time. `"round"`: the blocks
+                are dealt to the devices of one host, as with the option of `compile`.
 
         Raises:
             OptionError: If the plan has no machine, or can't be planned again; if hosts can't have as many
                 devices; if one host has a network; or if each has one device, and a link.
             ScheduleError: If a rank's step doesn't fit its device.
             ExecuteError: If it doesn't fit the host.
+            LowerError: If the blocks can't be dealt to so many devices.
         """
+        if across_devices == ROUND and (num_hosts > 1 or link is not None):
+            raise OptionError(
+                f'across_devices="round" with num_hosts={num_hosts} and link={link!r} is impossible.\n'
+                "  Blocks are dealt to the devices of one host, and what crosses goes through its memory.\n"
+                "  Leave num_hosts and link out."
+            )
         if num_devices % num_hosts:
             raise OptionError(
                 f"{counted(num_hosts, 'host')} can't have as many of {counted(num_devices, 'device')} each.\n"
@@ -157,7 +177,7 @@ class Plan(PlannedStep):
                 f"link={link!r} says nothing about hosts of one device.\n"
                 "  It is what a device gets from the others of its host.\n  Give fewer hosts, or leave link out."
             )
-        return on_devices(self, num_devices, hosts_of(num_hosts, network), link)
+        return on_devices(self, num_devices, hosts_of(num_hosts, network), link, across_devices)
 
     def _need_asked(self, what: str) -> None:
         if self.asked is None:

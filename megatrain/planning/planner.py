@@ -19,6 +19,7 @@ from megatrain.passes.measuring.known_costs import KnownCosts
 from megatrain.passes.pipeline import Rewrite
 from megatrain.passes.program import Program
 from megatrain.planning.captured_model import captured
+from megatrain.planning.dealt_tables import DealtTables, dealt_schedule, wholes
 from megatrain.planning.divided_updates import may_divide
 from megatrain.planning.fitting_blocks import first_that_fits
 from megatrain.planning.host_plan import HostPlan, OptimizerLike, host_plan
@@ -30,7 +31,6 @@ from megatrain.planning.plan import Plan
 from megatrain.planning.planned_step import PlannedFor
 from megatrain.planning.printed.plan_text import reserve_text
 from megatrain.planning.step_programs import StepPrograms
-from megatrain.scheduler.from_program import step_schedule
 from megatrain.scheduler.schedule import Schedule
 from megatrain.scheduler.step_kind import StepKind
 from megatrain.tracer.arguments import Arguments
@@ -63,6 +63,8 @@ class StepOptions:
     most_result_bytes: int | None = None
     ranks: str = "alone"
     shards: int = 1
+    devices: int = 1
+    device_number: int = 0
 
 
 class _Capture(NamedTuple):
@@ -203,9 +205,10 @@ class Planner:
         memory, activations, hardware = options.device_memory, options.activations, options.hardware
         usual = usual_machine((options.device or HOST).card())
         results = {"most_result_bytes": options.most_result_bytes}
-        of_machine = hardware if memory else None, usual.name
+        of_machine = hardware if memory else None, usual.name, options.device_number
         key = found.key, kind, memory, activations, *of_machine, options.masters, *results.values()
-        captures, is_alone = [found.programs] * kind.micro_batches, kind.ranks == "alone"
+        captures, is_alone = [found.programs] * kind.micro_batches, not (kind.has_other_ranks or kind.is_dealt)
+        dealing = DealtTables(options.device_number, options.devices) if kind.is_dealt else None
         # Rewrites change no state, so they don't change what may be divided.
         divides = partial(
             may_divide,
@@ -217,7 +220,7 @@ class Planner:
         )
         masters = options.masters if options.precision == "bf16" else "whole"
         own = {"loss_bytes": found.loss_bytes, "usual": usual, "divides": divides, "masters": masters}
-        made = partial(step_schedule, kind=kind, **own)
+        made = partial(dealt_schedule, dealing, kind, own)
 
         def schedule() -> tuple[Program, Schedule, str | None]:
             plain = [found.programs.at(0)] * kind.micro_batches
@@ -237,13 +240,13 @@ class Planner:
         def checked_schedule() -> tuple[Program, Schedule, str | None]:
             program, table, too_small = schedule()
             table.check()
-            return program, table, too_small
+            return program if dealing is None else dealing.parts([program])[0], table, too_small
 
         return _kept(self._schedules, key, checked_schedule)
 
     def _host_plan(self, found: _Capture, program: Program, table: Schedule, options: StepOptions) -> HostPlan:
         return host_plan(
-            program,
+            wholes([program]),
             table,
             found.model,
             options.optimizer,
@@ -292,7 +295,9 @@ def _updates(options: StepOptions) -> tuple[str, ...]:
     if not options.overlap:
         return ("serial",)
     if options.max_grad_norm is not None:
-        return ("deferred",)
+        return ("deferred",) if options.devices == 1 else ("serial",)
+    if options.devices > 1:
+        return ("overlap",)
     return ("overlap",) if options.device is not None and options.device.is_host else ("spread", "overlap")
 
 
@@ -311,4 +316,5 @@ def _step_kind(program: Program, options: StepOptions, updates: str) -> StepKind
         ranks=options.ranks,
         store="own" if options.ranks == "alone" or options.masters == "rounded" else "shared",
         shards=options.shards,
+        devices=options.devices,
     )

@@ -20,6 +20,7 @@ from megatrain.ranks.channels.channel import Channel, GoOn
 from megatrain.ranks.channels.gloo_channel import GlooChannel, Send
 from megatrain.ranks.channels.host_channel import POLL_S, HostChannel
 from megatrain.ranks.channels.landing_channel import LandingChannel
+from megatrain.ranks.channels.mailbox import Mailbox
 from megatrain.ranks.channels.relay_channel import RelayChannel
 from megatrain.ranks.host import Host, host_of
 from megatrain.ranks.signs_of_life import LOOK_S, SignsOfLife, wait_until
@@ -65,6 +66,7 @@ class Ranks:
         totals: From the last rank to all others.
         kept_totals: The same, into memory where they stay, if the rank shares its host; else `totals`.
         shards: Divides copies of weights among the devices of this host; None unless `divide_weights` was called.
+        mailbox: Has what crosses between devices to which blocks are dealt; None unless `deal_blocks` was called.
         link_bytes_per_s: What a device gets from the others of its host in a second, which `measure_links` finds: the
             least of all ranks; None if it wasn't called, or if one of them can't get weights from others.
     """
@@ -73,6 +75,7 @@ class Ranks:
         self.rank, self.size = group.rank(), group.size()
         self.agreed = threading.Event()
         self.shards: WeightShards | None = None
+        self.mailbox: Mailbox | None = None
         self.link_bytes_per_s: float | None = None
         name = f"{group.group_name}/{_made[group.group_name]}"
         _made[group.group_name] += 1
@@ -152,6 +155,21 @@ class Ranks:
         self.shards = WeightShards(host.index, host.size, self._wait_on_device, group)
         return True
 
+    def deal_blocks(self) -> None:
+        """Opens what blocks need that are dealt to the ranks' devices; all ranks call it at the same time.
+
+        Raises:
+            RanksError: If the ranks don't share the memory of one host.
+        """
+        if self.host is None or self.host.size != self.size:
+            there = "share no memory" if self.host is None else f"are on several hosts, {self.host.size} on this one"
+            raise RanksError(
+                f"the {self.size} ranks {there}, so that blocks can't be dealt to their devices.\n"
+                "  What crosses between devices goes through the memory of one host, which also has one store.\n"
+                '  Leave across_devices out: "replicate" trains on any hosts.'
+            )
+        self.mailbox = Mailbox(self.host.file, self.rank, self.size, self.size + 2, self.look)
+
     def measure_links(self, device: Device) -> None:
         """Divides the copies of weights where it can, and measures how fast; all ranks call it at the same time.
 
@@ -190,29 +208,32 @@ class Ranks:
         """Tells all ranks that wait for this one that it has failed."""
         self._signs.announce(text)
 
-    def exchange(self, value: Any) -> list[Any]:
+    def exchange(self, value: Any, go_on: GoOn = lambda: None) -> list[Any]:
         """Gives a value to all ranks; returns those of all, by rank.
 
         Args:
             value: Numbers, texts, lists and dictionaries.
+            go_on: See `GoOn`.
 
         Raises:
             RanksError: If another rank can't answer.
         """
-        text = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
-        sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
-        size = torch.tensor([text.numel()])
-        self._wait(
-            lambda: self._meetings.allgather([sizes], [size], _options(dist.distributed_c10d.AllgatherOptions()))
-        )
-        longest = max(int(each) for each in sizes)
-        padded = torch.zeros(longest, dtype=torch.uint8)
+        return [json.loads(content) for content in self.exchange_bytes(json.dumps(value).encode(), go_on)]
+
+    def exchange_bytes(self, content: bytes, go_on: GoOn = lambda: None) -> list[bytes]:
+        """Gives bytes to all ranks; the rest as `exchange`."""
+        text = torch.frombuffer(bytearray(content), dtype=torch.uint8)
+        sizes = self._gathered(torch.tensor([text.numel()]), go_on)
+        padded = torch.zeros(max(int(each) for each in sizes), dtype=torch.uint8)
         padded[: text.numel()] = text
-        texts = [torch.zeros(longest, dtype=torch.uint8) for _ in sizes]
-        self._wait(
-            lambda: self._meetings.allgather([texts], [padded], _options(dist.distributed_c10d.AllgatherOptions()))
-        )
-        return [json.loads(bytes(t[: int(n)].numpy())) for t, n in zip(texts, sizes, strict=True)]
+        texts = self._gathered(padded, go_on)
+        return [bytes(t[: int(n)].numpy()) for t, n in zip(texts, sizes, strict=True)]
+
+    def _gathered(self, own: torch.Tensor, go_on: GoOn) -> list[torch.Tensor]:
+        found = [torch.zeros_like(own) for _ in range(self.size)]
+        options = _options(dist.distributed_c10d.AllgatherOptions())
+        self._wait(lambda: self._meetings.allgather([found], [own], options), go_on)
+        return found
 
     def _sender(self, group: Any, source: int) -> Send:
         """What gives bytes of a rank to all ranks of a group, or gets them."""

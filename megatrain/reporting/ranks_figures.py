@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from megatrain.counts import counted
+from megatrain.passes.split.dealt_program import DealtProgram
 from megatrain.planning.what_if.several_devices import DevicesPlan
 from megatrain.reporting.drawn_ops import Drawn, sources_of
 from megatrain.reporting.step_figures import compared
@@ -13,7 +14,8 @@ from megatrain.scheduler.lifetimes.books import Books
 from megatrain.scheduler.schedule import Schedule, schedule_of
 from megatrain.scheduler.timing.bands import format_s
 from megatrain.scheduler.timing.costs import Hardware
-from megatrain.scheduler.timing.rank_waits import books_of_ranks, rank_waits
+from megatrain.scheduler.timing.dealt_waits import waits_of
+from megatrain.scheduler.timing.rank_waits import books_of_ranks
 from megatrain.scheduler.timing.ranks_band import RanksBand, ranks_band
 from megatrain.scheduler.timing.ranks_run import RanksRun
 from megatrain.scheduler.timing.simulate_devices import ONE_HOST, DevicesSimulation, Hosts, simulate_devices
@@ -68,7 +70,8 @@ class RanksFigures:
 def figures_of_plan(devices: DevicesPlan) -> RanksFigures:
     """The figures of a step on paper."""
     tables = [each.schedule for each in devices.ranks]
-    program = devices.alone.program
+    program = devices.ranks[0].program
+    program = program.whole if isinstance(program, DealtProgram) else devices.alone.program
     books = books_of_ranks(tables)
     band = _planned(books, devices.simulation, devices.hosts)
     return RanksFigures(program.name, _tables(books, sources_of(program)), band, None, devices)
@@ -85,20 +88,27 @@ def figures_of_run(name: str, sources: tuple[str, ...], run: RanksRun, hardware:
     """
     tables: list[Schedule] = []
     for schedule in run.schedules:
-        # Ranks with equal tables have one.
-        tables.append(next((table for table in tables if table == schedule), schedule_of(schedule)))
+        # Ranks with equal tables have one; dealt blocks are others on each rank.
+        known = [] if schedule.kind.is_dealt else tables
+        tables.append(next((table for table in known if table == schedule), schedule_of(schedule)))
     books = books_of_ranks(tables)
-    waits, origin = rank_waits(books, run.hosts), "one training step of a real run"
+    waits, origin = waits_of(books, run.hosts), "one training step of a real run"
     measured = ranks_band("measured", origin, books, waits, run.timelines)
     plan = None if hardware is None else _planned(books, simulate_devices(tables, hardware))
     return RanksFigures(name, _tables(books, sources), plan, measured, clocks=run.clocks)
 
 
 def _planned(books: Sequence[Books], simulation: DevicesSimulation, hosts: Hosts = ONE_HOST) -> RanksBand:
-    waits, timelines, stood_s = rank_waits(books, hosts.of(len(books))), simulation.timelines, simulation.stood_s
+    waits, timelines, stood_s = waits_of(books, hosts.of(len(books))), simulation.timelines, simulation.stood_s
     return ranks_band("plan", _MODELLED, books, waits, timelines, stood_s)
 
 
 def _tables(books: Sequence[Books], sources: tuple[str, ...]) -> tuple[Drawn, ...]:
-    made = {id(its): Drawn(schedule_of(its.table), sources, dict(its.ops)) for its in books}
+    made = {id(its): Drawn(schedule_of(its.table), _own(sources, its), dict(its.ops)) for its in books}
     return tuple(made[id(its)] for its in books)
+
+
+def _own(sources: tuple[str, ...], its: Books) -> tuple[str, ...]:
+    """The lines of a rank's blocks, of those of all blocks."""
+    numbers = its.workload.numbers
+    return tuple(sources[number] for number in numbers) if numbers and sources else sources

@@ -9,6 +9,7 @@ from typing import overload
 from megatrain.checks import PATH, checked, either, instance_of, optional
 from megatrain.counts import counted
 from megatrain.errors import OptionError, ScheduleError
+from megatrain.passes.split.dealt_program import DealtProgram
 from megatrain.planning.plan import Plan
 from megatrain.planning.what_if.several_devices import DevicesPlan
 from megatrain.reporting.drawn_ops import sources_of
@@ -128,7 +129,8 @@ def _ranks_report(
     if schedule not in measured.schedules:
         raise _of_another_schedule()
     program = None if isinstance(step, Schedule) else step.program
-    name, sources = ("schedule", ()) if program is None else (program.name, sources_of(program))
+    whole = program.whole if isinstance(program, DealtProgram) else program
+    name, sources = ("schedule", ()) if whole is None else (whole.name, sources_of(whole))
     return RanksReport(figures_of_run(name, sources, measured, costs))
 
 

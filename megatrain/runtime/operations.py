@@ -12,6 +12,7 @@ from megatrain.passes.program import Block
 from megatrain.runtime.blocks.local_graph import LocalGraph
 from megatrain.runtime.call import Call
 from megatrain.runtime.call_start import Start
+from megatrain.runtime.dealt_values import CROSSING, DealtValues
 from megatrain.runtime.engine import Engine
 from megatrain.runtime.forwards import forward_without_graph
 from megatrain.runtime.gradients.landing import KeptLanding, Landing, LandingArena, PlainLanding
@@ -45,16 +46,15 @@ class Operations:
     """
 
     def __init__(self, loaded: Sequence[Loaded], schedule: Schedule, engine: Engine, arena: LandingArena | None = None):
-        self.loaded = loaded
-        self.schedule = schedule
+        self.loaded, self.schedule, self.engine = loaded, schedule, engine
         self.instructions = schedule.instructions
-        self.engine = engine
         self.segments = engine.segments.of(schedule, [each.program for each in loaded])
         self._slots = Slots(loaded[0].images, engine, loaded[0].program, schedule)
         landing = KeptLanding() if schedule.kind.keeps_totals else self._landing(arena)
         parts = loaded[0].facts.parts
         self.sink = GradientSink(lambda key: engine.tensors[key], engine.device, parts=parts, landing=landing)
         self._rank_sums = RankSums(engine, loaded[0].program, schedule.kind)
+        self.dealt = DealtValues(engine, loaded, schedule.kind)
         blocks = {what: {i.op.block for i in self.instructions.all if i.op.what == what} for what in "BG"}
         self._without_offload = blocks["B"] - blocks["G"]
 
@@ -69,9 +69,8 @@ class Operations:
 
     def start(self, inputs: Sequence[torch.Tensor], number: int = 0) -> Start:
         """Returns a micro-batch's starting state: its inputs, and the present model."""
-        return Start.of(
-            self.loaded[number].program, inputs, self.engine.tensors, self._slots.places, self.engine.device
-        )
+        engine, places = self.engine, self._slots.places
+        return Start.of(self.loaded[number].program, inputs, engine.tensors, places, engine.device)
 
     def run(
         self,
@@ -87,7 +86,7 @@ class Operations:
 
         Args:
             calls: One per micro-batch.
-            half: The instructions to run. If they wait for an op outside of this half, this op is already done.
+            half: The instructions to run. Ops outside of this half that they wait for are already done.
             trainer: Of a training step; None for a call.
             done: Operations that are over, and are left out; the others are added as they succeed.
             is_recovery: This run completes an earlier one that failed; tests inject no failures.
@@ -143,7 +142,7 @@ class Operations:
             call = calls[micro_batch]
             if kind == "received":
                 call.set_received(number, self._rank_sums.empty(number))
-            elif (name := call.loaded.names[number]) is not None:
+            elif (name := call.loaded.names[number]) is not None and not self.dealt.take(call, kind, name):
                 call.take(name, self.engine.device)
 
     def prefetch(self, taken: Taken, instruction: Instruction) -> None:
@@ -315,6 +314,7 @@ HANDLERS: dict[tuple[str, str], Handler] = {
     (Stream.GATHER, "C"): Operations.gather,
     (Stream.RECEIVE, "R"): Operations.receive,
     (Stream.SEND, "P"): Operations.pass_on,
+    **CROSSING,
     (Stream.PEERS, "V"): Operations.wait,
 }
 """What does each kind of op, by stream and letter; `megatrain.extending.register_op` adds more."""

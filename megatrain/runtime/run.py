@@ -69,6 +69,7 @@ class Run:
         engine = self._operations.engine
         engine.give_slots(None)  # another size loses what they hold, also if it fails
         operations = self._operations
+        operations.dealt.begin()
         scheduled = operations.schedule.device_bytes
         engine.reserve_slots(operations.instructions.slot_bytes, scheduled)
         if engine.is_tight(scheduled):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from typing import Any
 
 from megatrain.checks import checked, count, one_of, optional
 from megatrain.errors import ScheduleError
@@ -12,6 +13,7 @@ from megatrain.hardware.hardware import Hardware
 from megatrain.hardware.update_traffic import UPDATE_TRAFFIC, update_traffic
 from megatrain.passes.kept_results import kept_results
 from megatrain.passes.program import Block, Program, has_parts
+from megatrain.passes.split.dealt_program import DealtProgram
 from megatrain.passes.trained_blocks import has_backward, trained_holders
 from megatrain.scheduler.builder.build import STEP, build
 from megatrain.scheduler.builder.sections import first_deferred, worthwhile_sections
@@ -39,6 +41,7 @@ def workload(program: Program, *, update_traffic: int | None = None, masters: st
         blocks=tuple(_block_work(program, block, updates[block.index]) for block in program.blocks),
         values=(*_value_works(program), *_result_works(program)),
         storages=(*_storages(program), *(spec.nbytes for _, found in kept_results(program) for _, spec in found)),
+        numbers=program.numbers if isinstance(program, DealtProgram) else (),
     )
 
 
@@ -270,6 +273,8 @@ def _block_work(program: Program, block: Block, update: _Update) -> BlockWork:
 
 def _value_works(program: Program) -> tuple[ValueWork, ...]:
     readers = program.readers()
+    is_dealt = isinstance(program, DealtProgram)
+    comes, goes = (program.comes, program.goes) if is_dealt else ({}, {})
     commits = {name for _, name in program.commits}
     ends = {o.name for o in program.outputs if o.kind == "value"} | commits
     sharers: dict[int, int] = {}
@@ -284,13 +289,15 @@ def _value_works(program: Program) -> tuple[ValueWork, ...]:
             readers=readers[value.name],
             is_output=value.name in ends,
             has_gradient=value.requires_grad,
-            is_parkable=value.producer is not None
+            is_parkable=(value.producer is not None or value.name in comes)
             and value.name not in ends
             and not value.spec.on_host
             and sharers[value.storage] == 1
             and value.storage_bytes == value.spec.nbytes,
             is_committed=value.name in commits,
             on_host=value.spec.on_host,
+            comes=comes.get(value.name),
+            goes=goes.get(value.name, ()),
         )
         for value in program.values.values()
     )
@@ -299,17 +306,8 @@ def _value_works(program: Program) -> tuple[ValueWork, ...]:
 def _result_works(program: Program) -> Iterator[ValueWork]:
     found = [(block, *each) for block, results in kept_results(program) for each in results]
     for storage, (block, name, spec) in enumerate(found, start=len(_storages(program))):
-        yield ValueWork(
-            name=name,
-            nbytes=spec.nbytes,
-            storage=storage,
-            producer=block.index,
-            readers=(),
-            is_output=False,
-            has_gradient=False,
-            is_parkable=True,
-            is_result=True,
-        )
+        facts: tuple[Any, ...] = (), False, False, True
+        yield ValueWork(name, spec.nbytes, storage, block.index, *facts, is_result=True)
 
 
 def _storages(program: Program) -> tuple[int, ...]:

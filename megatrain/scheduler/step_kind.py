@@ -18,8 +18,12 @@ OUTPUTS = ("keep", "release")
 RANKS = ("alone", "first", "middle", "last")
 # Whose host memory holds the state: this process's own, or that of several ranks of one host, which divide the updates.
 STORES = ("own", "shared")
+# Where the caller's losses are computed: on this device, or on another one to which blocks are dealt.
+LOSSES = ("here", "elsewhere")
 # Into how many shards the weights of a block are divided; one for each rank of a host, or whole weights for each rank.
 MOST_SHARDS = 1024
+# To how many devices the blocks of a model are dealt.
+MOST_DEVICES = 1024
 # A table has some rows for each micro-batch and block, and takes longer to check the more rows it has: this many take
 # minutes.
 MOST_MICRO_BATCHES = 10_000
@@ -33,7 +37,14 @@ KIND_RULES = {
 }
 
 
-@checked(**KIND_RULES, ranks=one_of(*RANKS), store=one_of(*STORES), shards=count(1, MOST_SHARDS))
+@checked(
+    **KIND_RULES,
+    ranks=one_of(*RANKS),
+    store=one_of(*STORES),
+    shards=count(1, MOST_SHARDS),
+    devices=count(1, MOST_DEVICES),
+    losses=one_of(*LOSSES),
+)
 @dataclass(frozen=True, slots=True)
 class StepKind:
     """The kind of a step besides its blocks: a plain call, or a training step with micro-batches and updates.
@@ -61,6 +72,9 @@ class StepKind:
         shards: Into how many shards a block's weights are divided. With several, each rank of a host copies one of them
             to its device, and a `C` after the `W` gathers the others from the other devices (all-gather). Only where
             ranks share a store, and weights are copied.
+        devices: To how many devices the blocks of the model are dealt. With several, each runs all micro-batches
+            through its own blocks and updates these; values come and go by `X`, their gradients by `D`.
+        losses: `"here"`, or `"elsewhere"`: another of these devices has the outputs.
 
     Raises:
         OptionError: If a part has another value, or belongs to a training step but the mode isn't `"train"`.
@@ -79,6 +93,8 @@ class StepKind:
     ranks: str = RANKS[0]
     store: str = STORES[0]
     shards: int = 1
+    devices: int = 1
+    losses: str = LOSSES[0]
 
     def __post_init__(self) -> None:
         if self.mode != "train" and self.is_training_step:
@@ -104,6 +120,7 @@ class StepKind:
                 "  The devices of one host gather weights that come from one store, each a part.\n"
                 '  Use store="shared" and transfer="copy", or leave shards out.'
             )
+        self._check_dealt()
         if self.reports_norm and (self.clip or self.updates not in ("overlap", "serial")):
             raise OptionError(
                 f'reports_norm=True with clip={self.clip} and updates="{self.updates}" is impossible.\n'
@@ -116,6 +133,31 @@ class StepKind:
                 "  A clipped step can't update a block before it has the gradients of all.\n"
                 '  Use updates="deferred" or "serial".'
             )
+
+    def _check_dealt(self) -> None:
+        is_late = self.updates in ("deferred", "spread")
+        if self.is_dealt and (self.mode != "train" or not self.is_training_step or self.has_other_ranks or is_late):
+            raise OptionError(
+                f'devices={self.devices} with mode="{self.mode}", ranks="{self.ranks}" and updates="{self.updates}" is '
+                "impossible.\n"
+                "  Blocks are dealt for training steps, of one process's order of sums, that leave no update due.\n"
+                '  Use mode="train" with updates="overlap" or "serial", and leave ranks out; or leave devices out.'
+            )
+        if not self.is_dealt and not self.has_losses:
+            raise OptionError(
+                f'losses="{self.losses}" with one device is impossible.\n'
+                "  A step of one device has its losses there.\n  Give devices, or leave losses out."
+            )
+
+    @property
+    def is_dealt(self) -> bool:
+        """Whether only some blocks of the model are on this device."""
+        return self.devices > 1
+
+    @property
+    def has_losses(self) -> bool:
+        """Whether the caller makes losses here."""
+        return self.losses == LOSSES[0]
 
     @property
     def is_training_step(self) -> bool:

@@ -33,6 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         str,
         "what a device gets from the others of its host in a second, or none (default: NVLink's, if it has some)",
     )
+    _add(parser, "--across-devices", str, "auto, or round: the blocks are dealt to the devices (default: auto)")
     _add(parser, "--host-bandwidth", str, "what the host's memory reads and writes in a second, such as 400GB")
     _add(parser, "--lora", int, "train adapters of this rank on all linear layers, and leave the model's own weights")
     _add(parser, "--optimizer", str, "an optimizer of torch.optim (default: adamw)")

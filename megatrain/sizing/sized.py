@@ -68,7 +68,8 @@ def print_sizing(options: SizingOptions) -> None:
     if options.num_devices > 1 and found.plan.fits:
         hosts = hosts_of(options.hosts, options.network)
         plans = [each.plan for each in found.tried]
-        several = _staged("planning devices", lambda: best_on_devices(plans, options.num_devices, hosts, options.link))
+        ways = hosts, options.link, options.across_devices
+        several = _staged("planning devices", lambda: best_on_devices(plans, options.num_devices, *ways))
         found = next(replace(each, tried=found.tried) for each in found.tried if each.plan is several.alone)
     print(_step_line(options, samples, source, found))
     print(f"\n{found.plan}")

@@ -14,7 +14,7 @@ from megatrain.hardware.hardware import Hardware
 from megatrain.hardware.presets import PRESETS
 from megatrain.options import COMPILE, PRECISION
 from megatrain.planning.model_sizes import DEPTH, LORA, MICRO_BATCH, SEQUENCE
-from megatrain.planning.what_if.several_devices import LINK, MOST_DEVICES
+from megatrain.planning.what_if.several_devices import ACROSS, LINK, MOST_DEVICES, ROUND
 from megatrain.planning.what_if.variation import Spelling, size
 from megatrain.scheduler.builder.build import STEP
 from megatrain.sizes import SIZE
@@ -39,6 +39,7 @@ RULES: Mapping[str, Rule] = {
     "hosts": count(1, 64),
     "network": optional(SIZE),
     "link": LINK,
+    "across_devices": ACROSS,
     "host_bandwidth": optional(SIZE),
     "micro_batch": optional(count(1, 2**16)),
     "lora": count(0, 2**16),
@@ -87,6 +88,7 @@ class SizingOptions:
         network: Bytes that go from one host to another in a second, each way; None is 200 Gbit/s.
         link: Bytes that a device gets from the others of its host in a second, over links such as NVLink; `"none"` if
             there are none, None is what the machine has.
+        across_devices: How the work is divided among the devices: `"auto"` or `"round"`; as for a plan.
         host_bandwidth: Bytes a second that the host's memory reads and writes; None is that of the machine.
         lora: Rank of adapters; 0 trains all weights.
         optimizer: A class of torch.optim, in small letters.
@@ -118,6 +120,7 @@ class SizingOptions:
     hosts: int = 1
     network: int | str | None = None
     link: int | str | None = None
+    across_devices: str = "auto"
     host_bandwidth: int | str | None = None
     lora: int = 0
     optimizer: str = "adamw"
@@ -188,6 +191,14 @@ class SizingOptions:
             raise OptionError(
                 "--link without --devices says nothing.\n  It is what a device gets from the others of its host.\n"
                 "  Give --devices as well, or leave out --link."
+            )
+        is_apart = self.devices == 1 or self.hosts > 1 or self.link is not None
+        if self.across_devices == ROUND and is_apart:
+            raise OptionError(
+                f"--across-devices round with --devices {self.devices}, --hosts {self.hosts} and --link "
+                f"{self.link or 'left out'} is impossible.\n"
+                "  Blocks are dealt to several devices of one host; what crosses goes through its memory.\n"
+                "  Give --devices 2 or more, and leave out --hosts and --link."
             )
 
     @property

@@ -17,6 +17,8 @@ from megatrain.optim.impostor import Optimizer
 from megatrain.optim.per_parameter import check_per_parameter
 from megatrain.optim.updates import Updates
 from megatrain.passes.program import Program
+from megatrain.passes.trained_blocks import trained_holders
+from megatrain.planning.dealt_tables import wholes
 from megatrain.planning.divided_updates import may_divide
 from megatrain.planning.host_plan import HostPlan, host_plan
 from megatrain.planning.loss_bytes import Loss, measure_loss
@@ -32,6 +34,7 @@ from megatrain.training.modes import without_modes
 from megatrain.training.step_tables import StepTables
 from megatrain.training.updating.held_parameters import check_held, check_no_gradients
 from megatrain.training.updating.host_division import HostDivision
+from megatrain.training.updating.norm_of_all import norm_of_all
 from megatrain.training.updating.update_times import UpdateTimes
 
 
@@ -119,6 +122,7 @@ class Setup:
             needs_norm=needs_norm,
             reports_norm=reports_norm,
             is_fixed=plan is not None or self.division.shares,
+            leaves_none=compiled.ranks is not None and compiled.ranks.mailbox is not None,
         )
         self._loss, self._is_own_loss = loss, loss is None or reads == "loss"
         self._tables = StepTables(
@@ -126,6 +130,7 @@ class Setup:
         )
         self._blocks: list[list[torch.Tensor]] = []
         self._shapes: dict[str, torch.Size] = {}
+        self._numbers: Sequence[int] = ()
         self.updates: Updates | None = None
         self.is_completing = False
 
@@ -192,7 +197,7 @@ class Setup:
             return max(measure_loss(*each, self._loss, self._compiled.options.device) for each in given.values())
 
         programs, schedule = self._tables.schedule(captures, kind, loss_bytes, lambda: self._divides(captures))
-        return Setting(batches, own, arguments, variants, traced, captures, programs, kind, schedule)
+        return Setting(batches, own, arguments, variants, traced, captures, programs, schedule.kind, schedule)
 
     def predicted(self, setting: Setting, kind: StepKind) -> Schedule:
         """The schedule of a step of another kind, which isn't run, with the memory that it takes as it is now.
@@ -228,7 +233,6 @@ class Setup:
         Raises:
             OptimizerError: If the size of the optimizer's state can't be found out.
         """
-        programs = list({id(program): program for program in setting.programs}.values())
         # The next step runs the updates that a first step leaves due, by another schedule.
         kind = replace(setting.kind, updates="deferred") if setting.kind.updates == "none" else setting.kind
         options = self._compiled.options
@@ -236,7 +240,7 @@ class Setup:
         captures = setting.captures
         _, schedule = self._tables.schedule(captures, kind, lambda: loss_bytes, lambda: self._divides(captures))
         return host_plan(
-            programs,
+            wholes(setting.programs),
             schedule,
             self._compiled.model,
             self._optimizers,
@@ -274,8 +278,10 @@ class Setup:
         if self.updates is None or not _are_same(blocks, self._blocks):
             if self.is_due:
                 return None
-            check_held(self._optimizers, blocks)
+            trained = [[engine.tensors[key] for key in trained_holders(each)] for each in wholes(setting.programs)]
+            check_held(self._optimizers, trained)
             self._blocks = blocks
+            self._numbers = setting.schedule.known_workload().numbers
             self.updates = Updates(
                 self._optimizers,
                 blocks,
@@ -286,6 +292,7 @@ class Setup:
                 # On the CPU, where the loop's own norm is taken by torch, the bits are torch's.
                 norm_threads=None if engine.device.is_host else self.threads,
                 parts=self.division.parts(blocks),
+                meet=norm_of_all(self._compiled, lambda: self._numbers),
             )
         if self.is_due:
             self._times.note_due()

@@ -155,10 +155,10 @@ class TrainStep:
 
     def prepare(self, batch: Any) -> Schedule:
         """Makes the schedule of a batch like this one, without running or allocating anything."""
+        self._together.check_prepares()
+        found = micro_batches(batch)
         with self._compiled.exclusively("prepare()"), torch.enable_grad(), self._completion.suspended():
-            self._taking.setting = self._setup.setting(
-                found := micro_batches(batch), [{} for _ in found]
-            ).without_tensors()
+            self._taking.setting = self._setup.setting(found, [{} for _ in found]).without_tensors()
         return self.schedule
 
     def __call__(self, batch: Any) -> torch.Tensor:
@@ -200,7 +200,7 @@ class TrainStep:
             refuse_apart()
         self._boundary.check_whole()
         with self._together.refusing():
-            counts = Counts(batches := micro_batches(batch), self._weight, is_sum=self._is_sum)
+            counts = Counts(batches := self._together.of_all(micro_batches(batch)), self._weight, is_sum=self._is_sum)
         return self._taking.take(batches, counts, watch)
 
     @checked(num_steps=count(1, 1 << 40), tokens_per_step=count(1, 1 << 40))

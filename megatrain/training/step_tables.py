@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
+from typing import Any
 
 from megatrain.errors import ExecuteError, OptionError, TooSmallError
 from megatrain.hardware.machine import usual_machine
 from megatrain.memory.device_budget import DeviceBudget
 from megatrain.options import Options
 from megatrain.passes.program import Program
+from megatrain.passes.trained_blocks import trained_holders
+from megatrain.planning.dealt_tables import DealtTables, dealt_schedule
 from megatrain.planning.fitting_blocks import first_that_fits, with_true_hint
 from megatrain.planning.saved_plan import AnyPlan, saved_plan
 from megatrain.planning.step_programs import StepPrograms
@@ -20,9 +23,8 @@ from megatrain.ranks.ranks import Ranks
 from megatrain.runtime.engine import Engine
 from megatrain.runtime.executor import Executor
 from megatrain.runtime.gradients.landing import LandingArena
-from megatrain.scheduler.from_program import step_schedule
 from megatrain.scheduler.schedule import Schedule
-from megatrain.scheduler.step_kind import RANKS, STORES, StepKind
+from megatrain.scheduler.step_kind import LOSSES, RANKS, STORES, StepKind
 from megatrain.training.given_plan import GivenPlan
 
 _Plan = Callable[[Sequence[Program]], Schedule]
@@ -80,6 +82,7 @@ class StepTables:
         self._place = RANKS[0] if ranks is None else ranks.place
         self._store = STORES[is_shared]
         self._shards = _num_shards(ranks, is_shared=is_shared)
+        self._dealing = DealtTables.of(ranks, is_shared=is_shared)
         self._options = options
         self._budget = budget
         self._given = None if plan is None else GivenPlan(saved_plan(plan), options)
@@ -97,17 +100,18 @@ class StepTables:
 
     def kind(self, micro_batches: int, updates: str, *, clip: bool, reports_norm: bool) -> StepKind:
         """Returns the kind of a training step of the compiled model."""
-        return StepKind(
+        made = StepKind(
             transfer=self._options.transfer,
             micro_batches=micro_batches,
             updates=updates,
             clip=clip,
             outputs="release",
             reports_norm=reports_norm,
-            ranks=self._place,
-            store=self._store,
+            ranks=self._place if self._dealing is None else RANKS[0],
+            store=self._store if self._dealing is None else STORES[0],
             shards=self._shards,
         )
+        return made if self._dealing is None else self._dealing.kind(made)
 
     def schedule(
         self,
@@ -142,6 +146,7 @@ class StepTables:
                     level, programs, planned = self._fitting(captures, plan, kind)
             for capture in captures:
                 capture.least = level
+            programs = programs if self._dealing is None else self._dealing.parts(programs)
             self._tables[key] = _Table(tuple(captures), programs, planned, self._budget.nbytes)
             while len(self._tables) > _MOST:
                 self._tables.popitem(last=False)
@@ -189,7 +194,8 @@ class StepTables:
 
     @staticmethod
     def _key(captures: Sequence[StepPrograms], kind: StepKind) -> tuple[frozenset[int], StepKind]:
-        return frozenset(map(id, captures)), kind
+        # Where the losses are is known with the schedule.
+        return frozenset(map(id, captures)), replace(kind, losses=LOSSES[0])
 
     def _loss_bytes(self, captures: frozenset[int], measure: Callable[[], int]) -> int:
         """Those of another schedule of these captures, or measured now."""
@@ -204,27 +210,28 @@ class StepTables:
         """As `first_that_fits`; an error about the budget names smaller blocks if they help."""
         machine, memory = self._options.hardware, self._budget.nbytes
         try:
-            return first_that_fits(captures, plan, machine, memory, may_cut=kind.ranks == "alone")
+            may_cut = not (kind.has_other_ranks or kind.is_dealt)
+            return first_that_fits(captures, plan, machine, memory, may_cut=may_cut)
         except TooSmallError as error:
             raise with_true_hint(error, captures[0].at(0), partial(_with_blocks, captures, plan)) from None
 
     def _planned(
         self, programs: Sequence[Program], kind: StepKind, loss_bytes: int, divides: Callable[[], bool]
     ) -> Schedule:
+        has_gradients = self._dealing is not None and any(map(trained_holders, programs))
         with self._options.memory_for(self._budget.nbytes, programs) as memory:
-            planned = step_schedule(
-                programs,
-                kind,
-                memory=memory,
-                activations=self._options.activations,
-                loss_bytes=loss_bytes,
-                hardware=self._options.hardware,
-                usual=usual_machine(self._options.device.card()),
-                divides=divides,
-                masters=self._options.masters,
-                most_result_bytes=None if self._options.keeps_results else 0,
-            )
-        if not any(op.what == "G" for op in planned.ops):
+            own: dict[str, Any] = {
+                "memory": memory,
+                "activations": self._options.activations,
+                "loss_bytes": loss_bytes,
+                "hardware": self._options.hardware,
+                "usual": usual_machine(self._options.device.card()),
+                "divides": divides,
+                "masters": self._options.masters,
+                "most_result_bytes": None if self._options.keeps_results else 0,
+            }
+            planned = dealt_schedule(self._dealing, kind, own, programs)
+        if not has_gradients and not any(op.what == "G" for op in planned.ops):
             raise ExecuteError(
                 "no parameter of the model gets a gradient.\n  A step trains parameters that require grad and that "
                 "the outputs depend on.\n  Unfreeze some, or call the model without a TrainStep."

@@ -13,6 +13,7 @@ from torch import nn
 from megatrain.errors import ExecuteError, ReadsParameterError
 from megatrain.interrupts import Interrupts
 from megatrain.optim.updates import Updates
+from megatrain.passes.split.dealt_program import DealtProgram
 from megatrain.planning.loss_bytes import Loss
 from megatrain.runtime.gradients.sink import check_kind, gradient_form, hooked, laid_out
 from megatrain.sizes import Section
@@ -93,7 +94,9 @@ class Running:
     def inputs(self) -> list[Sequence[torch.Tensor]]:
         """The model's tensor inputs, per micro-batch."""
         pairs = zip(self._setting.traced, self._setting.arguments, strict=True)
-        return [traced.written_inputs.given(arguments.tensors) for traced, arguments in pairs]
+        given = [traced.written_inputs.given(arguments.tensors) for traced, arguments in pairs]
+        pairs_of_programs = zip(self._setting.programs, given, strict=True)
+        return [p.taken(tensors) if isinstance(p, DealtProgram) else tensors for p, tensors in pairs_of_programs]
 
     @property
     def losses(self) -> Sequence[torch.Tensor]:

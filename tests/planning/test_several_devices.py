@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import megatrain
-from megatrain.errors import ExecuteError, MegatrainError, OptionError, ScheduleError
+from megatrain.errors import ExecuteError, LowerError, MegatrainError, OptionError, ScheduleError
 from megatrain.hardware.hardware import Hardware
 from megatrain.planning.what_if.several_devices import DevicesPlan, _on_devices, hosts_of, on_devices
 from megatrain.scheduler.timing.simulate_devices import ONE_HOST, simulate_devices
@@ -226,3 +226,33 @@ def test_boards_of_the_table_that_have_links_gather_by_them():
     assert on_devices(planned(replace(slow_bus, further_rates={})), 4).across_devices == "replicate"
     with pytest.raises(OptionError, match="link"):
         plan.on_devices(4, link="fast")
+
+
+def test_dealt_blocks_keep_all_devices_at_work():
+    plan = planned(ONLY_COMPUTE, 12, micro_batches=4)
+    found = plan.on_devices(4, across_devices="round")
+    assert [each.schedule.kind.micro_batches for each in found.ranks] == [16] * 4
+    assert sum(each.schedule.num_blocks for each in found.ranks) == plan.schedule.num_blocks
+    assert 0.85 < found.efficiency <= 1.0
+    assert found.across_devices == "round"
+    lines = str(found).splitlines()
+    assert lines[0].endswith(
+        "each streams the weights of its own blocks, and micro-batches go from one to the next (round); predicted"
+    )
+    weights = [each.schedule.h2d_bytes for each in found.ranks]
+    assert sum(weights) <= 2 * plan.schedule.h2d_bytes
+
+
+def test_blocks_are_dealt_within_a_host():
+    plan = planned(ONLY_COMPUTE)
+    for wrong in ({"num_hosts": 2}, {"link": "none"}):
+        with pytest.raises(OptionError, match='across_devices="round" with num_hosts='):
+            plan.on_devices(4, across_devices="round", **wrong)  # type: ignore[arg-type]
+    with pytest.raises(LowerError, match="can't be dealt to 64 devices"):
+        plan.on_devices(64, across_devices="round")
+
+
+def test_clipped_steps_of_dealt_blocks_wait_for_one_norm():
+    found = planned(ONLY_COMPUTE, max_grad_norm=1.0).on_devices(2, across_devices="round")
+    assert {each.schedule.kind.updates for each in found.ranks} == {"serial"}
+    assert found.host.total_bytes < 2 * found.alone.host.total_bytes + (1 << 20)

@@ -6,6 +6,7 @@ import pytest
 
 from tests.comparing import assert_same
 from tests.ranks.processes import Processes
+from tests.ranks.rounds import ROUND
 from tests.ranks.sides import EDITS, Case
 from tests.ranks.test_parity import THREE, TWO
 from tests.ranks.there import (
@@ -27,6 +28,7 @@ CASES = {
     "tied-spread-late-shard": Case("tied", "spread", THREE, order="late", compile={"across_devices": "shard"}),
     "adapted-overlap-late-but-compute": Case("adapted", "overlap", THREE, order="late but compute"),
     "tied-deferred-late-graphs": Case("tied", "deferred", THREE, order="late", compile={"kernels": "graphs"}),
+    "tied-deferred-late-round": Case("tied", "deferred", THREE, order="late", compile=ROUND, is_weighted=True),
     "broad-overlap-late": Case("broad", "overlap", ((1, 1, 1), (1, 2, 1)), order="late", optimizer="sgd"),
 }
 FURTHER = (
@@ -50,6 +52,19 @@ FURTHER = (
         for task in ("tied", "adapted")
         for mode in MODES
         for order in ORDERS
+    }
+    | {
+        f"{task}-{mode}-{order}-round": Case(task, mode, THREE, order=order, compile=ROUND)
+        for task in ("tied", "adapted", "lora")
+        for mode in MODES
+        for order in ORDERS
+    }
+    | {
+        f"tied-{mode}-seeded-round-{memory}": Case(
+            "tied", mode, THREE, order="seeded", compile={**ROUND, "memory": memory, "activations": activations}
+        )
+        for mode in ("overlap", "serial_clipped")
+        for memory, activations in (("40KiB", "auto"), ("64KiB", "offload"))
     }
     | {
         f"tied-{mode}-{order}-graphs": Case("tied", mode, THREE, order=order, compile={"kernels": "graphs"}, draws=True)

@@ -136,7 +136,7 @@ def _other_ops(
     yield from _other_micro_batches(schedule, position, op, where)
     yield from _other_sections(schedule, position, op, where)
     for stream in streams():
-        for what in "WAFBGSNU":
+        for what in "WAFBGSNUXD":
             slot = op.slot if what == "W" else None
             try:
                 changed = Op(stream, what, op.block, slot=slot, micro_batch=op.micro_batch)

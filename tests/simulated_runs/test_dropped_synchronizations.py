@@ -75,6 +75,10 @@ _OF_RANKS = "a rank waits for others, which nothing of a device does; tests/rank
 _OF_SHARDS = (
     "a collective of several ranks; tests/ranks/test_on_devices.py has runs that gather weights in late streams"
 )
+_OF_ROUNDS = (
+    "of what crosses between the devices of several ranks; tests/ranks/test_on_devices.py has runs in late streams, "
+    "which notice what is sent. What was received is mostly used before the next message can come"
+)
 UNNOTICED: dict[str, str] = {
     "ranks._hold: threading.Event().wait": _OF_RANKS,
     "ranks._sender: self._wait": _OF_RANKS,
@@ -84,8 +88,11 @@ UNNOTICED: dict[str, str] = {
     "gloo_channel.take: room.wait": _OF_RANKS,
     "rank_sums._fill: before.wait": _OF_RANKS,
     "rank_sums.receive: room.wait": _OF_RANKS,
-    "ranks.exchange: self._wait": _OF_RANKS,
-    "ranks.exchange: self._wait (2)": _OF_RANKS,
+    "ranks._gathered: self._wait": _OF_RANKS,
+    "mailbox.give: self._wait": _OF_RANKS,
+    "mailbox.take: self._wait": _OF_RANKS,
+    "dealt_values._send: self._device.synchronize": _OF_ROUNDS,
+    "dealt_values._receive: self._device.synchronize": _OF_ROUNDS,
     "ranks.wait_until_agreed: self.agreed.wait": _OF_RANKS,
     "signs_of_life._beat: stop.wait": _OF_RANKS,
     "ranks._wait_on_device: work.wait": _OF_SHARDS,

@@ -19,7 +19,7 @@ from megatrain.errors import (
     StreamedCallsWarning,
 )
 from megatrain.integrations.hf.for_losses import has_forward_replaced
-from megatrain.integrations.hf.several import Several
+from megatrain.integrations.hf.several import Several, refuse_dealt
 from megatrain.integrations.hf.step_obstacles import AGAIN, DrawsBehindError, is_same, noted, obstacle_of, reason_of
 from megatrain.integrations.hf.whole_calls import check_streamed, gradients_of, streaming_code
 from megatrain.integrations.paused import PausedCode, SpentError
@@ -93,6 +93,7 @@ class OneStep:
         self._is_models_own = is_models_own
         self._attributes = attributes
         self._of_losses = of_losses
+        refuse_dealt(compiled)
         self._waiting: list[_Waiting] = []
         self._has_none = False
         self._said: set[str] = set()

@@ -93,6 +93,21 @@ def refuse_group(compiled: CompiledModule, accelerator: Any) -> None:
         )
 
 
+def refuse_dealt(compiled: CompiledModule) -> None:
+    """Refuses a model whose blocks are dealt to the devices of several ranks.
+
+    Raises:
+        OptionError: If they are.
+    """
+    ranks = compiled.megatrain.ranks
+    if ranks is not None and ranks.mailbox is not None:
+        raise OptionError(
+            'a trainer that streams can\'t train with across_devices="round".\n'
+            "  The losses of all micro-batches are made on one rank then, but each trainer makes those of its own.\n"
+            "  Leave across_devices out, or take steps with a megatrain.TrainStep of your own loop."
+        )
+
+
 def refuse_trial(accelerator: Any, trial: Any) -> None:
     """Refuses trainings that only a single process begins and ends: one of a search, or of `verify`.
 

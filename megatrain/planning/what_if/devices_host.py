@@ -10,6 +10,7 @@ from megatrain.errors import ExecuteError
 from megatrain.planning.host_plan import HostPlan
 from megatrain.planning.planned_step import UNBOUNDED, PlannedStep
 from megatrain.ranks.channels.host_channel import NUM_ROOMS
+from megatrain.scheduler.dealt.messages import mail_bytes
 from megatrain.scheduler.schedule import Schedule
 from megatrain.scheduler.step_kind import StepKind
 from megatrain.scheduler.timing.simulate_devices import Hosts
@@ -51,6 +52,8 @@ class DevicesHost:
             first, *_ = mates = [each for each, number in zip(ranks, numbers, strict=True) if number == host]
             own = [own_bytes(each.host, each.schedule.kind) for each in mates]
             shared = first.host.total_bytes - own[0]
+            sent = [sent_bytes(number, each.schedule) for number, each in enumerate(mates)]
+            own = [state + rooms for state, rooms in zip(own, sent, strict=True)]
             found.append(DevicesHost.made(shared, own, largest_room(first.schedule), first.schedule.kind))
         return max(found, key=lambda each: each.total_bytes)
 
@@ -115,13 +118,20 @@ class DevicesHost:
 
 def own_bytes(plan: HostPlan, kind: StepKind) -> int:
     """The bytes of a rank's plan that no other rank of its host shares."""
-    if not kind.is_shared:
+    if not kind.is_shared and not kind.is_dealt:
         return plan.total_bytes
     # Gradients that wait for a norm or for serial updates are there once.
     names = _OWN if kind.keeps_totals else (*_OWN, "gradients")
     return sum(map(plan.bytes_of, names))
 
 
+def sent_bytes(rank: int, schedule: Schedule) -> int:
+    """The bytes of the rooms for what a rank sends to others, where blocks are dealt."""
+    return mail_bytes(rank, schedule) if schedule.kind.is_dealt else 0
+
+
 def largest_room(schedule: Schedule) -> int:
-    """The bytes of the largest room through which gradients of a block go."""
+    """The bytes of the largest room through which gradients of a block go; none where blocks are dealt."""
+    if schedule.kind.is_dealt:
+        return 0
     return max((block.landing_bytes for block in schedule.known_workload().blocks), default=0)

@@ -8,10 +8,11 @@ from dataclasses import dataclass, field, replace
 
 from megatrain.checks import either, one_of, optional
 from megatrain.counts import counted
-from megatrain.errors import ExecuteError, MegatrainError, OptionError, ScheduleError
+from megatrain.errors import ExecuteError, LowerError, MegatrainError, OptionError, ScheduleError
 from megatrain.hardware.hardware import Hardware
 from megatrain.planning.planned_step import PlannedStep
 from megatrain.planning.what_if.devices_host import DevicesHost
+from megatrain.scheduler.check.devices_rules import check_devices
 from megatrain.scheduler.items import Stream
 from megatrain.scheduler.timing.bands import format_s
 from megatrain.scheduler.timing.simulate_devices import ONE_HOST, DevicesSimulation, Hosts, simulate_devices
@@ -19,6 +20,9 @@ from megatrain.sizes import SIZE, format_bytes, parse_bytes
 
 MOST_DEVICES = 64
 NO_LINK = "none"
+ROUND = "round"
+ACROSS = one_of("auto", ROUND)
+"""How the work is divided: weights whole or in shards, whichever takes less time; or blocks dealt to the devices."""
 LINK = optional(either(SIZE, one_of(NO_LINK)))
 """What a device gets from the others of its host in a second, or that it gets nothing."""
 NETWORK = "25GB"
@@ -61,8 +65,9 @@ class DevicesPlan:
 
     @property
     def across_devices(self) -> str:
-        """How weights come to the devices of a host, as the option of `compile`."""
-        return "shard" if self.ranks[0].schedule.kind.shards > 1 else "replicate"
+        """How the work is divided among the devices of a host, as the option of `compile`."""
+        kind = self.ranks[0].schedule.kind
+        return ROUND if kind.is_dealt else "shard" if kind.shards > 1 else "replicate"
 
     @property
     def host(self) -> DevicesHost:
@@ -90,11 +95,13 @@ class DevicesPlan:
 
     def _further(self) -> str:
         """A way out where nobody said that the devices have links."""
-        has_links = self.across_devices == "shard"
+        has_links = self.across_devices != "replicate"
         return "" if has_links else "; devices with links between them may gather weights (link)"
 
     def _weights(self) -> str:
         shards = self.ranks[0].schedule.kind.shards
+        if self.across_devices == ROUND:
+            return "each streams the weights of its own blocks, and micro-batches go from one to the next"
         if shards == 1:
             return "each streams all weights"
         assert self.ranks[0].hardware is not None
@@ -133,7 +140,11 @@ def hosts_of(number: int, network: int | str | None) -> Hosts:
 
 
 def best_on_devices(
-    plans: Sequence[PlannedStep], num_devices: int, hosts: Hosts = ONE_HOST, link: int | str | None = None
+    plans: Sequence[PlannedStep],
+    num_devices: int,
+    hosts: Hosts = ONE_HOST,
+    link: int | str | None = None,
+    across_devices: str = "auto",
 ) -> DevicesPlan:
     """Of several ways to split a step, the one whose step of all devices is the shortest.
 
@@ -145,6 +156,7 @@ def best_on_devices(
         num_devices: As in `on_devices`.
         hosts: See there.
         link: See there.
+        across_devices: See there.
 
     Raises:
         OptionError: See `on_devices`.
@@ -153,11 +165,11 @@ def best_on_devices(
     best: DevicesPlan | None = None
     error: MegatrainError | None = None
     for plan in sorted((plan for plan in plans if plan.fits), key=_alone_s):
-        if best is not None and best.step_s <= _alone_s(plan):
+        if best is not None and best.step_s <= _alone_s(plan) and across_devices != ROUND:
             break  # no step of several is shorter than that of one of them alone
         try:
-            found = on_devices(plan, num_devices, hosts, link)
-        except (ScheduleError, ExecuteError) as refused:
+            found = on_devices(plan, num_devices, hosts, link, across_devices)
+        except (ScheduleError, ExecuteError, LowerError) as refused:
             error = error or refused
             continue
         best = found if best is None or found.step_s < best.step_s else best
@@ -172,7 +184,11 @@ def _alone_s(plan: PlannedStep) -> float:
 
 
 def on_devices(
-    plan: PlannedStep, num_devices: int, hosts: Hosts = ONE_HOST, link: int | str | None = None
+    plan: PlannedStep,
+    num_devices: int,
+    hosts: Hosts = ONE_HOST,
+    link: int | str | None = None,
+    across_devices: str = "auto",
 ) -> DevicesPlan:
     """Plans the step of each rank, and simulates all of them.
 
@@ -184,10 +200,12 @@ def on_devices(
         hosts: Where they are.
         link: Bytes that a device gets from the others of its host in a second; `"none"` if they have no links, None if
             the machine says it.
+        across_devices: `"auto"` as above, or `"round"`: the blocks are dealt to the devices of one host.
 
     Raises:
         OptionError: If the plan has no machine, or can't be planned again.
         ScheduleError: If a rank's step doesn't fit its device.
+        LowerError: If the blocks can't be dealt.
     """
     if plan.hardware is None or plan.asked is None:
         raise OptionError(
@@ -195,6 +213,8 @@ def on_devices(
             "  The seconds of a step follow from the rates of a machine.\n"
             '  Call megatrain.plan with hardware="rtx-4090", say.'
         )
+    if across_devices == ROUND:
+        return _dealt(plan, num_devices, plan.hardware)
     found = [_on_devices(plan, num_devices, hosts, plan.hardware)]
     known = plan.hardware.further_rates.get(Stream.GATHER)
     rate = known if link is None else None if link == NO_LINK else parse_bytes(link, "link")
@@ -221,3 +241,20 @@ def _on_devices(plan: PlannedStep, num_devices: int, hosts: Hosts, hardware: Har
     ranks = [found[name] for name in names]
     simulated = simulate_devices([each.schedule for each in ranks], hardware, hosts)
     return DevicesPlan(plan, ranks, simulation.step_s, simulated, hosts)
+
+
+def _dealt(plan: PlannedStep, num_devices: int, hardware: Hardware) -> DevicesPlan:
+    """The step of devices of one host to which the blocks are dealt: each runs the micro-batches of all."""
+    asked, simulation = plan.asked, plan.simulation
+    assert asked is not None
+    assert simulation is not None
+    number = plan.schedule.kind.micro_batches * num_devices
+    common = {"hardware": hardware, "micro_batches": number, "devices": num_devices}
+    ranks = [asked.again({**common, "device_number": device}) for device in range(num_devices)]
+    for each in ranks:
+        error = each.refused()
+        if error is not None:
+            raise error
+    check_devices([each.schedule for each in ranks])
+    simulated = simulate_devices([each.schedule for each in ranks], hardware)
+    return DevicesPlan(plan, ranks, simulation.step_s, simulated)

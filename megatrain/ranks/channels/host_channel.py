@@ -18,7 +18,7 @@ NUM_ROOMS = 2
 """One is filled while another one is read."""
 POLL_S = 5e-5
 """How often a rank looks whether another one is done."""
-_DISTANCE = 1 << 42
+CHANNEL_BYTES = 1 << 42
 """Bytes from one channel to the next in the file: what nobody touches takes no memory."""
 _GIVEN = 0
 _TAKEN = 1
@@ -41,7 +41,7 @@ class HostChannel(Channel):
     """
 
     def __init__(self, file: HostFile, number: int, num_takers: int, taker: int | None, look: Callable[[], None]):
-        self._file, self._start, self._look = file, number * _DISTANCE, look
+        self._file, self._start, self._look = file, number * CHANNEL_BYTES, look
         self._taker = taker
         self._counts = torch.frombuffer(file.channel(self._start, PAGE), dtype=torch.int64)[: _TAKEN + num_takers]
         self._count = self._groups = 0

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from megatrain.passes.interpret import has_inner_grad
 from megatrain.passes.program import Block, Program
+from megatrain.passes.split.dealt_program import DealtProgram
 from megatrain.passes.trained_blocks import has_backward
 from megatrain.tracer.inventory import StateEntry
 
@@ -24,7 +25,7 @@ class Facts:
         returned_buffers: Outputs of the model that are a buffer which the forward wrote in place: the value's name and
             the buffer's key.
         needs_grad: Per block: one flag per input, then one per state tensor.
-        is_carried: Per block and input: a later block, or the caller, can give it a gradient first.
+        is_carried: Per block and input: a later block, the caller, or another device can give it a gradient first.
         completes: Per block: the state of which it is the last, in backward order, to give a gradient; first the
             parts of parameters, then the parameters.
         parts: The parts of parameters.
@@ -112,6 +113,8 @@ def _completed_keys(program: Program) -> tuple[tuple[str, ...], ...]:
 def _carried_inputs(program: Program) -> tuple[tuple[bool, ...], ...]:
     readers = program.readers()
     returned = {ref.name for ref in program.outputs if ref.kind == "value"}
+    if isinstance(program, DealtProgram):
+        returned |= {name for name, goes in program.goes.items() if any(each.backward is not None for each in goes)}
     return tuple(
         tuple(readers[name][-1] > block.index or name in returned for name in block.inputs) for block in program.blocks
     )

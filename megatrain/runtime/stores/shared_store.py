@@ -219,6 +219,11 @@ class SharedStore:
             for key in keys:
                 self._words[key][2] = self.number
 
+    def updated(self, keys: Iterable[str]) -> list[str]:
+        """Which parameters the present update has updated, on any rank."""
+        with self.host.file.locked():
+            return [key for key in keys if key in self._words and int(self._words[key][2]) == self.number]
+
     def give_back(self, keys: Iterable[str]) -> None:
         """Tells all ranks that the update of parameters claimed by this rank has failed, and left no trace."""
         with self.host.file.locked():

@@ -118,10 +118,11 @@ def _starting_plan(builder: Builder, num_slots: int, keep: int | None, activatio
 def _least_saves(builder: Builder) -> int:
     """How many graphs are retained in any case: one where the step turns, if its backward comes at once.
 
-    With several micro-batches it doesn't if blocks without a backward follow: then there are as many graphs as
-    micro-batches, and they are retained only where they fit.
+    With several micro-batches it doesn't if blocks without a backward follow, nor where the losses are elsewhere: then
+    there are as many graphs as micro-batches, and they are retained only where they fit.
     """
-    at_once = builder.kind.micro_batches == 1 or alternates(builder.workload, builder.kind)
+    is_turn = builder.kind.micro_batches == 1 and builder.kind.has_losses
+    at_once = is_turn or alternates(builder.workload, builder.kind)
     return min(len(builder.workload.backward_blocks()), int(at_once))
 
 

@@ -8,8 +8,8 @@ from functools import cache, partial
 
 from megatrain.scheduler.builder.account import Account
 from megatrain.scheduler.builder.between_ranks import between_ranks
-from megatrain.scheduler.builder.host_places import place_gradients
-from megatrain.scheduler.builder.host_ticks import HostTicks, deferred_updates, head_updates, place_host, written
+from megatrain.scheduler.builder.host.host_places import place_gradients
+from megatrain.scheduler.builder.host.host_ticks import HostTicks, deferred_updates, head_updates, place_host, written
 from megatrain.scheduler.builder.order import Rows, assign_ticks
 from megatrain.scheduler.builder.rows.arrivals import Part
 from megatrain.scheduler.builder.rows.row import OpRow, RowEffects, WhatIsKept, weight_rows
@@ -238,6 +238,10 @@ def _rows(rows: Rows, host: HostTicks) -> Iterator[OpRow]:
         (Stream.COMPUTE, "F", rows.ticks.forward),
         (Stream.COMPUTE, "B", rows.ticks.backward),
         (Stream.D2H, "A", rows.ticks.park),
+        (Stream.RECEIVE, "X", rows.ticks.come),
+        (Stream.RECEIVE, "D", rows.ticks.gradients_come),
+        (Stream.SEND, "X", rows.ticks.go),
+        (Stream.SEND, "D", rows.ticks.gradients_go),
     ):
         yield from (OpRow(stream, what, block, None, of_all) for block, of_all in ticks.items())
     for stream, what, ticks in (

@@ -7,9 +7,11 @@ from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import NamedTuple
 
+from megatrain.scheduler.builder.between_devices import CrossingTicks
 from megatrain.scheduler.builder.rows.arrivals import Arrival, Part, Written, arrivals, first_at_once
 from megatrain.scheduler.builder.stays import Stage, Stay, Work
 from megatrain.scheduler.items import Sections
+from megatrain.scheduler.kinds.crossing_effects import Crossings
 from megatrain.scheduler.step_kind import StepKind
 from megatrain.scheduler.workload import Workload
 from megatrain.sizes import gathered_bytes
@@ -17,7 +19,10 @@ from megatrain.sizes import gathered_bytes
 
 @dataclass(frozen=True, slots=True)
 class OpTicks:
-    """The tick of each op but `W`, by block: of `F`, `B` and `A` those of all micro-batches."""
+    """The tick of each op but `W`, by block: of `F`, `B`, `A`, `X` and `D` those of all micro-batches.
+
+    Between devices values come and go by `X`, and gradients by `D`.
+    """
 
     forward: dict[int, list[int]] = field(default_factory=dict[int, list[int]])
     backward: dict[int, list[int]] = field(default_factory=dict[int, list[int]])
@@ -26,6 +31,10 @@ class OpTicks:
     offload: dict[int, int] = field(default_factory=dict[int, int])
     receive: dict[int, int] = field(default_factory=dict[int, int])
     send: dict[int, int] = field(default_factory=dict[int, int])
+    come: dict[int, list[int]] = field(default_factory=dict[int, list[int]])
+    go: dict[int, list[int]] = field(default_factory=dict[int, list[int]])
+    gradients_come: dict[int, list[int]] = field(default_factory=dict[int, list[int]])
+    gradients_go: dict[int, list[int]] = field(default_factory=dict[int, list[int]])
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +95,9 @@ class _Placer:
         self._leaving: list[_Leaving] = []
         self._h2d = self._d2h = self._gather = -1
         self._compute: list[int] = []
-        self._ticks = OpTicks()
+        self._ticks = ticks = OpTicks()
+        crossing = ticks.come, ticks.go, ticks.gradients_come, ticks.gradients_go
+        self._crossing = CrossingTicks(Crossings(workload), *crossing)
         self._loads: list[list[int]] = [[] for _ in range(num_stays)]
         self._gathers: list[int | None] = [None] * num_stays
 
@@ -106,11 +117,14 @@ class _Placer:
         tick = compute[-1] if compute else -1
         for step, work in enumerate(stage, len(compute)):
             if step in needs:
-                self._arrive(needs[step])
-            previous, tick = tick, max(tick, ready.get(step, -1)) + 1
+                self._place_transfers(needs[step])
+            arrived = self._crossing.place_coming(work.what, block, compute[step - 2] + 1 if step > 1 else 0)
+            previous, tick = tick, max(tick, ready.get(step, -1), arrived) + 1
             compute.append(tick)
+            self._crossing.place_leaving(previous if self._num_slots == 1 else tick - 1)
             if leaving:
                 self._place_d2h(previous if self._num_slots == 1 else tick - 1, step=step)
+            self._crossing.leave(work.what, block)
             if work.what == "F":
                 forward.append(tick)
                 if parks:
@@ -122,11 +136,13 @@ class _Placer:
 
     def rows(self) -> Rows:
         """What was placed, with all that was left to leave."""
-        self._place_d2h(self._compute[-1] if self._compute else -1)
-        num_ticks = max([self._h2d, self._d2h, *self._compute[-1:]]) + 1
+        over = self._compute[-1] if self._compute else -1
+        self._place_d2h(over)
+        self._crossing.place_leaving(over)
+        num_ticks = max([self._h2d + 1, self._d2h + 1, self._crossing.num_ticks, over + 1])
         return Rows(self._ticks, tuple(map(tuple, self._loads)), tuple(self._gathers), num_ticks)
 
-    def _arrive(self, end: int) -> None:
+    def _place_transfers(self, end: int) -> None:
         """Places the transfers of the queue up to one."""
         for arrival in self._queue[self._at : end]:
             if arrival.stay is None:
@@ -231,6 +247,6 @@ def _parks_by_producer(workload: Workload, parked: Mapping[int, Sequence[int]]) 
     """The blocks whose `A` can run after each forward: all their parked values exist then."""
     found: dict[int, list[int]] = {}
     for block, values in sorted(parked.items()):
-        producers = [workload.values[v].producer for v in values]
+        producers = [workload.values[v].begin for v in values]
         found.setdefault(max(p for p in producers if p is not None), []).append(block)
     return found

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from megatrain.counts import counted
 from megatrain.errors import ScheduleError
-from megatrain.scheduler.builder.host_ticks import deferred_updates
+from megatrain.scheduler.builder.host.host_ticks import deferred_updates
 from megatrain.scheduler.builder.stays import giants
 from megatrain.scheduler.items import NO_BLOCK, Sections
 from megatrain.scheduler.step_kind import StepKind

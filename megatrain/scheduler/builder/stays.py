@@ -72,8 +72,8 @@ def compute_stages(workload: Workload, kind: StepKind) -> tuple[Stage, ...]:
 
 
 def alternates(workload: Workload, kind: StepKind) -> bool:
-    """Tells whether forward and backward meet in the last block."""
-    return kind.mode == "train" and workload.backward_blocks()[-1:] == (len(workload.blocks) - 1,)
+    """Tells whether forward and backward meet in the last block, with the losses between them."""
+    return kind.mode == "train" and kind.has_losses and workload.backward_blocks()[-1:] == (len(workload.blocks) - 1,)
 
 
 def stays_of(

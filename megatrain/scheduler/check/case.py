@@ -18,7 +18,7 @@ from megatrain.sizes import SUM_PIECE_BYTES
 
 _WINDOW = 2
 # Stated a second time, because the checker shares nothing with the table of effects.
-_PER_MICRO_BATCH = "FBA"
+_PER_MICRO_BATCH = "FBAXD"
 
 
 class Received(NamedTuple):

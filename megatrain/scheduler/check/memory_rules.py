@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 from megatrain.scheduler.check.case import Case
+from megatrain.scheduler.check.host_memory import consumed_bytes, recount_host, recount_host_values, recount_waiting
 from megatrain.scheduler.check.recount import counted_moments, needed_moments
 from megatrain.scheduler.check.weight_rules import loaded_bytes
 from megatrain.scheduler.items import Stream
 from megatrain.scheduler.table import Position
-from megatrain.sizes import aligned
 
 
 def check_releases_come_first(case: Case) -> None:
     """Every op that allocates certainly runs after the ops of earlier ticks that release memory."""
     rule = "Live bytes omit memory that earlier ticks released, so an op that allocates must wait for its release."
     last: dict[Stream, Position] = {}
-    consumed = _consumed(case)
+    consumed = consumed_bytes(case)
     for tick, row in enumerate(case.schedule.ticks):
         for stream, op in row.items():
             for other in _OF_COMPUTE if stream == Stream.COMPUTE else _RELEASING.get((stream, op.what), ()):
@@ -33,6 +33,8 @@ _RELEASING: dict[tuple[Stream, str], tuple[Stream, ...]] = {
     (Stream.H2D, "A"): (Stream.COMPUTE,),
     (Stream.D2H, "G"): (Stream.HOST,),
     (Stream.RECEIVE, "R"): (Stream.COMPUTE,),
+    (Stream.RECEIVE, "X"): (Stream.COMPUTE,),
+    (Stream.RECEIVE, "D"): (Stream.COMPUTE,),
 }
 
 
@@ -57,7 +59,7 @@ def check_figures(case: Case) -> None:
         "d2h_bytes": d2h,
         "peak_bytes": max(schedule.live_bytes, default=0),
         "device_bytes": max(needed_moments(case), default=0),
-        "host_bytes": _recount_host(case) + _recount_waiting(case) + _recount_host_values(case),
+        "host_bytes": recount_host(case) + recount_waiting(case) + recount_host_values(case),
     }
     for name, figure in counted.items():
         if getattr(schedule, name) != figure:
@@ -81,60 +83,3 @@ def _recount_moved(case: Case) -> tuple[int, int]:
                 # The sections of a divided block add up to the whole.
                 moved[position.stream] += nbytes if not op.section else 0
     return moved[Stream.H2D], moved[Stream.D2H]
-
-
-def _recount_host(case: Case) -> int:
-    if case.schedule.kind.transfer == "bind":
-        return 0
-    sizes = (case.workload.blocks[op.block].landing_bytes for _, op in case.ops if op.what == "G")
-    slab = max([0, *sizes]) if not case.schedule.kind.holds_gradients else 0
-    places = max((place.offset + place.nbytes for place in case.schedule.places), default=0)
-    parks = sum(aligned(case.workload.values[v].nbytes) for values in case.parked.values() for v in values)
-    return slab + places + len(case.micro_batches) * parks
-
-
-def _recount_host_values(case: Case) -> int:
-    """Values that are tensors of the CPU, with their gradients: each memory once for each micro-batch."""
-    memories: dict[int, int] = {}
-    gradients = 0
-    for index, value in enumerate(case.workload.values):
-        if value.on_host:
-            memories[value.storage] = case.workload.storages[value.storage]
-            has_one = case.schedule.kind.mode != "forward" and case.workload.has_value_gradient(index)
-            gradients += value.nbytes if has_one else 0
-    return len(case.micro_batches) * (sum(memories.values()) + gradients)
-
-
-def _recount_waiting(case: Case) -> int:
-    """The most bytes of gradients on the host without places: gradients that no update has consumed yet.
-
-    A step begins with all gradients that its deferred updates consume.
-    """
-    if not case.schedule.kind.holds_gradients or case.schedule.kind.transfer == "copy":
-        return 0
-    consumed = _consumed(case)
-    head = next(
-        (tick for tick, row in enumerate(case.schedule.ticks) if row.d2h is not None and row.d2h.what == "G"), 0
-    )
-    of_before = {"deferred": len(case.schedule.ticks), "spread": head}.get(case.schedule.kind.updates, 0)
-    most = waiting = sum(nbytes for tick, nbytes in consumed.items() if tick < of_before)
-    for tick, row in enumerate(case.schedule.ticks):
-        if row.d2h is not None and row.d2h.what == "G":
-            waiting += case.workload.blocks[row.d2h.block].gradient_bytes
-        most = max(most, waiting)
-        waiting -= consumed.get(tick, 0)
-    return most
-
-
-def _consumed(case: Case) -> dict[int, int]:
-    """Bytes of gradients that the host needs no more after a tick: its `U` is the last to read those of some block."""
-    updates = [(p.tick, op.block) for p, op in case.ops if op.what == "U"]
-    found: dict[int, int] = {}
-    seen: set[int] = set()
-    for tick, block in reversed(updates):
-        for member in {block, *case.workload.blocks[block].shares} - seen:
-            seen.add(member)
-            work = case.workload.blocks[member]
-            if work.has_backward and work.gradient_bytes > 0:
-                found[tick] = found.get(tick, 0) + work.gradient_bytes
-    return found

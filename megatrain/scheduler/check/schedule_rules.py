@@ -15,6 +15,7 @@ import networkx as nx
 from megatrain.counts import counted
 from megatrain.errors import ScheduleError
 from megatrain.scheduler.check.case import Case
+from megatrain.scheduler.check.dealt_rules import check_crossings
 from megatrain.scheduler.check.gather_rules import check_gathers
 from megatrain.scheduler.check.host_rules import check_norm, check_places, check_updates
 from megatrain.scheduler.check.memory_rules import (
@@ -91,7 +92,7 @@ def _check_slots(schedule: Table) -> None:
 def _check_ops_are_known(case: Case) -> None:
     """Every op concerns a block of the model and a micro-batch of the step, and a slot that can hold its state."""
     rule = "Every op concerns one block of the model; W fills a slot that is large enough."
-    numbers = "With several micro-batches F, B and A name one of them; other ops don't."
+    numbers = "With several micro-batches F, B, A, X and D name one of them; other ops don't."
     for position, op in case.ops:
         if case.has_number(op.what) != (op.micro_batch is not None):
             raise case.fault(f"{case.name(position)} doesn't name its micro-batch.", numbers, position.tick, "Name it.")
@@ -171,7 +172,7 @@ def check_saves(case: Case) -> None:
     saves, backwards = case.schedule.saves, case.workload.backward_blocks()
     rule = "Only graphs of blocks with a backward are retained; with one micro-batch, the last of these always is."
     expected_last = () if case.schedule.kind.mode == "forward" else backwards[-1:]
-    is_free = case.schedule.kind.micro_batches > 1
+    is_free = case.schedule.kind.micro_batches > 1 or not case.schedule.kind.has_losses
     is_last_right = is_free or saves[-1:] == expected_last
     if list(saves) != sorted(set(saves)) or not is_last_right or not set(saves) <= set(backwards):
         raise case.fault(f"the graphs of blocks {list(saves)} can't be retained.", rule, 0, "Change `saves`.")
@@ -213,9 +214,13 @@ def _check_park(case: Case, block: int, number: int, rule: str) -> None:
         park = case.once(Stream.D2H, "A", block, rule, number)
         case.require_before(park, restore, "brings back a value that leaves with", rule)
         for index in values:
-            producer = case.workload.values[index].producer
-            assert producer is not None
-            case.require_before(case.forward(producer, number), park, "moves a result of", rule)
+            value = case.workload.values[index]
+            if value.comes is not None:
+                coming = case.at(Stream.RECEIVE, "X", value.comes.forward, number)[0]
+                case.require_before(coming, park, "moves a value that comes with", rule)
+                continue
+            assert value.producer is not None
+            case.require_before(case.forward(value.producer, number), park, "moves a result of", rule)
     for index in values:
         for reader in case.workload.backward_readers(index):
             case.require_before(restore, case.backward(reader, number), "reads a value that returns with", rule)
@@ -261,6 +266,7 @@ RULES: tuple[Callable[[Case], None], ...] = (
     check_backward_order,
     check_micro_batches,
     check_inputs,
+    check_crossings,
     check_parks,
     check_weights,
     check_persistent,

@@ -14,7 +14,7 @@ from megatrain.scheduler.effects import streams
 from megatrain.scheduler.items import Stream
 from megatrain.scheduler.op import Op, parse_op
 from megatrain.scheduler.printed.block_ranges import ranges
-from megatrain.scheduler.step_kind import MODES, OUTPUTS, RANKS, STORES, TRANSFERS, UPDATES, StepKind
+from megatrain.scheduler.step_kind import LOSSES, MODES, OUTPUTS, RANKS, STORES, TRANSFERS, UPDATES, StepKind
 from megatrain.scheduler.table import Place, Slot, Table, Tick, columns
 from megatrain.scheduler.workload import Workload
 
@@ -175,8 +175,7 @@ def _read_header(line: str, read: _Read) -> None:
 
 
 def _read_device(line: str, read: _Read) -> None:
-    match = _DEVICE.fullmatch(line)
-    if match is None:
+    if (match := _DEVICE.fullmatch(line)) is None:
         raise ScheduleError("expected `device: 1024 B; host: 1024 B`.")
     read.figures.update({name: int(figure) for name, figure in match.groupdict().items()})
 
@@ -208,18 +207,17 @@ def _read_ranges(text: str, read: _Read) -> list[int]:
     return blocks
 
 
-def _several(name: str) -> _Line:
+def _several(key: str, name: str) -> _Line:
     def read_number(text: str, read: _Read) -> None:
         if not re.fullmatch(r"[1-9]\d{0,17}", text):
-            raise ScheduleError(f"expected `{name.replace('_', '-')}: 4`.")
+            raise ScheduleError(f"expected `{key}: 4`.")
         read.say(name, int(text))
 
     return _Line(lambda s: [str(n)] if (n := getattr(s.kind, name)) > 1 else [], read_number)
 
 
 def _read_updates(text: str, read: _Read) -> None:
-    match = _UPDATES.fullmatch(text)
-    if match is None:
+    if (match := _UPDATES.fullmatch(text)) is None:
         raise ScheduleError("expected `updates: deferred`, `updates: deferred, clipped` or `updates: overlap, norm`.")
     read.say("updates", _one_of(match["updates"], UPDATES))
     read.say("clip", match["norm"] == ", clipped")
@@ -271,13 +269,15 @@ _LINES: dict[str, _Line] = {
     **{name: _blocks(name) for name in ("saves", "results", "frozen", "persistent")},
     "mode": _choice("mode", MODES),
     "transfer": _choice("transfer", TRANSFERS),
-    "micro-batches": _several("micro_batches"),
+    "micro-batches": _several("micro-batches", "micro_batches"),
     "updates": _Line(_updates, _read_updates),
     "places": _Line(lambda s: [f"{x.block} = {x.offset}+{x.nbytes}" for x in s.places], _read_places, "; "),
     "outputs": _choice("outputs", OUTPUTS),
     "ranks": _choice("ranks", RANKS),
     "store": _choice("store", STORES),
-    "shards": _several("shards"),
+    "shards": _several("shards", "shards"),
+    "dealt to": _several("dealt to", "devices"),
+    "losses": _choice("losses", LOSSES),
 }
 
 

@@ -13,7 +13,8 @@ from megatrain.hardware.hardware import Hardware
 from megatrain.scheduler.items import Effect, Stream
 from megatrain.scheduler.table import Position, Table
 from megatrain.scheduler.timing.costs import OpSeconds
-from megatrain.scheduler.timing.rank_waits import Place, RankWaits, books_of_ranks, rank_waits
+from megatrain.scheduler.timing.dealt_waits import waits_of
+from megatrain.scheduler.timing.rank_waits import Place, RankWaits, books_of_ranks
 from megatrain.scheduler.timing.shared import Timing
 from megatrain.sizes import SUM_PIECE_BYTES
 
@@ -21,7 +22,7 @@ _ROUNDING = 1 + 1e-12
 TO_DEVICE, TO_HOST = (Stream.H2D, Stream.RECEIVE), (Stream.D2H, Stream.SEND)
 """Streams whose copies share a direction of a rank's link."""
 _TABLES = Rule(
-    "the tables of ranks, first to last",
+    "the tables of ranks, first to last, or those of all devices to which blocks are dealt",
     "{name}=[plan.schedule for plan in plans]",
     lambda value: None if _stand_in_order(value) else "doesn't have the first rank first and the last one last",
 )
@@ -95,7 +96,8 @@ class _Op:
 def simulate_devices(tables: Sequence[Table], hardware: Hardware, hosts: Hosts = ONE_HOST) -> DevicesSimulation:
     """Runs every op of all ranks as soon as its stream is free and its dependencies are done, those on other ranks too.
 
-    Each rank has a device and a link of its own. All of a host share its memory: where copies and updates together
+    Each rank has a device and a link of its own; where blocks are dealt to devices, values cross between them through
+    the host's memory. All of a host share its memory: where copies and updates together
     ask for more than `hardware.host_bytes_per_s`, all of them slow down alike. A total that another rank has made goes
     to each other host once, and is copied within it. Ranks that share a store divide the updates of a block evenly; any
     other rank makes all.
@@ -114,7 +116,7 @@ def simulate_devices(tables: Sequence[Table], hardware: Hardware, hosts: Hosts =
         sides = _Sides.of(rank, numbers)
         seconds = partial(_op, rank, sides, table, OpSeconds(hardware), hardware, hosts)
         ops |= {(rank, position): seconds(position, effect) for position, effect in its.ops}
-    starts, ends, stood_s = _course(ops, rank_waits(books, numbers), hardware, numbers)
+    starts, ends, stood_s = _course(ops, waits_of(books, numbers), hardware, numbers)
     step_s = max(ends.values(), default=0.0)
     totals: dict[tuple[int, str], float] = {}
     for (rank, position), op in ops.items():
@@ -177,8 +179,8 @@ def _op(
         # From the room where the last rank left it, to where it waits for its update, if that isn't the room.
         moves = 2 * table.known_workload().blocks[op.block].gradient_bytes * (not table.kind.keeps_totals)
         seconds = hardware.launch_s + moves / hardware.host_bytes_per_s
-    elif op.what in "RP":
-        rate = hardware.h2d_bytes_per_s if op.what == "R" else hardware.d2h_bytes_per_s
+    elif op.what in "RPXD":
+        rate = hardware.h2d_bytes_per_s if position.stream == Stream.RECEIVE else hardware.d2h_bytes_per_s
         seconds = hardware.launch_s + moves / rate
     else:
         seconds = costs.of(position.stream, effect)
@@ -270,4 +272,6 @@ def _stand_in_order(tables: object) -> bool:
     if not isinstance(tables, Sequence) or len(tables) < 2 or not all(isinstance(t, Table) for t in tables):
         return False
     found: Sequence[Table] = tables  # pyright: ignore[reportUnknownVariableType]
+    if found[0].kind.is_dealt:
+        return all(table.kind.devices == len(found) for table in found)
     return [table.kind.ranks for table in found] == ["first", *["middle"] * (len(found) - 2), "last"]

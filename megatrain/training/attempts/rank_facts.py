@@ -10,13 +10,14 @@ from torch import nn
 
 from megatrain.checks.several_optimizers import parameters_of
 from megatrain.compiled.inside import Compiled
-from megatrain.errors import ExecuteError, OptimizerError
+from megatrain.errors import ExecuteError, OptimizerError, RanksError
 from megatrain.files.byte_source import bytes_of, obstacle
 from megatrain.files.digest import Digest
 from megatrain.optim.impostor import Optimizer
 from megatrain.runtime.executor import Executor
 from megatrain.saving import Source
 from megatrain.tracer.spec import TensorSpec
+from megatrain.training.attempts.dealing import whole_of
 from megatrain.training.boundary import Progress
 from megatrain.training.model_state import State
 from megatrain.training.setup import Setting
@@ -31,7 +32,7 @@ def check_supported(setting: Setting, compiled: Compiled, optimizers: Sequence[O
         ExecuteError: If the model writes buffers, or runs its own code.
         OptimizerError: If an optimizer has parameters outside the model.
     """
-    for program in setting.programs:
+    for program in map(whole_of, setting.programs):
         written = [key for key, _ in program.commits]
         if written:
             raise ExecuteError(
@@ -90,13 +91,34 @@ def facts_of(
     if device.is_host:
         # Kernels split sums among threads.
         found["the number of threads (OMP_NUM_THREADS)"] = str(torch.get_num_threads())
-    sent = {op.block for op in executor.schedule.ops if op.what == "G"}
-    for block in executor.program.blocks:
-        if block.index in sent:
-            entries = [executor.program.state[key] for key in block.binding]
+    program, sent = whole_of(executor.program), {op.block for op in executor.schedule.ops if op.what == "G"}
+    for block in program.blocks:
+        if block.index in sent or program is not executor.program:
+            entries = [program.state[key] for key in block.binding]
             texts = [f"{entry.key} {_text(entry.spec)}" for entry in entries if entry.requires_grad]
             found[f"what block {block.index} trains"] = ", ".join(texts)
     return found | _settings(compiled, optimizers)
+
+
+def refuse_difference(facts: Sequence[Facts]) -> None:
+    """Says what differs between ranks: all of them say the same.
+
+    Args:
+        facts: Of each rank.
+
+    Raises:
+        RanksError: Naming it.
+    """
+    for rank, theirs in enumerate(facts[1:], start=1):
+        names = [name for name in {**facts[0], **theirs} if facts[0].get(name) != theirs.get(name)]
+        if names:
+            first, other = (found.get(names[0], "nothing") for found in (facts[0], theirs))
+            raise RanksError(
+                f"the ranks differ: {names[0]} is {first} on rank 0, but {other} on rank {rank}.\n"
+                f"  Ranks that train together have the same model, values, optimizer and options; {len(names)} "
+                "differ.\n"
+                "  Build all alike on each rank: call torch.manual_seed first, or load the same checkpoint."
+            )
 
 
 def _settings(compiled: Compiled, optimizers: Sequence[Optimizer]) -> Facts:

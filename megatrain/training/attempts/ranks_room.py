@@ -5,7 +5,7 @@ from __future__ import annotations
 from megatrain.memory.available import available_bytes
 from megatrain.planning.across_devices import Agree
 from megatrain.planning.host_plan import HostPlan
-from megatrain.planning.what_if.devices_host import DevicesHost, largest_room, own_bytes
+from megatrain.planning.what_if.devices_host import DevicesHost, largest_room, own_bytes, sent_bytes
 from megatrain.ranks.ranks import Ranks
 from megatrain.training.setup import Setting
 
@@ -26,9 +26,12 @@ def check_room(ranks: Ranks, setting: Setting, plan: HostPlan, agree: Agree, *, 
         ExecuteError: If the ranks of this host need more than there is.
         RanksError: If another rank fails.
     """
-    own = own_bytes(plan, setting.kind)
+    state = own_bytes(plan, setting.kind)
+    own = state + sent_bytes(ranks.rank, setting.schedule)
     held = min(plan.held_bytes, plan.total_bytes)
-    words = agree({"own": own, "shared": plan.total_bytes - own, "room": largest_room(setting.schedule), "held": held})
+    words = agree(
+        {"own": own, "shared": plan.total_bytes - state, "room": largest_room(setting.schedule), "held": held}
+    )
     assert words is not None
     if ranks.host is not None:
         mates = [words[rank] for rank in ranks.host.ranks]

@@ -86,9 +86,7 @@ class Taking:
                 executor: Executor | None = None
                 try:
                     with self._together.attempt(self._boundary):
-                        setting = self._setup.setting(batches, failed)
-                        if self._takes_shards(setting):
-                            setting = self._setup.setting(batches, failed)
+                        setting = self._agreed(batches, failed)
                         self._check_room(setting)
                         while (executor := self._setup.executor(setting)) is None:
                             self._setup.complete()
@@ -113,6 +111,14 @@ class Taking:
                 else:
                     attempts.over(executor.memory_figures, is_half=self._boundary.has_recovered)
                     return loss
+
+    def _agreed(self, batches: Sequence[MicroBatch], failed: Sequence[dict[Variant, str]]) -> Setting:
+        """What this rank runs, once all know how the work is divided among devices."""
+        again = partial(self._setup.setting, batches, failed)
+        setting = again()
+        if self._takes_shards(setting):
+            setting = again()
+        return setting if self._together.dealing is None else self._together.dealing.agreed(setting, again)
 
     def _takes_shards(self, setting: Setting) -> bool:
         """Chooses how weights come to the devices, if `compile` has left that to the first step."""
@@ -161,4 +167,7 @@ class Taking:
             finally:
                 self.running = None
                 self._failed_at = running.micro_batch
-        return self._together.sum(running.losses)
+        loss = self._together.sum(running.losses)
+        if self._together.dealing is not None:
+            updates.note_others()
+        return loss

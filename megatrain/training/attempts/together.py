@@ -28,9 +28,11 @@ from megatrain.runtime.draws import DealtDraws
 from megatrain.runtime.executor import Executor
 from megatrain.runtime.rng import GlobalGenerators
 from megatrain.tracer.expectations import GuardFailedError
+from megatrain.training.attempts.dealing import Dealing
 from megatrain.training.attempts.host_sharing import Changed, HostSharing
 from megatrain.training.attempts.rank_draws import deal
-from megatrain.training.attempts.rank_facts import Facts, check_supported, facts_of, values_of
+from megatrain.training.attempts.rank_facts import Facts, check_supported, facts_of, refuse_difference, values_of
+from megatrain.training.batch import MicroBatch
 from megatrain.training.boundary import Boundary, NotFiniteError, Progress
 from megatrain.training.setup import Setting
 from megatrain.training.shares import Counts, Shares
@@ -54,6 +56,7 @@ class Together:
 
     Attributes:
         dealt: The random numbers of this rank in the present step; None if the model draws none, or trains alone.
+        dealing: What is to be done where blocks are dealt to devices; None where they aren't.
     """
 
     def __init__(
@@ -67,6 +70,7 @@ class Together:
         self._stage = _MEETING
         self._is_telling = False
         self._is_compared = self._gathers = False
+        self.dealing = Dealing.of(compiled, self._tell)
         self.dealt: DealtDraws | None = None
 
     @property
@@ -113,7 +117,7 @@ class Together:
         try:
             yield
         except Exception as error:
-            if self._ranks is not None:
+            if self._ranks is not None and _other_rank(error) is None:
                 with suppress(RanksError):
                     self._tell(self._ranks, {"failed": words_of(error)})
             raise
@@ -198,16 +202,19 @@ class Together:
         ranks = self._ranks
         assert ranks is not None
         check_supported(setting, self._compiled, self._optimizers)
+        if self.dealing is not None:
+            self.dealing.check(setting, self._optimizers)
         rules = {**self._rules, "the call": "step.time(batch)" if is_timed else "step(batch)"}
         facts = facts_of(executor, self._compiled, self._optimizers, rules, progress)
         if not self._is_compared:
             facts |= values_of(self._compiled, self._optimizers)
         is_random = any(t.is_random for program in setting.programs for t in program.templates.values())
         changed = self._sharing.told(setting.kind)
-        told = {"digest": _digest(facts), "random": is_random, "changed": changed, **counts.said()}
+        said = counts.said() if self.dealing is None else {"counts": []}
+        told = {"digest": _digest(facts), "random": is_random, "changed": changed, **said}
         words = self._tell(ranks, told)
         if len({word["digest"] for word in words}) > 1:
-            self._refuse(ranks, facts)
+            refuse_difference([word["facts"] for word in self._tell(ranks, {"facts": facts})])
         if self._sharing.check([word["changed"] for word in words]):
             self._sharing.share(lambda: self._tell(ranks, {}))
         self._is_compared = True
@@ -217,23 +224,15 @@ class Together:
             device = self._compiled.options.device
             self.dealt = deal(lambda word: self._tell(ranks, word), ranks.rank, numbers, executor.draws, device)
         # Weights in shards come from all ranks of a host: where one runs its forward again, the others wait for ever.
-        self._gathers = setting.kind.shards > 1
+        self._gathers = setting.kind.shards > 1 or setting.kind.is_dealt
+        if self.dealing is not None:
+            ranks.agreed.set()
         self._stage = _AGREED if self._gathers else _RUNNING_FORWARD
-        return Shares(counts, others=words, rank=ranks.rank)
+        return Shares(counts, others=words, rank=ranks.rank) if self.dealing is None else Shares(counts)
 
-    def _refuse(self, ranks: Ranks, facts: Facts) -> None:
-        """Finds what differs: all ranks say the same."""
-        all_facts = [word["facts"] for word in self._tell(ranks, {"facts": facts})]
-        for rank, theirs in enumerate(all_facts[1:], start=1):
-            names = [n for n in {**all_facts[0], **theirs} if all_facts[0].get(n) != theirs.get(n)]
-            if names:
-                first, other = (found.get(names[0], "nothing") for found in (all_facts[0], theirs))
-                raise RanksError(
-                    f"the ranks differ: {names[0]} is {first} on rank 0, but {other} on rank {rank}.\n"
-                    f"  Ranks that train together have the same model, values, optimizer and options; {len(names)} "
-                    "differ.\n"
-                    "  Build all alike on each rank: call torch.manual_seed first, or load the same checkpoint."
-                )
+    def of_all(self, batches: list[MicroBatch]) -> list[MicroBatch]:
+        """The micro-batches that this rank runs: its own, or where blocks are dealt those of all ranks."""
+        return batches if self.dealing is None else self.dealing.of_all(batches)
 
     def vote(self) -> None:
         """Waits until all ranks have run the forward.
@@ -242,8 +241,8 @@ class Together:
             AgainError: If one of them runs its forwards again.
             RanksError: If one failed.
         """
-        if self._ranks is None:
-            return
+        if self._ranks is None or self.dealing is not None:
+            return  # where blocks are dealt, ranks have needed each other from the first forward on
         words = self._tell(self._ranks, {"again": False})
         if any(word["again"] for word in words):
             raise AgainError
@@ -277,6 +276,8 @@ class Together:
 
     def sum(self, losses: Sequence[torch.Tensor]) -> torch.Tensor:
         """The sum of the losses of all micro-batches, in their order."""
+        if self.dealing is not None:
+            return self.dealing.sum(losses)
         if self._ranks is not None:
             own = losses[0]
             words = self._tell(self._ranks, {"losses": torch.stack([loss.to(own.dtype) for loss in losses]).tolist()})
@@ -284,6 +285,11 @@ class Together:
             there = [torch.tensor(x, dtype=own.dtype) for word in words for x in word["losses"]]
             return functools.reduce(torch.add, there).to(own.device)
         return functools.reduce(torch.add, losses)
+
+    def check_prepares(self) -> None:
+        """Refuses to prepare a step whose micro-batches are those of all ranks, with an `ExecuteError`."""
+        if self.dealing is not None:
+            self.refuse("step.prepare", "Take a step: its schedule is there afterwards.")
 
     def refuse(self, what: str, way_out: str) -> None:
         """Refuses something that only a process alone can do.

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+from torch import nn
 
 from megatrain.compiled.inside import Compiled
 from megatrain.errors import OptimizerError
@@ -56,8 +57,12 @@ class HostDivision:
             blocks: The parameters that are updated with each block.
         """
         engine, ranks = self._compiled.engine, self._compiled.ranks
+        others: dict[torch.Tensor, str] | None = None
+        if ranks is not None and ranks.mailbox is not None:
+            others = {tensor: key for key, tensor in engine.tensors.items() if isinstance(tensor, nn.Parameter)}
         if not self.shares or engine.shared is None or ranks is None:
             return None
         keys = {tensor: key for key, tensor in engine.tensors.items()}
         known = {parameter: keys[parameter] for block in blocks for parameter in block}
-        return HostParts(engine.shared, self._optimizers, self._compiled.masters, blocks, known, ranks.look)
+        of_store = engine.shared, self._optimizers, self._compiled.masters
+        return HostParts(*of_store, blocks, known, ranks.look, others)

@@ -120,6 +120,7 @@ class RowEffects:
             tuple(dict.fromkeys((*inputs, *outputs, *results)))
             for inputs, outputs, results in zip(effects.inputs, effects.outputs, effects.kept, strict=True)
         ]
+        self._crossing = [effects.crossings.touched(block) for block in range(len(self._touched))]
         self._known: dict[Hashable, dict[Hashable, RowEffect]] = {}
         self._numbers: dict[Item, int] = {}
         self.memory: list[str | None] = []
@@ -145,6 +146,8 @@ class RowEffects:
                 effects = of_compute[block]
             elif what == "A":
                 effects = known((stream, *kept.parked[block]), {})
+            elif what == "X":
+                effects = known((what, block, *map(away.__contains__, self._crossing[block])), {})
             elif what == "W" and block in kept.persistent:
                 effects = known("persistent", {})
             else:

@@ -222,9 +222,13 @@ def _releases(
 ) -> dict[Stream, list[int]]:
     """The ticks of the ops with which items end that don't outlive the step: the last of each stream."""
     last: dict[tuple[int, Stream], list[int]] = {}
+    found: dict[Stream, list[int]] = {}
     for row, effect in zip(rows, effects, strict=True):
         if memory == "device" and row.stream == Stream.COMPUTE:
             continue  # all of compute releases its workspace
+        if memory == "device" and row.stream == Stream.SEND:
+            found.setdefault(row.stream, []).extend(row.ticks)  # see `Uses`
+            continue
         for item in effect.reads:
             if items.memory[item] == memory and not items.outlives[item]:
                 before = last.get((item, row.stream))
@@ -234,7 +238,6 @@ def _releases(
             if items.memory[item] == memory and not items.outlives[item]:
                 before = last.get((item, row.stream), [-1])
                 last[item, row.stream] = [max(before[0], row.ticks[ops[-1]])]
-    found: dict[Stream, list[int]] = {}
     for (_, stream), ticks in last.items():
         found.setdefault(stream, []).extend(ticks)
     for ticks in found.values():

@@ -1,0 +1,105 @@
+"""DealtTables: the parts of programs and the kinds of steps of a rank to whose device blocks are dealt."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from megatrain.errors import OptionError
+from megatrain.passes.program import Program
+from megatrain.passes.split.dealt_blocks import device_of_each
+from megatrain.passes.split.dealt_program import DealtProgram, deal
+from megatrain.ranks.ranks import Ranks
+from megatrain.scheduler.from_program import step_schedule
+from megatrain.scheduler.schedule import Schedule
+from megatrain.scheduler.step_kind import LOSSES, StepKind
+
+# Programs of captures that are in use are kept by their tables.
+_MOST = 64
+
+
+def wholes(programs: Sequence[Program]) -> list[Program]:
+    """The whole programs of those that were dealt, and others as they are, each once."""
+    found = (program.whole if isinstance(program, DealtProgram) else program for program in programs)
+    return list({id(program): program for program in found}.values())
+
+
+def dealt_schedule(
+    dealing: DealtTables | None, kind: StepKind, own: Mapping[str, Any], programs: Sequence[Program], **further: Any
+) -> Schedule:
+    """The schedule of a step, or of the parts of its programs that are dealt to one of several devices.
+
+    Args:
+        dealing: Deals them; None if all are here.
+        kind: Of the step, as far as it is known before they are dealt.
+        own: Options of `step_schedule`.
+        programs: The whole ones.
+        further: More options.
+    """
+    options = {**own, **further}
+    if dealing is None:
+        return step_schedule(programs, kind, **options)
+    parts = dealing.parts(programs)
+    known = dealing.kind_of(parts[0], kind)
+    options |= {} if known.has_losses else {"loss_bytes": 0}
+    return step_schedule(parts, known, **options)
+
+
+class DealtTables:
+    """Deals programs.
+
+    Args:
+        rank: This rank, whose device has its number.
+        size: How many ranks there are.
+    """
+
+    def __init__(self, rank: int, size: int):
+        self._rank, self._size = rank, size
+        self._parts: OrderedDict[tuple[int, tuple[int, ...]], DealtProgram] = OrderedDict()
+
+    @staticmethod
+    def of(ranks: Ranks | None, *, is_shared: bool) -> DealtTables | None:
+        """Returns it; None if blocks aren't dealt.
+
+        Raises:
+            OptionError: If they are to be dealt, but each rank has a store of its own.
+        """
+        if ranks is None or ranks.mailbox is None:
+            return None
+        if not is_shared:
+            raise OptionError(
+                'across_devices="round" is impossible: each rank of this host has a store of its own.\n'
+                '  A rank updates the parameters of its blocks for all ranks. masters="rounded", and optimizers that '
+                "keep more than tensors, can't be shared.\n"
+                '  Leave across_devices out: with "replicate" each rank can make all updates.'
+            )
+        return DealtTables(ranks.rank, ranks.size)
+
+    def kind(self, kind: StepKind) -> StepKind:
+        """The kind of a step as far as it is known before its programs are dealt."""
+        return replace(kind, devices=self._size)
+
+    def kind_of(self, program: Program, kind: StepKind) -> StepKind:
+        """The kind of a step of this rank's parts, of which this is one."""
+        assert isinstance(program, DealtProgram)
+        return replace(kind, devices=self._size, losses=LOSSES[not program.has_losses])
+
+    def parts(self, programs: Sequence[Program]) -> list[Program]:
+        """This rank's parts of the programs of a step, which are all dealt as the first one is.
+
+        Raises:
+            LowerError: If they can't be dealt.
+        """
+        devices = device_of_each(programs[0], self._size)
+        return [self._part(program, devices) for program in programs]
+
+    def _part(self, program: Program, devices: tuple[int, ...]) -> DealtProgram:
+        key = id(program), devices
+        if key not in self._parts:
+            self._parts[key] = deal(program, devices, self._rank)  # which keeps the program, and so its id
+            while len(self._parts) > _MOST:
+                self._parts.popitem(last=False)
+        self._parts.move_to_end(key)
+        return self._parts[key]

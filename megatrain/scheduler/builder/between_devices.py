@@ -1,0 +1,65 @@
+"""Between devices: the ticks of the ops that bring values and their gradients from one device to another."""
+
+from __future__ import annotations
+
+from megatrain.scheduler.kinds.crossing_effects import Crossings
+
+_Ticks = dict[int, list[int]]
+"""Of each block the ticks of all micro-batches."""
+
+
+class CrossingTicks:
+    """Places the `X` and `D` of a device where blocks are dealt to several.
+
+    What comes is there one compute step before it is needed, and so comes beside the one before: as little of it as can
+    be takes memory at the same time. What goes leaves beside the next compute step. So each stream keeps to the order
+    of compute, which is one order on all devices: that of one process.
+
+    Args:
+        crossings: What crosses.
+        come: Gets the ticks of each `X` from another device.
+        go: Gets those of each `X` to another device.
+        gradients_come: Gets those of each `D` from another device.
+        gradients_go: Gets those of each `D` to another device.
+    """
+
+    def __init__(
+        self, crossings: Crossings, come: _Ticks, go: _Ticks, gradients_come: _Ticks, gradients_go: _Ticks
+    ) -> None:
+        self._coming = {"F": (crossings.come, come), "B": (crossings.gradients_come, gradients_come)}
+        self._going = {"F": (crossings.go, go), "B": (crossings.gradients_go, gradients_go)}
+        self._receive = self._send = -1
+        self._leaving: list[tuple[_Ticks, int]] = []
+
+    def place_coming(self, what: str, block: int, earliest: int) -> int:
+        """Places what a compute step needs from other devices; returns its tick, or -1 if that is nothing.
+
+        Args:
+            what: `"F"` or `"B"`.
+            block: Its block.
+            earliest: The tick from which on it may come.
+        """
+        moved, ticks = self._coming[what]
+        if not moved[block]:
+            return -1
+        self._receive = max(self._receive + 1, earliest)
+        ticks.setdefault(block, []).append(self._receive)
+        return self._receive
+
+    def leave(self, what: str, block: int) -> None:
+        """Notes what goes to other devices after a compute step."""
+        moved, ticks = self._going[what]
+        if moved[block]:
+            self._leaving.append((ticks, block))
+
+    def place_leaving(self, after: int) -> None:
+        """Places what was noted, in later ticks than `after`."""
+        for ticks, block in self._leaving:
+            self._send = max(self._send, after) + 1
+            ticks.setdefault(block, []).append(self._send)
+        self._leaving.clear()
+
+    @property
+    def num_ticks(self) -> int:
+        """Rows that they take."""
+        return max(self._receive, self._send) + 1

@@ -1,0 +1,1 @@
+"""Where gradients wait on the host, and when its ops run."""

@@ -1,0 +1,1 @@
+"""What tables of devices to which blocks are dealt have in common."""
