@@ -57,6 +57,7 @@ class DealtTables:
 
     def __init__(self, rank: int, size: int):
         self._rank, self._size = rank, size
+        self._devices: dict[int, tuple[Program, tuple[int, ...]]] = {}
         self._parts: OrderedDict[tuple[int, tuple[int, ...]], DealtProgram] = OrderedDict()
 
     @staticmethod
@@ -92,8 +93,12 @@ class DealtTables:
         Raises:
             LowerError: If they can't be dealt.
         """
-        devices = device_of_each(programs[0], self._size)
-        return [self._part(program, devices) for program in programs]
+        key = id(programs[0])
+        if key not in self._devices or self._devices[key][0] is not programs[0]:
+            while len(self._devices) >= _MOST:
+                self._devices.pop(next(iter(self._devices)))
+            self._devices[key] = programs[0], device_of_each(programs[0], self._size)
+        return [self._part(program, self._devices[key][1]) for program in programs]
 
     def _part(self, program: Program, devices: tuple[int, ...]) -> DealtProgram:
         key = id(program), devices

@@ -9,7 +9,7 @@ from megatrain.reporting.ranks_figures import RanksFigures
 from megatrain.reporting.trace_events import Event, events_text, flow_events, name_events, op_events, thread_of, us
 from megatrain.scheduler.timing.ranks_band import RanksBand
 
-_NAMES = {"P": "sum", "G": "total", "U": "update of another rank"}
+_NAMES = {"P": "sum", "G": "total", "U": "update of another rank", "S": "squares", "X": "values", "D": "gradients"}
 """What comes from an op of another rank, by its letter."""
 
 

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from megatrain.reporting.ranks_figures import figures_of_run
+from megatrain.reporting.ranks_report import RanksReport
 from megatrain.scheduler.check.devices_rules import check_devices
 from megatrain.scheduler.timing.dealt_waits import dealt_waits
 from megatrain.scheduler.timing.rank_waits import books_of_ranks
@@ -160,6 +162,9 @@ def test_a_timed_step_has_the_lanes_of_all_devices(three: Processes, tmp_path: P
         assert "rank 2, measured" in (tmp_path / f"rank {rank}.html").read_text()
     run: RanksRun = found[0]["run"]
     check_devices(run.schedules)
+    drawn = RanksReport(figures_of_run("Tied", (), run, None))
+    drawn.perfetto(tmp_path / "trace.json")
+    assert '"values"' in (tmp_path / "trace.json").read_text()
     times = {(rank, t.position): t for rank, timeline in enumerate(run.timelines) for t in timeline}
     for place, befores in dealt_waits(books_of_ranks(run.schedules)).ends.items():
         for before in befores:

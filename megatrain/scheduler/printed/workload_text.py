@@ -44,7 +44,9 @@ def _block_cells(index: int, block: BlockWork) -> tuple[str, ...]:
 def _value_cells(index: int, value: ValueWork) -> tuple[str, ...]:
     producer = "." if value.producer is None else str(value.producer)
     facts = {
-        "input": value.producer is None,
+        "input": value.is_there,
+        "comes": value.comes is not None,
+        "goes": bool(value.goes),
         "output": value.is_output,
         "differentiable": value.has_gradient,
         "parkable": value.is_parkable,
