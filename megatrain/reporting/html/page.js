@@ -15,6 +15,7 @@
     "h2d W": "weights to a slot", "h2d A": "activations come back", "compute F": "forward", "compute B": "backward",
     "d2h A": "activations are parked", "d2h G": "gradients leave", "host S": "squares of gradients", "host N": "norm", "host U": "update",
     "gather C": "weights from other devices", "receive R": "the sum of the ranks before", "send P": "the sum goes to the next rank", "peers V": "updates of other ranks",
+    "receive X": "values from other devices", "send X": "values to other devices", "receive D": "gradients from other devices", "send D": "gradients to other devices",
   };
   const PARTS = {
     "weights": "weights", "activations": "activations", "retained graphs": "graphs", "gradients of activations": "agrads",
@@ -391,7 +392,7 @@
     tip.style.top = `${y + 18 + height > window.innerHeight ? Math.max(8, y - height - 14) : y + 18}px`;
   };
   const hideTip = () => { tip.hidden = true; };
-  const GIVES = { P: "the sum up to there", G: "the total of all ranks", U: "its part of the update" };
+  const GIVES = { P: "the sum up to there", G: "the total of all ranks", U: "its part of the update", X: "the values", D: "their gradients", S: "its squares" };
   const laneName = (band, op) => `${data.streams[op.stream]}${data.bands[band].rank === undefined ? "" : ` of rank ${data.bands[band].rank}`}`;
   const showOp = (band, index, x, y) => {
     const op = opOf(band, index), rows = [["stream", `${laneName(band, op)}, tick ${op.tick}`], ["block", blockWords(op.block)]];
