@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from itertools import islice
 from random import Random
 from typing import Any
 
@@ -85,7 +84,8 @@ def test_a_table_that_differs_in_one_place_is_refused_or_harmless(
     device = seed % len(found)
     assume(any(op.what in "XD" for op in found[device].ops))
     expected = of_one_process(whole, range(kind.micro_batches))
-    for name, mutant in islice(mutants(found[device], Random(seed)), 150):
+    all_mutants = list(mutants(found[device], Random(seed)))
+    for name, mutant in Random(seed).sample(all_mutants, min(50, len(all_mutants))):
         changed = [with_figures(mutant) if number == device else table for number, table in enumerate(found)]
         try:
             changed[device].check()
