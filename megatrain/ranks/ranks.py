@@ -263,13 +263,10 @@ class Ranks:
         Raises:
             RanksError: If another rank can't go on. The group of this transfer is of no use then.
         """
-        over = threading.Event()
         try:
+            # Asked, not told: a callback runs on a thread of Gloo's, which must not meet the end of Python.
             future = begin().get_future()
-            future.add_done_callback(lambda _: over.set())
-            while not over.wait(LOOK_S):
-                go_on()
-                self._signs.look()
+            wait_until(future.done, go_on, self._signs.look, POLL_S)
             future.value()
         except BaseException as error:
             self._abandon()
