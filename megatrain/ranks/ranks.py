@@ -263,10 +263,13 @@ class Ranks:
         Raises:
             RanksError: If another rank can't go on. The group of this transfer is of no use then.
         """
+        over = threading.Event()
         try:
-            # Asked, not told: a callback runs on a thread of Gloo's, which must not meet the end of Python.
             future = begin().get_future()
-            wait_until(future.done, go_on, self._signs.look, POLL_S)
+            future.add_done_callback(lambda _: over.set())
+            while not over.wait(LOOK_S):
+                go_on()
+                self._signs.look()
             future.value()
         except BaseException as error:
             self._abandon()
