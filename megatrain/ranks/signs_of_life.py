@@ -17,6 +17,8 @@ SILENT_S = 60.0
 """How long a rank may give no sign of life; it does so also while it computes."""
 BROKEN_S = 5.0
 """How long to look for the reason of a broken connection, and how long the rank that broke it has been silent then."""
+_LAST_S = 5.0
+"""How long the last sign may take, to a store that doesn't answer."""
 
 
 class SignsOfLife:
@@ -38,7 +40,7 @@ class SignsOfLife:
         # A thread of its own and a connection of its own: this rank may wait for others on all of its threads.
         beat = threading.Thread(target=_beat, args=(store.clone(), rank, stop), name="megatrain-alive", daemon=True)
         beat.start()
-        self._end = weakref.finalize(self, stop.set)
+        self._end = weakref.finalize(self, _end, beat, stop)
 
     def announce(self, text: str, rank: int | None = None) -> None:
         """Tells the others that this rank has failed, or that another one was found to have.
@@ -132,6 +134,13 @@ class SignsOfLife:
 
 
 _GONE = "Look at the output of that process. Start all ranks again, and load the latest checkpoint."
+
+
+def _end(beat: threading.Thread, stop: threading.Event) -> None:
+    """Ends the thread of the signs, also when Python ends: a thread that is within the store then ends the process."""
+    stop.set()
+    if beat is not threading.current_thread():  # which may collect garbage, too
+        beat.join(_LAST_S)
 
 
 def _beat(store: Any, rank: int, stop: threading.Event) -> None:
