@@ -9,7 +9,7 @@ import networkx as nx
 
 from megatrain.counts import counted
 from megatrain.errors import ScheduleError
-from megatrain.scheduler.dealt.messages import Lane, Message, received_by, sent_by
+from megatrain.scheduler.dealt.messages import Route, Message, received_by, sent_by
 from megatrain.scheduler.dependency import dependency_graph
 from megatrain.scheduler.table import Position, Table
 
@@ -40,15 +40,15 @@ def check_devices(
         norms = {position for position, op in table.positions() if op.what == "N"}
         graph.add_nodes_from(_node(device, position, norms) for position in own.nodes)
         graph.add_edges_from((_node(device, a, norms), _node(device, b, norms)) for a, b in own.edges)
-    sent: dict[Lane, Sequence[tuple[Position, Message]]] = {}
-    received: dict[Lane, Sequence[tuple[Position, Message]]] = {}
+    sent: dict[Route, Sequence[tuple[Position, Message]]] = {}
+    received: dict[Route, Sequence[tuple[Position, Message]]] = {}
     for device, table in enumerate(tables):
         sent |= sent_by(device, table)
         received |= received_by(device, table)
-    for lane in {**sent, **received}:
-        sender, receiver, _ = lane
-        ours, theirs = sent.get(lane, ()), received.get(lane, ())
-        _check_partners(lane, [message for _, message in ours], [message for _, message in theirs])
+    for route in {**sent, **received}:
+        sender, receiver, _ = route
+        ours, theirs = sent.get(route, ()), received.get(route, ())
+        _check_partners(route, [message for _, message in ours], [message for _, message in theirs])
         for (goes, _), (comes, _) in zip(ours, theirs, strict=True):
             graph.add_edge((sender, goes), (receiver, comes))
         for (before, _), (goes, _) in zip(theirs, ours[1:], strict=False):
@@ -83,7 +83,7 @@ def _check_blocks(tables: Sequence[Table]) -> None:
         )
 
 
-def _check_partners(lane: Lane, ours: Sequence[Message], theirs: Sequence[Message]) -> None:
+def _check_partners(route: Route, ours: Sequence[Message], theirs: Sequence[Message]) -> None:
     if ours == theirs:
         return
     number = next((i for i, (one, other) in enumerate(zip(ours, theirs, strict=False)) if one != other), None)
@@ -91,7 +91,7 @@ def _check_partners(lane: Lane, ours: Sequence[Message], theirs: Sequence[Messag
         number = min(len(ours), len(theirs))
     one, other = ([str(tuple(m)) for m in side[number : number + 1]] for side in (ours, theirs))
     raise ScheduleError(
-        f"message {number} of micro-batch {lane[2]} from device {lane[0]} to device {lane[1]} is "
+        f"message {number} of micro-batch {route[2]} from device {route[0]} to device {route[1]} is "
         f"{''.join(one) or 'nothing'} for the sender, but {''.join(other) or 'nothing'} for the receiver.\n"
         "  Both sides have the same messages in the same order.\n"
         "  Deal one program to all devices, and make the table of each from its part."

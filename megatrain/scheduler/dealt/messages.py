@@ -27,13 +27,13 @@ class Message(NamedTuple):
     sizes: tuple[int, ...]
 
 
-Lane = tuple[int, int, int]
+Route = tuple[int, int, int]
 """The way of the messages of a micro-batch: from a device to another one. It has one room."""
-Sides = Mapping[Lane, Sequence[tuple[Position, Message]]]
+Sides = Mapping[Route, Sequence[tuple[Position, Message]]]
 
 
 def sent_by(device: int, table: Table) -> Sides:
-    """The messages that a device sends, by lane, in their order."""
+    """The messages that a device sends, by route, in their order."""
     return _messages(device, table, Stream.SEND)
 
 
@@ -44,15 +44,15 @@ def received_by(device: int, table: Table) -> Sides:
 
 def mail_bytes(device: int, table: Table) -> int:
     """Bytes of the rooms for what a device sends: of each way one for each micro-batch, as large as its messages."""
-    most: dict[Lane, int] = {}
-    for lane, sent in sent_by(device, table).items():
-        most[lane] = max(sum(aligned(nbytes) for nbytes in message.sizes) for _, message in sent)
+    most: dict[Route, int] = {}
+    for route, sent in sent_by(device, table).items():
+        most[route] = max(sum(aligned(nbytes) for nbytes in message.sizes) for _, message in sent)
     return sum(most.values())
 
 
-def _messages(device: int, table: Table, stream: Stream) -> dict[Lane, list[tuple[Position, Message]]]:
+def _messages(device: int, table: Table, stream: Stream) -> dict[Route, list[tuple[Position, Message]]]:
     workload = table.known_workload()
-    found: dict[Lane, list[tuple[Position, Message]]] = {}
+    found: dict[Route, list[tuple[Position, Message]]] = {}
     by_op: dict[tuple[str, int], dict[int, list[tuple[int, int]]]] = {}
     for what in "XD":
         for block in range(len(workload.blocks)):
@@ -65,10 +65,10 @@ def _messages(device: int, table: Table, stream: Stream) -> dict[Lane, list[tupl
             theirs = {there for there, _ in moved}
             sizes = tuple(sorted(nbytes for _, nbytes in moved))
             for there in sorted(theirs):
-                lane = (device, other) if stream == Stream.SEND else (other, device)
+                route = (device, other) if stream == Stream.SEND else (other, device)
                 blocks = (own, there) if stream == Stream.SEND else (there, own)
                 message = Message(op.what, *blocks, sizes)
-                found.setdefault((*lane, op.micro_batch or 0), []).append((position, message))
+                found.setdefault((*route, op.micro_batch or 0), []).append((position, message))
     return found
 
 

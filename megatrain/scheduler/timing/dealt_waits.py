@@ -18,16 +18,18 @@ def dealt_waits(books: Sequence[Books]) -> RankWaits:
     """
     ends: dict[Place, set[Place]] = {}
     squares: set[Place] = set()
-    received = {lane: its for device, each in enumerate(books) for lane, its in received_by(device, each.table).items()}
+    received = {
+        route: its for device, each in enumerate(books) for route, its in received_by(device, each.table).items()
+    }
     for device, its in enumerate(books):
         ends |= {(device, after): {(device, b) for b in before} for after, before in all_waits(its).items()}
         squares |= {(device, position) for position, op in its.table.positions() if op.what == "S"}
     for device, its in enumerate(books):
-        for lane, sent in sent_by(device, its.table).items():
-            for (goes, _), (comes, _) in zip(sent, received[lane], strict=True):
-                ends[lane[1], comes].add((device, goes))
-            for (before, _), (goes, _) in zip(received[lane], sent[1:], strict=False):
-                ends[device, goes].add((lane[1], before))  # the room of this micro-batch is free then
+        for route, sent in sent_by(device, its.table).items():
+            for (goes, _), (comes, _) in zip(sent, received[route], strict=True):
+                ends[route[1], comes].add((device, goes))
+            for (before, _), (goes, _) in zip(received[route], sent[1:], strict=False):
+                ends[device, goes].add((route[1], before))  # the room of this micro-batch is free then
         for position, op in its.table.positions():
             if op.what == "N":
                 ends[device, position] |= squares
