@@ -9,7 +9,7 @@ import networkx as nx
 
 from megatrain.counts import counted
 from megatrain.errors import ScheduleError
-from megatrain.scheduler.dealt.messages import Route, Message, received_by, sent_by
+from megatrain.scheduler.dealt.messages import Message, Route, received_by, sent_by
 from megatrain.scheduler.dependency import dependency_graph
 from megatrain.scheduler.table import Position, Table
 
