@@ -10,7 +10,7 @@ from typing import Any
 from megatrain.errors import OptionError
 from megatrain.passes.program import Program
 from megatrain.passes.split.dealt_blocks import device_of_each
-from megatrain.passes.split.dealt_program import DealtProgram, deal
+from megatrain.passes.split.dealt_program import DealtProgram, deal, whole_of
 from megatrain.ranks.ranks import Ranks
 from megatrain.scheduler.from_program import step_schedule
 from megatrain.scheduler.schedule import Schedule
@@ -22,8 +22,7 @@ _MOST = 64
 
 def wholes(programs: Sequence[Program]) -> list[Program]:
     """The whole programs of those that were dealt, and others as they are, each once."""
-    found = (program.whole if isinstance(program, DealtProgram) else program for program in programs)
-    return list({id(program): program for program in found}.values())
+    return list({id(program): program for program in map(whole_of, programs)}.values())
 
 
 def dealt_schedule(

@@ -51,6 +51,11 @@ class DealtProgram(Program):
         return "\n".join(lines)
 
 
+def whole_of(program: Program) -> Program:
+    """The whole program of one that was dealt; any other as it is."""
+    return program.whole if isinstance(program, DealtProgram) else program
+
+
 def losses_device(program: Program, devices: Sequence[int]) -> int:
     """The device that has the model's outputs: that of the last block with a backward."""
     backward = [block.index for block in program.blocks if has_backward(program, block)]
@@ -142,7 +147,7 @@ def _check(program: Program, devices: Sequence[int], legs: Sequence[Leg]) -> Non
             raise LowerError(
                 f"value `{value.name}` overlaps itself in memory (strides {value.spec.stride}).\n"
                 "  Another device gets values in the layout that they have in one process, to have its bits.\n"
-                "  Call contiguous() on it in the model, or train with replicate."
+                '  Call contiguous() on it in the model, or train with across_devices="replicate".'
             )
 
 

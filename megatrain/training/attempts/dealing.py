@@ -19,8 +19,7 @@ from megatrain.errors import ExecuteError, OptimizerError, RanksError
 from megatrain.files.digest import digest_of
 from megatrain.optim.blockwise import has_hooks
 from megatrain.optim.impostor import Optimizer
-from megatrain.passes.program import Program
-from megatrain.passes.split.dealt_program import DealtProgram, deal
+from megatrain.passes.split.dealt_program import DealtProgram, deal, whole_of
 from megatrain.ranks.ranks import Ranks
 from megatrain.scheduler.check.devices_rules import check_devices
 from megatrain.scheduler.from_program import merge_programs
@@ -173,11 +172,6 @@ class Dealing:
         (told,) = (word["losses"] for word in words if word["losses"])
         there = [torch.tensor(value, dtype=getattr(torch, dtype)) for dtype, value in told]
         return functools.reduce(torch.add, there).to(self._compiled.options.device.torch_device)
-
-
-def whole_of(program: Program) -> Program:
-    """The whole program of one that was dealt; any other as it is."""
-    return program.whole if isinstance(program, DealtProgram) else program
 
 
 def _schedules(setting: Setting, texts: Sequence[str]) -> list[Schedule]:

@@ -14,10 +14,10 @@ from megatrain.errors import ExecuteError, OptimizerError, RanksError
 from megatrain.files.byte_source import bytes_of, obstacle
 from megatrain.files.digest import Digest
 from megatrain.optim.impostor import Optimizer
+from megatrain.passes.split.dealt_program import whole_of
 from megatrain.runtime.executor import Executor
 from megatrain.saving import Source
 from megatrain.tracer.spec import TensorSpec
-from megatrain.training.attempts.dealing import whole_of
 from megatrain.training.boundary import Progress
 from megatrain.training.model_state import State
 from megatrain.training.setup import Setting
