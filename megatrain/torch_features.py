@@ -125,6 +125,11 @@ FEATURES: tuple[Feature, ...] = (
     Feature("fake_tensor.unset_fake_temporarily", "make real tensors", probes.fakes_can_be_left),
     Feature("torch._C._set_throw_on_mutable_data_ptr", "make data_ptr() raise", probes.memory_can_be_forbidden),
     Feature("torch._fused_adamw_", "take a step of AdamW", probes.fused_adamw_updates),
+    Feature(
+        "torch.ops.aten._log_softmax_backward_data",
+        "write a gradient over log-probabilities",
+        probes.softmaxes_work_in_place,
+    ),
     Feature("_foreach_utils._group_tensors_by_device_and_dtype", "group by dtype", probes.norms_are_grouped),
     Feature("torch._functorch.config.patch", "set donated_buffer for a time", _donation_can_be_forbidden),
     Feature("torch._library.triton.set_wrap_triton_enabled", "give kernels unwrapped", _kernels_can_stay_unwrapped),

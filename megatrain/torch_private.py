@@ -50,6 +50,7 @@ __all__ = [
     "group_by_dtype",
     "is_traceable_wrapper_subclass",
     "keeps_graph",
+    "log_softmax_backward",
     "make_subclass",
     "patch_functorch",
     "pop_function_mode",
@@ -146,6 +147,8 @@ unset_fake_temporarily = _found("torch._subclasses.fake_tensor", "unset_fake_tem
 forbid_memory = _found("torch", "_C._set_throw_on_mutable_data_ptr")
 # Torch's own AdamW kernel: the bits of `AdamW(fused=True)`.
 fused_adamw = _found("torch", "_fused_adamw_")
+# The backward of a softmax, into memory that is there.
+log_softmax_backward = _found("torch", "ops.aten._log_softmax_backward_data.out")
 # The order in which `clip_grad_norm_` combines norms of several dtypes.
 group_by_dtype = _found("torch.utils._foreach_utils", "_group_tensors_by_device_and_dtype")
 # Kernels in `torch.library.wrap_triton` call an operator that modes have no rule for, unless this says otherwise.

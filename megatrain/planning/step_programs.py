@@ -18,8 +18,8 @@ from megatrain.passes.masks.made_inside import masks_inside
 from megatrain.passes.measuring.known_costs import KnownCosts
 from megatrain.passes.pipeline import AfterPass, Rewrite, lowered_with
 from megatrain.passes.program import Program
-from megatrain.passes.rewrites.fused_head import NarrowHead, narrow_fused_head
-from megatrain.passes.rewrites.head_loss import HeadLoss, chunk_head_loss
+from megatrain.passes.rewrites.head.fused_head import NarrowHead, narrow_fused_head
+from megatrain.passes.rewrites.head.head_loss import HeadLoss, chunk_head_loss
 from megatrain.passes.rewrites.tile_tokens import tile_tokens
 from megatrain.passes.rewrites.tiled_region import TiledRegion
 from megatrain.runtime.blocks.block import outer_hooks_off

@@ -12,7 +12,7 @@ from packaging.version import Version
 from peft import LoraConfig, PromptTuningConfig, get_peft_model
 from transformers import TrainerCallback
 
-from megatrain.passes.rewrites.fused_head import NarrowHead
+from megatrain.passes.rewrites.head.fused_head import NarrowHead
 from tests.integrations.runs import Scenario, assert_streams_as_stock, llama
 from tests.integrations.test_trl import (
     AGAIN,

@@ -17,7 +17,7 @@ from megatrain.passes.masks.banded_attention import banded_attention
 from megatrain.passes.measuring.kernel_work import KernelWork
 from megatrain.passes.pipeline import Rewrite, lower
 from megatrain.passes.rewrites.alike_parts import AlikeParts, InParts, computed_parts
-from megatrain.passes.rewrites.head_loss import chunk_head_loss
+from megatrain.passes.rewrites.head.head_loss import chunk_head_loss
 from megatrain.passes.rewrites.tile_tokens import tile_tokens
 from tests.rewrites import test_masked_attention as masked
 from tests.rewrites.test_head_loss import FORMS, WEIGHTED, Reader, ids_of

@@ -13,7 +13,7 @@ from torch import nn
 
 import megatrain
 from megatrain.passes.check_rewrite import check_rewrite
-from megatrain.passes.rewrites.fused_head import NarrowHead, narrow_fused_head
+from megatrain.passes.rewrites.head.fused_head import NarrowHead, narrow_fused_head
 from megatrain.sizes import parse_bytes
 from tests.stand_in_triton import JITFunction, stand_in_triton
 

@@ -15,7 +15,7 @@ from torch import fx
 
 from megatrain.passes.intervals import find_intervals
 from megatrain.passes.rewrites.alike_parts import InParts
-from megatrain.passes.rewrites.head_loss import HeadLoss
+from megatrain.passes.rewrites.head.head_loss import HeadLoss
 from megatrain.passes.rewrites.token_rules import Axes
 from megatrain.passes.rewrites.token_trials import FEW, Trials
 from megatrain.tracer.node_meta import CALLS

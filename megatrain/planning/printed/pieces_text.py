@@ -10,8 +10,8 @@ from megatrain.counts import counted
 from megatrain.passes.masks.attention import ATTENTION, MaskNote
 from megatrain.passes.masks.banded_attention import BandedAttention
 from megatrain.passes.program import Block, Program
-from megatrain.passes.rewrites.fused_head import NarrowHead
-from megatrain.passes.rewrites.head_loss import HeadLoss
+from megatrain.passes.rewrites.head.fused_head import NarrowHead
+from megatrain.passes.rewrites.head.head_loss import HeadLoss
 from megatrain.passes.rewrites.tiled_region import TiledRegion
 from megatrain.scheduler.printed.block_ranges import ranges
 from megatrain.sizes import format_bytes

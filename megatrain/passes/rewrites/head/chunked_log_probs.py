@@ -14,6 +14,7 @@ from torch.autograd.function import once_differentiable
 
 from megatrain.passes.rewrites.alike_parts import AlikeParts, computed_parts
 from megatrain.passes.rewrites.gradient_sum import GradientSum
+from megatrain.passes.rewrites.head.logits_in_place import LogitsInPlace
 
 # Ignored rows have been given a word; no other label is ignored.
 _NO_INDEX = -(1 << 62)
@@ -73,6 +74,8 @@ class Head:
         dtype: Of the log-probabilities; None for that of the logits.
         rows: Of a chunk, at most.
         sums: Whether each row's log-probabilities are summed, too, as label smoothing needs.
+        cast: The dtype of the log-probabilities, if the calls and the softmax cast once at most and do nothing else;
+            None if they do something else.
         autocast: The autocast regions that all of it runs in; operands of the linear layer are cast already.
         alike: Says which chunks a measurement computes.
     """
@@ -81,6 +84,7 @@ class Head:
     dtype: torch.dtype | None
     rows: int
     sums: bool
+    cast: torch.dtype | None = None
     autocast: tuple[tuple[str, torch.dtype], ...] = ()
     alike: AlikeParts | None = field(default=None, compare=False, repr=False)
 
@@ -107,12 +111,20 @@ class Head:
         Yields:
             Whether the chunk is computed, and its rows.
         """
-        number = max(1, -(-num_rows // self.rows))
+        number = self._number(num_rows)
         few, more = divmod(num_rows, number)
         ends = list(accumulate(few + (index < more) for index in range(number)))
         chunks = list(map(slice, [0, *ends], ends))
         # All are rows of the same tensors: those of one length are alike.
         return computed_parts(self.alike, chunks, lambda rows: rows.stop - rows.start)
+
+    def in_place(self, num_rows: int, weight: torch.Tensor, bias: torch.Tensor | None) -> LogitsInPlace | None:
+        """The memory for a chunk; None if some call does more than cast."""
+        largest = -(-num_rows // self._number(num_rows))
+        return None if self.cast is None else LogitsInPlace(weight, bias, self.cast, largest)
+
+    def _number(self, num_rows: int) -> int:
+        return max(1, -(-num_rows // self.rows))
 
 
 def chunked_log_probs(
@@ -163,12 +175,16 @@ class _ChunkedLogProbs(torch.autograd.Function):
         ctx.save_for_backward(hidden, labels, weight, bias, class_weight, *operands)
         selected: list[torch.Tensor] = []
         sums: list[torch.Tensor] = []
+        in_place = head.in_place(len(hidden), weight, bias)
         for is_computed, at in head.chunks(len(hidden)):
             if not is_computed:  # its results take memory until the last
                 selected.append(torch.empty_like(selected[-1]))
                 sums += map(torch.empty_like, sums[-1:])
                 continue
-            log_probs = head.log_probs(F.linear(hidden[at], weight, bias), operands)
+            if in_place is None:
+                log_probs = head.log_probs(F.linear(hidden[at], weight, bias), operands)
+            else:
+                log_probs = in_place.log_probs(hidden[at])
             selected.append(_of(labels[at], log_probs))
             if head.sums:
                 sums.append(_summed(log_probs, class_weight))
@@ -190,18 +206,20 @@ class _ChunkedLogProbs(torch.autograd.Function):
             GradientSum(tensor) if needs else None for tensor, needs in zip(operands, needs_operands, strict=True)
         ]
         leaves = [tensor.detach().requires_grad_(needs) for tensor, needs in zip(operands, needs_operands, strict=True)]
+        in_place = head.in_place(len(hidden), weight, bias)
         for is_computed, at in head.chunks(len(hidden)):
             if not is_computed:
                 continue
             rows, of_results = hidden[at], [gradient[at] for gradient in gradients[: 1 + head.sums]]
-            with head.recomputing():
-                logits = F.linear(rows, weight, bias).detach().requires_grad_()
-                log_probs = head.log_probs(logits, leaves)
-                results = [_of(labels[at], log_probs), *([_summed(log_probs, class_weight)] if head.sums else [])]
-            del log_probs
-            wanted = [logits, *(leaf for leaf in leaves if leaf.requires_grad)]
-            of_logits, *others = torch.autograd.grad(results, wanted, of_results)
-            del logits, wanted, results
+            if in_place is None:
+                of_logits, *others = _differentiated(
+                    head, rows, labels[at], weight, bias, class_weight, leaves, of_results
+                )
+            else:
+                others = []
+                in_place.log_probs(rows)
+                of_sums = of_results[1] if head.sums else None
+                of_logits = in_place.gradient(labels[at], of_results[0], of_sums, class_weight)
             if of_hidden is not None:
                 torch.mm(of_logits, weight, out=of_hidden[at])
             if of_weight is not None:
@@ -213,6 +231,26 @@ class _ChunkedLogProbs(torch.autograd.Function):
             del of_logits, others
         sums = [None if total is None else total.rounded() for total in (of_weight, of_bias, *of_operands)]
         return None, of_hidden, None, *sums[:2], None, *sums[2:]
+
+
+def _differentiated(
+    head: Head,
+    rows: torch.Tensor,
+    labels: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    class_weight: torch.Tensor | None,
+    operands: Sequence[torch.Tensor],
+    of_results: Sequence[torch.Tensor],
+) -> tuple[torch.Tensor, ...]:
+    """Recomputes a chunk under autograd; returns the gradient of its logits, and those of operands that need one."""
+    with head.recomputing():
+        logits = F.linear(rows, weight, bias).detach().requires_grad_()
+        log_probs = head.log_probs(logits, operands)
+        results = [_of(labels, log_probs), *([_summed(log_probs, class_weight)] if head.sums else [])]
+    del log_probs
+    wanted = [logits, *(operand for operand in operands if operand.requires_grad)]
+    return torch.autograd.grad(results, wanted, of_results)
 
 
 def _of(words: torch.Tensor, log_probs: torch.Tensor) -> torch.Tensor:

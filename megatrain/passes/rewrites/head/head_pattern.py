@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any, TypeGuard
 
 import torch
@@ -19,6 +20,7 @@ from megatrain.tracer.spec import TensorSpec
 _POINTWISE = frozenset(
     "add sub mul div neg multiply divide true_divide subtract tanh sigmoid clamp float to bfloat16 half double".split()
 )
+_CASTS = frozenset("float to bfloat16 half double".split())
 # Each may bring the words from the last dimension to the second.
 _TRANSPOSING = frozenset("transpose permute movedim moveaxis swapaxes swapdims".split())
 # Each changes the shape of the leading dimensions alone, if the last one stays.
@@ -47,6 +49,16 @@ class HeadPattern:
     def operands(self) -> set[fx.Node]:
         """All that its calls read."""
         return {operand for node in (self.linear, *self.between, self.loss) for operand in node.all_input_nodes}
+
+    @property
+    def cast(self) -> torch.dtype | None:
+        """The dtype of the log-probabilities, if logits are cast once at most and nothing else is done to them."""
+        calls = [node for node in self.between if is_pointwise(node, node.args[0])]
+        if any(target_name(node) not in _CASTS for node in calls):
+            return None
+        # A loss has the dtype of its log-probabilities.
+        dtypes = [node.meta["spec"].dtype for node in (self.linear, *calls, self.loss)]
+        return dtypes[-1] if sum(one != other for one, other in pairwise(dtypes)) <= 1 else None
 
     @property
     def num_rows(self) -> int:

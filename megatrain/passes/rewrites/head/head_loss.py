@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from torch import fx
 
 from megatrain.passes.rewrites.alike_parts import AlikeParts
-from megatrain.passes.rewrites.chunked_log_probs import Head, Logits, Operand, RowCall, chunked_log_probs
-from megatrain.passes.rewrites.head_pattern import HeadPattern, head_pattern, is_pointwise, shape_of
+from megatrain.passes.rewrites.head.chunked_log_probs import Head, Logits, Operand, RowCall, chunked_log_probs
+from megatrain.passes.rewrites.head.head_pattern import HeadPattern, head_pattern, is_pointwise, shape_of
 from megatrain.passes.rewriting.call_trial import Site
 from megatrain.passes.rewriting.rewriter import Rewriter
 from megatrain.tracer.calls import literal_text, target_name
@@ -165,7 +165,9 @@ def _rewrite(found: HeadPattern, rewriter: Rewriter, rows: int) -> None:
     reduction: Any = options.get("reduction", "mean")
     ignore_index: Any = options.get("ignore_index", -100)
     target = HeadLoss(
-        Head(tuple(calls), found.dtype, rows, sums=smoothing > 0, autocast=found.loss.meta["autocast"]),
+        Head(
+            tuple(calls), found.dtype, rows, sums=smoothing > 0, cast=found.cast, autocast=found.loss.meta["autocast"]
+        ),
         reduction,
         ignore_index,
         float(smoothing),

@@ -1,0 +1,1 @@
+"""A linear head and its loss, computed in chunks of rows."""
