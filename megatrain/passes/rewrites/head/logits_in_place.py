@@ -11,8 +11,8 @@ class LogitsInPlace:
     """Log-probabilities of a linear layer's rows, and the gradients of its logits, made in memory that stays.
 
     The memory is that of the logits, and of their log-probabilities where these have another dtype. The results have
-    the bits of torch's own calls. On a CPU new memory for each chunk would take longer than the softmax: the system gives
-    it page by page.
+    the bits of torch's own calls. On a CPU new memory for each chunk would take longer than the softmax: the system
+    gives it page by page.
 
     Args:
         weight: Of the linear layer, of shape [words, width].
