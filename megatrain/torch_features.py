@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from megatrain import torch_private
@@ -96,6 +97,19 @@ def _kernels_can_stay_unwrapped() -> bool:
     return not is_wrapped and home.is_wrap_triton_enabled() == before
 
 
+def _softmaxes_work_in_place() -> bool:
+    """Whether log-probabilities, and gradients of logits, can be written over what they are made of."""
+    logits = torch.arange(66.0).view(2, 33).sin().requires_grad_()
+    expected = torch.log_softmax(logits, -1)
+    marks = torch.eye(33)[:2]
+    (gradient,) = torch.autograd.grad(expected, logits, marks)
+    memory = logits.detach().clone()
+    torch.log_softmax(memory, -1, out=memory)  # pyright: ignore[reportCallIssue]  # the stubs lack `out`
+    are_equal = torch.equal(memory, expected)
+    torch_private.log_softmax_backward(marks, memory, -1, memory.dtype, out=memory)
+    return are_equal and torch.equal(memory, gradient)
+
+
 FEATURES: tuple[Feature, ...] = (
     Feature("autograd.Function.apply", "look a Function's methods up in its class", probes.functions_are_looked_up),
     Feature("torch._functorch.apis.vmap_impl", "run every call of torch.vmap", probes.vmap_can_be_replaced),
@@ -128,7 +142,7 @@ FEATURES: tuple[Feature, ...] = (
     Feature(
         "torch.ops.aten._log_softmax_backward_data",
         "write a gradient over log-probabilities",
-        probes.softmaxes_work_in_place,
+        _softmaxes_work_in_place,
     ),
     Feature("_foreach_utils._group_tensors_by_device_and_dtype", "group by dtype", probes.norms_are_grouped),
     Feature("torch._functorch.config.patch", "set donated_buffer for a time", _donation_can_be_forbidden),

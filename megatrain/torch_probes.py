@@ -269,19 +269,6 @@ def fused_adamw_updates() -> bool:
     return abs(values[0].item() - expected) < 1e-6 and mean[0].item() == 0.375 and square[0].item() == 0.15625
 
 
-def softmaxes_work_in_place() -> bool:
-    """Whether log-probabilities, and gradients of logits, can be written over what they are made of."""
-    logits = torch.arange(66.0).view(2, 33).sin().requires_grad_()
-    expected = torch.log_softmax(logits, -1)
-    marks = torch.eye(33)[:2]
-    (gradient,) = torch.autograd.grad(expected, logits, marks)
-    memory = logits.detach().clone()
-    torch.log_softmax(memory, -1, out=memory)  # pyright: ignore[reportCallIssue]  # the stubs lack `out`
-    are_equal = torch.equal(memory, expected)
-    torch_private.log_softmax_backward(marks, memory, -1, memory.dtype, out=memory)
-    return are_equal and torch.equal(memory, gradient)
-
-
 def norms_are_grouped() -> bool:
     """Whether tensors are grouped by dtype, with their places."""
     dtypes = (torch.float32, torch.bfloat16, torch.float32)

@@ -55,8 +55,8 @@ def step_of(model: nn.Module, *, clip: float | None = None, spread: bool = False
     return megatrain.TrainStep(compiled, optimizer, max_grad_norm=clip, spread=spread)
 
 
-# Plain logits take 3.2 MB a time; 128 rows of them 0.5 MB, 32 rows 0.13 MB.
-BUDGETS = {"20MiB": [], "5MiB": [128], "1MiB": [32]}
+# Plain logits take 3.2 MB a time; 256 rows of them 1 MB, 64 rows 0.26 MB.
+BUDGETS = {"20MiB": [], "5MiB": [256], "1MiB": [64]}
 
 
 @pytest.mark.parametrize("memory", BUDGETS)
@@ -107,10 +107,10 @@ def test_never_is_refused_and_always_needs_no_budget():
         step_of(Model(), memory="5MiB", chunking="never").prepare(batch(0))
     step = step_of(Model(), chunking="always")
     step.prepare(batch(0))
-    assert rows_of(step.program) == [128]
+    assert rows_of(step.program) == [256]
     step = step_of(Model(), memory="1MiB", chunking="always")
     step.prepare(batch(0))
-    assert rows_of(step.program) == [32]
+    assert rows_of(step.program) == [64]
 
 
 def test_always_chunks_calls_whose_logits_nobody_gets():
@@ -118,20 +118,20 @@ def test_always_chunks_calls_whose_logits_nobody_gets():
         def forward(self, ids: torch.Tensor, labels: torch.Tensor) -> Any:
             return super().forward(ids, labels)["loss"]
 
-    for kind, rows in ((Alone, [128]), (Model, [])):
+    for kind, rows in ((Alone, [256]), (Model, [])):
         compiled = megatrain.compile(kind(), device="cpu", chunking="always", example_kwargs=batch(0))
         assert rows_of(compiled.program) == rows
 
 
 def test_a_batch_of_another_shape_is_planned_by_itself():
     step = step_of(Model(), memory="5MiB")
-    for length, rows in ((400, [128]), (20, []), (400, [128])):
+    for length, rows in ((400, [256]), (20, []), (400, [256])):
         step(batch(0, length))
         assert rows_of(step.program) == rows
     # A step of both, in any order, is one schedule.
     step([batch(0, 20), batch(1, 400)])
     step([batch(0, 400), batch(1, 20)])
-    assert rows_of(step.program) == [128]
+    assert rows_of(step.program) == [256]
 
 
 def test_a_chunked_capture_stays_chunked(monkeypatch: pytest.MonkeyPatch):
@@ -143,7 +143,7 @@ def test_a_chunked_capture_stays_chunked(monkeypatch: pytest.MonkeyPatch):
     step([batch(1), batch(2)])
     assert step.schedule.kind.micro_batches == 2
     assert step.program is first
-    assert rows_of(first) == [128]
+    assert rows_of(first) == [256]
 
 
 @pytest.mark.parametrize("memory", BUDGETS)
@@ -184,6 +184,6 @@ def test_an_error_has_the_bytes_that_it_names(chunking: str):
 def test_a_refused_plan_is_that_of_the_smallest_chunks():
     plan = megatrain.plan(Model(), example_kwargs=batch(0), device_memory="64KiB", optimizer="AdamW")
     assert not plan.fits
-    assert rows_of(plan.program) == [32]
+    assert rows_of(plan.program) == [64]
     never = megatrain.plan(Model(), example_kwargs=batch(0), device_memory="64KiB", optimizer="AdamW", chunking="never")
     assert never.missing_device_bytes > plan.missing_device_bytes

@@ -78,8 +78,8 @@ def test_chunks_and_tiles_are_planned_as_they_are_asked_for(config: Path, capsys
         "--hardware=rtx-4090",
         "--memory=4MiB",
         "--sequence=64",
-        "--tokens-per-step=256",
-        "--micro-batch=4",
+        "--tokens-per-step=512",
+        "--micro-batch=8",
     )
     always, never = (printed(capsys, *asked, f"--chunking={way}") for way in ("always", "never"))
     assert "chunked: logits of" in always

@@ -125,8 +125,7 @@ def chunk_head_loss(traced: TracedModule, *, rows: int | None = None, divisor: i
 
     Args:
         traced: The capture.
-        rows: Of a chunk; None takes as many as make its logits about as large as all hidden states, and at least 128,
-            or 256 where the logits are cast alone, so that chunks share memory.
+        rows: Of a chunk; None takes as many as make its logits about as large as all hidden states, and at least 256.
         divisor: Without `rows`: so many times fewer than these.
     """
     losses = [node for node in traced.graph.nodes if node.target in (F.cross_entropy, F.nll_loss)]

@@ -25,9 +25,8 @@ _CASTS = frozenset("float to bfloat16 half double".split())
 _TRANSPOSING = frozenset("transpose permute movedim moveaxis swapaxes swapdims".split())
 # Each changes the shape of the leading dimensions alone, if the last one stays.
 _RESHAPING = frozenset("view reshape flatten unflatten squeeze unsqueeze contiguous clone".split())
-# A quarter of these takes no longer than all rows at once, 16 rows do (docs/benchmarks.md). Chunks that share memory
-# take a quarter to a half of it, so twice as many rows fit.
-_FEWEST, _FEWEST_IN_PLACE = 128, 256
+# As many take about as long as all rows at once, a quarter of these a fifth longer (docs/benchmarks.md).
+_FEWEST = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +69,7 @@ class HeadPattern:
     def usual_rows(self) -> int:
         """As many as make the logits of a chunk about as large as the hidden states of all rows."""
         num_words, width = shape_of(self.linear.args[1])
-        wanted = max(_FEWEST if self.cast is None else _FEWEST_IN_PLACE, -(-self.num_rows // -(-num_words // width)))
+        wanted = max(_FEWEST, -(-self.num_rows // -(-num_words // width)))
         return 1 << (wanted - 1).bit_length()
 
 
