@@ -50,6 +50,14 @@ def test_a_product_computes_and_an_addition_moves():
     assert noted(lambda: meta(1, 20).expand(10, 20) + x) == (Kernels(MEMORY, 0, 4 * (20 + 200 + 200)),)
 
 
+def test_results_in_given_memory_are_written_and_not_read():
+    x, y, z = meta(10, 20), meta(20, 30), meta(10, 30)
+    assert noted(lambda: torch.mm(x, y, out=z)) == noted(lambda: x @ y)
+    assert noted(lambda: torch.log_softmax(z, -1, out=z)) == (Kernels(MEMORY, 0, 4 * 2 * 300),)
+    places, marks = meta(10, 1, dtype=torch.int64), meta(10, 1)
+    assert noted(lambda: z.scatter_(1, places, marks)) == (Kernels(MEMORY, 0, (8 + 4 + 4) * 10),)
+
+
 def test_views_and_new_memory_are_no_kernels():
     x = meta(4, 6)
     assert noted(lambda: x.view(2, 12)[0].expand(5, 12)) == ()

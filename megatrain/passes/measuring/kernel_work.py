@@ -46,6 +46,8 @@ _NOTHING = {
 _FILLS = {"aten::copy_", "aten::zero_", "aten::fill_", "aten::normal_", "aten::uniform_", "aten::bernoulli_"}
 # Calls that read as much of their first argument as they return.
 _LOOKUPS = {"aten::embedding", "aten::index_select", "aten::gather", "aten::index"}
+# Calls that write as many elements of their first argument as their third, an index, has.
+_SCATTERS = {"aten::scatter_"}
 _CONVOLUTIONS = {"aten::convolution", "aten::convolution_backward", "aten::_convolution"}
 
 
@@ -90,7 +92,8 @@ class KernelWork(TorchDispatchMode):
 
     def _note(self, func: Any, args: Any, kwargs: Mapping[str, Any], result: Any) -> None:
         name = func._schema.name
-        given = [self._there((*args, *kwargs.values())), self._there((result,))]
+        operands = [value for key, value in kwargs.items() if key not in _outs(func)]
+        given = [self._there((*args, *operands)), self._there((result,))]
         if not any(given):
             return
         read, written = [list(map(_nbytes, tensors)) for tensors in given]
@@ -99,7 +102,9 @@ class KernelWork(TorchDispatchMode):
         changed = sum(written) - sum(made)
         if name in _LOOKUPS and read:
             read[0] = min(read[0], sum(written))
-        if name in _FILLS:
+        if name in _SCATTERS:
+            changed = args[2].numel() * args[0].element_size()
+        if name in _FILLS | _SCATTERS:
             read = [nbytes for tensor, nbytes in zip(given[0], read, strict=True) if tensor is not args[0]]
         flops = kernel_flops(func, args, kwargs, result)
         rate = _rate(name, given[0]) if flops else MEMORY
@@ -117,6 +122,13 @@ def _launches(func: Any) -> bool:
     schema = func._schema
     is_view = any(r.alias_info is not None and not r.alias_info.is_write for r in schema.returns)
     return bool(schema.returns) and not is_view and schema.name not in _NOTHING and not schema.name.startswith("prim::")
+
+
+@functools.cache
+def _outs(func: Any) -> frozenset[str]:
+    """The names of arguments that a call writes its results to."""
+    arguments = func._schema.arguments
+    return frozenset(a.name for a in arguments if a.kwarg_only and a.alias_info is not None and a.alias_info.is_write)
 
 
 def _nbytes(tensor: torch.Tensor) -> int:

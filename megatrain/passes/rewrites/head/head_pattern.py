@@ -53,7 +53,11 @@ class HeadPattern:
     @property
     def cast(self) -> torch.dtype | None:
         """The dtype of the log-probabilities, if logits are cast once at most and nothing else is done to them."""
-        calls = [node for node in self.between if is_pointwise(node, node.args[0])]
+        calls: list[fx.Node] = []
+        for node in self.between:
+            before: Any = node.args[0]
+            if is_pointwise(node, before):
+                calls.append(node)
         if any(target_name(node) not in _CASTS for node in calls):
             return None
         # A loss has the dtype of its log-probabilities.
