@@ -89,10 +89,10 @@ def replaced(holder: type, name: str, other: Callable[..., Any]) -> Iterator[Non
 
 
 def _of_another_micro_batch(own: Callable[..., Any]) -> Callable[..., Any]:
-    """The blocks of micro-batch 0 draw what those of micro-batch 1 draw: as many numbers, but others."""
+    """The blocks of micro-batch 0 draw what those of micro-batch 2 draw: as many numbers, but others."""
 
     def generators(self: BlockDraws, device: Any) -> Any:
-        return own(replace(self, blocks=[self.blocks[1], *self.blocks[1:]]), device)
+        return own(replace(self, blocks=[self.blocks[2], *self.blocks[1:]]), device)
 
     return generators
 
@@ -155,6 +155,7 @@ class Counting(nn.Module):
 
 def counting_round(rank: int) -> list[str]:
     """A step of a model whose draws nobody knows ahead; then another."""
+    torch.manual_seed(0)
     model = Counting()
     compiled = megatrain.compile(model, device="cpu", process_group=dist.group.WORLD, **ROUND)
     step = megatrain.TrainStep(compiled, torch.optim.SGD(model.parameters(), lr=0.1), loss=square)

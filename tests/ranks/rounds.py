@@ -22,6 +22,7 @@ from megatrain.tracer.recording import effect_watch
 from tests.ranks.failing import refused
 from tests.ranks.sides import Case, begin, branching, branching_batch
 from tests.training.parity import seeded_stack, square, stack_batch
+from tests.training.test_draws import Own
 
 ROUND: dict[str, Any] = {"across_devices": "round"}
 CASE = Case("stack", "overlap", [(1, 1, 1)] * 4, compile=ROUND)
@@ -64,7 +65,9 @@ class Returning(nn.Module):
 def refused_rounds(rank: int) -> list[str]:
     """What is refused where blocks are dealt."""
     given = stack_batch(rank, 2)
+    torch.manual_seed(0)
     dropping = nn.Sequential(*[nn.Sequential(nn.Linear(3, 3), nn.Dropout(0.5)) for _ in range(4)])
+    drawing = nn.Sequential(Own(lambda: torch.rand(())), *[nn.Linear(16, 16) for _ in range(3)])
     hooked = _step(seeded_stack(4))
     hooked._optimizers[0].register_step_post_hook(lambda *_: None)
     few = _step(nn.Linear(3, 3))
@@ -76,6 +79,7 @@ def refused_rounds(rank: int) -> list[str]:
     assert ", blocks dealt to devices" in str(compiled)
     return [
         refused_hidden(lambda: _step(dropping)(given)),
+        refused(lambda: _step(drawing)(torch.ones(2, 16))),
         refused(lambda: _step(branching())(branching_batch(1, 2))),
         refused(lambda: _step(Leaving())(given)),
         refused(lambda: both(given)),
