@@ -30,8 +30,8 @@ from megatrain.runtime.executor import Executor
 from megatrain.runtime.rng import GlobalGenerators
 from megatrain.tracer.expectations import GuardFailedError
 from megatrain.training.attempts.dealing import Dealing
+from megatrain.training.attempts.draws_ahead import draw_ahead
 from megatrain.training.attempts.host_sharing import Changed, HostSharing
-from megatrain.training.attempts.rank_draws import draw_ahead
 from megatrain.training.attempts.rank_facts import Facts, check_supported, facts_of, refuse_difference, values_of
 from megatrain.training.batch import MicroBatch
 from megatrain.training.boundary import Boundary, NotFiniteError, Progress

@@ -1,4 +1,4 @@
-"""Rank draws: each rank learns where the random numbers of its part begin, as if one process drew all."""
+"""Draws ahead: each rank learns where the random numbers of its part begin, as if one process drew all."""
 
 from __future__ import annotations
 
