@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
@@ -79,7 +79,7 @@ def interrupted_round(rank: int) -> dict[str, Any]:
 
 
 @contextmanager
-def replaced(holder: type, name: str, other: Callable[..., Any]) -> Iterator[None]:
+def replaced(holder: type, name: str, other: Callable[..., Any]) -> Generator[None]:
     before = getattr(holder, name)
     setattr(holder, name, other)
     try:
