@@ -59,7 +59,7 @@ class Dropping(nn.Module):
             if number % 3 == 0:
                 x = F.dropout(F.dropout(x, p), p / 2)
             elif number % 3 == 1 and self.training:
-                x = x + self.noise * torch.randn_like(x) * torch.bernoulli(torch.full((3,), 0.5, device=x.device))
+                x = x + self.noise * torch.randn_like(x) * torch.bernoulli(torch.full_like(x[0], 0.5))
         return x
 
 
