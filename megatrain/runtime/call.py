@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -14,7 +13,7 @@ from megatrain.memory.block_image import stored_stride
 from megatrain.passes.kept_results import KeptResults
 from megatrain.runtime.blocks.local_graph import LocalGraph
 from megatrain.runtime.call_start import Start, version
-from megatrain.runtime.draws import MicroBatchGenerators
+from megatrain.runtime.drawing.micro_batch_generators import MicroBatchGenerators
 from megatrain.runtime.gradients.sums import ParameterGradient
 from megatrain.runtime.loaded import Loaded
 from megatrain.runtime.rng import RngState
@@ -182,11 +181,6 @@ class Call:
             "received": self.received,
             "saved": self.graphs,
         }[kind]
-
-    def drawing(self, *, of_loss: bool = False) -> AbstractContextManager[None]:
-        """Lets the body draw from the generators of the call's forward or loss, if it has its own."""
-        own = self.generators.loss if of_loss else self.generators.forward
-        return nullcontext() if own is None else own.drawing()
 
     def take_outputs(self) -> list[torch.Tensor]:
         """Returns the model's output tensors, in order, once."""

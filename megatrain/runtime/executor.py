@@ -14,7 +14,8 @@ from megatrain.memory.out_of_memory import Attempts, MemoryFigures
 from megatrain.passes.program import Program
 from megatrain.runtime.call import DONE, FAILED, OPEN, Call
 from megatrain.runtime.call_start import Start
-from megatrain.runtime.draws import DealtDraws, Draws
+from megatrain.runtime.drawing.draws import Draws
+from megatrain.runtime.drawing.rank_draws import RankDraws
 from megatrain.runtime.engine import Engine
 from megatrain.runtime.gradients.demand import Once
 from megatrain.runtime.gradients.landing import LandingArena
@@ -98,14 +99,14 @@ class Executor:
         inputs: Sequence[Sequence[torch.Tensor]],
         *,
         watch: Watch | None = None,
-        dealt: DealtDraws | None = None,
+        rank_draws: RankDraws | None = None,
     ) -> Run:
         """Takes the inputs of a training step.
 
         Args:
             inputs: Per micro-batch: the model's tensor inputs, in order, each where `program.values` has it.
             watch: Takes the time of each operation.
-            dealt: The random numbers of this rank, where several train together and the model draws some.
+            rank_draws: The random numbers of this rank, where several train together and the model draws some.
 
         Raises:
             ScheduleError: If the schedule is of a call.
@@ -118,7 +119,7 @@ class Executor:
             _check_number("inputs", tensors, loaded.program.inputs)
         self.engine.refresh()
         starts = [self._operations.start(tensors, number) for number, tensors in enumerate(inputs)]
-        return Run(self._operations, starts, can_repeat=True, watch=watch, dealt=dealt)
+        return Run(self._operations, starts, can_repeat=True, watch=watch, rank_draws=rank_draws)
 
     # -- calls ---------------------------------------------------------------------------------------------
 

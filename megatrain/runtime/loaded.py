@@ -11,8 +11,9 @@ from megatrain.errors import ExecuteError
 from megatrain.memory.block_image import BlockImage
 from megatrain.passes.kept_results import kept_results
 from megatrain.passes.program import Program, has_parts, shared_templates
+from megatrain.passes.split.dealt_program import whole_of
 from megatrain.runtime.blocks.block import HIDDEN_DRAWS, BlockRunner
-from megatrain.runtime.draws import Draws
+from megatrain.runtime.drawing.draws import Draws
 from megatrain.runtime.engine import Engine
 from megatrain.runtime.gradients.flow import Facts
 from megatrain.scheduler.from_program import merge_programs
@@ -33,7 +34,7 @@ class Loaded:
             Behind the program's values come the results that blocks may keep.
         entering: The value with which each buffer that the forward writes begins.
         written: The buffers that take a value, by the value's name.
-        draws: The random calls of a forward; None if they can't be made without it.
+        draws: The random calls of a whole forward, on all devices; None if they can't be made without it.
         results: The names of the results that each block may keep; blocks that have none are missing.
     """
 
@@ -93,7 +94,7 @@ class Loaded:
             names=[None if place is None else names[place] for place in places],
             entering={key: name for name, key in program.buffers},
             written={new: [key for key, name in program.commits if name == new] for _, new in program.commits},
-            draws=Draws.of(program) if is_training else None,
+            draws=Draws.of(whole_of(program)) if is_training else None,
             results=results,
         )
 

@@ -178,7 +178,7 @@ class Operations:
         runner = loaded.runners[block.index]
         inputs = [call.values[name] for name in block.inputs]
         state = self._slots.state(block.index, instruction.state)
-        with call.drawing():
+        with call.generators.drawing(block.index):
             if instruction.recomputes or call.can_repeat:
                 call.rng[block.index] = runner.rng_state()
             if instruction.retains:

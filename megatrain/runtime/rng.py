@@ -64,6 +64,11 @@ class RngState:
         of_device = self.device is None or (other.device is not None and torch.equal(self.device, other.device))
         return torch.equal(self.host, other.host) and of_device
 
+    def sharing(self, other: RngState) -> RngState:
+        """The same state of torch's generators, with the memory of another where nothing was drawn."""
+        host = other.host if torch.equal(self.host, other.host) else self.host
+        return RngState(host, self.device, None)
+
     def restore(self, device: Device) -> None:
         """Sets the generators back to this state."""
         torch.set_rng_state(self.host)

@@ -10,7 +10,8 @@ import torch
 from megatrain.device import Device
 from megatrain.runtime.call import DONE, FAILED, Call
 from megatrain.runtime.call_start import Start
-from megatrain.runtime.draws import DealtDraws, MicroBatchGenerators
+from megatrain.runtime.drawing.micro_batch_generators import MicroBatchGenerators
+from megatrain.runtime.drawing.rank_draws import RankDraws
 from megatrain.runtime.operations import Operations
 from megatrain.runtime.streams.stopwatch import Watch
 from megatrain.runtime.taken import StepTrainer
@@ -28,7 +29,7 @@ class Run:
         starts: The starting state of each micro-batch; a call has one.
         can_repeat: A backward may be attempted again.
         watch: Takes the time of each operation.
-        dealt: See `Executor.begin`.
+        rank_draws: See `Executor.begin`.
 
     Attributes:
         calls: One per micro-batch.
@@ -41,7 +42,7 @@ class Run:
         *,
         can_repeat: bool = False,
         watch: Watch | None = None,
-        dealt: DealtDraws | None = None,
+        rank_draws: RankDraws | None = None,
     ):
         self._operations = operations
         self._watch = watch
@@ -52,10 +53,10 @@ class Run:
         self.calls: list[Call] = []
         parked = engine.parks.take(operations.instructions.park_bytes, len(starts))
         draws, are_random = [each.draws for each in operations.loaded], [start.rng is not None for start in starts]
-        if dealt is None:
+        if rank_draws is None:
             generators = MicroBatchGenerators.of(draws, are_random, engine.device)
         else:
-            generators = MicroBatchGenerators.of_rank(draws, engine.device, dealt)
+            generators = rank_draws.generators(engine.device)
         for loaded, start, parks, own in zip(operations.loaded, starts, parked, generators, strict=True):
             self.calls.append(Call(engine.meter, parks, start, loaded, generators=own, can_repeat=can_repeat))
 

@@ -15,7 +15,7 @@ def turn(call: Call, micro_batch: int, trainer: StepTrainer, engine: Engine) -> 
     call.remember_versions(call.loaded.facts.watched)
     outputs = call.loaded.program.outputs
     call.generators.check(engine.device)
-    with call.drawing(of_loss=True):
+    with call.generators.drawing(None):
         gradients = trainer.differentiate(micro_batch, [_output(call, engine, ref.kind, ref.name) for ref in outputs])
     call.check_versions()
     for ref, gradient in zip(outputs, gradients, strict=True):

@@ -44,6 +44,25 @@ class Tied(nn.Module):
         return {"loss": F.cross_entropy(logits.flatten(0, 1), targets.flatten()), "logits": logits}
 
 
+class Dropping(nn.Module):
+    """Some of its layers draw twice, each time otherwise, and some not at all."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(3, 3) for _ in range(6))
+        self.noise = nn.Parameter(torch.full((3,), 0.3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        p = 0.4 if self.training else 0.0
+        for number, layer in enumerate(self.layers):
+            x = layer(x).tanh()
+            if number % 3 == 0:
+                x = F.dropout(F.dropout(x, p), p / 2)
+            elif number % 3 == 1 and self.training:
+                x = x + self.noise * torch.randn_like(x) * torch.bernoulli(torch.full_like(x[0], 0.5))
+        return x
+
+
 class Branching(nn.Module):
     """Python code reads a value in the middle: a batch of the other sign runs another capture, found out in a step."""
 
@@ -80,6 +99,12 @@ def broad() -> nn.Module:
         return Broad()
 
 
+def dropping() -> nn.Module:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(1234)
+        return Dropping()
+
+
 def branching_batch(step: int, size: int) -> Any:
     return stack_batch(step, size).abs() * (1 if step % 3 else -1)
 
@@ -109,6 +134,7 @@ OURS: dict[str, Task] = {
     **TASKS,
     "branching": Task(branching, branching_batch, square),
     "broad": Task(broad, stack_batch, square),
+    "dropping": Task(dropping, stack_batch, square),
     "tied": Task(seeded, tied_batch, own),
     "adapted": Task(lambda: seeded(is_adapted=True), tied_batch, own),
     "lora": Task(lambda: adapted_llama(("q_proj", "v_proj"), rank=4, scale=2.0, dropout=0.0), labelled),

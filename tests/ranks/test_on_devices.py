@@ -29,6 +29,7 @@ CASES = {
     "adapted-overlap-late-but-compute": Case("adapted", "overlap", THREE, order="late but compute"),
     "tied-deferred-late-graphs": Case("tied", "deferred", THREE, order="late", compile={"kernels": "graphs"}),
     "tied-deferred-late-round": Case("tied", "deferred", THREE, order="late", compile=ROUND, is_weighted=True),
+    "dropping-spread-seeded-round-draws": Case("dropping", "spread", THREE, order="seeded", compile=ROUND, draws=True),
     "broad-overlap-late": Case("broad", "overlap", ((1, 1, 1), (1, 2, 1)), order="late", optimizer="sgd"),
 }
 FURTHER = (
@@ -58,6 +59,19 @@ FURTHER = (
         for task in ("tied", "adapted", "lora")
         for mode in MODES
         for order in ORDERS
+    }
+    | {
+        f"{task}-{mode}-{order}-round-draws": Case(task, mode, THREE, order=order, compile=ROUND, draws=True)
+        for task in ("tied", "dropping")
+        for mode in MODES
+        for order in ORDERS
+    }
+    | {
+        f"{task}-{mode}-late-round-graphs-draws": Case(
+            task, mode, THREE, order="late", compile={**ROUND, "kernels": "graphs"}, draws=True
+        )
+        for task in ("tied", "dropping", "adapted")
+        for mode in ("overlap", "serial_clipped")
     }
     | {
         f"tied-{mode}-seeded-round-{memory}": Case(

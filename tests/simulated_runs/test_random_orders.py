@@ -15,7 +15,7 @@ from torch import nn
 
 import megatrain
 from megatrain.errors import DrawsError
-from megatrain.runtime.draws import only_as_a_loop
+from megatrain.runtime.drawing.micro_batch_generators import only_as_a_loop
 from tests.comparing import assert_same
 from tests.draws import draws
 from tests.runtime.test_chaos import has_shared_modules

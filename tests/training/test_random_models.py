@@ -14,7 +14,7 @@ from torch import nn
 
 import megatrain
 from megatrain.errors import DrawsError, ScheduleError
-from megatrain.runtime.draws import only_as_a_loop
+from megatrain.runtime.drawing.micro_batch_generators import only_as_a_loop
 from megatrain.runtime.streams.stream_set import Chaos
 from tests.comparing import assert_same, largest, snapshot
 from tests.draws import draws

@@ -26,7 +26,7 @@ from megatrain.integrations.paused import PausedCode, SpentError
 from megatrain.optim.block_update import MasterStep
 from megatrain.optim.blockwise import BlockOptimizer
 from megatrain.ranks.no_collectives import NoCollectives
-from megatrain.runtime.draws import only_as_a_loop
+from megatrain.runtime.drawing.micro_batch_generators import only_as_a_loop
 from megatrain.runtime.rng import GlobalGenerators
 from megatrain.torch_private import FakeTensor
 from megatrain.tracer.recording.opaque import tensors_in

@@ -130,18 +130,12 @@ class Dealing:
         """Refuses a step that can't have the bits of one process where blocks are dealt.
 
         Raises:
-            ExecuteError: If the model draws random numbers, reads values of its forward, or leaves some behind.
+            ExecuteError: If the model reads values of its forward, or leaves some behind.
             OptimizerError: If an optimizer has hooks on its steps.
         """
         for program in setting.programs:
             whole = whole_of(program)
             nodes = [node for template in whole.templates.values() for node in template.graph.nodes]
-            if any(template.is_random for template in whole.templates.values()):
-                raise ExecuteError(
-                    "the model draws random numbers (dropout, say), and its blocks are dealt to devices.\n"
-                    "  In one process all blocks of a micro-batch draw from one generator, one after the other.\n"
-                    f"  Set dropout to 0, or call model.eval(). {_REPLICATE} otherwise."
-                )
             if any(isinstance(node.target, Expectation) for node in nodes):
                 raise ExecuteError(
                     "Python code reads values of the forward, and the blocks are dealt to devices.\n"

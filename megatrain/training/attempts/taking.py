@@ -161,7 +161,7 @@ class Taking:
             self.running = running
             try:
                 # No name keeps the run alive: it must end while Ctrl-C is held back, as a `__del__` loses one.
-                options: dict[str, Any] = {"watch": watch, "dealt": self._together.dealt}
+                options: dict[str, Any] = {"watch": watch, "rank_draws": self._together.draws}
                 self._boundary.run(executor.begin(running.inputs(), **options), running, updates, before)
                 self._completion.mark()  # here, where Ctrl-C is held back
             finally:

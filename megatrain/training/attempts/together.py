@@ -21,16 +21,17 @@ from megatrain.compiled.inside import Compiled
 from megatrain.errors import ExecuteError, RanksError
 from megatrain.files.digest import digest_of
 from megatrain.optim.impostor import Optimizer
+from megatrain.passes.split.dealt_program import whole_of
 from megatrain.ranks.meeting import check_words, words_of
 from megatrain.ranks.no_collectives import NoCollectives
 from megatrain.ranks.ranks import Ranks
-from megatrain.runtime.draws import DealtDraws
+from megatrain.runtime.drawing.rank_draws import RankDraws
 from megatrain.runtime.executor import Executor
 from megatrain.runtime.rng import GlobalGenerators
 from megatrain.tracer.expectations import GuardFailedError
 from megatrain.training.attempts.dealing import Dealing
+from megatrain.training.attempts.draws_ahead import draw_ahead
 from megatrain.training.attempts.host_sharing import Changed, HostSharing
-from megatrain.training.attempts.rank_draws import deal
 from megatrain.training.attempts.rank_facts import Facts, check_supported, facts_of, refuse_difference, values_of
 from megatrain.training.batch import MicroBatch
 from megatrain.training.boundary import Boundary, NotFiniteError, Progress
@@ -55,7 +56,7 @@ class Together:
         sharing: Has the ranks of a host share one store.
 
     Attributes:
-        dealt: The random numbers of this rank in the present step; None if the model draws none, or trains alone.
+        draws: The random numbers of this rank in the present step; None if the model draws none, or trains alone.
         dealing: What is to be done where blocks are dealt to devices; None where they aren't.
     """
 
@@ -71,7 +72,7 @@ class Together:
         self._is_telling = False
         self._is_compared = self._gathers = False
         self.dealing = Dealing.of(compiled, self._tell)
-        self.dealt: DealtDraws | None = None
+        self.draws: RankDraws | None = None
 
     @property
     def is_shared(self) -> bool:
@@ -184,7 +185,7 @@ class Together:
     def meet(
         self, setting: Setting, executor: Executor, counts: Counts, progress: Progress, *, is_timed: bool
     ) -> Shares:
-        """Compares everything that must not differ; finds the share of each micro-batch, and `dealt`.
+        """Compares everything that must not differ; finds the share of each micro-batch, and `draws`.
 
         Args:
             setting: What runs here.
@@ -208,7 +209,7 @@ class Together:
         facts = facts_of(executor, self._compiled, self._optimizers, rules, progress)
         if not self._is_compared:
             facts |= values_of(self._compiled, self._optimizers)
-        is_random = any(t.is_random for program in setting.programs for t in program.templates.values())
+        is_random = any(t.is_random for whole in map(whole_of, setting.programs) for t in whole.templates.values())
         changed = self._sharing.told(setting.kind)
         said = counts.said() if self.dealing is None else {"counts": []}
         told = {"digest": _digest(facts), "random": is_random, "changed": changed, **said}
@@ -218,11 +219,11 @@ class Together:
         if self._sharing.check([word["changed"] for word in words]):
             self._sharing.share(lambda: self._tell(ranks, {}))
         self._is_compared = True
-        self.dealt = None
+        self.draws = None
         if any(word["random"] for word in words):
             numbers = [len(word["counts"]) for word in words]
-            device = self._compiled.options.device
-            self.dealt = deal(lambda word: self._tell(ranks, word), ranks.rank, numbers, executor.draws, device)
+            runs = setting.programs, executor.draws, self._compiled.options.device
+            self.draws = draw_ahead(lambda word: self._tell(ranks, word), ranks.rank, numbers, *runs)
         # Weights in shards come from all ranks of a host: where one runs its forward again, the others wait for ever.
         self._gathers = setting.kind.shards > 1 or setting.kind.is_dealt
         if self.dealing is not None:
@@ -260,7 +261,7 @@ class Together:
         if self._ranks is None:
             yield
             return
-        if self.dealt is not None:
+        if self.draws is not None:
             with NoCollectives():
                 yield  # in its own generators
             return

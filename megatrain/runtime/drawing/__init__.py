@@ -1,0 +1,1 @@
+"""Random numbers: what a forward draws, and the generators that it draws from."""
