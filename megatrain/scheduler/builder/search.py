@@ -24,12 +24,14 @@ _WEIGHTS = (0.0, 0.7, 1.4, inf)
 # A step that is longer than its bound by less than this part isn't worth a search.
 _NEAR = 0.002
 # Ladders of a little less memory end at other plans, from which a search may find one that is faster. Budgets that are
-# nearly equal begin at the same ones: three of a grid that has so many for each doubling.
+# nearly equal begin at the same ones: some of a grid that has so many for each doubling.
 _STEPS_PER_DOUBLING = 24
-_NUM_LESS = 3
-_MOST_FIRSTS = 6
-# Plans that a search from plan to plan drafts have so many ops together: hundreds of small plans, a few of long ones.
-_MOST_OPS = 40_000
+_NUM_LESS = 6
+_MOST_FIRSTS = 12
+# Plans that a search from plan to plan drafts have so many ops together: hundreds of small plans, a few of long ones. To
+# ask whether another plan is worth a draft is a small part of that work, to simulate its step as well is more.
+_MOST_OPS = 48_000
+_UNDRAFTED, _SIMULATED = 1 / 32, 3 / 4
 # Less than this part isn't a gain.
 _GAIN = 1e-9
 
@@ -104,7 +106,7 @@ class Search:
         """A plan that no neighbour is faster than; or the best one when the work is spent.
 
         It is found from `best`, then from the fastest plans of ladders of less memory. A neighbour that can't fit, or
-        whose streams work as long by themselves, isn't drafted and doesn't count as work.
+        whose streams work as long by themselves, isn't drafted.
 
         Args:
             best: A plan that fits.
@@ -117,7 +119,7 @@ class Search:
             return self.draft(self._stating_all_kept(best.plan))
         neighbours = Neighbours(self._builder, self._freedom, starts[0], has_slots=has_slots)
         seen: set[Choices] = set()
-        left = _MOST_OPS // max(1, best.num_ops)
+        left = _MOST_OPS / max(1, best.num_ops)
         plan, left = self._descended(best.plan, neighbours, seen, left, enough_s)
         less = _smaller(self._memory)
         if left > 0:
@@ -141,19 +143,19 @@ class Search:
         return found
 
     def _descended(
-        self, plan: Choices, neighbours: Neighbours, seen: set[Choices], left: int, enough_s: float
-    ) -> tuple[Choices, int]:
+        self, plan: Choices, neighbours: Neighbours, seen: set[Choices], left: float, enough_s: float
+    ) -> tuple[Choices, float]:
         """Gives way to faster neighbours until there is none, or the step is short enough, or the work is spent.
 
         Args:
             plan: A plan that fits.
             neighbours: Of any plan.
             seen: Plans that were looked at, which grow.
-            left: How many plans may be looked at.
+            left: How many plans may be drafted.
             enough_s: The step that is short enough.
 
         Returns:
-            The plan, and how many may be looked at after it.
+            The plan, and how many may be drafted after it.
         """
         seen.add(plan)
         while left > 0 and self._time(plan) > enough_s:
@@ -161,12 +163,14 @@ class Search:
                 if other in seen:
                     continue
                 seen.add(other)
-                if not self._may_be_faster(other, plan):
-                    continue
-                left -= 1
-                if self.fits(other) and self._time(other) < self._time(plan) * (1 - _GAIN):
-                    plan = other
-                    break
+                left -= _UNDRAFTED
+                if self._may_be_faster(other, plan):
+                    left -= 1
+                    if self.fits(other):
+                        left -= _SIMULATED
+                        if self._time(other) < self._time(plan) * (1 - _GAIN):
+                            plan = other
+                            break
                 if left <= 0:
                     break
             else:
