@@ -28,8 +28,8 @@ _NEAR = 0.002
 _STEPS_PER_DOUBLING = 24
 _NUM_LESS = 6
 _MOST_FIRSTS = 12
-# Plans that a search from plan to plan drafts have so many ops together: hundreds of small plans, a few of long ones. To
-# ask whether another plan is worth a draft is a small part of that work, to simulate its step as well is more.
+# Plans that a search from plan to plan drafts have so many ops together: hundreds of small plans, a few of long ones.
+# Asking whether another plan is worth a draft is a small part of that work, simulating its step adds to it.
 _MOST_OPS = 48_000
 _UNDRAFTED, _SIMULATED = 1 / 32, 3 / 4
 # Less than this part isn't a gain.
