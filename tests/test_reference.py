@@ -33,7 +33,7 @@ FURTHER = (
     "megatrain.planning.what_if.several_devices.DevicesPlan",
     "megatrain.reporting.ranks_report.RanksReport",
     "megatrain.reporting.step_report.StepReport",
-    "megatrain.scheduler.builder.bound.StepBound",
+    "megatrain.scheduler.builder.bounds.bound.StepBound",
     "megatrain.scheduler.instructions.Instructions",
     "megatrain.scheduler.table.Table",
     "megatrain.scheduler.timing.costs.Measured",

@@ -12,7 +12,7 @@ from megatrain.hardware.hardware import Hardware
 from megatrain.options import PRECISION
 from megatrain.passes.program import Program
 from megatrain.planning.host_plan import HostPlan
-from megatrain.scheduler.builder.bound import StepBound, step_bound
+from megatrain.scheduler.builder.bounds.bound import StepBound, step_bound
 from megatrain.scheduler.schedule import Schedule
 from megatrain.scheduler.timing.simulate import Simulation
 

@@ -24,29 +24,46 @@ def keep_all(workload: Workload) -> int:
     return 0 if turn is None else turn + 1
 
 
+class Parking:
+    """What leaves the device between forward and backward under choices of one workload.
+
+    Args:
+        workload: What runs.
+        kind: The kind of the step.
+    """
+
+    def __init__(self, workload: Workload, kind: StepKind) -> None:
+        turn = turn_block(workload)
+        self._turn = -1 if turn is None else turn
+        never = turn is None or kind.mode == "forward" or kind.transfer == "bind"
+        self._values = [
+            (index, value.producer, value.is_result, frozenset(readers), readers[-1])
+            for index, value in enumerate(() if never else workload.values)
+            if value.is_parkable and (readers := workload.backward_readers(index))
+        ]
+
+    def values(self, *, keep: int, saves: Collection[int], results: Collection[int] = ()) -> dict[int, tuple[int, ...]]:
+        """Values that are parked on the host, by the block whose `A` ops move them.
+
+        That block is the last one whose backward reads the value, hence the first to need it back. A value stays
+        on the device if that block is among the last `keep`, or if a retained graph holds it. Results are there only of
+        blocks that keep theirs.
+        """
+        saved, last = frozenset(saves), self._turn - keep
+        found: dict[int, list[int]] = {}
+        for index, producer, is_result, readers, block in self._values:
+            if block > last or producer in saved or (is_result and producer not in results):
+                continue
+            if saved.isdisjoint(readers):
+                found.setdefault(block, []).append(index)
+        return {block: tuple(found[block]) for block in sorted(found)}
+
+
 def parked_values(
     workload: Workload, kind: StepKind, *, keep: int, saves: Collection[int], results: Collection[int] = ()
 ) -> dict[int, tuple[int, ...]]:
-    """Values that are parked on the host, by the block whose `A` ops move them.
-
-    That block is the last one whose backward reads the value, hence the first to need it back. A value stays
-    on the device if that block is among the last `keep`, or if a retained graph holds it. Results are there only of
-    blocks that keep theirs.
-    """
-    turn = turn_block(workload)
-    if turn is None or kind.mode == "forward" or kind.transfer == "bind":
-        return {}
-    saved = frozenset(saves)
-    found: dict[int, list[int]] = {}
-    for index, value in enumerate(workload.values):
-        if not value.is_parkable or value.producer in saved:
-            continue
-        if value.is_result and value.producer not in results:
-            continue
-        readers = workload.backward_readers(index)
-        if readers and readers[-1] <= turn - keep and saved.isdisjoint(readers):
-            found.setdefault(readers[-1], []).append(index)
-    return {block: tuple(found[block]) for block in sorted(found)}
+    """As `Parking.values`, for one choice."""
+    return Parking(workload, kind).values(keep=keep, saves=saves, results=results)
 
 
 def park_bytes(workload: Workload, kind: StepKind, parked: Mapping[int, Sequence[int]]) -> int:

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from megatrain.errors import ScheduleError
 from megatrain.hardware.hardware import Hardware
 from megatrain.hardware.work import products, total_flops
+from megatrain.scheduler.builder.bounds.bound import step_bound
 from megatrain.scheduler.builder.budget import choose_draft
 from megatrain.scheduler.builder.build import build
 from megatrain.scheduler.builder.draft import Builder, Choices, Draft
@@ -246,16 +247,20 @@ def test_no_plan_of_some_more_blocks_is_much_faster(count: int):
 def test_more_memory_or_a_faster_part_is_never_slower(
     workload: Workload, parts: tuple[int, int], one: Hardware, other: Hardware, step: dict[str, object]
 ):
-    """But for what a search leaves: it ends when its work is spent, at a plan within 2 % of the best as a rule.
+    """But for what a search leaves, which is no more than the plan itself says: its distance from its bound.
 
-    One of 1200 examples was more than 0.5 % slower, by 1.1 %.
+    As a rule that is far less. One of 1200 examples was more than 0.5 % slower, by 1.1 %.
     """
     between = memories(workload, step)
     less, more = (between[len(between) * part // 101] for part in sorted(parts))
     slowest, fastest = (of_both(one, other, choose) for choose in (min, max))
     taken = planned(workload, less, slowest, step).simulate(slowest).step_s
     for memory, machine in ((more, slowest), (less, fastest), (more, fastest)):
-        assert planned(workload, memory, machine, step).simulate(machine).step_s <= taken * 1.02
+        found = planned(workload, memory, machine, step)
+        step_s = found.simulate(machine).step_s
+        above = step_bound(found.effects(), memory, machine).above(step_s)
+        assert step_s <= taken * (1 + above) * (1 + 1e-9)
+        assert step_s <= taken * 1.02
 
 
 def test_a_search_stops_when_its_work_is_spent():

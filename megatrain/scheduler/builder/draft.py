@@ -8,6 +8,7 @@ from functools import cache, partial
 
 from megatrain.scheduler.builder.account import Account
 from megatrain.scheduler.builder.between_ranks import between_ranks
+from megatrain.scheduler.builder.bounds.plan_bound import PlanBound
 from megatrain.scheduler.builder.host.host_places import place_gradients
 from megatrain.scheduler.builder.host.host_ticks import HostTicks, deferred_updates, head_updates, place_host, written
 from megatrain.scheduler.builder.order import Rows, assign_ticks
@@ -21,7 +22,7 @@ from megatrain.scheduler.items import NO_BLOCK, Stream
 from megatrain.scheduler.lifetimes.books import item_lifetimes, moved_bytes, slab_bytes
 from megatrain.scheduler.lifetimes.lifetime import live_bytes
 from megatrain.scheduler.op import Op
-from megatrain.scheduler.parking import Parks, host_value_bytes, park_bytes, parked_values
+from megatrain.scheduler.parking import Parking, Parks, host_value_bytes, park_bytes
 from megatrain.scheduler.step_kind import StepKind
 from megatrain.scheduler.table import Position, Slot, Table, Tick
 from megatrain.scheduler.workload import Workload
@@ -93,6 +94,11 @@ class _Weights:
     slots: tuple[Slot, ...]
     slot_of: tuple[int, ...]
 
+    @property
+    def arena(self) -> int:
+        """Bytes of all slots."""
+        return max((slot.offset + slot.nbytes for slot in self.slots), default=0)
+
 
 class Builder:
     """Drafts schedules of one workload under different plans, and finishes one.
@@ -109,7 +115,9 @@ class Builder:
         self.stages = compute_stages(workload, kind)
         self._deferred = deferred_updates(workload, kind)
         self._sections = sections_of(workload, kind, sections)
-        self._items = RowEffects(Effects(workload, kind, (), (), {}, (), self._deferred, self._sections))
+        self.any_effects = Effects(workload, kind, (), (), {}, (), self._deferred, self._sections)
+        self._items = RowEffects(self.any_effects)
+        self._parking = Parking(workload, kind)
         self._account = Account(self._items)
         self._placed: dict[_Placing, _Weights] = {}
         self._known_ticks: dict[Hashable, tuple[Rows, HostTicks, list[OpRow]]] = {}
@@ -123,7 +131,7 @@ class Builder:
             all_rows,
             self._items.of(all_rows, self._kept(plan, parked)),
             max(rows.num_ticks, host.num_ticks),
-            max((slot.offset + slot.nbytes for slot in placed.slots), default=0),
+            placed.arena,
         )
         return Draft(plan, rows, host, live, nbytes)
 
@@ -139,6 +147,7 @@ class Builder:
                 parked,
                 num_slots=plan.num_slots,
                 has_late_offloads=plan.has_late_offloads,
+                crossings=self.any_effects.crossings,
                 written=written(self.workload, self.kind, placed.head, self._sections),
                 sections=self._sections,
             )
@@ -153,6 +162,12 @@ class Builder:
         slots = [placed.slots[slot] for slot in placed.slot_of]
         rows = [*weight_rows(placed.stays, slots, draft.rows.loads, draft.rows.gathers), *_rows(draft.rows, draft.host)]
         return timer.times(rows, self._items.of(rows, self._kept(plan, self._parked(plan))), self._items)
+
+    def at_least(self, plan: Choices, bound: PlanBound) -> tuple[float, int]:
+        """Seconds and device bytes that a plan takes at least, without its draft."""
+        placed, parked = self._place(plan), self._parked(plan)
+        seconds = bound.seconds(plan, parked, [stay.block for stay in placed.stays])
+        return seconds, bound.device_bytes(plan, parked, placed.arena)
 
     def finish(self, draft: Draft) -> Table:
         """Makes the rows, and the figures of the header."""
@@ -220,7 +235,7 @@ class Builder:
         )
 
     def _parked(self, plan: Choices) -> Parks:
-        return parked_values(self.workload, self.kind, keep=plan.keep, saves=plan.saves, results=plan.results)
+        return self._parking.values(keep=plan.keep, saves=plan.saves, results=plan.results)
 
 
 # What the places of weights depend on.

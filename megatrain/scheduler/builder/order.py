@@ -73,6 +73,7 @@ class _Placer:
         kind: See there.
         num_slots: See there.
         written: See there.
+        crossings: See there.
         queue: The transfers to the device.
         num_stays: The number of stays.
     """
@@ -83,6 +84,7 @@ class _Placer:
         kind: StepKind,
         num_slots: int,
         written: Mapping[Part, Written],
+        crossings: Crossings,
         queue: Sequence[Arrival],
         num_stays: int,
     ) -> None:
@@ -97,7 +99,7 @@ class _Placer:
         self._compute: list[int] = []
         self._ticks = ticks = OpTicks()
         crossing = ticks.come, ticks.go, ticks.gradients_come, ticks.gradients_go
-        self._crossing = CrossingTicks(Crossings(workload), *crossing)
+        self._crossing, self._crosses = CrossingTicks(crossings, *crossing), crossings.is_any
         self._loads: list[list[int]] = [[] for _ in range(num_stays)]
         self._gathers: list[int | None] = [None] * num_stays
 
@@ -118,13 +120,17 @@ class _Placer:
         for step, work in enumerate(stage, len(compute)):
             if step in needs:
                 self._place_transfers(needs[step])
-            arrived = self._crossing.place_coming(work.what, block, compute[step - 2] + 1 if step > 1 else 0)
-            previous, tick = tick, max(tick, ready.get(step, -1), arrived) + 1
+            previous, after = tick, max(tick, ready.get(step, -1))
+            if self._crosses:
+                free = compute[step - 2] + 1 if step > 1 else 0
+                after = max(after, self._crossing.place_coming(work.what, block, free))
+            tick = after + 1
             compute.append(tick)
-            self._crossing.place_leaving(previous if self._num_slots == 1 else tick - 1)
+            if self._crosses:
+                self._crossing.place_leaving(previous if self._num_slots == 1 else after)
+                self._crossing.leave(work.what, block)
             if leaving:
-                self._place_d2h(previous if self._num_slots == 1 else tick - 1, step=step)
-            self._crossing.leave(work.what, block)
+                self._place_d2h(previous if self._num_slots == 1 else after, step=step)
             if work.what == "F":
                 forward.append(tick)
                 if parks:
@@ -210,6 +216,7 @@ def assign_ticks(
     num_slots: int,
     has_late_offloads: bool,
     written: Mapping[Part, Written],
+    crossings: Crossings,
     sections: Sections | None = None,
 ) -> Rows:
     """Places all ops; the order of each stream is fixed, so one pass in the order of compute steps does.
@@ -226,12 +233,13 @@ def assign_ticks(
         num_slots: As in `Choices`.
         has_late_offloads: See there.
         written: When the host has written a block's weights, where it does.
+        crossings: What crosses between devices.
         sections: The block whose first `W` is divided.
     """
     queue = arrivals(stages, stays, parked, num_slots, sections)
     if kind.shards == 1:  # shards come in one order on all devices
         queue = first_at_once(queue, workload, written, sections)
-    placer = _Placer(workload, kind, num_slots, written, queue, len(stays))
+    placer = _Placer(workload, kind, num_slots, written, crossings, queue, len(stays))
     parks = _parks_by_producer(workload, parked)
     trained = (work for stage in stages for work in stage if work.what == "B")
     last = {work.block: work for work in trained if workload.blocks[work.block].gradient_bytes > 0}

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from copy import copy
 from dataclasses import replace
-from math import inf
+from functools import cached_property
+from itertools import accumulate
+from math import ceil, inf, log2
 
 from megatrain.hardware.hardware import Hardware
-from megatrain.scheduler.builder.bound import step_bound
+from megatrain.scheduler.builder.bounds.bound import step_bound
+from megatrain.scheduler.builder.bounds.plan_bound import PlanBound
 from megatrain.scheduler.builder.draft import Builder, Choices, Draft, with_late_offloads
 from megatrain.scheduler.builder.family import Family, Freedom, MemoryUse
 from megatrain.scheduler.builder.neighbours import Neighbours
@@ -19,11 +23,15 @@ from megatrain.scheduler.parking import keep_all, parked_values
 _WEIGHTS = (0.0, 0.7, 1.4, inf)
 # A step that is longer than its bound by less than this part isn't worth a search.
 _NEAR = 0.002
-# Ladders of a little less memory end at other plans, from which a search may find one that is faster.
-_LESS = (31 / 32, 15 / 16, 7 / 8)
-_MOST_FIRSTS = 6
+# Ladders of a little less memory end at other plans, from which a search may find one that is faster. Budgets that are
+# nearly equal begin at the same ones: some of a grid that has so many for each doubling.
+_STEPS_PER_DOUBLING = 24
+_NUM_LESS = 6
+_MOST_FIRSTS = 12
 # Plans that a search from plan to plan drafts have so many ops together: hundreds of small plans, a few of long ones.
-_MOST_OPS = 40_000
+# Asking whether another plan is worth a draft is a small part of that work, simulating its step adds to it.
+_MOST_OPS = 48_000
+_UNDRAFTED, _SIMULATED = 1 / 32, 3 / 4
 # Less than this part isn't a gain.
 _GAIN = 1e-9
 
@@ -43,6 +51,10 @@ class Search:
         self._drafts: dict[Choices, Draft] = {}
         self._seconds: dict[Choices, float] = {}
         self._timer = StepTimer(machine)
+
+    @cached_property
+    def _bound(self) -> PlanBound:
+        return PlanBound(self._builder.any_effects, self._machine)
 
     def draft(self, plan: Choices) -> Draft:
         """The draft of a plan."""
@@ -93,7 +105,8 @@ class Search:
     def improved(self, best: Draft, starts: Sequence[Choices], *, has_slots: bool) -> Draft:
         """A plan that no neighbour is faster than; or the best one when the work is spent.
 
-        It is found from `best`, then from the fastest plans of ladders of less memory.
+        It is found from `best`, then from the fastest plans of ladders of less memory. A neighbour that can't fit, or
+        whose streams work as long by themselves, isn't drafted.
 
         Args:
             best: A plan that fits.
@@ -106,36 +119,43 @@ class Search:
             return self.draft(self._stating_all_kept(best.plan))
         neighbours = Neighbours(self._builder, self._freedom, starts[0], has_slots=has_slots)
         seen: set[Choices] = set()
-        left = _MOST_OPS // max(1, best.num_ops)
-        plan = best.plan
-        for first in (best.plan, *self._of_less_memory(starts)):
+        left = _MOST_OPS / max(1, best.num_ops)
+        plan, left = self._descended(best.plan, neighbours, seen, left, enough_s)
+        less = _smaller(self._memory)
+        if left > 0:
+            firsts = self._of_less_memory(starts, less)
+        else:  # they are candidates, and nothing begins there
+            alike = [start for start in starts if start.num_slots == plan.num_slots]
+            firsts = self._of_less_memory(starts, less[:1]) | self._of_less_memory(alike, less[1:])
+            firsts = {first for first in firsts if self._may_be_faster(first, plan)}
+        for first in sorted(firsts, key=lambda first: (self._time(first), repr(first)))[:_MOST_FIRSTS]:
             found, left = self._descended(first, neighbours, seen, left, enough_s)
             plan = min(plan, found, key=self._time)
         return self.draft(self._stating_all_kept(plan))
 
-    def _of_less_memory(self, starts: Sequence[Choices]) -> list[Choices]:
-        """The fastest plans that ladders of less memory reach."""
+    def _of_less_memory(self, starts: Sequence[Choices], memories: Sequence[int]) -> set[Choices]:
+        """The plans that ladders reach with less memory."""
         found: set[Choices] = set()
-        for part in _LESS:
+        for memory in memories:
             less = copy(self)  # with the same memory of drafts
-            less._memory = int(self._memory * part)
+            less._memory = memory
             found.update(less._climbed(self._family(start), 1.0).plan for start in starts if less.fits(start))
-        return sorted(found, key=lambda plan: (self._time(plan), repr(plan)))[:_MOST_FIRSTS]
+        return found
 
     def _descended(
-        self, plan: Choices, neighbours: Neighbours, seen: set[Choices], left: int, enough_s: float
-    ) -> tuple[Choices, int]:
+        self, plan: Choices, neighbours: Neighbours, seen: set[Choices], left: float, enough_s: float
+    ) -> tuple[Choices, float]:
         """Gives way to faster neighbours until there is none, or the step is short enough, or the work is spent.
 
         Args:
             plan: A plan that fits.
             neighbours: Of any plan.
             seen: Plans that were looked at, which grow.
-            left: How many plans may be looked at.
+            left: How many plans may be drafted.
             enough_s: The step that is short enough.
 
         Returns:
-            The plan, and how many may be looked at after it.
+            The plan, and how many may be drafted after it.
         """
         seen.add(plan)
         while left > 0 and self._time(plan) > enough_s:
@@ -143,10 +163,14 @@ class Search:
                 if other in seen:
                     continue
                 seen.add(other)
-                left -= 1
-                if self.fits(other) and self._time(other) < self._time(plan) * (1 - _GAIN):
-                    plan = other
-                    break
+                left -= _UNDRAFTED
+                if self._may_be_faster(other, plan):
+                    left -= 1
+                    if self.fits(other):
+                        left -= _SIMULATED
+                        if self._time(other) < self._time(plan) * (1 - _GAIN):
+                            plan = other
+                            break
                 if left <= 0:
                     break
             else:
@@ -179,23 +203,31 @@ class Search:
     def _most_uses(self, family: Family, taken: tuple[MemoryUse, ...], left: tuple[MemoryUse, ...]) -> int:
         """How many of the uses that are left fit, where none does and more of them take more memory.
 
-        Memory grows nearly evenly, so the guess between two known numbers is good; each third halves what is left.
+        A use takes about its own bytes at the peak, or none there. So the guess between two known numbers is good; each
+        fourth halves what is left.
         """
 
         def plan(count: int) -> Choices:
             return family.plan((*taken, *left[:count]))
 
-        low, high = 0, len(left)
-        if self.fits(plan(high)):
-            return high
+        sizes = [0, *accumulate(use.nbytes for use in left)]
+        low, high = 0, len(left) + 1
         turn = 0
         while high - low > 1:
             turn += 1
-            least, beyond = self.draft(plan(low)).device_bytes, self.draft(plan(high)).device_bytes
-            part = (self._memory - least) / (beyond - least) if turn % 3 else 0.5
-            guess = min(high - 1, max(low + 1, low + int((high - low) * part)))
+            room = float(self._memory - self.draft(plan(low)).device_bytes)
+            if high <= len(left):
+                needed = self.draft(plan(high)).device_bytes - self.draft(plan(low)).device_bytes
+                room *= (sizes[high] - sizes[low]) / needed
+            guess = bisect_right(sizes, sizes[low] + room) - 1 if turn % 4 else (low + high) // 2
+            guess = min(high - 1, max(low + 1, guess))
             low, high = (guess, high) if self.fits(plan(guess)) else (low, guess)
         return low
+
+    def _may_be_faster(self, plan: Choices, than: Choices) -> bool:
+        """Whether a plan may fit, and its streams have less to do than another takes: as far as is known undrafted."""
+        seconds, nbytes = self._builder.at_least(plan, self._bound)
+        return nbytes <= self._memory and seconds < self._time(than) * (1 - _GAIN / 2)
 
     def _time(self, plan: Choices) -> float:
         if plan not in self._seconds:
@@ -206,3 +238,9 @@ class Search:
 
 def _is_as_large(use: MemoryUse, other: MemoryUse) -> bool:
     return use.choice == other.choice and (use.choice == "keep" or use.nbytes >= other.nbytes)
+
+
+def _smaller(memory: int) -> list[int]:
+    """Budgets of the grid that are smaller by 2 % or more, the largest first."""
+    step = ceil(_STEPS_PER_DOUBLING * log2(max(1.0, memory * 0.98))) - 1
+    return [int(2 ** ((step - number) / _STEPS_PER_DOUBLING)) for number in range(_NUM_LESS)]

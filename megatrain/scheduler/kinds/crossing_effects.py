@@ -20,6 +20,7 @@ class Crossings:
         go: Per block those that go after its forward.
         gradients_come: Per block those whose gradients come before its backward.
         gradients_go: Per block those whose gradients go after its backward.
+        is_any: Whether any value crosses.
     """
 
     def __init__(self, workload: Workload) -> None:
@@ -35,6 +36,7 @@ class Crossings:
                 self.go[block].append(index)
             if value.returning is not None and value.returning.backward is not None:
                 self.gradients_come[value.returning.backward].append(index)
+        self.is_any = any(map(any, (self.come, self.go, self.gradients_come, self.gradients_go)))
 
     def touched(self, block: int) -> tuple[int, ...]:
         """The values that some `X` of a block moves."""

@@ -1,15 +1,13 @@
-"""step_bound(): seconds that a step takes under any choices for one budget of device memory."""
+"""StepParts: the seconds of the parts of a step, of which bounds are made."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
-from math import inf
 from typing import NamedTuple
 
 from megatrain.hardware.hardware import Hardware
-from megatrain.scheduler.builder.bound_memory import Tradeoff, bytes_at_turn, least_seconds
 from megatrain.scheduler.builder.results import result_bytes
 from megatrain.scheduler.effects import Effects
 from megatrain.scheduler.items import NO_BLOCK, Stream
@@ -18,57 +16,7 @@ from megatrain.scheduler.timing.costs import OpSeconds
 from megatrain.scheduler.timing.shared import link_limits
 
 
-class StepBound(NamedTuple):
-    """Seconds that no plan of a step is faster than.
-
-    Attributes:
-        seconds: The bound.
-        reason: What takes so long, in words.
-    """
-
-    seconds: float
-    reason: str
-
-    def above(self, step_s: float) -> float:
-        """By which part a step is longer than the bound."""
-        return max(0.0, step_s / self.seconds - 1) if self.seconds > 0 else 0.0
-
-
-def step_bound(step: Effects, memory: int | None, machine: Hardware) -> StepBound:
-    """A lower bound of the seconds of a step: with any slots, retained graphs, parked activations, weights that stay.
-
-    All choices that fit the memory have a moment in common: the first backward of the block where the step turns. Then
-    all retained graphs, activations that aren't parked, and weights that stay are on the device together. Each second
-    that they save has its bytes there. So the bound solves a linear program: the least time of the longer stream, if
-    parts of blocks could be retained or stay. Further bounds are chains of ops that every plan has.
-
-    Args:
-        step: Its effects. What is retained, parked and persistent there doesn't count.
-        memory: Bytes of the device; None is any number.
-        machine: Whose rates count.
-    """
-    parts = _Parts(step, machine)
-    assert step.kind.mode == "train", "other steps have no turn"
-    if memory is None or turn_block(step.workload) is None:
-        left = inf
-    else:
-        left = float(max(0, memory - bytes_at_turn(step)))
-    graphs, stays = tuple(parts.graphs()), tuple(parts.stays())
-    found = [StepBound(*chain) for chain in parts.chains()]
-    compute = [Tradeoff(s, "compute", ((each.compute, each.nbytes) for each in graphs)) for s in parts.compute_limits()]
-    copies = [
-        Tradeoff(
-            start + to_device * parts.h2d_s(stays) + to_host * parts.d2h_s(stays),
-            reason,
-            ((to_device * each.h2d + to_host * each.d2h, each.nbytes) for each in stays),
-        )
-        for start, to_device, to_host, reason in parts.copy_limits()
-    ]
-    found.append(StepBound(*least_seconds(compute, copies, left)))
-    return max(found, key=lambda bound: bound.seconds)
-
-
-class _Use(NamedTuple):
+class SavingUse(NamedTuple):
     """Device bytes at the turn, and the seconds of each stream that they save."""
 
     nbytes: int
@@ -77,7 +25,7 @@ class _Use(NamedTuple):
     d2h: float = 0.0
 
 
-class _Parts:
+class StepParts:
     """Seconds of the parts of a step."""
 
     def __init__(self, step: Effects, machine: Hardware) -> None:
@@ -108,11 +56,25 @@ class _Parts:
         whole = partial(self._workload.blocks[block].whole_backward, is_saved, has_results=has_results)
         return sum(self._seconds.of_kernels(whole(number)) for number in self._numbers)
 
+    def recomputed_s(self, block: int, *, has_results: bool = False) -> float:
+        """Seconds by which its backwards are longer than with its graphs."""
+        return self._backward_s(block, is_saved=False, has_results=has_results) - self._backward_s(block)
+
+    def loads_s(self) -> list[tuple[float, float]]:
+        """Seconds of one `W` of each block: if its weights are streamed, and if they are persistent."""
+        streamed = Effects(self._workload, self._kind, (), (), {}, (), self._step.deferred, self._step.sections)
+        return [
+            (self._seconds.of(Stream.H2D, streamed.of(Stream.H2D, "W", block)), self._op(Stream.H2D, "W", block))
+            if work.state_bytes > 0
+            else (0.0, 0.0)
+            for block, work in enumerate(self._workload.blocks)
+        ]
+
     def _least_compute(self) -> float:
         forward = sum(map(self._forward, range(len(self._workload.blocks))))
         return forward + sum(map(self._backward_s, self._backward))
 
-    def graphs(self) -> Iterator[_Use]:
+    def graphs(self) -> Iterator[SavingUse]:
         """Retained graphs: seconds of compute that they save. That of the turn's block is mostly free.
 
         A part of them can be had without the graph where a block keeps its results, on the host if values can be
@@ -126,18 +88,18 @@ class _Parts:
             if self._workload.blocks[block].kept is not None:
                 of_results = result_bytes(self._workload, block) if self._kind.transfer == "bind" else 0
                 with_results = self._backward_s(block, is_saved=False, has_results=True)
-                yield _Use(0 if is_free else count * of_results, compute=least - with_results)
+                yield SavingUse(0 if is_free else count * of_results, compute=least - with_results)
                 nbytes = max(0, nbytes - of_results)
-            yield _Use(0 if is_free else count * nbytes, compute=with_results - self._backward_s(block))
+            yield SavingUse(0 if is_free else count * nbytes, compute=with_results - self._backward_s(block))
 
-    def stays(self) -> Iterator[_Use]:
+    def stays(self) -> Iterator[SavingUse]:
         """What stays on the device: seconds of copies that this saves, compared with all that may cross."""
         for block, work in enumerate(self._workload.blocks):
             whole, least = self._weights(block)
             is_read_again = block in self._backward and block != self._turn
             nbytes = 0 if block == self._turn else self._step.copied(work.state_bytes)
             if is_read_again or work.frozen_bytes:
-                yield _Use(nbytes, h2d=whole * (1 + is_read_again) - (least if work.frozen_bytes else whole))
+                yield SavingUse(nbytes, h2d=whole * (1 + is_read_again) - (least if work.frozen_bytes else whole))
         for index, value in enumerate(self._workload.values):
             readers = [b for b in self._workload.backward_readers(index) if b in self._backward]
             if not value.is_parkable or value.is_result or not readers or self._kind.transfer == "bind":
@@ -145,14 +107,14 @@ class _Parts:
             nbytes = len(self._numbers) * value.nbytes
             rates = self._machine.h2d_bytes_per_s, self._machine.d2h_bytes_per_s
             at_turn = 0 if readers[-1] == self._turn else nbytes
-            yield _Use(at_turn, h2d=nbytes / rates[0], d2h=nbytes / rates[1])
+            yield SavingUse(at_turn, h2d=nbytes / rates[0], d2h=nbytes / rates[1])
 
-    def h2d_s(self, stays: Iterable[_Use] = ()) -> float:
+    def h2d_s(self, stays: Iterable[SavingUse] = ()) -> float:
         """Seconds of copies to the device: the least, and what the given uses of memory would save."""
         least = sum(self._weights(block)[1] for block in range(len(self._workload.blocks)))
         return least + sum(each.h2d for each in stays)
 
-    def d2h_s(self, stays: Iterable[_Use] = ()) -> float:
+    def d2h_s(self, stays: Iterable[SavingUse] = ()) -> float:
         """Seconds of copies to the host: likewise."""
         return sum(self._op(Stream.D2H, "G", b) for b in self._gradients) + sum(each.d2h for each in stays)
 

@@ -1,0 +1,1 @@
+"""Bounds: seconds and bytes that no plan takes less of."""
