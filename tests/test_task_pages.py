@@ -179,7 +179,7 @@ def test_a_long_text_trains_in_chunks(machine: Path, capsys: pytest.CaptureFixtu
             1,
         )
     )
-    assert "linear, cross_entropy; 128 rows at a time)" in capsys.readouterr().out
+    assert "linear, cross_entropy; 256 rows at a time)" in capsys.readouterr().out
     saved = LlamaForCausalLM.from_pretrained(machine / "runs" / "long")
     assert_same(dict(saved.state_dict()), {k: t.detach() for k, t in found["model"].state_dict().items()})
     assert found["compiled"].megatrain.peak_bytes <= found["step"].schedule.device_bytes
@@ -188,7 +188,7 @@ def test_a_long_text_trains_in_chunks(machine: Path, capsys: pytest.CaptureFixtu
     logits = found["model"](input_ids=ids).logits.detach()[:, :-1].flatten(0, 1)
     expected = torch.nn.functional.cross_entropy(logits, ids[:, 1:].flatten(), label_smoothing=0.1)
     execute(blocks(LONG, "python")[2], found)
-    assert "linear, cross_entropy(label_smoothing=0.1); 128 rows at a time)" in capsys.readouterr().out
+    assert "linear, cross_entropy(label_smoothing=0.1); 256 rows at a time)" in capsys.readouterr().out
     assert torch.equal(found["loss"], expected)
 
 
