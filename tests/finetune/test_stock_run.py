@@ -19,7 +19,6 @@ from transformers import (
 
 from megatrain.finetune.documents import read_documents
 from megatrain.finetune.sequences import tokenized
-from megatrain.passes.rewrites.head import head_pattern
 from tests.comparing import assert_same
 from tests.finetune.commands import log_of, rows_of, train, weights_of
 from tests.finetune.materials import ON_CPU, config, data, save_model
@@ -70,15 +69,14 @@ def test_the_weights_are_trained_as_by_the_stock_trainer(kind: str, memory: str 
 
 
 def test_chunks_are_planned_and_trained_as_they_are_asked_for(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(head_pattern, "_FEWEST", 128)  # all texts together have 240 rows
-    folder, training = save_model(tmp_path / "model"), data(tmp_path, "text")
+    folder, training = save_model(tmp_path / "model"), data(tmp_path, "text", 48)
     losses: dict[str, list[float]] = {}
     for way in ("always", "never"):
         out = tmp_path / way
         assert (
-            train(folder, training, "--out", out, *GIVEN, "--eval-fraction=0", "--batch=16", f"--chunking={way}") == 0
+            train(folder, training, "--out", out, *GIVEN, "--eval-fraction=0", "--batch=32", f"--chunking={way}") == 0
         )
         assert ("chunked: logits of" in capsys.readouterr().out) == (way == "always")
         losses[way] = [row["loss"] for row in log_of(out) if "loss" in row]

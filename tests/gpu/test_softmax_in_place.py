@@ -20,7 +20,7 @@ def test_log_probabilities_and_gradients_have_the_bits_of_torch(words: int, dtyp
     assert device is not None
     torch.manual_seed(0)
     weight = torch.randn(words, WIDTH, device=device).to(dtype)
-    in_place = LogitsInPlace(weight, None, torch.float32, ROWS)
+    in_place = LogitsInPlace(weight, None, None, torch.float32, ROWS)
     for rows in (ROWS, ROWS - 7, ROWS):  # the memory has been used before
         hidden = torch.randn(rows, WIDTH, device=device).to(dtype)
         labels = torch.randint(words, (rows,), device=device)
@@ -32,4 +32,4 @@ def test_log_probabilities_and_gradients_have_the_bits_of_torch(words: int, dtyp
             results, gradients = [*results, expected.sum(1)], [*gradients, of_sums]
         (of_logits,) = torch.autograd.grad(results, [logits], gradients)
         assert torch.equal(in_place.log_probs(hidden), expected)
-        assert torch.equal(in_place.gradient(labels, of_selected, of_sums if smooths else None, None), of_logits)
+        assert torch.equal(*in_place.gradients(hidden, labels, gradients), of_logits)

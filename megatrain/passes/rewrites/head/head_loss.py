@@ -10,8 +10,9 @@ import torch.nn.functional as F
 from torch import fx
 
 from megatrain.passes.rewrites.alike_parts import AlikeParts
-from megatrain.passes.rewrites.head.chunked_log_probs import Head, Logits, Operand, RowCall, chunked_log_probs
+from megatrain.passes.rewrites.head.chunked_log_probs import chunked_log_probs
 from megatrain.passes.rewrites.head.head_pattern import HeadPattern, head_pattern, is_pointwise, shape_of
+from megatrain.passes.rewrites.head.linear_head import Head, Logits, Operand, RowCall
 from megatrain.passes.rewriting.call_trial import Site
 from megatrain.passes.rewriting.rewriter import Rewriter
 from megatrain.tracer.calls import literal_text, target_name

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from megatrain.torch_private import log_softmax_backward
@@ -17,12 +19,20 @@ class LogitsInPlace:
     Args:
         weight: Of the linear layer, of shape [words, width].
         bias: Likewise, of shape [words]; or None.
+        class_weight: Factors of the words in sums of rows, of shape [words]; None for 1.
         dtype: Of the log-probabilities.
         rows: Of the largest chunk.
     """
 
-    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None, dtype: torch.dtype, rows: int) -> None:
-        self._weight, self._bias = weight, bias
+    def __init__(
+        self,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        class_weight: torch.Tensor | None,
+        dtype: torch.dtype,
+        rows: int,
+    ) -> None:
+        self._weight, self._bias, self._class_weight = weight, bias, class_weight
         self._logits = weight.new_empty(rows, len(weight))
         is_cast = dtype != weight.dtype
         self._log_probs = torch.empty_like(self._logits, dtype=dtype) if is_cast else self._logits
@@ -43,33 +53,27 @@ class LogitsInPlace:
             log_probs.copy_(logits)
         return torch.log_softmax(log_probs, -1, out=log_probs)  # pyright: ignore  # the stubs lack `out`
 
-    def gradient(
-        self,
-        labels: torch.Tensor,
-        of_selected: torch.Tensor,
-        of_sums: torch.Tensor | None,
-        class_weight: torch.Tensor | None,
-    ) -> torch.Tensor:
-        """Returns the gradient of the logits whose log-probabilities were computed last, and writes over these.
+    def gradients(
+        self, rows: torch.Tensor, labels: torch.Tensor, of_results: Sequence[torch.Tensor]
+    ) -> tuple[torch.Tensor]:
+        """Returns the gradient of a chunk's logits, which are computed once more; the next call writes over it.
 
         Args:
+            rows: As for `log_probs`.
             labels: Of the chunk, of shape [rows].
-            of_selected: Gradient of each label's log-probability, of shape [rows].
-            of_sums: Gradient of the sum of each row's log-probabilities, of shape [rows]; None if there is no sum.
-            class_weight: Factors of the words in these sums, of shape [words]; None for 1.
+            of_results: Gradients of `Head.results`, each of shape [rows].
         """
-        rows = len(labels)
+        log_probs, (of_selected, *of_sums) = self.log_probs(rows), of_results
         if self._gradients is None:
             self._gradients = torch.zeros_like(self._log_probs)
-        logits, log_probs, gradients = self._logits[:rows], self._log_probs[:rows], self._gradients[:rows]
-        places = labels.unsqueeze(1)
-        marks = of_selected.unsqueeze(1)
-        if of_sums is not None:
-            gradients.copy_(of_sums.unsqueeze(1).expand_as(gradients))
-            if class_weight is not None:
-                gradients.mul_(class_weight)
+        logits, gradients = self._logits[: len(rows)], self._gradients[: len(rows)]
+        places, marks = labels.unsqueeze(1), of_selected.unsqueeze(1)
+        for of_sum in of_sums:
+            gradients.copy_(of_sum.unsqueeze(1).expand_as(gradients))
+            if self._class_weight is not None:
+                gradients.mul_(self._class_weight)
             marks = marks + gradients.gather(1, places)
         gradients.scatter_(1, places, marks)
         log_softmax_backward(gradients, log_probs, -1, log_probs.dtype, out=log_probs)
-        gradients.scatter_(1, places, 0.0)  # all zeros again, for the next chunk
-        return log_probs if log_probs.dtype == logits.dtype else logits.copy_(log_probs)
+        gradients.scatter_(1, places, 0.0)  # without sums all zeros again, for the next chunk
+        return (log_probs if log_probs.dtype == logits.dtype else logits.copy_(log_probs),)
