@@ -50,23 +50,21 @@ def state_after(trainer: Any) -> Any:
     return {"states": states, "groups": groups, "epoch": trainer.lr_scheduler.last_epoch}
 
 
-def _classifier() -> Any:
-    return bert(problem_type="single_label_classification")  # which its forward would set, and others would not have
-
-
 OF_THREE = {**SEQUENTIAL, "gradient_accumulation_steps": 3}
-SCENARIOS |= {
+DEALT: dict[str, Scenario] = {
+    **SCENARIOS,
     "keeping": Scenario({**SEQUENTIAL, "gradient_accumulation_steps": 2}, rows=RAGGED, kind=Keeping),
     "three micro-batches": Scenario(OF_THREE, rows=RAGGED),
     "saved in bf16": Scenario(SAVED, rows=RAGGED, streaming={"precision": "bf16"}),
-    "no llama": Scenario(SEQUENTIAL, model=_classifier, rows=LABELLED),
+    # Its first forward sets `config.problem_type`, which the next ones read.
+    "no llama": Scenario(SEQUENTIAL, model=bert, rows=LABELLED),
 }
 
 
 def train_dealt(rank: int, name: str, folder: str, training: dict[str, Any], streaming: dict[str, Any]) -> Any:
     """What a process runs: what it leaves, the optimizer's state, and whether it makes the losses."""
     as_torchrun(rank)
-    scenario = _with_state(SCENARIOS[name], streaming)
+    scenario = _with_state(DEALT[name], streaming)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         found: Ran = run(scenario, Path(folder), streams=True, **training)
@@ -79,7 +77,7 @@ def train_dealt(rank: int, name: str, folder: str, training: dict[str, Any], str
 
 def train_alone(name: str, size: int, folder: Path, **training: Any) -> dict[str, Any]:
     """What one process leaves that takes the micro-batches of all."""
-    found = run(_with_state(of_one_process(name, size), {}), folder, streams=True, **training)
+    found = run(_with_state(of_one_process(DEALT[name], size), {}), folder, streams=True, **training)
     return {**several.left(found), **_kept(found)}
 
 

@@ -10,8 +10,7 @@ import pytest
 from transformers import Trainer as StockTrainer
 
 from tests.comparing import assert_same
-from tests.integrations.round_trainers import REFUSED_DEALT, ROUND, refused_dealt, train_alone, train_dealt
-from tests.integrations.several import SCENARIOS
+from tests.integrations.round_trainers import DEALT, REFUSED_DEALT, ROUND, refused_dealt, train_alone, train_dealt
 from tests.integrations.test_several import assert_as_one, trained
 from tests.ranks.processes import Processes
 from tests.tiers import wide
@@ -56,7 +55,7 @@ def assert_as_alone(found: list[dict[str, Any]], expected: dict[str, Any]) -> No
         assert each["kept"] == (expected["kept"] if each["makes losses"] else [])
 
 
-@pytest.mark.parametrize("name", some([name for name in SCENARIOS if name != "best"], FAST))
+@pytest.mark.parametrize("name", some([name for name in DEALT if name != "best"], FAST))
 def test_two_processes_with_dealt_blocks_train_with_the_bits_of_one(name: str, two: Processes, tmp_path: Path):
     if name in ("own loss", "keeping") and not hasattr(StockTrainer, "loss_is_scaled_for_ga"):
         pytest.skip("this transformers adds up own losses: more processes with fewer steps aren't the same")

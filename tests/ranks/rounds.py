@@ -48,6 +48,25 @@ class Leaving(nn.Module):
         return x
 
 
+class Naming(nn.Module):
+    """Leaves a text and a list of texts, and looks for the text in the next forward."""
+
+    def __init__(self):
+        super().__init__()
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(4)
+            self.layers = nn.ModuleList(nn.Linear(3, 3) for _ in range(4))
+        self.kind: str | None = None
+        self.kinds: list[str] = []
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.kind is None:
+            self.kind, self.kinds = "seen", ["seen", "before"]
+        for layer in self.layers:
+            x = layer(x).tanh()
+        return x
+
+
 class Returning(nn.Module):
     """Returns what its first layer has made as well."""
 
@@ -162,6 +181,17 @@ def frozen_round(rank: int) -> list[Any]:
     with torch.no_grad():
         found.append(compiled(stack_batch(7, 2)))
     return found
+
+
+def naming(rank: int | None) -> list[Any]:
+    """Losses and weights of three steps of a model that leaves texts, and these; of one process if there is no rank."""
+    model = Naming()
+    group = None if rank is None else dist.group.WORLD
+    compiled = megatrain.compile(model, device="cpu", process_group=group, **({} if rank is None else ROUND))
+    step = megatrain.TrainStep(compiled, torch.optim.SGD(model.parameters(), lr=0.1), loss=square)
+    own = range(3) if rank is None else range(rank, rank + 1)
+    found: list[Any] = [step([stack_batch(10 * number + r, 2) for r in own]) for number in range(3)]
+    return [*found, *(p.detach().clone() for p in model.parameters()), model.kind, model.kinds]
 
 
 def frozen_alone() -> list[Any]:

@@ -24,6 +24,7 @@ from tests.ranks.rounds import (
     failing_round,
     frozen_alone,
     frozen_round,
+    naming,
     nonfinite_round,
     prepared_round,
     preparing_round,
@@ -161,6 +162,14 @@ def test_ranks_that_do_not_prepare_together_are_told_where_each_is(three: Proces
 def test_ranks_that_train_nothing_take_part_and_calls_see_all_updates(three: Processes):
     expected = frozen_alone()
     for found in three.run(frozen_round):
+        assert not isinstance(found, BaseException), found
+        assert_same(expected, found)
+
+
+def test_all_ranks_have_the_texts_that_a_forward_leaves(three: Processes):
+    expected = naming(None)
+    assert expected[-2:] == ["seen", ["seen", "before"]]
+    for found in three.run(naming):
         assert not isinstance(found, BaseException), found
         assert_same(expected, found)
 

@@ -147,7 +147,8 @@ class Dealing:
                     f"  {_REPLICATE}, or compute with tensors what the code decides."
                 )
         for traced in setting.traced:
-            left = [*traced.side_outputs.names, *traced.written_inputs.names]
+            sides = traced.side_outputs
+            left = [*(sides.names if sides.structure.placeholders else ()), *traced.written_inputs.names]
             if left:
                 raise ExecuteError(
                     f"the forward leaves a tensor in `{left[0]}`, and the blocks are dealt to devices.\n"
@@ -162,6 +163,12 @@ class Dealing:
             )
 
     # -- the end of a step ---------------------------------------------------------------------------------
+
+    def leave(self, setting: Setting) -> None:
+        """Leaves flags and texts in attributes, as the forward does on the rank that makes the losses."""
+        if not setting.kind.has_losses:
+            for traced in setting.traced:
+                traced.side_outputs.put(())  # without tensors: `check` refuses those
 
     def losses(self, losses: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """The losses, which one rank has, in their order, on the host."""

@@ -202,6 +202,7 @@ class Taking:
         losses = self._together.losses(running.losses)
         if self._together.dealing is not None:
             updates.note_others()
+            self._together.dealing.leave(setting)
         if isinstance(self._loss, FollowingLoss):
             self._loss.hear(losses)
         own = [loss.device for loss in running.losses] or [engine.device.torch_device]
