@@ -12,7 +12,7 @@ from megatrain.passes.program import Program
 from megatrain.passes.split.dealt_blocks import device_of_each
 from megatrain.passes.split.dealt_program import DealtProgram, deal, whole_of
 from megatrain.ranks.ranks import Ranks
-from megatrain.scheduler.from_program import step_schedule
+from megatrain.scheduler.from_program import merge_programs, step_schedule
 from megatrain.scheduler.schedule import Schedule
 from megatrain.scheduler.step_kind import LOSSES, StepKind
 
@@ -36,10 +36,15 @@ def dealt_schedule(
         own: Options of `step_schedule`.
         programs: The whole ones.
         further: More options.
+
+    Raises:
+        MicroBatchError: If the programs run other blocks than the first one.
+        ScheduleError: See `step_schedule`.
     """
     options = {**own, **further}
     if dealing is None:
         return step_schedule(programs, kind, **options)
+    merge_programs(programs)  # refuses micro-batches that run other layers, which are dealt as the first one is
     parts = dealing.parts(programs)
     known = dealing.kind_of(parts[0], kind)
     options |= {} if known.has_losses else {"loss_bytes": 0}

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -50,6 +51,30 @@ class Differentiated:
     """
 
     loss: torch.Tensor
+
+
+class FollowingLoss(ABC):
+    """A loss that follows steps: what makes it gets ready ahead of each, and hears all losses behind."""
+
+    @abstractmethod
+    def __call__(self, result: Any, given: Any) -> Any:
+        """Makes the loss of one micro-batch, as any `loss=` does."""
+
+    @abstractmethod
+    def get_ready(self, batches: Sequence[MicroBatch]) -> None:
+        """A step begins in which this rank makes the losses of these micro-batches. Calls of the model may still run.
+
+        Args:
+            batches: All micro-batches whose losses are made here. Those that other ranks have given were pickled.
+        """
+
+    @abstractmethod
+    def hear(self, losses: Sequence[torch.Tensor]) -> None:
+        """A step is over.
+
+        Args:
+            losses: Of all micro-batches of all ranks, in the order of their sum; on the host if there are other ranks.
+        """
 
 
 def micro_batches(batch: Any) -> list[MicroBatch]:

@@ -154,11 +154,11 @@ class TrainStep:
         return self._setup.host_plan(_known(self._taking.setting))
 
     def prepare(self, batch: Any) -> Schedule:
-        """Makes the schedule of a batch like this one, without running or allocating anything."""
-        self._together.check_prepares()
-        found = micro_batches(batch)
-        with self._compiled.exclusively("prepare()"), torch.enable_grad(), self._completion.suspended():
-            self._taking.setting = self._setup.setting(found, [{} for _ in found]).without_tensors()
+        """Makes the schedule of a batch like this one, without running or allocating anything.
+
+        Where blocks are dealt to the devices of several ranks, all ranks make this call, each with its micro-batches.
+        """
+        self._taking.prepare(lambda: micro_batches(batch))
         return self.schedule
 
     def __call__(self, batch: Any) -> torch.Tensor:
@@ -201,6 +201,7 @@ class TrainStep:
         self._boundary.check_whole()
         with self._together.refusing():
             counts = Counts(batches := self._together.of_all(micro_batches(batch)), self._weight, is_sum=self._is_sum)
+            self._taking.get_ready(batches)
         return self._taking.take(batches, counts, watch)
 
     @checked(num_steps=count(1, 1 << 40), tokens_per_step=count(1, 1 << 40))

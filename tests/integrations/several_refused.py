@@ -18,10 +18,11 @@ from tests.integrations.runs import GIVEN, ROWS, llama, streamed_kind
 from tests.integrations.several import as_torchrun
 from tests.integrations.test_trainer import Plain, of_all
 
-OF_TRAINER = "model", "callbacks", "train_dataset", "data_collator", "optimizers"
+OPTIONS = "megatrain_across_devices", "megatrain_block_bytes"
+OF_TRAINER = "model", "callbacks", "train_dataset", "data_collator", "optimizers", *OPTIONS
 
 
-def _made(**given: Any) -> Any:
+def made(**given: Any) -> Any:
     """A trainer that streams, of training arguments and of keywords of its own."""
     AcceleratorState._reset_state(reset_partial_state=True)
     kind, names = given.pop("kind", StockTrainer), OF_TRAINER
@@ -150,15 +151,20 @@ REFUSED: dict[str, Any] = {
 
 
 def refused_here(rank: int, name: str) -> str:
+    """See `refused_of`."""
+    return refused_of(rank, REFUSED[name](rank))
+
+
+def refused_of(rank: int, given: dict[str, Any]) -> str:
     """The error of a trainer, and how many updates it has made."""
     as_torchrun(rank)
     trainer: Any = None
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            trainer = _made(**REFUSED[name](rank))
+            trainer = made(**given)
             trainer.train()
-    except (MegatrainError, ValueError) as error:
+    except (MegatrainError, ValueError, KeyboardInterrupt) as error:
         step = None if trainer is None else trainer.train_step
         return f"{type(error).__name__}, {0 if step is None else step.progress.count} updates: {error}"
     return "nothing was refused"
@@ -174,7 +180,7 @@ def without_cpu_here(rank: int) -> tuple[int, str]:
 def refused_with(rank: int, **given: Any) -> str:
     as_torchrun(rank)
     try:
-        _made(**given)
+        made(**given)
     except OptionError as error:
         return str(error)
     return "nothing was refused"
@@ -183,7 +189,7 @@ def refused_with(rank: int, **given: Any) -> str:
 def searches_here(rank: int) -> list[str]:
     """What is refused of trainings that begin several times."""
     as_torchrun(rank)
-    trainer = _made()
+    trainer = made()
     said: list[str] = []
     for begin in (trainer.verify, lambda: trainer.train(trial={"learning_rate": 1.0})):
         try:
@@ -196,6 +202,6 @@ def searches_here(rank: int) -> list[str]:
 def gathers_ahead_here(rank: int) -> list[float]:
     """The losses of a loss that exchanges values ahead of its call."""
     as_torchrun(rank)
-    trainer = _made(kind=GathersAhead, seed=3)
+    trainer = made(kind=GathersAhead, seed=3)
     trainer.train()
     return [row["loss"] for row in trainer.state.log_history if "loss" in row]

@@ -63,7 +63,7 @@ def in_several(processes: Processes, name: str, folder: Path, *, streams: bool =
 
 
 def in_one(name: str, size: int, folder: Path, **training: Any) -> dict[str, Any]:
-    return several.left(run(of_one_process(name, size), folder, streams=True, **training))
+    return several.left(run(of_one_process(SCENARIOS[name], size), folder, streams=True, **training))
 
 
 def trained(found: dict[str, Any], start: int = 0) -> list[dict[str, Any]]:

@@ -15,7 +15,7 @@ import torch
 from megatrain.integrations.hf.newest_whole import newest_whole
 from tests.comparing import assert_same
 from tests.integrations.runs import run
-from tests.integrations.several import of_one_process
+from tests.integrations.several import SCENARIOS, of_one_process
 
 pytestmark = [pytest.mark.users, pytest.mark.filterwarnings("ignore")]
 HERE = Path(__file__).parent
@@ -57,7 +57,7 @@ def test_a_run_that_a_dying_process_ended_goes_on_with_the_bits_of_one(tmp_path:
     code, _, said = torchrun(tmp_path, HERE / "torchrun_script.py", str(folder), "resumed")
     assert code == 0, said
     values, log = torch.load(folder / "end.pt", weights_only=False)
-    expected = run(of_one_process("saved", 2), tmp_path / "one", streams=True)
+    expected = run(of_one_process(SCENARIOS["saved"], 2), tmp_path / "one", streams=True)
     assert_same(values, expected.values)
     assert [row for row in log if "loss" in row] == [row for row in expected.log if "loss" in row]
 

@@ -14,13 +14,13 @@ import torch.distributed as dist
 from torch import nn
 
 import megatrain
-from megatrain.integrations.hf.several import refuse_dealt
 from megatrain.optim.block_update import MasterStep
 from megatrain.ranks import signs_of_life
 from megatrain.runtime.streams.stream_set import Chaos
 from megatrain.tracer.recording import effect_watch
+from tests.comparing import assert_same
 from tests.ranks.failing import refused
-from tests.ranks.sides import Case, begin, branching, branching_batch
+from tests.ranks.sides import Case, begin, branching, branching_batch, state_of, take
 from tests.training.parity import seeded_stack, square, stack_batch
 from tests.training.test_draws import Own
 
@@ -48,6 +48,25 @@ class Leaving(nn.Module):
         return x
 
 
+class Naming(nn.Module):
+    """Leaves a text and a list of texts, and looks for the text in the next forward."""
+
+    def __init__(self):
+        super().__init__()
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(4)
+            self.layers = nn.ModuleList(nn.Linear(3, 3) for _ in range(4))
+        self.kind: str | None = None
+        self.kinds: list[str] = []
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.kind is None:
+            self.kind, self.kinds = "seen", ["seen", "before"]
+        for layer in self.layers:
+            x = layer(x).tanh()
+        return x
+
+
 class Returning(nn.Module):
     """Returns what its first layer has made as well."""
 
@@ -72,11 +91,10 @@ def refused_rounds(rank: int) -> list[str]:
     hooked._optimizers[0].register_step_post_hook(lambda *_: None)
     few = _step(nn.Linear(3, 3))
     plain = _step(seeded_stack(4))
-    compiled = megatrain.compile(seeded_stack(4), device="cpu", process_group=dist.group.WORLD, **ROUND)
     rounded = {"precision": "bf16", "masters": "rounded"}
     both = _step(Returning())
     both._setup._loss = both._taking._loss = _both
-    assert ", blocks dealt to devices" in str(compiled)
+    assert ", blocks dealt to devices" in str(plain._compiled)
     return [
         refused_hidden(lambda: _step(dropping)(given)),
         refused(lambda: _step(drawing)(torch.ones(2, 16))),
@@ -87,10 +105,40 @@ def refused_rounds(rank: int) -> list[str]:
         refused(lambda: hooked(given)),
         refused(lambda: _step(seeded_stack(4), compiled=rounded)),
         refused(lambda: plain((given, threading.Lock()))),
-        refused(lambda: plain.prepare(given)),
-        refused(lambda: refuse_dealt(compiled)),
         refused(lambda: plain(given)),
     ]
+
+
+def preparing_round(rank: int) -> dict[str, Any]:
+    """A training whose second step is prepared first; what that makes, and what it leaves as it is."""
+    torch.manual_seed(5)
+    compiled, optimizer, step = begin(CASE, dist.group.WORLD)
+    torch.manual_seed(6 + rank)
+    taken = [take(CASE, rank, step, [0])]
+    before = state_of(compiled, optimizer, step)
+    prepared = str(step.prepare(CASE.batches(1)[rank]))
+    same = assert_same(before, state_of(compiled, optimizer, step)) is None
+    taken.append(take(CASE, rank, step, range(1, len(CASE.deal))))
+    found = {name: [*taken[0][name], *taken[1][name]] for name in taken[0]}
+    after = {**found, **state_of(compiled, optimizer, step)}
+    return {"after": after, "same": same, "is planned": prepared == str(step.schedule)}
+
+
+def prepared_round(rank: int) -> list[str]:
+    """The table of a model that takes no step; then what is said if the ranks make different calls, or one fails."""
+    step = begin(CASE, dist.group.WORLD)[2]
+    given = CASE.batches(0)[rank]
+    step.prepare(given)
+    table = str(step.schedule)
+    host_bytes = step.host_plan.total_bytes
+    assert host_bytes > 0
+    said = [
+        refused(lambda: (step.prepare if rank == 1 else step)(given)),
+        refused(lambda: step.prepare([] if rank == 1 else given)),
+        refused(lambda: step.prepare([torch.zeros(2, 99)] if rank == 1 else given)),
+        refused(lambda: step(given)),
+    ]
+    return [table, str(step.schedule), *said]
 
 
 def refused_hidden(work: Callable[[], object]) -> str:
@@ -133,6 +181,17 @@ def frozen_round(rank: int) -> list[Any]:
     with torch.no_grad():
         found.append(compiled(stack_batch(7, 2)))
     return found
+
+
+def naming(rank: int | None) -> list[Any]:
+    """Losses and weights of three steps of a model that leaves texts, and these; of one process if there is no rank."""
+    model = Naming()
+    group = None if rank is None else dist.group.WORLD
+    compiled = megatrain.compile(model, device="cpu", process_group=group, **({} if rank is None else ROUND))
+    step = megatrain.TrainStep(compiled, torch.optim.SGD(model.parameters(), lr=0.1), loss=square)
+    own = range(3) if rank is None else range(rank, rank + 1)
+    found: list[Any] = [step([stack_batch(10 * number + r, 2) for r in own]) for number in range(3)]
+    return [*found, *(p.detach().clone() for p in model.parameters()), model.kind, model.kinds]
 
 
 def frozen_alone() -> list[Any]:

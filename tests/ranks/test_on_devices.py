@@ -10,6 +10,7 @@ from tests.ranks.rounds import ROUND
 from tests.ranks.sides import EDITS, Case
 from tests.ranks.test_parity import THREE, TWO
 from tests.ranks.there import (
+    coded_there,
     evaluating_there,
     locked_there,
     running_out,
@@ -113,6 +114,18 @@ def test_more_ranks_on_devices_train_with_the_bits_of_one_process(name: str, dev
     assert_parity(FURTHER[name], devices)
 
 
+@pytest.mark.parametrize("order", ["late", *map(wide, ("seeded", "late but compute", "late compute"))])
+def test_code_of_all_ranks_runs_on_the_one_that_makes_the_losses(order: str, devices: Processes):
+    expected = devices.run(coded_there, "early", 1)[0]
+    assert not isinstance(expected, BaseException), expected
+    found = devices.run(coded_there, order, 3)
+    for each in found:
+        assert not isinstance(each, BaseException), each
+        assert_same(expected["found"], each["found"])
+        assert_same(expected["kept"] if each["makes losses"] else [], each["kept"])
+    assert [each["makes losses"] for each in found].count(True) == 1
+
+
 def test_ranks_copy_weights_from_locked_memory_that_all_share(devices: Processes):
     for found in devices.run(locked_there, USUAL):
         assert found == {"store": "shared", "sent": True, "private": False, "copies": []}
@@ -123,7 +136,7 @@ def test_the_launching_thread_of_a_rank_waits_for_the_losses_alone(mode: str, de
     for waits in devices.run(waiting_there, Case("tied", mode, THREE, order="early")):
         # The losses go to the other ranks, and their sum comes back.
         assert len(waits) == 2, waits
-        assert all("together.py" in wait for wait in waits), waits
+        assert all(name in wait for name, wait in zip(("together.py", "taking.py"), waits, strict=True)), waits
 
 
 def test_an_evaluation_sees_what_its_rank_alone_has_written(devices: Processes):

@@ -17,13 +17,17 @@ from megatrain.scheduler.timing.ranks_run import RanksRun
 from tests.comparing import assert_same
 from tests.ranks.processes import Processes
 from tests.ranks.rounds import (
+    CASE,
     ROUND,
     dying_round,
     failing_early_round,
     failing_round,
     frozen_alone,
     frozen_round,
+    naming,
     nonfinite_round,
+    prepared_round,
+    preparing_round,
     refused_rounds,
 )
 from tests.ranks.sides import EDITS, Case, resume, resume_here, train
@@ -113,8 +117,6 @@ REFUSED = (
     "OptimizerError: hooks run before or after the optimizer's step, and the blocks are dealt to devices.",
     'OptionError: across_devices="round" is impossible: each rank of this host has a store of its own.',
     "ExecuteError: a micro-batch can't be given to other ranks: TypeError: cannot pickle '_thread.lock' object",
-    "ExecuteError: step.prepare isn't possible with a process_group of 3 ranks.",
-    'OptionError: a trainer that streams can\'t train with across_devices="round".',
     "",
 )
 
@@ -133,9 +135,41 @@ def test_a_step_whose_gradients_are_not_finite_is_skipped_by_all(three: Processe
     assert found[0][1].startswith("the gradient of `")
 
 
+def test_a_prepared_step_changes_nothing_and_is_the_one_that_runs(three: Processes):
+    expected = train(CASE, None, None)
+    for rank, found in enumerate(three.run(preparing_round)):
+        assert not isinstance(found, BaseException), found
+        assert found["same"]
+        assert found["is planned"]
+        after = {key: value for key, value in found["after"].items() if rank == 0 or key != "generator"}
+        assert_same({key: expected[key] for key in after}, after, f"rank {rank}")
+
+
+def test_ranks_that_do_not_prepare_together_are_told_where_each_is(three: Processes):
+    found = three.run(prepared_round)
+    places = "RanksError: the ranks are in different calls: rank 0 in a step, rank 1 in step.prepare, rank 2 in a step."
+    for rank, (prepared, taken, apart, empty, unfit, last) in enumerate(found):
+        assert "dealt to: 3" in prepared
+        assert prepared == taken
+        assert apart.startswith(places), apart
+        named = "" if rank == 1 else "RanksError: rank 1 failed before the step: "
+        assert empty.startswith(f"{named}ExecuteError: a step was called with an empty list."), empty
+        assert unfit, unfit
+        assert last == ""
+    assert len({table for table, *_ in found}) == 3
+
+
 def test_ranks_that_train_nothing_take_part_and_calls_see_all_updates(three: Processes):
     expected = frozen_alone()
     for found in three.run(frozen_round):
+        assert not isinstance(found, BaseException), found
+        assert_same(expected, found)
+
+
+def test_all_ranks_have_the_texts_that_a_forward_leaves(three: Processes):
+    expected = naming(None)
+    assert expected[-2:] == ["seen", ["seen", "before"]]
+    for found in three.run(naming):
         assert not isinstance(found, BaseException), found
         assert_same(expected, found)
 

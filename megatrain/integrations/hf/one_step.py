@@ -4,47 +4,23 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
-from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 
 from megatrain.compiled.module import CompiledModule
-from megatrain.errors import (
-    ExecuteError,
-    MicroBatchError,
-    OptimizerError,
-    ReadsParameterError,
-    StreamedCallsWarning,
-)
-from megatrain.integrations.hf.for_losses import has_forward_replaced
-from megatrain.integrations.hf.several import Several, refuse_dealt
-from megatrain.integrations.hf.step_obstacles import AGAIN, DrawsBehindError, is_same, noted, obstacle_of, reason_of
-from megatrain.integrations.hf.whole_calls import check_streamed, gradients_of, streaming_code
-from megatrain.integrations.paused import PausedCode, SpentError
+from megatrain.errors import MicroBatchError, OptimizerError, ReadsParameterError, StreamedCallsWarning
+from megatrain.integrations.hf.code_losses import Code, CodeLosses
+from megatrain.integrations.hf.several import Several
+from megatrain.integrations.hf.step_obstacles import AGAIN, is_same, reason_of
+from megatrain.integrations.hf.whole_calls import streaming_code
+from megatrain.integrations.paused import SpentError
 from megatrain.optim.block_update import MasterStep
 from megatrain.optim.blockwise import BlockOptimizer
-from megatrain.ranks.no_collectives import NoCollectives
 from megatrain.runtime.drawing.micro_batch_generators import only_as_a_loop
 from megatrain.runtime.rng import GlobalGenerators
-from megatrain.torch_private import FakeTensor
-from megatrain.tracer.recording.opaque import tensors_in
-from megatrain.training.batch import Differentiated, MicroBatch
 from megatrain.training.step import TrainStep
-
-Code = Callable[[], torch.Tensor]
-"""The trainer's own code for one micro-batch: it calls the model, runs the backward and returns the loss."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Waiting:
-    code: Code
-    paused: PausedCode
-
-
-class _LossUnknownError(Exception):
-    """A loss is made by code of which nothing is known before it runs."""
 
 
 class OneStep:
@@ -90,42 +66,40 @@ class OneStep:
         self._make_step = make_step
         self._settings = settings
         self._made_for: tuple[Any, ...] = ()
-        self._is_models_own = is_models_own
-        self._attributes = attributes
-        self._of_losses = of_losses
-        refuse_dealt(compiled)
-        self._waiting: list[_Waiting] = []
+        self._losses = CodeLosses(compiled, self.several, is_models_own, attributes, of_losses)
         self._has_none = False
         self._said: set[str] = set()
-        self._expected = 1
         self._start: GlobalGenerators | None = None
-        self._losses: list[torch.Tensor] = []
-        self._outside: list[torch.Tensor] = []
-        self._gradients_outside: list[torch.Tensor | None] = []
 
     def begin(self, count: int) -> None:
         """An update of so many micro-batches begins."""
         self.abandon()
-        self._expected, self.has_updated = count, False
+        self._losses.expected, self.has_updated = count, False
 
-    def take(self, code: Code) -> Sequence[torch.Tensor]:
+    def take(self, code: Code, *args: Any, **kwargs: Any) -> Sequence[torch.Tensor]:
         """Takes the next micro-batch.
+
+        Args:
+            code: The trainer's.
+            args: What it gets; where blocks are dealt to devices, all processes get it, pickled.
+            kwargs: The same, by keywords.
 
         Returns:
             The losses that are known now, in order: of all micro-batches behind the last, and none before; or one each
             time, if the update is no training step. With several processes those of all, each as its part of the sum.
         """
         if self.reason is not None or self.known_step() is None:
-            return [streaming_code(self.compiled.megatrain, code)]
+            return [streaming_code(self.compiled.megatrain, partial(code, *args, **kwargs))]
         try:
-            return self._taken(code)
+            return self._taken(code, args, kwargs)
         except BaseException:
             self.abandon()
             raise
 
-    def taken(self, code: Code) -> Sequence[torch.Tensor]:
+    def taken(self, code: Code, *args: Any, **kwargs: Any) -> Sequence[torch.Tensor]:
         """As `take`; if it fails, the other processes hear why."""
-        return self.take(code) if self.several is None else self.several.announcing(lambda: self.take(code))
+        take = partial(self.take, code, *args, **kwargs)
+        return take() if self.several is None else self.several.announcing(take)
 
     def fall_back(self, reason: str) -> None:
         """No update is a training step from now on.
@@ -140,12 +114,7 @@ class OneStep:
 
     def _refuse_in_several(self, reason: str, error: Exception | None = None) -> None:
         if self.several is not None:
-            raise ExecuteError(
-                f"{reason}, so an update isn't one training step, as it must be in several processes.\n"
-                "  Gradients go from process to process within a training step; calls with autograd would leave each\n"
-                "  process with its own.\n"
-                "  docs/trainers.md says what makes it one training step; or train in one process."
-            ) from error
+            self.several.refuse_apart(reason, error)
 
     def _say(self, reason: str) -> None:
         if reason not in self._said:
@@ -160,9 +129,7 @@ class OneStep:
 
     def abandon(self) -> None:
         """Forgets micro-batches whose update doesn't come."""
-        waiting, self._waiting = self._waiting, []
-        for each in waiting:
-            each.paused.abandon()
+        self._losses.abandon()
 
     def known_step(self) -> TrainStep | None:
         """The training step, made now if there is none for the present settings; None if there can't be one."""
@@ -200,64 +167,33 @@ class OneStep:
 
     def load(self, load: Callable[[Callable[[Any, Any], Any]], TrainStep]) -> None:
         """Takes a training step that `load` makes for a loss, or reads from a checkpoint."""
-        self.step, self._made_for = load(self._loss), self._settings()
+        self.step, self._made_for = load(self._losses), self._settings()
 
-    def _taken(self, code: Code) -> Sequence[torch.Tensor]:
-        before, attributes = self._generators(), noted(self._attributes)
-        gradients = gradients_of(self.compiled.megatrain)
-        if not self._waiting:
-            self._start = before
-        behind = nullcontext if self.several is None else NoCollectives
-        paused = PausedCode(self.compiled.megatrain, code, behind)
-        self._waiting.append(_Waiting(code, paused))
-        paused.start()
-        if paused.call is None:
-            check_streamed(self.compiled.megatrain, gradients)
-        obstacle = obstacle_of(paused.call)
-        if obstacle is None and self._expected > 1:
-            now = noted(self._attributes)
-            changed = [name for name in now if name not in attributes or not is_same(attributes[name], now[name])]
-            if has_forward_replaced(self._of_losses):
-                obstacle = "the loss replaces the model's forward around its call"
-            elif changed:
-                obstacle = f"the code ahead of the call of the model changes `{changed[0]}` of the trainer"
-        if obstacle is None and self._is_one_of_many and not before.is_same(self._generators()):
-            obstacle = "the loss draws random numbers before it calls the model"
+    def _taken(self, code: Code, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Sequence[torch.Tensor]:
+        if not self._losses.waiting:
+            self._start = self._losses.generators()
+        obstacle = self._losses.start(code, args, kwargs)
         if obstacle is not None:
             self.fall_back(obstacle)
             return self.run_waiting()
-        return self._run() if len(self._waiting) == self._expected else ()
+        return self._run() if len(self._losses.waiting) == self._losses.expected else ()
 
     def run_waiting(self) -> Sequence[torch.Tensor]:
         """Runs the micro-batches that wait, each by itself; returns their losses."""
-        if self._waiting:
+        if self._losses.waiting:
             self._refuse_in_several("the training ends between two micro-batches of an update")
-        waiting, self._waiting = self._waiting, []
-        return [each.paused.run_alone() for each in waiting]
+        return self._losses.run_alone()
 
     def _outside_model(self) -> list[torch.Tensor]:
         """What the optimizer trains besides the model (a loss's own parameters)."""
         own = set(self.compiled.megatrain.model.parameters())
         return [p for group in self._made_for[0].param_groups for p in group["params"] if p not in own]
 
-    @property
-    def _is_one_of_many(self) -> bool:
-        """Whether a micro-batch isn't the whole update."""
-        return self._expected > 1 or self.several is not None
-
-    def _generators(self) -> GlobalGenerators:
-        return GlobalGenerators.now(self.compiled.megatrain.options.device)
-
     def _run(self) -> Sequence[torch.Tensor]:
         assert self.step is not None
-        batches: list[MicroBatch] = []
-        for each in self._waiting:
-            call = each.paused.call
-            assert call is not None
-            batches.append(MicroBatch(each, call.args, call.kwargs))
-        losses: list[torch.Tensor] = []
-        self._losses, self._outside = losses, self._outside_model()
-        start = [None if p.grad is None else p.grad.clone() for p in self._outside]
+        batches = self._losses.batches()
+        self._losses.outside = outside = self._outside_model()
+        start = [None if p.grad is None else p.grad.clone() for p in outside]
         try:
             with only_as_a_loop():
                 self.step(batches)
@@ -269,43 +205,20 @@ class OneStep:
         except (*AGAIN, ReadsParameterError) as error:
             self._refuse_in_several(reason_of(error), error)
             # The step is undone. What the code did besides (a list of metrics, say) it does once more.
-            waiting = list(self._waiting)
-            self.abandon()
+            waiting = self._losses.abandon()
             assert self._start is not None
             self._start.restore(self.compiled.megatrain.options.device)
-            self._put_gradients(start)
+            _put_gradients(outside, start)
             if not isinstance(error, SpentError):
                 self.fall_back(reason_of(error))
-            return [each.code() for each in waiting]
+            return [each.code() for each in waiting if each.code is not None]
         # The trainer's code forgets gradients of the model alone; a loss's own stay until somebody forgets these.
-        self._put_gradients(self._gradients_outside)
-        self._waiting = []
+        _put_gradients(outside, self._losses.gradients_outside)
+        self._losses.abandon()  # code whose losses another process has made
         self.has_updated = True
-        return losses if self.several is None else self.several.losses(losses)
+        return self._losses.losses
 
-    def _loss(self, result: Any, waiting: Any) -> Any:
-        if any(isinstance(tensor, FakeTensor) for tensor in tensors_in(result)):
-            if not self._is_models_own():
-                raise _LossUnknownError
-            return result["loss"] if isinstance(result, dict) else result[0]
-        before = self._generators()
-        loss = self._given(waiting.paused, result)
-        if self._is_one_of_many and not before.is_same(self._generators()):
-            raise DrawsBehindError
-        self._losses.append(loss)
-        self._gradients_outside = [p.grad for p in self._outside]
-        return Differentiated(loss)
 
-    def _given(self, paused: PausedCode, result: Any) -> torch.Tensor:
-        """Has waiting code make its loss of a result; returns the loss as its part of the sum."""
-        if self.several is None:
-            return paused.give(result)
-        try:
-            return paused.give(result) / self.several.size
-        except tuple(AGAIN) as error:  # here, so that the other processes hear the reason
-            self._refuse_in_several(reason_of(error), error)
-            raise
-
-    def _put_gradients(self, gradients: Sequence[torch.Tensor | None]) -> None:
-        for parameter, gradient in zip(self._outside, gradients, strict=True):
-            parameter.grad = gradient
+def _put_gradients(parameters: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor | None]) -> None:
+    for parameter, gradient in zip(parameters, gradients, strict=True):
+        parameter.grad = gradient

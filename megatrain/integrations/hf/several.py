@@ -7,20 +7,20 @@ nothing is left for `DistributedDataParallel` to do, and no process adds up grad
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from itertools import islice
 from pathlib import Path
 from shutil import copyfile
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
-import torch
 import torch.distributed as dist
 from transformers.trainer_utils import has_length
 
 from megatrain.compiled.module import CompiledModule
-from megatrain.errors import OptionError, RanksError
+from megatrain.errors import ExecuteError, OptionError, RanksError
 from megatrain.ranks.apart import others_here
 from megatrain.ranks.meeting import compare, meet, words_of
+from megatrain.ranks.no_collectives import NoCollectives
 from megatrain.ranks.ranks import Ranks
 
 T = TypeVar("T")
@@ -93,21 +93,6 @@ def refuse_group(compiled: CompiledModule, accelerator: Any) -> None:
         )
 
 
-def refuse_dealt(compiled: CompiledModule) -> None:
-    """Refuses a model whose blocks are dealt to the devices of several ranks.
-
-    Raises:
-        OptionError: If they are.
-    """
-    ranks = compiled.megatrain.ranks
-    if ranks is not None and ranks.mailbox is not None:
-        raise OptionError(
-            'a trainer that streams can\'t train with across_devices="round".\n'
-            "  The losses of all micro-batches are made on one rank then, but each trainer makes those of its own.\n"
-            "  Leave across_devices out, or take steps with a megatrain.TrainStep of your own loop."
-        )
-
-
 def refuse_trial(accelerator: Any, trial: Any) -> None:
     """Refuses trainings that only a single process begins and ends: one of a search, or of `verify`.
 
@@ -134,12 +119,15 @@ class Several:
         ranks: Those of the model.
 
     Attributes:
+        rank: This process.
         size: How many processes there are.
+        is_dealt: Whether the blocks of the model are dealt to their devices, so that one process makes all losses.
     """
 
     def __init__(self, ranks: Ranks) -> None:
         self._ranks = ranks
-        self.size = ranks.size
+        self.rank, self.size = ranks.rank, ranks.size
+        self.is_dealt = ranks.mailbox is not None
 
     def begin(self, trainer: Any, max_steps: int, batches: Any, checkpoint: str | None) -> None:
         """Compares how long all of them will train.
@@ -166,10 +154,22 @@ class Several:
         compare(self._ranks, "the data loader", {"the number of micro-batches of an update": len(found)}, _SAME)
         return found
 
-    def losses(self, own: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """The losses of the micro-batches of all processes, in the order of their sum."""
-        words = meet(self._ranks, "the losses of an update", {"losses": [float(loss) for loss in own]})
-        return [torch.tensor(x, dtype=own[0].dtype, device=own[0].device) for word in words for x in word["losses"]]
+    def no_collectives(self) -> NoCollectives:
+        """Refuses in its body what would wait for other processes, which don't run this code at the same time."""
+        return NoCollectives(is_dealt=self.is_dealt)
+
+    def refuse_apart(self, reason: str, error: Exception | None = None) -> NoReturn:
+        """Refuses an update that isn't one training step.
+
+        Raises:
+            ExecuteError: Always.
+        """
+        raise ExecuteError(
+            f"{reason}, so an update isn't one training step, as it must be in several processes.\n"
+            "  Gradients go from process to process within a training step; calls with autograd would leave each\n"
+            "  process with its own.\n"
+            "  docs/trainers.md says what makes it one training step; or train in one process."
+        ) from error
 
     def check_flags(self, control: Any) -> None:
         """Looks whether the callbacks of all processes ask for the same.

@@ -149,7 +149,7 @@ class Streamed(_Base):
         if reason is not None:
             self._known().fall_back(reason)
 
-    def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+    def training_step(self, model: nn.Module, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Takes a micro-batch; the last one of an update runs the training step.
 
         Returns:
@@ -158,7 +158,7 @@ class Streamed(_Base):
         if callable(turn := getattr(self.optimizer, "train", None)):
             turn()  # as the trainer does for each micro-batch: a schedule-free optimizer steps in this mode alone
         try:
-            losses = self._known().taken(functools.partial(super().training_step, *args, **kwargs))
+            losses = self._known().taken(functools.partial(super().training_step, model), *args, **kwargs)
         except (ScheduleError, DeviceMemoryError) as error:
             if self.args.auto_find_batch_size:  # accelerate knows the lack of memory by these words
                 raise RuntimeError(f"{error}\nThe step is out of memory.") from error

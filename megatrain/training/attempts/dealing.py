@@ -7,7 +7,6 @@ the tables of all: together they are one step, in which every message meets its 
 
 from __future__ import annotations
 
-import functools
 import io
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -28,8 +27,8 @@ from megatrain.tracer.expectations import Expectation
 from megatrain.training.batch import MicroBatch
 from megatrain.training.setup import Setting
 
-Tell = Callable[[Ranks, dict[str, Any]], Sequence[Mapping[str, Any]]]
-"""Tells all ranks something, and returns what all tell, by rank."""
+Tell = Callable[[Ranks, dict[str, Any], str], Sequence[Mapping[str, Any]]]
+"""Tells all ranks something in a call that it names, and returns what all tell, by rank."""
 # Tables whose digests are kept.
 _MOST = 16
 _REPLICATE = 'Train with across_devices="replicate"'
@@ -55,20 +54,24 @@ class Dealing:
         ranks = compiled.ranks
         return None if ranks is None or ranks.mailbox is None else Dealing(compiled, ranks, tell)
 
-    def _tell(self, word: dict[str, Any]) -> Sequence[Mapping[str, Any]]:
-        return self._of_tell(self._ranks, word)
+    def _tell(self, word: dict[str, Any], at: str = "a step") -> Sequence[Mapping[str, Any]]:
+        return self._of_tell(self._ranks, word, at)
 
     # -- micro-batches -------------------------------------------------------------------------------------
 
-    def of_all(self, batches: Sequence[MicroBatch]) -> list[MicroBatch]:
+    def of_all(self, batches: Sequence[MicroBatch], at: str) -> list[MicroBatch]:
         """The micro-batches of all ranks, in the order of the ranks.
+
+        Args:
+            batches: Of this rank.
+            at: The call in which all ranks are, in words.
 
         Raises:
             ExecuteError: If one of this rank's can't be given to others.
             RanksError: If another rank fails.
         """
         own = _packed(batches)
-        self._tell({})  # all have some: a rank that has failed says so here
+        self._tell({}, at)  # all have some: a rank that has failed says so here
         device = self._compiled.options.device.torch_device
         found: list[MicroBatch] = []
         for rank, content in enumerate(self._ranks.exchange_bytes(own)):
@@ -77,12 +80,13 @@ class Dealing:
 
     # -- tables --------------------------------------------------------------------------------------------
 
-    def agreed(self, setting: Setting, again: Callable[[], Setting]) -> Setting:
+    def agreed(self, setting: Setting, again: Callable[[], Setting], at: str) -> Setting:
         """Has all ranks run programs that are rewritten alike, and looks at their tables together.
 
         Args:
             setting: Of this rank.
             again: Makes another, with captures that are rewritten further.
+            at: The call in which all ranks are, in words.
 
         Raises:
             RanksError: If another rank fails, or has other programs.
@@ -90,7 +94,7 @@ class Dealing:
         """
         while True:
             level = max(capture.least for capture in setting.captures)
-            words = self._tell({"level": level, **self._digests_of(setting)})
+            words = self._tell({"level": level, **self._digests_of(setting)}, at)
             most = max(word["level"] for word in words)
             if any(word["level"] != most for word in words):
                 for capture in setting.captures:
@@ -100,7 +104,7 @@ class Dealing:
             self._check_alike(words)
             tables = tuple(word["table"] for word in words)
             if tables not in self._checked:
-                texts = [word["text"] for word in self._tell({"text": str(setting.schedule)})]
+                texts = [word["text"] for word in self._tell({"text": str(setting.schedule)}, at)]
                 check_devices(_schedules(setting, texts))
                 self._checked.add(tables)
             return setting
@@ -143,7 +147,8 @@ class Dealing:
                     f"  {_REPLICATE}, or compute with tensors what the code decides."
                 )
         for traced in setting.traced:
-            left = [*traced.side_outputs.names, *traced.written_inputs.names]
+            sides = traced.side_outputs
+            left = [*(sides.names if sides.structure.placeholders else ()), *traced.written_inputs.names]
             if left:
                 raise ExecuteError(
                     f"the forward leaves a tensor in `{left[0]}`, and the blocks are dealt to devices.\n"
@@ -159,13 +164,18 @@ class Dealing:
 
     # -- the end of a step ---------------------------------------------------------------------------------
 
-    def sum(self, losses: Sequence[torch.Tensor]) -> torch.Tensor:
-        """The sum of the losses, which one rank has, in their order."""
+    def leave(self, setting: Setting) -> None:
+        """Leaves flags and texts in attributes, as the forward does on the rank that makes the losses."""
+        if not setting.kind.has_losses:
+            for traced in setting.traced:
+                traced.side_outputs.put(())  # without tensors: `check` refuses those
+
+    def losses(self, losses: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """The losses, which one rank has, in their order, on the host."""
         own = [[str(loss.dtype).removeprefix("torch."), float(loss)] for loss in losses]
         words = self._tell({"losses": own})
         (told,) = (word["losses"] for word in words if word["losses"])
-        there = [torch.tensor(value, dtype=getattr(torch, dtype)) for dtype, value in told]
-        return functools.reduce(torch.add, there).to(self._compiled.options.device.torch_device)
+        return [torch.tensor(value, dtype=getattr(torch, dtype)) for dtype, value in told]
 
 
 def _schedules(setting: Setting, texts: Sequence[str]) -> list[Schedule]:

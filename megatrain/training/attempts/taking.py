@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from functools import partial
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from functools import partial, reduce
 from typing import Any
 
 import torch
@@ -21,7 +22,7 @@ from megatrain.runtime.streams.stopwatch import Watch
 from megatrain.tracer.expectations import GuardFailedError
 from megatrain.training.attempts.ranks_room import check_room
 from megatrain.training.attempts.together import AgainError, Together
-from megatrain.training.batch import MicroBatch
+from megatrain.training.batch import FollowingLoss, MicroBatch
 from megatrain.training.boundary import Boundary
 from megatrain.training.completion import Completion
 from megatrain.training.setup import Setting, Setup
@@ -66,6 +67,37 @@ class Taking:
         self.running: Running | None = None
         self._failed_at = 0
         self._is_way_taken = self._has_room = False
+
+    def prepare(self, batches: Callable[[], list[MicroBatch]]) -> None:
+        """Finds what a step with some micro-batches runs, without running or allocating anything.
+
+        Args:
+            batches: Returns those of this rank.
+
+        Raises:
+            RanksError: If blocks are dealt, and another rank fails, or makes another call.
+        """
+        at = "step.prepare"
+        with nullcontext() if self._together.dealing is None else self._together.refusing(at):
+            self._prepared(self._together.of_all(batches(), at), at)
+
+    def _prepared(self, batches: Sequence[MicroBatch], at: str) -> Setting:
+        with self._compiled.exclusively("prepare()"), torch.enable_grad(), self._completion.suspended():
+            again = partial(self._setup.setting, batches, [{} for _ in batches])
+            setting, dealing = again(), self._together.dealing
+            setting = setting if dealing is None else dealing.agreed(setting, again, at)
+            self.setting = setting.without_tensors()
+        return self.setting
+
+    def get_ready(self, batches: Sequence[MicroBatch]) -> None:
+        """Gets the user's loss ready for a step with these micro-batches, on the rank that makes it.
+
+        Not within the step: what makes the loss may call the model. So where blocks are dealt all ranks agree on the
+        tables here, which tell who makes it, and once more in the step.
+        """
+        if isinstance(self._loss, FollowingLoss):
+            if self._together.dealing is None or self._prepared(batches, "a step").kind.has_losses:
+                self._loss.get_ready(batches)
 
     def take(self, batches: Sequence[MicroBatch], counts: Counts, watch: Watch | None) -> torch.Tensor:
         """Takes a step; returns its loss. See `TrainStep.__call__`.
@@ -118,7 +150,7 @@ class Taking:
         setting = again()
         if self._takes_shards(setting):
             setting = again()
-        return setting if self._together.dealing is None else self._together.dealing.agreed(setting, again)
+        return setting if self._together.dealing is None else self._together.dealing.agreed(setting, again, "a step")
 
     def _takes_shards(self, setting: Setting) -> bool:
         """Chooses how weights come to the devices, if `compile` has left that to the first step."""
@@ -167,7 +199,11 @@ class Taking:
             finally:
                 self.running = None
                 self._failed_at = running.micro_batch
-        loss = self._together.sum(running.losses)
+        losses = self._together.losses(running.losses)
         if self._together.dealing is not None:
             updates.note_others()
-        return loss
+            self._together.dealing.leave(setting)
+        if isinstance(self._loss, FollowingLoss):
+            self._loss.hear(losses)
+        own = [loss.device for loss in running.losses] or [engine.device.torch_device]
+        return reduce(torch.add, losses).to(own[0])  # added where they are, and moved to the device once

@@ -9,7 +9,6 @@ need each other from the first forward on, and so a failure is final from the fi
 
 from __future__ import annotations
 
-import functools
 import json
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
@@ -113,14 +112,18 @@ class Together:
             raise
 
     @contextmanager
-    def refusing(self) -> Generator[None]:
-        """Tells the others if a step is refused before its first attempt, because they wait for this rank."""
+    def refusing(self, at: str = "a step") -> Generator[None]:
+        """Tells the others if a step is refused before its first attempt, because they wait for this rank.
+
+        Args:
+            at: The call in which all ranks are, in words.
+        """
         try:
             yield
         except Exception as error:
             if self._ranks is not None and _other_rank(error) is None:
                 with suppress(RanksError):
-                    self._tell(self._ranks, {"failed": words_of(error)})
+                    self._tell(self._ranks, {"failed": words_of(error)}, at)
             raise
 
     def _fail(self, ranks: Ranks, error: BaseException, boundary: Boundary) -> None:
@@ -231,9 +234,14 @@ class Together:
         self._stage = _AGREED if self._gathers else _RUNNING_FORWARD
         return Shares(counts, others=words, rank=ranks.rank) if self.dealing is None else Shares(counts)
 
-    def of_all(self, batches: list[MicroBatch]) -> list[MicroBatch]:
-        """The micro-batches that this rank runs: its own, or where blocks are dealt those of all ranks."""
-        return batches if self.dealing is None else self.dealing.of_all(batches)
+    def of_all(self, batches: list[MicroBatch], at: str = "a step") -> list[MicroBatch]:
+        """The micro-batches that this rank runs: its own, or where blocks are dealt those of all ranks.
+
+        Args:
+            batches: Its own.
+            at: The call in which all ranks are, in words.
+        """
+        return batches if self.dealing is None else self.dealing.of_all(batches, at)
 
     def vote(self) -> None:
         """Waits until all ranks have run the forward.
@@ -275,22 +283,15 @@ class Together:
                 "  Draw in the model, or train in one process."
             )
 
-    def sum(self, losses: Sequence[torch.Tensor]) -> torch.Tensor:
-        """The sum of the losses of all micro-batches, in their order."""
+    def losses(self, losses: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+        """The losses of the micro-batches of all ranks, in their order: on the host, unless a process trains alone."""
         if self.dealing is not None:
-            return self.dealing.sum(losses)
-        if self._ranks is not None:
-            own = losses[0]
-            words = self._tell(self._ranks, {"losses": torch.stack([loss.to(own.dtype) for loss in losses]).tolist()})
-            # Added on the host, and moved to the device once.
-            there = [torch.tensor(x, dtype=own.dtype) for word in words for x in word["losses"]]
-            return functools.reduce(torch.add, there).to(own.device)
-        return functools.reduce(torch.add, losses)
-
-    def check_prepares(self) -> None:
-        """Refuses to prepare a step whose micro-batches are those of all ranks, with an `ExecuteError`."""
-        if self.dealing is not None:
-            self.refuse("step.prepare", "Take a step: its schedule is there afterwards.")
+            return self.dealing.losses(losses)
+        if self._ranks is None:
+            return losses
+        own = losses[0].dtype
+        words = self._tell(self._ranks, {"losses": torch.stack([loss.to(own) for loss in losses]).tolist()})
+        return [torch.tensor(x, dtype=own) for word in words for x in word["losses"]]
 
     def refuse(self, what: str, way_out: str) -> None:
         """Refuses something that only a process alone can do.
