@@ -143,8 +143,6 @@ def compile(  # noqa: PLR0913  # the name torch users expect; all but the model 
         check_cards(compiled.ranks, options.device)
         if across_devices == "shard":
             compiled.ranks.divide_weights(options.device)
-        elif across_devices == "round":
-            compiled.ranks.deal_blocks()
         elif across_devices == "auto" and options.transfer == "copy":
             compiled.ranks.measure_links(options.device)
         compiled.budget.agree(compiled.ranks.exchange)

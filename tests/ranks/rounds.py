@@ -166,11 +166,11 @@ def failing_round(rank: int, op: str) -> tuple[str, str]:
     return refused(lambda: step(case.batches(0)[rank])), refused(lambda: step(case.batches(1)[rank]))
 
 
-def dying_round(rank: int, when: str, silent_s: float) -> str:
+def dying_round(rank: int, when: str, silent_s: float, case: Case = CASE) -> str:
     """Rank 1 is killed at some place."""
     signs_of_life.SILENT_S = silent_s
-    _, _, step = begin(CASE, dist.group.WORLD)
-    step(CASE.batches(0)[rank])
+    _, _, step = begin(case, dist.group.WORLD)
+    step(case.batches(0)[rank])
     if rank == 1:
         kill: Any = lambda *_: os.kill(os.getpid(), signal.SIGKILL)  # noqa: E731
         if when == "update":
@@ -179,7 +179,7 @@ def dying_round(rank: int, when: str, silent_s: float) -> str:
             step._taking._together._compiled.engine.ranks.mailbox.give = kill  # pyright: ignore
         else:
             os.kill(os.getpid(), signal.SIGSTOP if when == "still" else signal.SIGKILL)
-    return refused(lambda: step(CASE.batches(1)[rank]))
+    return refused(lambda: step(case.batches(1)[rank]))
 
 
 def nonfinite_round(rank: int) -> list[Any]:
