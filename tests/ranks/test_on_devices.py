@@ -90,6 +90,23 @@ FURTHER = (
         for mode in ("deferred", "serial_clipped")
     }
 )
+HOSTS = {
+    f"{task}-{mode}-{order}": Case(
+        task, mode, [(1, 2, 1, 1), (2, 1, 1, 3), (1, 1, 1, 1)], order=order, compile=ROUND, hosts="aabb", draws=True
+    )
+    for task in ("tied", "dropping")
+    for mode in MODES
+    for order in ("late", "seeded")
+} | {
+    f"tied-{mode}-late-{name}": Case(
+        "tied", mode, [(1, 2, 1, 1), (1, 1, 1, 3)], order="late", compile={**ROUND, **options}, hosts="aabb"
+    )
+    for mode in ("overlap", "serial_clipped")
+    for name, options in (
+        ("graphs", {"kernels": "graphs"}),
+        ("offload", {"memory": "64KiB", "activations": "offload"}),
+    )
+}
 USUAL = Case("tied", "spread", THREE, order="late")
 
 
@@ -111,6 +128,11 @@ def test_ranks_on_devices_train_with_the_bits_of_one_process(name: str, devices:
 @pytest.mark.parametrize("name", [*map(wide, FURTHER)])
 def test_more_ranks_on_devices_train_with_the_bits_of_one_process(name: str, devices: Processes):
     assert_parity(FURTHER[name], devices)
+
+
+@pytest.mark.parametrize("name", [*map(wide, HOSTS)])
+def test_hosts_with_dealt_blocks_on_devices_train_with_the_bits_of_one_process(name: str, four_devices: Processes):
+    assert_parity(HOSTS[name], four_devices)
 
 
 def test_ranks_copy_weights_from_locked_memory_that_all_share(devices: Processes):

@@ -10,6 +10,9 @@ import pytest
 
 from megatrain.errors import RanksError
 from megatrain.ranks.chain import column
+from megatrain.scheduler.timing.dealt_waits import waits_of
+from megatrain.scheduler.timing.rank_waits import books_of_ranks
+from megatrain.scheduler.timing.ranks_run import RanksRun
 from tests.comparing import assert_same, difference
 from tests.ranks.hosted import (
     CASE,
@@ -29,6 +32,7 @@ from tests.ranks.processes import Processes
 from tests.ranks.rounds import ROUND, dying_round
 from tests.ranks.sides import EDITS, Case, resume, resume_here, train
 from tests.ranks.test_parity import assert_parity
+from tests.ranks.timed import timed
 from tests.tiers import wide
 from tests.training.parity import MODES
 
@@ -160,6 +164,25 @@ def test_hosts_that_train_other_parameters_are_refused_and_the_next_step_follows
     for rank, (text, then) in enumerate(four.run(on_hosts, HOSTS, differing_hosts)):
         assert text.startswith("RanksError: the ranks differ: rank 2 has other blocks than rank 0"), (rank, text)
         assert then == ""
+
+
+@pytest.mark.parametrize("mode", [*map(wide, ("overlap", "serial_clipped"))])
+def test_a_timed_step_has_the_lanes_of_all_hosts(mode: str, four: Processes, tmp_path: Path):
+    case = Case("tied", mode, DEAL[:2], compile={**ROUND, "transfer": "copy"}, hosts=HOSTS, draws=True)
+    expected, found = train(case, None, None), four.run(timed, case, str(tmp_path))
+    for rank, each in enumerate(found):
+        assert not isinstance(each, BaseException), each
+        after = {key: value for key, value in each["after"].items() if rank == 0 or key != "generator"}
+        assert_same({key: expected[key] for key in after}, after, f"rank {rank}")
+    run: RanksRun = found[0]["run"]
+    assert run.hosts == (0, 0, 1, 1)
+    waits = waits_of(books_of_ranks(run.schedules), run.hosts)
+    times = {(rank, t.position): t for rank, timeline in enumerate(run.timelines) for t in timeline}
+    for place, befores in waits.ends.items():
+        for before in befores:
+            if run.hosts[place[0]] == run.hosts[before[0]]:  # others have other clocks
+                assert times[before].start_s <= times[place].end_s, (place, before)
+    assert {(place[0], before[0]) for place, before in waits.pieces.items()} == {(2, 0), (3, 1)}
 
 
 @pytest.mark.parametrize("op", ["B1.0", *map(wide, ("F0.1", "X0.0", "D0.1", "R1", "P1", "U0", "W0@0", "G1"))])
