@@ -10,11 +10,14 @@ import torch
 import torch.distributed as dist
 
 import megatrain
+from megatrain.errors import ScheduleError
 from megatrain.planning import dealt_tables
 from megatrain.ranks import host
 from megatrain.ranks.channels.gloo_channel import GlooChannel
 from megatrain.runtime.drawing import rank_draws
 from megatrain.runtime.streams.stream_set import Chaos
+from megatrain.scheduler.check.hosts_rules import HostSums
+from megatrain.training.attempts import agreed_tables
 from tests.ranks.failing import refused
 from tests.ranks.round_draws import replaced
 from tests.ranks.rounds import CASE as ONE_HOST
@@ -110,6 +113,32 @@ def differing_hosts(rank: int) -> list[str]:
     texts = [refused(lambda: step(stack_batch(rank, 2)))]
     first.requires_grad_(True)
     return [*texts, refused(lambda: step(stack_batch(rank, 2)))]
+
+
+def _waiting(found: HostSums) -> HostSums:
+    """A host whose first sum waits for its last total."""
+    first, last = max(found.devices), min(found.devices)
+    (what,) = {what for what, _ in found.waits} - {"G"}
+    return replace(found, waits={**found.waits, (what, first): (("G", last),)})
+
+
+def _unsound(*_: Any) -> Any:
+    raise ScheduleError("these tables are no step")
+
+
+def disturbed_hosts(rank: int, what: str) -> list[str]:
+    """The second host has tables that can't be run with those of the first one; then it has others."""
+    _, _, step = begin(CASE, dist.group.WORLD)
+    own, check = agreed_tables.host_sums, agreed_tables.check_devices
+    if rank >= 2 and what == "circle":
+        agreed_tables.host_sums = lambda *given: _waiting(own(*given))
+    elif rank >= 2:
+        agreed_tables.check_devices = _unsound
+    try:
+        texts = [refused(lambda: step(CASE.batches(0)[rank]))]
+    finally:
+        agreed_tables.host_sums, agreed_tables.check_devices = own, check
+    return [*texts, refused(lambda: step(CASE.batches(0)[rank])), str(step.progress.count)]
 
 
 def failing_hosts(rank: int, op: str, who: int) -> tuple[str, str]:

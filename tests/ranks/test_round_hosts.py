@@ -19,6 +19,7 @@ from tests.ranks.hosted import (
     HOSTS,
     dealing_otherwise,
     differing_hosts,
+    disturbed_hosts,
     drawing_wrongly,
     failing_hosts,
     noisy,
@@ -164,6 +165,17 @@ def test_hosts_that_train_other_parameters_are_refused_and_the_next_step_follows
     for rank, (text, then) in enumerate(four.run(on_hosts, HOSTS, differing_hosts)):
         assert text.startswith("RanksError: the ranks differ: rank 2 has other blocks than rank 0"), (rank, text)
         assert then == ""
+
+
+@pytest.mark.parametrize("what", ["circle", wide("unsound")])
+def test_tables_of_hosts_that_are_not_one_step_are_refused_on_all_and_the_next_step_follows(what: str, four: Processes):
+    for rank, (text, then, count) in enumerate(four.run(on_hosts, HOSTS, disturbed_hosts, what)):
+        expected = "ScheduleError: hosts wait for each other in a circle"
+        if what == "unsound":
+            named = "RanksError: rank 2 failed before the step: " if rank < 2 else ""
+            expected = f"{named}ScheduleError: these tables are no step"
+        assert text.startswith(expected), (rank, text)
+        assert (then, count) == ("", "1")
 
 
 @pytest.mark.parametrize("mode", [*map(wide, ("overlap", "serial_clipped"))])
