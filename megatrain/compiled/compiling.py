@@ -99,8 +99,9 @@ def compile(  # noqa: PLR0913  # the name torch users expect; all but the model 
             CUDA); for devices with fast links. On the CPU weights are then copied, not used in place. A rank that has
             its host to itself copies all of them. `"round"`: the blocks are dealt to the devices, so that each block's
             weights go to one of them, and micro-batches go from device to device (pipeline parallelism); for devices
-            without links, on one host. `"auto"`: `compile` measures what devices get from each other, and
-            the first step takes whichever of whole weights and shards is predicted to be faster.
+            without links. Each host deals all blocks to its devices, and sums of gradients go from host to host.
+            `"auto"`: `compile` measures what devices get from each other, and the first step takes whichever of whole
+            weights and shards is predicted to be faster.
         chaos: Random delays, poisoned slots and injected faults; for tests.
         recording: Collects the operations that the executor issued; for tests.
 
@@ -113,8 +114,8 @@ def compile(  # noqa: PLR0913  # the name torch users expect; all but the model 
         LowerError: If one of `passes` doesn't return such a graph, or breaks a rule (now, or at the first call).
         ScheduleError: If `memory` is too small for the largest block.
         WeightsError: If `weights` can't be read, or don't fit the model.
-        RanksError: If another process of `process_group` doesn't call `compile`, or ends meanwhile; or if nothing moves
-            shards between such devices.
+        RanksError: If another process of `process_group` doesn't call `compile`, or ends meanwhile; if nothing moves
+            shards between such devices; or if hosts have too few ranks to deal the blocks to, or different numbers.
     """
     if isinstance(model, CompiledModule):
         raise OptionError(
@@ -143,8 +144,6 @@ def compile(  # noqa: PLR0913  # the name torch users expect; all but the model 
         check_cards(compiled.ranks, options.device)
         if across_devices == "shard":
             compiled.ranks.divide_weights(options.device)
-        elif across_devices == "round":
-            compiled.ranks.deal_blocks()
         elif across_devices == "auto" and options.transfer == "copy":
             compiled.ranks.measure_links(options.device)
         compiled.budget.agree(compiled.ranks.exchange)

@@ -60,7 +60,7 @@ class Compiled(LatestCapture):
         self, model: nn.Module, options: Options, chaos: Chaos | None, recording: Recording | None, group: Group
     ):
         self.model = model
-        self.ranks, self.has_group = Ranks.of(group), group is not None
+        self.ranks, self.has_group = Ranks.of(group, deals=options.across_devices == "round"), group is not None
         self.options = options
         self._chaos, self._recording = chaos, recording
         self._masters = masters_of(model, options.masters)

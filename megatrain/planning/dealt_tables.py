@@ -55,12 +55,12 @@ class DealtTables:
     """Deals programs.
 
     Args:
-        rank: This rank, whose device has its number.
-        size: How many ranks there are.
+        device: The number of this rank's device on its host.
+        size: How many ranks the host has.
     """
 
-    def __init__(self, rank: int, size: int):
-        self._rank, self._size = rank, size
+    def __init__(self, device: int, size: int):
+        self._device, self._size = device, size
         self._devices: dict[int, tuple[Program, tuple[int, ...]]] = {}
         self._parts: OrderedDict[tuple[int, tuple[int, ...]], DealtProgram] = OrderedDict()
 
@@ -80,7 +80,8 @@ class DealtTables:
                 "keep more than tensors, can't be shared.\n"
                 '  Leave across_devices out: with "replicate" each rank can make all updates.'
             )
-        return DealtTables(ranks.rank, ranks.size)
+        assert ranks.host is not None
+        return DealtTables(ranks.host.index, ranks.host.size)
 
     def kind(self, kind: StepKind) -> StepKind:
         """The kind of a step as far as it is known before its programs are dealt."""
@@ -104,10 +105,20 @@ class DealtTables:
             self._devices[key] = programs[0], device_of_each(programs[0], self._size)
         return [self._part(program, self._devices[key][1]) for program in programs]
 
+    def deal_as(self, programs: Sequence[Program], devices: Sequence[int]) -> None:
+        """Has these programs dealt as another host does, which has other micro-batches.
+
+        Args:
+            programs: Of a step, whole or dealt.
+            devices: The device of each block.
+        """
+        for whole in wholes(programs):
+            self._devices[id(whole)] = whole, tuple(devices)
+
     def _part(self, program: Program, devices: tuple[int, ...]) -> DealtProgram:
         key = id(program), devices
         if key not in self._parts:
-            self._parts[key] = deal(program, devices, self._rank)  # which keeps the program, and so its id
+            self._parts[key] = deal(program, devices, self._device)  # which keeps the program, and so its id
             while len(self._parts) > _MOST:
                 self._parts.popitem(last=False)
         self._parts.move_to_end(key)

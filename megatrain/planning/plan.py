@@ -145,8 +145,8 @@ class Plan(PlannedStep):
             link: Bytes that a device gets from the others of its host in a second, over links such as NVLink; then the
                 weights come in shards if that takes less time. `"none"` if there are no such links; None is what the
                 machine has.
-            across_devices: `"auto"`: weights come whole or in shards, whichever takes less time. `"round"`: the blocks
-                are dealt to the devices of one host, as with the option of `compile`.
+            across_devices: `"auto"`: weights come whole or in shards, whichever takes less time. `"round"`: each host
+                deals the blocks to its devices, as with the option of `compile`.
 
         Raises:
             OptionError: If the plan has no machine, or can't be planned again; if hosts can't have as many
@@ -155,11 +155,12 @@ class Plan(PlannedStep):
             ExecuteError: If it doesn't fit the host.
             LowerError: If the blocks can't be dealt to so many devices.
         """
-        if across_devices == ROUND and (num_hosts > 1 or link is not None):
+        if across_devices == ROUND and (num_hosts == num_devices or link is not None):
             raise OptionError(
-                f'across_devices="round" with num_hosts={num_hosts} and link={link!r} is impossible.\n'
-                "  Blocks are dealt to the devices of one host, and what crosses goes through its memory.\n"
-                "  Leave num_hosts and link out."
+                f'across_devices="round" with num_devices={num_devices}, num_hosts={num_hosts} and link={link!r} is '
+                "impossible.\n"
+                "  Blocks are dealt to several devices of a host, and what crosses goes through its memory.\n"
+                "  Give fewer hosts, and leave link out."
             )
         if num_devices % num_hosts:
             raise OptionError(

@@ -314,7 +314,7 @@ def _step_kind(program: Program, options: StepOptions, updates: str) -> StepKind
         clip=options.max_grad_norm is not None,
         outputs="release",
         ranks=options.ranks,
-        store="own" if options.ranks == "alone" or options.masters == "rounded" else "shared",
+        store="own" if options.ranks == "alone" or options.masters == "rounded" or options.devices > 1 else "shared",
         shards=options.shards,
         devices=options.devices,
     )

@@ -16,12 +16,11 @@ import torch.distributed as dist
 from megatrain.checks import Rule
 from megatrain.device import Device
 from megatrain.errors import RanksError
-from megatrain.ranks.channels.channel import Channel, GoOn
-from megatrain.ranks.channels.gloo_channel import GlooChannel, Send
-from megatrain.ranks.channels.host_channel import POLL_S, HostChannel
-from megatrain.ranks.channels.landing_channel import LandingChannel
+from megatrain.ranks.chain import column, open_chain
+from megatrain.ranks.channels.channel import GoOn
+from megatrain.ranks.channels.gloo_channel import Send
+from megatrain.ranks.channels.host_channel import POLL_S
 from megatrain.ranks.channels.mailbox import Mailbox
-from megatrain.ranks.channels.relay_channel import RelayChannel
 from megatrain.ranks.host import Host, host_of
 from megatrain.ranks.signs_of_life import LOOK_S, SignsOfLife, wait_until
 from megatrain.ranks.weight_shards import WeightShards
@@ -52,26 +51,30 @@ class Ranks:
 
     Args:
         group: The process group of the user.
+        deals: Whether each host deals the blocks of the model to the devices of its ranks.
 
     Raises:
-        RanksError: If another rank doesn't come, or ends meanwhile.
+        RanksError: If another rank doesn't come, or ends meanwhile, or hosts can't deal the blocks.
 
     Attributes:
         rank: This rank, from 0.
         size: How many ranks there are.
         agreed: Set while all ranks take a step that none of them takes back.
         host: The ranks of this host, which may share memory; None for a rank that has its host to itself, or can't.
-        before: From the rank before this one; None for the first.
-        after: To the rank after this one; None for the last.
-        totals: From the last rank to all others.
-        kept_totals: The same, into memory where they stay, if the rank shares its host; else `totals`.
+        hosts: The ranks of each host that share memory, the host of rank 0 first.
+        place: As in `Chain`, like the next four. The chain has all ranks; where blocks are dealt one of each host,
+            those that have the same blocks.
+        before: See there.
+        after: See there.
+        totals: See there.
+        kept_totals: See there.
         shards: Divides copies of weights among the devices of this host; None unless `divide_weights` was called.
-        mailbox: Has what crosses between devices to which blocks are dealt; None unless `deal_blocks` was called.
+        mailbox: Has what crosses between devices to which blocks are dealt; None unless blocks are dealt.
         link_bytes_per_s: What a device gets from the others of its host in a second, which `measure_links` finds: the
             least of all ranks; None if it wasn't called, or if one of them can't get weights from others.
     """
 
-    def __init__(self, group: ProcessGroup):
+    def __init__(self, group: ProcessGroup, *, deals: bool = False):
         self.rank, self.size = group.rank(), group.size()
         self.agreed = threading.Event()
         self.shards: WeightShards | None = None
@@ -95,43 +98,27 @@ class Ranks:
         self._meetings = gloo("meetings", range(self.size))
         self.host = host_of(self.rank, self.exchange)
 
-        hosts: list[list[int]] = self.exchange([self.rank] if self.host is None else self.host.ranks)
-
-        def channel(what: str, giver: int, takers: Sequence[int]) -> Channel | None:
-            """From one rank to others, in memory if all are of one host; None if this rank isn't among them."""
-            if not takers or self.rank not in (giver, *takers):
-                return None
-            if self.host is not None and {giver, *takers} <= {*self.host.ranks}:
-                taker = takers.index(self.rank) if self.rank in takers else None
-                number = {"totals": self.size, "kept totals": self.size + 1}.get(what, giver)
-                kind = LandingChannel if what == "kept totals" else HostChannel
-                return kind(self.host.file, number, len(takers), taker, self.look)
-            members = sorted({giver, *takers})
-            return GlooChannel(self._sender(gloo(what, members), members.index(giver)))
-
-        def pair(first: int) -> Channel | None:
-            return channel(f"pair/{first}", first, [first + 1]) if 0 <= first < self.size - 1 else None
-
-        self.before, self.after = pair(self.rank - 1), pair(self.rank)
-        # To one rank of each other host, which hands on to its mates.
-        last, mine = self.size - 1, hosts[self.rank]
-        first_of = [last if last in ranks else ranks[0] for ranks in hosts]
-        between = channel("between hosts", last, sorted({*first_of} - {last}))
-        mates = [rank for rank in mine if rank != first_of[self.rank]]
-        self.totals, self.kept_totals = (
-            within if between is None and last in mine else RelayChannel(between, within)
-            for within in (channel(what, first_of[self.rank], mates) for what in ("totals", "kept totals"))
-        )
+        mates: list[list[int]] = self.exchange([self.rank] if self.host is None else self.host.ranks)
+        self.hosts = list(dict.fromkeys(map(tuple, mates)))
+        members = column(self.rank, self.hosts) if deals else list(range(self.size))
+        chain = open_chain(self.rank, members, mates, self.host, gloo, self._sender, self.look)
+        self.place, self.before, self.after, self.totals, self.kept_totals = chain
+        self._of_host = self._meetings, self.size
+        if deals:
+            assert self.host is not None
+            if not self.is_one_host:
+                self._of_host = gloo(f"host/{self.host.ranks[0]}", self.host.ranks), self.host.size
+            self.mailbox = Mailbox(self.host.file, self.host.index, self.host.size, self.size + 2, self.look)
 
     @staticmethod
-    def of(group: ProcessGroup | None) -> Ranks | None:
+    def of(group: ProcessGroup | None, *, deals: bool = False) -> Ranks | None:
         """The ranks of a group; None for a process that trains alone."""
-        return None if group is None or group.size() == 1 else Ranks(group)
+        return None if group is None or group.size() == 1 else Ranks(group, deals=deals)
 
     @property
-    def place(self) -> str:
-        """Where this rank stands, as in `StepKind`."""
-        return "first" if self.rank == 0 else "last" if self.rank == self.size - 1 else "middle"
+    def is_one_host(self) -> bool:
+        """Whether all ranks share the memory of one host."""
+        return len(self.hosts) == 1
 
     def divide_weights(self, device: Device) -> None:
         """Divides the copies of weights among the ranks of each host; all ranks call it at the same time.
@@ -154,21 +141,6 @@ class Ranks:
         self._groups.append(group)
         self.shards = WeightShards(host.index, host.size, self._wait_on_device, group)
         return True
-
-    def deal_blocks(self) -> None:
-        """Opens what blocks need that are dealt to the ranks' devices; all ranks call it at the same time.
-
-        Raises:
-            RanksError: If the ranks don't share the memory of one host.
-        """
-        if self.host is None or self.host.size != self.size:
-            there = "share no memory" if self.host is None else f"are on several hosts, {self.host.size} on this one"
-            raise RanksError(
-                f"the {self.size} ranks {there}, so that blocks can't be dealt to their devices.\n"
-                "  What crosses between devices goes through the memory of one host, which also has one store.\n"
-                '  Leave across_devices out: "replicate" trains on any hosts.'
-            )
-        self.mailbox = Mailbox(self.host.file, self.rank, self.size, self.size + 2, self.look)
 
     def measure_links(self, device: Device) -> None:
         """Divides the copies of weights where it can, and measures how fast; all ranks call it at the same time.
@@ -208,31 +180,34 @@ class Ranks:
         """Tells all ranks that wait for this one that it has failed."""
         self._signs.announce(text)
 
-    def exchange(self, value: Any, go_on: GoOn = lambda: None) -> list[Any]:
+    def exchange(self, value: Any, go_on: GoOn = lambda: None, *, is_of_host: bool = False) -> list[Any]:
         """Gives a value to all ranks; returns those of all, by rank.
 
         Args:
             value: Numbers, texts, lists and dictionaries.
             go_on: See `GoOn`.
+            is_of_host: See `exchange_bytes`.
 
         Raises:
             RanksError: If another rank can't answer.
         """
-        return [json.loads(content) for content in self.exchange_bytes(json.dumps(value).encode(), go_on)]
+        told = self.exchange_bytes(json.dumps(value).encode(), go_on, is_of_host=is_of_host)
+        return [json.loads(content) for content in told]
 
-    def exchange_bytes(self, content: bytes, go_on: GoOn = lambda: None) -> list[bytes]:
-        """Gives bytes to all ranks; the rest as `exchange`."""
+    def exchange_bytes(self, content: bytes, go_on: GoOn = lambda: None, *, is_of_host: bool = False) -> list[bytes]:
+        """Gives bytes to all ranks, or where blocks are dealt to those of this host; the rest as `exchange`."""
         text = torch.frombuffer(bytearray(content), dtype=torch.uint8)
-        sizes = self._gathered(torch.tensor([text.numel()]), go_on)
+        group, size = self._of_host if is_of_host else (self._meetings, self.size)
+        sizes = self._gathered(torch.tensor([text.numel()]), group, size, go_on)
         padded = torch.zeros(max(int(each) for each in sizes), dtype=torch.uint8)
         padded[: text.numel()] = text
-        texts = self._gathered(padded, go_on)
+        texts = self._gathered(padded, group, size, go_on)
         return [bytes(t[: int(n)].numpy()) for t, n in zip(texts, sizes, strict=True)]
 
-    def _gathered(self, own: torch.Tensor, go_on: GoOn) -> list[torch.Tensor]:
-        found = [torch.zeros_like(own) for _ in range(self.size)]
+    def _gathered(self, own: torch.Tensor, group: Any, size: int, go_on: GoOn) -> list[torch.Tensor]:
+        found = [torch.zeros_like(own) for _ in range(size)]
         options = _options(dist.distributed_c10d.AllgatherOptions())
-        self._wait(lambda: self._meetings.allgather([found], [own], options), go_on)
+        self._wait(lambda: group.allgather([found], [own], options), go_on)
         return found
 
     def _sender(self, group: Any, source: int) -> Send:

@@ -73,7 +73,8 @@ class StepKind:
             to its device, and a `C` after the `W` gathers the others from the other devices (all-gather). Only where
             ranks share a store, and weights are copied.
         devices: To how many devices the blocks of the model are dealt. With several, each runs all micro-batches
-            through its own blocks and updates these; values come and go by `X`, their gradients by `D`.
+            through its own blocks and updates these; values come and go by `X`, their gradients by `D`. `ranks` then
+            says where this host stands: the ranks of all hosts that have the same blocks share their sums.
         losses: `"here"`, or `"elsewhere"`: another of these devices has the outputs.
 
     Raises:
@@ -136,12 +137,23 @@ class StepKind:
 
     def _check_dealt(self) -> None:
         is_late = self.updates in ("deferred", "spread")
-        if self.is_dealt and (self.mode != "train" or not self.is_training_step or self.has_other_ranks or is_late):
+        if self.is_dealt and (self.mode != "train" or not self.is_training_step or is_late):
             raise OptionError(
-                f'devices={self.devices} with mode="{self.mode}", ranks="{self.ranks}" and updates="{self.updates}" is '
-                "impossible.\n"
+                f'devices={self.devices} with mode="{self.mode}" and updates="{self.updates}" is impossible.\n'
                 "  Blocks are dealt for training steps, of one process's order of sums, that leave no update due.\n"
-                '  Use mode="train" with updates="overlap" or "serial", and leave ranks out; or leave devices out.'
+                '  Use mode="train" with updates="overlap" or "serial"; or leave devices out.'
+            )
+        if self.is_dealt and self.is_shared:
+            raise OptionError(
+                f'devices={self.devices} with store="{self.store}" is impossible.\n'
+                "  Ranks that divide updates have the same blocks; where they are dealt, each updates its own.\n"
+                "  Leave store out."
+            )
+        if self.is_dealt and self.has_other_ranks and self.micro_batches == 1:
+            raise OptionError(
+                f'devices={self.devices} with ranks="{self.ranks}" and one micro-batch is impossible.\n'
+                "  Of several hosts that deal the blocks each has several ranks, and each rank gives a micro-batch.\n"
+                "  Use as many micro-batches as devices at least, or leave ranks out."
             )
         if not self.is_dealt and not self.has_losses:
             raise OptionError(

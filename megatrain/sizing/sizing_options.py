@@ -192,13 +192,12 @@ class SizingOptions:
                 "--link without --devices says nothing.\n  It is what a device gets from the others of its host.\n"
                 "  Give --devices as well, or leave out --link."
             )
-        is_apart = self.devices == 1 or self.hosts > 1 or self.link is not None
-        if self.across_devices == ROUND and is_apart:
+        if self.across_devices == ROUND and (self.devices == 1 or self.link is not None):
             raise OptionError(
-                f"--across-devices round with --devices {self.devices}, --hosts {self.hosts} and --link "
-                f"{self.link or 'left out'} is impossible.\n"
-                "  Blocks are dealt to several devices of one host; what crosses goes through its memory.\n"
-                "  Give --devices 2 or more, and leave out --hosts and --link."
+                f"--across-devices round with --devices {self.devices} and --link {self.link or 'left out'} is "
+                "impossible.\n"
+                "  Blocks are dealt to several devices of a host; what crosses goes through its memory.\n"
+                "  Give --devices 2 or more, and leave out --link."
             )
 
     @property

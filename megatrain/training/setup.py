@@ -89,6 +89,7 @@ class Setup:
 
     Attributes:
         division: Whether ranks of this host divide the updates.
+        tables: The schedules of steps.
         updates: Take the gradients of the blocks; None before the first step.
         is_completing: Whether due updates are running.
     """
@@ -125,7 +126,7 @@ class Setup:
             leaves_none=compiled.ranks is not None and compiled.ranks.mailbox is not None,
         )
         self._loss, self._is_own_loss = loss, loss is None or reads == "loss"
-        self._tables = StepTables(
+        self.tables = StepTables(
             compiled.options, compiled.budget, plan, compiled.ranks, is_shared=self.division.shares
         )
         self._blocks: list[list[torch.Tensor]] = []
@@ -196,7 +197,7 @@ class Setup:
             given = {id(c): (c.at(0), t, a.tensors, b.given) for c, t, a, b in parts}
             return max(measure_loss(*each, self._loss, self._compiled.options.device) for each in given.values())
 
-        programs, schedule = self._tables.schedule(captures, kind, loss_bytes, lambda: self._divides(captures))
+        programs, schedule = self.tables.schedule(captures, kind, loss_bytes, lambda: self._divides(captures))
         return Setting(batches, own, arguments, variants, traced, captures, programs, schedule.kind, schedule)
 
     def predicted(self, setting: Setting, kind: StepKind) -> Schedule:
@@ -206,11 +207,7 @@ class Setup:
             ScheduleError: If the memory is too small.
         """
         captures, loss_bytes = setting.captures, setting.schedule.known_workload().loss_bytes
-        return self._tables.predicted(captures, kind, lambda: loss_bytes, lambda: self._divides(captures))
-
-    def take_shards(self, number: int) -> None:
-        """Has further steps gather weights from so many devices; 1 is whole weights."""
-        self._tables.take_shards(number)
+        return self.tables.predicted(captures, kind, lambda: loss_bytes, lambda: self._divides(captures))
 
     def _divides(self, captures: Sequence[StepPrograms]) -> bool:
         compiled, program = self._compiled, captures[0].at(0)  # rewrites change no state
@@ -225,7 +222,7 @@ class Setup:
             self.complete()
         if updates == "deferred" and not self.is_due:
             updates = "none"
-        return self._tables.kind(micro_batches, updates, clip=clip, reports_norm=reports_norm)
+        return self.tables.kind(micro_batches, updates, clip=clip, reports_norm=reports_norm)
 
     def host_plan(self, setting: Setting) -> HostPlan:
         """Adds up the host memory that steps like this one take, without allocating it.
@@ -238,7 +235,7 @@ class Setup:
         options = self._compiled.options
         loss_bytes = setting.schedule.known_workload().loss_bytes
         captures = setting.captures
-        _, schedule = self._tables.schedule(captures, kind, lambda: loss_bytes, lambda: self._divides(captures))
+        _, schedule = self.tables.schedule(captures, kind, lambda: loss_bytes, lambda: self._divides(captures))
         return host_plan(
             wholes(setting.programs),
             schedule,
@@ -261,16 +258,16 @@ class Setup:
             ExecuteError: If a parameter has a gradient already, or no values, or the host lacks the memory; the last
                 before anything is allocated.
         """
-        if not self._tables.has_executor(setting.captures, setting.kind):
+        if not self.tables.has_executor(setting.captures, setting.kind):
             plan = self.host_plan(setting)
-            may_change = not self._tables.is_planned and not self.division.shares
+            may_change = not self.tables.is_planned and not self.division.shares
             if setting.kind.updates == "spread" and may_change and plan.missing_bytes():
                 self._times.spread_no_more()
                 return None
             plan.check()
         engine = self._compiled.engine
         self.division.check()
-        executor = self._tables.executor(setting.captures, setting.kind, engine)
+        executor = self.tables.executor(setting.captures, setting.kind, engine)
         self._compiled.bind()
         engine.find_replaced()
         self._check_shapes({key: engine.tensors[key].shape for keys in executor.trained for key in keys})

@@ -43,9 +43,9 @@ class Counts:
         self.found: list[Any] = [1] * len(batches) if weight is None else [weight(batch.given) for batch in batches]
         self.is_sum = is_sum
 
-    def said(self) -> dict[str, list[float]]:
+    def said(self) -> dict[str, Any]:
         """The counts as other ranks get them; waits for the device if they are there."""
-        return {"counts": [_number_of(count) for count in self.found]}
+        return {"counts": [_number_of(count) for count in self.found], "micro_batches": len(self.found)}
 
 
 class Shares:

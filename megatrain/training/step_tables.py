@@ -93,6 +93,12 @@ class StepTables:
         """Has all further steps gather weights from so many devices; 1 is whole weights."""
         self._shards = number
 
+    def deal_as(self, captures: Sequence[StepPrograms], kind: StepKind, devices: Sequence[int]) -> None:
+        """Has the step of some captures planned anew, with its blocks dealt to these devices."""
+        assert self._dealing is not None
+        known = self._tables.pop(self._key(captures, kind))
+        self._dealing.deal_as(known.programs, devices)
+
     @property
     def is_planned(self) -> bool:
         """Whether a plan was given."""
@@ -107,7 +113,7 @@ class StepTables:
             clip=clip,
             outputs="release",
             reports_norm=reports_norm,
-            ranks=self._place if self._dealing is None else RANKS[0],
+            ranks=self._place,
             store=self._store if self._dealing is None else STORES[0],
             shards=self._shards,
         )

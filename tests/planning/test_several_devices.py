@@ -12,7 +12,11 @@ from torch import nn
 import megatrain
 from megatrain.errors import ExecuteError, LowerError, MegatrainError, OptionError, ScheduleError
 from megatrain.hardware.hardware import Hardware
+from megatrain.planning.what_if.devices_host import sent_bytes
 from megatrain.planning.what_if.several_devices import DevicesPlan, _on_devices, hosts_of, on_devices
+from megatrain.reporting.ranks_figures import figures_of_plan
+from megatrain.scheduler.timing.dealt_waits import waits_of
+from megatrain.scheduler.timing.rank_waits import books_of_ranks
 from megatrain.scheduler.timing.simulate_devices import ONE_HOST, simulate_devices
 
 # Copies and updates take no time, so that the order of sums is all that ranks wait for.
@@ -243,10 +247,32 @@ def test_dealt_blocks_keep_all_devices_at_work():
     assert sum(weights) <= 2 * plan.schedule.h2d_bytes
 
 
+def test_each_host_deals_the_blocks_to_its_devices():
+    plan = planned(ONLY_COMPUTE, 12, micro_batches=4)
+    one, several = (plan.on_devices(2 * hosts, hosts, across_devices="round") for hosts in (1, 3))
+    kinds = [each.schedule.kind for each in several.ranks]
+    assert [kind.ranks for kind in kinds] == ["first"] * 2 + ["middle"] * 2 + ["last"] * 2
+    assert {(kind.micro_batches, kind.devices) for kind in kinds} == {(8, 2)}
+    assert several.tokens_per_s is None or one.tokens_per_s is None
+    assert 0.8 * one.efficiency < several.efficiency <= one.efficiency
+    assert str(several).startswith("devices: 2 of each of 3 hosts, ")
+    slow = plan.on_devices(4, 2, network="1KB", across_devices="round")
+    assert slow.step_s > 1.5 * plan.on_devices(4, 2, network="1TB", across_devices="round").step_s
+    # What goes from host to host has a room for each way.
+    rooms = [sent_bytes(number % 2, each.schedule) for number, each in enumerate(several.ranks)]
+    largest = max(block.landing_bytes for block in several.ranks[0].schedule.known_workload().blocks)
+    assert rooms[2] - rooms[0] == rooms[2] - rooms[4] == largest
+    pieces = waits_of(books_of_ranks([each.schedule for each in several.ranks]), [0, 0, 1, 1, 2, 2]).pieces
+    assert {(place[0], before[0]) for place, before in pieces.items()} == {(2, 0), (3, 1), (4, 2), (5, 3)}
+    with pytest.raises(OptionError, match="4 tables of 2 devices each can't be on 1 host"):
+        simulate_devices([each.schedule for each in slow.ranks], ONLY_COMPUTE)
+    assert "6 devices" in figures_of_plan(several).verdict[0]
+
+
 def test_blocks_are_dealt_within_a_host():
     plan = planned(ONLY_COMPUTE)
-    for wrong in ({"num_hosts": 2}, {"link": "none"}):
-        with pytest.raises(OptionError, match='across_devices="round" with num_hosts='):
+    for wrong in ({"num_hosts": 4}, {"link": "none"}):
+        with pytest.raises(OptionError, match='across_devices="round" with num_devices=4, num_hosts='):
             plan.on_devices(4, across_devices="round", **wrong)  # type: ignore[arg-type]
     with pytest.raises(LowerError, match="can't be dealt to 64 devices"):
         plan.on_devices(64, across_devices="round")

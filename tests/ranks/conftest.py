@@ -35,6 +35,17 @@ def devices() -> Iterator[Processes]:
     made.close()
 
 
+@pytest.fixture(scope="module")
+def four_devices() -> Iterator[Processes]:
+    """Four of them."""
+    reason = unavailable()
+    if reason is not None:
+        pytest.skip(reason)
+    made = Processes(4, simulated=True)
+    yield made
+    made.close()
+
+
 @pytest.fixture(autouse=True)
 def _one_thread(one_thread: None) -> None:
     """For every test of ranks."""

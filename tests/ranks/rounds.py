@@ -194,12 +194,12 @@ def naming(rank: int | None) -> list[Any]:
     return [*found, *(p.detach().clone() for p in model.parameters()), model.kind, model.kinds]
 
 
-def frozen_alone() -> list[Any]:
-    """The same in one process."""
+def frozen_alone(size: int) -> list[Any]:
+    """The same of so many ranks in one process."""
     model = Frozen()
     compiled = megatrain.compile(model, device="cpu")
     step = megatrain.TrainStep(compiled, torch.optim.SGD(model.parameters(), lr=0.1), loss=square, max_grad_norm=0.01)
-    found: list[Any] = [step([stack_batch(10 * n + rank, 2) for rank in range(3)]) for n in range(2)]
+    found: list[Any] = [step([stack_batch(10 * n + rank, 2) for rank in range(size)]) for n in range(2)]
     found += [step.progress.grad_norm, *(p.detach().clone() for p in model.parameters())]
     with torch.no_grad():
         found.append(compiled(stack_batch(7, 2)))
@@ -225,11 +225,11 @@ def failing_round(rank: int, op: str) -> tuple[str, str]:
     return refused(lambda: step(case.batches(0)[rank])), refused(lambda: step(case.batches(1)[rank]))
 
 
-def dying_round(rank: int, when: str, silent_s: float) -> str:
+def dying_round(rank: int, when: str, silent_s: float, case: Case = CASE) -> str:
     """Rank 1 is killed at some place."""
     signs_of_life.SILENT_S = silent_s
-    _, _, step = begin(CASE, dist.group.WORLD)
-    step(CASE.batches(0)[rank])
+    _, _, step = begin(case, dist.group.WORLD)
+    step(case.batches(0)[rank])
     if rank == 1:
         kill: Any = lambda *_: os.kill(os.getpid(), signal.SIGKILL)  # noqa: E731
         if when == "update":
@@ -238,7 +238,7 @@ def dying_round(rank: int, when: str, silent_s: float) -> str:
             step._taking._together._compiled.engine.ranks.mailbox.give = kill  # pyright: ignore
         else:
             os.kill(os.getpid(), signal.SIGSTOP if when == "still" else signal.SIGKILL)
-    return refused(lambda: step(CASE.batches(1)[rank]))
+    return refused(lambda: step(case.batches(1)[rank]))
 
 
 def nonfinite_round(rank: int) -> list[Any]:

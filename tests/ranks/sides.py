@@ -306,7 +306,11 @@ def resume_here(rank: int, case: Case, folder: str, start: int, saves: bool) -> 
     """Begins at a step, from a checkpoint unless it is the first; saves after the steps, or returns everything."""
     size = len(case.deal[0])
     group: Any = dist.new_group(list(range(size)))
-    return resume(case, group, rank, folder, start, saves=saves) if rank < size else None
+    host.NAME = None if case.hosts is None or rank >= size else case.hosts[rank]
+    try:
+        return resume(case, group, rank, folder, start, saves=saves) if rank < size else None
+    finally:
+        host.NAME = None
 
 
 def resume(case: Case, group: Any, rank: int | None, folder: str, start: int, *, saves: bool) -> Any:

@@ -91,6 +91,23 @@ FURTHER = (
         for mode in ("deferred", "serial_clipped")
     }
 )
+HOSTS = {
+    f"{task}-{mode}-{order}": Case(
+        task, mode, [(1, 2, 1, 1), (2, 1, 1, 3), (1, 1, 1, 1)], order=order, compile=ROUND, hosts="aabb", draws=True
+    )
+    for task in ("tied", "dropping")
+    for mode in MODES
+    for order in ("late", "seeded")
+} | {
+    f"tied-{mode}-late-{name}": Case(
+        "tied", mode, [(1, 2, 1, 1), (1, 1, 1, 3)], order="late", compile={**ROUND, **options}, hosts="aabb"
+    )
+    for mode in ("overlap", "serial_clipped")
+    for name, options in (
+        ("graphs", {"kernels": "graphs"}),
+        ("offload", {"memory": "64KiB", "activations": "offload"}),
+    )
+}
 USUAL = Case("tied", "spread", THREE, order="late")
 
 
@@ -124,6 +141,11 @@ def test_code_of_all_ranks_runs_on_the_one_that_makes_the_losses(order: str, dev
         assert_same(expected["found"], each["found"])
         assert_same(expected["kept"] if each["makes losses"] else [], each["kept"])
     assert [each["makes losses"] for each in found].count(True) == 1
+
+
+@pytest.mark.parametrize("name", [*map(wide, HOSTS)])
+def test_hosts_with_dealt_blocks_on_devices_train_with_the_bits_of_one_process(name: str, four_devices: Processes):
+    assert_parity(HOSTS[name], four_devices)
 
 
 def test_ranks_copy_weights_from_locked_memory_that_all_share(devices: Processes):

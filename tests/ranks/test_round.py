@@ -160,7 +160,7 @@ def test_ranks_that_do_not_prepare_together_are_told_where_each_is(three: Proces
 
 
 def test_ranks_that_train_nothing_take_part_and_calls_see_all_updates(three: Processes):
-    expected = frozen_alone()
+    expected = frozen_alone(3)
     for found in three.run(frozen_round):
         assert not isinstance(found, BaseException), found
         assert_same(expected, found)

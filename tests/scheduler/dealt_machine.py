@@ -186,18 +186,30 @@ class Machine:
     def is_full(self, lane: tuple[int, int, int]) -> bool:
         return lane in self.rooms or lane in self.filling
 
+    @property
+    def is_over(self) -> bool:
+        return not any(queue for device in self.devices for queue in device.queues.values())
+
+    def starts(self) -> list[tuple[Device, Instruction]]:
+        """What may begin."""
+        return [(device, i) for device in self.devices for i in device.able()]
+
+    def ends(self) -> list[tuple[Device, Instruction]]:
+        """What may end."""
+        return [
+            (device, i)
+            for device in self.devices
+            for i in device.running
+            if i.op.what not in ("X", "D") or i.position.stream == Stream.SEND or self._is_there(device, i)
+        ]
+
     def run(self, random: Random) -> list[list[Any]]:
-        while any(queue for device in self.devices for queue in device.queues.values()):
-            starts = [(device, i, device.begin) for device in self.devices for i in device.able()]
-            ends = [
-                (device, i, device.end)
-                for device in self.devices
-                for i in device.running
-                if i.op.what not in ("X", "D") or i.position.stream == Stream.SEND or self._is_there(device, i)
-            ]
+        while not self.is_over:
+            starts = [(i, device.begin) for device, i in self.starts()]
+            ends = [(i, device.end) for device, i in self.ends()]
             if not starts and not ends:
                 raise Harm("all devices wait")
-            _, instruction, does = random.choice([*starts, *ends])
+            instruction, does = random.choice([*starts, *ends])
             does(instruction)
         return self.gradients
 

@@ -182,7 +182,6 @@ def test_devices_that_wait_in_a_circle_are_refused():
     [
         {"devices": 2, "updates": "deferred"},
         {"devices": 2, "updates": "spread"},
-        {"devices": 2, "updates": "overlap", "ranks": "first"},
         {"devices": 2},
         {"losses": "elsewhere", "updates": "overlap"},
     ],

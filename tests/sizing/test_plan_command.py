@@ -242,6 +242,15 @@ def test_several_devices_share_the_tokens_of_a_step(config: Path, capsys: pytest
     assert "is less than one micro-batch" in refused(capsys, *asked, "--tokens-per-step=32", "--devices=4")
 
 
+def test_each_of_several_hosts_deals_the_blocks_to_its_devices(config: Path, capsys: pytest.CaptureFixture[str]):
+    asked = (config, "--hardware=rtx-4090", "--micro-batch=1", "--sequence=16", "--across-devices=round")
+    said = printed(capsys, *asked, "--tokens-per-step=256", "--devices=2", "--hosts=2")
+    assert "devices: 2 of each of 2 hosts, " in said
+    assert "micro-batches go from one to the next (round); predicted" in said
+    for wrong in (("--hosts=2",), ("--devices=2", "--link=1TiB")):
+        assert "--across-devices round with --devices" in refused(capsys, *asked, *wrong)
+
+
 def test_the_step_is_drawn(config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     asked = (config, "--hardware=rtx-4090", "--micro-batch=1", "--sequence=16", "--host-bandwidth=400GB")
     page, trace = tmp_path / "page.html", tmp_path / "trace.json"

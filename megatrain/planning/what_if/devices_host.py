@@ -125,13 +125,27 @@ def own_bytes(plan: HostPlan, kind: StepKind) -> int:
     return sum(map(plan.bytes_of, names))
 
 
-def sent_bytes(rank: int, schedule: Schedule) -> int:
-    """The bytes of the rooms for what a rank sends to others, where blocks are dealt."""
-    return mail_bytes(rank, schedule) if schedule.kind.is_dealt else 0
+def sent_bytes(device: int, schedule: Schedule) -> int:
+    """The bytes of the rooms that a rank has for itself, where blocks are dealt.
+
+    They are those for what it sends to other devices, and where there are several hosts one for each way of its sums:
+    from the host before, to the next one, and totals.
+
+    Args:
+        device: The number of its device on its host.
+        schedule: Of its step.
+    """
+    kind = schedule.kind
+    if not kind.is_dealt:
+        return 0
+    ways = kind.receives + kind.sends + kind.has_other_ranks
+    return mail_bytes(device, schedule) + ways * _largest_gradients(schedule)
 
 
 def largest_room(schedule: Schedule) -> int:
-    """The bytes of the largest room through which gradients of a block go; none where blocks are dealt."""
-    if schedule.kind.is_dealt:
-        return 0
+    """The bytes of the largest room through which gradients go from rank to rank of a host; none where they don't."""
+    return 0 if schedule.kind.is_dealt else _largest_gradients(schedule)
+
+
+def _largest_gradients(schedule: Schedule) -> int:
     return max((block.landing_bytes for block in schedule.known_workload().blocks), default=0)

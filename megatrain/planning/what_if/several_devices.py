@@ -13,6 +13,7 @@ from megatrain.hardware.hardware import Hardware
 from megatrain.planning.planned_step import PlannedStep
 from megatrain.planning.what_if.devices_host import DevicesHost
 from megatrain.scheduler.check.devices_rules import check_devices
+from megatrain.scheduler.check.hosts_rules import HostSums, check_hosts, host_sums
 from megatrain.scheduler.items import Stream
 from megatrain.scheduler.timing.bands import format_s
 from megatrain.scheduler.timing.simulate_devices import ONE_HOST, DevicesSimulation, Hosts, simulate_devices
@@ -200,7 +201,7 @@ def on_devices(
         hosts: Where they are.
         link: Bytes that a device gets from the others of its host in a second; `"none"` if they have no links, None if
             the machine says it.
-        across_devices: `"auto"` as above, or `"round"`: the blocks are dealt to the devices of one host.
+        across_devices: `"auto"` as above, or `"round"`: each host deals the blocks to its devices.
 
     Raises:
         OptionError: If the plan has no machine, or can't be planned again.
@@ -214,7 +215,7 @@ def on_devices(
             '  Call megatrain.plan with hardware="rtx-4090", say.'
         )
     if across_devices == ROUND:
-        return _dealt(plan, num_devices, plan.hardware)
+        return _dealt(plan, num_devices, hosts, plan.hardware)
     found = [_on_devices(plan, num_devices, hosts, plan.hardware)]
     known = plan.hardware.further_rates.get(Stream.GATHER)
     rate = known if link is None else None if link == NO_LINK else parse_bytes(link, "link")
@@ -243,18 +244,29 @@ def _on_devices(plan: PlannedStep, num_devices: int, hosts: Hosts, hardware: Har
     return DevicesPlan(plan, ranks, simulation.step_s, simulated, hosts)
 
 
-def _dealt(plan: PlannedStep, num_devices: int, hardware: Hardware) -> DevicesPlan:
-    """The step of devices of one host to which the blocks are dealt: each runs the micro-batches of all."""
+def _dealt(plan: PlannedStep, num_devices: int, hosts: Hosts, hardware: Hardware) -> DevicesPlan:
+    """The step where each host deals the blocks to its devices: each runs the micro-batches of all of its host."""
     asked, simulation = plan.asked, plan.simulation
     assert asked is not None
     assert simulation is not None
-    number = plan.schedule.kind.micro_batches * num_devices
-    common = {"hardware": hardware, "micro_batches": number, "devices": num_devices}
-    ranks = [asked.again({**common, "device_number": device}) for device in range(num_devices)]
-    for each in ranks:
-        error = each.refused()
-        if error is not None:
-            raise error
-    check_devices([each.schedule for each in ranks])
-    simulated = simulate_devices([each.schedule for each in ranks], hardware)
-    return DevicesPlan(plan, ranks, simulation.step_s, simulated)
+    size, number = num_devices // hosts.number, hosts.number
+    micro_batches = plan.schedule.kind.micro_batches * size
+    common = {"hardware": hardware, "micro_batches": micro_batches, "devices": size}
+    names = ["first", *["middle"] * (number - 2), "last"] if number > 1 else ["alone"]
+    made = {
+        name: [asked.again({**common, "ranks": name, "device_number": device}) for device in range(size)]
+        for name in dict.fromkeys(names)
+    }
+    sums: dict[str, HostSums] = {}
+    for name, mates in made.items():
+        for each in mates:
+            error = each.refused()
+            if error is not None:
+                raise error
+        tables = [each.schedule for each in mates]
+        sums[name] = host_sums(tables, check_devices(tables))
+    if number > 1:
+        check_hosts([sums[name] for name in names])
+    ranks = [each for name in names for each in made[name]]
+    simulated = simulate_devices([each.schedule for each in ranks], hardware, hosts)
+    return DevicesPlan(plan, ranks, simulation.step_s, simulated, hosts)

@@ -56,23 +56,27 @@ class MicroBatchDraws:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class BlockDraws:
-    """Those of a rank that has some of the blocks, and all micro-batches.
+    """Those of a rank that has some of the blocks, and all micro-batches of its host.
 
     Args:
         starts_at: Where the generators of rank 0 are when the step begins.
         blocks: Of each micro-batch: where each block of this rank begins and ends, by its number here.
         leaves_at: See `MicroBatchDraws`.
+        first: How many micro-batches earlier hosts have.
+        total: How many all hosts have.
     """
 
     starts_at: RngState
     blocks: Sequence[Mapping[int, tuple[RngState, RngState]]]
     leaves_at: RngState
+    first: int
+    total: int
 
     def generators(self, device: Device) -> Sequence[MicroBatchGenerators]:
         """See `RankDraws`."""
         found: list[MicroBatchGenerators] = []
         for number, each in enumerate(self.blocks):
-            loss = _of_loss(number, len(self.blocks), self.starts_at, device)
+            loss = _of_loss(self.first + number, self.total, self.starts_at, device)
             blocks = {block: BlockGenerators(*states, device) for block, states in each.items()}
             found.append(MicroBatchGenerators(loss=loss, leaves_at=self.leaves_at, blocks=blocks))
         return found

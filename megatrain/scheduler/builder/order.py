@@ -98,8 +98,10 @@ class _Placer:
         self._h2d = self._d2h = self._gather = -1
         self._compute: list[int] = []
         self._ticks = ticks = OpTicks()
-        crossing = ticks.come, ticks.go, ticks.gradients_come, ticks.gradients_go
-        self._crossing, self._crosses = CrossingTicks(crossings, *crossing), crossings.is_any
+        crossing = ticks.come, ticks.go, ticks.gradients_come, ticks.gradients_go, ticks.receive, ticks.send
+        self._crossing = CrossingTicks(crossings, *crossing)
+        self._receives, self._sends = kind.is_dealt and kind.receives, kind.is_dealt and kind.sends
+        self._crosses = crossings.is_any or self._receives or self._sends
         self._loads: list[list[int]] = [[] for _ in range(num_stays)]
         self._gathers: list[int | None] = [None] * num_stays
 
@@ -123,7 +125,7 @@ class _Placer:
             previous, after = tick, max(tick, ready.get(step, -1))
             if self._crosses:
                 free = compute[step - 2] + 1 if step > 1 else 0
-                after = max(after, self._crossing.place_coming(work.what, block, free))
+                after = max(after, self._place_coming(work, free, has_sum=offloads_after is not None))
             tick = after + 1
             compute.append(tick)
             if self._crosses:
@@ -139,6 +141,15 @@ class _Placer:
                 backward.append(tick)
                 if work is offloads_after:
                     leaving.append(_Leaving(block, None, step if beside is None else beside))
+                    if self._sends:
+                        self._crossing.leave_sum(block)
+
+    def _place_coming(self, work: Work, earliest: int, *, has_sum: bool) -> int:
+        """Places what a compute step needs from other devices and from the host before; returns the last tick."""
+        tick = self._crossing.place_coming(work.what, work.block, earliest)
+        if self._receives and has_sum and (work.what, work.micro_batch) == ("B", 1):
+            return self._crossing.place_sum(work.block, self._ticks.backward[work.block][0])
+        return tick
 
     def rows(self) -> Rows:
         """What was placed, with all that was left to leave."""

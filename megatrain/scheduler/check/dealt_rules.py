@@ -9,7 +9,12 @@ of all ops that aren't over, the first one in this order can go on.
 What one device sends to another lies in a room for each micro-batch until it is taken. A message is sent after what its
 receiver has taken before in this order; see `megatrain.ranks.legs`. So a full room is no other wait.
 
-`check_devices` proves the same of all tables together, and that the messages of all sides are the same ones.
+Of several hosts each deals the blocks to its devices, and sums of gradients go from host to host (`rank_rules`). These
+ops have places in the same order: an `R` just before the second backward of its block, a `P` after the last one and
+what goes to other devices behind it, and then the `G`. So a host waits for what others do up to the same block.
+
+`check_devices` proves the same of all tables of a host together, and that the messages of all sides are the same ones;
+`check_hosts` that no hosts wait for each other.
 """
 
 from __future__ import annotations
@@ -50,7 +55,6 @@ def check_crossings(case: Case) -> None:
             _check_forward(case, index, number, rule)
             if case.workload.has_value_gradient(index):
                 _check_backward(case, index, number, rule)
-    _check_order(case)
 
 
 def _expected(case: Case) -> Iterator[tuple[Stream, str, set[int]]]:
@@ -97,7 +101,10 @@ def _check_backward(case: Case, index: int, number: int, rule: str) -> None:
             case.require_before(coming, going, "hands on a sum that comes with", rule)
 
 
-def _check_order(case: Case) -> None:
+def check_order_between_devices(case: Case) -> None:
+    """All ops between devices and hosts have one order on all of them, once it is known that they are there."""
+    if not case.schedule.kind.is_dealt:
+        return
     rule = "Compute takes block after block, all micro-batches of each, on all devices in the order of one process."
     steps = {(op.what, op.block, op.micro_batch or 0): at for at, op in case.ops if op.stream == Stream.COMPUTE}
     order = list(_order(case))
@@ -106,21 +113,30 @@ def _check_order(case: Case) -> None:
             what = f"{case.name(steps[later])} comes before {case.name(steps[earlier])}"
             raise case.fault(f"{what}, step {index} of one process.", rule, steps[later].tick, "Exchange the two.")
     rule = "Ops between devices keep to the order of compute, and nothing waits for a later one."
-    places = {step: 3 * number for number, step in enumerate(order)}
-    found: dict[Position, int] = {}
-    for position, op in case.ops:
-        run = op.block, op.micro_batch or 0
-        if op.stream == Stream.COMPUTE:
-            found[position] = places[op.what, *run]
-        elif op.what in ("X", "D"):
-            step = places["F" if op.what == "X" else "B", *run]
-            found[position] = step - 1 if op.stream == Stream.RECEIVE else step + 1
+    found = _places(case, {step: 5 * number for number, step in enumerate(order)})
     for stream in (Stream.RECEIVE, Stream.SEND):
         own = [position for position in found if position.stream == stream]
         for earlier, later in pairwise(own):
             if found[later] < found[earlier]:
                 raise case.fault(f"{case.name(later)} comes too late.", rule, later.tick, "Exchange the two.")
     _check_circles(case, found, rule)
+
+
+def _places(case: Case, steps: dict[_STEP, int]) -> dict[Position, int]:
+    """The places of all ops between devices and hosts among the steps of compute, which have theirs."""
+    found: dict[Position, int] = {}
+    for position, op in case.ops:
+        run = op.block, op.micro_batch or 0
+        if op.stream == Stream.COMPUTE:
+            found[position] = steps[op.what, *run]
+        elif op.what in ("X", "D"):
+            step = steps["F" if op.what == "X" else "B", *run]
+            found[position] = step - 1 if op.stream == Stream.RECEIVE else step + 1
+        elif op.what == "R":
+            found[position] = steps["B", op.block, 1] - 1
+        elif op.what in ("P", "G") and case.schedule.kind.has_other_ranks:
+            found[position] = steps["B", op.block, case.micro_batches[-1]] + (2 if op.what == "P" else 3)
+    return found
 
 
 def _order(case: Case) -> Iterator[_STEP]:

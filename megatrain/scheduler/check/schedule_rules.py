@@ -15,7 +15,7 @@ import networkx as nx
 from megatrain.counts import counted
 from megatrain.errors import ScheduleError
 from megatrain.scheduler.check.case import Case
-from megatrain.scheduler.check.dealt_rules import check_crossings
+from megatrain.scheduler.check.dealt_rules import check_crossings, check_order_between_devices
 from megatrain.scheduler.check.gather_rules import check_gathers
 from megatrain.scheduler.check.host_rules import check_norm, check_places, check_updates
 from megatrain.scheduler.check.memory_rules import (
@@ -272,6 +272,7 @@ RULES: tuple[Callable[[Case], None], ...] = (
     check_persistent,
     check_gradients,
     check_between_ranks,
+    check_order_between_devices,
     check_norm,
     check_updates,
     check_shared_store,

@@ -9,6 +9,8 @@ from math import ceil, inf, log2
 from typing import NamedTuple
 
 from megatrain.checks import Rule, checked
+from megatrain.counts import counted
+from megatrain.errors import OptionError
 from megatrain.hardware.hardware import Hardware
 from megatrain.scheduler.items import Effect, Stream
 from megatrain.scheduler.table import Position, Table
@@ -22,7 +24,7 @@ _ROUNDING = 1 + 1e-12
 TO_DEVICE, TO_HOST = (Stream.H2D, Stream.RECEIVE), (Stream.D2H, Stream.SEND)
 """Streams whose copies share a direction of a rank's link."""
 _TABLES = Rule(
-    "the tables of ranks, first to last, or those of all devices to which blocks are dealt",
+    "the tables of ranks, first to last, or those of all devices to which blocks are dealt, host by host",
     "{name}=[plan.schedule for plan in plans]",
     lambda value: None if _stand_in_order(value) else "doesn't have the first rank first and the last one last",
 )
@@ -100,7 +102,7 @@ def simulate_devices(tables: Sequence[Table], hardware: Hardware, hosts: Hosts =
     the host's memory. All of a host share its memory: where copies and updates together
     ask for more than `hardware.host_bytes_per_s`, all of them slow down alike. A total that another rank has made goes
     to each other host once, and is copied within it. Ranks that share a store divide the updates of a block evenly; any
-    other rank makes all.
+    other rank makes all. Where blocks are dealt, each device of a host has its part of the network.
 
     Args:
         tables: One for each rank, at least two.
@@ -108,12 +110,14 @@ def simulate_devices(tables: Sequence[Table], hardware: Hardware, hosts: Hosts =
         hosts: Where the ranks are.
 
     Raises:
+        OptionError: If the tables are those of another number of hosts that deal the blocks.
         ScheduleError: If a table doesn't know its workload.
     """
     ops: dict[Place, _Op] = {}
+    _check_hosts(tables, hosts)
     books, numbers = books_of_ranks(tables), hosts.of(len(tables))
     for rank, (table, its) in enumerate(zip(tables, books, strict=True)):
-        sides = _Sides.of(rank, numbers)
+        sides = _Sides.of(rank, numbers, table.kind.devices)
         seconds = partial(_op, rank, sides, table, OpSeconds(hardware), hardware, hosts)
         ops |= {(rank, position): seconds(position, effect) for position, effect in its.ops}
     starts, ends, stood_s = _course(ops, waits_of(books, numbers), hardware, numbers)
@@ -143,10 +147,11 @@ class _Sides(NamedTuple):
     is_after_away: bool
 
     @staticmethod
-    def of(rank: int, numbers: Sequence[int]) -> _Sides:
+    def of(rank: int, numbers: Sequence[int], away: int) -> _Sides:
+        """Args: the rank, the number of each rank's host, and how many ranks further its neighbours are."""
         here = numbers[rank]
-        after = numbers[rank + 1] if rank + 1 < len(numbers) else here
-        return _Sides(numbers.count(here), rank > 0 and numbers[rank - 1] != here, after != here)
+        after = numbers[rank + away] if rank + away < len(numbers) else here
+        return _Sides(numbers.count(here), rank >= away and numbers[rank - away] != here, after != here)
 
 
 def _op(
@@ -162,6 +167,7 @@ def _op(
     """The seconds of an op alone, and the bytes that it reads and writes on the host."""
     op = table.ticks[position.tick][position.stream]
     moves, added_s, piece_s = effect.moves, 0.0, None
+    network = hosts.network_bytes_per_s / table.kind.devices
     is_adding = table.kind.adding_op == op.what and op.what in ("P", "G")
     if is_adding or op.what == "R":
         # The sum of the rank before comes to the device as well, or only.
@@ -169,9 +175,9 @@ def _op(
         piece_s = piece / hardware.h2d_bytes_per_s + is_adding * piece / hardware.d2h_bytes_per_s
         added_s = is_adding * moves / hardware.h2d_bytes_per_s
     if op.what == "P" and sides.is_after_away:
-        added_s += moves / hosts.network_bytes_per_s
+        added_s += moves / network
     elif op.what == "G" and table.kind.ranks == "last":
-        added_s += ceil(log2(hosts.number)) * moves / hosts.network_bytes_per_s  # a broadcast, along a tree
+        added_s += ceil(log2(hosts.number)) * moves / network  # a broadcast, along a tree
     if op.what == "U":
         moves = -(-moves // (sides.num_mates if table.kind.is_shared else 1))
         seconds = hardware.launch_s + hardware.op_s + moves / hardware.host_bytes_per_s
@@ -272,6 +278,17 @@ def _stand_in_order(tables: object) -> bool:
     if not isinstance(tables, Sequence) or len(tables) < 2 or not all(isinstance(t, Table) for t in tables):
         return False
     found: Sequence[Table] = tables  # pyright: ignore[reportUnknownVariableType]
-    if found[0].kind.is_dealt:
-        return all(table.kind.devices == len(found) for table in found)
-    return [table.kind.ranks for table in found] == ["first", *["middle"] * (len(found) - 2), "last"]
+    devices = found[0].kind.devices
+    number = len(found) // devices
+    names = ["first", *["middle"] * (number - 2), "last"] if number > 1 else ["alone"]
+    of_all = [name for name in names for _ in range(devices)]
+    return [table.kind.ranks for table in found] == of_all and all(t.kind.devices == devices for t in found)
+
+
+def _check_hosts(tables: Sequence[Table], hosts: Hosts) -> None:
+    devices = tables[0].kind.devices
+    if devices > 1 and len(tables) != devices * hosts.number:
+        raise OptionError(
+            f"{counted(len(tables), 'table')} of {devices} devices each can't be on {counted(hosts.number, 'host')}.\n"
+            "  Each host deals the blocks to its devices.\n  Give hosts their number."
+        )

@@ -1,36 +1,31 @@
 """Dealing: what ranks do around a step whose blocks are dealt to their devices.
 
-Each rank gives micro-batches, and gets those of all: it takes the step of one process, restricted to its own blocks. So
-nothing has to be divided, and sums have the order of one process. Before the first step with a table the ranks look at
-the tables of all: together they are one step, in which every message meets its partner and nobody waits in a circle.
+Each rank gives micro-batches, and gets those of its host: it takes the step of one process, restricted to its own
+blocks. So nothing has to be divided, and sums have the order of one process: they begin with those of the host before.
+Which tables these are, the ranks agree on before; see `agreed_tables`.
 """
 
 from __future__ import annotations
 
 import io
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
 from megatrain.compiled.inside import Compiled
-from megatrain.errors import ExecuteError, OptimizerError, RanksError
-from megatrain.files.digest import digest_of
+from megatrain.errors import ExecuteError, OptimizerError
 from megatrain.optim.blockwise import has_hooks
 from megatrain.optim.impostor import Optimizer
-from megatrain.passes.split.dealt_program import DealtProgram, deal, whole_of
+from megatrain.passes.split.dealt_program import whole_of
+from megatrain.ranks.host import Host
 from megatrain.ranks.ranks import Ranks
-from megatrain.scheduler.check.devices_rules import check_devices
-from megatrain.scheduler.from_program import merge_programs
-from megatrain.scheduler.schedule import Schedule
 from megatrain.tracer.expectations import Expectation
+from megatrain.training.attempts.agreed_tables import AgreedTables, Tell
 from megatrain.training.batch import MicroBatch
 from megatrain.training.setup import Setting
+from megatrain.training.shares import Counts, Shares
 
-Tell = Callable[[Ranks, dict[str, Any], str], Sequence[Mapping[str, Any]]]
-"""Tells all ranks something in a call that it names, and returns what all tell, by rank."""
-# Tables whose digests are kept.
-_MOST = 16
 _REPLICATE = 'Train with across_devices="replicate"'
 
 
@@ -41,12 +36,14 @@ class Dealing:
         compiled: The model.
         ranks: Those that train it.
         tell: See `Tell`.
+
+    Attributes:
+        tables: Has the ranks run tables that are one step together.
     """
 
     def __init__(self, compiled: Compiled, ranks: Ranks, tell: Tell):
         self._compiled, self._ranks, self._of_tell = compiled, ranks, tell
-        self._checked: set[tuple[str, ...]] = set()
-        self._digests: dict[int, tuple[Setting, dict[str, str]]] = {}
+        self.tables = AgreedTables(ranks, tell)
 
     @staticmethod
     def of(compiled: Compiled, tell: Tell) -> Dealing | None:
@@ -57,10 +54,15 @@ class Dealing:
     def _tell(self, word: dict[str, Any], at: str = "a step") -> Sequence[Mapping[str, Any]]:
         return self._of_tell(self._ranks, word, at)
 
+    @property
+    def _host(self) -> Host:
+        assert self._ranks.host is not None
+        return self._ranks.host
+
     # -- micro-batches -------------------------------------------------------------------------------------
 
     def of_all(self, batches: Sequence[MicroBatch], at: str) -> list[MicroBatch]:
-        """The micro-batches of all ranks, in the order of the ranks.
+        """The micro-batches of all ranks of this host, in the order of the ranks.
 
         Args:
             batches: Of this rank.
@@ -74,59 +76,32 @@ class Dealing:
         self._tell({}, at)  # all have some: a rank that has failed says so here
         device = self._compiled.options.device.torch_device
         found: list[MicroBatch] = []
-        for rank, content in enumerate(self._ranks.exchange_bytes(own)):
-            found += batches if rank == self._ranks.rank else _unpacked(content, device)
+        for index, content in enumerate(self._ranks.exchange_bytes(own, is_of_host=True)):
+            found += batches if index == self._host.index else _unpacked(content, device)
         return found
 
-    # -- tables --------------------------------------------------------------------------------------------
+    def said(self, counts: Counts) -> dict[str, Any]:
+        """What other hosts get to know of this one's micro-batches, by its first rank: all of its ranks count them.
 
-    def agreed(self, setting: Setting, again: Callable[[], Setting], at: str) -> Setting:
-        """Has all ranks run programs that are rewritten alike, and looks at their tables together.
+        Counts stay on the device where no other host needs them.
+        """
+        number = len(counts.found) * (self._host.index == 0)
+        is_needed = number and not self._ranks.is_one_host
+        return {**(counts.said() if is_needed else {"counts": []}), "micro_batches": number}
+
+    def shares(self, counts: Counts, words: Sequence[Mapping[str, Any]]) -> Shares:
+        """The factors of this host's micro-batches.
 
         Args:
-            setting: Of this rank.
-            again: Makes another, with captures that are rewritten further.
-            at: The call in which all ranks are, in words.
+            counts: How much each counts.
+            words: What all ranks have `said`.
 
         Raises:
-            RanksError: If another rank fails, or has other programs.
-            ScheduleError: If the tables aren't those of one step.
+            OptionError: See `Shares`.
         """
-        while True:
-            level = max(capture.least for capture in setting.captures)
-            words = self._tell({"level": level, **self._digests_of(setting)}, at)
-            most = max(word["level"] for word in words)
-            if any(word["level"] != most for word in words):
-                for capture in setting.captures:
-                    capture.least = most
-                setting = again()
-                continue
-            self._check_alike(words)
-            tables = tuple(word["table"] for word in words)
-            if tables not in self._checked:
-                texts = [word["text"] for word in self._tell({"text": str(setting.schedule)}, at)]
-                check_devices(_schedules(setting, texts))
-                self._checked.add(tables)
-            return setting
-
-    def _digests_of(self, setting: Setting) -> dict[str, str]:
-        """Of the table and of the programs, which are the same objects from step to step."""
-        key = id(setting.schedule)
-        if key not in self._digests or self._digests[key][0].programs != setting.programs:
-            while len(self._digests) >= _MOST:
-                self._digests.pop(next(iter(self._digests)))
-            found = {"table": digest_of(str(setting.schedule).encode()), "program": _digest(setting)}
-            self._digests[key] = setting.without_tensors(), found
-        return self._digests[key][1]
-
-    def _check_alike(self, words: Sequence[Mapping[str, Any]]) -> None:
-        for rank, word in enumerate(words):
-            if word["program"] != words[0]["program"]:
-                raise RanksError(
-                    f"the ranks differ: rank {rank} has captured another program than rank 0.\n"
-                    "  Ranks to which the blocks of a model are dealt run one program.\n"
-                    "  Build the model alike on each rank, with the same options and the same version of torch."
-                )
+        if self._ranks.is_one_host:
+            return Shares(counts)
+        return Shares(counts, others=words, rank=self._host.ranks[0])
 
     # -- what is refused -----------------------------------------------------------------------------------
 
@@ -171,31 +146,11 @@ class Dealing:
                 traced.side_outputs.put(())  # without tensors: `check` refuses those
 
     def losses(self, losses: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """The losses, which one rank has, in their order, on the host."""
+        """The losses, which one rank of each host has, in their order, on the host."""
         own = [[str(loss.dtype).removeprefix("torch."), float(loss)] for loss in losses]
         words = self._tell({"losses": own})
-        (told,) = (word["losses"] for word in words if word["losses"])
+        told = [loss for word in words for loss in word["losses"]]
         return [torch.tensor(value, dtype=getattr(torch, dtype)) for dtype, value in told]
-
-
-def _schedules(setting: Setting, texts: Sequence[str]) -> list[Schedule]:
-    """The tables of all devices, read from texts, with the workloads of their parts."""
-    found: list[Schedule] = []
-    for device, text in enumerate(texts):
-        parts: dict[int, DealtProgram] = {}
-        for program in setting.programs:
-            assert isinstance(program, DealtProgram)
-            parts[id(program)] = deal(program.whole, program.devices, device)
-        workload = merge_programs([parts[id(program)] for program in setting.programs]).workload
-        found.append(Schedule.parse(text, workload))
-    return found
-
-
-def _digest(setting: Setting) -> str:
-    """Of the whole programs and how they are dealt; each rank's device has another number."""
-    found = [program for program in setting.programs if isinstance(program, DealtProgram)]
-    texts = [f"{p.devices}\n{p.whole}".replace(f"'{p.device}'", "'the device'") for p in found]
-    return digest_of("\n".join(texts).encode())
 
 
 def _packed(batches: Sequence[MicroBatch]) -> bytes:

@@ -12,6 +12,7 @@ from megatrain.errors import RanksError
 from megatrain.files.digest import digest_of
 from megatrain.passes.program import Program
 from megatrain.passes.split.dealt_program import DealtProgram
+from megatrain.ranks.ranks import Ranks
 from megatrain.runtime.drawing.draws import Draws
 from megatrain.runtime.drawing.rank_draws import BlockDraws, MicroBatchDraws, RankDraws, drawn_ends
 from megatrain.runtime.rng import RngState
@@ -22,7 +23,7 @@ Tell = Callable[[dict[str, Any]], Sequence[Mapping[str, Any]]]
 
 def draw_ahead(
     tell: Tell,
-    rank: int,
+    ranks: Ranks,
     counts: Sequence[int],
     programs: Sequence[Program],
     draws: Sequence[Draws | None],
@@ -34,8 +35,9 @@ def draw_ahead(
 
     Args:
         tell: See `Tell`; called as often on each rank.
-        rank: This rank.
-        counts: How many micro-batches each rank has of its own.
+        ranks: Those that draw.
+        counts: How many micro-batches each rank has of its own; where blocks are dealt, the first rank of each host has
+            those of its host.
         programs: What this rank runs, one for each micro-batch.
         draws: The random calls of these forwards, whole ones.
         device: Compute device.
@@ -46,8 +48,8 @@ def draw_ahead(
     """
     dealt = [program for program in programs if isinstance(program, DealtProgram)]
     if dealt:
-        return _of_blocks(tell, rank, dealt, draws, device)
-    return _of_micro_batches(tell, rank, counts, draws, device)
+        return _of_blocks(tell, ranks, counts, dealt, draws, device)
+    return _of_micro_batches(tell, ranks.rank, counts, draws, device)
 
 
 def _of_micro_batches(
@@ -78,27 +80,47 @@ def _of_micro_batches(
 
 
 def _of_blocks(
-    tell: Tell, rank: int, programs: Sequence[DealtProgram], draws: Sequence[Draws | None], device: Device
+    tell: Tell,
+    ranks: Ranks,
+    counts: Sequence[int],
+    programs: Sequence[DealtProgram],
+    draws: Sequence[Draws | None],
+    device: Device,
 ) -> BlockDraws:
-    """Draws what all forwards draw, from where rank 0 begins; so does each rank, and all come to the same numbers."""
+    """Draws what all forwards of this host draw; so does each of its ranks, and all come to the same numbers.
+
+    The first host begins where rank 0 is, each other one where the host before it ends.
+    """
     own = RngState.now(device)
-    starts = _state(tell({"began": _words(own)} if rank == 0 else {})[0]["began"])
-    ends = drawn_ends(draws, starts, device)
-    told = [word["drawn"] for word in tell({"drawn": _digest(ends)})]
-    for other, digest in enumerate(told):
-        if digest != told[0]:
-            raise RanksError(
-                f"the ranks differ: rank {other} has drawn other random numbers than rank 0 from the same state.\n"
-                "  Each draws ahead what the blocks on all devices draw, to know where its own begin.\n"
-                "  Train on devices of one kind, with one version of torch."
-            )
+    at = starts = _state(tell({"began": _words(own)} if ranks.rank == 0 else {})[0]["began"])
+    begins, ends = at, list[Sequence[RngState]]()
+    for mates in ranks.hosts:
+        word: dict[str, Any] = {}
+        if ranks.rank in mates:
+            begins, ends = at, drawn_ends(draws, at, device)
+            word = {"drawn": _digest(ends), "ended": _words(ends[-1][-1])}
+        words = tell(word)
+        _check_same(mates, words)
+        at = _state(words[mates[0]]["ended"])
     blocks: list[dict[int, tuple[RngState, RngState]]] = []
-    begins = starts
     for program, each in zip(programs, ends, strict=True):
         begins_of = [begins, *each]
         blocks.append({here: (begins_of[n], each[n]) for here, n in enumerate(program.numbers)})
         begins = each[-1]
-    return BlockDraws(starts_at=starts, blocks=blocks, leaves_at=begins if rank == 0 else own)
+    first = next(mates[0] for mates in ranks.hosts if ranks.rank in mates)
+    leaves_at = at if ranks.rank == 0 else own
+    return BlockDraws(starts, blocks, leaves_at, first=sum(counts[:first]), total=sum(counts))
+
+
+def _check_same(mates: Sequence[int], words: Sequence[Mapping[str, Any]]) -> None:
+    for rank in mates:
+        if words[rank]["drawn"] != words[mates[0]]["drawn"]:
+            raise RanksError(
+                f"the ranks differ: rank {rank} has drawn other random numbers than rank {mates[0]} from the same "
+                "state.\n"
+                "  Each draws ahead what the blocks on all devices draw, to know where its own begin.\n"
+                "  Train on devices of one kind, with one version of torch."
+            )
 
 
 def _digest(ends: Sequence[Sequence[RngState]]) -> str:

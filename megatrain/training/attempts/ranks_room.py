@@ -27,7 +27,7 @@ def check_room(ranks: Ranks, setting: Setting, plan: HostPlan, agree: Agree, *, 
         RanksError: If another rank fails.
     """
     state = own_bytes(plan, setting.kind)
-    own = state + sent_bytes(ranks.rank, setting.schedule)
+    own = state + sent_bytes(0 if ranks.host is None else ranks.host.index, setting.schedule)
     held = min(plan.held_bytes, plan.total_bytes)
     words = agree(
         {"own": own, "shared": plan.total_bytes - state, "room": largest_room(setting.schedule), "held": held}

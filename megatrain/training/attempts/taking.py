@@ -85,7 +85,9 @@ class Taking:
         with self._compiled.exclusively("prepare()"), torch.enable_grad(), self._completion.suspended():
             again = partial(self._setup.setting, batches, [{} for _ in batches])
             setting, dealing = again(), self._together.dealing
-            setting = setting if dealing is None else dealing.agreed(setting, again, at)
+            setting = (
+                setting if dealing is None else dealing.tables.agreed(setting, again, self._setup.tables.deal_as, at)
+            )
             self.setting = setting.without_tensors()
         return self.setting
 
@@ -150,7 +152,10 @@ class Taking:
         setting = again()
         if self._takes_shards(setting):
             setting = again()
-        return setting if self._together.dealing is None else self._together.dealing.agreed(setting, again, "a step")
+        dealing = self._together.dealing
+        return (
+            setting if dealing is None else dealing.tables.agreed(setting, again, self._setup.tables.deal_as, "a step")
+        )
 
     def _takes_shards(self, setting: Setting) -> bool:
         """Chooses how weights come to the devices, if `compile` has left that to the first step."""
@@ -167,7 +172,7 @@ class Taking:
             if compiled.across_devices.shards == 1:
                 ranks.copy_whole_weights()
         self._is_way_taken = True
-        self._setup.take_shards(compiled.across_devices.shards)
+        self._setup.tables.take_shards(compiled.across_devices.shards)
         return compiled.across_devices.shards > 1
 
     def _check_room(self, setting: Setting) -> None:

@@ -206,15 +206,15 @@ class Together:
         ranks = self._ranks
         assert ranks is not None
         check_supported(setting, self._compiled, self._optimizers)
-        if self.dealing is not None:
-            self.dealing.check(setting, self._optimizers)
+        if (dealing := self.dealing) is not None:
+            dealing.check(setting, self._optimizers)
         rules = {**self._rules, "the call": "step.time(batch)" if is_timed else "step(batch)"}
         facts = facts_of(executor, self._compiled, self._optimizers, rules, progress)
         if not self._is_compared:
             facts |= values_of(self._compiled, self._optimizers)
         is_random = any(t.is_random for whole in map(whole_of, setting.programs) for t in whole.templates.values())
         changed = self._sharing.told(setting.kind)
-        said = counts.said() if self.dealing is None else {"counts": []}
+        said = counts.said() if dealing is None else dealing.said(counts)
         told = {"digest": _digest(facts), "random": is_random, "changed": changed, **said}
         words = self._tell(ranks, told)
         if len({word["digest"] for word in words}) > 1:
@@ -224,18 +224,18 @@ class Together:
         self._is_compared = True
         self.draws = None
         if any(word["random"] for word in words):
-            numbers = [len(word["counts"]) for word in words]
+            numbers = [word["micro_batches"] for word in words]
             runs = setting.programs, executor.draws, self._compiled.options.device
-            self.draws = draw_ahead(lambda word: self._tell(ranks, word), ranks.rank, numbers, *runs)
+            self.draws = draw_ahead(lambda word: self._tell(ranks, word), ranks, numbers, *runs)
         # Weights in shards come from all ranks of a host: where one runs its forward again, the others wait for ever.
         self._gathers = setting.kind.shards > 1 or setting.kind.is_dealt
-        if self.dealing is not None:
+        if dealing is not None:
             ranks.agreed.set()
         self._stage = _AGREED if self._gathers else _RUNNING_FORWARD
-        return Shares(counts, others=words, rank=ranks.rank) if self.dealing is None else Shares(counts)
+        return Shares(counts, others=words, rank=ranks.rank) if dealing is None else dealing.shares(counts, words)
 
     def of_all(self, batches: list[MicroBatch], at: str = "a step") -> list[MicroBatch]:
-        """The micro-batches that this rank runs: its own, or where blocks are dealt those of all ranks.
+        """The micro-batches that this rank runs: its own, or where blocks are dealt those of all ranks of its host.
 
         Args:
             batches: Its own.

@@ -11,9 +11,9 @@ from megatrain.runtime.streams.events import Aborted
 
 
 def norm_of_all(compiled: Compiled, numbers: Callable[[], Sequence[int]]) -> Meet | None:
-    """Returns what tells all ranks the norms of this rank's gradients, and returns those of all.
+    """Returns what tells the ranks of this host the norms of this rank's gradients, and returns those of all.
 
-    It runs on a thread of the step, and gives up if the step has failed meanwhile.
+    Other hosts have the same gradients. It runs on a thread of the step, and gives up if the step has failed meanwhile.
 
     Args:
         compiled: The model, with its ranks.
@@ -32,6 +32,6 @@ def norm_of_all(compiled: Compiled, numbers: Callable[[], Sequence[int]]) -> Mee
 
     def meet(norms: Sequence[Any], first: tuple[int, int] | None) -> Sequence[Any]:
         own = None if first is None else [numbers()[first[0]], first[1]]
-        return ranks.exchange({"norms": norms, "first": own}, go_on)
+        return ranks.exchange({"norms": norms, "first": own}, go_on, is_of_host=True)
 
     return meet
