@@ -60,6 +60,11 @@ DEALT: dict[str, Scenario] = {
     "no llama": Scenario(SEQUENTIAL, model=bert, rows=LABELLED),
 }
 
+OF_FOUR = ("dropout", "keeping", "lora", "masters", "own function")
+# Four processes take all rows in whole steps of one micro-batch each, if batches have one row.
+ONE_ROW = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 1}
+DEALT |= {f"{name} of four": replace(DEALT[name], options={**DEALT[name].options, **ONE_ROW}) for name in OF_FOUR}
+
 
 def train_dealt(rank: int, name: str, folder: str, training: dict[str, Any], streaming: dict[str, Any]) -> Any:
     """What a process runs: what it leaves, the optimizer's state, and whether it makes the losses."""

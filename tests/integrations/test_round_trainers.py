@@ -10,8 +10,17 @@ import pytest
 from transformers import Trainer as StockTrainer
 
 from tests.comparing import assert_same
-from tests.integrations.round_trainers import DEALT, REFUSED_DEALT, ROUND, refused_dealt, train_alone, train_dealt
+from tests.integrations.round_trainers import (
+    DEALT,
+    OF_FOUR,
+    REFUSED_DEALT,
+    ROUND,
+    refused_dealt,
+    train_alone,
+    train_dealt,
+)
 from tests.integrations.test_several import assert_as_one, trained
+from tests.ranks.hosted import HOSTS, on_hosts
 from tests.ranks.processes import Processes
 from tests.tiers import wide
 
@@ -36,6 +45,13 @@ def three() -> Iterator[Processes]:
     made.close()
 
 
+@pytest.fixture(scope="module")
+def four() -> Iterator[Processes]:
+    made = Processes(4)
+    yield made
+    made.close()
+
+
 def some(names: Any, fast: tuple[str, ...]) -> list[Any]:
     return [name if name in fast else wide(name) for name in names]
 
@@ -55,7 +71,7 @@ def assert_as_alone(found: list[dict[str, Any]], expected: dict[str, Any]) -> No
         assert each["kept"] == (expected["kept"] if each["makes losses"] else [])
 
 
-@pytest.mark.parametrize("name", some([name for name in DEALT if name != "best"], FAST))
+@pytest.mark.parametrize("name", some([n for n in DEALT if n != "best" and "four" not in n], FAST))
 def test_two_processes_with_dealt_blocks_train_with_the_bits_of_one(name: str, two: Processes, tmp_path: Path):
     if name in ("own loss", "keeping") and not hasattr(StockTrainer, "loss_is_scaled_for_ga"):
         pytest.skip("this transformers adds up own losses: more processes with fewer steps aren't the same")
@@ -82,6 +98,23 @@ def test_three_processes_with_dealt_blocks_train_with_the_bits_of_one(name: str,
         assert trained(each) == [pytest.approx(row, rel=3e-7) for row in trained(expected)]
         norms = [[row.get("grad_norm") for row in trained(one)] for one in (each, expected)]
         assert norms[0] == norms[1]
+
+
+@pytest.mark.parametrize("name", some(OF_FOUR, ()))
+def test_processes_of_two_hosts_that_deal_their_blocks_train_with_the_bits_of_one(
+    name: str, four: Processes, tmp_path: Path
+):
+    found = four.run(on_hosts, HOSTS, train_dealt, f"{name} of four", str(tmp_path / "four"), {}, ROUND)
+    for each in found:
+        assert not isinstance(each, BaseException), each
+    expected = train_alone(f"{name} of four", 4, tmp_path / "one")
+    assert_as_one(found, expected)
+    assert [each["makes losses"] for each in found[:2]].count(True) == 1
+    assert [each["makes losses"] for each in found[2:]].count(True) == 1
+    for each in found:
+        assert_same(each["after"], expected["after"])
+    # One process of each host keeps what its trainer's code has made of the micro-batches of this host.
+    assert sorted(kept for each in found for kept in each["kept"]) == sorted(expected["kept"])
 
 
 @pytest.mark.parametrize("name", some(["saved", "saved in bf16"], ()))
