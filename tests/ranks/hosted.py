@@ -47,7 +47,7 @@ def passing(rank: int) -> dict[str, Any]:
     totals: Any = ranks.totals
     channels = {"before": ranks.before, "after": ranks.after, "totals": totals._between}
     return {
-        "place": [ranks.place, kind.ranks, kind.store, kind.devices],
+        "place": [ranks.place, kind.ranks, kind.store, kind.devices, kind.micro_batches],
         "channels": sorted(name for name, channel in channels.items() if isinstance(channel, GlooChannel)),
         "within": totals._within,
         "ops": sorted({op.what for op in step.schedule.ops} & {*"RPGXDV"}),

@@ -135,12 +135,12 @@ def frozen_round(rank: int) -> list[Any]:
     return found
 
 
-def frozen_alone() -> list[Any]:
-    """The same in one process."""
+def frozen_alone(size: int) -> list[Any]:
+    """The same of so many ranks in one process."""
     model = Frozen()
     compiled = megatrain.compile(model, device="cpu")
     step = megatrain.TrainStep(compiled, torch.optim.SGD(model.parameters(), lr=0.1), loss=square, max_grad_norm=0.01)
-    found: list[Any] = [step([stack_batch(10 * n + rank, 2) for rank in range(3)]) for n in range(2)]
+    found: list[Any] = [step([stack_batch(10 * n + rank, 2) for rank in range(size)]) for n in range(2)]
     found += [step.progress.grad_norm, *(p.detach().clone() for p in model.parameters())]
     with torch.no_grad():
         found.append(compiled(stack_batch(7, 2)))

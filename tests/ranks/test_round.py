@@ -134,7 +134,7 @@ def test_a_step_whose_gradients_are_not_finite_is_skipped_by_all(three: Processe
 
 
 def test_ranks_that_train_nothing_take_part_and_calls_see_all_updates(three: Processes):
-    expected = frozen_alone()
+    expected = frozen_alone(3)
     for found in three.run(frozen_round):
         assert not isinstance(found, BaseException), found
         assert_same(expected, found)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 
 import pytest
@@ -30,7 +30,7 @@ from tests.ranks.hosted import (
     ungrouped,
 )
 from tests.ranks.processes import Processes
-from tests.ranks.rounds import ROUND, dying_round
+from tests.ranks.rounds import ROUND, dying_round, frozen_alone, frozen_round
 from tests.ranks.sides import EDITS, Case, resume, resume_here, train
 from tests.ranks.test_parity import assert_parity
 from tests.ranks.timed import timed
@@ -107,6 +107,22 @@ def test_hosts_with_dealt_blocks_train_with_the_bits_of_one_process(name: str, f
     assert_parity((CASES | FURTHER)[name], four)
 
 
+class Exchanged(Case):
+    """One process that has the micro-batches of the second host first."""
+
+    def batches(self, step: int) -> list[list[object]]:
+        """See `Case`."""
+        first, second, *others = super().batches(step)
+        return [*others, first, second]
+
+
+def test_another_order_of_hosts_has_other_bits():
+    case = replace(CASES[TELLING], draws=False)
+    exchanged = Exchanged(**{each.name: getattr(case, each.name) for each in fields(case)})
+    one, other = (train(each, None, None)["masters"] for each in (case, exchanged))
+    assert difference(one, other) is not None
+
+
 @pytest.mark.parametrize("name", [*map(wide, THREE_HOSTS)])
 def test_three_hosts_train_with_the_bits_of_one_process(name: str, six: Processes):
     assert_parity(THREE_HOSTS[name], six)
@@ -114,7 +130,7 @@ def test_three_hosts_train_with_the_bits_of_one_process(name: str, six: Processe
 
 def test_sums_go_from_host_to_host_and_values_stay_on_a_host(four: Processes):
     first, last = (
-        {"place": [place, place, "own", 2], "channels": [channel, "totals"], "within": None, "ops": sorted(ops)}
+        {"place": [place, place, "own", 2, 2], "channels": [channel, "totals"], "within": None, "ops": sorted(ops)}
         for place, channel, ops in (("first", "after", "GXDP"), ("last", "before", "GXDR"))
     )
     assert four.run(on_hosts, HOSTS, passing) == [first, first, last, last]
@@ -128,16 +144,18 @@ def test_hosts_that_would_deal_otherwise_deal_as_the_first_one(four: Processes):
         assert_same({key: expected[key] for key in found}, found, f"rank {rank}")
 
 
-def test_losses_that_draw_have_the_generators_of_one_process(four: Processes):
+@pytest.mark.parametrize("is_right", [*map(wide, (True, False))])
+def test_losses_that_draw_have_the_generators_of_one_process(is_right: bool, four: Processes):
     expected = noisy(None, None)
-    for rank, found in enumerate(four.run(on_hosts, HOSTS, noisy_hosts)):
+    for rank, found in enumerate(four.run(on_hosts, HOSTS, noisy_hosts if is_right else drawing_wrongly)):
         assert not isinstance(found, BaseException), found
-        assert_same({key: expected[key] for key in found}, found, f"rank {rank}")
-    for found in four.run(on_hosts, HOSTS, drawing_wrongly):
-        assert difference(expected["losses"], found["losses"]) is not None
+        if is_right:
+            assert_same({key: expected[key] for key in found}, found, f"rank {rank}")
+        else:
+            assert difference(expected["losses"], found["losses"]) is not None
 
 
-@pytest.mark.parametrize("name", ["stack", wide("tied")])
+@pytest.mark.parametrize("name", [*map(wide, ("stack", "tied"))])
 def test_a_checkpoint_of_two_hosts_goes_on_in_one_process_and_back(name: str, four: Processes, tmp_path: Path):
     case, folder = Case(name, "overlap", DEAL, compile=ROUND, hosts=HOSTS), str(tmp_path / "run")
     assert four.run(resume_here, replace(case, deal=DEAL[:1]), folder, 0, True) == [True] * 4
@@ -152,6 +170,14 @@ def test_a_checkpoint_of_two_hosts_goes_on_in_one_process_and_back(name: str, fo
     for found in four.run(resume_here, case, alone, 2, False):
         assert not isinstance(found, BaseException), found
         assert_same({**expected, "generator": found["generator"]}, found)
+
+
+@pytest.mark.parametrize("hosts", [*map(wide, ("aabb", "aaaa"))])
+def test_ranks_that_train_nothing_take_part_and_calls_see_all_updates(hosts: str, four: Processes):
+    expected = frozen_alone(4)
+    for found in four.run(on_hosts, hosts, frozen_round):
+        assert not isinstance(found, BaseException), found
+        assert_same(expected, found)
 
 
 def test_a_step_whose_gradients_are_not_finite_is_skipped_on_all_hosts(four: Processes):

@@ -288,7 +288,7 @@ class Together:
         return functools.reduce(torch.add, losses)
 
     def check_prepares(self) -> None:
-        """Refuses to prepare a step whose micro-batches are those of other ranks too, with an `ExecuteError`."""
+        """Refuses to prepare a step whose micro-batches are those of all ranks, with an `ExecuteError`."""
         if self.dealing is not None:
             self.refuse("step.prepare", "Take a step: its schedule is there afterwards.")
 
