@@ -51,7 +51,7 @@ def state_after(trainer: Any) -> Any:
 
 
 OF_THREE = {**SEQUENTIAL, "gradient_accumulation_steps": 3}
-DEALT: dict[str, Scenario] = {
+OF_ROUND: dict[str, Scenario] = {
     **SCENARIOS,
     "keeping": Scenario({**SEQUENTIAL, "gradient_accumulation_steps": 2}, rows=RAGGED, kind=Keeping),
     "three micro-batches": Scenario(OF_THREE, rows=RAGGED),
@@ -63,7 +63,9 @@ DEALT: dict[str, Scenario] = {
 OF_FOUR = ("dropout", "keeping", "lora", "masters", "own function")
 # Four processes take all rows in whole steps of one micro-batch each, if batches have one row.
 ONE_ROW = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 1}
-DEALT |= {f"{name} of four": replace(DEALT[name], options={**DEALT[name].options, **ONE_ROW}) for name in OF_FOUR}
+DEALT = OF_ROUND | {
+    f"{name} of four": replace(OF_ROUND[name], options={**OF_ROUND[name].options, **ONE_ROW}) for name in OF_FOUR
+}
 
 
 def train_dealt(rank: int, name: str, folder: str, training: dict[str, Any], streaming: dict[str, Any]) -> Any:

@@ -11,8 +11,8 @@ from transformers import Trainer as StockTrainer
 
 from tests.comparing import assert_same
 from tests.integrations.round_trainers import (
-    DEALT,
     OF_FOUR,
+    OF_ROUND,
     REFUSED_DEALT,
     ROUND,
     refused_dealt,
@@ -71,7 +71,7 @@ def assert_as_alone(found: list[dict[str, Any]], expected: dict[str, Any]) -> No
         assert each["kept"] == (expected["kept"] if each["makes losses"] else [])
 
 
-@pytest.mark.parametrize("name", some([n for n in DEALT if n != "best" and "four" not in n], FAST))
+@pytest.mark.parametrize("name", some([name for name in OF_ROUND if name != "best"], FAST))
 def test_two_processes_with_dealt_blocks_train_with_the_bits_of_one(name: str, two: Processes, tmp_path: Path):
     if name in ("own loss", "keeping") and not hasattr(StockTrainer, "loss_is_scaled_for_ga"):
         pytest.skip("this transformers adds up own losses: more processes with fewer steps aren't the same")
