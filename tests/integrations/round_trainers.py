@@ -50,10 +50,18 @@ def state_after(trainer: Any) -> Any:
     return {"states": states, "groups": groups, "epoch": trainer.lr_scheduler.last_epoch}
 
 
+def cut(rows: Any) -> Any:
+    """A collator whose batches are as long as their longest text."""
+    found = default_data_collator(rows)
+    longest = int(found["attention_mask"].sum(1).max())
+    return {name: tensor[:, :longest] for name, tensor in found.items()}
+
+
 OF_THREE = {**SEQUENTIAL, "gradient_accumulation_steps": 3}
 OF_ROUND: dict[str, Scenario] = {
     **SCENARIOS,
     "keeping": Scenario({**SEQUENTIAL, "gradient_accumulation_steps": 2}, rows=RAGGED, kind=Keeping),
+    "several shapes": Scenario(OF_THREE, rows=RAGGED, more=lambda model: {"data_collator": cut}),
     "three micro-batches": Scenario(OF_THREE, rows=RAGGED),
     "saved in bf16": Scenario(SAVED, rows=RAGGED, streaming={"precision": "bf16"}),
     # Its first forward sets `config.problem_type`, which the next ones read.
@@ -179,6 +187,15 @@ class FailsBehind(Around):
             raise ValueError("a bad loss")
 
 
+class FailsAhead(Around):
+    """Its code fails in the second update, ahead of the call, in the second process."""
+
+    def ahead(self, inputs: Any) -> None:
+        """Fails."""
+        if self.state.global_step == 1 and self.args.process_index == 1:
+            raise ValueError("a bad batch")
+
+
 class IsInterrupted(Around):
     """Ctrl-C comes in its loss."""
 
@@ -230,6 +247,7 @@ REFUSED_DEALT: dict[str, Any] = {
     "own batches": lambda rank: {"kind": KnowsItsOwn, "data_collator": noting},
     "lock": lambda rank: {"kind": HasLock, "data_collator": with_lock, "remove_unused_columns": False},
     "few blocks": lambda rank: {"model": llama(num_hidden_layers=1), "megatrain_block_bytes": "1GB"},
+    "fails ahead": lambda rank: {"kind": FailsAhead},
     "fails behind": lambda rank: {"kind": FailsBehind},
     "interrupted": lambda rank: {"kind": IsInterrupted},
 }

@@ -155,6 +155,7 @@ SAYS = {
     "own batches": "ValueError, 0 updates: a batch of nobody",
     "lock": "ExecuteError, 0 updates: a micro-batch can't be given to other ranks: TypeError: cannot pickle",
     "few blocks": "LowerError, 0 updates: 1 block can't be dealt to 2 devices.",
+    "fails ahead": "ValueError, 1 updates: a bad batch",
     "fails behind": "ValueError, 1 updates: a bad loss",
     "interrupted": "KeyboardInterrupt, 1 updates: ",
 }

@@ -137,11 +137,7 @@ class CodeLosses(FollowingLoss):
         # What travels is what the code was given: the code may take something out of a dictionary.
         told: Any = pytree.tree_map(_copied, (args, kwargs)) if self._is_dealt else (args, kwargs)
         self.waiting.append(waiting := Waiting(0 if self._several is None else self._several.rank, *told))
-        versions = _versions(args, kwargs) if self._is_dealt else []
-        obstacle = self._started(waiting, code, args, kwargs)
-        if obstacle is None and self._is_dealt and versions != _versions(args, kwargs):
-            obstacle = "the code ahead of the call of the model writes into tensors that it is given"
-        return obstacle
+        return self._started(waiting, code, args, kwargs)
 
     def batches(self) -> list[MicroBatch]:
         """The micro-batches that wait."""
@@ -183,7 +179,7 @@ class CodeLosses(FollowingLoss):
 
     def _started(self, waiting: Waiting, code: Code, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
         before, attributes = self.generators(), noted(self._attributes)
-        gradients = gradients_of(self._compiled)
+        gradients, versions = gradients_of(self._compiled), _versions(args, kwargs)
         waiting.code = partial(code, *args, **kwargs)
         behind = nullcontext if self._several is None else self._several.no_collectives
         run = partial(_within, behind, waiting.code) if self._is_dealt else waiting.code
@@ -201,6 +197,8 @@ class CodeLosses(FollowingLoss):
                 obstacle = f"the code ahead of the call of the model changes `{changed[0]}` of the trainer"
         if obstacle is None and self.is_one_of_many and not before.is_same(self.generators()):
             obstacle = "the loss draws random numbers before it calls the model"
+        if obstacle is None and self._is_dealt and versions != _versions(args, kwargs):
+            obstacle = "the code ahead of the call of the model writes into tensors that it is given"
         return obstacle
 
     # -- within a step, and behind it --------------------------------------------------------------------------
@@ -232,7 +230,7 @@ class CodeLosses(FollowingLoss):
             self._several.refuse_apart(reason_of(error), error)
 
     def hear(self, losses: Sequence[torch.Tensor]) -> None:
-        """Takes the losses of all processes, which it has on the device."""
+        """Keeps the losses of all processes, on the device."""
         place = self._compiled.options.device.torch_device
         self.losses = losses if self._several is None else [loss.to(place) for loss in losses]
 
