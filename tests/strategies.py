@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -193,7 +193,11 @@ WRAPPERS: tuple[Callable[[nn.Module], nn.Module], ...] = (Skip, Dead, Halves, Wr
 
 
 @st.composite
-def module_trees(draw: st.DrawFn) -> nn.Module:
+def module_trees(
+    draw: st.DrawFn,
+    leaves: Sequence[Callable[[], nn.Module]] = LEAVES,
+    wrappers: Sequence[Callable[[nn.Module], nn.Module]] = WRAPPERS,
+) -> nn.Module:
     """A module from `[3, WIDTH]` to the same; equal draws have equal weights, and modules may recur in it."""
     made: list[nn.Module] = []
 
@@ -202,9 +206,9 @@ def module_trees(draw: st.DrawFn) -> nn.Module:
         if kind == "shared" and made:
             return draw(st.sampled_from(made))
         if depth == 0 or kind in ("leaf", "shared"):
-            module = draw(st.sampled_from(LEAVES))()
+            module = draw(st.sampled_from(leaves))()
         elif kind == "wrapped":
-            module = draw(st.sampled_from(WRAPPERS))(tree(depth - 1))
+            module = draw(st.sampled_from(wrappers))(tree(depth - 1))
         else:
             members = [tree(depth - 1) for _ in range(draw(st.integers(1, 3)))]
             module = nn.Sequential(*members) if kind == "sequence" else Listed(members)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -17,8 +18,21 @@ import megatrain
 from megatrain.ranks import host
 from megatrain.runtime.streams.stream_set import Chaos
 from tests.comparing import snapshot
+from tests.strategies import WIDTH
 from tests.training.adapters import adapted_llama
-from tests.training.parity import MODES, TASKS, Task, adamw, ids, labelled, listed, sgd, square, stack_batch
+from tests.training.parity import (
+    MODES,
+    TASKS,
+    Task,
+    adamw,
+    generator_of,
+    ids,
+    labelled,
+    listed,
+    sgd,
+    square,
+    stack_batch,
+)
 
 
 class Tied(nn.Module):
@@ -107,6 +121,10 @@ def dropping() -> nn.Module:
 
 def branching_batch(step: int, size: int) -> Any:
     return stack_batch(step, size).abs() * (1 if step % 3 else -1)
+
+
+def wide_batch(step: int, size: int) -> Any:
+    return torch.randn(2 + size, WIDTH, generator=generator_of(step))
 
 
 def branching() -> nn.Module:
@@ -281,7 +299,7 @@ def train(case: Case, group: Any, rank: int | None) -> dict[str, Any]:
     torch.manual_seed(6 + (rank or 0))
     taken = take(case, rank, step, range(len(case.deal)))
     found = {**taken, **state_of(compiled, optimizer, step)}
-    if group is not None and case.compile.get("across_devices") == "shard":
+    if group is not None and case.compile.get("across_devices") == "shard" and case.task != "drawn":
         schedule = step.schedule
         assert (
             (schedule.kind.store == "shared") == (schedule.kind.shards > 1) == ("C" in {op.what for op in schedule.ops})
@@ -289,6 +307,12 @@ def train(case: Case, group: Any, rank: int | None) -> dict[str, Any]:
     if rank:
         assert torch.equal(found.pop("generator"), torch.Generator().manual_seed(6 + rank).get_state())
     return found
+
+
+def train_drawn(rank: int | None, case: Case, model: nn.Module) -> Any:
+    """What a rank runs, or one process, of a case whose task is a model of its own."""
+    OURS[case.task] = Task(lambda: copy.deepcopy(model), wide_batch, square)
+    return train(case, None, None) if rank is None else train_here(rank, case)
 
 
 def train_here(rank: int, case: Case) -> Any:

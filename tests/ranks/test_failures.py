@@ -7,12 +7,15 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 import torch.distributed as dist
 
 import megatrain
+from tests.comparing import assert_same
 from tests.ranks.failing import differing, dying, failing_early, failing_late, failing_op, impossible, saving_alone
 from tests.ranks.processes import Processes
-from tests.ranks.sides import Case, train_here
+from tests.ranks.sides import Case, train_drawn, train_here
+from tests.strategies import Branch, Start, WritesInput
 from tests.tiers import wide
 from tests.training.parity import seeded_stack, stack_batch
 
@@ -97,6 +100,20 @@ def test_a_forward_that_needs_another_capture_is_refused_among_ranks_that_gather
     found = [str(each) for each in three.run(train_here, case)]
     assert any('Start all ranks again with across_devices="replicate", which runs' in text for text in found), found
     assert all("the ranks are no longer at the same step" in text or "failed" in text for text in found), found
+
+
+def test_a_last_block_that_reads_values_trains_with_one_micro_batch_for_each_rank(three: Processes):
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(1)
+        model = Start(Branch(WritesInput()))
+    several, one = (Case("drawn", "deferred", deal) for deal in ([(1, 2, 1)], [(1, 1, 1)] * 3))
+    found = [str(each) for each in three.run(train_drawn, several, model)]
+    assert any("Start all ranks again with one micro-batch for each rank in a step" in text for text in found), found
+    assert all("GuardFailedError: " in text for text in found), found
+    expected = train_drawn(None, one, model)
+    for each in three.run(train_drawn, one, model):
+        assert not isinstance(each, BaseException), each
+        assert_same({name: value for name, value in expected.items() if name in each}, each)
 
 
 @pytest.mark.parametrize("when", [*map(wide, ("loss", "update", "between", "still"))])

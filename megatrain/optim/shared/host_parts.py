@@ -191,12 +191,14 @@ class HostParts:
                 twin = self._store.twins.get(Name(kind, key, what))
                 if twin is not None and isinstance(value, torch.Tensor) and twin.holds(value):
                     state[what] = twin.shared
-        self._masters.move(parameter, self._store.twins[Name(STATE, key)].shared)
+        if (twin := self._store.twins.get(Name(STATE, key))) is not None:  # else it has no elements
+            self._masters.move(parameter, twin.shared)
 
     def _take_back(self, parameters: Iterable[torch.Tensor]) -> None:
         """The reverse. New moments, and those that the update has put in place of others, go where all see them."""
         for parameter in parameters:
-            self._masters.move(parameter, self._store.twins[Name(STATE, self._keys[parameter])].private)
+            if (twin := self._store.twins.get(Name(STATE, self._keys[parameter]))) is not None:
+                self._masters.move(parameter, twin.private)
         for kind, optimizer in self._kinds.items():
             share_moments(self._store, kind, optimizer, {self._keys[p]: p for p in parameters})
 
@@ -220,7 +222,7 @@ def share_moments(store: SharedStore, kind: str, optimizer: Optimizer, parameter
             name = Name(kind, key, what)
             check_moment(optimizer, name, value)
             twin = store.twins.get(name)
-            if value.numel() == 0 or (twin is not None and twin.holds(value)):
+            if twin is not None and twin.holds(value):
                 continue
             if twin is None or not twin.fits(value):
                 new[name] = value

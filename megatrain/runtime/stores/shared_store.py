@@ -133,7 +133,8 @@ class SharedStore:
         with self.host.file.locked():
             items: list[Any] = []
             for name, tensor in tensors.items():
-                offset, start = self.host.file.take(tensor.nbytes)
+                # A tensor without elements has a page, too: moments of a parameter without any are told as all are.
+                offset, start = self.host.file.take(max(tensor.nbytes, tensor.itemsize))
                 nbytes = self.host.file.region_bytes(offset)
                 dtype = str(tensor.dtype).removeprefix("torch.")
                 items.append([*name, offset, nbytes, start, dtype, list(tensor.shape), list(tensor.stride())])
@@ -185,7 +186,7 @@ class SharedStore:
         region, kind = self.host.file.region(offset, nbytes), getattr(torch, dtype)
         arena = self._arenas.setdefault(offset, HostArena.over(region.private))
         shape, stride = tuple(shape), tuple(stride)
-        end = start + kind.itemsize * torch.Size(shape).numel()
+        end = start + kind.itemsize * max(1, torch.Size(shape).numel())
 
         def over(bytes_: torch.Tensor) -> torch.Tensor:
             return bytes_.view(kind).as_strided(shape, stride)
@@ -201,6 +202,10 @@ class SharedStore:
             self._words[key] = torch.frombuffer(memoryview(pages)[at : at + _WORDS * 8], dtype=torch.int64)
 
     # -- who updates what ------------------------------------------------------------------------------------
+
+    def is_updated_here(self, key: str) -> bool:
+        """Whether the ranks of this host have agreed to update a parameter."""
+        return key in self._words
 
     def claim(self, keys: Iterable[str]) -> list[str]:
         """Claims parameters for the present update; returns those that no rank has claimed or updated."""

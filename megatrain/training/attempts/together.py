@@ -39,6 +39,11 @@ from megatrain.training.shares import Counts, Shares
 
 # The stages of an attempt: before its first meeting, before the second, and from then on.
 _MEETING, _RUNNING_FORWARD, _AGREED = "meeting", "forward", "agreed"
+# How to train where a forward had to run again too late. The last block runs each micro-batch forward and backward.
+_WAYS_OUT = {
+    True: ' with across_devices="replicate", which runs a forward again where need be',
+    False: " with one micro-batch for each rank in a step, or compute with tensors what the last block's code decides",
+}
 
 
 class AgainError(Exception):
@@ -138,8 +143,7 @@ class Together:
             return  # it was said in a meeting, in which all ranks were
         if found is None:
             ranks.announce(words_of(error))
-        is_forward = self._gathers and isinstance(error, GuardFailedError)
-        way = ' with across_devices="replicate", which runs a forward again where need be' if is_forward else ""
+        way = _WAYS_OUT[self._gathers] if isinstance(error, GuardFailedError) else ""
         boundary.broken = (
             "the ranks are no longer at the same step, because one of them failed in the middle of one.\n"
             f"  {words_of(error)}\n"
@@ -235,12 +239,7 @@ class Together:
         return Shares(counts, others=words, rank=ranks.rank) if dealing is None else dealing.shares(counts, words)
 
     def of_all(self, batches: list[MicroBatch], at: str = "a step") -> list[MicroBatch]:
-        """The micro-batches that this rank runs: its own, or where blocks are dealt those of all ranks of its host.
-
-        Args:
-            batches: Its own.
-            at: The call in which all ranks are, in words.
-        """
+        """What this rank runs, in a call: its own micro-batches, or where blocks are dealt those of all ranks here."""
         return batches if self.dealing is None else self.dealing.of_all(batches, at)
 
     def vote(self) -> None:

@@ -1,0 +1,125 @@
+"""Random models, divided at random among ranks, devices and hosts under chaos, against one process."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from hypothesis import event, given
+from hypothesis import strategies as st
+from torch import nn
+
+from megatrain.errors import MegatrainError
+from tests.comparing import assert_same
+from tests.draws import draws
+from tests.ranks.processes import Processes
+from tests.ranks.sides import MODES, Case, train_drawn
+from tests.strategies import (
+    WIDTH,
+    Branch,
+    Dead,
+    Frozen,
+    Halves,
+    NoGrad,
+    Odd,
+    Skip,
+    WritesInput,
+    WritesView,
+    module_trees,
+)
+
+# Without buffers that a forward writes and parts that can't be captured: several ranks refuse these.
+LEAVES = (
+    lambda: nn.Linear(WIDTH, WIDTH),
+    lambda: nn.Linear(WIDTH, WIDTH, bias=False),
+    lambda: nn.Sequential(nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH), nn.GELU()),
+    lambda: nn.Dropout(0.3),
+    lambda: nn.ReLU(inplace=True),
+    nn.Tanh,
+    WritesInput,
+    Frozen,
+    Odd,
+)
+WRAPPERS = (Skip, Dead, Halves, WritesView, NoGrad, Branch)
+# How blocks are divided, and the host of each rank.
+WAYS: Mapping[str, tuple[str, ...]] = {
+    "replicate": ("aa", "aaa", "aab", "abab", "aabb", "abc"),
+    "shard": ("aa", "aaa", "aabb", "aab"),
+    "round": ("aa", "aaa", "aaaa", "aabb"),
+}
+# What ranks can't do, and say so: micro-batches that run other layers, on one rank or
+# on several, and values that are read too late.
+ALWAYS = (
+    "differs from micro-batch 0",
+    "the ranks differ: what block",
+    "the ranks are no longer at the same step",
+)
+REFUSED = {
+    "replicate": ALWAYS,
+    "shard": ALWAYS,
+    "round": (
+        *ALWAYS,
+        "Python code reads values of the forward, and the blocks are dealt to devices",
+        "can't be dealt to",
+        "the model returns `",
+    ),
+}
+
+
+@st.composite
+def trainings(draw: st.DrawFn) -> tuple[nn.Module, Case]:
+    """A model, and how it is trained for two steps."""
+    way = draw(st.sampled_from(sorted(WAYS)))
+    # Blocks that read values aren't dealt; of so few parts there may be fewer blocks than devices.
+    wrappers, least = (WRAPPERS[:-1], 3) if way == "round" else (WRAPPERS, 1)
+    parts = st.lists(module_trees(leaves=LEAVES, wrappers=wrappers), min_size=least, max_size=least + 1)
+    model = nn.Sequential(*draw(parts))
+    hosts = draw(st.sampled_from(WAYS[way]))
+    counts = st.tuples(*[st.integers(1, 2)] * len(hosts))
+    compile: dict[str, Any] = {
+        "across_devices": way,
+        "transfer": draw(st.sampled_from(["auto", "copy"])),
+        "precision": draw(st.sampled_from(["fp32", "bf16"])),
+        "activations": draw(st.sampled_from(["auto", "recompute", "offload"])),
+    }
+    if way == "shard":
+        compile["transfer"] = "auto"
+    if way == "round":
+        compile["block_bytes"] = draw(st.sampled_from([None, 1, 40, 100]))
+    return model, Case(
+        "drawn",
+        draw(st.sampled_from(sorted(MODES))),
+        [draw(counts), draw(counts)],
+        optimizer=draw(st.sampled_from(["adamw", "sgd"])),
+        compile=compile,
+        is_weighted=draw(st.booleans()),
+        draws=draw(st.booleans()),
+        chaos=draw(st.none() | st.integers(0, 999)),
+        hosts=hosts,
+    )
+
+
+def outcome(model: nn.Module, case: Case) -> Any:
+    try:
+        return train_drawn(None, case, model)
+    except (MegatrainError, RuntimeError) as error:
+        return error
+
+
+@given(training=trainings())
+@draws(60, usual=6)
+def test_ranks_train_random_models_with_the_bits_of_one_process(training: tuple[nn.Module, Case], four: Processes):
+    model, case = training
+    expected = outcome(model, case)
+    found = four.run(train_drawn, case, model)[: len(case.hosts or "")]
+    way = case.compile["across_devices"]
+    if isinstance(expected, BaseException) or any(isinstance(each, BaseException) for each in found):
+        event(f"{way}: refused")
+        said = [f"{type(each).__name__}: {each}" if isinstance(each, BaseException) else "" for each in found]
+        assert all(isinstance(each, MegatrainError | RuntimeError) for each in found), said
+        if not isinstance(expected, BaseException):
+            assert any(text in each for text in REFUSED[way] for each in said), said
+        return
+    event(f"{way}: the same bits")
+    for rank, each in enumerate(found):
+        assert_same({name: value for name, value in expected.items() if name in each}, each, f"rank {rank}")
