@@ -107,7 +107,7 @@ def outcome(model: nn.Module, case: Case) -> Any:
 
 
 @given(training=trainings())
-@draws(60, usual=6)
+@draws(60, usual=4)
 def test_ranks_train_random_models_with_the_bits_of_one_process(training: tuple[nn.Module, Case], four: Processes):
     model, case = training
     expected = outcome(model, case)
