@@ -106,7 +106,7 @@ def test_a_last_block_that_reads_values_trains_with_one_micro_batch_for_each_ran
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(1)
         model = Start(Branch(WritesInput()))
-    several, one = (Case("drawn", "deferred", deal) for deal in ([(1, 2, 1)], [(1, 1, 1)] * 3))
+    several, one = (Case("drawn", "deferred", deal) for deal in ([(1, 2, 1)] * 4, [(1, 1, 1)] * 4))
     found = [str(each) for each in three.run(train_drawn, several, model)]
     assert any("Start all ranks again with one micro-batch for each rank in a step" in text for text in found), found
     assert all("GuardFailedError: " in text for text in found), found
