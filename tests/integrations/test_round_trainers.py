@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +21,7 @@ from tests.integrations.round_trainers import (
 from tests.integrations.test_several import assert_as_one, trained
 from tests.ranks.hosted import HOSTS, on_hosts
 from tests.ranks.processes import Processes
+from tests.ranks.shared_processes import processes_fixture
 from tests.tiers import wide
 
 pytestmark = [
@@ -31,25 +31,9 @@ pytestmark = [
 FAST = ("keeping", "three micro-batches")
 
 
-@pytest.fixture(scope="module")
-def two() -> Iterator[Processes]:
-    made = Processes(2)
-    yield made
-    made.close()
-
-
-@pytest.fixture(scope="module")
-def three() -> Iterator[Processes]:
-    made = Processes(3)
-    yield made
-    made.close()
-
-
-@pytest.fixture(scope="module")
-def four() -> Iterator[Processes]:
-    made = Processes(4)
-    yield made
-    made.close()
+two = processes_fixture(2)
+three = processes_fixture(3)
+four = processes_fixture(4)
 
 
 def some(names: Any, fast: tuple[str, ...]) -> list[Any]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -28,6 +27,7 @@ from tests.integrations.several_refused import (
     without_cpu_here,
 )
 from tests.ranks.processes import Processes
+from tests.ranks.shared_processes import processes_fixture
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore"),  # what these libraries warn of is theirs
@@ -37,18 +37,8 @@ FAST = ("accumulated", "dropout")
 USERS = pytest.mark.users
 
 
-@pytest.fixture(scope="module")
-def two() -> Iterator[Processes]:
-    made = Processes(2)
-    yield made
-    made.close()
-
-
-@pytest.fixture(scope="module")
-def three() -> Iterator[Processes]:
-    made = Processes(3)
-    yield made
-    made.close()
+two = processes_fixture(2)
+three = processes_fixture(3)
 
 
 def some(names: Any, fast: tuple[str, ...]) -> list[Any]:

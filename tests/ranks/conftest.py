@@ -2,48 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 
-from tests.ranks.processes import Processes
-from tests.simulated_device.loading import unavailable
+from tests.ranks.shared_processes import processes_fixture
 
-
-@pytest.fixture(scope="package")
-def three() -> Iterator[Processes]:
-    made = Processes(3)
-    yield made
-    made.close()
-
-
-@pytest.fixture(scope="module")
-def four() -> Iterator[Processes]:
-    made = Processes(4)
-    yield made
-    made.close()
-
-
-@pytest.fixture(scope="module")
-def devices() -> Iterator[Processes]:
-    """Three, each with a simulated device."""
-    reason = unavailable()
-    if reason is not None:
-        pytest.skip(reason)
-    made = Processes(3, simulated=True)
-    yield made
-    made.close()
-
-
-@pytest.fixture(scope="module")
-def four_devices() -> Iterator[Processes]:
-    """Four of them."""
-    reason = unavailable()
-    if reason is not None:
-        pytest.skip(reason)
-    made = Processes(4, simulated=True)
-    yield made
-    made.close()
+three = processes_fixture(3, "package")
+four = processes_fixture(4)
+devices = processes_fixture(3, simulated=True)
+four_devices = processes_fixture(4, simulated=True)
 
 
 @pytest.fixture(autouse=True)

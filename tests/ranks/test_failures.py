@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -14,17 +13,13 @@ import megatrain
 from tests.comparing import assert_same
 from tests.ranks.failing import differing, dying, failing_early, failing_late, failing_op, impossible, saving_alone
 from tests.ranks.processes import Processes
+from tests.ranks.shared_processes import processes_fixture
 from tests.ranks.sides import Case, train_drawn, train_here
 from tests.strategies import Branch, Start, WritesInput
 from tests.tiers import wide
 from tests.training.parity import seeded_stack, stack_batch
 
-
-@pytest.fixture
-def processes() -> Iterator[Processes]:
-    made = Processes(3)
-    yield made
-    made.close()
+processes = processes_fixture(3, "function")
 
 
 # -- what differs --------------------------------------------------------------------------------------------

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from itertools import product
 from pathlib import Path
 
@@ -30,6 +29,7 @@ from tests.ranks.rounds import (
     preparing_round,
     refused_rounds,
 )
+from tests.ranks.shared_processes import processes_fixture
 from tests.ranks.sides import EDITS, Case, resume, resume_here, train
 from tests.ranks.test_parity import THREE, TWO, assert_parity
 from tests.ranks.timed import timed
@@ -74,11 +74,7 @@ FOUR = {
 }
 
 
-@pytest.fixture
-def processes() -> Iterator[Processes]:
-    made = Processes(3)
-    yield made
-    made.close()
+processes = processes_fixture(3, "function")
 
 
 @pytest.mark.parametrize("name", CASES)

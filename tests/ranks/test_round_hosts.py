@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import fields, replace
 from pathlib import Path
 
@@ -31,6 +30,7 @@ from tests.ranks.hosted import (
 )
 from tests.ranks.processes import Processes
 from tests.ranks.rounds import ROUND, dying_round, frozen_alone, frozen_round
+from tests.ranks.shared_processes import processes_fixture
 from tests.ranks.sides import EDITS, Case, resume, resume_here, train
 from tests.ranks.test_parity import assert_parity
 from tests.ranks.timed import timed
@@ -88,18 +88,8 @@ THREE_HOSTS = {
 }
 
 
-@pytest.fixture
-def processes() -> Iterator[Processes]:
-    made = Processes(4)
-    yield made
-    made.close()
-
-
-@pytest.fixture(scope="module")
-def six() -> Iterator[Processes]:
-    made = Processes(6)
-    yield made
-    made.close()
+processes = processes_fixture(4, "function")
+six = processes_fixture(6)
 
 
 @pytest.mark.parametrize("name", [name if name == TELLING else wide(name) for name in CASES | FURTHER])
