@@ -121,6 +121,7 @@ def test_a_run_with_dealt_blocks_goes_on_with_and_without_them(name: str, two: P
 
 APART = "so an update isn't one training step, as it must be in several processes."
 AHEAD = "ExecuteError, 0 updates: the code ahead of the call of the model "
+CALLS = "ExecuteError, 0 updates: the code ahead of the call gives the model"
 EXCHANGES = "ExecuteError, 0 updates: the loss exchanges values with other processes (allgather), and the blocks"
 SAYS = {
     "callback": "ExecuteError, 0 updates: the callback Looks may read gradients before the optimizer's step, so",
@@ -132,8 +133,8 @@ SAYS = {
     "twice": f"ExecuteError, 0 updates: the loss calls the model more than once, {APART}",
     "gathers": f"{EXCHANGES} are dealt to devices.",
     "gathers ahead": f"{EXCHANGES} are dealt to devices.",
-    "other words": f"{AHEAD}gives it another `input_ids` for a micro-batch of rank ",
-    "other arguments": f"{AHEAD}gives it other arguments for a micro-batch of rank ",
+    "other words": f"{CALLS} another `input_ids` for a micro-batch of rank ",
+    "other arguments": f"{CALLS} other arguments for a micro-batch of rank ",
     "writes": f"{AHEAD}writes into tensors that it is given, {APART}",
     "counts": f"{AHEAD}changes `calls` of the trainer, {APART}",
     "own batches": "ValueError, 0 updates: a batch of nobody",

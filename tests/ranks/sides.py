@@ -299,6 +299,7 @@ def train(case: Case, group: Any, rank: int | None) -> dict[str, Any]:
     torch.manual_seed(6 + (rank or 0))
     taken = take(case, rank, step, range(len(case.deal)))
     found = {**taken, **state_of(compiled, optimizer, step)}
+    # A drawn model may have no block that is large enough to be divided.
     if group is not None and case.compile.get("across_devices") == "shard" and case.task != "drawn":
         schedule = step.schedule
         assert (

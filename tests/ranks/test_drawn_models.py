@@ -52,7 +52,7 @@ WAYS: Mapping[str, tuple[str, ...]] = {
 ALWAYS = (
     "differs from micro-batch 0",
     "the ranks differ: what block",
-    "the ranks are no longer at the same step",
+    "GuardFailedError: ",
 )
 REFUSED = {
     "replicate": ALWAYS,

@@ -5,10 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+import pytest
 from hypothesis import strategies as st
 
+from megatrain.errors import ScheduleError
 from megatrain.ranks.legs import Crossing, Leg, Travelling, legs_of
 from megatrain.scheduler.builder.build import build
+from megatrain.scheduler.check.schedule_rules import check_waits
 from megatrain.scheduler.schedule import Schedule
 from megatrain.scheduler.step_kind import StepKind
 from megatrain.scheduler.workload import ValueWork, Workload
@@ -113,3 +116,22 @@ def schedules(whole: Workload, devices: Sequence[int], kind: StepKind, **options
         for d in range(max(devices) + 1)
     ]
     return [build(work, of, **options) for work, of in zip(dealt(whole, devices), kinds, strict=True)]  # pyright: ignore[reportArgumentType]
+
+
+def needed_waits(schedule: Schedule, kinds: str) -> int:
+    """Drops each wait of and for ops of some kinds: the checker refuses each such schedule.
+
+    Returns:
+        How many there were.
+    """
+    full, count = schedule.waits(), 0
+    for position, before in full.items():
+        for wait in before:
+            ops = [schedule.ticks[p.tick][p.stream].what for p in (position, wait)]
+            if not set(ops) & set(kinds):
+                continue
+            rest = {p: tuple(w for w in b if (p, w) != (position, wait)) for p, b in full.items()}
+            with pytest.raises(ScheduleError):
+                check_waits(schedule, schedule.known_workload(), rest)
+            count += 1
+    return count

@@ -170,7 +170,7 @@ class CodeLosses(FollowingLoss):
         difference = difference_between(self._compiled.model, (batch.args, dict(batch.kwargs)), paused.call)
         if difference is not None:
             raise ExecuteError(
-                f"the code ahead of the call of the model gives it {difference} for a micro-batch of rank "
+                f"the code ahead of the call gives the model {difference} for a micro-batch of rank "
                 f"{waiting.rank} here than there.\n"
                 '  With across_devices="round" one process makes the losses of all micro-batches, by its own code.\n'
                 "  Let that code depend on what it is given alone, not on the process, the clock or random numbers.\n"

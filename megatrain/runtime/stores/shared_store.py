@@ -203,8 +203,8 @@ class SharedStore:
 
     # -- who updates what ------------------------------------------------------------------------------------
 
-    def is_updated_here(self, key: str) -> bool:
-        """Whether the ranks of this host have agreed to update a parameter."""
+    def counts_updates(self, key: str) -> bool:
+        """Whether the store counts the updates of a parameter."""
         return key in self._words
 
     def claim(self, keys: Iterable[str]) -> list[str]:

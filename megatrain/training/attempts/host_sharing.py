@@ -154,7 +154,7 @@ class HostSharing:
         lows = {Name(LOW, key): low for key, low in masters.lows().items() if key in self._places}
         places = {Name(STATE, key): view for key, view in self._places.items()}
         # Parameters without elements have no memory, but one rank updates their moments (the number of steps).
-        empty = [key for key, p in parameters.items() if p.numel() == 0 and not self._store.is_updated_here(key)]
+        empty = [key for key, p in parameters.items() if p.numel() == 0 and not self._store.counts_updates(key)]
         if places:
             self._store.place({**places, **lows}, [*(key for key in self._places if key in parameters), *empty])
         for name in self._written:
