@@ -145,12 +145,13 @@ class Plan(PlannedStep):
             link: Bytes that a device gets from the others of its host in a second, over links such as NVLink; then the
                 weights come in shards if that takes less time. `"none"` if there are no such links; None is what the
                 machine has.
-            across_devices: `"auto"`: weights come whole or in shards, whichever takes less time. `"round"`: each host
-                deals the blocks to its devices, as with the option of `compile`.
+            across_devices: `"replicate"`, `"shard"` or `"round"`, as the option of `compile`. `"auto"`: the one with
+                the shortest step of those that a host can hold and feed; shards only where devices have links.
 
         Raises:
             OptionError: If the plan has no machine, or can't be planned again; if hosts can't have as many
-                devices; if one host has a network; or if each has one device, and a link.
+                devices; if one host has a network; if each has one device, and a link; or if weights can't come in
+                shards.
             ScheduleError: If a rank's step doesn't fit its device.
             ExecuteError: If it doesn't fit the host.
             LowerError: If the blocks can't be dealt to so many devices.

@@ -14,7 +14,7 @@ from megatrain.hardware.hardware import Hardware
 from megatrain.hardware.presets import PRESETS
 from megatrain.options import COMPILE, PRECISION
 from megatrain.planning.model_sizes import DEPTH, LORA, MICRO_BATCH, SEQUENCE
-from megatrain.planning.what_if.several_devices import ACROSS, LINK, MOST_DEVICES, ROUND
+from megatrain.planning.what_if.several_devices import ACROSS, LINK, MOST_DEVICES, NO_LINK, ROUND
 from megatrain.planning.what_if.variation import Spelling, size
 from megatrain.scheduler.builder.build import STEP
 from megatrain.sizes import SIZE
@@ -88,7 +88,8 @@ class SizingOptions:
         network: Bytes that go from one host to another in a second, each way; None is 200 Gbit/s.
         link: Bytes that a device gets from the others of its host in a second, over links such as NVLink; `"none"` if
             there are none, None is what the machine has.
-        across_devices: How the work is divided among the devices: `"auto"` or `"round"`; as for a plan.
+        across_devices: How the work is divided among the devices: `"auto"`, `"replicate"`, `"shard"` or `"round"`; as
+            for a plan.
         host_bandwidth: Bytes a second that the host's memory reads and writes; None is that of the machine.
         lora: Rank of adapters; 0 trains all weights.
         optimizer: A class of torch.optim, in small letters.
@@ -192,12 +193,33 @@ class SizingOptions:
                 "--link without --devices says nothing.\n  It is what a device gets from the others of its host.\n"
                 "  Give --devices as well, or leave out --link."
             )
-        if self.across_devices == ROUND and (self.devices == 1 or self.link is not None):
+        self._check_across_devices()
+
+    def _check_across_devices(self) -> None:
+        """Refuses ways to divide the work among devices that aren't there.
+
+        Raises:
+            OptionError: Naming the options.
+        """
+        way = self.across_devices
+        if way in ("shard", ROUND) and self.devices == 1:
             raise OptionError(
-                f"--across-devices round with --devices {self.devices} and --link {self.link or 'left out'} is "
-                "impossible.\n"
-                "  Blocks are dealt to several devices of a host; what crosses goes through its memory.\n"
-                "  Give --devices 2 or more, and leave out --link."
+                f"--across-devices {way} with --devices 1 is impossible.\n"
+                "  Weights are divided among several devices of a host.\n"
+                "  Give --devices 2 or more, or leave out --across-devices."
+            )
+        if way == ROUND and self.link is not None:
+            raise OptionError(
+                f"--across-devices round with --link {self.link} is impossible.\n"
+                "  What crosses from one device to another goes through the host's memory.\n"
+                "  Leave out one of them."
+            )
+        has_links = self.link not in (None, NO_LINK)
+        if way == "shard" and not has_links and (self.link or PRESETS[str(self.hardware)].peers is None):
+            raise OptionError(
+                f"--across-devices shard with --link {self.link or 'left out'} and {self.hardware} is impossible.\n"
+                "  Each device copies a part of the weights, and gathers the rest over links such as NVLink.\n"
+                "  Give --link 400GB, say, or leave out one of them."
             )
 
     @property

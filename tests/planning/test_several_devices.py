@@ -17,7 +17,7 @@ from megatrain.planning.what_if.several_devices import DevicesPlan, _on_devices,
 from megatrain.reporting.ranks_figures import figures_of_plan
 from megatrain.scheduler.timing.dealt_waits import waits_of
 from megatrain.scheduler.timing.rank_waits import books_of_ranks
-from megatrain.scheduler.timing.simulate_devices import ONE_HOST, simulate_devices
+from megatrain.scheduler.timing.simulate_devices import ONE_HOST, Hosts, simulate_devices
 
 # Copies and updates take no time, so that the order of sums is all that ranks wait for.
 ONLY_COMPUTE = Hardware(1e30, 1e30, 1e9)
@@ -29,11 +29,16 @@ def planned(machine: Hardware, num_layers: int = 4, **options: object) -> megatr
     return megatrain.plan(model, torch.zeros(32, 64), **asked)  # type: ignore[arg-type]
 
 
+def replicated(plan: megatrain.Plan, number: int, hosts: Hosts = ONE_HOST, link: str | None = None) -> DevicesPlan:
+    """Each device streams all weights."""
+    return on_devices(plan, number, hosts, link, "replicate")
+
+
 @pytest.mark.parametrize("number", [2, 3, 5])
 @pytest.mark.parametrize("micro_batches", [1, 2, 4])
 def test_a_rank_is_further_micro_batches_of_one_block_behind_the_one_before_it(number: int, micro_batches: int):
     plan = planned(ONLY_COMPUTE, micro_batches=micro_batches)
-    found = on_devices(plan, number)
+    found = replicated(plan, number)
     simulation = plan.simulation
     assert simulation is not None
     # A rank's first micro-batch waits for nobody; its second waits for the last one of the rank before.
@@ -45,10 +50,10 @@ def test_a_rank_is_further_micro_batches_of_one_block_behind_the_one_before_it(n
 
 def test_links_are_each_rank_s_own_and_the_host_s_memory_is_all_of_theirs():
     slow_links = Hardware(1e6, 1e6, 1e15)
-    alone, both = (on_devices(planned(slow_links, 12), number).step_s for number in (2, 4))
+    alone, both = (replicated(planned(slow_links, 12), number).step_s for number in (2, 4))
     assert both < 1.5 * alone
     shared = replace(slow_links, host_bytes_per_s=1e6)
-    found = {number: on_devices(planned(shared, 12), number) for number in (2, 4)}
+    found = {number: replicated(planned(shared, 12), number) for number in (2, 4)}
     for number, each in found.items():
         assert each.step_s >= each.simulation.host_s * (1 - 1e-9)
         assert each.simulation.host_bytes > number * 2 * plan_bytes(planned(shared, 12))
@@ -68,7 +73,7 @@ def several_devices_error(several: DevicesPlan) -> ScheduleError:
 def test_a_host_that_feeds_fewer_devices_is_named_with_its_figure():
     machine = Hardware(1e9, 1e9, 1e9, host_bytes_per_s=2e8)
     plan = planned(machine)
-    several = on_devices(plan, 8)
+    several = replicated(plan, 8)
     with pytest.raises(ScheduleError, match=r"the host's memory can't feed 8 devices: copies and updates take .* "):
         several.check()
     assert "  Of these devices each streams all weights, and gradients go" in str(several_devices_error(several))
@@ -78,7 +83,7 @@ def test_a_host_that_feeds_fewer_devices_is_named_with_its_figure():
     assert "each copies 1/8 of all weights and gathers the rest at 2.00 GiB/s, and gradients go" in text
     assert "(link)" not in text
     fed = replace(machine, host_bytes_per_s=1e15)
-    found = on_devices(planned(fed), 8)
+    found = replicated(planned(fed), 8)
     found.check()
     assert "devices: 8 of one host, each streams all weights (replicate); predicted" in str(found)
     assert f"{found.efficiency:.2f} of what as many devices alone would do" in str(found)
@@ -87,7 +92,7 @@ def test_a_host_that_feeds_fewer_devices_is_named_with_its_figure():
 def test_no_wait_of_another_rank_is_left_out():
     """Each rank's step alone is shorter than that of all of them, and the step is at least what the chain takes."""
     machine = Hardware(1e7, 1e7, 1e9, host_bytes_per_s=1e8)
-    found = on_devices(planned(machine, 6), 4)
+    found = replicated(planned(machine, 6), 4)
     alone = [each.schedule.simulate(machine).step_s for each in found.ranks]
     assert found.step_s > max(alone)
     tables = [each.schedule for each in found.ranks]
@@ -100,7 +105,8 @@ def test_no_wait_of_another_rank_is_left_out():
 def test_a_network_between_hosts_is_waited_for():
     machine = Hardware(1e7, 1e7, 1e12, host_bytes_per_s=1e12)
     plan = planned(machine, 6)
-    near, fast, slow = plan.on_devices(4), plan.on_devices(4, 2, "1TB"), plan.on_devices(4, 2, "10kB")
+    near = replicated(plan, 4)
+    fast, slow = (replicated(plan, 4, hosts_of(2, network)) for network in ("1TB", "10kB"))
     assert "devices: 4 of one host, each" in str(near)
     assert "devices: 2 of each of 2 hosts, 9.77 KiB/s between them" in str(slow)
     assert fast.step_s == pytest.approx(near.step_s, rel=0.01)
@@ -121,11 +127,11 @@ def test_a_plan_without_a_machine_has_no_seconds():
     model = nn.Linear(4, 4)
     plan = megatrain.plan(model, torch.zeros(2, 4), optimizer="SGD")
     with pytest.raises(MegatrainError, match="it has no machine"):
-        on_devices(plan, 2)
+        replicated(plan, 2)
 
 
 def test_the_plan_says_tokens_of_all():
-    found = on_devices(planned(ONLY_COMPUTE), 2)
+    found = replicated(planned(ONLY_COMPUTE), 2)
     assert isinstance(found, DevicesPlan)
     assert found.tokens_per_s is None
 
@@ -134,10 +140,11 @@ def test_devices_with_links_get_weights_in_shards_where_that_is_faster():
     # Copies of weights hold the step up: each device brings a quarter of them, and links are no limit.
     slow = Hardware(1e6, 1e9, 1e12, host_bytes_per_s=1e12)
     plan = planned(slow, 12, micro_batches=1)
-    whole, linked, useless = plan.on_devices(4), plan.on_devices(4, link="1TB"), plan.on_devices(4, link="1kB")
-    assert [each.across_devices for each in (whole, linked, useless)] == ["replicate", "shard", "replicate"]
+    whole, dealt, linked, useless = replicated(plan, 4), *(plan.on_devices(4, link=x) for x in ("none", "1TB", "1kB"))
+    ways = [each.across_devices for each in (whole, dealt, linked, useless)]
+    assert ways == ["replicate", "round", "shard", "round"]
     assert "4 of one host, each copies 1/4 of all weights and gathers the rest at 931.32 GiB/s (shard)" in str(linked)
-    assert useless.step_s == whole.step_s > linked.step_s
+    assert whole.step_s > useless.step_s == dealt.step_s > linked.step_s
     busy = [each.simulation.busy["h2d"] * each.step_s for each in (whole, linked)]
     assert busy[1] < busy[0] / 2
     assert whole.simulation.host_bytes > linked.simulation.host_bytes
@@ -167,7 +174,7 @@ def test_a_link_is_between_devices_of_a_host():
 @pytest.mark.parametrize("number", [2, 4])
 def test_ranks_of_a_host_share_one_copy_of_what_is_updated(number: int):
     plan = planned(ONLY_COMPUTE, max_grad_norm=1.0, optimizer="AdamW")
-    found, alone = on_devices(plan, number), plan.host
+    found, alone = replicated(plan, number), plan.host
     largest = 4 * (64 * 64 + 64)  # the gradients of a layer
     shared = sum(map(alone.bytes_of, ("parameters", "AdamW", "gradients")))
     assert found.host.shared_bytes == shared >= 4 * 4 * largest
@@ -180,7 +187,7 @@ def test_ranks_of_a_host_share_one_copy_of_what_is_updated(number: int):
 
 
 def test_gradients_that_leave_at_once_are_each_rank_s_own():
-    found = on_devices(planned(ONLY_COMPUTE, optimizer="AdamW"), 3)
+    found = replicated(planned(ONLY_COMPUTE, optimizer="AdamW"), 3)
     gradients = [each.host.bytes_of("gradients") for each in found.ranks]
     assert min(gradients) > 0
     assert found.host.own_bytes >= max(gradients)
@@ -190,7 +197,7 @@ def test_gradients_that_leave_at_once_are_each_rank_s_own():
 
 def test_two_hosts_have_a_copy_each():
     plan = planned(ONLY_COMPUTE, max_grad_norm=1.0)
-    one, two = on_devices(plan, 4), on_devices(plan, 4, hosts_of(2, None))
+    one, two = replicated(plan, 4), replicated(plan, 4, hosts_of(2, None))
     assert two.host.num_ranks == 2
     assert two.host.shared_bytes == one.host.shared_bytes
     assert two.host.total_bytes < one.host.total_bytes
@@ -199,7 +206,7 @@ def test_two_hosts_have_a_copy_each():
 def test_ranks_with_rounded_masters_share_nothing_and_make_all_updates():
     machine = Hardware(1e9, 1e9, 1e12, host_bytes_per_s=1e6)
     rounded, exact = (
-        on_devices(planned(machine, optimizer="AdamW", precision="bf16", masters=masters), 2, link=link)
+        replicated(planned(machine, optimizer="AdamW", precision="bf16", masters=masters), 2, link=link)
         for masters, link in (("rounded", "1TB"), ("exact", None))
     )
     assert rounded.host.shared_bytes == 0
@@ -211,11 +218,11 @@ def test_ranks_with_rounded_masters_share_nothing_and_make_all_updates():
 
 def test_ranks_that_need_more_memory_than_their_host_has_are_refused():
     plan = planned(ONLY_COMPUTE, max_grad_norm=1.0, optimizer="AdamW")
-    needed = on_devices(plan, 4).host.total_bytes
+    needed = replicated(plan, 4).host.total_bytes
     enough, short = (replace(plan, host_memory=nbytes) for nbytes in (needed, needed - 1))
-    on_devices(enough, 4).check()
+    replicated(enough, 4).check()
     with pytest.raises(ExecuteError, match=r"4 ranks of one host need .* of its memory") as caught:
-        on_devices(short, 4).check()
+        replicated(short, 4).check()
     assert "Use fewer devices" in str(caught.value)
 
 
@@ -225,9 +232,9 @@ def test_boards_of_the_table_that_have_links_gather_by_them():
     slow_bus = replace(Hardware.preset("h100-sxm"), h2d_bytes_per_s=1e6)
     plan = planned(slow_bus, 12)
     assert on_devices(plan, 4).across_devices == "shard"
-    assert on_devices(plan, 4, link="none").across_devices == "replicate"
+    assert on_devices(plan, 4, link="none").across_devices == "round"  # no links: each streams its own blocks
     assert on_devices(plan, 2, hosts_of(2, None)).across_devices == "replicate"  # a device has its host to itself
-    assert on_devices(planned(replace(slow_bus, further_rates={})), 4).across_devices == "replicate"
+    assert on_devices(planned(replace(slow_bus, further_rates={})), 4).across_devices == "round"
     with pytest.raises(OptionError, match="link"):
         plan.on_devices(4, link="fast")
 

@@ -247,8 +247,21 @@ def test_each_of_several_hosts_deals_the_blocks_to_its_devices(config: Path, cap
     said = printed(capsys, *asked, "--tokens-per-step=256", "--devices=2", "--hosts=2")
     assert "devices: 2 of each of 2 hosts, " in said
     assert "micro-batches go from one to the next (round); predicted" in said
-    for wrong in (("--hosts=2",), ("--devices=2", "--link=1TiB")):
-        assert "--across-devices round with --devices" in refused(capsys, *asked, *wrong)
+    assert "--across-devices round with --devices 1 is impossible" in refused(capsys, *asked, "--hosts=2")
+    wrong = ("--devices=2", "--link=1TiB")
+    assert "--across-devices round with --link 1TiB is impossible" in refused(capsys, *asked, *wrong)
+
+
+def test_shards_are_planned_where_they_are_asked_for(config: Path, capsys: pytest.CaptureFixture[str]):
+    asked = (config, "--hardware=rtx-4090", "--micro-batch=1", "--sequence=16", "--across-devices=shard")
+    said = printed(capsys, *asked, "--tokens-per-step=256", "--devices=2", "--link=1TiB")
+    assert "each copies 1/2 of all weights and gathers the rest at 1.00 TiB/s (shard); predicted" in said
+    for wrong, words in (
+        ((), "--across-devices shard with --devices 1 is impossible"),
+        (("--devices=2", "--link=none"), "--across-devices shard with --link none and rtx-4090"),
+        (("--devices=2",), "--across-devices shard with --link left out and rtx-4090"),
+    ):
+        assert words in refused(capsys, *asked, "--tokens-per-step=256", *wrong)
 
 
 def test_the_step_is_drawn(config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 from megatrain.checks import either, one_of, optional
@@ -22,12 +21,14 @@ from megatrain.sizes import SIZE, format_bytes, parse_bytes
 MOST_DEVICES = 64
 NO_LINK = "none"
 ROUND = "round"
-ACROSS = one_of("auto", ROUND)
-"""How the work is divided: weights whole or in shards, whichever takes less time; or blocks dealt to the devices."""
+ACROSS = one_of("auto", "replicate", "shard", ROUND)
+"""How the work is divided: weights whole, weights in shards, blocks dealt to the devices; or the fastest of these."""
 LINK = optional(either(SIZE, one_of(NO_LINK)))
 """What a device gets from the others of its host in a second, or that it gets nothing."""
 NETWORK = "25GB"
 """Bytes a second between hosts where nobody says otherwise: 200 Gbit/s."""
+_NEAR = 1.02
+"""A step that takes at most so many times what its compute takes isn't planned in a further way."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +94,15 @@ class DevicesPlan:
             f"  Of these devices {self._weights()}, and gradients go from one to the next through the host.\n"
             f"  Use about {fed} of them, or more tokens in a step of each{self._further()}."
         )
+
+    @property
+    def is_refused(self) -> bool:
+        """Whether `check` refuses it."""
+        try:
+            self.check()
+        except (ExecuteError, ScheduleError):
+            return True
+        return False
 
     def _further(self) -> str:
         """A way out where nobody said that the devices have links."""
@@ -163,21 +173,35 @@ def best_on_devices(
         OptionError: See `on_devices`.
         ScheduleError: If no rank's step fits its device.
     """
-    best: DevicesPlan | None = None
+    found: list[DevicesPlan] = []
     error: MegatrainError | None = None
     for plan in sorted((plan for plan in plans if plan.fits), key=_alone_s):
-        if best is not None and best.step_s <= _alone_s(plan) and across_devices != ROUND:
-            break  # no step of several is shorter than that of one of them alone
+        fed = [each.step_s for each in found if not each.is_refused]
+        if fed and min(fed) <= _least_s(plan, across_devices):
+            continue
         try:
-            found = on_devices(plan, num_devices, hosts, link, across_devices)
+            found.append(on_devices(plan, num_devices, hosts, link, across_devices))
         except (ScheduleError, ExecuteError, LowerError) as refused:
             error = error or refused
-            continue
-        best = found if best is None or found.step_s < best.step_s else best
-    if best is None:
+    if not found:
         assert error is not None
         raise error
-    return best
+    return _best(found)
+
+
+def _best(plans: Sequence[DevicesPlan]) -> DevicesPlan:
+    """The shortest step, of those that a host can hold and feed if there are any; the first one of equals."""
+    return min(plans, key=lambda each: (each.is_refused, each.step_s))
+
+
+def _least_s(plan: PlannedStep, across_devices: str) -> float:
+    """Seconds that a step of several devices takes at least: where each streams all weights, those of one alone.
+
+    In the other ways a device copies fewer weights, but computes as much.
+    """
+    if plan.simulation is None or across_devices == "replicate":
+        return _alone_s(plan)
+    return plan.simulation.busy.get(Stream.COMPUTE, 0.0) * plan.simulation.step_s
 
 
 def _alone_s(plan: PlannedStep) -> float:
@@ -193,7 +217,8 @@ def on_devices(
 ) -> DevicesPlan:
     """Plans the step of each rank, and simulates all of them.
 
-    Where devices have links, weights come whole or in shards, whichever takes less time.
+    `"auto"` plans all three ways, `"shard"` only where devices have links, and takes the one with the shortest step of
+    those that a host can hold and feed. No blocks are dealt where the other ways compute all the time.
 
     Args:
         plan: Of one device, with its micro-batches.
@@ -201,10 +226,11 @@ def on_devices(
         hosts: Where they are.
         link: Bytes that a device gets from the others of its host in a second; `"none"` if they have no links, None if
             the machine says it.
-        across_devices: `"auto"` as above, or `"round"`: each host deals the blocks to its devices.
+        across_devices: `"auto"` as above; `"replicate"`: each device streams all weights; `"shard"`: it copies a part,
+            and gathers the rest from the others of its host; `"round"`: each host deals the blocks to its devices.
 
     Raises:
-        OptionError: If the plan has no machine, or can't be planned again.
+        OptionError: If the plan has no machine, or can't be planned again; or if nothing can come in shards.
         ScheduleError: If a rank's step doesn't fit its device.
         LowerError: If the blocks can't be dealt.
     """
@@ -214,18 +240,39 @@ def on_devices(
             "  The seconds of a step follow from the rates of a machine.\n"
             '  Call megatrain.plan with hardware="rtx-4090", say.'
         )
-    if across_devices == ROUND:
-        return _dealt(plan, num_devices, hosts, plan.hardware)
-    found = [_on_devices(plan, num_devices, hosts, plan.hardware)]
-    known = plan.hardware.further_rates.get(Stream.GATHER)
+    machine, size = plan.hardware, num_devices // hosts.number
+    known = machine.further_rates.get(Stream.GATHER)
     rate = known if link is None else None if link == NO_LINK else parse_bytes(link, "link")
-    # Shards come from one store, to several devices of a host.
-    if rate is not None and found[0].ranks[0].schedule.kind.is_shared and num_devices > hosts.number:
-        rates = {**plan.hardware.further_rates, Stream.GATHER: rate}
-        linked = replace(plan.hardware, further_rates=rates)
-        with suppress(ScheduleError, ExecuteError):  # whole weights fit
-            found.append(_on_devices(plan, num_devices, hosts, linked, num_devices // hosts.number))
-    return min(found, key=lambda each: each.step_s)
+    if across_devices == "shard" and (rate is None or size == 1):
+        raise OptionError(
+            'across_devices="shard" is impossible: nothing says what a device gets from the others of its host.\n'
+            "  Each device copies a part of the weights, and gathers the rest over links such as NVLink.\n"
+            '  Give link="400GB", say, and several devices for each host; or leave across_devices out.'
+        )
+    linked = machine
+    if rate is not None:
+        linked = replace(machine, further_rates={**machine.further_rates, Stream.GATHER: rate})
+    ways: dict[str, Callable[[], DevicesPlan]] = {
+        "replicate": lambda: _on_devices(plan, num_devices, hosts, machine),
+        "shard": lambda: _on_devices(plan, num_devices, hosts, linked, size),
+        ROUND: lambda: _dealt(plan, num_devices, hosts, machine),
+    }
+    if across_devices != "auto":
+        return ways[across_devices]()
+    found = [ways["replicate"]()]
+    # Shards and dealt blocks come from one store, to several devices of a host.
+    if size == 1 or not found[0].ranks[0].schedule.kind.is_shared:
+        return found[0]
+    for way in ("shard", ROUND):
+        best = _best(found)
+        is_least = not best.is_refused and best.step_s <= _NEAR * _least_s(plan, way)
+        if (way == "shard" and rate is None) or is_least:
+            continue
+        try:
+            found.append(ways[way]())
+        except (ScheduleError, ExecuteError, LowerError):  # whole weights fit
+            continue
+    return _best(found)
 
 
 def _on_devices(plan: PlannedStep, num_devices: int, hosts: Hosts, hardware: Hardware, shards: int = 1) -> DevicesPlan:
