@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import linecache
 import warnings
 from collections.abc import Callable, Sequence
+from itertools import count
+from types import FunctionType
 from typing import Any
+from weakref import finalize
 
 import torch
 from torch import fx
@@ -22,6 +26,9 @@ from megatrain.torch_private import patch_functorch
 _OPTIONS: dict[str, Any] = {"fallback_random": True}
 # Of a result's largest value. Rounding moves less; where a dropout drops another element, it moves more.
 _OTHER_DRAWS = 0.05
+
+
+_numbers = count()
 
 
 class _OtherDrawsError(Exception):
@@ -61,6 +68,7 @@ class InductorCode(Code):
         eager = super()._made()
         if self.why_eager:
             return eager
+        _give_a_file(eager, self._name)
         compiled: _Function = torch.compile(eager, fullgraph=True, dynamic=False, options=_OPTIONS)
 
         def run(is_checked: bool, *arguments: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -107,6 +115,19 @@ class InductorCode(Code):
             warnings.warn(
                 f"template {self._name} runs on eager's kernels: {self.why_eager}", EagerKernelsWarning, stacklevel=2
             )
+
+
+def _give_a_file(function: _Function, name: str) -> None:
+    """Gives a function that came from text a file of its own, which is empty.
+
+    torch.compile calls functions without a file from one wrapper. torch 2.11 counts what it compiles for all of them
+    together, and refuses the ninth.
+    """
+    assert isinstance(function, FunctionType)
+    file = f"<megatrain {name} {next(_numbers)}>"
+    linecache.cache[file] = (0, None, [], file)
+    function.__code__ = function.__code__.replace(co_filename=file)
+    finalize(function, linecache.cache.pop, file, None)
 
 
 def _told(error: Exception) -> str:
