@@ -6,10 +6,12 @@ import importlib
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.torch_version import TorchVersion
 
 from megatrain import torch_private
 from megatrain import torch_probes as probes
@@ -62,14 +64,32 @@ def check_features() -> None:
                 failed.append(torch_private.unsupported(feature.name, problem))
                 return
 
-    # Torch 2.11 with CUDA and no device crashes if the first thread that makes fake tensors has ended.
-    with FakeTensorMode():
-        pass
+    _make_first_fakes()
     thread = threading.Thread(target=run, name="torch features")
     thread.start()
     thread.join()
     if failed:
         raise failed[0]
+
+
+@cache
+def _make_first_fakes() -> None:
+    """Enters a fake mode on a thread that never ends, for torch 2.11 with CUDA and no device.
+
+    This torch keeps a part of the first thread that enters one, and crashes once that thread has ended; see pull
+    request 178950 of pytorch.
+    """
+    if TorchVersion(torch.__version__) >= (2, 12) or not torch.backends.cuda.is_built():
+        return
+    made, never = threading.Event(), threading.Event()
+
+    def run() -> None:
+        with FakeTensorMode():
+            made.set()
+        never.wait()
+
+    threading.Thread(target=run, name="megatrain: first fake tensors", daemon=True).start()
+    made.wait()
 
 
 def _problem(feature: Feature) -> str | None:

@@ -213,3 +213,21 @@ def test_no_other_module_has_a_private_name_of_the_list():
     own = {"torch_private.py", "torch_probes.py", "torch_features.py"}
     texts = {p: p.read_text() for p in root.rglob("*.py") if p.name not in own}
     assert [(p.name, name) for p, text in texts.items() for name in private if name in text] == []
+
+
+def test_a_thread_that_traces_first_may_end():
+    """Torch 2.11 with CUDA and no device crashed in the second round."""
+    program = """
+import threading, torch, megatrain
+def train():
+    model = megatrain.compile(torch.nn.Sequential(*(torch.nn.Linear(4, 4) for _ in range(3))))
+    model(torch.ones(2, 4)).sum().backward()
+first = threading.Thread(target=train)
+first.start()
+first.join()
+kept = [bytearray(200) for _ in range(10000)]  # over the memory of what ended with the thread
+train()
+print("trained")
+"""
+    found = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
+    assert (found.returncode, found.stdout.strip()) == (0, "trained"), found.stderr
