@@ -89,6 +89,11 @@ class Options:
     across_devices: str = "replicate"
 
     @property
+    def chooses_way(self) -> bool:
+        """Whether the first step chooses how devices divide the work; where nothing is copied there is no choice."""
+        return self.across_devices == "auto" and self.transfer == "copy"
+
+    @property
     def keeps_results(self) -> bool:
         """Whether results of a block's kernels may be kept for its backward: other kernels than eager's return none."""
         return self.kernels == "eager"

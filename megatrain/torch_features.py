@@ -79,7 +79,7 @@ def _make_first_fakes() -> None:
     This torch keeps a part of the first thread that enters one, and crashes once that thread has ended; see pull
     request 178950 of pytorch.
     """
-    if TorchVersion(torch.__version__) >= (2, 12) or not torch.backends.cuda.is_built():
+    if TorchVersion(torch.__version__) >= "2.12" or not torch.backends.cuda.is_built():
         return
     made, never = threading.Event(), threading.Event()
 

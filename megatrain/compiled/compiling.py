@@ -100,8 +100,8 @@ def compile(  # noqa: PLR0913  # the name torch users expect; all but the model 
             its host to itself copies all of them. `"round"`: the blocks are dealt to the devices, so that each block's
             weights go to one of them, and micro-batches go from device to device (pipeline parallelism); for devices
             without links. Each host deals all blocks to its devices, and sums of gradients go from host to host.
-            `"auto"`: `compile` measures what devices get from each other, and the first step takes whichever of whole
-            weights and shards is predicted to be faster.
+            `"auto"`: `compile` measures what devices get from each other, and the first step takes the one of these
+            that is predicted to be the fastest.
         chaos: Random delays, poisoned slots and injected faults; for tests.
         recording: Collects the operations that the executor issued; for tests.
 
@@ -144,7 +144,7 @@ def compile(  # noqa: PLR0913  # the name torch users expect; all but the model 
         check_cards(compiled.ranks, options.device)
         if across_devices == "shard":
             compiled.ranks.divide_weights(options.device)
-        elif across_devices == "auto" and options.transfer == "copy":
+        elif options.chooses_way:
             compiled.ranks.measure_links(options.device)
         compiled.budget.agree(compiled.ranks.exchange)
     module = compiled_module(compiled)

@@ -14,7 +14,7 @@ class LatestCapture:
     """The part of `Compiled` that users look at.
 
     Attributes:
-        across_devices: How weights come to several devices, once a first step has chosen; None if nothing is to choose.
+        across_devices: How devices divide the work, once a first step has chosen; None if nothing is to choose.
     """
 
     def __init__(self) -> None:

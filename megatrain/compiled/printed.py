@@ -16,7 +16,7 @@ _ACROSS_DEVICES = {
     "replicate": "",
     "shard": ", weights in shards across devices",
     "round": ", blocks dealt to devices",
-    "auto": ", weights across devices whole or in shards, whichever is faster",
+    "auto": ", work divided among devices as the first step finds fastest",
 }
 NOTHING = "nothing is captured yet: call the model once, or give compile(example_args=..., example_kwargs=...)"
 
@@ -39,7 +39,7 @@ def compiled_text(
         latest: The capture of the latest call.
         engine: Runs the captures; None if nothing has run yet.
         walk: The latest run of the model's own code, which has no capture.
-        across_devices: How weights come to several devices, if a step has chosen.
+        across_devices: How devices divide the work, if a step has chosen.
     """
     precision = f"{options.precision}, masters rounded" if options.masters == "rounded" else options.precision
     first = (
@@ -49,7 +49,7 @@ def compiled_text(
     first += f", kernels {options.kernels}" if options.kernels != "eager" else ""
     first += _ACROSS_DEVICES[options.across_devices]
     first += f"\n  {engine.bus.note}" if engine is not None and engine.bus.note else ""
-    first += f"\n  weights across devices: {across_devices}" if across_devices is not None else ""
+    first += f"\n  across devices: {across_devices}" if across_devices is not None else ""
     first += f"\n  latest {walk}; the model's own code, no schedule" if walk is not None else ""
     if not variants:
         return f"{first}\n  {NOTHING}"

@@ -1,27 +1,39 @@
-"""AcrossDevices: how weights come to the devices of a host, whole or in shards, whichever a step is faster with."""
+"""AcrossDevices: how the work of a step is divided among the devices of a host, in whichever way it is faster."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
-from megatrain.errors import ScheduleError
+from megatrain.errors import MegatrainError
 from megatrain.hardware.hardware import Hardware
-from megatrain.passes.program import Program
-from megatrain.ranks.ranks import Ranks
-from megatrain.scheduler.items import Stream
 from megatrain.scheduler.schedule import Schedule
-from megatrain.scheduler.step_kind import StepKind
 from megatrain.scheduler.timing.bands import format_s
 from megatrain.scheduler.timing.simulate_devices import simulate_devices
 from megatrain.sizes import format_bytes
-from megatrain.tracer.expectations import Expectation
 
 Agree = Callable[[Mapping[str, Any]], Sequence[Mapping[str, Any]] | None]
 """Tells all ranks something, and returns what all tell, by rank."""
-Plan = Callable[[StepKind], Schedule]
-"""Plans this rank's step as one of a kind."""
+Tables = Callable[[], Sequence[Schedule]]
+"""Plans the step of each device of a host."""
+REPLICATE, SHARD, ROUND = "replicate", "shard", "round"
+_WITH = {REPLICATE: "whole weights", SHARD: "shards", ROUND: "dealt blocks"}
+
+
+@dataclass(frozen=True, slots=True)
+class Way:
+    """One way to divide the work.
+
+    Args:
+        name: As the option of `compile`.
+        step_s: Seconds of a step, of the rank for which they are most; None where it isn't possible.
+        obstacle: Why it isn't; empty if it is.
+    """
+
+    name: str
+    step_s: float | None
+    obstacle: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,79 +41,63 @@ class AcrossDevices:
     """What all ranks have chosen, with their predictions; prints itself.
 
     Args:
-        shards: How many each host's weights come in; 1: they come whole.
+        ways: Whole weights, which are possible, shards, and dealt blocks.
         link_bytes_per_s: What a device gets from the others of its host in a second, as measured; the least of all.
-        replicate_s: Seconds of a step with whole weights, of the rank for which they are most.
-        shard_s: The same with shards; None where they aren't possible.
-        obstacle: Why they aren't; empty if they are.
+            None if nothing moves memory from one to another.
     """
 
-    shards: int
-    link_bytes_per_s: float
-    replicate_s: float
-    shard_s: float | None
-    obstacle: str = ""
+    ways: tuple[Way, ...]
+    link_bytes_per_s: float | None
+
+    @property
+    def way(self) -> str:
+        """The one with the shortest step, the first of equals."""
+        times = [(each.step_s, number) for number, each in enumerate(self.ways) if each.step_s is not None]
+        return self.ways[min(times)[1]].name
 
     def __str__(self) -> str:
-        link = f"a device gets {format_bytes(int(self.link_bytes_per_s))}/s from the others of its host, measured"
-        if self.shard_s is None:
-            return f"replicate, since {self.obstacle}; {link}"
-        way = "shard" if self.shards > 1 else "replicate"
-        return (
-            f"{way}: a step is predicted to take {format_s(self.replicate_s)} with whole weights, "
-            f"{format_s(self.shard_s)} with shards; {link}"
-        )
+        times = ", ".join(f"{format_s(w.step_s)} with {_WITH[w.name]}" for w in self.ways if w.step_s is not None)
+        lacks = "".join(f"; no {_WITH[way.name]}, since {way.obstacle}" for way in self.ways if way.obstacle)
+        link = "nothing moves memory from one of these devices to another"
+        if self.link_bytes_per_s is not None:
+            rate = format_bytes(int(self.link_bytes_per_s))
+            link = f"a device gets {rate}/s from the others of its host, measured"
+        return f"{self.way}: a step is predicted to take {times}{lacks}; {link}"
 
 
 def choose(
-    ranks: Ranks, machine: Hardware, kind: StepKind, programs: Sequence[Program], plan: Plan, agree: Agree
+    machine: Hardware, ways: Mapping[str, Tables | str], agree: Agree, link_bytes_per_s: float | None
 ) -> AcrossDevices:
-    """Predicts a step like this rank's on each device of its host, in both ways; all ranks take the one that is faster.
+    """Predicts a step like this rank's on each device of its host, in each way; all ranks take the fastest.
 
     All ranks call it at the same time. Each has predictions of its own, as its micro-batches may be others: the longest
-    step of either way counts.
+    step of each way counts, and one rank's obstacle keeps all from a way.
 
     Args:
-        ranks: Whose links were measured.
         machine: A device of this rank's host, and the host.
-        kind: Of this rank's step, with whole weights.
-        programs: What it runs.
-        plan: See `Plan`.
+        ways: By name, whole weights first: what plans the step, or why it is impossible, in words.
         agree: See `Agree`.
+        link_bytes_per_s: See `AcrossDevices`.
 
     Raises:
         ScheduleError: If a step with whole weights doesn't fit.
         RanksError: If another rank fails.
     """
-    host, link = ranks.host, ranks.link_bytes_per_s
-    assert host is not None
-    assert link is not None
-    machine = replace(machine, further_rates={**machine.further_rates, Stream.GATHER: link})
-
-    def seconds(shards: int) -> float:
-        places = ["first", *["middle"] * (host.size - 2), "last"]
-        made = {place: plan(replace(kind, ranks=place, shards=shards)) for place in dict.fromkeys(places)}
-        return simulate_devices([made[place] for place in places], machine).step_s
-
-    whole_s, shard_s, obstacle = seconds(1), None, _obstacle(programs)
-    if not obstacle:
+    told: dict[str, Any] = {}
+    for name, tables in ways.items():
         try:
-            shard_s = seconds(host.size)
-        except ScheduleError:
-            obstacle = "no schedule with shards fits the memory"
-    words = agree({"replicate": whole_s, "shard": shard_s, "obstacle": obstacle})
+            told[name] = tables if isinstance(tables, str) else simulate_devices(tables(), machine).step_s
+        except MegatrainError as error:
+            if name == REPLICATE:
+                raise
+            told[name] = str(error).splitlines()[0].rstrip(".")
+    words = agree(told)
     assert words is not None
-    replicate_s = max(word["replicate"] for word in words)
-    obstacles = [word["obstacle"] for word in words if word["obstacle"]]
-    if obstacles:
-        return AcrossDevices(1, link, replicate_s, None, obstacles[0])
-    shard_s = max(word["shard"] for word in words)
-    return AcrossDevices(host.size if shard_s < replicate_s else 1, link, replicate_s, shard_s)
+    return AcrossDevices(tuple(_joined(name, [word[name] for word in words]) for name in ways), link_bytes_per_s)
 
 
-def _obstacle(programs: Sequence[Program]) -> str:
-    """Why weights can't come in shards: a rank that runs its forward again needs the others."""
-    for program in programs:
-        if any(isinstance(node.target, Expectation) for t in program.templates.values() for node in t.graph.nodes):
-            return "Python code reads values of the forward, which may have to run again"
-    return ""
+def _joined(name: str, told: Sequence[float | str]) -> Way:
+    obstacle = next((each for each in told if isinstance(each, str)), None)
+    if obstacle is not None:
+        return Way(name, None, obstacle)
+    return Way(name, max(each for each in told if not isinstance(each, str)))

@@ -16,6 +16,8 @@ from megatrain.scheduler.from_program import merge_programs, step_schedule
 from megatrain.scheduler.schedule import Schedule
 from megatrain.scheduler.step_kind import LOSSES, StepKind
 
+# When updates run, of which none is left to the next step.
+_AT_ONCE = {"none": "serial", "deferred": "serial", "spread": "overlap"}
 # Programs of captures that are in use are kept by their tables.
 _MOST = 64
 
@@ -84,8 +86,12 @@ class DealtTables:
         return DealtTables(ranks.host.index, ranks.host.size)
 
     def kind(self, kind: StepKind) -> StepKind:
-        """The kind of a step as far as it is known before its programs are dealt."""
-        return replace(kind, devices=self._size)
+        """The kind of a step as far as it is known before its programs are dealt. It leaves no update to the next one.
+
+        Args:
+            kind: Of a step that might.
+        """
+        return replace(kind, devices=self._size, updates=_AT_ONCE.get(kind.updates, kind.updates))
 
     def kind_of(self, program: Program, kind: StepKind) -> StepKind:
         """The kind of a step of this rank's parts, of which this is one."""

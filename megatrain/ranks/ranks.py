@@ -51,10 +51,10 @@ class Ranks:
 
     Args:
         group: The process group of the user.
-        deals: Whether each host deals the blocks of the model to the devices of its ranks.
+        deals: Whether `deal_blocks` is called at once.
 
     Raises:
-        RanksError: If another rank doesn't come, or ends meanwhile, or hosts can't deal the blocks.
+        RanksError: If another rank doesn't come, or ends meanwhile; for the rest see `deal_blocks`.
 
     Attributes:
         rank: This rank, from 0.
@@ -69,7 +69,7 @@ class Ranks:
         totals: See there.
         kept_totals: See there.
         shards: Divides copies of weights among the devices of this host; None unless `divide_weights` was called.
-        mailbox: Has what crosses between devices to which blocks are dealt; None unless blocks are dealt.
+        mailbox: Has what crosses between devices to which blocks are dealt; None unless `deal_blocks` was called.
         link_bytes_per_s: What a device gets from the others of its host in a second, which `measure_links` finds: the
             least of all ranks; None if it wasn't called, or if one of them can't get weights from others.
     """
@@ -87,28 +87,43 @@ class Ranks:
         self._signs = SignsOfLife(store, self.rank, self.size)
         self._meet()
 
-        def gloo(what: str, members: Sequence[int]) -> Any:
-            place = members.index(self.rank)
-            group = dist.ProcessGroupGloo(dist.PrefixStore(what, store), place, len(members), _MEETING)
-            self._groups.append(group)
-            return group
-
         self._groups: list[Any] = []  # what `_abandon` keeps
         self._is_abandoned = False
-        self._meetings = gloo("meetings", range(self.size))
+        self._meetings = self._gloo("meetings", range(self.size))
+        self._of_host = self._meetings, self.size
         self.host = host_of(self.rank, self.exchange)
 
-        mates: list[list[int]] = self.exchange([self.rank] if self.host is None else self.host.ranks)
-        self.hosts = list(dict.fromkeys(map(tuple, mates)))
-        members = column(self.rank, self.hosts) if deals else list(range(self.size))
-        chain = open_chain(self.rank, members, mates, self.host, gloo, self._sender, self.look)
-        self.place, self.before, self.after, self.totals, self.kept_totals = chain
-        self._of_host = self._meetings, self.size
+        self._mates: list[list[int]] = self.exchange([self.rank] if self.host is None else self.host.ranks)
+        self.hosts = list(dict.fromkeys(map(tuple, self._mates)))
         if deals:
-            assert self.host is not None
-            if not self.is_one_host:
-                self._of_host = gloo(f"host/{self.host.ranks[0]}", self.host.ranks), self.host.size
-            self.mailbox = Mailbox(self.host.file, self.host.index, self.host.size, self.size + 2, self.look)
+            self.deal_blocks()
+        else:
+            self._open_chain("all", range(self.size))
+
+    def _gloo(self, what: str, members: Sequence[int]) -> Any:
+        place = members.index(self.rank)
+        group = dist.ProcessGroupGloo(dist.PrefixStore(what, self._store), place, len(members), _MEETING)
+        self._groups.append(group)
+        return group
+
+    def _open_chain(self, what: str, members: Sequence[int]) -> None:
+        def gloo(name: str, some: Sequence[int]) -> Any:
+            return self._gloo(f"{what}/{name}", some)
+
+        chain = open_chain(self.rank, members, self._mates, self.host, gloo, self._sender, self.look)
+        self.place, self.before, self.after, self.totals, self.kept_totals = chain
+
+    def deal_blocks(self) -> None:
+        """Has each host deal the blocks of the model to the devices of its ranks; all ranks call it at the same time.
+
+        Raises:
+            RanksError: If hosts can't, or another rank ends meanwhile.
+        """
+        self._open_chain("columns", column(self.rank, self.hosts))
+        assert self.host is not None
+        if not self.is_one_host:
+            self._of_host = self._gloo(f"host/{self.host.ranks[0]}", self.host.ranks), self.host.size
+        self.mailbox = Mailbox(self.host.file, self.host.index, self.host.size, self.size + 2, self.look)
 
     @staticmethod
     def of(group: ProcessGroup | None, *, deals: bool = False) -> Ranks | None:

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 
-from megatrain.device import HOST
+from megatrain.device import HOST, Device
 from megatrain.errors import ExecuteError
+from megatrain.passes.program import Program
 from megatrain.passes.split.dealt_program import DealtProgram
 from megatrain.passes.split.strides import carried_shape, span, span_bytes
 from megatrain.ranks.channels.mailbox import Mail, Mailbox, Rooms, Way
@@ -48,9 +49,7 @@ class DealtValues:
         self._engine, self._device = engine, engine.device
         self._programs = [each.program for each in loaded if isinstance(each.program, DealtProgram)]
         assert not kind.is_dealt or len(self._programs) == len(loaded), "blocks are dealt, but here are all of them"
-        for program in self._programs:
-            for name in (*program.comes, *program.goes):
-                self._check_dense(name, program.values[name].spec)
+        check_dense(self._programs, self._device)
         self._rooms = _rooms(self._programs) if self._programs else {}
         self._ways = {
             (id(program), what, takes): _by_device(program, what, takes=takes)
@@ -214,18 +213,36 @@ class DealtValues:
                 '  Train this model with across_devices="replicate".'
             )
         if tensor.numel() > 0:
-            self._check_dense(name, TensorSpec(spec.shape, spec.dtype, tuple(tensor.stride()), spec.on_host))
+            spec = TensorSpec(spec.shape, spec.dtype, tuple(tensor.stride()), spec.on_host)
+            _check_without_gaps(name, spec, self._device)
 
-    def _check_dense(self, name: str, spec: TensorSpec) -> None:
-        if self._device.is_host or spec.on_host or spec.stride is None:
-            return
-        nbytes = span_bytes(spec)
-        if nbytes is None or nbytes > spec.nbytes:
-            raise ExecuteError(
-                f"`{name}`, or its gradient, has gaps between its elements on {self._device}: {spec}.\n"
-                "  Between devices go tensors without gaps, whose memory is what their elements take.\n"
-                '  Call contiguous() on it in the model, or train with across_devices="replicate".'
-            )
+
+def check_dense(programs: Iterable[Program], device: Device) -> None:
+    """Looks whether values can be brought to another device as they are captured.
+
+    Args:
+        programs: A device's parts of programs whose blocks are dealt; others bring nothing.
+        device: Where they are.
+
+    Raises:
+        ExecuteError: If one has gaps between its elements.
+    """
+    for program in programs:
+        if isinstance(program, DealtProgram):
+            for name in (*program.comes, *program.goes):
+                _check_without_gaps(name, program.values[name].spec, device)
+
+
+def _check_without_gaps(name: str, spec: TensorSpec, device: Device) -> None:
+    if device.is_host or spec.on_host or spec.stride is None:
+        return
+    nbytes = span_bytes(spec)
+    if nbytes is None or nbytes > spec.nbytes:
+        raise ExecuteError(
+            f"`{name}`, or its gradient, has gaps between its elements on {device}: {spec}.\n"
+            "  Between devices go tensors without gaps, whose memory is what their elements take.\n"
+            '  Call contiguous() on it in the model, or train with across_devices="replicate".'
+        )
 
 
 def _by_device(program: DealtProgram, what: str, *, takes: bool) -> dict[int, dict[int, list[str]]]:

@@ -89,6 +89,7 @@ class Setup:
 
     Attributes:
         division: Whether ranks of this host divide the updates.
+        optimizers: The user's.
         tables: The schedules of steps.
         updates: Take the gradients of the blocks; None before the first step.
         is_completing: Whether due updates are running.
@@ -111,7 +112,7 @@ class Setup:
         for optimizer in optimizers:
             check_per_parameter(optimizer)
         self._compiled = compiled
-        self._optimizers = optimizers
+        self.optimizers = optimizers
         self._check_apart()
         self._max_norm = max_norm
         self.division = HostDivision(compiled, optimizers)
@@ -123,7 +124,6 @@ class Setup:
             needs_norm=needs_norm,
             reports_norm=reports_norm,
             is_fixed=plan is not None or self.division.shares,
-            leaves_none=compiled.ranks is not None and compiled.ranks.mailbox is not None,
         )
         self._loss, self._is_own_loss = loss, loss is None or reads == "loss"
         self.tables = StepTables(
@@ -197,22 +197,14 @@ class Setup:
             given = {id(c): (c.at(0), t, a.tensors, b.given) for c, t, a, b in parts}
             return max(measure_loss(*each, self._loss, self._compiled.options.device) for each in given.values())
 
-        programs, schedule = self.tables.schedule(captures, kind, loss_bytes, lambda: self._divides(captures))
+        programs, schedule = self.tables.schedule(captures, kind, loss_bytes, lambda: self.divides(captures))
         return Setting(batches, own, arguments, variants, traced, captures, programs, schedule.kind, schedule)
 
-    def predicted(self, setting: Setting, kind: StepKind) -> Schedule:
-        """The schedule of a step of another kind, which isn't run, with the memory that it takes as it is now.
-
-        Raises:
-            ScheduleError: If the memory is too small.
-        """
-        captures, loss_bytes = setting.captures, setting.schedule.known_workload().loss_bytes
-        return self.tables.predicted(captures, kind, lambda: loss_bytes, lambda: self._divides(captures))
-
-    def _divides(self, captures: Sequence[StepPrograms]) -> bool:
+    def divides(self, captures: Sequence[StepPrograms]) -> bool:
+        """Tells whether the updates of some captures may come in sections."""
         compiled, program = self._compiled, captures[0].at(0)  # rewrites change no state
         precision, masters = compiled.options.precision, compiled.masters
-        return may_divide(program, compiled.model, self._optimizers, precision=precision, masters=masters)
+        return may_divide(program, compiled.model, self.optimizers, precision=precision, masters=masters)
 
     def _kind(self, micro_batches: int) -> StepKind:
         updates, clip, reports_norm = self._times.choose()
@@ -235,12 +227,12 @@ class Setup:
         options = self._compiled.options
         loss_bytes = setting.schedule.known_workload().loss_bytes
         captures = setting.captures
-        _, schedule = self.tables.schedule(captures, kind, lambda: loss_bytes, lambda: self._divides(captures))
+        _, schedule = self.tables.schedule(captures, kind, lambda: loss_bytes, lambda: self.divides(captures))
         return host_plan(
             wholes(setting.programs),
             schedule,
             self._compiled.model,
-            self._optimizers,
+            self.optimizers,
             precision=options.precision,
             masters=self._compiled.masters,
             on_host=options.device.is_host,
@@ -276,11 +268,11 @@ class Setup:
             if self.is_due:
                 return None
             trained = [[engine.tensors[key] for key in trained_holders(each)] for each in wholes(setting.programs)]
-            check_held(self._optimizers, trained)
+            check_held(self.optimizers, trained)
             self._blocks = blocks
             self._numbers = setting.schedule.known_workload().numbers
             self.updates = Updates(
-                self._optimizers,
+                self.optimizers,
                 blocks,
                 masters=self._compiled.masters,
                 names={p: name for name, p in self._compiled.model.named_parameters()},
@@ -310,7 +302,7 @@ class Setup:
                 )
 
     def _check_apart(self) -> None:
-        check_apart(self._optimizers, nn.Module.named_parameters(self._compiled.model))
+        check_apart(self.optimizers, nn.Module.named_parameters(self._compiled.model))
 
 
 def _are_same(left: Sequence[Sequence[torch.Tensor]], right: Sequence[Sequence[torch.Tensor]]) -> bool:

@@ -200,7 +200,7 @@ class TrainStep:
             refuse_apart()
         self._boundary.check_whole()
         with self._together.refusing():
-            counts = Counts(batches := self._together.of_all(micro_batches(batch)), self._weight, is_sum=self._is_sum)
+            counts = Counts(batches := self._taking.of_all(micro_batches(batch)), self._weight, is_sum=self._is_sum)
             self._taking.get_ready(batches)
         return self._taking.take(batches, counts, watch)
 

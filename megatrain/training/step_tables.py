@@ -93,6 +93,15 @@ class StepTables:
         """Has all further steps gather weights from so many devices; 1 is whole weights."""
         self._shards = number
 
+    def deal_blocks(self, dealing: DealtTables, place: str) -> None:
+        """Has the blocks of all further steps dealt to devices.
+
+        Args:
+            dealing: Deals them.
+            place: Where this rank then stands, as in `StepKind`.
+        """
+        self._dealing, self._place = dealing, place
+
     def deal_as(self, captures: Sequence[StepPrograms], kind: StepKind, devices: Sequence[int]) -> None:
         """Has the step of some captures planned anew, with its blocks dealt to these devices."""
         assert self._dealing is not None
@@ -165,11 +174,11 @@ class StepTables:
         kind: StepKind,
         loss_bytes: Callable[[], int],
         divides: Callable[[], bool],
-    ) -> Schedule:
+    ) -> tuple[Sequence[Program], Schedule]:
         """As `schedule`, of a step that isn't run: captures stay as much rewritten as they are."""
         before = [capture.least for capture in captures]
         try:
-            return self.schedule(captures, kind, loss_bytes, divides)[1]
+            return self.schedule(captures, kind, loss_bytes, divides)
         finally:
             for capture, least in zip(captures, before, strict=True):
                 capture.least = least

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import namedtuple
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -13,33 +14,40 @@ import torch.distributed as dist
 import megatrain
 from megatrain.errors import ScheduleError
 from megatrain.hardware.hardware import Hardware
-from megatrain.planning.across_devices import choose
 from megatrain.planning.what_if.devices_host import DevicesHost
 from megatrain.ranks import host
 from megatrain.ranks.weight_shards import WeightShards
 from megatrain.training.attempts import taking
+from megatrain.training.attempts.finding_way import find_way
+from tests.comparing import snapshot
 from tests.ranks.failing import refused
-from tests.ranks.sides import OURS, Case, begin, state_of, take
+from tests.ranks.sides import OURS, Case, Scored, begin, state_of, take
 from tests.ranks.there import train_there
-from tests.training.parity import MODES
+from tests.training.parity import MODES, stack_batch
 
 
-def choosing(rank: int, case: Case, links: Mapping[int, float], buses: Mapping[int, float]) -> Any:
-    """Trains with links and buses that give so many bytes a second, by rank; says what was chosen."""
+def choosing(
+    rank: int,
+    case: Case,
+    links: Mapping[int, float | None],
+    buses: Mapping[int, float],
+    host_bytes_per_s: float = 1e12,
+) -> Any:
+    """Trains with links, buses and memory of the host that give so many bytes a second; says what was chosen."""
     chosen: list[Any] = []
 
-    def noted(*arguments: Any) -> Any:
-        chosen.append(choose(*arguments))
+    def noted(*arguments: Any, **options: Any) -> Any:
+        chosen.append(find_way(*arguments, **options))
         return chosen[-1]
 
     bus = buses[rank]
-    machine = Hardware(bus, bus, 1e12, host_bytes_per_s=1e12)
+    machine = Hardware(bus, bus, 1e12, host_bytes_per_s=host_bytes_per_s)
     with (
         patch.object(WeightShards, "measured_rate", lambda *_: links[rank]),
-        patch.object(taking, "choose", noted),
+        patch.object(taking, "find_way", noted),
     ):
         found = train_there(rank, replace(case, compile={**case.compile, "hardware": machine}))
-    return {"found": found, "texts": [str(each) for each in chosen], "shards": [each.shards for each in chosen]}
+    return {"found": found, "texts": [str(each) for each in chosen], "ways": [each.way for each in chosen]}
 
 
 def measuring(rank: int, case: Case) -> Any:
@@ -57,7 +65,7 @@ def measuring(rank: int, case: Case) -> Any:
         "rate": compiled.megatrain.ranks.link_bytes_per_s,
         "before": before,
         "after": str(compiled.megatrain),
-        "shards": again.schedule.kind.shards,
+        "kind": again.schedule.kind,
     }
 
 
@@ -67,10 +75,10 @@ def failing_to_choose(rank: int, case: Case) -> Any:
     compiled, optimizer, step = begin(case, dist.group.WORLD)
     torch.manual_seed(6 + rank)
 
-    def failing(*arguments: Any) -> Any:
+    def failing(*_: Any, **__: Any) -> Any:
         raise ScheduleError("no room here")
 
-    with patch.object(taking, "choose", failing if rank == 1 else choose):
+    with patch.object(taking, "find_way", failing if rank == 1 else find_way):
         error = refused(lambda: take(case, rank, step, [0]))
     taken = take(case, rank, step, range(len(case.deal)))
     found = {**taken, **state_of(compiled, optimizer, step)}
@@ -100,3 +108,74 @@ def lacking_room(rank: int, case: Case) -> Any:
     if rank:
         found.pop("generator")
     return {"error": error, "found": found, "needed": needed, "is_untouched": is_untouched}
+
+
+def sharing_a_choice(rank: int | None, hosts: str | None) -> Any:
+    """Trains with three steps over one model: two were made before one of them chose, one after it.
+
+    Args:
+        rank: One of four; None is one process.
+        hosts: The name of each rank's host, if there are several.
+    """
+    compiled, optimizer = _choosing_model(rank, hosts)
+    options: dict[str, Any] = {"max_grad_norm": 0.01}
+    first, second = (megatrain.TrainStep(compiled, optimizer, **options) for _ in range(2))
+    third: megatrain.TrainStep | None = None
+    torch.manual_seed(6 + (rank or 0))
+    losses: list[torch.Tensor] = []
+    devices: list[int] = []
+    for number in range(4):
+        step = (first, second, third, first)[number]
+        assert step is not None
+        batches = [stack_batch(4 * number + place, 2) for place in range(4)]
+        given = batches if rank is None else [batches[rank]]
+        if number > 1:
+            step.prepare(given)
+        losses.append(step(given))
+        devices.append(step.schedule.kind.devices)
+        third = third or megatrain.TrainStep(compiled, optimizer, **options)
+    found = {"losses": losses, **snapshot(compiled.megatrain.model, optimizer)}
+    found.pop("generator")
+    return {**found, **({} if rank is None else {"devices": devices, "text": str(compiled.megatrain)})}
+
+
+def kept_from_dealing(rank: int, what: str) -> Any:
+    """What is said of a first step that has something that is impossible with dealt blocks."""
+    compiled, optimizer = _choosing_model(rank, None)
+    if what == "hook":
+        next(compiled.parameters()).register_hook(lambda gradient: None)
+    if what == "step hook":
+        optimizer.register_step_post_hook(lambda *_: None)
+    chosen: list[Any] = []
+    pair = namedtuple("pair", "first second")  # of this function, and not of its module
+
+    def noted(*arguments: Any, **options: Any) -> Any:
+        chosen.append(find_way(*arguments, **options))
+        return chosen[-1]
+
+    step = megatrain.TrainStep(compiled, optimizer, weight=lambda batch: 1)
+    batch: Any = {"x": stack_batch(rank, 2), "words": pair(1, 2) if what == "class" else None}
+    with patch.object(taking, "find_way", noted):
+        step(batch)
+    return str(chosen[0])
+
+
+class _Wordy(Scored):
+    def forward(self, x: torch.Tensor, words: Any = None) -> torch.Tensor:
+        return super().forward(x)
+
+
+def _choosing_model(rank: int | None, hosts: str | None) -> tuple[Any, torch.optim.Optimizer]:
+    """A model for which dealt blocks are the fastest, and its optimizer."""
+    torch.manual_seed(1234)
+    model, slow = _Wordy(), Hardware(1e5, 1e5, 1e12, host_bytes_per_s=1e12)
+    group, auto = (None, {}) if rank is None else (dist.group.WORLD, {"across_devices": "auto"})
+    host.NAME = None if hosts is None or rank is None else hosts[rank]
+    try:
+        with patch.object(WeightShards, "measured_rate", lambda *_: None):
+            compiled = megatrain.compile(
+                model, device="cpu", transfer="copy", hardware=slow, process_group=group, **auto
+            )
+    finally:
+        host.NAME = None
+    return compiled, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)

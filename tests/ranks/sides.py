@@ -107,6 +107,27 @@ class Broad(nn.Module):
         return (self.third[0, :1500].T @ x.unsqueeze(-1)).squeeze(-1).tanh()
 
 
+class Scored(nn.Module):
+    """Makes its loss itself, and has more parameters than values between its blocks."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(3, 64)
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(64, 64), nn.Dropout(0.2), nn.Tanh()) for _ in range(6))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        for layer in self.layers:
+            x = layer(x)
+        return x.square().mean()
+
+
+def scored() -> nn.Module:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(1234)
+        return Scored()
+
+
 def broad() -> nn.Module:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(1234)
@@ -154,6 +175,7 @@ OURS: dict[str, Task] = {
     "broad": Task(broad, stack_batch, square),
     "dropping": Task(dropping, stack_batch, square),
     "tied": Task(seeded, tied_batch, own),
+    "scored": Task(scored, stack_batch),
     "adapted": Task(lambda: seeded(is_adapted=True), tied_batch, own),
     "lora": Task(lambda: adapted_llama(("q_proj", "v_proj"), rank=4, scale=2.0, dropout=0.0), labelled),
 }

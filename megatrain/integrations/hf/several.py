@@ -121,13 +121,16 @@ class Several:
     Attributes:
         rank: This process.
         size: How many processes there are.
-        is_dealt: Whether the blocks of the model are dealt to their devices, so that one process makes all losses.
     """
 
     def __init__(self, ranks: Ranks) -> None:
         self._ranks = ranks
         self.rank, self.size = ranks.rank, ranks.size
-        self.is_dealt = ranks.mailbox is not None
+
+    @property
+    def is_dealt(self) -> bool:
+        """Whether the blocks of the model are dealt to their devices, so that one process makes all losses."""
+        return self._ranks.mailbox is not None
 
     def begin(self, trainer: Any, max_steps: int, batches: Any, checkpoint: str | None) -> None:
         """Compares how long all of them will train.

@@ -20,7 +20,6 @@ from megatrain.optim.impostor import Optimizer
 from megatrain.passes.split.dealt_program import whole_of
 from megatrain.ranks.host import Host
 from megatrain.ranks.ranks import Ranks
-from megatrain.tracer.expectations import Expectation
 from megatrain.training.attempts.agreed_tables import AgreedTables, Tell
 from megatrain.training.batch import MicroBatch
 from megatrain.training.setup import Setting
@@ -72,7 +71,7 @@ class Dealing:
             ExecuteError: If one of this rank's can't be given to others.
             RanksError: If another rank fails.
         """
-        own = _packed(batches)
+        own = packed(batches)
         self._tell({}, at)  # all have some: a rank that has failed says so here
         device = self._compiled.options.device.torch_device
         found: list[MicroBatch] = []
@@ -103,40 +102,6 @@ class Dealing:
             return Shares(counts)
         return Shares(counts, others=words, rank=self._host.ranks[0])
 
-    # -- what is refused -----------------------------------------------------------------------------------
-
-    def check(self, setting: Setting, optimizers: Sequence[Optimizer]) -> None:
-        """Refuses a step that can't have the bits of one process where blocks are dealt.
-
-        Raises:
-            ExecuteError: If the model reads values of its forward, or leaves some behind.
-            OptimizerError: If an optimizer has hooks on its steps.
-        """
-        for program in setting.programs:
-            whole = whole_of(program)
-            nodes = [node for template in whole.templates.values() for node in template.graph.nodes]
-            if any(isinstance(node.target, Expectation) for node in nodes):
-                raise ExecuteError(
-                    "Python code reads values of the forward, and the blocks are dealt to devices.\n"
-                    "  Such a forward may have to run again with another capture, while other ranks go on.\n"
-                    f"  {_REPLICATE}, or compute with tensors what the code decides."
-                )
-        for traced in setting.traced:
-            sides = traced.side_outputs
-            left = [*(sides.names if sides.structure.placeholders else ()), *traced.written_inputs.names]
-            if left:
-                raise ExecuteError(
-                    f"the forward leaves a tensor in `{left[0]}`, and the blocks are dealt to devices.\n"
-                    "  Only one rank would have it afterwards.\n"
-                    f"  Return it from the model instead. {_REPLICATE} otherwise."
-                )
-        if any(map(has_hooks, optimizers)):
-            raise OptimizerError(
-                "hooks run before or after the optimizer's step, and the blocks are dealt to devices.\n"
-                "  Such a hook may look at all gradients, but each rank has those of its own blocks.\n"
-                f"  Remove the hooks. {_REPLICATE} otherwise."
-            )
-
     # -- the end of a step ---------------------------------------------------------------------------------
 
     def leave(self, setting: Setting) -> None:
@@ -153,7 +118,44 @@ class Dealing:
         return [torch.tensor(value, dtype=getattr(torch, dtype)) for dtype, value in told]
 
 
-def _packed(batches: Sequence[MicroBatch]) -> bytes:
+def check_dealt(setting: Setting, optimizers: Sequence[Optimizer]) -> None:
+    """Refuses a step that can't have the bits of one process where blocks are dealt.
+
+    Raises:
+        ExecuteError: If the model reads values of its forward, or leaves some behind.
+        OptimizerError: If an optimizer has hooks on its steps.
+    """
+    for program in setting.programs:
+        whole = whole_of(program)
+        if any(map(whole.reads_values, whole.blocks)):
+            raise ExecuteError(
+                "Python code reads values of the forward, and the blocks are dealt to devices.\n"
+                "  Such a forward may have to run again with another capture, while other ranks go on.\n"
+                f"  {_REPLICATE}, or compute with tensors what the code decides."
+            )
+    for traced in setting.traced:
+        sides = traced.side_outputs
+        left = [*(sides.names if sides.structure.placeholders else ()), *traced.written_inputs.names]
+        if left:
+            raise ExecuteError(
+                f"the forward leaves a tensor in `{left[0]}`, and the blocks are dealt to devices.\n"
+                "  Only one rank would have it afterwards.\n"
+                f"  Return it from the model instead. {_REPLICATE} otherwise."
+            )
+    if any(map(has_hooks, optimizers)):
+        raise OptimizerError(
+            "hooks run before or after the optimizer's step, and the blocks are dealt to devices.\n"
+            "  Such a hook may look at all gradients, but each rank has those of its own blocks.\n"
+            f"  Remove the hooks. {_REPLICATE} otherwise."
+        )
+
+
+def packed(batches: Sequence[MicroBatch]) -> bytes:
+    """Micro-batches as they go to other ranks.
+
+    Raises:
+        ExecuteError: If they can't be pickled.
+    """
     content = io.BytesIO()
     try:
         torch.save([(batch.given, batch.args, dict(batch.kwargs)) for batch in batches], content)

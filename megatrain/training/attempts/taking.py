@@ -11,15 +11,16 @@ import torch
 from torch import nn
 
 from megatrain.compiled.inside import Compiled, Variant
-from megatrain.hardware.machine import usual_machine
 from megatrain.memory.device_budget import DeviceBudget
 from megatrain.memory.out_of_memory import Attempts
-from megatrain.planning.across_devices import choose
+from megatrain.planning.across_devices import ROUND, SHARD
+from megatrain.planning.dealt_tables import DealtTables
 from megatrain.planning.loss_bytes import Loss
 from megatrain.runtime.executor import Executor
 from megatrain.runtime.rng import RngState
 from megatrain.runtime.streams.stopwatch import Watch
 from megatrain.tracer.expectations import GuardFailedError
+from megatrain.training.attempts.finding_way import find_way
 from megatrain.training.attempts.ranks_room import check_room
 from megatrain.training.attempts.together import AgainError, Together
 from megatrain.training.batch import FollowingLoss, MicroBatch
@@ -79,7 +80,7 @@ class Taking:
         """
         at = "step.prepare"
         with nullcontext() if self._together.dealing is None else self._together.refusing(at):
-            self._prepared(self._together.of_all(batches(), at), at)
+            self._prepared(self._of_all(batches(), at), at)
 
     def _prepared(self, batches: Sequence[MicroBatch], at: str) -> Setting:
         with self._compiled.exclusively("prepare()"), torch.enable_grad(), self._completion.suspended():
@@ -90,6 +91,43 @@ class Taking:
             )
             self.setting = setting.without_tensors()
         return self.setting
+
+    def of_all(self, batches: list[MicroBatch]) -> list[MicroBatch]:
+        """What this rank runs in a step: its own micro-batches, or where blocks are dealt those of all ranks here."""
+        self._choose_way(batches)
+        return self._of_all(batches, "a step")
+
+    def _of_all(self, batches: list[MicroBatch], at: str) -> list[MicroBatch]:
+        dealing = self._together.dealing
+        return batches if dealing is None else dealing.of_all(batches, at)
+
+    def _choose_way(self, batches: Sequence[MicroBatch]) -> None:
+        """Has all ranks choose how the work is divided among devices, if `compile` has left that to the first step."""
+        compiled, ranks = self._compiled, self._compiled.ranks
+        if ranks is None or self._is_way_taken or not compiled.options.chooses_way:
+            return
+        # Alike on all ranks, whose hosts are known to all, and whose optimizers are alike.
+        if not self._setup.division.shares or min(map(len, ranks.hosts)) == 1:
+            return
+        if compiled.across_devices is None:  # other steps over this model take the same way
+            agree = partial(self._together.tell_all, "the choice of how devices divide the work")
+            with compiled.exclusively("the step"), torch.enable_grad(), self._completion.suspended():
+                compiled.complete_updates(besides=self._completion)
+                setting = self._setup.setting(batches, [{} for _ in batches])
+                found = find_way(compiled, self._setup, setting, agree, has_loss=self._loss is not None)
+            if found.way != SHARD:
+                ranks.copy_whole_weights()
+            if found.way == ROUND:
+                ranks.deal_blocks()
+            compiled.across_devices = found
+        self._is_way_taken = True
+        assert ranks.host is not None
+        if compiled.across_devices.way == SHARD:
+            self._setup.tables.take_shards(ranks.host.size)
+        elif compiled.across_devices.way == ROUND:
+            dealing = DealtTables.of(ranks, is_shared=True)
+            assert dealing is not None
+            self._setup.tables.deal_blocks(dealing, ranks.place)
 
     def get_ready(self, batches: Sequence[MicroBatch]) -> None:
         """Gets the user's loss ready for a step with these micro-batches, on the rank that makes it.
@@ -147,33 +185,12 @@ class Taking:
                     return loss
 
     def _agreed(self, batches: Sequence[MicroBatch], failed: Sequence[dict[Variant, str]]) -> Setting:
-        """What this rank runs, once all know how the work is divided among devices."""
+        """What this rank runs; where blocks are dealt once all agree on that."""
         again = partial(self._setup.setting, batches, failed)
-        setting = again()
-        if self._takes_shards(setting):
-            setting = again()
-        dealing = self._together.dealing
+        setting, dealing = again(), self._together.dealing
         return (
             setting if dealing is None else dealing.tables.agreed(setting, again, self._setup.tables.deal_as, "a step")
         )
-
-    def _takes_shards(self, setting: Setting) -> bool:
-        """Chooses how weights come to the devices, if `compile` has left that to the first step."""
-        compiled, ranks = self._compiled, self._compiled.ranks
-        if ranks is None or ranks.link_bytes_per_s is None or self._is_way_taken:
-            return False
-        if not self._setup.division.shares:
-            return False  # on no rank, as their optimizers are alike
-        if compiled.across_devices is None:  # other steps over this model take the same way
-            machine = compiled.options.hardware or usual_machine(compiled.options.device.card())
-            plan = partial(self._setup.predicted, setting)
-            agree = partial(self._together.tell_all, "the choice between whole weights and shards")
-            compiled.across_devices = choose(ranks, machine, setting.kind, setting.programs, plan, agree)
-            if compiled.across_devices.shards == 1:
-                ranks.copy_whole_weights()
-        self._is_way_taken = True
-        self._setup.tables.take_shards(compiled.across_devices.shards)
-        return compiled.across_devices.shards > 1
 
     def _check_room(self, setting: Setting) -> None:
         """Looks before the first step whether the ranks of this host fit its memory together."""

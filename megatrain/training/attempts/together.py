@@ -28,11 +28,10 @@ from megatrain.runtime.drawing.rank_draws import RankDraws
 from megatrain.runtime.executor import Executor
 from megatrain.runtime.rng import GlobalGenerators
 from megatrain.tracer.expectations import GuardFailedError
-from megatrain.training.attempts.dealing import Dealing
+from megatrain.training.attempts.dealing import Dealing, check_dealt
 from megatrain.training.attempts.draws_ahead import draw_ahead
 from megatrain.training.attempts.host_sharing import Changed, HostSharing
 from megatrain.training.attempts.rank_facts import Facts, check_supported, facts_of, refuse_difference, values_of
-from megatrain.training.batch import MicroBatch
 from megatrain.training.boundary import Boundary, NotFiniteError, Progress
 from megatrain.training.setup import Setting
 from megatrain.training.shares import Counts, Shares
@@ -61,7 +60,6 @@ class Together:
 
     Attributes:
         draws: The random numbers of this rank in the present step; None if the model draws none, or trains alone.
-        dealing: What is to be done where blocks are dealt to devices; None where they aren't.
     """
 
     def __init__(
@@ -75,8 +73,15 @@ class Together:
         self._stage = _MEETING
         self._is_telling = False
         self._is_compared = self._gathers = False
-        self.dealing = Dealing.of(compiled, self._tell)
+        self._dealing: Dealing | None = None
         self.draws: RankDraws | None = None
+
+    @property
+    def dealing(self) -> Dealing | None:
+        """What is to be done where blocks are dealt to devices; None where they aren't, or not yet."""
+        if self._dealing is None:
+            self._dealing = Dealing.of(self._compiled, self._tell)
+        return self._dealing
 
     @property
     def is_shared(self) -> bool:
@@ -211,7 +216,7 @@ class Together:
         assert ranks is not None
         check_supported(setting, self._compiled, self._optimizers)
         if (dealing := self.dealing) is not None:
-            dealing.check(setting, self._optimizers)
+            check_dealt(setting, self._optimizers)
         rules = {**self._rules, "the call": "step.time(batch)" if is_timed else "step(batch)"}
         facts = facts_of(executor, self._compiled, self._optimizers, rules, progress)
         if not self._is_compared:
@@ -237,10 +242,6 @@ class Together:
             ranks.agreed.set()
         self._stage = _AGREED if self._gathers else _RUNNING_FORWARD
         return Shares(counts, others=words, rank=ranks.rank) if dealing is None else dealing.shares(counts, words)
-
-    def of_all(self, batches: list[MicroBatch], at: str = "a step") -> list[MicroBatch]:
-        """What this rank runs, in a call: its own micro-batches, or where blocks are dealt those of all ranks here."""
-        return batches if self.dealing is None else self.dealing.of_all(batches, at)
 
     def vote(self) -> None:
         """Waits until all ranks have run the forward.

@@ -40,7 +40,6 @@ class UpdateTimes:
         spread: Whether some of them may run in the next step.
         needs_norm: Whether updates wait for a norm.
         reports_norm: Whether a norm is wanted for which they needn't wait.
-        leaves_none: No update may be left to the next step.
         is_fixed: Looks at parameters don't change when updates run: a plan was given, or other ranks wouldn't know.
     """
 
@@ -54,12 +53,10 @@ class UpdateTimes:
         needs_norm: bool,
         reports_norm: bool,
         is_fixed: bool = False,
-        leaves_none: bool = False,
     ) -> None:
         self._model, self._optimizers = model, optimizers
         self._overlap, self._spread = overlap, spread
         self._needs_norm, self._reports_norm = needs_norm, reports_norm
-        self._leaves_none = leaves_none
         self._looks = 0
         self._most_looks = inf if is_fixed else _MOST_LOOKS
 
@@ -83,16 +80,11 @@ class UpdateTimes:
         clip = self._needs_norm or (self._reports_norm and hooked)
         waits = self._holds_others() if self._needs_norm else self._has_gradient_hooks()
         reports_norm = self._reports_norm and not clip
-        if not self._overlap or hooked or waits or (clip and self._leaves_none):
+        if not self._overlap or hooked or waits:
             return Times("serial", clip, reports_norm)
         if clip:
             return Times("deferred", clip, reports_norm)
-        spreads = (
-            self._spread
-            and not self._leaves_none
-            and self._looks < self._most_looks
-            and not (reports_norm or self._holds_others())
-        )
+        spreads = self._spread and self._looks < self._most_looks and not (reports_norm or self._holds_others())
         return Times("spread" if spreads else "overlap", clip, reports_norm)
 
     def _has_gradient_hooks(self) -> bool:
