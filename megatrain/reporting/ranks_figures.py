@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from megatrain.counts import counted
 from megatrain.passes.split.dealt_program import DealtProgram
-from megatrain.planning.what_if.several_devices import DevicesPlan
+from megatrain.planning.what_if.devices_plan import DevicesPlan
 from megatrain.reporting.drawn_ops import Drawn, sources_of
 from megatrain.reporting.step_figures import compared
 from megatrain.scheduler.lifetimes.books import Books

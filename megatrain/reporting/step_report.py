@@ -11,7 +11,7 @@ from megatrain.counts import counted
 from megatrain.errors import OptionError, ScheduleError
 from megatrain.passes.split.dealt_program import DealtProgram
 from megatrain.planning.plan import Plan
-from megatrain.planning.what_if.several_devices import DevicesPlan
+from megatrain.planning.what_if.devices_plan import DevicesPlan
 from megatrain.reporting.drawn_ops import sources_of
 from megatrain.reporting.page import page_text
 from megatrain.reporting.ranks_figures import figures_of_plan, figures_of_run

@@ -20,7 +20,8 @@ from megatrain.planning.plan import Plan
 from megatrain.planning.planned_step import UNBOUNDED
 from megatrain.planning.planner import Planner, StepOptions
 from megatrain.planning.what_if.alternatives import alternatives
-from megatrain.planning.what_if.several_devices import DevicesPlan, best_on_devices, hosts_of
+from megatrain.planning.what_if.devices_plan import DevicesPlan
+from megatrain.planning.what_if.several_devices import best_on_devices, hosts_of
 from megatrain.planning.what_if.ways_out import refusal
 from megatrain.progress import stage
 from megatrain.reporting.report_file import check_report_path

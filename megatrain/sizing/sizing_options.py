@@ -13,8 +13,9 @@ from megatrain.errors import OptionError
 from megatrain.hardware.hardware import Hardware
 from megatrain.hardware.presets import PRESETS
 from megatrain.options import COMPILE, PRECISION
+from megatrain.planning.across_devices import ROUND, SHARD
 from megatrain.planning.model_sizes import DEPTH, LORA, MICRO_BATCH, SEQUENCE
-from megatrain.planning.what_if.several_devices import ACROSS, LINK, MOST_DEVICES, NO_LINK, ROUND
+from megatrain.planning.what_if.several_devices import ACROSS, LINK, MOST_DEVICES, NO_LINK
 from megatrain.planning.what_if.variation import Spelling, size
 from megatrain.scheduler.builder.build import STEP
 from megatrain.sizes import SIZE
@@ -202,11 +203,17 @@ class SizingOptions:
             OptionError: Naming the options.
         """
         way = self.across_devices
-        if way in ("shard", ROUND) and self.devices == 1:
+        if way in (SHARD, ROUND) and self.devices == 1:
             raise OptionError(
                 f"--across-devices {way} with --devices 1 is impossible.\n"
                 "  Weights are divided among several devices of a host.\n"
                 "  Give --devices 2 or more, or leave out --across-devices."
+            )
+        if way in (SHARD, ROUND) and self.masters == "rounded":
+            raise OptionError(
+                f"--across-devices {way} with --masters rounded is impossible.\n"
+                "  Shards, and blocks that are dealt to devices, come from one store; such masters aren't shared.\n"
+                "  Leave out one of them."
             )
         if way == ROUND and self.link is not None:
             raise OptionError(
@@ -215,7 +222,7 @@ class SizingOptions:
                 "  Leave out one of them."
             )
         has_links = self.link not in (None, NO_LINK)
-        if way == "shard" and not has_links and (self.link or PRESETS[str(self.hardware)].peers is None):
+        if way == SHARD and not has_links and (self.link or PRESETS[str(self.hardware)].peers is None):
             raise OptionError(
                 f"--across-devices shard with --link {self.link or 'left out'} and {self.hardware} is impossible.\n"
                 "  Each device copies a part of the weights, and gathers the rest over links such as NVLink.\n"

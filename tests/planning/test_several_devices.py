@@ -13,7 +13,8 @@ import megatrain
 from megatrain.errors import ExecuteError, LowerError, MegatrainError, OptionError, ScheduleError
 from megatrain.hardware.hardware import Hardware
 from megatrain.planning.what_if.devices_host import sent_bytes
-from megatrain.planning.what_if.several_devices import DevicesPlan, _on_devices, hosts_of, on_devices
+from megatrain.planning.what_if.devices_plan import DevicesPlan
+from megatrain.planning.what_if.several_devices import _on_devices, hosts_of, on_devices
 from megatrain.reporting.ranks_figures import figures_of_plan
 from megatrain.scheduler.timing.dealt_waits import waits_of
 from megatrain.scheduler.timing.rank_waits import books_of_ranks
@@ -214,6 +215,9 @@ def test_ranks_with_rounded_masters_share_nothing_and_make_all_updates():
     assert rounded.across_devices == "replicate"
     assert rounded.step_s > 1.3 * exact.step_s
     assert "they share nothing" in str(rounded)
+    for way in ("shard", "round"):
+        with pytest.raises(OptionError, match=f'across_devices="{way}" with masters="rounded" is impossible'):
+            on_devices(rounded.alone, 2, link="1TB", across_devices=way)
 
 
 def test_ranks_that_need_more_memory_than_their_host_has_are_refused():

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections import namedtuple
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 from unittest.mock import patch
 
 import torch
@@ -147,14 +146,17 @@ def kept_from_dealing(rank: int, what: str) -> Any:
     if what == "step hook":
         optimizer.register_step_post_hook(lambda *_: None)
     chosen: list[Any] = []
-    pair = namedtuple("pair", "first second")  # of this function, and not of its module
+
+    class Pair(NamedTuple):  # of this function, and not of its module
+        first: int
+        second: int
 
     def noted(*arguments: Any, **options: Any) -> Any:
         chosen.append(find_way(*arguments, **options))
         return chosen[-1]
 
     step = megatrain.TrainStep(compiled, optimizer, weight=lambda batch: 1)
-    batch: Any = {"x": stack_batch(rank, 2), "words": pair(1, 2) if what == "class" else None}
+    batch: Any = {"x": stack_batch(rank, 2), "words": Pair(1, 2) if what == "class" else None}
     with patch.object(taking, "find_way", noted):
         step(batch)
     return str(chosen[0])
@@ -169,12 +171,13 @@ def _choosing_model(rank: int | None, hosts: str | None) -> tuple[Any, torch.opt
     """A model for which dealt blocks are the fastest, and its optimizer."""
     torch.manual_seed(1234)
     model, slow = _Wordy(), Hardware(1e5, 1e5, 1e12, host_bytes_per_s=1e12)
-    group, auto = (None, {}) if rank is None else (dist.group.WORLD, {"across_devices": "auto"})
+    group: Any = None if rank is None else dist.group.WORLD
+    way = "replicate" if rank is None else "auto"
     host.NAME = None if hosts is None or rank is None else hosts[rank]
     try:
         with patch.object(WeightShards, "measured_rate", lambda *_: None):
             compiled = megatrain.compile(
-                model, device="cpu", transfer="copy", hardware=slow, process_group=group, **auto
+                model, device="cpu", transfer="copy", hardware=slow, process_group=group, across_devices=way
             )
     finally:
         host.NAME = None

@@ -13,7 +13,7 @@ from torch import nn
 
 import megatrain
 from megatrain.errors import OptionError, ScheduleError
-from megatrain.planning.what_if.several_devices import DevicesPlan
+from megatrain.planning.what_if.devices_plan import DevicesPlan
 from megatrain.scheduler.timing.ranks_run import RanksRun
 from tests.reporting.rank_steps import HOST, run_of_ranks, tables
 from tests.reporting.steps import run_of, small

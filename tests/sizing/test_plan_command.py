@@ -260,6 +260,7 @@ def test_shards_are_planned_where_they_are_asked_for(config: Path, capsys: pytes
         ((), "--across-devices shard with --devices 1 is impossible"),
         (("--devices=2", "--link=none"), "--across-devices shard with --link none and rtx-4090"),
         (("--devices=2",), "--across-devices shard with --link left out and rtx-4090"),
+        (("--devices=2", "--link=1TB", "--precision=bf16", "--masters=rounded"), "shard with --masters rounded is"),
     ):
         assert words in refused(capsys, *asked, "--tokens-per-step=256", *wrong)
 

@@ -3,25 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
 from megatrain.checks import either, one_of, optional
-from megatrain.counts import counted
 from megatrain.errors import ExecuteError, LowerError, MegatrainError, OptionError, ScheduleError
 from megatrain.hardware.hardware import Hardware
+from megatrain.planning.across_devices import REPLICATE, ROUND, SHARD
 from megatrain.planning.planned_step import PlannedStep
-from megatrain.planning.what_if.devices_host import DevicesHost
+from megatrain.planning.what_if.devices_plan import DevicesPlan
 from megatrain.scheduler.check.devices_rules import check_devices
 from megatrain.scheduler.check.hosts_rules import HostSums, check_hosts, host_sums
 from megatrain.scheduler.items import Stream
-from megatrain.scheduler.timing.bands import format_s
-from megatrain.scheduler.timing.simulate_devices import ONE_HOST, DevicesSimulation, Hosts, simulate_devices
-from megatrain.sizes import SIZE, format_bytes, parse_bytes
+from megatrain.scheduler.timing.simulate_devices import ONE_HOST, Hosts, simulate_devices
+from megatrain.sizes import SIZE, parse_bytes
 
 MOST_DEVICES = 64
 NO_LINK = "none"
-ROUND = "round"
-ACROSS = one_of("auto", "replicate", "shard", ROUND)
+ACROSS = one_of("auto", REPLICATE, SHARD, ROUND)
 """How the work is divided: weights whole, weights in shards, blocks dealt to the devices; or the fastest of these."""
 LINK = optional(either(SIZE, one_of(NO_LINK)))
 """What a device gets from the others of its host in a second, or that it gets nothing."""
@@ -29,115 +27,6 @@ NETWORK = "25GB"
 """Bytes a second between hosts where nobody says otherwise: 200 Gbit/s."""
 _NEAR = 1.02
 """A step that takes at most so many times what its compute takes isn't planned in a further way."""
-
-
-@dataclass(frozen=True, slots=True)
-class DevicesPlan:
-    """A step of several devices; prints itself.
-
-    Args:
-        alone: The step of one device, with the micro-batches of one.
-        ranks: The step of each rank.
-        alone_s: Seconds of `alone`.
-        simulation: The step of all of them.
-        hosts: Where they are.
-    """
-
-    alone: PlannedStep
-    ranks: Sequence[PlannedStep] = field(repr=False)
-    alone_s: float
-    simulation: DevicesSimulation
-    hosts: Hosts = ONE_HOST
-
-    @property
-    def step_s(self) -> float:
-        """Seconds of a step."""
-        return self.simulation.step_s
-
-    @property
-    def tokens_per_s(self) -> float | None:
-        """Tokens of all devices a second; None without token ids."""
-        tokens = self.alone.tokens_per_step
-        return None if tokens is None else tokens * len(self.ranks) / self.step_s
-
-    @property
-    def efficiency(self) -> float:
-        """The step of one device by itself, by the step of all: 1 if nobody waits for others."""
-        return self.alone_s / self.step_s
-
-    @property
-    def across_devices(self) -> str:
-        """How the work is divided among the devices of a host, as the option of `compile`."""
-        kind = self.ranks[0].schedule.kind
-        return ROUND if kind.is_dealt else "shard" if kind.shards > 1 else "replicate"
-
-    @property
-    def host(self) -> DevicesHost:
-        """The memory of a host that its ranks take together."""
-        return DevicesHost.of(self.ranks, self.hosts)
-
-    def check(self) -> None:
-        """Refuses a step that takes more memory than a host has, or in which the devices wait for that memory.
-
-        Raises:
-            ExecuteError: If `host_memory` of the plan is too little for all ranks of a host.
-            ScheduleError: If copies and updates take longer there than a device for its part.
-        """
-        self.host.check(self.alone.host_memory)
-        if self.simulation.host_s <= self.alone_s:
-            return
-        number = len(self.ranks) // self.hosts.number
-        fed = max(1, int(number * self.alone_s / self.simulation.host_s))
-        raise ScheduleError(
-            f"the host's memory can't feed {counted(number, 'device')}: copies and updates take "
-            f"{self._host()}, and one device takes {format_s(self.alone_s)} for its part.\n"
-            f"  Of these devices {self._weights()}, and gradients go from one to the next through the host.\n"
-            f"  Use about {fed} of them, or more tokens in a step of each{self._further()}."
-        )
-
-    @property
-    def is_refused(self) -> bool:
-        """Whether `check` refuses it."""
-        try:
-            self.check()
-        except (ExecuteError, ScheduleError):
-            return True
-        return False
-
-    def _further(self) -> str:
-        """A way out where nobody said that the devices have links."""
-        has_links = self.across_devices != "replicate"
-        return "" if has_links else "; devices with links between them may gather weights (link)"
-
-    def _weights(self) -> str:
-        shards = self.ranks[0].schedule.kind.shards
-        if self.across_devices == ROUND:
-            return "each streams the weights of its own blocks, and micro-batches go from one to the next"
-        if shards == 1:
-            return "each streams all weights"
-        assert self.ranks[0].hardware is not None
-        rate = format_bytes(int(self.ranks[0].hardware.further_rates[Stream.GATHER]))
-        return f"each copies 1/{shards} of all weights and gathers the rest at {rate}/s"
-
-    def _host(self) -> str:
-        return f"{format_s(self.simulation.host_s)} ({format_bytes(self.simulation.host_bytes)})"
-
-    def __str__(self) -> str:
-        rate = "" if self.tokens_per_s is None else f", {self.tokens_per_s:.0f} tokens/s"
-        busy = ", ".join(f"{stream} {part:.0%}" for stream, part in self.simulation.busy.items() if part >= 0.005)
-        number, hosts = len(self.ranks) // self.hosts.number, self.hosts
-        where = "one host"
-        if hosts.number > 1:
-            where = f"each of {hosts.number} hosts, {format_bytes(int(hosts.network_bytes_per_s))}/s between them"
-        return "\n".join(
-            [
-                f"devices: {number} of {where}, {self._weights()} ({self.across_devices}); predicted",
-                f"  step: {format_s(self.step_s)}{rate}; {self.efficiency:.2f} of what as many devices alone would do",
-                f"  busy at most: {busy}",
-                f"  host memory: {self.host.line(self.alone.host_memory)}",
-                f"  reads and writes of it: {self._host()}" + " on a host" * (hosts.number > 1),
-            ]
-        )
 
 
 def hosts_of(number: int, network: int | str | None) -> Hosts:
@@ -199,7 +88,7 @@ def _least_s(plan: PlannedStep, across_devices: str) -> float:
 
     In the other ways a device copies fewer weights, but computes as much.
     """
-    if plan.simulation is None or across_devices == "replicate":
+    if plan.simulation is None or across_devices == REPLICATE:
         return _alone_s(plan)
     return plan.simulation.busy.get(Stream.COMPUTE, 0.0) * plan.simulation.step_s
 
@@ -230,7 +119,8 @@ def on_devices(
             and gathers the rest from the others of its host; `"round"`: each host deals the blocks to its devices.
 
     Raises:
-        OptionError: If the plan has no machine, or can't be planned again; or if nothing can come in shards.
+        OptionError: If the plan has no machine, or can't be planned again; or if nothing can come in shards, or
+            masters are rounded, whose ranks share no store.
         ScheduleError: If a rank's step doesn't fit its device.
         LowerError: If the blocks can't be dealt.
     """
@@ -243,30 +133,36 @@ def on_devices(
     machine, size = plan.hardware, num_devices // hosts.number
     known = machine.further_rates.get(Stream.GATHER)
     rate = known if link is None else None if link == NO_LINK else parse_bytes(link, "link")
-    if across_devices == "shard" and (rate is None or size == 1):
+    if across_devices == SHARD and (rate is None or size == 1):
         raise OptionError(
             'across_devices="shard" is impossible: nothing says what a device gets from the others of its host.\n'
             "  Each device copies a part of the weights, and gathers the rest over links such as NVLink.\n"
             '  Give link="400GB", say, and several devices for each host; or leave across_devices out.'
         )
+    if across_devices in (SHARD, ROUND) and plan.asked.options["masters"] == "rounded":
+        raise OptionError(
+            f'across_devices="{across_devices}" with masters="rounded" is impossible.\n'
+            "  Shards, and blocks that are dealt to devices, come from one store; then each rank has its own.\n"
+            '  Plan with masters="exact", or leave across_devices out.'
+        )
     linked = machine
     if rate is not None:
         linked = replace(machine, further_rates={**machine.further_rates, Stream.GATHER: rate})
     ways: dict[str, Callable[[], DevicesPlan]] = {
-        "replicate": lambda: _on_devices(plan, num_devices, hosts, machine),
-        "shard": lambda: _on_devices(plan, num_devices, hosts, linked, size),
+        REPLICATE: lambda: _on_devices(plan, num_devices, hosts, machine),
+        SHARD: lambda: _on_devices(plan, num_devices, hosts, linked, size),
         ROUND: lambda: _dealt(plan, num_devices, hosts, machine),
     }
     if across_devices != "auto":
         return ways[across_devices]()
-    found = [ways["replicate"]()]
+    found = [ways[REPLICATE]()]
     # Shards and dealt blocks come from one store, to several devices of a host.
     if size == 1 or not found[0].ranks[0].schedule.kind.is_shared:
         return found[0]
-    for way in ("shard", ROUND):
+    for way in (SHARD, ROUND):
         best = _best(found)
         is_least = not best.is_refused and best.step_s <= _NEAR * _least_s(plan, way)
-        if (way == "shard" and rate is None) or is_least:
+        if (way == SHARD and rate is None) or is_least:
             continue
         try:
             found.append(ways[way]())
