@@ -8,6 +8,7 @@ from typing import Any
 
 from megatrain.errors import ScheduleError
 from megatrain.hardware.hardware import Hardware
+from megatrain.passes.interpret import reads_values
 from megatrain.passes.program import Program
 from megatrain.ranks.ranks import Ranks
 from megatrain.scheduler.items import Stream
@@ -16,7 +17,6 @@ from megatrain.scheduler.step_kind import StepKind
 from megatrain.scheduler.timing.bands import format_s
 from megatrain.scheduler.timing.simulate_devices import simulate_devices
 from megatrain.sizes import format_bytes
-from megatrain.tracer.expectations import Expectation
 
 Agree = Callable[[Mapping[str, Any]], Sequence[Mapping[str, Any]] | None]
 """Tells all ranks something, and returns what all tell, by rank."""
@@ -102,6 +102,6 @@ def choose(
 def _obstacle(programs: Sequence[Program]) -> str:
     """Why weights can't come in shards: a rank that runs its forward again needs the others."""
     for program in programs:
-        if any(isinstance(node.target, Expectation) for t in program.templates.values() for node in t.graph.nodes):
+        if any(reads_values(template.graph) for template in program.templates.values()):
             return "Python code reads values of the forward, which may have to run again"
     return ""

@@ -17,10 +17,10 @@ from megatrain.compiled.inside import Compiled
 from megatrain.errors import ExecuteError, OptimizerError
 from megatrain.optim.blockwise import has_hooks
 from megatrain.optim.impostor import Optimizer
+from megatrain.passes.interpret import reads_values
 from megatrain.passes.split.dealt_program import whole_of
 from megatrain.ranks.host import Host
 from megatrain.ranks.ranks import Ranks
-from megatrain.tracer.expectations import Expectation
 from megatrain.training.attempts.agreed_tables import AgreedTables, Tell
 from megatrain.training.batch import MicroBatch
 from megatrain.training.setup import Setting
@@ -113,9 +113,7 @@ class Dealing:
             OptimizerError: If an optimizer has hooks on its steps.
         """
         for program in setting.programs:
-            whole = whole_of(program)
-            nodes = [node for template in whole.templates.values() for node in template.graph.nodes]
-            if any(isinstance(node.target, Expectation) for node in nodes):
+            if any(reads_values(template.graph) for template in whole_of(program).templates.values()):
                 raise ExecuteError(
                     "Python code reads values of the forward, and the blocks are dealt to devices.\n"
                     "  Such a forward may have to run again with another capture, while other ranks go on.\n"
