@@ -28,6 +28,7 @@ CASES = {
     "stack-deferred-clipped-bf16": Case("stack", "deferred", TWO, order="seeded", compile={"precision": "bf16"}),
     "tied-spread-late-shard": Case("tied", "spread", THREE, order="late", compile={"across_devices": "shard"}),
     "adapted-overlap-late-but-compute": Case("adapted", "overlap", THREE, order="late but compute"),
+    "deciding-deferred-late": Case("deciding", "deferred", [(2, 3)] * 4, order="late"),
     "tied-deferred-late-graphs": Case("tied", "deferred", THREE, order="late", compile={"kernels": "graphs"}),
     "tied-deferred-late-round": Case("tied", "deferred", THREE, order="late", compile=ROUND, is_weighted=True),
     "dropping-spread-seeded-round-draws": Case("dropping", "spread", THREE, order="seeded", compile=ROUND, draws=True),
