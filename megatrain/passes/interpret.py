@@ -85,6 +85,11 @@ def opaque_calls(graph: fx.Graph) -> tuple[Opaque, ...]:
     return tuple(n.target for n in graph.nodes if isinstance(n.target, Opaque))
 
 
+def reads_values(graph: fx.Graph) -> bool:
+    """Tells whether Python code reads values that the graph computes: others may need another capture, in mid-step."""
+    return any(isinstance(node.target, Expectation) for node in graph.nodes)
+
+
 def has_inner_grad(graph: fx.Graph) -> bool:
     """Tells whether the code differentiates inside its own forward, and so needs history in any case."""
     differentiates = any(n.target in (torch.autograd.grad, torch.autograd.backward) for n in graph.nodes)

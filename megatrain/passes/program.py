@@ -15,7 +15,6 @@ from megatrain.passes.cost import TemplateCost
 from megatrain.passes.interpret import opaque_calls
 from megatrain.sizes import ALIGNMENT
 from megatrain.tracer.calls import call_text
-from megatrain.tracer.expectations import Expectation
 from megatrain.tracer.inventory import StateEntry
 from megatrain.tracer.recording.observer import Observer
 from megatrain.tracer.recording.opaque import Opaque
@@ -187,10 +186,6 @@ class Program:
     def opaque(self, block: Block) -> tuple[Opaque, ...]:
         """Modules in a block that run their own code."""
         return opaque_calls(self.templates[block.template].graph)
-
-    def reads_values(self, block: Block) -> bool:
-        """Whether Python code reads values that the block makes: its forward may have to run again, as another one."""
-        return any(isinstance(node.target, Expectation) for node in self.templates[block.template].graph.nodes)
 
     def readers(self) -> dict[str, tuple[int, ...]]:
         """Blocks that read each value, ascending."""

@@ -11,6 +11,7 @@ from megatrain.checks import checked, count, one_of, optional
 from megatrain.errors import ScheduleError
 from megatrain.hardware.hardware import Hardware
 from megatrain.hardware.update_traffic import UPDATE_TRAFFIC, update_traffic
+from megatrain.passes.interpret import reads_values
 from megatrain.passes.kept_results import kept_results
 from megatrain.passes.program import Block, Program, has_parts
 from megatrain.passes.split.dealt_program import DealtProgram
@@ -42,6 +43,7 @@ def workload(program: Program, *, update_traffic: int | None = None, masters: st
         values=(*_value_works(program), *_result_works(program)),
         storages=(*_storages(program), *(spec.nbytes for _, found in kept_results(program) for _, spec in found)),
         numbers=program.numbers if isinstance(program, DealtProgram) else (),
+        last_reads_values=any(reads_values(program.templates[b.template].graph) for b in program.blocks[-1:]),
     )
 
 

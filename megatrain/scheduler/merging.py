@@ -61,6 +61,7 @@ def merge(workloads: Sequence[Workload]) -> Merged:
             storages=tuple(storages.nbytes),
             loss_bytes=max(w.loss_bytes for w in workloads),
             numbers=workloads[0].numbers,
+            last_reads_values=any(w.last_reads_values for w in workloads),
         ),
         tuple(tuple(own.get(index) for index in range(len(values))) for own in places),
     )

@@ -182,6 +182,14 @@ class StepKind:
         return self.ranks != RANKS[0]
 
     @property
+    def may_run_again(self) -> bool:
+        """Whether a rank may run its forwards again ahead of the first backward.
+
+        Where ranks gather weights, or blocks are dealt, they need each other from the first forward on.
+        """
+        return self.shards == 1 and not self.is_dealt
+
+    @property
     def adding_op(self) -> str | None:
         """The op that adds the gradients of the first micro-batch to the sum of the rank before.
 

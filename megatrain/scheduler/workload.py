@@ -30,6 +30,8 @@ class Workload:
             their gradients; in a training step, whose schedule has the loss between forward and backward.
         numbers: Where blocks are dealt to several devices: the number in the whole model of each block here. Empty
             where all blocks are here.
+        last_reads_values: Whether Python code reads values in the forward of the last block. Ranks may have to run such
+            a forward again with another capture, so no backward of theirs begins before all forwards are over.
     """
 
     blocks: tuple[BlockWork, ...]
@@ -37,6 +39,7 @@ class Workload:
     storages: tuple[int, ...]
     loss_bytes: int = 0
     numbers: tuple[int, ...] = ()
+    last_reads_values: bool = False
 
     def inputs(self) -> list[list[int]]:
         """Values that each block reads, ascending."""
@@ -202,7 +205,10 @@ class Workload:
 
     def to_dict(self) -> dict[str, Any]:
         """The workload as plain lists and dictionaries, for JSON."""
-        return asdict(self)
+        found = asdict(self)
+        if not self.last_reads_values:
+            del found["last_reads_values"]
+        return found
 
     @staticmethod
     @checked()
@@ -219,6 +225,7 @@ class Workload:
                 storages=tuple(data["storages"]),
                 loss_bytes=data.get("loss_bytes", 0),
                 numbers=tuple(data.get("numbers", ())),
+                last_reads_values=data.get("last_reads_values", False),
             )
         except (ValueError, KeyError, TypeError) as error:
             raise ScheduleError(

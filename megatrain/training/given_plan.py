@@ -65,7 +65,9 @@ class GivenPlan:
         for level, programs in _levels(captures, planned):
             for program in {id(each): each for each in programs}.values() if len(programs) > 1 else ():
                 check_buffers(program)
-            found = replace(merge_programs(programs, self._options.masters).workload, loss_bytes=loss_bytes)
+            merged = merge_programs(programs, self._options.masters).workload
+            # Whether code reads values matters to ranks alone, and plans saved by an earlier version don't say it.
+            found = replace(merged, loss_bytes=loss_bytes, last_reads_values=planned.last_reads_values)
             if found == planned:
                 if schedule.sections is not None and not divides():
                     raise _refused(["updates in sections: the optimizer can't update a section alone"])

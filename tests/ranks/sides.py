@@ -93,6 +93,24 @@ class Branching(nn.Module):
         return x
 
 
+class Deciding(nn.Module):
+    """Python code reads a value in the last block, so micro-batches of one step may take either way there."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(3, 4)
+        self.rest = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+        self.drop = nn.Dropout(0.2)
+        self.head = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        given, x = x.mean(1, keepdim=True), self.first(x)
+        for layer in self.rest:
+            x = self.drop(layer(x).tanh())
+        x = (self.head(x).abs() + 0.1) * given
+        return x * 2 if x.mean() > 0 else x.cos()
+
+
 class Broad(nn.Module):
     """Gradients of its weights go from rank to rank in several pieces; some of their rows are larger than one."""
 
@@ -154,6 +172,12 @@ def branching() -> nn.Module:
         return Branching()
 
 
+def deciding() -> nn.Module:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(1234)
+        return Deciding()
+
+
 def tied_batch(step: int, size: int) -> Any:
     return {"ids": ids(step, size, vocab=11), "targets": ids(step + 50, size, vocab=11)}
 
@@ -172,6 +196,7 @@ OPTIMIZERS = {"adamw": adamw, "sgd": sgd}
 OURS: dict[str, Task] = {
     **TASKS,
     "branching": Task(branching, branching_batch, square),
+    "deciding": Task(deciding, branching_batch, square),
     "broad": Task(broad, stack_batch, square),
     "dropping": Task(dropping, stack_batch, square),
     "tied": Task(seeded, tied_batch, own),

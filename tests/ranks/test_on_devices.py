@@ -12,6 +12,7 @@ from tests.ranks.test_parity import THREE, TWO
 from tests.ranks.there import (
     coded_there,
     evaluating_there,
+    holding,
     locked_there,
     running_out,
     sharing_a_card,
@@ -28,6 +29,7 @@ CASES = {
     "stack-deferred-clipped-bf16": Case("stack", "deferred", TWO, order="seeded", compile={"precision": "bf16"}),
     "tied-spread-late-shard": Case("tied", "spread", THREE, order="late", compile={"across_devices": "shard"}),
     "adapted-overlap-late-but-compute": Case("adapted", "overlap", THREE, order="late but compute"),
+    "deciding-deferred-late": Case("deciding", "deferred", [(2, 3)] * 4, order="late"),
     "tied-deferred-late-graphs": Case("tied", "deferred", THREE, order="late", compile={"kernels": "graphs"}),
     "tied-deferred-late-round": Case("tied", "deferred", THREE, order="late", compile=ROUND, is_weighted=True),
     "dropping-spread-seeded-round-draws": Case("dropping", "spread", THREE, order="seeded", compile=ROUND, draws=True),
@@ -159,6 +161,14 @@ def test_the_launching_thread_of_a_rank_waits_for_the_losses_alone(mode: str, de
         # The losses go to the other ranks, and their sum comes back.
         assert len(waits) == 2, waits
         assert all(name in wait for name, wait in zip(("together.py", "taking.py"), waits, strict=True)), waits
+
+
+@pytest.mark.parametrize("activations", ["recompute", wide("keep")])
+def test_ranks_whose_last_block_reads_values_hold_what_their_schedule_says(activations: str, devices: Processes):
+    for found in devices.run(holding, activations):
+        assert not isinstance(found, BaseException), found
+        assert found["ops"] == ["F4.0", "F4.1", "F4.2", "B4.0", "B4.1", "B4.2"]
+        assert all(0.9 * found["planned"] < peak <= found["planned"] for peak in found["peaks"]), found
 
 
 def test_an_evaluation_sees_what_its_rank_alone_has_written(devices: Processes):

@@ -24,6 +24,8 @@ CASES = {
     "adapted-overlap-in-place": Case("adapted", "overlap", TWO, edits="in place"),
     "tied-spread-unseen-bf16": Case("tied", "spread", THREE, compile={"precision": "bf16"}, edits="unseen"),
     "branching-spread": Case("branching", "spread", [*THREE, *THREE]),
+    "deciding-deferred-clipped": Case("deciding", "deferred", [(2, 3)] * 5, compile={"transfer": "copy"}, chaos=3),
+    "deciding-spread-draws": Case("deciding", "spread", [*THREE, *THREE], draws=True, is_weighted=True, looks=True),
     "broad-deferred-two-hosts": Case("broad", "deferred", ((1, 1, 1), (2, 1, 1)), optimizer="sgd", hosts="aab"),
     "stack-spread-looks": Case("stack", "spread", [*TWO, *TWO], looks=True),
     "stack-serial-clipped": Case("stack", "serial_clipped", THREE, compile={"transfer": "copy", "block_bytes": "100B"}),
@@ -43,7 +45,7 @@ FURTHER = {
 }
 DISTURBED = {
     f"{task}-{mode}-chaos-{seed}": Case(task, mode, THREE, compile={"transfer": "copy"}, draws=True, chaos=10 * seed)
-    for seed, (task, mode) in enumerate(product(("tied", "adapted", "branching"), MODES), start=1)
+    for seed, (task, mode) in enumerate(product(("tied", "adapted", "branching", "deciding"), MODES), start=1)
 }
 ONE_BY_ONE = {
     "tied-spread-weighted": Case("tied", "spread", THREE, is_weighted=True),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 from typing import Any
 
 import torch
@@ -167,3 +168,41 @@ def running_out(rank: int) -> list[str]:
             simulator.set_capacity(1, torch.accelerator.memory_reserved(device))
         found.append(refused(lambda batch=batch: step(batch)).partition("\n")[0])
     return found
+
+
+class Choosing(nn.Module):
+    """Python code reads a value in the last block; tensors are multiples of the bytes to which the allocator rounds."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(128, 128) for _ in range(5))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        given = x.mean()
+        for layer in self.layers:
+            x = layer(x).tanh()
+        return x.cos() if (x.abs() * given).sum() > 0 else x.sin()
+
+
+def holding(rank: int, activations: str) -> dict[str, Any]:
+    """The most bytes that each of some steps holds on the device, and its schedule's bytes and last block's ops."""
+    simulator = load()
+    simulator.reset()
+    device, peaks = f"sim:{rank % 2}", list[int]()
+    gc.collect()
+    held = torch.accelerator.memory_allocated(device)
+    torch.manual_seed(4)
+    model = Choosing()
+    compiled = megatrain.compile(model, device=device, process_group=dist.group.WORLD, activations=activations)
+    step = megatrain.TrainStep(compiled, torch.optim.SGD(model.parameters(), lr=0.1), loss=square)
+    for _ in range(3):
+        batches = [torch.rand(512, 128).to(device) for _ in range(3)]
+        gc.collect()
+        torch.accelerator.synchronize(device)
+        torch.accelerator.reset_peak_memory_stats(device)
+        step(batches)
+        torch.accelerator.synchronize(device)
+        peaks.append(torch.accelerator.max_memory_allocated(device) - held)
+    step.flush()
+    ops = [str(op) for op in step.schedule.ops if op.block == 4 and op.what in "FB"]
+    return {"peaks": peaks, "planned": step.schedule.device_bytes, "ops": ops}

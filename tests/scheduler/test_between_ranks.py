@@ -120,6 +120,41 @@ tick  h2d   compute  d2h  host  receive  send  live_bytes
     )
 
 
+def compute_of(schedule: Schedule, block: int) -> str:
+    return " ".join(str(op) for op in schedule.ops if op.stream == Stream.COMPUTE and op.block == block)
+
+
+READING = replace(trained(3), last_reads_values=True)
+
+
+@pytest.mark.parametrize("kind", [
+    StepKind(updates="overlap", micro_batches=2),
+    StepKind(updates="overlap", ranks="middle", store="shared", shards=3, micro_batches=2),
+])  # fmt: skip
+def test_where_no_forward_runs_again_among_ranks_each_backward_of_the_last_block_follows_its_forward(kind: StepKind):
+    for workload in (trained(3), READING):
+        assert compute_of(build(workload, kind, num_slots=3), 2) == "F2.0 B2.0 F2.1 B2.1"
+    assert compute_of(middle(), 2) == "F2.0 B2.0 F2.1 B2.1"
+
+
+@pytest.mark.parametrize("ranks", ["first", "middle", "last"])
+@pytest.mark.parametrize("activations", ["recompute", "keep"])
+def test_ranks_whose_last_block_reads_values_run_all_forwards_before_the_first_backward(ranks: str, activations: str):
+    kind = StepKind(updates="overlap", ranks=ranks, micro_batches=2, outputs="release")
+    found = build(READING, kind, num_slots=3, activations=activations)
+    assert_checked_and_read_back(found, READING)
+    assert compute_of(found, 2) == "F2.0 F2.1 B2.0 B2.1"
+    assert (2 in found.saves) == (activations == "keep")
+    assert [op.what for op in found.ops if op.stream == Stream.COMPUTE] == ["F"] * 6 + ["B"] * 6
+
+
+def test_the_graphs_and_outputs_of_all_micro_batches_are_there_when_the_first_backward_of_such_a_rank_begins():
+    kind = StepKind(updates="overlap", ranks="first", micro_batches=3, outputs="release")
+    found, other = (build(each, kind, num_slots=3, activations="keep") for each in (READING, trained(3)))
+    live = [each.live_bytes[position(each, "B2.0").tick] for each in (found, other)]
+    assert live[0] - live[1] == 2 * (READING.blocks[2].saved_bytes + READING.values[-1].nbytes)
+
+
 @pytest.mark.parametrize(
     ("token", "rule"),
     [

@@ -125,7 +125,8 @@ def workloads(draw: st.DrawFn) -> Workload:
         )
         for v in values
     )
-    made = Workload(works, final, tuple(storages), draw(st.sampled_from([0, 0, 20, 90])))
+    loss_bytes, reads_values = draw(st.sampled_from([0, 0, 20, 90])), draw(st.booleans())
+    made = Workload(works, final, tuple(storages), loss_bytes, last_reads_values=reads_values)
     for index, work in enumerate(works):
         if work.has_backward and draw(st.integers(0, 2)) == 0:
             kept = draw(st.builds(KeptWork, st.integers(0, 40), st.integers(0, 40), kernels()))
@@ -141,7 +142,7 @@ def with_results(workload: Workload, block: int, kept: KeptWork, sizes: Sequence
         storages.append(nbytes)
         name, storage = f"result {number} of {block}", len(storages) - 1
         values.append(ValueWork(name, nbytes, storage, block, (), False, False, True, is_result=True))
-    return Workload(tuple(works), tuple(values), tuple(storages), workload.loss_bytes)
+    return replace(workload, blocks=tuple(works), values=tuple(values), storages=tuple(storages))
 
 
 @dataclass(frozen=True)

@@ -118,8 +118,9 @@ def _starting_plan(builder: Builder, num_slots: int, keep: int | None, activatio
 def _least_saves(builder: Builder) -> int:
     """How many graphs are retained in any case: one where the step turns, if its backward comes at once.
 
-    With several micro-batches it doesn't if blocks without a backward follow, nor where the losses are elsewhere: then
-    there are as many graphs as micro-batches, and they are retained only where they fit.
+    With several micro-batches it doesn't if blocks without a backward follow, nor where the losses are elsewhere, nor
+    among ranks whose last block may run again: then there are as many graphs as micro-batches, and they are retained
+    only where they fit.
     """
     is_turn = builder.kind.micro_batches == 1 and builder.kind.has_losses
     at_once = is_turn or alternates(builder.workload, builder.kind)

@@ -53,8 +53,8 @@ def compute_stages(workload: Workload, kind: StepKind) -> tuple[Stage, ...]:
     """The fixed order of the compute stream: forward in block order, then backward in reverse.
 
     All micro-batches of a block run before the next block does, so its weights are needed as often as with
-    one. Where the step turns around in the last block, each of its backwards follows its forward at once: then
-    only one of its graphs exists at a time.
+    one. Where the step turns around in the last block, each of its backwards follows its forward at once, if it
+    alternates: then only one of its graphs exists at a time.
     """
     last = len(workload.blocks) - 1
     numbers = range(kind.micro_batches)
@@ -72,7 +72,12 @@ def compute_stages(workload: Workload, kind: StepKind) -> tuple[Stage, ...]:
 
 
 def alternates(workload: Workload, kind: StepKind) -> bool:
-    """Tells whether forward and backward meet in the last block, with the losses between them."""
+    """Tells whether forward and backward meet in the last block, with the losses between them.
+
+    They don't where a rank may have to run the forward of this block again: no rank may have begun a backward by then.
+    """
+    if workload.last_reads_values and kind.has_other_ranks and kind.may_run_again:
+        return False
     return kind.mode == "train" and kind.has_losses and workload.backward_blocks()[-1:] == (len(workload.blocks) - 1,)
 
 

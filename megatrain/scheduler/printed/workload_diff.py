@@ -36,6 +36,9 @@ def _lines(workload: Workload, other: Workload) -> Iterator[str]:
                 yield f"storage {index}: {size} -> {new_size} B"
     if workload.loss_bytes != other.loss_bytes:
         yield f"the loss: {workload.loss_bytes} -> {other.loss_bytes} B"
+    if workload.last_reads_values != other.last_reads_values:
+        told = [("not read", "read")[each.last_reads_values] for each in (workload, other)]
+        yield f"values of the last block, by Python code: {' -> '.join(told)}"
 
 
 def _values(workload: Workload, other: Workload, *, are_inputs: bool) -> Iterator[str]:

@@ -20,6 +20,7 @@ def workload_text(workload: Workload) -> str:
             f"{counted(len(workload.storages), 'storage')}",
             f"storages: {storages}",
             *([f"loss: {workload.loss_bytes} B"] if workload.loss_bytes else []),
+            *(["Python code reads values of the last block"] if workload.last_reads_values else []),
             *_aligned([_BLOCK, *blocks]),
             *_aligned([_VALUE, *values]),
         ]

@@ -10,6 +10,7 @@ from typing import Any
 from megatrain.compiled.inside import Compiled
 from megatrain.errors import MegatrainError
 from megatrain.hardware.machine import usual_machine
+from megatrain.passes.interpret import reads_values
 from megatrain.planning.across_devices import REPLICATE, ROUND, SHARD, AcrossDevices, Agree, Tables, choose
 from megatrain.planning.dealt_tables import DealtTables
 from megatrain.ranks.chain import column
@@ -90,7 +91,7 @@ def _no_shards(setting: Setting, link: float | None) -> str:
     """Why weights can't come in shards: a rank that runs its forward again needs the others."""
     if link is None:
         return "nothing moves them"
-    if any(program.reads_values(block) for program in setting.programs for block in program.blocks):
+    if any(reads_values(template.graph) for program in setting.programs for template in program.templates.values()):
         return "Python code reads values of the forward, which may have to run again"
     return ""
 

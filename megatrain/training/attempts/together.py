@@ -38,11 +38,8 @@ from megatrain.training.shares import Counts, Shares
 
 # The stages of an attempt: before its first meeting, before the second, and from then on.
 _MEETING, _RUNNING_FORWARD, _AGREED = "meeting", "forward", "agreed"
-# How to train where a forward had to run again too late. The last block runs each micro-batch forward and backward.
-_WAYS_OUT = {
-    True: ' with across_devices="replicate", which runs a forward again where need be',
-    False: " with one micro-batch for each rank in a step, or compute with tensors what the last block's code decides",
-}
+# How to train where a forward had to run again too late.
+_WAY_OUT = ' with across_devices="replicate", which runs a forward again where need be'
 
 
 class AgainError(Exception):
@@ -148,7 +145,7 @@ class Together:
             return  # it was said in a meeting, in which all ranks were
         if found is None:
             ranks.announce(words_of(error))
-        way = _WAYS_OUT[self._gathers] if isinstance(error, GuardFailedError) else ""
+        way = _WAY_OUT if self._gathers and isinstance(error, GuardFailedError) else ""
         boundary.broken = (
             "the ranks are no longer at the same step, because one of them failed in the middle of one.\n"
             f"  {words_of(error)}\n"
@@ -237,7 +234,7 @@ class Together:
             runs = setting.programs, executor.draws, self._compiled.options.device
             self.draws = draw_ahead(lambda word: self._tell(ranks, word), ranks, numbers, *runs)
         # Weights in shards come from all ranks of a host: where one runs its forward again, the others wait for ever.
-        self._gathers = setting.kind.shards > 1 or setting.kind.is_dealt
+        self._gathers = not setting.kind.may_run_again
         if dealing is not None:
             ranks.agreed.set()
         self._stage = _AGREED if self._gathers else _RUNNING_FORWARD
