@@ -17,6 +17,7 @@ from megatrain.compiled.inside import Compiled
 from megatrain.errors import ExecuteError, OptimizerError
 from megatrain.optim.blockwise import has_hooks
 from megatrain.optim.impostor import Optimizer
+from megatrain.passes.interpret import reads_values
 from megatrain.passes.split.dealt_program import whole_of
 from megatrain.ranks.host import Host
 from megatrain.ranks.ranks import Ranks
@@ -126,8 +127,7 @@ def check_dealt(setting: Setting, optimizers: Sequence[Optimizer]) -> None:
         OptimizerError: If an optimizer has hooks on its steps.
     """
     for program in setting.programs:
-        whole = whole_of(program)
-        if any(map(whole.reads_values, whole.blocks)):
+        if any(reads_values(template.graph) for template in whole_of(program).templates.values()):
             raise ExecuteError(
                 "Python code reads values of the forward, and the blocks are dealt to devices.\n"
                 "  Such a forward may have to run again with another capture, while other ranks go on.\n"
