@@ -19,7 +19,7 @@ from megatrain.compiled.printed import compiled_text
 from megatrain.compiled.variants import Variant, Variants
 from megatrain.compiled.walking import Walks, narrowed_inputs, walks
 from megatrain.memory.device_budget import DeviceBudget
-from megatrain.memory.out_of_memory import Attempts
+from megatrain.memory.out_of_memory import Attempts, free_frames
 from megatrain.optim.masters.from_files import MasterWeights
 from megatrain.optim.masters.narrow_model import explained, masters_of
 from megatrain.optim.masters.registry import Masters
@@ -235,6 +235,7 @@ class Compiled(LatestCapture):
             try:
                 found = run_step(executor, variant.traced.written_inputs.given(arguments.tensors))
             except GuardFailedError as failure:
+                free_frames(failure)
                 start.restore(device)
                 failed[variant] = str(failure)
                 self._variants.learn(failure, arguments, failed)

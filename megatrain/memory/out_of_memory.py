@@ -24,10 +24,15 @@ def ran_out(error: BaseException, device: Device) -> bool:
     return any(device.ran_out(cause) for cause in _chain(error))
 
 
-def let_go(error: BaseException, device: Device) -> None:
-    """Frees the tensors that only the frames of an error keep alive, and what torch's allocator keeps for later."""
+def free_frames(error: BaseException) -> None:
+    """Frees the tensors that only the frames of an error keep alive: another attempt needs their memory."""
     for cause in _chain(error):
         traceback.clear_frames(cause.__traceback__)
+
+
+def let_go(error: BaseException, device: Device) -> None:
+    """As `free_frames`; also frees what torch's allocator keeps for later."""
+    free_frames(error)
     device.empty_cache()
 
 

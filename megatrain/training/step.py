@@ -121,7 +121,7 @@ class TrainStep:
         rules = {"max_grad_norm": max_grad_norm, "report_norm": report_norm, "on_nonfinite": on_nonfinite}
         rules |= {"reduce": reduce, "weight": "none" if weight is None else "given", "overlap": overlap, "reads": reads}
         sharing = HostSharing(self._compiled, self._optimizers, shares=self._setup.division.shares)
-        self._together = Together(self._compiled, self._optimizers, rules, sharing)
+        self._together = Together(self._compiled, self._optimizers, rules, sharing, self._boundary)
         parts = self._compiled, self._setup, self._boundary, self._completion, self._together
         budget = self._compiled.budget if plan is None else None
         self._taking = Taking(*parts, loss=loss, looks=looks, budget=budget)

@@ -86,6 +86,23 @@ def failing_to_choose(rank: int, case: Case) -> Any:
     return {"error": error, "found": found}
 
 
+def interrupted_choice(rank: int, case: Case) -> list[str]:
+    """Ctrl-C ends the first step of rank 1 while ranks choose; what each says then, and of a further step."""
+    _, _, step = begin(case, dist.group.WORLD)
+
+    def interrupted(*_: Any, **__: Any) -> Any:
+        raise KeyboardInterrupt
+
+    def tried() -> str:
+        try:
+            return refused(lambda: take(case, rank, step, [0]))
+        except KeyboardInterrupt:
+            return "KeyboardInterrupt"
+
+    with patch.object(taking, "find_way", interrupted if rank == 1 else find_way):
+        return [tried(), tried()]
+
+
 def lacking_room(rank: int, case: Case) -> Any:
     """The host of rank 0 has a byte too little in the first step; the errors, and what training finds after it."""
     torch.manual_seed(5)

@@ -10,12 +10,14 @@ from tests.comparing import assert_same
 from tests.ranks.choosing import (
     choosing,
     failing_to_choose,
+    interrupted_choice,
     kept_from_dealing,
     lacking_room,
     measuring,
     sharing_a_choice,
 )
 from tests.ranks.processes import Processes
+from tests.ranks.shared_processes import processes_fixture
 from tests.ranks.sides import Case, train
 from tests.ranks.there import train_alone_there
 from tests.tiers import wide
@@ -26,6 +28,9 @@ SLOW, FAST = 1e5, 1e12
 
 
 NO_LINKS = None, None, None
+
+
+processes = processes_fixture(3, "function")
 
 
 def rates(*each: float | None) -> dict[int, float | None]:
@@ -120,6 +125,14 @@ def test_a_rank_that_finds_no_schedule_is_named_and_the_next_step_chooses(three:
     expected = train(case, None, None)
     for rank, each in enumerate(found):
         assert_same({key: expected[key] for key in each["found"]}, each["found"], f"rank {rank}")
+
+
+def test_all_ranks_hear_of_ctrl_c_while_they_choose(processes: Processes):
+    found = processes.run(interrupted_choice, Case("tied", "spread", DEAL, compile=AUTO))
+    assert found[1][0] == "KeyboardInterrupt"
+    assert "no longer at the same step" in found[1][1], found
+    for rank in (0, 2):
+        assert all("rank 1 failed: KeyboardInterrupt" in text for text in found[rank]), found
 
 
 def test_ranks_that_their_host_has_no_room_for_are_refused_before_anything_is_allocated(three: Processes):

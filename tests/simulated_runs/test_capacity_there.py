@@ -39,6 +39,15 @@ class Blocks(nn.Module):
         return x
 
 
+class Deciding(Blocks):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for number, block in enumerate(self.blocks):
+            x = block(x)
+            if number == 3:
+                x = x * 0.5 if x.mean() > 0 else x * 0.25
+        return x
+
+
 def loss_of(result: torch.Tensor, batch: Any) -> torch.Tensor:
     del batch
     return result.square().mean()
@@ -138,3 +147,37 @@ def test_batches_of_other_sizes_share_one_budget(sim: Simulator, plain: int):
         torch.accelerator.synchronize()
         assert torch.accelerator.max_memory_allocated() <= plain + budget, number
     assert slots == [2, 1, 2, 1]
+
+
+@pytest.mark.parametrize("number", [0, 1, 3])
+def test_what_runs_again_with_another_capture_takes_no_more_memory(plain: int, number: int):
+    """Nothing of the attempt that failed is left when the next one begins.
+
+    Args:
+        plain: See the fixture.
+        number: How many micro-batches a step has; 0 is a call and its backward.
+    """
+    model = Deciding()
+    compiled = megatrain.compile(model, device=DEVICE)
+    step = megatrain.TrainStep(compiled, sgd(model), loss=loss_of)
+    dice, peaks = generator_of(0), dict[float, list[int]]()
+    gc.collect()
+    gc.disable()  # which may find the failed attempt in time, or not
+    try:
+        for mean in (1.0, -1.0, 1.0, -1.0):  # the first capture is tried first
+            batches = [(torch.randn(TOKENS, WIDTH, generator=dice) + mean).to(DEVICE) for _ in range(max(1, number))]
+            torch.accelerator.synchronize()
+            torch.accelerator.reset_peak_memory_stats()
+            if number:
+                step(batches)
+            else:
+                compiled(batches[0]).square().mean().backward()
+            torch.accelerator.synchronize()
+            model.zero_grad()
+            peaks.setdefault(mean, []).append(torch.accelerator.max_memory_allocated() - plain)
+    finally:
+        gc.enable()
+    assert str(compiled.megatrain).count("\n  capture ") == 2
+    assert peaks[-1.0][1] <= peaks[1.0][1]
+    if number:  # the mean that Python code reads takes 4 bytes, for which the allocator gives 512
+        assert peaks[-1.0][1] <= step.schedule.device_bytes + 512 * number

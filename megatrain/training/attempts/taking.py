@@ -12,7 +12,7 @@ from torch import nn
 
 from megatrain.compiled.inside import Compiled, Variant
 from megatrain.memory.device_budget import DeviceBudget
-from megatrain.memory.out_of_memory import Attempts
+from megatrain.memory.out_of_memory import Attempts, free_frames
 from megatrain.planning.across_devices import ROUND, SHARD
 from megatrain.planning.dealt_tables import DealtTables
 from megatrain.planning.loss_bytes import Loss
@@ -157,7 +157,7 @@ class Taking:
                 setting: Setting | None = None
                 executor: Executor | None = None
                 try:
-                    with self._together.attempt(self._boundary):
+                    with self._together.attempt():
                         setting = self._agreed(batches, failed)
                         self._check_room(setting)
                         while (executor := self._setup.executor(setting)) is None:
@@ -167,11 +167,12 @@ class Taking:
                             setting, executor, counts, self._boundary.progress, is_timed=watch is not None
                         )
                         loss = self._run(setting, executor, shares, watch)
-                except AgainError:
-                    continue
+                except AgainError as again:
+                    free_frames(again)
                 except GuardFailedError as failure:
                     if setting is None or executor is None:
                         raise
+                    free_frames(failure)
                     at = self._failed_at
                     failed[at][setting.variants[at]] = str(failure)
                     self._compiled.learn(failure, setting.arguments[at], failed[at])

@@ -32,14 +32,13 @@ from megatrain.training.attempts.dealing import Dealing, check_dealt
 from megatrain.training.attempts.draws_ahead import draw_ahead
 from megatrain.training.attempts.host_sharing import Changed, HostSharing
 from megatrain.training.attempts.rank_facts import Facts, check_supported, facts_of, refuse_difference, values_of
+from megatrain.training.attempts.rank_failures import broken, other_rank
 from megatrain.training.boundary import Boundary, NotFiniteError, Progress
 from megatrain.training.setup import Setting
 from megatrain.training.shares import Counts, Shares
 
 # The stages of an attempt: before its first meeting, before the second, and from then on.
 _MEETING, _RUNNING_FORWARD, _AGREED = "meeting", "forward", "agreed"
-# How to train where a forward had to run again too late.
-_WAY_OUT = ' with across_devices="replicate", which runs a forward again where need be'
 
 
 class AgainError(Exception):
@@ -54,15 +53,21 @@ class Together:
         optimizers: In the order of their steps.
         rules: Options of the step that must be the same on all ranks.
         sharing: Has the ranks of a host share one store.
+        boundary: No step can follow one that failed when all had agreed on it.
 
     Attributes:
         draws: The random numbers of this rank in the present step; None if the model draws none, or trains alone.
     """
 
     def __init__(
-        self, compiled: Compiled, optimizers: Sequence[Optimizer], rules: Mapping[str, object], sharing: HostSharing
+        self,
+        compiled: Compiled,
+        optimizers: Sequence[Optimizer],
+        rules: Mapping[str, object],
+        sharing: HostSharing,
+        boundary: Boundary,
     ):
-        self._sharing = sharing
+        self._sharing, self._boundary = sharing, boundary
         self._compiled = compiled
         self._ranks: Ranks | None = compiled.ranks
         self._optimizers = optimizers
@@ -96,11 +101,8 @@ class Together:
         return (0, 1) if self._ranks is None else (self._ranks.rank, self._ranks.size)
 
     @contextmanager
-    def attempt(self, boundary: Boundary) -> Generator[None]:
+    def attempt(self) -> Generator[None]:
         """Runs one attempt at a step. If it fails here, the others hear why; if it fails there, this rank stops too.
-
-        Args:
-            boundary: No step can follow one that failed when all had agreed on it.
 
         Raises:
             RanksError: If another rank failed, or differs.
@@ -115,26 +117,31 @@ class Together:
         except (AgainError, NotFiniteError):
             raise  # so does every rank
         except BaseException as error:
-            self._fail(self._ranks, error, boundary)
+            self._fail(self._ranks, error)
             raise
 
     @contextmanager
     def refusing(self, at: str = "a step") -> Generator[None]:
         """Tells the others if a step is refused before its first attempt, because they wait for this rank.
 
+        No step can follow one that Ctrl-C ended here, maybe in the middle of a meeting.
+
         Args:
             at: The call in which all ranks are, in words.
         """
         try:
             yield
-        except Exception as error:
-            if self._ranks is not None and _other_rank(error) is None:
+        except BaseException as error:
+            if self._ranks is not None and not isinstance(error, Exception):
+                self._ranks.announce(words_of(error))
+                self._boundary.broken = broken(error)
+            elif self._ranks is not None and other_rank(error) is None:
                 with suppress(RanksError):
                     self._tell(self._ranks, {"failed": words_of(error)}, at)
             raise
 
-    def _fail(self, ranks: Ranks, error: BaseException, boundary: Boundary) -> None:
-        found = _other_rank(error)
+    def _fail(self, ranks: Ranks, error: BaseException) -> None:
+        found = other_rank(error)
         is_quiet = self._stage != _AGREED and not self._is_telling and isinstance(error, Exception)
         if found is None and is_quiet:
             again = self._stage == _RUNNING_FORWARD and isinstance(error, GuardFailedError)
@@ -145,16 +152,12 @@ class Together:
             return  # it was said in a meeting, in which all ranks were
         if found is None:
             ranks.announce(words_of(error))
-        way = _WAY_OUT if self._gathers and isinstance(error, GuardFailedError) else ""
-        boundary.broken = (
-            "the ranks are no longer at the same step, because one of them failed in the middle of one.\n"
-            f"  {words_of(error)}\n"
-            f"  Start all ranks again{way}, and load the latest checkpoint."
-        )
+        runs_again = self._gathers and isinstance(error, GuardFailedError)
+        self._boundary.broken = broken(error, runs_again=runs_again)
         if found is not None and found is not error:
             raise found from error
         if isinstance(error, GuardFailedError):  # which would have the step run again
-            raise ExecuteError(boundary.broken) from error
+            raise ExecuteError(self._boundary.broken) from error
 
     def _tell(self, ranks: Ranks, word: dict[str, Any], at: str = "a step") -> list[dict[str, Any]]:
         """Tells all ranks something, and hears what they tell.
@@ -302,14 +305,6 @@ class Together:
                 "  Ranks wait for each other in one order, which it would change.\n"
                 f"  {way_out}"
             )
-
-
-def _other_rank(error: BaseException) -> RanksError | None:
-    """The failure of another rank that an error comes from."""
-    cause: BaseException | None = error
-    while cause is not None and not isinstance(cause, RanksError):
-        cause = cause.__cause__
-    return cause
 
 
 def _digest(facts: Facts) -> str:
