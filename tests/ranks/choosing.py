@@ -150,6 +150,9 @@ def sharing_a_choice(rank: int | None, hosts: str | None) -> Any:
         losses.append(step(given))
         devices.append(step.schedule.kind.devices)
         third = third or megatrain.TrainStep(compiled, optimizer, **options)
+    other = megatrain.TrainStep(compiled, optimizer, loss=lambda result, batch: result * 2)
+    refusal = "" if rank is None else refused(lambda: other(stack_batch(rank, 2)))
+    assert refusal.startswith("ExecuteError: this step has a loss=, and another step ") == (rank is not None), refusal
     found = {"losses": losses, **snapshot(compiled.megatrain.model, optimizer)}
     found.pop("generator")
     return {**found, **({} if rank is None else {"devices": devices, "text": str(compiled.megatrain)})}

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from megatrain.compiled.inside import Compiled, Variant
+from megatrain.errors import ExecuteError
 from megatrain.memory.device_budget import DeviceBudget
 from megatrain.memory.out_of_memory import Attempts, free_frames
 from megatrain.planning.across_devices import ROUND, SHARD
@@ -120,6 +121,12 @@ class Taking:
             if found.way == ROUND:
                 ranks.deal_blocks()
             compiled.across_devices = found
+        if compiled.across_devices.way == ROUND and self._loss is not None:
+            raise ExecuteError(
+                "this step has a loss=, and another step over this model has found dealt blocks to be the fastest.\n"
+                "  One rank would make the losses of all, and such a function may use values of its own rank.\n"
+                '  Compile with across_devices="round" if it uses its batch alone, or with "replicate".'
+            )
         self._is_way_taken = True
         assert ranks.host is not None
         if compiled.across_devices.way == SHARD:
