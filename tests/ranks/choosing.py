@@ -126,12 +126,12 @@ def lacking_room(rank: int, case: Case) -> Any:
     return {"error": error, "found": found, "needed": needed, "is_untouched": is_untouched}
 
 
-def sharing_a_choice(rank: int | None, hosts: str | None) -> Any:
+def sharing_a_choice(rank: int | None, hosts: str) -> Any:
     """Trains with three steps over one model: two were made before one of them chose, one after it.
 
     Args:
-        rank: One of four; None is one process.
-        hosts: The name of each rank's host, if there are several.
+        rank: One of as many as there are names; None is one process.
+        hosts: The name of each rank's host.
     """
     compiled, optimizer = _choosing_model(rank, hosts)
     options: dict[str, Any] = {"max_grad_norm": 0.01}
@@ -143,7 +143,7 @@ def sharing_a_choice(rank: int | None, hosts: str | None) -> Any:
     for number in range(4):
         step = (first, second, third, first)[number]
         assert step is not None
-        batches = [stack_batch(4 * number + place, 2) for place in range(4)]
+        batches = [stack_batch(4 * number + place, 2) for place in range(len(hosts))]
         given = batches if rank is None else [batches[rank]]
         if number > 1:
             step.prepare(given)

@@ -91,14 +91,15 @@ def test_where_a_rank_has_its_host_to_itself_weights_come_whole(hosts: str, thre
     assert not any("across devices:" in each["after"] for each in found)
 
 
-@pytest.mark.parametrize("hosts", [None, wide("aabb")])
-def test_training_steps_made_before_and_after_the_choice_deal_blocks(hosts: str | None, four: Processes):
-    found = four.run(sharing_a_choice, hosts)
+@pytest.mark.parametrize("hosts", ["aaa", wide("aabb")])
+def test_training_steps_made_before_and_after_the_choice_deal_blocks(hosts: str, request: pytest.FixtureRequest):
+    processes: Processes = request.getfixturevalue({"aaa": "three", "aabb": "four"}[hosts])
+    found = processes.run(sharing_a_choice, hosts)
     assert all(not isinstance(each, BaseException) for each in found), found
-    expected = sharing_a_choice(None, None)
+    expected = sharing_a_choice(None, hosts)
     for rank, each in enumerate(found):
         assert each.pop("text").count("\n  across devices: round: a step is predicted to take ") == 1
-        assert each.pop("devices") == [2 if hosts else 4] * 4
+        assert each.pop("devices") == [hosts.count("a")] * 4
         assert_same({key: expected[key] for key in each}, each, f"rank {rank}")
 
 
@@ -106,7 +107,7 @@ def test_training_steps_made_before_and_after_the_choice_deal_blocks(hosts: str 
     ("what", "obstacle"),
     [
         ("hook", "hooks on parameters would run on one rank"),
-        ("step hook", "hooks run before or after the optimizer's step, and the blocks are dealt to devices"),
+        wide(("step hook", "hooks run before or after the optimizer's step, and the blocks are dealt to devices")),
         wide(("class", "a micro-batch can't be given to other ranks: PicklingError: Can't pickle <class '")),
     ],
 )

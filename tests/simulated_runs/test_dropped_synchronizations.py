@@ -79,7 +79,10 @@ _OF_ROUNDS = (
     "of what crosses between the devices of several ranks; tests/ranks/test_on_devices.py has runs in late streams, "
     "which notice what is sent. What was received is mostly used before the next message can come"
 )
+_OF_FAKES = "threads wait for each other before anything is captured; fake tensors have no device's memory"
 UNNOTICED: dict[str, str] = {
+    "torch_features._make_first_fakes: made.wait": _OF_FAKES,
+    "torch_features.run: never.wait": _OF_FAKES,
     "ranks._hold: threading.Event().wait": _OF_RANKS,
     "ranks._sender: self._wait": _OF_RANKS,
     "host_channel.give: self._wait": _OF_RANKS,
