@@ -6,6 +6,7 @@ import traceback
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
+from types import FrameType
 
 import torch
 
@@ -37,12 +38,24 @@ def let_go(error: BaseException, device: Device) -> None:
 
 
 def _chain(error: BaseException) -> Iterator[BaseException]:
+    """An error and all that it comes from, without what a caller of the work was handling when the work began.
+
+    The traceback of an error begins at the frame that has caught the error. What a caller handles was caught further
+    out: its frames are the caller's, who may still look at them.
+    """
+    callers: set[FrameType] = set()
+    frame = error.__traceback__.tb_frame.f_back if error.__traceback__ is not None else None
+    while frame is not None:
+        callers.add(frame)
+        frame = frame.f_back
     seen: set[int] = set()
     left: list[BaseException | None] = [error]
     while left:
         found = left.pop()
-        if found is not None and id(found) not in seen:
-            seen.add(id(found))
+        if found is None or id(found) in seen:
+            continue
+        seen.add(id(found))
+        if found.__traceback__ is None or found.__traceback__.tb_frame not in callers:
             yield found
             left += [found.__cause__, found.__context__]
 

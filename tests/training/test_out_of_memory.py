@@ -18,7 +18,7 @@ import torch
 import megatrain
 from megatrain.device import Cuda
 from megatrain.errors import DeviceMemoryWarning, ExecuteError
-from megatrain.memory.out_of_memory import DeviceMemoryError, let_go, ran_out
+from megatrain.memory.out_of_memory import DeviceMemoryError, free_frames, let_go, ran_out
 from megatrain.runtime import operations
 from megatrain.runtime.gradients import sums
 from megatrain.runtime.operations import HANDLERS
@@ -321,6 +321,36 @@ def test_what_counts_as_too_little_memory():
     wrapped = ExecuteError("h2d:A3 failed")
     wrapped.__cause__ = torch.OutOfMemoryError("x")
     assert ran_out(wrapped, device)
+
+
+def test_what_a_caller_handles_stays_as_it_is_and_is_no_reason():
+    def failed() -> None:
+        kept = "of the caller"
+        raise torch.OutOfMemoryError(kept)
+
+    def work() -> None:
+        held = "of the work"
+        raise ValueError(held)
+
+    def attempt(handled: BaseException) -> Any:
+        try:
+            work()
+        except ValueError as error:
+            assert error.__context__ is handled
+            assert not ran_out(error, Cuda(0)), "the work has failed for another reason"
+            free_frames(error)
+            return error.__traceback__
+
+    try:
+        failed()
+    except torch.OutOfMemoryError as handled:
+        of_work, of_caller = attempt(handled), handled.__traceback__
+    assert of_work is not None
+    assert of_work.tb_next is not None
+    assert of_work.tb_next.tb_frame.f_locals == {}
+    assert of_caller is not None
+    assert of_caller.tb_next is not None
+    assert of_caller.tb_next.tb_frame.f_locals == {"kept": "of the caller"}
 
 
 def test_letting_go_frees_what_frames_keep():
