@@ -29,7 +29,9 @@ PRECISION = one_of("fp32", "bf16")
 TRANSFER = one_of("auto", "copy", "bind")
 CHUNKING = one_of("auto", "always", "never")
 KERNELS = one_of("eager", "graphs", "inductor")
-ACROSS_DEVICES = one_of("replicate", "shard", "round", "auto")
+REPLICATE, SHARD, ROUND = "replicate", "shard", "round"
+ACROSS_DEVICES = one_of(REPLICATE, SHARD, ROUND, "auto")
+"""How devices divide the work: whole weights, weights in shards, blocks dealt to devices; or the fastest of these."""
 COMPILE: Mapping[str, Rule] = {
     "model": MODEL,
     "device": optional(DEVICE),
@@ -86,7 +88,7 @@ class Options:
     hardware: Hardware | None = None
     chunking: str = "auto"
     kernels: str = "eager"
-    across_devices: str = "replicate"
+    across_devices: str = REPLICATE
 
     @property
     def chooses_way(self) -> bool:
@@ -129,7 +131,7 @@ class Options:
         hardware: Hardware | str | None = None,
         chunking: str = "auto",
         kernels: str = "eager",
-        across_devices: str = "replicate",
+        across_devices: str = REPLICATE,
     ) -> Options:
         """Resolves the options of `compile`; each option has been checked alone.
 
@@ -152,7 +154,7 @@ class Options:
                 f'transfer="bind" needs the compute device to be the host, but it is {target}.\n'
                 '  Weights are used in place, in host memory.\n  Use transfer="copy" or "auto".'
             )
-        if transfer == "bind" and across_devices == "shard":
+        if transfer == "bind" and across_devices == SHARD:
             raise OptionError(
                 'transfer="bind" with across_devices="shard" is impossible.\n'
                 "  Weights that are used in place are copied nowhere.\n  Leave one of the two out."
@@ -161,7 +163,7 @@ class Options:
         _check_budget(budget, target)
         if transfer == "auto":
             # A budget on the host is a rehearsal of a device: only copies into slots can respect it.
-            transfer = "bind" if target.can_bind and budget is None and across_devices != "shard" else "copy"
+            transfer = "bind" if target.can_bind and budget is None and across_devices != SHARD else "copy"
         size = None if block_bytes is None else parse_bytes(block_bytes, "block_bytes")
         # If a save was ended between its two renames, the checkpoint is next to its final place.
         paths = None if weights is None else tuple(present(path) for path in read_paths(weights))

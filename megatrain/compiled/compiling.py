@@ -16,7 +16,7 @@ from megatrain.errors import OptionError
 from megatrain.files.weight_files import WeightFiles
 from megatrain.hardware.hardware import Hardware
 from megatrain.optim.masters.narrow_model import narrowed
-from megatrain.options import COMPILE, Options
+from megatrain.options import COMPILE, REPLICATE, SHARD, Options
 from megatrain.passes.pipeline import Rewrite
 from megatrain.ranks.possible_ranks import check_cards, check_ranks
 from megatrain.ranks.ranks import PROCESS_GROUP, ProcessGroup
@@ -43,7 +43,7 @@ def compile(  # noqa: PLR0913  # the name torch users expect; all but the model 
     chunking: str = "auto",
     kernels: str = "eager",
     process_group: ProcessGroup | None = None,
-    across_devices: str = "replicate",
+    across_devices: str = REPLICATE,
     chaos: Chaos | None = None,
     recording: Recording | None = None,
 ) -> CompiledModule:
@@ -142,7 +142,7 @@ def compile(  # noqa: PLR0913  # the name torch users expect; all but the model 
     compiled = Compiled(model, options, chaos, recording, process_group)
     if compiled.ranks is not None:
         check_cards(compiled.ranks, options.device)
-        if across_devices == "shard":
+        if across_devices == SHARD:
             compiled.ranks.divide_weights(options.device)
         elif options.chooses_way:
             compiled.ranks.measure_links(options.device)

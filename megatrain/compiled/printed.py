@@ -7,15 +7,15 @@ from collections.abc import Sequence
 from megatrain.compiled.variants import Variant
 from megatrain.counts import counted
 from megatrain.memory.device_budget import DeviceBudget
-from megatrain.options import Options
+from megatrain.options import REPLICATE, ROUND, SHARD, Options
 from megatrain.planning.across_devices import AcrossDevices
 from megatrain.runtime.engine import Engine
 from megatrain.runtime.walk.walk_figures import WalkFigures
 
 _ACROSS_DEVICES = {
-    "replicate": "",
-    "shard": ", weights in shards across devices",
-    "round": ", blocks dealt to devices",
+    REPLICATE: "",
+    SHARD: ", weights in shards across devices",
+    ROUND: ", blocks dealt to devices",
     "auto": ", work divided among devices as the first step finds fastest",
 }
 NOTHING = "nothing is captured yet: call the model once, or give compile(example_args=..., example_kwargs=...)"

@@ -8,6 +8,7 @@ from typing import Any
 
 from megatrain.errors import MegatrainError
 from megatrain.hardware.hardware import Hardware
+from megatrain.options import REPLICATE, ROUND, SHARD
 from megatrain.scheduler.schedule import Schedule
 from megatrain.scheduler.timing.bands import format_s
 from megatrain.scheduler.timing.simulate_devices import simulate_devices
@@ -17,12 +18,11 @@ Agree = Callable[[Mapping[str, Any]], Sequence[Mapping[str, Any]] | None]
 """Tells all ranks something, and returns what all tell, by rank."""
 Tables = Callable[[], Sequence[Schedule]]
 """Plans the step of each device of a host."""
-REPLICATE, SHARD, ROUND = "replicate", "shard", "round"
 _WITH = {REPLICATE: "whole weights", SHARD: "shards", ROUND: "dealt blocks"}
 
 
 @dataclass(frozen=True, slots=True)
-class Way:
+class PredictedWay:
     """One way to divide the work.
 
     Args:
@@ -46,7 +46,7 @@ class AcrossDevices:
             None if nothing moves memory from one to another.
     """
 
-    ways: tuple[Way, ...]
+    ways: tuple[PredictedWay, ...]
     link_bytes_per_s: float | None
 
     @property
@@ -96,8 +96,8 @@ def choose(
     return AcrossDevices(tuple(_joined(name, [word[name] for word in words]) for name in ways), link_bytes_per_s)
 
 
-def _joined(name: str, told: Sequence[float | str]) -> Way:
+def _joined(name: str, told: Sequence[float | str]) -> PredictedWay:
     obstacle = next((each for each in told if isinstance(each, str)), None)
     if obstacle is not None:
-        return Way(name, None, obstacle)
-    return Way(name, max(each for each in told if not isinstance(each, str)))
+        return PredictedWay(name, None, obstacle)
+    return PredictedWay(name, max(each for each in told if not isinstance(each, str)))

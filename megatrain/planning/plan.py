@@ -8,7 +8,7 @@ from typing import Any
 from megatrain.checks import Rule, checked, count, either, function, one_of, optional
 from megatrain.counts import counted
 from megatrain.errors import OptionError
-from megatrain.planning.across_devices import ROUND
+from megatrain.options import ACROSS_DEVICES, ROUND
 from megatrain.planning.model_sizes import DEPTH, MICRO_BATCH, SEQUENCE
 from megatrain.planning.planned_step import UNBOUNDED, PlannedStep
 from megatrain.planning.printed.pieces_text import piece_lines
@@ -18,7 +18,7 @@ from megatrain.planning.saved_plan import PLAN, SavedPlan, saved_plan
 from megatrain.planning.what_if.alternatives import Alternatives, alternatives
 from megatrain.planning.what_if.devices_plan import DevicesPlan
 from megatrain.planning.what_if.largest import MOST_OF_A_SIZE, Largest, largest
-from megatrain.planning.what_if.several_devices import ACROSS, LINK, MOST_DEVICES, NO_LINK, hosts_of, on_devices
+from megatrain.planning.what_if.several_devices import LINK, MOST_DEVICES, NO_LINK, hosts_of, on_devices
 from megatrain.planning.what_if.ways_out import refusal
 from megatrain.sizes import SIZE
 
@@ -119,7 +119,7 @@ class Plan(PlannedStep):
         num_hosts=count(1, MOST_DEVICES),
         network=optional(SIZE),
         link=LINK,
-        across_devices=ACROSS,
+        across_devices=ACROSS_DEVICES,
     )
     def on_devices(
         self,

@@ -12,10 +12,9 @@ from megatrain.counts import counted
 from megatrain.errors import OptionError
 from megatrain.hardware.hardware import Hardware
 from megatrain.hardware.presets import PRESETS
-from megatrain.options import COMPILE, PRECISION
-from megatrain.planning.across_devices import ROUND, SHARD
+from megatrain.options import ACROSS_DEVICES, COMPILE, PRECISION, ROUND, SHARD
 from megatrain.planning.model_sizes import DEPTH, LORA, MICRO_BATCH, SEQUENCE
-from megatrain.planning.what_if.several_devices import ACROSS, LINK, MOST_DEVICES, NO_LINK
+from megatrain.planning.what_if.several_devices import LINK, MOST_DEVICES, NO_LINK
 from megatrain.planning.what_if.variation import Spelling, size
 from megatrain.scheduler.builder.build import STEP
 from megatrain.sizes import SIZE
@@ -40,7 +39,7 @@ RULES: Mapping[str, Rule] = {
     "hosts": count(1, 64),
     "network": optional(SIZE),
     "link": LINK,
-    "across_devices": ACROSS,
+    "across_devices": ACROSS_DEVICES,
     "host_bandwidth": optional(SIZE),
     "micro_batch": optional(count(1, 2**16)),
     "lora": count(0, 2**16),

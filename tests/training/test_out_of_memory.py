@@ -332,19 +332,22 @@ def test_what_a_caller_handles_stays_as_it_is_and_is_no_reason():
         held = "of the work"
         raise ValueError(held)
 
-    def attempt(handled: BaseException) -> Any:
+    def attempt() -> tuple[Any, bool, Any]:
         try:
             work()
         except ValueError as error:
-            assert error.__context__ is handled
-            assert not ran_out(error, Cuda(0)), "the work has failed for another reason"
+            reason = ran_out(error, Cuda(0))
             free_frames(error)
-            return error.__traceback__
+            return error.__context__, reason, error.__traceback__
+        raise AssertionError
 
     try:
         failed()
     except torch.OutOfMemoryError as handled:
-        of_work, of_caller = attempt(handled), handled.__traceback__
+        context, is_reason, of_work = attempt()
+        is_context, of_caller = context is handled, handled.__traceback__
+    assert is_context
+    assert not is_reason, "the work has failed for another reason"
     assert of_work is not None
     assert of_work.tb_next is not None
     assert of_work.tb_next.tb_frame.f_locals == {}

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from megatrain.counts import counted
 from megatrain.errors import ExecuteError, ScheduleError
-from megatrain.planning.across_devices import REPLICATE, ROUND, SHARD
+from megatrain.options import REPLICATE, ROUND, SHARD
 from megatrain.planning.planned_step import PlannedStep
 from megatrain.planning.what_if.devices_host import DevicesHost
 from megatrain.scheduler.items import Stream

@@ -8,7 +8,7 @@ from dataclasses import replace
 from megatrain.checks import either, one_of, optional
 from megatrain.errors import ExecuteError, LowerError, MegatrainError, OptionError, ScheduleError
 from megatrain.hardware.hardware import Hardware
-from megatrain.planning.across_devices import REPLICATE, ROUND, SHARD
+from megatrain.options import REPLICATE, ROUND, SHARD
 from megatrain.planning.planned_step import PlannedStep
 from megatrain.planning.what_if.devices_plan import DevicesPlan
 from megatrain.scheduler.check.devices_rules import check_devices
@@ -19,8 +19,6 @@ from megatrain.sizes import SIZE, parse_bytes
 
 MOST_DEVICES = 64
 NO_LINK = "none"
-ACROSS = one_of("auto", REPLICATE, SHARD, ROUND)
-"""How the work is divided: weights whole, weights in shards, blocks dealt to the devices; or the fastest of these."""
 LINK = optional(either(SIZE, one_of(NO_LINK)))
 """What a device gets from the others of its host in a second, or that it gets nothing."""
 NETWORK = "25GB"

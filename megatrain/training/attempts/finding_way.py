@@ -10,8 +10,9 @@ from typing import Any
 from megatrain.compiled.inside import Compiled
 from megatrain.errors import MegatrainError
 from megatrain.hardware.machine import usual_machine
+from megatrain.options import REPLICATE, ROUND, SHARD
 from megatrain.passes.interpret import reads_values
-from megatrain.planning.across_devices import REPLICATE, ROUND, SHARD, AcrossDevices, Agree, Tables, choose
+from megatrain.planning.across_devices import AcrossDevices, Agree, Tables, choose
 from megatrain.planning.dealt_tables import DealtTables
 from megatrain.ranks.chain import column
 from megatrain.runtime.dealt_values import check_dense
@@ -21,6 +22,7 @@ from megatrain.scheduler.step_kind import RANKS
 from megatrain.training.attempts.dealing import check_dealt, packed
 from megatrain.training.setup import Setting, Setup
 from megatrain.training.step_tables import StepTables
+from megatrain.training.updating.update_times import has_gradient_hooks
 
 
 def find_way(
@@ -65,17 +67,16 @@ def find_way(
         REPLICATE: lambda: streamed(1),
         SHARD: _no_shards(setting, link) or (lambda: streamed(size)),
         ROUND: _no_dealing(compiled, setup, setting, has_loss=has_loss)
-        or (lambda: [_dealt(compiled, setup, setting, device) for device in range(size)]),
+        or (lambda: [_dealt(compiled, setup, setting, device, size) for device in range(size)]),
     }
     return choose(machine, ways, agree, link)
 
 
-def _dealt(compiled: Compiled, setup: Setup, setting: Setting, device: int) -> Schedule:
-    """The schedule of a device of this host to which blocks are dealt, with as many micro-batches of each rank."""
-    host: Any = compiled.ranks and compiled.ranks.host
-    captures, kind = [*setting.captures] * host.size, setting.kind
+def _dealt(compiled: Compiled, setup: Setup, setting: Setting, device: int, size: int) -> Schedule:
+    """The schedule of one of a host's devices to which blocks are dealt, with as many micro-batches of each rank."""
+    captures, kind = [*setting.captures] * size, setting.kind
     tables = StepTables(compiled.options, compiled.budget)
-    tables.deal_blocks(DealtTables(device, host.size), RANKS[0])
+    tables.deal_blocks(DealtTables(device, size), RANKS[0])
     dealt = tables.kind(len(captures), kind.updates, clip=kind.clip, reports_norm=kind.reports_norm)
     divides = partial(setup.divides, setting.captures)
     programs, schedule = tables.predicted(captures, dealt, _loss_bytes(setting), divides)
@@ -101,7 +102,7 @@ def _no_dealing(compiled: Compiled, setup: Setup, setting: Setting, *, has_loss:
     ranks: Any = compiled.ranks
     if has_loss:
         return "loss= would make the losses of all ranks on one of them"
-    if any(p._backward_hooks or p._post_accumulate_grad_hooks for p in compiled.model.parameters()):  # pyright: ignore
+    if has_gradient_hooks(compiled.model):
         return "hooks on parameters would run on one rank"
     try:
         column(ranks.rank, ranks.hosts)

@@ -14,7 +14,7 @@ from megatrain.compiled.inside import Compiled, Variant
 from megatrain.errors import ExecuteError
 from megatrain.memory.device_budget import DeviceBudget
 from megatrain.memory.out_of_memory import Attempts, free_frames
-from megatrain.planning.across_devices import ROUND, SHARD
+from megatrain.options import ROUND, SHARD
 from megatrain.planning.dealt_tables import DealtTables
 from megatrain.planning.loss_bytes import Loss
 from megatrain.runtime.executor import Executor

@@ -78,7 +78,7 @@ class UpdateTimes:
         hooked = any(map(has_hooks, self._optimizers))
         # Hooks on an optimizer's step may change gradients, of which the norm is taken before.
         clip = self._needs_norm or (self._reports_norm and hooked)
-        waits = self._holds_others() if self._needs_norm else self._has_gradient_hooks()
+        waits = self._holds_others() if self._needs_norm else has_gradient_hooks(self._model)
         reports_norm = self._reports_norm and not clip
         if not self._overlap or hooked or waits:
             return Times("serial", clip, reports_norm)
@@ -87,11 +87,12 @@ class UpdateTimes:
         spreads = self._spread and self._looks < self._most_looks and not (reports_norm or self._holds_others())
         return Times("spread" if spreads else "overlap", clip, reports_norm)
 
-    def _has_gradient_hooks(self) -> bool:
-        """Whether the user's code gets the gradient of a parameter: a step that this code ends must leave no trace."""
-        return any(p._backward_hooks or p._post_accumulate_grad_hooks for p in self._model.parameters())  # pyright: ignore
-
     def _holds_others(self) -> bool:
         """Whether an optimizer has parameters outside the model, such as a loss's own: the next loss reads them."""
         own = set(self._model.parameters())
         return any(p not in own for p in parameters_of(*self._optimizers))
+
+
+def has_gradient_hooks(model: nn.Module) -> bool:
+    """Whether the user's code gets the gradient of a parameter: a step that this code ends must leave no trace."""
+    return any(p._backward_hooks or p._post_accumulate_grad_hooks for p in model.parameters())  # pyright: ignore
