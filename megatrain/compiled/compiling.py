@@ -95,9 +95,9 @@ def compile(  # noqa: PLR0913  # the name torch users expect; all but the model 
             all of them call `compile` at the same time. Each gives a `TrainStep` micro-batches of its own, and all make
             the same updates, with the bits of one process that has all micro-batches. See docs/several-devices.md.
         across_devices: How the devices of a host divide the work. `"replicate"`: each rank copies all of a block's
-            weights. `"shard"`: each copies a part, and gathers the others from the other devices (all-gather, by NCCL on
-            CUDA); for devices with fast links. On the CPU weights are then copied, not used in place. A rank that has
-            its host to itself copies all of them. `"round"`: the blocks are dealt to the devices, so that each block's
+            weights. `"shard"`: each copies a part, and gathers the others from the other devices (all-gather, by NCCL
+            on CUDA); for devices with fast links. On the CPU weights are then copied, not used in place. A rank that
+            has its host to itself copies all of them. `"round"`: the blocks are dealt to the devices, so that a block's
             weights go to one of them, and micro-batches go from device to device (pipeline parallelism); for devices
             without links. Each host deals all blocks to its devices, and sums of gradients go from host to host.
             `"auto"`: `compile` measures what devices get from each other, and the first step takes the one of these
