@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
@@ -145,27 +146,47 @@ class StateValues:
         self._sources = {id(fake): (fake, tensors[key]) for key, fake in fakes.items()}
         self._parameters = {id(fake) for key, fake in fakes.items() if entries[key].kind == "parameter"}
         self._values: dict[int, torch.Tensor] = {}
+        self._leaves: dict[int, torch.Tensor] = {}
         self.is_used = False
 
     def forget(self) -> None:
         """Lets go of all tensors, when the capture is over."""
         self._sources.clear()
         self._values.clear()
+        self._leaves.clear()
 
     def has(self, tensor: torch.Tensor) -> bool:
         """Tells whether this is a fake state tensor, not one that stands for an input without values."""
         return id(tensor) in self._sources
 
-    def value(self, fake: torch.Tensor) -> torch.Tensor:
-        """Returns the values of one fake state tensor, with its `requires_grad`."""
+    def value(self, fake: torch.Tensor, refuse: Callable[[], NoReturn] | None = None) -> torch.Tensor:
+        """Returns the values of one fake state tensor, with its `requires_grad`.
+
+        Args:
+            fake: The tensor.
+            refuse: Called by a backward that reaches a copy of a parameter, and raises. Autograd's graph doesn't hold
+                such a copy. With None the copy is a leaf, for a backward to reach.
+        """
         self.is_used = True
         if id(fake) not in self._values:
             _, source = self._sources[id(fake)]
             value = source.detach()
             if id(fake) not in self._parameters:
                 value = value.clone(memory_format=torch.preserve_format)
-            self._values[id(fake)] = value.to(fake.device).requires_grad_(fake.requires_grad)
+            value = value.to(fake.device)
+            if refuse is not None and fake.requires_grad and value.device != source.device:
+                value = _with_history(value, refuse)
+            self._values[id(fake)] = value.requires_grad_(fake.requires_grad)
         return self._values[id(fake)]
+
+    def leaf(self, fake: torch.Tensor) -> torch.Tensor:
+        """Returns the same values in a leaf of autograd's graph, for code that may run a backward."""
+        value = self.value(fake)
+        if value.is_leaf:
+            return value
+        if id(fake) not in self._leaves:
+            self._leaves[id(fake)] = value.detach().requires_grad_()
+        return self._leaves[id(fake)]
 
     def is_shared(self, fake: torch.Tensor) -> bool:
         """Tells whether the values of this fake tensor are the model's own, not to be written into."""
@@ -177,3 +198,23 @@ class StateValues:
             value = self._values.get(identity)
             if value is not None and value.device != source.device and identity in self._parameters:
                 del self._values[identity]
+                self._leaves.pop(identity, None)
+
+
+def _with_history(value: torch.Tensor, refuse: Callable[[], NoReturn]) -> torch.Tensor:
+    """Gives `value` itself a history: a graph holds its leaves for as long as there are results of them."""
+    with torch.enable_grad():
+        return _History.apply(torch.zeros((), requires_grad=True), [value], refuse)
+
+
+class _History(torch.autograd.Function):
+    """Returns a tensor that isn't an argument of the call, so that the graph doesn't hold it."""
+
+    @staticmethod
+    def forward(ctx: Any, start: torch.Tensor, held: list[torch.Tensor], refuse: Callable[[], NoReturn]) -> Any:
+        ctx.refuse = refuse
+        return held.pop()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        ctx.refuse()

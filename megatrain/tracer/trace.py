@@ -18,7 +18,7 @@ from megatrain.tracer.arguments import Arguments
 from megatrain.tracer.capture.capture import Capture
 from megatrain.tracer.given import DEVICE, EXAMPLE_ARGS, EXAMPLE_KWARGS, MODEL
 from megatrain.tracer.plain_tensors import check_plain_state
-from megatrain.tracer.recording.attempt import Attempt, MakeFakeError, WrittenInputError
+from megatrain.tracer.recording.attempt import Attempt, MakeFakeError, NeedSavedError, WrittenInputError
 from megatrain.tracer.recording.inputs import check_arguments, device_of, note_host_inputs
 from megatrain.tracer.recording.module_calls import (
     with_backward_hooks,
@@ -107,6 +107,8 @@ def _captured(
                 attempt = attempt.after_write(error)
             except WrittenInputError as error:
                 attempt = attempt.with_written_input(error)
+            except NeedSavedError:
+                attempt = attempt.with_saved()
             except Obstacle as obstacle:
                 following = attempt.after(obstacle, model)
                 if following is None:

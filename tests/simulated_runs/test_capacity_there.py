@@ -180,4 +180,4 @@ def test_what_runs_again_with_another_capture_takes_no_more_memory(plain: int, n
     assert str(compiled.megatrain).count("\n  capture ") == 2
     assert peaks[-1.0][1] <= peaks[1.0][1]
     if number:  # the mean that Python code reads takes 4 bytes, for which the allocator gives 512
-        assert peaks[-1.0][1] <= step.schedule.device_bytes + 512 * number
+        assert max(map(max, peaks.values())) <= step.schedule.device_bytes + 512 * number, "captures included"

@@ -31,7 +31,7 @@ from megatrain.tracer.python.contents import Holder, held_in, put_into
 from megatrain.tracer.python.holders import Attributes
 from megatrain.tracer.python.outer import Outer
 from megatrain.tracer.python.side_outputs import SideOutputs
-from megatrain.tracer.recording.attempt import Attempt
+from megatrain.tracer.recording.attempt import Attempt, NeedSavedError
 from megatrain.tracer.recording.effect_watch import StrayWatch
 from megatrain.tracer.recording.functions import recorded_functions
 from megatrain.tracer.recording.inputs import WrittenInputs, bind_inputs
@@ -181,9 +181,13 @@ class Capture:
                 # An interpreter that ran the operation (TorchScript) wraps the refusal in its own error.
                 if self._stray is not None:
                     raise self._stray from None
+                if recorder.needs_saved:
+                    raise NeedSavedError from None
                 raise
         if self._stray is not None:
             raise self._stray
+        if recorder.needs_saved:
+            raise NeedSavedError  # the model's code has caught it
         self._returned = containers.check(result)
         hooks.check()
         self._effects.changed_by.update(hooks.changed_by)

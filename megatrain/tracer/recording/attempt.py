@@ -38,6 +38,10 @@ class WrittenInputError(StartAgainError):
         self.name = name
 
 
+class NeedSavedError(StartAgainError):
+    """A call needs what autograd saved in an earlier one; the capture starts again and keeps it."""
+
+
 @dataclass(frozen=True, slots=True)
 class Attempt:
     """How a capture treats the model.
@@ -46,6 +50,7 @@ class Attempt:
         make_fake: Calls whose results are fake although they could be computed from inputs alone.
         written_inputs: Names of the inputs that the model writes into.
         uses_values: Runs on the values of the weights instead of fake ones.
+        keeps_saved: On values, keeps what autograd saves for a backward, because the forward itself differentiates.
         computes_large: Runs calls on inputs alone for real even if their results are very large.
         opaque: Modules that run their own code at each step, with the reason; by name.
         follows_host: Looks for the module that draws from Python's or NumPy's generators.
@@ -56,6 +61,7 @@ class Attempt:
     make_fake: frozenset[Site] = frozenset()
     written_inputs: frozenset[str] = frozenset()
     uses_values: bool = False
+    keeps_saved: bool = False
     computes_large: bool = False
     opaque: Mapping[str, str] = field(default_factory=dict[str, str])
     follows_host: bool = False
@@ -75,6 +81,11 @@ class Attempt:
         """Returns the attempt that follows a write into an input."""
         assert error.name not in self.written_inputs, "a copy of an input was taken for the input"
         return replace(self, written_inputs=self.written_inputs | {error.name})
+
+    def with_saved(self) -> Attempt:
+        """Returns the attempt that follows a call which needs what autograd saved."""
+        assert not self.keeps_saved, "what autograd saved was thrown away although it is needed"
+        return replace(self, keeps_saved=True)
 
     def after(self, obstacle: Obstacle, model: nn.Module) -> Attempt | None:
         """Returns the attempt that may get past an obstacle in `model`, or None if there is none."""

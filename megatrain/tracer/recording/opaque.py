@@ -162,6 +162,30 @@ def tensors_in(value: Any) -> list[torch.Tensor]:
     return [x for x in leaves if isinstance(x, torch.Tensor)]
 
 
+def without_history(
+    result: Any, results: Sequence[torch.Tensor], operands: Sequence[torch.Tensor]
+) -> tuple[Any, tuple[torch.Tensor, ...]]:
+    """Frees what autograd saved while the module ran: no backward follows, and it may be as large as the module's work.
+
+    Args:
+        result: What the module returned.
+        results: The tensors that its node gives.
+        operands: What the module was given: it may return such a tensor.
+
+    Returns:
+        `result` and `results`; tensors that the module's code gave a history have none of that code.
+    """
+    given = {id(tensor) for tensor in operands}
+    cut: dict[int, torch.Tensor] = {}
+    for tensor in pytree.tree_leaves(result):
+        if isinstance(tensor, torch.Tensor) and tensor.grad_fn is not None and id(tensor) not in given:
+            with torch.enable_grad():
+                # Not the leaf itself, into which autograd lets nobody write.
+                cut[id(tensor)] = torch.ops.aten.alias.default(tensor.detach().requires_grad_())
+    result = pytree.tree_map_only(torch.Tensor, lambda t: cut.get(id(t), t), result)
+    return result, tuple(cut.get(id(t), t) for t in results)
+
+
 def _kept_leaves(result: Any) -> list[Kept]:
     """Records what code after the call can tell of its result: it must be the same at each step."""
     keeper = Keeper(set())

@@ -27,6 +27,7 @@ from megatrain.tracer.recording.obstacles import (
     refuse,
     refuse_flag,
 )
+from megatrain.tracer.recording.opaque import without_history
 from megatrain.tracer.recording.opaque_call import OpaqueCall
 from megatrain.tracer.recording.random_numbers import HostRng
 from megatrain.tracer.recording.runner import CallRunner
@@ -170,17 +171,19 @@ class Recorder(CallRunner):
             args, kwargs = self._as_recorded(args, kwargs)
             calls = (*self.tape.calls(), name)
             call = OpaqueCall(name, self._attempt.opaque[name], module, args, kwargs, calls)
-            operands = [self._value(x) for x in call.operands]
+            operands = [self._value(x, is_leaf=True) for x in call.operands]
             nodes = [self.tape.used(x) for x in operands]
             fakes = {id(x) for x in call.operands}
-            more = {key: self._value(fake) for key, fake in self._originals.items() if id(fake) in fakes}
+            more = {key: self._value(fake, is_leaf=True) for key, fake in self._originals.items() if id(fake) in fakes}
 
             def run(*tensors: torch.Tensor) -> Any:
                 return call.run(tensors, more, self.tape.escapes)
 
             before = torch.get_rng_state(), HostRng.now()
             with self._generator.free():
-                result, results, rebound = self._run(run, tuple(operands), {}, operands)
+                result, results, rebound = self._run(run, tuple(operands), {}, operands, is_users=True)
+            if self._attempt.uses_values:
+                result, results = without_history(result, results, operands)
             self.changed_by_users |= call.changed
             moved = not torch.equal(before[0], torch.get_rng_state()) or before[1] != HostRng.now()
             self.tape.append_opaque(call.opaque, nodes, results, has_drawn=moved or self.effects.is_random)
@@ -209,7 +212,7 @@ class Recorder(CallRunner):
             def look(*tensors: torch.Tensor) -> None:
                 observer.first_run(tensors, lambda tensor: self.tape.escapes.note(tensor, self.tape.calls(), hooks))
 
-            self._run(look, tuple(operands), {}, operands)
+            self._run(look, tuple(operands), {}, operands, is_users=True)
             if self.effects.written:
                 refuse("writes into a tensor in a hook", "The graph must see it.", "Return it.", remedy=RUN_AGAIN)
             self.tape.append_observer(observer, nodes)

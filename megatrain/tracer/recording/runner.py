@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Generator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from types import BuiltinFunctionType, FunctionType, MethodDescriptorType, WrapperDescriptorType
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
+from torch.autograd.graph import saved_tensors_hooks
 from torch.overrides import TorchFunctionMode
 
 from megatrain.interrupts import Interrupts
@@ -16,7 +17,7 @@ from megatrain.torch_private import FakeTensor, FakeTensorMode, pytree
 from megatrain.tracer.calls import call_name
 from megatrain.tracer.inventory import StateValues
 from megatrain.tracer.packed.packed_state import PackedState
-from megatrain.tracer.recording.attempt import Attempt, MakeFakeError, WrittenInputError
+from megatrain.tracer.recording.attempt import Attempt, MakeFakeError, NeedSavedError, WrittenInputError
 from megatrain.tracer.recording.effect_watch import EffectWatch, storage_key
 from megatrain.tracer.recording.obstacles import (
     RUN_AGAIN,
@@ -32,6 +33,7 @@ MOST_BYTES = 1 << 30
 # Bytes of the widest elements, complex numbers of double precision.
 _WIDEST = 16
 # Calls that hand the contents of a tensor to Python and that fake tensors answer with errors of their own.
+_REFUSES_HOOKS = "saved tensor hooks"  # what torch.func says, whose transforms don't work under any
 _VALUE_READS = {"numpy", "__array__", "__dlpack__", "__format__", "__repr__"}
 
 
@@ -81,6 +83,8 @@ class CallRunner(TorchFunctionMode):
         self._reads_graph = False
         self.runs_on_fakes = False
         self._left_out_large = False
+        self._drops_saved = attempt.uses_values and not attempt.keeps_saved
+        self.needs_saved = False
 
     @contextmanager
     def unrecorded(self) -> Generator[None]:
@@ -91,7 +95,8 @@ class CallRunner(TorchFunctionMode):
         finally:
             self.is_recording = was_recording
 
-    def _run(self, func: Any, args: Any, kwargs: Any, operands: list[torch.Tensor]) -> Any:
+    def _run(self, func: Any, args: Any, kwargs: Any, operands: list[torch.Tensor], *, is_users: bool = False) -> Any:
+        """Runs a call; `is_users` says that it runs any code of the user's, which may differentiate."""
         has_fakes = any(isinstance(x, FakeTensor) for x in operands)
         if has_fakes and self.tape.site[1] in _VALUE_READS:
             refuse_read(*self.tape.site)
@@ -105,7 +110,7 @@ class CallRunner(TorchFunctionMode):
             is_large = not has_fakes and self._is_too_large(func, args, kwargs, operands)
             is_made_fake = not self._attempt.uses_values and self.tape.site in self._attempt.make_fake
             if not (has_fakes or is_made_fake or is_large):
-                with self.effects:
+                with self.effects, nullcontext() if is_users else self._dropping_saved(operands):
                     result = func(*args, **kwargs)
             else:
                 self.runs_on_fakes = True
@@ -116,6 +121,31 @@ class CallRunner(TorchFunctionMode):
                 with self._fake_mode, self.effects:
                     result = call_on_fakes(func, args, kwargs, *self.tape.site)
             return result
+
+    @contextmanager
+    def _dropping_saved(self, operands: list[torch.Tensor]) -> Generator[None]:
+        """Throws away what autograd saves for a backward: for all blocks at once, the device may have no room.
+
+        Tensors still require grad as in eager, because kernels look at that.
+
+        Raises:
+            NeedSavedError: If this call can't do without.
+        """
+        is_saving = torch.is_grad_enabled() and any(x.requires_grad for x in operands)
+        if not is_saving or not self._drops_saved:
+            yield
+            return
+        try:
+            with saved_tensors_hooks(lambda _: None, self._refuse_saved):
+                yield
+        except RuntimeError as error:
+            if _REFUSES_HOOKS in str(error):
+                self._refuse_saved()
+            raise
+
+    def _refuse_saved(self, _: object = None) -> NoReturn:
+        self.needs_saved = True  # for where the model catches the error
+        raise NeedSavedError
 
     def _is_too_large(self, func: Any, args: Any, kwargs: Any, operands: list[torch.Tensor]) -> bool:
         """Tells of a call whose operands have values whether its result stays without."""
@@ -132,12 +162,15 @@ class CallRunner(TorchFunctionMode):
             self.tape.table.stand_in_memory(fake, tensor)
             self._operands.add(storage_key(fake))
 
-    def _value(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Returns the tensor with the values of fake state, where the attempt uses them."""
+    def _value(self, tensor: torch.Tensor, *, is_leaf: bool = False) -> torch.Tensor:
+        """Returns the tensor with the values of fake state, where the attempt uses them; a leaf for the user's code."""
         if not self._attempt.uses_values or not self._state.has(tensor):
             return tensor
         with self.unrecorded():
-            value = self._state.value(tensor)
+            refuse = self._refuse_saved if self._drops_saved else None
+            value = self._state.value(tensor, refuse)
+            if is_leaf:
+                value = self._state.leaf(tensor)
         if self.tape.table.node(value) is None:
             self.tape.table.stand_in(value, tensor)
         return value

@@ -16,8 +16,8 @@ from megatrain.tracer.spec import TensorSpec
 class TensorTable:
     """Maps tensors to nodes by identity, and storages to numbers.
 
-    Fake tensors and stand-ins are kept alive, so that no other object takes their identity. Real ones may be large:
-    they are followed weakly and forgotten with the last name that the user's code has for them.
+    Fake tensors are kept alive, so that no other object takes their identity. Real ones may be large: they are followed
+    weakly and forgotten with the last name that the user's code, or the capture for a weight's values, has for them.
 
     Args:
         device: Where the model computes.
@@ -30,6 +30,7 @@ class TensorTable:
         self._numbers: dict[int, int] = {}
         self._next_number = 0
         self._stand_ins: list[torch.Tensor] = []
+        self._ends: list[weakref.finalize[..., torch.UntypedStorage]] = []
         self._names: dict[int, list[tuple[fx.Node, torch.Tensor | weakref.ref[torch.Tensor]]]] = {}
 
     def bind(self, tensor: torch.Tensor, node: fx.Node) -> None:
@@ -57,8 +58,9 @@ class TensorTable:
         """Lets the memory of `tensor` count as that of `original`."""
         key = storage_key(original)
         if key in self._numbers:
-            self._numbers[storage_key(tensor)] = self._numbers[key]
-            self._stand_ins.append(tensor)
+            self._enter(tensor, self._numbers[key])
+            if isinstance(tensor, FakeTensor):
+                self._stand_ins.append(tensor)
 
     def node(self, tensor: torch.Tensor) -> fx.Node | None:
         """Returns the latest node of a tensor, or None if it was never bound."""
@@ -89,6 +91,9 @@ class TensorTable:
         """Lets go of all tensors, when the capture is over."""
         for table in (self._nodes, self._kept, self._names):
             table.clear()
+        for end in self._ends:
+            end.detach()  # a weight outlives many captures
+        self._ends.clear()
         self._stand_ins.clear()
 
     def _followed(self, tensor: torch.Tensor) -> weakref.ref[torch.Tensor]:
@@ -103,9 +108,15 @@ class TensorTable:
     def _number(self, tensor: torch.Tensor) -> int:
         key = storage_key(tensor)
         if key not in self._numbers:
-            self._numbers[key] = self._next_number
+            self._enter(tensor, self._next_number)
             self._names[self._next_number] = []
             self._next_number += 1
-            if not isinstance(tensor, FakeTensor):
-                weakref.finalize(tensor.untyped_storage(), self._numbers.pop, key, None).atexit = False
         return self._numbers[key]
+
+    def _enter(self, tensor: torch.Tensor, number: int) -> None:
+        """Gives the storage of `tensor` a number, for as long as it lives."""
+        key = storage_key(tensor)
+        self._numbers[key] = number
+        if not isinstance(tensor, FakeTensor):
+            self._ends.append(weakref.finalize(tensor.untyped_storage(), self._numbers.pop, key, None))
+            self._ends[-1].atexit = False
