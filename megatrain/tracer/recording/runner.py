@@ -33,7 +33,6 @@ MOST_BYTES = 1 << 30
 # Bytes of the widest elements, complex numbers of double precision.
 _WIDEST = 16
 # Calls that hand the contents of a tensor to Python and that fake tensors answer with errors of their own.
-_REFUSES_HOOKS = "saved tensor hooks"  # what torch.func says, whose transforms don't work under any
 _VALUE_READS = {"numpy", "__array__", "__dlpack__", "__format__", "__repr__"}
 
 
@@ -135,13 +134,8 @@ class CallRunner(TorchFunctionMode):
         if not is_saving or not self._drops_saved:
             yield
             return
-        try:
-            with saved_tensors_hooks(lambda _: None, self._refuse_saved):
-                yield
-        except RuntimeError as error:
-            if _REFUSES_HOOKS in str(error):
-                self._refuse_saved()
-            raise
+        with saved_tensors_hooks(lambda _: None, self._refuse_saved):
+            yield
 
     def _refuse_saved(self, _: object = None) -> NoReturn:
         self.needs_saved = True  # for where the model catches the error
