@@ -30,7 +30,7 @@ class TensorTable:
         self._numbers: dict[int, int] = {}
         self._next_number = 0
         self._stand_ins: list[torch.Tensor] = []
-        self._ends: list[weakref.finalize[..., torch.UntypedStorage]] = []
+        self._storages: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         self._names: dict[int, list[tuple[fx.Node, torch.Tensor | weakref.ref[torch.Tensor]]]] = {}
 
     def bind(self, tensor: torch.Tensor, node: fx.Node) -> None:
@@ -91,9 +91,7 @@ class TensorTable:
         """Lets go of all tensors, when the capture is over."""
         for table in (self._nodes, self._kept, self._names):
             table.clear()
-        for end in self._ends:
-            end.detach()  # a weight outlives many captures
-        self._ends.clear()
+        self._storages.clear()
         self._stand_ins.clear()
 
     def _followed(self, tensor: torch.Tensor) -> weakref.ref[torch.Tensor]:
@@ -115,8 +113,7 @@ class TensorTable:
 
     def _enter(self, tensor: torch.Tensor, number: int) -> None:
         """Gives the storage of `tensor` a number, for as long as it lives."""
-        key = storage_key(tensor)
-        self._numbers[key] = number
+        key, numbers = storage_key(tensor), self._numbers
+        numbers[key] = number
         if not isinstance(tensor, FakeTensor):
-            self._ends.append(weakref.finalize(tensor.untyped_storage(), self._numbers.pop, key, None))
-            self._ends[-1].atexit = False
+            self._storages[key] = weakref.ref(tensor.untyped_storage(), lambda _: numbers.pop(key, None))
