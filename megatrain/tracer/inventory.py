@@ -175,7 +175,7 @@ class StateValues:
                 value = value.clone(memory_format=torch.preserve_format)
             value = value.to(fake.device)
             if refuse is not None and fake.requires_grad and value.device != source.device:
-                value = _with_history(value, refuse)
+                value = with_own_history(value, refuse)
             self._values[id(fake)] = value.requires_grad_(fake.requires_grad)
         return self._values[id(fake)]
 
@@ -201,8 +201,13 @@ class StateValues:
                 self._leaves.pop(identity, None)
 
 
-def _with_history(value: torch.Tensor, refuse: Callable[[], NoReturn]) -> torch.Tensor:
-    """Gives `value` itself a history: a graph holds its leaves for as long as there are results of them."""
+def with_own_history(value: torch.Tensor, refuse: Callable[[], NoReturn]) -> torch.Tensor:
+    """Gives `value`, which has no history, one that holds no memory: a graph of autograd would hold a leaf.
+
+    Args:
+        value: The tensor, which is returned.
+        refuse: Called by a backward that gets there; raises.
+    """
     with torch.enable_grad():
         return _History.apply(torch.zeros((), requires_grad=True), [value], refuse)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager, nullcontext
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
@@ -16,6 +16,7 @@ from megatrain.interrupts import Interrupts
 from megatrain.torch_private import are_transforms_active, pytree
 from megatrain.tracer.arguments import Structure, holds_tensors
 from megatrain.tracer.expectations import GuardFailedError
+from megatrain.tracer.inventory import with_own_history
 from megatrain.tracer.python.holders import Attributes
 from megatrain.tracer.python.keeper import Keeper
 from megatrain.tracer.python.outer import Outer
@@ -163,25 +164,22 @@ def tensors_in(value: Any) -> list[torch.Tensor]:
 
 
 def without_history(
-    result: Any, results: Sequence[torch.Tensor], operands: Sequence[torch.Tensor]
+    result: Any, results: Sequence[torch.Tensor], operands: Sequence[torch.Tensor], refuse: Callable[[], NoReturn]
 ) -> tuple[Any, tuple[torch.Tensor, ...]]:
-    """Frees what autograd saved while the module ran: no backward follows, and it may be as large as the module's work.
+    """Frees what autograd saved while the module ran: it may be as large as all that the module computed.
 
     Args:
         result: What the module returned.
         results: The tensors that its node gives.
         operands: What the module was given: it may return such a tensor.
+        refuse: Called by a backward that gets to the module; raises.
 
     Returns:
-        `result` and `results`; tensors that the module's code gave a history have none of that code.
+        `result` and `results`; tensors that the module's code gave a history have another.
     """
     given = {id(tensor) for tensor in operands}
-    cut: dict[int, torch.Tensor] = {}
-    for tensor in pytree.tree_leaves(result):
-        if isinstance(tensor, torch.Tensor) and tensor.grad_fn is not None and id(tensor) not in given:
-            with torch.enable_grad():
-                # Not the leaf itself, into which autograd lets nobody write.
-                cut[id(tensor)] = torch.ops.aten.alias.default(tensor.detach().requires_grad_())
+    made = {id(t): t for t in pytree.tree_leaves(result) if isinstance(t, torch.Tensor) and t.grad_fn is not None}
+    cut = {key: with_own_history(t.detach(), refuse) for key, t in made.items() if key not in given}
     result = pytree.tree_map_only(torch.Tensor, lambda t: cut.get(id(t), t), result)
     return result, tuple(cut.get(id(t), t) for t in results)
 

@@ -182,8 +182,8 @@ class Recorder(CallRunner):
             before = torch.get_rng_state(), HostRng.now()
             with self._generator.free():
                 result, results, rebound = self._run(run, tuple(operands), {}, operands, is_users=True)
-            if self._attempt.uses_values:
-                result, results = without_history(result, results, operands)
+            if self._drops_saved:
+                result, results = without_history(result, results, operands, self._refuse_saved)
             self.changed_by_users |= call.changed
             moved = not torch.equal(before[0], torch.get_rng_state()) or before[1] != HostRng.now()
             self.tape.append_opaque(call.opaque, nodes, results, has_drawn=moved or self.effects.is_random)

@@ -102,6 +102,8 @@ class CallRunner(TorchFunctionMode):
         self._operands = {storage_key(x) for x in operands if x.layout == torch.strided}
         # A backward reads what the graph behind its arguments saved.
         self._reads_graph = func is torch.autograd.grad
+        if self._reads_graph and self._drops_saved:
+            self._refuse_saved()
         self.effects.clear()
         self.runs_on_fakes = False
         # Ctrl-C waits for the end of the call: C++ ends the process at some errors in a dispatch mode.
