@@ -18,13 +18,13 @@ from megatrain.tracer.arguments import Arguments
 from megatrain.tracer.capture.capture import Capture
 from megatrain.tracer.given import DEVICE, EXAMPLE_ARGS, EXAMPLE_KWARGS, MODEL
 from megatrain.tracer.plain_tensors import check_plain_state
-from megatrain.tracer.recording.attempt import Attempt, MakeFakeError, NeedSavedError, WrittenInputError
+from megatrain.tracer.recording.attempt import Attempt
 from megatrain.tracer.recording.inputs import check_arguments, device_of, note_host_inputs
 from megatrain.tracer.recording.module_calls import (
     with_backward_hooks,
 )
 from megatrain.tracer.recording.observer import Observer
-from megatrain.tracer.recording.obstacles import Obstacle
+from megatrain.tracer.recording.obstacles import Obstacle, StartAgainError
 from megatrain.tracer.recording.opaque import Opaque
 from megatrain.tracer.recording.own_code import original
 from megatrain.tracer.recording.random_numbers import HostRng
@@ -103,12 +103,11 @@ def _captured(
                 is_others = not any(isinstance(node.target, Opaque | Observer) for node in traced.graph.nodes)
                 capture.check_over()
                 return traced
-            except MakeFakeError as error:
-                attempt = attempt.after_write(error)
-            except WrittenInputError as error:
-                attempt = attempt.with_written_input(error)
-            except NeedSavedError:
-                attempt = attempt.with_saved()
+            except StartAgainError as error:
+                attempt = attempt.again(error)
+            except torch.OutOfMemoryError as error:
+                attempt.note_memory(error)
+                raise
             except Obstacle as obstacle:
                 following = attempt.after(obstacle, model)
                 if following is None:

@@ -170,3 +170,11 @@ def test_a_model_that_reads_values_may_be_larger_than_the_device(sim: Simulator)
     losses = [float(step(batch_of(seed))) for seed in range(2)]
     assert losses[0] != losses[1]
     assert step.schedule.device_bytes <= options["memory"] < weights
+
+
+def test_a_capture_that_keeps_what_eager_keeps_says_so_where_memory_lacks(sim: Simulator):
+    compiled, batch = megatrain.compile(Blocks(Differentiating, 24), device=DEVICE), batch_of(0)
+    sim.configure(segments=False, capacity=held_bytes() + (9 << 20))
+    with pytest.raises(torch.OutOfMemoryError) as caught:
+        compiled(batch)
+    assert "takes the device memory that the forward takes in eager" in caught.value.__notes__[0]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+import torch
 from torch import nn
 
 from megatrain.tracer.recording.obstacles import (
@@ -17,6 +18,12 @@ from megatrain.tracer.recording.obstacles import (
     StartAgainError,
 )
 from megatrain.tracer.source_line import SourceLine
+
+_AS_IN_EAGER = (
+    "The forward reads values of its weights and differentiates inside itself.\n"
+    "  Its capture takes the device memory that the forward takes in eager, all weights included.\n"
+    "  Make the first call with a smaller batch, or compute the gradient outside the model."
+)
 
 # A call in the user's code, wherever it stands in a loop: its line and its name.
 Site = tuple[SourceLine | None, str]
@@ -81,6 +88,21 @@ class Attempt:
         """Returns the attempt that follows a write into an input."""
         assert error.name not in self.written_inputs, "a copy of an input was taken for the input"
         return replace(self, written_inputs=self.written_inputs | {error.name})
+
+    def again(self, error: StartAgainError) -> Attempt:
+        """Returns the attempt that follows an error which asks for another."""
+        match error:
+            case MakeFakeError():
+                return self.after_write(error)
+            case WrittenInputError():
+                return self.with_written_input(error)
+            case _:
+                return self.with_saved()
+
+    def note_memory(self, error: torch.OutOfMemoryError) -> None:
+        """Notes on an error of the device's memory why this attempt takes more of it than others."""
+        if self.keeps_saved:
+            error.add_note(_AS_IN_EAGER)
 
     def with_saved(self) -> Attempt:
         """Returns the attempt that follows a call which needs what autograd saved."""
