@@ -65,7 +65,7 @@ class Lowered:
         program, options = self.program, self._options
         trains = any(ref.kind == "value" and program.values[ref.name].requires_grad for ref in program.outputs)
         kind = StepKind("train" if self._is_training and trains else "forward", options.transfer)
-        usual = usual_machine(options.device.card())
+        usual = usual_machine(options.device)
         with options.memory_for(self._budget.nbytes, [program]) as memory:
             fits = partial(
                 step_schedule,

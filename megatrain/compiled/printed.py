@@ -48,6 +48,8 @@ def compiled_text(
     first += ", steps planned by their time" if options.hardware is not None else ""
     first += f", kernels {options.kernels}" if options.kernels != "eager" else ""
     first += _ACROSS_DEVICES[options.across_devices]
+    share = options.device.link_share()
+    first += f"\n  the slot of the card has {share:.3g} of the card's link to the host" if share < 1 else ""
     first += f"\n  {engine.bus.note}" if engine is not None and engine.bus.note else ""
     first += f"\n  across devices: {across_devices}" if across_devices is not None else ""
     first += f"\n  latest {walk}; the model's own code, no schedule" if walk is not None else ""

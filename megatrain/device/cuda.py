@@ -19,6 +19,7 @@ from megatrain.device import reserve
 from megatrain.device.accelerator import Accelerator
 from megatrain.device.cuda_graphs import CudaGraphs
 from megatrain.device.host_pages import populate
+from megatrain.device.pci_link import link_share
 from megatrain.errors import ExecuteError
 from megatrain.sizes import format_bytes
 
@@ -50,6 +51,13 @@ class Cuda(Accelerator):
     def identity(self) -> str:
         """The number that the maker gave the card."""
         return str(getattr(torch.cuda.get_device_properties(self.torch_device), "uuid", ""))
+
+    def link_share(self) -> float:
+        """Asks the system about a card of NVIDIA. Those of AMD use fewer lanes at rest."""
+        if torch.version.hip is not None:
+            return 1.0
+        card = torch.cuda.get_device_properties(self.torch_device)
+        return link_share(f"{card.pci_domain_id:04x}:{card.pci_bus_id:02x}:{card.pci_device_id:02x}.0")
 
     def collectives(self, store: Any, rank: int, size: int, timeout: timedelta) -> Any:
         """NCCL, or RCCL under the same name."""

@@ -184,6 +184,10 @@ class Device:
         """The name that the maker gives the device, such as `NVIDIA GeForce RTX 4090`; empty if it has none."""
         return ""
 
+    def link_share(self) -> float:
+        """The part of the card's own link to the host that its slot has, above 0; 1 where nothing is known."""
+        return 1.0
+
     def identity(self) -> str:
         """What tells this device from all others, also for other processes; empty if nothing does."""
         return ""

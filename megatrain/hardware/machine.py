@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import re
-from typing import Any
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
 from megatrain.checks import either, instance_of, one_of
 from megatrain.hardware.hardware import Hardware
+from megatrain.hardware.presets import PRESETS
+
+if TYPE_CHECKING:  # its folder imports torch, and this one is imported where torch isn't
+    from megatrain.device import Device
 
 MEASURED = "measured"
 HARDWARE = either(one_of(MEASURED, *Hardware.presets()), instance_of(Hardware))
@@ -44,14 +49,24 @@ _NAMES = {
 }
 
 
-def usual_machine(card: str) -> Hardware:
+def usual_machine(device: Device | None = None) -> Hardware:
     """The machine by which copies and compute are weighed if nobody named one: that of the card, or an RTX 4090.
 
-    Where about 5000 FLOPs take as long as a byte of a copy, as there, a plan is a good one for most cards.
+    Where about 5000 FLOPs take as long as a byte of a copy, as there, a plan is a good one for most cards. Of a card
+    in a slot of fewer lanes, or of an older PCIe, copies take as much longer.
 
     Args:
-        card: The name of a device, from its maker; may be empty.
+        device: Says the name of its card, and how much of its link it has; without one, or a name, an RTX 4090.
     """
+    card = "" if device is None else device.card()
     # Laptops have the names of cards that are twice as fast.
     fitting = [] if "Laptop" in card else [name for pattern, name in _NAMES.items() if re.search(pattern, card)]
-    return Hardware.preset(fitting[0] if fitting else "rtx-4090")
+    name = fitting[0] if fitting else "rtx-4090"
+    machine = Hardware.preset(name)
+    share = device.link_share() if device is not None and PRESETS[name].is_pcie else 1.0
+    if share == 1:
+        return machine
+    copies = ("h2d_bytes_per_s", "d2h_bytes_per_s")
+    origins = {copy: f"{machine.origins[copy]}; {share:g} of it, as the slot has" for copy in copies}
+    slower: dict[str, Any] = {copy: share * getattr(machine, copy) for copy in copies}
+    return replace(machine, **slower, origins={**machine.origins, **origins})

@@ -45,6 +45,7 @@ class _Machine:
         memory_of: Where the device's memory is from.
         issue: Microseconds of Python for each kernel.
         is_unified: Whether the device shares the host's memory.
+        is_pcie: Whether copies go over PCIe.
         peers: What a device gets from the others of its host (NVLink); None where such boards have no such links.
     """
 
@@ -62,6 +63,7 @@ class _Machine:
     memory_of: str = ""
     issue: float = 6.0
     is_unified: bool = False
+    is_pcie: bool = True
     peers: float | None = None
 
 
@@ -70,7 +72,7 @@ def _both(one: float, share: float = 0.75) -> tuple[float, float]:
 
 
 _SERVER: dict[str, Any] = {"issue": 8.0, "both_of": "89 to 99 GB/s measured on an H100 (docs/gpu.md)"}
-_UNIFIED: dict[str, Any] = {"both_of": "assumed: copies share the memory", "is_unified": True}
+_UNIFIED: dict[str, Any] = {"both_of": "assumed: copies share the memory", "is_unified": True, "is_pcie": False}
 
 PRESETS: Mapping[str, _Machine] = {
     "rtx-3080": _Machine(59.5, 29.8, 24, f"bf16 and tf32 spec; fp32 of a 3080 Ti, {_ZZC}", 10, 760, (24, 24), _both(24),
@@ -88,7 +90,8 @@ PRESETS: Mapping[str, _Machine] = {
     "h200": _Machine(787, 397, 51.5, f"{_MAMF}, {_ZZC}; tf32 spec by bf16's part", 141, 4800, (55, 55), _both(55, 0.86),
                      _PCIE5, 200, **_SERVER, peers=400),
     "gh200": _Machine(829, 414, 60, f"{_MAMF}; tf32 spec by bf16's part; fp32 spec", 96, 4000, (346, 300), (242, 210),
-                      "NVLink-C2C, nvbandwidth#23", 300, both_of="assumed: 0.7 of both rates together", issue=8.0),
+                      "NVLink-C2C, nvbandwidth#23", 300, both_of="assumed: 0.7 of both rates together", issue=8.0,
+                      is_pcie=False),
     "b200": _Machine(1745, 872, 80, f"{_MAMF}; tf32 spec by bf16's part; fp32 spec", 180, 8000, (55, 55),
                      _both(55, 0.86), _PCIE5, 300, **_SERVER, peers=800),
     "gb10": _Machine(91.5, 45, 30, "huggingface/kernels#283; tf32 assumed half of bf16; fp32 spec", 111.5, 218,

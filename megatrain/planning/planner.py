@@ -203,9 +203,9 @@ class Planner:
     def _scheduled(self, found: _Capture, kind: StepKind, options: StepOptions) -> tuple[Program, Schedule, str | None]:
         """Returns the program and its schedule; if none fits, those that take the least memory, and the reason."""
         memory, activations, hardware = options.device_memory, options.activations, options.hardware
-        usual = usual_machine((options.device or HOST).card())
+        usual = usual_machine(options.device)
         results = {"most_result_bytes": options.most_result_bytes}
-        of_machine = hardware if memory else None, usual.name, options.device_number
+        of_machine = hardware if memory else None, usual, options.device_number
         key = found.key, kind, memory, activations, *of_machine, options.masters, *results.values()
         captures, is_alone = [found.programs] * kind.micro_batches, not (kind.has_other_ranks or kind.is_dealt)
         dealing = DealtTables(options.device_number, options.devices) if kind.is_dealt else None

@@ -240,7 +240,7 @@ class StepTables:
                 "activations": self._options.activations,
                 "loss_bytes": loss_bytes,
                 "hardware": self._options.hardware,
-                "usual": usual_machine(self._options.device.card()),
+                "usual": usual_machine(self._options.device),
                 "divides": divides,
                 "masters": self._options.masters,
                 "most_result_bytes": None if self._options.keeps_results else 0,

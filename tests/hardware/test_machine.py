@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import nn
 
 import megatrain
 from megatrain.compiled import lowered
-from megatrain.device.interface import Device
+from megatrain.device import HOST, Device
 from megatrain.hardware.hardware import Hardware
 from megatrain.hardware.machine import usual_machine
 from megatrain.training import step_tables
@@ -36,8 +38,24 @@ from megatrain.training import step_tables
         ("", "rtx-4090"),
     ],
 )
-def test_the_name_of_a_card_is_found_in_the_table(card: str, name: str):
-    assert usual_machine(card).name == name
+def test_the_name_of_a_card_is_found_in_the_table(card: str, name: str, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(Device, "card", lambda _: card)
+    assert usual_machine(HOST) == Hardware.preset(name)
+
+
+def test_without_a_device_there_is_a_usual_card():
+    assert usual_machine() == Hardware.preset("rtx-4090")
+
+
+def test_copies_take_longer_where_the_slot_has_fewer_lanes(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(Device, "link_share", lambda _: 0.25)
+    whole, found = Hardware.preset("rtx-4090"), usual_machine(HOST)
+    copies = {"h2d_bytes_per_s": 6.25e9, "d2h_bytes_per_s": 6.25e9}
+    assert found == replace(whole, **copies)
+    assert "0.25 of it, as the slot has" in str(found)
+    # Its copies don't go over PCIe.
+    monkeypatch.setattr(Device, "card", lambda _: "NVIDIA GH200 480GB")
+    assert usual_machine(HOST) == Hardware.preset("gh200")
 
 
 class Layer(nn.Module):
@@ -73,12 +91,25 @@ def test_a_plan_weighs_by_the_card_that_is_there(monkeypatch: pytest.MonkeyPatch
     assert found == [(1, 1), (0, 8)]
 
 
+def test_a_plan_weighs_by_the_link_that_the_slot_has(monkeypatch: pytest.MonkeyPatch):
+    """Where fewer lanes make copies slow, memory goes to frozen weights."""
+    found: list[tuple[int, int]] = []
+    with torch.device("meta"):
+        model, x = Layers(8192), torch.ones(2048, 8192)
+    monkeypatch.setattr(Device, "card", lambda _: "NVIDIA GeForce RTX 4090")
+    for share in (1.0, 1 / 16):
+        monkeypatch.setattr(Device, "link_share", lambda _, share=share: share)
+        plan = megatrain.plan(model, x, device="cpu", device_memory="1900MiB", optimizer="AdamW")
+        found.append((len(plan.schedule.persistent), len(plan.schedule.saves)))
+    assert found == [(1, 8), (2, 1)]
+
+
 def test_steps_and_calls_weigh_by_the_card_that_is_there(monkeypatch: pytest.MonkeyPatch):
     asked: list[str] = []
 
-    def noting(card: str) -> Hardware:
-        asked.append(card)
-        return usual_machine(card)
+    def noting(device: Device) -> Hardware:
+        asked.append(device.card())
+        return usual_machine(device)
 
     monkeypatch.setattr(Device, "card", lambda _: "NVIDIA H200")
     for module in (step_tables, lowered):

@@ -33,6 +33,13 @@ class Card(Device):
         return Memory(free, self.total)
 
 
+def test_a_slot_with_half_the_lanes_is_named(monkeypatch: pytest.MonkeyPatch):
+    compiled = megatrain.compile(MODELS["gpt_loss"]()[0])
+    assert "the slot of the card" not in str(compiled.megatrain)
+    monkeypatch.setattr(Device, "link_share", lambda _: 0.5)
+    assert "\n  the slot of the card has 0.5 of the card's link to the host\n" in str(compiled.megatrain)
+
+
 def test_memory_is_asked_once_for_all_schedules():
     """After the first step "free" is what the model itself has left, and later shapes would get next to nothing."""
     model, args, kwargs = MODELS["gpt_loss"]()

@@ -166,5 +166,5 @@ def test_another_budget_climbs_the_same_ladder():
     for less, more in pairwise(plans):
         assert set(less.persistent) <= set(more.persistent)
         assert set(less.saves) <= set(more.saves)
-        assert more.simulate(usual_machine("")).step_s <= less.simulate(usual_machine("")).step_s * (1 + 1e-9)
+        assert more.simulate(usual_machine()).step_s <= less.simulate(usual_machine()).step_s * (1 + 1e-9)
     assert len({plan.persistent for plan in plans}) > 5

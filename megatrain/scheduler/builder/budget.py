@@ -61,7 +61,7 @@ def choose_draft(
     if num_slots is None and giants(builder.workload):
         starts.insert(1, replace(starts[0], has_giants_alone=True))
     start = first_fit(builder, starts, memory).plan
-    usual = usual or usual_machine("")
+    usual = usual or usual_machine()
     if freedom.saves and kind.mode == "train":
         results = [b for b in sparing_results(builder.workload, hardware or usual) if b not in start.saves]
         freedom = replace(freedom, results=within(builder.workload, kind, results, most_result_bytes))

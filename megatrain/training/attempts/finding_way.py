@@ -51,7 +51,7 @@ def find_way(
     assert ranks is not None
     assert ranks.host is not None
     size = ranks.host.size
-    machine = compiled.options.hardware or usual_machine(compiled.options.device.card())
+    machine = compiled.options.hardware or usual_machine(compiled.options.device)
     if link is not None:
         machine = replace(machine, further_rates={**machine.further_rates, Stream.GATHER: link})
 
