@@ -21,7 +21,7 @@ from tests.ranks.there import (
     waiting_there,
 )
 from tests.tiers import wide
-from tests.training.parity import MODES, TELLING_MODES
+from tests.training.parity import MODES
 
 ORDERS = "late", "seeded", "late but compute", "late compute"
 CASES = {
@@ -164,7 +164,7 @@ def test_ranks_copy_weights_from_locked_memory_that_all_share(devices: Processes
         assert found == {"store": "shared", "sent": True, "private": False, "copies": []}
 
 
-@pytest.mark.parametrize("mode", TELLING_MODES)
+@pytest.mark.parametrize("mode", [mode if mode == "deferred" else wide(mode) for mode in MODES])
 def test_the_launching_thread_of_a_rank_waits_for_the_losses_alone(mode: str, devices: Processes):
     for waits in devices.run(waiting_there, Case("tied", mode, THREE, order="early")):
         # The losses go to the other ranks, and their sum comes back.
