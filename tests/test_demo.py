@@ -149,7 +149,7 @@ def test_a_missing_transformers_is_named_with_the_way_out(monkeypatch):
 
 
 def test_the_demo_shows_its_parts_and_succeeds(tmp_path, capsys):
-    recipe = replace(TINY, steps=80, batch_size=4, context=32, learning_rate=1e-2, memory="1500KiB")
+    recipe = replace(TINY, steps=150, batch_size=2, context=32, learning_rate=1e-2, memory="1200KiB", depth=3)
     assert demonstrate(Course.begin(recipe, tmp_path / "run"))
     shown = capsys.readouterr().out
     parts = ("model ", "saved in", "held-out loss", "a sample", "schedule:", "device memory", "verify ")
