@@ -8,6 +8,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -130,21 +131,21 @@ def test_checkpoints_now_and_then_change_nothing_and_an_interrupt_waits_for_them
 
 
 def test_the_command_is_interrupted_and_resumed_in_another_process(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    options = ["--device=cpu", "--steps=6", "--batch-size=4", "--width=64", "--depth=2", "--sample-bytes=2"]
+    options = ["--device=cpu", "--steps=4", "--batch-size=4", "--width=64", "--depth=2", "--sample-bytes=2"]
     folder = tmp_path / "run"
     assert cli.main(["demo", "--folder", str(folder), *options, "--seconds=1e6", "--interrupt-at=0.5"]) == 130
     shown = capsys.readouterr().err
-    assert f"interrupted; step 3 of 6 is saved in `{folder}`, and nothing is still running" in shown
+    assert f"interrupted; step 2 of 4 is saved in `{folder}`, and nothing is still running" in shown
     assert f"Continue with: megatrain demo --resume --folder {folder}\n" in shown
     command = [sys.executable, "-m", "megatrain.cli", "demo", "--resume", "--folder", str(folder)]
     threads = {"OMP_NUM_THREADS": str(torch.get_num_threads())}
     second = subprocess.run(
         command, cwd=ROOT, env={**os.environ, **threads}, capture_output=True, text=True, timeout=900
     )
-    assert second.returncode == 1, second.stderr  # all went well, but nothing is learnt in 6 steps
-    assert f"resume  from `{folder}`: step 3 of 6, after " in second.stdout
+    assert second.returncode == 1, second.stderr  # all went well, but nothing is learnt in 4 steps
+    assert f"resume  from `{folder}`: step 2 of 4, after " in second.stdout
     assert "equal to eager PyTorch" in second.stdout
-    recipe = Recipe(device="cpu", steps=6, batch_size=4, width=64, depth=2, sample_bytes=2, seconds=1e6)
+    recipe = Recipe(device="cpu", steps=4, batch_size=4, width=64, depth=2, sample_bytes=2, seconds=1e6)
     run_to_the_end(Course.begin(recipe, tmp_path / "undisturbed"))
     assert_same_training(folder, tmp_path / "undisturbed")
 
@@ -163,12 +164,14 @@ def test_an_interrupt_behind_the_training_is_resumed_without_a_step(
     def interrupted(*_: object) -> None:
         raise KeyboardInterrupt
 
-    recipe = replace(TINY, batch_size=8, context=64, memory="18MiB")
+    recipe = replace(TINY, steps=3, batch_size=8, context=64, memory="18MiB")
     with monkeypatch.context() as patch:
         patch.setattr(demonstrate_module, "held_out_loss", interrupted)
-        with pytest.raises(KeyboardInterrupt, match=r"step 8 of 8 is saved in `.*run`(?s:.*)--resume --folder"):
+        with pytest.raises(KeyboardInterrupt, match=r"step 3 of 3 is saved in `.*run`(?s:.*)--resume --folder"):
             demonstrate(Course.begin(recipe, tmp_path / "run"))
     before = (tmp_path / "run" / "checkpoint.json").read_bytes()
+    # The command above has compared with eager PyTorch.
+    monkeypatch.setattr(demonstrate_module, "_verify", lambda *_: SimpleNamespace(ok=True))
     demonstrate(Course.resume(tmp_path / "run", {}))
     assert (tmp_path / "run" / "checkpoint.json").read_bytes() == before
     assert "none: all steps ran in an earlier process" in capsys.readouterr().out

@@ -91,7 +91,7 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     linecache.cache.pop("model.py", None)
 
 
-@pytest.mark.parametrize("name", ["eight-billion-on-24-gb", wide("lora-on-32b"), "long-documents"])
+@pytest.mark.parametrize("name", ["eight-billion-on-24-gb", wide("lora-on-32b"), wide("long-documents")])
 @pytest.mark.filterwarnings("ignore")
 def test_a_plan_on_a_page_is_the_one_that_is_made(name: str, capsys: pytest.CaptureFixture[str]):
     found = execute(blocks(name, "python")[0])

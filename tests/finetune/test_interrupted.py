@@ -22,7 +22,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore"),  # what these libraries warn of is theirs
     pytest.mark.usefixtures("lowered_once"),  # of few models
 ]
-NUM_STEPS = 20
+NUM_STEPS = 16
 GIVEN = (
     *("--device=cpu", "--length=16", f"--steps={NUM_STEPS}", "--accumulate=2", "--lr=1e-2", "--save-every=4"),
     *("--eval-fraction=0.2", "--memory=150KiB"),

@@ -142,6 +142,7 @@ BAD_RUNS: dict[str, tuple[list[str], str]] = {
 }
 
 
+@pytest.mark.usefixtures("no_smaller_blocks")
 @pytest.mark.parametrize("name", BAD_RUNS)
 def test_a_run_that_can_not_be_is_refused(
     name: str, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

@@ -46,10 +46,11 @@ SCENARIOS: dict[str, Scenario] = {
     "best": Scenario({**SAVED, "eval_strategy": "steps", "eval_steps": 2, "load_best_model_at_end": True}),
     "own loop": Scenario({**SAVED, "max_grad_norm": 0.0, "lr_scheduler_type": "cosine", "optim": "adafactor"}),
 }
+SHORT = {**SAVED, "max_steps": 3}
 MASTERS: dict[str, Scenario] = {
-    "exact, no training step": Scenario(SAVED, rows=RAGGED, kind=OwnStep, streaming={"precision": "bf16"}),
-    "exact": Scenario(SAVED, rows=RAGGED, streaming={"precision": "bf16"}),
-    "rounded": Scenario(SAVED, rows=RAGGED, streaming={"precision": "bf16", "masters": "rounded"}),
+    "exact, no training step": Scenario(SHORT, rows=RAGGED, kind=OwnStep, streaming={"precision": "bf16"}),
+    "exact": Scenario(SHORT, rows=RAGGED, streaming={"precision": "bf16"}),
+    "rounded": Scenario(SHORT, rows=RAGGED, streaming={"precision": "bf16", "masters": "rounded"}),
 }
 
 
@@ -129,24 +130,24 @@ def test_an_adapters_checkpoint_holds_the_adapter_alone(both: Callable[[str], Bo
 
 
 def test_a_checkpoint_of_the_stock_trainer_is_gone_on_from(both: Callable[[str], Both], tmp_path: Path) -> None:
-    ran = both("fp32")
+    ran = both("dropout")
     checkpoint = str(ran.checkpoint(2, of="stock"))
-    again = run(SCENARIOS["fp32"], tmp_path, streams=True, resume_from_checkpoint=checkpoint)
+    again = run(SCENARIOS["dropout"], tmp_path, streams=True, resume_from_checkpoint=checkpoint)
     assert_same_run(again, ran.stock)
 
 
 def test_the_newest_whole_checkpoint_is_taken(both: Callable[[str], Both], tmp_path: Path) -> None:
-    ran = both("fp32")
+    ran = both("dropout")
     shutil.copytree(ran.folder / "streamed", tmp_path, dirs_exist_ok=True)
     shutil.rmtree(tmp_path / "checkpoint-4" / "megatrain")
     (tmp_path / "checkpoint-4" / "trainer_state.json").write_text('{"epoch": 1')
     (tmp_path / "checkpoint-5" / "trainer_state.json").unlink()
-    again = run(SCENARIOS["fp32"], tmp_path, streams=True, resume_from_checkpoint=True)
+    again = run(SCENARIOS["dropout"], tmp_path, streams=True, resume_from_checkpoint=True)
     assert_same_run(again, ran.stock)
     for number in (2, 4, 5):
         (tmp_path / f"checkpoint-{number}" / "trainer_state.json").unlink()
     with pytest.raises(CheckpointError, match=r"no checkpoint in .* is whole"):
-        run(SCENARIOS["fp32"], tmp_path, streams=True, resume_from_checkpoint=True)
+        run(SCENARIOS["dropout"], tmp_path, streams=True, resume_from_checkpoint=True)
 
 
 def finish(folder: Path, steps: int, waits_s: list[float]) -> int:

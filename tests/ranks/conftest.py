@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Generator
+
 import pytest
 
+from tests.captures import OF_MANY_FILES, lowered_once, rehearsed_once
 from tests.ranks.shared_processes import processes_fixture
 
 three = processes_fixture(3, "package")
 four = processes_fixture(4)
 devices = processes_fixture(3, simulated=True)
 four_devices = processes_fixture(4, simulated=True)
+
+
+@pytest.fixture(scope="package", autouse=True)
+def _made_once() -> Generator[None]:
+    """What one process computes is compiled once for each model, as in the processes of the ranks."""
+    with lowered_once(OF_MANY_FILES), rehearsed_once():
+        yield
 
 
 @pytest.fixture(autouse=True)

@@ -16,9 +16,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from tests.captures import lowered_once, rehearsed_once
 from tests.simulated_device.loading import load
 
 WAIT_S = 100.0
+TESTS = "tests.ranks.sides", "tests.integrations.round_trainers"  # which import what most processes of tests need
 
 
 class Processes:
@@ -30,9 +32,10 @@ class Processes:
     """
 
     def __init__(self, size: int, *, simulated: bool = False):
-        # A server that has imported everything once, and forks: a process is there in no time.
+        # A server that has imported everything once, and forks: a process is there in no time. A first capture imports
+        # `torch._dynamo`, which takes longer than most tests.
         context: Any = mp.get_context("forkserver")
-        context.set_forkserver_preload(["torch.distributed", "megatrain", "tests.training.parity"])
+        context.set_forkserver_preload(["torch.distributed", "torch._dynamo", "megatrain", *TESTS])
         self.store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         self.size = size
         self.inboxes = [context.SimpleQueue() for _ in range(size)]
@@ -80,12 +83,13 @@ def _serve(rank: int, size: int, port: int, inbox: Any, outbox: Any, simulated: 
         load()
     store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=WAIT_S))
     dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
-    while True:
-        try:
-            function, arguments = inbox.get()
-            found = function(rank, *arguments)
-        except BaseException as error:
-            found = error
-        content = io.BytesIO()
-        torch.save(found, content)
-        outbox.put(content.getvalue())
+    with lowered_once(), rehearsed_once():  # tests have few models
+        while True:
+            try:
+                function, arguments = inbox.get()
+                found = function(rank, *arguments)
+            except BaseException as error:
+                found = error
+            content = io.BytesIO()
+            torch.save(found, content)
+            outbox.put(content.getvalue())

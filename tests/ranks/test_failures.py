@@ -104,7 +104,7 @@ def test_a_last_block_that_reads_other_values_than_its_capture_runs_again_on_all
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(1)
         model = Start(Branch(WritesInput()))
-    case = Case("drawn", "deferred", [deal] * 4)
+    case = Case("drawn", "deferred", [deal] * 3)
     expected = train_drawn(None, case, model)
     for each in three.run(train_drawn, case, model):
         assert not isinstance(each, BaseException), each

@@ -31,7 +31,9 @@ from tests.training.parity import MODES
 
 BF16 = {**ROUND, "precision": "bf16"}
 CASES = {
-    "tied-overlap-bf16": Case("tied", "overlap", THREE, compile=BF16, draws=True),
+    "tied-deferred-bf16-of-two": Case(
+        "tied", "deferred", TWO, compile={**BF16, "activations": "recompute"}, draws=True
+    ),
     "dropping-serial-clipped-chaos": Case(
         "dropping",
         "serial_clipped",
@@ -40,9 +42,6 @@ CASES = {
         draws=True,
         chaos=5,
         is_weighted=True,
-    ),
-    "dropping-deferred-of-two": Case(
-        "dropping", "deferred", TWO, compile={**ROUND, "activations": "recompute"}, draws=True
     ),
 }
 FURTHER = (
@@ -58,6 +57,12 @@ FURTHER = (
         )
     }
     | {f"{task}-overlap": Case(task, "overlap", TWO, compile=ROUND, draws=True) for task in ("gpt", "t5", "lora")}
+    | {
+        "tied-overlap-bf16": Case("tied", "overlap", THREE, compile=BF16, draws=True),
+        "dropping-deferred-of-two": Case(
+            "dropping", "deferred", TWO, compile={**ROUND, "activations": "recompute"}, draws=True
+        ),
+    }
     | {
         f"dropping-{mode}-{edit}": Case("dropping", mode, THREE, compile=BF16, edits=edit, draws=True, looks=True)
         for mode in ("spread", "serial_clipped")
@@ -121,6 +126,7 @@ def test_a_checkpoint_goes_on_with_the_numbers_that_follow(reader: str, three: P
         assert_same({name: expected[name] for name in each}, each, f"rank {rank}")
 
 
+@pytest.mark.wide  # tests/ranks/test_round.py times a step that draws
 def test_a_timed_step_draws_the_same(three: Processes, tmp_path: Path):
     case = replace(CASE, deal=CASE.deal[:2])
     expected = train(case, None, None)

@@ -107,7 +107,7 @@ class Exchanged(Case):
 
 
 def test_another_order_of_hosts_has_other_bits():
-    case = replace(CASES[TELLING], draws=False)
+    case = replace(CASES[TELLING], draws=False, deal=DEAL[:2])
     exchanged = Exchanged(**{each.name: getattr(case, each.name) for each in fields(case)})
     one, other = (train(each, None, None)["masters"] for each in (case, exchanged))
     assert difference(one, other) is not None
@@ -127,7 +127,7 @@ def test_sums_go_from_host_to_host_and_values_stay_on_a_host(four: Processes):
 
 
 def test_hosts_that_would_deal_otherwise_deal_as_the_first_one(four: Processes):
-    case = replace(CASE, compile=ROUND, hosts=HOSTS)
+    case = replace(CASE, compile=ROUND, hosts=HOSTS, deal=CASE.deal[:2])
     expected = train(case, None, None)
     for rank, found in enumerate(four.run(on_hosts, HOSTS, dealing_otherwise, case)):
         assert not isinstance(found, BaseException), found
