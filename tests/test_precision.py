@@ -25,7 +25,7 @@ from tests.comparing import assert_same_bits
 from tests.models import MODELS, Gpt
 from tests.optim.reference import MAKERS, Loop, Reference, assert_same_training, loss_of, values_of
 from tests.runtime.parity import seeded
-from tests.tiers import diagonal
+from tests.tiers import diagonal, wide
 
 pytestmark = pytest.mark.usefixtures("lowered_once")  # of few models
 
@@ -180,9 +180,9 @@ def test_transfers_move_half_the_bytes():
             example_args=(torch.ones(8, 64),),
         )
         schedules.append(compiled.schedule)
-    wide, narrow = schedules
-    assert wide.h2d_bytes == 2 * narrow.h2d_bytes > 0
-    assert wide.d2h_bytes == 2 * narrow.d2h_bytes > 0
+    whole, half = schedules
+    assert whole.h2d_bytes == 2 * half.h2d_bytes > 0
+    assert whole.d2h_bytes == 2 * half.d2h_bytes > 0
 
 
 # -- what becomes of the model ---------------------------------------------------------------------------------------
@@ -555,7 +555,9 @@ def test_other_refusals_leave_the_model_as_it_is(tmp_path: Path):
 # -- verify, and the page --------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["gpt_loss", "llama_labels", "lstm", "input_requires_grad", "mixture_of_experts"])
+@pytest.mark.parametrize(
+    "name", ["gpt_loss", wide("llama_labels"), "lstm", "input_requires_grad", "mixture_of_experts"]
+)
 def test_verify_compares_with_a_bf16_copy_and_leaves_the_model_alone(name: str):
     model, args, kwargs = MODELS[name]()
     before = {n: p.detach().clone() for n, p in model.named_parameters()}

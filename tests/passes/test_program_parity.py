@@ -23,7 +23,7 @@ from tests.comparing import assert_same
 from tests.draws import draws
 from tests.models import MODELS
 from tests.strategies import block_limits, module_trees
-from tests.tiers import diagonal
+from tests.tiers import diagonal, wide
 from tests.tracer.parity import SEED, Step, assert_same_step, eager_step, program_step
 
 
@@ -76,7 +76,13 @@ def _arguments(program: Program, template_name: str) -> list[torch.Tensor]:
     return [of_spec(port.spec) for port in (*template.inputs, *template.state)]
 
 
-@pytest.mark.parametrize("name", sorted(set(MODELS) - {"lengths_read"}))
+WITH_LABELS = [name for name in MODELS if f"{name}_labels" in MODELS]
+"""Those without labels consist of the same layers."""
+
+
+@pytest.mark.parametrize(
+    "name", [wide(name) if name in WITH_LABELS else name for name in sorted(set(MODELS) - {"lengths_read"})]
+)
 def test_the_text_of_a_template_is_python_that_computes_the_same(name: str):
     program = captures.program(name)
     scope: dict[str, Any] = {"torch": torch, "F": F, "operator": operator, "tests": tests}

@@ -29,7 +29,7 @@ MACHINES = st.builds(Hardware, RATES, RATES, RATES, st.sampled_from([0.0, 1e-3])
 
 
 @given(drawn())
-@draws(100)
+@draws(100, usual=10)
 def test_where_each_tick_takes_a_second_the_curve_reaches_the_planned_peak_and_no_more(plan: Schedule):
     run = TimedRun.of(plan, {position: (position.tick, position.tick + 1) for position, _ in plan.positions()})
     books, instructions = Books(plan), plan.instructions
@@ -39,7 +39,7 @@ def test_where_each_tick_takes_a_second_the_curve_reaches_the_planned_peak_and_n
 
 
 @given(drawn(), MACHINES)
-@draws(100)
+@draws(100, usual=10)
 def test_at_no_moment_of_any_timing_more_lives_than_is_planned(plan: Schedule, machine: Hardware):
     books, instructions = Books(plan), plan.instructions
     band = planned_band(instructions, op_durations(plan, machine), "")
@@ -51,7 +51,7 @@ def test_at_no_moment_of_any_timing_more_lives_than_is_planned(plan: Schedule, m
 
 
 @given(drawn())
-@draws(100)
+@draws(100, usual=10)
 def test_the_holders_of_the_peak_are_all_of_its_bytes(plan: Schedule):
     found, parts = at_peak(plan, Books(plan)), dict(find_peak(plan).parts)
     assert found.nbytes == plan.device_bytes
@@ -94,7 +94,7 @@ def assert_apart(plan: Schedule) -> None:
 
 
 @given(drawn())
-@draws(100)
+@draws(100, usual=10)
 def test_no_two_areas_of_an_arena_hold_a_byte_at_the_same_tick(plan: Schedule):
     assert_apart(plan)
 

@@ -16,7 +16,7 @@ from megatrain.memory.device_budget import DeviceBudget
 from megatrain.passes.rewrites.head.head_loss import HeadLoss
 from megatrain.planning.fitting_blocks import first_that_fits
 from megatrain.sizes import parse_bytes
-from tests.tiers import wide
+from tests.tiers import checkered, wide
 
 WORDS, WIDTH = 1000, 16
 
@@ -24,23 +24,23 @@ WORDS, WIDTH = 1000, 16
 class Model(nn.Module):
     """A small language model whose logits are its largest tensor."""
 
-    def __init__(self) -> None:
+    def __init__(self, words: int = WORDS) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.embed = nn.Embedding(WORDS, WIDTH)
+        self.embed = nn.Embedding(words, WIDTH)
         self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
-        self.head = nn.Linear(WIDTH, WORDS, bias=False)
+        self.head = nn.Linear(WIDTH, words, bias=False)
 
     def forward(self, ids: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
         hidden = self.embed(ids)
         for layer in self.layers:
             hidden = hidden + layer(hidden).tanh()
         logits = self.head(hidden).float()
-        return {"loss": F.cross_entropy(logits.view(-1, WORDS), labels.view(-1)), "logits": logits}
+        return {"loss": F.cross_entropy(logits.flatten(0, 1), labels.view(-1)), "logits": logits}
 
 
-def batch(step: int, length: int = 400) -> dict[str, torch.Tensor]:
-    ids = torch.randint(WORDS, (2, length), generator=torch.Generator().manual_seed(step))
+def batch(step: int, length: int = 400, words: int = WORDS) -> dict[str, torch.Tensor]:
+    ids = torch.randint(words, (2, length), generator=torch.Generator().manual_seed(step))
     return {"ids": ids, "labels": ids.roll(-1)}
 
 
@@ -57,6 +57,8 @@ def step_of(model: nn.Module, *, clip: float | None = None, spread: bool = False
 
 # Plain logits take 3.2 MB a time; 256 rows of them 1 MB, 64 rows 0.26 MB.
 BUDGETS = {"20MiB": [], "5MiB": [256], "1MiB": [64]}
+FEW = 64
+"""Words, for what is tried with blocks of any size: in the smallest of them each row of a table is a part."""
 
 
 @pytest.mark.parametrize("memory", BUDGETS)
@@ -73,9 +75,7 @@ def test_as_little_is_chunked_as_fits(memory: str):
     assert meter <= schedule.device_bytes <= parse_bytes(memory)
 
 
-@pytest.mark.parametrize("memory", ["5MiB", "1200KiB"])
-@pytest.mark.parametrize("clip", [None, 0.1])
-@pytest.mark.parametrize("spread", [False, True])
+@pytest.mark.parametrize(("memory", "clip", "spread"), checkered(["5MiB", "1200KiB"], [None, 0.1], [False, True]))
 def test_chunked_steps_train_as_the_loop_does(memory: str, clip: float | None, spread: bool):
     """The first loss has the loop's bits; later ones follow weights whose gradients were sums in another order."""
     model = Model()
@@ -160,7 +160,7 @@ def test_the_plan_is_that_of_the_step(memory: str):
 
 def test_an_error_names_the_least_that_would_do():
     """Sums over chunks in fp32 may take more than the logits that they save: another level needs the least then."""
-    variant = step_of(Model())._compiled.prepare(**batch(0))
+    variant = step_of(Model(FEW))._compiled.prepare(**batch(0, words=FEW))
     _, programs = variant.for_step(is_own_loss=True)
     assert len(programs.in_own_blocks) == 4
     needs = iter([300, 100, 200, 400, 500])  # the last of the smallest blocks
@@ -182,8 +182,9 @@ def test_an_error_has_the_bytes_that_it_names(chunking: str):
 
 
 def test_a_refused_plan_is_that_of_the_smallest_chunks():
-    plan = megatrain.plan(Model(), example_kwargs=batch(0), device_memory="64KiB", optimizer="AdamW")
+    given: dict[str, Any] = {"example_kwargs": batch(0, words=FEW), "device_memory": "64KiB", "optimizer": "AdamW"}
+    plan = megatrain.plan(Model(FEW), **given)
     assert not plan.fits
     assert rows_of(plan.program) == [64]
-    never = megatrain.plan(Model(), example_kwargs=batch(0), device_memory="64KiB", optimizer="AdamW", chunking="never")
+    never = megatrain.plan(Model(FEW), **given, chunking="never")
     assert never.missing_device_bytes > plan.missing_device_bytes

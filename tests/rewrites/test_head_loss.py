@@ -13,6 +13,7 @@ from torch import nn
 
 import megatrain
 from megatrain.passes.rewrites.head.head_loss import HeadLoss, chunk_head_loss
+from tests.tiers import diagonal
 
 # Of fewer rows than 32 products of the CPU may have other bits.
 WORDS, WIDTH, ROWS = 211, 24, 40
@@ -152,8 +153,7 @@ def assert_chunked_equals_whole(
             torch.testing.assert_close(found_gradients[name], gradient, rtol=4 * eps, atol=atol, msg=name)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize(("form", "dtype"), diagonal(FORMS, [torch.float32, torch.bfloat16]))
 def test_loss_and_hidden_gradients_have_the_bits_of_the_whole(form: str, dtype: torch.dtype):
     # Of three rows products have other bits than of two and one.
     rows, is_exact = (2, False) if form == "some rows" else (ROWS, True)

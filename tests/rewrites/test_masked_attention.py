@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from itertools import product
 from typing import Any
 
 import pytest
@@ -17,8 +18,10 @@ from megatrain.passes.canonicalize import canonicalize
 from megatrain.passes.masks.banded_attention import BandedAttention, banded_attention
 from megatrain.passes.masks.causal_attention import causal_attention
 from megatrain.passes.masks.made_inside import masks_inside
+from tests.tiers import diagonal, one_in
 
 WIDTH, WORDS = 32, 50
+DTYPES = [torch.float32, torch.bfloat16]
 Mask = Callable[[torch.Tensor], Any]
 
 
@@ -113,21 +116,19 @@ def crossing(traced: Any, tokens: int) -> list[str]:
     return [name for name, value in program.values.items() if value.spec.shape[-2:] == (tokens, tokens)]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize(
-    ("make", "tokens", "kv_heads", "options"),
-    [
-        (causal, 40, 4, {}),
-        (causal, 601, 2, {"enable_gqa": True, "scale": 0.3}),
-        (added, 130, 4, {"scale": 2}),
-        (in_four, 77, 1, {"enable_gqa": True}),
-        (window(40), 40, 4, {}),  # as wide as the text: the same as causality
-    ],
-    ids=["flags", "grouped heads", "added", "in four dimensions", "a window that is too wide"],
-)
-def test_causality_takes_the_place_of_masks_with_all_bits(
-    make: Mask, tokens: int, kv_heads: int, options: dict[str, Any], dtype: torch.dtype
-):
+CAUSAL: dict[str, tuple[Mask, int, int, dict[str, Any]]] = {
+    "flags": (causal, 40, 4, {}),
+    "grouped heads": (causal, 601, 2, {"enable_gqa": True, "scale": 0.3}),
+    "added": (added, 130, 4, {"scale": 2}),
+    "in four dimensions": (in_four, 77, 1, {"enable_gqa": True}),
+    "a window that is too wide": (window(40), 40, 4, {}),  # as wide as the text: the same as causality
+}
+
+
+@pytest.mark.parametrize(("name", "dtype"), diagonal(CAUSAL, DTYPES))
+def test_causality_takes_the_place_of_masks_with_all_bits(name: str, dtype: torch.dtype):
+    make, tokens, kv_heads, options = CAUSAL[name]
+
     def in_dtype(ids: torch.Tensor) -> torch.Tensor:
         mask = make(ids)
         return mask if mask.dtype == torch.bool else mask.to(dtype)
@@ -258,8 +259,10 @@ def test_multihead_attention_is_told_of_causality(kind: str):
         assert report.ok, report
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("make", [causal, added, window(9), in_four, padded, lambda ids: ~padded(ids).logical_not()])
+INSIDE: list[Mask] = [window(9), added, causal, in_four, lambda ids: ~padded(ids).logical_not(), padded]
+
+
+@pytest.mark.parametrize(("make", "dtype"), diagonal(INSIDE, DTYPES))
 def test_masks_are_made_in_the_blocks_that_read_them(make: Mask, dtype: torch.dtype):
     model = Model(lambda ids: mask if (mask := make(ids)).dtype == torch.bool else mask.to(dtype)).to(dtype)
     report = check_rewrite(model, masks_inside, batch(), tolerance=0)
@@ -292,21 +295,18 @@ def test_an_input_isnt_made_anywhere():
         assert not check_rewrite(Given(causal), rewrite, (ids, causal(ids))).changed
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize(
-    ("make", "kv_heads", "options"),
-    [
-        (window(100), 4, {}),
-        (window(700), 1, {"enable_gqa": True, "scale": 0.25}),
-        (lambda ids: window(50)(ids) | window(30)(ids).T, 2, {"enable_gqa": True}),
-        (added_window, 4, {"scale": -0.1}),
-    ],
-    ids=["window", "grouped heads", "both sides", "added"],
-)  # fmt: skip
-def test_windows_in_parts_keep_the_bits_of_results_and_of_queries(
-    make: Mask, kv_heads: int, options: dict[str, Any], dtype: torch.dtype
-):
+WINDOWS: dict[str, tuple[Mask, int, dict[str, Any]]] = {
+    "window": (window(100), 4, {}),
+    "grouped heads": (window(700), 1, {"enable_gqa": True, "scale": 0.25}),
+    "both sides": (lambda ids: window(50)(ids) | window(30)(ids).T, 2, {"enable_gqa": True}),
+    "added": (added_window, 4, {"scale": -0.1}),
+}
+
+
+@pytest.mark.parametrize(("name", "dtype"), diagonal(WINDOWS, DTYPES))
+def test_windows_in_parts_keep_the_bits_of_results_and_of_queries(name: str, dtype: torch.dtype):
     """Gradients of keys and values are sums over three parts, each rounded to the dtype."""
+    make, kv_heads, options = WINDOWS[name]
 
     class Alone(nn.Module):
         def forward(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
@@ -320,17 +320,19 @@ def test_windows_in_parts_keep_the_bits_of_results_and_of_queries(
     assert report.ok, report
     apart = {deviation.name: deviation.relative for deviation in report.deviations}
     assert apart["0"] == apart["query"] == 0
-    for name in ("key", "value"):
-        assert 0 < apart[name] <= 16 * torch.finfo(dtype).eps
+    for operand in ("key", "value"):
+        assert 0 < apart[operand] <= 16 * torch.finfo(dtype).eps
 
 
 def _written(flags: torch.Tensor) -> torch.Tensor:
     return flags.logical_and_(flags)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("pad", ["right", "left", "holes", "one text"])
-@pytest.mark.parametrize("of", ["causal", "window", "all"])
+# Of the 24 one in five: each mask, each padding and each dtype is met.
+@pytest.mark.parametrize(
+    ("of", "pad", "dtype"),
+    one_in(5, product(["causal", "window", "all"], ["right", "left", "holes", "one text"], DTYPES)),
+)
 def test_padding_in_parts_keeps_the_bits_of_results(of: str, pad: str, dtype: torch.dtype):
     """Also of queries that see no key at all, as the first ones of a text with padding on the left."""
 

@@ -48,6 +48,7 @@ CASES = {
 }
 
 
+@pytest.mark.usefixtures("no_smaller_blocks")
 @pytest.mark.parametrize("name", every_other(CASES))
 def test_masks_are_left_out_where_a_step_doesnt_fit_and_it_trains_as_eager_does(name: str):
     """All but parts of a window keep all bits: losses, gradients, and weights after updates."""

@@ -33,6 +33,12 @@ paths = pytest.mark.parametrize(
 )
 """In place, and all that moves; `make wide` takes the paths between these."""
 
+moved = pytest.mark.parametrize(
+    "options",
+    [pytest.param(PATHS[name], id=name, marks=[] if name == "offload" else [pytest.mark.wide]) for name in PATHS],
+)
+"""For what is crossed with other values, or is one of many in a file: all that moves."""
+
 M = TypeVar("M", bound=nn.Module)
 Drive = Callable[[Callable[..., Any], nn.Module], Any]
 

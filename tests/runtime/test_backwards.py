@@ -13,7 +13,7 @@ import megatrain
 from megatrain.errors import ExecuteError
 from megatrain.runtime.streams.stream_set import Chaos, Recording
 from tests.comparing import assert_same_state
-from tests.runtime.parity import assert_parity_of, paths, seeded
+from tests.runtime.parity import assert_parity_of, moved, paths, seeded
 
 WIDTH = 4
 
@@ -67,7 +67,7 @@ def test_losses_one_after_the_other(options) -> None:
     assert_parity_of(seeded(Trunk), drive, **options)
 
 
-@paths
+@moved
 def test_the_same_loss_three_times(options) -> None:
     def drive(call, model):
         left, right, _ = call(batch())
@@ -91,7 +91,7 @@ def test_other_calls_in_between(options) -> None:
     assert_parity_of(seeded(Trunk), drive, **options)
 
 
-@paths
+@moved
 def test_losses_at_once(options) -> None:
     def drive(call, model):
         left, right, _ = call(batch())
@@ -120,7 +120,7 @@ def test_outputs_with_a_common_trunk_need_none_either() -> None:
     assert_same_state(eager, compiled.megatrain.model)
 
 
-@paths
+@moved
 def test_gradients_of_parameters_and_inputs(options) -> None:
     def drive(call, model):
         x = batch(requires_grad=True)
@@ -151,7 +151,7 @@ def test_gradient_penalty_of_first_order(options) -> None:
     assert_parity_of(seeded(Trunk), drive, **options)
 
 
-@paths
+@moved
 @pytest.mark.parametrize("wanted", ["input", "parameter", "both"])
 def test_backward_into_some_leaves_only(options, wanted: str) -> None:
     def drive(call, model):
@@ -164,7 +164,7 @@ def test_backward_into_some_leaves_only(options, wanted: str) -> None:
     assert_parity_of(seeded(Trunk), drive, **options)
 
 
-@paths
+@moved
 def test_loss_of_some_outputs(options) -> None:
     def drive(call, model):
         _, right, _ = call(batch())
@@ -258,7 +258,7 @@ def test_peak_stays_the_schedules_over_repeats() -> None:
     assert compiled.peak_bytes <= compiled.schedule.peak_bytes
 
 
-@paths
+@moved
 def test_hooks_act_once_on_the_sum_over_calls(options) -> None:
     def drive(call, model):
         seen: list[tuple[str, torch.Tensor]] = []
@@ -301,7 +301,7 @@ def test_a_hook_without_a_gradient_is_refused() -> None:
     (left.sum() + right.sum()).backward()
 
 
-@paths
+@moved
 def test_a_parameter_used_outside_as_well(options) -> None:
     def drive(call, model):
         left, _, _ = call(batch())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from tests.comparing import assert_same
 from tests.experts import IDLE, Bmm, Gathered, Grouped, Layers, Routed
 from tests.runtime.parity import assert_parity_of, seeded, train
 from tests.runtime.saved import save, save_sharded, state_of
-from tests.tiers import checkered, wide
+from tests.tiers import diagonal, wide
 
 NUM, WIDTH, INNER = 16, 8, 16
 LIMIT = NUM * WIDTH * INNER * 4 // 4
@@ -56,7 +57,7 @@ def parts_of(compiled: Any, key: str = STACK) -> list[tuple[int, int]]:
 # -- backwards -----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("kind", "options"), checkered([Bmm, Gathered], MODES))
+@pytest.mark.parametrize(("kind", "options"), diagonal([Bmm, Gathered], MODES))
 def test_two_losses_of_one_call_one_after_the_other(kind, options):
     def drive(call, model):
         x = tokens().requires_grad_()
@@ -107,7 +108,7 @@ def test_what_only_the_second_loss_reaches_has_no_gradient_after_the_first(kind)
     side_by_side(seeded(TwoEnds), drive, transfer="copy")
 
 
-@pytest.mark.parametrize(("kind", "options"), checkered([Bmm, Gathered], MODES))
+@pytest.mark.parametrize(("kind", "options"), diagonal([Bmm, Gathered], MODES[::-1]))
 def test_autograd_grad_returns_the_whole_gradient_and_leaves_grad_alone(kind, options):
     def drive(call, model):
         stack, router = model.layers[0].up, model.layers[1].router.weight
@@ -188,8 +189,12 @@ def test_gradients_of_parts_have_the_strides_of_their_parameter():
 # -- weights from files --------------------------------------------------------------------------------------
 
 
+FILES = [(Bmm, "copy", True), (Gathered, "bind", False)]
+
+
 @pytest.mark.parametrize(
-    ("kind", "transfer", "is_sharded"), checkered([Bmm, Gathered], ["copy", "bind"], [False, True])
+    ("kind", "transfer", "is_sharded"),
+    [*FILES, *(wide(c) for c in product([Bmm, Gathered], ["copy", "bind"], [False, True]) if c not in FILES)],
 )
 def test_parts_of_tensors_that_come_from_files(tmp_path: Path, kind, transfer: str, is_sharded: bool):
     reference = layers(kind)
@@ -386,9 +391,9 @@ def test_a_frozen_stack_is_streamed_in_parts_without_gradients(kind):
 # -- verify --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", [wide("bmm"), "gathered", "looped"])
-def test_verify_finds_nothing_where_nothing_is_wrong(kind: str):
-    model = seeded(lambda: Layers(Layers.KINDS[kind], 2, NUM, WIDTH, INNER))
+@pytest.mark.parametrize(("kind", "depth"), [wide(("bmm", 2)), ("gathered", 2), ("looped", 1), wide(("looped", 2))])
+def test_verify_finds_nothing_where_nothing_is_wrong(kind: str, depth: int):
+    model = seeded(lambda: Layers(Layers.KINDS[kind], depth, NUM, WIDTH, INNER))
     report = megatrain.verify(model, tokens(), device="cpu", block_bytes=LIMIT, transfer="copy")
     assert report.ok, report
 

@@ -10,7 +10,7 @@ from torch import nn
 
 from megatrain.runtime.streams.stream_set import Chaos
 from tests.runtime.parity import assert_parity
-from tests.tiers import diagonal
+from tests.tiers import diagonal, wide
 
 # Several threads sum the gradient of `weight[ids]` in any order: then eager doesn't equal itself.
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -43,7 +43,10 @@ PRODUCTS = [("batched_mm", torch.float32), ("grouped_mm", torch.float32), ("grou
 
 @pytest.mark.parametrize(
     ("case", "products"),
-    diagonal([("Qwen3Moe", False), ("Mixtral", False), ("Mixtral", True), ("Qwen3Moe", True)], PRODUCTS),
+    [
+        *diagonal([("Qwen3Moe", False), ("Mixtral", False), ("Mixtral", True)], PRODUCTS),
+        *(wide((("Qwen3Moe", True), products)) for products in PRODUCTS),
+    ],
 )
 def test_transformers_experts_are_cut_and_train_as_in_eager(case: tuple[str, bool], products: tuple[str, torch.dtype]):
     name, has_router_loss = case

@@ -15,9 +15,11 @@ from megatrain.scheduler.schedule import Schedule
 from tests.runtime.parity import PATHS, assert_parity_of, seeded
 from tests.tiers import wide
 
-# Each test also takes the path "recompute", whose schedule it looks at.
-modes = pytest.mark.parametrize(
-    "options", [PATHS["bind"], wide(PATHS["keep"]), PATHS["offload"]], ids=["bind", "keep", "offload"]
+MODES = ("bind", "keep", "offload")
+# Each test also takes the path "recompute", whose schedule it looks at. In turns, weights are used in place or moved.
+in_place, moved = (
+    pytest.mark.parametrize("mode", [mode if mode == usual else wide(mode) for mode in MODES])
+    for usual in ("bind", "offload")
 )
 DEPTH = 4
 WIDTH = 8
@@ -107,10 +109,10 @@ def check_round_trip(schedule: Schedule) -> None:
 COPY: dict[str, Any] = {"transfer": "copy", "activations": "recompute"}
 
 
-@modes
-def test_frozen_prefix(options) -> None:
+@moved
+def test_frozen_prefix(mode: str) -> None:
     model = net("layers.2 layers.3 head")
-    train(model, **options)
+    train(model, **PATHS[mode])
     schedule = train(model, **COPY)
     assert blocks(schedule, "B") == [5, 4, 3]
     assert blocks(schedule, "G") == [5, 4, 3]
@@ -120,10 +122,10 @@ def test_frozen_prefix(options) -> None:
     check_round_trip(schedule)
 
 
-@modes
-def test_frozen_middle(options) -> None:
+@in_place
+def test_frozen_middle(mode: str) -> None:
     model = net("embed layers.3 head")
-    train(model, **options)
+    train(model, **PATHS[mode])
     schedule = train(model, **COPY)
     assert blocks(schedule, "B") == [5, 4, 3, 2, 1, 0]
     assert blocks(schedule, "G") == [5, 4, 0]
@@ -133,10 +135,10 @@ def test_frozen_middle(options) -> None:
     check_round_trip(schedule)
 
 
-@modes
-def test_adapters(options) -> None:
+@moved
+def test_adapters(mode: str) -> None:
     model = net("up down", has_adapters=True)
-    train(model, **options)
+    train(model, **PATHS[mode])
     schedule = train(model, **COPY)
     assert blocks(schedule, "B") == [5, 4, 3, 2, 1]
     assert blocks(schedule, "G") == [4, 3, 2, 1]
@@ -148,10 +150,10 @@ def test_adapters(options) -> None:
     check_round_trip(schedule)
 
 
-@modes
-def test_head_alone(options) -> None:
+@in_place
+def test_head_alone(mode: str) -> None:
     model = net("head")
-    train(model, **options)
+    train(model, **PATHS[mode])
     schedule = train(model, **COPY)
     assert blocks(schedule, "B") == [5]
     assert sorted(blocks(schedule, "W")) == [0, 1, 2, 3, 4, 5]
@@ -159,10 +161,10 @@ def test_head_alone(options) -> None:
     assert "frozen: 0-4\n" in str(schedule)
 
 
-@modes
-def test_embedding_alone(options) -> None:
+@moved
+def test_embedding_alone(mode: str) -> None:
     model = net("embed")
-    train(model, **options)
+    train(model, **PATHS[mode])
     schedule = train(model, **COPY)
     assert blocks(schedule, "B") == [5, 4, 3, 2, 1, 0]
     assert blocks(schedule, "G") == [0]
@@ -170,15 +172,15 @@ def test_embedding_alone(options) -> None:
     assert "frozen: 1-5\n" in str(schedule)
 
 
-@modes
-def test_nothing_trained_but_an_input(options) -> None:
+@moved
+def test_nothing_trained_but_an_input(mode: str) -> None:
     def drive(call, model):
         extra = torch.ones(3, 4, WIDTH, requires_grad=True)
         call(ids(), extra).square().mean().backward()
         return extra.grad
 
     model = net("nothing")
-    assert_parity_of(model, drive, **options)
+    assert_parity_of(model, drive, **PATHS[mode])
     compiled, _ = assert_parity_of(model, drive, **COPY)
     schedule = compiled.schedule
     # The sum with the input joins the embedding's block, which has no gradient of its own.
@@ -189,9 +191,9 @@ def test_nothing_trained_but_an_input(options) -> None:
     check_round_trip(schedule)
 
 
-@modes
-def test_nothing_at_all(options) -> None:
-    compiled, result = assert_parity_of(net("nothing"), lambda call, model: call(ids()), **options)
+@in_place
+def test_nothing_at_all(mode: str) -> None:
+    compiled, result = assert_parity_of(net("nothing"), lambda call, model: call(ids()), **PATHS[mode])
     assert not result.requires_grad
     assert compiled.schedule.kind.mode == "forward"
     assert "frozen" not in str(compiled.schedule)

@@ -17,6 +17,7 @@ from torch import nn
 import megatrain
 from tests.comparing import assert_same_state
 from tests.runtime.parity import Trained, train
+from tests.tiers import diagonal
 from tests.tracer import test_refusals as bodies
 
 # Some of these models are opaque as a whole.
@@ -61,8 +62,11 @@ def _trained(body: Callable[..., Any], **options: Any) -> tuple[Trained, Any, An
     return found, (random.getstate(), str(np.random.get_state())), call
 
 
-@pytest.mark.parametrize("body", [*CHECKED, *RUN_AGAIN], ids=lambda body: body.__name__)
-@pytest.mark.parametrize("activations", ["recompute", "keep"])
+@pytest.mark.parametrize(
+    ("body", "activations"),
+    diagonal([*CHECKED, *RUN_AGAIN], ["recompute", "keep"]),
+    ids=lambda each: getattr(each, "__name__", None),
+)
 @pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")
 def test_three_steps_equal_eager(body: Callable[..., Any], activations: str) -> None:
     eager, host, _ = _trained(body)
@@ -165,8 +169,9 @@ class ReturnsADataclass(ReturnsACount):
         return Counted(self.fc(x) * self.n, self.n)
 
 
-@pytest.mark.parametrize("kind", [GivesACount, ScalesByTheCount, ReturnsADataclass])
-@pytest.mark.parametrize("activations", ["recompute", "keep"])
+@pytest.mark.parametrize(
+    ("kind", "activations"), diagonal([GivesACount, ScalesByTheCount, ReturnsADataclass], ["recompute", "keep"])
+)
 def test_objects_around_an_opaque_module_are_those_of_each_call(
     kind: Callable[[], nn.Module], activations: str
 ) -> None:

@@ -18,6 +18,7 @@ from megatrain.errors import CheckpointError, ExecuteError, OptionError, TraceEr
 from tests.comparing import assert_same
 from tests.packed import KINDS, WIDTH, Adapted, Boxed, Quantized, adapted
 from tests.runtime.parity import PATHS, assert_parity, assert_parity_of
+from tests.tiers import diagonal, wide
 
 kinds = pytest.mark.parametrize("kind", KINDS)
 X = torch.randn(3, WIDTH, generator=torch.Generator().manual_seed(0))
@@ -39,8 +40,7 @@ def stepping(kind: str, **options: Any) -> tuple[nn.Sequential, megatrain.Compil
     return model, compiled, step
 
 
-@kinds
-@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize(("path", "kind"), diagonal(PATHS, KINDS))
 def test_training_has_the_bits_of_eager(kind: str, path: str) -> None:
     compiled = assert_parity(adapted(kind), (X,), {}, **PATHS[path])
     assert path == "offload" or len(compiled.program.templates) <= 2  # an input without a gradient isn't another code
@@ -59,7 +59,7 @@ def test_packed_bytes_cross_and_count(kind: str) -> None:
     assert f"packed {'F.linear' if kind == 'wrapper' else 'tests.packed.BoxedLinear.apply'}(" in str(compiled.program)
 
 
-@kinds
+@pytest.mark.parametrize("kind", ["wrapper", wide("attributes")])
 def test_steps_and_a_resumed_run_have_the_bits_of_the_loop(kind: str, tmp_path: Path) -> None:
     model, _, step = stepping(kind)
     eager = adapted(kind)
@@ -87,7 +87,7 @@ def test_steps_and_a_resumed_run_have_the_bits_of_the_loop(kind: str, tmp_path: 
         assert torch.equal(one, another)
 
 
-@kinds
+@pytest.mark.parametrize("kind", ["attributes", wide("wrapper")])
 def test_a_checkpoint_of_other_packing_is_refused(kind: str, tmp_path: Path) -> None:
     _, _, step = stepping(kind)
     step(X)
@@ -102,7 +102,7 @@ def test_a_checkpoint_of_other_packing_is_refused(kind: str, tmp_path: Path) -> 
         megatrain.TrainStep.load(tmp_path / "run", compiled, torch.optim.AdamW(trained(model)), loss=square)
 
 
-@kinds
+@pytest.mark.parametrize("kind", ["attributes", wide("wrapper")])
 def test_what_the_user_changes_is_streamed(kind: str) -> None:
     def drive(call: Any, model: Any) -> list[torch.Tensor]:
         found = [call(X)]
@@ -128,7 +128,7 @@ def test_what_the_user_changes_is_streamed(kind: str) -> None:
     assert_parity_of(adapted(kind), drive, memory="40KiB")
 
 
-@kinds
+@pytest.mark.parametrize("kind", ["wrapper", wide("attributes")])
 def test_a_plan_counts_packed_bytes_and_needs_no_memory(kind: str) -> None:
     real = megatrain.plan(adapted(kind), X, optimizer="AdamW")
     scales = 4 * WIDTH + (0 if kind == "wrapper" else 4 * 16)

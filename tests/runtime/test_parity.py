@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from itertools import product
 from typing import Any
 
 import pytest
 
 from tests.models import MODELS
 from tests.runtime.parity import assert_parity
-from tests.tiers import diagonal, one_in
+from tests.tiers import diagonal, one_in, wide
 
 # The order of a sum differs from eager's where a parameter has several uses inside one block and more in another:
 # eager adds term by term, a block adds its own terms first. Two ways to add n fp32 terms differ by less than
@@ -24,8 +25,11 @@ MODES: dict[str, dict[str, Any]] = {
 }
 AUTO = ("gpt_loss", "cnn", "llama_labels", "t5_labels", "mixture_of_experts", "lstm")
 """Without options each model takes one of the paths above."""
-# Each with one path in `make test`, all with each in `make wide`.
-CASES = [*diagonal(MODELS, MODES), *one_in(3, ((name, "auto") for name in AUTO))]
+CONTAINED = ("t5", "llama", "llama_labels", "llama_unpadded", "qwen2", "gpt2", "bert", "vit")
+"""Models whose calls are part of those of another: with labels, or with a mask as well."""
+# Each model with one path in `make test`, all with each in `make wide`.
+USUAL = diagonal((name for name in MODELS if name not in CONTAINED), MODES)
+CASES = [*USUAL, *map(wide, product(CONTAINED, MODES)), *one_in(len(AUTO), ((name, "auto") for name in AUTO))]
 
 
 @pytest.mark.parametrize(("name", "mode"), CASES)

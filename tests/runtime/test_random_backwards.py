@@ -81,7 +81,7 @@ class Caller:
         return found | {f"input {i}": x.grad for i, (x, _) in enumerate(self.calls)}
 
 
-@draws(25)
+@draws(25, usual=5)
 @given(tree=module_trees(), plan=actions, mode=st.sampled_from(list(PATHS)), limit=block_limits())
 def test_random_callers(tree: nn.Module, plan, mode: str, limit: int | None) -> None:
     model = Both(tree)

@@ -11,6 +11,7 @@ from torch import nn
 
 import megatrain
 from megatrain.errors import ExecuteError, OptimizerError
+from tests.tiers import diagonal
 
 
 class Tied(nn.Module):
@@ -57,8 +58,9 @@ def _new_data(model: Tied, size: int) -> None:
 WAYS = (_new_modules, _new_parameter, _new_data)
 
 
-@pytest.mark.parametrize("transfer", ["copy", "bind"])
-@pytest.mark.parametrize("resize", WAYS, ids=lambda way: way.__name__)
+@pytest.mark.parametrize(
+    ("resize", "transfer"), diagonal(WAYS, ["copy", "bind"]), ids=lambda each: getattr(each, "__name__", None)
+)
 def test_a_resized_embedding_trains_as_in_eager(resize: Callable[[Tied, int], None], transfer: str) -> None:
     torch.manual_seed(0)
     model = Tied()
@@ -95,8 +97,9 @@ def test_a_backward_of_a_call_before_is_refused(resize: Callable[[Tied, int], No
         before.sum().backward()
 
 
-@pytest.mark.parametrize("max_grad_norm", [None, 1.0])
-@pytest.mark.parametrize("resize", WAYS, ids=lambda way: way.__name__)
+@pytest.mark.parametrize(
+    ("resize", "max_grad_norm"), diagonal(WAYS, [1.0, None]), ids=lambda each: getattr(each, "__name__", None)
+)
 def test_an_optimizer_of_the_old_shape_is_refused(
     resize: Callable[[Tied, int], None], max_grad_norm: float | None
 ) -> None:

@@ -10,6 +10,7 @@ from megatrain.runtime.streams.stream_set import Chaos, Recording
 from megatrain.scheduler.items import Stream
 from megatrain.tracer.arguments import Structure
 from tests.models import MODELS, Gpt
+from tests.tiers import wide
 
 NAMES = ["gpt_loss", "t5_labels", "unet", "encoder_decoder", "frozen_first"]
 
@@ -45,7 +46,7 @@ def test_issue_order_and_waits_equal_the_schedule(name: str) -> None:
         assert found == expected
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", [wide(name) if name == "t5_labels" else name for name in NAMES])
 def test_completion_order_respects_the_dependencies(name: str) -> None:
     compiled, recording = recorded(name, chaos=Chaos(seed=3))
     done: dict[tuple[str, str], list[int]] = {}
@@ -82,15 +83,14 @@ def test_measured_peak_equals_the_schedules_figure(activations: str) -> None:
 
 
 def test_measured_peak_never_exceeds_the_schedules_figure() -> None:
-    for name in NAMES:
-        for seed in range(2):
-            compiled, _ = recorded(name, chaos=Chaos(seed=seed, poison=False))
-            assert compiled.peak_bytes <= compiled.schedule.peak_bytes
+    for seed, name in enumerate(NAMES):
+        compiled, _ = recorded(name, chaos=Chaos(seed=seed, poison=False))
+        assert compiled.peak_bytes <= compiled.schedule.peak_bytes
 
 
 def test_peak_does_not_grow_with_depth() -> None:
-    shallow, small = slow_peak(6, activations="offload")
-    deep, large = slow_peak(18, activations="offload")
+    shallow, small = slow_peak(4, activations="offload")
+    deep, large = slow_peak(9, activations="offload")
     assert shallow == small.peak_bytes
     assert deep == large.peak_bytes
     assert deep == shallow
@@ -106,7 +106,7 @@ def test_peak_grows_by_the_kept_inputs_only() -> None:
 
 
 def test_budget_bounds_the_device() -> None:
-    model = Gpt(depth=12, width=64)
+    model = Gpt(depth=8, width=64)
     size = sum(p.nbytes for p in model.parameters())
     ids = torch.randint(0, 32, (2, 16))
     compiled = megatrain.compile(model, device="cpu", memory=size // 2)
@@ -115,6 +115,7 @@ def test_budget_bounds_the_device() -> None:
     assert compiled.schedule.h2d_bytes > 0
 
 
+@pytest.mark.usefixtures("no_smaller_blocks")
 def test_too_small_a_budget_is_refused_before_anything_is_allocated() -> None:
     model = Gpt(depth=3)
     ids = torch.randint(0, 32, (2, 16))

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 import megatrain
 from megatrain.errors import ExecuteError
 from tests.comparing import assert_same_state
-from tests.runtime.parity import assert_parity_of, paths, seeded
+from tests.runtime.parity import assert_parity_of, moved, paths, seeded
 from tests.runtime.test_backwards import Trunk, batch
 
 
@@ -96,7 +96,7 @@ class Traced(Plain):
 # -- what comes out ------------------------------------------------------------------------------------------
 
 
-@paths
+@moved
 @pytest.mark.parametrize("requires_grad", [False, True])
 def test_every_kind_of_output(options, requires_grad: bool) -> None:
     def drive(call, model):
@@ -145,7 +145,7 @@ def test_inference_mode_and_no_grad(options) -> None:
 # -- what callers do with it ---------------------------------------------------------------------------------
 
 
-@paths
+@moved
 def test_writing_into_an_output_with_autograd_looking(options) -> None:
     def drive(call, model):
         y = call(batch())
@@ -169,7 +169,7 @@ def test_writing_into_an_output_behind_its_back(options) -> None:
     assert_parity_of(seeded(Headed), drive, **options)
 
 
-@paths
+@moved
 @pytest.mark.parametrize("model", [Plain, Aliased, Traced])
 def test_writing_where_it_would_matter_is_refused_or_right(options, model) -> None:
     """A result that autograd saved, one with a second name, one that the next block reads."""
@@ -189,7 +189,7 @@ def test_writing_where_it_would_matter_is_refused_or_right(options, model) -> No
     assert_same_state(eager, compiled.megatrain.model)
 
 
-@paths
+@moved
 def test_hooks_on_outputs_and_inputs(options) -> None:
     def drive(call, model):
         x = batch(requires_grad=True)
@@ -231,7 +231,7 @@ def test_one_tensor_as_two_inputs() -> None:
     assert_parity_of(seeded(Two), drive)
 
 
-@paths
+@moved
 def test_two_compiled_models_in_a_chain(options) -> None:
     models = [seeded(Plain), seeded(Trunk)]
     copies = [megatrain.compile(copy.deepcopy(m), device="cpu", **options) for m in models]
@@ -308,7 +308,7 @@ def test_a_forward_that_spoils_its_own_graph_is_refused(options) -> None:
         compiled(batch()).backward()
 
 
-@paths
+@moved
 def test_hooks_around_the_backward_see_nothing_that_a_recomputation_saves(options) -> None:
     seen: list[torch.Tensor] = []
 
@@ -340,7 +340,7 @@ def test_hooks_around_the_backward_hide_no_spoiled_graph(options) -> None:
 # -- what surrounds the call ---------------------------------------------------------------------------------
 
 
-@paths
+@moved
 @pytest.mark.parametrize("use_reentrant", [False, True])
 def test_checkpoint_around(options, use_reentrant: bool) -> None:
     def drive(call, model):
@@ -364,7 +364,7 @@ def test_saved_tensors_moved_by_the_caller() -> None:
     assert_parity_of(seeded(Trunk), drive)
 
 
-@paths
+@moved
 def test_autocast_around_the_forward_alone(options) -> None:
     def drive(call, model):
         with torch.autocast("cpu", torch.bfloat16):

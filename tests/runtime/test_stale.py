@@ -211,7 +211,7 @@ def globals_restored() -> Iterator[None]:
     settings.GAIN, Plain.factor, Reader.bias_scale = gain_before, factor, 1.0
 
 
-@pytest.mark.parametrize("what", one_in(3, CHANGES))
+@pytest.mark.parametrize("what", one_in(4, CHANGES))
 def test_a_change_between_two_calls_is_seen(sides: SideBySide, what: str) -> None:
     sides.check()
     sides.check()

@@ -12,7 +12,7 @@ from torch import nn
 
 import megatrain
 from megatrain.errors import ExecuteError
-from tests.runtime.parity import assert_parity_of, paths, seeded
+from tests.runtime.parity import assert_parity_of, moved, paths, seeded
 
 P = nn.Parameter
 
@@ -101,7 +101,7 @@ def test_one_other_dtype(dtype: torch.dtype) -> None:
     assert_trains(build, rows().to(dtype).requires_grad_())
 
 
-@paths
+@moved
 def test_tensors_without_dimensions(options) -> None:
     def forward(self, x, t):
         return self.factor * t + (self.layer(x) * self.factor).sum() + self.shift, t
@@ -110,7 +110,7 @@ def test_tensors_without_dimensions(options) -> None:
     assert_trains(build, rows(), torch.tensor(3.0, requires_grad=True), **options)
 
 
-@paths
+@moved
 @pytest.mark.parametrize("count", [0, 3])
 def test_tensors_without_elements(options, count: int) -> None:
     def forward(self, x):
@@ -147,7 +147,7 @@ def test_strides_of_parameters(options) -> None:
     assert_trains(build, rows(), **options)
 
 
-@paths
+@moved
 @pytest.mark.parametrize("layout", ["channels_last", "expanded", "sliced"])
 @pytest.mark.parametrize("requires_grad", [False, True])
 def test_strides_of_inputs(options, layout: str, requires_grad: bool) -> None:
@@ -184,7 +184,7 @@ def test_gradients_take_the_layout_of_their_parameters(transfer: str) -> None:
 IDS = torch.tensor([[1, 2, 2], [0, 1, 9]])
 
 
-@paths
+@moved
 def test_sparse_embedding(options) -> None:
     build = module(lambda self, i: self.embed(i), embed=lambda: nn.Embedding(10, 4, sparse=True))
     assert_trains(build, IDS, optimizer=lambda p: torch.optim.SparseAdam(p, 0.1), **options)
@@ -223,7 +223,7 @@ class Tied(nn.Module):
         return F.one_hot(ids, 10).float() @ self.embed.weight
 
 
-@paths
+@moved
 @pytest.mark.parametrize(("start", "end"), [("sparse", "sparse"), ("sparse", "dense"), ("dense", "sparse")])
 def test_sparse_and_tied(options, start: str, end: str) -> None:
     def drive(call, model):
@@ -236,14 +236,14 @@ def test_sparse_and_tied(options, start: str, end: str) -> None:
 # -- sharing -------------------------------------------------------------------------------------------------
 
 
-@paths
+@moved
 @pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
 def test_weights_flattened_into_one_storage(options, kind: Any) -> None:
     build = module(lambda self, x: self.top(self.cell(x[None])[0]), cell=lambda: kind(4, 4, 2), top=linear())
     assert_trains(build, rows(), **options)
 
 
-@paths
+@moved
 def test_parameters_side_by_side_in_one_storage(options) -> None:
     class Halves(nn.Module):
         def __init__(self) -> None:
@@ -282,7 +282,7 @@ def test_buffers_of_two_modules(options) -> None:
     assert_trains(Shared, rows(), **options)
 
 
-@paths
+@moved
 def test_a_parameter_that_is_a_buffer_too(options) -> None:
     def build():
         made: Any = module(lambda self, x: self.layer(x) * self.extra, layer=linear())()
@@ -323,7 +323,7 @@ def test_parameter_lists_and_dicts(options) -> None:
     assert_trains(build, rows(), **options)
 
 
-@paths
+@moved
 def test_a_module_under_two_names(options) -> None:
     class Twice(nn.Module):
         def __init__(self) -> None:
@@ -387,7 +387,7 @@ def test_deep_nesting() -> None:
 # -- memory and gradients inside the forward -----------------------------------------------------------------
 
 
-@paths
+@moved
 @pytest.mark.parametrize("requires_grad", [False, True])
 def test_writes_through_views_across_blocks(options, requires_grad: bool) -> None:
     class Views(nn.Module):
@@ -433,7 +433,7 @@ class Energy(nn.Module):
         return energy, -slope
 
 
-@paths
+@moved
 @pytest.mark.parametrize("by", ["copy", "input", "weight"])
 def test_gradients_inside_the_forward(options, by: str) -> None:
     def drive(call, model):

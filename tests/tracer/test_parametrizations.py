@@ -6,6 +6,7 @@ from __future__ import annotations
 import copy
 import random
 from collections.abc import Callable
+from itertools import product
 from typing import Any
 
 import pytest
@@ -18,7 +19,8 @@ from megatrain.errors import TraceError
 from megatrain.tracer.trace import trace
 from tests.comparing import assert_same
 from tests.parametrized import KINDS, OPAQUE, WIDTH, Adapted, Branching, Model, model_of
-from tests.runtime.parity import assert_parity, paths
+from tests.runtime.parity import PATHS, assert_parity
+from tests.tiers import diagonal, wide
 from tests.tracer.parity import assert_same_step, eager_step, graph_step
 
 X = torch.randn(5, WIDTH, generator=torch.Generator().manual_seed(1))
@@ -51,12 +53,18 @@ def test_a_capture_equals_eager_and_leaves_the_model_as_it_was(kind: str):
     assert_same_step(graph_step(traced, model, (X,), {}), eager_step(eager, (X,), {}))
 
 
-@paths
-@pytest.mark.parametrize("kind", ["two", "one twice", "its own parameter", "trained"])
-def test_training_equals_eager(kind: str, options: Any):
+# The paths between these are wide.
+@pytest.mark.parametrize(
+    ("kind", "path"),
+    [
+        *diagonal(["two", "one twice", "its own parameter", "trained"], ["offload", "bind"]),
+        *map(wide, product(["two", "one twice", "its own parameter", "trained"], ["recompute", "keep"])),
+    ],
+)
+def test_training_equals_eager(kind: str, path: str):
     model = model_of(KINDS[kind])
     keys = list(model.state_dict())
-    compiled = assert_parity(model, (X,), {}, steps=3, **options)
+    compiled = assert_parity(model, (X,), {}, steps=3, **PATHS[path])
     assert list(compiled.state_dict()) == keys
     assert compiled.recompiled_because == ()
     assert len(compiled.program.blocks) >= 3
@@ -94,8 +102,7 @@ def test_training_steps_equal_eager_and_other_calls_in_between():
                     module.is_on = True
 
 
-@pytest.mark.parametrize("model_kind", [Model, Branching])
-@pytest.mark.parametrize("kind", OPAQUE)
+@pytest.mark.parametrize(("kind", "model_kind"), diagonal(OPAQUE, [Model, Branching]))
 def test_code_that_no_graph_can_repeat_runs_again_with_what_parametrizes_around_it(kind: str, model_kind: Any):
     model = model_of(OPAQUE[kind], model_kind)
     streamed, eager = copy.deepcopy(model), copy.deepcopy(model)
@@ -115,13 +122,12 @@ def test_code_that_no_graph_can_repeat_runs_again_with_what_parametrizes_around_
     assert len(compiled.program.blocks) >= 3
 
 
-@pytest.mark.parametrize("model_kind", [Model, Branching])
-@pytest.mark.parametrize("make", [KINDS["two"], OPAQUE["two"]], ids=["captured", "opaque"])
-def test_torchs_way_of_swapping_parameters_changes_nothing(make: Any, model_kind: Any):
+@pytest.mark.parametrize(("kinds", "model_kind"), diagonal([OPAQUE, KINDS], [Model, Branching]))
+def test_torchs_way_of_swapping_parameters_changes_nothing(kinds: Any, model_kind: Any):
     before = torch.__future__.get_swap_module_params_on_conversion()
     torch.__future__.set_swap_module_params_on_conversion(True)
     try:
-        model, eager = model_of(make, model_kind), model_of(make, model_kind)
+        model, eager = model_of(kinds["two"], model_kind), model_of(kinds["two"], model_kind)
         compiled = megatrain.compile(model, device="cpu", transfer="copy")
         for number in range(2):
             found = []

@@ -48,7 +48,7 @@ def _description(model: nn.Module) -> dict[str, object]:
     return found
 
 
-@pytest.mark.parametrize("name", one_in(3, MODELS, first=1))
+@pytest.mark.parametrize("name", one_in(5, MODELS, first=1))
 def test_a_capture_leaves_the_model_and_every_generator_alone(name: str):
     model, args, kwargs = MODELS[name]()
     before = _description(model)

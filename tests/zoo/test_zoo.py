@@ -13,9 +13,9 @@ from tests.zoo.collect import cases
 from tests.zoo.run import CLOSE, Trained, judge, run
 
 CASES = cases()
-ALIKE = {"mamba", "marian", "dinov2", "clip", "mixtral_batched", "llama", "t5", "peft_lora"}
-"""Much like mamba2, t5, swin, llava, the experts of tests/runtime/test_expert_models.py, and from `llama` on like those
-of tests/models.py and tests/integrations/test_peft.py."""
+ALIKE = {"mamba", "marian", "dinov2", "clip", "mixtral_batched", "whisper", "llava", "llama", "t5", "peft_lora"}
+"""Much like mamba2, t5, swin, llava, the experts of tests/runtime/test_expert_models.py, t5 with convolutions before
+it, a vit before a llama, and from `llama` on like those of tests/models.py and tests/integrations/test_peft.py."""
 # What models say about themselves isn't ours to mend.
 pytestmark = pytest.mark.filterwarnings("ignore")
 
