@@ -6,6 +6,7 @@ Read from the source of modules, so a violation is found whether or not its line
 from __future__ import annotations
 
 import ast
+import functools
 from collections.abc import Collection, Iterator
 from pathlib import Path
 
@@ -48,6 +49,11 @@ ATTRIBUTES = {
 OF_PYTHON = {"_getframe", "_DummyThread", "_replace", "_fields"}
 
 
+@functools.cache  # several tests go through all modules
+def parsed(source: str) -> ast.Module:
+    return ast.parse(source)
+
+
 def names_of(path: Path) -> str:
     return path.relative_to(ROOT).as_posix()
 
@@ -80,7 +86,7 @@ def torch_imports(tree: ast.AST) -> Iterator[tuple[int, str, list[str]]]:
 
 def questions_about_devices(source: str) -> list[str]:
     """What of `source` only megatrain/device may say: `line: code`."""
-    tree = ast.parse(source)
+    tree = parsed(source)
     found = [(n, ".".join(parts)) for n, _, parts in torch_imports(tree) if set(parts[1:]) & MODULES_OF_KINDS]
     for node in ast.walk(tree):
         if isinstance(node, ast.Attribute):
@@ -101,7 +107,7 @@ def private_names(source: str, own: Collection[str] = ()) -> list[str]:
         source: Of a module.
         own: Private names that megatrain defines itself.
     """
-    tree = ast.parse(source)
+    tree = parsed(source)
     imports = list(torch_imports(tree))
     bound = {name for _, name, _ in imports}
     found = [(line, ".".join(parts)) for line, _, parts in imports if any(map(is_private, parts))]
@@ -127,7 +133,7 @@ def defined(tree: ast.AST) -> Iterator[str]:
             yield node.attr
 
 
-OWN = {name for path in MODULES for name in defined(ast.parse(path.read_text())) if is_private(name)}
+OWN = {name for path in MODULES for name in defined(parsed(path.read_text())) if is_private(name)}
 
 
 def test_only_the_device_folder_knows_kinds_of_devices():
@@ -149,7 +155,7 @@ def test_the_places_are_where_such_names_are():
 
 
 def test_every_attribute_that_is_allowed_is_read_somewhere():
-    read = {n.attr for path in MODULES for n in ast.walk(ast.parse(path.read_text())) if isinstance(n, ast.Attribute)}
+    read = {n.attr for path in MODULES for n in ast.walk(parsed(path.read_text())) if isinstance(n, ast.Attribute)}
     assert ATTRIBUTES.keys() - read == set()
 
 

@@ -12,12 +12,12 @@ import torch
 import megatrain
 from megatrain import SavedPlan
 from megatrain.errors import OptionError, ScheduleError
-from tests.planning.steps import Words, planned
+from tests.planning.steps import Words, made, planned
 
 
 def test_a_saved_plan_is_read_back_equal():
     for options in ({}, {"hardware": None, "device_memory": None}, {"max_grad_norm": None, "micro_batches": 1}):
-        saved = planned(**options).saved()
+        saved = made(**options).saved()
         read = SavedPlan.from_json(saved.to_json())
         assert read == saved
         assert read.schedule.workload == saved.schedule.workload
@@ -26,7 +26,7 @@ def test_a_saved_plan_is_read_back_equal():
 
 
 def test_a_saved_plan_says_what_was_asked_and_how_long_a_step_takes():
-    plan = planned()
+    plan = made()
     assert plan.simulation is not None
     assert str(plan.saved()).startswith(
         "saved plan: model Words, precision fp32, budget 600.00 KiB, machine rtx-4090, predicted "
@@ -35,7 +35,7 @@ def test_a_saved_plan_says_what_was_asked_and_how_long_a_step_takes():
 
 
 def test_a_difference_is_said_in_figures_before_and_after():
-    plan, other = planned(), planned(device_memory="520KiB", hardware=None)
+    plan, other = made(), made(device_memory="520KiB", hardware=None)
     lines = plan.diff(other).splitlines()
     assert lines[:3] == ["the other plan:", "  budget: 600.00 KiB -> 520.00 KiB", "  machine: rtx-4090 -> none"]
     sizes = f"device {plan.schedule.device_bytes} -> {other.schedule.device_bytes}"
@@ -46,7 +46,7 @@ def test_a_difference_is_said_in_figures_before_and_after():
 
 
 def test_another_model_or_shape_is_named():
-    plan = planned()
+    plan = made()
     fewer = Words()
     fewer.layers = fewer.layers[:2]
     assert "  the model or its shapes: blocks: 5 -> 4" in plan.diff(planned(fewer)).splitlines()
@@ -57,7 +57,7 @@ def test_another_model_or_shape_is_named():
 
 def test_a_step_that_does_not_fit_has_no_choices_to_save():
     too_small = planned(device_memory="64KiB")
-    for call in (too_small.saved, lambda: too_small.diff(planned()), lambda: planned().diff(too_small)):
+    for call in (too_small.saved, lambda: too_small.diff(made()), lambda: made().diff(too_small)):
         with pytest.raises(ScheduleError, match="is too small"):
             call()
 
