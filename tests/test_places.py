@@ -133,7 +133,9 @@ def defined(tree: ast.AST) -> Iterator[str]:
             yield node.attr
 
 
-OWN = {name for path in MODULES for name in defined(parsed(path.read_text())) if is_private(name)}
+@functools.cache
+def own_names() -> frozenset[str]:
+    return frozenset(name for path in MODULES for name in defined(parsed(path.read_text())) if is_private(name))
 
 
 def test_only_the_device_folder_knows_kinds_of_devices():
@@ -143,7 +145,7 @@ def test_only_the_device_folder_knows_kinds_of_devices():
 
 def test_private_names_of_torch_come_from_one_file():
     others = [path for path in MODULES if path not in OF_PRIVATE_NAMES]
-    found = {names_of(path): private_names(path.read_text(), OWN) for path in others}
+    found = {names_of(path): private_names(path.read_text(), own_names()) for path in others}
     assert {file: lines for file, lines in found.items() if lines} == {}
 
 
@@ -151,7 +153,7 @@ def test_the_places_are_where_such_names_are():
     asked = "\n".join(path.read_text() for path in OF_DEVICES)
     assert len(questions_about_devices(asked)) > 20
     private = "\n".join(path.read_text().replace("from __future__ import annotations", "") for path in OF_PRIVATE_NAMES)
-    assert len(private_names(private, OWN)) > 5
+    assert len(private_names(private, own_names())) > 5
 
 
 def test_every_attribute_that_is_allowed_is_read_somewhere():
@@ -206,7 +208,7 @@ def test_every_way_to_ask_for_a_kind_of_device_is_seen(source: str):
     ],
 )
 def test_every_way_to_a_private_name_of_torch_is_seen(source: str):
-    assert len(private_names(source, OWN)) >= 1
+    assert len(private_names(source, own_names())) >= 1
 
 
 @pytest.mark.parametrize(
@@ -223,4 +225,4 @@ def test_every_way_to_a_private_name_of_torch_is_seen(source: str):
     ],
 )
 def test_what_any_file_may_say_passes(source: str):
-    assert questions_about_devices(source) == private_names(source, OWN) == []
+    assert questions_about_devices(source) == private_names(source, own_names()) == []

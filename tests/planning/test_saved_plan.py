@@ -62,10 +62,6 @@ def test_a_step_that_does_not_fit_has_no_choices_to_save():
             call()
 
 
-def _changed(**changes: Any) -> str:
-    return json.dumps({**json.loads(planned().saved().to_json()), **changes})
-
-
 @pytest.mark.parametrize(
     ("text", "said"),
     [
@@ -73,29 +69,32 @@ def _changed(**changes: Any) -> str:
         ("[]", "TypeError"),
         ("{}", "KeyError"),
         ('{"format": 2}', "format 2 of a plan is unknown"),
-        (_changed(schedule={}), "KeyError"),
-        (_changed(precision="int3"), "precision"),
-        (_changed(device_memory="lots"), "device_memory"),
-        (_changed(device_memory=True), "device_memory"),
-        (_changed(step_s=-1.0), "step_s"),
-        (_changed(model=3), "model"),
-        (_changed(hardware=None), "hardware"),
+        ({"schedule": {}}, "KeyError"),
+        ({"precision": "int3"}, "precision"),
+        ({"device_memory": "lots"}, "device_memory"),
+        ({"device_memory": True}, "device_memory"),
+        ({"step_s": -1.0}, "step_s"),
+        ({"model": 3}, "model"),
+        ({"hardware": None}, "hardware"),
     ],
 )
-def test_what_is_no_plan_is_refused(text: str, said: str):
+def test_what_is_no_plan_is_refused(text: str | dict[str, Any], said: str):
+    """A text, or what is changed in that of a plan."""
+    if isinstance(text, dict):
+        text = json.dumps({**json.loads(made().saved().to_json()), **text})
     with pytest.raises(ScheduleError, match=said):
         SavedPlan.from_json(text)
 
 
 def test_a_plan_whose_schedule_is_not_safe_is_refused():
-    data = json.loads(planned().saved().to_json())
+    data = json.loads(made().saved().to_json())
     data["schedule"]["device_bytes"] -= 1
     with pytest.raises(ScheduleError):
         SavedPlan.from_json(json.dumps(data))
 
 
 def test_a_plan_knows_its_workload():
-    saved = planned().saved()
+    saved = made().saved()
     with pytest.raises(ScheduleError, match="doesn't know its workload"):
         replace(saved, schedule=megatrain.Schedule.parse(str(saved.schedule)))
     with pytest.raises(OptionError, match="precision"):

@@ -19,7 +19,7 @@ from megatrain.reporting.ranks_figures import figures_of_plan
 from megatrain.scheduler.timing.dealt_waits import waits_of
 from megatrain.scheduler.timing.rank_waits import books_of_ranks
 from megatrain.scheduler.timing.simulate_devices import ONE_HOST, Hosts, simulate_devices
-from tests.tiers import diagonal
+from tests.tiers import diagonal, wide
 
 # Copies and updates take no time, so that the order of sums is all that ranks wait for.
 ONLY_COMPUTE = Hardware(1e30, 1e30, 1e9)
@@ -173,7 +173,7 @@ def test_a_link_is_between_devices_of_a_host():
         planned(ONLY_COMPUTE).on_devices(4, 4, link="1TB")
 
 
-@pytest.mark.parametrize("number", [2, 4])
+@pytest.mark.parametrize("number", [wide(2), 4])
 def test_ranks_of_a_host_share_one_copy_of_what_is_updated(number: int):
     plan = planned(ONLY_COMPUTE, max_grad_norm=1.0, optimizer="AdamW")
     found, alone = replicated(plan, number), plan.host
