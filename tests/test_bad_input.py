@@ -7,6 +7,7 @@ eagerly.
 from __future__ import annotations
 
 import fnmatch
+import functools
 import inspect
 import json
 from collections.abc import Callable, Iterator, Mapping
@@ -170,6 +171,11 @@ MODELS = {
 ELSEWHERE = {"CompiledModule", "Hardware.measure"}
 
 
+@functools.cache  # no case changes it
+def made() -> Made:
+    return Made()
+
+
 def eager_error(option: str, value: Any) -> str | None:
     """What the model raises eagerly for a value that is meant for it."""
     call: Callable[[Any, Any], Any] | None = MODELS.get(option)
@@ -215,10 +221,10 @@ def faults(target: Target) -> Iterator[str]:
 
 @pytest.fixture(scope="module")
 def targets() -> dict[str, Target]:
-    return {target.name: target for target in bad_targets.targets(Made())}
+    return {target.name: target for target in bad_targets.targets(made())}
 
 
-NAMES = [target.name for target in bad_targets.targets(Made())]
+NAMES = [target.name for target in bad_targets.targets(made())]
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -252,19 +258,19 @@ def test_no_public_function_is_left_out() -> None:
 
 def test_every_right_value_stands_for_an_option(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)  # some targets write a checkpoint
-    options = {f"{t.name}.{p.name}" for t in bad_targets.targets(Made()) for p in parameters_of(t.make()[0])}
+    options = {f"{t.name}.{p.name}" for t in bad_targets.targets(made()) for p in parameters_of(t.make()[0])}
     assert [pattern for pattern in RIGHT if not fnmatch.filter(options, pattern)] == []
 
 
 def test_a_count_that_no_machine_can_serve_is_refused_at_its_limit() -> None:
-    made = Made()
+    own = made()
     with pytest.raises(OptionError, match="num_slots=10001 is more than 10000"):
-        megatrain.schedule(made.program, num_slots=10_001)
+        megatrain.schedule(own.program, num_slots=10_001)
     with pytest.raises(OptionError, match="micro_batches=10001 is more than 10000"):
-        megatrain.plan(made.model, INPUT, micro_batches=10_001)
+        megatrain.plan(own.model, INPUT, micro_batches=10_001)
     with pytest.raises(OptionError, match="steps=10001 is more than 10000"):
-        megatrain.verify(made.model, INPUT, steps=10_001)
-    assert megatrain.schedule(made.program, num_slots=10_000).num_slots == 2
+        megatrain.verify(own.model, INPUT, steps=10_001)
+    assert megatrain.schedule(own.program, num_slots=10_000).num_slots == 2
 
 
 @pytest.mark.parametrize("device", ["cuda:99", "xpu", "meta", torch.device("xpu", 3)])
@@ -277,18 +283,18 @@ def test_a_device_that_is_not_there_is_refused_before_torch_aborts(device: str |
 
 
 def test_a_program_runs_by_its_own_schedule_over_its_own_model() -> None:
-    made, deeper = Made(), nn.Sequential(*(nn.Linear(2, 2) for _ in range(3)))
+    own, deeper = made(), nn.Sequential(*(nn.Linear(2, 2) for _ in range(3)))
     program = megatrain.lower(megatrain.trace(deeper, (INPUT,)), block_bytes=1)
     with pytest.raises(ExecuteError, match=r"the schedule has \d blocks, the program has 3\."):
-        megatrain.Executor(program, made.schedule, deeper)
+        megatrain.Executor(program, own.schedule, deeper)
     with pytest.raises(ExecuteError, match=r"the model has no parameter `2.weight`\."):
-        megatrain.Executor(program, megatrain.schedule(program), made.model)
+        megatrain.Executor(program, megatrain.schedule(program), own.model)
 
 
 @pytest.mark.parametrize("wrong", [None, -1, "x", [], 1.5, 10**30, True, {}])
 def test_a_schedule_whose_data_were_changed_is_a_schedule_error(wrong: object) -> None:
     """Read from JSON with one figure after another replaced, and checked: refused, or as good as it was."""
-    written = json.loads(Made().schedule.to_json())
+    written = json.loads(made().schedule.to_json())
     for holder, key in _places(written):
         before, holder[key] = holder[key], wrong
         came = outcome(lambda: Schedule.from_json(json.dumps(written)).check())

@@ -82,7 +82,11 @@ def check_figures(model: nn.Module, optimizer: torch.optim.Optimizer, args: Any,
     assert 0 <= held - again.held_bytes < 64 * (len(state) + len(gradients))
 
 
-@pytest.mark.parametrize("name", [wide(name) if name in ("llama", "t5_labels") else name for name in NAMES])
+# Of these the last two meet other optimizers below.
+LONG = ("llama", "t5_labels", "gpt", "frozen_bias")
+
+
+@pytest.mark.parametrize("name", [wide(name) if name in LONG else name for name in NAMES])
 def test_rows_are_what_a_step_leaves(name: str):
     model, args, kwargs = MODELS[name]()
     check_figures(model, torch.optim.AdamW(model.parameters()), args, kwargs)
@@ -421,7 +425,7 @@ def train(model, options, step_options):
     known = {"precision": options.get("precision", "fp32"), "masters": compiled.masters, "on_host": True}
     if step_options is not None:
         step = megatrain.TrainStep(compiled, optimizer, loss=lambda result, _: result.square().mean(), **step_options)
-        for _ in range(4):
+        for _ in range(3):
             step([(IDS,), (IDS,)])
         return compiled, optimizer, host_plan(compiled.program, step.schedule, model, optimizer, **known)
     variant = compiled.prepare(IDS)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
@@ -58,10 +59,19 @@ def dotted_name(path: Path) -> str:
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
-def imported_names(source: str, module: str, *, is_package: bool = False) -> Iterator[str]:
+@functools.cache  # several tests go through all modules
+def parsed(source: str) -> ast.Module:
+    return ast.parse(source)
+
+
+@functools.cache
+def imported_names(source: str, module: str, *, is_package: bool = False) -> tuple[str, ...]:
     """Every module that `source` may import: lazily, relatively, or by a literal name at run time."""
-    package = module if is_package else module.rpartition(".")[0]
-    for node in ast.walk(ast.parse(source)):
+    return tuple(_imported_names(source, module if is_package else module.rpartition(".")[0]))
+
+
+def _imported_names(source: str, package: str) -> Iterator[str]:
+    for node in ast.walk(parsed(source)):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -71,8 +81,13 @@ def imported_names(source: str, module: str, *, is_package: bool = False) -> Ite
                 base = ".".join([*kept, base]).rstrip(".")
             # Whether the last part is a module or a name inside one, it falls in the same group.
             yield from (f"{base}.{alias.name}" for alias in node.names)
-        elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith(("import_module", "__import__")):
+        elif isinstance(node, ast.Call) and last_name(node.func).endswith(("import_module", "__import__")):
             yield from (a.value for a in node.args if isinstance(a, ast.Constant) and isinstance(a.value, str))
+
+
+def last_name(node: ast.expr) -> str:
+    """`c` of `a.b.c`."""
+    return node.attr if isinstance(node, ast.Attribute) else node.id if isinstance(node, ast.Name) else ""
 
 
 def group_of(module: str) -> int:
@@ -165,7 +180,7 @@ def test_no_two_files_have_one_name():
 
 def test_no_two_classes_have_one_name():
     names = Counter(
-        node.name for path in MODULES for node in ast.parse(path.read_text()).body if isinstance(node, ast.ClassDef)
+        node.name for path in MODULES for node in parsed(path.read_text()).body if isinstance(node, ast.ClassDef)
     )
     assert [name for name, count in names.items() if count > 1] == []
 

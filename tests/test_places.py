@@ -6,6 +6,7 @@ Read from the source of modules, so a violation is found whether or not its line
 from __future__ import annotations
 
 import ast
+import functools
 from collections.abc import Collection, Iterator
 from pathlib import Path
 
@@ -48,6 +49,11 @@ ATTRIBUTES = {
 OF_PYTHON = {"_getframe", "_DummyThread", "_replace", "_fields"}
 
 
+@functools.cache  # several tests go through all modules
+def parsed(source: str) -> ast.Module:
+    return ast.parse(source)
+
+
 def names_of(path: Path) -> str:
     return path.relative_to(ROOT).as_posix()
 
@@ -80,7 +86,7 @@ def torch_imports(tree: ast.AST) -> Iterator[tuple[int, str, list[str]]]:
 
 def questions_about_devices(source: str) -> list[str]:
     """What of `source` only megatrain/device may say: `line: code`."""
-    tree = ast.parse(source)
+    tree = parsed(source)
     found = [(n, ".".join(parts)) for n, _, parts in torch_imports(tree) if set(parts[1:]) & MODULES_OF_KINDS]
     for node in ast.walk(tree):
         if isinstance(node, ast.Attribute):
@@ -101,7 +107,7 @@ def private_names(source: str, own: Collection[str] = ()) -> list[str]:
         source: Of a module.
         own: Private names that megatrain defines itself.
     """
-    tree = ast.parse(source)
+    tree = parsed(source)
     imports = list(torch_imports(tree))
     bound = {name for _, name, _ in imports}
     found = [(line, ".".join(parts)) for line, _, parts in imports if any(map(is_private, parts))]
@@ -127,7 +133,9 @@ def defined(tree: ast.AST) -> Iterator[str]:
             yield node.attr
 
 
-OWN = {name for path in MODULES for name in defined(ast.parse(path.read_text())) if is_private(name)}
+@functools.cache
+def own_names() -> frozenset[str]:
+    return frozenset(name for path in MODULES for name in defined(parsed(path.read_text())) if is_private(name))
 
 
 def test_only_the_device_folder_knows_kinds_of_devices():
@@ -137,7 +145,7 @@ def test_only_the_device_folder_knows_kinds_of_devices():
 
 def test_private_names_of_torch_come_from_one_file():
     others = [path for path in MODULES if path not in OF_PRIVATE_NAMES]
-    found = {names_of(path): private_names(path.read_text(), OWN) for path in others}
+    found = {names_of(path): private_names(path.read_text(), own_names()) for path in others}
     assert {file: lines for file, lines in found.items() if lines} == {}
 
 
@@ -145,11 +153,11 @@ def test_the_places_are_where_such_names_are():
     asked = "\n".join(path.read_text() for path in OF_DEVICES)
     assert len(questions_about_devices(asked)) > 20
     private = "\n".join(path.read_text().replace("from __future__ import annotations", "") for path in OF_PRIVATE_NAMES)
-    assert len(private_names(private, OWN)) > 5
+    assert len(private_names(private, own_names())) > 5
 
 
 def test_every_attribute_that_is_allowed_is_read_somewhere():
-    read = {n.attr for path in MODULES for n in ast.walk(ast.parse(path.read_text())) if isinstance(n, ast.Attribute)}
+    read = {n.attr for path in MODULES for n in ast.walk(parsed(path.read_text())) if isinstance(n, ast.Attribute)}
     assert ATTRIBUTES.keys() - read == set()
 
 
@@ -200,7 +208,7 @@ def test_every_way_to_ask_for_a_kind_of_device_is_seen(source: str):
     ],
 )
 def test_every_way_to_a_private_name_of_torch_is_seen(source: str):
-    assert len(private_names(source, OWN)) >= 1
+    assert len(private_names(source, own_names())) >= 1
 
 
 @pytest.mark.parametrize(
@@ -217,4 +225,4 @@ def test_every_way_to_a_private_name_of_torch_is_seen(source: str):
     ],
 )
 def test_what_any_file_may_say_passes(source: str):
-    assert questions_about_devices(source) == private_names(source, OWN) == []
+    assert questions_about_devices(source) == private_names(source, own_names()) == []

@@ -55,9 +55,9 @@ host: 940.25 KiB of 976.56 KiB: fits, 36.31 KiB left
 
 
 def test_a_plan_says_its_time_for_a_machine():
-    options: dict[str, Any] = {"device_memory": "500KiB", "optimizer": "AdamW", "micro_batches": 2}
-    plan = megatrain.plan(on_meta(), IDS, hardware="rtx-4090", **options)
-    by_rule = megatrain.plan(on_meta(), IDS, **options)
+    options: dict[str, Any] = {"device_memory": "360KiB", "optimizer": "AdamW", "micro_batches": 2}
+    plan = megatrain.plan(on_meta(depth=2), IDS, hardware="rtx-4090", **options)
+    by_rule = megatrain.plan(on_meta(depth=2), IDS, **options)
     machine = megatrain.Hardware.preset("rtx-4090")
     assert plan.simulation == plan.schedule.simulate(machine)
     assert plan.simulation is not None
@@ -81,10 +81,9 @@ def test_a_plan_says_its_time_for_a_machine():
 def test_a_model_on_meta_gives_the_text_of_the_same_model_with_weights():
     for precision in ("fp32", "bf16"):
         options: dict[str, Any] = {"optimizer": "Adafactor", "precision": precision, "host_memory": "1GiB"}
-        assert str(megatrain.plan(on_meta(), IDS, **options)) == str(megatrain.plan(Gpt(width=64), IDS, **options))
-        assert str(megatrain.plan(on_meta(), IDS.to("meta"), **options)) == str(
-            megatrain.plan(on_meta(), IDS, **options)
-        )
+        meta, real = on_meta(depth=1), Gpt(width=64, depth=1)
+        texts = {str(megatrain.plan(*given, **options)) for given in ((meta, IDS), (meta, IDS.to("meta")), (real, IDS))}
+        assert len(texts) == 1
 
 
 def test_nothing_of_the_model_changes():
@@ -120,7 +119,7 @@ def test_updates_run_as_in_a_step(options: dict[str, Any], updates: str, clip: b
 
 
 def test_an_optimizer_may_be_a_name_a_class_or_over_the_models_own_parameters():
-    model = on_meta()
+    model = on_meta(depth=1)
     given = (
         "SGD",
         torch.optim.SGD,
@@ -149,7 +148,7 @@ def test_inputs_of_a_model_that_becomes_bf16_do_too():
 
 @pytest.mark.usefixtures("no_smaller_blocks")
 def test_a_device_that_is_too_small_is_planned_for_and_refused():
-    plan = megatrain.plan(on_meta(), IDS, device_memory="64KiB", host_memory="1GiB")
+    plan = megatrain.plan(on_meta(depth=1), IDS, device_memory="64KiB", host_memory="1GiB")
     assert not plan.fits
     assert "KiB of 64.00 KiB: doesn't fit, " in str(plan)
     with pytest.raises(ScheduleError, match=r"a memory of 65536 B is too small: at least \d+ B") as caught:
@@ -158,11 +157,11 @@ def test_a_device_that_is_too_small_is_planned_for_and_refused():
 
 
 def test_a_host_that_is_too_small_is_refused():
-    plan = megatrain.plan(on_meta(), IDS, optimizer="AdamW", host_memory="1MiB")
+    plan = megatrain.plan(on_meta(depth=2), IDS, optimizer="AdamW", host_memory="1MiB")
     assert not plan.fits
     with pytest.raises(ExecuteError, match=r"MiB of host memory, 1\.00 MiB are available"):
         plan.check()
-    assert megatrain.plan(on_meta(), IDS, optimizer="AdamW", host_memory="1GiB").fits
+    assert megatrain.plan(on_meta(depth=2), IDS, optimizer="AdamW", host_memory="1GiB").fits
 
 
 def test_without_a_figure_the_host_is_this_machine(monkeypatch: pytest.MonkeyPatch):
@@ -175,7 +174,7 @@ def test_without_a_figure_the_host_is_this_machine(monkeypatch: pytest.MonkeyPat
 
 
 def test_more_micro_batches_park_more_but_move_no_more_weights():
-    one, four = (megatrain.plan(on_meta(), IDS, micro_batches=n, activations="offload") for n in (1, 4))
+    one, four = (megatrain.plan(on_meta(depth=2), IDS, micro_batches=n, activations="offload") for n in (1, 4))
     assert four.host.bytes_of("parks") == 4 * one.host.bytes_of("parks") > 0
     assert sum(op.what == "W" for op in four.schedule.ops) == sum(op.what == "W" for op in one.schedule.ops)
 
@@ -232,7 +231,7 @@ print(json.dumps({
 
 
 # The same weights in fewer layers: planning takes a time of each layer. The first is Llama 2's own shape.
-@pytest.mark.parametrize(("width", "depth"), [wide((4096, 32)), (8192, 8)])
+@pytest.mark.parametrize(("width", "depth"), [wide((4096, 32)), (11264, 4)])
 def test_a_llama_of_seven_billion_parameters_is_planned_in_seconds_and_little_memory(width: int, depth: int):
     done = subprocess.run(
         [sys.executable, "-c", SCRIPT, str(width), str(depth)],

@@ -15,6 +15,7 @@ from megatrain.optim.made_over import OPTIMIZER, made_over
 from megatrain.optim.masters.halves import SplitMaster
 from megatrain.optim.need import Updated, optimizer_need
 from megatrain.tracer.spec import TensorSpec
+from tests.tiers import diagonal
 
 SHAPES = ((96, 110), (96,), (3, 4, 5), ())
 MATRICES = ((40, 11), (11, 12))
@@ -53,8 +54,7 @@ def step(optimizer: torch.optim.Optimizer, parameters: list[nn.Parameter]) -> No
     optimizer.step()
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(("case", "dtype"), diagonal(CASES, [torch.float32, torch.bfloat16]))
 def test_every_optimizer_of_torch_keeps_what_was_found(case: str, dtype: torch.dtype):
     name, options = CASES[case]
     parameters = parameters_of(MATRICES if name == "Muon" else SHAPES, dtype)

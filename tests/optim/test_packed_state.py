@@ -15,6 +15,7 @@ from megatrain.errors import CheckpointError, OptimizerError
 from megatrain.optim.per_parameter import check_per_parameter
 from tests.comparing import assert_same
 from tests.packed import Quantized
+from tests.tiers import diagonal
 
 BUDGET = "24KiB"
 
@@ -90,8 +91,7 @@ def batch(number: int) -> torch.Tensor:
     return torch.randn(3, 16, generator=torch.Generator().manual_seed(number))
 
 
-@pytest.mark.parametrize("clip", [None, 0.05])
-@pytest.mark.parametrize("overlap", [True, False])
+@pytest.mark.parametrize(("clip", "overlap"), diagonal([0.05, None], [True, False]))
 def test_steps_and_a_resumed_run_have_the_bits_of_the_loop(clip: float | None, overlap: bool, tmp_path: Path) -> None:
     eager, streamed = network(), network()
     own, optimizer = PackedMomentum(eager.parameters()), PackedMomentum(streamed.parameters())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -39,6 +40,12 @@ class Words(nn.Module):
 def on_meta() -> Words:
     with torch.device("meta"):
         return Words()
+
+
+@functools.cache
+def made(**options: Any) -> megatrain.Plan:
+    """A plan for tests that only read it; what it planned for others it remembers."""
+    return planned(**options)
 
 
 def planned(model: nn.Module | None = None, ids: Any = IDS, **options: Any) -> megatrain.Plan:

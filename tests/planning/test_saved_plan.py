@@ -12,12 +12,12 @@ import torch
 import megatrain
 from megatrain import SavedPlan
 from megatrain.errors import OptionError, ScheduleError
-from tests.planning.steps import Words, planned
+from tests.planning.steps import Words, made, planned
 
 
 def test_a_saved_plan_is_read_back_equal():
     for options in ({}, {"hardware": None, "device_memory": None}, {"max_grad_norm": None, "micro_batches": 1}):
-        saved = planned(**options).saved()
+        saved = made(**options).saved()
         read = SavedPlan.from_json(saved.to_json())
         assert read == saved
         assert read.schedule.workload == saved.schedule.workload
@@ -26,7 +26,7 @@ def test_a_saved_plan_is_read_back_equal():
 
 
 def test_a_saved_plan_says_what_was_asked_and_how_long_a_step_takes():
-    plan = planned()
+    plan = made()
     assert plan.simulation is not None
     assert str(plan.saved()).startswith(
         "saved plan: model Words, precision fp32, budget 600.00 KiB, machine rtx-4090, predicted "
@@ -35,7 +35,7 @@ def test_a_saved_plan_says_what_was_asked_and_how_long_a_step_takes():
 
 
 def test_a_difference_is_said_in_figures_before_and_after():
-    plan, other = planned(), planned(device_memory="520KiB", hardware=None)
+    plan, other = made(), made(device_memory="520KiB", hardware=None)
     lines = plan.diff(other).splitlines()
     assert lines[:3] == ["the other plan:", "  budget: 600.00 KiB -> 520.00 KiB", "  machine: rtx-4090 -> none"]
     sizes = f"device {plan.schedule.device_bytes} -> {other.schedule.device_bytes}"
@@ -46,7 +46,7 @@ def test_a_difference_is_said_in_figures_before_and_after():
 
 
 def test_another_model_or_shape_is_named():
-    plan = planned()
+    plan = made()
     fewer = Words()
     fewer.layers = fewer.layers[:2]
     assert "  the model or its shapes: blocks: 5 -> 4" in plan.diff(planned(fewer)).splitlines()
@@ -57,13 +57,9 @@ def test_another_model_or_shape_is_named():
 
 def test_a_step_that_does_not_fit_has_no_choices_to_save():
     too_small = planned(device_memory="64KiB")
-    for call in (too_small.saved, lambda: too_small.diff(planned()), lambda: planned().diff(too_small)):
+    for call in (too_small.saved, lambda: too_small.diff(made()), lambda: made().diff(too_small)):
         with pytest.raises(ScheduleError, match="is too small"):
             call()
-
-
-def _changed(**changes: Any) -> str:
-    return json.dumps({**json.loads(planned().saved().to_json()), **changes})
 
 
 @pytest.mark.parametrize(
@@ -73,29 +69,32 @@ def _changed(**changes: Any) -> str:
         ("[]", "TypeError"),
         ("{}", "KeyError"),
         ('{"format": 2}', "format 2 of a plan is unknown"),
-        (_changed(schedule={}), "KeyError"),
-        (_changed(precision="int3"), "precision"),
-        (_changed(device_memory="lots"), "device_memory"),
-        (_changed(device_memory=True), "device_memory"),
-        (_changed(step_s=-1.0), "step_s"),
-        (_changed(model=3), "model"),
-        (_changed(hardware=None), "hardware"),
+        ({"schedule": {}}, "KeyError"),
+        ({"precision": "int3"}, "precision"),
+        ({"device_memory": "lots"}, "device_memory"),
+        ({"device_memory": True}, "device_memory"),
+        ({"step_s": -1.0}, "step_s"),
+        ({"model": 3}, "model"),
+        ({"hardware": None}, "hardware"),
     ],
 )
-def test_what_is_no_plan_is_refused(text: str, said: str):
+def test_what_is_no_plan_is_refused(text: str | dict[str, Any], said: str):
+    """A text, or what is changed in that of a plan."""
+    if isinstance(text, dict):
+        text = json.dumps({**json.loads(made().saved().to_json()), **text})
     with pytest.raises(ScheduleError, match=said):
         SavedPlan.from_json(text)
 
 
 def test_a_plan_whose_schedule_is_not_safe_is_refused():
-    data = json.loads(planned().saved().to_json())
+    data = json.loads(made().saved().to_json())
     data["schedule"]["device_bytes"] -= 1
     with pytest.raises(ScheduleError):
         SavedPlan.from_json(json.dumps(data))
 
 
 def test_a_plan_knows_its_workload():
-    saved = planned().saved()
+    saved = made().saved()
     with pytest.raises(ScheduleError, match="doesn't know its workload"):
         replace(saved, schedule=megatrain.Schedule.parse(str(saved.schedule)))
     with pytest.raises(OptionError, match="precision"):

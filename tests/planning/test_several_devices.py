@@ -19,6 +19,7 @@ from megatrain.reporting.ranks_figures import figures_of_plan
 from megatrain.scheduler.timing.dealt_waits import waits_of
 from megatrain.scheduler.timing.rank_waits import books_of_ranks
 from megatrain.scheduler.timing.simulate_devices import ONE_HOST, Hosts, simulate_devices
+from tests.tiers import diagonal, wide
 
 # Copies and updates take no time, so that the order of sums is all that ranks wait for.
 ONLY_COMPUTE = Hardware(1e30, 1e30, 1e9)
@@ -35,8 +36,7 @@ def replicated(plan: megatrain.Plan, number: int, hosts: Hosts = ONE_HOST, link:
     return on_devices(plan, number, hosts, link, "replicate")
 
 
-@pytest.mark.parametrize("number", [2, 3, 5])
-@pytest.mark.parametrize("micro_batches", [1, 2, 4])
+@pytest.mark.parametrize(("number", "micro_batches"), diagonal([2, 3, 5], [1, 2, 4]))
 def test_a_rank_is_further_micro_batches_of_one_block_behind_the_one_before_it(number: int, micro_batches: int):
     plan = planned(ONLY_COMPUTE, micro_batches=micro_batches)
     found = replicated(plan, number)
@@ -51,13 +51,14 @@ def test_a_rank_is_further_micro_batches_of_one_block_behind_the_one_before_it(n
 
 def test_links_are_each_rank_s_own_and_the_host_s_memory_is_all_of_theirs():
     slow_links = Hardware(1e6, 1e6, 1e15)
-    alone, both = (replicated(planned(slow_links, 12), number).step_s for number in (2, 4))
+    plan = planned(slow_links, 8)
+    alone, both = (replicated(plan, number).step_s for number in (2, 4))
     assert both < 1.5 * alone
-    shared = replace(slow_links, host_bytes_per_s=1e6)
-    found = {number: replicated(planned(shared, 12), number) for number in (2, 4)}
+    plan = planned(replace(slow_links, host_bytes_per_s=1e6), 8)
+    found = {number: replicated(plan, number) for number in (2, 4)}
     for number, each in found.items():
         assert each.step_s >= each.simulation.host_s * (1 - 1e-9)
-        assert each.simulation.host_bytes > number * 2 * plan_bytes(planned(shared, 12))
+        assert each.simulation.host_bytes > number * 2 * plan_bytes(plan)
     assert found[4].step_s > 1.5 * found[2].step_s
 
 
@@ -172,7 +173,7 @@ def test_a_link_is_between_devices_of_a_host():
         planned(ONLY_COMPUTE).on_devices(4, 4, link="1TB")
 
 
-@pytest.mark.parametrize("number", [2, 4])
+@pytest.mark.parametrize("number", [wide(2), 4])
 def test_ranks_of_a_host_share_one_copy_of_what_is_updated(number: int):
     plan = planned(ONLY_COMPUTE, max_grad_norm=1.0, optimizer="AdamW")
     found, alone = replicated(plan, number), plan.host
@@ -234,7 +235,7 @@ def test_boards_of_the_table_that_have_links_gather_by_them():
     has_links = [name for name in Hardware.presets() if "gather" in Hardware.preset(name).further_rates]
     assert has_links == ["a100", "h100-sxm", "h200", "b200"]
     slow_bus = replace(Hardware.preset("h100-sxm"), h2d_bytes_per_s=1e6)
-    plan = planned(slow_bus, 12)
+    plan = planned(slow_bus, 8)
     assert on_devices(plan, 4).across_devices == "shard"
     assert on_devices(plan, 4, link="none").across_devices == "round"  # no links: each streams its own blocks
     assert on_devices(plan, 2, hosts_of(2, None)).across_devices == "replicate"  # a device has its host to itself
@@ -244,7 +245,7 @@ def test_boards_of_the_table_that_have_links_gather_by_them():
 
 
 def test_dealt_blocks_keep_all_devices_at_work():
-    plan = planned(ONLY_COMPUTE, 12, micro_batches=4)
+    plan = planned(ONLY_COMPUTE, 8, micro_batches=4)
     found = plan.on_devices(4, across_devices="round")
     assert [each.schedule.kind.micro_batches for each in found.ranks] == [16] * 4
     assert sum(each.schedule.num_blocks for each in found.ranks) == plan.schedule.num_blocks

@@ -49,7 +49,7 @@ def position(schedule: Schedule, token: str) -> Position:
 
 
 @given(workloads(), whole_steps(), st.sampled_from(["first", "middle", "last"]))
-@draws(60)
+@draws(60, usual=8)
 def test_a_rank_has_the_ops_of_a_process_alone_and_those_between_ranks(workload: Workload, chosen: Options, ranks: str):
     alone, found = (of_rank(workload, chosen, each) for each in ("alone", ranks))
     blocks = sorted(op.block for op in alone.ops if op.what == "G")

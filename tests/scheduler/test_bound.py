@@ -56,7 +56,7 @@ def test_no_choice_at_all_is_faster(works: Workload, part: int, machine: Hardwar
 
 
 @given(step_schedules(), MACHINES | SHARED)
-@draws(100)
+@draws(100, usual=12)
 def test_no_schedule_is_faster_than_its_bound_in_the_memory_that_it_takes(plan: Any, machine: Hardware):
     assume(plan.kind.mode == "train")
     step_s = plan.simulate(machine).step_s

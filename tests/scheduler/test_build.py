@@ -106,7 +106,7 @@ def test_stays_of_one_time_never_share_bytes(
 
 
 @given(workloads(), st.integers(0, 2000), st.sampled_from(ACTIVATIONS), st.sampled_from(["copy", "bind"]))
-@draws(150)
+@draws(150, usual=20)
 def test_a_budget_is_kept_or_refused(workload: Workload, memory: int, activations: str, transfer: str):
     assume(memory > 0)
     refusal = ""

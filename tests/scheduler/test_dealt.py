@@ -46,7 +46,7 @@ FORWARD, BACKWARD = products(10**12), products(2 * 10**12)
 CHOICES = st.tuples(st.integers(1, 3), st.sampled_from(["recompute", "keep", "offload"]))
 
 
-@draws(120)
+@draws(120, usual=12)
 @given(deals(), kinds(), CHOICES)
 def test_each_table_is_safe_and_all_are_one_step(
     deal: tuple[Workload, list[int]], kind: StepKind, chosen: tuple[int, str]
@@ -62,7 +62,7 @@ def test_each_table_is_safe_and_all_are_one_step(
     check_devices(found)
 
 
-@draws(120)
+@draws(120, usual=12)
 @given(deals(), kinds(), CHOICES, st.integers(0, 2**20))
 def test_any_timing_adds_gradients_in_the_order_of_one_process(
     deal: tuple[Workload, list[int]], kind: StepKind, chosen: tuple[int, str], seed: int

@@ -84,7 +84,7 @@ def has_circle(hosts: Sequence[Sequence[Schedule]], graphs: Sequence[nx.DiGraph[
     return not nx.is_directed_acyclic_graph(whole)
 
 
-@draws(60)
+@draws(60, usual=8)
 @given(deals(), kinds(), CHOICES, st.integers(0, 2**20))
 def test_any_timing_adds_gradients_in_the_order_of_one_process(
     deal: tuple[Workload, list[int]], of_hosts: list[StepKind], chosen: tuple[int, str], seed: int

@@ -123,7 +123,7 @@ def _listed(text: str, what: str) -> int:
 
 
 @given(step_schedules(), step_schedules())
-@draws(60)
+@draws(60, usual=8)
 def test_a_diff_counts_what_is_only_in_one_of_two(left: Schedule, right: Schedule):
     text = left.diff(right)
     assert text == left.diff(right)

@@ -78,7 +78,7 @@ def test_a_block_that_is_copied_far_ahead_lets_pass_what_is_needed_sooner():
 
 
 @given(workloads(), st.integers(1, 3000), st.integers(1, 2))
-@draws(100)
+@draws(100, usual=10)
 def test_without_a_machine_as_little_is_parked_as_without_anything_else(
     works: Workload, memory: int, micro_batches: int
 ):

@@ -44,7 +44,7 @@ def test_a_run_measured_on_a_machine_simulates_as_on_that_machine(plan: Schedule
 
 
 @given(workloads(), whole_steps(), whole_steps(), MACHINES)
-@draws(150)
+@draws(150, usual=15)
 def test_another_table_of_the_program_is_predicted_exactly_or_an_op_is_named(
     workload: Workload, options, others, machine: Hardware
 ):
@@ -186,12 +186,12 @@ def test_another_program_is_refused():
 
 def test_long_tables_are_timed_in_seconds():
     """Each op looks its time up; going through all saves or all times for each would take minutes."""
-    plan = schedule(trained(1000), activations="keep", micro_batches=4)
+    plan = schedule(trained(600), activations="keep", micro_batches=4)
     shuffled = list(op_durations(plan, MACHINE).items())
     Random(0).shuffle(shuffled)
     found = Measured.of(plan, dict(shuffled))
     assert str(found) == str(measured(plan))
-    more = schedule(trained(1000), activations="keep", micro_batches=5)
+    more = schedule(trained(600), activations="keep", micro_batches=5)
     assert len(op_durations(more, found)) == len(more.ops)
 
 

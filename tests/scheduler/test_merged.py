@@ -66,7 +66,7 @@ def sizes(workload: Workload) -> list[int]:
 
 
 @given(families())
-@draws(60)
+@draws(60, usual=8)
 def test_a_merged_workload_has_the_largest_of_each_size_and_one_structure(family: list[Workload]):
     whole = whole_of(family)
     whole.check()
@@ -78,7 +78,7 @@ def test_a_merged_workload_has_the_largest_of_each_size_and_one_structure(family
 
 
 @given(families(count=2), whole_steps())
-@draws(60)
+@draws(60, usual=8)
 def test_no_member_takes_more_than_a_table_for_all_says(family: list[Workload], options):
     plan = options.build(whole_of(family))
     for member in family:
@@ -109,7 +109,7 @@ class Mixed(Machine):
 
 
 @given(families(), whole_steps(), st.integers(0, 2**20))
-@draws(60)
+@draws(60, usual=8)
 def test_micro_batches_of_different_sizes_do_no_harm_in_any_order(family: list[Workload], options, seed: int):
     plan = options.build(whole_of(family))
     random = Random(seed)
@@ -188,7 +188,7 @@ def projected(both: Merged, number: int, family: list[Workload]) -> Workload:
 
 
 @given(mixed_families())
-@draws(60)
+@draws(60, usual=8)
 def test_each_value_has_one_place_among_values_that_are_made_and_read_alike(family: list[Workload]):
     both = merge(family)
     whole = both.workload
@@ -208,7 +208,7 @@ def test_each_value_has_one_place_among_values_that_are_made_and_read_alike(fami
 
 
 @given(mixed_families(), whole_steps(), st.integers(0, 2**20))
-@draws(60)
+@draws(60, usual=8)
 def test_micro_batches_with_other_values_do_no_harm_in_any_order(family: list[Workload], options, seed: int):
     both = merge(family)
     plan = options.build(both.workload)

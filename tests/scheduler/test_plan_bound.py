@@ -19,7 +19,7 @@ from tests.scheduler.workloads import trained, workloads
 
 
 @given(chains(5) | workloads(), kinds(), MACHINES | machines(), st.data())
-@draws(200)
+@draws(200, usual=20)
 def test_no_draft_takes_less(workload: Workload, kind: StepKind, machine: Hardware, data: st.DataObject):
     builder = Builder(workload, kind)
     bound, timer = PlanBound(builder.any_effects, machine), StepTimer(machine)

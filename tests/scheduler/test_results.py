@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import replace
 from itertools import product
 
@@ -50,13 +51,18 @@ def least(workload: Workload) -> int:
     return schedule(workload, activations="offload", num_slots=1, **STEP).device_bytes  # type: ignore[arg-type]
 
 
+@functools.cache
+def parking() -> Schedule:
+    """A plan of `keepers()` with results, of which some are parked."""
+    return planned(keepers(), least(keepers()) + 2 * NBYTES, SLOW)
+
+
 def results_of(plan: Schedule) -> list[int]:
     return [v for vs in plan.parked().values() for v in vs if plan.known_workload().values[v].is_result]
 
 
 def test_results_are_parked_where_their_recompute_takes_longer_than_their_copies():
-    workload = keepers()
-    plan = planned(workload, least(workload) + 2 * NBYTES, SLOW)
+    workload, plan = keepers(), parking()
     assert set(plan.results) >= {0, 1, 2}
     assert results_of(plan)
     without = schedule(without_kept(workload), memory=least(workload) + 2 * NBYTES, hardware=SLOW, **STEP)  # type: ignore[arg-type]
@@ -117,8 +123,7 @@ def test_weights_in_place_keep_results_that_fit():
 
 
 def test_the_text_of_a_schedule_names_blocks_that_keep_results_and_parses_back():
-    workload = keepers()
-    plan = planned(workload, least(workload) + 2 * NBYTES, SLOW)
+    workload, plan = keepers(), parking()
     assert "\nresults: 0-" in str(plan)
     assert Schedule.parse(str(plan), workload) == plan
     assert Schedule.from_json(plan.to_json()) == plan
@@ -129,8 +134,7 @@ def test_the_text_of_a_schedule_names_blocks_that_keep_results_and_parses_back()
 
 
 def test_results_of_a_block_that_has_none_or_retains_its_graph_are_refused():
-    workload = keepers()
-    plan = planned(workload, least(workload) + 2 * NBYTES, SLOW)
+    workload, plan = keepers(), parking()
     for results in ((COUNT - 1,), (1, 0), (0, 0)):
         with pytest.raises(ScheduleError, match=r"results of blocks \[.*\] can't be kept"):
             replace(plan, results=results).check()

@@ -115,7 +115,7 @@ def test_ops_wait_for_a_slow_stream_as_those_of_the_table_do(updates: str, slow:
 
 
 @given(workloads(), kinds(), st.data())
-@draws(200)
+@draws(200, usual=20)
 def test_a_draft_takes_the_time_and_the_memory_of_its_table(workload: Workload, kind: StepKind, data: st.DataObject):
     first = NO_BLOCK if kind.is_shared else first_deferred(workload, kind)
     may_divide = first != NO_BLOCK and not workload.blocks[first].is_mostly_frozen

@@ -41,7 +41,7 @@ def gathered(schedule: Schedule) -> list[int]:
 
 
 @given(workloads(), whole_steps(), whole_steps(), st.sampled_from([2, 3, 8]))
-@draws(60)
+@draws(60, usual=8)
 def test_all_ranks_gather_the_same_blocks_in_the_same_order(
     workload: Workload, chosen: Options, other: Options, shards: int
 ):

@@ -125,8 +125,8 @@ def test_a_budget_for_a_step_is_kept_or_refused(
 
 def test_less_memory_for_a_step_means_fewer_graphs_and_more_parking_then_one_slot():
     workload = trained(8)
-    full = schedule(workload, activations="keep", micro_batches=4).device_bytes
-    plans = plans_down_from(full, lambda memory: schedule(workload, memory=memory, micro_batches=4))
+    full = schedule(workload, activations="keep", micro_batches=2).device_bytes
+    plans = plans_down_from(full, lambda memory: schedule(workload, memory=memory, micro_batches=2))
     seen = [(plan.num_slots, len(plan.saves), plan.keep) for plan in plans]
     assert seen[0] == (2, 8, 8)
     assert [s[:2] for s in seen] == sorted((s[:2] for s in seen), reverse=True)

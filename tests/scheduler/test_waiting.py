@@ -55,7 +55,7 @@ def most_at_once(plan: Schedule, machine: Hardware) -> int:
 
 
 @given(step_schedules(), MACHINES)
-@draws(150)
+@draws(150, usual=15)
 def test_no_host_however_slow_has_more_gradients_waiting_than_the_figure(plan: Schedule, machine: Hardware):
     if not plan.kind.holds_gradients:
         return
@@ -198,7 +198,7 @@ def test_each_fault_of_places_is_named():
 
 
 @given(step_schedules(), st.integers(0, 2**20))
-@draws(100)
+@draws(100, usual=10)
 def test_every_other_place_is_refused_or_does_no_harm(plan: Schedule, seed: int):
     for index, place in enumerate(plan.places):
         for offset in {0, place.offset + 32, place.offset - 32, *(p.offset for p in plan.places)} - {place.offset}:

@@ -24,7 +24,7 @@ from tests.test_bad_command_line import keywords
 pytestmark = pytest.mark.filterwarnings("ignore")  # what these libraries warn of is theirs
 
 SIZES: dict[str, Any] = {
-    "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2,
+    "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2,
     "num_key_value_heads": 2, "max_position_embeddings": 64,
 }  # fmt: skip
 STEP = ("--sequence=16", "--tokens-per-step=64")
@@ -36,6 +36,14 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("model")
     LlamaConfig(**SIZES).save_pretrained(folder)
     (folder / "model.safetensors").write_text("no weights")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def deeper(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One of two layers."""
+    folder = tmp_path_factory.mktemp("deeper")
+    LlamaConfig(**{**SIZES, "num_hidden_layers": 2}).save_pretrained(folder)
     return folder
 
 
@@ -146,11 +154,13 @@ def test_adapters_and_more_layers_come_from_the_configuration(config: Path, caps
     adapted = printed(capsys, config, "--memory=1GiB", "--micro-batch=1", "--lora=4", *STEP)
     moments = [float(re.findall(r"exp_avg +(\d+)", said)[0]) for said in (full, adapted)]
     assert moments[1] < moments[0] / 2
-    deep = printed(capsys, config, "--memory=300KiB", "--micro-batch=1", "--host-memory=1MiB", "--largest=depth", *STEP)
+    deep = printed(
+        capsys, config, "--memory=300KiB", "--micro-batch=1", "--host-memory=700KiB", "--largest=depth", *STEP
+    )
     (depth,) = re.findall(r"largest depth: (\d+)", deep)
     source = ConfigModel(SizingOptions(str(config), memory="1GiB", sequence=16))
     model, _ = source.made({MICRO_BATCH: 1, SEQUENCE: 16, LORA: 0, DEPTH: int(depth)})
-    assert len(model.model.layers) == int(depth) > 2  # pyright: ignore
+    assert len(model.model.layers) == int(depth) > 1  # pyright: ignore
 
 
 def test_reasons_and_alternatives_are_in_the_words_of_the_command(config: Path, capsys: pytest.CaptureFixture[str]):
@@ -208,7 +218,7 @@ def test_a_missing_library_is_named(config: Path, monkeypatch: pytest.MonkeyPatc
 
 
 def test_a_configuration_that_says_something_of_each_layer_keeps_its_depth(tmp_path: Path):
-    LlamaConfig(**SIZES).save_pretrained(tmp_path)
+    LlamaConfig(**{**SIZES, "num_hidden_layers": 2}).save_pretrained(tmp_path)
     text = (tmp_path / "config.json").read_text()
     (tmp_path / "config.json").write_text(
         text.replace('"num_hidden_layers": 2', '"num_hidden_layers": 2, "kinds": [1, 2]')
@@ -242,8 +252,8 @@ def test_several_devices_share_the_tokens_of_a_step(config: Path, capsys: pytest
     assert "is less than one micro-batch" in refused(capsys, *asked, "--tokens-per-step=32", "--devices=4")
 
 
-def test_each_of_several_hosts_deals_the_blocks_to_its_devices(config: Path, capsys: pytest.CaptureFixture[str]):
-    asked = (config, "--hardware=rtx-4090", "--micro-batch=1", "--sequence=16", "--across-devices=round")
+def test_each_of_several_hosts_deals_the_blocks_to_its_devices(deeper: Path, capsys: pytest.CaptureFixture[str]):
+    asked = (deeper, "--hardware=rtx-4090", "--micro-batch=1", "--sequence=16", "--across-devices=round")
     said = printed(capsys, *asked, "--tokens-per-step=256", "--devices=2", "--hosts=2")
     assert "devices: 2 of each of 2 hosts, " in said
     assert "micro-batches go from one to the next (round); predicted" in said
@@ -265,8 +275,8 @@ def test_shards_are_planned_where_they_are_asked_for(config: Path, capsys: pytes
         assert words in refused(capsys, *asked, "--tokens-per-step=256", *wrong)
 
 
-def test_the_step_is_drawn(config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    asked = (config, "--hardware=rtx-4090", "--micro-batch=1", "--sequence=16", "--host-bandwidth=400GB")
+def test_the_step_is_drawn(deeper: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    asked = (deeper, "--hardware=rtx-4090", "--micro-batch=1", "--sequence=16", "--host-bandwidth=400GB")
     page, trace = tmp_path / "page.html", tmp_path / "trace.json"
     drawn = (f"--report={page}", f"--trace={trace}")
     said = printed(capsys, *asked, "--tokens-per-step=32", "--devices=2", *drawn)
@@ -277,8 +287,8 @@ def test_the_step_is_drawn(config: Path, tmp_path: Path, capsys: pytest.CaptureF
     said = printed(capsys, *asked, "--tokens-per-step=16", f"--report={page}")
     assert re.search(r"^report: LlamaForCausalLM, \d+ blocks, ", said, re.MULTILINE)
     assert "What holds the peak" in page.read_text()
-    assert "--report draws the step of one machine" in refused(capsys, config, "--memory=1GiB", *drawn, *STEP)
-    assert "--trace draws the step of one machine" in refused(capsys, config, "--hardware=all", drawn[1], *STEP)
+    assert "--report draws the step of one machine" in refused(capsys, deeper, "--memory=1GiB", *drawn, *STEP)
+    assert "--trace draws the step of one machine" in refused(capsys, deeper, "--hardware=all", drawn[1], *STEP)
     assert "--trace goes with --report" in refused(capsys, *asked, drawn[1])
     said = refused(capsys, str(tmp_path / "nowhere"), *asked[1:], f"--report={tmp_path / 'no' / 'page.html'}")
     assert "can't be written: there is no such folder" in said  # ahead of the model

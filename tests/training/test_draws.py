@@ -15,6 +15,7 @@ import megatrain
 from megatrain.errors import DrawsError
 from megatrain.runtime.drawing.micro_batch_generators import only_as_a_loop
 from tests.comparing import assert_same, snapshot
+from tests.tiers import diagonal
 from tests.training.parity import loop_step
 
 X = [torch.randn(3, 8, 16, generator=torch.Generator().manual_seed(seed)) for seed in range(3)]
@@ -80,9 +81,9 @@ def both(make: Any) -> tuple[Any, Any, Any, Any]:
     )
 
 
-@pytest.mark.parametrize("count", [1, 2, 3])
 @pytest.mark.parametrize(
-    "make", [lambda: nn.Sequential(Drops(), Drops(), Drops()), lambda: nn.GRU(16, 16, 2, dropout=0.5)]
+    ("count", "make"),
+    diagonal([1, 2, 3], [lambda: nn.GRU(16, 16, 2, dropout=0.5), lambda: nn.Sequential(Drops(), Drops(), Drops())]),
 )
 def test_micro_batches_draw_in_the_order_of_the_loop(make: Any, count: int):
     eager, expected, compiled, found = both(make)

@@ -10,6 +10,7 @@ import torch
 
 from megatrain.errors import ExecuteError
 from tests.comparing import assert_same, snapshot
+from tests.tiers import diagonal
 from tests.training.parity import MODES, SideBySide, adamw, sgd
 
 NAME = "layers.1.fc.weight"
@@ -42,8 +43,7 @@ def refused(sides: SideBySide) -> None:
     assert_same(before, snapshot(sides.streamed, sides.optimizer))
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("wrong", WRONG)
+@pytest.mark.parametrize(("wrong", "mode"), diagonal(WRONG, MODES))
 def test_a_wrong_gradient_is_refused_and_blocks_nothing(wrong: str, mode: str) -> None:
     sides = SideBySide.of("hazardous", fused if mode == "deferred" else sgd, **MODES[mode])
     for number in range(2):

@@ -10,6 +10,7 @@ import torch
 
 import megatrain
 from tests.comparing import assert_same, snapshot
+from tests.tiers import diagonal
 from tests.training.parity import MODES, SideBySide, adamw, gpt_batch, loop_step, sgd, stack_batch
 
 
@@ -47,8 +48,7 @@ LOSSES: dict[str, Callable[[Any, Any], torch.Tensor]] = {
 }
 
 
-@pytest.mark.parametrize("mode", ["overlap", "deferred"])
-@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize(("loss", "mode"), diagonal(LOSSES, ["overlap", "deferred"]))
 def test_a_loss_that_writes_into_results_has_eagers_bits(loss: str, mode: str) -> None:
     sides = SideBySide.of("stack", adamw, **MODES[mode])
     step = megatrain.TrainStep(sides.compiled, sides.optimizer, loss=LOSSES[loss], **MODES[mode])

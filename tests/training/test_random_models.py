@@ -90,7 +90,7 @@ def compiled_with(model: nn.Module, largest: torch.Tensor, choice: Choice) -> me
     return megatrain.compile(model, device="cpu", transfer="copy", chaos=chaos, block_bytes=block_bytes, **options)
 
 
-@draws(30)
+@draws(30, usual=5)
 @given(model=module_trees(), choice=CHOICES)
 # The least budget, of blocks that are cut no finer than modules because of a view.
 @example(**small(lambda: Halves(nn.Linear(WIDTH, WIDTH)), spare=1.0, block_bytes=1))

@@ -13,6 +13,7 @@ import megatrain
 from megatrain.tracer.expectations import Expectation
 from megatrain.tracer.guards import Guard
 from tests.models import Stack
+from tests.tiers import diagonal
 from tests.training.parity import MODES, adamw, square
 
 
@@ -46,8 +47,7 @@ def counted(monkeypatch: pytest.MonkeyPatch, owner: type, method: str) -> list[A
     return calls
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("count", [1, 3])
+@pytest.mark.parametrize(("mode", "count"), diagonal(MODES, [1, 3]))
 def test_guards_are_read_once_per_micro_batch(monkeypatch: pytest.MonkeyPatch, mode: str, count: int) -> None:
     model = Reader(is_gated=False)
     compiled = megatrain.compile(model, device="cpu", transfer="copy")

@@ -14,7 +14,7 @@ from megatrain.errors import ExecuteError, OptionError
 from megatrain.runtime.streams.stream_set import Chaos
 from megatrain.scheduler.step_kind import StepKind
 from tests.comparing import assert_same
-from tests.tiers import diagonal
+from tests.tiers import diagonal, wide
 from tests.training.hazards import TRAP
 from tests.training.parity import MODES, TASKS, SideBySide, adamw, fresh, loop_step, sgd
 from tests.training.test_failures import Run, batches, tokens
@@ -86,7 +86,7 @@ def _rows(schedule: Any) -> list[dict[Any, Any]]:
     return [rows[tick] for tick in sorted(rows)]
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("precision", [wide("fp32"), "bf16"])  # all other tests are in fp32
 def test_it_is_the_norm_of_a_step_that_waits_for_it(precision: str) -> None:
     found: list[Any] = []
     ways: list[dict[str, Any]] = [{"report_norm": True}, INFINITE, {"report_norm": True, "max_grad_norm": 1e9}]

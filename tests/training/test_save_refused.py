@@ -205,15 +205,29 @@ MISMATCHES: dict[str, tuple[Case, Case, tuple[str, ...]]] = {
 OPTIMIZERS["matrices"] = only_matrices
 
 
+@pytest.fixture(scope="module")
+def saved_once(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Case], Path]:
+    """Checkpoints that are only read, one of each case of `MISMATCHES`."""
+    made: dict[int, Path] = {}
+
+    def folder_of(case: Case) -> Path:
+        if id(case) not in made:
+            made[id(case)] = tmp_path_factory.mktemp("saved") / "run"
+            saved(made[id(case)], case)
+        return made[id(case)]
+
+    return folder_of
+
+
 @pytest.mark.parametrize("name", MISMATCHES)
-def test_a_checkpoint_of_something_else_is_refused_before_anything_is_changed(tmp_path: Path, name: str):
+def test_a_checkpoint_of_something_else_is_refused_before_anything_is_changed(
+    saved_once: Callable[[Case], Path], name: str
+):
     one, other, texts = MISMATCHES[name]
-    saved(tmp_path / "run", one)
-    run = resumed(other)
+    folder, run = saved_once(one), resumed(other)
     is_of_masters = any(".low" in text or ".generator" in text for text in texts)
-    assert_refused(run, tmp_path / "run", *([] if is_of_masters else [str(tmp_path / "run")]), *texts)
-    saved(tmp_path / "own", other)
-    load(run, tmp_path / "own")
+    assert_refused(run, folder, *([] if is_of_masters else [str(folder)]), *texts)
+    load(run, saved_once(other))
 
 
 def test_what_step_save_did_not_write_is_refused(tmp_path: Path):

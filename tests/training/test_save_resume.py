@@ -19,7 +19,7 @@ ROOT = Path(__file__).parents[2]
 TRIED = [
     "matrices-muon",
     "running",
-    "bf16-lora-amsgrad",
+    "bf16-own-norms",
     "rounded-gpt-adamw",
 ]
 OTHERS = [name for name in CASES if name not in TRIED]

@@ -17,6 +17,7 @@ from megatrain.optim.masters.narrow_tensor import Narrowed
 from tests.comparing import assert_same_bits
 from tests.gradients import grad_of
 from tests.interrupting import Lines
+from tests.tiers import wide
 
 FILES = ("optim/masters/narrow_model.py", "optim/masters/narrow_tensor.py")
 KINDS = ("exact", "rounded")
@@ -81,11 +82,11 @@ def attempt(model: nn.Module, kind: str, *, captures: bool = False) -> Any:
     return megatrain.compile(model, device="cpu", precision="bf16", masters=kind, **arguments)
 
 
-def interrupted(kind: str, *, captures: bool, act: Callable[[], None] | None = None) -> int:
-    """Compiles again and again, and interrupts one line further each time; returns at how many lines."""
+def interrupted(kind: str, *, captures: bool, act: Callable[[], None] | None = None, step: int = 1) -> int:
+    """Compiles again and again, and interrupts so many lines further each time; returns at about how many lines."""
     model = Mixed()
     state = State(model)
-    for at in range(1, 5000):
+    for at in range(1, 5000, step):
         lines = Lines(*FILES, at=at, act=act)
         try:
             with lines.watched():
@@ -105,9 +106,9 @@ def interrupted(kind: str, *, captures: bool, act: Callable[[], None] | None = N
     raise AssertionError("too many lines")
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_an_interrupt_at_any_line_leaves_the_model_as_it_was(kind: str) -> None:
-    assert interrupted(kind, captures=False) > 100
+@pytest.mark.parametrize(("kind", "step"), [*((kind, 2) for kind in KINDS), *(wide((kind, 1)) for kind in KINDS)])
+def test_an_interrupt_at_any_line_leaves_the_model_as_it_was(kind: str, step: int) -> None:
+    assert interrupted(kind, captures=False, step=step) > 100
 
 
 @pytest.mark.wide
@@ -116,8 +117,9 @@ def test_an_interrupt_while_a_failed_compile_is_undone_leaves_the_model_as_it_wa
     assert interrupted(kind, captures=True) > 150
 
 
-def test_a_signal_at_any_line_leaves_the_model_as_it_was() -> None:
-    assert interrupted("exact", captures=True, act=lambda: signal.raise_signal(signal.SIGINT)) > 150
+@pytest.mark.parametrize("step", [3, wide(1)])
+def test_a_signal_at_any_line_leaves_the_model_as_it_was(step: int) -> None:
+    assert interrupted("exact", captures=True, act=lambda: signal.raise_signal(signal.SIGINT), step=step) > 150
 
 
 @pytest.mark.parametrize("kind", KINDS)
