@@ -17,6 +17,8 @@ from megatrain.checks.several_optimizers import parameters_of
 from megatrain.compiled import lowered as lowering
 from megatrain.optim import need, per_parameter
 from megatrain.optim.need import Updated
+from megatrain.passes.measuring import kept_work
+from megatrain.passes.measuring.known_costs import KnownCosts
 from megatrain.passes.pipeline import lower
 from megatrain.passes.program import Program
 from megatrain.tracer.capture.same_capture import is_same_capture
@@ -43,6 +45,9 @@ LOWERED_ANEW = lowering.lowered
 Lowered = dict[tuple[object, ...], list[tuple[TracedModule, Program]]]
 """Programs with their captures, by the model's name and the options."""
 
+COSTS: dict[int, KnownCosts] = {}
+"""Costs of the templates of all captures, by what counts as worth keeping, which a fixture changes."""
+
 OF_MANY_FILES: Lowered = {}
 """Of the models of tests/models.py, which the tests of the runtime and of training compile in many ways."""
 
@@ -51,7 +56,8 @@ OF_MANY_FILES: Lowered = {}
 def lowered_once(known: Lowered | None = None) -> Generator[None]:
     """While it is open, captures that are the same share a program, as those of one compiled module always do.
 
-    Compiling spends most of its time on lowering. A test that breaks a pass, or a part of one, takes `LOWERED_ANEW`.
+    Others share the costs of equal templates. Compiling spends most of its time on lowering. A test that breaks a pass,
+    or a part of one, takes `LOWERED_ANEW`.
     """
     real, known = LOWERED_ANEW, {} if known is None else known
 
@@ -63,6 +69,7 @@ def lowered_once(known: Lowered | None = None) -> Generator[None]:
         for other, program in made if after_pass is None else ():
             if is_same_capture(other, traced):
                 return program
+        costs = COSTS.setdefault(kept_work.LEAST_FLOPS_PER_BYTE, KnownCosts())
         made.append((traced, real(traced, options, more, after_pass, costs)))
         return made[-1][1]
 

@@ -13,7 +13,7 @@ import megatrain
 from tests.draws import is_wide
 from tests.simulated_device.simulator import Simulator
 from tests.simulated_runs.on_device import DEVICE, ORDERS, choose
-from tests.tiers import checkered
+from tests.tiers import checkered, diagonal
 from tests.training.parity import MODES, generator_of, sgd
 
 WIDTH, ROWS, TOKENS = 128, 8, 512  # each tensor is a multiple of the 512 bytes to which the allocator rounds
@@ -118,7 +118,7 @@ def test_steps_run_in_exactly_the_memory_of_the_schedule(
     runs_in_its_memory(sim, plain, (compiled, step), (micro_batches, ROWS, WIDTH))
 
 
-@pytest.mark.parametrize(("mode", "case"), checkered(MODES, [(1, "recompute"), (2, "offload"), (2, "keep")]))
+@pytest.mark.parametrize(("mode", "case"), diagonal(MODES, [(1, "recompute"), (2, "offload"), (2, "keep")]))
 def test_tiled_steps_run_in_exactly_the_memory_of_the_schedule(
     sim: Simulator, plain: int, mode: str, case: tuple[int, str]
 ):

@@ -14,7 +14,7 @@ from tests.comparing import assert_same
 from tests.draws import is_wide
 from tests.simulated_device.simulator import Simulator
 from tests.simulated_runs.on_device import DEVICE, choose, host_copy, on_device
-from tests.tiers import wide
+from tests.tiers import diagonal, wide
 from tests.training.hazards import WIDTH
 from tests.training.parity import MODES, TASKS, TELLING_MODES, adamw, generator_of
 
@@ -53,8 +53,7 @@ class Side:
         return host_copy([*self.model.parameters(), *moments])
 
 
-@pytest.mark.parametrize("order", ["late", "seeded"])
-@pytest.mark.parametrize("mode", TELLING_MODES)
+@pytest.mark.parametrize(("mode", "order"), diagonal(TELLING_MODES, ["late", "seeded"]))
 def test_a_failure_of_any_kind_of_op_leaves_the_bits_of_an_undisturbed_run(sim: Simulator, mode: str, order: str):
     if (order == "seeded" or mode == "serial") and not is_wide():
         pytest.skip("one order, and one serial mode: make device has the others")
