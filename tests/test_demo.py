@@ -21,7 +21,7 @@ from megatrain.demo.model import build_model, held_out_loss, write_sample
 from megatrain.demo.recipe import Recipe, learning_rate
 from megatrain.demo.text import byte_tensor, random_batches, read_corpus, step_batches, unigram_entropy
 from megatrain.demo.training import Training
-from megatrain.errors import OptionError
+from megatrain.errors import OptionError, ScheduleError
 
 pytestmark = pytest.mark.usefixtures("lowered_once")  # of few models
 
@@ -158,6 +158,16 @@ def test_the_demo_shows_its_parts_and_succeeds(tmp_path, capsys):
     assert "micro-batches: 2\nupdates: deferred, clipped\n" in shown
     peaks = dict(re.findall(r"^  (the schedule's|measured) peak +(.*)$", shown, re.MULTILINE))
     assert peaks["measured"] == peaks["the schedule's"]
+
+
+def test_a_budget_for_steps_that_the_comparison_does_not_fit_is_refused_before_training(tmp_path, capsys):
+    """A step may need less than a call with gradients, which `verify` compares with eager PyTorch in the end."""
+    recipe = replace(TINY, batch_size=4, context=32, memory="1200KiB")
+    with pytest.raises(ScheduleError, match="at least 1395716 B are needed"):
+        demonstrate(Course.begin(recipe, tmp_path / "run"))
+    shown = capsys.readouterr().out
+    assert "with a budget of 1.17 MiB" in shown
+    assert "plan " not in shown
 
 
 def test_an_unreadable_budget_is_one_message_and_status_2(tmp_path, capsys):

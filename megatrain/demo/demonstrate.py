@@ -84,7 +84,9 @@ def _train(
     training = Training(compiled, course, text, interrupt_at=interrupt_at, several=several)
     step, recipe = training.step, course.recipe
     compiled.train()
-    planned = step.prepare(training.batch())
+    batch = training.batch()
+    planned = step.prepare(batch)
+    compiled.megatrain.prepare(**batch[0])  # the call that is compared with eager in the end has to fit, too
     program = compiled.megatrain.program
     blocks = f"{counted(len(program.blocks), 'block')} over {counted(len(program.templates), 'template')}"
     batches, ticks = counted(recipe.micro_batches, "micro-batch"), counted(len(planned.ticks), "tick")
