@@ -263,10 +263,8 @@ def test_in_the_least_memory_each_weight_moves_twice_at_most(monkeypatch: pytest
     model = TASKS["stack"].build()
     program = megatrain.lower(megatrain.trace(model, (TASKS["stack"].batch(0, 2),)))
     options: dict[str, Any] = {"micro_batches": 8, "updates": "overlap", "outputs": "release"}
-    roomy, least = (
-        megatrain.schedule(program, activations="offload", **options, **more).device_bytes
-        for more in ({}, {"num_slots": 1, "keep": 0})
-    )
+    roomy = megatrain.schedule(program, activations="offload", **options).device_bytes
+    least = megatrain.schedule(program, num_slots=1, keep=0, activations="offload", **options).device_bytes
     budget = least + int(share * max(0, roomy - least))
     weights, _, schedule = moved(monkeypatch, 8, "overlap", memory=budget)
     assert schedule.device_bytes <= budget
