@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from megatrain.compiled.variants import Variant
 from megatrain.counts import counted
+from megatrain.hardware.machine import slot_share
 from megatrain.memory.device_budget import DeviceBudget
 from megatrain.options import REPLICATE, ROUND, SHARD, Options
 from megatrain.planning.across_devices import AcrossDevices
@@ -48,7 +49,7 @@ def compiled_text(
     first += ", steps planned by their time" if options.hardware is not None else ""
     first += f", kernels {options.kernels}" if options.kernels != "eager" else ""
     first += _ACROSS_DEVICES[options.across_devices]
-    share = options.device.link_share()
+    share = slot_share(options.device)
     first += f"\n  the slot of the card has {share:.3g} of the card's link to the host" if share < 1 else ""
     first += f"\n  {engine.bus.note}" if engine is not None and engine.bus.note else ""
     first += f"\n  across devices: {across_devices}" if across_devices is not None else ""

@@ -85,8 +85,8 @@ def _train(
     step, recipe = training.step, course.recipe
     compiled.train()
     batch = training.batch()
-    planned = step.prepare(batch)
     compiled.megatrain.prepare(**batch[0])  # the call that is compared with eager in the end has to fit, too
+    planned = step.prepare(batch)
     program = compiled.megatrain.program
     blocks = f"{counted(len(program.blocks), 'block')} over {counted(len(program.templates), 'template')}"
     batches, ticks = counted(recipe.micro_batches, "micro-batch"), counted(len(planned.ticks), "tick")

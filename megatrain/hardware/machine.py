@@ -58,15 +58,23 @@ def usual_machine(device: Device | None = None) -> Hardware:
     Args:
         device: Says the name of its card, and how much of its link it has; without one, or a name, an RTX 4090.
     """
-    card = "" if device is None else device.card()
-    # Laptops have the names of cards that are twice as fast.
-    fitting = [] if "Laptop" in card else [name for pattern, name in _NAMES.items() if re.search(pattern, card)]
-    name = fitting[0] if fitting else "rtx-4090"
-    machine = Hardware.preset(name)
-    share = device.link_share() if device is not None and PRESETS[name].is_pcie else 1.0
+    machine = Hardware.preset(_preset_of(device))
+    share = slot_share(device)
     if share == 1:
         return machine
     copies = ("h2d_bytes_per_s", "d2h_bytes_per_s")
     origins = {copy: f"{machine.origins[copy]}; {share:g} of it, as the slot has" for copy in copies}
     slower: dict[str, Any] = {copy: share * getattr(machine, copy) for copy in copies}
     return replace(machine, **slower, origins={**machine.origins, **origins})
+
+
+def slot_share(device: Device | None) -> float:
+    """The part of the card's own link that its slot has; 1 where nothing is known, or copies don't go over PCIe."""
+    return 1.0 if device is None or not PRESETS[_preset_of(device)].is_pcie else device.link_share()
+
+
+def _preset_of(device: Device | None) -> str:
+    card = "" if device is None else device.card()
+    # Laptops have the names of cards that are twice as fast.
+    fitting = [] if "Laptop" in card else [name for pattern, name in _NAMES.items() if re.search(pattern, card)]
+    return fitting[0] if fitting else "rtx-4090"

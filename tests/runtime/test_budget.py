@@ -38,6 +38,9 @@ def test_a_slot_with_half_the_lanes_is_named(monkeypatch: pytest.MonkeyPatch):
     assert "the slot of the card" not in str(compiled.megatrain)
     monkeypatch.setattr(Device, "link_share", lambda _: 0.5)
     assert "\n  the slot of the card has 0.5 of the card's link to the host\n" in str(compiled.megatrain)
+    # Its copies don't go over PCIe.
+    monkeypatch.setattr(Device, "card", lambda _: "NVIDIA GH200 480GB")
+    assert "the slot of the card" not in str(compiled.megatrain)
 
 
 def test_memory_is_asked_once_for_all_schedules():
