@@ -11,8 +11,8 @@ from pathlib import Path
 import networkx as nx
 import pytest
 
-ROOT = Path(__file__).parent.parent
-MODULES = sorted((ROOT / "megatrain").rglob("*.py"))
+from tests.sources import MODULES, ROOT, parsed
+
 # A module may import what stands in its own group or left of it; anything unnamed sits at the right end.
 GROUPS = (
     "errors",
@@ -57,11 +57,6 @@ PROGRAM_READER = "megatrain.scheduler.from_program"
 def dotted_name(path: Path) -> str:
     parts = path.relative_to(ROOT).with_suffix("").parts
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
-
-
-@functools.cache  # several tests go through all modules
-def parsed(source: str) -> ast.Module:
-    return ast.parse(source)
 
 
 @functools.cache

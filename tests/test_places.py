@@ -12,8 +12,7 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parent.parent
-MODULES = sorted((ROOT / "megatrain").rglob("*.py"))
+from tests.sources import MODULES, ROOT, parsed
 
 OF_DEVICES = [path for path in MODULES if "device" in path.parts]
 KINDS = {"cuda", "xpu", "mps", "hpu", "mtia", "maia", "privateuseone"}
@@ -47,11 +46,6 @@ ATTRIBUTES = {
 }
 """Private attributes of torch's objects that any file may read: they are data, and there is no other way to them."""
 OF_PYTHON = {"_getframe", "_DummyThread", "_replace", "_fields"}
-
-
-@functools.cache  # several tests go through all modules
-def parsed(source: str) -> ast.Module:
-    return ast.parse(source)
 
 
 def names_of(path: Path) -> str:

@@ -163,6 +163,7 @@ def test_the_plan_on_the_page_is_the_one_that_is_made(capsys: pytest.CaptureFixt
 
 
 ROWS = re.findall(r"^\| (\w+) \| (yes|no) \| (\d+) \| (.*) \| (.*) \| (.*) \|$", PAGE, re.MULTILINE)
+TRIED = (("fp32", "no", "8"),)
 
 
 @pytest.fixture(scope="module")
@@ -172,7 +173,8 @@ def planned() -> dict[str, Any]:
 
 @pytest.mark.parametrize(
     ("precision", "clips", "micro_batches", "device", "host", "per_parameter"),
-    [wide(row) for row in ROWS],  # the page's own plan is tried above
+    # The page's own plan is in bf16 and clips.
+    [row if row[:3] in TRIED else wide(row) for row in ROWS],
 )
 def test_the_other_plans_have_the_figures_of_the_table(
     precision: str, clips: str, micro_batches: str, device: str, host: str, per_parameter: str, planned: dict[str, Any]
