@@ -29,9 +29,6 @@ PRECISION = one_of("fp32", "bf16")
 TRANSFER = one_of("auto", "copy", "bind")
 CHUNKING = one_of("auto", "always", "never")
 KERNELS = one_of("eager", "graphs", "inductor")
-REPLICATE, SHARD, ROUND = "replicate", "shard", "round"
-ACROSS_DEVICES = one_of(REPLICATE, SHARD, ROUND, "auto")
-"""How devices divide the work: whole weights, weights in shards, blocks dealt to devices; or the fastest of these."""
 COMPILE: Mapping[str, Rule] = {
     "model": MODEL,
     "device": optional(DEVICE),
@@ -49,7 +46,6 @@ COMPILE: Mapping[str, Rule] = {
     "chunking": CHUNKING,
     "kernels": KERNELS,
     "hardware": optional(HARDWARE),
-    "across_devices": ACROSS_DEVICES,
 }
 """What the options of `compile` may be, one by one."""
 
@@ -72,7 +68,6 @@ class Options:
         hardware: The machine for which training steps are planned; None weighs copies and compute as a usual one does.
         chunking: When heads compute their losses in chunks of rows, and other calls run in tiles of tokens.
         kernels: What computes a block: `"eager"`, `"graphs"` or `"inductor"`.
-        across_devices: How the work is divided among several devices: `"replicate"`, `"shard"`, `"round"` or `"auto"`.
     """
 
     device: Device
@@ -88,12 +83,6 @@ class Options:
     hardware: Hardware | None = None
     chunking: str = "auto"
     kernels: str = "eager"
-    across_devices: str = REPLICATE
-
-    @property
-    def chooses_way(self) -> bool:
-        """Whether the first step chooses how devices divide the work; where nothing is copied there is no choice."""
-        return self.across_devices == "auto" and self.transfer == "copy"
 
     @property
     def keeps_results(self) -> bool:
@@ -131,7 +120,6 @@ class Options:
         hardware: Hardware | str | None = None,
         chunking: str = "auto",
         kernels: str = "eager",
-        across_devices: str = REPLICATE,
     ) -> Options:
         """Resolves the options of `compile`; each option has been checked alone.
 
@@ -154,16 +142,11 @@ class Options:
                 f'transfer="bind" needs the compute device to be the host, but it is {target}.\n'
                 '  Weights are used in place, in host memory.\n  Use transfer="copy" or "auto".'
             )
-        if transfer == "bind" and across_devices == SHARD:
-            raise OptionError(
-                'transfer="bind" with across_devices="shard" is impossible.\n'
-                "  Weights that are used in place are copied nowhere.\n  Leave one of the two out."
-            )
         budget = None if memory is None else parse_bytes(memory, "memory")
         _check_budget(budget, target)
         if transfer == "auto":
             # A budget on the host is a rehearsal of a device: only copies into slots can respect it.
-            transfer = "bind" if target.can_bind and budget is None and across_devices != SHARD else "copy"
+            transfer = "bind" if target.can_bind and budget is None else "copy"
         size = None if block_bytes is None else parse_bytes(block_bytes, "block_bytes")
         # If a save was ended between its two renames, the checkpoint is next to its final place.
         paths = None if weights is None else tuple(present(path) for path in read_paths(weights))
@@ -185,7 +168,6 @@ class Options:
             machine,
             chunking,
             kernels,
-            across_devices,
         )
 
 

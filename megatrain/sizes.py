@@ -35,24 +35,6 @@ def aligned(nbytes: int, alignment: int = ALIGNMENT) -> int:
     return -(-nbytes // alignment) * alignment
 
 
-def device_shard_bytes(total: int, num_shards: int) -> int:
-    """Bytes of each of several equal shards of a block's weights; what is left over at the end belongs to none.
-
-    >>> device_shard_bytes(1000, 3)
-    320
-    """
-    return total // num_shards // ALIGNMENT * ALIGNMENT
-
-
-def gathered_bytes(total: int, num_shards: int) -> int:
-    """Bytes of a block's weights that a device gets from the others, where each copies one shard and what is left over.
-
-    >>> gathered_bytes(1000, 3)
-    640
-    """
-    return (num_shards - 1) * device_shard_bytes(total, num_shards)
-
-
 class Section(NamedTuple):
     """One of several nearly equal sections of a tensor, or of bytes.
 

@@ -16,7 +16,7 @@ from megatrain.errors import OptionError
 from megatrain.files.weight_files import WeightFiles
 from megatrain.hardware.hardware import Hardware
 from megatrain.optim.masters.narrow_model import narrowed
-from megatrain.options import COMPILE, REPLICATE, SHARD, Options
+from megatrain.options import COMPILE, Options
 from megatrain.passes.pipeline import Rewrite
 from megatrain.ranks.possible_ranks import check_cards, check_ranks
 from megatrain.ranks.ranks import PROCESS_GROUP, ProcessGroup
@@ -43,7 +43,6 @@ def compile(  # noqa: PLR0913  # the name torch users expect; all but the model 
     chunking: str = "auto",
     kernels: str = "eager",
     process_group: ProcessGroup | None = None,
-    across_devices: str = REPLICATE,
     chaos: Chaos | None = None,
     recording: Recording | None = None,
 ) -> CompiledModule:
@@ -93,15 +92,7 @@ def compile(  # noqa: PLR0913  # the name torch users expect; all but the model 
             runs as with `"eager"`: `print(compiled)` says why. See docs/kernels.md.
         process_group: Processes that train the model together, such as `torch.distributed.group.WORLD` under torchrun;
             all of them call `compile` at the same time. Each gives a `TrainStep` micro-batches of its own, and all make
-            the same updates, with the bits of one process that has all micro-batches. See docs/several-devices.md.
-        across_devices: How the devices of a host divide the work. `"replicate"`: each rank copies all of a block's
-            weights. `"shard"`: each copies a part, and gathers the others from the other devices (all-gather, by NCCL
-            on CUDA); for devices with fast links. On the CPU weights are then copied, not used in place. A rank that
-            has its host to itself copies all of them. `"round"`: the blocks are dealt to the devices, so that a block's
-            weights go to one of them, and micro-batches go from device to device (pipeline parallelism); for devices
-            without links. Each host deals all blocks to its devices, and sums of gradients go from host to host.
-            `"auto"`: `compile` measures what devices get from each other, and the first step takes the one of these
-            that is predicted to be the fastest.
+            the same updates. They are processes of one host, and share one store. See docs/several-devices.md.
         chaos: Random delays, poisoned slots and injected faults; for tests.
         recording: Collects the operations that the executor issued; for tests.
 
@@ -114,8 +105,8 @@ def compile(  # noqa: PLR0913  # the name torch users expect; all but the model 
         LowerError: If one of `passes` doesn't return such a graph, or breaks a rule (now, or at the first call).
         ScheduleError: If `memory` is too small for the largest block.
         WeightsError: If `weights` can't be read, or don't fit the model.
-        RanksError: If another process of `process_group` doesn't call `compile`, or ends meanwhile; if nothing moves
-            shards between such devices; or if hosts have too few ranks to deal the blocks to, or different numbers.
+        RanksError: If another process of `process_group` doesn't call `compile`, or ends meanwhile; or if they can't
+            share memory.
     """
     if isinstance(model, CompiledModule):
         raise OptionError(
@@ -136,16 +127,11 @@ def compile(  # noqa: PLR0913  # the name torch users expect; all but the model 
         hardware,
         chunking,
         kernels,
-        across_devices,
     )
     check_ranks(process_group, kernels)
     compiled = Compiled(model, options, chaos, recording, process_group)
     if compiled.ranks is not None:
         check_cards(compiled.ranks, options.device)
-        if across_devices == SHARD:
-            compiled.ranks.divide_weights(options.device)
-        elif options.chooses_way:
-            compiled.ranks.measure_links(options.device)
         compiled.budget.agree(compiled.ranks.exchange)
     module = compiled_module(compiled)
     with narrowed(model, compiled.masters):

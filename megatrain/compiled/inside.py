@@ -23,7 +23,7 @@ from megatrain.memory.out_of_memory import Attempts, free_frames
 from megatrain.optim.masters.from_files import MasterWeights
 from megatrain.optim.masters.narrow_model import explained, masters_of
 from megatrain.optim.masters.registry import Masters
-from megatrain.options import ROUND, Options
+from megatrain.options import Options
 from megatrain.ranks.apart import Group, note_apart
 from megatrain.ranks.ranks import Ranks
 from megatrain.runtime.autograd import run_step
@@ -60,7 +60,7 @@ class Compiled(LatestCapture):
         self, model: nn.Module, options: Options, chaos: Chaos | None, recording: Recording | None, group: Group
     ):
         self.model = model
-        self.ranks, self.has_group = Ranks.of(group, deals=options.across_devices == ROUND), group is not None
+        self.ranks, self.has_group = Ranks.of(group), group is not None
         self.options = options
         self._chaos, self._recording = chaos, recording
         self._masters = masters_of(model, options.masters)
@@ -77,7 +77,7 @@ class Compiled(LatestCapture):
 
     def __str__(self) -> str:
         """Lists the options of the model and its captures; see `megatrain.compiled.printed`."""
-        latest = self._latest, self._engine, self.walks.latest, self.across_devices
+        latest = self._latest, self._engine, self.walks.latest
         return compiled_text(self.options, self.budget, list(self._variants), *latest)
 
     # -- what was compiled --------------------------------------------------------------------------------

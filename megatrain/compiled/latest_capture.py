@@ -5,21 +5,15 @@ from __future__ import annotations
 from megatrain.compiled.variants import Variant
 from megatrain.errors import ExecuteError
 from megatrain.passes.program import Program
-from megatrain.planning.across_devices import AcrossDevices
 from megatrain.scheduler.schedule import Schedule
 from megatrain.tracer.traced import TracedModule
 
 
 class LatestCapture:
-    """The part of `Compiled` that users look at.
-
-    Attributes:
-        across_devices: How devices divide the work, once a first step has chosen; None if nothing is to choose.
-    """
+    """The part of `Compiled` that users look at."""
 
     def __init__(self) -> None:
         self._latest: Variant | None = None
-        self.across_devices: AcrossDevices | None = None
 
     @property
     def variant(self) -> Variant:

@@ -8,17 +8,10 @@ from megatrain.compiled.variants import Variant
 from megatrain.counts import counted
 from megatrain.hardware.machine import slot_share
 from megatrain.memory.device_budget import DeviceBudget
-from megatrain.options import REPLICATE, ROUND, SHARD, Options
-from megatrain.planning.across_devices import AcrossDevices
+from megatrain.options import Options
 from megatrain.runtime.engine import Engine
 from megatrain.runtime.walk.walk_figures import WalkFigures
 
-_ACROSS_DEVICES = {
-    REPLICATE: "",
-    SHARD: ", weights in shards across devices",
-    ROUND: ", blocks dealt to devices",
-    "auto": ", work divided among devices as the first step finds fastest",
-}
 NOTHING = "nothing is captured yet: call the model once, or give compile(example_args=..., example_kwargs=...)"
 
 
@@ -29,7 +22,6 @@ def compiled_text(
     latest: Variant | None,
     engine: Engine | None = None,
     walk: WalkFigures | None = None,
-    across_devices: AcrossDevices | None = None,
 ) -> str:
     """Prints a line for the options, and two for each capture.
 
@@ -40,7 +32,6 @@ def compiled_text(
         latest: The capture of the latest call.
         engine: Runs the captures; None if nothing has run yet.
         walk: The latest run of the model's own code, which has no capture.
-        across_devices: How devices divide the work, if a step has chosen.
     """
     precision = f"{options.precision}, masters rounded" if options.masters == "rounded" else options.precision
     first = (
@@ -48,11 +39,9 @@ def compiled_text(
     )
     first += ", steps planned by their time" if options.hardware is not None else ""
     first += f", kernels {options.kernels}" if options.kernels != "eager" else ""
-    first += _ACROSS_DEVICES[options.across_devices]
     share = slot_share(options.device)
     first += f"\n  the slot of the card has {share:.3g} of the card's link to the host" if share < 1 else ""
     first += f"\n  {engine.bus.note}" if engine is not None and engine.bus.note else ""
-    first += f"\n  across devices: {across_devices}" if across_devices is not None else ""
     first += f"\n  latest {walk}; the model's own code, no schedule" if walk is not None else ""
     if not variants:
         return f"{first}\n  {NOTHING}"

@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-from datetime import timedelta
-from typing import Any
-
 import torch
-import torch.distributed as dist
 
 from megatrain.device.interface import Device
 
@@ -25,7 +21,3 @@ class Cpu(Device):
     def __init__(self, index: int | None = None) -> None:
         del index
         super().__init__(torch.device("cpu"))
-
-    def collectives(self, store: Any, rank: int, size: int, timeout: timedelta) -> Any:
-        """Gloo."""
-        return dist.ProcessGroupGloo(store, rank, size, timeout)

@@ -7,13 +7,11 @@ import ctypes
 import os
 import warnings
 from collections.abc import Callable, Sequence
-from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from megatrain.device import reserve
 from megatrain.device.accelerator import Accelerator
@@ -58,11 +56,6 @@ class Cuda(Accelerator):
             return 1.0
         card = torch.cuda.get_device_properties(self.torch_device)
         return link_share(f"{card.pci_domain_id:04x}:{card.pci_bus_id:02x}:{card.pci_device_id:02x}.0")
-
-    def collectives(self, store: Any, rank: int, size: int, timeout: timedelta) -> Any:
-        """NCCL, or RCCL under the same name."""
-        made = getattr(dist, "ProcessGroupNCCL", None)  # a torch may be built without it
-        return None if made is None else made(store, rank, size, timeout)
 
     def _software(self) -> str:
         version = Path("/proc/driver/nvidia/version")

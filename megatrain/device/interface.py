@@ -8,7 +8,6 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from datetime import timedelta
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -191,20 +190,6 @@ class Device:
     def identity(self) -> str:
         """What tells this device from all others, also for other processes; empty if nothing does."""
         return ""
-
-    def collectives(self, store: Any, rank: int, size: int, timeout: timedelta) -> Any:
-        """Makes a backend of `torch.distributed` that moves memory between devices of this kind.
-
-        Args:
-            store: Where the processes find each other.
-            rank: This one.
-            size: How many there are.
-            timeout: After which a collective fails.
-
-        Returns:
-            None if there is none.
-        """
-        return None
 
     def described(self) -> str:
         """Names the model and all else by which its speed may differ from that of another of its kind."""

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import torch
 
@@ -17,11 +16,6 @@ from megatrain.torch_private import group_by_dtype
 
 _LARGE = 1 << 17  # elements: a smaller gradient's norm is taken sooner than threads wake
 _PIECE = 1 << 20  # elements: few enough for a copy in fp32, enough for a thread to be worth it
-
-
-Meet = Callable[[Sequence[Any], "tuple[int, int] | None"], Sequence[Any]]
-"""Tells other processes, which have other gradients, the norm of each gradient, and the block and the parameter of the
-first that isn't finite; returns what all have told. Blocks are counted anew for all of them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +47,6 @@ class GradientNorm:
         parameters: In the order in which `clip_grad_norm_` would get them.
         masters: Of parameters with fp32 masters: the norm is then taken of fp32 gradients, for any dtype of theirs.
         threads: How many sum large gradients; None leaves all to torch.
-        meet: See `Meet`; None if all gradients are here.
     """
 
     def __init__(
@@ -62,9 +55,7 @@ class GradientNorm:
         masters: Container[torch.Tensor] = (),
         *,
         threads: int | None = None,
-        meet: Meet | None = None,
     ):
-        self._meet = meet
         self._masters = masters
         self._threads = threads
         self._pool: ThreadPoolExecutor | None = None
@@ -149,21 +140,6 @@ class GradientNorm:
         squares = self._pool.map(lambda piece: torch.linalg.vector_norm(piece, dtype=dtype).double() ** 2, pieces)
         return torch.stack(list(squares)).sum().sqrt().to(dtype)
 
-    def gather(self) -> None:
-        """Takes in the norms that other processes have found, so that all have the total of all."""
-        if self._meet is None:
-            return
-        own = [
-            [place, norm.item(), dtype_text(norm), dtype_text(dtype)] for place, (norm, dtype) in self._norms.items()
-        ]
-        first = None if self._first is None else (self._first.block, self._first.parameter)
-        words = self._meet(own, first)
-        for place, norm, of_norm, dtype in (each for word in words for each in word["norms"]):
-            self._norms[place] = torch.tensor(norm, dtype=getattr(torch, of_norm)), getattr(torch, dtype)
-        # The last block's gradients are the first to arrive.
-        found = [tuple(word["first"]) for word in words if word["first"] is not None]
-        self._first = NonFinite(*max(found, key=lambda each: each[0])) if found else None
-
     @torch.no_grad()
     def total(self) -> torch.Tensor:
         """Returns the norm of all gradients, a tensor without dimensions; 0 if there are none."""
@@ -177,11 +153,6 @@ class GradientNorm:
     def coefficient(self, max_norm: float) -> torch.Tensor:
         """Returns the factor of `clip_grad_norm_` for every gradient: at most 1, a tensor without dimensions."""
         return torch.clamp(float(max_norm) / (self.total() + 1e-6), max=1.0)
-
-
-def dtype_text(of: torch.Tensor | torch.dtype) -> str:
-    """The name of a dtype, without that of its package."""
-    return str(of.dtype if isinstance(of, torch.Tensor) else of).removeprefix("torch.")
 
 
 def _order(dtypes: Sequence[torch.dtype]) -> list[int]:

@@ -12,7 +12,7 @@ from megatrain.optim.block_update import MasterStep
 from megatrain.optim.gradients import Gradients, GradientSource, hide_gradients, show_gradients, take_shown_gradients
 from megatrain.optim.impostor import Optimizer
 from megatrain.optim.masters.halves import Master
-from megatrain.optim.norm import GradientNorm, Meet
+from megatrain.optim.norm import GradientNorm
 from megatrain.optim.shared.host_parts import GoOn, HostParts, OtherFailedError
 from megatrain.optim.undo import Undo
 from megatrain.optim.updater import Updater
@@ -39,7 +39,6 @@ class Updates:
         threads: How many threads a native kernel takes; None is as many as torch.
         norm_threads: See `GradientNorm`.
         parts: Which of the updates are this rank's, where ranks share the parameters; None if all are.
-        meet: See `GradientNorm`.
 
     Attributes:
         has_updated: The latest step has updated a parameter.
@@ -57,7 +56,6 @@ class Updates:
         threads: int | None = None,
         norm_threads: int | None = None,
         parts: HostParts | None = None,
-        meet: Meet | None = None,
     ):
         self._parts = parts
         self._blocks = blocks
@@ -67,7 +65,7 @@ class Updates:
         self._undo = Undo(masters)
         self._updaters = [Updater(optimizer, blocks, self._code, self._undo) for optimizer in optimizers]
         self._names = list(names.values())
-        self._norm = GradientNorm(names, masters, threads=norm_threads, meet=meet)
+        self._norm = GradientNorm(names, masters, threads=norm_threads)
         self._max_norm = max_norm
         self.arriving = Gradients.none()
         self.has_updated = self.sums_squares = False
@@ -112,7 +110,6 @@ class Updates:
         """Takes the norm of all gradients from their squares, and computes the factor of clipping."""
         found = self.arriving
         assert self._norm.num_gradients == len(found.received), "each gradient's squares are summed before"
-        self._norm.gather()
         found.norm = self._norm.total()
         found.nonfinite = self._norm.first_nonfinite
         if self._max_norm is not None:
@@ -211,11 +208,6 @@ class Updates:
             held = {p for updater in begun for p in updater.owned(block)}
             self._parts.wait(held & self._source.using.received, go_on, is_of_before=is_of_before)
             self._drop(block)
-
-    def note_others(self) -> None:
-        """Takes note of what other ranks have updated in this step; see `HostParts.note_others`."""
-        if self._parts is not None:
-            self._parts.note_others()
 
     def _wait_or_take_over(self, block: int) -> None:
         """As `wait`, but makes updates that have failed on other ranks."""

@@ -8,7 +8,6 @@ from typing import Any
 from megatrain.checks import Rule, checked, count, either, function, one_of, optional
 from megatrain.counts import counted
 from megatrain.errors import OptionError
-from megatrain.options import ACROSS_DEVICES, ROUND
 from megatrain.planning.model_sizes import DEPTH, MICRO_BATCH, SEQUENCE
 from megatrain.planning.planned_step import UNBOUNDED, PlannedStep
 from megatrain.planning.printed.pieces_text import piece_lines
@@ -16,11 +15,8 @@ from megatrain.planning.printed.plan_text import device_lines, time_text, verdic
 from megatrain.planning.printed.reasons import reasons
 from megatrain.planning.saved_plan import PLAN, SavedPlan, saved_plan
 from megatrain.planning.what_if.alternatives import Alternatives, alternatives
-from megatrain.planning.what_if.devices_plan import DevicesPlan
 from megatrain.planning.what_if.largest import MOST_OF_A_SIZE, Largest, largest
-from megatrain.planning.what_if.several_devices import LINK, MOST_DEVICES, NO_LINK, hosts_of, on_devices
 from megatrain.planning.what_if.ways_out import refusal
-from megatrain.sizes import SIZE
 
 SIZES: Rule = either(one_of(MICRO_BATCH, SEQUENCE, DEPTH), function(1))
 
@@ -113,66 +109,6 @@ class Plan(PlannedStep):
         """
         self._need_asked("can't change its sizes")
         return largest(self, what, multiple, most)
-
-    @checked(
-        num_devices=count(2, MOST_DEVICES),
-        num_hosts=count(1, MOST_DEVICES),
-        network=optional(SIZE),
-        link=LINK,
-        across_devices=ACROSS_DEVICES,
-    )
-    def on_devices(
-        self,
-        num_devices: int,
-        num_hosts: int = 1,
-        network: int | str | None = None,
-        link: int | str | None = None,
-        across_devices: str = "auto",
-    ) -> DevicesPlan:
-        """The step on several devices, each of which takes a step like this one; all of it is predicted.
-
-        Args:
-            num_devices: How many there are in all, from 2 to 64.
-            num_hosts: How many hosts have them, each as many.
-            network: Bytes that go from one host to another in a second, each way; None is 200 Gbit/s.
-            link: Bytes that a device gets from the others of its host in a second, over links such as NVLink; then the
-                weights come in shards if that takes less time. `"none"` if there are no such links; None is what the
-                machine has.
-            across_devices: `"replicate"`, `"shard"` or `"round"`, as the option of `compile`. `"auto"`: the one with
-                the shortest step of those that a host can hold and feed; shards only where devices have links.
-
-        Raises:
-            OptionError: If the plan has no machine, or can't be planned again; if hosts can't have as many
-                devices; if one host has a network; if each has one device, and a link; or if weights can't come in
-                shards.
-            ScheduleError: If a rank's step doesn't fit its device.
-            ExecuteError: If it doesn't fit the host.
-            LowerError: If the blocks can't be dealt to so many devices.
-        """
-        if across_devices == ROUND and (num_hosts == num_devices or link is not None):
-            raise OptionError(
-                f'across_devices="round" with num_devices={num_devices}, num_hosts={num_hosts} and link={link!r} is '
-                "impossible.\n"
-                "  Blocks are dealt to several devices of a host, and what crosses goes through its memory.\n"
-                "  Give fewer hosts, and leave link out."
-            )
-        if num_devices % num_hosts:
-            raise OptionError(
-                f"{counted(num_hosts, 'host')} can't have as many of {counted(num_devices, 'device')} each.\n"
-                "  Each host has the same number of devices.\n"
-                f"  Give num_devices a multiple of {num_hosts}."
-            )
-        if network is not None and num_hosts == 1:
-            raise OptionError(
-                f"network={network!r} says nothing about one host.\n"
-                "  Its devices reach each other through its memory.\n  Give num_hosts, or leave network out."
-            )
-        if link not in (None, NO_LINK) and num_devices == num_hosts:
-            raise OptionError(
-                f"link={link!r} says nothing about hosts of one device.\n"
-                "  It is what a device gets from the others of its host.\n  Give fewer hosts, or leave link out."
-            )
-        return on_devices(self, num_devices, hosts_of(num_hosts, network), link, across_devices)
 
     def _need_asked(self, what: str) -> None:
         if self.asked is None:

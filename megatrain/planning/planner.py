@@ -19,7 +19,6 @@ from megatrain.passes.measuring.known_costs import KnownCosts
 from megatrain.passes.pipeline import Rewrite
 from megatrain.passes.program import Program
 from megatrain.planning.captured_model import captured
-from megatrain.planning.dealt_tables import DealtTables, dealt_schedule, wholes
 from megatrain.planning.divided_updates import may_divide
 from megatrain.planning.fitting_blocks import first_that_fits
 from megatrain.planning.host_plan import HostPlan, OptimizerLike, host_plan
@@ -31,6 +30,7 @@ from megatrain.planning.plan import Plan
 from megatrain.planning.planned_step import PlannedFor
 from megatrain.planning.printed.plan_text import reserve_text
 from megatrain.planning.step_programs import StepPrograms
+from megatrain.scheduler.from_program import step_schedule
 from megatrain.scheduler.schedule import Schedule
 from megatrain.scheduler.step_kind import StepKind
 from megatrain.tracer.arguments import Arguments
@@ -62,9 +62,6 @@ class StepOptions:
     chunking: str = "auto"
     most_result_bytes: int | None = None
     ranks: str = "alone"
-    shards: int = 1
-    devices: int = 1
-    device_number: int = 0
 
 
 class _Capture(NamedTuple):
@@ -205,10 +202,9 @@ class Planner:
         memory, activations, hardware = options.device_memory, options.activations, options.hardware
         usual = usual_machine(options.device)
         results = {"most_result_bytes": options.most_result_bytes}
-        of_machine = hardware if memory else None, usual, options.device_number
+        of_machine = hardware if memory else None, usual
         key = found.key, kind, memory, activations, *of_machine, options.masters, *results.values()
-        captures, is_alone = [found.programs] * kind.micro_batches, not (kind.has_other_ranks or kind.is_dealt)
-        dealing = DealtTables(options.device_number, options.devices) if kind.is_dealt else None
+        captures, is_alone = [found.programs] * kind.micro_batches, not kind.has_other_ranks
         # Rewrites change no state, so they don't change what may be divided.
         divides = partial(
             may_divide,
@@ -220,7 +216,7 @@ class Planner:
         )
         masters = options.masters if options.precision == "bf16" else "whole"
         own = {"loss_bytes": found.loss_bytes, "usual": usual, "divides": divides, "masters": masters}
-        made = partial(dealt_schedule, dealing, kind, own)
+        made = partial(step_schedule, kind=kind, **own)
 
         def schedule() -> tuple[Program, Schedule, str | None]:
             plain = [found.programs.at(0)] * kind.micro_batches
@@ -240,13 +236,13 @@ class Planner:
         def checked_schedule() -> tuple[Program, Schedule, str | None]:
             program, table, too_small = schedule()
             table.check()
-            return program if dealing is None else dealing.parts([program])[0], table, too_small
+            return program, table, too_small
 
         return _kept(self._schedules, key, checked_schedule)
 
     def _host_plan(self, found: _Capture, program: Program, table: Schedule, options: StepOptions) -> HostPlan:
         return host_plan(
-            wholes([program]),
+            program,
             table,
             found.model,
             options.optimizer,
@@ -295,9 +291,7 @@ def _updates(options: StepOptions) -> tuple[str, ...]:
     if not options.overlap:
         return ("serial",)
     if options.max_grad_norm is not None:
-        return ("deferred",) if options.devices == 1 else ("serial",)
-    if options.devices > 1:
-        return ("overlap",)
+        return ("deferred",)
     return ("overlap",) if options.device is not None and options.device.is_host else ("spread", "overlap")
 
 
@@ -314,7 +308,5 @@ def _step_kind(program: Program, options: StepOptions, updates: str) -> StepKind
         clip=options.max_grad_norm is not None,
         outputs="release",
         ranks=options.ranks,
-        store="own" if options.ranks == "alone" or options.masters == "rounded" or options.devices > 1 else "shared",
-        shards=options.shards,
-        devices=options.devices,
+        store="own" if options.ranks == "alone" or options.masters == "rounded" else "shared",
     )

@@ -12,25 +12,12 @@ class NoCollectives(TorchDispatchMode):
     """Refuses collectives of `torch.distributed` in the body, on this thread.
 
     The losses of a step are such code: a rank computes its own when the sum of the rank before has come, which that
-    rank hands on behind its own losses. Where blocks are dealt to devices, one rank makes all losses.
-
-    Args:
-        is_dealt: Whether blocks are dealt to devices.
+    rank hands on after its own losses.
     """
-
-    def __init__(self, *, is_dealt: bool = False) -> None:
-        super().__init__()
-        self._is_dealt = is_dealt
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.namespace in ("c10d", "_c10d_functional"):
             name = func.name().partition("::")[2].strip("_")
-            if self._is_dealt:
-                raise ExecuteError(
-                    f"the loss exchanges values with other processes ({name}), and the blocks are dealt to devices.\n"
-                    "  One rank makes the losses of all micro-batches then, and nobody answers it.\n"
-                    "  Exchange them behind the step: in a callback, or where they are logged."
-                )
             raise ExecuteError(
                 f"the loss exchanges values with other processes ({name}), within a training step of all.\n"
                 "  A rank computes its loss when the sums of the rank before have come, so that one waits for this "

@@ -14,16 +14,12 @@ import torch
 import torch.distributed as dist
 
 from megatrain.checks import Rule
-from megatrain.device import Device
 from megatrain.errors import RanksError
-from megatrain.ranks.chain import column, open_chain
-from megatrain.ranks.channels.channel import GoOn
-from megatrain.ranks.channels.gloo_channel import Send
-from megatrain.ranks.channels.host_channel import POLL_S
-from megatrain.ranks.channels.mailbox import Mailbox
-from megatrain.ranks.host import Host, host_of
-from megatrain.ranks.signs_of_life import LOOK_S, SignsOfLife, wait_until
-from megatrain.ranks.weight_shards import WeightShards
+from megatrain.ranks.channels.channel import Channel, GoOn
+from megatrain.ranks.channels.host_channel import HostChannel
+from megatrain.ranks.channels.landing_channel import LandingChannel
+from megatrain.ranks.host import host_of
+from megatrain.ranks.signs_of_life import LOOK_S, SignsOfLife
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -44,42 +40,31 @@ PROCESS_GROUP = Rule(
 
 
 class Ranks:
-    """The processes that train one model together; all of them make it at the same time.
+    """The processes of one host that train one model together; all of them make it at the same time.
 
-    Ranks meet by collectives of Gloo. Sums of gradients go through channels: memory that ranks of one host share, or
-    collectives of Gloo in groups of their own, where the order of those in one group is all that ranks must agree on.
+    Ranks meet by collectives of Gloo. Sums of gradients go through channels, memory that the ranks share.
 
     Args:
         group: The process group of the user.
-        deals: Whether `deal_blocks` is called at once.
 
     Raises:
-        RanksError: If another rank doesn't come, or ends meanwhile; for the rest see `deal_blocks`.
+        RanksError: If another rank doesn't come, or ends meanwhile; if ranks can't share memory, as on several hosts.
 
     Attributes:
         rank: This rank, from 0.
         size: How many ranks there are.
         agreed: Set while all ranks take a step that none of them takes back.
-        host: The ranks of this host, which may share memory; None for a rank that has its host to itself, or can't.
-        hosts: The ranks of each host that share memory, the host of rank 0 first.
-        place: As in `Chain`, like the next four. The chain has all ranks; where blocks are dealt one of each host,
-            those that have the same blocks.
-        before: See there.
-        after: See there.
-        totals: See there.
-        kept_totals: See there.
-        shards: Divides copies of weights among the devices of this host; None unless `divide_weights` was called.
-        mailbox: Has what crosses between devices to which blocks are dealt; None unless `deal_blocks` was called.
-        link_bytes_per_s: What a device gets from the others of its host in a second, which `measure_links` finds: the
-            least of all ranks; None if it wasn't called, or if one of them can't get weights from others.
+        host: The ranks, and the memory that they share.
+        place: Where this rank stands in the chain along which sums go, as in `StepKind`.
+        before: From the rank before this one; None for the first.
+        after: To the rank after this one; None for the last.
+        totals: From the last rank to all others.
+        kept_totals: The same, into memory where they stay.
     """
 
-    def __init__(self, group: ProcessGroup, *, deals: bool = False):
+    def __init__(self, group: ProcessGroup):
         self.rank, self.size = group.rank(), group.size()
         self.agreed = threading.Event()
-        self.shards: WeightShards | None = None
-        self.mailbox: Mailbox | None = None
-        self.link_bytes_per_s: float | None = None
         name = f"{group.group_name}/{_made[group.group_name]}"
         _made[group.group_name] += 1
         of_group: Any = group.get_group_store()
@@ -89,94 +74,34 @@ class Ranks:
 
         self._groups: list[Any] = []  # what `_abandon` keeps
         self._is_abandoned = False
-        self._meetings = self._gloo("meetings", range(self.size))
-        self._of_host = self._meetings, self.size
-        self.host = host_of(self.rank, self.exchange)
+        place = dist.PrefixStore("meetings", store), self.rank, self.size
+        self._meetings: Any = dist.ProcessGroupGloo(*place, _MEETING)
+        self._groups.append(self._meetings)
+        host = host_of(self.rank, self.exchange)
+        if host is None or host.size < self.size:
+            raise RanksError(
+                f"the {self.size} ranks share no memory: they are on several hosts, or the system has none to share.\n"
+                "  Ranks that train together are processes of one Linux host, with one store for all of them.\n"
+                "  On several hosts take FSDP2 or DeepSpeed; or train on one host."
+            )
+        self.host, last = host, self.size - 1
+        self.place = "first" if self.rank == 0 else "last" if self.rank == last else "middle"
 
-        self._mates: list[list[int]] = self.exchange([self.rank] if self.host is None else self.host.ranks)
-        self.hosts = list(dict.fromkeys(map(tuple, self._mates)))
-        if deals:
-            self.deal_blocks()
-        else:
-            self._open_chain("all", range(self.size))
+        def channel(kind: type[HostChannel], number: int, giver: int, takers: Sequence[int]) -> Channel:
+            taker = takers.index(self.rank) if self.rank in takers else None
+            return kind(host.file, number, len(takers), taker, self.look)
 
-    def _gloo(self, what: str, members: Sequence[int]) -> Any:
-        place = members.index(self.rank)
-        group = dist.ProcessGroupGloo(dist.PrefixStore(what, self._store), place, len(members), _MEETING)
-        self._groups.append(group)
-        return group
+        def pair(first: int) -> Channel | None:
+            return channel(HostChannel, first, first, [first + 1]) if 0 <= first < last else None
 
-    def _open_chain(self, what: str, members: Sequence[int]) -> None:
-        def gloo(name: str, some: Sequence[int]) -> Any:
-            return self._gloo(f"{what}/{name}", some)
-
-        chain = open_chain(self.rank, members, self._mates, self.host, gloo, self._sender, self.look)
-        self.place, self.before, self.after, self.totals, self.kept_totals = chain
-
-    def deal_blocks(self) -> None:
-        """Has each host deal the blocks of the model to the devices of its ranks; all ranks call it at the same time.
-
-        Raises:
-            RanksError: If hosts can't, or another rank ends meanwhile.
-        """
-        self._open_chain("columns", column(self.rank, self.hosts))
-        assert self.host is not None
-        if not self.is_one_host:
-            self._of_host = self._gloo(f"host/{self.host.ranks[0]}", self.host.ranks), self.host.size
-        self.mailbox = Mailbox(self.host.file, self.host.index, self.host.size, self.size + 2, self.look)
+        self.before, self.after = pair(self.rank - 1), pair(self.rank)
+        self.totals = channel(HostChannel, self.size, last, range(last))
+        self.kept_totals = channel(LandingChannel, self.size + 1, last, range(last))
 
     @staticmethod
-    def of(group: ProcessGroup | None, *, deals: bool = False) -> Ranks | None:
+    def of(group: ProcessGroup | None) -> Ranks | None:
         """The ranks of a group; None for a process that trains alone."""
-        return None if group is None or group.size() == 1 else Ranks(group, deals=deals)
-
-    @property
-    def is_one_host(self) -> bool:
-        """Whether all ranks share the memory of one host."""
-        return len(self.hosts) == 1
-
-    def divide_weights(self, device: Device) -> None:
-        """Divides the copies of weights among the ranks of each host; all ranks call it at the same time.
-
-        Raises:
-            RanksError: If nothing moves shards between such devices.
-        """
-        if self.host is not None and not self._divides(self.host, device):
-            raise RanksError(
-                f"nothing moves memory from one device of the kind {device.kind} to another.\n"
-                "  A device that gathers weights from others needs a backend of torch.distributed, such as NCCL.\n"
-                '  Leave across_devices out: "replicate" copies whole weights to each device.'
-            )
-
-    def _divides(self, host: Host, device: Device) -> bool:
-        store = dist.PrefixStore(f"shards/{host.ranks[0]}", self._store)
-        group = device.collectives(store, host.index, host.size, _TRANSFER)
-        if group is None:
-            return False
-        self._groups.append(group)
-        self.shards = WeightShards(host.index, host.size, self._wait_on_device, group)
-        return True
-
-    def measure_links(self, device: Device) -> None:
-        """Divides the copies of weights where it can, and measures how fast; all ranks call it at the same time.
-
-        Raises:
-            RanksError: If another rank ends meanwhile.
-        """
-        rate = None
-        if self.host is not None and self._divides(self.host, device):
-            assert self.shards is not None
-            rate = self.shards.measured_rate(device, self.look)
-        rates = self.exchange(rate)
-        self.link_bytes_per_s = None if None in rates else min(rates)
-        if None in rates:
-            self.copy_whole_weights()
-
-    def copy_whole_weights(self) -> None:
-        """Lets go of what divides copies of weights, whose buffers take memory of the device; all ranks call it."""
-        if self.shards is not None:
-            self._groups.remove(self.shards.group)
-        self.shards = None
+        return None if group is None or group.size() == 1 else Ranks(group)
 
     def _meet(self) -> None:
         until = time.monotonic() + MEETING_S
@@ -195,41 +120,30 @@ class Ranks:
         """Tells all ranks that wait for this one that it has failed."""
         self._signs.announce(text)
 
-    def exchange(self, value: Any, go_on: GoOn = lambda: None, *, is_of_host: bool = False) -> list[Any]:
+    def exchange(self, value: Any, go_on: GoOn = lambda: None) -> list[Any]:
         """Gives a value to all ranks; returns those of all, by rank.
 
         Args:
             value: Numbers, texts, lists and dictionaries.
             go_on: See `GoOn`.
-            is_of_host: See `exchange_bytes`.
 
         Raises:
             RanksError: If another rank can't answer.
         """
-        told = self.exchange_bytes(json.dumps(value).encode(), go_on, is_of_host=is_of_host)
-        return [json.loads(content) for content in told]
-
-    def exchange_bytes(self, content: bytes, go_on: GoOn = lambda: None, *, is_of_host: bool = False) -> list[bytes]:
-        """Gives bytes to all ranks, or where blocks are dealt to those of this host; the rest as `exchange`."""
+        content = json.dumps(value).encode()
         text = torch.frombuffer(bytearray(content), dtype=torch.uint8)
-        group, size = self._of_host if is_of_host else (self._meetings, self.size)
-        sizes = self._gathered(torch.tensor([text.numel()]), group, size, go_on)
+        sizes = self._gathered(torch.tensor([text.numel()]), go_on)
         padded = torch.zeros(max(int(each) for each in sizes), dtype=torch.uint8)
         padded[: text.numel()] = text
-        texts = self._gathered(padded, group, size, go_on)
-        return [bytes(t[: int(n)].numpy()) for t, n in zip(texts, sizes, strict=True)]
+        texts = self._gathered(padded, go_on)
+        return [json.loads(bytes(t[: int(n)].numpy())) for t, n in zip(texts, sizes, strict=True)]
 
-    def _gathered(self, own: torch.Tensor, group: Any, size: int, go_on: GoOn) -> list[torch.Tensor]:
-        found = [torch.zeros_like(own) for _ in range(size)]
-        options = _options(dist.distributed_c10d.AllgatherOptions())
-        self._wait(lambda: group.allgather([found], [own], options), go_on)
+    def _gathered(self, own: torch.Tensor, go_on: GoOn) -> list[torch.Tensor]:
+        found = [torch.zeros_like(own) for _ in range(self.size)]
+        options: Any = dist.distributed_c10d.AllgatherOptions()
+        options.timeout = _TRANSFER
+        self._wait(lambda: self._meetings.allgather([found], [own], options), go_on)
         return found
-
-    def _sender(self, group: Any, source: int) -> Send:
-        """What gives bytes of a rank to all ranks of a group, or gets them."""
-        options = _options(dist.BroadcastOptions())
-        options.rootRank = source
-        return lambda part, go_on: self._wait(lambda: group.broadcast([part], options), go_on)
 
     def look(self) -> None:
         """Looks for a rank that can't go on.
@@ -238,8 +152,7 @@ class Ranks:
             RanksError: Naming the rank.
         """
         self._signs.look()
-        ended = () if self.host is None else self.host.ended()
-        if ended:
+        if ended := self.host.ended():
             raise self._signs.ended(ended)
 
     def wait_until_agreed(self, go_on: GoOn) -> None:
@@ -267,22 +180,6 @@ class Ranks:
                 raise self._signs.reason(error) from error
             raise
 
-    def _wait_on_device(self, begin: Callable[[], Sequence[Any]], go_on: GoOn) -> None:
-        """Begins collectives of devices on the current stream, and waits for their end there.
-
-        Raises:
-            RanksError: If another rank can't go on. The group of the collectives is of no use then.
-        """
-        try:
-            for work in begin():
-                wait_until(work.is_completed, go_on, self.look, POLL_S)
-                work.wait()
-        except BaseException as error:
-            self._abandon()
-            if isinstance(error, RuntimeError):
-                raise self._signs.reason(error) from error
-            raise
-
     def _abandon(self) -> None:
         """Keeps the groups for the life of the process: the end of a group waits for its transfers, maybe for ever."""
         if not self._is_abandoned:
@@ -293,8 +190,3 @@ class Ranks:
 
 def _hold(*_: object) -> None:
     threading.Event().wait()
-
-
-def _options(made: Any) -> Any:
-    made.timeout = _TRANSFER
-    return made

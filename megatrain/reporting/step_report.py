@@ -4,25 +4,19 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
-from typing import overload
 
 from megatrain.checks import PATH, checked, either, instance_of, optional
 from megatrain.counts import counted
 from megatrain.errors import OptionError, ScheduleError
-from megatrain.passes.split.dealt_program import DealtProgram
 from megatrain.planning.plan import Plan
-from megatrain.planning.what_if.devices_plan import DevicesPlan
 from megatrain.reporting.drawn_ops import sources_of
 from megatrain.reporting.page import page_text
-from megatrain.reporting.ranks_figures import figures_of_plan, figures_of_run
-from megatrain.reporting.ranks_report import RanksReport
 from megatrain.reporting.report_file import check_report_path, write_report
 from megatrain.reporting.step_figures import StepFigures
 from megatrain.reporting.trace_events import trace_text
 from megatrain.scheduler.schedule import Schedule
 from megatrain.scheduler.timing.bands import measured_band, planned_band
 from megatrain.scheduler.timing.costs import Costs, Hardware, Measured, op_durations
-from megatrain.scheduler.timing.ranks_run import RanksRun
 from megatrain.scheduler.timing.timed_run import TimedRun
 from megatrain.training.step import TrainStep
 
@@ -30,39 +24,19 @@ _STEP = either(
     instance_of(TrainStep, "a TrainStep", "a TrainStep that was called or prepared"),
     instance_of(Plan, "a Plan"),
     instance_of(Schedule, "a Schedule"),
-    instance_of(DevicesPlan, "a DevicesPlan"),
 )
 _COSTS = optional(either(instance_of(Hardware, "a Hardware"), instance_of(Measured, "a Measured")))
-_RUN = optional(
-    either(
-        instance_of(TimedRun, "a TimedRun", "measured=step.time(batch)"),
-        instance_of(RanksRun, "a RanksRun", "measured=step.time(batch).ranks"),
-    )
-)
+_RUN = optional(instance_of(TimedRun, "a TimedRun", "measured=step.time(batch)"))
 
 
-@overload
+@checked(step=_STEP, path=PATH, costs=_COSTS, measured=_RUN)
 def report(
     step: TrainStep | Plan | Schedule,
     path: str | os.PathLike[str],
     *,
-    costs: Costs | None = ...,
-    measured: TimedRun | None = ...,
-) -> StepReport: ...
-@overload
-def report(step: DevicesPlan, path: str | os.PathLike[str]) -> RanksReport: ...
-@overload
-def report(
-    step: TrainStep | Schedule, path: str | os.PathLike[str], *, costs: Hardware | None = ..., measured: RanksRun
-) -> RanksReport: ...
-@checked(step=_STEP, path=PATH, costs=_COSTS, measured=_RUN)
-def report(
-    step: TrainStep | Plan | Schedule | DevicesPlan,
-    path: str | os.PathLike[str],
-    *,
     costs: Costs | None = None,
-    measured: TimedRun | RanksRun | None = None,
-) -> StepReport | RanksReport:
+    measured: TimedRun | None = None,
+) -> StepReport:
     """Writes a step as one page of HTML, which any browser opens without a network.
 
         megatrain.report(step, "report.html", measured=step.time(batch))
@@ -71,74 +45,25 @@ def report(
     what holds the peak; the addresses in each arena; and all figures as tables. Times of the plan are modelled:
     `schedule.simulate` makes them from `costs`. Times of the measured step are those of a real run.
 
-    The page of several ranks has the streams of each rank as lanes on one axis, and arrows from rank to rank.
-
     Args:
-        step: A TrainStep after its first call, or `prepare`; a `Plan`; a `Schedule` that knows its workload; or a
-            `DevicesPlan`, the step of several devices.
+        step: A TrainStep after its first call, or `prepare`; a `Plan`; or a `Schedule` that knows its workload.
         path: The file to write; one that exists is replaced.
         costs: Times of the plan's ops: rates of a machine, or the times of ops that were measured. None takes those of
-            `measured`, or of the machine of a `Plan`. A measured step of several ranks has a plan only with the rates
-            of a machine.
-        measured: A run of the same schedule, from `TrainStep.time`. Without it the page has no measured step. `ranks`
-            of such a run draws all ranks.
+            `measured`, or of the machine of a `Plan`.
+        measured: A run of the same schedule, from `TrainStep.time`. Without it the page has no measured step.
 
     Returns:
         The report, which prints the verdict and writes a trace for Perfetto.
 
     Raises:
-        OptionError: If there are neither costs nor a measured run, a `DevicesPlan` is given with either, or the file
-            can't be written.
+        OptionError: If there are neither costs nor a measured run, or the file can't be written.
         ScheduleError: If the schedule doesn't know its workload, or `measured` is of another schedule.
         ExecuteError: If the step has no schedule yet.
     """
     check_report_path(path)
-    if isinstance(step, DevicesPlan) or isinstance(measured, RanksRun):
-        made = _ranks_report(step, costs, measured)
-    else:
-        made = step_report(step, costs, measured)
+    made = step_report(step, costs, measured)
     made.write(path)
     return made
-
-
-def _ranks_report(
-    step: TrainStep | Plan | Schedule | DevicesPlan, costs: Costs | None, measured: TimedRun | RanksRun | None
-) -> RanksReport:
-    if isinstance(step, DevicesPlan):
-        if costs is not None or measured is not None:
-            raise OptionError(
-                f"the report of a DevicesPlan takes no {'costs' if costs is not None else 'measured run'}.\n"
-                "  Its step is simulated on its own machine, and nothing of it has run.\n"
-                "  Leave it out; megatrain.report(step, path, measured=run.ranks, costs=card) draws a step that ran."
-            )
-        return RanksReport(figures_of_plan(step))
-    assert isinstance(measured, RanksRun)
-    if costs is not None and not isinstance(costs, Hardware):
-        raise OptionError(
-            "costs of single ops are no plan of several ranks.\n"
-            "  Ranks share the memory of their host, so their plan follows from the rates of a machine.\n"
-            "  Give costs=megatrain.Hardware(...), or leave it out to draw the measured step alone."
-        )
-    if costs is not None and measured.num_hosts > 1:
-        raise OptionError(
-            f"the ranks ran on {counted(measured.num_hosts, 'host')}, and a plan is of ranks of one host.\n"
-            "  How long bytes take between hosts is no figure of a machine.\n"
-            "  Leave out costs, to draw the measured step alone."
-        )
-    schedule = step if isinstance(step, Schedule) else step.schedule
-    if schedule not in measured.schedules:
-        raise _of_another_schedule()
-    program = None if isinstance(step, Schedule) else step.program
-    whole = program.whole if isinstance(program, DealtProgram) else program
-    name, sources = ("schedule", ()) if whole is None else (whole.name, sources_of(whole))
-    return RanksReport(figures_of_run(name, sources, measured, costs))
-
-
-def _of_another_schedule() -> ScheduleError:
-    return ScheduleError(
-        "the measured run is of another schedule.\n  Plan and run are drawn op by op, one above the other.\n"
-        "  Time the step again with step.time(batch), or give the run's own schedule."
-    )
 
 
 def step_report(step: TrainStep | Plan | Schedule, costs: Costs | None, measured: TimedRun | None) -> StepReport:
@@ -154,7 +79,10 @@ def step_report(step: TrainStep | Plan | Schedule, costs: Costs | None, measured
     if costs is None and measured is None and isinstance(step, Plan):
         costs = step.hardware
     if measured is not None and measured.schedule != schedule:
-        raise _of_another_schedule()
+        raise ScheduleError(
+            "the measured run is of another schedule.\n  Plan and run are drawn op by op, one above the other.\n"
+            "  Time the step again with step.time(batch), or give the run's own schedule."
+        )
     if costs is None and measured is None:
         raise OptionError(
             "a report needs times.\n  A schedule orders ops, and says nothing of their durations.\n"

@@ -83,7 +83,7 @@ class Engine:
     ):
         self._model = model
         self.ranks = ranks
-        self.shared = None if ranks is None or ranks.host is None else SharedStore(ranks.host)
+        self.shared = None if ranks is None else SharedStore(ranks.host)
         self._budget = budget
         self._moving = moving
         self._weights = weights

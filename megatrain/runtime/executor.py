@@ -14,8 +14,6 @@ from megatrain.memory.out_of_memory import Attempts, MemoryFigures
 from megatrain.passes.program import Program
 from megatrain.runtime.call import DONE, FAILED, OPEN, Call
 from megatrain.runtime.call_start import Start
-from megatrain.runtime.drawing.draws import Draws
-from megatrain.runtime.drawing.rank_draws import RankDraws
 from megatrain.runtime.engine import Engine
 from megatrain.runtime.gradients.demand import Once
 from megatrain.runtime.gradients.landing import LandingArena
@@ -80,11 +78,6 @@ class Executor:
         """What is known of the device's memory, for errors."""
         return self.engine.memory_figures(self.schedule.device_bytes)
 
-    @property
-    def draws(self) -> list[Draws | None]:
-        """The random calls of each micro-batch's forward; None if they can't be made without it."""
-        return [each.draws for each in self._operations.loaded]
-
     # -- training steps ------------------------------------------------------------------------------------
 
     @property
@@ -99,14 +92,12 @@ class Executor:
         inputs: Sequence[Sequence[torch.Tensor]],
         *,
         watch: Watch | None = None,
-        rank_draws: RankDraws | None = None,
     ) -> Run:
         """Takes the inputs of a training step.
 
         Args:
             inputs: Per micro-batch: the model's tensor inputs, in order, each where `program.values` has it.
             watch: Takes the time of each operation.
-            rank_draws: The random numbers of this rank, where several train together and the model draws some.
 
         Raises:
             ScheduleError: If the schedule is of a call.
@@ -119,7 +110,7 @@ class Executor:
             _check_number("inputs", tensors, loaded.program.inputs)
         self.engine.refresh()
         starts = [self._operations.start(tensors, number) for number, tensors in enumerate(inputs)]
-        return Run(self._operations, starts, can_repeat=True, watch=watch, rank_draws=rank_draws)
+        return Run(self._operations, starts, can_repeat=True, watch=watch)
 
     # -- calls ---------------------------------------------------------------------------------------------
 

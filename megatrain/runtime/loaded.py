@@ -11,7 +11,6 @@ from megatrain.errors import ExecuteError
 from megatrain.memory.block_image import BlockImage
 from megatrain.passes.kept_results import kept_results
 from megatrain.passes.program import Program, has_parts, shared_templates
-from megatrain.passes.split.dealt_program import whole_of
 from megatrain.runtime.blocks.block import HIDDEN_DRAWS, BlockRunner
 from megatrain.runtime.drawing.draws import Draws
 from megatrain.runtime.engine import Engine
@@ -94,7 +93,7 @@ class Loaded:
             names=[None if place is None else names[place] for place in places],
             entering={key: name for name, key in program.buffers},
             written={new: [key for key, name in program.commits if name == new] for _, new in program.commits},
-            draws=Draws.of(whole_of(program)) if is_training else None,
+            draws=Draws.of(program) if is_training else None,
             results=results,
         )
 

@@ -12,7 +12,6 @@ from megatrain.passes.program import Block
 from megatrain.runtime.blocks.local_graph import LocalGraph
 from megatrain.runtime.call import Call
 from megatrain.runtime.call_start import Start
-from megatrain.runtime.dealt_values import CROSSING, DealtValues
 from megatrain.runtime.engine import Engine
 from megatrain.runtime.forwards import forward_without_graph
 from megatrain.runtime.gradients.landing import KeptLanding, Landing, LandingArena, PlainLanding
@@ -54,7 +53,6 @@ class Operations:
         parts = loaded[0].facts.parts
         self.sink = GradientSink(lambda key: engine.tensors[key], engine.device, parts=parts, landing=landing)
         self._rank_sums = RankSums(engine, loaded[0].program, schedule.kind)
-        self.dealt = DealtValues(engine, loaded, schedule.kind)
         blocks = {what: {i.op.block for i in self.instructions.all if i.op.what == what} for what in "BG"}
         self._without_offload = blocks["B"] - blocks["G"]
 
@@ -142,17 +140,13 @@ class Operations:
             call = calls[micro_batch]
             if kind == "received":
                 call.set_received(number, self._rank_sums.empty(number))
-            elif (name := call.loaded.names[number]) is not None and not self.dealt.take(call, kind, name):
+            elif (name := call.loaded.names[number]) is not None:
                 call.take(name, self.engine.device)
 
     def prefetch(self, taken: Taken, instruction: Instruction) -> None:
-        """W: copies weights, or a section of them, or this rank's shard, into a slot."""
+        """W: copies weights, or a section of them, into a slot."""
         section = section_of(self.schedule, instruction.op)
         self._slots.prefetch(instruction.op.block, instruction.state, persists=instruction.persists, section=section)
-
-    def gather(self, taken: Taken, instruction: Instruction) -> None:
-        """C: the shards of the other ranks."""
-        self._slots.gather(instruction.state, self._rank_sums.go_on)
 
     def park(self, taken: Taken, instruction: Instruction) -> None:
         """A to the host."""
@@ -311,10 +305,8 @@ HANDLERS: dict[tuple[str, str], Handler] = {
     (Stream.HOST, "S"): Operations.squares,
     (Stream.HOST, "N"): Operations.norm,
     (Stream.HOST, "U"): Operations.update,
-    (Stream.GATHER, "C"): Operations.gather,
     (Stream.RECEIVE, "R"): Operations.receive,
     (Stream.SEND, "P"): Operations.pass_on,
-    **CROSSING,
     (Stream.PEERS, "V"): Operations.wait,
 }
 """What does each kind of op, by stream and letter; `megatrain.extending.register_op` adds more."""

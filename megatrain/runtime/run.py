@@ -11,7 +11,6 @@ from megatrain.device import Device
 from megatrain.runtime.call import DONE, FAILED, Call
 from megatrain.runtime.call_start import Start
 from megatrain.runtime.drawing.micro_batch_generators import MicroBatchGenerators
-from megatrain.runtime.drawing.rank_draws import RankDraws
 from megatrain.runtime.operations import Operations
 from megatrain.runtime.streams.stopwatch import Watch
 from megatrain.runtime.taken import StepTrainer
@@ -29,7 +28,6 @@ class Run:
         starts: The starting state of each micro-batch; a call has one.
         can_repeat: A backward may be attempted again.
         watch: Takes the time of each operation.
-        rank_draws: See `Executor.begin`.
 
     Attributes:
         calls: One per micro-batch.
@@ -42,7 +40,6 @@ class Run:
         *,
         can_repeat: bool = False,
         watch: Watch | None = None,
-        rank_draws: RankDraws | None = None,
     ):
         self._operations = operations
         self._watch = watch
@@ -53,10 +50,7 @@ class Run:
         self.calls: list[Call] = []
         parked = engine.parks.take(operations.instructions.park_bytes, len(starts))
         draws, are_random = [each.draws for each in operations.loaded], [start.rng is not None for start in starts]
-        if rank_draws is None:
-            generators = MicroBatchGenerators.of(draws, are_random, engine.device)
-        else:
-            generators = rank_draws.generators(engine.device)
+        generators = MicroBatchGenerators.of(draws, are_random, engine.device)
         for loaded, start, parks, own in zip(operations.loaded, starts, parked, generators, strict=True):
             self.calls.append(Call(engine.meter, parks, start, loaded, generators=own, can_repeat=can_repeat))
 
@@ -70,7 +64,6 @@ class Run:
         engine = self._operations.engine
         engine.give_slots(None)  # another size loses what they hold, also if it fails
         operations = self._operations
-        operations.dealt.begin()
         scheduled = operations.schedule.device_bytes
         engine.reserve_slots(operations.instructions.slot_bytes, scheduled)
         if engine.is_tight(scheduled):

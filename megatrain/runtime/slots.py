@@ -8,7 +8,6 @@ import torch
 
 from megatrain.errors import ExecuteError
 from megatrain.passes.program import Program
-from megatrain.ranks.channels.channel import GoOn
 from megatrain.runtime.engine import Engine
 from megatrain.runtime.stores.host_store import BlockImage, HostStore
 from megatrain.runtime.stores.persisting import Persisting
@@ -24,7 +23,7 @@ class Slots:
         images: Layout of each block's state.
         engine: Holds the store and the arena that slots are cut from.
         program: Whose blocks they are.
-        schedule: Says whose frozen weights stay, and whether weights come in shards.
+        schedule: Says whose frozen weights stay.
     """
 
     def __init__(self, images: Sequence[BlockImage], engine: Engine, program: Program, schedule: Table):
@@ -38,7 +37,6 @@ class Slots:
             for block in schedule.persistent
         }
         self._num_uses = 0
-        self._shards = engine.ranks.shards if engine.ranks is not None and schedule.kind.shards > 1 else None
 
     @property
     def _store(self) -> HostStore:
@@ -60,7 +58,7 @@ class Slots:
     def prefetch(
         self, block: int, where: Bytes | None, *, persists: bool = False, section: Section | None = None
     ) -> None:
-        """Copies a block's state, or this rank's shard of it, to the arena; nothing where state is used in place.
+        """Copies a block's state to the arena; nothing where state is used in place.
 
         Args:
             block: The block.
@@ -74,15 +72,7 @@ class Slots:
         if where is not None and persists:
             self._prefetch_changing(block, where)
         elif where is not None:
-            out = self._engine.arena.write(*where)
-            spans = None if self._shards is None else self._shards.spans(where.nbytes)
-            self._store.prefetch(self._images[block], out, section=section, spans=spans)
-
-    def gather(self, where: Bytes | None, go_on: GoOn) -> None:
-        """Fills bytes of the arena that have this rank's shard of a block with those of the other ranks of its host."""
-        assert where is not None
-        assert self._shards is not None
-        self._shards.gather(self._engine.arena.slot(*where), go_on)
+            self._store.prefetch(self._images[block], self._engine.arena.write(*where), section=section)
 
     def _prefetch_changing(self, block: int, where: Bytes) -> None:
         """Copies the part of a block's state that changes from step to step, and the rest if it isn't there."""

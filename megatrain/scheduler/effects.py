@@ -11,12 +11,10 @@ from collections.abc import Collection, Iterator
 
 from megatrain.errors import ScheduleError
 from megatrain.scheduler.items import NO_BLOCK, Effect, Item, OpKind, Sections, Stream, divided
-from megatrain.scheduler.kinds import crossing_effects, host_effects
-from megatrain.scheduler.kinds.crossing_effects import Crossings
 from megatrain.scheduler.parking import Parks, turn_block
 from megatrain.scheduler.step_kind import StepKind
 from megatrain.scheduler.workload import Workload
-from megatrain.sizes import SUM_PIECE_BYTES, gathered_bytes
+from megatrain.sizes import SUM_PIECE_BYTES
 
 
 class Effects:
@@ -49,7 +47,6 @@ class Effects:
         self.parked, self.sections = parked, sections
         self.persistent, self.deferred = frozenset(persistent), frozenset(deferred)
         self.inputs, self.outputs, self.kept = workload.inputs(), workload.outputs(), workload.results()
-        self.crossings = Crossings(workload)
         goes_back = kind.mode != "forward"
         self.has_gradient = [goes_back and workload.has_value_gradient(i) for i in range(len(workload.values))]
         self.gradient_blocks = workload.gradient_blocks()
@@ -136,7 +133,7 @@ class Effects:
 
     def loss_workspace(self, what: str, block: int, micro_batch: int) -> int:
         """Device bytes that the caller's loss takes before an op, beyond its items: its gradients come afterwards."""
-        is_turn = self.turn == (what, block) and what == "B" and self.kind.has_losses
+        is_turn = self.turn == (what, block) and what == "B"
         if self.kind.mode != "train" or self.kind.outputs == "keep" or not is_turn:
             return 0
         return max(0, self.workload.loss_bytes - _gradients_made(self, block, micro_batch)[0])
@@ -157,13 +154,7 @@ class Effects:
 def _prefetch(step: Effects, block: int, micro_batch: int) -> Effect:
     work = step.workload.blocks[block]
     moves = step.copied(work.state_bytes - (work.frozen_bytes if block in step.persistent else 0))
-    moves -= gathered_bytes(work.state_bytes, step.kind.shards)
     return Effect(tuple(step.state(block)), (Item("weights", block),), moves=moves)
-
-
-def _gather(step: Effects, block: int, micro_batch: int) -> Effect:
-    weights = (Item("weights", block),)  # whole from now on
-    return Effect(weights, weights, moves=gathered_bytes(step.workload.blocks[block].state_bytes, step.kind.shards))
 
 
 def _forward(step: Effects, block: int, micro_batch: int) -> Effect:
@@ -185,9 +176,6 @@ def _backward(step: Effects, block: int, micro_batch: int) -> Effect:
     held = [*step.inputs[block], *(step.outputs[block] if is_saved else step.kept[block] if has_results else ())]
     reads = [step.value(index, micro_batch, is_forward=False) for index in held]
     reads += [Item("gradient", index, micro_batch) for index in step.outputs[block] if step.has_gradient[index]]
-    # Of inputs that other devices read later, their part of the sum.
-    returning = (index for index in step.inputs[block] if step.workload.values[index].returning is not None)
-    reads += [Item("gradient", index, micro_batch) for index in returning]
     reads += [Item("saved" if is_saved else "record", block, micro_batch), *step.weights(block)]
     reads += step.loss_reads("B", block, micro_batch)
     adds = [Item("gradient", index, micro_batch) for index in step.inputs[block] if step.has_gradient[index]]
@@ -220,8 +208,7 @@ def _gradients_made(step: Effects, block: int, micro_batch: int) -> tuple[int, i
     for index in step.inputs[block] if work.has_backward else ():
         value = step.workload.values[index]
         if step.has_gradient[index] and not value.on_host:
-            is_begun = value.is_output or value.returning is not None
-            is_added = is_begun or step.workload.backward_readers(index)[-1] != block
+            is_added = value.is_output or step.workload.backward_readers(index)[-1] != block
             first, further = (first, further + value.nbytes) if is_added else (first + value.nbytes, further)
     return first, further
 
@@ -261,6 +248,30 @@ def _pass(step: Effects, block: int, micro_batch: int) -> Effect:
     return _leaving(step, block, (Item("passed", block),), step.workload.blocks[block].gradient_bytes)
 
 
+def _squares(step: Effects, block: int, micro_batch: int) -> Effect:
+    # Gradients that several blocks share are whole with the last of them, which reads the sum.
+    return Effect((Item("landed", block),), (Item("squares", block),), moves=step.workload.blocks[block].gradient_bytes)
+
+
+def _norm(step: Effects, block: int, micro_batch: int) -> Effect:
+    summing = step.workload.update_blocks() if step.kind.reports_norm else step.gradient_blocks
+    return Effect(tuple(Item("squares", b) for b in summing), (Item("norm", NO_BLOCK),))
+
+
+def _update(step: Effects, block: int, micro_batch: int) -> Effect:
+    kind = "waiting" if block in step.deferred else "landed"
+    group, blocks = step.workload.update_group(block), step.workload.blocks
+    reads = [Item(kind, b) for b in group if blocks[b].has_backward and blocks[b].gradient_bytes > 0]
+    reads += [Item("norm", NO_BLOCK)] * step.kind.clip + [Item("left", NO_BLOCK)] * (step.kind.updates == "serial")
+    also = ["squares"] * step.kind.reports_norm + ["part"] * step.kind.is_shared
+    moves = blocks[block].update_bytes + blocks[block].gradient_bytes * step.kind.reports_norm
+    return Effect(tuple(reads), tuple(Item(what, block) for what in ["state", *also]), moves=moves)
+
+
+def _whole(step: Effects, block: int, micro_batch: int) -> Effect:
+    return Effect((Item("part", block),), (Item("state", block),))
+
+
 KINDS: dict[tuple[str, str], OpKind] = {
     (kind.stream, kind.what): kind
     for kind in (
@@ -273,21 +284,14 @@ KINDS: dict[tuple[str, str], OpKind] = {
         OpKind(Stream.D2H, "A", _park, per_micro_batch=True),
         OpKind(Stream.D2H, "G", _offload),
         # Squares of a block's gradients, the norm of all of them, and an optimizer's update.
-        OpKind(Stream.HOST, "S", host_effects.squares),
-        OpKind(Stream.HOST, "N", host_effects.norm, has_block=False),
-        OpKind(Stream.HOST, "U", host_effects.update, has_sections=True),
-        # What the other devices of this host have of a block's weights.
-        OpKind(Stream.GATHER, "C", _gather, has_slot=True),
+        OpKind(Stream.HOST, "S", _squares),
+        OpKind(Stream.HOST, "N", _norm, has_block=False),
+        OpKind(Stream.HOST, "U", _update, has_sections=True),
         # Sums of gradients of parameters: from the rank before, and to the next one.
         OpKind(Stream.RECEIVE, "R", _receive),
         OpKind(Stream.SEND, "P", _pass),
-        # Where blocks are dealt to devices: values between blocks, and their gradients.
-        OpKind(Stream.RECEIVE, "X", crossing_effects.come, per_micro_batch=True),
-        OpKind(Stream.RECEIVE, "D", crossing_effects.gradients_come, per_micro_batch=True),
-        OpKind(Stream.SEND, "X", crossing_effects.go, per_micro_batch=True),
-        OpKind(Stream.SEND, "D", crossing_effects.gradients_go, per_micro_batch=True),
         # The updates of a block by the other ranks that share its state, for all of which its readers wait.
-        OpKind(Stream.PEERS, "V", host_effects.whole),
+        OpKind(Stream.PEERS, "V", _whole),
     )
 }
 """Every kind of op, by stream and letter; `megatrain.extending.register_op` adds more."""

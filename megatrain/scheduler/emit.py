@@ -76,11 +76,10 @@ class _Maker:
         self._leaves = self._last_readers()
         backwards = [(position, op) for position, op in table.positions() if op.what == "B"]
         self._recomputed = {op.block for _, op in backwards}.difference(table.saves)
-        has_losses = table.kind.has_losses
-        self._turns = {op.micro_batch: position for position, op in reversed(backwards) if has_losses}
+        self._turns = {op.micro_batch: position for position, op in reversed(backwards)}
 
     def instruction(self, position: Position, op: Op) -> Instruction:
-        load = position if op.what in "WC" else self._bindings.get(position)
+        load = position if op.what == "W" else self._bindings.get(position)
         return Instruction(
             position=position,
             op=op,

@@ -14,7 +14,6 @@ from megatrain.hardware.update_traffic import UPDATE_TRAFFIC, update_traffic
 from megatrain.passes.interpret import reads_values
 from megatrain.passes.kept_results import kept_results
 from megatrain.passes.program import Block, Program, has_parts
-from megatrain.passes.split.dealt_program import DealtProgram
 from megatrain.passes.trained_blocks import has_backward, trained_holders
 from megatrain.scheduler.builder.build import STEP, build
 from megatrain.scheduler.builder.sections import first_deferred, worthwhile_sections
@@ -42,7 +41,6 @@ def workload(program: Program, *, update_traffic: int | None = None, masters: st
         blocks=tuple(_block_work(program, block, updates[block.index]) for block in program.blocks),
         values=(*_value_works(program), *_result_works(program)),
         storages=(*_storages(program), *(spec.nbytes for _, found in kept_results(program) for _, spec in found)),
-        numbers=program.numbers if isinstance(program, DealtProgram) else (),
         last_reads_values=any(reads_values(program.templates[b.template].graph) for b in program.blocks[-1:]),
     )
 
@@ -275,8 +273,6 @@ def _block_work(program: Program, block: Block, update: _Update) -> BlockWork:
 
 def _value_works(program: Program) -> tuple[ValueWork, ...]:
     readers = program.readers()
-    is_dealt = isinstance(program, DealtProgram)
-    comes, goes = (program.comes, program.goes) if is_dealt else ({}, {})
     commits = {name for _, name in program.commits}
     ends = {o.name for o in program.outputs if o.kind == "value"} | commits
     sharers: dict[int, int] = {}
@@ -291,15 +287,13 @@ def _value_works(program: Program) -> tuple[ValueWork, ...]:
             readers=readers[value.name],
             is_output=value.name in ends,
             has_gradient=value.requires_grad,
-            is_parkable=(value.producer is not None or value.name in comes)
+            is_parkable=value.producer is not None
             and value.name not in ends
             and not value.spec.on_host
             and sharers[value.storage] == 1
             and value.storage_bytes == value.spec.nbytes,
             is_committed=value.name in commits,
             on_host=value.spec.on_host,
-            comes=comes.get(value.name),
-            goes=goes.get(value.name, ()),
         )
         for value in program.values.values()
     )

@@ -27,13 +27,11 @@ class Stream(str):
     RECEIVE: ClassVar[Stream]
     SEND: ClassVar[Stream]
     PEERS: ClassVar[Stream]
-    GATHER: ClassVar[Stream]
 
 
 Stream.H2D, Stream.COMPUTE, Stream.D2H, Stream.HOST = map(Stream, ("h2d", "compute", "d2h", "host"))
 Stream.RECEIVE, Stream.SEND, Stream.PEERS = map(Stream, ("receive", "send", "peers"))
-Stream.GATHER = Stream("gather")
-BETWEEN_RANKS = (Stream.GATHER, Stream.RECEIVE, Stream.SEND, Stream.PEERS)
+BETWEEN_RANKS = (Stream.RECEIVE, Stream.SEND, Stream.PEERS)
 """Streams that only the steps of several ranks have."""
 
 

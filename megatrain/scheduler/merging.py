@@ -60,7 +60,6 @@ def merge(workloads: Sequence[Workload]) -> Merged:
             values=tuple(values),
             storages=tuple(storages.nbytes),
             loss_bytes=max(w.loss_bytes for w in workloads),
-            numbers=workloads[0].numbers,
             last_reads_values=any(w.last_reads_values for w in workloads),
         ),
         tuple(tuple(own.get(index) for index in range(len(values))) for own in places),
@@ -158,8 +157,6 @@ def _most_kept(same: Sequence[BlockWork]) -> KeptWork | None:
 
 def _differences(first: Workload, other: Workload) -> Iterator[str]:
     """Says in what the blocks of another workload differ."""
-    if first.numbers != other.numbers:
-        yield f"its blocks have the numbers {list(other.numbers)}, not {list(first.numbers)}"
     if len(first.blocks) != len(other.blocks):
         yield f"it has {counted(len(other.blocks), 'block')}, not {len(first.blocks)}"
     for index, (here, there) in enumerate(zip(first.blocks, other.blocks, strict=False)):

@@ -18,12 +18,6 @@ OUTPUTS = ("keep", "release")
 RANKS = ("alone", "first", "middle", "last")
 # Whose host memory holds the state: this process's own, or that of several ranks of one host, which divide the updates.
 STORES = ("own", "shared")
-# Where the caller's losses are computed: on this device, or on another one to which blocks are dealt.
-LOSSES = ("here", "elsewhere")
-# Into how many shards the weights of a block are divided; one for each rank of a host, or whole weights for each rank.
-MOST_SHARDS = 1024
-# To how many devices the blocks of a model are dealt.
-MOST_DEVICES = 1024
 # A table has some rows for each micro-batch and block, and takes longer to check the more rows it has: this many take
 # minutes.
 MOST_MICRO_BATCHES = 10_000
@@ -41,9 +35,6 @@ KIND_RULES = {
     **KIND_RULES,
     ranks=one_of(*RANKS),
     store=one_of(*STORES),
-    shards=count(1, MOST_SHARDS),
-    devices=count(1, MOST_DEVICES),
-    losses=one_of(*LOSSES),
 )
 @dataclass(frozen=True, slots=True)
 class StepKind:
@@ -69,13 +60,6 @@ class StepKind:
             total of all ranks from the last one.
         store: `"own"`, or `"shared"`: the ranks of this host share one store, a `U` updates this rank's part of a
             block's parameters, and a `V` after it waits until the other ranks have updated theirs.
-        shards: Into how many shards a block's weights are divided. With several, each rank of a host copies one of them
-            to its device, and a `C` after the `W` gathers the others from the other devices (all-gather). Only where
-            ranks share a store, and weights are copied.
-        devices: To how many devices the blocks of the model are dealt. With several, each runs all micro-batches
-            through its own blocks and updates these; values come and go by `X`, their gradients by `D`. `ranks` then
-            says where this host stands: the ranks of all hosts that have the same blocks share their sums.
-        losses: `"here"`, or `"elsewhere"`: another of these devices has the outputs.
 
     Raises:
         OptionError: If a part has another value, or belongs to a training step but the mode isn't `"train"`.
@@ -93,9 +77,6 @@ class StepKind:
     reports_norm: bool = False
     ranks: str = RANKS[0]
     store: str = STORES[0]
-    shards: int = 1
-    devices: int = 1
-    losses: str = LOSSES[0]
 
     def __post_init__(self) -> None:
         if self.mode != "train" and self.is_training_step:
@@ -115,13 +96,6 @@ class StepKind:
                 "  A process alone shares its store with nobody.\n"
                 "  Say where this rank stands, or leave store out."
             )
-        if self.shards > 1 and not (self.is_shared and self.transfer == "copy"):
-            raise OptionError(
-                f'shards={self.shards} with store="{self.store}" and transfer="{self.transfer}" is impossible.\n'
-                "  The devices of one host gather weights that come from one store, each a part.\n"
-                '  Use store="shared" and transfer="copy", or leave shards out.'
-            )
-        self._check_dealt()
         if self.reports_norm and (self.clip or self.updates not in ("overlap", "serial")):
             raise OptionError(
                 f'reports_norm=True with clip={self.clip} and updates="{self.updates}" is impossible.\n'
@@ -135,42 +109,6 @@ class StepKind:
                 '  Use updates="deferred" or "serial".'
             )
 
-    def _check_dealt(self) -> None:
-        is_late = self.updates in ("deferred", "spread")
-        if self.is_dealt and (self.mode != "train" or not self.is_training_step or is_late):
-            raise OptionError(
-                f'devices={self.devices} with mode="{self.mode}" and updates="{self.updates}" is impossible.\n'
-                "  Blocks are dealt for training steps, of one process's order of sums, that leave no update due.\n"
-                '  Use mode="train" with updates="overlap" or "serial"; or leave devices out.'
-            )
-        if self.is_dealt and self.is_shared:
-            raise OptionError(
-                f'devices={self.devices} with store="{self.store}" is impossible.\n'
-                "  Ranks that divide updates have the same blocks; where they are dealt, each updates its own.\n"
-                "  Leave store out."
-            )
-        if self.is_dealt and self.has_other_ranks and self.micro_batches == 1:
-            raise OptionError(
-                f'devices={self.devices} with ranks="{self.ranks}" and one micro-batch is impossible.\n'
-                "  Of several hosts that deal the blocks each has several ranks, and each rank gives a micro-batch.\n"
-                "  Use as many micro-batches as devices at least, or leave ranks out."
-            )
-        if not self.is_dealt and not self.has_losses:
-            raise OptionError(
-                f'losses="{self.losses}" with one device is impossible.\n'
-                "  A step of one device has its losses there.\n  Give devices, or leave losses out."
-            )
-
-    @property
-    def is_dealt(self) -> bool:
-        """Whether only some blocks of the model are on this device."""
-        return self.devices > 1
-
-    @property
-    def has_losses(self) -> bool:
-        """Whether the caller makes losses here."""
-        return self.losses == LOSSES[0]
-
     @property
     def is_training_step(self) -> bool:
         """Whether it is more than one call: it has micro-batches, updates, a norm or released outputs."""
@@ -180,14 +118,6 @@ class StepKind:
     def has_other_ranks(self) -> bool:
         """Whether several processes take it together."""
         return self.ranks != RANKS[0]
-
-    @property
-    def may_run_again(self) -> bool:
-        """Whether a rank may run its forwards again ahead of the first backward.
-
-        Where ranks gather weights, or blocks are dealt, they need each other from the first forward on.
-        """
-        return self.shards == 1 and not self.is_dealt
 
     @property
     def adding_op(self) -> str | None:

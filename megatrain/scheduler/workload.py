@@ -10,7 +10,6 @@ from typing import Any
 from megatrain.checks import checked, shown
 from megatrain.errors import ScheduleError
 from megatrain.hardware.work import Kernels, Works, fault_of_works, products
-from megatrain.ranks.legs import Crossing
 from megatrain.scheduler.works import BlockWork, KeptWork, ValueWork
 
 
@@ -28,8 +27,6 @@ class Workload:
         storages: Bytes of each storage, on the device, or on the host if its values are.
         loss_bytes: Device bytes that the caller's loss of one micro-batch and its backward take, beyond the outputs and
             their gradients; in a training step, whose schedule has the loss between forward and backward.
-        numbers: Where blocks are dealt to several devices: the number in the whole model of each block here. Empty
-            where all blocks are here.
         last_reads_values: Whether Python code reads values in the forward of the last block. Ranks may have to run such
             a forward again with another capture, so no backward of theirs begins before all forwards are over.
     """
@@ -38,7 +35,6 @@ class Workload:
     values: tuple[ValueWork, ...]
     storages: tuple[int, ...]
     loss_bytes: int = 0
-    numbers: tuple[int, ...] = ()
     last_reads_values: bool = False
 
     def inputs(self) -> list[list[int]]:
@@ -98,7 +94,7 @@ class Workload:
             return False
         if work.producer is not None and not self.blocks[work.producer].has_backward:
             return False
-        if (work.is_output and work.producer is not None) or work.returning is not None:
+        if work.is_output and work.producer is not None:
             return True
         return bool(self.backward_readers(value))
 
@@ -120,11 +116,6 @@ class Workload:
             self._check_update(index, block)
         _check_counts("a storage", dict(enumerate(self.storages)))
         _check_counts("the loss", {"loss_bytes": self.loss_bytes})
-        if self.numbers and (len(self.numbers) != len(self.blocks) or any(a >= b for a, b in pairwise(self.numbers))):
-            raise ScheduleError(
-                f"the numbers {list(self.numbers)} can't be those of {len(self.blocks)} blocks.\n"
-                "  Each block has a number in the whole model, ascending."
-            )
         sharers = [0] * len(self.storages)
         for value in self.values:
             self._check_value(value)
@@ -173,30 +164,12 @@ class Workload:
             )
         if not 0 <= value.storage < len(self.storages):
             raise ScheduleError(f"value {value.name} has storage {value.storage}, which doesn't exist.")
-        self._check_crossings(value)
         first = 0 if value.producer is None else value.producer + 1
-        first = first if value.comes is None else value.comes.forward
         path = (first - 1, *value.readers, len(self.blocks))
         if (value.producer or 0) < 0 or first > len(self.blocks) or any(a >= b for a, b in pairwise(path)):
             raise ScheduleError(
                 f"value {value.name} of block {value.producer} is read by blocks {list(value.readers)}.\n"
                 "  Readers come after the producer, ascending, each once."
-            )
-
-    def _check_crossings(self, value: ValueWork) -> None:
-        here = (*(() if value.comes is None else (value.comes,)), *value.goes)
-        blocks = {block for each in here for block in (each.forward, each.backward) if block is not None}
-        is_known = all(0 <= block < len(self.blocks) for block in blocks) and (self.numbers or not here)
-        backward = [each for each in here if each.backward is not None]
-        has_one = value.has_gradient and all(self.blocks[b.backward or 0].has_backward for b in backward)
-        is_one = sum(each.backward is not None for each in value.goes) <= 1
-        is_made_here = value.producer is not None or value.is_output or value.is_committed
-        if not is_known or not is_one or (backward and not has_one) or (value.comes is not None and is_made_here):
-            raise ScheduleError(
-                f"value {value.name} can't come from another device, or go there, as stated.\n"
-                "  A value that comes is computed by no block here and isn't returned. Blocks are those of this "
-                "device, which have numbers.\n"
-                "  A gradient comes back from one device at most, and needs backwards here."
             )
 
     def _keeps(self, block: int | None) -> bool:
@@ -224,7 +197,6 @@ class Workload:
                 values=tuple(_read_value(**value) for value in data["values"]),
                 storages=tuple(data["storages"]),
                 loss_bytes=data.get("loss_bytes", 0),
-                numbers=tuple(data.get("numbers", ())),
                 last_reads_values=data.get("last_reads_values", False),
             )
         except (ValueError, KeyError, TypeError) as error:
@@ -258,9 +230,8 @@ def _read_works(found: Any) -> Works:
     return tuple(Kernels(*work) for work in found)
 
 
-def _read_value(*, readers: list[int], comes: Any = None, goes: Sequence[Any] = (), **rest: Any) -> ValueWork:
-    origin = None if comes is None else Crossing(**comes)
-    return ValueWork(readers=tuple(readers), comes=origin, goes=tuple(Crossing(**each) for each in goes), **rest)
+def _read_value(*, readers: list[int], **rest: Any) -> ValueWork:
+    return ValueWork(readers=tuple(readers), **rest)
 
 
 def _check_works(owner: str, work: BlockWork) -> None:

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 
 from megatrain.checks import checked
 from megatrain.hardware.work import MEMORY, Kernels, Works
-from megatrain.ranks.legs import Crossing
 
 
 @checked()
@@ -28,8 +27,6 @@ class ValueWork:
         on_host: It and its gradient are in host memory, as in eager; they take no bytes of the device and never move.
         is_result: Its producer's forward keeps it for its own backward, which then computes less; only where the
             schedule keeps the block's results. Nothing else reads it.
-        comes: Where blocks are dealt to several devices: from which one it comes. Then no block here computes it.
-        goes: To which ones it goes. From at most one of them a gradient comes back.
     """
 
     name: str
@@ -43,23 +40,11 @@ class ValueWork:
     is_committed: bool = False
     on_host: bool = False
     is_result: bool = False
-    comes: Crossing | None = None
-    goes: tuple[Crossing, ...] = ()
 
     @property
     def is_there(self) -> bool:
-        """Whether it is there when a step begins: no block computes it, and it comes from no other device."""
-        return self.producer is None and self.comes is None
-
-    @property
-    def begin(self) -> int | None:
-        """The block with whose forward it begins: its producer, or the first block after it has come."""
-        return self.producer if self.comes is None else self.comes.forward
-
-    @property
-    def returning(self) -> Crossing | None:
-        """The device to which it goes whose gradient of it comes back; None if none does."""
-        return next((crossing for crossing in self.goes if crossing.backward is not None), None)
+        """Whether it is there when a step begins: no block computes it."""
+        return self.producer is None
 
 
 @checked()

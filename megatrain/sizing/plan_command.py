@@ -6,7 +6,6 @@ import argparse
 from collections.abc import Callable
 from dataclasses import fields
 
-from megatrain.planning.what_if.several_devices import NETWORK
 from megatrain.sizing.sized import print_sizing
 from megatrain.sizing.sizing_options import ALL, SizingOptions, check_options
 
@@ -24,16 +23,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     _add(parser, "--sequence", int, "tokens of a sequence (default: 4096, or what the model takes if that is less)")
     _add(parser, "--tokens-per-step", int, "tokens of a step (default: 65536)")
     _add(parser, "--micro-batch", int, "sequences in a micro-batch (default: those with the shortest step that fits)")
-    _add(parser, "--devices", int, "devices of one host that share a step's tokens (default: 1)")
-    _add(parser, "--hosts", int, "hosts that have so many devices each (default: 1)")
-    _add(parser, "--network", str, f"what goes from one host to another in a second, each way (default: {NETWORK})")
-    _add(
-        parser,
-        "--link",
-        str,
-        "what a device gets from the others of its host in a second, or none (default: NVLink's, if it has some)",
-    )
-    _add(parser, "--across-devices", str, "auto, or round: the blocks are dealt to the devices (default: auto)")
     _add(parser, "--host-bandwidth", str, "what the host's memory reads and writes in a second, such as 400GB")
     _add(parser, "--lora", int, "train adapters of this rank on all linear layers, and leave the model's own weights")
     _add(parser, "--optimizer", str, "an optimizer of torch.optim (default: adamw)")

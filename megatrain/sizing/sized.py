@@ -20,8 +20,6 @@ from megatrain.planning.plan import Plan
 from megatrain.planning.planned_step import UNBOUNDED
 from megatrain.planning.planner import Planner, StepOptions
 from megatrain.planning.what_if.alternatives import alternatives
-from megatrain.planning.what_if.devices_plan import DevicesPlan
-from megatrain.planning.what_if.several_devices import best_on_devices, hosts_of
 from megatrain.planning.what_if.ways_out import refusal
 from megatrain.progress import stage
 from megatrain.reporting.report_file import check_report_path
@@ -61,32 +59,21 @@ def print_sizing(options: SizingOptions) -> None:
             row_of(planner, options, sizes, samples, name)
             for name in tqdm(Hardware.presets(), desc="planning", unit="machine", leave=False, disable=None)
         ]
-        print(_step_line(options, samples, source, None))
+        print(_step_line(samples, source, None))
         print(table_text(rows))
         return
     found = _staged("planning", lambda: batch_on(planner, options, sizes, samples, options.hardware))
-    several = None
-    if options.num_devices > 1 and found.plan.fits:
-        hosts = hosts_of(options.hosts, options.network)
-        plans = [each.plan for each in found.tried]
-        ways = hosts, options.link, options.across_devices
-        several = _staged("planning devices", lambda: best_on_devices(plans, options.num_devices, *ways))
-        found = next(replace(each, tried=found.tried) for each in found.tried if each.plan is several.alone)
-    print(_step_line(options, samples, source, found))
+    print(_step_line(samples, source, found))
     print(f"\n{found.plan}")
     _print_more(options, found)
-    if several is not None:
-        print(f"\n{several}")
     if found.plan.fits:
-        _draw(options, found.plan if several is None else several)
-    if several is not None:
-        several.check()
+        _draw(options, found.plan)
     error = _staged("looking for ways out", lambda: refusal(found.plan, IN_COMMAND))
     if error is not None:
         raise error
 
 
-def _draw(options: SizingOptions, plan: Plan | DevicesPlan) -> None:
+def _draw(options: SizingOptions, plan: Plan) -> None:
     """Writes the page and the trace that are asked for."""
     if options.report is None:
         return
@@ -187,15 +174,13 @@ def _sizes(options: SizingOptions, source: ModelSizes) -> Mapping[str, int]:
 
 
 def _samples(options: SizingOptions, source: ModelSizes) -> int:
-    """Sequences of a step of one device."""
-    length, size = source.sizes.get(SEQUENCE, 1), options.micro_batch or 1
-    return samples_of(options.tokens_per_step, size * options.num_devices, length) // options.num_devices
+    """Sequences of a step."""
+    return samples_of(options.tokens_per_step, options.micro_batch or 1, source.sizes.get(SEQUENCE, 1))
 
 
-def _step_line(options: SizingOptions, samples: int, source: ModelSizes, found: StepSplit | None) -> str:
+def _step_line(samples: int, source: ModelSizes, found: StepSplit | None) -> str:
     length = source.sizes.get(SEQUENCE, 1)
-    each = "" if options.num_devices == 1 else f" of each of {options.num_devices} devices"
-    text = f"step{each}: {counted(samples * length, 'token')}, {counted(samples, 'sequence')} of {length}"
+    text = f"step: {counted(samples * length, 'token')}, {counted(samples, 'sequence')} of {length}"
     if found is None:
         return text
     text += f", as {counted(found.count, 'micro-batch')} of {found.size}"

@@ -11,10 +11,8 @@ from megatrain.checks import PATH, Rule, count, one_of, optional
 from megatrain.counts import counted
 from megatrain.errors import OptionError
 from megatrain.hardware.hardware import Hardware
-from megatrain.hardware.presets import PRESETS
-from megatrain.options import ACROSS_DEVICES, COMPILE, PRECISION, ROUND, SHARD
+from megatrain.options import COMPILE, PRECISION
 from megatrain.planning.model_sizes import DEPTH, LORA, MICRO_BATCH, SEQUENCE
-from megatrain.planning.what_if.several_devices import LINK, MOST_DEVICES, NO_LINK
 from megatrain.planning.what_if.variation import Spelling, size
 from megatrain.scheduler.builder.build import STEP
 from megatrain.sizes import SIZE
@@ -35,11 +33,6 @@ RULES: Mapping[str, Rule] = {
     "host_memory": optional(SIZE),
     "sequence": optional(count(2, 2**24)),
     "tokens_per_step": count(1, 2**40),
-    "devices": count(1, 64),
-    "hosts": count(1, 64),
-    "network": optional(SIZE),
-    "link": LINK,
-    "across_devices": ACROSS_DEVICES,
     "host_bandwidth": optional(SIZE),
     "micro_batch": optional(count(1, 2**16)),
     "lora": count(0, 2**16),
@@ -83,13 +76,6 @@ class SizingOptions:
         sequence: Tokens of a sequence; None is 4096, or what the model takes if that is less.
         tokens_per_step: Tokens of a step.
         micro_batch: Sequences in a micro-batch; None takes the number with the shortest step.
-        devices: Devices of one host that share a step's tokens.
-        hosts: Hosts that have so many devices each.
-        network: Bytes that go from one host to another in a second, each way; None is 200 Gbit/s.
-        link: Bytes that a device gets from the others of its host in a second, over links such as NVLink; `"none"` if
-            there are none, None is what the machine has.
-        across_devices: How the work is divided among the devices: `"auto"`, `"replicate"`, `"shard"` or `"round"`; as
-            for a plan.
         host_bandwidth: Bytes a second that the host's memory reads and writes; None is that of the machine.
         lora: Rank of adapters; 0 trains all weights.
         optimizer: A class of torch.optim, in small letters.
@@ -103,7 +89,7 @@ class SizingOptions:
         why: Reasons are printed.
         alternatives: A table of alternatives is.
         largest: The largest of this size that fits is.
-        report: The page on which the step is drawn, or None; with several devices the lanes of all of them.
+        report: The page on which the step is drawn, or None.
         trace: The file of its trace for Perfetto, or None.
 
     Raises:
@@ -117,11 +103,6 @@ class SizingOptions:
     sequence: int | None = None
     tokens_per_step: int = TOKENS_PER_STEP
     micro_batch: int | None = None
-    devices: int = 1
-    hosts: int = 1
-    network: int | str | None = None
-    link: int | str | None = None
-    across_devices: str = "auto"
     host_bandwidth: int | str | None = None
     lora: int = 0
     optimizer: str = "adamw"
@@ -158,7 +139,6 @@ class SizingOptions:
             )
         if self.trace is not None and self.report is None:
             raise OptionError("--trace goes with --report.\n  Both draw the same step.\n  Give --report FILE as well.")
-        self._check_devices()
         if self.host_bandwidth is not None and self.hardware is None:
             raise OptionError(
                 "--host-bandwidth without --hardware says nothing.\n"
@@ -169,69 +149,6 @@ class SizingOptions:
                 f"--masters rounded and --precision {self.precision} exclude each other.\n"
                 "  fp32 parameters are their own masters.\n  Leave out one of them."
             )
-
-    def _check_devices(self) -> None:
-        if self.num_devices > MOST_DEVICES:
-            raise OptionError(
-                f"--hosts {self.hosts} of --devices {self.devices} have {counted(self.num_devices, 'device')}.\n"
-                f"  A step of several devices is planned for at most {MOST_DEVICES}.\n  Give fewer of them."
-            )
-        if self.num_devices > 1 and (self.hardware in (None, ALL) or PRESETS[str(self.hardware)].is_unified):
-            raise OptionError(
-                f"{'--devices' if self.devices > 1 else '--hosts'} needs a machine with cards in a host.\n"
-                "  The seconds of their step follow from the rates of one machine.\n"
-                "  Name it with --hardware, such as rtx-4090; or leave it out."
-            )
-        if self.network is not None and self.hosts == 1:
-            raise OptionError(
-                "--network without --hosts says nothing.\n"
-                "  Devices of one host reach each other through its memory.\n"
-                "  Give --hosts as well, or leave out --network."
-            )
-        if self.link is not None and self.devices == 1:
-            raise OptionError(
-                "--link without --devices says nothing.\n  It is what a device gets from the others of its host.\n"
-                "  Give --devices as well, or leave out --link."
-            )
-        self._check_across_devices()
-
-    def _check_across_devices(self) -> None:
-        """Refuses ways to divide the work among devices that aren't there.
-
-        Raises:
-            OptionError: Naming the options.
-        """
-        way = self.across_devices
-        if way in (SHARD, ROUND) and self.devices == 1:
-            raise OptionError(
-                f"--across-devices {way} with --devices 1 is impossible.\n"
-                "  Weights are divided among several devices of a host.\n"
-                "  Give --devices 2 or more, or leave out --across-devices."
-            )
-        if way in (SHARD, ROUND) and self.masters == "rounded":
-            raise OptionError(
-                f"--across-devices {way} with --masters rounded is impossible.\n"
-                "  Shards, and blocks that are dealt to devices, come from one store; such masters aren't shared.\n"
-                "  Leave out one of them."
-            )
-        if way == ROUND and self.link is not None:
-            raise OptionError(
-                f"--across-devices round with --link {self.link} is impossible.\n"
-                "  What crosses from one device to another goes through the host's memory.\n"
-                "  Leave out one of them."
-            )
-        has_links = self.link not in (None, NO_LINK)
-        if way == SHARD and not has_links and (self.link or PRESETS[str(self.hardware)].peers is None):
-            raise OptionError(
-                f"--across-devices shard with --link {self.link or 'left out'} and {self.hardware} is impossible.\n"
-                "  Each device copies a part of the weights, and gathers the rest over links such as NVLink.\n"
-                "  Give --link 400GB, say, or leave out one of them."
-            )
-
-    @property
-    def num_devices(self) -> int:
-        """Devices of all hosts."""
-        return self.devices * self.hosts
 
     @property
     def torch_optimizer(self) -> str:

@@ -54,19 +54,11 @@ class Differentiated:
 
 
 class FollowingLoss(ABC):
-    """A loss that follows steps: what makes it gets ready ahead of each, and hears all losses behind."""
+    """A loss that follows steps: what makes it hears all losses after each."""
 
     @abstractmethod
     def __call__(self, result: Any, given: Any) -> Any:
         """Makes the loss of one micro-batch, as any `loss=` does."""
-
-    @abstractmethod
-    def get_ready(self, batches: Sequence[MicroBatch]) -> None:
-        """A step begins in which this rank makes the losses of these micro-batches. Calls of the model may still run.
-
-        Args:
-            batches: All micro-batches whose losses are made here. Those that other ranks have given were pickled.
-        """
 
     @abstractmethod
     def hear(self, losses: Sequence[torch.Tensor]) -> None:

@@ -123,8 +123,6 @@ class Boundary:
             self._skip(updates)
         elif not running.has_begun:
             updates.begin()
-            if running.kind.is_dealt:
-                updates.finish()  # all that is left is on other ranks
         self._close(run, running, updates)
 
     def _skip(self, updates: Updates) -> None:

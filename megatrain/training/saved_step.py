@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import base64
 import os
+import pickle
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -48,6 +50,9 @@ def save(
     weights: bool,
 ) -> None:
     """Writes a checkpoint; see `TrainStep.save`."""
+    generators = saving.generators_now(compiled.options.device)
+    told = together.tell_all("save()", {"generators": base64.b64encode(pickle.dumps(generators)).decode()})
+    of_ranks = [] if told is None else [pickle.loads(base64.b64decode(word["generators"])) for word in told]
 
     def draft(has_values: bool) -> CheckpointDraft:
         if compiled.has_unread_weights:
@@ -55,7 +60,8 @@ def save(
         state = State.of(compiled)
         values = {
             "progress": asdict(progress),
-            "generators": saving.generators_now(compiled.options.device),
+            "generators": generators,
+            **({_OF_RANKS: of_ranks} if of_ranks else {}),
             **saved_schedulers.stored(scheduler),
             "modules": dict(state.others),
             "user": dict(user or {}),
@@ -89,7 +95,8 @@ def restore(
     checkpoint = saving.load(folder)
     extra = _extra(checkpoint)
     saved_schedulers.check(checkpoint, extra, scheduler)
-    saving.check_generators(extra["generators"], compiled.options.device)
+    generators = _generators(extra, compiled)
+    saving.check_generators(generators, compiled.options.device)
     names = _parameters(compiled, optimizers)
     checkpoint.check_optimizer(optimizers, names)
     hidden = {name: saved for name, saved in checkpoint.tensors.items() if name.startswith(HIDDEN)}
@@ -121,7 +128,7 @@ def restore(
         give_new_state(optimizers, parameter, parameter.dtype if is_whole else torch.float32)
     checkpoint.read_optimizer(optimizers, names)
     saved_schedulers.restore(checkpoint, extra, scheduler)
-    saving.restore_generators(extra["generators"], compiled.options.device)
+    saving.restore_generators(generators, compiled.options.device)
     return Progress(**extra["progress"]), extra["user"]
 
 
@@ -138,9 +145,16 @@ _FIELDS = {
     "user": mapping(anything, anything),
 }
 _LACKS_WEIGHTS = "lacks_weights"
+_OF_RANKS = "generators_of_ranks"
 _PACKED = "packed"
 _SCHEMAS = {schema: {**_FIELDS, **fields} for schema, fields in saved_schedulers.FIELDS.items()}
 """What `save` has stored as values, by the schema of the manifest."""
+
+
+def _generators(extra: Mapping[str, Any], compiled: Compiled) -> dict[str, Any]:
+    """The generators of this rank; those of the first rank, or of the only process, if there were fewer ranks."""
+    of_ranks, rank = extra.get(_OF_RANKS, []), 0 if compiled.ranks is None else compiled.ranks.rank
+    return of_ranks[rank] if rank < len(of_ranks) else extra["generators"]
 
 
 def _extra(checkpoint: saving.Checkpoint) -> dict[str, Any]:

@@ -18,7 +18,6 @@ from megatrain.optim.per_parameter import check_per_parameter
 from megatrain.optim.updates import Updates
 from megatrain.passes.program import Program
 from megatrain.passes.trained_blocks import trained_holders
-from megatrain.planning.dealt_tables import wholes
 from megatrain.planning.divided_updates import may_divide
 from megatrain.planning.host_plan import HostPlan, host_plan
 from megatrain.planning.loss_bytes import Loss, measure_loss
@@ -34,7 +33,6 @@ from megatrain.training.modes import without_modes
 from megatrain.training.step_tables import StepTables
 from megatrain.training.updating.held_parameters import check_held, check_no_gradients
 from megatrain.training.updating.host_division import HostDivision
-from megatrain.training.updating.norm_of_all import norm_of_all
 from megatrain.training.updating.update_times import UpdateTimes
 
 
@@ -131,7 +129,6 @@ class Setup:
         )
         self._blocks: list[list[torch.Tensor]] = []
         self._shapes: dict[str, torch.Size] = {}
-        self._numbers: Sequence[int] = ()
         self.updates: Updates | None = None
         self.is_completing = False
 
@@ -229,7 +226,7 @@ class Setup:
         captures = setting.captures
         _, schedule = self.tables.schedule(captures, kind, lambda: loss_bytes, lambda: self.divides(captures))
         return host_plan(
-            wholes(setting.programs),
+            _distinct(setting.programs),
             schedule,
             self._compiled.model,
             self.optimizers,
@@ -267,10 +264,9 @@ class Setup:
         if self.updates is None or not _are_same(blocks, self._blocks):
             if self.is_due:
                 return None
-            trained = [[engine.tensors[key] for key in trained_holders(each)] for each in wholes(setting.programs)]
+            trained = [[engine.tensors[key] for key in trained_holders(each)] for each in _distinct(setting.programs)]
             check_held(self.optimizers, trained)
             self._blocks = blocks
-            self._numbers = setting.schedule.known_workload().numbers
             self.updates = Updates(
                 self.optimizers,
                 blocks,
@@ -281,7 +277,6 @@ class Setup:
                 # On the CPU, where the loop's own norm is taken by torch, the bits are torch's.
                 norm_threads=None if engine.device.is_host else self.threads,
                 parts=self.division.parts(blocks),
-                meet=norm_of_all(self._compiled, lambda: self._numbers),
             )
         if self.is_due:
             self._times.note_due()
@@ -303,6 +298,10 @@ class Setup:
 
     def _check_apart(self) -> None:
         check_apart(self.optimizers, nn.Module.named_parameters(self._compiled.model))
+
+
+def _distinct(programs: Sequence[Program]) -> list[Program]:
+    return list({id(program): program for program in programs}.values())
 
 
 def _are_same(left: Sequence[Sequence[torch.Tensor]], right: Sequence[Sequence[torch.Tensor]]) -> bool:

@@ -20,7 +20,7 @@ from megatrain.planning.loss_bytes import Loss
 from megatrain.planning.saved_plan import PLAN, AnyPlan, SavedPlan
 from megatrain.progress import ProgressLine
 from megatrain.ranks.apart import refuse_apart
-from megatrain.runtime.streams.stopwatch import Stopwatch, Watch
+from megatrain.runtime.streams.stopwatch import RunClock, Stopwatch, Watch
 from megatrain.scheduler.schedule import Schedule
 from megatrain.scheduler.timing.costs import Measured
 from megatrain.scheduler.timing.timed_run import TimedRun
@@ -28,7 +28,6 @@ from megatrain.sizes import SIZE
 from megatrain.training import saved_step as checkpoint
 from megatrain.training.attempts.host_sharing import HostSharing
 from megatrain.training.attempts.taking import Taking
-from megatrain.training.attempts.timed_ranks import run_clock, timed_run
 from megatrain.training.attempts.together import Together
 from megatrain.training.batch import micro_batches
 from megatrain.training.boundary import Boundary, Progress
@@ -154,11 +153,8 @@ class TrainStep:
         return self._setup.host_plan(_known(self._taking.setting))
 
     def prepare(self, batch: Any) -> Schedule:
-        """Makes the schedule of a batch like this one, without running or allocating anything.
-
-        Where blocks are dealt to the devices of several ranks, all ranks make this call, each with its micro-batches.
-        """
-        self._taking.prepare(lambda: micro_batches(batch))
+        """Makes the schedule of a batch like this one, without running or allocating anything."""
+        self._taking.prepare(micro_batches(batch))
         return self.schedule
 
     def __call__(self, batch: Any) -> torch.Tensor:
@@ -190,18 +186,19 @@ class TrainStep:
     def time(self, batch: Any) -> TimedRun:
         """Runs a step as a call does; returns when each operation began and ended, which `megatrain.report` draws.
 
-        All ranks of a process group time the same step, and each gets the times of all as `ranks` of its own run.
+        All ranks of a process group time the same step, each its own operations.
         """
-        self._take(batch, clock := run_clock(self._together, self._compiled.options.device))
-        return timed_run(self._together, self.schedule, clock)
+        with self._together.refusing():
+            clock = RunClock(self._compiled.options.device)
+        self._take(batch, clock)
+        return TimedRun.of(self.schedule, clock.spans())
 
     def _take(self, batch: Any, watch: Watch | None) -> torch.Tensor:
         if not self._compiled.has_group:
             refuse_apart()
         self._boundary.check_whole()
         with self._together.refusing():
-            counts = Counts(batches := self._taking.of_all(micro_batches(batch)), self._weight, is_sum=self._is_sum)
-            self._taking.get_ready(batches)
+            counts = Counts(batches := micro_batches(batch), self._weight, is_sum=self._is_sum)
         return self._taking.take(batches, counts, watch)
 
     @checked(num_steps=count(1, 1 << 40), tokens_per_step=count(1, 1 << 40))

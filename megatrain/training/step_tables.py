@@ -4,17 +4,15 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from megatrain.errors import ExecuteError, OptionError, TooSmallError
+from megatrain.errors import ExecuteError, TooSmallError
 from megatrain.hardware.machine import usual_machine
 from megatrain.memory.device_budget import DeviceBudget
 from megatrain.options import Options
 from megatrain.passes.program import Program
-from megatrain.passes.trained_blocks import trained_holders
-from megatrain.planning.dealt_tables import DealtTables, dealt_schedule
 from megatrain.planning.fitting_blocks import first_that_fits, with_true_hint
 from megatrain.planning.saved_plan import AnyPlan, saved_plan
 from megatrain.planning.step_programs import StepPrograms
@@ -23,8 +21,9 @@ from megatrain.ranks.ranks import Ranks
 from megatrain.runtime.engine import Engine
 from megatrain.runtime.executor import Executor
 from megatrain.runtime.gradients.landing import LandingArena
+from megatrain.scheduler.from_program import step_schedule
 from megatrain.scheduler.schedule import Schedule
-from megatrain.scheduler.step_kind import LOSSES, RANKS, STORES, StepKind
+from megatrain.scheduler.step_kind import RANKS, STORES, StepKind
 from megatrain.training.given_plan import GivenPlan
 
 _Plan = Callable[[Sequence[Program]], Schedule]
@@ -65,9 +64,6 @@ class StepTables:
         plan: A plan whose schedule all steps take, or None.
         ranks: The processes that train together; None for one that trains alone.
         is_shared: Whether others of its host share its store.
-
-    Raises:
-        OptionError: If weights are to come in shards, but each rank has a store of its own.
     """
 
     def __init__(
@@ -81,32 +77,11 @@ class StepTables:
     ):
         self._place = RANKS[0] if ranks is None else ranks.place
         self._store = STORES[is_shared]
-        self._shards = _num_shards(ranks, is_shared=is_shared)
-        self._dealing = DealtTables.of(ranks, is_shared=is_shared)
         self._options = options
         self._budget = budget
         self._given = None if plan is None else GivenPlan(saved_plan(plan), options)
         self._arena: LandingArena | None = None
         self._tables: OrderedDict[tuple[frozenset[int], StepKind], _Table] = OrderedDict()
-
-    def take_shards(self, number: int) -> None:
-        """Has all further steps gather weights from so many devices; 1 is whole weights."""
-        self._shards = number
-
-    def deal_blocks(self, dealing: DealtTables, place: str) -> None:
-        """Has the blocks of all further steps dealt to devices.
-
-        Args:
-            dealing: Deals them.
-            place: Where this rank then stands, as in `StepKind`.
-        """
-        self._dealing, self._place = dealing, place
-
-    def deal_as(self, captures: Sequence[StepPrograms], kind: StepKind, devices: Sequence[int]) -> None:
-        """Has the step of some captures planned anew, with its blocks dealt to these devices."""
-        assert self._dealing is not None
-        known = self._tables.pop(self._key(captures, kind))
-        self._dealing.deal_as(known.programs, devices)
 
     @property
     def is_planned(self) -> bool:
@@ -115,7 +90,7 @@ class StepTables:
 
     def kind(self, micro_batches: int, updates: str, *, clip: bool, reports_norm: bool) -> StepKind:
         """Returns the kind of a training step of the compiled model."""
-        made = StepKind(
+        return StepKind(
             transfer=self._options.transfer,
             micro_batches=micro_batches,
             updates=updates,
@@ -123,10 +98,8 @@ class StepTables:
             outputs="release",
             reports_norm=reports_norm,
             ranks=self._place,
-            store=self._store if self._dealing is None else STORES[0],
-            shards=self._shards,
+            store=self._store,
         )
-        return made if self._dealing is None else self._dealing.kind(made)
 
     def schedule(
         self,
@@ -161,27 +134,11 @@ class StepTables:
                     level, programs, planned = self._fitting(captures, plan, kind)
             for capture in captures:
                 capture.least = level
-            programs = programs if self._dealing is None else self._dealing.parts(programs)
             self._tables[key] = _Table(tuple(captures), programs, planned, self._budget.nbytes)
             while len(self._tables) > _MOST:
                 self._tables.popitem(last=False)
         self._tables.move_to_end(key)
         return self._tables[key].programs_of(captures), self._tables[key].schedule
-
-    def predicted(
-        self,
-        captures: Sequence[StepPrograms],
-        kind: StepKind,
-        loss_bytes: Callable[[], int],
-        divides: Callable[[], bool],
-    ) -> tuple[Sequence[Program], Schedule]:
-        """As `schedule`, of a step that isn't run: captures stay as much rewritten as they are."""
-        before = [capture.least for capture in captures]
-        try:
-            return self.schedule(captures, kind, loss_bytes, divides)
-        finally:
-            for capture, least in zip(captures, before, strict=True):
-                capture.least = least
 
     def _is_known(self, key: tuple[frozenset[int], StepKind]) -> bool:
         """Tells whether there is a schedule for the present budget, which may have been lowered, or restored."""
@@ -209,8 +166,7 @@ class StepTables:
 
     @staticmethod
     def _key(captures: Sequence[StepPrograms], kind: StepKind) -> tuple[frozenset[int], StepKind]:
-        # Where the losses are is known with the schedule.
-        return frozenset(map(id, captures)), replace(kind, losses=LOSSES[0])
+        return frozenset(map(id, captures)), kind
 
     def _loss_bytes(self, captures: frozenset[int], measure: Callable[[], int]) -> int:
         """Those of another schedule of these captures, or measured now."""
@@ -225,15 +181,13 @@ class StepTables:
         """As `first_that_fits`; an error about the budget names smaller blocks if they help."""
         machine, memory = self._options.hardware, self._budget.nbytes
         try:
-            may_cut = not (kind.has_other_ranks or kind.is_dealt)
-            return first_that_fits(captures, plan, machine, memory, may_cut=may_cut)
+            return first_that_fits(captures, plan, machine, memory, may_cut=not kind.has_other_ranks)
         except TooSmallError as error:
             raise with_true_hint(error, captures[0].at(0), partial(_with_blocks, captures, plan)) from None
 
     def _planned(
         self, programs: Sequence[Program], kind: StepKind, loss_bytes: int, divides: Callable[[], bool]
     ) -> Schedule:
-        has_gradients = self._dealing is not None and any(map(trained_holders, programs))
         with self._options.memory_for(self._budget.nbytes, programs) as memory:
             own: dict[str, Any] = {
                 "memory": memory,
@@ -245,26 +199,14 @@ class StepTables:
                 "masters": self._options.masters,
                 "most_result_bytes": None if self._options.keeps_results else 0,
             }
-            planned = dealt_schedule(self._dealing, kind, own, programs)
-        if not has_gradients and not any(op.what == "G" for op in planned.ops):
+            planned = step_schedule(programs, kind, **own)
+        if not any(op.what == "G" for op in planned.ops):
             raise ExecuteError(
                 "no parameter of the model gets a gradient.\n  A step trains parameters that require grad and that "
                 "the outputs depend on.\n  Unfreeze some, or call the model without a TrainStep."
             )
         planned.check()
         return planned
-
-
-def _num_shards(ranks: Ranks | None, *, is_shared: bool) -> int:
-    if ranks is None or ranks.shards is None or ranks.host is None or ranks.link_bytes_per_s is not None:
-        return 1  # of links that were measured, the first step says which way is faster
-    if not is_shared:
-        raise OptionError(
-            'across_devices="shard" is impossible: each rank of this host has a store of its own.\n'
-            '  Shards come from one store. masters="rounded", and optimizers that keep more than tensors, have none.\n'
-            '  Leave across_devices out: "replicate" copies whole weights to each device.'
-        )
-    return ranks.host.size
 
 
 def _with_blocks(captures: Sequence[StepPrograms], plan: _Plan, block_bytes: int) -> Schedule:

@@ -13,7 +13,6 @@ from torch import nn
 from megatrain.errors import ExecuteError, ReadsParameterError
 from megatrain.interrupts import Interrupts
 from megatrain.optim.updates import Updates
-from megatrain.passes.split.dealt_program import DealtProgram
 from megatrain.planning.loss_bytes import Loss
 from megatrain.runtime.gradients.sink import check_kind, gradient_form, hooked, laid_out
 from megatrain.sizes import Section
@@ -34,7 +33,7 @@ class Agrees(Protocol):
     def vote(self) -> None:
         """Waits until all ranks have run the forward."""
 
-    def watching_loss(self) -> AbstractContextManager[None]:
+    def watching_loss(self) -> AbstractContextManager[object]:
         """Runs the code of a loss, which must not draw what other ranks would draw after it."""
         ...
 
@@ -94,9 +93,7 @@ class Running:
     def inputs(self) -> list[Sequence[torch.Tensor]]:
         """The model's tensor inputs, per micro-batch."""
         pairs = zip(self._setting.traced, self._setting.arguments, strict=True)
-        given = [traced.written_inputs.given(arguments.tensors) for traced, arguments in pairs]
-        pairs_of_programs = zip(self._setting.programs, given, strict=True)
-        return [p.taken(tensors) if isinstance(p, DealtProgram) else tensors for p, tensors in pairs_of_programs]
+        return [traced.written_inputs.given(arguments.tensors) for traced, arguments in pairs]
 
     @property
     def losses(self) -> Sequence[torch.Tensor]:

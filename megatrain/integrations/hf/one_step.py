@@ -211,10 +211,10 @@ class OneStep:
             _put_gradients(outside, start)
             if not isinstance(error, SpentError):
                 self.fall_back(reason_of(error))
-            return [each.code() for each in waiting if each.code is not None]
+            return [each.code() for each in waiting]
         # The trainer's code forgets gradients of the model alone; a loss's own stay until somebody forgets these.
         _put_gradients(outside, self._losses.gradients_outside)
-        self._losses.abandon()  # code whose losses another process has made
+        self._losses.waiting.clear()
         self.has_updated = True
         return self._losses.losses
 

@@ -127,11 +127,6 @@ class Several:
         self._ranks = ranks
         self.rank, self.size = ranks.rank, ranks.size
 
-    @property
-    def is_dealt(self) -> bool:
-        """Whether the blocks of the model are dealt to their devices, so that one process makes all losses."""
-        return self._ranks.mailbox is not None
-
     def begin(self, trainer: Any, max_steps: int, batches: Any, checkpoint: str | None) -> None:
         """Compares how long all of them will train.
 
@@ -159,7 +154,7 @@ class Several:
 
     def no_collectives(self) -> NoCollectives:
         """Refuses in its body what would wait for other processes, which don't run this code at the same time."""
-        return NoCollectives(is_dealt=self.is_dealt)
+        return NoCollectives()
 
     def refuse_apart(self, reason: str, error: Exception | None = None) -> NoReturn:
         """Refuses an update that isn't one training step.
@@ -204,8 +199,7 @@ class Several:
 def with_generators(checkpoint: str, index: int, count: int, load: Callable[[str], None]) -> None:
     """Loads the states of random generators from a checkpoint, also if another number of processes has written it.
 
-    The first process then has those of the first one or of the only one: of the training. Others, whose states no
-    training step reads, have those of the first one as well.
+    All processes then have those of the first one, or of the only one.
 
     Args:
         checkpoint: A folder.

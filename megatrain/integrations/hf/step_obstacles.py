@@ -6,12 +6,9 @@ from collections import deque
 from collections.abc import Mapping
 from typing import Any
 
-import torch
-from torch import nn
-
 from megatrain.errors import DrawsError
 from megatrain.integrations.paused import CallsAgainError, DifferentiatesError, PausedCall
-from megatrain.tracer.arguments import Arguments, tensors_given
+from megatrain.tracer.arguments import tensors_given
 from megatrain.tracer.equal import is_equal
 
 
@@ -40,31 +37,6 @@ def obstacle_of(call: PausedCall | None) -> str | None:
     if any(tensor.requires_grad for tensor in tensors_given(call.args, call.kwargs)):
         return "the loss gives the model an input that has gradients itself"
     return None if call.modes is None else f"the loss calls the model under {call.modes}"
-
-
-def difference_between(model: nn.Module, told: tuple[tuple[Any, ...], dict[str, Any]], call: PausedCall) -> str | None:
-    """Says in words how a call of a model differs from arguments that another process has told; None if it doesn't.
-
-    Args:
-        model: What is called.
-        told: Positional arguments, and those by keywords.
-        call: Must have the same, each tensor bit for bit.
-    """
-    theirs, ours = Arguments.of(model, *told), Arguments.of(model, call.args, call.kwargs)
-    if theirs.layout != ours.layout:
-        return "other arguments"
-    for name, one, other in zip(theirs.leaf_names, theirs.leaves, ours.leaves, strict=True):
-        are_tensors = isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor)
-        if not (_has_same_bits(one, other) if are_tensors else is_equal(one, other)):
-            return f"another `{name}`"
-    return None
-
-
-def _has_same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
-    if (one.dtype, one.shape, one.device) != (other.dtype, other.shape, other.device):
-        return False
-    flat = (tensor.detach().contiguous().view(-1).view(torch.uint8) for tensor in (one, other))
-    return torch.equal(*flat)
 
 
 def noted(attributes: Mapping[str, Any]) -> dict[str, tuple[Any, ...]]:

@@ -11,7 +11,7 @@ from megatrain.errors import OptionError
 PREFIX = "megatrain_"
 _OF_COMPILE = (
     "device", "memory", "precision", "activations", "transfer", "block_bytes", "masters", "opaque", "passes",
-    "chunking", "kernels", "hardware", "across_devices", "chaos", "recording",
+    "chunking", "kernels", "hardware", "chaos", "recording",
 )  # fmt: skip
 _OF_STEP = ("overlap", "spread", "on_nonfinite", "plan")
 

@@ -44,8 +44,6 @@ class HostParts:
         blocks: The parameters that are updated with each block, by any optimizer.
         keys: Of the parameters, as the store has them.
         look: Raises an error if a rank can't go on.
-        others: Parameters that other ranks update, each all those of its blocks; this rank then updates all of
-            `blocks`. None if each rank has some parameters of each block.
     """
 
     def __init__(
@@ -56,15 +54,11 @@ class HostParts:
         blocks: Sequence[Sequence[torch.Tensor]],
         keys: Mapping[torch.Tensor, str],
         look: Callable[[], None],
-        others: Mapping[torch.Tensor, str] | None = None,
     ):
         self._store, self._masters, self._keys, self._look = store, masters, keys, look
         self._kinds = {store.kind_of(optimizer): optimizer for optimizer in optimizers}
-        if others is not None:
-            self._keys = {**others, **keys}
         self._parameters = {key: parameter for parameter, key in self._keys.items()}
         ranks = rank_of_each([[p.nbytes for p in block] for block in blocks], store.host.size)
-        ranks = ranks if others is None else [[store.host.index] * len(block) for block in blocks]
         pairs = zip(blocks, ranks, strict=True)
         self._rank_of = {p: rank for block, of in pairs for p, rank in zip(block, of, strict=True)}
         self._updated: set[torch.Tensor] = set()
@@ -140,17 +134,6 @@ class HostParts:
         self.hear()
         for parameter in parameters:
             if parameter not in self._updated:
-                self._updated.add(parameter)
-                self._note_update(parameter)
-
-    def note_others(self) -> None:
-        """Takes note of what other ranks have updated in this step; they are as if they were updated here.
-
-        All ranks have made their updates by then, as they know from each other.
-        """
-        self.hear()
-        for key in self._store.updated(self._parameters):
-            if (parameter := self._parameters[key]) not in self._updated:
                 self._updated.add(parameter)
                 self._note_update(parameter)
 

@@ -6,10 +6,10 @@ turns, so each micro-batch draws from generators of its own: they begin where th
 
 from __future__ import annotations
 
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Generator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import pairwise
 
 from megatrain.device import Device
@@ -31,38 +31,6 @@ def only_as_a_loop() -> Generator[None]:
         _ONLY_AS_A_LOOP.reset(before)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class BlockGenerators:
-    """What one block of a micro-batch's forward draws from, where blocks before it run on other devices.
-
-    Args:
-        begins_at: Where the blocks before it end.
-        ends_at: Where it must end, because the next one begins there.
-        device: Compute device.
-    """
-
-    begins_at: RngState
-    ends_at: RngState
-    device: Device
-
-    @contextmanager
-    def drawing(self) -> Generator[None]:
-        """Runs the block with these generators instead of the global ones, which stay as they are.
-
-        Raises:
-            DrawsError: If it drew another number of values than were drawn ahead.
-        """
-        own = OwnGenerators(self.begins_at, self.device)
-        with own.drawing():
-            yield
-        if not self.ends_at.is_same(own.state):
-            raise DrawsError(
-                "a block drew another number of random values than the shapes of its tensors say.\n"
-                "  Each device draws ahead what blocks on other devices draw, so shapes alone must tell how much.\n"
-                "  Draw the values (torch.poisson, gamma) outside of the model, or train in one process."
-            )
-
-
 @dataclass(slots=True)
 class MicroBatchGenerators:
     """What a micro-batch of a training step draws from.
@@ -73,16 +41,12 @@ class MicroBatchGenerators:
         ends_at: Where its forward must end, because the next one begins there; None if none does.
         host: Where Python's and NumPy's generators must stay, because nobody knows of draws from them; None if they may
             move.
-        leaves_at: Where the step leaves the global generators; None: where the last forward does.
-        blocks: What each block of its forward draws from, where blocks are dealt to devices; else empty.
     """
 
     forward: OwnGenerators | None = None
     loss: OwnGenerators | None = None
     ends_at: RngState | None = None
     host: HostRng | None = None
-    leaves_at: RngState | None = None
-    blocks: Mapping[int, BlockGenerators] = field(default_factory=dict[int, BlockGenerators])
 
     @staticmethod
     def of(draws: Sequence[Draws | None], are_random: Sequence[bool], device: Device) -> Sequence[MicroBatchGenerators]:
@@ -153,19 +117,11 @@ class MicroBatchGenerators:
             )
 
     def drawing(self, block: int | None) -> AbstractContextManager[None]:
-        """Lets the body draw as a block of the forward does; None is the loss.
-
-        Raises:
-            DrawsError: See `BlockGenerators.drawing`.
-        """
-        if block is not None and self.blocks:
-            return self.blocks[block].drawing()
+        """Lets the body draw as a block of the forward does; None is the loss."""
         own = self.loss if block is None else self.forward
         return nullcontext() if own is None else own.drawing()
 
     def leave(self, device: Device) -> None:
         """Sets the global generators to the end of this forward, the last of a step."""
-        if self.leaves_at is not None:
-            self.leaves_at.restore(device)
-        elif self.forward is not None and not self.forward.is_seeded:
+        if self.forward is not None and not self.forward.is_seeded:
             self.forward.state.restore(device)

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 
 from megatrain.passes.interpret import has_inner_grad
 from megatrain.passes.program import Block, Program
-from megatrain.passes.split.dealt_program import DealtProgram
 from megatrain.passes.trained_blocks import has_backward
 from megatrain.tracer.inventory import StateEntry
 
@@ -113,8 +112,6 @@ def _completed_keys(program: Program) -> tuple[tuple[str, ...], ...]:
 def _carried_inputs(program: Program) -> tuple[tuple[bool, ...], ...]:
     readers = program.readers()
     returned = {ref.name for ref in program.outputs if ref.kind == "value"}
-    if isinstance(program, DealtProgram):
-        returned |= {name for name, goes in program.goes.items() if any(each.backward is not None for each in goes)}
     return tuple(
         tuple(readers[name][-1] > block.index or name in returned for name in block.inputs) for block in program.blocks
     )

@@ -221,7 +221,6 @@ class HostStore:
         *,
         without: frozenset[str] = frozenset(),
         section: Section | None = None,
-        spans: Sequence[tuple[int, int]] | None = None,
     ) -> None:
         """Copies a block's state into a slot, with one copy for adjacent tensors and one for each tied.
 
@@ -232,7 +231,6 @@ class HostStore:
             out: The slot, `uint8`, at least as large as the image.
             without: Keys of entries that are there.
             section: Copies only this section of each tensor.
-            spans: Copies only these bytes of the slot, from the first of each up to the second.
         """
         placed = self._placed(layout)
         runs: Sequence[OneCopy] = placed.runs
@@ -244,10 +242,8 @@ class HostStore:
             entries = [entry for entry in layout.entries if entry.key not in without]
             runs = list(copies_of(entries, map(self._home, entries), layout.alignment, own=own))
         for run in runs:
-            for low, high in [(run.start, run.end)] if spans is None else spans:
-                start, end = max(low, run.start), min(high, run.end)
-                if start < end:  # a section of a small tensor may be empty
-                    self._bus.to_device(out[start:end], run.source[start - run.start : end - run.start], run.arena)
+            if run.start < run.end:  # a section of a small tensor may be empty
+                self._bus.to_device(out[run.start : run.end], run.source, run.arena)
 
     def stamp(self, layout: BlockImage, keys: Collection[str]) -> Stamp | None:
         """What changes with each write into entries of an image that torch counts; None where it counts none."""

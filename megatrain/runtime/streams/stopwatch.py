@@ -11,7 +11,7 @@ from megatrain.scheduler.instructions import Instruction
 from megatrain.scheduler.items import Stream
 from megatrain.scheduler.table import Position
 
-_OF_DEVICE = (Stream.H2D, Stream.COMPUTE, Stream.D2H, Stream.GATHER, Stream.RECEIVE, Stream.SEND)
+_OF_DEVICE = (Stream.H2D, Stream.COMPUTE, Stream.D2H, Stream.RECEIVE, Stream.SEND)
 
 
 class Stopwatch:

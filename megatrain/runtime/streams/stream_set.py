@@ -32,7 +32,7 @@ __all__ = [
 
 
 TRANSFERS = ("h2d", "d2h")
-BETWEEN_RANKS = ("gather", "receive", "send")
+BETWEEN_RANKS = ("receive", "send")
 
 
 class StreamSet:

@@ -11,12 +11,11 @@ from megatrain.scheduler.step_kind import StepKind
 def between_ranks(rows: Rows, kind: StepKind) -> Rows:
     """The rows with an `R` for each block, and with a `P` where its gradients left, ahead of its `G`.
 
-    A sum comes while the first micro-batch's backward is under way, and is added to its gradients. Where blocks are
-    dealt, each `R` and `P` has its tick already, among what crosses between devices.
+    A sum comes while the first micro-batch's backward is under way, and is added to its gradients.
     """
     ticks = rows.ticks
     order = sorted(ticks.offload, key=ticks.offload.__getitem__)
-    if kind.receives and not kind.is_dealt:
+    if kind.receives:
         ticks = replace(ticks, receive=_receiving(order, ticks.backward))
     if not kind.sends:
         return replace(rows, ticks=ticks)
@@ -24,7 +23,7 @@ def between_ranks(rows: Rows, kind: StepKind) -> Rows:
     offload: dict[int, int] = {}
     left = landed = -1
     for block in order:
-        send[block] = left = ticks.send[block] if kind.is_dealt else max(left + 1, ticks.offload[block])
+        send[block] = left = max(left + 1, ticks.offload[block])
         offload[block] = landed = max(landed, left) + 1
     return replace(rows, ticks=replace(ticks, send=send, offload=offload), num_ticks=max(rows.num_ticks, landed + 1))
 

@@ -54,7 +54,7 @@ def choose_draft(
         keep=streams and keep is None and activations in ("auto", "recompute"),
         saves=kind.mode != "forward" and activations == "auto",
         # A call's caller has tensors of their own beside it; all that a training step has counts.
-        stays=streams and kind.is_training_step and kind.shards == 1 and num_slots is None,
+        stays=streams and kind.is_training_step and num_slots is None,
         parks=False,
     )
     starts = [_starting_plan(builder, count, 0 if freedom.keep else keep, activations) for count in counts]
@@ -118,12 +118,10 @@ def _starting_plan(builder: Builder, num_slots: int, keep: int | None, activatio
 def _least_saves(builder: Builder) -> int:
     """How many graphs are retained in any case: one where the step turns, if its backward comes at once.
 
-    With several micro-batches it doesn't if blocks without a backward follow, nor where the losses are elsewhere, nor
-    among ranks whose last block may run again: then there are as many graphs as micro-batches, and they are retained
-    only where they fit.
+    With several micro-batches it doesn't if blocks without a backward follow, nor among ranks whose last block may
+    run again: then there are as many graphs as micro-batches, and they are retained only where they fit.
     """
-    is_turn = builder.kind.micro_batches == 1 and builder.kind.has_losses
-    at_once = is_turn or alternates(builder.workload, builder.kind)
+    at_once = builder.kind.micro_batches == 1 or alternates(builder.workload, builder.kind)
     return min(len(builder.workload.backward_blocks()), int(at_once))
 
 

@@ -141,13 +141,11 @@ class Builder:
         if known_by not in self._known_ticks:
             rows = assign_ticks(
                 self.workload,
-                self.kind,
                 self.stages,
                 placed.stays,
                 parked,
                 num_slots=plan.num_slots,
                 has_late_offloads=plan.has_late_offloads,
-                crossings=self.any_effects.crossings,
                 written=written(self.workload, self.kind, placed.head, self._sections),
                 sections=self._sections,
             )
@@ -160,7 +158,7 @@ class Builder:
         """When the ops of each stream begin and end in a simulated step; its table isn't made."""
         placed, plan = self._place(draft.plan), draft.plan
         slots = [placed.slots[slot] for slot in placed.slot_of]
-        rows = [*weight_rows(placed.stays, slots, draft.rows.loads, draft.rows.gathers), *_rows(draft.rows, draft.host)]
+        rows = [*weight_rows(placed.stays, slots, draft.rows.loads), *_rows(draft.rows, draft.host)]
         return timer.times(rows, self._items.of(rows, self._kept(plan, self._parked(plan))), self._items)
 
     def at_least(self, plan: Choices, bound: PlanBound) -> tuple[float, int]:
@@ -247,16 +245,12 @@ def _placing(plan: Choices) -> _Placing:
 
 
 def _rows(rows: Rows, host: HostTicks) -> Iterator[OpRow]:
-    """All ops but `W` and `C`."""
+    """All ops but `W`."""
     for stream, what, ticks in (
         (Stream.H2D, "A", rows.ticks.restore),
         (Stream.COMPUTE, "F", rows.ticks.forward),
         (Stream.COMPUTE, "B", rows.ticks.backward),
         (Stream.D2H, "A", rows.ticks.park),
-        (Stream.RECEIVE, "X", rows.ticks.come),
-        (Stream.RECEIVE, "D", rows.ticks.gradients_come),
-        (Stream.SEND, "X", rows.ticks.go),
-        (Stream.SEND, "D", rows.ticks.gradients_go),
     ):
         yield from (OpRow(stream, what, block, None, of_all) for block, of_all in ticks.items())
     for stream, what, ticks in (
@@ -275,11 +269,9 @@ def _rows(rows: Rows, host: HostTicks) -> Iterator[OpRow]:
 def _table(draft: Draft, placed: _Weights, *, has_micro_batches: bool) -> tuple[Tick, ...]:
     cells: list[list[Op]] = [[] for _ in draft.live]
     rows = draft.rows
-    for stay, slot, loads, gather in zip(placed.stays, placed.slot_of, rows.loads, rows.gathers, strict=True):
+    for stay, slot, loads in zip(placed.stays, placed.slot_of, rows.loads, strict=True):
         for section, tick in enumerate(loads):
             cells[tick].append(Op(Stream.H2D, "W", stay.block, slot, section=section if len(loads) > 1 else None))
-        if gather is not None:
-            cells[gather].append(Op(Stream.GATHER, "C", stay.block, slot))
     for stream, what, block, section, ticks, _ in _rows(draft.rows, draft.host):
         has_number = has_micro_batches and kind_of(stream, what).per_micro_batch
         for number, tick in enumerate(ticks):

@@ -7,22 +7,15 @@ from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import NamedTuple
 
-from megatrain.scheduler.builder.between_devices import CrossingTicks
 from megatrain.scheduler.builder.rows.arrivals import Arrival, Part, Written, arrivals, first_at_once
 from megatrain.scheduler.builder.stays import Stage, Stay, Work
 from megatrain.scheduler.items import Sections
-from megatrain.scheduler.kinds.crossing_effects import Crossings
-from megatrain.scheduler.step_kind import StepKind
 from megatrain.scheduler.workload import Workload
-from megatrain.sizes import gathered_bytes
 
 
 @dataclass(frozen=True, slots=True)
 class OpTicks:
-    """The tick of each op but `W`, by block: of `F`, `B`, `A`, `X` and `D` those of all micro-batches.
-
-    Between devices values come and go by `X`, and gradients by `D`.
-    """
+    """The tick of each op but `W`, by block: of `F`, `B` and `A` those of all micro-batches."""
 
     forward: dict[int, list[int]] = field(default_factory=dict[int, list[int]])
     backward: dict[int, list[int]] = field(default_factory=dict[int, list[int]])
@@ -31,10 +24,6 @@ class OpTicks:
     offload: dict[int, int] = field(default_factory=dict[int, int])
     receive: dict[int, int] = field(default_factory=dict[int, int])
     send: dict[int, int] = field(default_factory=dict[int, int])
-    come: dict[int, list[int]] = field(default_factory=dict[int, list[int]])
-    go: dict[int, list[int]] = field(default_factory=dict[int, list[int]])
-    gradients_come: dict[int, list[int]] = field(default_factory=dict[int, list[int]])
-    gradients_go: dict[int, list[int]] = field(default_factory=dict[int, list[int]])
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,13 +33,11 @@ class Rows:
     Args:
         ticks: Of every op but `W`.
         loads: Ticks of the `W` of each stay: one, or one for each section.
-        gathers: Tick of the `C` of each stay; None where all its weights come with the `W`.
         num_ticks: Number of rows.
     """
 
     ticks: OpTicks
     loads: tuple[tuple[int, ...], ...]
-    gathers: tuple[int | None, ...]
     num_ticks: int
 
 
@@ -69,41 +56,30 @@ class _Placer:
     """One run of `assign_ticks`: the last tick taken of each stream.
 
     Args:
-        workload: As in `assign_ticks`, like those below.
-        kind: See there.
-        num_slots: See there.
+        num_slots: As in `assign_ticks`, like that below.
         written: See there.
-        crossings: See there.
         queue: The transfers to the device.
         num_stays: The number of stays.
     """
 
     def __init__(
         self,
-        workload: Workload,
-        kind: StepKind,
         num_slots: int,
         written: Mapping[Part, Written],
-        crossings: Crossings,
         queue: Sequence[Arrival],
         num_stays: int,
     ) -> None:
-        self._workload, self._shards, self._num_slots, self._written = workload, kind.shards, num_slots, written
+        self._num_slots, self._written = num_slots, written
         self._queue = queue
         # How much of the queue a step needs: its own transfers and everything queued before them.
         self._needs = {arrival.needed: index + 1 for index, arrival in enumerate(queue)}
         self._at = 0
         self._ready: dict[int, int] = {}  # of steps that need transfers: the tick of the last of these
         self._leaving: list[_Leaving] = []
-        self._h2d = self._d2h = self._gather = -1
+        self._h2d = self._d2h = -1
         self._compute: list[int] = []
-        self._ticks = ticks = OpTicks()
-        crossing = ticks.come, ticks.go, ticks.gradients_come, ticks.gradients_go, ticks.receive, ticks.send
-        self._crossing = CrossingTicks(crossings, *crossing)
-        self._receives, self._sends = kind.is_dealt and kind.receives, kind.is_dealt and kind.sends
-        self._crosses = crossings.is_any or self._receives or self._sends
+        self._ticks = OpTicks()
         self._loads: list[list[int]] = [[] for _ in range(num_stays)]
-        self._gathers: list[int | None] = [None] * num_stays
 
     def place(self, stage: Stage, parks: Sequence[int], offloads_after: Work | None, beside: int | None) -> None:
         """Places the compute steps of a stage, each after what it needs, and notes what leaves after them.
@@ -123,14 +99,8 @@ class _Placer:
             if step in needs:
                 self._place_transfers(needs[step])
             previous, after = tick, max(tick, ready.get(step, -1))
-            if self._crosses:
-                free = compute[step - 2] + 1 if step > 1 else 0
-                after = max(after, self._place_coming(work, free, has_sum=offloads_after is not None))
             tick = after + 1
             compute.append(tick)
-            if self._crosses:
-                self._crossing.place_leaving(previous if self._num_slots == 1 else after)
-                self._crossing.leave(work.what, block)
             if leaving:
                 self._place_d2h(previous if self._num_slots == 1 else after, step=step)
             if work.what == "F":
@@ -141,23 +111,13 @@ class _Placer:
                 backward.append(tick)
                 if work is offloads_after:
                     leaving.append(_Leaving(block, None, step if beside is None else beside))
-                    if self._sends:
-                        self._crossing.leave_sum(block)
-
-    def _place_coming(self, work: Work, earliest: int, *, has_sum: bool) -> int:
-        """Places what a compute step needs from other devices and from the host before; returns the last tick."""
-        tick = self._crossing.place_coming(work.what, work.block, earliest)
-        if self._receives and has_sum and (work.what, work.micro_batch) == ("B", 1):
-            return self._crossing.place_sum(work.block, self._ticks.backward[work.block][0])
-        return tick
 
     def rows(self) -> Rows:
         """What was placed, with all that was left to leave."""
         over = self._compute[-1] if self._compute else -1
         self._place_d2h(over)
-        self._crossing.place_leaving(over)
-        num_ticks = max([self._h2d + 1, self._d2h + 1, self._crossing.num_ticks, over + 1])
-        return Rows(self._ticks, tuple(map(tuple, self._loads)), tuple(self._gathers), num_ticks)
+        num_ticks = max(self._h2d, self._d2h, over) + 1
+        return Rows(self._ticks, tuple(map(tuple, self._loads)), num_ticks)
 
     def _place_transfers(self, end: int) -> None:
         """Places the transfers of the queue up to one."""
@@ -167,9 +127,6 @@ class _Placer:
                 continue
             self._ready[arrival.needed] = tick = self._place_load(arrival)
             self._loads[arrival.stay].append(tick)
-            if self._shards > 1 and gathered_bytes(self._workload.blocks[arrival.block].state_bytes, self._shards):
-                self._gather = self._ready[arrival.needed] = max(self._gather, tick) + 1
-                self._gathers[arrival.stay] = self._gather
         self._at = max(self._at, end)
 
     def _place_load(self, arrival: Arrival) -> int:
@@ -219,7 +176,6 @@ class _Placer:
 
 def assign_ticks(
     workload: Workload,
-    kind: StepKind,
     stages: Sequence[Stage],
     stays: Sequence[Stay],
     parked: Mapping[int, Sequence[int]],
@@ -227,7 +183,6 @@ def assign_ticks(
     num_slots: int,
     has_late_offloads: bool,
     written: Mapping[Part, Written],
-    crossings: Crossings,
     sections: Sections | None = None,
 ) -> Rows:
     """Places all ops; the order of each stream is fixed, so one pass in the order of compute steps does.
@@ -237,20 +192,16 @@ def assign_ticks(
 
     Args:
         workload: What runs.
-        kind: The kind of the step.
         stages: In the order of compute.
         stays: In the order of need.
         parked: As in `Effects`.
         num_slots: As in `Choices`.
         has_late_offloads: See there.
         written: When the host has written a block's weights, where it does.
-        crossings: What crosses between devices.
         sections: The block whose first `W` is divided.
     """
-    queue = arrivals(stages, stays, parked, num_slots, sections)
-    if kind.shards == 1:  # shards come in one order on all devices
-        queue = first_at_once(queue, workload, written, sections)
-    placer = _Placer(workload, kind, num_slots, written, crossings, queue, len(stays))
+    queue = first_at_once(arrivals(stages, stays, parked, num_slots, sections), workload, written, sections)
+    placer = _Placer(num_slots, written, queue, len(stays))
     parks = _parks_by_producer(workload, parked)
     trained = (work for stage in stages for work in stage if work.what == "B")
     last = {work.block: work for work in trained if workload.blocks[work.block].gradient_bytes > 0}
@@ -266,6 +217,6 @@ def _parks_by_producer(workload: Workload, parked: Mapping[int, Sequence[int]]) 
     """The blocks whose `A` can run after each forward: all their parked values exist then."""
     found: dict[int, list[int]] = {}
     for block, values in sorted(parked.items()):
-        producers = [workload.values[v].begin for v in values]
+        producers = [workload.values[v].producer for v in values]
         found.setdefault(max(p for p in producers if p is not None), []).append(block)
     return found

@@ -76,9 +76,9 @@ def alternates(workload: Workload, kind: StepKind) -> bool:
 
     They don't where a rank may have to run the forward of this block again: no rank may have begun a backward by then.
     """
-    if workload.last_reads_values and kind.has_other_ranks and kind.may_run_again:
+    if workload.last_reads_values and kind.has_other_ranks:
         return False
-    return kind.mode == "train" and kind.has_losses and workload.backward_blocks()[-1:] == (len(workload.blocks) - 1,)
+    return kind.mode == "train" and workload.backward_blocks()[-1:] == (len(workload.blocks) - 1,)
 
 
 def stays_of(
@@ -96,8 +96,7 @@ def stays_of(
     Resident blocks stay from their forward to their backward, which saves their second prefetch. The last `num_slots`
     of the other blocks do so in any case: together they are no more than what the slots hold at the turn. The bytes of
     persistent blocks are reserved for the whole step. If the first blocks are resident, theirs are reserved from its
-    start: their weights come while the host still updates others. Beside blocks that are `alone` only those lie. Of
-    weights that come in shards only the last block's stay: so all devices gather blocks in one order.
+    start: their weights come while the host still updates others. Beside blocks that are `alone` only those lie.
     """
     uses: dict[int, list[int]] = {}
     for number, stage in enumerate(stages):
@@ -105,7 +104,7 @@ def stays_of(
         if workload.blocks[block].state_bytes > 0:
             uses.setdefault(block, []).append(number)
     kept = {*resident, *persistent}
-    ahead, at_turn = num_slots - 1, 1 if alone or kind.shards > 1 else num_slots
+    ahead, at_turn = num_slots - 1, 1 if alone else num_slots
     streamed = [block for block in uses if block not in kept]
     staying = {*resident, *streamed[max(0, len(streamed) - at_turn) :]}
     first = [block for block, _ in takewhile(lambda use: use[0] in resident, uses.items())][:AHEAD]

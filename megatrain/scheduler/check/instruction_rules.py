@@ -11,13 +11,9 @@ from megatrain.scheduler.check.case import Case
 from megatrain.scheduler.check.schedule_rules import check_waits
 from megatrain.scheduler.instructions import Bytes, Half, Instruction, Instructions
 from megatrain.scheduler.items import Item, Stream
-from megatrain.scheduler.op import Op
 from megatrain.scheduler.table import Position, Table
 from megatrain.scheduler.workload import Workload
 from megatrain.sizes import ALIGNMENT
-
-# Weights, and the shards of other ranks.
-_FILLING = "WC"
 
 
 def check_instructions(instructions: Instructions, table: Table, workload: Workload) -> None:
@@ -101,7 +97,7 @@ def _check_flags(case: Case, instructions: Instructions) -> None:
         )
         persists = op.what == "W" and op.block in case.schedule.persistent
         _expect(instruction, "weights that persist", instruction.persists, persists, "`persistent` says which do.")
-        turns = op.what == "B" and number not in turned and case.schedule.kind.has_losses
+        turns = op.what == "B" and number not in turned
         _expect(instruction, "a turn", instruction.turns, turns, "The caller's gradients arrive before the first B.")
         turned |= {number} if turns else set()
 
@@ -122,7 +118,7 @@ def _check_state(case: Case, instructions: Instructions) -> None:
     for tick in sorted(by_tick):
         for instruction in by_tick[tick]:
             op, expected = instruction.op, None
-            if op.what in _FILLING and op.slot is not None and not is_bound:
+            if op.what == "W" and op.slot is not None and not is_bound:
                 nbytes = case.workload.blocks[op.block].state_bytes
                 expected = Bytes(case.schedule.slots[op.slot].offset, nbytes)
                 pending.append((op.block, instruction.position, expected))
@@ -211,8 +207,6 @@ def _check_takes(case: Case, instructions: Instructions) -> None:
         received = case.received(op.block) if op.what in ("R", "P", "G") else None
         if received is not None and position == received.comes:
             items = {Item("received", op.block)}
-        elif position.stream == Stream.RECEIVE and op.what in ("X", "D"):
-            items = set(_coming(case, op))
         elif position.stream == Stream.H2D and op.what == "A":
             items = {Item("returned", value, op.micro_batch or 0) for value in case.parked[op.block]}
         else:
@@ -227,16 +221,6 @@ def _check_takes(case: Case, instructions: Instructions) -> None:
         _expect_items(one, "takes", one.takes, expected.get(one.position), rule)
     for half, items in zip((instructions.forward, instructions.backward), starts, strict=True):
         _expect_items("the start of a half", "takes", half.takes, items, rule)
-
-
-def _coming(case: Case, op: Op) -> Iterator[Item]:
-    """What comes from other devices."""
-    parked = {value for values in case.parked.values() for value in values}
-    for index, value in enumerate(case.workload.values):
-        if op.what == "X" and value.comes is not None and value.comes.forward == op.block:
-            yield Item("original" if index in parked else "value", index, op.micro_batch or 0)
-        if op.what == "D" and value.returning is not None and value.returning.backward == op.block:
-            yield Item("gradient", index, op.micro_batch or 0)
 
 
 def _split(instructions: Instructions) -> int:
@@ -265,11 +249,8 @@ def _uses(case: Case) -> Iterator[tuple[Item, list[Position]]]:
         for index in filter(case.is_there, range(len(workload.values))):
             yield from _value_uses(case, index, number, parked.get(index), losses)
             producer = workload.values[index].producer
-            comes = workload.values[index].comes
             if backwards and workload.has_value_gradient(index) and producer is not None:
                 yield Item("gradient", index, number), [case.backward(producer, number)]
-            elif comes is not None and comes.backward is not None:
-                yield Item("gradient", index, number), case.at(Stream.SEND, "D", comes.backward, number)
         for block in backwards & case.saved:
             yield Item("saved", block, number), [case.backward(block, number)]
     for block in backwards:
@@ -291,7 +272,6 @@ def _value_uses(
         if value.producer in case.saved:
             backward.append(case.backward(value.producer, number))
     item = Item("value", index, number)
-    forward += [at for each in value.goes for at in case.at(Stream.SEND, "X", each.forward, number)]
     if parked_by is not None:
         if kind.mode != "backward":
             yield Item("original", index, number), [*forward, *case.at(Stream.D2H, "A", parked_by, number)]

@@ -33,8 +33,6 @@ _RELEASING: dict[tuple[Stream, str], tuple[Stream, ...]] = {
     (Stream.H2D, "A"): (Stream.COMPUTE,),
     (Stream.D2H, "G"): (Stream.HOST,),
     (Stream.RECEIVE, "R"): (Stream.COMPUTE,),
-    (Stream.RECEIVE, "X"): (Stream.COMPUTE,),
-    (Stream.RECEIVE, "D"): (Stream.COMPUTE,),
 }
 
 

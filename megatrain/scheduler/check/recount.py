@@ -84,10 +84,6 @@ def _storage_spans(case: Case, number: int) -> Iterator[tuple[int, range]]:
         forward, backward = _uses(case, index, number)
         begins_before = case.schedule.kind.mode == "backward" or value.is_there
         start = 0 if begins_before else min(forward)
-        if value.comes is not None:
-            start = _taken(case, case.at(Stream.RECEIVE, "X", value.comes.forward, number)[0])
-        # What goes on to other devices is here until then.
-        forward += [_while(case.at(Stream.SEND, "X", crossing.forward, number)[0]) for crossing in value.goes]
         stays = value.is_output and (case.schedule.kind.outputs == "keep" or value.is_committed)
         if stays or (value.is_there and not value.readers and not value.is_output):
             is_unused = case.schedule.kind.mode == "backward" and not value.is_output
@@ -128,10 +124,6 @@ def _other_spans(case: Case, number: int) -> Iterator[tuple[int, range]]:
             readers = [_while(case.backward(b, number)) for b in case.workload.backward_readers(index)]
             last = _num_moments(case) - 1
             end = last if value.producer is None else _while(case.backward(value.producer, number))
-            if value.comes is not None and value.comes.backward is not None:
-                end = _while(case.at(Stream.SEND, "D", value.comes.backward, number)[0])
-            if value.returning is not None and value.returning.backward is not None:
-                readers = [_taken(case, case.at(Stream.RECEIVE, "D", value.returning.backward, number)[0])]
             # The caller passes the gradient of an output: when the backward starts, or before a backward alone.
             handed_in = 0 if case.schedule.kind.mode == "backward" else turn
             nbytes = 0 if value.on_host else value.nbytes
@@ -192,12 +184,11 @@ def _measured(case: Case, block: int) -> BlockWork | KeptWork:
 def _with_loss(case: Case, block: int, number: int, *, is_first: bool) -> int:
     """Bytes of the loss ahead of the first backward of a micro-batch, less the gradients that this one begins."""
     kind, moment = case.schedule.kind, _while(case.backward(block, number))
-    if kind.mode != "train" or kind.outputs == "keep" or not kind.has_losses or moment != _turn(case, number):
+    if kind.mode != "train" or kind.outputs == "keep" or moment != _turn(case, number):
         return 0
     begun = case.workload.blocks[block].gradient_bytes if is_first else 0
     for index, value in enumerate(case.workload.values):
-        is_begun = value.is_output or value.returning is not None
-        if case.workload.has_value_gradient(index) and not (is_begun or value.on_host):
+        if case.workload.has_value_gradient(index) and not (value.is_output or value.on_host):
             readers = [_while(case.backward(b, number)) for b in case.workload.backward_readers(index)]
             begun += value.nbytes if readers and min(readers) == moment else 0
     return max(0, case.workload.loss_bytes - begun)
@@ -213,6 +204,6 @@ def _summands(case: Case) -> dict[tuple[int, int], int]:
         if value.on_host:
             continue
         readers = sorted(case.workload.backward_readers(index), key=lambda b: case.backward(b, number).tick)
-        for block in readers if value.is_output or value.returning is not None else readers[1:]:
+        for block in readers if value.is_output else readers[1:]:
             added[block, number] = added.get((block, number), 0) + value.nbytes
     return added

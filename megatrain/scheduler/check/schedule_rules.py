@@ -15,8 +15,6 @@ import networkx as nx
 from megatrain.counts import counted
 from megatrain.errors import ScheduleError
 from megatrain.scheduler.check.case import Case
-from megatrain.scheduler.check.dealt_rules import check_crossings, check_order_between_devices
-from megatrain.scheduler.check.gather_rules import check_gathers
 from megatrain.scheduler.check.host_rules import check_norm, check_places, check_updates
 from megatrain.scheduler.check.memory_rules import (
     check_figures,
@@ -172,8 +170,7 @@ def check_saves(case: Case) -> None:
     saves, backwards = case.schedule.saves, case.workload.backward_blocks()
     rule = "Only graphs of blocks with a backward are retained; with one micro-batch, the last of these always is."
     expected_last = () if case.schedule.kind.mode == "forward" else backwards[-1:]
-    is_free = case.schedule.kind.micro_batches > 1 or not case.schedule.kind.has_losses
-    is_last_right = is_free or saves[-1:] == expected_last
+    is_last_right = case.schedule.kind.micro_batches > 1 or saves[-1:] == expected_last
     if list(saves) != sorted(set(saves)) or not is_last_right or not set(saves) <= set(backwards):
         raise case.fault(f"the graphs of blocks {list(saves)} can't be retained.", rule, 0, "Change `saves`.")
 
@@ -214,13 +211,9 @@ def _check_park(case: Case, block: int, number: int, rule: str) -> None:
         park = case.once(Stream.D2H, "A", block, rule, number)
         case.require_before(park, restore, "brings back a value that leaves with", rule)
         for index in values:
-            value = case.workload.values[index]
-            if value.comes is not None:
-                coming = case.at(Stream.RECEIVE, "X", value.comes.forward, number)[0]
-                case.require_before(coming, park, "moves a value that comes with", rule)
-                continue
-            assert value.producer is not None
-            case.require_before(case.forward(value.producer, number), park, "moves a result of", rule)
+            producer = case.workload.values[index].producer
+            assert producer is not None
+            case.require_before(case.forward(producer, number), park, "moves a result of", rule)
     for index in values:
         for reader in case.workload.backward_readers(index):
             case.require_before(restore, case.backward(reader, number), "reads a value that returns with", rule)
@@ -266,17 +259,14 @@ RULES: tuple[Callable[[Case], None], ...] = (
     check_backward_order,
     check_micro_batches,
     check_inputs,
-    check_crossings,
     check_parks,
     check_weights,
     check_persistent,
     check_gradients,
     check_between_ranks,
-    check_order_between_devices,
     check_norm,
     check_updates,
     check_shared_store,
-    check_gathers,
     check_places,
     check_releases_come_first,
     check_live_bytes,

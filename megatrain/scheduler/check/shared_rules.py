@@ -9,8 +9,8 @@ table is checked alone; ranks of one host have the same blocks and the same upda
 - A deferred update writes what the steps before have read: they are over on all ranks. Its `V` comes before the first
   reader of this step.
 - A `V` waits for other ranks' `U`. Deferred ones wait for nothing of another rank; all others only for totals. So
-  nobody waits in a circle if no deferred `U` waits for an op between ranks, and neither sums nor weights in shards nor
-  any `U` wait for a `V` of this step's updates.
+  nobody waits in a circle if no deferred `U` waits for an op between ranks, and neither sums nor any `U`
+  wait for a `V` of this step's updates.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def _check_of_this_step(case: Case, whole: Position, members: tuple[int, ...]) -
         if not any(case.clocks.is_before(reader, position) for position in leaving):
             what = f"{case.name(reader)} reads what another rank may be updating"
             raise case.fault(f"{what}.", rule, reader.tick, "Move it above the tick where its gradients leave.")
-    rule = "Sums of gradients, weights in shards and updates wait for no V of an update of this step."
+    rule = "Sums of gradients and updates wait for no V of an update of this step."
     for other in (*_between_ranks(case, is_whole=False), *_updates(case)):
         if case.clocks.is_before(whole, other):
             what = f"{case.name(other)} waits for {case.name(whole)}"
@@ -65,7 +65,7 @@ def _check_of_this_step(case: Case, whole: Position, members: tuple[int, ...]) -
 
 def _between_ranks(case: Case, *, is_whole: bool = True) -> Iterator[Position]:
     """All ops that wait for another rank; those that wait for its updates only if asked for."""
-    wanted = {(Stream.GATHER, "C"), (Stream.RECEIVE, "R"), (Stream.SEND, "P"), (Stream.D2H, "G")}
+    wanted = {(Stream.RECEIVE, "R"), (Stream.SEND, "P"), (Stream.D2H, "G")}
     wanted |= {(Stream.PEERS, "V")} if is_whole else set()
     return (position for position, op in case.ops if (op.stream, op.what) in wanted)
 

@@ -7,15 +7,12 @@ from itertools import pairwise
 from megatrain.scheduler.check.case import Case
 from megatrain.scheduler.items import Stream
 from megatrain.scheduler.table import Position
-from megatrain.sizes import gathered_bytes
-
-_FILLING = "WC"
 
 
 def check_weights(case: Case) -> None:
     """Every F and B finds its weights in a slot, and no W touches them before it is done."""
     rule = "F and B read what the last W of their block copied; no W writes there before they are done."
-    latest: dict[int, Position] = {}  # the last section of a W that is divided, and a C that completes one
+    latest: dict[int, Position] = {}  # the last section of a W that is divided
     is_part = _parts(case)
     readers: dict[Position, list[Position]] = {}
     for tick, row in enumerate(case.schedule.ticks):
@@ -35,22 +32,15 @@ def check_weights(case: Case) -> None:
             case.require_before(load, position, "reads weights that are copied by", rule)
             readers.setdefault(load, []).append(position)
         for stream, op in row.items():
-            if op.what in _FILLING:
+            if op.what == "W":
                 latest[op.block] = Position(tick, stream)
     _check_overwrites(case, readers, rule)
 
 
 def _parts(case: Case) -> dict[Position, Position]:
-    """Each section of a W that another section follows, with that one; and each W that a C completes, with it."""
+    """Each section of a W that another section follows, with that one."""
     sections = [position for position, op in case.ops if op.what == "W" and op.section is not None]
-    found = dict(pairwise(sections))
-    loads: dict[int, Position] = {}
-    for position, op in case.ops:
-        if op.what == "W":
-            loads[op.block] = position
-        elif op.what == "C" and op.block in loads:
-            found[loads[op.block]] = position
-    return found
+    return dict(pairwise(sections))
 
 
 def _check_overwrites(case: Case, readers: dict[Position, list[Position]], rule: str) -> None:
@@ -99,10 +89,9 @@ def check_persistent(case: Case) -> None:
 
 
 def loaded_bytes(case: Case, block: int) -> int:
-    """Bytes that a W of a block copies: what isn't there since an earlier step, and doesn't come from other devices."""
-    work, shards = case.workload.blocks[block], case.schedule.kind.shards
-    there = work.frozen_bytes if block in case.schedule.persistent else 0
-    return work.state_bytes - there - gathered_bytes(work.state_bytes, shards)
+    """Bytes that a W of a block copies: what isn't there since an earlier step."""
+    work = case.workload.blocks[block]
+    return work.state_bytes - (work.frozen_bytes if block in case.schedule.persistent else 0)
 
 
 def _written(case: Case, load: Position) -> tuple[int, int]:

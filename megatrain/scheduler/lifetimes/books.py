@@ -143,8 +143,6 @@ class Uses:
         if memory == "device":
             taking = {position for position, op in books.table.positions() if kind_of(op.stream, op.what).workspace}
             self.releasers |= taking
-            # What goes on to another device may be in use here for longer: its op counts as one that releases memory.
-            self.releasers |= {position for position, _ in books.ops if position.stream == Stream.SEND}
         for life in books.lifetimes:
             if life.memory == memory:
                 taking |= {life.start} if life.start is not None else set()

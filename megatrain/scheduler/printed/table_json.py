@@ -11,14 +11,14 @@ from megatrain.errors import ScheduleError
 from megatrain.scheduler.effects import streams
 from megatrain.scheduler.items import Stream
 from megatrain.scheduler.op import parse_op
-from megatrain.scheduler.step_kind import LOSSES, RANKS, STORES, StepKind
+from megatrain.scheduler.step_kind import RANKS, STORES, StepKind
 from megatrain.scheduler.table import Place, Slot, Table, Tick, columns
 from megatrain.scheduler.workload import Workload
 
 FORMAT = 1
 
 # What schedules of a process alone don't say.
-_LEFT_OUT = (("ranks", RANKS[0]), ("store", STORES[0]), ("shards", 1), ("devices", 1), ("losses", LOSSES[0]))
+_LEFT_OUT = (("ranks", RANKS[0]), ("store", STORES[0]))
 _FIGURES = ("keep", "h2d_bytes", "d2h_bytes", "peak_bytes", "device_bytes", "host_bytes")
 
 

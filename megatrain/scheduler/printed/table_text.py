@@ -14,7 +14,7 @@ from megatrain.scheduler.effects import streams
 from megatrain.scheduler.items import Stream
 from megatrain.scheduler.op import Op, parse_op
 from megatrain.scheduler.printed.block_ranges import ranges
-from megatrain.scheduler.step_kind import LOSSES, MODES, OUTPUTS, RANKS, STORES, TRANSFERS, UPDATES, StepKind
+from megatrain.scheduler.step_kind import MODES, OUTPUTS, RANKS, STORES, TRANSFERS, UPDATES, StepKind
 from megatrain.scheduler.table import Place, Slot, Table, Tick, columns
 from megatrain.scheduler.workload import Workload
 
@@ -275,9 +275,6 @@ _LINES: dict[str, _Line] = {
     "outputs": _choice("outputs", OUTPUTS),
     "ranks": _choice("ranks", RANKS),
     "store": _choice("store", STORES),
-    "shards": _several("shards", "shards"),
-    "dealt to": _several("dealt to", "devices"),
-    "losses": _choice("losses", LOSSES),
 }
 
 

@@ -46,8 +46,6 @@ def _value_cells(index: int, value: ValueWork) -> tuple[str, ...]:
     producer = "." if value.producer is None else str(value.producer)
     facts = {
         "input": value.is_there,
-        "comes": value.comes is not None,
-        "goes": bool(value.goes),
         "output": value.is_output,
         "differentiable": value.has_gradient,
         "parkable": value.is_parkable,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from math import isfinite
 
 from megatrain.counts import counted
@@ -12,7 +12,6 @@ from megatrain.scheduler.dependency import derive_waits
 from megatrain.scheduler.items import Stream
 from megatrain.scheduler.table import Position, Table
 from megatrain.scheduler.timing.costs import Measured
-from megatrain.scheduler.timing.ranks_run import RanksRun
 from megatrain.scheduler.timing.simulate import Timing
 
 
@@ -24,12 +23,10 @@ class TimedRun:
         schedule: What ran.
         timeline: Every op, in table order, in seconds from the beginning of the first. Ops of one stream follow each
             other.
-        ranks: The same step on all ranks, where several train together.
     """
 
     schedule: Table
     timeline: tuple[Timing, ...]
-    ranks: RanksRun | None = field(default=None, compare=False)
 
     @staticmethod
     def of(schedule: Table, spans: Mapping[Position, tuple[float, float]]) -> TimedRun:

@@ -14,7 +14,6 @@ from megatrain.errors import ExecuteError, OptimizerError, RanksError
 from megatrain.files.byte_source import bytes_of, obstacle
 from megatrain.files.digest import Digest
 from megatrain.optim.impostor import Optimizer
-from megatrain.passes.split.dealt_program import whole_of
 from megatrain.runtime.executor import Executor
 from megatrain.saving import Source
 from megatrain.tracer.spec import TensorSpec
@@ -32,7 +31,7 @@ def check_supported(setting: Setting, compiled: Compiled, optimizers: Sequence[O
         ExecuteError: If the model writes buffers, or runs its own code.
         OptimizerError: If an optimizer has parameters outside the model.
     """
-    for program in map(whole_of, setting.programs):
+    for program in setting.programs:
         written = [key for key, _ in program.commits]
         if written:
             raise ExecuteError(
@@ -79,7 +78,6 @@ def facts_of(
         "precision": options.precision,
         "masters": options.masters,
         "chunking": options.chunking,
-        "across_devices": options.across_devices,
         "passes": ", ".join(getattr(each, "__qualname__", type(each).__qualname__) for each in options.passes)
         or "none",
         "the number of modules in training mode": str(sum(module.training for module in compiled.model.modules())),
@@ -91,9 +89,9 @@ def facts_of(
     if device.is_host:
         # Kernels split sums among threads.
         found["the number of threads (OMP_NUM_THREADS)"] = str(torch.get_num_threads())
-    program, sent = whole_of(executor.program), {op.block for op in executor.schedule.ops if op.what == "G"}
+    program, sent = executor.program, {op.block for op in executor.schedule.ops if op.what == "G"}
     for block in program.blocks:
-        if block.index in sent or program is not executor.program:
+        if block.index in sent:
             entries = [program.state[key] for key in block.binding]
             texts = [f"{entry.key} {_text(entry.spec)}" for entry in entries if entry.requires_grad]
             found[f"what block {block.index} trains"] = ", ".join(texts)

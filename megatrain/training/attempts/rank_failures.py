@@ -6,18 +6,16 @@ from megatrain.errors import RanksError
 from megatrain.ranks.meeting import words_of
 
 
-def broken(error: BaseException, *, runs_again: bool = False) -> str:
+def broken(error: BaseException) -> str:
     """Why no further step is possible.
 
     Args:
         error: Which ended a step that others had begun.
-        runs_again: Whether a forward had to run again, too late.
     """
-    way = ' with across_devices="replicate", which runs a forward again where need be' if runs_again else ""
     return (
         "the ranks are no longer at the same step, because one of them failed in the middle of one.\n"
         f"  {words_of(error)}\n"
-        f"  Start all ranks again{way}, and load the latest checkpoint."
+        "  Start all ranks again, and load the latest checkpoint."
     )
 
 

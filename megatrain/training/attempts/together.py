@@ -3,15 +3,14 @@
 A step has two meetings. Before it runs, each rank tells how much its micro-batches count, and a digest of everything
 that must not differ. Before its first backward, each rank tells that its forward has succeeded; until then a rank may
 run it again, with all others, and a failure leaves no trace on any rank. From then on sums of gradients travel, and a
-rank that fails ends the training of all: some may have updated what others have not. Where ranks gather weights, they
-need each other from the first forward on, and so a failure is final from the first meeting on.
+rank that fails ends the training of all: some may have updated what others have not.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Generator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from typing import Any
 
 import torch
@@ -20,16 +19,11 @@ from megatrain.compiled.inside import Compiled
 from megatrain.errors import ExecuteError, RanksError
 from megatrain.files.digest import digest_of
 from megatrain.optim.impostor import Optimizer
-from megatrain.passes.split.dealt_program import whole_of
 from megatrain.ranks.meeting import check_words, words_of
 from megatrain.ranks.no_collectives import NoCollectives
 from megatrain.ranks.ranks import Ranks
-from megatrain.runtime.drawing.rank_draws import RankDraws
 from megatrain.runtime.executor import Executor
-from megatrain.runtime.rng import GlobalGenerators
 from megatrain.tracer.expectations import GuardFailedError
-from megatrain.training.attempts.dealing import Dealing, check_dealt
-from megatrain.training.attempts.draws_ahead import draw_ahead
 from megatrain.training.attempts.host_sharing import Changed, HostSharing
 from megatrain.training.attempts.rank_facts import Facts, check_supported, facts_of, refuse_difference, values_of
 from megatrain.training.attempts.rank_failures import broken, other_rank
@@ -54,9 +48,6 @@ class Together:
         rules: Options of the step that must be the same on all ranks.
         sharing: Has the ranks of a host share one store.
         boundary: No step can follow one that failed when all had agreed on it.
-
-    Attributes:
-        draws: The random numbers of this rank in the present step; None if the model draws none, or trains alone.
     """
 
     def __init__(
@@ -74,16 +65,7 @@ class Together:
         self._rules = rules
         self._stage = _MEETING
         self._is_telling = False
-        self._is_compared = self._gathers = False
-        self._dealing: Dealing | None = None
-        self.draws: RankDraws | None = None
-
-    @property
-    def dealing(self) -> Dealing | None:
-        """What is to be done where blocks are dealt to devices; None where they aren't, or not yet."""
-        if self._dealing is None:
-            self._dealing = Dealing.of(self._compiled, self._tell)
-        return self._dealing
+        self._is_compared = False
 
     @property
     def is_shared(self) -> bool:
@@ -152,8 +134,7 @@ class Together:
             return  # it was said in a meeting, in which all ranks were
         if found is None:
             ranks.announce(words_of(error))
-        runs_again = self._gathers and isinstance(error, GuardFailedError)
-        self._boundary.broken = broken(error, runs_again=runs_again)
+        self._boundary.broken = broken(error)
         if found is not None and found is not error:
             raise found from error
         if isinstance(error, GuardFailedError):  # which would have the step run again
@@ -197,51 +178,36 @@ class Together:
     def meet(
         self, setting: Setting, executor: Executor, counts: Counts, progress: Progress, *, is_timed: bool
     ) -> Shares:
-        """Compares everything that must not differ; finds the share of each micro-batch, and `draws`.
+        """Compares everything that must not differ; finds the share of each micro-batch.
 
         Args:
             setting: What runs here.
             executor: Runs it.
             counts: How much each micro-batch counts.
             progress: Of the training so far.
-            is_timed: Whether the step is timed, after which all ranks meet once more.
+            is_timed: Whether the step is timed.
 
         Raises:
             RanksError: If the ranks differ.
             OptionError: See `Shares`.
             ExecuteError: If the model is one that several ranks can't train.
-            DrawsError: If it draws random numbers that can't be drawn ahead.
         """
         ranks = self._ranks
         assert ranks is not None
         check_supported(setting, self._compiled, self._optimizers)
-        if (dealing := self.dealing) is not None:
-            check_dealt(setting, self._optimizers)
         rules = {**self._rules, "the call": "step.time(batch)" if is_timed else "step(batch)"}
         facts = facts_of(executor, self._compiled, self._optimizers, rules, progress)
         if not self._is_compared:
             facts |= values_of(self._compiled, self._optimizers)
-        is_random = any(t.is_random for whole in map(whole_of, setting.programs) for t in whole.templates.values())
-        changed = self._sharing.told(setting.kind)
-        said = counts.said() if dealing is None else dealing.said(counts)
-        told = {"digest": _digest(facts), "random": is_random, "changed": changed, **said}
+        told = {"digest": _digest(facts), "changed": self._sharing.told(setting.kind), **counts.said()}
         words = self._tell(ranks, told)
         if len({word["digest"] for word in words}) > 1:
             refuse_difference([word["facts"] for word in self._tell(ranks, {"facts": facts})])
         if self._sharing.check([word["changed"] for word in words]):
             self._sharing.share(lambda: self._tell(ranks, {}))
         self._is_compared = True
-        self.draws = None
-        if any(word["random"] for word in words):
-            numbers = [word["micro_batches"] for word in words]
-            runs = setting.programs, executor.draws, self._compiled.options.device
-            self.draws = draw_ahead(lambda word: self._tell(ranks, word), ranks, numbers, *runs)
-        # Weights in shards come from all ranks of a host: where one runs its forward again, the others wait for ever.
-        self._gathers = not setting.kind.may_run_again
-        if dealing is not None:
-            ranks.agreed.set()
-        self._stage = _AGREED if self._gathers else _RUNNING_FORWARD
-        return Shares(counts, others=words, rank=ranks.rank) if dealing is None else dealing.shares(counts, words)
+        self._stage = _RUNNING_FORWARD
+        return Shares(counts, others=words, rank=ranks.rank)
 
     def vote(self) -> None:
         """Waits until all ranks have run the forward.
@@ -250,43 +216,24 @@ class Together:
             AgainError: If one of them runs its forwards again.
             RanksError: If one failed.
         """
-        if self._ranks is None or self.dealing is not None:
-            return  # where blocks are dealt, ranks have needed each other from the first forward on
+        if self._ranks is None:
+            return
         words = self._tell(self._ranks, {"again": False})
         if any(word["again"] for word in words):
             raise AgainError
         self._stage = _AGREED
         self._ranks.agreed.set()
 
-    @contextmanager
-    def watching_loss(self) -> Generator[None]:
+    def watching_loss(self) -> AbstractContextManager[object]:
         """Runs the code of a loss.
 
         Raises:
-            ExecuteError: If it moves generators which on one process would go on to the next micro-batch, or waits for
-                other ranks.
+            ExecuteError: If it waits for other ranks.
         """
-        if self._ranks is None:
-            yield
-            return
-        if self.draws is not None:
-            with NoCollectives():
-                yield  # in its own generators
-            return
-        before = GlobalGenerators.now(self._compiled.options.device)
-        with NoCollectives():
-            yield
-        if not before.is_same(GlobalGenerators.now(self._compiled.options.device)):
-            raise ExecuteError(
-                "the loss draws random numbers, which several ranks can't do for a model that draws none.\n"
-                "  In one process the losses of all micro-batches draw one after the other.\n"
-                "  Draw in the model, or train in one process."
-            )
+        return nullcontext() if self._ranks is None else NoCollectives()
 
     def losses(self, losses: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
         """The losses of the micro-batches of all ranks, in their order: on the host, unless a process trains alone."""
-        if self.dealing is not None:
-            return self.dealing.losses(losses)
         if self._ranks is None:
             return losses
         own = losses[0].dtype

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from torch import nn
 
 from megatrain.compiled.inside import Compiled
 from megatrain.errors import OptimizerError
@@ -29,7 +28,7 @@ class HostDivision:
     def __init__(self, compiled: Compiled, optimizers: Sequence[Optimizer]):
         self._compiled, self._optimizers = compiled, optimizers
         self.unshared: str | None = None
-        has_others = compiled.ranks is not None and compiled.ranks.host is not None
+        has_others = compiled.ranks is not None
         if has_others and compiled.masters.kind == "rounded":
             self.unshared = "masters that are rounded at random draw from generators, which can't be shared"
         elif has_others:
@@ -57,12 +56,9 @@ class HostDivision:
             blocks: The parameters that are updated with each block.
         """
         engine, ranks = self._compiled.engine, self._compiled.ranks
-        others: dict[torch.Tensor, str] | None = None
-        if ranks is not None and ranks.mailbox is not None:
-            others = {tensor: key for key, tensor in engine.tensors.items() if isinstance(tensor, nn.Parameter)}
         if not self.shares or engine.shared is None or ranks is None:
             return None
         keys = {tensor: key for key, tensor in engine.tensors.items()}
         known = {parameter: keys[parameter] for block in blocks for parameter in block}
         of_store = engine.shared, self._optimizers, self._compiled.masters
-        return HostParts(*of_store, blocks, known, ranks.look, others)
+        return HostParts(*of_store, blocks, known, ranks.look)

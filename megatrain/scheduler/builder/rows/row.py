@@ -120,7 +120,6 @@ class RowEffects:
             tuple(dict.fromkeys((*inputs, *outputs, *results)))
             for inputs, outputs, results in zip(effects.inputs, effects.outputs, effects.kept, strict=True)
         ]
-        self._crossing = [effects.crossings.touched(block) for block in range(len(self._touched))]
         self._known: dict[Hashable, dict[Hashable, RowEffect]] = {}
         self._numbers: dict[Item, int] = {}
         self.memory: list[str | None] = []
@@ -146,8 +145,6 @@ class RowEffects:
                 effects = of_compute[block]
             elif what == "A":
                 effects = known((stream, *kept.parked[block]), {})
-            elif what == "X":
-                effects = known((what, block, *map(away.__contains__, self._crossing[block])), {})
             elif what == "W" and block in kept.persistent:
                 effects = known("persistent", {})
             else:
@@ -221,20 +218,16 @@ def weight_rows(
     stays: Sequence[Stay],
     slots: Sequence[Slot],
     loads: Sequence[Sequence[int]],
-    gathers: Sequence[int | None],
 ) -> list[OpRow]:
-    """The rows of `W` and `C`.
+    """The rows of `W`.
 
     Args:
         stays: Of weights on the device.
         slots: That of each stay.
         loads: The ticks of its `W`, one for each section.
-        gathers: The tick of its `C`; None if it has none.
     """
     rows: list[OpRow] = []
-    for stay, slot, ticks, gather in zip(stays, slots, loads, gathers, strict=True):
+    for stay, slot, ticks in zip(stays, slots, loads, strict=True):
         for section, tick in enumerate(ticks):
             rows.append(OpRow(Stream.H2D, "W", stay.block, section if len(ticks) > 1 else None, (tick,), slot))
-        if gather is not None:
-            rows.append(OpRow(Stream.GATHER, "C", stay.block, None, (gather,), slot))
     return rows

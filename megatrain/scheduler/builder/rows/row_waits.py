@@ -122,7 +122,7 @@ def _add_overwriting_waits(
                 earlier = bisect_left(versions, tick)
                 since = versions[earlier - 1] if earlier else -1
                 found[number][at[tick]] += _last_reads(reading, rows[number].stream, since, tick - 1)
-    filling.sort(key=lambda each: (each[0], rows[each[1]].stream == Stream.GATHER))
+    filling.sort(key=lambda each: each[0])
     _add_slot_waits(
         found, rows, filling, {item: _by_stream(rows, readers.get(item, [])) for _, _, item in filling}, items
     )

@@ -1,1 +1,0 @@
-"""What tables of devices to which blocks are dealt have in common."""
