@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,7 +14,7 @@ from torch import nn
 import megatrain
 from megatrain.demo.course import Course
 from megatrain.demo.demonstrate import demonstrate
-from megatrain.device import Accelerator, Cuda, Device, find, register, unregister
+from megatrain.device import Accelerator, Cuda, find, register, unregister
 from megatrain.errors import OptionError
 from megatrain.saving import generators_now
 from tests.test_demo import TINY
@@ -154,7 +153,3 @@ def test_cuda_is_asked_nothing(monkeypatch: pytest.MonkeyPatch):
     put_in(monkeypatch, "cuda", object())
     assert Cuda(0).lacking() == ()
     assert isinstance(find(None), Cuda)
-
-
-def test_a_device_without_collectives_says_so():
-    assert Device(torch.device("meta")).collectives(None, 0, 2, timedelta(seconds=1)) is None

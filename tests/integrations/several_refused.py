@@ -18,8 +18,7 @@ from tests.integrations.runs import GIVEN, ROWS, llama, streamed_kind
 from tests.integrations.several import as_torchrun
 from tests.integrations.test_trainer import Plain, of_all
 
-OPTIONS = "megatrain_across_devices", "megatrain_block_bytes"
-OF_TRAINER = "model", "callbacks", "train_dataset", "data_collator", "optimizers", *OPTIONS
+OF_TRAINER = "model", "callbacks", "train_dataset", "data_collator", "optimizers", "megatrain_block_bytes"
 
 
 def made(**given: Any) -> Any:

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 import megatrain
 from megatrain.optim.block_update import MasterStep
-from megatrain.ranks import signs_of_life
+from megatrain.ranks import host, signs_of_life
 from megatrain.runtime.streams.stream_set import Chaos
 from tests.models import Stack
 from tests.ranks.sides import Case, begin
@@ -80,11 +80,10 @@ def failing_late(rank: int) -> list[str]:
     return [refused(lambda number=number: step(batch(number, rank))) for number in range(3)]
 
 
-def dying(rank: int, when: str, silent_s: float, across_devices: str = "replicate") -> str:
+def dying(rank: int, when: str, silent_s: float) -> str:
     """Rank 1 is killed at some place, or stands still."""
     signs_of_life.SILENT_S = silent_s
-    case = replace(CASE, mode="spread" if when == "update" else "overlap", compile={"across_devices": across_devices})
-    case = replace(case, task="tied") if across_devices == "shard" else case
+    case = replace(CASE, mode="spread" if when == "update" else "overlap")
     step = begin(case, dist.group.WORLD)[2]
     step(case.batches(0)[rank])
     if rank == 1:
@@ -113,18 +112,19 @@ def impossible(rank: int) -> list[str]:
     )
     inductor = {"kernels": "inductor", "process_group": group}
 
-    def in_shards(**options: Any) -> megatrain.TrainStep:
-        model, shard = seeded_stack(2), {"across_devices": "shard", "process_group": group, **options}
-        compiled = megatrain.compile(model, device="cpu", **shard)
-        return megatrain.TrainStep(compiled, torch.optim.SGD(model.parameters(), lr=0.1), loss=square)
+    def on_two_hosts() -> None:
+        host.NAME = "ab"[rank == 2]
+        try:
+            megatrain.compile(seeded_stack(1), device="cpu", process_group=group)
+        finally:
+            host.NAME = None
 
     return [
         refused(lambda: compiled(given).sum().backward()),
         refused(lambda: step.measure([given])),
         refused(lambda: writes(stack_batch(rank, 2))),
         refused(lambda: megatrain.compile(seeded_stack(1), device="cpu", **inductor)),
-        refused(lambda: in_shards(transfer="bind")),
-        refused(lambda: in_shards(precision="bf16", masters="rounded")),
+        refused(on_two_hosts),
     ]
 
 
@@ -138,11 +138,10 @@ def saving_alone(rank: int, folder: str) -> tuple[list[str], bool]:
     return texts, existed
 
 
-def failing_op(rank: int, op: str, across_devices: str = "replicate") -> tuple[str, str]:
+def failing_op(rank: int, op: str) -> tuple[str, str]:
     """An op of rank 1 fails; then there is another step."""
     chaos = Chaos(max_delay_s=0, fail=op) if rank == 1 else None
-    options = {"chaos": chaos, "transfer": "copy", "block_bytes": "100B", "across_devices": across_devices}
-    case = replace(CASE, compile=options, task="tied" if across_devices == "shard" else CASE.task)
+    case = replace(CASE, compile={"chaos": chaos, "transfer": "copy", "block_bytes": "100B"})
     _, _, step = begin(case, dist.group.WORLD)
     # Sums come with an op of their own where a second micro-batch is added to them.
     steps = [case.batches(number)[rank] * (2 if op.startswith("R") else 1) for number in range(2)]

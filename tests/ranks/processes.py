@@ -20,7 +20,7 @@ from tests.captures import lowered_once, rehearsed_once
 from tests.simulated_device.loading import load
 
 WAIT_S = 100.0
-TESTS = "tests.ranks.sides", "tests.integrations.round_trainers"  # which import what most processes of tests need
+TESTS = ("tests.ranks.sides",)  # which import what most processes of tests need
 
 
 class Processes:

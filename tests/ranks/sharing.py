@@ -17,7 +17,6 @@ import megatrain
 from megatrain.checks.several_optimizers import parameters_of
 from megatrain.memory.heap import return_free_memory
 from megatrain.optim.block_update import MasterStep
-from megatrain.ranks import host
 from megatrain.runtime.stores.shared_store import STATE, Name
 from tests.ranks.failing import refused
 from tests.ranks.sides import OURS, Case, begin, state_of, take
@@ -27,14 +26,12 @@ SHARED = "memfd:megatrain-store"
 CASE = Case("tied", "overlap", [(1, 1, 1)] * 4, compile={"precision": "bf16"})
 
 
-def held(rank: int, case: Case, hosts: str | None) -> dict[str, Any]:
+def held(rank: int, case: Case) -> dict[str, Any]:
     """What of a rank is in shared memory after two steps."""
     torch.manual_seed(5)
-    host.NAME = None if hosts is None else hosts[rank]
     compiled, optimizer, step = begin(case, dist.group.WORLD)
     take(case, rank, step, range(2))
     step.flush()
-    host.NAME = None
     shared = compiled.megatrain.engine.shared
     if shared is None or not shared.twins:
         return {"kind": step.schedule.kind.store}
@@ -148,10 +145,10 @@ class Wide(nn.Module):
         return x
 
 
-def measured(rank: int, num: int, transfer: str, options: dict[str, Any], hosts: str) -> tuple[int, int]:
+def measured(rank: int, num: int, transfer: str, options: dict[str, Any], is_apart: bool) -> tuple[int, int]:
     """Takes steps; returns the bytes that they added to this process, and those of them in shared memory."""
-    group: Any = dist.group.WORLD
-    host.NAME = hosts[rank]
+    groups: list[Any] = [dist.new_group([each]) for each in range(dist.get_world_size())] if is_apart else []
+    group = groups[rank] if is_apart else dist.group.WORLD
 
     def trained(number: int) -> tuple[Any, Any]:
         torch.manual_seed(0)

@@ -15,7 +15,6 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 import megatrain
-from megatrain.ranks import host
 from megatrain.runtime.streams.stream_set import Chaos
 from tests.comparing import snapshot
 from tests.strategies import WIDTH
@@ -56,25 +55,6 @@ class Tied(nn.Module):
             x = x + self.drop(block(x))
         logits = self.head(x)
         return {"loss": F.cross_entropy(logits.flatten(0, 1), targets.flatten()), "logits": logits}
-
-
-class Dropping(nn.Module):
-    """Some of its layers draw twice, each time otherwise, and some not at all."""
-
-    def __init__(self):
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(3, 3) for _ in range(6))
-        self.noise = nn.Parameter(torch.full((3,), 0.3))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        p = 0.4 if self.training else 0.0
-        for number, layer in enumerate(self.layers):
-            x = layer(x).tanh()
-            if number % 3 == 0:
-                x = F.dropout(F.dropout(x, p), p / 2)
-            elif number % 3 == 1 and self.training:
-                x = x + self.noise * torch.randn_like(x) * torch.bernoulli(torch.full_like(x[0], 0.5))
-        return x
 
 
 class Branching(nn.Module):
@@ -125,37 +105,10 @@ class Broad(nn.Module):
         return (self.third[0, :1500].T @ x.unsqueeze(-1)).squeeze(-1).tanh()
 
 
-class Scored(nn.Module):
-    """Makes its loss itself, and has more parameters than values between its blocks."""
-
-    def __init__(self):
-        super().__init__()
-        self.first = nn.Linear(3, 64)
-        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(64, 64), nn.Dropout(0.2), nn.Tanh()) for _ in range(6))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = self.first(x)
-        for layer in self.layers:
-            x = layer(x)
-        return x.square().mean()
-
-
-def scored() -> nn.Module:
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(1234)
-        return Scored()
-
-
 def broad() -> nn.Module:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(1234)
         return Broad()
-
-
-def dropping() -> nn.Module:
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(1234)
-        return Dropping()
 
 
 def branching_batch(step: int, size: int) -> Any:
@@ -198,9 +151,7 @@ OURS: dict[str, Task] = {
     "branching": Task(branching, branching_batch, square),
     "deciding": Task(deciding, branching_batch, square),
     "broad": Task(broad, stack_batch, square),
-    "dropping": Task(dropping, stack_batch, square),
     "tied": Task(seeded, tied_batch, own),
-    "scored": Task(scored, stack_batch),
     "adapted": Task(lambda: seeded(is_adapted=True), tied_batch, own),
     "lora": Task(lambda: adapted_llama(("q_proj", "v_proj"), rank=4, scale=2.0, dropout=0.0), labelled),
 }
@@ -221,7 +172,6 @@ class Case:
         draws: Whether the model's dropouts draw.
         chaos: Seed of delays of all streams, others on each rank; None for none.
         looks: Whether rank 1 looks at its parameters after each step, which completes its updates.
-        hosts: The host of each rank; None is one host for all.
         edits: What the user's code does between steps, on each rank; see `edited`.
         order: The order in which the streams of a simulated device work, on which the ranks train; empty for the CPU.
         hooks: Whether hooks on parameters write into the gradients that they get.
@@ -237,7 +187,6 @@ class Case:
     draws: bool = False
     looks: bool = False
     chaos: int | None = None
-    hosts: Sequence[str] | None = None
     edits: str = ""
     order: str = ""
     hooks: bool = False
@@ -340,19 +289,13 @@ EDITS = "in place", "unseen", "new memory", "state dict", "moments", "new moment
 
 
 def train(case: Case, group: Any, rank: int | None) -> dict[str, Any]:
-    """Takes the steps of a case. The generators of ranks other than the first stay as they are."""
+    """Takes the steps of a case. Each rank draws from its own generators."""
     torch.manual_seed(5)
     compiled, optimizer, step = begin(case, group)
     torch.manual_seed(6 + (rank or 0))
     taken = take(case, rank, step, range(len(case.deal)))
     found = {**taken, **state_of(compiled, optimizer, step)}
-    # A drawn model may have no block that is large enough to be divided.
-    if group is not None and case.compile.get("across_devices") == "shard" and case.task != "drawn":
-        schedule = step.schedule
-        assert (
-            (schedule.kind.store == "shared") == (schedule.kind.shards > 1) == ("C" in {op.what for op in schedule.ops})
-        )
-    if rank:
+    if rank and not case.draws:
         assert torch.equal(found.pop("generator"), torch.Generator().manual_seed(6 + rank).get_state())
     return found
 
@@ -367,27 +310,19 @@ def train_here(rank: int, case: Case) -> Any:
     """What a rank runs; ranks beyond the deal have nothing to do."""
     size = len(case.deal[0])
     group: Any = dist.new_group(list(range(size)))
-    host.NAME = None if case.hosts is None or rank >= size else case.hosts[rank]
-    try:
-        return train(case, group, rank) if rank < size else None
-    finally:
-        host.NAME = None
+    return train(case, group, rank) if rank < size else None
 
 
 def resume_here(rank: int, case: Case, folder: str, start: int, saves: bool) -> Any:
     """Begins at a step, from a checkpoint unless it is the first; saves after the steps, or returns everything."""
     size = len(case.deal[0])
     group: Any = dist.new_group(list(range(size)))
-    host.NAME = None if case.hosts is None or rank >= size else case.hosts[rank]
-    try:
-        return resume(case, group, rank, folder, start, saves=saves) if rank < size else None
-    finally:
-        host.NAME = None
+    return resume(case, group, rank, folder, start, saves=saves) if rank < size else None
 
 
 def resume(case: Case, group: Any, rank: int | None, folder: str, start: int, *, saves: bool) -> Any:
-    torch.manual_seed(6)
     compiled, optimizer, step = begin(case, group)
+    torch.manual_seed(6 + (rank or 0))
     if start:
         task = OURS[case.task]
         options = {**MODES[case.mode], **case.options}

@@ -1,8 +1,7 @@
-"""Random models, divided at random among ranks, devices and hosts under chaos, against one process."""
+"""Random models, divided at random among ranks under chaos, against one process."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 from hypothesis import event, given
@@ -33,7 +32,6 @@ LEAVES = (
     lambda: nn.Linear(WIDTH, WIDTH),
     lambda: nn.Linear(WIDTH, WIDTH, bias=False),
     lambda: nn.Sequential(nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH), nn.GELU()),
-    lambda: nn.Dropout(0.3),
     lambda: nn.ReLU(inplace=True),
     nn.Tanh,
     WritesInput,
@@ -41,50 +39,21 @@ LEAVES = (
     Odd,
 )
 WRAPPERS = (Skip, Dead, Halves, WritesView, NoGrad, Branch)
-# How blocks are divided, and the host of each rank.
-WAYS: Mapping[str, tuple[str, ...]] = {
-    "replicate": ("aa", "aaa", "aab", "abab", "aabb", "abc"),
-    "shard": ("aa", "aaa", "aabb", "aab"),
-    "round": ("aa", "aaa", "aaaa", "aabb"),
-}
-# What ranks can't do, and say so: micro-batches that run other layers, on one rank or
-# on several, and where weights come in shards values that are read too late.
-ALWAYS = (
-    "differs from micro-batch 0",
-    "the ranks differ: what block",
-)
-REFUSED = {
-    "replicate": ALWAYS,
-    "shard": (*ALWAYS, "GuardFailedError: "),
-    "round": (
-        *ALWAYS,
-        "Python code reads values of the forward, and the blocks are dealt to devices",
-        "can't be dealt to",
-        "the model returns `",
-    ),
-}
+# What ranks can't do, and say so: micro-batches that run other layers, on one rank or on several.
+REFUSED = "differs from micro-batch 0", "the ranks differ: what block"
 
 
 @st.composite
 def trainings(draw: st.DrawFn) -> tuple[nn.Module, Case]:
     """A model, and how it is trained for two steps."""
-    way = draw(st.sampled_from(sorted(WAYS)))
-    # Blocks that read values aren't dealt; of so few parts there may be fewer blocks than devices.
-    wrappers, least = (WRAPPERS[:-1], 3) if way == "round" else (WRAPPERS, 1)
-    parts = st.lists(module_trees(leaves=LEAVES, wrappers=wrappers), min_size=least, max_size=least + 1)
+    parts = st.lists(module_trees(leaves=LEAVES, wrappers=WRAPPERS), min_size=1, max_size=2)
     model = nn.Sequential(*draw(parts))
-    hosts = draw(st.sampled_from(WAYS[way]))
-    counts = st.tuples(*[st.integers(1, 2)] * len(hosts))
+    counts = st.tuples(*[st.integers(1, 2)] * draw(st.integers(2, 4)))
     compile: dict[str, Any] = {
-        "across_devices": way,
         "transfer": draw(st.sampled_from(["auto", "copy"])),
         "precision": draw(st.sampled_from(["fp32", "bf16"])),
         "activations": draw(st.sampled_from(["auto", "recompute", "offload"])),
     }
-    if way == "shard":
-        compile["transfer"] = "auto"
-    if way == "round":
-        compile["block_bytes"] = draw(st.sampled_from([None, 1, 40, 100]))
     return model, Case(
         "drawn",
         draw(st.sampled_from(sorted(MODES))),
@@ -92,9 +61,7 @@ def trainings(draw: st.DrawFn) -> tuple[nn.Module, Case]:
         optimizer=draw(st.sampled_from(["adamw", "sgd"])),
         compile=compile,
         is_weighted=draw(st.booleans()),
-        draws=draw(st.booleans()),
         chaos=draw(st.none() | st.integers(0, 999)),
-        hosts=hosts,
     )
 
 
@@ -110,15 +77,14 @@ def outcome(model: nn.Module, case: Case) -> Any:
 def test_ranks_train_random_models_with_the_bits_of_one_process(training: tuple[nn.Module, Case], four: Processes):
     model, case = training
     expected = outcome(model, case)
-    found = four.run(train_drawn, case, model)[: len(case.hosts or "")]
-    way = case.compile["across_devices"]
+    found = four.run(train_drawn, case, model)[: len(case.deal[0])]
     if isinstance(expected, BaseException) or any(isinstance(each, BaseException) for each in found):
-        event(f"{way}: refused")
+        event("refused")
         said = [f"{type(each).__name__}: {each}" if isinstance(each, BaseException) else "" for each in found]
         assert all(isinstance(each, MegatrainError | RuntimeError) for each in found), said
         if not isinstance(expected, BaseException):
-            assert any(text in each for text in REFUSED[way] for each in said), said
+            assert any(text in each for text in REFUSED for each in said), said
         return
-    event(f"{way}: the same bits")
+    event("the same bits")
     for rank, each in enumerate(found):
         assert_same({name: value for name, value in expected.items() if name in each}, each, f"rank {rank}")

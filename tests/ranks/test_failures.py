@@ -14,7 +14,7 @@ from tests.comparing import assert_same
 from tests.ranks.failing import differing, dying, failing_early, failing_late, failing_op, impossible, saving_alone
 from tests.ranks.processes import Processes
 from tests.ranks.shared_processes import processes_fixture
-from tests.ranks.sides import Case, train_drawn, train_here
+from tests.ranks.sides import Case, train_drawn
 from tests.strategies import Branch, Start, WritesInput
 from tests.tiers import wide
 from tests.training.parity import seeded_stack, stack_batch
@@ -78,25 +78,6 @@ def test_an_op_that_fails_is_named_on_all_ranks(op: str, three: Processes):
         assert (f"{op} fail" in then) if early else then.startswith("ExecuteError: the ranks are no longer at the same")
 
 
-@pytest.mark.parametrize("op", ["F1", *map(wide, ("W1@2", "W2@0", "C0@0", "C4@0", "B1", "P1"))])
-def test_an_op_that_fails_among_ranks_that_gather_weights_ends_the_training_of_all(op: str, three: Processes):
-    found = three.run(failing_op, op, "shard")
-    assert f"{op}" in found[1][0]
-    assert "fail" in found[1][0]
-    for rank in (0, 2):
-        # They may wait for shards of rank 1 at any time.
-        assert found[rank][0].startswith("RanksError: rank 1 failed: "), found[rank]
-    for _, then in found:
-        assert then.startswith("ExecuteError: the ranks are no longer at the same step"), then
-
-
-def test_a_forward_that_needs_another_capture_is_refused_among_ranks_that_gather_weights(three: Processes):
-    case = Case("branching", "spread", [(1, 1, 1)] * 6, compile={"across_devices": "shard"})
-    found = [str(each) for each in three.run(train_here, case)]
-    assert any('Start all ranks again with across_devices="replicate", which runs' in text for text in found), found
-    assert all("the ranks are no longer at the same step" in text or "failed" in text for text in found), found
-
-
 @pytest.mark.parametrize("deal", [(1, 2, 1), wide(((1, 1, 1),))])
 def test_a_last_block_that_reads_other_values_than_its_capture_runs_again_on_all_ranks(
     deal: tuple[int, ...], three: Processes
@@ -109,13 +90,6 @@ def test_a_last_block_that_reads_other_values_than_its_capture_runs_again_on_all
     for each in three.run(train_drawn, case, model):
         assert not isinstance(each, BaseException), each
         assert_same({name: value for name, value in expected.items() if name in each}, each)
-
-
-@pytest.mark.parametrize("when", [*map(wide, ("loss", "update", "between", "still"))])
-def test_a_rank_that_is_killed_while_others_gather_its_shards_is_named(when: str, processes: Processes):
-    for text in processes.run(dying, when, 6.0, "shard", of=(0, 2)):
-        named = "rank 1 ended: no sign of life", "rank 1 ended.", "rank 1 failed: it ended"
-        assert text.removeprefix("RanksError: ").startswith(named), text
 
 
 @pytest.mark.parametrize("when", [wide("loss"), "update", wide("between"), wide("still")])
@@ -144,8 +118,7 @@ def test_what_several_ranks_cannot_do_is_refused_by_name(three: Processes):
         "ExecuteError: step.measure isn't possible with a process_group of 3 ranks.",
         "ExecuteError: the forward writes the buffer `1.running_mean`, which can't be trained by several ranks.",
         'OptionError: process_group= has 3 ranks, but kernels="inductor".',
-        'OptionError: transfer="bind" with across_devices="shard" is impossible.',
-        'OptionError: across_devices="shard" is impossible: each rank of this host has a store of its own.',
+        "RanksError: the 3 ranks share no memory: they are on several hosts, or the system has none to share.",
     )
     for found in three.run(impossible):
         assert [text.partition("\n")[0] for text in found] == list(texts)

@@ -6,11 +6,9 @@ import pytest
 
 from tests.comparing import assert_same
 from tests.ranks.processes import Processes
-from tests.ranks.rounds import ROUND
 from tests.ranks.sides import EDITS, Case
 from tests.ranks.test_parity import THREE, TWO
 from tests.ranks.there import (
-    coded_there,
     evaluating_there,
     holding,
     locked_there,
@@ -26,22 +24,16 @@ from tests.training.parity import MODES
 ORDERS = "late", "seeded", "late but compute", "late compute"
 CASES = {
     "stack-deferred-clipped-bf16": Case("stack", "deferred", TWO, order="seeded", compile={"precision": "bf16"}),
-    "tied-spread-late-shard": Case(
-        "tied", "spread", THREE, order="late", compile={"across_devices": "shard"}, is_weighted=True, draws=True
-    ),
+    "tied-spread-late": Case("tied", "spread", THREE, order="late", is_weighted=True),
     "adapted-overlap-late-but-compute": Case("adapted", "overlap", THREE, order="late but compute"),
     "deciding-deferred-late": Case("deciding", "deferred", [(2, 3)] * 2, order="late"),
     "tied-deferred-late-graphs": Case("tied", "deferred", TWO, order="late", compile={"kernels": "graphs"}),
-    "dropping-spread-seeded-round-draws": Case("dropping", "spread", THREE, order="seeded", compile=ROUND, draws=True),
     "broad-overlap-late": Case("broad", "overlap", ((1, 2, 1),), order="late", optimizer="sgd"),
 }
 FURTHER = (
     {
         "llama-deferred-clipped-bf16": Case("llama", "deferred", TWO, order="seeded", compile={"precision": "bf16"}),
-        "tied-spread-late-weighted": Case("tied", "spread", THREE, order="late", is_weighted=True, draws=True),
-        "tied-deferred-late-round-weighted": Case(
-            "tied", "deferred", THREE, order="late", compile=ROUND, is_weighted=True
-        ),
+        "tied-spread-late-weighted": Case("tied", "spread", THREE, order="late", is_weighted=True),
         "tied-deferred-late-graphs-of-three": Case(
             "tied", "deferred", THREE, order="late", compile={"kernels": "graphs"}
         ),
@@ -50,7 +42,7 @@ FURTHER = (
         "tied-spread-late-unseen": Case("tied", "spread", THREE, order="late", edits="unseen", looks=True),
     }
     | {
-        f"{task}-{mode}-{order}": Case(task, mode, THREE, order=order, draws=True)
+        f"{task}-{mode}-{order}": Case(task, mode, THREE, order=order)
         for task in ("tied", "adapted", "lora")
         for mode in MODES
         for order in ORDERS
@@ -61,39 +53,7 @@ FURTHER = (
         for edit in EDITS
     }
     | {
-        f"{task}-{mode}-{order}-shard": Case(task, mode, THREE, order=order, compile={"across_devices": "shard"})
-        for task in ("tied", "adapted")
-        for mode in MODES
-        for order in ORDERS
-    }
-    | {
-        f"{task}-{mode}-{order}-round": Case(task, mode, THREE, order=order, compile=ROUND)
-        for task in ("tied", "adapted", "lora")
-        for mode in MODES
-        for order in ORDERS
-    }
-    | {
-        f"{task}-{mode}-{order}-round-draws": Case(task, mode, THREE, order=order, compile=ROUND, draws=True)
-        for task in ("tied", "dropping")
-        for mode in MODES
-        for order in ORDERS
-    }
-    | {
-        f"{task}-{mode}-late-round-graphs-draws": Case(
-            task, mode, THREE, order="late", compile={**ROUND, "kernels": "graphs"}, draws=True
-        )
-        for task in ("tied", "dropping", "adapted")
-        for mode in ("overlap", "serial_clipped")
-    }
-    | {
-        f"tied-{mode}-seeded-round-{memory}": Case(
-            "tied", mode, THREE, order="seeded", compile={**ROUND, "memory": memory, "activations": activations}
-        )
-        for mode in ("overlap", "serial_clipped")
-        for memory, activations in (("40KiB", "auto"), ("64KiB", "offload"))
-    }
-    | {
-        f"tied-{mode}-{order}-graphs": Case("tied", mode, THREE, order=order, compile={"kernels": "graphs"}, draws=True)
+        f"tied-{mode}-{order}-graphs": Case("tied", mode, THREE, order=order, compile={"kernels": "graphs"})
         for mode in MODES
         for order in ORDERS
     }
@@ -102,23 +62,6 @@ FURTHER = (
         for mode in ("deferred", "serial_clipped")
     }
 )
-HOSTS = {
-    f"{task}-{mode}-{order}": Case(
-        task, mode, [(1, 2, 1, 1), (2, 1, 1, 3), (1, 1, 1, 1)], order=order, compile=ROUND, hosts="aabb", draws=True
-    )
-    for task in ("tied", "dropping")
-    for mode in MODES
-    for order in ("late", "seeded")
-} | {
-    f"tied-{mode}-late-{name}": Case(
-        "tied", mode, [(1, 2, 1, 1), (1, 1, 1, 3)], order="late", compile={**ROUND, **options}, hosts="aabb"
-    )
-    for mode in ("overlap", "serial_clipped")
-    for name, options in (
-        ("graphs", {"kernels": "graphs"}),
-        ("offload", {"memory": "64KiB", "activations": "offload"}),
-    )
-}
 USUAL = Case("tied", "spread", THREE, order="late")
 
 
@@ -140,23 +83,6 @@ def test_ranks_on_devices_train_with_the_bits_of_one_process(name: str, devices:
 @pytest.mark.parametrize("name", [*map(wide, FURTHER)])
 def test_more_ranks_on_devices_train_with_the_bits_of_one_process(name: str, devices: Processes):
     assert_parity(FURTHER[name], devices)
-
-
-@pytest.mark.parametrize("order", ["late", *map(wide, ("seeded", "late but compute", "late compute"))])
-def test_code_of_all_ranks_runs_on_the_one_that_makes_the_losses(order: str, devices: Processes):
-    expected = devices.run(coded_there, "early", 1)[0]
-    assert not isinstance(expected, BaseException), expected
-    found = devices.run(coded_there, order, 3)
-    for each in found:
-        assert not isinstance(each, BaseException), each
-        assert_same(expected["found"], each["found"])
-        assert_same(expected["kept"] if each["makes losses"] else [], each["kept"])
-    assert [each["makes losses"] for each in found].count(True) == 1
-
-
-@pytest.mark.parametrize("name", [*map(wide, HOSTS)])
-def test_hosts_with_dealt_blocks_on_devices_train_with_the_bits_of_one_process(name: str, four_devices: Processes):
-    assert_parity(HOSTS[name], four_devices)
 
 
 def test_ranks_copy_weights_from_locked_memory_that_all_share(devices: Processes):

@@ -17,31 +17,30 @@ THREE = ((1, 1, 1), (2, 1, 3), (1, 2, 1))
 CASES = {
     "adapted-serial-sum": Case("adapted", "serial", TWO, optimizer="sgd", options={"reduce": "sum"}),
     "tied-overlap-chaos": Case(
-        "tied", "overlap", THREE, compile={"transfer": "copy"}, draws=True, chaos=1, options={"report_norm": True}
+        "tied", "overlap", THREE, compile={"transfer": "copy"}, chaos=1, options={"report_norm": True}
     ),
     "tied-deferred-clipped-bf16": Case("tied", "deferred", THREE, compile={"precision": "bf16"}, looks=True),
-    "tied-spread-two-hosts": Case("tied", "spread", THREE, hosts="aba", looks=True),
+    "tied-spread": Case("tied", "spread", THREE, looks=True),
     "adapted-overlap-in-place": Case("adapted", "overlap", TWO, edits="in place"),
     "tied-spread-unseen-bf16": Case("tied", "spread", THREE, compile={"precision": "bf16"}, edits="unseen"),
     "branching-spread": Case("branching", "spread", [*THREE, THREE[1]]),
-    "deciding-spread-draws": Case("deciding", "spread", [*THREE, THREE[0]], draws=True, is_weighted=True, looks=True),
-    "broad-deferred-two-hosts": Case("broad", "deferred", ((1, 1, 1), (2, 1, 1)), optimizer="sgd", hosts="aab"),
+    "deciding-spread": Case("deciding", "spread", [*THREE, THREE[0]], is_weighted=True, looks=True),
+    "broad-deferred": Case("broad", "deferred", ((1, 1, 1), (2, 1, 1)), optimizer="sgd"),
     "stack-serial-clipped": Case("stack", "serial_clipped", THREE, compile={"transfer": "copy", "block_bytes": "100B"}),
 }
 HOOKED = {
-    f"{task}-{mode}-{transfer}-hooks": Case(task, mode, THREE, compile={"transfer": transfer}, hooks=True, hosts=hosts)
+    f"{task}-{mode}-{transfer}-hooks": Case(task, mode, THREE, compile={"transfer": transfer}, hooks=True)
     for task in ("stack", "tied")
     for mode in MODES
-    for transfer, hosts in (("bind", None), ("copy", "aba"))
+    for transfer in ("bind", "copy")
 }
 CASES["tied-deferred-bind-hooks"] = HOOKED.pop("tied-deferred-bind-hooks")
 LONGER = {
     "tied-overlap-bf16": Case("tied", "overlap", THREE, compile={"precision": "bf16"}, options={"report_norm": True}),
-    "tied-spread-dropout": Case("tied", "spread", THREE, draws=True, is_weighted=True),
-    "tied-spread-two-hosts-longer": Case("tied", "spread", [*THREE, *THREE], hosts="aba", looks=True),
+    "tied-spread-longer": Case("tied", "spread", [*THREE, *THREE], looks=True),
     "branching-spread-longer": Case("branching", "spread", [*THREE, *THREE]),
     "deciding-deferred-clipped": Case("deciding", "deferred", [(2, 3)] * 5, compile={"transfer": "copy"}, chaos=3),
-    "deciding-spread-longer": Case("deciding", "spread", [*THREE, *THREE], draws=True, is_weighted=True, looks=True),
+    "deciding-spread-longer": Case("deciding", "spread", [*THREE, *THREE], is_weighted=True, looks=True),
     "stack-spread-looks": Case("stack", "spread", [*TWO, *TWO], looks=True),
 }
 FURTHER = {
@@ -51,12 +50,11 @@ FURTHER = {
     for transfer in ("bind", "copy")
 }
 DISTURBED = {
-    f"{task}-{mode}-chaos-{seed}": Case(task, mode, THREE, compile={"transfer": "copy"}, draws=True, chaos=10 * seed)
+    f"{task}-{mode}-chaos-{seed}": Case(task, mode, THREE, compile={"transfer": "copy"}, chaos=10 * seed)
     for seed, (task, mode) in enumerate(product(("tied", "adapted", "branching", "deciding"), MODES), start=1)
 }
 ONE_BY_ONE = {
     "tied-spread-weighted": Case("tied", "spread", THREE, is_weighted=True),
-    "tied-spread-draws": Case("tied", "spread", THREE, draws=True),
     "tied-deferred-of-two": Case("tied", "deferred", TWO, compile={"transfer": "copy"}),
 }
 ROUNDED = {"tied-rounded": Case("tied", "overlap", THREE, compile={"precision": "bf16", "masters": "rounded"})}
@@ -65,40 +63,10 @@ EDITED = {
     for mode in ("overlap", "spread", "deferred", "serial_clipped")
     for edit in EDITS
 }
-TWO_HOSTS = {
-    f"{task}-{mode}-{hosts}": Case(task, mode, THREE, hosts=hosts, draws=True, chaos=7, compile={"transfer": "copy"})
-    for task in ("tied", "adapted")
-    for mode in MODES
-    for hosts in ("aab", "abb", "abc")
-}
-FOUR = {
-    f"tied-{mode}-{hosts}": Case("tied", mode, [(1, 2, 1, 1), (2, 1, 1, 3), (1, 1, 1, 1)], hosts=hosts, looks=True)
-    for mode in MODES
-    for hosts in ("aaaa", "aabb", "abba")
-}
-SHARDED = (
-    {
-        f"{task}-{mode}-shard-{hosts}": Case(
-            task, mode, THREE, hosts=hosts, compile={"across_devices": "shard"}, draws=True, chaos=seed
-        )
-        for seed, (task, mode, hosts) in enumerate(product(("tied", "adapted"), MODES, ("aaa", "aba")), start=1)
-    }
-    | {
-        f"tied-{mode}-shard-{edit}": Case(
-            "tied", mode, THREE, edits=edit, compile={"across_devices": "shard", "precision": "bf16"}, looks=True
-        )
-        for mode in ("spread", "serial_clipped")
-        for edit in EDITS
-    }
-    | {
-        f"{task}-spread-shard": Case(task, "spread", TWO, draws=True, compile={"across_devices": "shard"})
-        for task in ("gpt", "llama", "t5", "lora", "broad")
-    }
-)
-IN_SHARDS = "adapted-deferred-shard-aba"  # two share the weights of a host, one has its own
-LARGE = {task: Case(task, "spread", TWO, is_weighted=True, draws=True) for task in ("gpt", "llama", "t5", "lora")}
+FOUR = {f"tied-{mode}": Case("tied", mode, [(1, 2, 1, 1), (2, 1, 1, 3), (1, 1, 1, 1)], looks=True) for mode in MODES}
+LARGE = {task: Case(task, "spread", TWO, is_weighted=True) for task in ("gpt", "llama", "t5", "lora")}
 LARGE["broad"] = Case("broad", "overlap", ((1, 1, 1), (1, 2, 1)), optimizer="sgd")
-MORE = FURTHER | LARGE | DISTURBED | ROUNDED | EDITED | TWO_HOSTS | HOOKED | ONE_BY_ONE | LONGER
+MORE = FURTHER | LARGE | DISTURBED | ROUNDED | EDITED | HOOKED | ONE_BY_ONE | LONGER
 
 
 def assert_parity(case: Case, processes: Processes) -> None:
@@ -118,11 +86,6 @@ def test_ranks_train_with_the_bits_of_one_process(name: str, three: Processes):
 @pytest.mark.parametrize("name", [*map(wide, MORE)])
 def test_more_ranks_train_with_the_bits_of_one_process(name: str, three: Processes):
     assert_parity(MORE[name], three)
-
-
-@pytest.mark.parametrize("name", [name if name == IN_SHARDS else wide(name) for name in SHARDED])
-def test_ranks_that_gather_weights_in_shards_train_with_the_bits_of_one_process(name: str, three: Processes):
-    assert_parity(SHARDED[name], three)
 
 
 @pytest.mark.parametrize("name", [*map(wide, FOUR)])

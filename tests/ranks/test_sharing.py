@@ -40,7 +40,7 @@ def test_a_host_file_is_one_memory_with_copies_of_what_each_writes_on_its_own():
 
 
 def test_ranks_of_one_host_share_parameters_moments_and_masters(three: Processes):
-    found = three.run(held, CASE, None)
+    found = three.run(held, CASE)
     for each in found:
         assert (each["kind"], each["parameters"], each["moments"]) == ("shared", True, True)
         assert each["lows"] > 0
@@ -49,17 +49,9 @@ def test_ranks_of_one_host_share_parameters_moments_and_masters(three: Processes
     assert all(each["updated"] for each in found), "each rank updates some"
 
 
-@pytest.mark.parametrize("hosts", ["aab", wide("abc")])
-def test_ranks_of_different_hosts_share_nothing(hosts: str, three: Processes):
-    found = three.run(held, CASE, hosts)
-    assert [each["kind"] for each in found] == ["shared" if hosts.count(h) > 1 else "own" for h in hosts]
-    names = {name for each in found for name in each.get("updated", ())}
-    assert names == ({*dict(begin(CASE)[0].megatrain.model.named_parameters())} if hosts == "aab" else set())
-
-
 def test_state_that_cannot_be_shared_leaves_each_rank_its_own_store(three: Processes):
     rounded = replace(CASE, compile={"precision": "bf16", "masters": "rounded"})
-    assert [each["kind"] for each in three.run(held, rounded, None)] == ["own"] * 3
+    assert [each["kind"] for each in three.run(held, rounded)] == ["own"] * 3
 
 
 @pytest.mark.parametrize("mode", ["overlap", "spread", wide("serial"), wide("deferred")])
@@ -116,19 +108,19 @@ def test_host_memory_of_three_ranks_is_that_of_one_and_what_is_per_device(
     Gradients that are made on the host, and updates that are over, leave nothing there.
     """
     num, size = 256, 3  # what the C library keeps of freed memory, some MB more or less, is far below 3 % of that
-    totals: dict[str, int] = {}
-    for hosts in ("abc", "aaa"):
+    totals: dict[bool, int] = {}
+    for is_apart in (True, False):
         processes = Processes(size)
         try:
-            totals[hosts], shared = (
-                sum(each) for each in zip(*processes.run(measured, num, transfer, options, hosts), strict=True)
+            totals[is_apart], shared = (
+                sum(each) for each in zip(*processes.run(measured, num, transfer, options, is_apart), strict=True)
             )
         finally:
             processes.close()
     state = 3 * sum(p.nbytes for p in Wide(num).parameters())
-    per_device = (totals["abc"] - size * state) / size
+    per_device = (totals[True] - size * state) / size
     gradients = state // 3
     expected = state + together * gradients + size * (per_device - apart * gradients)
     print(f"state {state}, per device {per_device:.0f}; {totals}, of which {shared} shared; expected {expected:.0f}")
     assert abs(shared - state) <= 0.03 * state
-    assert abs(totals["aaa"] - expected) <= 0.03 * expected
+    assert abs(totals[False] - expected) <= 0.03 * expected

@@ -12,9 +12,7 @@ from torch import nn
 
 import megatrain
 from megatrain.device import find
-from megatrain.integrations.hf.one_step import OneStep
 from tests.ranks.failing import refused
-from tests.ranks.rounds import ROUND
 from tests.ranks.sides import OURS, Case, begin, moved, take, train, train_here
 from tests.simulated_device.loading import load
 from tests.simulated_runs.on_device import choose
@@ -37,64 +35,6 @@ def train_alone_there(rank: int, case: Case) -> Any:
     load().reset()
     alone: Any = dist.new_group([0])
     return train(case, alone, None) if rank == 0 else None
-
-
-def coded_there(rank: int, order: str, size: int) -> Any:
-    """What a trainer's code leaves on a rank with dealt blocks, or in one process that has all micro-batches.
-
-    Args:
-        rank: This rank; one process is the first.
-        order: Of the streams.
-        size: How many ranks there are.
-
-    Returns:
-        Losses, norms, what the code keeps, the parameters, and whether this rank makes the losses; None where one
-        process does all, in the others.
-    """
-    simulator = load()
-    simulator.reset()
-    group: Any = dist.new_group(list(range(size)))
-    if rank >= size:
-        return None
-    choose(simulator, order, seed=rank)
-    device = find(f"sim:{rank % 2}").torch_device
-    model, ranks = dropping_stack(), 3
-    compiled = megatrain.compile(model, device=device, process_group=group, **(ROUND if size > 1 else {}))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    kept: list[torch.Tensor] = []
-
-    def code(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        result = compiled(x)
-        loss = (result - y).square().mean()
-        kept.append(result.detach().max())
-        loss /= 2
-        (loss / ranks).backward()
-        return loss.detach() if size > 1 else (loss / ranks).detach()
-
-    def make(loss: Any) -> megatrain.TrainStep:
-        return megatrain.TrainStep(compiled, optimizer, loss=loss, reduce="sum", max_grad_norm=0.1)
-
-    one_step = OneStep(compiled, make, lambda: (optimizer,), lambda: False, {}, compiled)
-    found: list[Any] = []
-    torch.manual_seed(5 + rank)
-    for number in range(3):
-        mine = range(rank, rank + 1) if size > 1 else range(ranks)
-        pairs = [(stack_batch(100 * number + 10 * r + i, 2), stack_batch(r, 2)) for r in mine for i in range(2)]
-        one_step.begin(len(pairs))
-        for pair in pairs:
-            found += [loss.cpu() for loss in one_step.taken(code, *moved(pair, str(device)))]
-        assert one_step.step is not None
-        found.append(one_step.step.progress.grad_norm)
-    simulator.order("early")
-    assert simulator.violations() == []
-    found += [parameter.detach().clone() for parameter in model.parameters()]
-    makes = one_step.known_step().schedule.kind.has_losses  # pyright: ignore[reportOptionalMemberAccess]
-    return {"found": found, "kept": [value.cpu() for value in kept], "makes losses": makes}
-
-
-def dropping_stack() -> nn.Module:
-    torch.manual_seed(4)
-    return nn.Sequential(*[nn.Sequential(nn.Linear(3, 3), nn.Dropout(0.3), nn.Tanh()) for _ in range(6)])
 
 
 def locked_there(rank: int, case: Case) -> dict[str, Any]:

@@ -30,17 +30,16 @@ from tests.scheduler.workloads import trained, workloads
 def machines(draw: st.DrawFn) -> Hardware:
     """Machines on which any stream may be the slow one, which alone shows that others wait for it."""
     slow, share = (
-        draw(st.sampled_from(["h2d", "d2h", "compute", "host", "gather", "none"])),
+        draw(st.sampled_from(["h2d", "d2h", "compute", "host", "none"])),
         st.sampled_from([1.0, 0.7]),
     )
-    rate = {name: 1e7 if name == slow else 1e9 for name in ("h2d", "d2h", "compute", "host", "gather")}
+    rate = {name: 1e7 if name == slow else 1e9 for name in ("h2d", "d2h", "compute", "host")}
     return Hardware(
         rate["h2d"],
         rate["d2h"],
         rate["compute"],
         launch_s=draw(st.sampled_from([0.0, 1e-9])),
         host_bytes_per_s=rate["host"],
-        further_rates={"gather": rate["gather"]},
         h2d_beside=draw(share),
         d2h_beside=draw(share),
         host_beside=draw(share),
@@ -64,7 +63,6 @@ def kinds(draw: st.DrawFn) -> StepKind:
             outputs=draw(st.sampled_from(["keep", "release"])),
             ranks=ranks,
             store=store,
-            shards=draw(st.sampled_from([1, 3])) if store == "shared" and transfer == "copy" else 1,
         )
     except OptionError:
         assume(False)

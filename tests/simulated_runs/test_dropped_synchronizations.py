@@ -72,36 +72,19 @@ NOTICED: dict[str, str] = {
 
 _TRIED = "orders nothing: it tries whether the device has such calls at all"
 _OF_RANKS = "a rank waits for others, which nothing of a device does; tests/ranks has runs of several"
-_OF_SHARDS = (
-    "a collective of several ranks; tests/ranks/test_on_devices.py has runs that gather weights in late streams"
-)
-_OF_ROUNDS = (
-    "of what crosses between the devices of several ranks; tests/ranks/test_on_devices.py has runs in late streams, "
-    "which notice what is sent. What was received is mostly used before the next message can come"
-)
 _OF_FAKES = "threads wait for each other before anything is captured; fake tensors have no device's memory"
 UNNOTICED: dict[str, str] = {
     "torch_features._make_first_fakes: made.wait": _OF_FAKES,
     "torch_features.run: never.wait": _OF_FAKES,
     "ranks._hold: threading.Event().wait": _OF_RANKS,
-    "ranks._sender: self._wait": _OF_RANKS,
     "host_channel.give: self._wait": _OF_RANKS,
     "host_channel.wait: self._wait": _OF_RANKS,
     "host_channel.take: room.wait": _OF_RANKS,
-    "gloo_channel.take: room.wait": _OF_RANKS,
     "rank_sums._fill: before.wait": _OF_RANKS,
     "rank_sums.receive: room.wait": _OF_RANKS,
     "ranks._gathered: self._wait": _OF_RANKS,
-    "mailbox.give: self._wait": _OF_RANKS,
-    "mailbox.take: self._wait": _OF_RANKS,
-    "dealt_values._send: self._device.synchronize": _OF_ROUNDS,
-    "dealt_values._receive: self._device.synchronize": _OF_ROUNDS,
     "ranks.wait_until_agreed: self.agreed.wait": _OF_RANKS,
     "signs_of_life._beat: stop.wait": _OF_RANKS,
-    "ranks._wait_on_device: work.wait": _OF_SHARDS,
-    "weight_shards.__init__: self._wait": _OF_SHARDS,
-    "weight_shards.gather: self._wait": _OF_SHARDS,
-    "weight_shards.measured_rate: device.synchronize": "ends a measured time; no step has begun",
     "host_sharing.changed: self._compiled.masters.settle": _OF_RANKS,
     "operations.: Operations.wait": _OF_RANKS,
     "command_processes._is_said_by_first: store.wait": _OF_RANKS,
