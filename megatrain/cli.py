@@ -28,8 +28,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         The exit status: 0 if all went well, 1 if the command found a fault, 2 if it was used wrongly, 130 if
         it was interrupted.
     """
-    ours, of_script = verify_command.parted(sys.argv[1:] if arguments is None else arguments)
-    options = _parser().parse_args(ours, argparse.Namespace(of_script=of_script))
+    options = _parser().parse_args(arguments)
     try:
         return options.run(options)
     except MegatrainError as error:

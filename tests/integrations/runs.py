@@ -119,17 +119,6 @@ def run(scenario: Scenario, folder: Path, *, streams: bool, **training: Any) -> 
     return Ran(trainer, log, state, (drawn, random.random(), float(np.random.rand())), after)
 
 
-def verified(scenario: Scenario, folder: Path, updates: int = 2) -> Any:
-    """The report of a script's trainer, which doesn't train."""
-    AcceleratorState._reset_state(reset_partial_state=True)
-    model = scenario.model()
-    arguments = scenario.arguments(str(folder), **{**GIVEN, **scenario.options})
-    options = {f"megatrain_{name}": value for name, value in {"transfer": "copy", **scenario.streaming}.items()}
-    kind = type("Streaming", (Streamed, scenario.kind), {})
-    more = {"train_dataset": scenario.rows, "eval_dataset": scenario.rows, **scenario.more(model)}
-    return kind(**{"model": model, "args": arguments, **more, **options}).verify(updates)
-
-
 def assert_streams_as_stock(scenario: Scenario, folder: Path) -> Ran:
     """Runs a script both ways; everything has the same bits, and the model streamed."""
     stock = run(scenario, folder / "stock", streams=False)

@@ -11,7 +11,7 @@ from peft import LoraConfig
 from transformers import LlamaForCausalLM, LlamaForSequenceClassification
 
 import megatrain
-from tests.integrations.runs import Ran, Scenario, assert_streams_as_stock, llama, verified
+from tests.integrations.runs import Ran, Scenario, assert_streams_as_stock, llama
 from tests.integrations.words import text, tokenizer
 
 trl = pytest.importorskip("trl", reason="needs trl: pip install -e .[users]")
@@ -158,10 +158,3 @@ def test_a_trainer_of_trl_loads_a_model_by_its_name(tmp_path: Path) -> None:
 def test_dpo_reads_its_reference_from_where_the_model_came(tmp_path: Path) -> None:
     found = scenario("DPO", preferences, model=lambda: named(tmp_path / "model"))
     assert_streams_as_stock(found, tmp_path)
-
-
-@pytest.mark.parametrize("name", ["sft, packing", "dpo, a reference that streams", "grpo, lora"])
-def test_a_trainer_of_trl_is_verified(name: str, tmp_path: Path) -> None:
-    report = verified(SCENARIOS[name](), tmp_path)
-    assert report.ok, str(report)
-    assert report.num_training_steps == 2

@@ -1,6 +1,5 @@
 """Hugging Face trainers that stream: `Trainer`, and `Streamed` for any class derived from it (TRL's, yours)."""
 
 from megatrain.integrations.hf.streamed import Streamed, Trainer
-from megatrain.integrations.hf.trainer_report import TrainerReport
 
-__all__ = ["Streamed", "Trainer", "TrainerReport"]
+__all__ = ["Streamed", "Trainer"]

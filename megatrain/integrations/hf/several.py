@@ -94,19 +94,18 @@ def refuse_group(compiled: CompiledModule, accelerator: Any) -> None:
 
 
 def refuse_trial(accelerator: Any, trial: Any) -> None:
-    """Refuses trainings that only a single process begins and ends: one of a search, or of `verify`.
+    """Refuses trainings that only a single process begins and ends: those of a search.
 
     Args:
         accelerator: The trainer's.
-        trial: Of a search, or `"verify"`; None for no such training.
+        trial: Of a search; None for no such training.
 
     Raises:
         OptionError: If there are several processes.
     """
     if accelerator.num_processes > 1 and trial is not None:
-        what = "verify" if trial == "verify" else "hyperparameter_search"
         raise OptionError(
-            f"a trainer that streams can't do {what} in several processes.\n"
+            "a trainer that streams can't do hyperparameter_search in several processes.\n"
             "  They would have to begin and end each of its trainings together.\n"
             "  Do it in one process."
         )

@@ -31,14 +31,10 @@ from megatrain.integrations.hf.one_step import OneStep
 from megatrain.integrations.hf.requirements import check_transformers, refuse, refuse_trainer, refuse_unsaved, why_not
 from megatrain.integrations.hf.several import group_of, refuse_group, refuse_several, refuse_trial, with_generators
 from megatrain.integrations.hf.stream_options import StreamOptions
-from megatrain.integrations.hf.trainer_copies import with_quiet
-from megatrain.integrations.hf.trainer_report import TrainerReport
-from megatrain.integrations.hf.trainer_sides import verified
 from megatrain.integrations.hf.whole_calls import check_streams, give_losses, note_where_parts_run
 from megatrain.memory.out_of_memory import DeviceMemoryError
 from megatrain.optim.grad_scaler import host_scaler
 from megatrain.training.step import TrainStep
-from megatrain.verification.run_script import UPDATES, asked, end_script
 
 FOLDER = "megatrain"
 """Within a trainer's checkpoint: all that the next training step depends on besides the weights."""
@@ -77,8 +73,6 @@ class Streamed(_Base):
         self._one_step: OneStep | None = None
         self._is_made = self._is_given_compiled = False
         refuse(arguments)
-        if (present := asked()) is not None:
-            args, kwargs = with_quiet(arguments, args, kwargs, present.folder)
         super().__init__(*args, **kwargs)
         refuse(self.args)
         refuse_trainer(self)
@@ -248,33 +242,11 @@ class Streamed(_Base):
         assert self._one_step is not None
         return self._one_step
 
-    # -- verification ------------------------------------------------------------------------------------------
-
-    def verify(self, updates: int = UPDATES, *, tolerance: float | None = None) -> TrainerReport:
-        """Trains a copy that streams and one of the class without megatrain, and compares all that they leave.
-
-        Both begin with the same model, data, optimizer, callbacks and random numbers; see docs/verify.md. The trainer
-        stays as it is, and nothing is written into its folder.
-
-        Args:
-            updates: How many are compared.
-            tolerance: Relative difference that counts as equal; None asks for the same bits.
-
-        Raises:
-            OptionError: If an option has a wrong value, or the trainer can't be copied, or its training not repeated.
-            ExecuteError: If it takes no update, or a function of it changes the model itself instead of the copy's.
-        """
-        return verified(self, Streamed, updates, tolerance)
-
     # -- checkpoints -------------------------------------------------------------------------------------------
 
     def train(self, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
         """As the trainer's own. `True` goes on from the newest checkpoint that was written to its end."""
-        trial = args[0] if args else kwargs.get("trial")
-        refuse_trial(self.accelerator, trial)
-        if (present := asked()) is not None:
-            given = {"resume_from_checkpoint": resume_from_checkpoint, "trial": trial}
-            end_script(verified(self, Streamed, present.updates, present.tolerance, present.options, given))
+        refuse_trial(self.accelerator, args[0] if args else kwargs.get("trial"))
         if resume_from_checkpoint is True:
             resume_from_checkpoint = newest_whole(self.args.output_dir) or True
         try:
