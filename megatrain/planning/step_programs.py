@@ -18,7 +18,6 @@ from megatrain.passes.masks.made_inside import masks_inside
 from megatrain.passes.measuring.known_costs import KnownCosts
 from megatrain.passes.pipeline import AfterPass, Rewrite, lowered_with
 from megatrain.passes.program import Program
-from megatrain.passes.rewrites.head.fused_head import NarrowHead, narrow_fused_head
 from megatrain.passes.rewrites.head.head_loss import HeadLoss, chunk_head_loss
 from megatrain.passes.rewrites.tile_tokens import tile_tokens
 from megatrain.passes.rewrites.tiled_region import TiledRegion
@@ -47,7 +46,7 @@ class Pieces:
         found += [banded_attention] if self.tiles is not None else []
         found += [partial(masks_inside, block_bytes=block_bytes)]
         if self.chunks is not None:
-            found += [partial(each, divisor=self.chunks) for each in (chunk_head_loss, narrow_fused_head)]
+            found.append(partial(chunk_head_loss, divisor=self.chunks))
         found += [partial(tile_tokens, divisor=self.tiles, block_bytes=block_bytes)] if self.tiles is not None else []
         return tuple(found)
 
@@ -204,10 +203,8 @@ def _has_masks(program: Program) -> bool:
     return any(has_masked_attention(template.graph) for template in program.templates.values())
 
 
-def _in_pieces(program: Program) -> list[HeadLoss | NarrowHead | TiledRegion | BandedAttention | MaskNote]:
+def _in_pieces(program: Program) -> list[HeadLoss | TiledRegion | BandedAttention | MaskNote]:
     """What is computed in pieces, and what became of masks."""
     nodes = [node for template in program.templates.values() for node in template.graph.nodes]
     found = [each for node in nodes for each in (node.target, node.meta.get("mask"))]
-    return [
-        each for each in found if isinstance(each, HeadLoss | NarrowHead | TiledRegion | BandedAttention | MaskNote)
-    ]
+    return [each for each in found if isinstance(each, HeadLoss | TiledRegion | BandedAttention | MaskNote)]

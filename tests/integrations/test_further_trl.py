@@ -12,7 +12,6 @@ from packaging.version import Version
 from peft import LoraConfig, PromptTuningConfig, get_peft_model
 from transformers import TrainerCallback
 
-from megatrain.passes.rewrites.head.fused_head import NarrowHead
 from tests.integrations.runs import Scenario, assert_streams_as_stock, llama
 from tests.integrations.test_trl import (
     AGAIN,
@@ -159,23 +158,3 @@ def test_the_fused_head_holds_no_logits(tmp_path: Path, monkeypatch: pytest.Monk
     rows = found.trainer.model.traced.inputs
     print(schedule, rows)
     assert found.trainer.model.megatrain.peak_bytes <= budget < 8 * 15 * words * 4
-
-
-@pytest.mark.skipif(not IS_NEW, reason="the fused head came with trl 1.16")
-@pytest.mark.parametrize(("kind", "rows", "more"), [("SFT", texts, lambda model: {}), ("DPO", preferences, REFERENCE)])
-def test_the_fused_head_gets_narrower_tiles_where_its_own_dont_fit(
-    kind: str, rows: Any, more: Any, tmp_path: Path
-) -> None:
-    """A row's sum over all words adds up in another order then; SGD hands rounding on as it is."""
-    words, budget = 8192, 3 << 20
-    found = assert_streams_as_stock(
-        scenario(
-            kind, rows, model=lambda: llama(vocab_size=words, hidden_size=8, intermediate_size=16), more=more,
-            options={"per_device_train_batch_size": 8, "max_steps": 2, "optim": "sgd"},
-            streaming={"memory": budget}, tolerance=1e-5,
-        ),
-        tmp_path,
-    )  # fmt: skip
-    heads = [node.target for t in found.trainer.train_step.program.templates.values() for node in t.graph.nodes]
-    assert {head.words for head in heads if isinstance(head, NarrowHead)} == {128}
-    assert found.trainer.model.megatrain.peak_bytes <= budget

@@ -10,7 +10,6 @@ from megatrain.counts import counted
 from megatrain.passes.masks.attention import ATTENTION, MaskNote
 from megatrain.passes.masks.banded_attention import BandedAttention
 from megatrain.passes.program import Block, Program
-from megatrain.passes.rewrites.head.fused_head import NarrowHead
 from megatrain.passes.rewrites.head.head_loss import HeadLoss
 from megatrain.passes.rewrites.tiled_region import TiledRegion
 from megatrain.scheduler.printed.block_ranges import ranges
@@ -40,12 +39,6 @@ def _chunks(program: Program) -> Iterator[str]:
         sizes = f"{format_bytes(rows * row_bytes)} instead of {format_bytes(num_rows * row_bytes)}"
         where = f"in block {block.index} ({block.name})"
         yield f"chunked: logits of {rows} of {num_rows} rows at a time {where}, {sizes}"
-    for block, node in _calls_of(program, NarrowHead):
-        head: NarrowHead = node.target  # pyright: ignore[reportAssignmentType]
-        sizes = (
-            f"{format_bytes(head.tile_bytes(head.words))} instead of {format_bytes(head.tile_bytes(head.words_before))}"
-        )
-        yield f"chunked: logits of {head.words} words at a time in block {block.index} ({block.name}), {sizes}"
 
 
 def _tiles(program: Program) -> Iterator[str]:
