@@ -146,7 +146,9 @@ def test_a_training_that_changed_nothing_says_so() -> None:
     def said(*losses: float) -> str:
         return said_by({"global_step": 9, "log_history": [{"loss": 2.0}, *({"eval_loss": loss} for loss in losses)]})
 
-    assert said(3.0, 2.5, 2.0) == "step 9: loss 2.0000, held-out loss 2.0000, perplexity 7.39; before the training 3.0000"
+    assert (
+        said(3.0, 2.5, 2.0) == "step 9: loss 2.0000, held-out loss 2.0000, perplexity 7.39; before the training 3.0000"
+    )
     assert "warning the held-out loss is what it was: the model has hardly changed.\n" in said(3.0, 2.5, 3.00001)
     assert "--lr" in said(3.0, 3.0)
 

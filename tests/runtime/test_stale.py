@@ -304,7 +304,9 @@ def test_a_global_that_no_code_of_the_model_names_makes_no_other_capture(sides: 
     assert sides.count == 1
 
 
-@pytest.mark.parametrize("name", ["<stdin>", "<ipython-input-3-0a1b2c>", "/tmp/ipykernel_12/345.py", "never_imported.py"])
+@pytest.mark.parametrize(
+    "name", ["<stdin>", "<ipython-input-3-0a1b2c>", "/tmp/ipykernel_12/345.py", "never_imported.py"]
+)
 @pytest.mark.parametrize("module", ["__main__", "never_imported", None])
 def test_a_change_of_a_global_is_seen_whatever_has_run_the_code(name: str, module: str | None) -> None:
     """A notebook, a session, exec(), or a loader that doesn't register what it loads."""
