@@ -23,7 +23,7 @@ class DealtTrainer(Trainer):
 
     def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
         """Makes a linear schedule, whose first step has a rate above 0."""
-        if self.lr_scheduler is None:
+        if self.lr_scheduler is None:  # pyright: ignore[reportUnnecessaryComparison]
             self._replace_step()  # before a scheduler wraps it
             rate = partial(rate_of, warmup=self.args.warmup_steps, num_steps=num_training_steps)
             self.lr_scheduler = LambdaLR(self.optimizer if optimizer is None else optimizer, rate)

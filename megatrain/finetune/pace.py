@@ -112,7 +112,8 @@ def _asked(tuning: FineTuning, num_batches: int, tokens: int, processes: int) ->
     if tuning.accumulate is not None:
         return tuning.accumulate
     asked = max(1, (tuning.tokens_per_step or TOKENS_PER_STEP) // tokens)
-    if tuning.tokens_per_step is not None or (most := num_batches // _ENOUGH) >= asked:
+    is_asked = tuning.tokens_per_step is not None or tuning.steps is not None
+    if is_asked or (most := num_batches // _ENOUGH) >= asked:
         return asked
     return max(most - most % processes, processes)
 

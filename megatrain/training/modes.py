@@ -50,7 +50,7 @@ def warn_of_dropout(model: nn.Module) -> None:
                 "  A step computes what the model computes in its present mode, as eager PyTorch does.\n"
                 "  Call model.train() before the steps; for a training without dropout, set its probability to 0.",
                 TrainStepWarning,
-                stacklevel=4,
+                stacklevel=5,
             )
             return
 

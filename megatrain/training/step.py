@@ -34,8 +34,6 @@ from megatrain.training.batch import micro_batches
 from megatrain.training.boundary import Boundary, Progress
 from megatrain.training.completion import Completion
 from megatrain.training.given_plan import plan_of
-from megatrain.training.handing import spent
-from megatrain.training.modes import warn_of_dropout
 from megatrain.training.saved_schedulers import SCHEDULERS, Schedulers
 from megatrain.training.setup import Setting, Setup
 from megatrain.training.shares import Counts, Weight, check_reduce
@@ -119,7 +117,6 @@ class TrainStep:
         self._setup = Setup(self._compiled, self._optimizers, loss=loss, reads=reads, **norms, **times, plan=plan)
         self._boundary = Boundary(on_nonfinite)
         self.user: Mapping[str, Any] = {}
-        self._is_mode_known = False
         self._completion = Completion(self._complete, self._setup.changing)
         rules = {"max_grad_norm": max_grad_norm, "report_norm": report_norm, "on_nonfinite": on_nonfinite}
         rules |= {"reduce": reduce, "weight": "none" if weight is None else "given", "overlap": overlap, "reads": reads}
@@ -202,15 +199,10 @@ class TrainStep:
         if not self._compiled.has_group:
             refuse_apart()
         self._boundary.check_whole()
-        if not self._is_mode_known:
-            self._is_mode_known = True
-            warn_of_dropout(self._compiled.model)
         with self._together.refusing():
             counts = Counts(batches := self._taking.of_all(micro_batches(batch)), self._weight, is_sum=self._is_sum)
             self._taking.get_ready(batches)
-        loss = self._taking.take(batches, counts, watch)
-        self._completion.has_stepped = True
-        return spent(loss)
+        return self._taking.take(batches, counts, watch)
 
     @checked(num_steps=count(1, 1 << 40), tokens_per_step=count(1, 1 << 40))
     def progress_line(self, num_steps: int, tokens_per_step: int) -> ProgressLine:

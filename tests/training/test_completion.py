@@ -171,7 +171,7 @@ def test_calls_of_a_loop_after_a_step_change_nothing_and_the_useless_ones_are_wa
             plain(batch)
             if "scheduler" in name:
                 schedulers[1].step()
-    assert_same(*(dict(model.state_dict()) for model in models))
+    assert_same(dict(models[0].state_dict()), dict(models[1].state_dict()))
     texts = [str(each.message) for each in said if each.category is megatrain.TrainStepWarning]
     assert len(texts) == (name in ("step", "clip and step"))
     assert all(text.startswith("optimizer.step() finds no gradient: the training step before it") for text in texts)

@@ -27,6 +27,8 @@ from megatrain.training.attempts.together import AgainError, Together
 from megatrain.training.batch import FollowingLoss, MicroBatch
 from megatrain.training.boundary import Boundary
 from megatrain.training.completion import Completion
+from megatrain.training.handing import spent
+from megatrain.training.modes import warn_of_dropout
 from megatrain.training.setup import Setting, Setup
 from megatrain.training.shares import Counts, Shares
 from megatrain.training.trainer import Running
@@ -68,7 +70,7 @@ class Taking:
         self.setting: Setting | None = None
         self.running: Running | None = None
         self._failed_at = 0
-        self._is_way_taken = self._has_room = False
+        self._is_way_taken = self._has_room = self._is_mode_known = False
 
     def prepare(self, batches: Callable[[], list[MicroBatch]]) -> None:
         """Finds what a step with some micro-batches runs, without running or allocating anything.
@@ -154,6 +156,9 @@ class Taking:
             counts: How much each counts.
             watch: Takes the time of each operation.
         """
+        if not self._is_mode_known:
+            self._is_mode_known = True
+            warn_of_dropout(self._compiled.model)
         alone = None if self._together.is_shared else Shares(counts)
         failed: list[dict[Variant, str]] = [{} for _ in batches]
         attempts = Attempts("the step", self._compiled.options.device, self._budget)
@@ -190,7 +195,8 @@ class Taking:
                         raise
                 else:
                     attempts.over(executor.memory_figures, is_half=self._boundary.has_recovered)
-                    return loss
+                    self._completion.has_stepped = True
+                    return spent(loss)
 
     def _agreed(self, batches: Sequence[MicroBatch], failed: Sequence[dict[Variant, str]]) -> Setting:
         """What this rank runs; where blocks are dealt once all agree on that."""
