@@ -47,7 +47,7 @@ class SourceLine:
 
 def _cell(file: str) -> str | None:
     """Returns IPython's name of a cell: only its shell knows the numbers of cells in a notebook."""
-    shell = sys.modules["IPython"].get_ipython() if "IPython" in sys.modules else None
+    shell: Any = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
     known = getattr(getattr(shell, "compile", None), "format_code_name", lambda _: None)(file)
     if known is not None:
         return " ".join(known)
