@@ -33,6 +33,7 @@ from megatrain.errors import (
     TooSmallError,
     TorchError,
     TraceError,
+    TrainStepWarning,
     WeightsError,
 )
 from megatrain.hardware.hardware import Hardware
@@ -106,6 +107,7 @@ __all__ = [
     "TraceError",
     "TracedModule",
     "TrainStep",
+    "TrainStepWarning",
     "WeightsError",
     "Workload",
     "compile",

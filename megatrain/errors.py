@@ -72,6 +72,10 @@ class StreamedCallsWarning(UserWarning):
     """A trainer runs its updates as streamed calls and an update on the host, not as one training step."""
 
 
+class TrainStepWarning(UserWarning):
+    """A loop around a training step does once more what the step has done, or its model trains without its dropout."""
+
+
 class GradScalerWarning(UserWarning):
     """A model runs under fp16 autocast on an accelerator, and no `megatrain.GradScaler` was made for its losses."""
 

@@ -16,6 +16,7 @@ from torch import autograd, nn
 from torch._C import ScriptFunction, ScriptMethod
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.nn.modules.dropout import _DropoutNd as DropoutNd
 from torch.optim.optimizer import _global_optimizer_post_hooks as GLOBAL_POST_HOOKS
 from torch.optim.optimizer import _global_optimizer_pre_hooks as GLOBAL_PRE_HOOKS
 from torch.utils import _pytree as pytree
@@ -32,6 +33,7 @@ __all__ = [
     "DataDependentOutputException",
     "DisableTorchFunction",
     "DisableTorchFunctionSubclass",
+    "DropoutNd",
     "DynamicOutputShapeException",
     "FakeTensor",
     "FakeTensorMode",

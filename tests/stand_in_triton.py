@@ -24,8 +24,11 @@ NAMES = ("triton.runtime.jit", "triton.runtime.autotuner")
 """Of the modules; without the package itself, which torch would look into."""
 
 
-# As Triton's own: `run` is looked up at the launch. Its line is no user's, like those of Triton's files.
-_LAUNCHER = eval("lambda self, grid: lambda *args, **kwargs: self.run(*args, grid=grid, warmup=False, **kwargs)")
+# As Triton's own: `run` is looked up at the launch. Its line is no user's: its module is Triton's.
+_LAUNCHER = eval(
+    "lambda self, grid: lambda *args, **kwargs: self.run(*args, grid=grid, warmup=False, **kwargs)",
+    {"__name__": NAMES[0]},
+)
 
 
 class KernelInterface:

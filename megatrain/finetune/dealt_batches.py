@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from functools import partial
 from itertools import cycle, islice
 from typing import Any
+
+from torch.optim.lr_scheduler import LambdaLR
 
 from megatrain.integrations.hf import Trainer
 
@@ -14,7 +17,17 @@ class DealtTrainer(Trainer):
 
     accelerate deals them one by one: of a step of four, the first of two processes would have 0 and 2. A training step
     adds gradients rank by rank, so they would be added as 0, 2, 1, 3. Here they are 0, 1, 2, 3, as in one process.
+
+    The stock schedule begins a warm-up at a rate of 0, with which its first step trains nothing; here no step does.
     """
+
+    def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
+        """Makes a linear schedule, whose first step has a rate above 0."""
+        if self.lr_scheduler is None:  # pyright: ignore[reportUnnecessaryComparison]
+            self._replace_step()  # before a scheduler wraps it
+            rate = partial(rate_of, warmup=self.args.warmup_steps, num_steps=num_training_steps)
+            self.lr_scheduler = LambdaLR(self.optimizer if optimizer is None else optimizer, rate)
+        return super().create_scheduler(num_training_steps, optimizer)
 
     def get_train_dataloader(self) -> Any:
         """Makes the loader as always; in several processes its batches are dealt otherwise."""
@@ -38,6 +51,11 @@ class DealtTrainer(Trainer):
             return super().prediction_step(*args, **kwargs)
         finally:
             self.args.average_tokens_across_devices = of_all
+
+
+def rate_of(step: int, *, warmup: int, num_steps: int) -> float:
+    """Returns the learning rate of a step, counted from 0, relative to its peak: up to it, then down to 0."""
+    return (step + 1) / warmup if step < warmup else max(0.0, (num_steps - step) / max(1, num_steps - warmup))
 
 
 class DealtBatches:

@@ -94,9 +94,9 @@ class FineTuning:
         steps: Optimizer steps.
         batch: Sequences in a micro-batch.
         accumulate: Micro-batches in a step.
-        tokens_per_step: Tokens in a step; None is 16384 if there is no `accumulate`.
+        tokens_per_step: Tokens in a step; None is 16384 if there is no `accumulate`, less where an epoch had few steps.
         lr: Learning rate at its peak; None is 1e-5, of adapters 2e-4.
-        warmup: Steps until the peak; None is 3 of 100.
+        warmup: Steps until the peak; None is 3 of 100, and 0 below 20 steps.
         save_every: Steps between checkpoints; None is a tenth of all steps.
         seed: Fixes the order of the data and all random numbers.
 

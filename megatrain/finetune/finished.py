@@ -52,4 +52,13 @@ def said_by(state: dict[str, Any]) -> str:
     losses = [row["loss"] for row in log if "loss" in row]
     held_out = [row["eval_loss"] for row in log if "eval_loss" in row]
     said = f"step {state['global_step']}: loss {losses[-1]:.4f}" if losses else f"step {state['global_step']}"
-    return f"{said}, {eval_words(held_out[-1])}" if held_out else said
+    if not held_out:
+        return said
+    before = f"{held_out[0]:.4f}"
+    said += f", {eval_words(held_out[-1])}; before the training {before}"
+    if before != f"{held_out[-1]:.4f}":
+        return said
+    return (
+        f"{said}\nwarning the held-out loss is what it was: the model has hardly changed.\n"
+        "        What trains more: a larger --lr, more --epochs, or steps of fewer tokens (--tokens-per-step)."
+    )

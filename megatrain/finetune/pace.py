@@ -9,6 +9,9 @@ from megatrain.counts import counted
 from megatrain.errors import OptionError
 from megatrain.finetune.fine_tuning import TOKENS_PER_STEP, FineTuning
 
+_ENOUGH = 20
+"""Steps of an epoch, below which a model hardly changes, and a warm-up takes too large a part of them."""
+
 
 @dataclass(frozen=True, slots=True)
 class Pace:
@@ -23,6 +26,7 @@ class Pace:
         save_every: Steps between two checkpoints.
         processes: How many divide the micro-batches of a step.
         num_again: Micro-batches that the last step of an epoch takes once more, so that all processes have as many.
+        hint: Says that there are few steps, and what makes more; empty if there are enough or they were asked for.
     """
 
     batch: int
@@ -33,6 +37,7 @@ class Pace:
     save_every: int
     processes: int = 1
     num_again: int = 0
+    hint: str = ""
 
     @property
     def of_each(self) -> int:
@@ -66,12 +71,12 @@ class Pace:
                 f"  Give --tokens-per-step {tokens}, or a smaller --length or --batch."
             )
         num_batches = math.ceil(num_sequences / tuning.batch)
-        asked = tuning.accumulate or max(1, (tuning.tokens_per_step or TOKENS_PER_STEP) // tokens)
-        accumulate = min(asked, num_batches)
+        accumulate = min(_asked(tuning, num_batches, tokens, processes), num_batches)
         _check_parts(tuning, num_batches, tokens, accumulate, processes)
         per_epoch = math.ceil(num_batches / accumulate)
         num_steps = tuning.steps or math.ceil((tuning.epochs or 1.0) * per_epoch)
-        warmup = math.ceil(0.03 * num_steps) if tuning.warmup is None else tuning.warmup
+        default = math.ceil(0.03 * num_steps) if num_steps >= _ENOUGH else 0
+        warmup = default if tuning.warmup is None else tuning.warmup
         if warmup > num_steps:
             raise OptionError(
                 f"--warmup {warmup} is longer than the training of {counted(num_steps, 'step')}.\n"
@@ -80,7 +85,8 @@ class Pace:
             )
         save_every = tuning.save_every or math.ceil(num_steps / 10)
         num_again = -(num_batches % accumulate) % processes if num_steps >= per_epoch else 0
-        return Pace(tuning.batch, width, accumulate, num_steps, warmup, save_every, processes, num_again)
+        hint = _hint(per_epoch, accumulate) if num_steps < _ENOUGH and tuning.steps is None else ""
+        return Pace(tuning.batch, width, accumulate, num_steps, warmup, save_every, processes, num_again, hint)
 
     def __str__(self) -> str:
         """What a step is and how many there are."""
@@ -99,6 +105,22 @@ class Pace:
             again = counted(self.num_again, "micro-batch")
             lines.append(f"the last step of an epoch takes {again} once more, so that each has as many")
         return lines
+
+
+def _asked(tuning: FineTuning, num_batches: int, tokens: int, processes: int) -> int:
+    """Micro-batches in a step of all processes: by default so few that an epoch of little data has steps enough."""
+    if tuning.accumulate is not None:
+        return tuning.accumulate
+    asked = max(1, (tuning.tokens_per_step or TOKENS_PER_STEP) // tokens)
+    is_asked = tuning.tokens_per_step is not None or tuning.steps is not None
+    if is_asked or (most := num_batches // _ENOUGH) >= asked:
+        return asked
+    return max(most - most % processes, processes)
+
+
+def _hint(per_epoch: int, accumulate: int) -> str:
+    smaller = "" if accumulate == 1 else ", or a smaller --tokens-per-step or --accumulate"
+    return f"so few steps hardly change a model. Give --epochs {math.ceil(_ENOUGH / per_epoch)}{smaller}"
 
 
 def _check_parts(tuning: FineTuning, num_batches: int, tokens: int, accumulate: int, processes: int) -> None:

@@ -95,9 +95,16 @@ def _of_steps(parser: argparse.ArgumentParser) -> None:
     _add(parser, "--steps", int, "optimizer steps, in place of epochs")
     _add(parser, "--batch", int, "sequences in a micro-batch (default: 1)")
     _add(parser, "--accumulate", int, "micro-batches in a step, of all processes together")
-    _add(parser, "--tokens-per-step", int, "tokens in a step of all, in place of --accumulate (default: 16384)")
+    _add(
+        parser,
+        "--tokens-per-step",
+        int,
+        "tokens in a step of all, in place of --accumulate (default: 16384, or so few that an epoch has 20 steps)",
+    )
     _add(parser, "--lr", float, "learning rate at its peak (default: 1e-5; of adapters 2e-4)")
-    _add(parser, "--warmup", int, "steps until the peak; the rate then falls to 0 (default: 3 of 100 steps)")
+    _add(
+        parser, "--warmup", int, "steps until the peak; the rate then falls to 0 (default: 3 of 100; 0 below 20 steps)"
+    )
     _add(parser, "--save-every", int, "steps between checkpoints and evaluations (default: a tenth of all steps)")
     _add(parser, "--seed", int, "fixes the order of the data, adapters, dropout and random weights (default: 0)")
 

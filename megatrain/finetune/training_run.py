@@ -136,6 +136,8 @@ class _TrainingRun:
         kind = f"adapters of rank {self.tuning.lora_rank}" if self.tuning.lora else "all weights"
         print(f"model   {type(model).__name__}, {kind}: {counted(trained, 'parameter')} to train")
         print(f"run     {self.pace}")
+        if self.pace.hint:
+            print(f"        {self.pace.hint}")
         for name, line in zip(("ranks", ""), self.pace.parts(), strict=False):
             print(f"{name:7s} {line}")
         print(f"device  {self.device}\n", flush=True)
@@ -194,8 +196,10 @@ class _TrainingRun:
         if found is not None:
             print(f"resume  step {found[1]['global_step']} of {self.pace.num_steps}, from `{found[0]}`", flush=True)
         progress, stop = ShowsProgress(self.pace.tokens_per_step), StopBetweenSteps()
+        arguments = training_arguments(self.tuning, self.pace, self.device, evaluates=self.held_out is not None)
+        arguments.eval_on_start = self.held_out is not None and found is None
         trainer = DealtTrainer(
-            args=training_arguments(self.tuning, self.pace, self.device, evaluates=self.held_out is not None),
+            args=arguments,
             model=read_model(self.tuning, self.config),
             data_collator=default_data_collator,
             train_dataset=self.training,

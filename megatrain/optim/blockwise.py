@@ -16,6 +16,10 @@ from megatrain.torch_features import check_torch
 from megatrain.torch_private import GLOBAL_POST_HOOKS, GLOBAL_PRE_HOOKS
 
 
+class OwnHook:
+    """A hook that this package puts before `optimizer.step`; updates block by block don't run it."""
+
+
 class BlockOptimizer:
     """Takes the steps of a torch optimizer block by block, with the bits of `optimizer.step()`.
 
@@ -179,7 +183,8 @@ def has_hooks(optimizer: Optimizer) -> bool:
 
 
 def _pre_hooks(optimizer: Optimizer) -> list[Any]:
-    return [*GLOBAL_PRE_HOOKS.values(), *optimizer._optimizer_step_pre_hooks.values()]
+    hooks = [*GLOBAL_PRE_HOOKS.values(), *optimizer._optimizer_step_pre_hooks.values()]
+    return [hook for hook in hooks if not isinstance(hook, OwnHook)]
 
 
 def _post_hooks(optimizer: Optimizer) -> list[Any]:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import linecache
 import os
+import re
 import sys
 import sysconfig
 from dataclasses import dataclass
-from types import CodeType
+from types import CodeType, FunctionType
+from typing import Any
 
 import torch
 
@@ -17,12 +19,16 @@ OURS = os.path.dirname(os.path.dirname(__file__)) + os.sep
 """How the paths of this package's own files begin."""
 _PACKAGES = sysconfig.get_path("purelib") + os.sep
 _STANDARD = sysconfig.get_path("stdlib") + os.sep
+_MADE = ("<frozen ", "<eval_with_key>")
+"""How Python names its own modules, and torch.fx the code that it writes."""
+_CELL = re.compile(r"<ipython-input-(\d+)-\w+>")
+_HEAP_TYPE = 1 << 9  # Py_TPFLAGS_HEAPTYPE: made while the program runs, as a class statement does
 _is_users: dict[CodeType, bool] = {}
 
 
 @dataclass(frozen=True, slots=True)
 class SourceLine:
-    """A place in the user's code; prints as `` model.py:41: `if scores.max() > 0:` ``."""
+    """A place in the user's code; prints as `` model.py:41: `if scores.max() > 0:` ``, a cell's as IPython says it."""
 
     file: str
     line: int
@@ -34,8 +40,19 @@ class SourceLine:
         return linecache.getline(self.file, self.line).strip()
 
     def __str__(self) -> str:
-        place = f"{os.path.basename(self.file)}:{self.line}"
+        cell = _cell(self.file)
+        place = f"{os.path.basename(self.file)}:{self.line}" if cell is None else f"{cell}, line {self.line}"
         return f"{place}: `{self.text}`" if self.text else f"{place} in {self.function}"
+
+
+def _cell(file: str) -> str | None:
+    """Returns IPython's name of a cell: only its shell knows the numbers of cells in a notebook."""
+    shell: Any = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
+    known = getattr(getattr(shell, "compile", None), "format_code_name", lambda _: None)(file)
+    if known is not None:
+        return " ".join(known)
+    found = _CELL.fullmatch(file)
+    return None if found is None else f"Cell In[{found[1]}]"
 
 
 def user_line() -> SourceLine | None:
@@ -45,8 +62,10 @@ def user_line() -> SourceLine | None:
         code = frame.f_code
         users = _is_users.get(code)
         if users is None:
-            is_triton = str(frame.f_globals.get("__name__")).startswith("triton.")  # `kernel[grid]` is a call in it
-            users = not is_triton and not code.co_filename.startswith((TORCH, OURS, "<"))
+            module = str(frame.f_globals.get("__name__"))
+            is_triton = module.startswith("triton.")  # `kernel[grid]` is a call in it
+            file = _file_of_code(code, module)
+            users = not is_triton and not file.startswith((TORCH, OURS)) and not code.co_filename.startswith(_MADE)
             _is_users[code] = users
         if users:
             return SourceLine(code.co_filename, frame.f_lineno, code.co_qualname)
@@ -54,9 +73,38 @@ def user_line() -> SourceLine | None:
     return None
 
 
+def file_of_function(function: FunctionType) -> str:
+    """Returns the file that a function is written in; `""` if there is none, as in an interactive session."""
+    return _file_of_code(function.__code__, function.__globals__.get("__name__"))
+
+
+def _file_of_code(code: CodeType, module: Any) -> str:
+    # A name such as `<string>` is no file's: the code is of the module that it runs in.
+    return file_of_module(module) if code.co_filename.startswith("<") else code.co_filename
+
+
+def file_of_module(name: Any) -> str:
+    """Returns the file of an imported module, or of its package; `"<"` for what is built in, `""` if nobody knows.
+
+    Nobody knows what runs as `__main__`, where a profiler or a notebook's kernel may be instead, nor what was run
+    without being imported.
+    """
+    if not isinstance(name, str) or name == "__main__":
+        return ""
+    module = sys.modules.get(name) or sys.modules.get(name.partition(".")[0])
+    return getattr(module, "__file__", None) or ("<" if name in sys.builtin_module_names else "")
+
+
 def file_of(kind: type) -> str:
-    """Returns the file that defines a class; `""` in an interactive session, `"<"` for what is built in."""
-    return getattr(sys.modules.get(kind.__module__), "__file__", None) or ("<" if kind.__module__ != "__main__" else "")
+    """Returns the file that defines a class; `""` if there is none, `"<"` for what is built in."""
+    name = kind.__module__
+    file = file_of_module(name)
+    if name == "builtins" and kind.__flags__ & _HEAP_TYPE:  # what exec() makes in an empty namespace has this name
+        file = ""
+    if file:
+        return file
+    own = [each for each in vars(kind).values() if isinstance(each, FunctionType) and each.__module__ == name]
+    return next((code.co_filename for each in own if not (code := each.__code__).co_filename.startswith("<")), "")
 
 
 def package_of(file: str) -> str | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 import weakref
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
@@ -11,6 +12,9 @@ from typing import Any
 import torch
 from torch.utils.hooks import RemovableHandle
 
+from megatrain.checks.several_optimizers import parameters_of
+from megatrain.errors import TrainStepWarning
+from megatrain.optim.blockwise import OwnHook
 from megatrain.torch_private import DisableTorchFunctionSubclass
 
 # Properties that an update doesn't change. All other torch operations on a tensor with a due update run the update
@@ -36,6 +40,9 @@ class Completion:
     Args:
         complete: Runs the due updates. A method whose object is not kept alive, like `changing`.
         changing: Returns the tensors that due updates will change.
+
+    Attributes:
+        has_stepped: A step was taken, so that `optimizer.step()` has nothing left to do.
     """
 
     def __init__(
@@ -49,6 +56,7 @@ class Completion:
         self._hooks: list[RemovableHandle] = []
         self._classes: dict[type, type] = {}
         self._marked: list[object] = []
+        self.has_stepped = False
 
     def __call__(self, *_: object) -> None:
         """Runs the due updates."""
@@ -57,11 +65,12 @@ class Completion:
             complete()
 
     def attach(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
-        """Looks after the state of optimizers, too."""
+        """Looks after the state of optimizers, too, and after calls of their `step`."""
         for optimizer in optimizers:
             self._optimizers.append(weakref.ref(optimizer))
             self._hooks.append(optimizer.register_state_dict_pre_hook(self))
             self._hooks.append(optimizer.register_load_state_dict_pre_hook(self))
+            self._hooks.append(optimizer.register_step_pre_hook(_StepHook(self)))
 
     def detach(self) -> None:
         """Leaves nothing with the optimizers; they may live longer."""
@@ -117,6 +126,28 @@ class Completion:
         while self._marked:
             _make_ordinary(self._marked[-1], self)
             self._marked.pop()
+
+
+class _StepHook(OwnHook):
+    """Warns once of an `optimizer.step()` that finds no gradient, because the training step has used it up."""
+
+    def __init__(self, completion: Completion) -> None:
+        self._completion = weakref.ref(completion)
+        self._is_said = False
+
+    def __call__(self, optimizer: torch.optim.Optimizer, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        completion = self._completion()
+        if completion is None or not completion.has_stepped or self._is_said or len(args) > 1 or kwargs:
+            return  # a closure computes gradients
+        if all(p.grad is None for p in parameters_of(optimizer)):
+            self._is_said = True
+            warnings.warn(
+                "optimizer.step() finds no gradient: the training step before it has made the update.\n"
+                "  A TrainStep runs forward, backward, clipping and the update in its one call.\n"
+                "  Leave out backward(), clip_grad_norm_() and optimizer.step(); clip with TrainStep(max_grad_norm=).",
+                TrainStepWarning,
+                stacklevel=3,
+            )
 
 
 def _make_ordinary(thing: object, completion: Completion) -> None:

@@ -1,4 +1,4 @@
-"""Handing: the model's results in the form that a loss gets, and their gradients."""
+"""Handing: the model's results in the form that a loss gets, their gradients, and the loss as a step returns it."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+
+from megatrain.errors import ExecuteError
 
 Gradients = list[torch.Tensor | None]
 
@@ -41,3 +43,17 @@ def handed(tensors: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], Gradien
     with torch.enable_grad():
         results = _Handed.apply(tensors, gradients, torch.empty(0, requires_grad=True))
     return list(results), gradients
+
+
+def spent(loss: torch.Tensor) -> torch.Tensor:
+    """Returns the loss of a step, whose `backward` says that the step has run it; saved or copied it is like any."""
+    vars(loss).update(backward=_refuse_backward, __getstate__=dict)
+    return loss
+
+
+def _refuse_backward(*_: object, **__: object) -> None:
+    raise ExecuteError(
+        "the training step that returned this loss has run its backward.\n"
+        "  A TrainStep runs forward, backward, clipping and the update in its one call.\n"
+        "  Leave out backward(), clip_grad_norm_() and optimizer.step(); clip with TrainStep(max_grad_norm=)."
+    )

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from megatrain.errors import OptionError
+from megatrain.finetune.dealt_batches import rate_of
 from megatrain.finetune.documents import Documents, read_documents
 from megatrain.finetune.fine_tuning import FineTuning
 from megatrain.finetune.pace import Pace
@@ -130,17 +131,30 @@ def test_a_line_may_have_any_character_of_json(tmp_path: Path) -> None:
     assert [record["text"] for record in read_documents(path).records] == ["a\u2028b", "c"]
 
 
+FEW = "so few steps hardly change a model. Give --epochs "
+
+
 @pytest.mark.parametrize(
-    ("given", "counts"),
+    ("num", "given", "counts", "hint"),
     [
-        ({}, (256, 4, 1, 1)),
-        ({"epochs": 2.5}, (256, 10, 1, 1)),
-        ({"tokens_per_step": 640, "batch": 2}, (5, 100, 3, 10)),
-        ({"accumulate": 5000}, (1000, 1, 1, 1)),
-        ({"steps": 7, "warmup": 0, "save_every": 3}, (256, 7, 0, 3)),
+        (1000, {}, (50, 20, 1, 2), ""),
+        (48, {}, (2, 24, 1, 3), ""),
+        (10_000, {}, (256, 40, 2, 4), ""),
+        (19, {}, (1, 19, 0, 2), FEW + "2"),
+        (1000, {"epochs": 2.5}, (50, 50, 2, 5), ""),
+        (1000, {"epochs": 0.5, "warmup": 4}, (50, 10, 4, 1), FEW + "1, or a smaller --tokens-per-step or --accumulate"),
+        (1000, {"tokens_per_step": 640, "batch": 2}, (5, 100, 3, 10), ""),
+        (1000, {"tokens_per_step": 16384}, (256, 4, 0, 1), FEW + "5, or a smaller --tokens-per-step or --accumulate"),
+        (1000, {"accumulate": 5000}, (1000, 1, 0, 1), FEW + "20, or a smaller --tokens-per-step or --accumulate"),
+        (1000, {"steps": 7, "save_every": 3}, (256, 7, 0, 3), ""),
     ],
 )
-def test_the_pace_follows_from_the_data(given: Any, counts: Any, tmp_path: Path) -> None:
+def test_the_pace_follows_from_the_data_and_each_step_trains(
+    num: int, given: Any, counts: Any, hint: str, tmp_path: Path
+) -> None:
     tuning = FineTuning("model", str(data(tmp_path, "text", 1)), "out", **given)
-    pace = Pace.of(tuning, 1000, 64)
+    pace = Pace.of(tuning, num, 64)
     assert (pace.accumulate, pace.num_steps, pace.warmup, pace.save_every) == counts
+    assert pace.hint == hint
+    rates = [rate_of(step, warmup=pace.warmup, num_steps=pace.num_steps) for step in range(pace.num_steps)]
+    assert 0 < min(rates) < max(rates) == 1 or rates == [1]

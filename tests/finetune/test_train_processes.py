@@ -184,8 +184,8 @@ def any_file(monkeypatch: pytest.MonkeyPatch) -> None:
         (24, 2, {"accumulate": 3}, "2 processes can't divide a step of 3 micro-batches.\n"),
         (24, 2, {"accumulate": 3}, "Give --accumulate 2 or 4, or start another number of processes."),
         (24, 3, {"tokens_per_step": 130}, "Give --tokens-per-step 96 or 144, or start"),
-        (5, 2, {}, "divide a step of 5 micro-batches, all that the data has.\n"),
-        (5, 2, {}, "Give --accumulate 4, or start another number of processes."),
+        (5, 2, {"steps": 1}, "divide a step of 5 micro-batches, all that the data has.\n"),
+        (5, 2, {"steps": 1}, "Give --accumulate 4, or start another number of processes."),
         (24, 2, {"accumulate": 1}, "Give --accumulate 2, or start another number of processes."),
         (3, 2, {"batch": 4}, "the data has 1 micro-batch, and there are 2 processes.\n"),
     ],
@@ -205,6 +205,7 @@ def test_what_is_left_of_an_epoch_is_said_where_it_cant_be_divided() -> None:
     assert pace(22, 2, accumulate=4).parts() == [parts]
     assert pace(23, 2, accumulate=4, steps=5).parts() == [parts]  # its end isn't reached
     assert pace(23, 1, accumulate=4).parts() == []
+    assert [pace(num, 3).accumulate for num in (5, 100, 200)] == [3, 3, 9]  # by default what they can divide
 
 
 class Group:

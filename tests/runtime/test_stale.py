@@ -304,6 +304,49 @@ def test_a_global_that_no_code_of_the_model_names_makes_no_other_capture(sides: 
     assert sides.count == 1
 
 
+@pytest.mark.parametrize(
+    "name", ["<stdin>", "<ipython-input-3-0a1b2c>", "/tmp/ipykernel_12/345.py", "never_imported.py"]
+)
+@pytest.mark.parametrize("module", ["__main__", "never_imported", None])
+def test_a_change_of_a_global_is_seen_whatever_has_run_the_code(name: str, module: str | None) -> None:
+    """A notebook, a session, exec(), or a loader that doesn't register what it loads."""
+    namespace: dict[str, Any] = {"nn": nn, "scale": 2.0, **({} if module is None else {"__name__": module})}
+    code = "class Scaled(nn.Linear):\n    def forward(self, x):\n        return super().forward(x) * scale\n"
+    exec(compile(code, name, "exec"), namespace)
+    sides = SideBySide(nn.Sequential(namespace["Scaled"](4, 4), nn.Tanh()))
+    sides.check()
+    namespace["scale"] = 3.0
+    sides.check()
+    assert sides.count == 2
+
+
+def test_functions_in_classes_of_torch_are_looked_into(monkeypatch: pytest.MonkeyPatch) -> None:
+    settings_of = {"scale": 2.0}
+    monkeypatch.setattr(nn.Tanh, "forward", lambda self, x: x * settings_of["scale"])
+    written = torch.fx.symbolic_trace(Wrapped(4, 4))
+    assert "<eval_with_key>" in written.forward.__code__.co_filename
+    for model in (nn.Sequential(nn.Linear(4, 4), nn.Tanh()), written):
+        sides = SideBySide(model)
+        sides.check()
+        settings_of["scale"] += 1.0
+        __private["scale"] += 1.0
+        sides.check()
+        assert sides.count == 2
+
+
+__private = {"scale": 2.0}
+
+
+@torch.fx.wrap
+def scaled(x: torch.Tensor) -> torch.Tensor:
+    return x * __private["scale"]
+
+
+class Wrapped(nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return scaled(x @ self.weight)
+
+
 def test_a_variable_of_a_closure_is_seen() -> None:
     factor = 2.0
 

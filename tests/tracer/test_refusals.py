@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import linecache
 import random
 import re
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -348,3 +351,33 @@ def test_an_argument_that_may_change_unseen_is_refused():
 
     with pytest.raises(TraceError, match=r"the argument `settings` is a Settings, which may change between calls"):
         trace(Scaled(), (torch.ones(1, 2),), {"settings": Settings()})
+
+
+CELL = """import torch
+class Bent(torch.nn.Module):
+    def forward(self, x):
+        # A comment.
+        return (x + 1).grad
+"""
+RUN_AS: dict[str, str] = {
+    "<ipython-input-3-0a1b2c>": "Cell In[3], line 5: `return (x + 1).grad`",
+    "/tmp/ipykernel_12/345.py": "Cell In[7], line 5: `return (x + 1).grad`",
+    "<python-input-4>": "<python-input-4>:5: `return (x + 1).grad`",
+    "<stdin>": "<stdin>:5 in Bent.forward",
+    "<string>": "<string>:5 in Bent.forward",
+}
+
+
+@pytest.mark.parametrize("name", RUN_AS)
+@pytest.mark.parametrize("module", ["__main__", "never_imported", None])
+def test_code_without_a_file_is_the_users(name: str, module: str | None, monkeypatch: pytest.MonkeyPatch):
+    """Of a notebook, a session and exec(), whose shell keeps the text where tracebacks find it."""
+    if " in " not in RUN_AS[name]:
+        monkeypatch.setitem(linecache.cache, name, (len(CELL), None, CELL.splitlines(keepends=True), name))
+    known = SimpleNamespace(format_code_name=lambda file: ("Cell", "In[7]") if "ipykernel" in file else None)  # pyright: ignore
+    shell = SimpleNamespace(get_ipython=lambda: SimpleNamespace(compile=known))
+    monkeypatch.setitem(sys.modules, "IPython", shell)
+    namespace: dict[str, Any] = {} if module is None else {"__name__": module}
+    exec(compile(CELL, name, "exec"), namespace)
+    with pytest.raises(TraceError, match=re.escape(RUN_AS[name])):
+        trace(namespace["Bent"](), (torch.randn(1),))

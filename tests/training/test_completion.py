@@ -6,12 +6,19 @@ import copy
 import gc
 import pickle
 import threading
+import warnings
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils import clip_grad_norm_
 
+import megatrain
+from megatrain.checks.several_optimizers import parameters_of
+from megatrain.errors import ExecuteError
 from megatrain.training.completion import Completion
 from tests.comparing import assert_same, snapshot
 from tests.training.parity import SideBySide, sgd
@@ -133,3 +140,87 @@ def test_another_thread_that_looks_between_steps() -> None:
     assert not found
     assert_same(snapshot(sides.eager, sides.eager_optimizer), snapshot(sides.streamed, sides.optimizer))
     gc.collect()
+
+
+LEFT_OVER: dict[str, Callable[[torch.Tensor, Any, Any], object]] = {
+    "nothing": lambda loss, optimizer, scheduler: None,
+    "step": lambda loss, optimizer, scheduler: optimizer.step(),
+    "clip and step": lambda loss, optimizer, scheduler: (
+        clip_grad_norm_(parameters_of(optimizer), 1),
+        optimizer.step(),
+    ),
+    "zero_grad and scheduler": lambda loss, optimizer, scheduler: (optimizer.zero_grad(), scheduler.step()),
+}
+
+
+@pytest.mark.parametrize("name", LEFT_OVER)
+def test_calls_of_a_loop_after_a_step_change_nothing_and_the_useless_ones_are_warned_of(name: str) -> None:
+    models = [build_model(), build_model()]
+    steps: list[Any] = []
+    for model in models:
+        compiled = megatrain.compile(model, device="cpu")
+        optimizer = torch.optim.AdamW(compiled.parameters(), 0.1)
+        steps.append((megatrain.TrainStep(compiled, optimizer, max_grad_norm=1.0), optimizer))
+    schedulers = [torch.optim.lr_scheduler.StepLR(optimizer, 1) for _, optimizer in steps]
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        for number in range(3):
+            batch = torch.full((2, 4), 1.0 + number)
+            (step, optimizer), (plain, _) = steps
+            LEFT_OVER[name](step(batch), optimizer, schedulers[0])
+            plain(batch)
+            if "scheduler" in name:
+                schedulers[1].step()
+    assert_same(dict(models[0].state_dict()), dict(models[1].state_dict()))
+    texts = [str(each.message) for each in said if each.category is megatrain.TrainStepWarning]
+    assert len(texts) == (name in ("step", "clip and step"))
+    assert all(text.startswith("optimizer.step() finds no gradient: the training step before it") for text in texts)
+
+
+def test_an_optimizers_own_step_is_not_warned_of_where_it_does_something() -> None:
+    compiled = megatrain.compile(build_model(), device="cpu")
+    optimizer = torch.optim.SGD(compiled.parameters(), 0.1)
+    step = megatrain.TrainStep(compiled, optimizer)
+    optimizer.step()  # before any training step, as some do to quiet a scheduler
+    step(torch.ones(2, 4))
+    before = compiled.state_dict()["0.weight"].clone()
+    compiled(torch.ones(2, 4)).backward()
+    optimizer.step()
+    assert not torch.equal(before, compiled.state_dict()["0.weight"])
+
+    def closure() -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = compiled(torch.ones(2, 4))
+        loss.backward()
+        return loss
+
+    optimizer.zero_grad()
+    optimizer.step(closure)
+
+
+def test_the_backward_of_a_steps_loss_is_refused_and_the_loss_is_like_any_else(tmp_path: Path) -> None:
+    compiled = megatrain.compile(build_model(), device="cpu")
+    step = megatrain.TrainStep(compiled, torch.optim.SGD(compiled.parameters(), 0.1))
+    for batch in (torch.ones(2, 4), [torch.ones(2, 4), torch.zeros(1, 4)]):
+        loss = step(batch)
+        with pytest.raises(ExecuteError, match="step that returned this loss has run its backward") as caught:
+            loss.backward(retain_graph=True)
+        assert "optimizer.step()" in str(caught.value)
+        with pytest.raises(RuntimeError, match="does not require grad"):
+            (loss / 2).backward()
+        torch.save({"loss": loss}, tmp_path / "loss.pt")
+        loaded = torch.load(tmp_path / "loss.pt", weights_only=True)["loss"]
+        for each in (loaded, copy.copy(loss), copy.deepcopy(loss), pickle.loads(pickle.dumps(loss)), loss + 0):
+            assert type(each) is torch.Tensor
+            assert float(each) == loss.item()
+        assert not vars(loaded)
+
+
+def build_model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 1), Mean())
+
+
+class Mean(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.mean()

@@ -27,7 +27,7 @@ from megatrain.tracer.python.contents import (
 )
 from megatrain.tracer.python.named import Named
 from megatrain.tracer.python.owned import Owned, can_change, owned
-from megatrain.tracer.source_line import OURS, file_of, is_library, package_of
+from megatrain.tracer.source_line import OURS, file_of, file_of_function, file_of_module, is_library, package_of
 
 # What runs without being named.
 _ENTRIES = ("forward", "__call__", "__enter__", "__exit__", "__getattr__", "__getitem__")
@@ -109,7 +109,7 @@ class _NameSearch:
             value = self._stack.pop()
             is_users = False
             for function in _functions(value):
-                if self._is_users(function.__code__.co_filename):
+                if self._is_users(file_of_function(function)):
                     is_users = True
                     if self._is_new(function):
                         self._follow(function)
@@ -123,7 +123,7 @@ class _NameSearch:
 
     def _is_users(self, file: str) -> bool:
         package = package_of(file)
-        is_hidden = file.startswith(OURS) or is_library(file) or file[:1] == "<"
+        is_hidden = file.startswith((OURS, "<")) or is_library(file)
         return not is_hidden and (package is None or package in self._packages)
 
     def _add_class(self, kind: type) -> None:
@@ -156,11 +156,9 @@ class _NameSearch:
 
     def _add_module_class(self, kind: type, read: set[str] | None) -> None:
         for base in kind.__mro__:
-            if not self._is_users(file_of(base)):
-                continue
-            if read is not None:
-                self._stack += [value for name, value in vars(base).items() if name in read]
-            if self._is_new(base):
+            # Of a library's class as well: a program may have put a method of its own there, as torch.fx does.
+            self._stack += [value for name, value in vars(base).items() if name in (_ENTRIES if read is None else read)]
+            if self._is_users(file_of(base)) and self._is_new(base):
                 if read is None:
                     self._add_methods(base)
                 for name, value in vars(base).items():
@@ -185,10 +183,10 @@ class _NameSearch:
 
     def _take(self, variable: Named, named: dict[str, None]) -> None:
         value = variable.now()
-        if variable.name.startswith("__"):
+        if variable.name.startswith("__") and variable.name.endswith("__"):
             return
         if isinstance(value, ModuleType):
-            if self._is_users(getattr(value, "__file__", None) or "<"):
+            if self._is_users(getattr(value, "__file__", None) or file_of_module(value.__name__)):
                 self._take_parts(variable, vars(value), named)
         elif self._is_worth_noting(variable, value) and self._is_new(variable.holder, variable.name):
             self.found.append(variable)
@@ -200,7 +198,7 @@ class _NameSearch:
             return self._take_class(value)
         if isinstance(value, _CODE):
             self._stack.append(value)
-            return any(self._is_users(f.__code__.co_filename) for f in _functions(value))
+            return any(self._is_users(file_of_function(f)) for f in _functions(value))
         is_setting = self._is_setting(value, is_installed=package_of(variable.code.co_filename) is not None)
         if not is_setting and not callable(value) and self._is_new(variable.holder, variable.name):
             self.skipped.append(variable)

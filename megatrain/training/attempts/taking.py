@@ -21,6 +21,8 @@ from megatrain.training.attempts.together import AgainError, Together
 from megatrain.training.batch import FollowingLoss, MicroBatch
 from megatrain.training.boundary import Boundary
 from megatrain.training.completion import Completion
+from megatrain.training.handing import spent
+from megatrain.training.modes import warn_of_dropout
 from megatrain.training.setup import Setting, Setup
 from megatrain.training.shares import Counts, Shares
 from megatrain.training.trainer import Running
@@ -62,7 +64,7 @@ class Taking:
         self.setting: Setting | None = None
         self.running: Running | None = None
         self._failed_at = 0
-        self._has_room = False
+        self._has_room = self._is_mode_known = False
 
     def prepare(self, batches: Sequence[MicroBatch]) -> None:
         """Finds what a step with some micro-batches runs, without running or allocating anything."""
@@ -77,6 +79,9 @@ class Taking:
             counts: How much each counts.
             watch: Takes the time of each operation.
         """
+        if not self._is_mode_known:
+            self._is_mode_known = True
+            warn_of_dropout(self._compiled.model)
         alone = None if self._together.is_shared else Shares(counts)
         failed: list[dict[Variant, str]] = [{} for _ in batches]
         attempts = Attempts("the step", self._compiled.options.device, self._budget)
@@ -113,7 +118,8 @@ class Taking:
                         raise
                 else:
                     attempts.over(executor.memory_figures, is_half=self._boundary.has_recovered)
-                    return loss
+                    self._completion.has_stepped = True
+                    return spent(loss)
 
     def _check_room(self, setting: Setting) -> None:
         """Looks before the first step whether the ranks of this host fit its memory together."""
