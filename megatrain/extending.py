@@ -1,4 +1,4 @@
-"""Your own kinds of ops: a row of the table of effects, a handler of the runtime, a rule of the checker.
+"""Your own kinds of ops: a row of the table of effects, a handler of the runtime, a rule of the checker; and marks.
 
 A schedule with such ops is printed, parsed, checked, simulated and run like any other. megatrain's builder doesn't
 place these ops: your own function puts them into a table. docs/extending.md adds one.
@@ -8,9 +8,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from typing import TypeVar
+
+import torch
 
 from megatrain.checks import checked, function
 from megatrain.errors import OptionError
+from megatrain.passes.measuring.fixed_work import recordable
 from megatrain.runtime.operations import HANDLERS, Handler, Operations
 from megatrain.runtime.taken import Taken
 from megatrain.scheduler.check.case import Case
@@ -34,9 +38,47 @@ __all__ = [
     "Stream",
     "Taken",
     "Tick",
+    "mark_recordable",
     "register_op",
     "unregister_op",
 ]
+
+_Marked = TypeVar("_Marked", bound=type[torch.autograd.Function] | str)
+
+
+def mark_recordable(function: _Marked) -> _Marked:
+    """Says that the Python of a Function or of an operator does the same in each step, so that it may be recorded.
+
+    `kernels="graphs"` records the kernels that a block launches, and later launches them without its Python. So blocks
+    that call an `autograd.Function` or an operator of others run unrecorded, unless it is marked. Mark what decides by
+    the shapes, dtypes and plain arguments of a call alone: nothing that it reads elsewhere (globals, attributes, files,
+    the environment) may change, and nothing that it writes but its results may count. A class that inherits from a
+    marked one isn't marked.
+
+    Args:
+        function: A class of Function, also as its decorator; or an operator's name with its namespace, `"mine::scale"`.
+
+    Returns:
+        The same.
+
+    Raises:
+        OptionError: If it is neither.
+
+    Example:
+        >>> @mark_recordable
+        ... class Double(torch.autograd.Function):
+        ...     forward = staticmethod(lambda ctx, x: 2 * x)
+        ...     backward = staticmethod(lambda ctx, gradient: 2 * gradient)
+    """
+    is_function = isinstance(function, type) and issubclass(function, torch.autograd.Function)
+    if not is_function and not (isinstance(function, str) and re.fullmatch(r"\w+::\w+", function)):
+        raise OptionError(
+            f"{function!r} can't be marked as recordable.\n"
+            "  A mark is for a class of torch.autograd.Function, or for an operator by its name and namespace.\n"
+            '  Write mark_recordable(Scale), or mark_recordable("mine::scale").'
+        )
+    recordable.add(function)
+    return function
 
 
 @checked(handler=function(3), rule=function(1))

@@ -152,6 +152,12 @@ FEATURES: tuple[Feature, ...] = (
     Feature("torch._C._current_graph_task_id", "number the backward of a thread", probes.graph_tasks_are_told),
     Feature("torch.Tensor._make_subclass", "give memory to a parameter on meta", probes.meta_gets_memory),
     Feature("torch.utils._python_dispatch._disable_current_modes", "leave fake tensors", probes.modes_can_be_disabled),
+    Feature(
+        "torch.utils._python_dispatch._get_current_dispatch_mode_stack", "list modes", probes.modes_can_be_disabled
+    ),
+    Feature("torch._C._get_sdp_priority_order", "list kernels of attention", probes.priorities_are_told),
+    Feature("torch.library._impls", "name kernels in Python", probes.python_kernels_are_told),
+    Feature("torch._C._dispatch_dump", "name the files of kernels", probes.python_kernels_are_told),
     Feature("torch._C._PreserveDispatchKeyGuard", "end a change of kernels", probes.meta_kernels_can_be_left),
     Feature("torch._C._set_meta_in_tls_dispatch_include", "leave meta kernels", probes.meta_kernels_can_be_left),
     Feature("fake_tensor.DataDependentOutputException", "be raised for a value", probes.fakes_tell_of_values),
