@@ -150,7 +150,7 @@ class Device:
         raise AssertionError(f"{self} has no streams")
 
     def synchronize(self) -> None:
-        """Blocks the host, asleep if the device can, until the calling thread's current stream has done all its work."""
+        """Blocks the host until the calling thread's current stream has done all its work; asleep if the device can."""
         stream = self.current_stream()
         if stream is not None:
             stream.synchronize()

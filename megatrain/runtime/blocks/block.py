@@ -75,7 +75,7 @@ class BlockRunner:
 
     @property
     def _is_recorded(self) -> bool:
-        """Whether kernels may be recorded, or launched so: not under the caller's hooks or modes, which would see none."""
+        """Whether kernels may be recorded, or launched so: not under the caller's hooks or modes."""
         return self._replays is not None and not self._replays.why_eager and not is_watched()
 
     def rng_state(self) -> RngState | None:
