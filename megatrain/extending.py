@@ -12,7 +12,8 @@ from typing import TypeVar
 
 import torch
 
-from megatrain.checks import checked, function
+from megatrain.checks import Rule, checked
+from megatrain.checks import function as callable_with
 from megatrain.errors import OptionError
 from megatrain.passes.measuring.fixed_work import recordable
 from megatrain.runtime.operations import HANDLERS, Handler, Operations
@@ -46,6 +47,19 @@ __all__ = [
 _Marked = TypeVar("_Marked", bound=type[torch.autograd.Function] | str)
 
 
+def _mark_fault(value: object) -> str | None:
+    if isinstance(value, str):
+        return None if re.fullmatch(r"\w+::\w+", value) else "has no namespace"
+    is_function = isinstance(value, type) and issubclass(value, torch.autograd.Function)
+    return None if is_function else "can't be marked"
+
+
+_RECORDABLE = Rule(
+    "a class of torch.autograd.Function, or the name of an operator", '{name}="mine::scale"', _mark_fault
+)
+
+
+@checked(function=_RECORDABLE)
 def mark_recordable(function: _Marked) -> _Marked:
     """Says that the Python of a Function or of an operator does the same in each step, so that it may be recorded.
 
@@ -70,18 +84,11 @@ def mark_recordable(function: _Marked) -> _Marked:
         ...     forward = staticmethod(lambda ctx, x: 2 * x)
         ...     backward = staticmethod(lambda ctx, gradient: 2 * gradient)
     """
-    is_function = isinstance(function, type) and issubclass(function, torch.autograd.Function)
-    if not is_function and not (isinstance(function, str) and re.fullmatch(r"\w+::\w+", function)):
-        raise OptionError(
-            f"{function!r} can't be marked as recordable.\n"
-            "  A mark is for a class of torch.autograd.Function, or for an operator by its name and namespace.\n"
-            '  Write mark_recordable(Scale), or mark_recordable("mine::scale").'
-        )
     recordable.add(function)
     return function
 
 
-@checked(handler=function(3), rule=function(1))
+@checked(handler=callable_with(3), rule=callable_with(1))
 def register_op(kind: OpKind, *, handler: Handler, rule: Callable[[Case], None]) -> None:
     """Adds a kind of op, for all schedules made, read or run from now on.
 

@@ -21,7 +21,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import megatrain
 from megatrain.errors import EagerKernelsWarning, OptionError
 from megatrain.extending import mark_recordable
-
 from megatrain.runtime.blocks.replays import Replays
 from tests.comparing import assert_same
 from tests.equal_blocks import EqualBlocks
@@ -266,7 +265,11 @@ class DispatchMode(TorchDispatchMode):
 def replaced_kernel() -> Generator[None]:
     """Another kernel of torch's own operator, in Python."""
     library = torch.library.Library("aten", "IMPL")
-    kernel: Callable[..., Any] = lambda x, approximate="none": torch.relu(x) * from_environment()
+
+    def kernel(x: torch.Tensor, approximate: str = "none") -> torch.Tensor:
+        del approximate
+        return torch.relu(x) * from_environment()
+
     library.impl("gelu", kernel, "PrivateUse1" if device().type == "sim" else device().type.upper())
     yield
 
@@ -304,5 +307,7 @@ def test_functions_and_operators_that_are_marked_are_recorded(monkeypatch: pytes
 
 def test_a_mark_is_for_functions_and_operators_alone():
     for wrong in (nn.Linear, lambda x: x, "scaled", torch.ops.megatrain_tests.scaled):
-        with pytest.raises(OptionError, match=r"(?s)can't be marked as recordable.*Write mark_recordable"):
+        with pytest.raises(
+            OptionError, match=r"function.*(?s:.)*a class of torch.autograd.Function, or the name of an operator"
+        ):
             mark_recordable(wrong)  # pyright: ignore

@@ -55,9 +55,9 @@ def test_a_card_that_the_table_lacks_is_named(card: str, is_unknown: bool, monke
     told = f"{card} is in no table of cards: copies and compute are weighed as of an rtx-4090 without hardware="
     model, x = Layers(8), torch.ones(2, 8)
     texts = [
-        str(megatrain.compile(model, device="cpu", memory="1MiB", **options).megatrain)
-        + str(megatrain.plan(model, x, device="cpu", optimizer="SGD", **options))
-        for options in ({}, {"hardware": "h100-sxm"})
+        str(megatrain.compile(model, device="cpu", memory="1MiB", hardware=hardware).megatrain)
+        + str(megatrain.plan(model, x, device="cpu", optimizer="SGD", hardware=hardware))
+        for hardware in (None, "h100-sxm")
     ]
     assert [text.count(told) for text in texts] == [2 if is_unknown else 0, 0]
 
