@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import pytest
 import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from megatrain.device import Cuda, cuda_graphs
 from megatrain.device.cuda_graphs import CudaGraphs
+from megatrain.device.kernel_settings import kernel_settings, replaced_kernel
 from megatrain.errors import ExecuteError
 
 
@@ -144,3 +147,56 @@ def test_memory_of_the_graphs_comes_from_a_recording(notes: list[str]):
     del notes[:]
     assert graphs.allocate(12).nbytes == 12
     assert notes == ["begin", "end"]
+
+
+SETTINGS: dict[str, tuple[Any, str, Sequence[Any]]] = {
+    "fp16 accumulation": (torch.backends.cuda.matmul, "allow_fp16_accumulation", (False, True)),
+    "reduced precision": (torch.backends.cuda.matmul, "allow_bf16_reduced_precision_reduction", (False, True)),
+    "TF32 of products": (torch.backends.cuda.matmul, "fp32_precision", ("ieee", "tf32")),
+    "TF32 of convolutions": (torch.backends.cudnn.conv, "fp32_precision", ("ieee", "tf32")),  # pyright: ignore
+    "TF32 of RNNs": (torch.backends.cudnn.rnn, "fp32_precision", ("ieee", "tf32")),  # pyright: ignore
+    "cuDNN's trials": (torch.backends.cudnn, "benchmark", (False, True)),
+    "deterministic": (torch.backends.cudnn, "deterministic", (False, True)),
+    "sums": (torch.backends.opt_einsum.m, "enabled", (False, True)),  # pyright: ignore
+}
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_each_setting_that_chooses_kernels_makes_other_recordings(name: str):
+    place, attribute, values = SETTINGS[name]
+    before, now = kernel_settings(), getattr(place, attribute)
+    try:
+        setattr(place, attribute, next(value for value in values if value != now))
+        assert kernel_settings() != before
+    finally:
+        setattr(place, attribute, now)
+    assert kernel_settings() == before
+
+
+@pytest.mark.parametrize("which", ["preferred_blas_library", "preferred_linalg_library", "preferred_rocm_fa_library"])
+def test_the_library_of_products_does_so(which: str, monkeypatch: pytest.MonkeyPatch):
+    before = kernel_settings()
+    monkeypatch.setattr(torch.backends.cuda, which, lambda: "another")
+    assert kernel_settings() != before
+
+
+def test_the_order_of_attentions_kernels_and_kernels_in_python_do_so(monkeypatch: pytest.MonkeyPatch):
+    before = kernel_settings()
+    with sdpa_kernel([SDPBackend.MATH, SDPBackend.FLASH_ATTENTION], set_priority=True):
+        first = kernel_settings()
+    with sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.MATH], set_priority=True):
+        assert len({before, first, kernel_settings()}) == 3
+    assert kernel_settings() == before
+    library = torch.library.Library("aten", "IMPL")
+    library.impl("special_airy_ai", lambda x: x, "XLA")
+    assert kernel_settings() != before
+    assert replaced_kernel() == "aten::special_airy_ai of XLA"
+    del library
+    assert replaced_kernel() == ""
+    monkeypatch.setattr("megatrain.device.kernel_settings._flash", lambda: "FA3")
+    assert kernel_settings() != before
+    torch.set_default_dtype(torch.float64)
+    try:
+        assert kernel_settings() != before
+    finally:
+        torch.set_default_dtype(torch.float32)
