@@ -1,4 +1,4 @@
-"""Your own kinds of ops: a row of the table of effects, a handler of the runtime, a rule of the checker.
+"""Your own kinds of ops: a row of the table of effects, a handler of the runtime, a rule of the checker; and marks.
 
 A schedule with such ops is printed, parsed, checked, simulated and run like any other. megatrain's builder doesn't
 place these ops: your own function puts them into a table. docs/extending.md adds one.
@@ -8,9 +8,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from typing import TypeVar
 
-from megatrain.checks import checked, function
+import torch
+
+from megatrain.checks import Rule, checked
+from megatrain.checks import function as callable_with
 from megatrain.errors import OptionError
+from megatrain.passes.measuring.fixed_work import recordable
 from megatrain.runtime.operations import HANDLERS, Handler, Operations
 from megatrain.runtime.taken import Taken
 from megatrain.scheduler.check.case import Case
@@ -34,12 +39,56 @@ __all__ = [
     "Stream",
     "Taken",
     "Tick",
+    "mark_recordable",
     "register_op",
     "unregister_op",
 ]
 
+_Marked = TypeVar("_Marked", bound=type[torch.autograd.Function] | str)
 
-@checked(handler=function(3), rule=function(1))
+
+def _mark_fault(value: object) -> str | None:
+    if isinstance(value, str):
+        return None if re.fullmatch(r"\w+::\w+", value) else "has no namespace"
+    is_function = isinstance(value, type) and issubclass(value, torch.autograd.Function)
+    return None if is_function else "can't be marked"
+
+
+_RECORDABLE = Rule(
+    "a class of torch.autograd.Function, or the name of an operator", '{name}="mine::scale"', _mark_fault
+)
+
+
+@checked(function=_RECORDABLE)
+def mark_recordable(function: _Marked) -> _Marked:
+    """Says that the Python of a Function or of an operator does the same in each step, so that it may be recorded.
+
+    `kernels="graphs"` records the kernels that a block launches, and later launches them without its Python. So blocks
+    that call an `autograd.Function` or an operator of others run unrecorded, unless it is marked. Mark what decides by
+    the shapes, dtypes and plain arguments of a call alone: nothing that it reads elsewhere (globals, attributes, files,
+    the environment) may change, and nothing that it writes but its results may count. A class that inherits from a
+    marked one isn't marked.
+
+    Args:
+        function: A class of Function, also as its decorator; or an operator's name with its namespace, `"mine::scale"`.
+
+    Returns:
+        The same.
+
+    Raises:
+        OptionError: If it is neither.
+
+    Example:
+        >>> @mark_recordable
+        ... class Double(torch.autograd.Function):
+        ...     forward = staticmethod(lambda ctx, x: 2 * x)
+        ...     backward = staticmethod(lambda ctx, gradient: 2 * gradient)
+    """
+    recordable.add(function)
+    return function
+
+
+@checked(handler=callable_with(3), rule=callable_with(1))
 def register_op(kind: OpKind, *, handler: Handler, rule: Callable[[Case], None]) -> None:
     """Adds a kind of op, for all schedules made, read or run from now on.
 

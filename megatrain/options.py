@@ -175,7 +175,8 @@ def _check_graphs(device: Device, activations: str) -> None:
     if not device.has_launch_graphs:
         raise OptionError(
             f'kernels="graphs" is impossible on {device}.\n'
-            "  CUDA graphs launch many kernels of a GPU at once; other devices have none.\n"
+            "  CUDA graphs launch many kernels of a GPU at once; other devices have none, nor has a GPU whose memory "
+            "another allocator gives than torch's own (PYTORCH_ALLOC_CONF).\n"
             '  Leave kernels out: "eager" runs everywhere.'
         )
     if activations == "keep":

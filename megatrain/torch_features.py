@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.torch_version import TorchVersion
 
 from megatrain import torch_private
@@ -130,6 +131,29 @@ def _softmaxes_work_in_place() -> bool:
     return are_equal and torch.equal(memory, gradient)
 
 
+def _priorities_are_told() -> bool:
+    """Whether attention tells in which order it tries its kernels."""
+    before = list(torch_private.attention_priority())
+    with sdpa_kernel([SDPBackend.MATH, SDPBackend.FLASH_ATTENTION], set_priority=True):
+        return list(torch_private.attention_priority()) != before
+
+
+def _python_kernels_are_told() -> bool:
+    """Whether a kernel that Python gives to an operator is listed, with its file."""
+    library = torch.library.Library("megatrain_probe", "FRAGMENT")
+    library.define("f(Tensor x) -> Tensor")
+    library.impl("f", lambda x: x, "CPU")
+    kernels = torch_private.kernels_of_op("megatrain_probe::f").splitlines()
+    is_named = "megatrain_probe/f/CPU" in torch_private.python_kernels
+    return is_named and any(line.startswith("CPU: ") and f" {__file__}:" in line for line in kernels)
+
+
+def _dispatch_modes_are_listed() -> bool:
+    """Whether active dispatch modes are listed."""
+    with FakeTensorMode() as mode:
+        return torch_private.dispatch_modes() == [mode]
+
+
 FEATURES: tuple[Feature, ...] = (
     Feature("autograd.Function.apply", "look a Function's methods up in its class", probes.functions_are_looked_up),
     Feature("torch._functorch.apis.vmap_impl", "run every call of torch.vmap", probes.vmap_can_be_replaced),
@@ -152,6 +176,10 @@ FEATURES: tuple[Feature, ...] = (
     Feature("torch._C._current_graph_task_id", "number the backward of a thread", probes.graph_tasks_are_told),
     Feature("torch.Tensor._make_subclass", "give memory to a parameter on meta", probes.meta_gets_memory),
     Feature("torch.utils._python_dispatch._disable_current_modes", "leave fake tensors", probes.modes_can_be_disabled),
+    Feature("torch.utils._python_dispatch._get_current_dispatch_mode_stack", "list modes", _dispatch_modes_are_listed),
+    Feature("torch._C._get_sdp_priority_order", "list kernels of attention", _priorities_are_told),
+    Feature("torch.library._impls", "name kernels in Python", _python_kernels_are_told),
+    Feature("torch._C._dispatch_dump", "name the files of kernels", _python_kernels_are_told),
     Feature("torch._C._PreserveDispatchKeyGuard", "end a change of kernels", probes.meta_kernels_can_be_left),
     Feature("torch._C._set_meta_in_tls_dispatch_include", "leave meta kernels", probes.meta_kernels_can_be_left),
     Feature("fake_tensor.DataDependentOutputException", "be raised for a value", probes.fakes_tell_of_values),

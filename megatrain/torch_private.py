@@ -43,8 +43,10 @@ __all__ = [
     "StorageWeakRef",
     "TorchDispatchMode",
     "are_transforms_active",
+    "attention_priority",
     "current_graph_task",
     "disable_current_modes",
+    "dispatch_modes",
     "forbid_memory",
     "function_class",
     "function_modes",
@@ -52,11 +54,13 @@ __all__ = [
     "group_by_dtype",
     "is_traceable_wrapper_subclass",
     "keeps_graph",
+    "kernels_of_op",
     "log_softmax_backward",
     "make_subclass",
     "patch_functorch",
     "pop_function_mode",
     "preserve_dispatch_keys",
+    "python_kernels",
     "pytree",
     "send_to_meta_kernels",
     "set_wrap_triton_enabled",
@@ -115,6 +119,14 @@ function_class: Any = type(autograd.Function)
 vmap_home: Any = _found("torch._functorch", "apis")
 # Which of the user's function modes are active: a call of vmap is repeated under them.
 function_modes = _found("torch.overrides", "_get_current_function_mode_stack")
+# Which dispatch modes are active: they see calls, and launches of recordings are none.
+dispatch_modes = _found("torch.utils._python_dispatch", "_get_current_dispatch_mode_stack")
+# In which order attention tries its kernels: recordings were made in one order.
+attention_priority = _found("torch", "_C._get_sdp_priority_order")
+# The kernels that were written in Python (`aten/mul.Tensor/CUDA`), and all kernels of an operator, as text with files:
+# launches of recordings leave the Python of those of others out.
+python_kernels = _found("torch.library", "_impls")
+kernels_of_op = _found("torch", "_C._dispatch_dump")
 # Updates run outside of the caller's function modes.
 pop_function_mode = _found("torch.overrides", "_pop_mode_temporarily")
 # Switches the recorder off around what it records by hand.

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from megatrain.compiled.variants import Variant
 from megatrain.counts import counted
-from megatrain.hardware.machine import slot_share
+from megatrain.hardware.machine import slot_share, unknown_card
 from megatrain.memory.device_budget import DeviceBudget
 from megatrain.options import Options
 from megatrain.runtime.engine import Engine
@@ -41,6 +41,8 @@ def compiled_text(
     first += f", kernels {options.kernels}" if options.kernels != "eager" else ""
     share = slot_share(options.device)
     first += f"\n  the slot of the card has {share:.3g} of the card's link to the host" if share < 1 else ""
+    unknown = "" if options.hardware is not None else unknown_card(options.device)
+    first += f"\n  {unknown}" if unknown else ""
     first += f"\n  {engine.bus.note}" if engine is not None and engine.bus.note else ""
     first += f"\n  latest {walk}; the model's own code, no schedule" if walk is not None else ""
     if not variants:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+import threading
 import warnings
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -24,6 +25,9 @@ from megatrain.sizes import format_bytes
 # How the file of CUDA's runtime begins, or of AMD's, and its function of this purpose.
 _LAST_ERROR = {"libcudart": "cudaGetLastError", "libamdhip64": "hipGetLastError"}
 
+# Of each thread: streams that wait for events, by device.
+_waiting = threading.local()
+
 
 class Cuda(Accelerator):
     """A GPU of NVIDIA, or of AMD under the same name.
@@ -36,11 +40,15 @@ class Cuda(Accelerator):
     # Drivers fail from 512 GiB on: what they note of each page is one array of less than 2 GiB.
     lock_bytes = 64 << 30
     has_inductor = True
-    has_launch_graphs = True
 
     def __init__(self, index: int | None = None) -> None:
         super().__init__(self.name, index)
         _silence(_COMPACTED)
+
+    @property
+    def has_launch_graphs(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """With torch's own allocator: memory that cudaMallocAsync gives in a capture belongs to that graph alone."""
+        return torch.cuda.get_allocator_backend() == "native"
 
     def lacking(self) -> Sequence[str]:
         """Nothing: CUDA has all of the generic interface."""
@@ -68,9 +76,18 @@ class Cuda(Accelerator):
 
     def synchronize(self) -> None:
         """Sleeps, with an event of CUDA's own kind: a wait for a stream spins, and `torch.Event` ignores `blocking`."""
-        event = torch.cuda.Event(blocking=True)
-        event.record(torch.cuda.current_stream(self.torch_device))
-        event.synchronize()
+        _sleep_until(torch.cuda.current_stream(self.torch_device))
+
+    def wait_for(self, event: Any) -> None:
+        """Sleeps likewise, by a stream of this thread's that waits for the event."""
+        if event.query():
+            return
+        streams = vars(_waiting)
+        stream = streams.get(str(self))
+        if stream is None:
+            stream = streams[str(self)] = torch.cuda.Stream(self.torch_device)
+        stream.wait_event(event)
+        _sleep_until(stream)
 
     def add_product(self, total: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> None:
         """Multiplies in the dtype of the two, on its tensor cores, which add in fp32."""
@@ -119,6 +136,13 @@ class Cuda(Accelerator):
         # The runtime is a part of torch's own library. So let a launch report it that nobody waits for.
         with contextlib.suppress(RuntimeError):
             torch.zeros(1, device=self.torch_device)
+
+
+def _sleep_until(stream: torch.cuda.Stream) -> None:
+    """Waits for the work that a stream has now."""
+    event = torch.cuda.Event(blocking=True)
+    event.record(stream)
+    event.synchronize()
 
 
 # cuDNN copies the weights of an RNN into one piece of memory for each call, and says how to avoid the copies: the user

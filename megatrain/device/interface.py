@@ -91,8 +91,7 @@ class Device:
         lock_bytes: Most bytes that one `lock` takes, in whole pages. Larger memory is locked in several pieces, and
             no copy spans two of them. 0 if transfers don't gain from page-locking.
         repeats_itself: Two eager runs of the same step, with the same random numbers, have the same bits.
-        launching_threads: Threads that launch work and transfers at the same time as the host updates parameters.
-            Updates leave each a processor.
+        launching_threads: Threads that launch work and transfers while the host updates; each keeps a processor.
         num_emptied: How often `empty_cache` was called.
     """
 
@@ -150,13 +149,14 @@ class Device:
         raise AssertionError(f"{self} has no streams")
 
     def synchronize(self) -> None:
-        """Blocks the host until the calling thread's current stream has done all its work; asleep, if the device can.
-
-        A thread that spins instead takes a processor from those that launch work.
-        """
+        """Blocks the host until the calling thread's current stream has done all its work; asleep if the device can."""
         stream = self.current_stream()
         if stream is not None:
             stream.synchronize()
+
+    def wait_for(self, event: DeviceEvent) -> None:
+        """Likewise, until all work before an event is done. A thread that spins takes a processor from launches."""
+        event.synchronize()
 
     def settle(self) -> None:
         """Blocks the host until the device has done all the work that it has, of all streams."""

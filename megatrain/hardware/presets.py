@@ -21,6 +21,7 @@ OF_MEMORY = 0.85
 
 _ZZC = "users' torch products, github.com/zzc0721/torch-performance-test-data"
 _MAMF = "achievable products, github.com/stas00/ml-engineering"
+_BLACKWELL = "spec, NVIDIA's papers on the architecture of RTX Blackwell"
 _PCIE4 = "page-locked copies over PCIe 4 x16"
 _PCIE5 = "page-locked copies over PCIe 5 x16, nvbandwidth"
 _MAKER = "the maker's figure"
@@ -79,7 +80,13 @@ PRESETS: Mapping[str, _Machine] = {
                          _PCIE4, 30),
     "rtx-3090": _Machine(76.5, 35.6, 24.6, f"{_ZZC}; tf32 spec", 24, 936, (25, 25), _both(25), _PCIE4, 30),
     "rtx-4090": _Machine(165, 82.6, 50, f"{_ZZC}; tf32 spec", 24, 1008, (25, 25), _both(25), _PCIE4, 50),
+    "rtx-5080": _Machine(112.6, 56.3, 35.4, f"{_BLACKWELL}; fp32 by the part that {_ZZC} has of a 5090", 16, 960,
+                         (54, 54), _both(54), _PCIE5, 60),
     "rtx-5090": _Machine(237, 117, 66, _ZZC, 32, 1792, (54, 54), _both(54), _PCIE5, 60),
+    "rtx-pro-6000": _Machine(503.8, 251.9, 79, f"{_BLACKWELL}; fp32 by the part that {_ZZC} has of a 5090", 95, 1792,
+                             (54, 54), _both(54), _PCIE5, 100),
+    "l40s": _Machine(362, 183, 55, f"spec, L40S data sheet; fp32 by the part that {_ZZC} has of a 4090", 45, 864,
+                     (25, 25), _both(25), _PCIE4, 100),
     "a100": _Machine(271, 135, 18.5, f"{_MAMF}; tf32 spec by bf16's part", 80, 2039, (24.8, 24.8), (11, 24),
                      f"{_PCIE4}, nvbandwidth#53", 150, both_of="nvbandwidth#53: 11 GB/s beside 24", issue=8.0,
                      peers=266),
@@ -87,6 +94,8 @@ PRESETS: Mapping[str, _Machine] = {
                           _both(55.6, 0.86), _PCIE5, 200, **_SERVER),
     "h100-sxm": _Machine(794, 397, 51.5, f"{_MAMF}; tf32 spec by bf16's part", 80, 3350, (54.7, 54.9), (47, 47),
                          "measured on an H100 (docs/gpu.md)", 200, **_SERVER, peers=400),
+    "h20": _Machine(148, 74, 44, "spec, H20 data sheet", 95, 4000, (55, 55), _both(55, 0.86), _PCIE5, 200, **_SERVER,
+                    peers=400),
     "h200": _Machine(787, 397, 51.5, f"{_MAMF}, {_ZZC}; tf32 spec by bf16's part", 141, 4800, (55, 55), _both(55, 0.86),
                      _PCIE5, 200, **_SERVER, peers=400),
     "gh200": _Machine(829, 414, 60, f"{_MAMF}; tf32 spec by bf16's part; fp32 spec", 96, 4000, (346, 300), (242, 210),
@@ -94,6 +103,11 @@ PRESETS: Mapping[str, _Machine] = {
                       is_pcie=False),
     "b200": _Machine(1745, 872, 80, f"{_MAMF}; tf32 spec by bf16's part; fp32 spec", 180, 8000, (55, 55),
                      _both(55, 0.86), _PCIE5, 300, **_SERVER, peers=800),
+    "b300": _Machine(1745, 872, 75, f"spec, HGX B300 data sheet, by the part that {_MAMF} has of a B200; fp32 spec",
+                     268, 8000, (55, 55), _both(55, 0.86), _PCIE5, 300, **_SERVER, peers=800),
+    "gb200": _Machine(1939, 969, 80, f"spec, GB200 data sheet, by the part that {_MAMF} has of a B200; fp32 spec", 185,
+                      8000, (173, 150), (121, 105), "NVLink-C2C, assumed: half of a GH200's, as two share a host", 150,
+                      both_of="assumed: 0.7 of both rates together", issue=8.0, is_pcie=False, peers=800),
     "gb10": _Machine(91.5, 45, 30, "huggingface/kernels#283; tf32 assumed half of bf16; fp32 spec", 111.5, 218,
                      (109, 109), _both(109, 0.5), "no bus: each byte is read and written in memory", 150,
                      memory_of="huggingface/kernels#283, measured", **_UNIFIED),

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Generator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import contextmanager
 from itertools import pairwise
 
 import torch
@@ -16,6 +18,8 @@ from megatrain.sizes import format_bytes
 
 # Bytes of both rings together: the first size that is tried, and the smallest.
 MOST_BYTES, LEAST_BYTES = 256 << 20, 1 << 20
+PIECE_BYTES = 1 << 30
+"""Of an arena of state, unless a block is larger: while one is filled, the one before is page-locked."""
 
 
 class Bus:
@@ -33,6 +37,7 @@ class Bus:
         self.device = device
         self._rings: tuple[Ring, Ring] | None = None
         self._refused_bytes: int | None = None
+        self._early: list[HostArena] = []
 
     @property
     def note(self) -> str:
@@ -57,7 +62,8 @@ class Bus:
 
     def lock(self, arenas: Sequence[HostArena]) -> None:
         """Page-locks arenas for transfers, all or none; if the system refuses, copies of these go through the rings."""
-        fresh = [arena for arena in arenas if not (arena.is_locked or arena.is_refused)]
+        # Some were locked early: with the rest refused, a ring needs what the system lets lock.
+        fresh = [a for a in arenas if not a.is_refused and (not a.is_locked or a in self._early)]
         try:
             _lock(fresh, self.device)
         except ExecuteError as error:
@@ -68,6 +74,33 @@ class Bus:
                 self._rings = _rings(self.device)
                 way_out = str(error).splitlines()[-1].strip()
                 warnings.warn(f"{self.note}. {way_out}", PageLockWarning, stacklevel=2)
+        self._early.clear()
+
+    @contextmanager
+    def locking(self) -> Generator[Callable[[HostArena], None]]:
+        """Page-locks arenas on a thread of its own, each while the body fills the next.
+
+        What the system refuses stays unlocked: `lock` tries it once more, and tells.
+
+        Yields:
+            Says which arena is filled from now on. The one before is full: locking makes all of its pages resident.
+        """
+        pool, begun = ThreadPoolExecutor(1, "megatrain-lock"), list[Future[None]]()
+        full: HostArena | None = None
+
+        def begin(arena: HostArena) -> None:
+            nonlocal full
+            if full is not None and self.device.lock_bytes:
+                self._early.append(full)
+                begun.append(pool.submit(full.lock, self.device))
+            full = arena
+
+        try:
+            yield begin
+            wait(begun)
+        finally:
+            # After an interrupt no other arena is begun: the process would end only after the last.
+            pool.shutdown(cancel_futures=True)
 
     def to_device(self, out: torch.Tensor, source: torch.Tensor, arena: HostArena) -> None:
         """Copies to the device, as work of the current stream.

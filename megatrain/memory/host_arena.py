@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import threading
 import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -13,6 +14,8 @@ import torch
 
 from megatrain.device.host_pages import HostPages
 from megatrain.device.interface import Device
+
+_locking = threading.RLock()
 
 
 class HostArena:
@@ -74,9 +77,15 @@ class HostArena:
     def lock(self, device: Device) -> None:
         """Page-locks the memory for transfers with `device`, if they gain from that; makes all pages resident then.
 
+        It may be called on several threads; one locks, and the others wait.
+
         Raises:
             ExecuteError: If the system refuses; nothing of the arena is locked then.
         """
+        with _locking:
+            self._lock(device)
+
+    def _lock(self, device: Device) -> None:
         pages, most = self._pages, device.lock_bytes
         if pages is None or self.is_locked or most == 0:
             return
@@ -97,11 +106,12 @@ class HostArena:
 
     def unlock(self) -> None:
         """Unlocks the memory, when all that the device has to do is done."""
-        self.is_locked, self._cuts = False, range(0)
-        if self._pages is not None and self._pages.unlock is not None:
-            self._pages.unlock()
-            self._pages.unlock = None
-            self._pages.share_with_children()
+        with _locking:
+            self.is_locked, self._cuts = False, range(0)
+            if self._pages is not None and self._pages.unlock is not None:
+                self._pages.unlock()
+                self._pages.unlock = None
+                self._pages.share_with_children()
 
     def cuts(self, tensor: torch.Tensor) -> list[int]:
         """Returns the bytes of a tensor of this memory, without gaps, at which another piece is locked."""

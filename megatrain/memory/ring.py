@@ -46,12 +46,12 @@ class Ring:
         arriving: deque[tuple[torch.Tensor, torch.Tensor, DeviceEvent | None]] = deque()
         for start, end in self._pieces(source):
             if len(arriving) == len(self._buffers):
-                _arrive(*arriving.popleft())
+                self._arrive(*arriving.popleft())
             buffer = self._next()[: end - start]
             self._device.copy(buffer, source[start:end])
             arriving.append((out[start:end], buffer, self._note()))
         for piece in arriving:
-            _arrive(*piece)
+            self._arrive(*piece)
 
     def _pieces(self, source: torch.Tensor) -> Iterator[tuple[int, int]]:
         size = self._buffers[0].numel()
@@ -62,7 +62,7 @@ class Ring:
         """The buffer that was used longest ago, when the device is done with it."""
         end = self._ends[0]
         if end is not None:
-            end.synchronize()
+            self._device.wait_for(end)
         self._buffers.rotate(-1)
         self._ends.rotate(-1)
         return self._buffers[-1]
@@ -73,8 +73,7 @@ class Ring:
         end = self._ends[-1] = None if stream is None else stream.record_event()
         return end
 
-
-def _arrive(out: torch.Tensor, buffer: torch.Tensor, end: DeviceEvent | None) -> None:
-    if end is not None:
-        end.synchronize()
-    out.copy_(buffer)
+    def _arrive(self, out: torch.Tensor, buffer: torch.Tensor, end: DeviceEvent | None) -> None:
+        if end is not None:
+            self._device.wait_for(end)
+        out.copy_(buffer)

@@ -126,7 +126,7 @@ class Planner:
             options.host_memory,
             options.precision,
             made.too_small,
-            reserve_text(options.device, made.table.device_bytes if limit is None else limit),
+            reserve_text(options.device, made.table.device_bytes if limit is None else limit, options.hardware),
             options.hardware,
             PlannedFor(
                 {part.name: getattr(options, part.name) for part in fields(options)},

@@ -33,7 +33,13 @@ from megatrain.training import step_tables
         ("NVIDIA B200", "b200"),
         ("NVIDIA GB10", "gb10"),
         ("NVIDIA GeForce RTX 3080 Laptop GPU", "rtx-4090"),
-        ("NVIDIA H20", "rtx-4090"),
+        ("NVIDIA H20", "h20"),
+        ("NVIDIA GeForce RTX 5080", "rtx-5080"),
+        ("NVIDIA RTX PRO 6000 Blackwell Server Edition", "rtx-pro-6000"),
+        ("NVIDIA L40S", "l40s"),
+        ("NVIDIA B300 SXM6 AC", "b300"),
+        ("NVIDIA GB200", "gb200"),
+        ("NVIDIA GB300", "rtx-4090"),
         ("Tesla T4", "rtx-4090"),
         ("", "rtx-4090"),
     ],
@@ -41,6 +47,33 @@ from megatrain.training import step_tables
 def test_the_name_of_a_card_is_found_in_the_table(card: str, name: str, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(Device, "card", lambda _: card)
     assert usual_machine(HOST) == Hardware.preset(name)
+
+
+@pytest.mark.parametrize(("card", "is_unknown"), [("NVIDIA GB300", True), ("NVIDIA H200", False), ("", False)])
+def test_a_card_that_the_table_lacks_is_named(card: str, is_unknown: bool, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(Device, "card", lambda _: card)
+    told = f"{card} is in no table of cards: copies and compute are weighed as of an rtx-4090 without hardware="
+    model, x = Layers(8), torch.ones(2, 8)
+    texts = [
+        str(megatrain.compile(model, device="cpu", memory="1MiB", hardware=hardware).megatrain)
+        + str(megatrain.plan(model, x, device="cpu", optimizer="SGD", hardware=hardware))
+        for hardware in (None, "h100-sxm")
+    ]
+    assert [text.count(told) for text in texts] == [2 if is_unknown else 0, 0]
+
+
+@pytest.mark.parametrize(
+    ("part", "compute", "memory"),
+    [("1g.10gb", 1, 1), ("1c.3g.40gb", 1, 4), ("4g.40gb", 4, 4), ("7g.80gb", 7, 8)],
+)
+def test_a_part_of_a_card_has_its_share(part: str, compute: int, memory: int, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(Device, "card", lambda _: f"NVIDIA H100 80GB HBM3 MIG {part}")
+    whole, found = Hardware.preset("h100-sxm"), usual_machine(HOST)
+    assert found.flops_per_s == pytest.approx({kind: rate * compute / 7 for kind, rate in whole.flops_per_s.items()})  # pyright: ignore
+    assert found.memory_bytes_per_s == whole.memory_bytes_per_s * memory / 8
+    assert found.memory_bytes == whole.memory_bytes * memory // 8  # pyright: ignore
+    assert found.h2d_bytes_per_s == whole.h2d_bytes_per_s
+    assert (f"the share that MIG {part.partition('.')[0]}" in str(found).replace("1c.3g", "1c")) or compute == 7
 
 
 def test_without_a_device_there_is_a_usual_card():

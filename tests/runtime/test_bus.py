@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import threading
 import warnings
 from typing import Any
 
@@ -10,10 +11,12 @@ import pytest
 import torch
 
 import megatrain
+from megatrain.errors import ExecuteError
 from megatrain.memory import bus as buses
 from megatrain.memory.bus import Bus
 from megatrain.memory.host_arena import HostArena
 from megatrain.memory.ring import BUFFERS
+from megatrain.runtime.stores.host_store import HostStore
 from megatrain.runtime.streams.chaos import Chaos
 from tests.models import MODELS
 from tests.runtime.parity import assert_same, train
@@ -154,7 +157,7 @@ def test_a_lock_that_fails_loses_nothing_and_is_tried_again(monkeypatch: pytest.
     lock, calls = toy.lock, iter(range(1 << 30))
 
     def failing(address: int, nbytes: int) -> Any:
-        if next(calls) == 2:
+        if threading.current_thread() is threading.main_thread() and next(calls) == 0:
             raise KeyboardInterrupt
         return lock(address, nbytes)
 
@@ -168,6 +171,49 @@ def test_a_lock_that_fails_loses_nothing_and_is_tried_again(monkeypatch: pytest.
     assert_same(train(eager, eager, args, kwargs), train(compiled, model, args, kwargs))
     assert [p.data_ptr() for p in model.parameters()] == places, "without a second copy of the model"
     assert sum(toy.locked.values()) > sum(p.nbytes for p in model.parameters())
+
+
+@pytest.mark.filterwarnings("ignore::megatrain.PageLockWarning")
+@pytest.mark.parametrize("fails", ["once", "at last", "is interrupted"])
+def test_arenas_are_locked_while_others_are_filled(fails: str, monkeypatch: pytest.MonkeyPatch):
+    """The lock of the first waits until all the rest is filled; and the memory is that of a lock at the end."""
+    model, args, kwargs = MODELS["gpt_loss"]()
+    toy, eager, num_filled = StrictToy(lock_bytes=3 * PAGE), copy.deepcopy(model), 0
+    lock, move, threads, is_filled = toy.lock, HostStore._move_one, list[str](), threading.Event()
+
+    def moving(self: HostStore, *given: Any) -> None:
+        nonlocal num_filled
+        move(self, *given)
+        num_filled += 1
+        if num_filled == 4 and fails == "is interrupted":
+            is_filled.set()
+            raise KeyboardInterrupt
+        if num_filled == len(model.state_dict()):
+            is_filled.set()
+
+    def locking(address: int, nbytes: int) -> Any:
+        threads.append(threading.current_thread().name)
+        if threads[-1].startswith("megatrain-lock"):
+            assert is_filled.wait(10)
+            if fails == "once" and len(threads) == 2:
+                raise ExecuteError("refused.\n  There is a limit.\n  Raise it.")
+        elif fails == "at last":
+            raise ExecuteError("refused.\n  There is a limit.\n  Raise it.")
+        return lock(address, nbytes)
+
+    monkeypatch.setattr(HostStore, "_move_one", moving)
+    monkeypatch.setattr(toy, "lock", locking)
+    toy.allows_pageable = is_refused = fails == "at last"
+    compiled = megatrain.compile(model, device=toy, activations="recompute")
+    if fails == "is interrupted":
+        with pytest.raises(KeyboardInterrupt):
+            compiled(*args, **kwargs)
+        assert sum(name.startswith("megatrain-lock") for name in threads) <= 1, "no other has begun"
+    assert_same(train(eager, eager, args, kwargs), train(compiled, model, args, kwargs))
+    assert any(name.startswith("megatrain-lock") for name in threads)
+    assert ("refused" in compiled.megatrain.engine.bus.note) == is_refused
+    assert bool(toy.locked) == (not is_refused)
+    assert not any(thread.name.startswith("megatrain-lock") for thread in threading.enumerate())
 
 
 @pytest.mark.parametrize("num_pages", [3, 4, 5])

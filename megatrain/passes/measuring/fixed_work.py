@@ -3,12 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import fx, nn
 
 from megatrain.passes.interpret import has_inner_grad, opaque_calls
 from megatrain.passes.program import Program, Template, shared_templates
-from megatrain.tracer.calls import applied_function
+from megatrain.passes.rewrites.tiled_region import TiledRegion
+from megatrain.torch_private import pytree
+from megatrain.tracer.calls import applied_function, function_text
 from megatrain.tracer.expectations import Expectation
+from megatrain.tracer.packed.packed_call import PackedCall
 from megatrain.tracer.recording.observer import Observer
+from megatrain.tracer.recording.vmap import Mapped
+
+# Whose Python decides by its arguments and by torch's settings alone; and the operators that are torch's own.
+_KNOWN = frozenset({"torch", "builtins", "_operator", "operator", "math", __name__.partition(".")[0]})
+_NAMESPACES = frozenset({"aten", "prim", "prims", "quantized", "torchvision"})
+recordable: set[type[torch.autograd.Function] | str] = set()
+"""The Functions, and the operators by their names, that users have marked: their Python decides nothing anew."""
 
 
 def fixed_work_obstacle(template: Template) -> str:
@@ -33,7 +47,48 @@ def launch_graph_obstacle(template: Template) -> str:
         return "it draws random numbers that nothing repeats"
     if template.is_random and any(applied_function(node.target) for node in template.graph.nodes):
         return "it draws random numbers, and the backward of an autograd.Function may draw others"
-    return fixed_work_obstacle(template)
+    return fixed_work_obstacle(template) or _python_in(template.graph)
+
+
+def _python_in(graph: fx.Graph) -> str:
+    """Says which Python of others a run calls, forward or backward: launches of a recording would leave it out."""
+    return next(filter(None, map(_python_of, graph.nodes)), "")
+
+
+def _python_of(node: fx.Node) -> str:
+    target: Any = node.target
+    if node.op not in ("call_function", "call_method"):
+        return ""
+    if isinstance(target, TiledRegion):
+        return _python_in(target.graph)
+    for given in pytree.tree_leaves((node.args, node.kwargs)):
+        if callable(given) and not _is_known(given):
+            return f"it gives the function {function_text(given)} to a call, and a recording {_WOULD}"
+    if isinstance(target, Mapped | PackedCall):
+        return f"it calls {function_text(target)} with Python of its own, and a recording {_WOULD}"
+    function = applied_function(target)
+    if function is not None:
+        is_fixed = function in recordable or _is_known(function)
+        name = f"the autograd.Function {function.__module__}.{function.__qualname__}"
+    elif type(target).__module__ == "torch._ops":
+        operator = "::".join(str(target).split(".")[:2])
+        is_fixed = operator in recordable or operator.partition("::")[0] in _NAMESPACES
+        name = f"the operator {operator}"
+    else:
+        is_fixed, name = node.op == "call_method" or _is_known(target), function_text(target)
+    return "" if is_fixed else f"it calls {name}, and a recording {_WOULD}. {_MARK}"
+
+
+_WOULD = "would repeat what its Python decided once"
+_MARK = "megatrain.extending.mark_recordable tells of Functions and operators that decide nothing"
+
+
+def _is_known(value: Any) -> bool:
+    """Tells whether a callable is torch's own, Python's or ours."""
+    if isinstance(value, nn.Module):
+        return False
+    modules = getattr(value, "__module__", None) or "torch", type(value).__module__
+    return all(module.partition(".")[0] in _KNOWN for module in modules)
 
 
 def launch_graph_bytes(programs: Iterable[Program]) -> int:

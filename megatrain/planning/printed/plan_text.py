@@ -9,6 +9,7 @@ from megatrain.counts import counted
 from megatrain.device import Device
 from megatrain.device.reserve import beside
 from megatrain.hardware.hardware import Hardware
+from megatrain.hardware.machine import unknown_card
 from megatrain.planning.host_plan import in_columns
 from megatrain.planning.planned_step import PlannedStep
 from megatrain.planning.printed.results_text import results_lines
@@ -17,16 +18,18 @@ from megatrain.scheduler.schedule import Schedule
 from megatrain.sizes import format_bytes
 
 
-def reserve_text(device: Device | None, nbytes: int) -> str:
-    """Says what a device needs besides the memory that a schedule may take."""
+def reserve_text(device: Device | None, nbytes: int, hardware: Hardware | None) -> str:
+    """Says what a device needs besides the memory that a schedule may take, and whether a plan knows its card."""
     if device is None:
         # Without a device there is no figure of a card: the smallest on which so much may be planned.
         return f"{format_bytes(beside(nbytes))} of a card besides, assumed: a tenth of its memory, at least 1 GiB"
+    unknown = unknown_card(device) if hardware is None else ""
     if device.can_bind:
-        return ""
+        return unknown
     parts = ", ".join(f"{name} {format_bytes(size)}" for name, size in device.uncounted())
     total = format_bytes(device.reserve(device.memory().total))
-    return f"{total} of {device} besides{f', of which {parts}' if parts else ''}"
+    text = f"{total} of {device} besides{f', of which {parts}' if parts else ''}"
+    return f"{text}\n  {unknown}" if unknown else text
 
 
 def verdict(nbytes: int, memory: int | None) -> str:

@@ -25,7 +25,7 @@ from megatrain.runtime.blocks.replays import Replays
 from megatrain.runtime.rng import RngState, repeated_rng
 from megatrain.tracer.expectations import GuardFailedError
 from megatrain.tracer.packed.packing import Packing, is_wrapper
-from megatrain.tracer.recording.effect_watch import has_hooks
+from megatrain.tracer.recording.effect_watch import has_hooks, is_watched
 
 Tensors = Sequence[torch.Tensor]
 StateReader = Callable[[], Sequence[torch.Tensor]]
@@ -75,8 +75,8 @@ class BlockRunner:
 
     @property
     def _is_recorded(self) -> bool:
-        """Whether kernels may be recorded, or launched so: not under the caller's hooks, which would see no tensors."""
-        return self._replays is not None and not self._replays.why_eager and not has_hooks()
+        """Whether kernels may be recorded, or launched so: not under the caller's hooks or modes."""
+        return self._replays is not None and not self._replays.why_eager and not is_watched()
 
     def rng_state(self) -> RngState | None:
         """The generators' state, if the template draws from them."""

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from megatrain.device import Device, LaunchGraphs
+from megatrain.device.kernel_settings import replaced_kernel
 from megatrain.errors import EagerKernelsWarning
 from megatrain.garbage import paused_collection
 from megatrain.passes.measuring.fixed_work import launch_graph_obstacle
@@ -85,7 +86,10 @@ class Replays:
             return [*work(arguments)]  # nothing tells whether it writes into them
         before = [t._version for t in given]
         results = [*work(arguments)]
-        if any(t._version != version for t, version in zip(given, before, strict=True)):
+        replaced = replaced_kernel()
+        if replaced:
+            self._give_up(f"a kernel of {replaced} is Python, which a recording would leave out")
+        elif any(t._version != version for t, version in zip(given, before, strict=True)):
             self._give_up("it writes into its inputs or state")
         elif not all(t is None or _is_plain(t) for t in (*given, *results)):
             self._give_up("it has sparse, packed or conjugated tensors")

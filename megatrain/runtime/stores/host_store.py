@@ -9,7 +9,7 @@ from itertools import islice
 import torch
 
 from megatrain.memory.block_image import BlockImage, Entry, image, stored_stride, views
-from megatrain.memory.bus import Bus
+from megatrain.memory.bus import PIECE_BYTES, Bus
 from megatrain.memory.host_arena import HostArena, together
 from megatrain.runtime.stores.homes import Home, NewMemory, OneCopy, Sent, copies_of, new_memory, section_of, take_in
 from megatrain.runtime.stores.moving import check_movable, check_room
@@ -162,15 +162,17 @@ class HostStore:
     ) -> None:
         """Copies or reads tensors into new arenas one by one; each frees its old memory before the next."""
         sizes = [sum(aligned(fresh[key].nbytes, alignment) for key in keys) for keys in blocks]
-        groups = together(sizes, self._bus.device.lock_bytes)
+        groups = together(sizes, min(self._bus.device.lock_bytes, PIECE_BYTES))
         # The host may lack memory for the last of them; no tensor has moved then.
         arenas = [HostArena(sum(sizes[index] for index in group)) for group in groups]
         self._arenas += arenas
-        for group, arena in zip(groups, arenas, strict=True):
-            offset = 0
-            for key in (key for index in group for key in blocks[index]):
-                self._move_one(key, fresh[key], arena, offset, weights)
-                offset += aligned(fresh[key].nbytes, alignment)
+        with self._bus.locking() as begin:
+            for group, arena in zip(groups, arenas, strict=True):
+                begin(arena)
+                offset = 0
+                for key in (key for index in group for key in blocks[index]):
+                    self._move_one(key, fresh[key], arena, offset, weights)
+                    offset += aligned(fresh[key].nbytes, alignment)
 
     def _move_one(self, key: str, spec: TensorSpec, arena: HostArena, offset: int, weights: Weights | None) -> None:
         tensor = self._tensors[key]

@@ -78,7 +78,7 @@ class Lane:
     def _wait_for_mark(self, mark: DeviceEvent) -> None:
         if self.device_stream is None:
             # A stream of host work (an update that reads offloaded gradients) needs the bytes to be there.
-            mark.synchronize()
+            self.device.wait_for(mark)
         else:
             self.device_stream.wait_event(mark)
 

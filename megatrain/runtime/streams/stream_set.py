@@ -148,12 +148,12 @@ class StreamSet:
         self._end_of_latest = compute.record_event()
         for stream in (self.h2d, self.d2h):
             if stream.name in waits_for and stream.device_stream is not None:
-                stream.device_stream.synchronize()
+                self.device.wait_for(stream.device_stream.record_event())
 
     def settle(self) -> None:
         """Blocks until the device is done with all steps so far: what they used may go to other streams."""
         if self._end_of_latest is not None:
-            self._end_of_latest.synchronize()
+            self.device.wait_for(self._end_of_latest)
             self._end_of_latest = None
 
     @contextlib.contextmanager

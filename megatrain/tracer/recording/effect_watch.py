@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from megatrain.torch_private import TorchDispatchMode, top_saved_tensors_hooks
+from megatrain.torch_private import TorchDispatchMode, dispatch_modes, function_modes, top_saved_tensors_hooks
 from megatrain.tracer.packed.packing import has_wrappers
 
 # The schemas of these kernels don't say that they write running statistics, yet they do when training.
@@ -203,6 +203,20 @@ def has_hooks() -> bool:
     return _active() is not None
 
 
+_OWN = ("torch", __name__.partition(".")[0])
+
+
+def is_watched() -> bool:
+    """Tells whether Python sees each call: hooks on saved tensors, modes, or the search for anomalies.
+
+    Function modes of torch itself only choose the device of new tensors (`torch.set_default_device`), and those of
+    ours look at what comes out.
+    """
+    if has_hooks() or dispatch_modes() or torch.is_anomaly_enabled():
+        return True
+    return any(type(mode).__module__.partition(".")[0] not in _OWN for mode in function_modes())
+
+
 def has_users_hooks() -> bool:
     """Tells whether the active hooks are the user's, which may change what a backward computes with.
 
@@ -212,7 +226,7 @@ def has_users_hooks() -> bool:
     if hooks is None:
         return False
     package = str(getattr(hooks[0], "__module__", "")).partition(".")[0]
-    return package not in ("torch", __name__.partition(".")[0])
+    return package not in _OWN
 
 
 def _active() -> tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]] | None:
