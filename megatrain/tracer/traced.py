@@ -49,6 +49,8 @@ class TracedModule:
         assumptions: What it read from attributes, globals and closures; long, and printed on its own.
         block_modules: Fully qualified names of the repeated modules, where a cut is natural.
         device: The compute device that the capture assumed.
+        gradient_order: Keys of trained parameters, in the order in which eager's backward completes their gradients;
+            see `GradientOrder.groups`.
     """
 
     name: str
@@ -65,6 +67,7 @@ class TracedModule:
     block_modules: frozenset[str]
     device: torch.device
     returned_argument: ReturnedArgument | None = None
+    gradient_order: tuple[tuple[str, ...], ...] = ()
 
     @property
     def specs(self) -> dict[str, TensorSpec]:

@@ -103,6 +103,7 @@ def deal(program: Program, devices: Sequence[int], device: int) -> DealtProgram:
         provenance=program.provenance,
         alignment=program.alignment,
         block_bytes=program.block_bytes,
+        gradient_order=program.gradient_order,
         whole=program,
         devices=tuple(devices),
         device_number=device,

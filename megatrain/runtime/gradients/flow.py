@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 from megatrain.passes.interpret import has_inner_grad
 from megatrain.passes.program import Block, Program
@@ -27,7 +28,7 @@ class Facts:
         needs_grad: Per block: one flag per input, then one per state tensor.
         is_carried: Per block and input: a later block, the caller, or another device can give it a gradient first.
         completes: Per block: the state of which it is the last, in backward order, to give a gradient; first the
-            parts of parameters, then the parameters.
+            parts of parameters, then the parameters, in the order of eager's backward.
         parts: The parts of parameters.
         differentiable_outputs: Places of the model's outputs through which a gradient flows.
         differentiable_inputs: Places of the model's inputs that get one.
@@ -105,7 +106,13 @@ def _completed_keys(program: Program) -> tuple[tuple[str, ...], ...]:
             first_user.update((entry.key, block.index) for entry in trained)
             first_of_parts.update((entry.owner, block.index) for entry in trained if entry.base is not None)
     completes: list[list[str]] = [[] for _ in program.blocks]
-    for key, index in (*first_user.items(), *first_of_parts.items()):
+    places = {key: place for place, key in enumerate(chain.from_iterable(program.gradient_order))}
+
+    def order(completed: tuple[str, int]) -> tuple[bool, int]:
+        entry = program.state.get(completed[0])
+        return entry is None or entry.base is None, places.get(completed[0], -1)
+
+    for key, index in sorted((*first_user.items(), *first_of_parts.items()), key=order):
         completes[index].append(key)
     return tuple(map(tuple, completes))
 

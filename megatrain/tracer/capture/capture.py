@@ -280,6 +280,7 @@ class Capture:
             assumptions=assumptions,
             block_modules=repeated_modules(self._model),
             device=self._device,
+            gradient_order=recorder.gradient_order.groups(recorder.tape.graph),
         )
 
     def _written_state(

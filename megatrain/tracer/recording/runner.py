@@ -19,6 +19,7 @@ from megatrain.tracer.inventory import StateValues
 from megatrain.tracer.packed.packed_state import PackedState
 from megatrain.tracer.recording.attempt import Attempt, MakeFakeError, NeedSavedError, WrittenInputError
 from megatrain.tracer.recording.effect_watch import EffectWatch, storage_key
+from megatrain.tracer.recording.gradient_order import GradientOrder
 from megatrain.tracer.recording.obstacles import (
     RUN_AGAIN,
     call_on_fakes,
@@ -70,6 +71,7 @@ class CallRunner(TorchFunctionMode):
         self.effects = EffectWatch(self._check_read, self._check_write, self._generator.draw)
         earlier_tape = None if earlier is None else earlier.tape
         self.tape = Tape(self.effects, device, uses_values=attempt.uses_values, earlier=earlier_tape)
+        self.gradient_order = GradientOrder()
         self.is_recording = False
         self._fake_mode = fake_mode
         self._state = state
