@@ -16,6 +16,7 @@ from megatrain.optim.updates import Updates
 from megatrain.passes.split.dealt_program import DealtProgram
 from megatrain.planning.loss_bytes import Loss
 from megatrain.runtime.gradients.sink import check_kind, gradient_form, hooked, laid_out
+from megatrain.runtime.rng import drawing_alone
 from megatrain.sizes import Section
 from megatrain.training.batch import Differentiated, loss_of
 from megatrain.training.handing import handed
@@ -180,7 +181,8 @@ class Running:
             gradient = gradient.clone()  # a hook may keep it, and must not see the next step's gradient in it
             self._hooking = threading.get_ident()
             try:
-                left = self._hooked(parameter, gradient)
+                with drawing_alone():
+                    left = self._hooked(parameter, gradient)
             finally:
                 self._hooking = None
         else:

@@ -7,6 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 
+from torch import fx
+
 from megatrain.passes.interpret import has_inner_grad
 from megatrain.passes.program import Block, Program
 from megatrain.passes.split.dealt_program import DealtProgram
@@ -102,7 +104,7 @@ def _completed_keys(program: Program) -> tuple[tuple[str, ...], ...]:
     first_of_parts: dict[str, int] = {}
     for block in reversed(program.blocks):
         if has_backward(program, block):
-            trained = [program.state[key] for key in block.binding if program.state[key].requires_grad]
+            trained = [program.state[key] for key in _differentiated_state(program, block)]
             first_user.update((entry.key, block.index) for entry in trained)
             first_of_parts.update((entry.owner, block.index) for entry in trained if entry.base is not None)
     completes: list[list[str]] = [[] for _ in program.blocks]
@@ -115,6 +117,22 @@ def _completed_keys(program: Program) -> tuple[tuple[str, ...], ...]:
     for key, index in sorted((*first_user.items(), *first_of_parts.items()), key=order):
         completes[index].append(key)
     return tuple(map(tuple, completes))
+
+
+def _differentiated_state(program: Program, block: Block) -> list[str]:
+    """Lists the trained state through which a gradient may flow: not what a block only compares or detaches."""
+    template = program.templates[block.template]
+    ports = list(template.graph.find_nodes(op="placeholder"))[len(template.inputs) :]
+    # A write into memory that several nodes share may reach readers that are no users.
+    num_names = Counter(node.meta.get("storage") for node in template.graph.nodes)
+    flows: set[fx.Node] = set()
+    for node in reversed(template.graph.nodes):
+        is_end = node.op == "output" or ("requires_grad" not in node.meta and not node.users)
+        is_shared = "storage" in node.meta and num_names[node.meta["storage"]] > 1
+        if node.meta.get("requires_grad", True) and (is_end or is_shared or not flows.isdisjoint(node.users)):
+            flows.add(node)
+    pairs = zip(ports, block.binding, strict=True)
+    return [key for port, key in pairs if program.state[key].requires_grad and not flows.isdisjoint(port.users)]
 
 
 def _carried_inputs(program: Program) -> tuple[tuple[bool, ...], ...]:

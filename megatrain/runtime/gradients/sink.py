@@ -76,6 +76,8 @@ class GradientSink:
         # Of these sums the memory takes the next block's gradients.
         self._lent: set[str] = set()
         self._received: set[int] = set()
+        # Of these nothing may follow: it would be lost.
+        self._taken: set[str] = set()
         self.accumulation = Accumulation(parameter_of)
         self._take: Take = self.accumulation
         self._keeps = keeps_of(self._take)
@@ -99,6 +101,7 @@ class GradientSink:
         """Lets go of who takes gradients, and of the sums of a backward that failed."""
         self._sums.clear()
         self._received.clear()
+        self._taken.clear()
         self._take = self.accumulation
         self._keeps = keeps_of(self._take)
 
@@ -139,10 +142,12 @@ class GradientSink:
             else:
                 self._take(key, total)
             del self._sums[key]
+            self._taken.add(key)
 
     def _add(self, keys: Sequence[str], landed: Sequence[Landed], completes: Collection[str]) -> None:
         """Adds gradients to the sums, in place where that gives the same; if it fails, none is added."""
         made: dict[str, torch.Tensor] = {}
+        assert self._taken.isdisjoint(k for k, (found, _) in zip(keys, landed, strict=True) if found is not None)
         in_place: list[tuple[torch.Tensor, torch.Tensor]] = []
         lent: set[str] = set()
         for key, (gradient, is_lent) in zip(keys, landed, strict=True):

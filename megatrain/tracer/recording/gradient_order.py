@@ -71,7 +71,8 @@ class GradientOrder:
         """What each node of a call's history makes ready; a Function gets its history only after its forward."""
         if call in self._ready or not call.meta.get("grad"):
             return self._ready.get(call, [])
-        if not any(node.meta.get("requires_grad") for node in (call, *call.users)):
+        results = (call,) if "requires_grad" in call.meta else call.users
+        if not any(node.meta.get("requires_grad") for node in results):
             return []
         return [[n for n in call.all_input_nodes if n.op == "get_attr" and n.meta["requires_grad"]]]
 
