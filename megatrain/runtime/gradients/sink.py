@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
 
 from megatrain.device import Device
-from megatrain.errors import ExecuteError
+from megatrain.errors import ExecuteError, HookOrderWarning
 from megatrain.runtime.gradients.landing import KeptLanding, Landed, Landing, PlainLanding
 from megatrain.scheduler.instructions import Bytes
 from megatrain.tracer.inventory import StateEntry
@@ -245,6 +246,30 @@ def hooked(parameter: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
             check_kind(replaced, gradient_form(gradient))
             gradient = replaced
     return gradient
+
+
+def is_hooked(parameter: torch.Tensor) -> bool:
+    """Tells whether the user's code gets the gradient of a parameter."""
+    return bool(parameter._backward_hooks or parameter._post_accumulate_grad_hooks)  # pyright: ignore
+
+
+def warn_of_order(groups: Sequence[Sequence[str]], tells: Callable[[str], bool]) -> None:
+    """Warns of hooks whose order in eager isn't known.
+
+    Args:
+        groups: The parameters in the order of their gradients; see `GradientOrder.groups`.
+        tells: Whether one of them has hooks.
+    """
+    for group in groups:
+        if len(group) > 1 and len(names := [f"`{key}`" for key in group if tells(key)]) > 1:
+            warnings.warn(
+                f"hooks on the gradients of {', '.join(names)} may run in another order than in eager.\n"
+                "  One operation makes these gradients at once, and autograd has no fixed order among them.\n"
+                "  Let these hooks neither draw random numbers nor depend on each other.",
+                HookOrderWarning,
+                stacklevel=2,
+            )
+            return
 
 
 def check_kind(gradient: Any, kind: str) -> None:

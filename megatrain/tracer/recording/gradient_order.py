@@ -12,10 +12,10 @@ import torch
 from torch import fx
 from torch.autograd.graph import get_gradient_edge
 
-from megatrain.torch_private import pytree
+from megatrain.torch_private import pytree, sequence_number
 
 _Ready = list[fx.Node | None]
-"""What one of autograd's nodes makes ready, in the order of its edges: a parameter, or None for any other operand."""
+"""What waits when one of autograd's nodes has run: parameters that it has completed, and None for any other node."""
 
 
 class GradientOrder:
@@ -87,19 +87,19 @@ def _made_ready(roots: Sequence[Any], ends: dict[Any, fx.Node | None]) -> list[_
             if following is not None and following not in ends and following not in inner:
                 inner.add(following)
                 stack.append(following)
-    queue = [(-node._sequence_nr(), place, node) for place, node in enumerate(roots) if not waits[node]]
+    queue = [(-sequence_number(node), place, node) for place, node in enumerate(roots) if not waits[node]]
     heapq.heapify(queue)
     found: list[_Ready] = []
     while queue:
-        ready: _Ready = []
-        for following, _ in heapq.heappop(queue)[2].next_functions:
+        node = heapq.heappop(queue)[2]
+        ready: _Ready = [None] * len(queue)
+        for following, _ in node.next_functions:
             waits[following] -= 1
             if following is None or waits[following]:
                 continue
-            if following in ends:
-                ready.append(ends[following])
-            else:
-                heapq.heappush(queue, (-following._sequence_nr(), len(waits) + len(queue), following))
+            ready.append(ends.get(following))
+            if following not in ends:
+                heapq.heappush(queue, (-sequence_number(following), len(waits) + len(queue), following))
         if any(n is not None for n in ready):
             found.append(ready)
     return found
