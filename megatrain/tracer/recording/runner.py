@@ -25,6 +25,7 @@ from megatrain.tracer.recording.obstacles import (
     call_on_fakes,
     refuse,
     refuse_read,
+    unprinted_failures,
 )
 from megatrain.tracer.recording.random_numbers import GeneratorWatch
 from megatrain.tracer.recording.tape import Tape
@@ -230,7 +231,7 @@ def _makes_large(
         return False
     given = max((tensor.untyped_storage().nbytes() for tensor in operands), default=0)
     try:
-        with mode:
+        with unprinted_failures(), mode:
             args, kwargs = pytree.tree_map_only(torch.Tensor, _without_values, (args, kwargs))
             result = func(*args, **kwargs)
     except Exception:  # whatever is wrong with it, the call itself tells

@@ -114,7 +114,7 @@ def check_accumulations(model: nn.Module) -> None:
             if is_hooked:
                 raise ExecuteError(
                     f"a hook on the accumulation of the gradient of `{name}` would never run.\n"
-                    "  A training step accumulates gradients itself; the nodes of autograd's graph have no part in it.\n"
+                    "  A training step accumulates gradients itself, without the nodes of autograd's graph.\n"
                     "  Use register_post_accumulate_grad_hook of the parameter, or a loop of your own with backward()."
                 )
 
