@@ -54,7 +54,7 @@ def _copied(value: Any, memo: dict[int, Any]) -> Any:
     """
     copied = copy.deepcopy(value, memo)
     for original in tuple(memo.get(id(memo), ())):  # where `copy.deepcopy` keeps alive what it has copied
-        made = memo.get(id(original))
+        made: Any = memo.get(id(original))
         if not isinstance(original, OrderedDict) or type(made) is not type(original):
             continue
         if made.keys() == original.keys():

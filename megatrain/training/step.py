@@ -37,7 +37,6 @@ from megatrain.training.given_plan import plan_of
 from megatrain.training.saved_schedulers import SCHEDULERS, Schedulers
 from megatrain.training.setup import Setting, Setup
 from megatrain.training.shares import Counts, Weight, check_reduce
-from megatrain.training.updating.update_times import check_accumulations
 
 
 class TrainStep:
@@ -76,8 +75,7 @@ class TrainStep:
 
     Raises:
         OptimizerError: If one needs all parameters at once, two hold the same, or none holds one of the model's.
-        OptionError: If an option has a wrong value.
-        ExecuteError: If a hook is on the accumulation of a gradient, which a step never runs.
+        OptionError: If an option has a wrong value; an `ExecuteError` if a hook is on a node that accumulates.
 
     Attributes:
         user: After `load`, the values that were given to `save`.
@@ -113,7 +111,6 @@ class TrainStep:
         compiled.megatrain.complete_updates()  # of other steps: the trials below look at the optimizers' state
         self._optimizers = optimizers_of(optimizer)
         self._compiled = compiled.megatrain
-        check_accumulations(self._compiled.model)
         self._loss, self._weight, self._is_sum, looks = loss, weight, reduce == "sum", on_nonfinite is not None
         norms: dict[str, Any] = {"max_norm": max_grad_norm, "needs_norm": max_grad_norm is not None or looks}
         times: dict[str, Any] = {"reports_norm": report_norm, "overlap": overlap, "spread": spread}

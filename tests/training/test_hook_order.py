@@ -159,7 +159,7 @@ def run(how: str, seed: int, mode: str) -> tuple[Seen, nn.Module, list[Any]]:
     return seen, model, states
 
 
-@pytest.mark.parametrize(("seed", "mode"), enumerate(MODES))
+@pytest.mark.parametrize(("seed", "mode"), list(enumerate(MODES)))
 def test_hooks_that_draw_see_what_they_see_in_eager(seed: int, mode: str) -> None:
     check("loop" if mode == "keep" else "step", seed, mode)
 
@@ -187,7 +187,7 @@ def of_names(how: str, build: Callable[[], nn.Module], put: Callable[[str, nn.Pa
     torch.manual_seed(0)
     model, seen = build(), list[str]()
     kept = [put(name, parameter, seen) for name, parameter in model.named_parameters()]
-    call = model if how == "eager" else megatrain.compile(model, device="cpu", transfer="copy")
+    call: Any = model if how == "eager" else megatrain.compile(model, device="cpu", transfer="copy")
     x = torch.randn(2, 3, WIDTH)
     if how == "step":
         megatrain.TrainStep(call, torch.optim.SGD(model.parameters(), lr=0.1), loss=lambda r, b: r.sum())(x)

@@ -15,11 +15,11 @@ from torch.overrides import TorchFunctionMode
 from megatrain.interrupts import Interrupts
 from megatrain.torch_private import FakeTensor, FakeTensorMode, pytree
 from megatrain.tracer.calls import call_name
+from megatrain.tracer.gradient_order import GradientOrder
 from megatrain.tracer.inventory import StateValues
 from megatrain.tracer.packed.packed_state import PackedState
 from megatrain.tracer.recording.attempt import Attempt, MakeFakeError, NeedSavedError, WrittenInputError
 from megatrain.tracer.recording.effect_watch import EffectWatch, storage_key
-from megatrain.tracer.recording.gradient_order import GradientOrder
 from megatrain.tracer.recording.obstacles import (
     RUN_AGAIN,
     call_on_fakes,

@@ -157,7 +157,7 @@ class Tape:
     def append_opaque(
         self, opaque: Opaque, operands: list[fx.Node], results: Sequence[torch.Tensor], *, has_drawn: bool
     ) -> fx.Node:
-        """Appends and returns the node of an opaque module; another step may draw random numbers where this one did not."""
+        """Appends and returns the node of an opaque module; another step may draw where this one did not."""
         earlier = sum(isinstance(n.target, Opaque) and n.target.name == opaque.name for n in self.graph.nodes)
         node = self.graph.call_function(opaque, tuple(operands))
         node.meta.update(self._context(), is_random=True, modules=(*self.module_stack, (opaque.name, earlier)))

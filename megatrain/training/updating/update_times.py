@@ -44,6 +44,9 @@ class UpdateTimes:
         needs_norm: Whether updates wait for a norm.
         reports_norm: Whether a norm is wanted for which they needn't wait.
         is_fixed: Looks at parameters don't change when updates run: a plan was given, or other ranks wouldn't know.
+
+    Raises:
+        ExecuteError: If a hook is on the node that accumulates a gradient.
     """
 
     def __init__(
@@ -57,6 +60,7 @@ class UpdateTimes:
         reports_norm: bool,
         is_fixed: bool = False,
     ) -> None:
+        _check_accumulations(model)
         self._model, self._optimizers = model, optimizers
         self._overlap, self._spread = overlap, spread
         self._needs_norm, self._reports_norm = needs_norm, reports_norm
@@ -96,7 +100,7 @@ class UpdateTimes:
         return any(p not in own for p in parameters_of(*self._optimizers))
 
 
-def check_accumulations(model: nn.Module) -> None:
+def _check_accumulations(model: nn.Module) -> None:
     """Refuses hooks that a step would never run, because it accumulates gradients without autograd's nodes.
 
     Raises:
