@@ -33,6 +33,10 @@ class ManyCapturesWarning(UserWarning):
     """Most of the latest calls were captured anew, because shapes or values change from call to call."""
 
 
+class HookOrderWarning(UserWarning):
+    """Hooks on parameters whose gradients one operation makes at once may run in another order than in eager."""
+
+
 class EagerKernelsWarning(UserWarning):
     """A template runs on eager's kernels one by one, although `kernels="inductor"` or `"graphs"` was asked for."""
 
@@ -122,4 +126,4 @@ class RanksError(MegatrainError):
 
 
 class DrawsError(ExecuteError):
-    """A model drew an unexpected number of random values in a step of several micro-batches."""
+    """A model or a hook drew random values that a loop over the micro-batches of a step would draw otherwise."""

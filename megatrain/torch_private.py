@@ -9,6 +9,7 @@ module or an optimizer are read where they are needed; `tests/test_places.py` li
 from __future__ import annotations
 
 import importlib
+from operator import methodcaller
 from typing import Any
 
 import torch
@@ -63,6 +64,7 @@ __all__ = [
     "python_kernels",
     "pytree",
     "send_to_meta_kernels",
+    "sequence_number",
     "set_wrap_triton_enabled",
     "storage_use_count",
     "top_saved_tensors_hooks",
@@ -143,6 +145,8 @@ keeps_graph = _found("torch", "_C._autograd._get_current_graph_task_keep_graph")
 will_execute_node = _found("torch", "_C._will_engine_execute_node")
 # Whether this thread is one of autograd's own, in a backward; -1 outside of it.
 current_graph_task = _found("torch", "_C._current_graph_task_id")
+# Nodes of autograd's graph are numbered as they are made; the engine runs the latest first.
+sequence_number = methodcaller("_sequence_nr")
 # With `swap_tensors`: a parameter on meta gets memory and stays the same object.
 make_subclass = _found("torch", "Tensor._make_subclass")
 # A parameter's copy that the model's own code still views keeps its memory, and may be written into.

@@ -28,6 +28,7 @@ from megatrain.passes.measuring.live_bytes import LiveBytes
 from megatrain.torch_features import check_torch
 from megatrain.torch_private import FakeTensorMode, forbid_memory, pytree
 from megatrain.tracer.packed.packing import plain_tensors
+from megatrain.tracer.recording.obstacles import unprinted_failures
 from megatrain.tracer.spec import TensorSpec
 
 _STEPS = 2
@@ -198,7 +199,8 @@ def _step_on_stand_ins(optimizer: Optimizer, members: Sequence[Updated]) -> Opti
     check_torch()
     with unnoticed():
         try:
-            return _on_fakes(optimizer, members)
+            with unprinted_failures():
+                return _on_fakes(optimizer, members)
         except Exception as error:  # the optimizer's code may raise anything on tensors without memory
             return _on_corners(optimizer, members, error)
 

@@ -12,18 +12,21 @@ import torch
 from megatrain.torch_private import FakeTensorMode
 from megatrain.tracer.capture.scripts import scripts_on_values
 from megatrain.tracer.capture.triton_launches import launches_on_fakes
+from megatrain.tracer.recording.obstacles import unprinted_failures
 
 
 @contextmanager
 def exact_fakes(*, allow_non_fake_inputs: bool = False) -> Generator[FakeTensorMode]:
     """A mode in which tensors have no values, and kernels that no mode sees aren't run on them.
 
-    TorchScript on an accelerator is an error; launches of Triton kernels are stood in for.
+    TorchScript on an accelerator is an error; launches of Triton kernels are stood in for. A kernel that fails raises,
+    and nothing is printed.
 
     Args:
         allow_non_fake_inputs: Whether tensors with values may be used as well.
     """
-    with scripts_on_values(), launches_on_fakes(), _ExactFakes(allow_non_fake_inputs=allow_non_fake_inputs) as mode:
+    fakes = _ExactFakes(allow_non_fake_inputs=allow_non_fake_inputs)
+    with unprinted_failures(), scripts_on_values(), launches_on_fakes(), fakes as mode:
         yield mode
 
 

@@ -88,6 +88,7 @@ class _Cut:
             state=dict(traced.state),
             device=traced.device,
             block_bytes=self._block_bytes,
+            gradient_order=traced.gradient_order,
         )
 
     def _refuse_history(self, buffers: list[tuple[str, str]]) -> None:

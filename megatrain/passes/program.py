@@ -144,6 +144,8 @@ class Program:
         alignment: Tensors of a block's state begin at multiples of so many bytes, in a slot and in the host's image of
             it; the pipeline writes it down.
         block_bytes: Target bytes of a block's state; None if blocks are the model's own repeated modules.
+        gradient_order: Keys of trained parameters, in the order in which eager's backward completes their gradients;
+            see `GradientOrder.groups`.
     """
 
     name: str
@@ -160,6 +162,7 @@ class Program:
     provenance: tuple[str, ...] = ()
     alignment: int = ALIGNMENT
     block_bytes: int | None = None
+    gradient_order: tuple[tuple[str, ...], ...] = ()
 
     @property
     def is_lifted(self) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from itertools import chain
 from typing import Any
 
 import torch
@@ -18,11 +19,15 @@ class _CallNode(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, executor: Executor, inputs: Sequence[torch.Tensor], outputs: list[Any], *sources: torch.Tensor
+        ctx: Any,
+        executor: Executor,
+        inputs: Sequence[torch.Tensor],
+        outputs: list[Any],
+        parameters: Sequence[torch.Tensor],
+        *sources: torch.Tensor,
     ) -> Any:
         ctx.set_materialize_grads(False)
-        ctx.call, ctx.executor = executor.forward(inputs), executor
-        ctx.parameters = sources[1 + len(executor.differentiable_inputs) :]
+        ctx.call, ctx.executor, ctx.parameters = executor.forward(inputs), executor, parameters
         # The call must not keep its outputs: they will keep this node, and the node keeps the call.
         outputs += ctx.call.take_outputs()
         return tuple(outputs[i] for i in executor.differentiable_outputs)
@@ -35,14 +40,15 @@ class _CallNode(torch.autograd.Function):
         if executor.engine.ranks is not None:
             raise ExecuteError(_RANKS)
         if all(gradient is None for gradient in gradients):
-            return tuple(None for _ in range(3 + len(ctx.next_functions)))
+            return tuple(None for _ in range(4 + len(ctx.next_functions)))
         everything: list[torch.Tensor | None] = [None] * len(executor.program.outputs)
         for index, gradient in zip(executor.differentiable_outputs, gradients, strict=True):
             everything[index] = gradient
-        nodes = [node for node, _ in ctx.next_functions[-len(ctx.parameters) :]] if ctx.parameters else []
-        demand = Demand(executor.facts.trained, ctx.parameters, nodes)
+        aliases = [node for node, _ in ctx.next_functions[-len(ctx.parameters) :]] if ctx.parameters else []
+        nodes = [None if node is None else node.next_functions[0][0] for node in aliases]
+        demand = Demand(executor.facts.trained, ctx.parameters, nodes, executor.program.gradient_order)
         found = executor.backward(ctx.call, everything, keep_graph=keeps_graph(), take=demand)
-        return None, None, None, None, *found, *demand.returned()
+        return None, None, None, None, None, *found, *demand.returned()
 
 
 def run_step(executor: Executor, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -59,7 +65,9 @@ def run_step(executor: Executor, inputs: Sequence[torch.Tensor]) -> list[torch.T
     if torch.is_grad_enabled() and executor.differentiable_outputs:
         anchor = torch.empty(0, requires_grad=True)
         sources = [inputs[i] for i in executor.differentiable_inputs]
-        found = _CallNode.apply(executor, inputs, outputs, anchor, *sources, *executor.parameters())
+        parameters = executor.parameters()
+        sources += _ordered_aliases(executor, parameters)
+        found = _CallNode.apply(executor, inputs, outputs, parameters, anchor, *sources)
         differentiable = dict(zip(executor.differentiable_outputs, found, strict=True))
     else:
         call = executor.forward(inputs)
@@ -67,6 +75,20 @@ def run_step(executor: Executor, inputs: Sequence[torch.Tensor]) -> list[torch.T
         call.forget()
         differentiable = {}
     return [differentiable.get(i, tensor) for i, tensor in enumerate(_handed_through(executor, inputs, outputs))]
+
+
+def _ordered_aliases(executor: Executor, parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Makes an alias of each parameter, so that their accumulations, and hooks on these, run in eager's order.
+
+    The engine has no order among accumulations that one node makes ready. It runs the aliases' nodes in reverse order
+    of creation, and after each the accumulation that waits for it.
+    """
+    places = {key: place for place, key in enumerate(chain.from_iterable(executor.program.gradient_order))}
+    order = sorted(enumerate(executor.facts.trained), key=lambda pair: -places.get(pair[1], -1))
+    aliases = list(parameters)
+    for index, _ in order:
+        aliases[index] = torch.ops.aten.alias.default(parameters[index])
+    return aliases
 
 
 def _handed_through(

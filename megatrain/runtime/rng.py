@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import hashlib
+import threading
 from collections.abc import Generator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -85,12 +86,21 @@ def repeated_rng(state: RngState | None, device: Device, opaque: Sequence[Opaque
         if state is None:
             yield
             return
-        present = RngState.now(device, opaque)
-        state.restore(device)
-        try:
-            yield
-        finally:
-            present.restore(device)
+        with drawing_alone():
+            present = RngState.now(device, opaque)
+            state.restore(device)
+            try:
+                yield
+            finally:
+                present.restore(device)
+
+
+_moved_back = threading.RLock()
+
+
+def drawing_alone() -> AbstractContextManager[bool]:
+    """Keeps the global generators from other threads of megatrain: none repeats earlier draws during the body."""
+    return _moved_back
 
 
 class OwnGenerators:

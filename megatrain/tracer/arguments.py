@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections import OrderedDict
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -45,6 +46,24 @@ class _OnDeepCopy(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
+def _copied(value: Any, memo: dict[int, Any]) -> Any:
+    """Returns a deep copy whose ordered dictionaries have the originals' order of items, and their attributes.
+
+    Such a class may copy itself by making a new object: a model output is made of its fields, in their order, and an
+    item that is set again becomes an attribute again.
+    """
+    copied = copy.deepcopy(value, memo)
+    for original in tuple(memo.get(id(memo), ())):  # where `copy.deepcopy` keeps alive what it has copied
+        made: Any = memo.get(id(original))
+        if not isinstance(original, OrderedDict) or type(made) is not type(original):
+            continue
+        if made.keys() == original.keys():
+            for key in original:
+                OrderedDict.move_to_end(made, key)
+        vars(made).update(copy.deepcopy(dict(vars(original)), memo))
+    return copied
+
+
 @paused_collection()  # a step that is collected in the mode would run its due updates there
 def _copied_around_tensors(value: Any) -> tuple[Any, tuple[torch.Tensor, ...]]:
     """Deep-copies `value` except for its tensors, and lists those in the order met.
@@ -57,7 +76,7 @@ def _copied_around_tensors(value: Any) -> tuple[Any, tuple[torch.Tensor, ...]]:
     while True:
         try:
             with _OnDeepCopy() as mode:
-                copied = copy.deepcopy(value, dict(memo))
+                copied = _copied(value, dict(memo))
             break
         except _TensorMetError as error:
             if id(error.tensor) in memo:
@@ -68,7 +87,7 @@ def _copied_around_tensors(value: Any) -> tuple[Any, tuple[torch.Tensor, ...]]:
         return copied, tuple(mode.met.values())
     with _OnDeepCopy() as mode:
         copy.deepcopy(copied)
-        return copy.deepcopy(copied, dict(owners)), tuple(owners.get(i, t) for i, t in mode.met.items())
+        return _copied(copied, dict(owners)), tuple(owners.get(i, t) for i, t in mode.met.items())
 
 
 # What `copy.deepcopy` raises at objects that can't be copied: locks, generators, tensors with a history, some of C++.
@@ -118,7 +137,7 @@ class Structure:
 
     def fill(self, tensors: Sequence[torch.Tensor]) -> Any:
         """Returns a fresh copy of the object with `tensors` in place of the placeholders, in order."""
-        return copy.deepcopy(self.skeleton, {id(p): t for p, t in zip(self.placeholders, tensors, strict=True)})
+        return _copied(self.skeleton, {id(p): t for p, t in zip(self.placeholders, tensors, strict=True)})
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -20,8 +20,43 @@ from megatrain.tracer.node_meta import CALLS, check_meta, refuse_meta
 from megatrain.tracer.python.assumptions import Assumptions
 from megatrain.tracer.python.side_outputs import SideOutputs
 from megatrain.tracer.recording.inputs import WrittenInputs
-from megatrain.tracer.returned_argument import ReturnedArgument
 from megatrain.tracer.spec import TensorSpec
+
+
+@dataclass(frozen=True, slots=True)
+class ReturnedArgument:
+    """A dictionary of the caller's that a forward changes and returns, as modules in a pipeline do: what it changes.
+
+    Everything else stays the caller's own.
+
+    Args:
+        place: Of the argument: its position or its keyword.
+        changed: Keys that it has set.
+        removed: Keys that it has removed.
+    """
+
+    place: int | str
+    changed: tuple[Any, ...]
+    removed: tuple[Any, ...]
+
+    @staticmethod
+    def of(place: int | str, before: Mapping[Any, Any], after: Mapping[Any, Any]) -> ReturnedArgument:
+        """Compares what an argument held before and after the forward."""
+        changed = tuple(key for key, value in after.items() if key not in before or before[key] is not value)
+        return ReturnedArgument(place, changed, tuple(key for key in before if key not in after))
+
+    def put(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Mapping[Any, Any]) -> dict[Any, Any]:
+        """Changes the caller's argument as the forward would have done, from a call's result; returns it."""
+        given = args[self.place] if isinstance(self.place, int) else kwargs[self.place]
+        given.update((key, result[key]) for key in self.changed)
+        for key in self.removed:
+            given.pop(key, None)
+        return given
+
+    def __str__(self) -> str:
+        parts = [f"{word} {', '.join(map(repr, keys))}" for word, keys in
+                 (("sets", self.changed), ("removes", self.removed)) if keys]  # fmt: skip
+        return f"argument `{self.place}`: {'; '.join(parts)}"
 
 
 @checked()
@@ -49,6 +84,8 @@ class TracedModule:
         assumptions: What it read from attributes, globals and closures; long, and printed on its own.
         block_modules: Fully qualified names of the repeated modules, where a cut is natural.
         device: The compute device that the capture assumed.
+        gradient_order: Keys of trained parameters, in the order in which eager's backward completes their gradients;
+            see `GradientOrder.groups`.
     """
 
     name: str
@@ -65,6 +102,7 @@ class TracedModule:
     block_modules: frozenset[str]
     device: torch.device
     returned_argument: ReturnedArgument | None = None
+    gradient_order: tuple[tuple[str, ...], ...] = ()
 
     @property
     def specs(self) -> dict[str, TensorSpec]:

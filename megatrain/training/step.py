@@ -74,7 +74,7 @@ class TrainStep:
 
     Raises:
         OptimizerError: If one needs all parameters at once, two hold the same, or none holds one of the model's.
-        OptionError: If an option has a wrong value.
+        OptionError: If an option has a wrong value; an `ExecuteError` if a hook is on a node that accumulates.
 
     Attributes:
         user: After `load`, the values that were given to `save`.

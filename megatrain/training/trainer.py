@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from typing import Protocol
 
 import torch
 from torch import nn
 
-from megatrain.errors import ExecuteError, ReadsParameterError
+from megatrain.device import find
+from megatrain.errors import DrawsError, ExecuteError, ReadsParameterError
 from megatrain.interrupts import Interrupts
 from megatrain.optim.updates import Updates
 from megatrain.planning.loss_bytes import Loss
-from megatrain.runtime.gradients.sink import check_kind, gradient_form, hooked, laid_out
+from megatrain.runtime.gradients.sink import check_kind, gradient_form, hooked, is_hooked, laid_out, warn_of_order
+from megatrain.runtime.rng import GlobalGenerators, drawing_alone
 from megatrain.sizes import Section
 from megatrain.training.batch import Differentiated, loss_of
 from megatrain.training.handing import handed
@@ -89,6 +91,7 @@ class Running:
         self._threads = threads
         self._looks_for_nonfinite = looks
         self._together = together
+        warn_of_order(setting.programs[0].gradient_order, lambda key: is_hooked(self._parameters[key]))
 
     def inputs(self) -> list[Sequence[torch.Tensor]]:
         """The model's tensor inputs, per micro-batch."""
@@ -172,18 +175,38 @@ class Running:
         """See `StepTrainer`. Hooks on the parameter run as in a backward."""
         self.shares.check()
         parameter = self._parameters[key]
-        post = parameter._post_accumulate_grad_hooks  # pyright: ignore[reportAttributeAccessIssue, reportPrivateUsage]
-        if parameter._backward_hooks or post:  # pyright: ignore[reportPrivateUsage]
+        if is_hooked(parameter):
             gradient = gradient.clone()  # a hook may keep it, and must not see the next step's gradient in it
             self._hooking = threading.get_ident()
             try:
-                left = self._hooked(parameter, gradient)
+                with drawing_alone(), self._refusing_draws(key):
+                    left = self._hooked(parameter, gradient)
             finally:
                 self._hooking = None
         else:
             left = laid_out(gradient, parameter)
         if left is not None:
             self._updates.receive(parameter, left)
+
+    @contextmanager
+    def _refusing_draws(self, key: str) -> Generator[None]:
+        """Refuses a hook that draws in a step of several micro-batches, where a loop has no such moment.
+
+        Raises:
+            DrawsError: If one draws.
+        """
+        if len(self._setting.programs) == 1:
+            yield
+            return
+        device = find(self._setting.programs[0].device)
+        before = GlobalGenerators.now(device)
+        yield
+        if not before.is_same(GlobalGenerators.now(device)):
+            raise DrawsError(
+                f"a hook on the gradient of `{key}` draws random numbers, in a step of several micro-batches.\n"
+                "  A step runs hooks once, on the sum; a loop runs them after each micro-batch, and so draws others.\n"
+                "  Give TrainStep a single micro-batch, or let the hook draw from a generator of its own."
+            )
 
     def _hooked(self, parameter: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor | None:
         """Returns a gradient after its hooks."""

@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import gc
 import threading
+from collections import OrderedDict
+from dataclasses import dataclass, fields
 from typing import Any
 
 import pytest
@@ -14,6 +16,7 @@ from torch import nn
 
 import megatrain
 from megatrain.errors import ExecuteError
+from megatrain.tracer.trace import trace
 from tests.comparing import assert_same_state
 from tests.models import MODELS
 
@@ -343,3 +346,105 @@ def test_calls_from_several_threads_take_turns() -> None:
     for thread in threads:
         thread.join()
     assert failures == []
+
+
+@dataclass
+class Outputs(OrderedDict[str, Any]):
+    """A class of outputs that are fields, attributes and items; a copy is made of the fields, in their order."""
+
+    loss: Any = None
+    image: Any = None
+    logits: Any = None
+    hidden: Any = None
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            if self.__dict__.get(field.name) is not None:
+                self[field.name] = self.__dict__[field.name]
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if value is not None:
+            super().__setitem__(name, value)
+        super().__setattr__(name, value)
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        super().__setitem__(key, value)
+        super().__setattr__(key, value)
+
+    def __reduce__(self) -> Any:
+        make, _, *rest = super().__reduce__()
+        return make, tuple(getattr(self, field.name) for field in fields(self)), *rest
+
+
+class Adding(nn.Linear):
+    """Adds items to a result that is made already, and takes an attribute back."""
+
+    def forward(self, x: torch.Tensor) -> Any:
+        y = super().forward(x)
+        found = Outputs(logits=y, hidden=(y * 2, {"deep": Outputs(hidden=y * 3)}))
+        found["image"] = y * 4
+        found.loss = y.sum()
+        found.hidden[1]["deep"].logits = y * 5
+        found.hidden[1]["deep"].hidden = None
+        return [found]
+
+
+@pytest.mark.parametrize("how", ["call", "step"])
+def test_items_of_a_result_keep_their_order_and_attributes(how: str) -> None:
+    shown: list[Any] = []
+
+    def show(outputs: Any) -> Any:
+        items = [(key, show(value) if isinstance(value, Outputs) else type(value)) for key, value in outputs.items()]
+        return type(outputs), items, {name: value is None for name, value in vars(outputs).items()}
+
+    def loss(result: Any, batch: Any) -> torch.Tensor:
+        shown.append((show(result[0]), show(result[0].hidden[1]["deep"])))
+        return result[0].loss
+
+    for compiles in (False, True):
+        model: Any = Adding(4, 4)
+        call = megatrain.compile(model, device="cpu") if compiles else model
+        if compiles and how == "step":
+            step = megatrain.TrainStep(call, torch.optim.SGD(model.parameters(), lr=0.1), loss=loss)
+            for _ in range(2):
+                step(torch.ones(2, 4))
+        else:
+            for _ in range(2):
+                loss(call(torch.ones(2, 4)), None)
+    assert [key for key, _ in shown[0][0][1]] == ["logits", "hidden", "image", "loss"]
+    assert shown[1:] == [shown[0]] * (len(shown) - 1)
+
+
+@torch.library.custom_op("tests_calls::narrow", mutates_args=())
+def narrow(x: torch.Tensor) -> torch.Tensor:
+    if x.shape[0] > 4:
+        raise RuntimeError("five rows are too many")
+    return x.sin()
+
+
+@narrow.register_fake
+def _(x: torch.Tensor) -> torch.Tensor:
+    raise RuntimeError("this kernel needs values")
+
+
+narrow.register_autograd(lambda ctx, gradient: gradient)  # pyright: ignore[reportUnknownMemberType]
+
+
+def test_kernels_that_fail_without_values_print_nothing_where_the_capture_goes_on(capfd: Any) -> None:
+    """Another failure is an error of its own, which tells of both."""
+
+    class Narrow(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return narrow(super().forward(x))
+
+    model = Narrow(4, 4)
+    compiled = megatrain.compile(model, device="cpu")
+    y = compiled(torch.ones(2, 4))
+    y.sum().backward()
+    assert torch.equal(y, narrow(nn.functional.linear(torch.ones(2, 4), model.weight, model.bias)))
+    with pytest.raises(RuntimeError, match="five rows are too many"):
+        compiled(torch.ones(5, 4))
+    with pytest.raises(RuntimeError, match="this kernel needs values"):
+        trace(Narrow(4, 4, device="meta"), (torch.ones(2, 4),))
+    printed = capfd.readouterr()
+    assert printed.err == printed.out == ""

@@ -9,7 +9,7 @@ import torch
 
 from megatrain import torch_private
 from megatrain.errors import ExecuteError
-from megatrain.runtime.gradients.sink import Take, accumulate, keeps_gradient, keeps_of
+from megatrain.runtime.gradients.sink import Take, accumulate, is_hooked, keeps_gradient, keeps_of, warn_of_order
 
 
 def keeps_graph() -> bool:
@@ -28,9 +28,16 @@ class Demand:
         keys: Of the parameters.
         parameters: The tensors themselves.
         nodes: Their nodes in the caller's graph, one each.
+        groups: Keys in the order of eager's gradients; see `GradientOrder.groups`.
     """
 
-    def __init__(self, keys: Sequence[str], parameters: Sequence[torch.Tensor], nodes: Sequence[Any]):
+    def __init__(
+        self,
+        keys: Sequence[str],
+        parameters: Sequence[torch.Tensor],
+        nodes: Sequence[Any],
+        groups: Sequence[Sequence[str]],
+    ):
         self._keys = keys
         self._own: dict[str, torch.Tensor] = {}
         self._hooked: set[str] = set()
@@ -40,11 +47,12 @@ class Demand:
                 self._returned[key] = None
             elif not torch_private.will_execute_node(node) or not parameter.requires_grad:
                 continue
-            elif parameter._backward_hooks or parameter._post_accumulate_grad_hooks:  # pyright: ignore
+            elif is_hooked(parameter):
                 self._returned[key] = None
                 self._hooked.add(key)
             else:
                 self._own[key] = parameter
+        warn_of_order(groups, self._hooked.__contains__)
 
     def keeps(self, key: str) -> bool:
         """Tells whether somebody will keep the memory of a parameter's gradient."""

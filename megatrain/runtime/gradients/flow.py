@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
+
+from torch import fx
 
 from megatrain.passes.interpret import has_inner_grad
 from megatrain.passes.program import Block, Program
@@ -26,7 +29,7 @@ class Facts:
         needs_grad: Per block: one flag per input, then one per state tensor.
         is_carried: Per block and input: a later block, the caller, or another device can give it a gradient first.
         completes: Per block: the state of which it is the last, in backward order, to give a gradient; first the
-            parts of parameters, then the parameters.
+            parts of parameters, then the parameters, in the order of eager's backward.
         parts: The parts of parameters.
         differentiable_outputs: Places of the model's outputs through which a gradient flows.
         differentiable_inputs: Places of the model's inputs that get one.
@@ -100,13 +103,35 @@ def _completed_keys(program: Program) -> tuple[tuple[str, ...], ...]:
     first_of_parts: dict[str, int] = {}
     for block in reversed(program.blocks):
         if has_backward(program, block):
-            trained = [program.state[key] for key in block.binding if program.state[key].requires_grad]
+            trained = [program.state[key] for key in _differentiated_state(program, block)]
             first_user.update((entry.key, block.index) for entry in trained)
             first_of_parts.update((entry.owner, block.index) for entry in trained if entry.base is not None)
     completes: list[list[str]] = [[] for _ in program.blocks]
-    for key, index in (*first_user.items(), *first_of_parts.items()):
+    places = {key: place for place, key in enumerate(chain.from_iterable(program.gradient_order))}
+
+    def order(completed: tuple[str, int]) -> tuple[bool, int]:
+        entry = program.state.get(completed[0])
+        return entry is None or entry.base is None, places.get(completed[0], -1)
+
+    for key, index in sorted((*first_user.items(), *first_of_parts.items()), key=order):
         completes[index].append(key)
     return tuple(map(tuple, completes))
+
+
+def _differentiated_state(program: Program, block: Block) -> list[str]:
+    """Lists the trained state through which a gradient may flow: not what a block only compares or detaches."""
+    template = program.templates[block.template]
+    ports = list(template.graph.find_nodes(op="placeholder"))[len(template.inputs) :]
+    # A write into memory that several nodes share may reach readers that are no users.
+    num_names = Counter(node.meta.get("storage") for node in template.graph.nodes)
+    flows: set[fx.Node] = set()
+    for node in reversed(template.graph.nodes):
+        is_end = node.op == "output" or ("requires_grad" not in node.meta and not node.users)
+        is_shared = "storage" in node.meta and num_names[node.meta["storage"]] > 1
+        if node.meta.get("requires_grad", True) and (is_end or is_shared or not flows.isdisjoint(node.users)):
+            flows.add(node)
+    pairs = zip(ports, block.binding, strict=True)
+    return [key for port, key in pairs if program.state[key].requires_grad and not flows.isdisjoint(port.users)]
 
 
 def _carried_inputs(program: Program) -> tuple[tuple[bool, ...], ...]:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
 
 from megatrain.device import Device
-from megatrain.errors import ExecuteError
+from megatrain.errors import ExecuteError, HookOrderWarning
 from megatrain.runtime.gradients.landing import KeptLanding, Landed, Landing, PlainLanding
 from megatrain.scheduler.instructions import Bytes
 from megatrain.tracer.inventory import StateEntry
@@ -76,6 +77,8 @@ class GradientSink:
         # Of these sums the memory takes the next block's gradients.
         self._lent: set[str] = set()
         self._received: set[int] = set()
+        # Of these nothing may follow: it would be lost.
+        self._taken: set[str] = set()
         self.accumulation = Accumulation(parameter_of)
         self._take: Take = self.accumulation
         self._keeps = keeps_of(self._take)
@@ -99,6 +102,7 @@ class GradientSink:
         """Lets go of who takes gradients, and of the sums of a backward that failed."""
         self._sums.clear()
         self._received.clear()
+        self._taken.clear()
         self._take = self.accumulation
         self._keeps = keeps_of(self._take)
 
@@ -139,10 +143,12 @@ class GradientSink:
             else:
                 self._take(key, total)
             del self._sums[key]
+            self._taken.add(key)
 
     def _add(self, keys: Sequence[str], landed: Sequence[Landed], completes: Collection[str]) -> None:
         """Adds gradients to the sums, in place where that gives the same; if it fails, none is added."""
         made: dict[str, torch.Tensor] = {}
+        assert self._taken.isdisjoint(k for k, (found, _) in zip(keys, landed, strict=True) if found is not None)
         in_place: list[tuple[torch.Tensor, torch.Tensor]] = []
         lent: set[str] = set()
         for key, (gradient, is_lent) in zip(keys, landed, strict=True):
@@ -240,6 +246,30 @@ def hooked(parameter: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
             check_kind(replaced, gradient_form(gradient))
             gradient = replaced
     return gradient
+
+
+def is_hooked(parameter: torch.Tensor) -> bool:
+    """Tells whether the user's code gets the gradient of a parameter."""
+    return bool(parameter._backward_hooks or parameter._post_accumulate_grad_hooks)  # pyright: ignore
+
+
+def warn_of_order(groups: Sequence[Sequence[str]], tells: Callable[[str], bool]) -> None:
+    """Warns of hooks whose order in eager isn't known.
+
+    Args:
+        groups: The parameters in the order of their gradients; see `GradientOrder.groups`.
+        tells: Whether one of them has hooks.
+    """
+    for group in groups:
+        if len(group) > 1 and len(names := [f"`{key}`" for key in group if tells(key)]) > 1:
+            warnings.warn(
+                f"hooks on the gradients of {', '.join(names)} may run in another order than in eager.\n"
+                "  One operation makes these gradients at once, and autograd has no fixed order among them.\n"
+                "  Let these hooks neither draw random numbers nor depend on each other.",
+                HookOrderWarning,
+                stacklevel=2,
+            )
+            return
 
 
 def check_kind(gradient: Any, kind: str) -> None:

@@ -47,10 +47,9 @@ from megatrain.tracer.recording.own_code import own_code
 from megatrain.tracer.recording.random_numbers import HOST_GENERATORS, kept_rng
 from megatrain.tracer.recording.recorder import Recorder
 from megatrain.tracer.recording.vmap import recorded_maps
-from megatrain.tracer.returned_argument import ReturnedArgument
 from megatrain.tracer.source_line import user_line
 from megatrain.tracer.spec import TensorSpec
-from megatrain.tracer.traced import TracedModule
+from megatrain.tracer.traced import ReturnedArgument, TracedModule
 
 
 class Capture:
@@ -280,6 +279,7 @@ class Capture:
             assumptions=assumptions,
             block_modules=repeated_modules(self._model),
             device=self._device,
+            gradient_order=recorder.gradient_order.groups(recorder.tape.graph),
         )
 
     def _written_state(

@@ -11,7 +11,7 @@ import torch
 
 from megatrain.errors import TraceError
 from megatrain.torch_private import pytree
-from megatrain.tracer.returned_argument import ReturnedArgument
+from megatrain.tracer.traced import ReturnedArgument
 from megatrain.tracer.user_dicts import attributes, contents
 
 

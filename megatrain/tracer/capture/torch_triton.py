@@ -8,17 +8,15 @@ from __future__ import annotations
 
 import importlib
 import inspect
-import logging
 import sys
 import threading
-from collections.abc import Generator, Mapping
-from contextlib import contextmanager
-from threading import get_ident
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 
 from megatrain.torch_private import DisableTorchFunction, disable_current_modes, pytree
+from megatrain.tracer.recording.obstacles import unprinted_failures
 
 _Given = dict[str, Any]
 # Arguments that are one parameter of a compiled kernel each: by position, torch finds the written ones.
@@ -146,7 +144,9 @@ def _described(is_constant: bool, value: Any) -> Any:
 def _analysed(kernel: Any, given: _Given) -> frozenset[str] | None:
     """Asks torch."""
     home: Any = importlib.import_module("torch._higher_order_ops.triton_kernel_wrap")
-    with _failures(home.log) as failures:
+    # Torch says that a kernel writes all tensors if it can't read it. The log alone tells; if somebody has switched the
+    # log off, all tensors count as written, which is safe.
+    with unprinted_failures(home.log) as failures:
         if hasattr(home, "identify_accessed_tensors"):
             accesses = home.identify_accessed_tensors(kernel, given, {})
             names = [dependency.name for dependency in accesses.read_writes.writes]
@@ -155,28 +155,6 @@ def _analysed(kernel: Any, given: _Given) -> frozenset[str] | None:
         else:
             return None
     return None if failures else frozenset(names)
-
-
-@contextmanager
-def _failures(log: logging.Logger) -> Generator[list[logging.LogRecord]]:
-    """Collects the exceptions that this thread logs, which then aren't printed.
-
-    Torch says that a kernel writes all tensors if it can't read it. The log alone tells. If somebody has switched the
-    log off, all tensors count as written, which is safe.
-    """
-    found, thread = list[logging.LogRecord](), get_ident()
-
-    def note(record: logging.LogRecord) -> bool:
-        is_failure = record.exc_info is not None and get_ident() == thread
-        if is_failure:
-            found.append(record)
-        return not is_failure
-
-    log.addFilter(note)
-    try:
-        yield found
-    finally:
-        log.removeFilter(note)
 
 
 def _imported(module: str, name: str) -> Any:

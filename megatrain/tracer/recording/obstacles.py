@@ -6,6 +6,7 @@ import logging
 import sys
 from collections.abc import Generator
 from contextlib import contextmanager
+from threading import get_ident
 from typing import Any, NoReturn
 
 import torch
@@ -252,14 +253,26 @@ def _is_applied() -> bool:
 
 
 @contextmanager
-def _quiet_fakes() -> Generator[None]:
-    """Keeps torch from logging failures of fake kernels, which another attempt may get past."""
-    log = logging.getLogger(FakeTensor.__module__)
-    was_disabled, log.disabled = log.disabled, True
+def unprinted_failures(log: logging.Logger | None = None) -> Generator[list[logging.LogRecord]]:
+    """Collects the exceptions that torch logs in this thread, which then aren't printed: the caller gets past them.
+
+    Args:
+        log: Whose; None is that of fake kernels.
+    """
+    log = logging.getLogger(FakeTensor.__module__) if log is None else log
+    found, thread = list[logging.LogRecord](), get_ident()
+
+    def note(record: logging.LogRecord) -> bool:
+        is_failure = record.exc_info is not None and get_ident() == thread
+        if is_failure:
+            found.append(record)
+        return not is_failure
+
+    log.addFilter(note)
     try:
-        yield
+        yield found
     finally:
-        log.disabled = was_disabled
+        log.removeFilter(note)
 
 
 def call_on_fakes(func: Any, args: Any, kwargs: Any, line: SourceLine | None, name: str) -> Any:
@@ -272,7 +285,7 @@ def call_on_fakes(func: Any, args: Any, kwargs: Any, line: SourceLine | None, na
         Obstacle: With the error as its `cause`, noting that the call ran without data; without a cause if we refused.
     """
     try:
-        with _quiet_fakes():
+        with unprinted_failures():
             return func(*args, **kwargs)
     except (DataDependentOutputException, DynamicOutputShapeException):
         refuse_read(line, name)

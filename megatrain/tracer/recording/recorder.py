@@ -150,6 +150,8 @@ class Recorder(CallRunner):
             args, kwargs = pytree.tree_map_only(torch.Tensor, self._value, packed.apart(args, kwargs))
         operands = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
         nodes = [] if is_question else [self.tape.used(x) for x in operands]
+        with self.unrecorded():
+            ends = self.gradient_order.ends(operands, nodes) if nodes else {}
         result = self._run(run or func, args, kwargs, operands)
         result, given = unpacked_result(result, is_random=self.effects.is_random)
         has_tensors = any(isinstance(x, torch.Tensor) for x in pytree.tree_leaves(result))
@@ -157,7 +159,7 @@ class Recorder(CallRunner):
             if self.effects.is_random and not self._attempt.uses_values:
                 result = pytree.tree_map_only(torch.Tensor, self._as_fake, result)
             check_strided(result)
-            self.tape.append(func, args, kwargs, nodes, result)
+            self.gradient_order.note(self.tape.append(func, args, kwargs, nodes, result), ends, result)
         elif not is_question:
             self._read(func, args, kwargs, nodes, result)
         return result if given is None else given
@@ -179,14 +181,17 @@ class Recorder(CallRunner):
             def run(*tensors: torch.Tensor) -> Any:
                 return call.run(tensors, more, self.tape.escapes)
 
+            ends = self.gradient_order.ends(operands, nodes)
             before = torch.get_rng_state(), HostRng.now()
             with self._generator.free():
                 result, results, rebound = self._run(run, tuple(operands), {}, operands, is_users=True)
+            made = results
             if self._drops_saved:
                 result, results = without_history(result, results, operands, self._refuse_saved)
             self.changed_by_users |= call.changed
             moved = not torch.equal(before[0], torch.get_rng_state()) or before[1] != HostRng.now()
-            self.tape.append_opaque(call.opaque, nodes, results, has_drawn=moved or self.effects.is_random)
+            node = self.tape.append_opaque(call.opaque, nodes, results, has_drawn=moved or self.effects.is_random)
+            self.gradient_order.note(node, ends, made)
             for (holder, kind, label), tensor in rebound:
                 vars(holder)[kind][label] = tensor
         return result

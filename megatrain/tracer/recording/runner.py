@@ -15,6 +15,7 @@ from torch.overrides import TorchFunctionMode
 from megatrain.interrupts import Interrupts
 from megatrain.torch_private import FakeTensor, FakeTensorMode, pytree
 from megatrain.tracer.calls import call_name
+from megatrain.tracer.gradient_order import GradientOrder
 from megatrain.tracer.inventory import StateValues
 from megatrain.tracer.packed.packed_state import PackedState
 from megatrain.tracer.recording.attempt import Attempt, MakeFakeError, NeedSavedError, WrittenInputError
@@ -24,6 +25,7 @@ from megatrain.tracer.recording.obstacles import (
     call_on_fakes,
     refuse,
     refuse_read,
+    unprinted_failures,
 )
 from megatrain.tracer.recording.random_numbers import GeneratorWatch
 from megatrain.tracer.recording.tape import Tape
@@ -70,6 +72,7 @@ class CallRunner(TorchFunctionMode):
         self.effects = EffectWatch(self._check_read, self._check_write, self._generator.draw)
         earlier_tape = None if earlier is None else earlier.tape
         self.tape = Tape(self.effects, device, uses_values=attempt.uses_values, earlier=earlier_tape)
+        self.gradient_order = GradientOrder()
         self.is_recording = False
         self._fake_mode = fake_mode
         self._state = state
@@ -228,7 +231,7 @@ def _makes_large(
         return False
     given = max((tensor.untyped_storage().nbytes() for tensor in operands), default=0)
     try:
-        with mode:
+        with unprinted_failures(), mode:
             args, kwargs = pytree.tree_map_only(torch.Tensor, _without_values, (args, kwargs))
             result = func(*args, **kwargs)
     except Exception:  # whatever is wrong with it, the call itself tells

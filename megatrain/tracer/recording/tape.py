@@ -127,8 +127,8 @@ class Tape:
     def _first_call(self) -> fx.Node | None:
         return next((n for n in self.graph.nodes if n.op not in ("placeholder", "get_attr")), None)
 
-    def append(self, func: Any, args: Any, kwargs: Any, operands: list[fx.Node], result: Any) -> None:
-        """Appends the node of a call that ran, and binds the tensors in its result.
+    def append(self, func: Any, args: Any, kwargs: Any, operands: list[fx.Node], result: Any) -> fx.Node:
+        """Appends and returns the node of a call that ran, and binds the tensors in its result.
 
         Args:
             func: What was called.
@@ -152,11 +152,12 @@ class Tape:
         self._note_writes(node)
         if self._effects.is_value_dependent:
             self._fix_shapes(node, result)
+        return node
 
     def append_opaque(
         self, opaque: Opaque, operands: list[fx.Node], results: Sequence[torch.Tensor], *, has_drawn: bool
-    ) -> None:
-        """Appends the node of an opaque module; another step may draw random numbers where this one did not."""
+    ) -> fx.Node:
+        """Appends and returns the node of an opaque module; another step may draw where this one did not."""
         earlier = sum(isinstance(n.target, Opaque) and n.target.name == opaque.name for n in self.graph.nodes)
         node = self.graph.call_function(opaque, tuple(operands))
         node.meta.update(self._context(), is_random=True, modules=(*self.module_stack, (opaque.name, earlier)))
@@ -165,6 +166,7 @@ class Tape:
         self._note_hidden_draws(node)
         self._bind_results(node, tuple(results))
         self._note_writes(node)
+        return node
 
     def _note_hidden_draws(self, node: fx.Node) -> None:
         if self._effects.hides_draws:

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from math import inf
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import nn
+from torch.autograd.graph import get_gradient_edge
 
 from megatrain.checks.several_optimizers import parameters_of
+from megatrain.errors import ExecuteError
 from megatrain.optim.blockwise import has_hooks
 from megatrain.optim.impostor import Optimizer
+from megatrain.runtime.gradients.sink import is_hooked
 
 # Updates that somebody waits for after each of so many steps in a row are no longer left to the next step.
 _MOST_LOOKS = 3
@@ -41,6 +44,9 @@ class UpdateTimes:
         needs_norm: Whether updates wait for a norm.
         reports_norm: Whether a norm is wanted for which they needn't wait.
         is_fixed: Looks at parameters don't change when updates run: a plan was given, or other ranks wouldn't know.
+
+    Raises:
+        ExecuteError: If a hook is on the node that accumulates a gradient.
     """
 
     def __init__(
@@ -54,6 +60,7 @@ class UpdateTimes:
         reports_norm: bool,
         is_fixed: bool = False,
     ) -> None:
+        _check_accumulations(model)
         self._model, self._optimizers = model, optimizers
         self._overlap, self._spread = overlap, spread
         self._needs_norm, self._reports_norm = needs_norm, reports_norm
@@ -93,6 +100,29 @@ class UpdateTimes:
         return any(p not in own for p in parameters_of(*self._optimizers))
 
 
+def _check_accumulations(model: nn.Module) -> None:
+    """Refuses hooks that a step would never run, because it accumulates gradients without autograd's nodes.
+
+    Raises:
+        ExecuteError: Naming the parameter.
+    """
+    for name, parameter in model.named_parameters():
+        if not parameter.requires_grad or not parameter.is_leaf:
+            continue
+        node: Any = get_gradient_edge(parameter).node
+        for register in (node.register_hook, node.register_prehook):
+            # The only way to see the others.
+            handle = register(lambda *_: None)
+            is_hooked = len(handle.hooks_dict_ref()) > 1
+            handle.remove()
+            if is_hooked:
+                raise ExecuteError(
+                    f"a hook on the accumulation of the gradient of `{name}` would never run.\n"
+                    "  A training step accumulates gradients itself, without the nodes of autograd's graph.\n"
+                    "  Use register_post_accumulate_grad_hook of the parameter, or a loop of your own with backward()."
+                )
+
+
 def has_gradient_hooks(model: nn.Module) -> bool:
     """Whether the user's code gets the gradient of a parameter: a step that this code ends must leave no trace."""
-    return any(p._backward_hooks or p._post_accumulate_grad_hooks for p in model.parameters())  # pyright: ignore
+    return any(map(is_hooked, model.parameters()))
