@@ -9,7 +9,7 @@ from typing import Protocol, runtime_checkable
 from megatrain.device import Device
 from megatrain.runtime.drawing.draws import Draws, cannot_draw_ahead
 from megatrain.runtime.drawing.micro_batch_generators import BlockGenerators, MicroBatchGenerators
-from megatrain.runtime.rng import OwnGenerators, RngState, kept_generators, micro_batch_seed
+from megatrain.runtime.rng import OwnGenerators, RngState, kept_generators
 
 
 @runtime_checkable
@@ -26,20 +26,16 @@ class MicroBatchDraws:
     """Those of a rank that has micro-batches of its own, and all blocks.
 
     Args:
-        starts_at: Where the generators of rank 0 are when the step begins.
         begins_at: Where this rank's first forward begins.
         ends: Where each of its forwards ends.
         first: How many micro-batches earlier ranks have.
-        total: How many all ranks have.
         leaves_at: Where the step leaves this rank's global generators: on rank 0 at the end of the last forward of all
             ranks, on others where they are.
     """
 
-    starts_at: RngState
     begins_at: RngState
     ends: Sequence[RngState]
     first: int
-    total: int
     leaves_at: RngState
 
     def generators(self, device: Device) -> Sequence[MicroBatchGenerators]:
@@ -49,8 +45,7 @@ class MicroBatchDraws:
         for number, end in enumerate(self.ends):
             # The first of all draws from the global generators, as it does in a process alone.
             forward = None if self.first + number == 0 else OwnGenerators(begins[number], device)
-            loss = _of_loss(self.first + number, self.total, self.starts_at, device)
-            found.append(MicroBatchGenerators(forward, loss, ends_at=end, leaves_at=self.leaves_at))
+            found.append(MicroBatchGenerators(forward, device, ends_at=end, leaves_at=self.leaves_at))
         return found
 
 
@@ -59,31 +54,20 @@ class BlockDraws:
     """Those of a rank that has some of the blocks, and all micro-batches of its host.
 
     Args:
-        starts_at: Where the generators of rank 0 are when the step begins.
         blocks: Of each micro-batch: where each block of this rank begins and ends, by its number here.
         leaves_at: See `MicroBatchDraws`.
-        first: How many micro-batches earlier hosts have.
-        total: How many all hosts have.
     """
 
-    starts_at: RngState
     blocks: Sequence[Mapping[int, tuple[RngState, RngState]]]
     leaves_at: RngState
-    first: int
-    total: int
 
     def generators(self, device: Device) -> Sequence[MicroBatchGenerators]:
         """See `RankDraws`."""
         found: list[MicroBatchGenerators] = []
-        for number, each in enumerate(self.blocks):
-            loss = _of_loss(self.first + number, self.total, self.starts_at, device)
+        for each in self.blocks:
             blocks = {block: BlockGenerators(*states, device) for block, states in each.items()}
-            found.append(MicroBatchGenerators(loss=loss, leaves_at=self.leaves_at, blocks=blocks))
+            found.append(MicroBatchGenerators(quiet_on=device, leaves_at=self.leaves_at, blocks=blocks))
         return found
-
-
-def _of_loss(number: int, total: int, starts_at: RngState, device: Device) -> OwnGenerators:
-    return OwnGenerators.seeded(micro_batch_seed(total + number, device, starts_at), device)
 
 
 def drawn_ends(draws: Sequence[Draws | None], begins_at: RngState, device: Device) -> list[Sequence[RngState]]:

@@ -33,6 +33,9 @@ class OpaqueCall:
         args: Positional arguments.
         kwargs: Keyword arguments.
         calls: Names of the module calls around it and itself, outermost first.
+
+    Attributes:
+        has_drawn: Whether its run moved a generator of torch's on the CPU, of Python's or of NumPy's.
     """
 
     def __init__(self, name: str, reason: str, module: nn.Module, args: Any, kwargs: Any, calls: tuple[str, ...]):
@@ -50,6 +53,7 @@ class OpaqueCall:
         self.opaque = Opaque(name, reason, module, (args, kwargs), [places for _, places in state], calls)
         self._attributes = self.opaque.python_state()
         self.changed: set[tuple[Any, Any]] = set()
+        self.has_drawn = False
 
     def run(
         self, tensors: Sequence[torch.Tensor], more: Mapping[int, torch.Tensor], escapes: Escapes
@@ -71,10 +75,13 @@ class OpaqueCall:
         state = tensors[len(tensors) - self._num_state :]
         flags = [t.requires_grad for t in state]
         before = pytree.tree_flatten(self._arguments)
-        with kept_rng(used_device(tensors)):
+        cpu = torch.get_rng_state()
+        with kept_rng(used_device(tensors)) as moved:
             results, result, rebound = self.opaque.capture(
                 tensors, dict(more), lambda tensor: escapes.note(tensor, self._calls)
             )
+            self.has_drawn = not torch.equal(cpu, torch.get_rng_state())
+        self.has_drawn |= bool(moved)
         after = pytree.tree_flatten(self._arguments)
         if before[1] != after[1] or any(a is not b for a, b in zip(before[0], after[0], strict=True)):
             self._refuse("changes a container that it is given")

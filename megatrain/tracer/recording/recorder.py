@@ -29,7 +29,6 @@ from megatrain.tracer.recording.obstacles import (
 )
 from megatrain.tracer.recording.opaque import without_history
 from megatrain.tracer.recording.opaque_call import OpaqueCall
-from megatrain.tracer.recording.random_numbers import HostRng
 from megatrain.tracer.recording.runner import CallRunner
 from megatrain.tracer.recording.tape import place_of
 from megatrain.tracer.source_line import user_line
@@ -179,14 +178,12 @@ class Recorder(CallRunner):
             def run(*tensors: torch.Tensor) -> Any:
                 return call.run(tensors, more, self.tape.escapes)
 
-            before = torch.get_rng_state(), HostRng.now()
             with self._generator.free():
                 result, results, rebound = self._run(run, tuple(operands), {}, operands, is_users=True)
             if self._drops_saved:
                 result, results = without_history(result, results, operands, self._refuse_saved)
             self.changed_by_users |= call.changed
-            moved = not torch.equal(before[0], torch.get_rng_state()) or before[1] != HostRng.now()
-            self.tape.append_opaque(call.opaque, nodes, results, has_drawn=moved or self.effects.is_random)
+            self.tape.append_opaque(call.opaque, nodes, results, has_drawn=call.has_drawn or self.effects.is_random)
             for (holder, kind, label), tensor in rebound:
                 vars(holder)[kind][label] = tensor
         return result
@@ -215,6 +212,8 @@ class Recorder(CallRunner):
             self._run(look, tuple(operands), {}, operands, is_users=True)
             if self.effects.written:
                 refuse("writes into a tensor in a hook", "The graph must see it.", "Return it.", remedy=RUN_AGAIN)
+            if self.effects.is_random:  # a recompute leaves the hook out, and would draw the hook's numbers elsewhere
+                refuse("draws random numbers in a hook", "The graph must see it.", "Draw outside.", remedy=RUN_AGAIN)
             self.tape.append_observer(observer, nodes)
 
     def _as_recorded(self, args: Any, kwargs: Any) -> tuple[Any, Any]:

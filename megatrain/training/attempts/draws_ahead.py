@@ -48,7 +48,7 @@ def draw_ahead(
     """
     dealt = [program for program in programs if isinstance(program, DealtProgram)]
     if dealt:
-        return _of_blocks(tell, ranks, counts, dealt, draws, device)
+        return _of_blocks(tell, ranks, dealt, draws, device)
     return _of_micro_batches(tell, ranks.rank, counts, draws, device)
 
 
@@ -59,22 +59,19 @@ def _of_micro_batches(
     own = RngState.now(device)
     begins: list[RngState] = []
     ends: list[RngState] = []
-    at = starts = own
+    at = own
     for turn in range(len(counts)):
         word: dict[str, Any] = {}
         if turn == rank:
             ends = [blocks[-1] for blocks in drawn_ends(draws, at, device)]
             word = {"began": _words(at), "ended": _words(ends[-1])}
         said = tell(word)[turn]
-        starts = _state(said["began"]) if turn == 0 else starts
         begins.append(at)
         at = _state(said["ended"])
     return MicroBatchDraws(
-        starts_at=starts,
         begins_at=begins[rank],
         ends=ends,
         first=sum(counts[:rank]),
-        total=sum(counts),
         leaves_at=at if rank == 0 else own,
     )
 
@@ -82,7 +79,6 @@ def _of_micro_batches(
 def _of_blocks(
     tell: Tell,
     ranks: Ranks,
-    counts: Sequence[int],
     programs: Sequence[DealtProgram],
     draws: Sequence[Draws | None],
     device: Device,
@@ -92,7 +88,7 @@ def _of_blocks(
     The first host begins where rank 0 is, each other one where the host before it ends.
     """
     own = RngState.now(device)
-    at = starts = _state(tell({"began": _words(own)} if ranks.rank == 0 else {})[0]["began"])
+    at = _state(tell({"began": _words(own)} if ranks.rank == 0 else {})[0]["began"])
     begins, ends = at, list[Sequence[RngState]]()
     for mates in ranks.hosts:
         word: dict[str, Any] = {}
@@ -107,9 +103,8 @@ def _of_blocks(
         begins_of = [begins, *each]
         blocks.append({here: (begins_of[n], each[n]) for here, n in enumerate(program.numbers)})
         begins = each[-1]
-    first = next(mates[0] for mates in ranks.hosts if ranks.rank in mates)
     leaves_at = at if ranks.rank == 0 else own
-    return BlockDraws(starts, blocks, leaves_at, first=sum(counts[:first]), total=sum(counts))
+    return BlockDraws(blocks, leaves_at)
 
 
 def _check_same(mates: Sequence[int], words: Sequence[Mapping[str, Any]]) -> None:
