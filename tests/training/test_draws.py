@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import random
 from typing import Any
 
@@ -220,6 +221,39 @@ def test_a_hook_that_draws_leaves_the_numbers_of_the_modules_after_it(activation
         torch.set_rng_state(start)
         assert_same(step(X[0]), wanted)
     assert drawn["eager"] == drawn["compiled"]
+    assert_same(dict(compiled.state_dict()), dict(eager.state_dict()))
+    with pytest.raises(DrawsError, match="a module or a hook that runs its own code draws random numbers"):
+        step(X)
+
+
+class Kept(nn.Module):
+    """Draws from a generator that it keeps."""
+
+    def __init__(self, make: Any) -> None:
+        super().__init__()
+        self.layer, self.generator = nn.Linear(16, 16), make()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(x) * float(self.generator.normal() if self.is_of_numpy else self.generator.gauss())
+
+    @property
+    def is_of_numpy(self) -> bool:
+        return not isinstance(self.generator, random.Random)
+
+
+@pytest.mark.parametrize("make", [lambda: random.Random(1), lambda: np.random.default_rng(1), np.random.RandomState])
+@pytest.mark.parametrize("activations", ["recompute", "keep"])
+def test_a_generator_that_a_module_keeps_draws_as_in_eager(make: Any, activations: str):
+    one = make()
+    make_one: Any = lambda: copy.deepcopy(one)  # noqa: E731
+    eager, expected, compiled, found = both(lambda: nn.Sequential(nn.Linear(16, 16), Kept(make_one)), activations)
+    step = megatrain.TrainStep(compiled, found, loss=mean_square)
+    for _ in range(3):
+        assert_same(step(X[0]), loop_step(eager, expected, X[0], loss=mean_square)[0])
+    loss = mean_square(compiled(X[0]), X[0])
+    assert_same(loss, mean_square(eager(X[0]), X[0]))
+    with torch.no_grad():
+        assert_same(compiled(X[1]), eager(X[1]))
     assert_same(dict(compiled.state_dict()), dict(eager.state_dict()))
     with pytest.raises(DrawsError, match="a module or a hook that runs its own code draws random numbers"):
         step(X)

@@ -13,7 +13,7 @@ from torch import nn
 
 from megatrain.device import used_device
 from megatrain.torch_private import pytree
-from megatrain.tracer.python.contents import VALUES
+from megatrain.tracer.python.contents import VALUES, GeneratorState
 from megatrain.tracer.recording.obstacles import RUN_AGAIN, Obstacle, refuse_flag
 from megatrain.tracer.recording.opaque import Escapes, Holder, Opaque, tensors_in
 from megatrain.tracer.recording.random_numbers import kept_rng
@@ -35,7 +35,7 @@ class OpaqueCall:
         calls: Names of the module calls around it and itself, outermost first.
 
     Attributes:
-        has_drawn: Whether its run moved a generator of torch's on the CPU, of Python's or of NumPy's.
+        has_drawn: Whether its run moved a random generator: torch's on the CPU, Python's, NumPy's, or one of its own.
     """
 
     def __init__(self, name: str, reason: str, module: nn.Module, args: Any, kwargs: Any, calls: tuple[str, ...]):
@@ -87,6 +87,7 @@ class OpaqueCall:
             self._refuse("changes a container that it is given")
         for change in self._attributes.changes():
             self.changed.add(change.where)
+            self.has_drawn |= isinstance(change.holder, GeneratorState)
             if any(t.requires_grad for t in tensors_in(change.now)):
                 self._refuse(f"keeps a tensor with a history in the attribute `{change.name}`")
         if any(now != then for now, then in zip(map(_memory, tensors), memory, strict=True)):
