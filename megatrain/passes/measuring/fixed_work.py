@@ -8,6 +8,7 @@ from megatrain.passes.interpret import has_inner_grad, opaque_calls
 from megatrain.passes.program import Program, Template, shared_templates
 from megatrain.tracer.calls import applied_function
 from megatrain.tracer.expectations import Expectation
+from megatrain.tracer.python.followed_numbers import OnNumbers
 from megatrain.tracer.recording.observer import Observer
 
 
@@ -16,6 +17,8 @@ def fixed_work_obstacle(template: Template) -> str:
     graph = template.graph
     if any(isinstance(node.target, Expectation | Observer) for node in graph.nodes):
         return "it compares values with those of the capture"
+    if any(isinstance(node.target, OnNumbers) for node in graph.nodes):
+        return "it computes with a Python number that changes from step to step"
     if opaque_calls(graph):
         return "it runs a module's own code (opaque)"
     if has_inner_grad(graph):

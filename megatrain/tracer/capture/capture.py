@@ -36,6 +36,7 @@ from megatrain.tracer.recording.effect_watch import StrayWatch
 from megatrain.tracer.recording.functions import recorded_functions
 from megatrain.tracer.recording.inputs import WrittenInputs, bind_inputs
 from megatrain.tracer.recording.module_calls import (
+    followed_counts,
     followed_modules,
     host_drawer,
     kept_dtypes,
@@ -171,6 +172,7 @@ class Capture:
             stack.enter_context(followed_launches(recorder))
             stack.enter_context(recorded_maps(recorder))
             stack.enter_context(kept_dtypes(recorder))
+            stack.enter_context(followed_counts(recorder))
             stack.enter_context(opaque_modules(recorder, self._model, self._attempt.opaque))
             stack.enter_context(recorder)
             stack.enter_context(own_code())

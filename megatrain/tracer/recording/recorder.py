@@ -16,6 +16,14 @@ from megatrain.tracer.calls import as_call, call_name, is_property_get, is_prope
 from megatrain.tracer.guards import PLAIN, is_metadata_read
 from megatrain.tracer.packed.packed_state import check_run, unpacked_result
 from megatrain.tracer.packed.packing import UnfollowedError
+from megatrain.tracer.python.followed_numbers import (
+    Followed,
+    Following,
+    OnNumbers,
+    held_tensors,
+    is_followed,
+    refuse_followed,
+)
 from megatrain.tracer.recording.observer import Observer
 from megatrain.tracer.recording.obstacles import (
     RUN_AGAIN,
@@ -131,6 +139,8 @@ class Recorder(CallRunner):
     ) -> Any:
         self.tape.site = (user_line(), call_name(func))
         check_call(func, args, kwargs)
+        if any(map(is_followed, pytree.tree_leaves((args, kwargs)))):
+            return self._record_on_numbers(func, args, kwargs, run)
         if is_property_set(func):
             return None  # nothing that would change anything passes the check
         if self.tape.site[1] == "requires_grad_":
@@ -161,12 +171,32 @@ class Recorder(CallRunner):
             self._read(func, args, kwargs, nodes, result)
         return result if given is None else given
 
+    def _record_on_numbers(self, func: Any, args: Any, kwargs: Any, run: Any) -> Any:
+        """Records a call that is given followed numbers."""
+        leaves = pytree.tree_leaves((args, kwargs))
+        numbers = [x for x in leaves if isinstance(x, Followed)]
+        following = numbers[0].following if numbers else Following()
+        if run is not None or not numbers or any(type(x) is slice and is_followed(x) for x in leaves):
+            following.decide()
+        if is_property_set(func) or is_metadata_read(self.tape.site[1]):
+            following.decide()
+        args, kwargs = self._as_recorded(args, kwargs)
+        given = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
+        given += [tensor for number in numbers for tensor in held_tensors(number)]
+        operands = tuple({id(tensor): tensor for tensor in given}.values())
+        call = OnNumbers(*as_call(func), (args, kwargs), operands, self.tape.calls())
+        result = self._record(call, operands, {}, call.first_run)
+        if self.effects.is_random or self.effects.is_value_dependent:
+            following.decide()  # how much is drawn, or which shapes there are, may depend on the number
+        return result
+
     def record_module(self, module: nn.Module, name: str, args: Any, kwargs: Any) -> Any:
         """Records the call of an opaque module as one node; returns the module's result."""
         self.tape.site = (user_line(), name)
         with self._located(), self.unrecorded():
             check_transforms()
             self._packed.check_opaque(name, module, self._attempt.opaque[name])
+            refuse_followed((args, kwargs))
             args, kwargs = self._as_recorded(args, kwargs)
             calls = (*self.tape.calls(), name)
             call = OpaqueCall(name, self._attempt.opaque[name], module, args, kwargs, calls)
@@ -201,6 +231,7 @@ class Recorder(CallRunner):
         self.tape.site = (user_line(), site[0])
         with self._located(), self.unrecorded():
             check_transforms()
+            refuse_followed(args)
             args = self._as_recorded(*args)
             observer = Observer(site[0], module, hook, args)
             operands = [self._value(x) for x in pytree.tree_leaves(args) if isinstance(x, torch.Tensor)]
