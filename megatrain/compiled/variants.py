@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from megatrain.compiled.capture_pace import CapturePace
+from megatrain.compiled.changing_numbers import ChangingNumbers
 from megatrain.compiled.lowered import Lowered
 from megatrain.errors import TraceError
 from megatrain.memory.device_budget import DeviceBudget
@@ -22,7 +23,7 @@ from megatrain.planning.step_programs import StepPrograms, undisturbed
 from megatrain.progress import stage
 from megatrain.scheduler.schedule import Schedule
 from megatrain.tracer.arguments import Arguments, call_signature
-from megatrain.tracer.capture.same_capture import is_same_capture
+from megatrain.tracer.capture.same_capture import is_same_but_for_numbers, is_same_capture
 from megatrain.tracer.expectations import GuardFailedError
 from megatrain.tracer.guards import GuardCheck
 from megatrain.tracer.python.assumptions import AssumptionCheck
@@ -30,7 +31,7 @@ from megatrain.tracer.python.unchanged import ModelWatch
 from megatrain.tracer.recording.attempt import Attempt
 from megatrain.tracer.recording.observer import Observer
 from megatrain.tracer.recording.opaque import Opaque
-from megatrain.tracer.trace import trace
+from megatrain.tracer.trace import traced_call
 from megatrain.tracer.traced import TracedModule
 
 # Paths through one signature's checks in mid-step that are kept as graphs of their own.
@@ -145,6 +146,7 @@ class Variants:
         self._heard: set[str] = set()
         self._count = 0
         self._pace = CapturePace()
+        self._changing = ChangingNumbers(options.device)
 
     @property
     def tree_version(self) -> int:
@@ -160,31 +162,37 @@ class Variants:
         arguments: Arguments,
         failed: Mapping[Variant, str] | None = None,
         before_capture: Callable[[], object] = lambda: None,
-    ) -> Variant:
-        """Returns the variant for a call, captured now if none fits. Each guard is read once: it waits for the device.
+    ) -> tuple[Variant, Arguments]:
+        """Finds the variant for a call, captured now if none fits. Each guard is read once: it waits for the device.
 
         Args:
             arguments: Of the call.
             failed: Variants that failed in the middle of a step for this call, with the failures.
             before_capture: Called if none fits.
 
+        Returns:
+            The variant, and the arguments as it takes them: tensors hold the numbers that it follows.
+
         Raises:
             TraceError: If the call can't be captured.
         """
-        known = self._of_signature(arguments)
-        variant, failures = first_fitting(known, arguments.tensors, self.tree_version, failed or {})
-        if variant is None:
-            before_capture()
-            with undisturbed():
-                variant = self._capture(arguments, known)
-            self._count += 1
-            variant.number, variant.reasons = self._count, failures
-            add_variant(known, variant)
-            self.written.update(key for key, _ in variant.traced.writes_back)
-            self._pace.note_capture(arguments, failures)
-        else:
+        kind = self._changing.kind_of(arguments, self._watch.signature())
+        given = self._changing.followed(kind, arguments)
+        variant, failures = first_fitting(self._of_signature(given), given.tensors, self.tree_version, failed or {})
+        if variant is not None:
             self._pace.note_call()
-        return variant
+            return variant, given
+        before_capture()
+        with undisturbed():
+            traced, given = self._traced(kind, arguments)
+            known = self._of_signature(given)
+            variant = self._variant(traced, known)
+        self._count += 1
+        variant.number, variant.reasons = self._count, failures
+        add_variant(known, variant)
+        self.written.update(key for key, _ in variant.traced.writes_back)
+        self._pace.note_capture(arguments, failures)
+        return variant, given
 
     def learn(self, failure: GuardFailedError, arguments: Arguments, failed: Mapping[Variant, str]) -> None:
         """Makes the code around a check opaque after the check has selected too many variants.
@@ -217,10 +225,27 @@ class Variants:
             self._shapes_version = self._watch.shapes_version
         return self._known.setdefault(key, [])
 
-    def _capture(self, arguments: Arguments, others: Sequence[Variant]) -> Variant:
-        args, kwargs = arguments.rebuild(arguments.tensors)
+    def _traced(self, kind: Hashable, arguments: Arguments) -> tuple[TracedModule, Arguments]:
+        """Captures a call; follows the numbers that change, if Python only computes with them."""
         with stage("capturing"):
-            traced = trace(self._model, args, kwargs, device=self._options.device.torch_device, opaque=self._opaque)
+            plain = self._capture(arguments)
+            places = self._changing.note(kind, arguments)
+            if places:
+                given = arguments.with_numbers(places)
+                try:
+                    traced = self._capture(given)
+                except Exception:  # the model's own code may raise anything where a number is not a plain one
+                    traced = None
+                if traced is not None and is_same_but_for_numbers(plain, traced):
+                    self._changing.follow(kind, places)
+                    return traced, given
+                self._changing.refuse(kind, places)
+        return plain, arguments
+
+    def _capture(self, arguments: Arguments) -> TracedModule:
+        return traced_call(self._model, arguments, self._options.device.torch_device, self._opaque)
+
+    def _variant(self, traced: TracedModule, others: Sequence[Variant]) -> Variant:
         check_opaque(traced, self._options.opaque, self._heard)
         if torch.is_grad_enabled():
             regions = (region for node in traced.graph.nodes for region in node.meta.get("autocast", ()))

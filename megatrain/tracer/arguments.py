@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -121,12 +121,19 @@ class Structure:
         return copy.deepcopy(self.skeleton, {id(p): t for p, t in zip(self.placeholders, tensors, strict=True)})
 
 
+@dataclass(frozen=True, slots=True)
+class HeldNumber:
+    """Stands among the leaves for a number of this type that a tensor holds."""
+
+    kind: type
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Arguments:
     """The arguments of a call: tensors in order, and a key for all else.
 
     Args:
-        tensors: The tensors among the leaves.
+        tensors: The tensors among the leaves, then those that hold numbers; see `with_numbers`.
         names: Of the tensors; see `megatrain.tracer.input_names`.
         leaves: All that is no container.
         tree: How they stand in `(args, kwargs)`.
@@ -173,10 +180,44 @@ class Arguments:
         tensors = tuple(made.get(id(t), t) for t in self.tensors)
         return replace(self, tensors=tensors, leaves=tuple(made.get(id(x), x) for x in self.leaves))
 
-    def rebuild(self, tensors: Sequence[torch.Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Returns `(args, kwargs)` with other tensors in the places of these."""
-        rest = iter(tensors)
-        leaves = [next(rest) if isinstance(x, torch.Tensor) else x for x in self.leaves]
+    @property
+    def numbers(self) -> list[int]:
+        """The places of numbers among the leaves, except those that no tensor holds."""
+        return [i for i, x in enumerate(self.leaves) if type(x) is float or (type(x) is int and abs(x) < 2**63)]
+
+    @property
+    def num_held(self) -> int:
+        """How many tensors hold numbers."""
+        return sum(isinstance(x, HeldNumber) for x in self.leaves)
+
+    def with_numbers(self, places: Iterable[int]) -> Arguments:
+        """Returns the arguments with numbers in tensors of one element on the host.
+
+        Args:
+            places: Of these numbers among the leaves, ascending.
+        """
+        leaves, names = list(self.leaves), [self.leaf_names[i] for i in places]
+        dtypes = {float: torch.float64, int: torch.int64}
+        made = [torch.tensor(leaves[i], dtype=dtypes[type(leaves[i])], device="cpu") for i in places]
+        for i in places:
+            leaves[i] = HeldNumber(type(leaves[i]))
+        return replace(self, tensors=(*self.tensors, *made), names=(*self.names, *names), leaves=tuple(leaves))
+
+    def rebuild(
+        self, tensors: Sequence[torch.Tensor], number: Callable[[torch.Tensor], Any] = torch.Tensor.item
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Returns `(args, kwargs)` with other tensors in the places of these.
+
+        Args:
+            tensors: As many as there are, in the same order.
+            number: Gives what stands for the number that a tensor holds.
+        """
+        count = len(tensors) - self.num_held
+        rest, numbers = iter(tensors[:count]), map(number, tensors[count:])
+        leaves = [
+            next(rest) if isinstance(x, torch.Tensor) else next(numbers) if isinstance(x, HeldNumber) else x
+            for x in self.leaves
+        ]
         return pytree.tree_unflatten(leaves, self.tree)
 
 
@@ -185,12 +226,18 @@ def tensors_given(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[torch.
     return tuple(x for x in pytree.tree_leaves(opened((args, kwargs))) if isinstance(x, torch.Tensor))
 
 
-def call_signature(arguments: Arguments, device: Device) -> Hashable:
-    """What a capture assumes of a call: structure, specs, literals, modes, and torch's defaults."""
+def call_signature(arguments: Arguments, device: Device, numbers: Collection[int] = ()) -> Hashable:
+    """What a capture assumes of a call: structure, specs, literals, modes, and torch's defaults.
+
+    Args:
+        arguments: Of the call.
+        device: Where the model computes.
+        numbers: The places of literals among the leaves of which only the types count.
+    """
     has_grad = torch.is_grad_enabled()
     place = device.torch_device
     specs = tuple((TensorSpec.of(t, place), t.requires_grad and has_grad) for t in arguments.tensors)
-    literals = tuple(_literal_key(x) for x in arguments.literals)
+    literals = tuple(type(x) if i in numbers else _literal_key(x) for i, x in enumerate(arguments.literals))
     autocast = tuple((d, torch.get_autocast_dtype(d)) for d in device.autocast_kinds if torch.is_autocast_enabled(d))
     defaults = torch.get_default_dtype(), torch.get_default_device()
     return arguments.layout, specs, literals, has_grad, autocast, defaults

@@ -42,6 +42,7 @@ class TracedModule:
         side_outputs: What the forward left in attributes.
         written_inputs: Inputs that the forward wrote into.
         returned_argument: A dictionary of the caller's that the forward changed and returned; None if it did neither.
+        num_numbers: How many inputs, the last ones, hold numbers that the forward computes with.
         state: Everything the forward read, by key.
         constants: The tensors behind entries of kind `"constant"`.
         writes_back: `(buffer key, node)`: buffers that hold another value after the forward.
@@ -65,6 +66,7 @@ class TracedModule:
     block_modules: frozenset[str]
     device: torch.device
     returned_argument: ReturnedArgument | None = None
+    num_numbers: int = 0
 
     @property
     def specs(self) -> dict[str, TensorSpec]:
@@ -92,7 +94,7 @@ class TracedModule:
         end = len(nodes) - len(self.written_inputs.indices)
         own = {n: inputs[i] for n, i in zip(nodes[end:], self.written_inputs.indices, strict=True) if inputs}
         count = len(self.outputs.placeholders)
-        if len(tensors) < count or len(inputs) not in (0, len(self.inputs)):
+        if len(tensors) < count or len(inputs) not in (0, len(self.inputs) - self.num_numbers):
             raise TraceError(
                 f"the graph of `{self.name}` has {counted(len(self.inputs), 'input')} and "
                 f"returns {counted(len(nodes), 'tensor')}; "

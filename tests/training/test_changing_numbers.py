@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import copy
+import math
 import warnings
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -64,3 +66,89 @@ def test_running_averages_over_all_batches_have_one_capture(count: int, activati
         assert_same(compiled(X[2]), eager(X[2]))
         assert_same(compiled.eval()(X[2]), eager.eval()(X[2]))
     assert_same(dict(compiled.state_dict()), dict(eager.state_dict()))
+
+
+class Reverse(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, factor: float) -> torch.Tensor:
+        ctx.factor = factor
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        return -ctx.factor * gradients[0], None
+
+
+class Given(nn.Module):
+    """Computes with numbers that it is given."""
+
+    def __init__(self, use: Callable[..., torch.Tensor]) -> None:
+        super().__init__()
+        self.first, self.second, self.use = nn.Linear(8, 8), nn.Linear(8, 8), use
+
+    def forward(self, x: torch.Tensor, number: float = 0.5, also: float = 2.0) -> torch.Tensor:
+        return self.second(self.use(self.first(x), number, also))
+
+
+COMPUTES: dict[str, Callable[..., Any]] = {
+    "product": lambda x, n, m: x * n,
+    "reflected": lambda x, n, m: (1 - n) / (x.square() + 1) - (n - x),
+    "arithmetic": lambda x, n, m: x + (n * 2 + 1) / (3 - m) - -n**2 % 0.7 // 0.1,
+    "power": lambda x, n, m: x.abs() ** (n + 1),
+    "in_place": lambda x, n, m: (x * 1).mul_(n).add_(x, alpha=m),
+    "function": lambda x, n, m: Reverse.apply(x, n * m),
+    "by_name": lambda x, n, m: F.leaky_relu(torch.lerp(x, x.tanh(), weight=n), negative_slope=m),
+    "tensor": lambda x, n, m: x * torch.tensor(n) + torch.full((8,), m, dtype=x.dtype),
+    "softmax": lambda x, n, m: torch.softmax(x / (n + 0.1), -1).clamp(max=m),
+    "double": lambda x, n, m: (x.double() * n).to(x.dtype) + x.to(torch.bfloat16) * n,
+    "unused": lambda x, n, m: x * 1,
+    "norm": lambda x, n, m: F.layer_norm(x, (8,), eps=n + 1e-3),
+}
+DECIDES: dict[str, Callable[..., Any]] = {
+    "compares": lambda x, n, m: x * n if n < 0.4 else x * 2,
+    "is_true": lambda x, n, m: x * n if n else x,
+    "caught": lambda x, n, m: _caught(x, n),
+    "by_type": lambda x, n, m: x * n if type(n) is float else x * 3,
+    "math": lambda x, n, m: x * math.exp(n),
+    "text": lambda x, n, m: x * float(f"{n}"),
+    "draws": lambda x, n, m: F.dropout(x, n),
+    "shape": lambda x, n, m: x[:, : int(n * 8) + 1].sum(-1, keepdim=True) * x,
+    "steps": lambda x, n, m: x * torch.arange(0, 1, n / 8 + 0.1).sum(),
+    "numpy": lambda x, n, m: x * float(np.sqrt(n)),
+    "table": lambda x, n, m: x * {n: 1.5}[n] * n,
+}
+
+
+def _caught(x: torch.Tensor, number: float) -> torch.Tensor:
+    try:
+        return x * number if number < 0.4 else x * 2
+    except Exception:
+        return x * 4
+
+
+def assert_steps_as_eager(use: Callable[..., Any], numbers: Any, *, count: int = 1, **options: Any) -> Any:
+    """Trains with other numbers at each step; returns the compiled model."""
+    eager, expected, compiled, found, step = pair(lambda: Given(use), **options)
+    for number in numbers:
+        batches = [(x, number + 0.05 * place, number + 1) for place, x in enumerate(X[:count])]
+        start = torch.get_rng_state()
+        wanted = loop_step(eager, expected, batches, loss=square)[0]
+        torch.set_rng_state(start)
+        assert_same(step(batches), wanted)
+    assert_same(snapshot(eager, expected), snapshot(compiled, found))
+    return compiled
+
+
+@pytest.mark.parametrize("name", COMPUTES)
+def test_numbers_as_arguments_have_one_capture_where_python_only_computes(name: str):
+    compiled = assert_steps_as_eager(COMPUTES[name], [0.1, 0.25, 1 / 3, 0.4, 0.5, 1 / 7])
+    assert captures(compiled) == 3
+    assert "number" in compiled.traced.input_names
+
+
+@pytest.mark.filterwarnings("ignore::megatrain.ManyCapturesWarning")
+@pytest.mark.parametrize("name", DECIDES)
+def test_numbers_that_python_decides_on_stay_constants(name: str):
+    compiled = assert_steps_as_eager(DECIDES[name], [0.1, 0.25, 1 / 3, 0.5, 0.75])
+    assert captures(compiled) == 5
+    assert "number" not in compiled.traced.input_names

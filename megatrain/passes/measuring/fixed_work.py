@@ -23,11 +23,10 @@ def fixed_work_obstacle(template: Template) -> str:
         return "it runs a module's own code (opaque)"
     if has_inner_grad(graph):
         return "it differentiates in its forward"
-    if template.cost is not None and template.cost.held_state:
-        return "its backward reads weights that its forward kept for itself"
+    holds = template.cost is not None and template.cost.held_state
     if any(node.meta["spec"].on_host for node in graph.nodes if "spec" in node.meta):
         return "it reads or makes tensors on the host"
-    return ""
+    return "its backward reads weights that its forward kept for itself" if holds else ""
 
 
 def launch_graph_obstacle(template: Template) -> str:

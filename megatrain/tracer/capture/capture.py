@@ -28,6 +28,7 @@ from megatrain.tracer.packed.packed_state import PackedState
 from megatrain.tracer.python.assumptions import Assumptions
 from megatrain.tracer.python.collect import Assuming
 from megatrain.tracer.python.contents import Holder, held_in, put_into
+from megatrain.tracer.python.followed_numbers import DecidedError, Following
 from megatrain.tracer.python.holders import Attributes
 from megatrain.tracer.python.outer import Outer
 from megatrain.tracer.python.side_outputs import SideOutputs
@@ -157,7 +158,8 @@ class Capture:
     def _run_forward(self, recorder: Recorder) -> tuple[Any, list[torch.Tensor]]:
         """Runs the model; returns its result, and what its inputs were bound to."""
         given, self._written = bind_inputs(recorder, self._arguments, self._fake_mode, self._device, self._attempt)
-        args, kwargs = self._arguments.rebuild(given)
+        following = Following()
+        args, kwargs = self._arguments.rebuild(given, following.number)
         containers = Containers.of(args, kwargs)
         for key, fake in self._fakes.items():
             recorder.tape.bind_state(fake, key)
@@ -186,6 +188,8 @@ class Capture:
                 if recorder.needs_saved:
                     raise NeedSavedError from None
                 raise
+        if following.is_decided:
+            raise DecidedError  # the model's code has caught it
         if self._stray is not None:
             raise self._stray
         if recorder.needs_saved:
@@ -282,6 +286,7 @@ class Capture:
             assumptions=assumptions,
             block_modules=repeated_modules(self._model),
             device=self._device,
+            num_numbers=self._arguments.num_held,
         )
 
     def _written_state(

@@ -119,7 +119,7 @@ class GeneratorState(Holder):
 
     def put(self, changed: Mapping[Any, Any], removed: Iterable[Any]) -> None:
         """See `Holder.put`."""
-        state, generator = pickle.loads(changed[...]), self.generator  # noqa: S301  # our own, from `held`
+        state, generator = pickle.loads(changed[...]), self.generator  # our own, from `held`
         if isinstance(generator, random.Random):
             generator.setstate(state)
         elif isinstance(generator, np.random.Generator):

@@ -1,9 +1,9 @@
 """Followed numbers: Python numbers that a forward only computes with, as values of its graph.
 
-A capture takes a number for a constant. One that is another at each step would cost a capture each, so the forward gets a
-`FollowedFloat` or `FollowedInt` in its place. Arithmetic makes more of these. A torch call that is given one is recorded as
-`OnNumbers`: at each step the call gets the number of that step, as a plain Python number, and so has eager's bits. Whatever
-else Python does with the number decides on it: then it stays a constant.
+A capture takes a number for a constant. One that is another at each step would cost a capture each, so the forward gets
+a `FollowedFloat` or `FollowedInt` in its place. Arithmetic makes more of these. A torch call that is given one is
+recorded as `OnNumbers`: at each step the call gets the number of that step, as a plain Python number, and so has
+eager's bits. Whatever else Python does with the number decides on it: then it stays a constant.
 """
 
 from __future__ import annotations
@@ -97,8 +97,8 @@ def _arithmetic(function: Callable[..., Any]) -> tuple[Callable[..., Any], Calla
 _BINARY = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow")
 _UNARY = ("neg", "pos", "abs")
 _DECIDING = """
-    bool float int index complex eq ne lt le gt ge hash round trunc floor ceil repr str format copy deepcopy reduce reduce_ex
-    and or xor lshift rshift rand ror rxor rlshift rrshift divmod rdivmod contains array
+    bool float int index complex eq ne lt le gt ge hash round trunc floor ceil repr str format copy deepcopy reduce
+    reduce_ex and or xor lshift rshift rand ror rxor rlshift rrshift divmod rdivmod contains array
 """.split()
 
 
@@ -236,6 +236,22 @@ class OnNumbers:
         result = self._called(*self.arguments(tensors, lambda number: number.now))
         self._alike = alike(result, tensors)
         return result
+
+    def is_alike(self, tensors: Sequence[torch.Tensor]) -> bool:
+        """Tells whether the call returns the same shapes and memory for other numbers; tensors without values do."""
+        try:
+            found = [
+                alike(
+                    self._called(
+                        *self.arguments(tensors, lambda number, by=by: number.now * by + type(number.now)(by > 1))
+                    ),
+                    tensors,
+                )
+                for by in (1, 2)
+            ]
+        except Exception:  # a number that the call refuses
+            return False
+        return found[0] == found[1]
 
     def _called(self, args: Any, kwargs: Any) -> Any:
         if self.op == "call_method":

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from typing import Any, NoReturn
 
@@ -141,6 +141,11 @@ class Recorder(CallRunner):
         check_call(func, args, kwargs)
         if any(map(is_followed, pytree.tree_leaves((args, kwargs)))):
             return self._record_on_numbers(func, args, kwargs, run)
+        return self._record_plain(func, args, kwargs, run)
+
+    def _record_plain(
+        self, func: Callable[..., Any], args: Any, kwargs: Any, run: Callable[..., Any] | None = None
+    ) -> Any:
         if is_property_set(func):
             return None  # nothing that would change anything passes the check
         if self.tape.site[1] == "requires_grad_":
@@ -185,10 +190,17 @@ class Recorder(CallRunner):
         given += [tensor for number in numbers for tensor in held_tensors(number)]
         operands = tuple({id(tensor): tensor for tensor in given}.values())
         call = OnNumbers(*as_call(func), (args, kwargs), operands, self.tape.calls())
-        result = self._record(call, operands, {}, call.first_run)
-        if self.effects.is_random or self.effects.is_value_dependent:
-            following.decide()  # how much is drawn, or which shapes there are, may depend on the number
+        result = self._record_plain(call, operands, {}, call.first_run)
+        # How much is drawn, or which shapes there are, may depend on the number.
+        if self.effects.is_random or self.effects.is_value_dependent or not self._is_alike(call, operands):
+            following.decide()
         return result
+
+    def _is_alike(self, call: OnNumbers, operands: Sequence[torch.Tensor]) -> bool:
+        """Tells whether a call returns the same shapes and memory for another number, tried without values."""
+        with self.unrecorded(), self._fake_mode, torch.no_grad():
+            made = [torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=t.device) for t in operands]
+            return call.is_alike(made)
 
     def record_module(self, module: nn.Module, name: str, args: Any, kwargs: Any) -> Any:
         """Records the call of an opaque module as one node; returns the module's result."""
