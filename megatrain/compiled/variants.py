@@ -146,7 +146,7 @@ class Variants:
         self._heard: set[str] = set()
         self._count = 0
         self._pace = CapturePace()
-        self._changing = ChangingNumbers(options.device)
+        self._changing = ChangingNumbers()
 
     @property
     def tree_version(self) -> int:
@@ -176,22 +176,24 @@ class Variants:
         Raises:
             TraceError: If the call can't be captured.
         """
-        kind = self._changing.kind_of(arguments, self._watch.signature())
+        kind, known = self._of_signature(arguments)
         given = self._changing.followed(kind, arguments)
-        variant, failures = first_fitting(self._of_signature(given), given.tensors, self.tree_version, failed or {})
+        if given is not arguments:
+            _, known = self._of_signature(given)
+        variant, failures = first_fitting(known, given.tensors, self.tree_version, failed or {})
         if variant is not None:
             self._pace.note_call()
             return variant, given
         before_capture()
         with undisturbed():
             traced, given = self._traced(kind, arguments)
-            known = self._of_signature(given)
+            _, known = self._of_signature(given)
             variant = self._variant(traced, known)
         self._count += 1
         variant.number, variant.reasons = self._count, failures
         add_variant(known, variant)
         self.written.update(key for key, _ in variant.traced.writes_back)
-        self._pace.note_capture(arguments, failures)
+        self._pace.note_capture(arguments, failures, traced)
         return variant, given
 
     def learn(self, failure: GuardFailedError, arguments: Arguments, failed: Mapping[Variant, str]) -> None:
@@ -203,7 +205,7 @@ class Variants:
         attempt = Attempt(opaque=self._opaque).with_opaque(failure.calls, failure.text, self._model)
         if attempt is None:
             # The model returns a count or a random number of Python: an old value won't come back.
-            known = self._of_signature(arguments)
+            _, known = self._of_signature(arguments)
             known[:] = [variant for variant in known if variant not in failed]
         if len(failed) < MOST_PATHS:
             return
@@ -214,24 +216,25 @@ class Variants:
                 "  Leave values of a clock, or of the system's random source, out of the result."
             )
         self._opaque = dict(attempt.opaque)
-        self._of_signature(arguments).clear()
+        self._of_signature(arguments)[1].clear()
 
-    def _of_signature(self, arguments: Arguments) -> list[Variant]:
-        """The variants for the signature of a call, latest used first."""
-        key = call_signature(arguments, self._options.device), self._watch.signature()
+    def _of_signature(self, arguments: Arguments) -> tuple[Hashable, list[Variant]]:
+        """The kind of a call, and the variants for its signature, latest used first."""
+        kind, numbers = call_signature(arguments, self._options.device)
+        kind = kind, self._watch.signature()
         if self._shapes_version != self._watch.shapes_version:
             # The host store holds the present state: a capture for other shapes can't run on it.
             self._known.clear()
             self._shapes_version = self._watch.shapes_version
-        return self._known.setdefault(key, [])
+        return kind, self._known.setdefault((kind, numbers), [])
 
     def _traced(self, kind: Hashable, arguments: Arguments) -> tuple[TracedModule, Arguments]:
         """Captures a call; follows the numbers that change, if Python only computes with them."""
         with stage("capturing"):
             plain = self._capture(arguments)
-            places = self._changing.note(kind, arguments)
-            if places:
-                given = arguments.with_numbers(places)
+            places = self._changing.note(kind, arguments, plain)
+            if places is not None:
+                given = arguments.with_numbers(places.leaves, places.attributes)
                 try:
                     traced = self._capture(given)
                 except Exception:  # the model's own code may raise anything where a number is not a plain one

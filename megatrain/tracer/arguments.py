@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -128,6 +128,36 @@ class HeldNumber:
     kind: type
 
 
+@dataclass(frozen=True, slots=True)
+class NumberAttribute:
+    """A number that a module's own `__dict__` holds under a name.
+
+    Args:
+        module: The module; compared by identity.
+        name: Of the attribute.
+        path: Its name from the model on.
+        kind: The number's type.
+    """
+
+    module: nn.Module
+    name: str
+    path: str
+    kind: type
+
+    def now(self) -> Any:
+        """Reads it; None if there is no number of this type."""
+        value = vars(self.module).get(self.name)
+        return value if _is_number(value) and type(value) is self.kind else None
+
+
+def _is_number(value: Any) -> bool:
+    """Tells whether a tensor of one element can hold a value as it is."""
+    return type(value) is float or (type(value) is int and abs(value) < 2**63)
+
+
+_HOLDS = {float: torch.float64, int: torch.int64}
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Arguments:
     """The arguments of a call: tensors in order, and a key for all else.
@@ -139,6 +169,7 @@ class Arguments:
         tree: How they stand in `(args, kwargs)`.
         leaf_names: Of the leaves.
         layout: The tree as text, which a signature compares.
+        attributes: Numbers of the model that the last tensors hold.
     """
 
     tensors: tuple[torch.Tensor, ...]
@@ -147,6 +178,7 @@ class Arguments:
     tree: pytree.TreeSpec
     leaf_names: tuple[str, ...]
     layout: str
+    attributes: tuple[NumberAttribute, ...] = ()
 
     @staticmethod
     def of(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
@@ -182,26 +214,33 @@ class Arguments:
 
     @property
     def numbers(self) -> list[int]:
-        """The places of numbers among the leaves, except those that no tensor holds."""
-        return [i for i, x in enumerate(self.leaves) if type(x) is float or (type(x) is int and abs(x) < 2**63)]
+        """The places of numbers among the leaves, except those that no tensor can hold."""
+        return [i for i, x in enumerate(self.leaves) if _is_number(x)]
 
     @property
     def num_held(self) -> int:
         """How many tensors hold numbers."""
-        return sum(isinstance(x, HeldNumber) for x in self.leaves)
+        return sum(isinstance(x, HeldNumber) for x in self.leaves) + len(self.attributes)
 
-    def with_numbers(self, places: Iterable[int]) -> Arguments:
-        """Returns the arguments with numbers in tensors of one element on the host.
+    def with_numbers(self, places: Sequence[int], attributes: Sequence[NumberAttribute] = ()) -> Arguments:
+        """Returns the arguments with numbers in tensors of one element on the host, after the other tensors.
 
         Args:
-            places: Of these numbers among the leaves, ascending.
+            places: Of numbers among the leaves, ascending.
+            attributes: Numbers of the model.
         """
         leaves, names = list(self.leaves), [self.leaf_names[i] for i in places]
-        dtypes = {float: torch.float64, int: torch.int64}
-        made = [torch.tensor(leaves[i], dtype=dtypes[type(leaves[i])], device="cpu") for i in places]
+        values = [*(leaves[i] for i in places), *(attribute.now() for attribute in attributes)]
+        made = [torch.tensor(value, dtype=_HOLDS[type(value)], device="cpu") for value in values]
         for i in places:
             leaves[i] = HeldNumber(type(leaves[i]))
-        return replace(self, tensors=(*self.tensors, *made), names=(*self.names, *names), leaves=tuple(leaves))
+        return replace(
+            self,
+            tensors=(*self.tensors, *made),
+            names=(*self.names, *names, *(attribute.path for attribute in attributes)),
+            leaves=tuple(leaves),
+            attributes=tuple(attributes),
+        )
 
     def rebuild(
         self, tensors: Sequence[torch.Tensor], number: Callable[[torch.Tensor], Any] = torch.Tensor.item
@@ -213,7 +252,7 @@ class Arguments:
             number: Gives what stands for the number that a tensor holds.
         """
         count = len(tensors) - self.num_held
-        rest, numbers = iter(tensors[:count]), map(number, tensors[count:])
+        rest, numbers = iter(tensors[:count]), map(number, tensors[count:])  # the last are attributes
         leaves = [
             next(rest) if isinstance(x, torch.Tensor) else next(numbers) if isinstance(x, HeldNumber) else x
             for x in self.leaves
@@ -226,21 +265,26 @@ def tensors_given(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[torch.
     return tuple(x for x in pytree.tree_leaves(opened((args, kwargs))) if isinstance(x, torch.Tensor))
 
 
-def call_signature(arguments: Arguments, device: Device, numbers: Collection[int] = ()) -> Hashable:
-    """What a capture assumes of a call: structure, specs, literals, modes, and torch's defaults.
+def call_signature(arguments: Arguments, device: Device) -> tuple[Hashable, Hashable]:
+    """What a capture assumes of a call.
 
-    Args:
-        arguments: Of the call.
-        device: Where the model computes.
-        numbers: The places of literals among the leaves of which only the types count.
+    Returns:
+        Structure, specs, literals, modes, and torch's defaults, with the types of numbers; and the numbers.
     """
     has_grad = torch.is_grad_enabled()
     place = device.torch_device
-    specs = tuple((TensorSpec.of(t, place), t.requires_grad and has_grad) for t in arguments.tensors)
-    literals = tuple(type(x) if i in numbers else _literal_key(x) for i, x in enumerate(arguments.literals))
+    given = arguments.tensors[: len(arguments.tensors) - arguments.num_held]
+    specs = tuple((TensorSpec.of(t, place), t.requires_grad and has_grad) for t in given)
+    literals, numbers = list[Hashable](), list[Hashable]()
+    for leaf in arguments.literals:
+        is_held = isinstance(leaf, HeldNumber)
+        if is_held or _is_number(leaf):
+            numbers.append(leaf if is_held else _literal_key(leaf))
+        literals.append(leaf.kind if is_held else type(leaf) if _is_number(leaf) else _literal_key(leaf))
     autocast = tuple((d, torch.get_autocast_dtype(d)) for d in device.autocast_kinds if torch.is_autocast_enabled(d))
     defaults = torch.get_default_dtype(), torch.get_default_device()
-    return arguments.layout, specs, literals, has_grad, autocast, defaults
+    kind = arguments.layout, specs, tuple(literals), has_grad, autocast, defaults
+    return kind, (tuple(numbers), arguments.attributes)
 
 
 def _literal_key(value: Any) -> Hashable:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import math
-import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -93,7 +92,7 @@ class Given(nn.Module):
 COMPUTES: dict[str, Callable[..., Any]] = {
     "product": lambda x, n, m: x * n,
     "reflected": lambda x, n, m: (1 - n) / (x.square() + 1) - (n - x),
-    "arithmetic": lambda x, n, m: x + (n * 2 + 1) / (3 - m) - -n**2 % 0.7 // 0.1,
+    "arithmetic": lambda x, n, m: x + (n * 2 + 1) / (3 - m) - -(n**2) % 0.7 // 0.1,
     "power": lambda x, n, m: x.abs() ** (n + 1),
     "in_place": lambda x, n, m: (x * 1).mul_(n).add_(x, alpha=m),
     "function": lambda x, n, m: Reverse.apply(x, n * m),
@@ -152,3 +151,49 @@ def test_numbers_that_python_decides_on_stay_constants(name: str):
     compiled = assert_steps_as_eager(DECIDES[name], [0.1, 0.25, 1 / 3, 0.5, 0.75])
     assert captures(compiled) == 5
     assert "number" not in compiled.traced.input_names
+
+
+class Annealed(nn.Module):
+    """Computes with numbers that its user sets."""
+
+    def __init__(self, use: Callable[..., torch.Tensor]) -> None:
+        super().__init__()
+        self.inner = Given(use)
+        self.number, self.also, self.steps = 0.5, 2.0, 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inner(x, self.number, self.also) + self.steps
+
+
+def assert_annealed_as_eager(use: Callable[..., Any], *, count: int = 1, **options: Any) -> Any:
+    eager, expected, compiled, found, step = pair(lambda: Annealed(use), **options)
+    for steps, number in enumerate((0.1, 0.25, 1 / 3, 0.5, 0.75)):
+        for model in (eager, compiled):
+            model.number, model.also, model.steps = number, number + 1, steps
+        start = torch.get_rng_state()
+        wanted = loop_step(eager, expected, X[:count], loss=square)[0]
+        torch.set_rng_state(start)
+        assert_same(step(X[:count]), wanted)
+        if steps == 2:
+            with torch.no_grad():
+                start = torch.get_rng_state()
+                wanted = eager(X[0])
+                torch.set_rng_state(start)
+                assert_same(compiled(X[0]), wanted)
+    assert_same(snapshot(eager, expected), snapshot(compiled, found))
+    return compiled
+
+
+@pytest.mark.parametrize("name", ["product", "arithmetic", "function"])
+@pytest.mark.parametrize("count", [1, 2])
+def test_attributes_that_the_user_changes_have_one_capture_where_python_only_computes(name: str, count: int):
+    compiled = assert_annealed_as_eager(COMPUTES[name], count=count)
+    assert captures(compiled) == 3
+    assert {"model.number", "model.also", "model.steps"} <= set(compiled.traced.input_names)
+    assert "number" not in compiled.guards
+
+
+@pytest.mark.filterwarnings("ignore::megatrain.ManyCapturesWarning")
+@pytest.mark.parametrize("name", ["compares", "caught", "by_type", "math", "draws"])
+def test_attributes_that_python_decides_on_stay_constants(name: str):
+    assert captures(assert_annealed_as_eager(DECIDES[name])) == 6

@@ -68,6 +68,7 @@ class Capture:
         self._attempt = attempt
         self._stray: Obstacle | None = None
         self._written = WrittenInputs()
+        self._followed: dict[tuple[int, str], Any] = {}  # attributes whose numbers are followed, once they are bound
         self._returned: ReturnedArgument | None = None
         self._fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
         self._entries, self._tensors = inventory(model)
@@ -114,7 +115,7 @@ class Capture:
             swapped_state(self._model, self._by_id, self._outer) as start,
             self._host_drawer() as drawer,
         ):
-            with assuming.reading():
+            with assuming.reading(self._followed):
                 result, given = self._run_forward(self._recorder)
             self._packed.check_unchanged()
             self._effects.refuse_unregistered(start)
@@ -158,7 +159,9 @@ class Capture:
     def _run_forward(self, recorder: Recorder) -> tuple[Any, list[torch.Tensor]]:
         """Runs the model; returns its result, and what its inputs were bound to."""
         given, self._written = bind_inputs(recorder, self._arguments, self._fake_mode, self._device, self._attempt)
-        following = Following()
+        following, held = Following(), self._arguments.attributes
+        for attribute, tensor in zip(held, given[len(given) - len(held) :], strict=True):
+            self._followed[id(attribute.module), attribute.name] = following.number(tensor)
         args, kwargs = self._arguments.rebuild(given, following.number)
         containers = Containers.of(args, kwargs)
         for key, fake in self._fakes.items():
