@@ -35,7 +35,11 @@ _VALUES = (
 
 
 class CapturePace:
-    """Warns if most of the latest calls were captured, once for shapes and once for values."""
+    """Warns if most of the latest calls were captured, once for shapes and once for values.
+
+    Attributes:
+        decided_at: Where Python last decided on a number that changes; None if nothing tells.
+    """
 
     def __init__(self) -> None:
         self._recent: deque[bool] = deque(maxlen=LATEST)
@@ -44,6 +48,7 @@ class CapturePace:
         self._literals: Mapping[str, Any] = {}
         self._graph: fx.Graph | None = None
         self._told: set[str] = set()
+        self.decided_at: SourceLine | None = None
 
     def note_call(self) -> None:
         """Notes a call for which there was a capture."""
@@ -93,8 +98,8 @@ class CapturePace:
         for name, value in _literals(arguments).items():
             before = self._literals.get(name, value)
             if not is_equal(before, value):
-                line = _first_difference(self._graph, traced.graph)
-                return f"`{name}` is {value!r}, and was {before!r}" + (f", used at {line}" if line else "")
+                line = self.decided_at or _first_difference(self._graph, traced.graph)
+                return f"`{name}` is {value!r}, and was {before!r}" + (f", read at {line}" if line else "")
         return None
 
 

@@ -18,10 +18,11 @@ MANY = 3
 
 @dataclass(frozen=True, slots=True)
 class Places:
-    """Where numbers are: places among the leaves of arguments, and attributes."""
+    """Where numbers are: places among the leaves of arguments, attributes, and whether in tensors that Python reads."""
 
     leaves: tuple[int, ...] = ()
     attributes: tuple[NumberAttribute, ...] = ()
+    reads: bool = False
 
 
 class ChangingNumbers:
@@ -31,13 +32,14 @@ class ChangingNumbers:
         self._seen: dict[Hashable, dict[int | tuple[nn.Module, str], set[str]]] = {}
         self._followed: dict[Hashable, Places] = {}
         self._refused: set[tuple[Hashable, Places]] = set()
+        self._reads: set[Hashable] = set()
 
     def followed(self, kind: Hashable, arguments: Arguments) -> Arguments:
         """Returns the arguments with the followed numbers in tensors; as they are where something else has come."""
         places = self._followed.get(kind)
         if places is None or any(attribute.now() is None for attribute in places.attributes):
             return arguments
-        return arguments.with_numbers(places.leaves, places.attributes)
+        return arguments.with_numbers(places.leaves, places.attributes, follows_reads=places.reads)
 
     def note(self, kind: Hashable, arguments: Arguments, traced: TracedModule) -> Places | None:
         """Notes the numbers of a call that is captured now; returns those to follow from now on, None for none.
@@ -56,8 +58,12 @@ class ChangingNumbers:
                 values.add(repr(value))
         leaves = tuple(place for place, _ in found if len(seen[place]) == MANY)
         attributes = tuple(a for a in read if len(seen[a.module, a.name]) == MANY)
-        wanted = Places(leaves, attributes)
-        return None if (kind, wanted) in self._refused or not (leaves or attributes) else wanted
+        wanted = Places(leaves, attributes, kind in self._reads)
+        return None if (kind, wanted) in self._refused or wanted == Places() else wanted
+
+    def follow_reads(self, kind: Hashable) -> None:
+        """Has numbers that are read from tensors followed from the next capture of the kind on."""
+        self._reads.add(kind)
 
     def follow(self, kind: Hashable, places: Places) -> None:
         """Has these numbers followed in later calls of the kind."""

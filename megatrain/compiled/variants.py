@@ -27,6 +27,7 @@ from megatrain.tracer.capture.same_capture import is_same_but_for_numbers, is_sa
 from megatrain.tracer.expectations import GuardFailedError
 from megatrain.tracer.guards import GuardCheck
 from megatrain.tracer.python.assumptions import AssumptionCheck
+from megatrain.tracer.python.followed_numbers import DecidedError
 from megatrain.tracer.python.unchanged import ModelWatch
 from megatrain.tracer.recording.attempt import Attempt
 from megatrain.tracer.recording.observer import Observer
@@ -99,17 +100,19 @@ def first_fitting(
         failed: Variants that failed in the middle of a step for this call, with the failures.
 
     Returns:
-        The variant or None, and the failures of the variants before it, as texts.
+        The variant or None, and the failures of the variants before it, as texts, of the latest capture first.
     """
-    failures: list[str] = []
+    failures: dict[int, str] = {}
     for index, variant in enumerate(variants):
         failure = failed.get(variant) or variant.assumptions.first_failure(tree_version)
         guard = variant.guards.first_failure(inputs) if failure is None else None
         if failure is None and guard is None:
             variants.insert(0, variants.pop(index))
-            return variant, tuple(failures)
-        failures.append(failure or str(guard))
-    return None, tuple(dict.fromkeys(failures))
+            break
+        failures[variant.number] = failure or str(guard)
+    else:
+        variant = None
+    return variant, tuple(dict.fromkeys(failures[number] for number in sorted(failures, reverse=True)))
 
 
 def add_variant(variants: list[Variant], variant: Variant) -> None:
@@ -208,6 +211,8 @@ class Variants:
             _, known = self._of_signature(arguments)
             known[:] = [variant for variant in known if variant not in failed]
         if len(failed) < MOST_PATHS:
+            if len(failed) > 1:
+                self._changing.follow_reads(self._of_signature(arguments)[0])
             return
         if attempt is None:
             raise TraceError(
@@ -234,15 +239,17 @@ class Variants:
             plain = self._capture(arguments)
             places = self._changing.note(kind, arguments, plain)
             if places is not None:
-                given = arguments.with_numbers(places.leaves, places.attributes)
+                given = arguments.with_numbers(places.leaves, places.attributes, follows_reads=places.reads)
+                error: Exception | None = None
                 try:
                     traced = self._capture(given)
-                except Exception:  # the model's own code may raise anything where a number is not a plain one
-                    traced = None
-                if traced is not None and is_same_but_for_numbers(plain, traced):
-                    self._changing.follow(kind, places)
-                    return traced, given
+                    if is_same_but_for_numbers(plain, traced):
+                        self._changing.follow(kind, places)
+                        return traced, given
+                except Exception as raised:  # the model's own code raises anything where a number is not a plain one
+                    error = raised
                 self._changing.refuse(kind, places)
+                self._pace.decided_at = error.place if isinstance(error, DecidedError) else None
         return plain, arguments
 
     def _capture(self, arguments: Arguments) -> TracedModule:

@@ -170,6 +170,7 @@ class Arguments:
         leaf_names: Of the leaves.
         layout: The tree as text, which a signature compares.
         attributes: Numbers of the model that the last tensors hold.
+        follows_reads: Whether a capture follows the numbers that Python reads from tensors of one element.
     """
 
     tensors: tuple[torch.Tensor, ...]
@@ -179,6 +180,7 @@ class Arguments:
     leaf_names: tuple[str, ...]
     layout: str
     attributes: tuple[NumberAttribute, ...] = ()
+    follows_reads: bool = False
 
     @staticmethod
     def of(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
@@ -222,12 +224,15 @@ class Arguments:
         """How many tensors hold numbers."""
         return sum(isinstance(x, HeldNumber) for x in self.leaves) + len(self.attributes)
 
-    def with_numbers(self, places: Sequence[int], attributes: Sequence[NumberAttribute] = ()) -> Arguments:
+    def with_numbers(
+        self, places: Sequence[int], attributes: Sequence[NumberAttribute] = (), *, follows_reads: bool = False
+    ) -> Arguments:
         """Returns the arguments with numbers in tensors of one element on the host, after the other tensors.
 
         Args:
             places: Of numbers among the leaves, ascending.
             attributes: Numbers of the model.
+            follows_reads: Whether a capture follows the numbers that Python reads from tensors.
         """
         leaves, names = list(self.leaves), [self.leaf_names[i] for i in places]
         values = [*(leaves[i] for i in places), *(attribute.now() for attribute in attributes)]
@@ -240,6 +245,7 @@ class Arguments:
             names=(*self.names, *names, *(attribute.path for attribute in attributes)),
             leaves=tuple(leaves),
             attributes=tuple(attributes),
+            follows_reads=follows_reads,
         )
 
     def rebuild(
@@ -284,7 +290,7 @@ def call_signature(arguments: Arguments, device: Device) -> tuple[Hashable, Hash
     autocast = tuple((d, torch.get_autocast_dtype(d)) for d in device.autocast_kinds if torch.is_autocast_enabled(d))
     defaults = torch.get_default_dtype(), torch.get_default_device()
     kind = arguments.layout, specs, tuple(literals), has_grad, autocast, defaults
-    return kind, (tuple(numbers), arguments.attributes)
+    return kind, (tuple(numbers), arguments.attributes, arguments.follows_reads)
 
 
 def _literal_key(value: Any) -> Hashable:

@@ -64,7 +64,7 @@ class Expectation:
             else:
                 actual = self.target(*args, **kwargs)
         if not is_equal(actual, self.expected):
-            name = self.target if self.op == "call_method" else call_name(self.target)
+            name = str(self.target).strip("_") if self.op == "call_method" else call_name(self.target)
             text = f"{name}({self.name}) == {literal_text(self.expected)} at {self.source}"
             raise GuardFailedError(text, repr(actual), self.calls)
 

@@ -85,7 +85,8 @@ def traced_call(
     model = original(model)
     check_arguments(arguments)
     check_plain_state(model)
-    attempt = Attempt(opaque={**with_backward_hooks(model), **(opaque or {})})
+    opaque = {**with_backward_hooks(model), **(opaque or {})}
+    attempt = Attempt(opaque=opaque, uses_values=arguments.follows_reads, follows_reads=arguments.follows_reads)
     # What a capture puts in place and takes back is whole, wherever Ctrl-C comes; the model's own code it ends at once.
     with _capturing, Interrupts() as interrupts:
         try:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -197,3 +198,87 @@ def test_attributes_that_the_user_changes_have_one_capture_where_python_only_com
 @pytest.mark.parametrize("name", ["compares", "caught", "by_type", "math", "draws"])
 def test_attributes_that_python_decides_on_stay_constants(name: str):
     assert captures(assert_annealed_as_eager(DECIDES[name])) == 6
+
+
+class Counted(nn.Module):
+    """Computes with a number that its forward reads from a buffer."""
+
+    def __init__(self, *, decides: bool) -> None:
+        super().__init__()
+        self.layer, self.decides = nn.Linear(8, 8), decides
+        self.register_buffer("steps", torch.tensor(0))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.steps += 1  # pyright: ignore[reportAttributeAccessIssue, reportUnknownMemberType]
+        steps: Any = self.steps.item()
+        return self.layer(x * 2 if self.decides and steps > 4 else x) / (1 + 0.1 * steps)
+
+
+@pytest.mark.filterwarnings("ignore::megatrain.ManyCapturesWarning")
+@pytest.mark.parametrize(("decides", "count"), [(False, 1), (False, 2), (True, 2)])
+def test_numbers_that_a_forward_reads_from_buffers_leave_the_blocks(decides: bool, count: int):
+    make: Any = lambda: nn.Sequential(*(Counted(decides=decides) for _ in range(3)))  # noqa: E731
+    eager, expected, compiled, found, step = pair(make)
+    for _ in range(5):
+        assert_same(step(X[:count]), loop_step(eager, expected, X[:count], loss=square)[0])
+    assert_same(snapshot(eager, expected), snapshot(compiled, found))
+    assert_same(dict(compiled.state_dict()), dict(eager.state_dict()))
+    assert len(compiled.program.blocks) == 3
+    assert "opaque" in str(compiled.program) if decides else captures(compiled) == 3
+
+
+def told(train: Callable[[], Any]) -> list[str]:
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        train()
+    return [str(one.message) for one in said if one.category is megatrain.ManyCapturesWarning]
+
+
+def test_a_number_that_python_decides_on_is_told_with_its_place_after_five_captures():
+    [text] = told(lambda: assert_steps_as_eager(DECIDES["compares"], [number / 8 for number in range(1, 6)]))
+    first, latest, advice = text.splitlines()
+    assert first == "5 of the latest 5 calls were captured anew."
+    assert latest.startswith("  The latest: `number` is 0.625, and was 0.5, read at test_changing_numbers.py:")
+    assert latest.endswith('"compares": lambda x, n, m: x * n if n < 0.4 else x * 2,`.')
+    assert "an argument of one element (torch.tensor(value))" in advice
+    assert told(lambda: assert_steps_as_eager(DECIDES["compares"], [number / 8 for number in range(1, 5)])) == []
+
+
+class Longer(nn.Module):
+    """Reads what its user changes: a list, an object of the user's, a variable of a closure, the size of a buffer."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__()
+        self.layer, self.what = nn.Linear(8, 8), what
+        self.listed, self.held = [0.5], {"scale": 1.0}
+        self.register_buffer("steps", torch.tensor(0))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.what == "list":
+            return self.layer(x) * len(self.listed)
+        if self.what == "entry":
+            return self.layer(x) * self.held["scale"]
+        return self.layer(x) * float(self.steps)  # pyright: ignore[reportArgumentType]
+
+
+@pytest.mark.parametrize(
+    ("what", "latest"),
+    [
+        ("list", "model.listed == [0.5, 0.5, 0.5, 0.5] at test_changing_numbers.py"),
+        ("entry", "model.held['scale'] == 4.0 at test_changing_numbers.py"),
+        ("read", "float(steps) == 3.0 at test_changing_numbers.py"),
+    ],
+)
+def test_other_values_that_change_are_told_by_name_after_five_captures(what: str, latest: str):
+    eager, expected, compiled, _, step = pair(lambda: Longer(what))
+
+    def train() -> None:
+        for number in range(5):
+            assert_same(step(X[0]), loop_step(eager, expected, X[0], loss=square)[0])
+            for model in (eager, compiled):
+                model.listed.append(0.5)
+                model.held["scale"] = number + 2.0
+                model.steps += 1
+
+    [text] = told(train)
+    assert f"  The latest: {latest}" in text

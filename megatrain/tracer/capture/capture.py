@@ -28,7 +28,6 @@ from megatrain.tracer.packed.packed_state import PackedState
 from megatrain.tracer.python.assumptions import Assumptions
 from megatrain.tracer.python.collect import Assuming
 from megatrain.tracer.python.contents import Holder, held_in, put_into
-from megatrain.tracer.python.followed_numbers import DecidedError, Following
 from megatrain.tracer.python.holders import Attributes
 from megatrain.tracer.python.outer import Outer
 from megatrain.tracer.python.side_outputs import SideOutputs
@@ -159,7 +158,7 @@ class Capture:
     def _run_forward(self, recorder: Recorder) -> tuple[Any, list[torch.Tensor]]:
         """Runs the model; returns its result, and what its inputs were bound to."""
         given, self._written = bind_inputs(recorder, self._arguments, self._fake_mode, self._device, self._attempt)
-        following, held = Following(), self._arguments.attributes
+        following, held = recorder.following, self._arguments.attributes
         for attribute, tensor in zip(held, given[len(given) - len(held) :], strict=True):
             self._followed[id(attribute.module), attribute.name] = following.number(tensor)
         args, kwargs = self._arguments.rebuild(given, following.number)
@@ -191,8 +190,8 @@ class Capture:
                 if recorder.needs_saved:
                     raise NeedSavedError from None
                 raise
-        if following.is_decided:
-            raise DecidedError  # the model's code has caught it
+        if following.error is not None:
+            raise following.error  # the model's code has caught it
         if self._stray is not None:
             raise self._stray
         if recorder.needs_saved:
@@ -259,7 +258,8 @@ class Capture:
                     "  A capture can't change which buffers are registered.\n"
                     "  Write into the buffer in place."
                 )
-            if tensor is not self._fakes[key]:
+            fake = self._fakes[key]
+            if tensor is not fake and not self._recorder.is_value_of(tensor, fake):
                 # A copy of its own, in case the new value is an input or another buffer.
                 with torch.no_grad():
                     found[key] = self._recorder.record(torch.Tensor.clone, (tensor,), {})

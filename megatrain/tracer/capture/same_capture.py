@@ -11,6 +11,7 @@ from torch.fx.node import map_arg
 
 from megatrain.torch_private import pytree
 from megatrain.tracer.equal import is_equal
+from megatrain.tracer.expectations import Expectation
 from megatrain.tracer.guards import Guard
 from megatrain.tracer.python.followed_numbers import OnNumbers
 from megatrain.tracer.traced import TracedModule
@@ -47,15 +48,16 @@ def is_same_capture(left: TracedModule, right: TracedModule) -> bool:
 def is_same_but_for_numbers(plain: TracedModule, followed: TracedModule) -> bool:
     """Tells whether a capture that follows numbers computes what one with the numbers themselves does.
 
-    The two are of one call. The former has further inputs, after the others.
+    The two are of one call. The latter has further inputs, after the others, and copies of tensors that it reads
+    numbers from.
     """
-    count, names = len(plain.inputs), list(followed.graph.nodes)
-    more = set(followed.inputs[count:])
-    others = [node for node in names if node not in more]
-    nodes = dict(zip(plain.graph.nodes, others, strict=False))
+    more = set(followed.inputs[len(plain.inputs) :])
+    ours = [node for node in plain.graph.nodes if not _is_read(node)]
+    others = [node for node in followed.graph.nodes if node not in more and not node.meta.get("is_read")]
+    nodes = dict(zip(ours, others, strict=False))
     ignored = (*_SEPARATE, "input_names", "num_numbers")
     return (
-        len(plain.graph.nodes) == len(others)
+        len(ours) == len(others)
         and all(
             getattr(plain, f.name) == getattr(followed, f.name) for f in fields(TracedModule) if f.name not in ignored
         )
@@ -64,6 +66,11 @@ def is_same_but_for_numbers(plain: TracedModule, followed: TracedModule) -> bool
         and len(plain.guards) == len(followed.guards)
         and all(_is_same_guard(a, b, nodes) for a, b in zip(plain.guards, followed.guards, strict=True))
     )
+
+
+def _is_read(node: fx.Node) -> bool:
+    """Tells whether a node compares a number that Python reads; `Arguments.follows_reads` has it followed."""
+    return isinstance(node.target, Expectation) and node.target.target == "item"
 
 
 def _is_same_node(left: fx.Node, right: fx.Node, nodes: Mapping[fx.Node, fx.Node], *, by_numbers: bool = False) -> bool:

@@ -18,23 +18,32 @@ from megatrain.torch_private import FakeTensor, pytree
 from megatrain.tracer.calls import call_name, function_text, literal_text
 from megatrain.tracer.equal import is_equal
 from megatrain.tracer.expectations import GuardFailedError
+from megatrain.tracer.source_line import SourceLine, user_line
 
 Number = float | int
 
 
 class DecidedError(Exception):
-    """Python did more with a followed number than to compute with it."""
+    """Python did more with a followed number than to compute with it.
+
+    Args:
+        place: The user's line, if there is one.
+    """
+
+    def __init__(self, place: SourceLine | None = None):
+        super().__init__()
+        self.place = place
 
 
 class Following:
     """One run of a forward with followed numbers.
 
     Attributes:
-        is_decided: Whether Python decided on one of them; the model's code may have caught the error.
+        error: Tells that Python decided on one of them; the model's code may have caught it. None if it didn't.
     """
 
     def __init__(self) -> None:
-        self.is_decided = False
+        self.error: DecidedError | None = None
 
     def decide(self, *_: Any, **__: Any) -> NoReturn:
         """Gives up.
@@ -42,8 +51,8 @@ class Following:
         Raises:
             DecidedError: Always.
         """
-        self.is_decided = True
-        raise DecidedError
+        self.error = self.error or DecidedError(user_line())
+        raise self.error
 
     def number(self, tensor: torch.Tensor, kind: Callable[..., Any] | None = None) -> Followed:
         """Returns the number that a tensor of one element holds, as a float or an int if `kind` is one of these."""

@@ -13,7 +13,6 @@ from torch.nn.modules import batchnorm
 
 from megatrain.patches import original_of, replaced_here
 from megatrain.tracer.python.contents import VALUES
-from megatrain.tracer.python.followed_numbers import Following
 from megatrain.tracer.python.holders import Attributes
 from megatrain.tracer.recording.obstacles import RUN_AGAIN, Obstacle
 from megatrain.tracer.recording.random_numbers import HostRng
@@ -169,14 +168,11 @@ def host_drawer(root: nn.Module) -> Generator[Callable[[], tuple[str, ...]]]:
 def followed_counts(recorder: Recorder) -> Generator[None]:
     """Follows the number of batches by which a BatchNorm without a momentum divides."""
     original: Any = original_of(batchnorm, "float")
-    following = Following()
 
     def read(value: Any = 0.0) -> Any:
         if not isinstance(value, torch.Tensor) or recorder.is_recording:
             return original(value)
-        with torch.no_grad():
-            # A copy, because the next call of the module counts on.
-            return following.number(recorder.record(torch.Tensor.clone, (value,), {}), float)
+        return recorder.read_number(value, float)
 
     with replaced_here(batchnorm, "float", read):
         yield

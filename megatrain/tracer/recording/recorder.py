@@ -41,6 +41,7 @@ from megatrain.tracer.recording.runner import CallRunner
 from megatrain.tracer.recording.tape import place_of
 from megatrain.tracer.source_line import user_line
 
+_INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 _RECORDED_PROPERTIES = {"data", "T", "mT", "H", "mH", "real", "imag"}
 
 
@@ -94,6 +95,10 @@ class Recorder(CallRunner):
         """Tells whether a tensor is the fake that stands for a parameter or buffer."""
         return self._state.has(tensor)
 
+    def is_value_of(self, tensor: torch.Tensor, fake: torch.Tensor) -> bool:
+        """Tells whether a tensor holds the values of a parameter or buffer, in a capture on values."""
+        return self._attempt.uses_values and self._state.value(fake) is tensor
+
     def let_go(self) -> None:
         """Frees the weights that a capture on values has brought to the device: a block's run is over."""
         self._state.let_go()
@@ -141,7 +146,20 @@ class Recorder(CallRunner):
         check_call(func, args, kwargs)
         if any(map(is_followed, pytree.tree_leaves((args, kwargs)))):
             return self._record_on_numbers(func, args, kwargs, run)
+        if self._attempt.follows_reads and self.tape.site[1] == "item":
+            [tensor], _ = self._as_recorded(args, kwargs)
+            if tensor.dtype.is_floating_point or (tensor.dtype in _INTEGERS and not self.tape.is_known(tensor)):
+                return self.read_number(tensor)
         return self._record_plain(func, args, kwargs, run)
+
+    def read_number(self, tensor: torch.Tensor, kind: Callable[..., Any] | None = None) -> Followed:
+        """Records the read of a tensor's only element, as a float or an int if `kind` is one of these; follows it."""
+        with torch.no_grad():  # a copy, because the next call may write into the tensor
+            held = self.record(torch.Tensor.clone, (tensor,), {})
+        if kind is None:
+            self.tape.node_of(held).meta["is_read"] = True
+        with self.unrecorded():
+            return self.following.number(held, kind)
 
     def _record_plain(
         self, func: Callable[..., Any], args: Any, kwargs: Any, run: Callable[..., Any] | None = None

@@ -120,6 +120,10 @@ class Tape:
             return False
         return node not in self._known or node in self._from_inputs
 
+    def is_known(self, tensor: torch.Tensor) -> bool:
+        """Tells whether a tensor depends on inputs and constants alone."""
+        return self.node_of(tensor) in self._known
+
     def calls(self) -> tuple[str, ...]:
         """Names of the modules whose calls the running code is in, outermost first."""
         return tuple(name for name, _ in self.module_stack)
