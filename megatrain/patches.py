@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import builtins
 import sys
 import threading
 from collections.abc import Callable, Generator
@@ -93,14 +94,21 @@ def original_of(owner: Any, name: str) -> Any:
     """Returns the original of `owner.name` for this thread, for a call from a replacement."""
     with _lock:
         patch = _patches.get((id(owner), name))
-        return getattr(owner, name) if patch is None else patch.by_thread.get(get_ident(), patch.original)
+        return _looked_up(owner, name) if patch is None else patch.by_thread.get(get_ident(), patch.original)
+
+
+def _looked_up(owner: Any, name: str) -> Any:
+    """What code in a module, or code that asks a class, finds under a name."""
+    return (
+        getattr(owner, name) if not isinstance(owner, ModuleType) or hasattr(owner, name) else getattr(builtins, name)
+    )
 
 
 def _installed(owner: Any, name: str) -> _Patch:
     patch = _patches.get((id(owner), name))
     if patch is not None:
         return patch
-    patch = _patches[id(owner), name] = _Patch(getattr(owner, name), vars(owner).get(name, _MISSING))
+    patch = _patches[id(owner), name] = _Patch(_looked_up(owner, name), vars(owner).get(name, _MISSING))
     by_thread, original = patch.by_thread, patch.original
 
     def chosen(*args: Any, **kwargs: Any) -> Any:

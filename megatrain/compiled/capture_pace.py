@@ -5,58 +5,122 @@ from __future__ import annotations
 import warnings
 from collections import deque
 from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import fx
 
 from megatrain.errors import ManyCapturesWarning
 from megatrain.tracer.arguments import Arguments
+from megatrain.tracer.calls import call_text
+from megatrain.tracer.equal import is_equal
+from megatrain.tracer.node_meta import CALLS
+from megatrain.tracer.source_line import SourceLine
 from megatrain.tracer.spec import TensorSpec
+from megatrain.tracer.traced import TracedModule
 
 LATEST = 16
 """How many calls are looked at."""
 MANY = 12
 """So many captures among them are told. A model has a few shapes, which come again; or always another one."""
+LATEST_VALUES, MANY_VALUES = 32, 5
+"""The same of captures for values: a mode or a flag has a few."""
+_SHAPES = (
+    "A capture and its plan may take longer than a call, and are kept. Let shapes come again: pad to a multiple, or "
+    "pack. docs/trainers.md says how, under batches of many shapes."
+)
+_VALUES = (
+    "Values of Python are constants of a capture, and a capture takes longer than a call. Let tensors hold what "
+    "changes: a buffer, or an argument of one element (torch.tensor(value)), and compute without .item()."
+)
 
 
 class CapturePace:
-    """Warns once if most of the latest calls were captured."""
+    """Warns if most of the latest calls were captured, once for shapes and once for values.
+
+    Attributes:
+        decided_at: Where Python last decided on a number that changes; None if nothing tells.
+    """
 
     def __init__(self) -> None:
         self._recent: deque[bool] = deque(maxlen=LATEST)
+        self._of_values: deque[bool] = deque(maxlen=LATEST_VALUES)
         self._inputs: Mapping[str, str] = {}
-        self._has_warned = False
+        self._literals: Mapping[str, Any] = {}
+        self._graph: fx.Graph | None = None
+        self._told: set[str] = set()
+        self.decided_at: SourceLine | None = None
 
     def note_call(self) -> None:
         """Notes a call for which there was a capture."""
         self._recent.append(False)
+        self._of_values.append(False)
 
-    def note_capture(self, arguments: Arguments, reasons: Sequence[str]) -> None:
+    def note_capture(self, arguments: Arguments, reasons: Sequence[str], traced: TracedModule) -> None:
         """Notes a call that was captured.
 
         Args:
             arguments: Of the call.
             reasons: Why earlier captures of the same signature didn't fit.
+            traced: The capture.
         """
+        shape, value = self._changed_input(arguments), None
+        if shape is None:
+            value = self._changed_literal(arguments, traced) or _changed_state(reasons, traced)
+            if value is None and reasons:
+                shape = reasons[0].splitlines()[0]
+        self._literals, self._graph = _literals(arguments), traced.graph
         self._recent.append(True)
-        before, self._inputs, seen = self._inputs, _described(arguments), len(self._recent)
-        if self._has_warned or sum(self._recent) < MANY:
+        self._of_values.append(value is not None)
+        changed = sum(self._of_values)
+        # The first capture has no value before it.
+        if value is not None and changed >= MANY_VALUES - 1:
+            self._tell(f"{changed + 1} of the latest {len(self._of_values)} calls", value, _VALUES)
+        elif sum(self._recent) >= MANY:
+            what = shape or value or "other arguments than before"
+            self._tell(f"{MANY} of the latest {len(self._recent)} calls", what, _SHAPES)
+
+    def _tell(self, how_many: str, what: str, advice: str) -> None:
+        if advice in self._told:
             return
-        self._has_warned = True
-        warnings.warn(
-            f"{MANY} of the latest {seen} calls were captured anew.\n"
-            f"  The latest: {_what_changed(before, self._inputs, reasons)}.\n"
-            "  A capture and its plan may take longer than a call, and are kept. Let shapes come again: pad to a "
-            "multiple, or pack. docs/trainers.md says how, under batches of many shapes.",
-            ManyCapturesWarning,
-            stacklevel=2,
-        )
+        self._told.add(advice)
+        text = f"{how_many} were captured anew.\n  The latest: {what}.\n  {advice}"
+        warnings.warn(text, ManyCapturesWarning, stacklevel=2)
+
+    def _changed_input(self, arguments: Arguments) -> str | None:
+        """Names the input whose shape isn't that of the capture before."""
+        before = self._inputs
+        self._inputs = {n: str(TensorSpec.of(t)) for n, t in zip(arguments.names, arguments.tensors, strict=True)}
+        changed = (name for name, spec in self._inputs.items() if before.get(name, spec) != spec)
+        return next((f"`{name}` is {self._inputs[name]}, and was {before[name]}" for name in changed), None)
+
+    def _changed_literal(self, arguments: Arguments, traced: TracedModule) -> str | None:
+        """Names the number that isn't that of the capture before, and where the forward uses it first."""
+        for name, value in _literals(arguments).items():
+            before = self._literals.get(name, value)
+            if not is_equal(before, value):
+                line = self.decided_at or _first_difference(self._graph, traced.graph)
+                return f"`{name}` is {value!r}, and was {before!r}" + (f", read at {line}" if line else "")
+        return None
 
 
-def _described(arguments: Arguments) -> dict[str, str]:
-    return {name: str(TensorSpec.of(tensor)) for name, tensor in zip(arguments.names, arguments.tensors, strict=True)}
+def _literals(arguments: Arguments) -> dict[str, Any]:
+    """The numbers among the arguments; other literals have a few values each."""
+    pairs = zip(arguments.leaf_names, arguments.leaves, strict=True)
+    return {name: leaf for name, leaf in pairs if type(leaf) in (int, float, complex)}
 
 
-def _what_changed(before: Mapping[str, str], now: Mapping[str, str], reasons: Sequence[str]) -> str:
-    """Names the input whose shape isn't that of the capture before, or else what a capture read."""
-    for name, spec in now.items():
-        if before.get(name, spec) != spec:
-            return f"`{name}` is {spec}, and was {before[name]}"
-    return reasons[0].splitlines()[0] if reasons else "other arguments than before"
+def _first_difference(before: fx.Graph | None, now: fx.Graph) -> SourceLine | None:
+    """The line of the first call that one graph makes and another doesn't."""
+    calls = [[n for n in graph.nodes if n.op in CALLS] for graph in (before, now) if graph is not None]
+    pairs = zip(*calls, strict=False) if len(calls) == 2 else ()
+    return next((new.meta["source"] for old, new in pairs if call_text(old) != call_text(new)), None)
+
+
+def _changed_state(reasons: Sequence[str], traced: TracedModule) -> str | None:
+    """Says which value a capture had read, and what is there now; None for the size of a tensor."""
+    if not reasons or reasons[0].startswith("size(") or " has the shape " in reasons[0]:
+        return None
+    reason = reasons[0].splitlines()[0]
+    read = reason.partition(" == ")[0]
+    now = next((f"; now {g.expected!r}" for g in traced.guards if str(g).partition(" == ")[0] == read), "")
+    return reason + (now if "; now " not in reason else "")

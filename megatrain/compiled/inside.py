@@ -136,8 +136,8 @@ class Compiled(LatestCapture):
 
     def variant_for(
         self, arguments: Arguments, failed: Mapping[Variant, str], before_capture: Callable[[], object]
-    ) -> Variant:
-        """Returns the variant for a call, captured now if none fits.
+    ) -> tuple[Variant, Arguments]:
+        """Returns the variant for a call, captured now if none fits, and the arguments as it takes them.
 
         Args:
             arguments: Of the call, checked here.
@@ -149,8 +149,8 @@ class Compiled(LatestCapture):
             TraceError: If the call can't be captured.
         """
         check_device(arguments, self.options.device)
-        self._latest = self._variants.find(arguments, failed, before_capture)
-        return self._latest
+        self._latest, given = self._variants.find(arguments, failed, before_capture)
+        return self._latest, given
 
     def learn(self, failure: GuardFailedError, arguments: Arguments, failed: Mapping[Variant, str]) -> None:
         """See `Variants.learn`."""
@@ -172,7 +172,7 @@ class Compiled(LatestCapture):
     def prepare(self, *args: Any, **kwargs: Any) -> Variant:
         """Compiles for the signature of these arguments without running."""
         with self.exclusively("prepare()"):
-            variant = self._variant_for(self.cast(Arguments.of(self.model, args, kwargs)))
+            variant, _ = self._variant_for(self.cast(Arguments.of(self.model, args, kwargs)))
             assert variant.schedule  # planned now
             return variant
 
@@ -226,20 +226,20 @@ class Compiled(LatestCapture):
 
     def _run(self, arguments: Arguments) -> tuple[Variant, list[torch.Tensor]]:
         """Runs the variant whose assumptions hold; some are checked in the middle of the step, before any commit."""
-        variant, device = self._variant_for(arguments), self.options.device
+        (variant, given), device = self._variant_for(arguments), self.options.device
         failed: dict[Variant, str] = {}
         attempts = Attempts("the call", device)
         while True:
             executor = self._executor(variant)
             start = RngState.now(device, variant.opaque)
             try:
-                found = run_step(executor, variant.traced.written_inputs.given(arguments.tensors))
+                found = run_step(executor, variant.traced.written_inputs.given(given.tensors))
             except GuardFailedError as failure:
                 free_frames(failure)
                 start.restore(device)
                 failed[variant] = str(failure)
-                self._variants.learn(failure, arguments, failed)
-                variant = self._variant_for(arguments, failed)
+                self._variants.learn(failure, given, failed)
+                variant, given = self._variant_for(arguments, failed)
             except Exception as error:  # a lack of memory gets a second attempt; all else is raised
                 if not attempts.may_repeat(error, executor.memory_figures):
                     raise
@@ -272,9 +272,11 @@ class Compiled(LatestCapture):
         self.bind()
         return lowered.executor
 
-    def _variant_for(self, arguments: Arguments, failed: Mapping[Variant, str] | None = None) -> Variant:
-        self._latest = self._variants.find(arguments, failed)
-        return self._latest
+    def _variant_for(
+        self, arguments: Arguments, failed: Mapping[Variant, str] | None = None
+    ) -> tuple[Variant, Arguments]:
+        self._latest, given = self._variants.find(arguments, failed)
+        return self._latest, given
 
     @property
     def engine(self) -> Engine:

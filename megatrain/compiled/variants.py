@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from megatrain.compiled.capture_pace import CapturePace
+from megatrain.compiled.changing_numbers import ChangingNumbers
 from megatrain.compiled.lowered import Lowered
 from megatrain.errors import TraceError
 from megatrain.memory.device_budget import DeviceBudget
@@ -22,15 +23,16 @@ from megatrain.planning.step_programs import StepPrograms, undisturbed
 from megatrain.progress import stage
 from megatrain.scheduler.schedule import Schedule
 from megatrain.tracer.arguments import Arguments, call_signature
-from megatrain.tracer.capture.same_capture import is_same_capture
+from megatrain.tracer.capture.same_capture import is_same_but_for_numbers, is_same_capture
 from megatrain.tracer.expectations import GuardFailedError
 from megatrain.tracer.guards import GuardCheck
 from megatrain.tracer.python.assumptions import AssumptionCheck
+from megatrain.tracer.python.followed_numbers import DecidedError
 from megatrain.tracer.python.unchanged import ModelWatch
 from megatrain.tracer.recording.attempt import Attempt
 from megatrain.tracer.recording.observer import Observer
 from megatrain.tracer.recording.opaque import Opaque
-from megatrain.tracer.trace import trace
+from megatrain.tracer.trace import traced_call
 from megatrain.tracer.traced import TracedModule
 
 # Paths through one signature's checks in mid-step that are kept as graphs of their own.
@@ -98,17 +100,19 @@ def first_fitting(
         failed: Variants that failed in the middle of a step for this call, with the failures.
 
     Returns:
-        The variant or None, and the failures of the variants before it, as texts.
+        The variant or None, and the failures of the variants before it, as texts, of the latest capture first.
     """
-    failures: list[str] = []
+    failures: dict[int, str] = {}
     for index, variant in enumerate(variants):
         failure = failed.get(variant) or variant.assumptions.first_failure(tree_version)
         guard = variant.guards.first_failure(inputs) if failure is None else None
         if failure is None and guard is None:
             variants.insert(0, variants.pop(index))
-            return variant, tuple(failures)
-        failures.append(failure or str(guard))
-    return None, tuple(dict.fromkeys(failures))
+            break
+        failures[variant.number] = failure or str(guard)
+    else:
+        variant = None
+    return variant, tuple(dict.fromkeys(failures[number] for number in sorted(failures, reverse=True)))
 
 
 def add_variant(variants: list[Variant], variant: Variant) -> None:
@@ -145,6 +149,7 @@ class Variants:
         self._heard: set[str] = set()
         self._count = 0
         self._pace = CapturePace()
+        self._changing = ChangingNumbers()
 
     @property
     def tree_version(self) -> int:
@@ -160,31 +165,39 @@ class Variants:
         arguments: Arguments,
         failed: Mapping[Variant, str] | None = None,
         before_capture: Callable[[], object] = lambda: None,
-    ) -> Variant:
-        """Returns the variant for a call, captured now if none fits. Each guard is read once: it waits for the device.
+    ) -> tuple[Variant, Arguments]:
+        """Finds the variant for a call, captured now if none fits. Each guard is read once: it waits for the device.
 
         Args:
             arguments: Of the call.
             failed: Variants that failed in the middle of a step for this call, with the failures.
             before_capture: Called if none fits.
 
+        Returns:
+            The variant, and the arguments as it takes them: tensors hold the numbers that it follows.
+
         Raises:
             TraceError: If the call can't be captured.
         """
-        known = self._of_signature(arguments)
-        variant, failures = first_fitting(known, arguments.tensors, self.tree_version, failed or {})
-        if variant is None:
-            before_capture()
-            with undisturbed():
-                variant = self._capture(arguments, known)
-            self._count += 1
-            variant.number, variant.reasons = self._count, failures
-            add_variant(known, variant)
-            self.written.update(key for key, _ in variant.traced.writes_back)
-            self._pace.note_capture(arguments, failures)
-        else:
+        kind, known = self._of_signature(arguments)
+        given = self._changing.followed(kind, arguments)
+        if given is not arguments:
+            _, known = self._of_signature(given)
+        variant, failures = first_fitting(known, given.tensors, self.tree_version, failed or {})
+        if variant is not None:
             self._pace.note_call()
-        return variant
+            return variant, given
+        before_capture()
+        with undisturbed():
+            traced, given = self._traced(kind, arguments)
+            _, known = self._of_signature(given)
+            variant = self._variant(traced, known)
+        self._count += 1
+        variant.number, variant.reasons = self._count, failures
+        add_variant(known, variant)
+        self.written.update(key for key, _ in variant.traced.writes_back)
+        self._pace.note_capture(arguments, failures, traced)
+        return variant, given
 
     def learn(self, failure: GuardFailedError, arguments: Arguments, failed: Mapping[Variant, str]) -> None:
         """Makes the code around a check opaque after the check has selected too many variants.
@@ -195,9 +208,11 @@ class Variants:
         attempt = Attempt(opaque=self._opaque).with_opaque(failure.calls, failure.text, self._model)
         if attempt is None:
             # The model returns a count or a random number of Python: an old value won't come back.
-            known = self._of_signature(arguments)
+            _, known = self._of_signature(arguments)
             known[:] = [variant for variant in known if variant not in failed]
         if len(failed) < MOST_PATHS:
+            if len(failed) > 1:
+                self._changing.follow_reads(self._of_signature(arguments)[0])
             return
         if attempt is None:
             raise TraceError(
@@ -206,21 +221,41 @@ class Variants:
                 "  Leave values of a clock, or of the system's random source, out of the result."
             )
         self._opaque = dict(attempt.opaque)
-        self._of_signature(arguments).clear()
+        self._of_signature(arguments)[1].clear()
 
-    def _of_signature(self, arguments: Arguments) -> list[Variant]:
-        """The variants for the signature of a call, latest used first."""
-        key = call_signature(arguments, self._options.device), self._watch.signature()
+    def _of_signature(self, arguments: Arguments) -> tuple[Hashable, list[Variant]]:
+        """The kind of a call, and the variants for its signature, latest used first."""
+        kind, numbers = call_signature(arguments, self._options.device)
+        kind = kind, self._watch.signature()
         if self._shapes_version != self._watch.shapes_version:
             # The host store holds the present state: a capture for other shapes can't run on it.
             self._known.clear()
             self._shapes_version = self._watch.shapes_version
-        return self._known.setdefault(key, [])
+        return kind, self._known.setdefault((kind, numbers), [])
 
-    def _capture(self, arguments: Arguments, others: Sequence[Variant]) -> Variant:
-        args, kwargs = arguments.rebuild(arguments.tensors)
+    def _traced(self, kind: Hashable, arguments: Arguments) -> tuple[TracedModule, Arguments]:
+        """Captures a call; follows the numbers that change, if Python only computes with them."""
         with stage("capturing"):
-            traced = trace(self._model, args, kwargs, device=self._options.device.torch_device, opaque=self._opaque)
+            plain = self._capture(arguments)
+            places = self._changing.note(kind, arguments, plain)
+            if places is not None:
+                given = arguments.with_numbers(places.leaves, places.attributes, follows_reads=places.reads)
+                error: Exception | None = None
+                try:
+                    traced = self._capture(given)
+                    if is_same_but_for_numbers(plain, traced):
+                        self._changing.follow(kind, places)
+                        return traced, given
+                except Exception as raised:  # the model's own code raises anything where a number is not a plain one
+                    error = raised
+                self._changing.refuse(kind, places)
+                self._pace.decided_at = error.place if isinstance(error, DecidedError) else None
+        return plain, arguments
+
+    def _capture(self, arguments: Arguments) -> TracedModule:
+        return traced_call(self._model, arguments, self._options.device.torch_device, self._opaque)
+
+    def _variant(self, traced: TracedModule, others: Sequence[Variant]) -> Variant:
         check_opaque(traced, self._options.opaque, self._heard)
         if torch.is_grad_enabled():
             regions = (region for node in traced.graph.nodes for region in node.meta.get("autocast", ()))

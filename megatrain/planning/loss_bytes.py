@@ -13,7 +13,7 @@ from megatrain.interrupts import Interrupts
 from megatrain.passes.exact_fakes import exact_fakes
 from megatrain.passes.measuring.live_bytes import LiveBytes
 from megatrain.passes.program import Program
-from megatrain.runtime.rng import OwnGenerators
+from megatrain.runtime.rng import kept_generators
 from megatrain.torch_private import pytree
 from megatrain.tracer.python.holders import Attributes
 from megatrain.tracer.python.outer import Outer
@@ -51,7 +51,7 @@ def measure_loss(
     before = Attributes(holder, Outer.of(holder))
     try:
         # An error that leaves a dispatch mode called from C++ ends the process.
-        with Interrupts(), OwnGenerators.seeded(0, device).drawing():
+        with Interrupts(), kept_generators(device):
             return _measured(program, traced, inputs, batch, loss)
     except Exception:  # the bound stands for any failure, and a real one comes again in the step
         return _bound(program)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import threading
 from collections.abc import Generator, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -10,7 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
-from megatrain.device import Device, find
+from megatrain.device import Device
 from megatrain.tracer.python.holders import Attributes
 from megatrain.tracer.recording.observer import Observer, unobserved
 from megatrain.tracer.recording.opaque import Opaque
@@ -49,11 +48,6 @@ class RngState:
     host: torch.Tensor
     device: torch.Tensor | None
     python: PythonState | None
-
-    @staticmethod
-    def seeded(seed: int, device: Device) -> RngState:
-        """The state after `torch.manual_seed(seed)`; no generator moves."""
-        return RngState(torch.Generator().manual_seed(seed).get_state(), device.seeded_state(seed), None)
 
     @staticmethod
     def now(device: Device, opaque: Sequence[Opaque | Observer] = ()) -> RngState:
@@ -104,60 +98,27 @@ def drawing_alone() -> AbstractContextManager[bool]:
 
 
 class OwnGenerators:
-    """Generators of one micro-batch, or of its loss, separate from the global ones.
+    """Torch's generators of one micro-batch, separate from the global ones.
 
     Args:
         state: Where they begin.
         device: Compute device.
-        host: The same of Python's and NumPy's; None leaves those alone.
 
     Attributes:
         state: Where torch's generators are now.
     """
 
-    def __init__(self, state: RngState, device: Device, host: HostRng | None = None):
+    def __init__(self, state: RngState, device: Device):
         self.state = state
         self._device = device
-        self._host = host
-
-    @property
-    def is_seeded(self) -> bool:
-        """Whether they began anew, so that they don't continue the global ones."""
-        return self._host is not None
-
-    @staticmethod
-    def seeded(seed: int, device: Device) -> OwnGenerators:
-        """As after `torch.manual_seed(seed)`, `random.seed` and `numpy.random.seed`; no global generator moves."""
-        return OwnGenerators(RngState.seeded(seed, device), device, HostRng.seeded(seed))
 
     @contextmanager
     def drawing(self) -> Generator[None]:
         """Runs the body with these generators instead of the global ones, which stay as they are."""
         with kept_generators(self._device):
             self.state.restore(self._device)
-            if self._host is not None:
-                self._host.restore()
             yield
             self.state = RngState.now(self._device)
-            self._host = None if self._host is None else HostRng.now()
-
-
-def micro_batch_seed(
-    micro_batch: int, device: Device | torch.device | str = "cpu", state: RngState | None = None
-) -> int:
-    """The seed for draws of a step of several micro-batches that would begin now, where no loop's order can be had.
-
-    It is a digest of the states of torch's generators, which it doesn't move. See `MicroBatchGenerators`.
-
-    Args:
-        micro_batch: From 1.
-        device: Compute device.
-        state: Of the generators when the step begins; None is now.
-    """
-    state = RngState.now(find(device)) if state is None else state
-    parts = [state.host] if state.device is None else [state.host, state.device]
-    content = b"".join(bytes(part.numpy()) for part in parts) + micro_batch.to_bytes(8, "little")
-    return int.from_bytes(hashlib.sha256(content).digest()[:8], "little") >> 1
 
 
 @dataclass(frozen=True, slots=True, eq=False)

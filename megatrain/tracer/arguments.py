@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections import OrderedDict
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -140,17 +140,56 @@ class Structure:
         return _copied(self.skeleton, {id(p): t for p, t in zip(self.placeholders, tensors, strict=True)})
 
 
+@dataclass(frozen=True, slots=True)
+class HeldNumber:
+    """Stands among the leaves for a number of this type that a tensor holds."""
+
+    kind: type
+
+
+@dataclass(frozen=True, slots=True)
+class NumberAttribute:
+    """A number that a module's own `__dict__` holds under a name.
+
+    Args:
+        module: The module; compared by identity.
+        name: Of the attribute.
+        path: Its name from the model on.
+        kind: The number's type.
+    """
+
+    module: nn.Module
+    name: str
+    path: str
+    kind: type
+
+    def now(self) -> Any:
+        """Reads it; None if there is no number of this type."""
+        value = vars(self.module).get(self.name)
+        return value if _is_number(value) and type(value) is self.kind else None
+
+
+def _is_number(value: Any) -> bool:
+    """Tells whether a tensor of one element can hold a value as it is."""
+    return type(value) is float or (type(value) is int and abs(value) < 2**63)
+
+
+_HOLDS = {float: torch.float64, int: torch.int64}
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Arguments:
     """The arguments of a call: tensors in order, and a key for all else.
 
     Args:
-        tensors: The tensors among the leaves.
+        tensors: The tensors among the leaves, then those that hold numbers; see `with_numbers`.
         names: Of the tensors; see `megatrain.tracer.input_names`.
         leaves: All that is no container.
         tree: How they stand in `(args, kwargs)`.
         leaf_names: Of the leaves.
         layout: The tree as text, which a signature compares.
+        attributes: Numbers of the model that the last tensors hold.
+        follows_reads: Whether a capture follows the numbers that Python reads from tensors of one element.
     """
 
     tensors: tuple[torch.Tensor, ...]
@@ -159,6 +198,8 @@ class Arguments:
     tree: pytree.TreeSpec
     leaf_names: tuple[str, ...]
     layout: str
+    attributes: tuple[NumberAttribute, ...] = ()
+    follows_reads: bool = False
 
     @staticmethod
     def of(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
@@ -192,10 +233,55 @@ class Arguments:
         tensors = tuple(made.get(id(t), t) for t in self.tensors)
         return replace(self, tensors=tensors, leaves=tuple(made.get(id(x), x) for x in self.leaves))
 
-    def rebuild(self, tensors: Sequence[torch.Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Returns `(args, kwargs)` with other tensors in the places of these."""
-        rest = iter(tensors)
-        leaves = [next(rest) if isinstance(x, torch.Tensor) else x for x in self.leaves]
+    @property
+    def numbers(self) -> list[int]:
+        """The places of numbers among the leaves, except those that no tensor can hold."""
+        return [i for i, x in enumerate(self.leaves) if _is_number(x)]
+
+    @property
+    def num_held(self) -> int:
+        """How many tensors hold numbers."""
+        return sum(isinstance(x, HeldNumber) for x in self.leaves) + len(self.attributes)
+
+    def with_numbers(
+        self, places: Sequence[int], attributes: Sequence[NumberAttribute] = (), *, follows_reads: bool = False
+    ) -> Arguments:
+        """Returns the arguments with numbers in tensors of one element on the host, after the other tensors.
+
+        Args:
+            places: Of numbers among the leaves, ascending.
+            attributes: Numbers of the model.
+            follows_reads: Whether a capture follows the numbers that Python reads from tensors.
+        """
+        leaves, names = list(self.leaves), [self.leaf_names[i] for i in places]
+        values = [*(leaves[i] for i in places), *(attribute.now() for attribute in attributes)]
+        made = [torch.tensor(value, dtype=_HOLDS[type(value)], device="cpu") for value in values]
+        for i in places:
+            leaves[i] = HeldNumber(type(leaves[i]))
+        return replace(
+            self,
+            tensors=(*self.tensors, *made),
+            names=(*self.names, *names, *(attribute.path for attribute in attributes)),
+            leaves=tuple(leaves),
+            attributes=tuple(attributes),
+            follows_reads=follows_reads,
+        )
+
+    def rebuild(
+        self, tensors: Sequence[torch.Tensor], number: Callable[[torch.Tensor], Any] = torch.Tensor.item
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Returns `(args, kwargs)` with other tensors in the places of these.
+
+        Args:
+            tensors: As many as there are, in the same order.
+            number: Gives what stands for the number that a tensor holds.
+        """
+        count = len(tensors) - self.num_held
+        rest, numbers = iter(tensors[:count]), map(number, tensors[count:])  # the last are attributes
+        leaves = [
+            next(rest) if isinstance(x, torch.Tensor) else next(numbers) if isinstance(x, HeldNumber) else x
+            for x in self.leaves
+        ]
         return pytree.tree_unflatten(leaves, self.tree)
 
 
@@ -204,15 +290,26 @@ def tensors_given(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[torch.
     return tuple(x for x in pytree.tree_leaves(opened((args, kwargs))) if isinstance(x, torch.Tensor))
 
 
-def call_signature(arguments: Arguments, device: Device) -> Hashable:
-    """What a capture assumes of a call: structure, specs, literals, modes, and torch's defaults."""
+def call_signature(arguments: Arguments, device: Device) -> tuple[Hashable, Hashable]:
+    """What a capture assumes of a call.
+
+    Returns:
+        Structure, specs, literals, modes, and torch's defaults, with the types of numbers; and the numbers.
+    """
     has_grad = torch.is_grad_enabled()
     place = device.torch_device
-    specs = tuple((TensorSpec.of(t, place), t.requires_grad and has_grad) for t in arguments.tensors)
-    literals = tuple(_literal_key(x) for x in arguments.literals)
+    given = arguments.tensors[: len(arguments.tensors) - arguments.num_held]
+    specs = tuple((TensorSpec.of(t, place), t.requires_grad and has_grad) for t in given)
+    literals, numbers = list[Hashable](), list[Hashable]()
+    for leaf in arguments.literals:
+        is_held = isinstance(leaf, HeldNumber)
+        if is_held or _is_number(leaf):
+            numbers.append(leaf if is_held else _literal_key(leaf))
+        literals.append(leaf.kind if is_held else type(leaf) if _is_number(leaf) else _literal_key(leaf))
     autocast = tuple((d, torch.get_autocast_dtype(d)) for d in device.autocast_kinds if torch.is_autocast_enabled(d))
     defaults = torch.get_default_dtype(), torch.get_default_device()
-    return arguments.layout, specs, literals, has_grad, autocast, defaults
+    kind = arguments.layout, specs, tuple(literals), has_grad, autocast, defaults
+    return kind, (tuple(numbers), arguments.attributes, arguments.follows_reads)
 
 
 def _literal_key(value: Any) -> Hashable:

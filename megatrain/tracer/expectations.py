@@ -40,17 +40,21 @@ class Expectation:
         expected: The value read at capture.
         source: The user's line.
         calls: The module calls around it.
+        name: Of what is read, for messages.
     """
 
     __name__ = "check"
-    __slots__ = ("calls", "expected", "op", "source", "target")
+    __slots__ = ("calls", "expected", "name", "op", "source", "target")
 
-    def __init__(self, op: str, target: Any, expected: Any, source: SourceLine | None, calls: tuple[str, ...]):
+    def __init__(
+        self, op: str, target: Any, expected: Any, source: SourceLine | None, calls: tuple[str, ...], name: str = "..."
+    ):
         self.op = op
         self.target = target
         self.expected = expected
         self.source = source
         self.calls = calls
+        self.name = name
 
     def __call__(self, *args: Any, **kwargs: Any) -> None:
         """Raises `GuardFailedError` if the value isn't the one expected."""
@@ -60,8 +64,8 @@ class Expectation:
             else:
                 actual = self.target(*args, **kwargs)
         if not is_equal(actual, self.expected):
-            name = self.target if self.op == "call_method" else call_name(self.target)
-            text = f"{name}(...) == {literal_text(self.expected)} at {self.source}"
+            name = str(self.target).strip("_") if self.op == "call_method" else call_name(self.target)
+            text = f"{name}({self.name}) == {literal_text(self.expected)} at {self.source}"
             raise GuardFailedError(text, repr(actual), self.calls)
 
     def call_text(self, arguments: str) -> str:

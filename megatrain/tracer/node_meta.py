@@ -25,6 +25,7 @@ Every call has
   May be missing: then it doesn't;
 * `drew_nothing`, true of an opaque module, which may draw random numbers, if it drew none in the capture. May be
   missing: then it did;
+* `is_read`, true of a copy of a tensor from which Python reads a number that the graph follows. May be missing;
 * `writes`, a tuple of nodes: those whose memory it changes. May be missing: then it changes none;
 * `mask`, a note of a pass on what became of a mask of attention: of the call of attention, and of the calls that make
   a mask where it is read. May be missing;

@@ -67,13 +67,26 @@ def trace(
         TorchError: If this version of torch can't be used.
         TraceError: If the forward can't be captured faithfully. The model's own exceptions pass unchanged.
     """
+    arguments = Arguments.of(original(model), tuple(args), dict(kwargs or {}))
+    target = find(device).torch_device if device is not None else device_of(arguments)
+    return traced_call(model, arguments, target, opaque)
+
+
+def traced_call(
+    model: nn.Module, arguments: Arguments, target: torch.device, opaque: Mapping[str, str] | None = None
+) -> TracedModule:
+    """Captures a call with some arguments; see `trace`.
+
+    Raises:
+        DecidedError: If tensors hold numbers among the arguments, and Python decides on one of these.
+        TraceError: See `trace`.
+    """
     check_torch()
     model = original(model)
-    arguments = Arguments.of(model, tuple(args), dict(kwargs or {}))
     check_arguments(arguments)
     check_plain_state(model)
-    target = find(device).torch_device if device is not None else device_of(arguments)
-    attempt = Attempt(opaque={**with_backward_hooks(model), **(opaque or {})})
+    opaque = {**with_backward_hooks(model), **(opaque or {})}
+    attempt = Attempt(opaque=opaque, uses_values=arguments.follows_reads, follows_reads=arguments.follows_reads)
     # What a capture puts in place and takes back is whole, wherever Ctrl-C comes; the model's own code it ends at once.
     with _capturing, Interrupts() as interrupts:
         try:

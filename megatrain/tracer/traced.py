@@ -77,6 +77,7 @@ class TracedModule:
         side_outputs: What the forward left in attributes.
         written_inputs: Inputs that the forward wrote into.
         returned_argument: A dictionary of the caller's that the forward changed and returned; None if it did neither.
+        num_numbers: How many inputs, the last ones, hold numbers that the forward computes with.
         state: Everything the forward read, by key.
         constants: The tensors behind entries of kind `"constant"`.
         writes_back: `(buffer key, node)`: buffers that hold another value after the forward.
@@ -103,6 +104,7 @@ class TracedModule:
     device: torch.device
     returned_argument: ReturnedArgument | None = None
     gradient_order: tuple[tuple[str, ...], ...] = ()
+    num_numbers: int = 0
 
     @property
     def specs(self) -> dict[str, TensorSpec]:
@@ -130,7 +132,7 @@ class TracedModule:
         end = len(nodes) - len(self.written_inputs.indices)
         own = {n: inputs[i] for n, i in zip(nodes[end:], self.written_inputs.indices, strict=True) if inputs}
         count = len(self.outputs.placeholders)
-        if len(tensors) < count or len(inputs) not in (0, len(self.inputs)):
+        if len(tensors) < count or len(inputs) not in (0, len(self.inputs) - self.num_numbers):
             raise TraceError(
                 f"the graph of `{self.name}` has {counted(len(self.inputs), 'input')} and "
                 f"returns {counted(len(nodes), 'tensor')}; "

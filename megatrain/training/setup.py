@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import nn
@@ -178,11 +179,10 @@ class Setup:
         """
         self._check_apart()  # groups may have been added
         own = [untrained(self._compiled.model, batch) for batch in batches]
-        arguments = [self._compiled.cast(given) for given in own]
-        variants: list[Variant] = []
-        for given, unfit in zip(arguments, failed, strict=True):
-            # A capture may read the parameters.
-            variants.append(self._compiled.variant_for(given, unfit, before_capture=self.complete))
+        # A capture may read the parameters.
+        find = partial(self._compiled.variant_for, before_capture=self.complete)
+        found = [find(self._compiled.cast(given), unfit) for given, unfit in zip(own, failed, strict=True)]
+        variants, arguments = [variant for variant, _ in found], [given for _, given in found]
         kind = self._kind(len(variants))
         pairs = [variant.for_step(is_own_loss=self._is_own_loss) for variant in variants]
         traced, captures = [pair[0] for pair in pairs], [pair[1] for pair in pairs]

@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-import random
-from typing import Any
-
-import numpy as np
 import pytest
 import torch
 from torch import nn
 
 import megatrain
-from megatrain.device import Accelerator, Cpu
-from megatrain.runtime.rng import OwnGenerators, RngState
-from megatrain.tracer.recording.random_numbers import HostRng, kept_rng
+from megatrain.device import Accelerator
+from megatrain.tracer.recording.random_numbers import kept_rng
 
 
 class Module:
@@ -74,38 +69,3 @@ def test_work_on_the_cpu_asks_no_accelerator(monkeypatch: pytest.MonkeyPatch, is
         megatrain.compile(model, device="cpu")(x).sum().backward()
         megatrain.verify(model, x, device="cpu")
     assert module.asked == []
-
-
-def test_a_micro_batch_seeds_no_generator_but_its_own(monkeypatch: pytest.MonkeyPatch):
-    before = torch.get_rng_state(), random.getstate()
-    torch.manual_seed(7)
-    random.seed(7)
-    np.random.seed(7)
-    expected = [(torch.rand(3).tolist(), random.random(), np.random.rand()) for _ in range(2)]
-    torch.set_rng_state(before[0])
-    random.setstate(before[1])
-    numpy = HostRng.now()
-
-    def seed_all(seed: Any) -> None:
-        raise AssertionError("the generators of all devices are seeded")
-
-    monkeypatch.setattr(torch, "manual_seed", seed_all)
-    own = OwnGenerators.seeded(7, Cpu())
-    drawn: list[Any] = []
-    for _ in range(2):
-        with own.drawing():
-            drawn.append((torch.rand(3).tolist(), random.random(), np.random.rand()))
-    assert drawn == expected
-    assert torch.equal(torch.get_rng_state(), before[0])
-    assert random.getstate() == before[1]
-    assert HostRng.now() == numpy
-
-
-@pytest.mark.parametrize("seed", [0, 7, 2**40 + 3, -5])
-def test_a_seeded_state_is_that_after_seeding(seed: int):
-    before = torch.get_rng_state()
-    seeded = RngState.seeded(seed, Cpu())
-    assert torch.equal(torch.get_rng_state(), before)
-    torch.manual_seed(seed)
-    assert torch.equal(torch.get_rng_state(), seeded.host)
-    torch.set_rng_state(before)

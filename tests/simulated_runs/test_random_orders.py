@@ -15,7 +15,6 @@ from torch import nn
 
 import megatrain
 from megatrain.errors import DrawsError
-from megatrain.runtime.drawing.micro_batch_generators import only_as_a_loop
 from tests.comparing import assert_same
 from tests.draws import draws
 from tests.runtime.test_chaos import has_shared_modules
@@ -113,21 +112,20 @@ def test_random_models_have_the_bits_of_eager_in_every_order(model: nn.Module, c
     state = host_copy([*eager.parameters(), *eager.buffers()])
     modes: dict[str, Any] = MODES[choice.mode] | {"max_grad_norm": max_norm}
     try:
-        with only_as_a_loop():  # opaque modules that draw have seeded generators otherwise: docs/training.md
-            largest = on_device([max(steps[0], key=len)])[0]
-            compiled = megatrain.compile(streamed, device=DEVICE, **options_of(streamed, choice, largest))
-            step = megatrain.TrainStep(compiled, own, loss=loss_of, **modes)
-            step.prepare([largest] * len(choice.sizes))
-            step(on_device(steps[0]))  # captures
-            for order in orders(sim, compiled, choice.seed):
-                step.flush()
-                start(streamed, own, initial)
-                torch.manual_seed(choice.seed)
-                for batches, loss in zip(steps, expected, strict=True):
-                    assert torch.equal(loss, step(on_device(batches)).cpu()), order
-                step.flush()
-                torch.accelerator.synchronize()
-                assert_same(state, host_copy([*streamed.parameters(), *streamed.buffers()]), order)
+        largest = on_device([max(steps[0], key=len)])[0]
+        compiled = megatrain.compile(streamed, device=DEVICE, **options_of(streamed, choice, largest))
+        step = megatrain.TrainStep(compiled, own, loss=loss_of, **modes)
+        step.prepare([largest] * len(choice.sizes))
+        step(on_device(steps[0]))  # captures
+        for order in orders(sim, compiled, choice.seed):
+            step.flush()
+            start(streamed, own, initial)
+            torch.manual_seed(choice.seed)
+            for batches, loss in zip(steps, expected, strict=True):
+                assert torch.equal(loss, step(on_device(batches)).cpu()), order
+            step.flush()
+            torch.accelerator.synchronize()
+            assert_same(state, host_copy([*streamed.parameters(), *streamed.buffers()]), order)
     except DrawsError:
         reject()
     except megatrain.MegatrainError as error:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import random
 from typing import Any
 
@@ -12,8 +13,9 @@ import torch.nn.functional as F
 from torch import nn
 
 import megatrain
+from megatrain.device import Cpu
 from megatrain.errors import DrawsError
-from megatrain.runtime.drawing.micro_batch_generators import only_as_a_loop
+from megatrain.runtime.rng import GlobalGenerators
 from tests.comparing import assert_same, snapshot
 from tests.tiers import diagonal
 from tests.training.parity import loop_step
@@ -67,12 +69,12 @@ def mean_square(result: Any, batch: Any) -> torch.Tensor:
     return result.square().mean()
 
 
-def both(make: Any) -> tuple[Any, Any, Any, Any]:
+def both(make: Any, activations: str = "auto") -> tuple[Any, Any, Any, Any]:
     models: list[Any] = []
     for _ in range(2):
         torch.manual_seed(0)
         models.append(make())
-    compiled = megatrain.compile(models[1], device="cpu", transfer="copy")
+    compiled = megatrain.compile(models[1], device="cpu", transfer="copy", activations=activations)
     return (
         models[0],
         torch.optim.SGD(models[0].parameters(), 0.1),
@@ -113,21 +115,24 @@ def test_draws_that_depend_on_values_are_refused_for_several_micro_batches_and_l
     assert torch.equal(torch.get_rng_state(), start)
 
 
-def test_losses_that_draw_in_a_model_that_draws_have_generators_of_their_own():
+@pytest.mark.parametrize(
+    "draw", [lambda: torch.rand(()), random.random, np.random.rand], ids=["torch", "random", "numpy"]
+)
+def test_losses_that_draw_in_a_model_that_draws_are_refused_for_several_micro_batches(draw: Any):
     def loss(result: torch.Tensor, batch: Any) -> torch.Tensor:
-        noise = torch.rand(()) if not isinstance(result, torch._subclasses.FakeTensor) else torch.ones(())
-        drawn.append(noise)
-        return result.square().mean() * noise
+        return result.square().mean() * draw()
 
-    drawn: list[torch.Tensor] = []
     eager, expected, compiled, found = both(lambda: nn.Sequential(Drops(), Drops()))
-    start = torch.get_rng_state()
-    loop_step(eager, expected, X, loss=mean_square)
-    end = torch.get_rng_state()
-    torch.set_rng_state(start)
-    megatrain.TrainStep(compiled, found, loss=loss)(X)
-    assert torch.equal(torch.get_rng_state(), end), "the generators are where the forwards left them"
-    assert len(set(map(float, drawn[-3:]))) == 3
+    step = megatrain.TrainStep(compiled, found, loss=loss)
+    start = GlobalGenerators.now(Cpu())
+    wanted = loop_step(eager, expected, X[0], loss=loss)[0]
+    start.restore(Cpu())
+    assert_same(step(X[0]), wanted)
+    before, start = snapshot(compiled, found), GlobalGenerators.now(Cpu())
+    with pytest.raises(DrawsError, match="the loss draws random numbers, and so does the model"):
+        step(X)
+    assert_same(snapshot(compiled, found), before)
+    assert start.is_same(GlobalGenerators.now(Cpu()))
 
 
 def test_losses_that_draw_in_a_model_that_does_not_draw_as_the_loops_do():
@@ -173,14 +178,82 @@ def test_a_module_that_draws_though_it_did_not_in_the_capture_is_refused_and_lea
     assert torch.equal(torch.get_rng_state(), start)
 
 
-def test_a_module_that_draws_in_its_own_code_has_generators_of_its_own_unless_a_loops_are_wanted():
-    _, _, compiled, found = both(lambda: nn.Sequential(Own(lambda: torch.rand(())), nn.Linear(16, 16)))
+@pytest.mark.parametrize(
+    "draw",
+    [lambda: torch.rand(()), random.random, np.random.rand, lambda: F.dropout(torch.ones(16), 0.5)],
+    ids=["torch", "random", "numpy", "dropout"],
+)
+@pytest.mark.parametrize("activations", ["recompute", "keep"])
+def test_a_module_that_draws_in_its_own_code_draws_as_eager_for_one_micro_batch_and_is_refused_for_several(
+    draw: Any, activations: str
+):
+    eager, expected, compiled, found = both(
+        lambda: nn.Sequential(nn.Linear(16, 16), nn.Sequential(Own(draw), nn.Dropout(0.5)), nn.Linear(16, 16)),
+        activations=activations,
+    )
     step = megatrain.TrainStep(compiled, found, loss=mean_square)
-    step(X)
-    before = snapshot(compiled, found)
-    with only_as_a_loop():
-        with pytest.raises(DrawsError, match="a module that runs its own code draws random numbers"):
-            step(X)
-        assert_same(snapshot(compiled, found), before)
-        step(X[0])  # one micro-batch draws as it likes
-    step(X)
+    for _ in range(3):
+        start = GlobalGenerators.now(Cpu())
+        wanted = loop_step(eager, expected, X[0], loss=mean_square)[0]
+        start.restore(Cpu())
+        assert_same(step(X[0]), wanted)
+    before, start = snapshot(compiled, found), GlobalGenerators.now(Cpu())
+    with pytest.raises(DrawsError, match="a module or a hook that runs its own code draws random numbers"):
+        step(X)
+    assert_same(snapshot(compiled, found), before)
+    assert start.is_same(GlobalGenerators.now(Cpu()))
+    step(X[0])
+
+
+@pytest.mark.parametrize("activations", ["recompute", "keep"])
+def test_a_hook_that_draws_leaves_the_numbers_of_the_modules_after_it(activations: str):
+    eager, expected, compiled, found = both(
+        lambda: nn.Sequential(*(nn.Sequential(nn.Linear(16, 16), nn.Dropout(0.5)) for _ in range(2))),
+        activations=activations,
+    )
+    drawn: dict[str, list[Any]] = {"eager": [], "compiled": []}
+    for name, model in (("eager", eager), ("compiled", compiled)):
+        model[0][0].register_forward_hook(lambda *_, log=drawn[name]: log.append(torch.rand(()).item()))
+    step = megatrain.TrainStep(compiled, found, loss=mean_square)
+    for _ in range(3):
+        start = torch.get_rng_state()
+        wanted = loop_step(eager, expected, X[0], loss=mean_square)[0]
+        torch.set_rng_state(start)
+        assert_same(step(X[0]), wanted)
+    assert drawn["eager"] == drawn["compiled"]
+    assert_same(dict(compiled.state_dict()), dict(eager.state_dict()))
+    with pytest.raises(DrawsError, match="a module or a hook that runs its own code draws random numbers"):
+        step(X)
+
+
+class Kept(nn.Module):
+    """Draws from a generator that it keeps."""
+
+    def __init__(self, make: Any) -> None:
+        super().__init__()
+        self.layer, self.generator = nn.Linear(16, 16), make()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(x) * float(self.generator.normal() if self.is_of_numpy else self.generator.gauss())
+
+    @property
+    def is_of_numpy(self) -> bool:
+        return not isinstance(self.generator, random.Random)
+
+
+@pytest.mark.parametrize("make", [lambda: random.Random(1), lambda: np.random.default_rng(1), np.random.RandomState])
+@pytest.mark.parametrize("activations", ["recompute", "keep"])
+def test_a_generator_that_a_module_keeps_draws_as_in_eager(make: Any, activations: str):
+    one = make()
+    make_one: Any = lambda: copy.deepcopy(one)  # noqa: E731
+    eager, expected, compiled, found = both(lambda: nn.Sequential(nn.Linear(16, 16), Kept(make_one)), activations)
+    step = megatrain.TrainStep(compiled, found, loss=mean_square)
+    for _ in range(3):
+        assert_same(step(X[0]), loop_step(eager, expected, X[0], loss=mean_square)[0])
+    loss = mean_square(compiled(X[0]), X[0])
+    assert_same(loss, mean_square(eager(X[0]), X[0]))
+    with torch.no_grad():
+        assert_same(compiled(X[1]), eager(X[1]))
+    assert_same(dict(compiled.state_dict()), dict(eager.state_dict()))
+    with pytest.raises(DrawsError, match="a module or a hook that runs its own code draws random numbers"):
+        step(X)

@@ -14,7 +14,6 @@ from torch import nn
 
 import megatrain
 from megatrain.errors import DrawsError, ScheduleError
-from megatrain.runtime.drawing.micro_batch_generators import only_as_a_loop
 from megatrain.runtime.streams.stream_set import Chaos
 from tests.comparing import assert_same, largest, snapshot
 from tests.draws import draws
@@ -120,8 +119,7 @@ def test_two_steps_of_random_models_under_chaos(model: nn.Module, choice: Choice
         compiled = compiled_with(streamed, max(steps[0], key=len), choice)
         step = megatrain.TrainStep(compiled, optimizers[1], loss=loss_of, **options)
         for loss, batches in zip(losses, steps, strict=False):
-            with only_as_a_loop():  # opaque modules that draw have seeded generators otherwise: docs/training.md
-                found = step(batches)
+            found = step(batches)
             assert_same(loss, found, "loss")
             # A step has the schedule of the branches that it took; it may have begun with those of the step before.
             largest_bytes = max(largest_bytes, step.schedule.device_bytes)

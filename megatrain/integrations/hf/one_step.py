@@ -18,7 +18,6 @@ from megatrain.integrations.hf.whole_calls import streaming_code
 from megatrain.integrations.paused import SpentError
 from megatrain.optim.block_update import MasterStep
 from megatrain.optim.blockwise import BlockOptimizer
-from megatrain.runtime.drawing.micro_batch_generators import only_as_a_loop
 from megatrain.runtime.rng import GlobalGenerators
 from megatrain.training.step import TrainStep
 
@@ -195,8 +194,7 @@ class OneStep:
         self._losses.outside = outside = self._outside_model()
         start = [None if p.grad is None else p.grad.clone() for p in outside]
         try:
-            with only_as_a_loop():
-                self.step(batches)
+            self.step(batches)
         except MicroBatchError as error:  # found ahead of the first operation: the code still waits
             reason = "the micro-batches of an update run other layers (the model leaves out some at random, say)"
             self._refuse_in_several(reason, error)

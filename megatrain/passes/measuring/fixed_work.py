@@ -15,6 +15,7 @@ from megatrain.torch_private import pytree
 from megatrain.tracer.calls import applied_function, function_text
 from megatrain.tracer.expectations import Expectation
 from megatrain.tracer.packed.packed_call import PackedCall
+from megatrain.tracer.python.followed_numbers import OnNumbers
 from megatrain.tracer.recording.observer import Observer
 from megatrain.tracer.recording.vmap import Mapped
 
@@ -30,15 +31,16 @@ def fixed_work_obstacle(template: Template) -> str:
     graph = template.graph
     if any(isinstance(node.target, Expectation | Observer) for node in graph.nodes):
         return "it compares values with those of the capture"
+    if any(isinstance(node.target, OnNumbers) for node in graph.nodes):
+        return "it computes with a Python number that changes from step to step"
     if opaque_calls(graph):
         return "it runs a module's own code (opaque)"
     if has_inner_grad(graph):
         return "it differentiates in its forward"
-    if template.cost is not None and template.cost.held_state:
-        return "its backward reads weights that its forward kept for itself"
+    holds = template.cost is not None and template.cost.held_state
     if any(node.meta["spec"].on_host for node in graph.nodes if "spec" in node.meta):
         return "it reads or makes tensors on the host"
-    return ""
+    return "its backward reads weights that its forward kept for itself" if holds else ""
 
 
 def launch_graph_obstacle(template: Template) -> str:

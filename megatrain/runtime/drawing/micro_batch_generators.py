@@ -8,27 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Generator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from contextvars import ContextVar
 from dataclasses import dataclass
 from itertools import pairwise
 
 from megatrain.device import Device
 from megatrain.errors import DrawsError
 from megatrain.runtime.drawing.draws import Draws
-from megatrain.runtime.rng import OwnGenerators, RngState, kept_generators, micro_batch_seed
+from megatrain.runtime.rng import GlobalGenerators, OwnGenerators, RngState, kept_generators
 from megatrain.tracer.recording.random_numbers import HostRng
-
-_ONLY_AS_A_LOOP: ContextVar[bool] = ContextVar("_ONLY_AS_A_LOOP", default=False)
-
-
-@contextmanager
-def only_as_a_loop() -> Generator[None]:
-    """Refuses steps in the body whose micro-batches would draw other numbers than a loop does."""
-    before = _ONLY_AS_A_LOOP.set(True)
-    try:
-        yield
-    finally:
-        _ONLY_AS_A_LOOP.reset(before)
 
 
 @dataclass(slots=True)
@@ -37,14 +24,15 @@ class MicroBatchGenerators:
 
     Args:
         forward: Its forward; None for the global generators.
-        loss: Its loss; None for the global generators.
+        quiet_on: The compute device, if its loss may not draw: the model draws, and the next forward comes later in the
+            loop, and earlier in the step. None if the loss draws from the global generators.
         ends_at: Where its forward must end, because the next one begins there; None if none does.
         host: Where Python's and NumPy's generators must stay, because nobody knows of draws from them; None if they may
             move.
     """
 
     forward: OwnGenerators | None = None
-    loss: OwnGenerators | None = None
+    quiet_on: Device | None = None
     ends_at: RngState | None = None
     host: HostRng | None = None
 
@@ -52,9 +40,7 @@ class MicroBatchGenerators:
     def of(draws: Sequence[Draws | None], are_random: Sequence[bool], device: Device) -> Sequence[MicroBatchGenerators]:
         """Divides the random numbers of a step that begins now among its micro-batches.
 
-        If a forward draws, all draw as in a loop over micro-batches, and their losses from seeded generators: a loop's
-        order has the loss of one ahead of the forward of the next. Forwards that can't be drawn ahead (of opaque
-        modules) have seeded generators as well; the first of them has the global ones.
+        If a forward draws, all draw as in a loop over micro-batches.
 
         Args:
             draws: The random calls of each micro-batch.
@@ -62,8 +48,8 @@ class MicroBatchGenerators:
             device: Compute device.
 
         Raises:
-            DrawsError: If a forward draws from a state that torch doesn't show; or, in `only_as_a_loop`, can't be drawn
-                ahead.
+            DrawsError: If a forward can't be drawn ahead: it draws in an opaque module or a hook, or from a state that
+                torch doesn't show.
         """
         count = len(draws)
         if count == 1 or not any(are_random):
@@ -74,21 +60,14 @@ class MicroBatchGenerators:
                 "  Micro-batches of a step draw in the order of a loop, so their generators must be known ahead.\n"
                 "  Give TrainStep a single micro-batch; or give the RNN dropout=0, and its layers nn.Dropout."
             )
-
-        def seeded(number: int) -> OwnGenerators:
-            return OwnGenerators.seeded(micro_batch_seed(number, device), device)
-
-        found = [MicroBatchGenerators(loss=seeded(count + number)) for number in range(count)]
         if any(each is None for each in draws):
-            if _ONLY_AS_A_LOOP.get():
-                raise DrawsError(
-                    "a module that runs its own code draws random numbers.\n"
-                    "  Micro-batches of a step draw in the order of a loop, so what each draws must be known ahead.\n"
-                    "  Give TrainStep a single micro-batch; print(compiled.program) says why the module is opaque."
-                )
-            for number, each in enumerate(found[1:], start=1):
-                each.forward = seeded(number)
-            return found
+            raise DrawsError(
+                "a module or a hook that runs its own code draws random numbers.\n"
+                "  Micro-batches of a step draw in the order of a loop, so what each draws must be known ahead.\n"
+                "  Give TrainStep a single micro-batch, or write the loop yourself; print(compiled.program) says why "
+                "code is opaque."
+            )
+        found = [MicroBatchGenerators(quiet_on=device) for _ in draws]
         if any(each is not None and each.are_opaque for each in draws):
             host = HostRng.now()
             for each in found:
@@ -117,11 +96,35 @@ class MicroBatchGenerators:
             )
 
     def drawing(self, block: int | None) -> AbstractContextManager[None]:
-        """Lets the body draw as a block of the forward does; None is the loss."""
-        own = self.loss if block is None else self.forward
-        return nullcontext() if own is None else own.drawing()
+        """Lets the body draw as a block of the forward does; None is the loss.
+
+        Raises:
+            DrawsError: If a loss draws that may not.
+        """
+        if block is None:
+            return nullcontext() if self.quiet_on is None else _without_draws(self.quiet_on)
+        return nullcontext() if self.forward is None else self.forward.drawing()
 
     def leave(self, device: Device) -> None:
         """Sets the global generators to the end of this forward, the last of a step."""
-        if self.forward is not None and not self.forward.is_seeded:
+        if self.forward is not None:
             self.forward.state.restore(device)
+
+
+@contextmanager
+def _without_draws(device: Device) -> Generator[None]:
+    """Runs a loss.
+
+    Raises:
+        DrawsError: If it draws, or seeds; the generators are as they were.
+    """
+    with kept_generators(device):
+        before = GlobalGenerators.now(device)
+        yield
+        is_quiet = before.is_same(GlobalGenerators.now(device))
+    if not is_quiet:
+        raise DrawsError(
+            "the loss draws random numbers, and so does the model.\n"
+            "  In a loop over micro-batches a loss draws before the next forward; a step runs the forwards in turns.\n"
+            "  Draw in the model, give TrainStep a single micro-batch, or write the loop yourself."
+        )

@@ -36,6 +36,7 @@ from megatrain.tracer.recording.effect_watch import StrayWatch
 from megatrain.tracer.recording.functions import recorded_functions
 from megatrain.tracer.recording.inputs import WrittenInputs, bind_inputs
 from megatrain.tracer.recording.module_calls import (
+    followed_counts,
     followed_modules,
     host_drawer,
     kept_dtypes,
@@ -65,6 +66,7 @@ class Capture:
         self._attempt = attempt
         self._stray: Obstacle | None = None
         self._written = WrittenInputs()
+        self._followed: dict[tuple[int, str], Any] = {}  # attributes whose numbers are followed, once they are bound
         self._returned: ReturnedArgument | None = None
         self._fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
         self._entries, self._tensors = inventory(model)
@@ -111,7 +113,7 @@ class Capture:
             swapped_state(self._model, self._by_id, self._outer) as start,
             self._host_drawer() as drawer,
         ):
-            with assuming.reading():
+            with assuming.reading(self._followed):
                 result, given = self._run_forward(self._recorder)
             self._packed.check_unchanged()
             self._effects.refuse_unregistered(start)
@@ -155,7 +157,10 @@ class Capture:
     def _run_forward(self, recorder: Recorder) -> tuple[Any, list[torch.Tensor]]:
         """Runs the model; returns its result, and what its inputs were bound to."""
         given, self._written = bind_inputs(recorder, self._arguments, self._fake_mode, self._device, self._attempt)
-        args, kwargs = self._arguments.rebuild(given)
+        following, held = recorder.following, self._arguments.attributes
+        for attribute, tensor in zip(held, given[len(given) - len(held) :], strict=True):
+            self._followed[id(attribute.module), attribute.name] = following.number(tensor)
+        args, kwargs = self._arguments.rebuild(given, following.number)
         containers = Containers.of(args, kwargs)
         for key, fake in self._fakes.items():
             recorder.tape.bind_state(fake, key)
@@ -170,6 +175,7 @@ class Capture:
             stack.enter_context(followed_launches(recorder))
             stack.enter_context(recorded_maps(recorder))
             stack.enter_context(kept_dtypes(recorder))
+            stack.enter_context(followed_counts(recorder))
             stack.enter_context(opaque_modules(recorder, self._model, self._attempt.opaque))
             stack.enter_context(recorder)
             stack.enter_context(own_code())
@@ -183,6 +189,8 @@ class Capture:
                 if recorder.needs_saved:
                     raise NeedSavedError from None
                 raise
+        if following.error is not None:
+            raise following.error  # the model's code has caught it
         if self._stray is not None:
             raise self._stray
         if recorder.needs_saved:
@@ -249,7 +257,8 @@ class Capture:
                     "  A capture can't change which buffers are registered.\n"
                     "  Write into the buffer in place."
                 )
-            if tensor is not self._fakes[key]:
+            fake = self._fakes[key]
+            if tensor is not fake and not self._recorder.is_value_of(tensor, fake):
                 # A copy of its own, in case the new value is an input or another buffer.
                 with torch.no_grad():
                     found[key] = self._recorder.record(torch.Tensor.clone, (tensor,), {})
@@ -280,6 +289,7 @@ class Capture:
             block_modules=repeated_modules(self._model),
             device=self._device,
             gradient_order=recorder.gradient_order.groups(recorder.tape.graph),
+            num_numbers=self._arguments.num_held,
         )
 
     def _written_state(

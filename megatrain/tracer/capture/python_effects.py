@@ -8,7 +8,7 @@ from typing import Any, NoReturn
 from torch import nn
 
 from megatrain.errors import TraceError
-from megatrain.tracer.python.contents import ObjectSlots
+from megatrain.tracer.python.contents import GeneratorState, ObjectSlots
 from megatrain.tracer.python.holders import Attributes, Change, ModuleClass
 from megatrain.tracer.python.named import Named
 from megatrain.tracer.python.outer import Outer
@@ -91,10 +91,13 @@ class PythonEffects:
     def _refuse(self, change: Change) -> NoReturn:
         root = change.place.root
         kind = "global variable" if isinstance(root, Named) else "Python attribute"
+        draws = isinstance(change.holder, GeneratorState)
+        does = "draws from" if draws else "changes"
+        now = "" if draws else f" (now {change.now!r})"
         raise Obstacle(
-            f"changes the {kind} `{change.name}` (now {change.now!r}) in its forward",
+            f"{does} the {kind} `{change.name}`{now} in its forward",
             "A capture would keep its first value in every call.",
-            "Keep counters in a buffer.",
+            "Draw with torch from the default generator." if draws else "Keep counters in a buffer.",
             remedy=RUN_AGAIN,
             place=root.source if isinstance(root, Named) else None,
             calls=self._calls_of(change),

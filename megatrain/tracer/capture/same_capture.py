@@ -7,10 +7,13 @@ from dataclasses import fields
 from typing import Any
 
 from torch import fx
+from torch.fx.node import map_arg
 
 from megatrain.torch_private import pytree
 from megatrain.tracer.equal import is_equal
+from megatrain.tracer.expectations import Expectation
 from megatrain.tracer.guards import Guard
+from megatrain.tracer.python.followed_numbers import OnNumbers
 from megatrain.tracer.traced import TracedModule
 
 # What a node's meta says besides the user's line.
@@ -42,12 +45,48 @@ def is_same_capture(left: TracedModule, right: TracedModule) -> bool:
     )
 
 
-def _is_same_node(left: fx.Node, right: fx.Node, nodes: Mapping[fx.Node, fx.Node]) -> bool:
+def is_same_but_for_numbers(plain: TracedModule, followed: TracedModule) -> bool:
+    """Tells whether a capture that follows numbers computes what one with the numbers themselves does.
+
+    The two are of one call. The latter has further inputs, after the others, and copies of tensors that it reads
+    numbers from.
+    """
+    more = set(followed.inputs[len(plain.inputs) :])
+    ours = [node for node in plain.graph.nodes if not _is_read(node)]
+    others = [node for node in followed.graph.nodes if node not in more and not node.meta.get("is_read")]
+    nodes = dict(zip(ours, others, strict=False))
+    ignored = (*_SEPARATE, "input_names", "num_numbers")
     return (
-        (left.op, left.name) == (right.op, right.name)
-        and (left.target is right.target or left.target == right.target)
-        and _is_same_value((left.args, left.kwargs), (right.args, right.kwargs), nodes)
-        and all(_is_same_value(left.meta.get(fact), right.meta.get(fact), nodes) for fact in _FACTS)
+        len(ours) == len(others)
+        and all(
+            getattr(plain, f.name) == getattr(followed, f.name) for f in fields(TracedModule) if f.name not in ignored
+        )
+        and all(_is_same_node(a, b, nodes, by_numbers=True) for a, b in nodes.items())
+        and [(k, nodes[n]) for k, n in plain.writes_back] == list(followed.writes_back)
+        and len(plain.guards) == len(followed.guards)
+        and all(_is_same_guard(a, b, nodes) for a, b in zip(plain.guards, followed.guards, strict=True))
+    )
+
+
+def _is_read(node: fx.Node) -> bool:
+    """Tells whether a node compares a number that Python reads; `Arguments.follows_reads` has it followed."""
+    return isinstance(node.target, Expectation) and node.target.target == "item"
+
+
+def _is_same_node(left: fx.Node, right: fx.Node, nodes: Mapping[fx.Node, fx.Node], *, by_numbers: bool = False) -> bool:
+    op, target, arguments, facts = right.op, right.target, (right.args, right.kwargs), _FACTS
+    if by_numbers:
+        facts = [fact for fact in _FACTS if fact != "storage"]  # further inputs have memory of their own
+        if isinstance(target, OnNumbers) and target != left.target:
+            # With fx's own containers, as a node has them.
+            arguments = map_arg(target.arguments(right.args, lambda number: number.now), lambda node: node)
+            op, target = target.op, target.target
+    return (
+        left.op == op
+        and (by_numbers or left.name == right.name)
+        and (left.target is target or left.target == target)
+        and _is_same_value((left.args, left.kwargs), arguments, nodes)
+        and all(_is_same_value(left.meta.get(fact), right.meta.get(fact), nodes) for fact in facts)
         and _is_same_value(left.meta.get("writes"), right.meta.get("writes"), nodes)
     )
 

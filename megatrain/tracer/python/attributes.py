@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -77,10 +77,14 @@ def _lookup_of(kind: type) -> type:
 
 
 @contextmanager
-def recorded_reads(root: nn.Module) -> Generator[Reads]:
+def recorded_reads(root: nn.Module, instead: Mapping[tuple[int, str], Any]) -> Generator[Reads]:
     """Notes what this thread reads from modules, through a hook in `nn.Module` that is there for the body only.
 
     Classes with an attribute lookup of their own are taken to read everything.
+
+    Args:
+        root: The model.
+        instead: What the thread finds in place of attributes, by module's identity and name; such reads aren't noted.
     """
     reads, initialize = Reads(), original_of(nn.Module, "__init__")
     for module in root.modules():
@@ -93,6 +97,8 @@ def recorded_reads(root: nn.Module) -> Generator[Reads]:
             file = sys._getframe(2).f_code.co_filename  # pyright: ignore[reportPrivateUsage]
             if file != _TORCH_MODULE_FILE and not file.startswith(OURS):
                 reads.note_all(module)
+        elif instead and (id(module), name) in instead:
+            return instead[id(module), name]
         else:
             names = reads.by_module.get(id(module))
             if names is None or name not in names:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Collection, Generator, Iterable, Iterator
+from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import nn
@@ -41,9 +42,9 @@ class Assuming:
         self._reads = Reads()
 
     @contextmanager
-    def reading(self) -> Generator[None]:
-        """Notes what the body reads."""
-        with recorded_reads(self._model) as self._reads:
+    def reading(self, instead: Mapping[tuple[int, str], Any]) -> Generator[None]:
+        """Notes what the body reads; see `recorded_reads`."""
+        with recorded_reads(self._model, instead) as self._reads:
             yield
 
     def assumptions(self, constants: Iterable[torch.Tensor]) -> Assumptions:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import pickle
+import random
 from array import array
 from collections import OrderedDict, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -32,6 +34,8 @@ VALUES = (
 CONTAINERS = (list, tuple, dict, set, frozenset, deque, MappingProxyType)
 BUFFERS = (np.ndarray, bytearray, array)
 """Types of what holds numbers or bytes rather than objects."""
+GENERATORS = (random.Random, np.random.Generator, np.random.RandomState)
+"""Types of random generators that are objects of the user's; each draw moves one."""
 # What holds more is data that a model refers to, a vocabulary or a data set, rather than its state.
 LARGEST = 4096
 _LARGEST_BUFFER = 65536
@@ -90,6 +94,38 @@ class ObjectSlots(Holder):
             self._members[name].__delete__(self.value)
         for name, value in changed.items():
             self._members[name].__set__(self.value, value)
+
+
+class GeneratorState(Holder):
+    """The state of a random generator, as bytes under the label `...`."""
+
+    __slots__ = ("generator",)
+
+    def __init__(self, generator: Any) -> None:
+        self.generator = generator
+
+    @property
+    def key(self) -> Any:
+        """See `Holder.key`."""
+        return id(self.generator), GeneratorState
+
+    def held(self) -> dict[Any, Any]:
+        """See `Holder.held`."""
+        generator = self.generator
+        if isinstance(generator, random.Random):
+            return {...: pickle.dumps(generator.getstate())}
+        bits = generator.bit_generator if isinstance(generator, np.random.Generator) else generator
+        return {...: pickle.dumps(bits.state if bits is not generator else bits.get_state(legacy=False))}
+
+    def put(self, changed: Mapping[Any, Any], removed: Iterable[Any]) -> None:
+        """See `Holder.put`."""
+        state, generator = pickle.loads(changed[...]), self.generator  # our own, from `held`
+        if isinstance(generator, random.Random):
+            generator.setstate(state)
+        elif isinstance(generator, np.random.Generator):
+            generator.bit_generator.state = state
+        else:
+            generator.set_state(state)
 
 
 _members_of: WeakKeyDictionary[type, dict[str, Any]] = WeakKeyDictionary()
@@ -161,6 +197,8 @@ def _holders_in(value: Any, kind: type) -> Sequence[Any]:
             found.append(value)
     elif isinstance(value, BUFFERS) and is_copied(value):
         found.append(value)
+    elif isinstance(value, GENERATORS):
+        found.append(GeneratorState(value))
     own = getattr(value, "__dict__", None)
     if type(own) is dict and len(own) <= LARGEST:
         found.append(own)

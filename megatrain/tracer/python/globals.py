@@ -20,6 +20,7 @@ from torch import nn
 from megatrain.tracer.python.attributes import REGISTRIES
 from megatrain.tracer.python.contents import (
     CONTAINERS,
+    GENERATORS,
     VALUES,
     held_in,
     holders_in,
@@ -224,7 +225,7 @@ class _NameSearch:
     def _is_setting(self, value: Any, *, is_installed: bool) -> bool:
         if is_installed and isinstance(value, list | tuple | dict | set | frozenset) and len(value) > _LARGEST_TABLE:
             return False
-        if is_plain(value):
+        if is_plain(value) or isinstance(value, GENERATORS):
             return True
         self._add_class(type(value))
         # Tables and objects of a library grow whenever anybody uses it, which says nothing about this model.

@@ -13,7 +13,9 @@ from torch import nn
 from megatrain.tracer.equal import is_equal
 from megatrain.tracer.python.contents import (
     BUFFERS,
+    GENERATORS,
     VALUES,
+    GeneratorState,
     Holder,
     held_in,
     holders_in,
@@ -23,6 +25,9 @@ from megatrain.tracer.python.contents import (
 )
 from megatrain.tracer.python.named import Named
 from megatrain.tracer.python.outer import Outer, is_ours
+
+# What changes as a whole, however little of it does.
+_WHOLE = (*BUFFERS, GeneratorState)
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,9 +130,9 @@ class Attributes:
                 self._saved[identity] = (name, root, way, holder, content)
             else:
                 passed.add(identity)
-            for label, item in content.items() if not isinstance(holder, BUFFERS) else ():
+            for label, item in content.items() if not isinstance(holder, _WHOLE) else ():
                 inner = holders_in(item)
-                if inner and (follows is None or follows(item)):
+                if inner and (follows is None or follows(item) or isinstance(item, GENERATORS)):
                     stack += [((*way, (label, which)), found) for which, found in enumerate(inner)]
 
     def _is_saved(self, holder: Any) -> bool:
@@ -172,6 +177,6 @@ def _is_same(holder: Any, left: dict[Any, Any], right: dict[Any, Any]) -> bool:
         return False
     if all(map(is_, left.values(), right.values())) and all(map(is_, left, right)):
         return True  # as nearly always: in the same order too
-    if isinstance(holder, BUFFERS):
+    if isinstance(holder, _WHOLE):
         return is_equal(left[...], right[...])
     return all(left[k] is right[k] for k in left)

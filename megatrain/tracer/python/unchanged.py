@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from megatrain.tracer.packed.packing import namespaces, packing_key
-from megatrain.tracer.python.contents import BUFFERS, MISSING, ObjectSlots, holders_in
+from megatrain.tracer.python.contents import BUFFERS, MISSING, GeneratorState, ObjectSlots, holders_in
 from megatrain.tracer.python.module_tree import GLOBAL_HOOKS, HOOKS
 from megatrain.tracer.python.snapshot import Contents, Kept, parts_of
 
@@ -82,7 +82,7 @@ class Watch:
             for holder in holders_in(value):
                 if isinstance(holder, ObjectSlots):
                     self._slots.append((holder, list(holder.held().values())))
-                elif not isinstance(holder, tuple | frozenset):
+                elif not isinstance(holder, tuple | frozenset | GeneratorState):
                     self.add_container(holder)
 
     def is_unchanged(self) -> bool:

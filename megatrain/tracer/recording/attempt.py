@@ -63,6 +63,7 @@ class Attempt:
         follows_host: Looks for the module that draws from Python's or NumPy's generators.
         observed: Forward hooks that run by their own code at each step, beside the graph.
         kept: Forward hooks that can't: they are captured.
+        follows_reads: Follows the numbers that Python reads from tensors of one element; with `uses_values`.
     """
 
     make_fake: frozenset[Site] = frozenset()
@@ -74,6 +75,7 @@ class Attempt:
     follows_host: bool = False
     observed: frozenset[HookSite] = frozenset()
     kept: frozenset[HookSite] = frozenset()
+    follows_reads: bool = False
 
     def runs_again(self, name: str) -> bool:
         """Tells whether a module, or an attribute of one, belongs to an opaque module."""

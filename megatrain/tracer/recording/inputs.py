@@ -11,7 +11,7 @@ import torch
 from megatrain.device import HOST, Device, is_on_host
 from megatrain.errors import ExecuteError, TraceError
 from megatrain.torch_private import FakeTensorMode
-from megatrain.tracer.arguments import Arguments, holds_tensors
+from megatrain.tracer.arguments import Arguments, HeldNumber, holds_tensors
 from megatrain.tracer.recording.attempt import Attempt
 from megatrain.tracer.recording.effect_watch import storage_key
 from megatrain.tracer.recording.recorder import Recorder
@@ -21,7 +21,7 @@ from megatrain.tracer.user_dicts import IMMUTABLE
 
 def is_plain(leaf: object) -> bool:
     """Tells whether a capture can stand for calls with this argument: a tensor, or a value that never changes."""
-    return isinstance(leaf, (torch.Tensor, Enum, *IMMUTABLE))
+    return isinstance(leaf, (torch.Tensor, Enum, HeldNumber, *IMMUTABLE))
 
 
 def check_arguments(arguments: Arguments) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.modules import batchnorm
 
 from megatrain.patches import original_of, replaced_here
 from megatrain.tracer.python.contents import VALUES
@@ -161,3 +162,17 @@ def host_drawer(root: nn.Module) -> Generator[Callable[[], tuple[str, ...]]]:
 
     with replaced_here(nn.Module, "__call__", call):
         yield lambda: found[0] if found else ()
+
+
+@contextmanager
+def followed_counts(recorder: Recorder) -> Generator[None]:
+    """Follows the number of batches by which a BatchNorm without a momentum divides."""
+    original: Any = original_of(batchnorm, "float")
+
+    def read(value: Any = 0.0) -> Any:
+        if not isinstance(value, torch.Tensor) or recorder.is_recording:
+            return original(value)
+        return recorder.read_number(value, float)
+
+    with replaced_here(batchnorm, "float", read):
+        yield

@@ -13,7 +13,7 @@ from torch import nn
 
 from megatrain.device import used_device
 from megatrain.torch_private import pytree
-from megatrain.tracer.python.contents import VALUES
+from megatrain.tracer.python.contents import VALUES, GeneratorState
 from megatrain.tracer.recording.obstacles import RUN_AGAIN, Obstacle, refuse_flag
 from megatrain.tracer.recording.opaque import Escapes, Holder, Opaque, tensors_in
 from megatrain.tracer.recording.random_numbers import kept_rng
@@ -33,6 +33,9 @@ class OpaqueCall:
         args: Positional arguments.
         kwargs: Keyword arguments.
         calls: Names of the module calls around it and itself, outermost first.
+
+    Attributes:
+        has_drawn: Whether its run moved a random generator: torch's on the CPU, Python's, NumPy's, or one of its own.
     """
 
     def __init__(self, name: str, reason: str, module: nn.Module, args: Any, kwargs: Any, calls: tuple[str, ...]):
@@ -50,6 +53,7 @@ class OpaqueCall:
         self.opaque = Opaque(name, reason, module, (args, kwargs), [places for _, places in state], calls)
         self._attributes = self.opaque.python_state()
         self.changed: set[tuple[Any, Any]] = set()
+        self.has_drawn = False
 
     def run(
         self, tensors: Sequence[torch.Tensor], more: Mapping[int, torch.Tensor], escapes: Escapes
@@ -71,15 +75,19 @@ class OpaqueCall:
         state = tensors[len(tensors) - self._num_state :]
         flags = [t.requires_grad for t in state]
         before = pytree.tree_flatten(self._arguments)
-        with kept_rng(used_device(tensors)):
+        cpu = torch.get_rng_state()
+        with kept_rng(used_device(tensors)) as moved:
             results, result, rebound = self.opaque.capture(
                 tensors, dict(more), lambda tensor: escapes.note(tensor, self._calls)
             )
+            self.has_drawn = not torch.equal(cpu, torch.get_rng_state())
+        self.has_drawn |= bool(moved)
         after = pytree.tree_flatten(self._arguments)
         if before[1] != after[1] or any(a is not b for a, b in zip(before[0], after[0], strict=True)):
             self._refuse("changes a container that it is given")
         for change in self._attributes.changes():
             self.changed.add(change.where)
+            self.has_drawn |= isinstance(change.holder, GeneratorState)
             if any(t.requires_grad for t in tensors_in(change.now)):
                 self._refuse(f"keeps a tensor with a history in the attribute `{change.name}`")
         if any(now != then for now, then in zip(map(_memory, tensors), memory, strict=True)):

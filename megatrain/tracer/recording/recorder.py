@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from typing import Any, NoReturn
 
@@ -16,6 +16,14 @@ from megatrain.tracer.calls import as_call, call_name, is_property_get, is_prope
 from megatrain.tracer.guards import PLAIN, is_metadata_read
 from megatrain.tracer.packed.packed_state import check_run, unpacked_result
 from megatrain.tracer.packed.packing import UnfollowedError
+from megatrain.tracer.python.followed_numbers import (
+    Followed,
+    Following,
+    OnNumbers,
+    held_tensors,
+    is_followed,
+    refuse_followed,
+)
 from megatrain.tracer.recording.observer import Observer
 from megatrain.tracer.recording.obstacles import (
     RUN_AGAIN,
@@ -29,11 +37,11 @@ from megatrain.tracer.recording.obstacles import (
 )
 from megatrain.tracer.recording.opaque import without_history
 from megatrain.tracer.recording.opaque_call import OpaqueCall
-from megatrain.tracer.recording.random_numbers import HostRng
 from megatrain.tracer.recording.runner import CallRunner
 from megatrain.tracer.recording.tape import place_of
 from megatrain.tracer.source_line import user_line
 
+_INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 _RECORDED_PROPERTIES = {"data", "T", "mT", "H", "mH", "real", "imag"}
 
 
@@ -87,6 +95,10 @@ class Recorder(CallRunner):
         """Tells whether a tensor is the fake that stands for a parameter or buffer."""
         return self._state.has(tensor)
 
+    def is_value_of(self, tensor: torch.Tensor, fake: torch.Tensor) -> bool:
+        """Tells whether a tensor holds the values of a parameter or buffer, in a capture on values."""
+        return self._attempt.uses_values and self._state.value(fake) is tensor
+
     def let_go(self) -> None:
         """Frees the weights that a capture on values has brought to the device: a block's run is over."""
         self._state.let_go()
@@ -132,6 +144,26 @@ class Recorder(CallRunner):
     ) -> Any:
         self.tape.site = (user_line(), call_name(func))
         check_call(func, args, kwargs)
+        if any(map(is_followed, pytree.tree_leaves((args, kwargs)))):
+            return self._record_on_numbers(func, args, kwargs, run)
+        if self._attempt.follows_reads and self.tape.site[1] == "item":
+            [tensor], _ = self._as_recorded(args, kwargs)
+            if tensor.dtype.is_floating_point or (tensor.dtype in _INTEGERS and not self.tape.is_known(tensor)):
+                return self.read_number(tensor)
+        return self._record_plain(func, args, kwargs, run)
+
+    def read_number(self, tensor: torch.Tensor, kind: Callable[..., Any] | None = None) -> Followed:
+        """Records the read of a tensor's only element, as a float or an int if `kind` is one of these; follows it."""
+        with torch.no_grad():  # a copy, because the next call may write into the tensor
+            held = self.record(torch.Tensor.clone, (tensor,), {})
+        if kind is None:
+            self.tape.node_of(held).meta["is_read"] = True
+        with self.unrecorded():
+            return self.following.number(held, kind)
+
+    def _record_plain(
+        self, func: Callable[..., Any], args: Any, kwargs: Any, run: Callable[..., Any] | None = None
+    ) -> Any:
         if is_property_set(func):
             return None  # nothing that would change anything passes the check
         if self.tape.site[1] == "requires_grad_":
@@ -164,12 +196,39 @@ class Recorder(CallRunner):
             self._read(func, args, kwargs, nodes, result)
         return result if given is None else given
 
+    def _record_on_numbers(self, func: Any, args: Any, kwargs: Any, run: Any) -> Any:
+        """Records a call that is given followed numbers."""
+        leaves = pytree.tree_leaves((args, kwargs))
+        numbers = [x for x in leaves if isinstance(x, Followed)]
+        following = numbers[0].following if numbers else Following()
+        if run is not None or not numbers or any(type(x) is slice and is_followed(x) for x in leaves):
+            following.decide()
+        if is_property_set(func) or is_metadata_read(self.tape.site[1]):
+            following.decide()
+        args, kwargs = self._as_recorded(args, kwargs)
+        given = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
+        given += [tensor for number in numbers for tensor in held_tensors(number)]
+        operands = tuple({id(tensor): tensor for tensor in given}.values())
+        call = OnNumbers(*as_call(func), (args, kwargs), operands, self.tape.calls())
+        result = self._record_plain(call, operands, {}, call.first_run)
+        # How much is drawn, or which shapes there are, may depend on the number.
+        if self.effects.is_random or self.effects.is_value_dependent or not self._is_alike(call, operands):
+            following.decide()
+        return result
+
+    def _is_alike(self, call: OnNumbers, operands: Sequence[torch.Tensor]) -> bool:
+        """Tells whether a call returns the same shapes and memory for another number, tried without values."""
+        with self.unrecorded(), self._fake_mode, torch.no_grad():
+            made = [torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=t.device) for t in operands]
+            return call.is_alike(made)
+
     def record_module(self, module: nn.Module, name: str, args: Any, kwargs: Any) -> Any:
         """Records the call of an opaque module as one node; returns the module's result."""
         self.tape.site = (user_line(), name)
         with self._located(), self.unrecorded():
             check_transforms()
             self._packed.check_opaque(name, module, self._attempt.opaque[name])
+            refuse_followed((args, kwargs))
             args, kwargs = self._as_recorded(args, kwargs)
             calls = (*self.tape.calls(), name)
             call = OpaqueCall(name, self._attempt.opaque[name], module, args, kwargs, calls)
@@ -182,15 +241,14 @@ class Recorder(CallRunner):
                 return call.run(tensors, more, self.tape.escapes)
 
             ends = self.gradient_order.ends(operands, nodes)
-            before = torch.get_rng_state(), HostRng.now()
             with self._generator.free():
                 result, results, rebound = self._run(run, tuple(operands), {}, operands, is_users=True)
             made = results
             if self._drops_saved:
                 result, results = without_history(result, results, operands, self._refuse_saved)
             self.changed_by_users |= call.changed
-            moved = not torch.equal(before[0], torch.get_rng_state()) or before[1] != HostRng.now()
-            node = self.tape.append_opaque(call.opaque, nodes, results, has_drawn=moved or self.effects.is_random)
+            has_drawn = call.has_drawn or self.effects.is_random
+            node = self.tape.append_opaque(call.opaque, nodes, results, has_drawn=has_drawn)
             self.gradient_order.note(node, ends, made)
             for (holder, kind, label), tensor in rebound:
                 vars(holder)[kind][label] = tensor
@@ -209,6 +267,7 @@ class Recorder(CallRunner):
         self.tape.site = (user_line(), site[0])
         with self._located(), self.unrecorded():
             check_transforms()
+            refuse_followed(args)
             args = self._as_recorded(*args)
             observer = Observer(site[0], module, hook, args)
             operands = [self._value(x) for x in pytree.tree_leaves(args) if isinstance(x, torch.Tensor)]
@@ -220,6 +279,8 @@ class Recorder(CallRunner):
             self._run(look, tuple(operands), {}, operands, is_users=True)
             if self.effects.written:
                 refuse("writes into a tensor in a hook", "The graph must see it.", "Return it.", remedy=RUN_AGAIN)
+            if self.effects.is_random:  # a recompute leaves the hook out, and would draw the hook's numbers elsewhere
+                refuse("draws random numbers in a hook", "The graph must see it.", "Draw outside.", remedy=RUN_AGAIN)
             self.tape.append_observer(observer, nodes)
 
     def _as_recorded(self, args: Any, kwargs: Any) -> tuple[Any, Any]:

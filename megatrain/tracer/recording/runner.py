@@ -18,6 +18,7 @@ from megatrain.tracer.calls import call_name
 from megatrain.tracer.gradient_order import GradientOrder
 from megatrain.tracer.inventory import StateValues
 from megatrain.tracer.packed.packed_state import PackedState
+from megatrain.tracer.python.followed_numbers import Following
 from megatrain.tracer.recording.attempt import Attempt, MakeFakeError, NeedSavedError, WrittenInputError
 from megatrain.tracer.recording.effect_watch import EffectWatch, storage_key
 from megatrain.tracer.recording.obstacles import (
@@ -87,6 +88,7 @@ class CallRunner(TorchFunctionMode):
         self._left_out_large = False
         self._drops_saved = attempt.uses_values and not attempt.keeps_saved
         self.needs_saved = False
+        self.following = Following()
 
     @contextmanager
     def unrecorded(self) -> Generator[None]:

@@ -120,6 +120,10 @@ class Tape:
             return False
         return node not in self._known or node in self._from_inputs
 
+    def is_known(self, tensor: torch.Tensor) -> bool:
+        """Tells whether a tensor depends on inputs and constants alone."""
+        return self.node_of(tensor) in self._known
+
     def calls(self) -> tuple[str, ...]:
         """Names of the modules whose calls the running code is in, outermost first."""
         return tuple(name for name, _ in self.module_stack)
@@ -245,6 +249,12 @@ class Tape:
             if any(n in self._from_inputs for n in operands):
                 self.guards.append(Guard(op, target, args, kwargs, expected, self.site[0], len(self.graph.nodes)))
             return
-        check = Expectation(op, target, expected, self.site[0], self.calls())
+        check = Expectation(op, target, expected, self.site[0], self.calls(), self._name_of(operands[0]))
         node = self.graph.call_function(check, tuple(args), dict(kwargs))
         node.meta.update(self._context(), is_random=False)
+
+    def _name_of(self, node: fx.Node) -> str:
+        """The name of the state that a node reads or has written, or else the node's own."""
+        number = node.meta.get("storage")
+        states = (n for n in self.graph.nodes if n.op == "get_attr" and n.meta["storage"] == number)
+        return next((str(state.target) for state in states), node.name)

@@ -1,0 +1,284 @@
+"""Numbers of Python that are others at each step: one capture stands for all of them, with eager's bits."""
+
+from __future__ import annotations
+
+import copy
+import math
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import megatrain
+from tests.comparing import assert_same, snapshot
+from tests.training.parity import loop_step
+
+X = [torch.randn(6, 8, generator=torch.Generator().manual_seed(seed)) for seed in range(3)]
+
+
+def square(result: torch.Tensor, batch: Any) -> torch.Tensor:
+    return result.square().mean()
+
+
+def pair(make: Callable[[], nn.Module], **options: Any) -> tuple[Any, Any, Any, Any, Any]:
+    """A model and its optimizer for eager; the same compiled, its optimizer, and a TrainStep."""
+    torch.manual_seed(0)
+    eager = make()
+    streamed = copy.deepcopy(eager)
+    compiled = megatrain.compile(streamed, device="cpu", memory="64KiB", transfer="copy", **options)
+    optimizers = [torch.optim.SGD(model.parameters(), 0.1, momentum=0.9) for model in (eager, streamed)]
+    return eager, optimizers[0], compiled, optimizers[1], megatrain.TrainStep(compiled, optimizers[1], loss=square)
+
+
+def captures(compiled: Any) -> int:
+    return compiled.megatrain.variant.number
+
+
+class Normed(nn.Module):
+    def __init__(self, width: int = 8) -> None:
+        super().__init__()
+        self.layer, self.norm = nn.Linear(width, width), nn.BatchNorm1d(width, momentum=None)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.norm(torch.tanh(self.norm(self.layer(x))))
+
+
+@pytest.mark.parametrize("activations", ["recompute", "keep", "offload"])
+@pytest.mark.parametrize("count", [1, 3])
+def test_running_averages_over_all_batches_have_one_capture(count: int, activations: str):
+    make: Any = lambda: nn.Sequential(*(Normed() for _ in range(3)))  # noqa: E731
+    eager, expected, compiled, found, step = pair(make, activations=activations)
+    for number in range(4):
+        batches = [x + number for x in X[:count]]
+        assert_same(step(batches), loop_step(eager, expected, batches, loss=square)[0])
+        assert_same(snapshot(eager, expected), snapshot(compiled, found))
+    assert (captures(compiled), len(compiled.program.blocks)) == (1, 3)
+    assert_same(compiled(X[0]), eager(X[0]))
+    compiled(X[1]).square().mean().backward()
+    eager(X[1]).square().mean().backward()
+    assert_same([p.grad for p in compiled.parameters()], [p.grad for p in eager.parameters()])
+    with torch.no_grad():
+        assert_same(compiled(X[2]), eager(X[2]))
+        assert_same(compiled.eval()(X[2]), eager.eval()(X[2]))
+    assert_same(dict(compiled.state_dict()), dict(eager.state_dict()))
+
+
+class Reverse(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, factor: float) -> torch.Tensor:
+        ctx.factor = factor
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        return -ctx.factor * gradients[0], None
+
+
+class Given(nn.Module):
+    """Computes with numbers that it is given."""
+
+    def __init__(self, use: Callable[..., torch.Tensor]) -> None:
+        super().__init__()
+        self.first, self.second, self.use = nn.Linear(8, 8), nn.Linear(8, 8), use
+
+    def forward(self, x: torch.Tensor, number: float = 0.5, also: float = 2.0) -> torch.Tensor:
+        return self.second(self.use(self.first(x), number, also))
+
+
+COMPUTES: dict[str, Callable[..., Any]] = {
+    "product": lambda x, n, m: x * n,
+    "reflected": lambda x, n, m: (1 - n) / (x.square() + 1) - (n - x),
+    "arithmetic": lambda x, n, m: x + (n * 2 + 1) / (3 - m) - -(n**2) % 0.7 // 0.1,
+    "power": lambda x, n, m: x.abs() ** (n + 1),
+    "in_place": lambda x, n, m: (x * 1).mul_(n).add_(x, alpha=m),
+    "function": lambda x, n, m: Reverse.apply(x, n * m),
+    "by_name": lambda x, n, m: F.leaky_relu(torch.lerp(x, x.tanh(), weight=n), negative_slope=m),
+    "tensor": lambda x, n, m: x * torch.tensor(n) + torch.full((8,), m, dtype=x.dtype),
+    "softmax": lambda x, n, m: torch.softmax(x / (n + 0.1), -1).clamp(max=m),
+    "double": lambda x, n, m: (x.double() * n).to(x.dtype) + x.to(torch.bfloat16) * n,
+    "unused": lambda x, n, m: x * 1,
+    "norm": lambda x, n, m: F.layer_norm(x, (8,), eps=n + 1e-3),
+}
+DECIDES: dict[str, Callable[..., Any]] = {
+    "compares": lambda x, n, m: x * n if n < 0.4 else x * 2,
+    "is_true": lambda x, n, m: x * n if n else x,
+    "caught": lambda x, n, m: _caught(x, n),
+    "by_type": lambda x, n, m: x * n if type(n) is float else x * 3,
+    "math": lambda x, n, m: x * math.exp(n),
+    "text": lambda x, n, m: x * float(f"{n}"),
+    "draws": lambda x, n, m: F.dropout(x, n),
+    "shape": lambda x, n, m: x[:, : int(n * 8) + 1].sum(-1, keepdim=True) * x,
+    "steps": lambda x, n, m: x * torch.arange(0, 1, n / 8 + 0.1).sum(),
+    "numpy": lambda x, n, m: x * float(np.sqrt(n)),
+    "table": lambda x, n, m: x * {n: 1.5}[n] * n,
+}
+
+
+def _caught(x: torch.Tensor, number: float) -> torch.Tensor:
+    try:
+        return x * number if number < 0.4 else x * 2
+    except Exception:
+        return x * 4
+
+
+def assert_steps_as_eager(use: Callable[..., Any], numbers: Any, *, count: int = 1, **options: Any) -> Any:
+    """Trains with other numbers at each step; returns the compiled model."""
+    eager, expected, compiled, found, step = pair(lambda: Given(use), **options)
+    for number in numbers:
+        batches = [(x, number + 0.05 * place, number + 1) for place, x in enumerate(X[:count])]
+        start = torch.get_rng_state()
+        wanted = loop_step(eager, expected, batches, loss=square)[0]
+        torch.set_rng_state(start)
+        assert_same(step(batches), wanted)
+    assert_same(snapshot(eager, expected), snapshot(compiled, found))
+    return compiled
+
+
+@pytest.mark.parametrize("name", COMPUTES)
+def test_numbers_as_arguments_have_one_capture_where_python_only_computes(name: str):
+    compiled = assert_steps_as_eager(COMPUTES[name], [0.1, 0.25, 1 / 3, 0.4, 0.5, 1 / 7])
+    assert captures(compiled) == 3
+    assert "number" in compiled.traced.input_names
+
+
+@pytest.mark.filterwarnings("ignore::megatrain.ManyCapturesWarning")
+@pytest.mark.parametrize("name", DECIDES)
+def test_numbers_that_python_decides_on_stay_constants(name: str):
+    compiled = assert_steps_as_eager(DECIDES[name], [0.1, 0.25, 1 / 3, 0.5, 0.75])
+    assert captures(compiled) == 5
+    assert "number" not in compiled.traced.input_names
+
+
+class Annealed(nn.Module):
+    """Computes with numbers that its user sets."""
+
+    def __init__(self, use: Callable[..., torch.Tensor]) -> None:
+        super().__init__()
+        self.inner = Given(use)
+        self.number, self.also, self.steps = 0.5, 2.0, 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inner(x, self.number, self.also) + self.steps
+
+
+def assert_annealed_as_eager(use: Callable[..., Any], *, count: int = 1, **options: Any) -> Any:
+    eager, expected, compiled, found, step = pair(lambda: Annealed(use), **options)
+    for steps, number in enumerate((0.1, 0.25, 1 / 3, 0.5, 0.75)):
+        for model in (eager, compiled):
+            model.number, model.also, model.steps = number, number + 1, steps
+        start = torch.get_rng_state()
+        wanted = loop_step(eager, expected, X[:count], loss=square)[0]
+        torch.set_rng_state(start)
+        assert_same(step(X[:count]), wanted)
+        if steps == 2:
+            with torch.no_grad():
+                start = torch.get_rng_state()
+                wanted = eager(X[0])
+                torch.set_rng_state(start)
+                assert_same(compiled(X[0]), wanted)
+    assert_same(snapshot(eager, expected), snapshot(compiled, found))
+    return compiled
+
+
+@pytest.mark.parametrize("name", ["product", "arithmetic", "function"])
+@pytest.mark.parametrize("count", [1, 2])
+def test_attributes_that_the_user_changes_have_one_capture_where_python_only_computes(name: str, count: int):
+    compiled = assert_annealed_as_eager(COMPUTES[name], count=count)
+    assert captures(compiled) == 3
+    assert {"model.number", "model.also", "model.steps"} <= set(compiled.traced.input_names)
+    assert "number" not in compiled.guards
+
+
+@pytest.mark.filterwarnings("ignore::megatrain.ManyCapturesWarning")
+@pytest.mark.parametrize("name", ["compares", "caught", "by_type", "math", "draws"])
+def test_attributes_that_python_decides_on_stay_constants(name: str):
+    assert captures(assert_annealed_as_eager(DECIDES[name])) == 6
+
+
+class Counted(nn.Module):
+    """Computes with a number that its forward reads from a buffer."""
+
+    def __init__(self, *, decides: bool) -> None:
+        super().__init__()
+        self.layer, self.decides = nn.Linear(8, 8), decides
+        self.register_buffer("steps", torch.tensor(0))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.steps += 1  # pyright: ignore[reportAttributeAccessIssue, reportUnknownMemberType]
+        steps: Any = self.steps.item()
+        return self.layer(x * 2 if self.decides and steps > 4 else x) / (1 + 0.1 * steps)
+
+
+@pytest.mark.filterwarnings("ignore::megatrain.ManyCapturesWarning")
+@pytest.mark.parametrize(("decides", "count"), [(False, 1), (False, 2), (True, 2)])
+def test_numbers_that_a_forward_reads_from_buffers_leave_the_blocks(decides: bool, count: int):
+    make: Any = lambda: nn.Sequential(*(Counted(decides=decides) for _ in range(3)))  # noqa: E731
+    eager, expected, compiled, found, step = pair(make)
+    for _ in range(5):
+        assert_same(step(X[:count]), loop_step(eager, expected, X[:count], loss=square)[0])
+    assert_same(snapshot(eager, expected), snapshot(compiled, found))
+    assert_same(dict(compiled.state_dict()), dict(eager.state_dict()))
+    assert len(compiled.program.blocks) == 3
+    assert "opaque" in str(compiled.program) if decides else captures(compiled) == 3
+
+
+def told(train: Callable[[], Any]) -> list[str]:
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        train()
+    return [str(one.message) for one in said if one.category is megatrain.ManyCapturesWarning]
+
+
+def test_a_number_that_python_decides_on_is_told_with_its_place_after_five_captures():
+    [text] = told(lambda: assert_steps_as_eager(DECIDES["compares"], [number / 8 for number in range(1, 6)]))
+    first, latest, advice = text.splitlines()
+    assert first == "5 of the latest 5 calls were captured anew."
+    assert latest.startswith("  The latest: `number` is 0.625, and was 0.5, read at test_changing_numbers.py:")
+    assert latest.endswith('"compares": lambda x, n, m: x * n if n < 0.4 else x * 2,`.')
+    assert "an argument of one element (torch.tensor(value))" in advice
+    assert told(lambda: assert_steps_as_eager(DECIDES["compares"], [number / 8 for number in range(1, 5)])) == []
+
+
+class Longer(nn.Module):
+    """Reads what its user changes: a list, an object of the user's, a variable of a closure, the size of a buffer."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__()
+        self.layer, self.what = nn.Linear(8, 8), what
+        self.listed, self.held = [0.5], {"scale": 1.0}
+        self.register_buffer("steps", torch.tensor(0))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.what == "list":
+            return self.layer(x) * len(self.listed)
+        if self.what == "entry":
+            return self.layer(x) * self.held["scale"]
+        return self.layer(x) * float(self.steps)  # pyright: ignore[reportArgumentType]
+
+
+@pytest.mark.parametrize(
+    ("what", "latest"),
+    [
+        ("list", "model.listed == [0.5, 0.5, 0.5, 0.5] at test_changing_numbers.py"),
+        ("entry", "model.held['scale'] == 4.0 at test_changing_numbers.py"),
+        ("read", "float(steps) == 3.0 at test_changing_numbers.py"),
+    ],
+)
+def test_other_values_that_change_are_told_by_name_after_five_captures(what: str, latest: str):
+    eager, expected, compiled, _, step = pair(lambda: Longer(what))
+
+    def train() -> None:
+        for number in range(5):
+            assert_same(step(X[0]), loop_step(eager, expected, X[0], loss=square)[0])
+            for model in (eager, compiled):
+                model.listed.append(0.5)
+                model.held["scale"] = number + 2.0
+                model.steps += 1
+
+    [text] = told(train)
+    assert f"  The latest: {latest}" in text
