@@ -21,7 +21,7 @@ LOG: list[tuple[str, ...]] = []
 class FakeMark:
     name: str
 
-    def synchronize(self) -> None:
+    def wait(self) -> None:
         LOG.append(("sync mark", self.name))
 
 
@@ -38,9 +38,6 @@ class FakeStream:
     def wait_event(self, mark: FakeMark) -> None:
         LOG.append((f"{self.name} waits", mark.name))
 
-    def synchronize(self) -> None:
-        LOG.append(("sync", self.name))
-
 
 @pytest.fixture
 def streams(monkeypatch: pytest.MonkeyPatch, no_hang: None) -> Iterator[StreamSet]:
@@ -54,6 +51,7 @@ def streams(monkeypatch: pytest.MonkeyPatch, no_hang: None) -> Iterator[StreamSe
     monkeypatch.setattr(torch.accelerator, "current_stream", lambda device: compute)
     monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: 0)
     monkeypatch.setattr(torch.accelerator, "set_stream", enter)
+    monkeypatch.setattr(Cuda, "wait_for", lambda device, mark: mark.wait())
     monkeypatch.setattr(Cuda, "settle", lambda device: LOG.append(("sync", "device")))
     LOG.clear()
     found = StreamSet(Cuda())
@@ -88,8 +86,8 @@ def test_marks_follow_the_waits_and_transfers_are_complete_at_the_end(streams: S
         ("record", "d2"),
         ("c waits", "d2"),
         ("record", "c3"),
-        ("sync", "h"),
-        ("sync", "d"),
+        ("sync mark", "h2"),
+        ("sync mark", "d2"),
     ]
 
 
@@ -115,7 +113,7 @@ def test_without_synchronize_the_host_waits_until_nothing_reads_its_memory(strea
         ("record", "d1"),
         ("c waits", "d1"),
         ("record", "c3"),
-        ("sync", "h"),
+        ("sync mark", "h1"),
     ]
 
 

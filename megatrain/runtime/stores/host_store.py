@@ -46,8 +46,7 @@ class HostStore:
         num_moves: How often state that was here got other memory.
 
     Raises:
-        ExecuteError: Before anything is allocated or changed, if the host lacks the memory, or a tensor
-            can't be moved faithfully.
+        ExecuteError: Before anything changes, if the host lacks the memory, or a tensor can't be moved faithfully.
         WeightsError: If a file of `weights` can't be read; values read before stay in the model.
     """
 

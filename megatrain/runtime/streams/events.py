@@ -6,7 +6,7 @@ import threading
 from dataclasses import dataclass
 from queue import SimpleQueue
 
-from megatrain.device import DeviceEvent, is_late
+from megatrain.device import Device, DeviceEvent, is_late
 from megatrain.errors import ExecuteError
 from megatrain.runtime.streams.turn import turns_here
 
@@ -27,16 +27,17 @@ class Event:
 
     On the CPU, `host_done` means that the work is complete. On an accelerator it means *issued*: `mark` is
     then the event of the device recorded behind the work, and a stream that waits for this event waits for that
-    mark as well. An event belongs to one operation of one step and is settled exactly once, by that
+    mark as well; `device` knows how the host does. An event belongs to one operation of one step and is settled exactly once, by that
     operation.
     """
 
-    __slots__ = ("_gates", "_lock", "has_failed", "host_done", "label", "mark", "stream")
+    __slots__ = ("_gates", "_lock", "device", "has_failed", "host_done", "label", "mark", "stream")
 
     def __init__(self, label: str = "") -> None:
         self.label = label
         self.stream: str | None = None
         self.mark: DeviceEvent | None = None
+        self.device: Device | None = None
         self.host_done = False
         self.has_failed = False
         self._lock = threading.Lock()

@@ -55,13 +55,13 @@ class Lane:
             for event in waits:
                 step.wait(self.name, label, event)
                 if event.mark is not None:
-                    self._wait_for_mark(event.mark)
+                    self._wait_for_mark(event.mark, event.device)
             if self.probe is not None:
                 self.probe.before(label, tuple(event.label for event in waits), is_recovery=step.is_recovery)
             assert work is not None
             work()
             if self.device_stream is not None:
-                done.mark = self.device_stream.record_event()
+                done.mark, done.device = self.device_stream.record_event(), self.device
             if self.probe is not None:
                 self.probe.after(label)
         except Aborted:
@@ -75,10 +75,11 @@ class Lane:
             raise
         done.settle()
 
-    def _wait_for_mark(self, mark: DeviceEvent) -> None:
+    def _wait_for_mark(self, mark: DeviceEvent, device: Device | None) -> None:
         if self.device_stream is None:
             # A stream of host work (an update that reads offloaded gradients) needs the bytes to be there.
-            self.device.wait_for(mark)
+            assert device is not None, "a mark is of a device"
+            device.wait_for(mark)
         else:
             self.device_stream.wait_event(mark)
 

@@ -143,12 +143,14 @@ class StreamSet:
         compute = self.device.current_stream()
         if compute is None:
             return
-        for stream in self._device_streams():
-            compute.wait_event(stream.record_event())
+        ends: list[DeviceEvent] = []
+        for stream in self._queues.values():
+            if stream.device_stream is not None:
+                compute.wait_event(end := stream.device_stream.record_event())
+                ends += [end] if stream.name in waits_for and stream in (self.h2d, self.d2h) else []
         self._end_of_latest = compute.record_event()
-        for stream in (self.h2d, self.d2h):
-            if stream.name in waits_for and stream.device_stream is not None:
-                self.device.wait_for(stream.device_stream.record_event())
+        for end in ends:
+            self.device.wait_for(end)
 
     def settle(self) -> None:
         """Blocks until the device is done with all steps so far: what they used may go to other streams."""
