@@ -126,4 +126,4 @@ class RanksError(MegatrainError):
 
 
 class DrawsError(ExecuteError):
-    """A model or a hook drew random values that a loop over the micro-batches of a step would draw otherwise."""
+    """A model drew an unexpected number of random values in a step of several micro-batches."""

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from megatrain.device import find
-from megatrain.errors import DrawsError, ExecuteError, ReadsParameterError
+from megatrain.errors import ExecuteError, ReadsParameterError
 from megatrain.interrupts import Interrupts
 from megatrain.optim.updates import Updates
 from megatrain.planning.loss_bytes import Loss
@@ -193,7 +193,7 @@ class Running:
         """Refuses a hook that draws in a step of several micro-batches, where a loop has no such moment.
 
         Raises:
-            DrawsError: If one draws.
+            ExecuteError: If one draws.
         """
         if len(self._setting.programs) == 1:
             yield
@@ -202,7 +202,7 @@ class Running:
         before = GlobalGenerators.now(device)
         yield
         if not before.is_same(GlobalGenerators.now(device)):
-            raise DrawsError(
+            raise ExecuteError(
                 f"a hook on the gradient of `{key}` draws random numbers, in a step of several micro-batches.\n"
                 "  A step runs hooks once, on the sum; a loop runs them after each micro-batch, and so draws others.\n"
                 "  Give TrainStep a single micro-batch, or let the hook draw from a generator of its own."
