@@ -14,20 +14,17 @@ from megatrain.errors import ScheduleError
 from megatrain.planning import dealt_tables
 from megatrain.ranks import host
 from megatrain.ranks.channels.gloo_channel import GlooChannel
-from megatrain.runtime.drawing import rank_draws
 from megatrain.runtime.streams.stream_set import Chaos
 from megatrain.scheduler.check.hosts_rules import HostSums
 from megatrain.training.attempts import agreed_tables
 from tests.ranks.failing import refused
-from tests.ranks.round_draws import replaced
 from tests.ranks.rounds import CASE as ONE_HOST
 from tests.ranks.rounds import ROUND
-from tests.ranks.sides import Case, begin, state_of, take, train
+from tests.ranks.sides import Case, begin, take, train
 from tests.training.parity import seeded_stack, square, stack_batch
 
 HOSTS = "aabb"
 CASE = replace(ONE_HOST, deal=[(1, 1, 1, 1)] * 4)
-DRAWING = Case("dropping", "overlap", [(1, 2, 1, 1), (1, 1, 2, 2)], compile=ROUND, draws=True)
 
 
 def on_hosts(rank: int, hosts: str, work: Callable[..., Any], *arguments: Any) -> Any:
@@ -63,32 +60,6 @@ def dealing_otherwise(rank: int, case: Case) -> Any:
         return train(case, dist.group.WORLD, rank)
     finally:
         dealt_tables.device_of_each = own
-
-
-def drawing_wrongly(rank: int) -> Any:
-    """The second host draws from where the first one began."""
-    own = rank_draws.BlockDraws.generators
-
-    def generators(self: rank_draws.BlockDraws, device: Any) -> Any:
-        return own(replace(self, first=0), device)
-
-    with replaced(rank_draws.BlockDraws, "generators", generators if rank >= 2 else own):
-        return noisy(rank, dist.group.WORLD)
-
-
-def noisy(rank: int | None, group: Any) -> dict[str, Any]:
-    """Steps whose losses draw as well."""
-    torch.manual_seed(6 + (rank or 0))
-    compiled, optimizer, _ = begin(DRAWING, group)
-    step = megatrain.TrainStep(compiled, optimizer, loss=lambda result, _: result.square().mean() * torch.rand(()))
-    found = {**take(DRAWING, rank, step, range(2)), **state_of(compiled, optimizer, step)}
-    if rank:
-        del found["generator"]
-    return found
-
-
-def noisy_hosts(rank: int) -> dict[str, Any]:
-    return noisy(rank, dist.group.WORLD)
 
 
 def nonfinite_hosts(rank: int) -> list[Any]:

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable, Generator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -22,29 +20,6 @@ from tests.ranks.sides import Case, begin, state_of, take, train
 from tests.training.parity import square, stack_batch
 
 CASE = Case("dropping", "overlap", [(1, 1, 1), (2, 1, 3), (1, 2, 1)], compile=ROUND, draws=True)
-
-
-def noisy(result: Any, batch: Any) -> torch.Tensor:
-    """A loss that draws from each generator there is."""
-    return result.square().mean() * (1 + torch.rand(()) + random.random() + float(np.random.rand()))
-
-
-def noisy_steps(rank: int | None, group: Any) -> list[Any]:
-    """Losses of steps whose losses draw, weights, and the generators behind them."""
-    torch.manual_seed(6 + (rank or 0))
-    random.seed(7)
-    np.random.seed(8)
-    compiled, optimizer, step = begin(CASE, group)
-    step = megatrain.TrainStep(compiled, optimizer, loss=noisy)
-    found: list[Any] = [take(CASE, rank, step, range(2))]
-    found += [state_of(compiled, optimizer, step), [random.random(), float(np.random.rand())]]
-    if rank:
-        del found[1]["generator"]
-    return found
-
-
-def noisy_round(rank: int) -> list[Any]:
-    return noisy_steps(rank, dist.group.WORLD)
 
 
 def interrupted_steps(rank: int | None, group: Any) -> dict[str, Any]:

@@ -18,8 +18,6 @@ from tests.ranks.round_draws import (
     differing_round,
     interrupted_round,
     interrupted_steps,
-    noisy_round,
-    noisy_steps,
     wrong_round,
 )
 from tests.ranks.rounds import ROUND
@@ -89,13 +87,6 @@ def test_more_dealt_blocks_draw_the_numbers_of_one_process(name: str, three: Pro
 @pytest.mark.parametrize("name", [*map(wide, FOUR)])
 def test_dealt_blocks_of_four_ranks_draw_the_numbers_of_one_process(name: str, four: Processes):
     assert_parity(FOUR[name], four)
-
-
-def test_losses_that_draw_have_the_generators_of_one_process(three: Processes):
-    expected = noisy_steps(None, None)
-    for rank, found in enumerate(three.run(noisy_round)):
-        assert not isinstance(found, BaseException), found
-        assert_same([expected[0], {key: expected[1][key] for key in found[1]}, expected[2]], found, f"rank {rank}")
 
 
 def test_calls_skipped_steps_and_draws_of_the_user_go_between(three: Processes):

@@ -19,10 +19,7 @@ from tests.ranks.hosted import (
     dealing_otherwise,
     differing_hosts,
     disturbed_hosts,
-    drawing_wrongly,
     failing_hosts,
-    noisy,
-    noisy_hosts,
     nonfinite_hosts,
     on_hosts,
     passing,
@@ -132,17 +129,6 @@ def test_hosts_that_would_deal_otherwise_deal_as_the_first_one(four: Processes):
     for rank, found in enumerate(four.run(on_hosts, HOSTS, dealing_otherwise, case)):
         assert not isinstance(found, BaseException), found
         assert_same({key: expected[key] for key in found}, found, f"rank {rank}")
-
-
-@pytest.mark.parametrize("is_right", [*map(wide, (True, False))])
-def test_losses_that_draw_have_the_generators_of_one_process(is_right: bool, four: Processes):
-    expected = noisy(None, None)
-    for rank, found in enumerate(four.run(on_hosts, HOSTS, noisy_hosts if is_right else drawing_wrongly)):
-        assert not isinstance(found, BaseException), found
-        if is_right:
-            assert_same({key: expected[key] for key in found}, found, f"rank {rank}")
-        else:
-            assert difference(expected["losses"], found["losses"]) is not None
 
 
 @pytest.mark.parametrize("name", [*map(wide, ("stack", "tied"))])
