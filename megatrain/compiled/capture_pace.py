@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import warnings
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
 from torch import fx
 
+from megatrain.counts import counted
 from megatrain.errors import ManyCapturesWarning
 from megatrain.tracer.arguments import Arguments
 from megatrain.tracer.calls import call_text
@@ -43,7 +44,7 @@ class CapturePace:
 
     def __init__(self) -> None:
         self._recent: deque[bool] = deque(maxlen=LATEST)
-        self._of_values: deque[bool] = deque(maxlen=LATEST_VALUES)
+        self._of_values: deque[Hashable] = deque(maxlen=LATEST_VALUES)
         self._inputs: Mapping[str, str] = {}
         self._literals: Mapping[str, Any] = {}
         self._graph: fx.Graph | None = None
@@ -53,12 +54,13 @@ class CapturePace:
     def note_call(self) -> None:
         """Notes a call for which there was a capture."""
         self._recent.append(False)
-        self._of_values.append(False)
+        self._of_values.append(None)
 
-    def note_capture(self, arguments: Arguments, reasons: Sequence[str], traced: TracedModule) -> None:
+    def note_capture(self, kind: Hashable, arguments: Arguments, reasons: Sequence[str], traced: TracedModule) -> None:
         """Notes a call that was captured.
 
         Args:
+            kind: Of the call: training and evaluation are two, and each has its first captures.
             arguments: Of the call.
             reasons: Why earlier captures of the same signature didn't fit.
             traced: The capture.
@@ -70,20 +72,21 @@ class CapturePace:
                 shape = reasons[0].splitlines()[0]
         self._literals, self._graph = _literals(arguments), traced.graph
         self._recent.append(True)
-        self._of_values.append(value is not None)
-        changed = sum(self._of_values)
+        self._of_values.append(None if value is None else kind)
+        changed = self._of_values.count(kind)
         # The first capture has no value before it.
         if value is not None and changed >= MANY_VALUES - 1:
-            self._tell(f"{changed + 1} of the latest {len(self._of_values)} calls", value, _VALUES)
+            self._tell(changed + 1, len(self._of_values), value, _VALUES)
         elif sum(self._recent) >= MANY:
-            what = shape or value or "other arguments than before"
-            self._tell(f"{MANY} of the latest {len(self._recent)} calls", what, _SHAPES)
+            self._tell(MANY, len(self._recent), shape or value or "other arguments than before", _SHAPES)
 
-    def _tell(self, how_many: str, what: str, advice: str) -> None:
+    def _tell(self, captures: int, calls: int, what: str, advice: str) -> None:
         if advice in self._told:
             return
         self._told.add(advice)
-        text = f"{how_many} were captured anew.\n  The latest: {what}.\n  {advice}"
+        text = (
+            f"{captures} of the latest {counted(calls, 'call')} were captured anew.\n  The latest: {what}.\n  {advice}"
+        )
         warnings.warn(text, ManyCapturesWarning, stacklevel=2)
 
     def _changed_input(self, arguments: Arguments) -> str | None:
@@ -117,8 +120,8 @@ def _first_difference(before: fx.Graph | None, now: fx.Graph) -> SourceLine | No
 
 
 def _changed_state(reasons: Sequence[str], traced: TracedModule) -> str | None:
-    """Says which value a capture had read, and what is there now; None for the size of a tensor."""
-    if not reasons or reasons[0].startswith("size(") or " has the shape " in reasons[0]:
+    """Says which value a capture had read, and what is there now; None for sizes, and for results of opaque modules."""
+    if not reasons or reasons[0].startswith(("size(", "opaque ")) or " has the shape " in reasons[0]:
         return None
     reason = reasons[0].splitlines()[0]
     read = reason.partition(" == ")[0]

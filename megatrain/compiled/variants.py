@@ -196,7 +196,7 @@ class Variants:
         variant.number, variant.reasons = self._count, failures
         add_variant(known, variant)
         self.written.update(key for key, _ in variant.traced.writes_back)
-        self._pace.note_capture(arguments, failures, traced)
+        self._pace.note_capture(kind, arguments, failures, traced)
         return variant, given
 
     def learn(self, failure: GuardFailedError, arguments: Arguments, failed: Mapping[Variant, str]) -> None:

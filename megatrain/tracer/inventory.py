@@ -179,6 +179,10 @@ class StateValues:
             self._values[id(fake)] = value.requires_grad_(fake.requires_grad)
         return self._values[id(fake)]
 
+    def is_value(self, tensor: torch.Tensor, fake: torch.Tensor) -> bool:
+        """Tells whether a tensor is the one that `value` gave for a fake one."""
+        return self._values.get(id(fake)) is tensor
+
     def leaf(self, fake: torch.Tensor) -> torch.Tensor:
         """Returns the same values in a leaf of autograd's graph, for code that may run a backward."""
         value = self.value(fake)

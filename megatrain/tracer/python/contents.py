@@ -113,9 +113,12 @@ class GeneratorState(Holder):
         """See `Holder.held`."""
         generator = self.generator
         if isinstance(generator, random.Random):
-            return {...: pickle.dumps(generator.getstate())}
-        bits = generator.bit_generator if isinstance(generator, np.random.Generator) else generator
-        return {...: pickle.dumps(bits.state if bits is not generator else bits.get_state(legacy=False))}
+            state: Any = generator.getstate()
+        elif isinstance(generator, np.random.Generator):
+            state = generator.bit_generator.state
+        else:
+            state = generator.get_state(legacy=False)
+        return {...: pickle.dumps(state)}
 
     def put(self, changed: Mapping[Any, Any], removed: Iterable[Any]) -> None:
         """See `Holder.put`."""

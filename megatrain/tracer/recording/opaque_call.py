@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from megatrain.device import used_device
-from megatrain.torch_private import pytree
+from megatrain.torch_private import disable_current_modes, pytree
 from megatrain.tracer.python.contents import VALUES, GeneratorState
 from megatrain.tracer.recording.obstacles import RUN_AGAIN, Obstacle, refuse_flag
 from megatrain.tracer.recording.opaque import Escapes, Holder, Opaque, tensors_in
@@ -75,12 +75,12 @@ class OpaqueCall:
         state = tensors[len(tensors) - self._num_state :]
         flags = [t.requires_grad for t in state]
         before = pytree.tree_flatten(self._arguments)
-        cpu = torch.get_rng_state()
+        cpu = _cpu_state()
         with kept_rng(used_device(tensors)) as moved:
             results, result, rebound = self.opaque.capture(
                 tensors, dict(more), lambda tensor: escapes.note(tensor, self._calls)
             )
-            self.has_drawn = not torch.equal(cpu, torch.get_rng_state())
+            self.has_drawn = cpu != _cpu_state()
         self.has_drawn |= bool(moved)
         after = pytree.tree_flatten(self._arguments)
         if before[1] != after[1] or any(a is not b for a, b in zip(before[0], after[0], strict=True)):
@@ -115,6 +115,12 @@ class OpaqueCall:
             place=user_line(),
             calls=self._calls,
         )
+
+
+def _cpu_state() -> bytes:
+    """The state of torch's generator on the CPU."""
+    with disable_current_modes():
+        return torch.get_rng_state().numpy().tobytes()
 
 
 def _memory(tensor: torch.Tensor) -> tuple[Any, ...]:

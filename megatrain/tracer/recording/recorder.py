@@ -97,7 +97,7 @@ class Recorder(CallRunner):
 
     def is_value_of(self, tensor: torch.Tensor, fake: torch.Tensor) -> bool:
         """Tells whether a tensor holds the values of a parameter or buffer, in a capture on values."""
-        return self._attempt.uses_values and self._state.value(fake) is tensor
+        return self._state.is_value(tensor, fake)
 
     def let_go(self) -> None:
         """Frees the weights that a capture on values has brought to the device: a block's run is over."""
