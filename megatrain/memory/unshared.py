@@ -1,13 +1,16 @@
-"""Overlap: tensors of the state that share memory without being one tied tensor."""
+"""Memory of the state that isn't one tensor's alone: two tensors share it, or somebody else holds it as well."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
+from functools import cache
 from itertools import pairwise
 
 import torch
 
 from megatrain.errors import ExecuteError
+from megatrain.torch_private import storage_use_count
 
 
 def check_unshared(tensors: Mapping[str, torch.Tensor]) -> None:
@@ -17,7 +20,7 @@ def check_unshared(tensors: Mapping[str, torch.Tensor]) -> None:
         ExecuteError: Naming two that share memory.
     """
     ranges: list[tuple[int, int, int, str]] = []
-    for key, tensor in tensors.items():
+    for key, tensor in {id(tensor): (key, tensor) for key, tensor in tensors.items()}.values():
         if tensor.numel():
             span = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True)) + 1
             # Tensors on meta have no addresses, but know their storage and where they start in it.
@@ -33,3 +36,40 @@ def check_unshared(tensors: Mapping[str, torch.Tensor]) -> None:
                 "  reach the other.\n"
                 "  Tie them (assign the same Parameter to both), or clone one."
             )
+
+
+def held_elsewhere(tensors: Mapping[str, torch.Tensor]) -> list[str]:
+    """Finds the tensors whose memory somebody else may hold: another tensor, its NumPy array, another process.
+
+    An array from which a tensor was made (`torch.from_numpy`) isn't seen: torch holds it, and tells nobody.
+
+    Args:
+        tensors: Of the state, on the host. Several may be parts of one memory, which they hold together.
+
+    Returns:
+        Their keys.
+    """
+    groups: dict[int, list[str]] = {}
+    for key, tensor in {id(tensor): (key, tensor) for key, tensor in tensors.items()}.values():
+        if tensor.layout == torch.strided and not tensor.is_meta and tensor.numel():
+            groups.setdefault(tensor.untyped_storage()._cdata, []).append(key)
+    return [key for keys in groups.values() if _is_held(tensors[keys[0]], len(keys)) for key in keys]
+
+
+def _is_held(tensor: torch.Tensor, num_known: int) -> bool:
+    of_tensors, of_python = _holders(tensor)
+    alone = _alone()
+    if of_tensors - alone[0] >= num_known or of_python > alone[1]:
+        return True
+    return tensor.untyped_storage().is_shared()
+
+
+@cache
+def _alone() -> tuple[int, int]:
+    return _holders(torch.empty(1))
+
+
+def _holders(tensor: torch.Tensor) -> tuple[int, int]:
+    """How many tensors use a memory, and how many names in Python its storage has; both count a few more."""
+    storage = tensor.untyped_storage()
+    return storage_use_count(storage._cdata), sys.getrefcount(storage)

@@ -258,6 +258,7 @@ def test_memory_given_back_on_the_way_is_not_asked_for(monkeypatch: pytest.Monke
     store_of({f"p{i}": torch.zeros(100_000) for i in range(10)})
     flat = torch.zeros(1_000_000)
     shared = {f"p{i}": flat[i * 100_000 : (i + 1) * 100_000] for i in range(10)}
+    del flat  # else it would stay where it is
     with pytest.raises(ExecuteError, match=r"needs 3\.81 MiB more"):
         store_of(shared)
 

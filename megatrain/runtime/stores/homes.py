@@ -7,9 +7,10 @@ from dataclasses import dataclass, field
 from itertools import count
 
 import torch
+from torch.autograd.graph import increment_version
 
 from megatrain.errors import ExecuteError
-from megatrain.memory.block_image import Entry
+from megatrain.memory.block_image import Entry, image, views
 from megatrain.memory.host_arena import HostArena
 from megatrain.sizes import Section, aligned
 from megatrain.tracer.spec import TensorSpec
@@ -54,12 +55,50 @@ class NewMemory:
     sent: Sent | None = None
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Place:
+    """A place of the store's own for the values of one tensor.
+
+    The user's tensor gets a storage of its own over these bytes, so that the store knows when nobody holds it any more.
+
+    Args:
+        arena: An arena.
+        offset: The tensor's first byte there.
+        view: The tensor there, for the store alone.
+        lent: Returns None when nobody holds the storage that the user's tensor got, in whatever form.
+    """
+
+    arena: HostArena
+    offset: int
+    view: torch.Tensor
+    lent: Callable[[], object]
+
+    def is_of(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor is in the storage that was lent."""
+        return self.lent() is not None and tensor.untyped_storage().data_ptr() == self.view.data_ptr()
+
+    def has(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor is in that storage, and laid out as the store wants."""
+        return self.is_of(tensor) and (tensor.data_ptr(), tensor.stride()) == (self.view.data_ptr(), self.view.stride())
+
+
+def lend(key: str, spec: TensorSpec, arena: HostArena, offset: int) -> tuple[Place, torch.Tensor]:
+    """Returns a place in an arena, and a tensor there for the user."""
+    layout, end = image([(key, spec)]), offset + spec.nbytes
+    (view,) = views(layout, arena.part(offset, end))  # the view is the same as in any block
+    memory, lent = arena.lent_part(offset, end)
+    (given,) = views(layout, memory)
+    return Place(arena, offset, view, lent), given
+
+
 @dataclass(slots=True, eq=False)
 class Home:
-    """The home of a key: the user's tensor, and the view of the arena that it uses.
+    """The home of a key: the user's tensor, and a view of the memory that this tensor names.
 
     `memory` is another number whenever the values come from another memory. `sent` is where the same values can be
-    copied to the device from; None for the arena itself.
+    copied to the device from; None for the arena itself. `places` are those of the store's own that the tensor had, the
+    latest first: the others are somebody's who held the tensor's earlier memory, or free while the tensor is in memory
+    that the user gave to it and somebody else holds.
     """
 
     key: str
@@ -68,11 +107,39 @@ class Home:
     offset: int
     tensor: torch.Tensor
     view: torch.Tensor
-    address: int
-    shape: torch.Size
-    stride: tuple[int, ...]
+    places: list[Place]
     memory: int = field(default_factory=new_memory)
     sent: Sent | None = None
+    address: int = field(init=False)
+    shape: torch.Size = field(init=False)
+    stride: tuple[int, ...] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.address, self.shape, self.stride = self.view.data_ptr(), self.view.shape, self.view.stride()
+
+    def use(self, arena: HostArena, offset: int, view: torch.Tensor, sent: Sent | None = None) -> None:
+        """Goes to other memory; a backward that is still to come sees that its weights aren't there any more."""
+        if view is not self.view:
+            increment_version(self.view)
+        self.arena, self.offset, self.view, self.address = arena, offset, view, view.data_ptr()
+        self.memory, self.sent = new_memory(), sent
+
+    def check_alike(self) -> None:
+        """Checks that the user's tensor is what the model was compiled for.
+
+        Raises:
+            ExecuteError: If shape, dtype or device changed.
+        """
+        tensor, view = self.tensor, self.view
+        if tensor.shape == view.shape and tensor.dtype == view.dtype and tensor.device == view.device:
+            return
+        now = f"{TensorSpec.of(tensor)} on {tensor.device}"
+        raise ExecuteError(
+            f"`{self.key}` became {now}; the compiled model holds {self.spec} on {view.device}.\n"
+            "  Shape, dtype and device of the state are fixed when the model is compiled.\n"
+            "  Module.to, .cuda() and .half() change them; a trainer that moves its model calls these.\n"
+            "  Change them first, then compile; or give such a trainer the compiled model, which stays in place."
+        )
 
     def place(self, *, own: bool) -> tuple[HostArena, int]:
         """The arena and the offset from which it is copied: what the user sees, or what ranks share where they do."""
@@ -87,27 +154,6 @@ class OneCopy:
     end: int
     source: torch.Tensor
     arena: HostArena
-
-
-def take_in(home: Home) -> None:
-    """Copies values that the user gave new memory, and has the tensor use its home again.
-
-    Raises:
-        ExecuteError: If shape, dtype or device changed.
-    """
-    tensor, view = home.tensor, home.view
-    if tensor.shape != view.shape or tensor.dtype != view.dtype or tensor.device != view.device:
-        now = f"{TensorSpec.of(tensor)} on {tensor.device}"
-        raise ExecuteError(
-            f"`{home.key}` became {now}; the compiled model holds {home.spec} on {view.device}.\n"
-            "  Shape, dtype and device of the state are fixed when the model is compiled.\n"
-            "  Module.to, .cuda() and .half() change them; a trainer that moves its model calls these.\n"
-            "  Change them first, then compile; or give such a trainer the compiled model, which stays in place."
-        )
-    # Cloned, because the new value may be another view of the very same memory (`p.data = p.data.t()`).
-    view.copy_(tensor.detach().clone())
-    tensor.data = view
-    home.memory = new_memory()
 
 
 def copies_of(

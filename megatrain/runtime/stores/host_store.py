@@ -7,11 +7,13 @@ from dataclasses import dataclass, replace
 from itertools import islice
 
 import torch
+from torch.autograd.graph import increment_version
 
 from megatrain.memory.block_image import BlockImage, Entry, image, stored_stride, views
 from megatrain.memory.bus import Bus
-from megatrain.memory.host_arena import HostArena, together
-from megatrain.runtime.stores.homes import Home, NewMemory, OneCopy, Sent, copies_of, new_memory, section_of, take_in
+from megatrain.memory.host_arena import HostArena, plain_view, together
+from megatrain.memory.unshared import check_unshared, held_elsewhere
+from megatrain.runtime.stores.homes import Home, NewMemory, OneCopy, Place, Sent, copies_of, lend, new_memory, section_of
 from megatrain.runtime.stores.moving import check_movable, check_room
 from megatrain.runtime.stores.persisting import Stamp
 from megatrain.runtime.stores.weights import Weights, replace_memory
@@ -69,7 +71,7 @@ class HostStore:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all arenas."""
+        """Bytes of all arenas, and of the memory of others that is used in place."""
         return sum(arena.nbytes for arena in self._arenas)
 
     def extend(
@@ -98,6 +100,9 @@ class HostStore:
             blocks.append(list(islice(fresh, num_known, None)))
         if fresh:
             check_movable({key: self._tensors[key] for key in fresh}, fresh, weights)
+            for key in self._shared({key: (self._tensors[key], stored_stride(spec)) for key, spec in fresh.items()}):
+                self._stay(key, fresh.pop(key), weights)
+            blocks = [[key for key in keys if key in fresh] for keys in blocks]
             alignment = max(layout.alignment for layout in images)  # so that neighbours in a block cross in one copy
             check_room([(self._tensors[key], spec) for key, spec in fresh.items()], alignment)
             self._move(fresh, blocks, alignment, weights)
@@ -113,9 +118,7 @@ class HostStore:
         gone = {k: home for k, home in self._homes.items() if k in now and now[k] != (home.shape, home.view.dtype)}
         for key, home in gone.items():
             del self._homes[key]
-            home.view[:0].zero_()  # a backward that is still to come sees that its weights were changed
-            if home.tensor is not tensors[key] and home.tensor.data_ptr() == home.address:
-                home.tensor.data = home.tensor.detach().clone()
+            increment_version(home.view)  # a backward that is still to come sees that its weights were changed
         for placed in [p for p in self._by_value.values() if any(e.owner in gone for e in p.layout.entries)]:
             del self._by_value[placed.layout]
             self._by_id = {key: p for key, p in self._by_id.items() if p.layout != placed.layout}
@@ -132,11 +135,15 @@ class HostStore:
             places: By key.
         """
         for key, place in places.items():
-            home, view = self._homes[key], place.view
-            replace_memory(key, home.tensor, view)
-            home.arena, home.offset, home.view, home.address = place.arena, place.offset, view, view.data_ptr()
-            home.memory, home.sent = new_memory(), place.sent
-        used = {id(home.arena) for home in self._homes.values()}
+            home = self._homes[key]
+            replace_memory(key, home.tensor, place.view)
+            home.places = [Place(place.arena, place.offset, place.view, lambda: None)]
+            home.use(place.arena, place.offset, place.view, place.sent)
+        self._place_anew()
+
+    def _place_anew(self) -> None:
+        """Finds the copies of all blocks again, and lets go of arenas in which nothing is any more."""
+        used = {id(each.arena) for home in self._homes.values() for each in (home, *home.places)}
         self._arenas = [arena for arena in self._arenas if id(arena) in used]
         layouts = [*self._by_value, *[placed.layout for placed in self._by_id.values()]]
         self._by_value.clear()
@@ -174,14 +181,26 @@ class HostStore:
 
     def _move_one(self, key: str, spec: TensorSpec, arena: HostArena, offset: int, weights: Weights | None) -> None:
         tensor = self._tensors[key]
-        # A fresh image of this one tensor: the view is the same as in any block.
-        (view,) = views(image([(key, spec)]), arena.part(offset, offset + spec.nbytes))
+        place, given = lend(key, spec, arena, offset)
         if weights is not None and key in weights:
-            weights.read(key, view)
+            weights.read(key, place.view)
         else:
-            view.copy_(tensor.detach())
-        replace_memory(key, tensor, view)
-        self._homes[key] = Home(key, spec, arena, offset, tensor, view, view.data_ptr(), view.shape, view.stride())
+            place.view.copy_(tensor.detach())
+        replace_memory(key, tensor, given)
+        self._homes[key] = Home(key, spec, arena, offset, tensor, place.view, [place])
+
+    def _shared(self, tensors: Mapping[str, tuple[torch.Tensor, tuple[int, ...]]]) -> list[str]:
+        """The state whose memory somebody else holds, too, and which can stay there: by key, with the wanted strides."""
+        found = held_elsewhere({key: tensor for key, (tensor, _) in tensors.items()})
+        return [key for key in found if tensors[key][0].stride() == tensors[key][1]]
+
+    def _stay(self, key: str, spec: TensorSpec, weights: Weights | None) -> None:
+        tensor = self._tensors[key]
+        if weights is not None and key in weights:
+            weights.read(key, tensor.data)
+        arena, view = _in_place(tensor)
+        self._arenas.append(arena)
+        self._homes[key] = Home(key, spec, arena, 0, tensor, view, [])
 
     def _place(self, layout: BlockImage) -> None:
         placed = self._by_value.get(layout)
@@ -290,8 +309,13 @@ class HostStore:
         Raises:
             ExecuteError: If shape, dtype or device changed.
         """
-        if tensors is not None:
-            self._adopt(tensors)
+        for key, tensor in (tensors or {}).items():
+            home = self._homes.get(key)
+            self._tensors[key] = tensor
+            if home is not None and home.tensor is not tensor:
+                self._let_go(home)
+                home.tensor, home.memory = tensor, new_memory()
+        changed: list[Home] = []
         for home in self._homes.values():
             tensor = home.tensor
             if (
@@ -300,18 +324,62 @@ class HostStore:
                 or tensor.shape != home.shape
                 or tensor.dtype != home.view.dtype
             ):
-                take_in(home)
+                changed.append(home)
+        if changed:
+            self._take_in(changed)
 
-    def _adopt(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        for key, tensor in tensors.items():
-            home = self._homes.get(key)
-            self._tensors[key] = tensor
-            if home is not None and home.tensor is not tensor:
-                # The user may put the replaced tensor back later: give it memory of its own, outside the arena, with
-                # its values.
-                home.tensor.data = home.tensor.detach().clone()
-                home.tensor = tensor
-                home.memory = new_memory()
+    def _let_go(self, home: Home) -> None:
+        """Frees the place of a tensor that was replaced, unless others hold it: the user may put the tensor back."""
+        if any(place.is_of(home.tensor) for place in home.places) and not held_elsewhere({home.key: home.tensor}):
+            home.tensor.data = home.tensor.detach().clone()
+
+    def _take_in(self, changed: Sequence[Home]) -> None:
+        """Goes on with the memory that the user gave to tensors, or copies its values into memory of the store.
+
+        Nothing is ever written that somebody else may hold. Memory that the tensor alone names is copied, and so freed.
+        """
+        for home in changed:
+            home.check_alike()
+        check_unshared({key: home.tensor for key, home in self._homes.items()})
+        shared = self._shared({home.key: (home.tensor, home.stride) for home in changed})
+        for home in changed:
+            tensor = home.tensor
+            known = next((place for place in home.places if place.has(tensor)), None)
+            if known is None and home.key in shared:
+                arena, view = _in_place(tensor)
+                self._arenas.append(arena)
+                home.use(arena, 0, view)
+                continue
+            if known is None:
+                known = self._copied_in(home)
+            home.use(known.arena, known.offset, known.view)
+            home.places = [known, *(p for p in home.places if p is not known and p.lent() is not None)]
+        self._place_anew()
+        self.lock()
+
+    def _copied_in(self, home: Home) -> Place:
+        """Copies the values of a tensor into a place that nobody else holds."""
+        tensor = home.tensor
+        values = tensor.detach()
+        free = next((place for place in home.places if place.lent() is None), None)
+        if free is None and (mine := [place for place in home.places if place.is_of(tensor)]):
+            # Another view of the very same memory (`p.data = p.data.t()`).
+            is_alone = not held_elsewhere({home.key: tensor})
+            free, values = (mine[0], values.clone()) if is_alone else (None, values)
+        arena, offset = (HostArena(home.spec.nbytes), 0) if free is None else (free.arena, free.offset)
+        if free is None:
+            self._arenas.append(arena)
+        else:
+            home.places.remove(free)
+        place, given = lend(home.key, home.spec, arena, offset)
+        place.view.copy_(values)
+        tensor.data = given
+        return place
+
+
+def _in_place(tensor: torch.Tensor) -> tuple[HostArena, torch.Tensor]:
+    """Returns an arena over a tensor's own memory, and the tensor there."""
+    return HostArena.borrowed(tensor), plain_view(tensor, tensor.dtype, tensor.shape, tensor.stride())
 
 
 def _is_alike(one: TensorSpec, other: TensorSpec) -> bool:
