@@ -58,6 +58,7 @@ __all__ = [
     "pytree",
     "send_to_meta_kernels",
     "set_wrap_triton_enabled",
+    "storage_of",
     "storage_use_count",
     "top_saved_tensors_hooks",
     "unset_fake_temporarily",
@@ -133,6 +134,8 @@ current_graph_task = _found("torch", "_C._current_graph_task_id")
 make_subclass = _found("torch", "Tensor._make_subclass")
 # A parameter's copy that the model's own code still views keeps its memory, and may be written into.
 storage_use_count = _found("torch", "_C._storage_Use_Count")
+# The storage of a weak reference; None if it is gone.
+storage_of = _found("torch", "UntypedStorage._new_with_weak_ptr")
 # Updates run outside of the caller's dispatch modes.
 disable_current_modes = _found("torch.utils._python_dispatch", "_disable_current_modes")
 # While a fake tensor's kernel runs, its thread sends ops on all tensors to meta kernels; these take that back.

@@ -292,8 +292,9 @@ def memory_is_told() -> bool:
     viewed = torch_private.storage_use_count(tensor.untyped_storage()._cdata)  # pyright: ignore
     del view
     alone, is_there = torch_private.storage_use_count(tensor.untyped_storage()._cdata), not weak.expired()  # pyright: ignore
+    is_found = torch_private.storage_of(weak.cdata).data_ptr() == tensor.data_ptr()
     del tensor
-    return viewed == alone + 1 and is_there and weak.expired()
+    return viewed == alone + 1 and is_there and is_found and weak.expired() and torch_private.storage_of(weak.cdata) is None
 
 
 def draws_are_tagged() -> bool:
