@@ -12,7 +12,7 @@ from megatrain.errors import ExecuteError
 from megatrain.memory.block_image import stored_stride
 from megatrain.passes.kept_results import KeptResults
 from megatrain.runtime.blocks.local_graph import LocalGraph
-from megatrain.runtime.call_start import Start, version
+from megatrain.runtime.call_start import Handed, Sample, Start, version
 from megatrain.runtime.drawing.micro_batch_generators import MicroBatchGenerators
 from megatrain.runtime.gradients.sums import ParameterGradient
 from megatrain.runtime.loaded import Loaded
@@ -41,6 +41,8 @@ class Call:
 
     Attributes:
         start: Kept, small as it is, while an output may be differentiated again; then None.
+        sample: Of the state that the backward reads, when the forward was over.
+        handed: The inputs and outputs then.
         differentiated: Blocks whose gradients are added.
     """
 
@@ -78,6 +80,7 @@ class Call:
         self.outputs: list[torch.Tensor] = []
         self.status = OPEN
         self._versions: list[tuple[str, torch.Tensor, int]] = []
+        self.sample, self.handed = Sample({}), Handed({})
 
     def begin(self, copies: BufferCopies | None) -> None:
         """Takes inputs and constants as they are, and copies buffers that the forward writes to the device.

@@ -13,7 +13,7 @@ from megatrain.errors import ExecuteError, ScheduleError
 from megatrain.memory.out_of_memory import Attempts, MemoryFigures
 from megatrain.passes.program import Program
 from megatrain.runtime.call import DONE, FAILED, OPEN, Call
-from megatrain.runtime.call_start import Start
+from megatrain.runtime.call_start import Handed, Sample, Start, check_handed
 from megatrain.runtime.drawing.draws import Draws
 from megatrain.runtime.drawing.rank_draws import RankDraws
 from megatrain.runtime.engine import Engine
@@ -161,6 +161,10 @@ class Executor:
                 run.write_buffers()
             call.outputs = [self._output(call, ref.kind, ref.name) for ref in self.program.outputs]
             call.remember_versions(self.facts.watched)
+            if commits and self.differentiable_outputs:
+                call.sample = Sample(self._operations.samples(self.facts.read_backward))
+                outputs = zip(self.program.outputs, call.outputs, strict=True)
+                call.handed = Handed({**start.inputs, **{r.name: t for r, t in outputs if r.kind == "value"}})
             return call
         except BaseException:
             run.close()
@@ -197,13 +201,18 @@ class Executor:
             outputs = [i for i, gradient in enumerate(gradients) if gradient is not None]
             start = call.check_open(outputs)
             call.check_versions()
-            start.check_state(self.facts.read_backward if call.status == OPEN else start.state)
+            start.check_state(self.facts.read_backward if call.status == OPEN else start.state, self.facts.movable)
+            start.check_sample(call.sample, self._operations.samples(self.facts.read_backward))
+            written = call.handed.look()
+            if self.engine.device.is_host:
+                check_handed(written())  # elsewhere this would wait for the device
             running = call if call.status == OPEN else self._replay(start)
             if not keep_graph:
                 call.spend(outputs, self.differentiable_outputs)
             kept = call.start
             found = self._repeatable(call, running, start, gradients, take)
             call.status, call.start = DONE, kept
+            check_handed(written())
             return found
 
     def _repeatable(

@@ -11,7 +11,7 @@ import torch
 from megatrain.passes.program import Block
 from megatrain.runtime.blocks.local_graph import LocalGraph
 from megatrain.runtime.call import Call
-from megatrain.runtime.call_start import Start
+from megatrain.runtime.call_start import Start, sampled
 from megatrain.runtime.dealt_values import CROSSING, DealtValues
 from megatrain.runtime.engine import Engine
 from megatrain.runtime.forwards import forward_without_graph
@@ -53,6 +53,7 @@ class Operations:
         landing = KeptLanding() if schedule.kind.keeps_totals else self._landing(arena)
         parts = loaded[0].facts.parts
         self.sink = GradientSink(lambda key: engine.tensors[key], engine.device, parts=parts, landing=landing)
+        self._sampled: tuple[Mapping[str, torch.Tensor], dict[str, torch.Tensor]] | None = None
         self._rank_sums = RankSums(engine, loaded[0].program, schedule.kind)
         self.dealt = DealtValues(engine, loaded, schedule.kind)
         blocks = {what: {i.op.block for i in self.instructions.all if i.op.what == what} for what in "BG"}
@@ -71,6 +72,13 @@ class Operations:
         """Returns a micro-batch's starting state: its inputs, and the present model."""
         engine, places = self.engine, self._slots.places
         return Start.of(self.loaded[number].program, inputs, engine.tensors, places, engine.device)
+
+    def samples(self, keys: Sequence[str]) -> Mapping[str, torch.Tensor]:
+        """Returns some bytes of the state of these keys, the same each time, as it is in the host store."""
+        places = self._slots.places
+        if self._sampled is None or self._sampled[0] is not places:
+            self._sampled = places, {key: sampled(places[key]) for key in keys if places[key].numel()}
+        return self._sampled[1]
 
     def run(
         self,
