@@ -58,6 +58,9 @@ class Bus:
     def lock(self, arenas: Sequence[HostArena]) -> None:
         """Page-locks arenas for transfers, all or none; if the system refuses, copies of these go through the rings."""
         fresh = [arena for arena in arenas if not (arena.is_locked or arena.is_refused)]
+        if len(fresh) < len(arenas) and self._rings is None and self._refused_bytes is None and self.device.lock_bytes:
+            borrowed = any(arena.is_refused for arena in arenas)
+            self._rings = _rings(self.device) if borrowed else None
         try:
             _lock(fresh, self.device)
         except ExecuteError as error:

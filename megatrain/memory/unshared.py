@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+import warnings
+from collections.abc import Mapping, Sequence
 from functools import cache
 from itertools import pairwise
 
 import torch
 
-from megatrain.errors import ExecuteError
+from megatrain.errors import ExecuteError, HeldMemoryWarning
 from megatrain.torch_private import storage_use_count
 
 
@@ -54,6 +55,29 @@ def held_elsewhere(tensors: Mapping[str, torch.Tensor]) -> list[str]:
         if tensor.layout == torch.strided and not tensor.is_meta and tensor.numel():
             groups.setdefault(tensor.untyped_storage()._cdata, []).append(key)
     return [key for keys in groups.values() if _is_held(tensors[keys[0]], len(keys)) for key in keys]
+
+
+def warn_of_holders(keys: Sequence[str], what: str, way_out: str) -> None:
+    """Warns that somebody else holds the memory of some of the state.
+
+    Args:
+        keys: Of the state; none for no warning.
+        what: Happens to it, after "somebody else holds the memory of ... as well, ".
+        way_out: A sentence.
+    """
+    if keys:
+        more = f" and {len(keys) - 3} others" if len(keys) > 3 else ""
+        names = ", ".join(f"`{key}`" for key in keys[:3]) + more
+        warnings.warn(
+            f"somebody else holds the memory of {names} as well, {what}.\n"
+            "  That is another tensor over it (a view, an earlier `p.data`, a state_dict), its array, or another process.\n"
+            f"  {way_out}",
+            HeldMemoryWarning,
+            stacklevel=2,
+        )
+
+
+PARTED = "and from now on the two have memory of their own: neither sees what the other writes"
 
 
 def _is_held(tensor: torch.Tensor, num_known: int) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from itertools import islice
 
@@ -12,7 +12,7 @@ from torch.autograd.graph import increment_version
 from megatrain.memory.block_image import BlockImage, Entry, image, stored_stride, views
 from megatrain.memory.bus import Bus
 from megatrain.memory.host_arena import HostArena, plain_view, together
-from megatrain.memory.unshared import check_unshared, held_elsewhere
+from megatrain.memory.unshared import PARTED, check_unshared, held_elsewhere, warn_of_holders
 from megatrain.runtime.stores.homes import Home, NewMemory, OneCopy, Place, Sent, copies_of, lend, new_memory, section_of
 from megatrain.runtime.stores.moving import check_movable, check_room
 from megatrain.runtime.stores.persisting import Stamp
@@ -189,10 +189,22 @@ class HostStore:
         replace_memory(key, tensor, given)
         self._homes[key] = Home(key, spec, arena, offset, tensor, place.view, [place])
 
-    def _shared(self, tensors: Mapping[str, tuple[torch.Tensor, tuple[int, ...]]]) -> list[str]:
+    def _shared(self, tensors: Mapping[str, tuple[torch.Tensor, tuple[int, ...]]]) -> Set[str]:
         """The state whose memory somebody else holds, too, and which can stay there: by key, with the wanted strides."""
         found = held_elsewhere({key: tensor for key, (tensor, _) in tensors.items()})
-        return [key for key in found if tensors[key][0].stride() == tensors[key][1]]
+        stay = {key: None for key in found if tensors[key][0].stride() == tensors[key][1]}
+        warn_of_holders(
+            [key for key in found if key not in stay],
+            PARTED,
+            "The store has no gaps between elements. Take a contiguous tensor, or drop the other before the next call.",
+        )
+        if self._bus.device.lock_bytes:
+            warn_of_holders(
+                list(stay),
+                "so it stays where it is, and is copied to the device once more by the host",
+                "Drop the other before the first call, if nobody needs it.",
+            )
+        return stay.keys()
 
     def _stay(self, key: str, spec: TensorSpec, weights: Weights | None) -> None:
         tensor = self._tensors[key]
@@ -341,19 +353,17 @@ class HostStore:
         for home in changed:
             home.check_alike()
         check_unshared({key: home.tensor for key, home in self._homes.items()})
-        shared = self._shared({home.key: (home.tensor, home.stride) for home in changed})
+        known = {home.key: place for home in changed for place in home.places if place.has(home.tensor)}
+        shared = self._shared({h.key: (h.tensor, h.stride) for h in changed if h.key not in known})
         for home in changed:
-            tensor = home.tensor
-            known = next((place for place in home.places if place.has(tensor)), None)
-            if known is None and home.key in shared:
-                arena, view = _in_place(tensor)
+            if home.key in shared:
+                arena, view = _in_place(home.tensor)
                 self._arenas.append(arena)
                 home.use(arena, 0, view)
                 continue
-            if known is None:
-                known = self._copied_in(home)
-            home.use(known.arena, known.offset, known.view)
-            home.places = [known, *(p for p in home.places if p is not known and p.lent() is not None)]
+            place = known.get(home.key) or self._copied_in(home)
+            home.use(place.arena, place.offset, place.view)
+            home.places = [place, *(p for p in home.places if p is not place and p.lent() is not None)]
         self._place_anew()
         self.lock()
 
