@@ -135,9 +135,7 @@ def _unlock(unlocks: Sequence[Callable[[], None]], device: Device) -> None:
         unlock()
 
 
-def plain_view(
-    tensor: torch.Tensor, dtype: torch.dtype, shape: Sequence[int], stride: Sequence[int]
-) -> torch.Tensor:
+def plain_view(tensor: torch.Tensor, dtype: torch.dtype, shape: Sequence[int], stride: Sequence[int]) -> torch.Tensor:
     """Returns a tensor over the storage of another, from its first byte on, that counts its writes for itself alone."""
     with torch.inference_mode(False):
         offset = tensor.storage_offset() * tensor.element_size() // dtype.itemsize

@@ -54,7 +54,7 @@ def held_elsewhere(tensors: Mapping[str, torch.Tensor]) -> list[str]:
     for key, tensor in {id(tensor): (key, tensor) for key, tensor in tensors.items()}.values():
         if tensor.layout == torch.strided and not tensor.is_meta and tensor.numel():
             groups.setdefault(tensor.untyped_storage()._cdata, []).append(key)
-    return [key for keys in groups.values() if _is_held(tensors[keys[0]], len(keys)) for key in keys]
+    return [key for keys in groups.values() if _is_held([tensors[key] for key in keys]) for key in keys]
 
 
 def warn_of_holders(keys: Sequence[str], what: str, way_out: str) -> None:
@@ -70,7 +70,7 @@ def warn_of_holders(keys: Sequence[str], what: str, way_out: str) -> None:
         names = ", ".join(f"`{key}`" for key in keys[:3]) + more
         warnings.warn(
             f"somebody else holds the memory of {names} as well, {what}.\n"
-            "  That is another tensor over it (a view, an earlier `p.data`, a state_dict), its array, or another process.\n"
+            "  That is another tensor over it (a view, an old `p.data`, a state_dict), its array, or another process.\n"
             f"  {way_out}",
             HeldMemoryWarning,
             stacklevel=2,
@@ -80,20 +80,28 @@ def warn_of_holders(keys: Sequence[str], what: str, way_out: str) -> None:
 PARTED = "and from now on the two have memory of their own: neither sees what the other writes"
 
 
-def _is_held(tensor: torch.Tensor, num_known: int) -> bool:
-    of_tensors, of_python = _holders(tensor)
+def _is_held(tensors: Sequence[torch.Tensor]) -> bool:
+    """Whether somebody else holds a memory that these tensors have together."""
+    of_tensors, of_python = _holders(tensors[0])
     alone = _alone()
-    if of_tensors - alone[0] >= num_known or of_python > alone[1]:
-        return True
-    return tensor.untyped_storage().is_shared()
+    # A view keeps the tensor that it was made of, which nobody else may have.
+    bases = dict(_base(tensor) for tensor in tensors if tensor._base is not None)
+    known = {id(tensor) for tensor in tensors} | {base for base, names in bases.items() if names <= alone[2]}
+    is_held = of_tensors - alone[0] >= len(known) or of_python > alone[1]
+    return is_held or tensors[0].untyped_storage().is_shared()
 
 
 @cache
-def _alone() -> tuple[int, int]:
-    return _holders(torch.empty(1))
+def _alone() -> tuple[int, int, int]:
+    return *_holders(torch.empty(1)), _base(torch.empty(2)[:1])[1]
 
 
 def _holders(tensor: torch.Tensor) -> tuple[int, int]:
     """How many tensors use a memory, and how many names in Python its storage has; both count a few more."""
     storage = tensor.untyped_storage()
     return storage_use_count(storage._cdata), sys.getrefcount(storage)
+
+
+def _base(view: torch.Tensor) -> tuple[int, int]:
+    """What a view was made of, and how many names in Python that has."""
+    return id(view._base), sys.getrefcount(view._base)

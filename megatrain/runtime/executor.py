@@ -13,7 +13,7 @@ from megatrain.errors import ExecuteError, ScheduleError
 from megatrain.memory.out_of_memory import Attempts, MemoryFigures
 from megatrain.passes.program import Program
 from megatrain.runtime.call import DONE, FAILED, OPEN, Call
-from megatrain.runtime.call_start import Handed, Sample, Start, check_handed
+from megatrain.runtime.call_start import Start
 from megatrain.runtime.drawing.draws import Draws
 from megatrain.runtime.drawing.rank_draws import RankDraws
 from megatrain.runtime.engine import Engine
@@ -162,9 +162,7 @@ class Executor:
             call.outputs = [self._output(call, ref.kind, ref.name) for ref in self.program.outputs]
             call.remember_versions(self.facts.watched)
             if commits and self.differentiable_outputs:
-                call.sample = Sample(self._operations.samples(self.facts.read_backward))
-                outputs = zip(self.program.outputs, call.outputs, strict=True)
-                call.handed = Handed({**start.inputs, **{r.name: t for r, t in outputs if r.kind == "value"}})
+                call.remember_bytes(start, self._operations.slots.samples(self.facts.read_backward))
             return call
         except BaseException:
             run.close()
@@ -202,17 +200,14 @@ class Executor:
             start = call.check_open(outputs)
             call.check_versions()
             start.check_state(self.facts.read_backward if call.status == OPEN else start.state, self.facts.movable)
-            start.check_sample(call.sample, self._operations.samples(self.facts.read_backward))
-            written = call.handed.look()
-            if self.engine.device.is_host:
-                check_handed(written())  # elsewhere this would wait for the device
+            check_late = call.check_bytes(start, self._operations.slots.samples(self.facts.read_backward))
             running = call if call.status == OPEN else self._replay(start)
             if not keep_graph:
                 call.spend(outputs, self.differentiable_outputs)
             kept = call.start
             found = self._repeatable(call, running, start, gradients, take)
             call.status, call.start = DONE, kept
-            check_handed(written())
+            check_late()
             return found
 
     def _repeatable(
@@ -271,7 +266,10 @@ class Executor:
         if any((op.stream, op.what) not in BUILT_IN for op in self.schedule.ops):
             raise ExecuteError(_FURTHER_OPS)
         if self._resumed is None:
-            cold = _cold_schedule(self.schedule)
+            try:  # in the memory that the call takes, if possible
+                cold = backward_schedule(self.schedule, memory=self.schedule.device_bytes)
+            except ScheduleError:
+                cold = backward_schedule(self.schedule, num_slots=1)
             self._resumed = cold.instructions, cold.device_bytes
         return self._resumed
 
@@ -301,14 +299,6 @@ def _check_number(name: str, given: Sequence[object], wanted: Sequence[object]) 
             "  Each micro-batch has inputs, one for each input of its program; each output has a gradient or None.\n"
             "  Look at program.inputs and program.outputs."
         )
-
-
-def _cold_schedule(warm: Schedule) -> Schedule:
-    """The backward alone, in the memory that `warm` takes if possible."""
-    try:
-        return backward_schedule(warm, memory=warm.device_bytes)
-    except ScheduleError:
-        return backward_schedule(warm, num_slots=1)
 
 
 _FURTHER_OPS = (

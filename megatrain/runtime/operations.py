@@ -11,7 +11,7 @@ import torch
 from megatrain.passes.program import Block
 from megatrain.runtime.blocks.local_graph import LocalGraph
 from megatrain.runtime.call import Call
-from megatrain.runtime.call_start import Start, sampled
+from megatrain.runtime.call_start import Start
 from megatrain.runtime.dealt_values import CROSSING, DealtValues
 from megatrain.runtime.engine import Engine
 from megatrain.runtime.forwards import forward_without_graph
@@ -42,18 +42,17 @@ class Operations:
         arena: Host memory where gradients wait for their updates; None if none wait.
 
     Attributes:
-        sink: Takes the gradients of parameters.
+        slots, sink: The places of state on the device, and where the gradients of parameters go.
     """
 
     def __init__(self, loaded: Sequence[Loaded], schedule: Schedule, engine: Engine, arena: LandingArena | None = None):
         self.loaded, self.schedule, self.engine = loaded, schedule, engine
         self.instructions = schedule.instructions
         self.segments = engine.segments.of(schedule, [each.program for each in loaded])
-        self._slots = Slots(loaded[0].images, engine, loaded[0].program, schedule)
+        self.slots = Slots(loaded[0].images, engine, loaded[0].program, schedule)
         landing = KeptLanding() if schedule.kind.keeps_totals else self._landing(arena)
         parts = loaded[0].facts.parts
         self.sink = GradientSink(lambda key: engine.tensors[key], engine.device, parts=parts, landing=landing)
-        self._sampled: tuple[Mapping[str, torch.Tensor], dict[str, torch.Tensor]] | None = None
         self._rank_sums = RankSums(engine, loaded[0].program, schedule.kind)
         self.dealt = DealtValues(engine, loaded, schedule.kind)
         blocks = {what: {i.op.block for i in self.instructions.all if i.op.what == what} for what in "BG"}
@@ -70,15 +69,8 @@ class Operations:
 
     def start(self, inputs: Sequence[torch.Tensor], number: int = 0) -> Start:
         """Returns a micro-batch's starting state: its inputs, and the present model."""
-        engine, places = self.engine, self._slots.places
+        engine, places = self.engine, self.slots.places
         return Start.of(self.loaded[number].program, inputs, engine.tensors, places, engine.device)
-
-    def samples(self, keys: Sequence[str]) -> Mapping[str, torch.Tensor]:
-        """Returns some bytes of the state of these keys, the same each time, as it is in the host store."""
-        places = self._slots.places
-        if self._sampled is None or self._sampled[0] is not places:
-            self._sampled = places, {key: sampled(places[key]) for key in keys if places[key].numel()}
-        return self._sampled[1]
 
     def run(
         self,
@@ -140,7 +132,7 @@ class Operations:
             handler(self, taken, instruction)
             release(calls, instruction.frees_after)
             self._take(calls, instruction.takes)  # without the op's workspace, and what it was the last to use
-            self._slots.poison(instruction.leaves)
+            self.slots.poison(instruction.leaves)
 
         return work
 
@@ -156,11 +148,11 @@ class Operations:
     def prefetch(self, taken: Taken, instruction: Instruction) -> None:
         """W: copies weights, or a section of them, or this rank's shard, into a slot."""
         section = section_of(self.schedule, instruction.op)
-        self._slots.prefetch(instruction.op.block, instruction.state, persists=instruction.persists, section=section)
+        self.slots.prefetch(instruction.op.block, instruction.state, persists=instruction.persists, section=section)
 
     def gather(self, taken: Taken, instruction: Instruction) -> None:
         """C: the shards of the other ranks."""
-        self._slots.gather(instruction.state, self._rank_sums.go_on)
+        self.slots.gather(instruction.state, self._rank_sums.go_on)
 
     def park(self, taken: Taken, instruction: Instruction) -> None:
         """A to the host."""
@@ -185,7 +177,7 @@ class Operations:
         block = loaded.program.blocks[instruction.op.block]
         runner = loaded.runners[block.index]
         inputs = [call.values[name] for name in block.inputs]
-        state = self._slots.state(block.index, instruction.state)
+        state = self.slots.state(block.index, instruction.state)
         with call.generators.drawing(block.index):
             if instruction.recomputes or call.can_repeat:
                 call.rng[block.index] = runner.rng_state()
@@ -212,7 +204,7 @@ class Operations:
             state,
             call.loaded.facts.needs_grad[block.index],
             call.loaded.facts.is_carried[block.index],
-            lambda: self._slots.state(block.index, states[block.index]),
+            lambda: self.slots.state(block.index, states[block.index]),
             **repeated,
         )
 
@@ -251,7 +243,7 @@ class Operations:
     def _recomputed(self, call: Call, block: Block, instruction: Instruction) -> LocalGraph:
         inputs = call.backward_inputs(block.inputs)
         with call.loaded.runners[block.index].repeated(call.rng.get(block.index)):
-            state = self._slots.state(block.index, instruction.state)
+            state = self.slots.state(block.index, instruction.state)
             found = call.results(block.index)
             return self._graph(call, block, instruction, inputs, state, is_repeated=True, kept=found)[0]
 

@@ -1,9 +1,9 @@
-"""Memory of weights that somebody else holds: nothing is written there that eager wouldn't write, and nothing is lost."""
+"""Memory of weights that somebody else holds: what is there is as in eager."""
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -41,7 +41,7 @@ def state_of(model: nn.Module) -> list[torch.Tensor]:
     return [*model.parameters(), *model.buffers()]
 
 
-def exchange(tensors: list[torch.Tensor], others: list[torch.Tensor]) -> None:
+def exchange(tensors: Sequence[torch.Tensor], others: list[torch.Tensor]) -> None:
     for index, tensor in enumerate(tensors):
         tensor.data, others[index] = others[index], tensor.data
 
@@ -110,7 +110,7 @@ def set_other_storages(call: Any, model: nn.Module, optimizer: Any, held: Held) 
     held["set"] = [p.detach() * 1.05 for p in model.parameters()]
     with torch.no_grad():
         for p, values in zip(model.parameters(), held["set"], strict=True):
-            p.set_(values)
+            p.set_(values)  # pyright: ignore[reportArgumentType]
 
 
 def exchange_two(call: Any, model: Any, optimizer: Any, held: Held) -> None:
@@ -156,7 +156,7 @@ def snapshot(model: nn.Module, optimizer: torch.optim.Optimizer, held: Held) -> 
 
 
 def train(way: str, acts: list[Act | None], before: list[Act], options: Any) -> list[dict[str, torch.Tensor]]:
-    """Trains by the eager loop, which may clip, by a loop over a compiled model, or by a TrainStep; returns all after each step."""
+    """Trains by the eager loop, a loop over a compiled model, or a TrainStep; returns what each step leaves."""
     model, held, found = build(), Held(), list[dict[str, torch.Tensor]]()
     call, step = model, None
     for act in before:
@@ -297,7 +297,9 @@ def test_memory_that_can_not_be_kept_is_named(reason: str) -> None:
     options: Any = {"precision": "bf16"} if reason == "bf16" else {}
     if reason == "gaps":
         model.weight.data = held = torch.zeros(6, 12)[:, ::2]
-    with pytest.warns(megatrain.HeldMemoryWarning, match=r"somebody else holds the memory of `weight` as well") as found:
+    with pytest.warns(
+        megatrain.HeldMemoryWarning, match=r"somebody else holds the memory of `weight` as well"
+    ) as found:
         megatrain.compile(model, device="cpu", **options)(batch(0))
     assert "neither sees what the other writes" in str(found[0].message)
     assert held.shape == (6, 6)

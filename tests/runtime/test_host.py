@@ -257,8 +257,8 @@ def test_memory_given_back_on_the_way_is_not_asked_for(monkeypatch: pytest.Monke
     monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=500_000))
     store_of({f"p{i}": torch.zeros(100_000) for i in range(10)})
     flat = torch.zeros(1_000_000)
-    shared = {f"p{i}": flat[i * 100_000 : (i + 1) * 100_000] for i in range(10)}
-    del flat  # else it would stay where it is
+    shared = {f"p{i}": flat[i * 100_000 : (i + 1) * 100_000].data for i in range(10)}
+    del flat  # else its memory would be used in place
     with pytest.raises(ExecuteError, match=r"needs 3\.81 MiB more"):
         store_of(shared)
 

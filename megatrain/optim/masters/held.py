@@ -85,7 +85,7 @@ class Held:
         if known is None or known.memory.cdata != storage._cdata or known.low.shape != self.parameter.shape:
             return False
         del self.aside[address]
-        # Whoever held the memory may have written into it.
+        # The holder of the memory may have written into it.
         if not torch.equal(sums_of_bytes(_bytes(storage, address, self.parameter.nbytes)), known.sums):
             return False
         self.low = known.low

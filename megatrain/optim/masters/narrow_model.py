@@ -143,7 +143,9 @@ class _Narrowing:
         entries, tensors = inventory(self._model)
         if is_all_wide(entries):
             held = held_elsewhere({key: tensors[key] for key in plain_parameters(entries)})
-            warn_of_holders(held, PARTED, 'precision="bf16" converts parameters. Take the other from the model afterwards.')
+            warn_of_holders(
+                held, PARTED, 'precision="bf16" converts parameters. Take the other from the model afterwards.'
+            )
             with torch.inference_mode(False), torch.no_grad():
                 for parameter in self._model.parameters():
                     self._narrow(parameter)

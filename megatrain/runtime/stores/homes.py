@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import count
 
 import torch
@@ -11,7 +11,9 @@ from torch.autograd.graph import increment_version
 
 from megatrain.errors import ExecuteError
 from megatrain.memory.block_image import Entry, image, views
-from megatrain.memory.host_arena import HostArena
+from megatrain.memory.bus import Bus
+from megatrain.memory.host_arena import HostArena, plain_view
+from megatrain.memory.unshared import PARTED, held_elsewhere, warn_of_holders
 from megatrain.sizes import Section, aligned
 from megatrain.tracer.spec import TensorSpec
 
@@ -56,7 +58,7 @@ class NewMemory:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Place:
+class StorePlace:
     """A place of the store's own for the values of one tensor.
 
     The user's tensor gets a storage of its own over these bytes, so that the store knows when nobody holds it any more.
@@ -82,13 +84,13 @@ class Place:
         return self.is_of(tensor) and (tensor.data_ptr(), tensor.stride()) == (self.view.data_ptr(), self.view.stride())
 
 
-def lend(key: str, spec: TensorSpec, arena: HostArena, offset: int) -> tuple[Place, torch.Tensor]:
+def lend(key: str, spec: TensorSpec, arena: HostArena, offset: int) -> tuple[StorePlace, torch.Tensor]:
     """Returns a place in an arena, and a tensor there for the user."""
     layout, end = image([(key, spec)]), offset + spec.nbytes
     (view,) = views(layout, arena.part(offset, end))  # the view is the same as in any block
     memory, lent = arena.lent_part(offset, end)
     (given,) = views(layout, memory)
-    return Place(arena, offset, view, lent), given
+    return StorePlace(arena, offset, view, lent), given
 
 
 @dataclass(slots=True, eq=False)
@@ -107,7 +109,7 @@ class Home:
     offset: int
     tensor: torch.Tensor
     view: torch.Tensor
-    places: list[Place]
+    places: list[StorePlace]
     memory: int = field(default_factory=new_memory)
     sent: Sent | None = None
     address: int = field(init=False)
@@ -123,6 +125,24 @@ class Home:
             increment_version(self.view)
         self.arena, self.offset, self.view, self.address = arena, offset, view, view.data_ptr()
         self.memory, self.sent = new_memory(), sent
+
+    @property
+    def has_changed(self) -> bool:
+        """Whether the user's tensor has other memory, or another layout, than this view."""
+        tensor = self.tensor
+        return (
+            tensor.data_ptr() != self.address
+            or tensor.stride() != self.stride
+            or tensor.shape != self.shape
+            or tensor.dtype != self.view.dtype
+        )
+
+    def replace(self, tensor: torch.Tensor) -> None:
+        """Goes on with another tensor. The place of the earlier one is free then, unless others hold it as well."""
+        # The user may put the earlier tensor back.
+        if any(place.is_of(self.tensor) for place in self.places) and not held_elsewhere({self.key: self.tensor}):
+            self.tensor.data = self.tensor.detach().clone()
+        self.tensor, self.memory = tensor, new_memory()
 
     def check_alike(self) -> None:
         """Checks that the user's tensor is what the model was compiled for.
@@ -154,6 +174,97 @@ class OneCopy:
     end: int
     source: torch.Tensor
     arena: HostArena
+
+
+def home_of(entry: Entry, homes: Mapping[str, Home]) -> Home:
+    """Returns the home of an entry; a part is inside its whole, which is placed, moved and refreshed as one."""
+    home = homes[entry.owner]
+    if entry.base is None:
+        return home
+    view = home.view.narrow(0, entry.first_row, entry.spec.shape[0])
+    start = view.data_ptr() - home.view.data_ptr()
+    sent = None if home.sent is None else replace(home.sent, offset=home.sent.offset + start)
+    return replace(home, key=entry.key, spec=entry.spec, offset=home.offset + start, view=view, sent=sent)
+
+
+def in_place(tensor: torch.Tensor) -> tuple[HostArena, torch.Tensor]:
+    """Returns an arena over a tensor's own memory, and the tensor there."""
+    return HostArena.borrowed(tensor), plain_view(tensor, tensor.dtype, tensor.shape, tensor.stride())
+
+
+def staying(tensors: Mapping[str, torch.Tensor], strides: Mapping[str, tuple[int, ...]], bus: Bus) -> Collection[str]:
+    """Finds the state that must stay where it is, because somebody else holds this memory as well.
+
+    Args:
+        tensors: Of the state, by key.
+        strides: That they must have to be able to.
+        bus: To the device.
+    """
+    found = held_elsewhere(tensors)
+    stay = {key: None for key in found if tensors[key].stride() == strides[key]}
+    warn_of_holders(
+        [key for key in found if key not in stay],
+        PARTED,
+        "The store has no gaps between elements. Take a contiguous tensor, or drop the other before the next call.",
+    )
+    if bus.device.lock_bytes:
+        warn_of_holders(
+            list(stay),
+            "so it stays where it is, and the host copies it once more on its way to the device",
+            "Drop the other before the first call, if nobody needs it.",
+        )
+    return stay.keys()
+
+
+def take_in(changed: Sequence[Home], bus: Bus) -> list[HostArena]:
+    """Goes on with the memory that the user gave to tensors, or copies its values into memory of the store.
+
+    Nothing is ever written that somebody else may hold. Memory that the tensor alone names is copied, and so freed.
+
+    Args:
+        changed: The homes of these tensors.
+        bus: To the device.
+
+    Returns:
+        New arenas.
+
+    Raises:
+        ExecuteError: If shape, dtype or device changed, before anything is taken in.
+    """
+    for home in changed:
+        home.check_alike()
+    known = {home.key: place for home in changed for place in home.places if place.has(home.tensor)}
+    others = [home for home in changed if home.key not in known]
+    stay = staying({home.key: home.tensor for home in others}, {home.key: home.stride for home in others}, bus)
+    arenas: list[HostArena] = []
+    for home in changed:
+        if home.key in stay:
+            arena, view = in_place(home.tensor)
+            home.use(arena, 0, view)
+            arenas.append(arena)
+            continue
+        place = known.get(home.key) or _copied_in(home)
+        arenas.append(place.arena)
+        home.use(place.arena, place.offset, place.view)
+        home.places = [place, *(p for p in home.places if p is not place and p.lent() is not None)]
+    return arenas
+
+
+def _copied_in(home: Home) -> StorePlace:
+    """Copies the values of a tensor into a place that nobody else holds."""
+    tensor = home.tensor
+    values = tensor.detach()
+    free = next((place for place in home.places if place.lent() is None), None)
+    mine = next((place for place in home.places if place.is_of(tensor)), None)
+    if free is None and mine is not None and not held_elsewhere({home.key: tensor}):
+        free, values = mine, values.clone()  # another view of the very same memory (`p.data = p.data.t()`)
+    if free is not None:
+        home.places.remove(free)
+    arena, offset = (HostArena(home.spec.nbytes), 0) if free is None else (free.arena, free.offset)
+    place, given = lend(home.key, home.spec, arena, offset)
+    place.view.copy_(values)
+    tensor.data = given
+    return place
 
 
 def copies_of(

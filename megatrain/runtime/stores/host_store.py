@@ -2,18 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence, Set
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 
 import torch
 from torch.autograd.graph import increment_version
 
-from megatrain.memory.block_image import BlockImage, Entry, image, stored_stride, views
+from megatrain.memory.block_image import BlockImage, Entry, image, is_alike, stored_stride, views
 from megatrain.memory.bus import Bus
-from megatrain.memory.host_arena import HostArena, plain_view, together
-from megatrain.memory.unshared import PARTED, check_unshared, held_elsewhere, warn_of_holders
-from megatrain.runtime.stores.homes import Home, NewMemory, OneCopy, Place, Sent, copies_of, lend, new_memory, section_of
+from megatrain.memory.host_arena import HostArena, together
+from megatrain.memory.unshared import check_unshared
+from megatrain.runtime.stores.homes import (
+    Home,
+    NewMemory,
+    OneCopy,
+    Sent,
+    StorePlace,
+    copies_of,
+    home_of,
+    in_place,
+    lend,
+    section_of,
+    staying,
+    take_in,
+)
 from megatrain.runtime.stores.moving import check_movable, check_room
 from megatrain.runtime.stores.persisting import Stamp
 from megatrain.runtime.stores.weights import Weights, replace_memory
@@ -96,11 +109,12 @@ class HostStore:
                 home = self._homes.get(entry.owner)
                 spec = entry.spec if entry.base is None else TensorSpec.of(self._tensors[entry.base])
                 known = fresh.setdefault(entry.owner, spec) if home is None else home.spec
-                assert _is_alike(known, spec), f"{entry.owner} is {known} in one block and {spec} in another"
+                assert is_alike(known, spec), f"{entry.owner} is {known} in one block and {spec} in another"
             blocks.append(list(islice(fresh, num_known, None)))
         if fresh:
             check_movable({key: self._tensors[key] for key in fresh}, fresh, weights)
-            for key in self._shared({key: (self._tensors[key], stored_stride(spec)) for key, spec in fresh.items()}):
+            strides = {key: stored_stride(spec) for key, spec in fresh.items()}
+            for key in staying({key: self._tensors[key] for key in fresh}, strides, self._bus):
                 self._stay(key, fresh.pop(key), weights)
             blocks = [[key for key in keys if key in fresh] for keys in blocks]
             alignment = max(layout.alignment for layout in images)  # so that neighbours in a block cross in one copy
@@ -137,17 +151,16 @@ class HostStore:
         for key, place in places.items():
             home = self._homes[key]
             replace_memory(key, home.tensor, place.view)
-            home.places = [Place(place.arena, place.offset, place.view, lambda: None)]
+            home.places = [StorePlace(place.arena, place.offset, place.view, lambda: None)]
             home.use(place.arena, place.offset, place.view, place.sent)
         self._place_anew()
 
     def _place_anew(self) -> None:
         """Finds the copies of all blocks again, and lets go of arenas in which nothing is any more."""
         used = {id(each.arena) for home in self._homes.values() for each in (home, *home.places)}
-        self._arenas = [arena for arena in self._arenas if id(arena) in used]
+        self._arenas = [arena for key, arena in {id(arena): arena for arena in self._arenas}.items() if key in used]
         layouts = [*self._by_value, *[placed.layout for placed in self._by_id.values()]]
-        self._by_value.clear()
-        self._by_id.clear()
+        self._by_value, self._by_id = {}, {}
         for layout in layouts:
             self._place(layout)
         self.num_moves += 1
@@ -189,35 +202,18 @@ class HostStore:
         replace_memory(key, tensor, given)
         self._homes[key] = Home(key, spec, arena, offset, tensor, place.view, [place])
 
-    def _shared(self, tensors: Mapping[str, tuple[torch.Tensor, tuple[int, ...]]]) -> Set[str]:
-        """The state whose memory somebody else holds, too, and which can stay there: by key, with the wanted strides."""
-        found = held_elsewhere({key: tensor for key, (tensor, _) in tensors.items()})
-        stay = {key: None for key in found if tensors[key][0].stride() == tensors[key][1]}
-        warn_of_holders(
-            [key for key in found if key not in stay],
-            PARTED,
-            "The store has no gaps between elements. Take a contiguous tensor, or drop the other before the next call.",
-        )
-        if self._bus.device.lock_bytes:
-            warn_of_holders(
-                list(stay),
-                "so it stays where it is, and is copied to the device once more by the host",
-                "Drop the other before the first call, if nobody needs it.",
-            )
-        return stay.keys()
-
     def _stay(self, key: str, spec: TensorSpec, weights: Weights | None) -> None:
         tensor = self._tensors[key]
         if weights is not None and key in weights:
             weights.read(key, tensor.data)
-        arena, view = _in_place(tensor)
+        arena, view = in_place(tensor)
         self._arenas.append(arena)
         self._homes[key] = Home(key, spec, arena, 0, tensor, view, [])
 
     def _place(self, layout: BlockImage) -> None:
         placed = self._by_value.get(layout)
         if placed is None:
-            homes = [self._home(entry) for entry in layout.entries]
+            homes = [home_of(entry, self._homes) for entry in layout.entries]
             runs = tuple(copies_of(layout.entries, homes, layout.alignment))
             sent = tuple(home.sent for home in homes if home.sent is not None)
             placed = _Placed(layout, runs, tuple(home.view for home in homes), sent)
@@ -226,16 +222,6 @@ class HostStore:
         if placed.layout is not layout:
             placed = replace(placed, layout=layout)
         self._by_id[id(layout)] = placed
-
-    def _home(self, entry: Entry) -> Home:
-        """Returns the home of an entry; a part is inside its whole, which is placed, moved and refreshed as one."""
-        home = self._homes[entry.owner]
-        if entry.base is None:
-            return home
-        view = home.view.narrow(0, entry.first_row, entry.spec.shape[0])
-        start = view.data_ptr() - home.view.data_ptr()
-        sent = None if home.sent is None else replace(home.sent, offset=home.sent.offset + start)
-        return replace(home, key=entry.key, spec=entry.spec, offset=home.offset + start, view=view, sent=sent)
 
     def _placed(self, layout: BlockImage) -> _Placed:
         placed = self._by_id.get(id(layout))
@@ -270,10 +256,10 @@ class HostStore:
         own = any(sent.is_stale() for sent in placed.sent)
         if section is not None:
             with_bytes = [entry for entry in layout.entries if entry.spec.nbytes]
-            runs = [section_of(entry, self._home(entry), section, own=own) for entry in with_bytes]
+            runs = [section_of(entry, home_of(entry, self._homes), section, own=own) for entry in with_bytes]
         elif without or own:
             entries = [entry for entry in layout.entries if entry.key not in without]
-            runs = list(copies_of(entries, map(self._home, entries), layout.alignment, own=own))
+            runs = list(copies_of(entries, [home_of(e, self._homes) for e in entries], layout.alignment, own=own))
         for run in runs:
             for low, high in [(run.start, run.end)] if spans is None else spans:
                 start, end = max(low, run.start), min(high, run.end)
@@ -289,7 +275,7 @@ class HostStore:
 
     def bytes_of(self, layout: BlockImage, keys: Collection[str]) -> list[torch.Tensor]:
         """The bytes of entries of an image, in the arena."""
-        homes = [self._home(entry) for entry in layout.entries if entry.key in keys and entry.spec.nbytes]
+        homes = [home_of(e, self._homes) for e in layout.entries if e.key in keys and e.spec.nbytes]
         return [home.arena.tensor[home.offset : home.offset + home.spec.nbytes] for home in homes]
 
     def has(self, key: str) -> bool:
@@ -325,73 +311,10 @@ class HostStore:
             home = self._homes.get(key)
             self._tensors[key] = tensor
             if home is not None and home.tensor is not tensor:
-                self._let_go(home)
-                home.tensor, home.memory = tensor, new_memory()
-        changed: list[Home] = []
-        for home in self._homes.values():
-            tensor = home.tensor
-            if (
-                tensor.data_ptr() != home.address
-                or tensor.stride() != home.stride
-                or tensor.shape != home.shape
-                or tensor.dtype != home.view.dtype
-            ):
-                changed.append(home)
+                home.replace(tensor)
+        changed = [home for home in self._homes.values() if home.has_changed]
         if changed:
-            self._take_in(changed)
-
-    def _let_go(self, home: Home) -> None:
-        """Frees the place of a tensor that was replaced, unless others hold it: the user may put the tensor back."""
-        if any(place.is_of(home.tensor) for place in home.places) and not held_elsewhere({home.key: home.tensor}):
-            home.tensor.data = home.tensor.detach().clone()
-
-    def _take_in(self, changed: Sequence[Home]) -> None:
-        """Goes on with the memory that the user gave to tensors, or copies its values into memory of the store.
-
-        Nothing is ever written that somebody else may hold. Memory that the tensor alone names is copied, and so freed.
-        """
-        for home in changed:
-            home.check_alike()
-        check_unshared({key: home.tensor for key, home in self._homes.items()})
-        known = {home.key: place for home in changed for place in home.places if place.has(home.tensor)}
-        shared = self._shared({h.key: (h.tensor, h.stride) for h in changed if h.key not in known})
-        for home in changed:
-            if home.key in shared:
-                arena, view = _in_place(home.tensor)
-                self._arenas.append(arena)
-                home.use(arena, 0, view)
-                continue
-            place = known.get(home.key) or self._copied_in(home)
-            home.use(place.arena, place.offset, place.view)
-            home.places = [place, *(p for p in home.places if p is not place and p.lent() is not None)]
-        self._place_anew()
-        self.lock()
-
-    def _copied_in(self, home: Home) -> Place:
-        """Copies the values of a tensor into a place that nobody else holds."""
-        tensor = home.tensor
-        values = tensor.detach()
-        free = next((place for place in home.places if place.lent() is None), None)
-        if free is None and (mine := [place for place in home.places if place.is_of(tensor)]):
-            # Another view of the very same memory (`p.data = p.data.t()`).
-            is_alone = not held_elsewhere({home.key: tensor})
-            free, values = (mine[0], values.clone()) if is_alone else (None, values)
-        arena, offset = (HostArena(home.spec.nbytes), 0) if free is None else (free.arena, free.offset)
-        if free is None:
-            self._arenas.append(arena)
-        else:
-            home.places.remove(free)
-        place, given = lend(home.key, home.spec, arena, offset)
-        place.view.copy_(values)
-        tensor.data = given
-        return place
-
-
-def _in_place(tensor: torch.Tensor) -> tuple[HostArena, torch.Tensor]:
-    """Returns an arena over a tensor's own memory, and the tensor there."""
-    return HostArena.borrowed(tensor), plain_view(tensor, tensor.dtype, tensor.shape, tensor.stride())
-
-
-def _is_alike(one: TensorSpec, other: TensorSpec) -> bool:
-    """Tells whether two specs are stored alike: a tensor that isn't dense becomes contiguous in the store."""
-    return (one.shape, one.dtype, stored_stride(one)) == (other.shape, other.dtype, stored_stride(other))
+            check_unshared({key: home.tensor for key, home in self._homes.items()})
+            self._arenas += take_in(changed, self._bus)
+            self._place_anew()
+            self.lock()

@@ -59,7 +59,12 @@ class Persisting:
         samples = [tensor[:: tensor.numel() // _SAMPLES | 1] for tensor in tensors]
         pieces = [piece for tensor in tensors for piece in tensor.split(_PIECE)]
         return Persisting(
-            name, layout, keys, stamp, [(s, s.clone()) for s in samples], [(piece, sums_of_bytes(piece)) for piece in pieces]
+            name,
+            layout,
+            keys,
+            stamp,
+            [(s, s.clone()) for s in samples],
+            [(piece, sums_of_bytes(piece)) for piece in pieces],
         )
 
     @property
