@@ -78,6 +78,10 @@ def warn_of_holders(keys: Sequence[str], what: str, way_out: str) -> None:
 
 
 PARTED = "and from now on the two have memory of their own: neither sees what the other writes"
+IN_PLACE = (
+    "so it stays where it is, and the host copies it once more on its way to the device",
+    "Drop the other before the first call, if nobody needs it.",
+)
 
 
 def _is_held(tensors: Sequence[torch.Tensor]) -> bool:

@@ -117,7 +117,7 @@ def test_old_arenas_go(sim: Simulator):
 
 @pytest.mark.parametrize("order", ORDERS)
 def test_memory_of_weights_that_somebody_holds_is_left_or_used_in_place(sim: Simulator, order):
-    """A vector from before, an exchange by pointer, and tensors that are held afterwards: copies pass through a ring."""
+    """A vector from before, and tensors that are held afterwards: copies pass through a ring."""
     compiled, model, eager = chain()
     held: list[list[torch.Tensor]] = []
     for each in (model, eager):
@@ -163,5 +163,5 @@ def test_writes_that_torch_does_not_count_are_refused(sim: Simulator, which: str
             loss.backward()
             continue
         written.data.mul_(2)
-        with pytest.raises(megatrain.ExecuteError, match="was modified (in place )?between forward and backward"):
+        with pytest.raises(megatrain.ExecuteError, match=r"was modified (in place )?between forward and backward"):
             loss.backward()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import count
 
@@ -10,10 +10,9 @@ import torch
 from torch.autograd.graph import increment_version
 
 from megatrain.errors import ExecuteError
-from megatrain.memory.block_image import Entry, image, views
-from megatrain.memory.bus import Bus
+from megatrain.memory.block_image import Entry, image, stored_stride, views
 from megatrain.memory.host_arena import HostArena, plain_view
-from megatrain.memory.unshared import PARTED, held_elsewhere, warn_of_holders
+from megatrain.memory.unshared import IN_PLACE, PARTED, held_elsewhere, warn_of_holders
 from megatrain.sizes import Section, aligned
 from megatrain.tracer.spec import TensorSpec
 
@@ -192,38 +191,34 @@ def in_place(tensor: torch.Tensor) -> tuple[HostArena, torch.Tensor]:
     return HostArena.borrowed(tensor), plain_view(tensor, tensor.dtype, tensor.shape, tensor.stride())
 
 
-def staying(tensors: Mapping[str, torch.Tensor], strides: Mapping[str, tuple[int, ...]], bus: Bus) -> Collection[str]:
+def staying(
+    tensors: Mapping[str, torch.Tensor], specs: Mapping[str, TensorSpec], *, is_slow: bool = False
+) -> list[str]:
     """Finds the state that must stay where it is, because somebody else holds this memory as well.
 
     Args:
         tensors: Of the state, by key.
-        strides: That they must have to be able to.
-        bus: To the device.
+        specs: Theirs in the store; what is laid out in another way can't stay.
+        is_slow: Warn that copies to the device are slower from there.
     """
     found = held_elsewhere(tensors)
-    stay = {key: None for key in found if tensors[key].stride() == strides[key]}
+    stay = [key for key in found if tensors[key].stride() == stored_stride(specs[key])]
+    warn_of_holders(stay if is_slow else [], *IN_PLACE)
     warn_of_holders(
-        [key for key in found if key not in stay],
+        [key for key in found if key not in set(stay)],
         PARTED,
         "The store has no gaps between elements. Take a contiguous tensor, or drop the other before the next call.",
     )
-    if bus.device.lock_bytes:
-        warn_of_holders(
-            list(stay),
-            "so it stays where it is, and the host copies it once more on its way to the device",
-            "Drop the other before the first call, if nobody needs it.",
-        )
-    return stay.keys()
+    return stay
 
 
-def take_in(changed: Sequence[Home], bus: Bus) -> list[HostArena]:
+def take_in(changed: Sequence[Home]) -> list[HostArena]:
     """Goes on with the memory that the user gave to tensors, or copies its values into memory of the store.
 
     Nothing is ever written that somebody else may hold. Memory that the tensor alone names is copied, and so freed.
 
     Args:
         changed: The homes of these tensors.
-        bus: To the device.
 
     Returns:
         New arenas.
@@ -235,7 +230,7 @@ def take_in(changed: Sequence[Home], bus: Bus) -> list[HostArena]:
         home.check_alike()
     known = {home.key: place for home in changed for place in home.places if place.has(home.tensor)}
     others = [home for home in changed if home.key not in known]
-    stay = staying({home.key: home.tensor for home in others}, {home.key: home.stride for home in others}, bus)
+    stay = set(staying({home.key: home.tensor for home in others}, {home.key: home.spec for home in others}))
     arenas: list[HostArena] = []
     for home in changed:
         if home.key in stay:

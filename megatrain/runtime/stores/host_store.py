@@ -113,8 +113,8 @@ class HostStore:
             blocks.append(list(islice(fresh, num_known, None)))
         if fresh:
             check_movable({key: self._tensors[key] for key in fresh}, fresh, weights)
-            strides = {key: stored_stride(spec) for key, spec in fresh.items()}
-            for key in staying({key: self._tensors[key] for key in fresh}, strides, self._bus):
+            is_slow = self._bus.device.lock_bytes > 0
+            for key in staying({key: self._tensors[key] for key in fresh}, fresh, is_slow=is_slow):
                 self._stay(key, fresh.pop(key), weights)
             blocks = [[key for key in keys if key in fresh] for keys in blocks]
             alignment = max(layout.alignment for layout in images)  # so that neighbours in a block cross in one copy
@@ -315,6 +315,6 @@ class HostStore:
         changed = [home for home in self._homes.values() if home.has_changed]
         if changed:
             check_unshared({key: home.tensor for key, home in self._homes.items()})
-            self._arenas += take_in(changed, self._bus)
+            self._arenas += take_in(changed)
             self._place_anew()
             self.lock()
