@@ -45,6 +45,10 @@ class PageLockWarning(UserWarning):
     """The system refuses to page-lock as much host memory as transfers use, so they are slower."""
 
 
+class HeldMemoryWarning(UserWarning):
+    """Somebody else holds the memory of weights, so that copies are slower, or the two are parted."""
+
+
 class DeviceMemoryWarning(UserWarning):
     """The device has less free memory than the budget, ran out in a step that was then repeated, or runs other kernels.
 

@@ -66,6 +66,7 @@ __all__ = [
     "send_to_meta_kernels",
     "sequence_number",
     "set_wrap_triton_enabled",
+    "storage_of",
     "storage_use_count",
     "top_saved_tensors_hooks",
     "unset_fake_temporarily",
@@ -151,6 +152,8 @@ sequence_number = methodcaller("_sequence_nr")
 make_subclass = _found("torch", "Tensor._make_subclass")
 # A parameter's copy that the model's own code still views keeps its memory, and may be written into.
 storage_use_count = _found("torch", "_C._storage_Use_Count")
+# The storage of a weak reference; None if it is gone.
+storage_of = _found("torch", "UntypedStorage._new_with_weak_ptr")
 # Updates run outside of the caller's dispatch modes.
 disable_current_modes = _found("torch.utils._python_dispatch", "_disable_current_modes")
 # While a fake tensor's kernel runs, its thread sends ops on all tensors to meta kernels; these take that back.

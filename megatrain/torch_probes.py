@@ -289,11 +289,11 @@ def memory_is_told() -> bool:
     """Whether a view of a tensor shows in the count of its memory, and the end of the last in a weak reference."""
     tensor = torch.ones(2)
     weak, view = torch_private.StorageWeakRef(tensor.untyped_storage()), tensor[:1]
-    viewed = torch_private.storage_use_count(tensor.untyped_storage()._cdata)  # pyright: ignore
+    viewed, address = torch_private.storage_use_count(weak.cdata), tensor.data_ptr()
     del view
-    alone, is_there = torch_private.storage_use_count(tensor.untyped_storage()._cdata), not weak.expired()  # pyright: ignore
+    alone, found = torch_private.storage_use_count(weak.cdata), torch_private.storage_of(weak.cdata).data_ptr()
     del tensor
-    return viewed == alone + 1 and is_there and weak.expired()
+    return viewed == alone + 1 and found == address and weak.expired()
 
 
 def draws_are_tagged() -> bool:

@@ -24,6 +24,7 @@ OF_ONE_KIND = {"cudart", "cudaHostRegister", "cudaHostUnregister", "pin_memory",
 OF_PRIVATE_NAMES = [path for path in MODULES if path.name.startswith("torch_")]
 ATTRIBUTES = {
     "_version": "the counter of writes into a tensor; tried by torch_features",
+    "_base": "the tensor that a view keeps alive, which is nobody else's holding of its memory",
     "_cdata": "the identity of a storage that has no address: fake tensors, meta",
     "_indices": "parts of a sparse tensor that isn't coalesced; `indices()` refuses that one",
     "_values": "as `_indices`",

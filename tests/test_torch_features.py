@@ -65,6 +65,7 @@ BROKEN: dict[str, Any] = {
     "group_by_dtype": lambda tensors, with_indices: {0: (tensors, [0, 1, 2])},
     "log_softmax_backward": lambda grad, output, dim, dtype, out: out.copy_(grad),
     "storage_use_count": lambda _: 1,
+    "storage_of": lambda _: None,
 }
 # Imported outright, or no names of torch.
 OTHERS = {

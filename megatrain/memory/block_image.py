@@ -119,6 +119,11 @@ def stored_stride(spec: TensorSpec) -> tuple[int, ...]:
     return tuple(reversed(strides))
 
 
+def is_alike(one: TensorSpec, other: TensorSpec) -> bool:
+    """Tells whether two specs are stored alike: a tensor that isn't dense becomes contiguous in the store."""
+    return (one.shape, one.dtype, stored_stride(one)) == (other.shape, other.dtype, stored_stride(other))
+
+
 def has_strides_of(gradient: torch.Tensor, parameter: torch.Tensor) -> bool:
     """Tells whether a gradient lies as its parameter does; a sparse one has no strides."""
     return gradient.layout != torch.strided or all(

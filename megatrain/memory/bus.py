@@ -64,6 +64,9 @@ class Bus:
         """Page-locks arenas for transfers, all or none; if the system refuses, copies of these go through the rings."""
         # Some were locked early: with the rest refused, a ring needs what the system lets lock.
         fresh = [a for a in arenas if not a.is_refused and (not a.is_locked or a in self._early)]
+        if self._rings is None and self._refused_bytes is None and self.device.lock_bytes:
+            # Memory of the user's is never locked.
+            self._rings = _rings(self.device) if any(arena.is_refused for arena in arenas) else None
         try:
             _lock(fresh, self.device)
         except ExecuteError as error:

@@ -51,6 +51,16 @@ class HostArena:
         made._pages, made.tensor = pages, pages.tensor()
         return made
 
+    @classmethod
+    def borrowed(cls, tensor: torch.Tensor) -> HostArena:
+        """Returns one of the memory of a dense tensor that somebody else holds as well.
+
+        It is never page-locked: its pages have other people's data on them, and children that are forked need those.
+        """
+        made = cls(0)
+        made.tensor, made.is_refused = plain_view(tensor, torch.uint8, (tensor.nbytes,), (1,)), True
+        return made
+
     @property
     def nbytes(self) -> int:
         """Size in bytes; 0 once closed."""
@@ -133,6 +143,13 @@ def _unlock(unlocks: Sequence[Callable[[], None]], device: Device) -> None:
             device.settle()
     for unlock in unlocks:
         unlock()
+
+
+def plain_view(tensor: torch.Tensor, dtype: torch.dtype, shape: Sequence[int], stride: Sequence[int]) -> torch.Tensor:
+    """Returns a tensor over the storage of another, from its first byte on, that counts its writes for itself alone."""
+    with torch.inference_mode(False):
+        offset = tensor.storage_offset() * tensor.element_size() // dtype.itemsize
+        return torch.empty(0, dtype=dtype).set_(tensor.untyped_storage(), offset, shape, stride)
 
 
 def together(sizes: Sequence[int], most: int) -> list[list[int]]:

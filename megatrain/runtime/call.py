@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 
-from megatrain.device import Device
+from megatrain.device import Device, is_on_host
 from megatrain.errors import ExecuteError
 from megatrain.memory.block_image import stored_stride
 from megatrain.passes.kept_results import KeptResults
 from megatrain.runtime.blocks.local_graph import LocalGraph
-from megatrain.runtime.call_start import Start, version
+from megatrain.runtime.call_start import Handed, Sample, Start, check_handed, version
 from megatrain.runtime.drawing.micro_batch_generators import MicroBatchGenerators
 from megatrain.runtime.gradients.sums import ParameterGradient
 from megatrain.runtime.loaded import Loaded
@@ -78,6 +78,7 @@ class Call:
         self.outputs: list[torch.Tensor] = []
         self.status = OPEN
         self._versions: list[tuple[str, torch.Tensor, int]] = []
+        self._sample, self._handed = Sample({}), Handed({})
 
     def begin(self, copies: BufferCopies | None) -> None:
         """Takes inputs and constants as they are, and copies buffers that the forward writes to the device.
@@ -192,6 +193,32 @@ class Call:
         kept = [(n, t) for n, t in self.values.items() if n in names]
         kept += [("saved", t) for graph in self.graphs.values() for t in graph.saved_tensors()]
         self._versions = [(name, tensor, version(tensor)) for name, tensor in kept]
+
+    def remember_bytes(self, start: Start, state: Mapping[str, torch.Tensor]) -> None:
+        """Notes some bytes of inputs, outputs and state, for writes that torch doesn't count.
+
+        Args:
+            start: Of the call.
+            state: The bytes of the state that the backward reads, see `sampled`.
+        """
+        outputs = zip(self.loaded.program.outputs, self.outputs, strict=True)
+        self._sample = Sample(state)
+        self._handed = Handed({**start.inputs, **{ref.name: each for ref, each in outputs if ref.kind == "value"}})
+
+    def check_bytes(self, start: Start, state: Mapping[str, torch.Tensor]) -> Callable[[], None]:
+        """Checks them before a backward, as far as that doesn't wait for the device.
+
+        Returns:
+            Checks the rest; to be called after the backward.
+
+        Raises:
+            ExecuteError: Naming what was written.
+        """
+        start.check_sample(self._sample, state)
+        written = self._handed.look()
+        if is_on_host(self.loaded.program.device):
+            check_handed(written())
+        return lambda: check_handed(written())
 
     def check_open(self, outputs: Collection[int]) -> Start:
         """Returns the call's starting state, if these outputs may be differentiated (again).

@@ -152,6 +152,8 @@ class Executor:
                 run.write_buffers()
             call.outputs = [self._output(call, ref.kind, ref.name) for ref in self.program.outputs]
             call.remember_versions(self.facts.watched)
+            if commits and self.differentiable_outputs:
+                call.remember_bytes(start, self._operations.slots.samples(self.facts.read_backward))
             return call
         except BaseException:
             run.close()
@@ -188,13 +190,15 @@ class Executor:
             outputs = [i for i, gradient in enumerate(gradients) if gradient is not None]
             start = call.check_open(outputs)
             call.check_versions()
-            start.check_state(self.facts.read_backward if call.status == OPEN else start.state)
+            start.check_state(self.facts.read_backward if call.status == OPEN else start.state, self.facts.movable)
+            check_late = call.check_bytes(start, self._operations.slots.samples(self.facts.read_backward))
             running = call if call.status == OPEN else self._replay(start)
             if not keep_graph:
                 call.spend(outputs, self.differentiable_outputs)
             kept = call.start
             found = self._repeatable(call, running, start, gradients, take)
             call.status, call.start = DONE, kept
+            check_late()
             return found
 
     def _repeatable(
@@ -253,7 +257,10 @@ class Executor:
         if any((op.stream, op.what) not in BUILT_IN for op in self.schedule.ops):
             raise ExecuteError(_FURTHER_OPS)
         if self._resumed is None:
-            cold = _cold_schedule(self.schedule)
+            try:  # in the memory that the call takes, if possible
+                cold = backward_schedule(self.schedule, memory=self.schedule.device_bytes)
+            except ScheduleError:
+                cold = backward_schedule(self.schedule, num_slots=1)
             self._resumed = cold.instructions, cold.device_bytes
         return self._resumed
 
@@ -283,14 +290,6 @@ def _check_number(name: str, given: Sequence[object], wanted: Sequence[object]) 
             "  Each micro-batch has inputs, one for each input of its program; each output has a gradient or None.\n"
             "  Look at program.inputs and program.outputs."
         )
-
-
-def _cold_schedule(warm: Schedule) -> Schedule:
-    """The backward alone, in the memory that `warm` takes if possible."""
-    try:
-        return backward_schedule(warm, memory=warm.device_bytes)
-    except ScheduleError:
-        return backward_schedule(warm, num_slots=1)
 
 
 _FURTHER_OPS = (

@@ -41,14 +41,14 @@ class Operations:
         arena: Host memory where gradients wait for their updates; None if none wait.
 
     Attributes:
-        sink: Takes the gradients of parameters.
+        slots, sink: The places of state on the device, and where the gradients of parameters go.
     """
 
     def __init__(self, loaded: Sequence[Loaded], schedule: Schedule, engine: Engine, arena: LandingArena | None = None):
         self.loaded, self.schedule, self.engine = loaded, schedule, engine
         self.instructions = schedule.instructions
         self.segments = engine.segments.of(schedule, [each.program for each in loaded])
-        self._slots = Slots(loaded[0].images, engine, loaded[0].program, schedule)
+        self.slots = Slots(loaded[0].images, engine, loaded[0].program, schedule)
         landing = KeptLanding() if schedule.kind.keeps_totals else self._landing(arena)
         parts = loaded[0].facts.parts
         self.sink = GradientSink(lambda key: engine.tensors[key], engine.device, parts=parts, landing=landing)
@@ -67,7 +67,7 @@ class Operations:
 
     def start(self, inputs: Sequence[torch.Tensor], number: int = 0) -> Start:
         """Returns a micro-batch's starting state: its inputs, and the present model."""
-        engine, places = self.engine, self._slots.places
+        engine, places = self.engine, self.slots.places
         return Start.of(self.loaded[number].program, inputs, engine.tensors, places, engine.device)
 
     def run(
@@ -130,7 +130,7 @@ class Operations:
             handler(self, taken, instruction)
             release(calls, instruction.frees_after)
             self._take(calls, instruction.takes)  # without the op's workspace, and what it was the last to use
-            self._slots.poison(instruction.leaves)
+            self.slots.poison(instruction.leaves)
 
         return work
 
@@ -146,7 +146,7 @@ class Operations:
     def prefetch(self, taken: Taken, instruction: Instruction) -> None:
         """W: copies weights, or a section of them, into a slot."""
         section = section_of(self.schedule, instruction.op)
-        self._slots.prefetch(instruction.op.block, instruction.state, persists=instruction.persists, section=section)
+        self.slots.prefetch(instruction.op.block, instruction.state, persists=instruction.persists, section=section)
 
     def park(self, taken: Taken, instruction: Instruction) -> None:
         """A to the host."""
@@ -171,7 +171,7 @@ class Operations:
         block = loaded.program.blocks[instruction.op.block]
         runner = loaded.runners[block.index]
         inputs = [call.values[name] for name in block.inputs]
-        state = self._slots.state(block.index, instruction.state)
+        state = self.slots.state(block.index, instruction.state)
         with call.generators.drawing(block.index):
             if instruction.recomputes or call.can_repeat:
                 call.rng[block.index] = runner.rng_state()
@@ -198,7 +198,7 @@ class Operations:
             state,
             call.loaded.facts.needs_grad[block.index],
             call.loaded.facts.is_carried[block.index],
-            lambda: self._slots.state(block.index, states[block.index]),
+            lambda: self.slots.state(block.index, states[block.index]),
             **repeated,
         )
 
@@ -237,7 +237,7 @@ class Operations:
     def _recomputed(self, call: Call, block: Block, instruction: Instruction) -> LocalGraph:
         inputs = call.backward_inputs(block.inputs)
         with call.loaded.runners[block.index].repeated(call.rng.get(block.index)):
-            state = self._slots.state(block.index, instruction.state)
+            state = self.slots.state(block.index, instruction.state)
             found = call.results(block.index)
             return self._graph(call, block, instruction, inputs, state, is_repeated=True, kept=found)[0]
 

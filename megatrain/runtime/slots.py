@@ -8,6 +8,7 @@ import torch
 
 from megatrain.errors import ExecuteError
 from megatrain.passes.program import Program
+from megatrain.runtime.call_start import sampled
 from megatrain.runtime.engine import Engine
 from megatrain.runtime.stores.host_store import BlockImage, HostStore
 from megatrain.runtime.stores.persisting import Persisting
@@ -32,6 +33,7 @@ class Slots:
         self._engine = engine
         self._places: dict[str, torch.Tensor] = {}
         self._at: int | None = None
+        self._sampled: tuple[Mapping[str, torch.Tensor], Mapping[str, torch.Tensor]] | None = None
         self._frozen = {
             block: frozenset(k for k in program.blocks[block].binding if not program.state[k].requires_grad)
             for block in schedule.persistent
@@ -54,6 +56,13 @@ class Slots:
                 for entry, place in zip(image.entries, self._store.bound(image), strict=True)
             }
         return self._places
+
+    def samples(self, keys: Sequence[str]) -> Mapping[str, torch.Tensor]:
+        """Returns some bytes of the state of these keys, the same keys each time, as it is in the store."""
+        places = self.places
+        if self._sampled is None or self._sampled[0] is not places:
+            self._sampled = places, {key: sampled(places[key]) for key in keys if places[key].numel()}
+        return self._sampled[1]
 
     def prefetch(
         self, block: int, where: Bytes | None, *, persists: bool = False, section: Section | None = None

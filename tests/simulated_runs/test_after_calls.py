@@ -113,3 +113,55 @@ def test_old_arenas_go(sim: Simulator):
     expected = torch.accelerator.memory_allocated() + more - arena.nbytes
     arena.resize(more)
     assert abs(torch.accelerator.memory_allocated() - expected) <= 512  # of rounding
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_memory_of_weights_that_somebody_holds_is_left_or_used_in_place(sim: Simulator, order):
+    """A vector from before, and tensors that are held afterwards: copies pass through a ring."""
+    compiled, model, eager = chain()
+    held: list[list[torch.Tensor]] = []
+    for each in (model, eager):
+        vector = nn.utils.parameters_to_vector(each.parameters()).detach().cpu()
+        if each is model:
+            nn.utils.vector_to_parameters(vector, each.parameters())
+        held.append([vector])
+    with pytest.warns(megatrain.HeldMemoryWarning, match="copies it once more"):
+        compiled(torch.randn(4, 32).to(DEVICE))
+    sim.order(order)
+    for number in range(4):
+        x = torch.randn(4, 32).to(DEVICE)
+        with torch.no_grad():
+            assert torch.equal(compiled(x).cpu(), eager(x).cpu()), number
+        compiled(x).sum().backward()
+        eager(x).sum().backward()
+        for own, other in zip(model.parameters(), eager.parameters(), strict=True):
+            assert own.grad is not None
+            assert other.grad is not None
+            assert torch.equal(own.grad, other.grad.cpu()), number
+            own.grad = other.grad = None
+            values = torch.randn(own.shape)
+            if number == 1:
+                held[0].append(own.data)
+            own.data, other.data = values, values.to(other.device)
+        if number == 0:
+            assert torch.equal(held[0][0], held[1][0]), "the vector from before is left alone"
+    before = torch.cat([tensor.flatten() for tensor in held[0][1:]])
+    with torch.no_grad():
+        compiled(torch.randn(4, 32).to(DEVICE))
+    assert torch.equal(before, torch.cat([tensor.flatten() for tensor in held[0][1:]]))
+
+
+@pytest.mark.parametrize("which", ["weight", "input", "output"])
+def test_writes_that_torch_does_not_count_are_refused(sim: Simulator, which: str):
+    compiled, model, _ = chain()
+    x = torch.randn(4, 32).to(DEVICE)
+    for changes in (False, True):
+        y = compiled(x)
+        written = {"weight": next(model.parameters()), "input": x, "output": y}[which]
+        loss = y.sum()
+        if not changes:
+            loss.backward()
+            continue
+        written.data.mul_(2)
+        with pytest.raises(megatrain.ExecuteError, match=r"was modified (in place )?between forward and backward"):
+            loss.backward()

@@ -12,7 +12,7 @@ from torch import nn
 from megatrain.device import is_on_host
 from megatrain.errors import ExecuteError, OptionError
 from megatrain.interrupts import Interrupts
-from megatrain.memory.unshared import check_unshared
+from megatrain.memory.unshared import PARTED, check_unshared, held_elsewhere, warn_of_holders
 from megatrain.optim.masters.narrow_tensor import Narrowed
 from megatrain.optim.masters.registry import Kind, Masters
 from megatrain.tracer.inventory import StateEntry, first_packed, inventory
@@ -140,7 +140,12 @@ class _Narrowing:
         """Narrows all parameters, if all are fp32."""
         _OF_MODELS[self._model] = self._masters
         self._masters.find()
-        if is_all_wide(inventory(self._model)[0]):
+        entries, tensors = inventory(self._model)
+        if is_all_wide(entries):
+            held = held_elsewhere({key: tensors[key] for key in plain_parameters(entries)})
+            warn_of_holders(
+                held, PARTED, 'precision="bf16" converts parameters. Take the other from the model afterwards.'
+            )
             with torch.inference_mode(False), torch.no_grad():
                 for parameter in self._model.parameters():
                     self._narrow(parameter)

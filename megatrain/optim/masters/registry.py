@@ -15,7 +15,7 @@ from torch.overrides import TorchFunctionMode
 from megatrain.counts import counted
 from megatrain.files.weight_files import parts
 from megatrain.optim.masters.halves import Master, RoundedMaster, SplitMaster, WholeMaster, set_halves
-from megatrain.optim.masters.held import Held
+from megatrain.optim.masters.held import Aside, Held
 from megatrain.optim.masters.memory_order import dense, in_memory, memory_order
 from megatrain.optim.masters.to_files import PIECE, check_saved, generator_source, low_source, master_source
 from megatrain.runtime.call_start import version
@@ -50,6 +50,7 @@ class Masters(Mapping[torch.Tensor, Master]):
         self._seed = torch.initial_seed()
         self._held: dict[int, Held] = {}
         self._by_key: dict[str, Held] = {}
+        self._aside: dict[int, Aside] = {}
 
     # -- the mapping --------------------------------------------------------------------------------------
 
@@ -85,7 +86,8 @@ class Masters(Mapping[torch.Tensor, Master]):
     @property
     def held_bytes(self) -> int:
         """Bytes of the low halves that exist now."""
-        return sum(held.low.nbytes for held in self._held.values() if held.low is not None)
+        lows = [*(held.low for held in self._held.values()), *(each.low for each in self._aside.values())]
+        return sum(low.nbytes for low in lows if low is not None)
 
     # -- keeping both halves together ----------------------------------------------------------------------
 
@@ -97,7 +99,7 @@ class Masters(Mapping[torch.Tensor, Master]):
         entries, tensors = inventory(model)
         found: dict[int, Held] = {}
         for key in (key for key, entry in entries.items() if entry.kind == "parameter"):
-            held = self._held.get(id(tensors[key])) or Held(key, tensors[key])
+            held = self._held.get(id(tensors[key])) or Held(key, tensors[key], aside=self._aside)
             held.key = key
             found[id(tensors[key])] = held
         self._held = found
@@ -137,14 +139,23 @@ class Masters(Mapping[torch.Tensor, Master]):
     @contextmanager
     def moving(self) -> Generator[None]:
         """In its body, parameters may get other memory with the same values."""
-        for held in self._held.values():
-            held.drop_old_low()
+        self._drop_old_lows()
         try:
             yield
         finally:
             for held in self._held.values():
                 if held.low is not None:
                     held.wrote()
+
+    def _drop_old_lows(self) -> None:
+        # Two parameters may have exchanged their memory.
+        for held in self._held.values():
+            held.put_aside()
+        for held in self._held.values():
+            held.drop_old_low()
+        for address, each in list(self._aside.items()):
+            if each.memory.expired():
+                del self._aside[address]
 
     def halves(self, parameter: torch.Tensor) -> bool:
         """Whether a parameter of the model has a low half when it is bf16."""
@@ -258,6 +269,8 @@ class Masters(Mapping[torch.Tensor, Master]):
     def _master(self, held: Held) -> Master:
         parameter = held.parameter
         held.check_values()
+        if held.has_other_memory:
+            self._drop_old_lows()
         held.drop_old_low()
         values = parameter.detach()
         if (moved := dense(values)) is not values:

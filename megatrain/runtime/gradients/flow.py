@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 
+import torch
 from torch import fx
 
 from megatrain.passes.interpret import has_inner_grad
@@ -22,6 +23,8 @@ class Facts:
     Args:
         trained: Keys of the trainable parameters that a backward can reach.
         read_backward: Keys of the state that the backward reads.
+        movable: Keys of the state that only linear layers read. Eager's graph keeps a view of their memory, and goes on
+            with it when they get other memory; of other layers it keeps the parameter, and reads what that has then.
         watched: Values that the backward reads, or whose memory several outputs or inputs share: nobody may write
             into them before it.
         returned_buffers: Outputs of the model that are a buffer which the forward wrote in place: the value's name and
@@ -37,6 +40,7 @@ class Facts:
 
     trained: tuple[str, ...]
     read_backward: tuple[str, ...]
+    movable: frozenset[str]
     watched: frozenset[str]
     returned_buffers: Mapping[str, str]
     needs_grad: tuple[tuple[bool, ...], ...]
@@ -59,6 +63,7 @@ class Facts:
         return Facts(
             trained=tuple(key for keys in completes for key in keys if key not in parts) if is_training else (),
             read_backward=tuple(dict.fromkeys(program.state[k].owner for b in differentiated for k in b.binding)),
+            movable=_movable_state(program),
             watched=_watched_values(program, differentiated),
             returned_buffers=_returned_buffers(program),
             needs_grad=tuple(_needs_grad(program, block, is_training) for block in program.blocks),
@@ -68,6 +73,18 @@ class Facts:
             differentiable_outputs=tuple(outputs) if is_training else (),
             differentiable_inputs=tuple(inputs) if is_training else (),
         )
+
+
+def _movable_state(program: Program) -> frozenset[str]:
+    found: dict[str, bool] = {}
+    for block in program.blocks:
+        template = program.templates[block.template]
+        places = [node for node in template.graph.nodes if node.op == "placeholder"][len(template.inputs) :]
+        for key, node in zip(block.binding, places, strict=True):
+            only = all(user.target is torch.nn.functional.linear for user in node.users)
+            owner = program.state[key].owner
+            found[owner] = found.get(owner, True) and only
+    return frozenset(key for key, only in found.items() if only)
 
 
 def _needs_grad(program: Program, block: Block, is_training: bool) -> tuple[bool, ...]:

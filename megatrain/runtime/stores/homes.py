@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import count
 
 import torch
+from torch.autograd.graph import increment_version
 
 from megatrain.errors import ExecuteError
-from megatrain.memory.block_image import Entry
-from megatrain.memory.host_arena import HostArena
+from megatrain.memory.block_image import Entry, image, stored_stride, views
+from megatrain.memory.host_arena import HostArena, plain_view
+from megatrain.memory.unshared import IN_PLACE, PARTED, held_elsewhere, warn_of_holders
 from megatrain.sizes import Section, aligned
 from megatrain.tracer.spec import TensorSpec
 
@@ -54,12 +56,50 @@ class NewMemory:
     sent: Sent | None = None
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class StorePlace:
+    """A place of the store's own for the values of one tensor.
+
+    The user's tensor gets a storage of its own over these bytes, so that the store knows when nobody holds it any more.
+
+    Args:
+        arena: An arena.
+        offset: The tensor's first byte there.
+        view: The tensor there, for the store alone.
+        lent: Returns None when nobody holds the storage that the user's tensor got, in whatever form.
+    """
+
+    arena: HostArena
+    offset: int
+    view: torch.Tensor
+    lent: Callable[[], object]
+
+    def is_of(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor is in the storage that was lent."""
+        return self.lent() is not None and tensor.untyped_storage().data_ptr() == self.view.data_ptr()
+
+    def has(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor is in that storage, and laid out as the store wants."""
+        return self.is_of(tensor) and (tensor.data_ptr(), tensor.stride()) == (self.view.data_ptr(), self.view.stride())
+
+
+def lend(key: str, spec: TensorSpec, arena: HostArena, offset: int) -> tuple[StorePlace, torch.Tensor]:
+    """Returns a place in an arena, and a tensor there for the user."""
+    layout, end = image([(key, spec)]), offset + spec.nbytes
+    (view,) = views(layout, arena.part(offset, end))  # the view is the same as in any block
+    memory, lent = arena.lent_part(offset, end)
+    (given,) = views(layout, memory)
+    return StorePlace(arena, offset, view, lent), given
+
+
 @dataclass(slots=True, eq=False)
 class Home:
-    """The home of a key: the user's tensor, and the view of the arena that it uses.
+    """The home of a key: the user's tensor, and a view of the memory that this tensor names.
 
     `memory` is another number whenever the values come from another memory. `sent` is where the same values can be
-    copied to the device from; None for the arena itself.
+    copied to the device from; None for the arena itself. `places` are those of the store's own that the tensor had, the
+    latest first: the others are somebody's who held the tensor's earlier memory, or free while the tensor is in memory
+    that the user gave to it and somebody else holds.
     """
 
     key: str
@@ -68,11 +108,57 @@ class Home:
     offset: int
     tensor: torch.Tensor
     view: torch.Tensor
-    address: int
-    shape: torch.Size
-    stride: tuple[int, ...]
+    places: list[StorePlace]
     memory: int = field(default_factory=new_memory)
     sent: Sent | None = None
+    address: int = field(init=False)
+    shape: torch.Size = field(init=False)
+    stride: tuple[int, ...] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.address, self.shape, self.stride = self.view.data_ptr(), self.view.shape, self.view.stride()
+
+    def use(self, arena: HostArena, offset: int, view: torch.Tensor, sent: Sent | None = None) -> None:
+        """Goes to other memory; a backward that is still to come sees that its weights aren't there any more."""
+        if view is not self.view:
+            increment_version(self.view)
+        self.arena, self.offset, self.view, self.address = arena, offset, view, view.data_ptr()
+        self.memory, self.sent = new_memory(), sent
+
+    @property
+    def has_changed(self) -> bool:
+        """Whether the user's tensor has other memory, or another layout, than this view."""
+        tensor = self.tensor
+        return (
+            tensor.data_ptr() != self.address
+            or tensor.stride() != self.stride
+            or tensor.shape != self.shape
+            or tensor.dtype != self.view.dtype
+        )
+
+    def replace(self, tensor: torch.Tensor) -> None:
+        """Goes on with another tensor. The place of the earlier one is free then, unless others hold it as well."""
+        # The user may put the earlier tensor back.
+        if any(place.is_of(self.tensor) for place in self.places) and not held_elsewhere({self.key: self.tensor}):
+            self.tensor.data = self.tensor.detach().clone()
+        self.tensor, self.memory = tensor, new_memory()
+
+    def check_alike(self) -> None:
+        """Checks that the user's tensor is what the model was compiled for.
+
+        Raises:
+            ExecuteError: If shape, dtype or device changed.
+        """
+        tensor, view = self.tensor, self.view
+        if tensor.shape == view.shape and tensor.dtype == view.dtype and tensor.device == view.device:
+            return
+        now = f"{TensorSpec.of(tensor)} on {tensor.device}"
+        raise ExecuteError(
+            f"`{self.key}` became {now}; the compiled model holds {self.spec} on {view.device}.\n"
+            "  Shape, dtype and device of the state are fixed when the model is compiled.\n"
+            "  Module.to, .cuda() and .half() change them; a trainer that moves its model calls these.\n"
+            "  Change them first, then compile; or give such a trainer the compiled model, which stays in place."
+        )
 
     def place(self, *, own: bool) -> tuple[HostArena, int]:
         """The arena and the offset from which it is copied: what the user sees, or what ranks share where they do."""
@@ -89,25 +175,91 @@ class OneCopy:
     arena: HostArena
 
 
-def take_in(home: Home) -> None:
-    """Copies values that the user gave new memory, and has the tensor use its home again.
+def home_of(entry: Entry, homes: Mapping[str, Home]) -> Home:
+    """Returns the home of an entry; a part is inside its whole, which is placed, moved and refreshed as one."""
+    home = homes[entry.owner]
+    if entry.base is None:
+        return home
+    view = home.view.narrow(0, entry.first_row, entry.spec.shape[0])
+    start = view.data_ptr() - home.view.data_ptr()
+    sent = None if home.sent is None else replace(home.sent, offset=home.sent.offset + start)
+    return replace(home, key=entry.key, spec=entry.spec, offset=home.offset + start, view=view, sent=sent)
+
+
+def in_place(tensor: torch.Tensor) -> tuple[HostArena, torch.Tensor]:
+    """Returns an arena over a tensor's own memory, and the tensor there."""
+    return HostArena.borrowed(tensor), plain_view(tensor, tensor.dtype, tensor.shape, tensor.stride())
+
+
+def staying(
+    tensors: Mapping[str, torch.Tensor], specs: Mapping[str, TensorSpec], *, is_slow: bool = False
+) -> list[str]:
+    """Finds the state that must stay where it is, because somebody else holds this memory as well.
+
+    Args:
+        tensors: Of the state, by key.
+        specs: Theirs in the store; what is laid out in another way can't stay.
+        is_slow: Warn that copies to the device are slower from there.
+    """
+    found = held_elsewhere(tensors)
+    stay = [key for key in found if tensors[key].stride() == stored_stride(specs[key])]
+    warn_of_holders(stay if is_slow else [], *IN_PLACE)
+    warn_of_holders(
+        [key for key in found if key not in set(stay)],
+        PARTED,
+        "The store has no gaps between elements. Take a contiguous tensor, or drop the other before the next call.",
+    )
+    return stay
+
+
+def take_in(changed: Sequence[Home]) -> list[HostArena]:
+    """Goes on with the memory that the user gave to tensors, or copies its values into memory of the store.
+
+    Nothing is ever written that somebody else may hold. Memory that the tensor alone names is copied, and so freed.
+
+    Args:
+        changed: The homes of these tensors.
+
+    Returns:
+        New arenas.
 
     Raises:
-        ExecuteError: If shape, dtype or device changed.
+        ExecuteError: If shape, dtype or device changed, before anything is taken in.
     """
-    tensor, view = home.tensor, home.view
-    if tensor.shape != view.shape or tensor.dtype != view.dtype or tensor.device != view.device:
-        now = f"{TensorSpec.of(tensor)} on {tensor.device}"
-        raise ExecuteError(
-            f"`{home.key}` became {now}; the compiled model holds {home.spec} on {view.device}.\n"
-            "  Shape, dtype and device of the state are fixed when the model is compiled.\n"
-            "  Module.to, .cuda() and .half() change them; a trainer that moves its model calls these.\n"
-            "  Change them first, then compile; or give such a trainer the compiled model, which stays in place."
-        )
-    # Cloned, because the new value may be another view of the very same memory (`p.data = p.data.t()`).
-    view.copy_(tensor.detach().clone())
-    tensor.data = view
-    home.memory = new_memory()
+    for home in changed:
+        home.check_alike()
+    known = {home.key: place for home in changed for place in home.places if place.has(home.tensor)}
+    others = [home for home in changed if home.key not in known]
+    stay = set(staying({home.key: home.tensor for home in others}, {home.key: home.spec for home in others}))
+    arenas: list[HostArena] = []
+    for home in changed:
+        if home.key in stay:
+            arena, view = in_place(home.tensor)
+            home.use(arena, 0, view)
+            arenas.append(arena)
+            continue
+        place = known.get(home.key) or _copied_in(home)
+        arenas.append(place.arena)
+        home.use(place.arena, place.offset, place.view)
+        home.places = [place, *(p for p in home.places if p is not place and p.lent() is not None)]
+    return arenas
+
+
+def _copied_in(home: Home) -> StorePlace:
+    """Copies the values of a tensor into a place that nobody else holds."""
+    tensor = home.tensor
+    values = tensor.detach()
+    free = next((place for place in home.places if place.lent() is None), None)
+    mine = next((place for place in home.places if place.is_of(tensor)), None)
+    if free is None and mine is not None and not held_elsewhere({home.key: tensor}):
+        free, values = mine, values.clone()  # another view of the very same memory (`p.data = p.data.t()`)
+    if free is not None:
+        home.places.remove(free)
+    arena, offset = (HostArena(home.spec.nbytes), 0) if free is None else (free.arena, free.offset)
+    place, given = lend(home.key, home.spec, arena, offset)
+    place.view.copy_(values)
+    tensor.data = given
+    return place
 
 
 def copies_of(

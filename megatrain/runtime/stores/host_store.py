@@ -7,11 +7,26 @@ from dataclasses import dataclass, replace
 from itertools import islice
 
 import torch
+from torch.autograd.graph import increment_version
 
-from megatrain.memory.block_image import BlockImage, Entry, image, stored_stride, views
+from megatrain.memory.block_image import BlockImage, Entry, image, is_alike, stored_stride, views
 from megatrain.memory.bus import PIECE_BYTES, Bus
 from megatrain.memory.host_arena import HostArena, together
-from megatrain.runtime.stores.homes import Home, NewMemory, OneCopy, Sent, copies_of, new_memory, section_of, take_in
+from megatrain.memory.unshared import check_unshared
+from megatrain.runtime.stores.homes import (
+    Home,
+    NewMemory,
+    OneCopy,
+    Sent,
+    StorePlace,
+    copies_of,
+    home_of,
+    in_place,
+    lend,
+    section_of,
+    staying,
+    take_in,
+)
 from megatrain.runtime.stores.moving import check_movable, check_room
 from megatrain.runtime.stores.persisting import Stamp
 from megatrain.runtime.stores.weights import Weights, replace_memory
@@ -68,7 +83,7 @@ class HostStore:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all arenas."""
+        """Bytes of all arenas, and of the memory of others that is used in place."""
         return sum(arena.nbytes for arena in self._arenas)
 
     def extend(
@@ -93,10 +108,14 @@ class HostStore:
                 home = self._homes.get(entry.owner)
                 spec = entry.spec if entry.base is None else TensorSpec.of(self._tensors[entry.base])
                 known = fresh.setdefault(entry.owner, spec) if home is None else home.spec
-                assert _is_alike(known, spec), f"{entry.owner} is {known} in one block and {spec} in another"
+                assert is_alike(known, spec), f"{entry.owner} is {known} in one block and {spec} in another"
             blocks.append(list(islice(fresh, num_known, None)))
         if fresh:
             check_movable({key: self._tensors[key] for key in fresh}, fresh, weights)
+            is_slow = self._bus.device.lock_bytes > 0
+            for key in staying({key: self._tensors[key] for key in fresh}, fresh, is_slow=is_slow):
+                self._stay(key, fresh.pop(key), weights)
+            blocks = [[key for key in keys if key in fresh] for keys in blocks]
             alignment = max(layout.alignment for layout in images)  # so that neighbours in a block cross in one copy
             check_room([(self._tensors[key], spec) for key, spec in fresh.items()], alignment)
             self._move(fresh, blocks, alignment, weights)
@@ -112,9 +131,7 @@ class HostStore:
         gone = {k: home for k, home in self._homes.items() if k in now and now[k] != (home.shape, home.view.dtype)}
         for key, home in gone.items():
             del self._homes[key]
-            home.view[:0].zero_()  # a backward that is still to come sees that its weights were changed
-            if home.tensor is not tensors[key] and home.tensor.data_ptr() == home.address:
-                home.tensor.data = home.tensor.detach().clone()
+            increment_version(home.view)  # a backward that is still to come sees that its weights were changed
         for placed in [p for p in self._by_value.values() if any(e.owner in gone for e in p.layout.entries)]:
             del self._by_value[placed.layout]
             self._by_id = {key: p for key, p in self._by_id.items() if p.layout != placed.layout}
@@ -131,15 +148,18 @@ class HostStore:
             places: By key.
         """
         for key, place in places.items():
-            home, view = self._homes[key], place.view
-            replace_memory(key, home.tensor, view)
-            home.arena, home.offset, home.view, home.address = place.arena, place.offset, view, view.data_ptr()
-            home.memory, home.sent = new_memory(), place.sent
-        used = {id(home.arena) for home in self._homes.values()}
-        self._arenas = [arena for arena in self._arenas if id(arena) in used]
+            home = self._homes[key]
+            replace_memory(key, home.tensor, place.view)
+            home.places = [StorePlace(place.arena, place.offset, place.view, lambda: None)]
+            home.use(place.arena, place.offset, place.view, place.sent)
+        self._place_anew()
+
+    def _place_anew(self) -> None:
+        """Finds the copies of all blocks again, and lets go of arenas in which nothing is any more."""
+        used = {id(each.arena) for home in self._homes.values() for each in (home, *home.places)}
+        self._arenas = [arena for key, arena in {id(arena): arena for arena in self._arenas}.items() if key in used]
         layouts = [*self._by_value, *[placed.layout for placed in self._by_id.values()]]
-        self._by_value.clear()
-        self._by_id.clear()
+        self._by_value, self._by_id = {}, {}
         for layout in layouts:
             self._place(layout)
         self.num_moves += 1
@@ -175,19 +195,26 @@ class HostStore:
 
     def _move_one(self, key: str, spec: TensorSpec, arena: HostArena, offset: int, weights: Weights | None) -> None:
         tensor = self._tensors[key]
-        # A fresh image of this one tensor: the view is the same as in any block.
-        (view,) = views(image([(key, spec)]), arena.part(offset, offset + spec.nbytes))
+        place, given = lend(key, spec, arena, offset)
         if weights is not None and key in weights:
-            weights.read(key, view)
+            weights.read(key, place.view)
         else:
-            view.copy_(tensor.detach())
-        replace_memory(key, tensor, view)
-        self._homes[key] = Home(key, spec, arena, offset, tensor, view, view.data_ptr(), view.shape, view.stride())
+            place.view.copy_(tensor.detach())
+        replace_memory(key, tensor, given)
+        self._homes[key] = Home(key, spec, arena, offset, tensor, place.view, [place])
+
+    def _stay(self, key: str, spec: TensorSpec, weights: Weights | None) -> None:
+        tensor = self._tensors[key]
+        if weights is not None and key in weights:
+            weights.read(key, tensor.data)
+        arena, view = in_place(tensor)
+        self._arenas.append(arena)
+        self._homes[key] = Home(key, spec, arena, 0, tensor, view, [])
 
     def _place(self, layout: BlockImage) -> None:
         placed = self._by_value.get(layout)
         if placed is None:
-            homes = [self._home(entry) for entry in layout.entries]
+            homes = [home_of(entry, self._homes) for entry in layout.entries]
             runs = tuple(copies_of(layout.entries, homes, layout.alignment))
             sent = tuple(home.sent for home in homes if home.sent is not None)
             placed = _Placed(layout, runs, tuple(home.view for home in homes), sent)
@@ -196,16 +223,6 @@ class HostStore:
         if placed.layout is not layout:
             placed = replace(placed, layout=layout)
         self._by_id[id(layout)] = placed
-
-    def _home(self, entry: Entry) -> Home:
-        """Returns the home of an entry; a part is inside its whole, which is placed, moved and refreshed as one."""
-        home = self._homes[entry.owner]
-        if entry.base is None:
-            return home
-        view = home.view.narrow(0, entry.first_row, entry.spec.shape[0])
-        start = view.data_ptr() - home.view.data_ptr()
-        sent = None if home.sent is None else replace(home.sent, offset=home.sent.offset + start)
-        return replace(home, key=entry.key, spec=entry.spec, offset=home.offset + start, view=view, sent=sent)
 
     def _placed(self, layout: BlockImage) -> _Placed:
         placed = self._by_id.get(id(layout))
@@ -238,10 +255,10 @@ class HostStore:
         own = any(sent.is_stale() for sent in placed.sent)
         if section is not None:
             with_bytes = [entry for entry in layout.entries if entry.spec.nbytes]
-            runs = [section_of(entry, self._home(entry), section, own=own) for entry in with_bytes]
+            runs = [section_of(entry, home_of(entry, self._homes), section, own=own) for entry in with_bytes]
         elif without or own:
             entries = [entry for entry in layout.entries if entry.key not in without]
-            runs = list(copies_of(entries, map(self._home, entries), layout.alignment, own=own))
+            runs = list(copies_of(entries, [home_of(e, self._homes) for e in entries], layout.alignment, own=own))
         for run in runs:
             if run.start < run.end:  # a section of a small tensor may be empty
                 self._bus.to_device(out[run.start : run.end], run.source, run.arena)
@@ -255,7 +272,7 @@ class HostStore:
 
     def bytes_of(self, layout: BlockImage, keys: Collection[str]) -> list[torch.Tensor]:
         """The bytes of entries of an image, in the arena."""
-        homes = [self._home(entry) for entry in layout.entries if entry.key in keys and entry.spec.nbytes]
+        homes = [home_of(e, self._homes) for e in layout.entries if e.key in keys and e.spec.nbytes]
         return [home.arena.tensor[home.offset : home.offset + home.spec.nbytes] for home in homes]
 
     def has(self, key: str) -> bool:
@@ -287,30 +304,14 @@ class HostStore:
         Raises:
             ExecuteError: If shape, dtype or device changed.
         """
-        if tensors is not None:
-            self._adopt(tensors)
-        for home in self._homes.values():
-            tensor = home.tensor
-            if (
-                tensor.data_ptr() != home.address
-                or tensor.stride() != home.stride
-                or tensor.shape != home.shape
-                or tensor.dtype != home.view.dtype
-            ):
-                take_in(home)
-
-    def _adopt(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        for key, tensor in tensors.items():
+        for key, tensor in (tensors or {}).items():
             home = self._homes.get(key)
             self._tensors[key] = tensor
             if home is not None and home.tensor is not tensor:
-                # The user may put the replaced tensor back later: give it memory of its own, outside the arena, with
-                # its values.
-                home.tensor.data = home.tensor.detach().clone()
-                home.tensor = tensor
-                home.memory = new_memory()
-
-
-def _is_alike(one: TensorSpec, other: TensorSpec) -> bool:
-    """Tells whether two specs are stored alike: a tensor that isn't dense becomes contiguous in the store."""
-    return (one.shape, one.dtype, stored_stride(one)) == (other.shape, other.dtype, stored_stride(other))
+                home.replace(tensor)
+        changed = [home for home in self._homes.values() if home.has_changed]
+        if changed:
+            check_unshared({key: home.tensor for key, home in self._homes.items()})
+            self._arenas += take_in(changed)
+            self._place_anew()
+            self.lock()

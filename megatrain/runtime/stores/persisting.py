@@ -59,7 +59,12 @@ class Persisting:
         samples = [tensor[:: tensor.numel() // _SAMPLES | 1] for tensor in tensors]
         pieces = [piece for tensor in tensors for piece in tensor.split(_PIECE)]
         return Persisting(
-            name, layout, keys, stamp, [(s, s.clone()) for s in samples], [(piece, _sums(piece)) for piece in pieces]
+            name,
+            layout,
+            keys,
+            stamp,
+            [(s, s.clone()) for s in samples],
+            [(piece, sums_of_bytes(piece)) for piece in pieces],
         )
 
     @property
@@ -78,7 +83,7 @@ class Persisting:
             ExecuteError: If something was written that torch doesn't count, and `is_same` can't see.
         """
         piece, before = self._sums[self._next]
-        if not torch.equal(_sums(piece), before):
+        if not torch.equal(sums_of_bytes(piece), before):
             raise ExecuteError(
                 f"frozen weights of block {self.name} have changed in a way that torch doesn't count.\n"
                 "  Frozen weights stay on the device across training steps; steps since then had the old values.\n"
@@ -88,12 +93,13 @@ class Persisting:
         self._next = (self._next + 1) % len(self._sums)
 
 
-def _sums(piece: torch.Tensor) -> torch.Tensor:
+def sums_of_bytes(piece: torch.Tensor) -> torch.Tensor:
     """Sums of the bytes in many columns, of whole numbers that wrap around, and the bytes of the rest as they are.
 
     One changed byte changes a sum.
     """
     row = 8 * _COLUMNS
+    piece = piece if piece.storage_offset() % 8 == 0 else piece.clone()  # else it has no view as larger numbers
     whole = piece.numel() // row * row
     columns = piece[:whole].view(torch.int64).view(-1, _COLUMNS).sum(0)
     return torch.cat([columns.view(torch.uint8), piece[whole:]])

@@ -1,0 +1,364 @@
+"""Memory of weights that somebody else holds: what is there is as in eager."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import megatrain
+from megatrain.errors import ExecuteError
+from megatrain.optim.masters.halves import read_
+from tests.comparing import assert_same
+from tests.runtime.parity import PATHS, moved, paths
+
+Held = dict[str, Any]
+Act = Callable[[Callable[..., Any], nn.Module, torch.optim.Optimizer, Held], None]
+
+
+def build() -> Any:
+    """Tied, frozen, and with buffers that the forward writes."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model: Any = nn.Sequential(
+            nn.Linear(6, 6), nn.BatchNorm1d(6), nn.Linear(6, 6), nn.LayerNorm(6), nn.Linear(6, 6), nn.Linear(6, 6)
+        )
+    model[5].weight = model[2].weight
+    model[4].requires_grad_(False)
+    return model
+
+
+def batch(step: int) -> torch.Tensor:
+    return torch.linspace(-1, 1, 24).view(4, 6) * (step + 1)
+
+
+def state_of(model: nn.Module) -> list[torch.Tensor]:
+    return [*model.parameters(), *model.buffers()]
+
+
+def exchange(tensors: Sequence[torch.Tensor], others: list[torch.Tensor]) -> None:
+    for index, tensor in enumerate(tensors):
+        tensor.data, others[index] = others[index], tensor.data
+
+
+def moments_of(optimizer: torch.optim.Optimizer) -> list[Any]:
+    return [optimizer.state[p] for p in optimizer.param_groups[0]["params"] if p in optimizer.state]
+
+
+def evaluate(call: Callable[..., Any], held: Held) -> None:
+    with torch.no_grad():
+        held["result"] = call(batch(7))
+
+
+# -- what users do between two steps -------------------------------------------------------------------------
+
+
+def swap_by_pointer(call: Any, model: nn.Module, optimizer: Any, held: Held) -> None:
+    others = held.setdefault("others", [t.detach().clone() * 0 for t in state_of(model)])
+    exchange(state_of(model), others)
+    evaluate(call, held)
+    exchange(state_of(model), others)
+
+
+def train_the_others(call: Any, model: nn.Module, optimizer: Any, held: Held) -> None:
+    exchange(state_of(model), held.setdefault("others", [t.detach().clone() / 2 for t in state_of(model)]))
+
+
+def swap_tensors(call: Any, model: nn.Module, optimizer: Any, held: Held) -> None:
+    parameters = list(model.parameters())
+    others = held.setdefault("swapped", [nn.Parameter(p.detach() * 0, p.requires_grad) for p in parameters])
+    for _ in range(2):
+        for pair in zip(parameters, others, strict=True):
+            torch.utils.swap_tensors(*pair)
+        evaluate(call, held)
+
+
+def lend_an_average(call: Any, model: nn.Module, optimizer: Any, held: Held) -> None:
+    """The average is a clone, or shares the parameter's memory where the last swap has left it there."""
+    average = held.setdefault("average", [p.detach().clone() for p in model.parameters()])
+    own = [p.data for p in model.parameters()]
+    for p, s in zip(model.parameters(), average, strict=True):
+        s.mul_(0.5).add_(p.detach(), alpha=0.5)
+        p.data = s
+    evaluate(call, held)
+    for p, values in zip(model.parameters(), own, strict=True):
+        p.data = values
+
+
+def train_a_held_tensor(call: Any, model: nn.Module, optimizer: Any, held: Held) -> None:
+    held["data"] = [p.detach() * 0.9 for p in model.parameters()]
+    for p, s in zip(model.parameters(), held["data"], strict=True):
+        p.data = s
+
+
+def use_one_vector(call: Any, model: nn.Module, optimizer: Any, held: Held) -> None:
+    held["vector"] = nn.utils.parameters_to_vector(model.parameters()).detach() * 1.1
+    nn.utils.vector_to_parameters(held["vector"], model.parameters())
+
+
+def write_the_vector(call: Any, model: nn.Module, optimizer: Any, held: Held) -> None:
+    if "vector" in held:
+        held["vector"].mul_(0.9)
+
+
+def set_other_storages(call: Any, model: nn.Module, optimizer: Any, held: Held) -> None:
+    held["set"] = [p.detach() * 1.05 for p in model.parameters()]
+    with torch.no_grad():
+        for p, values in zip(model.parameters(), held["set"], strict=True):
+            p.set_(values)  # pyright: ignore[reportArgumentType]
+
+
+def exchange_two(call: Any, model: Any, optimizer: Any, held: Held) -> None:
+    model[0].weight.data, model[2].weight.data = model[2].weight.data, model[0].weight.data
+
+
+def exchange_moments(call: Any, model: nn.Module, optimizer: Any, held: Held) -> None:
+    for number, state in enumerate(moments_of(optimizer)):
+        state["exp_avg"].data, held[f"data of {number}"] = torch.ones_like(state["exp_avg"]), state["exp_avg"].data
+        held[f"moment of {number}"] = state["exp_avg_sq"]
+        state["exp_avg_sq"] = state["exp_avg_sq"].clone()
+
+
+def keep_the_state(call: Any, model: nn.Module, optimizer: Any, held: Held) -> None:
+    held["state"] = list(model.state_dict().values())
+
+
+def write_the_state(call: Any, model: nn.Module, optimizer: Any, held: Held) -> None:
+    for tensor in held.get("state", []):
+        tensor.copy_(tensor * 0.9)
+
+
+def keep_an_array(call: Any, model: Any, optimizer: Any, held: Held) -> None:
+    held["array"] = torch.from_numpy(model[0].weight.detach().numpy())
+
+
+SEQUENCES: dict[str, list[Act | None]] = {
+    "swaps": [swap_by_pointer, swap_tensors, lend_an_average, exchange_two, train_the_others, swap_by_pointer, None],
+    "held": [train_a_held_tensor, use_one_vector, write_the_vector, set_other_storages, lend_an_average, None],
+    "state": [keep_the_state, write_the_state, exchange_moments, keep_an_array, swap_by_pointer, write_the_state, None],
+}
+BEFORE: list[Act] = [use_one_vector, keep_the_state, keep_an_array]
+
+
+def snapshot(model: nn.Module, optimizer: torch.optim.Optimizer, held: Held) -> dict[str, torch.Tensor]:
+    found = {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
+    for name, values in held.items():
+        for index, value in enumerate(values if isinstance(values, list) else [values]):
+            found[f"{name} {index}"] = value.detach().clone()
+    for index, state in enumerate(moments_of(optimizer)):
+        found |= {f"{name} of {index}": value.clone() for name, value in state.items()}
+    return found
+
+
+def train(way: str, acts: list[Act | None], before: list[Act], options: Any) -> list[dict[str, torch.Tensor]]:
+    """Trains by the eager loop, a loop over a compiled model, or a TrainStep; returns what each step leaves."""
+    model, held, found = build(), Held(), list[dict[str, torch.Tensor]]()
+    call, step = model, None
+    for act in before:
+        act(model, model, torch.optim.SGD(model.parameters()), held)
+    if way not in ("eager", "clipped loop"):
+        call = megatrain.compile(model, device="cpu", **options)
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2, fused=True)
+    if way in ("overlap", "deferred"):
+        norm = 1.0 if way == "deferred" else None
+        step = megatrain.TrainStep(call, optimizer, loss=lambda result, _: result.square().mean(), max_grad_norm=norm)
+    for number, act in enumerate(acts):
+        if step is None:
+            optimizer.zero_grad()
+            call(batch(number)).square().mean().backward()
+            if way == "clipped loop":
+                nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+        else:
+            step(batch(number))
+            if way == "overlap":
+                step.flush()  # before one uses memory that was held
+        if act is not None:
+            act(call, model, optimizer, held)
+        if step is not None:
+            step.flush()
+        found.append(snapshot(model, optimizer, held))
+    return found
+
+
+@moved
+@pytest.mark.parametrize("way", ["loop", "overlap"])
+@pytest.mark.parametrize("name", SEQUENCES)
+def test_memory_that_others_hold_is_as_in_eager(name: str, way: str, options: Any) -> None:
+    assert_same(train("eager", SEQUENCES[name], [], {}), train(way, SEQUENCES[name], [], options))
+
+
+@pytest.mark.parametrize("way", ["loop", "overlap"])
+def test_memory_that_was_held_before_compile_stays_the_models(way: str) -> None:
+    acts: list[Act | None] = [write_the_vector, write_the_state, swap_by_pointer, None]
+    assert_same(train("eager", acts, BEFORE, {}), train(way, acts, BEFORE, PATHS["keep"]))
+
+
+def test_due_updates_reach_the_memory_that_was_put_aside() -> None:
+    acts: list[Act | None] = [swap_by_pointer, swap_tensors, train_the_others, None]
+    assert_same(train("clipped loop", acts, [], {}), train("deferred", acts, [], {}))
+
+
+# -- low halves ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("how", ["swap_tensors", "two parameters", "both are trained"])
+def test_masters_keep_their_low_halves_while_their_memory_is_put_aside(how: str) -> None:
+    def values(*, swaps: bool) -> tuple[list[torch.Tensor], int]:
+        model = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, 6))
+        for index, p in enumerate(model.parameters()):
+            nn.init.constant_(p, 0.123 + index / 7)
+        compiled = megatrain.compile(model, device="cpu", precision="bf16", transfer="copy")
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        step = megatrain.TrainStep(compiled, optimizer, loss=lambda result, _: result.square().mean())
+        parameters, held = list(model.parameters()), Held()
+        for number in range(3):
+            step(batch(number))
+            if not swaps:
+                continue
+            if how == "two parameters":
+                for _ in range(2):
+                    exchange_two(compiled, model, optimizer, held)
+                    if number == 1:
+                        evaluate(compiled, held)
+            else:
+                (swap_tensors if how == "swap_tensors" else swap_by_pointer)(compiled, model, optimizer, held)
+        step.flush()
+        if swaps and how == "both are trained":
+            with torch.no_grad():
+                held["others"][0].add_(1)
+            exchange(parameters, held["others"])
+            assert torch.equal(read_(torch.empty(6, 6), compiled.masters[parameters[0]]), torch.ones(6, 6))
+            exchange(parameters, held["others"])
+        return [read_(torch.empty(p.shape), compiled.masters[p]) for p in parameters], compiled.masters.held_bytes
+
+    (expected, nbytes), (found, others) = values(swaps=False), values(swaps=True)
+    assert_same(expected, found)
+    assert others == nbytes + (72 if how == "both are trained" else 0)
+
+
+# -- memory --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_no_second_copy_of_the_weights_stays(precision: Any) -> None:
+    model = build()
+    before = weakref.ref(model[0].weight.untyped_storage())
+    model[1] = nn.Identity()
+    compiled = megatrain.compile(model, device="cpu", transfer="copy", precision=precision)
+    compiled(batch(0)).sum().backward()
+    store = compiled.megatrain.engine.store
+    nbytes, arenas = store.nbytes, len(store._arenas)
+    assert before() is None
+    for change in range(3):
+        for p in model.parameters():
+            p.grad = None
+            if change == 0:
+                p.data = p.data * 0.5
+        if change == 1:
+            nn.utils.vector_to_parameters(nn.utils.parameters_to_vector(model.parameters()) * 2, model.parameters())
+        if change == 2:
+            model.load_state_dict({k: v * 2 for k, v in model.state_dict().items()})
+        compiled(batch(0)).sum().backward()
+        assert (store.nbytes, len(store._arenas)) == (nbytes, arenas), change
+
+
+def test_two_places_take_turns_in_an_exchange() -> None:
+    model, held = build(), Held()
+    compiled = megatrain.compile(model, device="cpu", transfer="copy")
+    optimizer = torch.optim.SGD(model.parameters())
+    known: list[set[int]] = []
+    for _ in range(4):
+        swap_by_pointer(compiled, model, optimizer, held)
+        compiled(batch(0))
+        known.append({id(arena) for arena in compiled.megatrain.engine.store._arenas})
+    assert known[1] == known[2] == known[3]
+
+
+def test_parameters_that_came_to_share_memory_are_refused() -> None:
+    model = build()
+    compiled = megatrain.compile(model, device="cpu")
+    compiled(batch(0))
+    model[0].weight.data = model[2].weight.data
+    with pytest.raises(ExecuteError, match="share memory, but not as one tied tensor"):
+        compiled(batch(0))
+
+
+@pytest.mark.parametrize("reason", ["bf16", "gaps"])
+def test_memory_that_can_not_be_kept_is_named(reason: str) -> None:
+    model = nn.Linear(6, 6)
+    held = model.weight.data
+    options: Any = {"precision": "bf16"} if reason == "bf16" else {}
+    if reason == "gaps":
+        model.weight.data = held = torch.zeros(6, 12)[:, ::2]
+    with pytest.warns(
+        megatrain.HeldMemoryWarning, match=r"somebody else holds the memory of `weight` as well"
+    ) as found:
+        megatrain.compile(model, device="cpu", **options)(batch(0))
+    assert "neither sees what the other writes" in str(found[0].message)
+    assert held.shape == (6, 6)
+
+
+# -- between a forward and its backward ----------------------------------------------------------------------
+
+
+def _of_parameter(model: Any, x: torch.Tensor, y: torch.Tensor) -> None:
+    model[2].weight.data.mul_(2)
+
+
+def _of_norm(model: Any, x: torch.Tensor, y: torch.Tensor) -> None:
+    model[3].weight.data.mul_(2)
+
+
+def _of_array(model: Any, x: torch.Tensor, y: torch.Tensor) -> None:
+    array = model[0].weight.detach().numpy()
+    np.multiply(array, 2, out=array)
+
+
+def _of_input(model: Any, x: torch.Tensor, y: torch.Tensor) -> None:
+    x.data.mul_(2)
+
+
+def _of_output(model: Any, x: torch.Tensor, y: torch.Tensor) -> None:
+    y.data.mul_(2)
+
+
+def _by_memory(model: Any, x: torch.Tensor, y: torch.Tensor) -> None:
+    """Eager's layer norm reads the new weight, its linear layers read the old one."""
+    model[3].weight.data = model[3].weight.data * 2
+
+
+@paths
+@pytest.mark.parametrize("write", [_of_parameter, _of_norm, _of_array, _of_input, _of_output, _by_memory])
+def test_writes_that_torch_does_not_count_are_refused_before_a_backward(write: Any, options: Any) -> None:
+    model = nn.Sequential(*build(), nn.Tanh()).eval()
+    compiled = megatrain.compile(model, device="cpu", **options)
+    for changes in (False, True, False):
+        x = (batch(0).requires_grad_() * 1)[:, :]
+        y = compiled(x)
+        loss = y.square().sum()
+        if not changes:
+            loss.backward()
+            continue
+        write(model, x, y)
+        with pytest.raises(ExecuteError, match=r"(parameter|value) `.*` was modified (in place )?between forward and"):
+            loss.backward()
+
+
+@paths
+def test_a_counted_write_into_what_no_backward_reads_is_none_of_these(options: Any) -> None:
+    eager, model = build(), build()
+    compiled = megatrain.compile(model, device="cpu", **options)
+    for call in (eager, compiled):
+        y = call(batch(0))
+        loss = y.sum()
+        with torch.no_grad():
+            y.zero_()
+        loss.backward()
+    assert_same([p.grad for p in eager.parameters()], [p.grad for p in model.parameters()])
