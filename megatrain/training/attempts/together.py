@@ -271,7 +271,7 @@ class Together:
             return
         if self.draws is not None:
             with NoCollectives():
-                yield  # in its own generators
+                yield  # which may not draw: `MicroBatchGenerators`
             return
         before = GlobalGenerators.now(self._compiled.options.device)
         with NoCollectives():
