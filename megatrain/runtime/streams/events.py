@@ -27,8 +27,8 @@ class Event:
 
     On the CPU, `host_done` means that the work is complete. On an accelerator it means *issued*: `mark` is
     then the event of the device recorded behind the work, and a stream that waits for this event waits for that
-    mark as well; `device` knows how the host does. An event belongs to one operation of one step and is settled exactly once, by that
-    operation.
+    mark as well; `device` knows how the host does. An event belongs to one operation of one step and is settled exactly
+    once, by that operation.
     """
 
     __slots__ = ("_gates", "_lock", "device", "has_failed", "host_done", "label", "mark", "stream")

@@ -230,26 +230,7 @@ class Together:
         Raises:
             ExecuteError: If it waits for other ranks.
         """
-<<<<<<< HEAD
         return nullcontext() if self._ranks is None else NoCollectives()
-=======
-        if self._ranks is None:
-            yield
-            return
-        if self.draws is not None:
-            with NoCollectives():
-                yield  # which may not draw: `MicroBatchGenerators`
-            return
-        before = GlobalGenerators.now(self._compiled.options.device)
-        with NoCollectives():
-            yield
-        if not before.is_same(GlobalGenerators.now(self._compiled.options.device)):
-            raise ExecuteError(
-                "the loss draws random numbers, which several ranks can't do for a model that draws none.\n"
-                "  In one process the losses of all micro-batches draw one after the other.\n"
-                "  Draw in the model, or train in one process."
-            )
->>>>>>> e-values
 
     def losses(self, losses: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
         """The losses of the micro-batches of all ranks, in their order: on the host, unless a process trains alone."""
