@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -77,6 +77,7 @@ class Call:
         self._lacking: set[str] = set()
         self.outputs: list[torch.Tensor] = []
         self.status = OPEN
+        self._home: dict[str, torch.Tensor] | None = None
         self._versions: list[tuple[str, torch.Tensor, int]] = []
 
     def begin(self, copies: BufferCopies | None) -> None:
@@ -92,6 +93,20 @@ class Call:
             self.set_value(name, buffer)
         for name, constant in self.loaded.program.constants.items():
             self.set_value(name, constant)
+
+    @torch.no_grad()
+    def write_buffers(self, copies: BufferCopies, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Writes buffers as the forward left them into the model's own, once: what others write there later stays."""
+        if self._home is None:
+            self._home = {key: tensors[key] for key, _ in self.loaded.program.commits}
+            copies.download([(self._home[key], self.values[name]) for key, name in self.loaded.program.commits])
+
+    @torch.no_grad()
+    def restore_buffers(self) -> None:
+        """Undoes `write_buffers`, and what others have written there since."""
+        if self._home is not None and self.start is not None:
+            for name, key in self.loaded.program.buffers:
+                self._home[key].copy_(self.start.buffers[name])
 
     def hold(self, kind: str, name: str | int, tensors: Sequence[torch.Tensor | None]) -> None:
         """Counts tensors as held until `drop` of the same kind and name."""

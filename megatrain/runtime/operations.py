@@ -69,7 +69,8 @@ class Operations:
 
     def start(self, inputs: Sequence[torch.Tensor], number: int = 0) -> Start:
         """Returns a micro-batch's starting state: its inputs, and the present model."""
-        engine, places = self.engine, self._slots.places
+        engine = self.engine
+        places = {} if self.schedule.kind.is_training_step else self._slots.places  # `turn` notes those of a step
         return Start.of(self.loaded[number].program, inputs, engine.tensors, places, engine.device)
 
     def run(
@@ -128,7 +129,7 @@ class Operations:
                 trainer.before_compute(instruction.micro_batch)
             release(calls, instruction.frees_before)
             if trainer is not None and instruction.turns:
-                turn(calls[instruction.micro_batch], instruction.micro_batch, trainer, self.engine)
+                turn(calls, instruction.micro_batch, trainer, self.engine)
             handler(self, taken, instruction)
             release(calls, instruction.frees_after)
             self._take(calls, instruction.takes)  # without the op's workspace, and what it was the last to use

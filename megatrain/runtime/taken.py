@@ -8,12 +8,16 @@ from typing import NamedTuple, Protocol
 import torch
 
 from megatrain.runtime.call import Call
+from megatrain.runtime.call_start import Versions
 from megatrain.scheduler.items import Item
 from megatrain.sizes import Section
 
 
 class StepTrainer(Protocol):
     """The trainer of a step: computes losses from outputs, takes gradients, and updates."""
+
+    has_loss: bool
+    """Whether the user's code makes losses."""
 
     def before_compute(self, micro_batch: int) -> None:
         """Called before each F and B, on the caller's thread; an error in it stops the step."""
@@ -24,6 +28,9 @@ class StepTrainer(Protocol):
     def differentiate(self, micro_batch: int, outputs: Sequence[torch.Tensor]) -> Sequence[torch.Tensor | None]:
         """Returns the gradients of a micro-batch's outputs, in their order; on the caller's thread."""
         ...
+
+    def begin_backward(self, state: Versions) -> None:
+        """All losses are made. `state` is what the rest of the step reads of the model: hooks may not write it."""
 
     def receive(self, key: str, gradient: torch.Tensor) -> None:
         """Takes a parameter's whole gradient, on the host; on a transfer's thread."""

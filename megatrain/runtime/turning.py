@@ -2,27 +2,54 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
+
 import torch
 
 from megatrain.runtime.call import Call
+from megatrain.runtime.call_start import Versions
 from megatrain.runtime.engine import Engine
 from megatrain.runtime.taken import StepTrainer
 
 
-def turn(call: Call, micro_batch: int, trainer: StepTrainer, engine: Engine) -> None:
-    """Hands the trainer a micro-batch's outputs, and takes their gradients, ahead of its first B."""
+def turn(calls: Sequence[Call], micro_batch: int, trainer: StepTrainer, engine: Engine) -> None:
+    """Hands the trainer a micro-batch's outputs, and takes their gradients, ahead of its first B.
+
+    Raises:
+        ExecuteError: If the loss writes what the rest of the step reads.
+    """
+    call = calls[micro_batch]
+    call.write_buffers(engine.buffers, engine.tensors)
     # The trainer may use outputs freely, but not write into them.
-    call.remember_versions(call.loaded.facts.watched)
+    facts = call.loaded.facts
+    call.remember_versions({*facts.watched, *facts.returned_buffers})
     outputs = call.loaded.program.outputs
     call.generators.check(engine.device)
+    later = _read_later(call, is_last=call is calls[-1]) if trainer.has_loss else ()
+    read = Versions(engine.tensors, later)
     with call.generators.drawing(None):
         gradients = trainer.differentiate(micro_batch, [_output(call, engine, ref.kind, ref.name) for ref in outputs])
     call.check_versions()
+    if trainer.has_loss:
+        engine.find_replaced()
+        read.check(engine.tensors, "the loss")
+    if call is calls[-1]:
+        trainer.begin_backward(Versions(engine.tensors, facts.read_backward))
     for ref, gradient in zip(outputs, gradients, strict=True):
         if gradient is not None:
             call.add_gradient(ref.name, gradient)
 
 
+def _read_later(call: Call, *, is_last: bool) -> Iterable[str]:
+    """Keys of the model's state that a step still reads after a micro-batch's loss."""
+    if is_last:
+        return call.loaded.facts.read_backward
+    program = call.loaded.program
+    return dict.fromkeys([*(entry.owner for entry in program.state.values()), *(key for key, _ in program.commits)])
+
+
 def _output(call: Call, engine: Engine, kind: str, name: str) -> torch.Tensor:
-    tensor = call.values[name] if kind == "value" else engine.tensors[name].to(engine.device.torch_device)
-    return tensor.detach()
+    key = call.loaded.facts.returned_buffers.get(name) if engine.device.is_host else None
+    if kind == "value" and key is None:
+        return call.values[name].detach()
+    return engine.tensors[key or name].to(engine.device.torch_device).detach()

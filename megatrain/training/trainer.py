@@ -15,6 +15,7 @@ from megatrain.interrupts import Interrupts
 from megatrain.optim.updates import Updates
 from megatrain.passes.split.dealt_program import DealtProgram
 from megatrain.planning.loss_bytes import Loss
+from megatrain.runtime.call_start import Versions
 from megatrain.runtime.gradients.sink import check_kind, gradient_form, hooked, laid_out
 from megatrain.sizes import Section
 from megatrain.training.batch import Differentiated, loss_of
@@ -81,7 +82,10 @@ class Running:
         self.micro_batch = 0
         self._setting = setting
         self._deferred = frozenset(setting.schedule.deferred)
+        self.has_loss = loss is not None
+        self._tensors, self._read = tensors, Versions(tensors, ())
         self._hooking: int | None = None
+        self._has_hooks = False
         self._losses: list[torch.Tensor] = []
         self.shares = shares
         self._loss = loss
@@ -169,6 +173,10 @@ class Running:
                 "  Compute that term in the model's forward, and return it."
             )
 
+    def begin_backward(self, state: Versions) -> None:
+        """See `StepTrainer`."""
+        self._read = state
+
     # -- on other threads -----------------------------------------------------------------------------------
 
     def receive(self, key: str, gradient: torch.Tensor) -> None:
@@ -180,7 +188,9 @@ class Running:
             gradient = gradient.clone()  # a hook may keep it, and must not see the next step's gradient in it
             self._hooking = threading.get_ident()
             try:
-                left = self._hooked(parameter, gradient)
+                self._has_hooks = True
+                with self._read.allowing(key, parameter):
+                    left = self._hooked(parameter, gradient)
             finally:
                 self._hooking = None
         else:
@@ -219,6 +229,17 @@ class Running:
                 "  Look after the call of the step has returned."
             )
 
+    def check(self) -> None:
+        """Checks, once all gradients are there, that the user's code didn't interfere with them.
+
+        Raises:
+            Exception: What the shares found.
+            ExecuteError: If hooks on gradients wrote what other gradients were computed of.
+        """
+        self.shares.check()
+        if self._has_hooks and not self.has_updated:
+            self._read.check(self._tensors, "a hook on a gradient")
+
     def squares(self, keys: Sequence[str]) -> None:
         """See `StepTrainer`. Parts of parameters, which have keys as well, are whole with their parameter."""
         torch.set_num_threads(self._threads)
@@ -255,6 +276,7 @@ class Running:
     def _begin(self) -> None:
         """Begins the optimizers' step with this step's gradients; the previous step ends first."""
         if not self.has_begun:
+            self.check()
             if self._updates.is_under_way:
                 self._updates.finish()
             self._updates.begin()

@@ -8,7 +8,6 @@ from functools import partial, reduce
 from typing import Any
 
 import torch
-from torch import nn
 
 from megatrain.compiled.inside import Compiled, Variant
 from megatrain.errors import ExecuteError
@@ -214,16 +213,14 @@ class Taking:
         self.setting = setting.without_tensors()
         engine, updates = executor.engine, self._setup.updates
         assert updates is not None
-        own = {key: tensor for key, tensor in engine.tensors.items() if isinstance(tensor, nn.Parameter)}
-        running = Running(
-            setting, shares, self._loss, updates, own, self._setup.threads, looks=self._looks, together=self._together
-        )
+        options: dict[str, Any] = {"looks": self._looks, "together": self._together}
+        running = Running(setting, shares, self._loss, updates, engine.tensors, self._setup.threads, **options)
         before = RngState.now(engine.device, [call for variant in setting.variants for call in variant.opaque])
         with engine.turn.run(differentiates=True), running.interrupts:
             self.running = running
             try:
                 # No name keeps the run alive: it must end while Ctrl-C is held back, as a `__del__` loses one.
-                options: dict[str, Any] = {"watch": watch, "rank_draws": self._together.draws}
+                options = {"watch": watch, "rank_draws": self._together.draws}
                 self._boundary.run(executor.begin(running.inputs(), **options), running, updates, before)
                 self._completion.mark()  # here, where Ctrl-C is held back
             finally:
