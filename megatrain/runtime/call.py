@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Generator, Iterable, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ from megatrain.errors import ExecuteError
 from megatrain.memory.block_image import stored_stride
 from megatrain.passes.kept_results import KeptResults
 from megatrain.runtime.blocks.local_graph import LocalGraph
-from megatrain.runtime.call_start import Start, version
+from megatrain.runtime.call_start import Start, Versions, version
 from megatrain.runtime.drawing.micro_batch_generators import MicroBatchGenerators
 from megatrain.runtime.gradients.sums import ParameterGradient
 from megatrain.runtime.loaded import Loaded
@@ -100,6 +101,24 @@ class Call:
         if self._home is None:
             self._home = {key: tensors[key] for key, _ in self.loaded.program.commits}
             copies.download([(self._home[key], self.values[name]) for key, name in self.loaded.program.commits])
+
+    @contextmanager
+    def showing_buffers(self, copies: BufferCopies) -> Generator[None]:
+        """Has buffers in the body as this call's forward left them, though later micro-batches have written them.
+
+        Raises:
+            ExecuteError: If the body writes one: the forwards of later micro-batches are over.
+        """
+        assert self._home is not None, "a backward comes after its forward"
+        kept = {key: tensor.clone() for key, tensor in self._home.items()}
+        copies.download([(self._home[key], self.values[name]) for key, name in self.loaded.program.commits])
+        shown = Versions(self._home, self._home)
+        try:
+            yield
+            shown.check(self._home, "a hook in the backward")
+        finally:
+            for key, tensor in kept.items():
+                self._home[key].copy_(tensor)
 
     @torch.no_grad()
     def restore_buffers(self) -> None:

@@ -56,6 +56,13 @@ class Operations:
         self._rank_sums = RankSums(engine, loaded[0].program, schedule.kind)
         self.dealt = DealtValues(engine, loaded, schedule.kind)
         blocks = {what: {i.op.block for i in self.instructions.all if i.op.what == what} for what in "BG"}
+        # Blocks in whose backward hooks of the user's run, which may look at buffers that the forward has written.
+        self._looking = {
+            block.index
+            for program in {id(each.program): each.program for each in loaded if each.program.commits}.values()
+            for block in program.blocks
+            if any(module.runs_in_backward for module in program.opaque(block))
+        }
         self._without_offload = blocks["B"] - blocks["G"]
 
     def _landing(self, arena: LandingArena | None) -> Landing | PlainLanding | None:
@@ -216,7 +223,9 @@ class Operations:
         if block.index not in call.differentiated:
             if instruction.micro_batch == 1:
                 join(taken.calls[0], block.index)
-            self._differentiate(taken, call, block, instruction)
+            is_shown = call is not taken.calls[-1] and block.index in self._looking
+            with call.showing_buffers(self.engine.buffers) if is_shown else nullcontext():
+                self._differentiate(taken, call, block, instruction)
             call.differentiated.add(block.index)
         if block.index in self._without_offload and instruction.micro_batch == len(taken.calls) - 1:
             self.offload(taken, instruction)  # there is nothing to move, so there is no G

@@ -85,7 +85,7 @@ class Running:
         self.has_loss = loss is not None
         self._tensors, self._read = tensors, Versions(tensors, ())
         self._hooking: int | None = None
-        self._has_hooks = False
+        self._has_hooks = any(variant.runs_in_backward for variant in setting.variants)
         self._losses: list[torch.Tensor] = []
         self.shares = shares
         self._loss = loss
@@ -234,11 +234,11 @@ class Running:
 
         Raises:
             Exception: What the shares found.
-            ExecuteError: If hooks on gradients wrote what other gradients were computed of.
+            ExecuteError: If hooks wrote what gradients were computed of.
         """
         self.shares.check()
         if self._has_hooks and not self.has_updated:
-            self._read.check(self._tensors, "a hook on a gradient")
+            self._read.check(self._tensors, "a hook in the backward")
 
     def squares(self, keys: Sequence[str]) -> None:
         """See `StepTrainer`. Parts of parameters, which have keys as well, are whole with their parameter."""

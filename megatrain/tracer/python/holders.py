@@ -27,7 +27,11 @@ from megatrain.tracer.python.outer import Outer, is_ours
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """An attribute, or an item of a container in one, that holds another object; None for nothing."""
+    """An attribute, or an item of a container in one, that holds another object; None for nothing.
+
+    Attributes:
+        is_added: Nothing was held there before, not even None.
+    """
 
     name: str
     holder: Any
@@ -35,6 +39,7 @@ class Change:
     before: Any
     now: Any
     place: HolderPlace
+    is_added: bool
 
     @property
     def where(self) -> tuple[Any, Any]:
@@ -157,7 +162,8 @@ class Attributes:
             for label in dict.fromkeys([*before, *now]):
                 if before.get(label) is not now.get(label):
                     values = before.get(label), now.get(label)
-                    found.append(Change(_joined(path, label), holder, label, *values, HolderPlace(root, way)))
+                    where = HolderPlace(root, way), label not in before
+                    found.append(Change(_joined(path, label), holder, label, *values, *where))
         return found
 
 
