@@ -80,7 +80,7 @@ class Variant:
     @property
     def runs_in_backward(self) -> bool:
         """Whether hooks of the user's run in the backward of blocks."""
-        return any(isinstance(each, Opaque) and each.runs_in_backward for each in self.opaque)
+        return self.lowered.runs_in_backward
 
     def for_step(self, *, is_own_loss: bool) -> tuple[TracedModule, StepPrograms]:
         """Returns what a training step runs, without dead outputs if it differentiates the model's own loss."""

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from megatrain.passes.interpret import looks_in_backward
 from megatrain.passes.program import Block
 from megatrain.runtime.blocks.local_graph import LocalGraph
 from megatrain.runtime.call import Call
@@ -56,12 +57,12 @@ class Operations:
         self._rank_sums = RankSums(engine, loaded[0].program, schedule.kind)
         self.dealt = DealtValues(engine, loaded, schedule.kind)
         blocks = {what: {i.op.block for i in self.instructions.all if i.op.what == what} for what in "BG"}
-        # Blocks in whose backward hooks of the user's run, which may look at buffers that the forward has written.
+        # In their backward the user's code may look at buffers that the forward has written.
         self._looking = {
             block.index
             for program in {id(each.program): each.program for each in loaded if each.program.commits}.values()
             for block in program.blocks
-            if any(module.runs_in_backward for module in program.opaque(block))
+            if looks_in_backward(program.templates[block.template].graph)
         }
         self._without_offload = blocks["B"] - blocks["G"]
 
