@@ -13,7 +13,7 @@ from megatrain.errors import ExecuteError
 from megatrain.memory.block_image import stored_stride
 from megatrain.passes.kept_results import KeptResults
 from megatrain.runtime.blocks.local_graph import LocalGraph
-from megatrain.runtime.call_start import Start, Versions, version
+from megatrain.runtime.call_start import Start, version
 from megatrain.runtime.drawing.micro_batch_generators import MicroBatchGenerators
 from megatrain.runtime.gradients.sums import ParameterGradient
 from megatrain.runtime.loaded import Loaded
@@ -104,21 +104,16 @@ class Call:
 
     @contextmanager
     def showing_buffers(self, copies: BufferCopies) -> Generator[None]:
-        """Has buffers in the body as this call's forward left them, though later micro-batches have written them.
-
-        Raises:
-            ExecuteError: If the body writes one: the forwards of later micro-batches are over.
-        """
+        """Has buffers in the body as this call's forward left them, though later micro-batches have written them."""
         assert self._home is not None, "a backward comes after its forward"
-        kept = {key: tensor.clone() for key, tensor in self._home.items()}
-        copies.download([(self._home[key], self.values[name]) for key, name in self.loaded.program.commits])
-        shown = Versions(self._home, self._home)
+        places = {key: tensor.data for key, tensor in self._home.items()}  # whose versions are their own
+        kept = {key: place.clone() for key, place in places.items()}
+        copies.download([(places[key], self.values[name]) for key, name in self.loaded.program.commits])
         try:
             yield
-            shown.check(self._home, "a hook in the backward")
         finally:
-            for key, tensor in kept.items():
-                self._home[key].copy_(tensor)
+            for key, place in places.items():
+                place.copy_(kept[key])
 
     @torch.no_grad()
     def restore_buffers(self) -> None:
@@ -126,6 +121,11 @@ class Call:
         if self._home is not None and self.start is not None:
             for name, key in self.loaded.program.buffers:
                 self._home[key].copy_(self.start.buffers[name])
+
+    @property
+    def written(self) -> list[str]:
+        """Keys of the buffers that the forward writes."""
+        return [key for key, _ in self.loaded.program.commits]
 
     def hold(self, kind: str, name: str | int, tensors: Sequence[torch.Tensor | None]) -> None:
         """Counts tensors as held until `drop` of the same kind and name."""

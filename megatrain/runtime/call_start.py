@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterable, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -38,50 +37,6 @@ class Stamp(NamedTuple):
     def is_current(self) -> bool:
         """Whether nobody wrote since."""
         return self.versions == (version(self.tensor), version(self.place))
-
-
-class Versions:
-    """How often some of the model's state was written when a step began to run the user's code.
-
-    Args:
-        tensors: The model's state by key.
-        keys: What is watched.
-    """
-
-    def __init__(self, tensors: Mapping[str, torch.Tensor], keys: Iterable[str]):
-        self._known = {key: _stamp(tensors[key]) for key in keys if key in tensors}
-
-    @contextmanager
-    def allowing(self, key: str, tensor: torch.Tensor) -> Generator[None]:
-        """Lets the body write one of them, because nothing of the step reads it any more."""
-        is_known = self._known.get(key) == _stamp(tensor)
-        yield
-        if is_known:
-            self._known[key] = _stamp(tensor)
-
-    def check(self, tensors: Mapping[str, torch.Tensor], writer: str) -> None:
-        """Checks that nobody has written since.
-
-        Args:
-            tensors: The state as it is now.
-            writer: Whose code has run, for the message.
-
-        Raises:
-            ExecuteError: Naming the tensor that was written.
-        """
-        for key, known in self._known.items():
-            if _stamp(tensors[key]) != known:
-                kind = "parameter" if isinstance(tensors[key], nn.Parameter) else "buffer"
-                raise ExecuteError(
-                    f"{writer} writes {kind} `{key}`, which the rest of the step reads.\n"
-                    "  All micro-batches run through a block before the next block does, and some blocks are computed\n"
-                    "  again in the backward, so some would read the old values and some the new ones.\n"
-                    "  Write it in the model's forward, or when the call of the step has returned."
-                )
-
-
-def _stamp(tensor: torch.Tensor) -> tuple[int, int, int]:
-    return id(tensor), version(tensor), tensor.data_ptr()
 
 
 @dataclass(frozen=True, slots=True, eq=False)

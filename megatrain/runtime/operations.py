@@ -24,7 +24,7 @@ from megatrain.runtime.rank_sums import RankSums, join
 from megatrain.runtime.slots import Slots
 from megatrain.runtime.streams.stopwatch import Watch
 from megatrain.runtime.streams.stream_set import Event
-from megatrain.runtime.taken import StepTrainer, Taken, release
+from megatrain.runtime.taken import StepTrainer, Taken, Versions, release
 from megatrain.runtime.turning import turn
 from megatrain.scheduler.effects import kind_of
 from megatrain.scheduler.instructions import Half, Instruction
@@ -226,7 +226,9 @@ class Operations:
                 join(taken.calls[0], block.index)
             is_shown = call is not taken.calls[-1] and block.index in self._looking
             with call.showing_buffers(self.engine.buffers) if is_shown else nullcontext():
+                shown = Versions(self.engine, call.written if is_shown else ())
                 self._differentiate(taken, call, block, instruction)
+                shown.check("a hook in the backward")
             call.differentiated.add(block.index)
         if block.index in self._without_offload and instruction.micro_batch == len(taken.calls) - 1:
             self.offload(taken, instruction)  # there is nothing to move, so there is no G

@@ -7,9 +7,8 @@ from collections.abc import Iterable, Sequence
 import torch
 
 from megatrain.runtime.call import Call
-from megatrain.runtime.call_start import Versions
 from megatrain.runtime.engine import Engine
-from megatrain.runtime.taken import StepTrainer
+from megatrain.runtime.taken import StepTrainer, Versions
 
 
 def turn(calls: Sequence[Call], micro_batch: int, trainer: StepTrainer, engine: Engine) -> None:
@@ -25,27 +24,25 @@ def turn(calls: Sequence[Call], micro_batch: int, trainer: StepTrainer, engine: 
     call.remember_versions({*facts.watched, *facts.returned_buffers})
     outputs = call.loaded.program.outputs
     call.generators.check(engine.device)
-    later = _read_later(call, is_last=call is calls[-1]) if trainer.has_loss else ()
-    read = Versions(engine.tensors, later)
+    is_only, is_last = len(calls) == 1, call is calls[-1]
+    read = Versions(engine, _read_later(call, is_last=is_last) if trainer.has_loss else ())
     with call.generators.drawing(None):
         gradients = trainer.differentiate(micro_batch, [_output(call, engine, ref.kind, ref.name) for ref in outputs])
     call.check_versions()
     if trainer.has_loss:
-        engine.find_replaced()
-        read.check(engine.tensors, "the loss")
-    if call is calls[-1]:
-        trainer.begin_backward(Versions(engine.tensors, facts.read_backward))
+        read.check("the loss")
+    if is_last:
+        trainer.begin_backward(Versions(engine, _read_later(call, is_last=is_only)))
     for ref, gradient in zip(outputs, gradients, strict=True):
         if gradient is not None:
             call.add_gradient(ref.name, gradient)
 
 
 def _read_later(call: Call, *, is_last: bool) -> Iterable[str]:
-    """Keys of the model's state that a step still reads after a micro-batch's loss."""
+    """Keys of the model's state that a step still reads; with other micro-batches all that their forwards read too."""
     if is_last:
         return call.loaded.facts.read_backward
-    program = call.loaded.program
-    return dict.fromkeys([*(entry.owner for entry in program.state.values()), *(key for key, _ in program.commits)])
+    return dict.fromkeys([*(entry.owner for entry in call.loaded.program.state.values()), *call.written])
 
 
 def _output(call: Call, engine: Engine, kind: str, name: str) -> torch.Tensor:

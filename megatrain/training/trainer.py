@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Protocol
 
 import torch
@@ -15,8 +15,8 @@ from megatrain.interrupts import Interrupts
 from megatrain.optim.updates import Updates
 from megatrain.passes.split.dealt_program import DealtProgram
 from megatrain.planning.loss_bytes import Loss
-from megatrain.runtime.call_start import Versions
 from megatrain.runtime.gradients.sink import check_kind, gradient_form, hooked, laid_out
+from megatrain.runtime.taken import Versions
 from megatrain.sizes import Section
 from megatrain.training.batch import Differentiated, loss_of
 from megatrain.training.handing import handed
@@ -83,7 +83,7 @@ class Running:
         self._setting = setting
         self._deferred = frozenset(setting.schedule.deferred)
         self.has_loss = loss is not None
-        self._tensors, self._read = tensors, Versions(tensors, ())
+        self._read: Versions | None = None
         self._hooking: int | None = None
         self._has_hooks = any(variant.runs_in_backward for variant in setting.variants)
         self._losses: list[torch.Tensor] = []
@@ -189,7 +189,7 @@ class Running:
             self._hooking = threading.get_ident()
             try:
                 self._has_hooks = True
-                with self._read.allowing(key, parameter):
+                with nullcontext() if self._read is None else self._read.allowing(key):
                     left = self._hooked(parameter, gradient)
             finally:
                 self._hooking = None
@@ -237,8 +237,8 @@ class Running:
             ExecuteError: If hooks wrote what gradients were computed of.
         """
         self.shares.check()
-        if self._has_hooks and not self.has_updated:
-            self._read.check(self._tensors, "a hook in the backward")
+        if self._has_hooks and self._read is not None and not self.has_updated:
+            self._read.check("a hook in the backward")
 
     def squares(self, keys: Sequence[str]) -> None:
         """See `StepTrainer`. Parts of parameters, which have keys as well, are whole with their parameter."""
