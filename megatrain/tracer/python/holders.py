@@ -148,7 +148,7 @@ class Attributes:
         """Puts everything back in place."""
         for _, _, _, holder, content in self._saved.values():
             now = held_in(holder)
-            if not _is_same(holder, content, now):
+            if not is_same(holder, content, now):
                 put_into(holder, content, [label for label in now if label not in content])
 
     def changes(self) -> list[Change]:
@@ -156,7 +156,7 @@ class Attributes:
         found: list[Change] = []
         for name, root, way, holder, before in self._saved.values():
             now = held_in(holder)
-            if _is_same(holder, before, now):
+            if is_same(holder, before, now):
                 continue
             path = functools.reduce(_joined, (label for label, _ in way), name)
             for label in dict.fromkeys([*before, *now]):
@@ -173,7 +173,8 @@ def _joined(name: str, label: Any) -> str:
     return f"{name}.{label}" if name else str(label)
 
 
-def _is_same(holder: Any, left: dict[Any, Any], right: dict[Any, Any]) -> bool:
+def is_same(holder: Any, left: dict[Any, Any], right: dict[Any, Any]) -> bool:
+    """Tells whether a holder holds the same at two times."""
     if left.keys() != right.keys():
         return False
     if all(map(is_, left.values(), right.values())) and all(map(is_, left, right)):
