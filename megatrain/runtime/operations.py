@@ -65,6 +65,13 @@ class Operations:
             if looks_in_backward(program.templates[block.template].graph)
         }
         self._without_offload = blocks["B"] - blocks["G"]
+        # No transfer brings gradients without elements, for which the norm and updates after all gradients wait too.
+        self._is_serial, last = schedule.kind.updates == "serial", schedule.kind.micro_batches - 1
+        self._empty = [
+            each.position
+            for each in self.instructions.all
+            if each.op.what == "B" and each.op.block in self._without_offload and each.micro_batch == last
+        ]
 
     def _landing(self, arena: LandingArena | None) -> Landing | PlainLanding | None:
         """Returns where gradients land; None for calls whose gradients are made on the host, and stay there."""
@@ -125,7 +132,8 @@ class Operations:
 
     def _waits(self, instruction: Instruction, events: Mapping[Position, Event]) -> list[Event]:
         """Events of these operations; others are over."""
-        return [events[w] for w in instruction.waits if w in events]
+        is_after_all = instruction.op.what == "N" or (instruction.op.what == "U" and self._is_serial)
+        return [events[w] for w in (*instruction.waits, *(self._empty if is_after_all else ())) if w in events]
 
     def _work(self, taken: Taken, instruction: Instruction) -> Callable[[], None]:
         kind = kind_of(instruction.op.stream, instruction.op.what)
