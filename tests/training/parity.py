@@ -93,7 +93,32 @@ def lora() -> nn.Module:
     return adapted_llama(("q_proj", "v_proj", "down_proj"), rank=4, scale=2.0, dropout=0.1)
 
 
+class Emptied(nn.Module):
+    """Weights without an element: alone in the first block, in several blocks, and a buffer that is written."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows, self.shift = nn.Parameter(torch.zeros(0, 3)), nn.Parameter(torch.zeros(0))
+        self.layers = nn.ModuleList(nn.Linear(3, 3) for _ in range(3))
+        self.register_buffer("seen", torch.zeros(0))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            self.seen.add_(1)
+        x = torch.cat([x, self.rows.tanh()]) + self.shift.sum()
+        for layer in self.layers:
+            x = layer(torch.cat([x, self.rows])).tanh()
+        return x
+
+
+def emptied() -> nn.Module:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(4)
+        return Emptied()
+
+
 TASKS: dict[str, Task] = {
+    "emptied": Task(emptied, stack_batch, square),
     "gpt": Task(lambda: MODELS["gpt_loss"]()[0], gpt_batch, second),
     "llama": Task(lambda: MODELS["llama_labels"]()[0], labelled),
     "t5": Task(lambda: MODELS["t5_labels"]()[0], labelled),
