@@ -48,7 +48,12 @@ Loss = Callable[[Any, Any], torch.Tensor]
 # Of a loss that can't be measured: results in fp32, their log-softmax, its gradient, and that of the results in fp32.
 _COPIES = 4
 _MOST = 50_000  # objects that a loss may reach
-_DESCRIPTORS = (MemberDescriptorType, GetSetDescriptorType)
+# What other callables and descriptors call.
+_PARTS: dict[type, tuple[str, ...]] = {
+    MethodType: ("__func__", "__self__"), functools.partial: ("func", "args", "keywords"),
+    staticmethod: ("__func__",), classmethod: ("__func__",), property: ("fget", "fset"),
+}  # fmt: skip
+_OPEN = (nn.Module, Enum, SimpleNamespace, MemberDescriptorType, GetSetDescriptorType)
 _EFFECTS = ("print", "open", "input", "exec", "eval")
 _HERE = sys._getframe().f_code  # of variables that no message names
 
@@ -153,27 +158,17 @@ class _Reached:
         if isinstance(value, torch.Tensor):
             self._gradients += [(value, value.grad)] if value.is_leaf else []
             return ()
-        kind = value if isinstance(value, type) else type(value)
+        if isinstance(value, FunctionType | ModuleType | type):
+            return self._of_code(value) if _is_users(value) else ()
+        names = next((names for kind, names in _PARTS.items() if isinstance(value, kind)), None)
+        return self._of_object(value) if names is None else [getattr(value, name) for name in names]
+
+    def _of_code(self, value: FunctionType | ModuleType | type) -> Iterable[Any]:
         if isinstance(value, FunctionType):
-            return self._named(value) if _is_users(value.__code__.co_filename) else ()
-        if isinstance(value, MethodType):
-            return value.__func__, value.__self__
-        if isinstance(value, functools.partial):
-            return value.func, value.args, value.keywords
-        if isinstance(value, property):
-            return value.fget, value.fset
-        if isinstance(value, staticmethod | classmethod):
-            return (value.__func__,)
+            return self._named(value)
         if isinstance(value, ModuleType):
-            return self._content(vars(value)) if _is_users(getattr(value, "__file__", None) or "<") else ()
-        if isinstance(value, type):
-            names = vars(value) if _is_users(file_of(value)) else ()
-            return [each for name in names for each in self._variable(value, name)]
-        if isinstance(value, tuple | frozenset):
-            return value
-        if file_of(kind).startswith(OURS):
-            return ()
-        return kind, *self._of_object(value, kind)
+            return self._content(vars(value))
+        return [each for name in vars(value) for each in self._variable(value, name)]
 
     def _named(self, function: FunctionType) -> Iterable[Any]:
         codes = codes_of(function.__code__)
@@ -198,15 +193,25 @@ class _Reached:
             self._held[identity_of(holder)] = holder, content
         return () if isinstance(holder, BUFFERS) else content.values()
 
-    def _of_object(self, value: Any, kind: type) -> Iterable[Any]:
+    def _of_object(self, value: Any) -> Iterable[Any]:
+        kind = type(value)
+        if isinstance(value, tuple | frozenset) or file_of(kind).startswith(OURS):
+            return value if isinstance(value, tuple | frozenset) else ()
         holders = [vars(value)] if isinstance(value, nn.Module) else holders_in(value)
-        is_open = isinstance(value, (*CONTAINERS, *BUFFERS, nn.Module, Enum, SimpleNamespace, *_DESCRIPTORS))
-        # What is written in C may hold what can't be seen, unless it is only called, or has a hash of its own.
-        is_hidden = (kind.__new__ is not object.__new__ or not holders) and kind.__hash__ in (None, object.__hash__)
-        is_large = isinstance(value, (*CONTAINERS, *BUFFERS)) and not any(holder is value for holder in holders)
-        self.is_known &= not is_large and (is_open or callable(value) or not is_hidden or kind is object)
-        return [each for holder in holders for each in self._content(holder)]
+        is_container = isinstance(value, (*CONTAINERS, *BUFFERS))
+        if is_container:
+            self.is_known &= any(holder is value for holder in holders)  # not if it is large
+        elif not isinstance(value, _OPEN) and not callable(value) and kind is not object:
+            # What is written in C may hold what can't be seen, unless it has a hash of its own.
+            has_own_hash = kind.__hash__ not in (None, object.__hash__)
+            self.is_known &= has_own_hash or (kind.__new__ is object.__new__ and bool(holders))
+        return [kind, *(each for holder in holders for each in self._content(holder))]
 
 
-def _is_users(file: str) -> bool:
+def _is_users(code: FunctionType | ModuleType | type) -> bool:
+    """Tells whether code is the user's own, rather than that of Python, of an installed package, or ours."""
+    if isinstance(code, type):
+        file = file_of(code)
+    else:
+        file = code.__code__.co_filename if isinstance(code, FunctionType) else getattr(code, "__file__", None) or "<"
     return not is_library(file) and package_of(file) is None and not file.startswith(OURS) and file != "<"

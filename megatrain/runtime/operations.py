@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 
-from megatrain.passes.interpret import looks_in_backward
 from megatrain.passes.program import Block
 from megatrain.runtime.blocks.local_graph import LocalGraph
 from megatrain.runtime.call import Call
@@ -24,8 +23,8 @@ from megatrain.runtime.rank_sums import RankSums, join
 from megatrain.runtime.slots import Slots
 from megatrain.runtime.streams.stopwatch import Watch
 from megatrain.runtime.streams.stream_set import Event
-from megatrain.runtime.taken import StepTrainer, Taken, Versions, release
-from megatrain.runtime.turning import turn
+from megatrain.runtime.taken import StepTrainer, Taken, release, without_offload
+from megatrain.runtime.turning import showing, turn
 from megatrain.scheduler.effects import kind_of
 from megatrain.scheduler.instructions import Half, Instruction
 from megatrain.scheduler.items import Item, Stream
@@ -56,22 +55,7 @@ class Operations:
         self.sink = GradientSink(lambda key: engine.tensors[key], engine.device, parts=parts, landing=landing)
         self._rank_sums = RankSums(engine, loaded[0].program, schedule.kind)
         self.dealt = DealtValues(engine, loaded, schedule.kind)
-        blocks = {what: {i.op.block for i in self.instructions.all if i.op.what == what} for what in "BG"}
-        # In their backward the user's code may look at buffers that the forward has written.
-        self._looking = {
-            block.index
-            for program in {id(each.program): each.program for each in loaded if each.program.commits}.values()
-            for block in program.blocks
-            if looks_in_backward(program.templates[block.template].graph)
-        }
-        self._without_offload = blocks["B"] - blocks["G"]
-        # No transfer brings gradients without elements, for which the norm and updates after all gradients wait too.
-        self._is_serial, last = schedule.kind.updates == "serial", schedule.kind.micro_batches - 1
-        self._empty = [
-            each.position
-            for each in self.instructions.all
-            if each.op.what == "B" and each.op.block in self._without_offload and each.micro_batch == last
-        ]
+        self._alone, self._is_serial = without_offload(self.instructions), schedule.kind.updates == "serial"
 
     def _landing(self, arena: LandingArena | None) -> Landing | PlainLanding | None:
         """Returns where gradients land; None for calls whose gradients are made on the host, and stay there."""
@@ -84,9 +68,8 @@ class Operations:
 
     def start(self, inputs: Sequence[torch.Tensor], number: int = 0) -> Start:
         """Returns a micro-batch's starting state: its inputs, and the present model."""
-        engine = self.engine
         places = {} if self.schedule.kind.is_training_step else self._slots.places  # `turn` notes those of a step
-        return Start.of(self.loaded[number].program, inputs, engine.tensors, places, engine.device)
+        return Start.of(self.loaded[number].program, inputs, self.engine.tensors, places, self.engine.device)
 
     def run(
         self,
@@ -132,8 +115,9 @@ class Operations:
 
     def _waits(self, instruction: Instruction, events: Mapping[Position, Event]) -> list[Event]:
         """Events of these operations; others are over."""
+        # These have nothing else to wait for where a block has no G.
         is_after_all = instruction.op.what == "N" or (instruction.op.what == "U" and self._is_serial)
-        return [events[w] for w in (*instruction.waits, *(self._empty if is_after_all else ())) if w in events]
+        return [events[w] for w in (*instruction.waits, *(self._alone.values() if is_after_all else ())) if w in events]
 
     def _work(self, taken: Taken, instruction: Instruction) -> Callable[[], None]:
         kind = kind_of(instruction.op.stream, instruction.op.what)
@@ -232,13 +216,10 @@ class Operations:
         if block.index not in call.differentiated:
             if instruction.micro_batch == 1:
                 join(taken.calls[0], block.index)
-            is_shown = call is not taken.calls[-1] and block.index in self._looking
-            with call.showing_buffers(self.engine.buffers) if is_shown else nullcontext():
-                shown = Versions(self.engine, call.written if is_shown else ())
+            with showing(taken.calls, instruction.micro_batch, block.index, self.engine):
                 self._differentiate(taken, call, block, instruction)
-                shown.check("a hook in the backward")
             call.differentiated.add(block.index)
-        if block.index in self._without_offload and instruction.micro_batch == len(taken.calls) - 1:
+        if block.index in self._alone and instruction.micro_batch == len(taken.calls) - 1:
             self.offload(taken, instruction)  # there is nothing to move, so there is no G
 
     def _differentiate(self, taken: Taken, call: Call, block: Block, instruction: Instruction) -> None:

@@ -13,7 +13,9 @@ from megatrain.errors import ExecuteError
 from megatrain.runtime.call import Call
 from megatrain.runtime.call_start import version
 from megatrain.runtime.engine import Engine
+from megatrain.scheduler.instructions import Instructions
 from megatrain.scheduler.items import Item
+from megatrain.scheduler.table import Position
 from megatrain.sizes import Section
 
 
@@ -128,6 +130,13 @@ def release(calls: Sequence[Call], items: Sequence[Item]) -> None:
         name = call.loaded.names[number] if kind in _OF_VALUES else number
         if name is not None:  # otherwise it is a value of other micro-batches
             call.drop(kind, name)
+
+
+def without_offload(instructions: Instructions) -> dict[int, Position]:
+    """The last B of each block that has no G: its gradients stay where they are made, or have no elements."""
+    offloaded = {each.op.block for each in instructions.all if each.op.what == "G"}
+    backwards = [each for each in instructions.all if each.op.what == "B" and each.op.block not in offloaded]
+    return {each.op.block: each.position for each in backwards}
 
 
 _OF_VALUES = ("value", "gradient", "original", "returned")

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Generator, Iterable, Sequence
+from contextlib import contextmanager
 
 import torch
 
@@ -36,6 +37,23 @@ def turn(calls: Sequence[Call], micro_batch: int, trainer: StepTrainer, engine: 
     for ref, gradient in zip(outputs, gradients, strict=True):
         if gradient is not None:
             call.add_gradient(ref.name, gradient)
+
+
+@contextmanager
+def showing(calls: Sequence[Call], micro_batch: int, block: int, engine: Engine) -> Generator[None]:
+    """Has buffers in the body, a block's B, as the micro-batch's forward left them, if hooks may look at them.
+
+    Raises:
+        ExecuteError: If the body writes one: the forwards of later micro-batches are over.
+    """
+    call = calls[micro_batch]
+    if call is calls[-1] or block not in call.loaded.looking:
+        yield
+        return
+    with call.showing_buffers(engine.buffers):
+        shown = Versions(engine, call.written)
+        yield
+        shown.check("a hook in the backward")
 
 
 def _read_later(call: Call, *, is_last: bool) -> Iterable[str]:

@@ -96,25 +96,27 @@ def lora() -> nn.Module:
 class Emptied(nn.Module):
     """Weights without an element: alone in the first block, in several blocks, and a buffer that is written."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, has_some: bool) -> None:
         super().__init__()
-        self.rows, self.shift = nn.Parameter(torch.zeros(0, 3)), nn.Parameter(torch.zeros(0))
+        if has_some:
+            self.rows, self.shift = nn.Parameter(torch.zeros(0, 3)), nn.Parameter(torch.zeros(0))
         self.layers = nn.ModuleList(nn.Linear(3, 3) for _ in range(3))
         self.register_buffer("seen", torch.zeros(0))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         with torch.no_grad():
             self.seen.add_(1)
-        x = torch.cat([x, self.rows.tanh()]) + self.shift.sum()
+        has_some = hasattr(self, "rows")
+        x = torch.cat([x, self.rows.tanh()]) + self.shift.sum() if has_some else x
         for layer in self.layers:
-            x = layer(torch.cat([x, self.rows])).tanh()
+            x = layer(torch.cat([x, self.rows]) if has_some else x).tanh()
         return x
 
 
-def emptied() -> nn.Module:
+def emptied(*, has_some: bool = True) -> nn.Module:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(4)
-        return Emptied()
+        return Emptied(has_some=has_some)
 
 
 TASKS: dict[str, Task] = {

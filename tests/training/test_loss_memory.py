@@ -242,8 +242,12 @@ STATEFUL: dict[str, Callable[[Any], Any]] = {
     "object": lambda centre: Holder({"losses": [centre]}),
     "bound method": lambda centre: Holder({"losses": (centre.forward,)}).made,
     "function in a dictionary": lambda centre: Holder({"losses": [lambda logits: centre(logits)]}),
-    "namespace": lambda centre: lambda logits, batch, at=SimpleNamespace(inner=centre): at.inner(logits),
-    "module in a module": lambda centre: lambda logits, batch, at=nn.ModuleList([centre]): at[0](logits),
+    "namespace": lambda centre: functools.partial(
+        lambda at, logits, batch: at.inner(logits), SimpleNamespace(inner=centre)
+    ),
+    "module in a module": lambda centre: functools.partial(
+        lambda at, logits, batch: at[0](logits), nn.ModuleList([centre])
+    ),
     "global": lambda centre: functools.partial(counting, table={}),
     "optimizer": stepping,
     "count": numbered,
