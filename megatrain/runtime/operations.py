@@ -114,8 +114,7 @@ class Operations:
         release(calls, half.frees)
 
     def _waits(self, instruction: Instruction, events: Mapping[Position, Event]) -> list[Event]:
-        """Events of these operations; others are over."""
-        # These have nothing else to wait for where a block has no G.
+        """Events of these operations; others are over. All gradients are those that no G brings, too."""
         is_after_all = instruction.op.what == "N" or (instruction.op.what == "U" and self._is_serial)
         return [events[w] for w in (*instruction.waits, *(self._alone.values() if is_after_all else ())) if w in events]
 
@@ -174,9 +173,8 @@ class Operations:
     def forward(self, taken: Taken, instruction: Instruction) -> None:
         """F: with its graph retained, or without."""
         call = taken.calls[instruction.micro_batch]
-        loaded = call.loaded
-        block = loaded.program.blocks[instruction.op.block]
-        runner = loaded.runners[block.index]
+        block = call.loaded.program.blocks[instruction.op.block]
+        runner = call.loaded.runners[block.index]
         inputs = [call.values[name] for name in block.inputs]
         state = self._slots.state(block.index, instruction.state)
         with call.generators.drawing(block.index):

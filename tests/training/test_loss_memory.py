@@ -183,14 +183,14 @@ class Holder:
         return self.made(logits, batch)
 
 
-CALLS = 0
+num_calls = 0
 
 
 def counting(logits: torch.Tensor, batch: Any, table: dict[str, int]) -> torch.Tensor:
-    global CALLS
-    CALLS += 1
+    global num_calls
+    num_calls += 1
     table["calls"] = table.get("calls", 0) + 1
-    return logits.float().square().mean() * (CALLS + table["calls"])
+    return logits.float().square().mean() * (num_calls + table["calls"])
 
 
 def stepping(centre: Any) -> Any:
@@ -259,10 +259,10 @@ STATEFUL: dict[str, Callable[[Any], Any]] = {
 
 @pytest.mark.parametrize("form", STATEFUL)
 def test_a_loss_with_state_is_called_once_for_each_micro_batch(form: str, capsys: pytest.CaptureFixture[str]) -> None:
-    global CALLS
+    global num_calls
     ends: list[Any] = []
     for is_eager in (True, False):
-        CALLS = Holder.total = 0
+        num_calls = Holder.total = 0
         centre = Centre()
         loss, model = STATEFUL[form](centre), build()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -280,7 +280,7 @@ def test_a_loss_with_state_is_called_once_for_each_micro_batch(form: str, capsys
                 centre.calls,
                 list(centre.seen),
                 centre.centre,
-                CALLS,
+                num_calls,
                 Holder.total,
                 model.state_dict(),
             ]
