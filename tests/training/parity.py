@@ -101,6 +101,7 @@ class Emptied(nn.Module):
         if has_some:
             self.rows, self.shift = nn.Parameter(torch.zeros(0, 3)), nn.Parameter(torch.zeros(0))
         self.layers = nn.ModuleList(nn.Linear(3, 3) for _ in range(3))
+        self.seen: Any
         self.register_buffer("seen", torch.zeros(0))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:

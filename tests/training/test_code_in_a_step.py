@@ -40,6 +40,8 @@ class Layer(nn.Module):
     def __init__(self, looks: bool) -> None:
         super().__init__()
         self.fc, self.norm, self.looks = nn.Linear(SIZE, SIZE), nn.BatchNorm1d(SIZE), looks
+        self.count: Any
+        self.shift: Any
         self.register_buffer("count", torch.zeros(()))
         self.register_buffer("shift", torch.full((SIZE,), 0.1))
 
@@ -224,6 +226,7 @@ def test_a_loss_may_write_a_buffer_that_the_model_returns() -> None:
         def __init__(self) -> None:
             super().__init__()
             self.fc = nn.Linear(SIZE, SIZE)
+            self.total: Any
             self.register_buffer("total", torch.zeros(SIZE))
 
         def forward(self, x: torch.Tensor) -> Any:
