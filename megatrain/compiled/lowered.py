@@ -9,6 +9,7 @@ from megatrain.errors import TooSmallError
 from megatrain.hardware.machine import usual_machine
 from megatrain.memory.device_budget import DeviceBudget
 from megatrain.options import Options
+from megatrain.passes.interpret import looks_in_backward
 from megatrain.passes.measuring.known_costs import KnownCosts
 from megatrain.passes.pipeline import AfterPass
 from megatrain.passes.program import Program
@@ -91,6 +92,11 @@ class Lowered:
         """Modules and hooks that run their own code at each step."""
         targets = [node.target for node in self._traced.graph.nodes]
         return tuple(target for target in targets if isinstance(target, Opaque | Observer))
+
+    @cached_property
+    def runs_in_backward(self) -> bool:
+        """Whether code of the user's that may look at the model runs in the backward of blocks."""
+        return looks_in_backward(self._traced.graph)
 
     def for_step(self, traced: TracedModule) -> StepPrograms:
         """Returns the programs of training steps.

@@ -79,6 +79,11 @@ class Variant:
         """Modules and hooks that run their own code at each step."""
         return self.lowered.opaque
 
+    @property
+    def runs_in_backward(self) -> bool:
+        """Whether hooks of the user's run in the backward of blocks."""
+        return self.lowered.runs_in_backward
+
     def for_step(self, *, is_own_loss: bool) -> tuple[TracedModule, StepPrograms]:
         """Returns what a training step runs, without dead outputs if it differentiates the model's own loss."""
         if not is_own_loss:

@@ -109,7 +109,9 @@ class Updates:
     def take_norm(self) -> None:
         """Takes the norm of all gradients from their squares, and computes the factor of clipping."""
         found = self.arriving
-        assert self._norm.num_gradients == len(found.received), "each gradient's squares are summed before"
+        left = [parameter for parameter in found.received if not self._norm.has(parameter)]
+        assert not any(parameter.numel() for parameter in left), "each gradient's squares are summed before"
+        self.take_squares(left)  # without an element: a block that has no other has no op for them
         found.norm = self._norm.total()
         found.nonfinite = self._norm.first_nonfinite
         if self._max_norm is not None:

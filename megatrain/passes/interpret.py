@@ -5,13 +5,18 @@ from __future__ import annotations
 import keyword
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
+from itertools import chain
 from typing import Any
 
 import torch
-from torch import fx
+from torch import fx, nn
 
 from megatrain.device import autocast_kinds
+from megatrain.torch_private import pytree
+from megatrain.tracer.calls import applied_function
 from megatrain.tracer.expectations import Expectation
+from megatrain.tracer.python.contents import leaves_of
+from megatrain.tracer.python.outer import Outer
 from megatrain.tracer.recording.opaque import Opaque
 
 _See = Callable[[fx.Node, Any], None]
@@ -83,6 +88,22 @@ class Code:
 def opaque_calls(graph: fx.Graph) -> tuple[Opaque, ...]:
     """Lists the modules in a graph that run their own code."""
     return tuple(n.target for n in graph.nodes if isinstance(n.target, Opaque))
+
+
+def looks_in_backward(graph: fx.Graph) -> bool:
+    """Tells whether the user's code may look at the model in the backward.
+
+    Hooks of modules and of tensors may, which make a module opaque, and a Function that is given a module, or whose
+    backward names one, or a tensor.
+    """
+    if any(call.runs_in_backward for call in opaque_calls(graph)):
+        return True
+    applied = [(node, function) for node in graph.nodes if (function := applied_function(node.target)) is not None]
+    given = [leaf for node, _ in applied for leaf in pytree.tree_leaves((node.args, node.kwargs))]
+    backwards = {id(function): function.backward for _, function in applied}.values()
+    named = [variable.now() for backward in backwards for variable in Outer.of_hook(backward).variables]
+    reached = chain(given, *map(leaves_of, named))
+    return any(isinstance(each, nn.Module | torch.Tensor) for each in reached)
 
 
 def reads_values(graph: fx.Graph) -> bool:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Iterable, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -77,6 +78,7 @@ class Call:
         self._lacking: set[str] = set()
         self.outputs: list[torch.Tensor] = []
         self.status = OPEN
+        self._home: dict[str, torch.Tensor] | None = None
         self._versions: list[tuple[str, torch.Tensor, int]] = []
         self._sample, self._handed = Sample({}), Handed({})
 
@@ -93,6 +95,38 @@ class Call:
             self.set_value(name, buffer)
         for name, constant in self.loaded.program.constants.items():
             self.set_value(name, constant)
+
+    @torch.no_grad()
+    def write_buffers(self, copies: BufferCopies, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Writes buffers as the forward left them into the model's own, once: what others write there later stays."""
+        if self._home is None:
+            self._home = {key: tensors[key] for key, _ in self.loaded.program.commits}
+            copies.download([(self._home[key], self.values[name]) for key, name in self.loaded.program.commits])
+
+    @contextmanager
+    def showing_buffers(self, copies: BufferCopies) -> Generator[None]:
+        """Has buffers in the body as this call's forward left them, though later micro-batches have written them."""
+        assert self._home is not None, "a backward comes after its forward"
+        places = {key: tensor.data for key, tensor in self._home.items()}  # whose versions are their own
+        kept = {key: place.clone() for key, place in places.items()}
+        copies.download([(places[key], self.values[name]) for key, name in self.loaded.program.commits])
+        try:
+            yield
+        finally:
+            for key, place in places.items():
+                place.copy_(kept[key])
+
+    @torch.no_grad()
+    def restore_buffers(self) -> None:
+        """Undoes `write_buffers`, and what others have written there since."""
+        if self._home is not None and self.start is not None:
+            for name, key in self.loaded.program.buffers:
+                self._home[key].copy_(self.start.buffers[name])
+
+    @property
+    def written(self) -> list[str]:
+        """Keys of the buffers that the forward writes."""
+        return [key for key, _ in self.loaded.program.commits]
 
     def hold(self, kind: str, name: str | int, tensors: Sequence[torch.Tensor | None]) -> None:
         """Counts tensors as held until `drop` of the same kind and name."""

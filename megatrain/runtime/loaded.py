@@ -35,6 +35,7 @@ class Loaded:
         written: The buffers that take a value, by the value's name.
         draws: The random calls of a whole forward, on all devices; None if they can't be made without it.
         results: The names of the results that each block may keep; blocks that have none are missing.
+        looking: Blocks in whose backward the user's code may look at buffers, if the forward writes any.
     """
 
     program: Program
@@ -46,6 +47,7 @@ class Loaded:
     written: Mapping[str, Sequence[str]]
     draws: Draws | None
     results: Mapping[int, Sequence[str]]
+    looking: frozenset[int]
 
     @staticmethod
     def of_each(
@@ -95,6 +97,7 @@ class Loaded:
             written={new: [key for key, name in program.commits if name == new] for _, new in program.commits},
             draws=Draws.of(program) if is_training else None,
             results=results,
+            looking=frozenset(b.index for b in program.blocks if program.commits and program.looks_in_backward(b)),
         )
 
     def check_recomputed(self, saves: Collection[int]) -> None:

@@ -22,8 +22,8 @@ from megatrain.runtime.rank_sums import RankSums, join
 from megatrain.runtime.slots import Slots
 from megatrain.runtime.streams.stopwatch import Watch
 from megatrain.runtime.streams.stream_set import Event
-from megatrain.runtime.taken import StepTrainer, Taken, release
-from megatrain.runtime.turning import turn
+from megatrain.runtime.taken import StepTrainer, Taken, release, without_offload
+from megatrain.runtime.turning import showing, turn
 from megatrain.scheduler.effects import kind_of
 from megatrain.scheduler.instructions import Half, Instruction
 from megatrain.scheduler.items import Item, Stream
@@ -53,8 +53,7 @@ class Operations:
         parts = loaded[0].facts.parts
         self.sink = GradientSink(lambda key: engine.tensors[key], engine.device, parts=parts, landing=landing)
         self._rank_sums = RankSums(engine, loaded[0].program, schedule.kind)
-        blocks = {what: {i.op.block for i in self.instructions.all if i.op.what == what} for what in "BG"}
-        self._without_offload = blocks["B"] - blocks["G"]
+        self._alone, self._is_serial = without_offload(self.instructions), schedule.kind.updates == "serial"
 
     def _landing(self, arena: LandingArena | None) -> Landing | PlainLanding | None:
         """Returns where gradients land; None for calls whose gradients are made on the host, and stay there."""
@@ -67,8 +66,8 @@ class Operations:
 
     def start(self, inputs: Sequence[torch.Tensor], number: int = 0) -> Start:
         """Returns a micro-batch's starting state: its inputs, and the present model."""
-        engine, places = self.engine, self.slots.places
-        return Start.of(self.loaded[number].program, inputs, engine.tensors, places, engine.device)
+        places = {} if self.schedule.kind.is_training_step else self.slots.places  # `turn` notes those of a step
+        return Start.of(self.loaded[number].program, inputs, self.engine.tensors, places, self.engine.device)
 
     def run(
         self,
@@ -113,8 +112,9 @@ class Operations:
         release(calls, half.frees)
 
     def _waits(self, instruction: Instruction, events: Mapping[Position, Event]) -> list[Event]:
-        """Events of these operations; others are over."""
-        return [events[w] for w in instruction.waits if w in events]
+        """Events of these operations; others are over. All gradients are those that no G brings, too."""
+        is_after_all = instruction.op.what == "N" or (instruction.op.what == "U" and self._is_serial)
+        return [events[w] for w in (*instruction.waits, *(self._alone.values() if is_after_all else ())) if w in events]
 
     def _work(self, taken: Taken, instruction: Instruction) -> Callable[[], None]:
         kind = kind_of(instruction.op.stream, instruction.op.what)
@@ -126,7 +126,7 @@ class Operations:
                 trainer.before_compute(instruction.micro_batch)
             release(calls, instruction.frees_before)
             if trainer is not None and instruction.turns:
-                turn(calls[instruction.micro_batch], instruction.micro_batch, trainer, self.engine)
+                turn(calls, instruction.micro_batch, trainer, self.engine)
             handler(self, taken, instruction)
             release(calls, instruction.frees_after)
             self._take(calls, instruction.takes)  # without the op's workspace, and what it was the last to use
@@ -167,9 +167,8 @@ class Operations:
     def forward(self, taken: Taken, instruction: Instruction) -> None:
         """F: with its graph retained, or without."""
         call = taken.calls[instruction.micro_batch]
-        loaded = call.loaded
-        block = loaded.program.blocks[instruction.op.block]
-        runner = loaded.runners[block.index]
+        block = call.loaded.program.blocks[instruction.op.block]
+        runner = call.loaded.runners[block.index]
         inputs = [call.values[name] for name in block.inputs]
         state = self.slots.state(block.index, instruction.state)
         with call.generators.drawing(block.index):
@@ -209,9 +208,10 @@ class Operations:
         if block.index not in call.differentiated:
             if instruction.micro_batch == 1:
                 join(taken.calls[0], block.index)
-            self._differentiate(taken, call, block, instruction)
+            with showing(taken.calls, instruction.micro_batch, block.index, self.engine):
+                self._differentiate(taken, call, block, instruction)
             call.differentiated.add(block.index)
-        if block.index in self._without_offload and instruction.micro_batch == len(taken.calls) - 1:
+        if block.index in self._alone and instruction.micro_batch == len(taken.calls) - 1:
             self.offload(taken, instruction)  # there is nothing to move, so there is no G
 
     def _differentiate(self, taken: Taken, call: Call, block: Block, instruction: Instruction) -> None:

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import pairwise
 
-import torch
-
 from megatrain.device import Device
 from megatrain.runtime.call import DONE, FAILED, Call
 from megatrain.runtime.call_start import Start
@@ -21,7 +19,8 @@ from megatrain.scheduler.table import Position
 class Run:
     """One run of a schedule. After a failure a training step can continue, or be dropped.
 
-    Only the trainer's work outlives a run; buffers are written by `commit`.
+    Only the trainer's work outlives a run, and buffers: each micro-batch's are written when its backward begins, as its
+    loss may look at them, at the latest by `commit`.
 
     Args:
         operations: Runs the instructions.
@@ -108,12 +107,10 @@ class Run:
             self.calls, half, trainer=trainer, done=self._done, is_recovery=is_recovery, watch=self._watch
         )
 
-    @torch.no_grad()
     def write_buffers(self) -> None:
-        """Writes the buffers as the last micro-batch left them."""
-        engine, last = self._operations.engine, self.calls[-1]
-        commits = last.loaded.program.commits
-        engine.buffers.download([(engine.tensors[key], last.values[name]) for key, name in commits])
+        """Writes the buffers as the last micro-batch left them, unless its backward has begun and they are written."""
+        engine = self._operations.engine
+        self.calls[-1].write_buffers(engine.buffers, engine.tensors)
 
     def commit(self) -> None:
         """Writes the buffers, and ends a training step."""
@@ -122,7 +119,9 @@ class Run:
         self.close(DONE)
 
     def close(self, status: str = FAILED) -> None:
-        """Ends the run and releases everything that it held."""
+        """Ends the run and releases everything that it held; one that failed leaves buffers as they were before it."""
         self._operations.sink.end()
         for call in self.calls:
+            if status == FAILED:
+                call.restore_buffers()
             call.close(status)

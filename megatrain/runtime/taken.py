@@ -2,18 +2,76 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
+from contextlib import contextmanager
 from typing import NamedTuple, Protocol
 
 import torch
+from torch import nn
 
+from megatrain.errors import ExecuteError
 from megatrain.runtime.call import Call
+from megatrain.runtime.call_start import version
+from megatrain.runtime.engine import Engine
+from megatrain.scheduler.instructions import Instructions
 from megatrain.scheduler.items import Item
+from megatrain.scheduler.table import Position
 from megatrain.sizes import Section
+
+
+class Versions:
+    """How often some of the model's state was written before the user's code runs in a step.
+
+    Args:
+        engine: Holds the state.
+        keys: What is watched.
+    """
+
+    def __init__(self, engine: Engine, keys: Iterable[str]):
+        self._engine = engine
+        self._known = {key: _stamp(engine.tensors[key]) for key in keys if key in engine.tensors}
+
+    @contextmanager
+    def allowing(self, key: str) -> Generator[None]:
+        """Lets the body write one of them, because nothing of the step reads it any more."""
+        tensor = self._engine.tensors[key]
+        is_known = self._known.get(key) == _stamp(tensor)
+        yield
+        if is_known:
+            self._known[key] = _stamp(tensor)
+
+    def check(self, writer: str) -> None:
+        """Checks that nobody has written or replaced any since.
+
+        Args:
+            writer: Whose code has run, for the message.
+
+        Raises:
+            ExecuteError: Naming the tensor.
+        """
+        if self._known:
+            self._engine.find_replaced()
+        for key, known in self._known.items():
+            tensor = self._engine.tensors[key]
+            if _stamp(tensor) != known:
+                kind = "parameter" if isinstance(tensor, nn.Parameter) else "buffer"
+                raise ExecuteError(
+                    f"{writer} writes {kind} `{key}`, which the rest of the step reads.\n"
+                    "  All micro-batches run through a block before the next block does, and some blocks are computed\n"
+                    "  again in the backward, so some would read the old values and some the new ones.\n"
+                    "  Write it in the model's forward, or when the call of the step has returned."
+                )
+
+
+def _stamp(tensor: torch.Tensor) -> tuple[int, int, int]:
+    return id(tensor), version(tensor), tensor.data_ptr()
 
 
 class StepTrainer(Protocol):
     """The trainer of a step: computes losses from outputs, takes gradients, and updates."""
+
+    has_loss: bool
+    """Whether the user's code makes losses."""
 
     def before_compute(self, micro_batch: int) -> None:
         """Called before each F and B, on the caller's thread; an error in it stops the step."""
@@ -24,6 +82,9 @@ class StepTrainer(Protocol):
     def differentiate(self, micro_batch: int, outputs: Sequence[torch.Tensor]) -> Sequence[torch.Tensor | None]:
         """Returns the gradients of a micro-batch's outputs, in their order; on the caller's thread."""
         ...
+
+    def begin_backward(self, state: Versions) -> None:
+        """All losses are made. `state` is what the rest of the step reads of the model: hooks may not write it."""
 
     def receive(self, key: str, gradient: torch.Tensor) -> None:
         """Takes a parameter's whole gradient, on the host; on a transfer's thread."""
@@ -69,6 +130,13 @@ def release(calls: Sequence[Call], items: Sequence[Item]) -> None:
         name = call.loaded.names[number] if kind in _OF_VALUES else number
         if name is not None:  # otherwise it is a value of other micro-batches
             call.drop(kind, name)
+
+
+def without_offload(instructions: Instructions) -> dict[int, Position]:
+    """The last B of each block that has no G: its gradients stay where they are made, or have no elements."""
+    offloaded = {each.op.block for each in instructions.all if each.op.what == "G"}
+    backwards = [each for each in instructions.all if each.op.what == "B" and each.op.block not in offloaded]
+    return {each.op.block: each.position for each in backwards}
 
 
 _OF_VALUES = ("value", "gradient", "original", "returned")

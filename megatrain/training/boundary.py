@@ -94,7 +94,7 @@ class Boundary:
         self.is_undone = self.has_recovered = False
         try:
             run.go(running)
-            running.shares.check()  # there may have been no gradient
+            running.check()  # there may have been no update
             self._end(run, running, updates)
         except BaseException as error:
             lacks_memory = ran_out(error, run.device)

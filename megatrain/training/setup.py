@@ -183,7 +183,7 @@ class Setup:
         find = partial(self._compiled.variant_for, before_capture=self.complete)
         found = [find(self._compiled.cast(given), unfit) for given, unfit in zip(own, failed, strict=True)]
         variants, arguments = [variant for variant, _ in found], [given for _, given in found]
-        kind = self._kind(len(variants))
+        kind = self._kind(variants)
         pairs = [variant.for_step(is_own_loss=self._is_own_loss) for variant in variants]
         traced, captures = [pair[0] for pair in pairs], [pair[1] for pair in pairs]
 
@@ -203,15 +203,16 @@ class Setup:
         precision, masters = compiled.options.precision, compiled.masters
         return may_divide(program, compiled.model, self.optimizers, precision=precision, masters=masters)
 
-    def _kind(self, micro_batches: int) -> StepKind:
-        updates, clip, reports_norm = self._times.choose()
+    def _kind(self, variants: Sequence[Variant]) -> StepKind:
+        runs_in_backward = any(variant.runs_in_backward for variant in variants)
+        updates, clip, reports_norm = self._times.choose(runs_in_backward=runs_in_backward)
         # Of a step that failed some may be taken already.
         is_left = self.updates is not None and self.is_due and (self.updates.is_whole or updates == "spread")
         if updates not in ("deferred", "spread") or not is_left:
             self.complete()
         if updates == "deferred" and not self.is_due:
             updates = "none"
-        return self.tables.kind(micro_batches, updates, clip=clip, reports_norm=reports_norm)
+        return self.tables.kind(len(variants), updates, clip=clip, reports_norm=reports_norm)
 
     def host_plan(self, setting: Setting) -> HostPlan:
         """Adds up the host memory that steps like this one take, without allocating it.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Protocol
 
 import torch
@@ -17,6 +17,7 @@ from megatrain.optim.updates import Updates
 from megatrain.planning.loss_bytes import Loss
 from megatrain.runtime.gradients.sink import check_kind, gradient_form, hooked, is_hooked, laid_out, warn_of_order
 from megatrain.runtime.rng import GlobalGenerators, drawing_alone
+from megatrain.runtime.taken import Versions
 from megatrain.sizes import Section
 from megatrain.training.batch import Differentiated, loss_of
 from megatrain.training.handing import handed
@@ -82,7 +83,10 @@ class Running:
         self.micro_batch = 0
         self._setting = setting
         self._deferred = frozenset(setting.schedule.deferred)
+        self.has_loss = loss is not None
+        self._read: Versions | None = None
         self._hooking: int | None = None
+        self._has_hooks = any(variant.runs_in_backward for variant in setting.variants)
         self._losses: list[torch.Tensor] = []
         self.shares = shares
         self._loss = loss
@@ -169,6 +173,10 @@ class Running:
                 "  Compute that term in the model's forward, and return it."
             )
 
+    def begin_backward(self, state: Versions) -> None:
+        """See `StepTrainer`."""
+        self._read = state
+
     # -- on other threads -----------------------------------------------------------------------------------
 
     def receive(self, key: str, gradient: torch.Tensor) -> None:
@@ -179,7 +187,9 @@ class Running:
             gradient = gradient.clone()  # a hook may keep it, and must not see the next step's gradient in it
             self._hooking = threading.get_ident()
             try:
-                with drawing_alone(), self._refusing_draws(key):
+                self._has_hooks = True
+                allowing = nullcontext() if self._read is None else self._read.allowing(key)
+                with drawing_alone(), self._refusing_draws(key), allowing:
                     left = self._hooked(parameter, gradient)
             finally:
                 self._hooking = None
@@ -239,6 +249,17 @@ class Running:
                 "  Look after the call of the step has returned."
             )
 
+    def check(self) -> None:
+        """Checks, once all gradients are there, that the user's code didn't interfere with them.
+
+        Raises:
+            Exception: What the shares found.
+            ExecuteError: If hooks wrote what gradients were computed of.
+        """
+        self.shares.check()
+        if self._has_hooks and self._read is not None and not self.has_updated:
+            self._read.check("a hook in the backward")
+
     def squares(self, keys: Sequence[str]) -> None:
         """See `StepTrainer`. Parts of parameters, which have keys as well, are whole with their parameter."""
         torch.set_num_threads(self._threads)
@@ -275,6 +296,7 @@ class Running:
     def _begin(self) -> None:
         """Begins the optimizers' step with this step's gradients; the previous step ends first."""
         if not self.has_begun:
+            self.check()
             if self._updates.is_under_way:
                 self._updates.finish()
             self._updates.begin()

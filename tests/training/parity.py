@@ -93,7 +93,35 @@ def lora() -> nn.Module:
     return adapted_llama(("q_proj", "v_proj", "down_proj"), rank=4, scale=2.0, dropout=0.1)
 
 
+class Emptied(nn.Module):
+    """Weights without an element: alone in the first block, in several blocks, and a buffer that is written."""
+
+    def __init__(self, *, has_some: bool) -> None:
+        super().__init__()
+        if has_some:
+            self.rows, self.shift = nn.Parameter(torch.zeros(0, 3)), nn.Parameter(torch.zeros(0))
+        self.layers = nn.ModuleList(nn.Linear(3, 3) for _ in range(3))
+        self.seen: Any
+        self.register_buffer("seen", torch.zeros(0))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            self.seen.add_(1)
+        has_some = hasattr(self, "rows")
+        x = torch.cat([x, self.rows.tanh()]) + self.shift.sum() if has_some else x
+        for layer in self.layers:
+            x = layer(torch.cat([x, self.rows]) if has_some else x).tanh()
+        return x
+
+
+def emptied(*, has_some: bool = True) -> nn.Module:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(4)
+        return Emptied(has_some=has_some)
+
+
 TASKS: dict[str, Task] = {
+    "emptied": Task(emptied, stack_batch, square),
     "gpt": Task(lambda: MODELS["gpt_loss"]()[0], gpt_batch, second),
     "llama": Task(lambda: MODELS["llama_labels"]()[0], labelled),
     "t5": Task(lambda: MODELS["t5_labels"]()[0], labelled),

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
 import random
+from collections import deque
+from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -15,7 +21,9 @@ from megatrain.errors import ScheduleError
 from megatrain.passes.measuring.live_bytes import LiveBytes
 from megatrain.planning.loss_bytes import measure_loss
 from megatrain.scheduler.lifetimes.peak import find_peak
+from tests.comparing import assert_same
 from tests.stand_in_triton import JITFunction, stand_in_triton
+from tests.training.parity import loop_step
 
 WORDS, WIDTH, TOKENS = 512, 8, 16
 LOGITS = TOKENS * WORDS  # elements
@@ -140,6 +148,144 @@ def test_measuring_leaves_no_trace():
     step(ids())
     assert (loss.count, len(seen)) == (3, 3)
     assert all(type(t) is torch.Tensor for t in seen)
+
+
+class Centre(nn.Module):
+    """A loss with state."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+        self.seen: deque[Any] = deque(maxlen=3)
+        self.register_buffer("centre", torch.zeros(WORDS))
+
+    def forward(self, logits: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        self.seen.append(logits.detach().sum())
+        self.centre = self.centre * 0.9 + logits.detach().float().mean((0, 1)) * 0.1
+        return (logits.float() - self.centre).square().mean() * self.calls
+
+
+class Holder:
+    """A loss behind attributes, and a class with a counter."""
+
+    total = 0
+    __slots__ = ("inner",)
+
+    def __init__(self, inner: Any) -> None:
+        self.inner = inner
+
+    def made(self, logits: torch.Tensor, batch: Any) -> torch.Tensor:
+        Holder.total += 1
+        return self.inner["losses"][0](logits) * Holder.total
+
+    def __call__(self, logits: torch.Tensor, batch: Any) -> torch.Tensor:
+        return self.made(logits, batch)
+
+
+num_calls = 0
+
+
+def counting(logits: torch.Tensor, batch: Any, table: dict[str, int]) -> torch.Tensor:
+    global num_calls
+    num_calls += 1
+    table["calls"] = table.get("calls", 0) + 1
+    return logits.float().square().mean() * (num_calls + table["calls"])
+
+
+def stepping(centre: Any) -> Any:
+    """A loss that trains something of its own."""
+    weight = nn.Parameter(torch.ones(()))
+    optimizer = torch.optim.Adam([weight], lr=0.1)
+
+    def loss(logits: torch.Tensor, batch: Any) -> torch.Tensor:
+        optimizer.zero_grad()
+        (weight * logits.detach().float().mean()).square().backward()
+        optimizer.step()
+        return centre(logits) * weight.detach()
+
+    return loss
+
+
+def numbered(centre: Any) -> Any:
+    number = itertools.count(1)
+    return lambda logits, batch: centre(logits) * next(number)
+
+
+def generated(centre: Any) -> Any:
+    weights = (float(number) for number in range(1, 100))
+    return lambda logits, batch: centre(logits) * next(weights)
+
+
+def drawing(centre: Any) -> Any:
+    own, torchs, numpys = random.Random(0), torch.Generator().manual_seed(0), np.random.default_rng(0)
+    return lambda logits, batch: (
+        centre(logits) * own.random() * torch.rand((), generator=torchs).item() * numpys.random()
+    )
+
+
+def weighing(centre: Any) -> Any:
+    weights = np.ones(2)
+
+    def loss(logits: torch.Tensor, batch: Any, at: tuple[int, ...] = (0,)) -> torch.Tensor:
+        weights[at[0]] *= 2
+        return centre(logits) * float(weights[0])
+
+    return loss
+
+
+STATEFUL: dict[str, Callable[[Any], Any]] = {
+    "closure": lambda centre: lambda logits, batch: centre(logits),
+    "printing": lambda centre: lambda logits, batch: (centre(logits), print(centre.calls))[0],
+    "partial": lambda centre: functools.partial(lambda inner, logits, batch: inner(logits), centre),
+    "default": lambda centre: lambda logits, batch, inner=[centre]: inner[0](logits),
+    "object": lambda centre: Holder({"losses": [centre]}),
+    "bound method": lambda centre: Holder({"losses": (centre.forward,)}).made,
+    "function in a dictionary": lambda centre: Holder({"losses": [lambda logits: centre(logits)]}),
+    "namespace": lambda centre: functools.partial(
+        lambda at, logits, batch: at.inner(logits), SimpleNamespace(inner=centre)
+    ),
+    "module in a module": lambda centre: functools.partial(
+        lambda at, logits, batch: at[0](logits), nn.ModuleList([centre])
+    ),
+    "global": lambda centre: functools.partial(counting, table={}),
+    "optimizer": stepping,
+    "count": numbered,
+    "generator": generated,
+    "random numbers": drawing,
+    "array": weighing,
+}
+
+
+@pytest.mark.parametrize("form", STATEFUL)
+def test_a_loss_with_state_is_called_once_for_each_micro_batch(form: str, capsys: pytest.CaptureFixture[str]) -> None:
+    global num_calls
+    ends: list[Any] = []
+    for is_eager in (True, False):
+        num_calls = Holder.total = 0
+        centre = Centre()
+        loss, model = STATEFUL[form](centre), build()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        if is_eager:
+            found = [loop_step(model, optimizer, ids(step), loss=loss)[0] for step in range(2)]
+        else:
+            compiled = megatrain.compile(model, device="cpu", memory="4MiB")
+            step = megatrain.TrainStep(compiled, optimizer, loss=loss)
+            found = [step(ids(number)) for number in range(2)]
+            step.flush()
+        ends.append(
+            [
+                capsys.readouterr().out,
+                found,
+                centre.calls,
+                list(centre.seen),
+                centre.centre,
+                num_calls,
+                Holder.total,
+                model.state_dict(),
+            ]
+        )
+    assert_same(*ends)
 
 
 def test_a_loss_that_reads_values_counts_four_copies_of_the_results():

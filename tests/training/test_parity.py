@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import math
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,8 +14,8 @@ from torch import nn
 import megatrain
 from megatrain.runtime.streams.stream_set import Chaos
 from tests.comparing import assert_same, snapshot
-from tests.tiers import one_in
-from tests.training.parity import MODES, TASKS, adamw, fresh, loop_step, sgd
+from tests.tiers import diagonal, one_in
+from tests.training.parity import MODES, TASKS, SideBySide, adamw, emptied, fresh, loop_step, sgd, square, stack_batch
 
 STEPS = 8
 
@@ -96,3 +98,54 @@ def test_many_steps_have_the_bits_of_the_loop(name: str, optimizer: str, mode: s
     assert step.progress.count == STEPS
     assert step.schedule.kind.updates == mode.removesuffix("_clipped")
     assert all(p.grad is None for p in compiled.megatrain.model.parameters())
+
+
+def stock(name: str, **options: Any) -> Any:
+    return lambda model: getattr(torch.optim, name)(model.parameters(), lr=1e-2, **options)
+
+
+EMPTY = {
+    "muon": lambda model: [matrices(model), torch.optim.SGD([p for p in model.parameters() if p.dim() < 2], lr=1e-2)],
+    "sgd": stock("SGD", momentum=0.9),
+    "adamw fused": stock("AdamW", fused=True),
+    "adam": stock("Adam", amsgrad=True, foreach=True),
+    **{name: stock(name) for name in ("Adagrad", "Adadelta", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "ASGD")},
+}
+EMPTY_MODES = {**MODES, "reported": {"report_norm": True}, "skip": {"on_nonfinite": "skip"}}
+
+
+@pytest.mark.parametrize(("optimizer", "mode"), diagonal(EMPTY, EMPTY_MODES))
+def test_weights_without_elements_train_as_in_the_loop(optimizer: str, mode: str) -> None:
+    options = EMPTY_MODES[mode]
+    chaos = {"chaos": Chaos(seed=3, max_delay_s=0.001), "block_bytes": 1}
+    sides = SideBySide.of("emptied", EMPTY[optimizer], compile_options=chaos, **options)
+    clip = options.get("max_grad_norm", math.inf)
+    for number in range(3):
+        given = [stack_batch(number + 10 * i, 2) for i in range(1 + number % 2)]
+        expected = loop_step(sides.eager, sides.eager_optimizers, given, loss=square, max_norm=clip)
+        found = sides.step(given), sides.step.progress.grad_norm
+        assert_same(expected if found[1] is not None else (expected[0], None), found, "loss and norm")
+    sides.assert_same()
+    assert not any(parameter.numel() for parameter in (sides.streamed.rows, sides.streamed.shift))
+
+
+@pytest.mark.parametrize("masters", ["exact", "rounded"])
+def test_weights_without_elements_change_nothing_in_bf16(masters: str, tmp_path: Path) -> None:
+    """The layers train as in a model without such weights, and from a checkpoint too."""
+    ends: list[Any] = []
+    for has_some in (True, False):
+        model = emptied(has_some=has_some)
+        compiled = megatrain.compile(model, device="cpu", transfer="copy", precision="bf16", masters=masters)
+        step = megatrain.TrainStep(compiled, adamw(model), loss=square, max_grad_norm=0.5)
+        for number in range(3):
+            if has_some and number == 2:
+                step.save(tmp_path / "run")
+                model = emptied()
+                compiled = megatrain.compile(model, device="cpu", transfer="copy", precision="bf16", masters=masters)
+                step = megatrain.TrainStep.load(
+                    tmp_path / "run", compiled, adamw(model), loss=square, max_grad_norm=0.5
+                )
+            step([stack_batch(number, 2), stack_batch(number + 10, 2)])
+        step.flush()
+        ends.append([parameter for parameter in model.parameters() if parameter.numel()])
+    assert_same(*ends)

@@ -166,7 +166,7 @@ class _NameSearch:
                     self._inherited.setdefault(name, []).append(value)
 
     def _follow(self, function: FunctionType) -> None:
-        codes = _codes(function.__code__)
+        codes = codes_of(function.__code__)
         named = dict.fromkeys(name for code in codes for name in code.co_names)
         if "super" in named:  # whose lookups go past the recorder of attribute reads
             self._stack += [method for name in named for method in self._inherited.get(name, ())]
@@ -250,6 +250,6 @@ def _functions(value: Any) -> Iterator[FunctionType]:
             stack += [k.__dict__["__call__"] for k in type(value).__mro__[:-1] if "__call__" in k.__dict__]
 
 
-def _codes(code: CodeType) -> list[CodeType]:
+def codes_of(code: CodeType) -> list[CodeType]:
     """Returns a function's code and that of the functions defined inside it."""
-    return [code, *(inner for c in code.co_consts if isinstance(c, CodeType) for inner in _codes(c))]
+    return [code, *(inner for c in code.co_consts if isinstance(c, CodeType) for inner in codes_of(c))]

@@ -32,7 +32,11 @@ _WHOLE = (*BUFFERS, GeneratorState)
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """An attribute, or an item of a container in one, that holds another object; None for nothing."""
+    """An attribute, or an item of a container in one, that holds another object; None for nothing.
+
+    Attributes:
+        is_added: Nothing was held there before, not even None.
+    """
 
     name: str
     holder: Any
@@ -40,6 +44,7 @@ class Change:
     before: Any
     now: Any
     place: HolderPlace
+    is_added: bool
 
     @property
     def where(self) -> tuple[Any, Any]:
@@ -148,7 +153,7 @@ class Attributes:
         """Puts everything back in place."""
         for _, _, _, holder, content in self._saved.values():
             now = held_in(holder)
-            if not _is_same(holder, content, now):
+            if not is_same(holder, content, now):
                 put_into(holder, content, [label for label in now if label not in content])
 
     def changes(self) -> list[Change]:
@@ -156,13 +161,14 @@ class Attributes:
         found: list[Change] = []
         for name, root, way, holder, before in self._saved.values():
             now = held_in(holder)
-            if _is_same(holder, before, now):
+            if is_same(holder, before, now):
                 continue
             path = functools.reduce(_joined, (label for label, _ in way), name)
             for label in dict.fromkeys([*before, *now]):
                 if before.get(label) is not now.get(label):
                     values = before.get(label), now.get(label)
-                    found.append(Change(_joined(path, label), holder, label, *values, HolderPlace(root, way)))
+                    where = HolderPlace(root, way), label not in before
+                    found.append(Change(_joined(path, label), holder, label, *values, *where))
         return found
 
 
@@ -172,7 +178,8 @@ def _joined(name: str, label: Any) -> str:
     return f"{name}.{label}" if name else str(label)
 
 
-def _is_same(holder: Any, left: dict[Any, Any], right: dict[Any, Any]) -> bool:
+def is_same(holder: Any, left: dict[Any, Any], right: dict[Any, Any]) -> bool:
+    """Tells whether a holder holds the same at two times."""
     if left.keys() != right.keys():
         return False
     if all(map(is_, left.values(), right.values())) and all(map(is_, left, right)):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from types import MethodType
@@ -38,24 +39,28 @@ class HeldObject:
 
     Args:
         place: Where the namespace or container is found.
-        content: All that a list or set holds afterwards, what has changed in whatever has names.
+        content: All that a list or set holds afterwards, what has changed in whatever has names or was appended to.
         removed: Keys that are gone from it.
+        is_appended: It is a list whose items stay: an earlier micro-batch of the same step may have left more.
     """
 
     place: HolderPlace
     content: tuple[tuple[Any, OutputPlace], ...]
     removed: tuple[Any, ...]
+    is_appended: bool = False
 
     def put(self, new: Sequence[Any]) -> None:
         """Puts it in place; `new` are the values made for this call."""
         holder = self.place.find()
         old = held_in(holder)
-        put_into(
-            holder,
-            {label: old.get(s.key) if s.kind == "old" else new[s.key] if s.kind == "new" else s.key
-             for label, s in self.content},
-            self.removed,
-        )  # fmt: skip
+        left = {
+            label: old.get(s.key) if s.kind == "old" else new[s.key] if s.kind == "new" else s.key
+            for label, s in self.content
+        }
+        if self.is_appended:
+            holder.extend(left.values())
+        else:
+            put_into(holder, left, self.removed)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -144,6 +149,8 @@ class _Collected:
             removed = tuple(c.label for c in changes if c.label not in there)
             content = [(c.label, self._slot(c.now)) for c in changes if c.label in there]
             return HeldObject(place, tuple(content), removed)
+        if isinstance(holder, list | deque) and all(change.is_added for change in changes):
+            return HeldObject(place, tuple((c.label, self._slot(c.now)) for c in changes), (), is_appended=True)
         before = {id(c.before): c.label for c in changes}
         changed = {c.label for c in changes}
         content = [

@@ -25,6 +25,9 @@ from megatrain.tracer.recording.effect_watch import ByteCount, has_users_hooks
 from megatrain.tracer.recording.obstacles import HookSite, check_everywhere
 from megatrain.tracer.recording.own_code import own_code
 
+# With the latter a module gets to the nodes of autograd's graph, which have hooks too.
+_HOOK_BACKWARD = (torch.Tensor.register_hook, torch.Tensor.grad_fn.__get__)  # pyright: ignore
+
 Holder = tuple[nn.Module, str, str]
 """A module, which of its registries (`_parameters` or `_buffers`), and a name in it."""
 
@@ -58,6 +61,7 @@ class Opaque:
         # Read off the first run: transforms, TorchScript and the user's hooks keep weights where no hook of ours sees
         # them.
         self.needs_own_state = False
+        self.runs_in_backward = False  # hooks of the user's, which may look at anything
         self.inner_bytes = 0
         self._calls = calls
         leaves, self._tree = pytree.tree_flatten(args)
@@ -138,6 +142,9 @@ class Opaque:
         if count is not None:
             self.inner_bytes = count.nbytes
             self.needs_own_state = calls.hides_state or count.has_stray
+            self.runs_in_backward = calls.hooks_backward or any(
+                child._backward_hooks or child._backward_pre_hooks for child in self.module.modules()
+            )
         rebound = [i for i, tensor in enumerate(state) if now[i] is not tensor]
         for _, kind, name in (self._holders[i][0] for i in rebound):
             if kind == "_parameters":
@@ -226,7 +233,7 @@ class _Substitution(TorchFunctionMode):
         self._stand_ins = stand_ins
         self._seen = seen
         self.is_calling = False
-        self.hides_state = False
+        self.hides_state = self.hooks_backward = False
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -236,6 +243,7 @@ class _Substitution(TorchFunctionMode):
             return func(*args, **kwargs)
         is_transformed = are_transforms_active()
         self.hides_state |= is_transformed or has_users_hooks()
+        self.hooks_backward |= func in _HOOK_BACKWARD
         self.is_calling = True
         result = func(*args, **kwargs)
         self.is_calling = False

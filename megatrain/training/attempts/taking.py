@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from functools import partial, reduce
 
 import torch
-from torch import nn
 
 from megatrain.compiled.inside import Compiled, Variant
 from megatrain.memory.device_budget import DeviceBudget
@@ -135,10 +134,8 @@ class Taking:
         self.setting = setting.without_tensors()
         engine, updates = executor.engine, self._setup.updates
         assert updates is not None
-        own = {key: tensor for key, tensor in engine.tensors.items() if isinstance(tensor, nn.Parameter)}
-        running = Running(
-            setting, shares, self._loss, updates, own, self._setup.threads, looks=self._looks, together=self._together
-        )
+        options: dict[str, Any] = {"looks": self._looks, "together": self._together}
+        running = Running(setting, shares, self._loss, updates, engine.tensors, self._setup.threads, **options)
         before = RngState.now(engine.device, [call for variant in setting.variants for call in variant.opaque])
         with engine.turn.run(differentiates=True), running.interrupts:
             self.running = running

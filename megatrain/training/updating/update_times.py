@@ -79,13 +79,18 @@ class UpdateTimes:
         """Leaves no update to the next step any more, because the host lacks the memory for the gradients."""
         self._spread = False
 
-    def choose(self) -> Times:
-        """When the updates of the next step run."""
+    def choose(self, *, runs_in_backward: bool = False) -> Times:
+        """When the updates of the next step run.
+
+        Args:
+            runs_in_backward: The user's code runs in the backward of blocks, and may look at parameters there.
+        """
         # Work between the gradients and the updates that may fail must come before the first update.
         hooked = any(map(has_hooks, self._optimizers))
         # Hooks on an optimizer's step may change gradients, of which the norm is taken before.
         clip = self._needs_norm or (self._reports_norm and hooked)
-        waits = self._holds_others() if self._needs_norm else has_gradient_hooks(self._model)
+        looks = runs_in_backward or has_gradient_hooks(self._model)
+        waits = self._holds_others() if self._needs_norm else looks
         reports_norm = self._reports_norm and not clip
         if not self._overlap or hooked or waits:
             return Times("serial", clip, reports_norm)
