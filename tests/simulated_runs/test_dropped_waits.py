@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import megatrain
-from megatrain.device import DeviceEvent
+from megatrain.device import Device, DeviceEvent
 from megatrain.runtime.streams.stream import Lane, Queued
 from megatrain.runtime.streams.stream_set import Chaos
 from tests.draws import is_wide
@@ -54,10 +54,10 @@ def without(waiting: str, waited: str) -> Generator[None]:
         present[id(lane)] = op
         perform(lane, op)
 
-    def waiting_for(lane: Lane, mark: DeviceEvent) -> None:
+    def waiting_for(lane: Lane, mark: DeviceEvent, device: Device | None) -> None:
         op = present[id(lane)]
         if op.label != waiting or all(event.mark is not mark for event in op.waits if event.label == waited):
-            wait(lane, mark)
+            wait(lane, mark, device)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Lane, "perform", performing)
