@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -34,13 +34,19 @@ class Undo:
         self._values: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._state: dict[torch.Tensor, Any] = {}
 
-    def note(self, optimizer: Optimizer, parameters: Collection[torch.Tensor]) -> None:
-        """Copies the tensors that an optimizer's update of these parameters may write; replaces earlier copies."""
+    def note(self, optimizer: Optimizer, parameters: Collection[torch.Tensor], keys: Iterable[Any] = ()) -> None:
+        """Copies the tensors that an optimizer's update of these parameters may write; replaces earlier copies.
+
+        Args:
+            optimizer: The user's.
+            parameters: Some of its parameters.
+            keys: Other keys of its state.
+        """
         self._optimizer = optimizer
         masters = (self._masters.get(parameter) for parameter in parameters)
         lows = [master.low for master in masters if isinstance(master, SplitMaster)]
         written = [*(parameter.detach() for parameter in parameters), *lows]
-        states = {parameter: optimizer.state.get(parameter) for parameter in parameters}
+        states = {key: optimizer.state.get(key) for key in (*parameters, *keys)}
         leaves: list[Any] = pytree.tree_leaves(list(states.values()))
         plain = [t for leaf in leaves if isinstance(leaf, torch.Tensor) for t in plain_tensors(leaf)]
         needed = sum(aligned(t.nbytes) for t in (*written, *plain) if _is_dense(t))
@@ -71,7 +77,7 @@ class Undo:
                 self._optimizer.state.pop(parameter, None)
             else:
                 self._optimizer.state[parameter] = pytree.tree_map(own_copy, state)
-            if isinstance(self._masters, Masters):
+            if isinstance(self._masters, Masters) and isinstance(parameter, torch.Tensor):
                 self._masters.wrote(parameter)  # both halves
 
 

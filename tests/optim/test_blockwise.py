@@ -183,7 +183,7 @@ def test_parameters_stay_in_their_groups_for_everybody_else_while_a_block_is_upd
 
     globals()["optimizer"] = Peeking(ps, lr=0.1)
     try:
-        step_by_blocks(by_blocks(globals()["optimizer"], ps, probe=False), range(len(BLOCKS)))
+        step_by_blocks(by_blocks(globals()["optimizer"], ps), range(len(BLOCKS)))
     finally:
         del globals()["optimizer"]
     assert seen

@@ -15,7 +15,7 @@ import torch
 
 from megatrain.compiled.inside import Compiled
 from megatrain.errors import ExecuteError, OptimizerError
-from megatrain.optim.blockwise import has_hooks
+from megatrain.optim.blockwise import takes_turns
 from megatrain.optim.impostor import Optimizer
 from megatrain.passes.interpret import reads_values
 from megatrain.passes.split.dealt_program import whole_of
@@ -142,11 +142,12 @@ def check_dealt(setting: Setting, optimizers: Sequence[Optimizer]) -> None:
                 "  Only one rank would have it afterwards.\n"
                 f"  Return it from the model instead. {_REPLICATE} otherwise."
             )
-    if any(map(has_hooks, optimizers)):
+    if any(map(takes_turns, optimizers)):
         raise OptimizerError(
-            "hooks run before or after the optimizer's step, and the blocks are dealt to devices.\n"
-            "  Such a hook may look at all gradients, but each rank has those of its own blocks.\n"
-            f"  Remove the hooks. {_REPLICATE} otherwise."
+            "hooks run before or after the optimizer's step, or it updates all parameters at once, and the blocks are "
+            "dealt to devices.\n"
+            "  Such code may look at all gradients, but each rank has those of its own blocks.\n"
+            f"  Remove the hooks, or take an optimizer of torch. {_REPLICATE} otherwise."
         )
 
 

@@ -9,7 +9,7 @@ from typing import NamedTuple
 from torch import nn
 
 from megatrain.checks.several_optimizers import parameters_of
-from megatrain.optim.blockwise import has_hooks
+from megatrain.optim.blockwise import takes_turns
 from megatrain.optim.impostor import Optimizer
 
 # Updates that somebody waits for after each of so many steps in a row are no longer left to the next step.
@@ -75,12 +75,12 @@ class UpdateTimes:
     def choose(self) -> Times:
         """When the updates of the next step run."""
         # Work between the gradients and the updates that may fail must come before the first update.
-        hooked = any(map(has_hooks, self._optimizers))
+        in_turn = any(map(takes_turns, self._optimizers))
         # Hooks on an optimizer's step may change gradients, of which the norm is taken before.
-        clip = self._needs_norm or (self._reports_norm and hooked)
+        clip = self._needs_norm or (self._reports_norm and in_turn)
         waits = self._holds_others() if self._needs_norm else has_gradient_hooks(self._model)
         reports_norm = self._reports_norm and not clip
-        if not self._overlap or hooked or waits:
+        if not self._overlap or in_turn or waits:
             return Times("serial", clip, reports_norm)
         if clip:
             return Times("deferred", clip, reports_norm)
