@@ -1,4 +1,4 @@
-"""Optimizers whose code nobody knows leave the bits of the plain loop: drawn ones, which couple parameters in many ways.
+"""Optimizers whose code nobody knows leave the bits of the plain loop: drawn ones, which couple parameters.
 
 An optimizer multiplies each update by factors, each under a condition. What a factor knows of other parameters passes
 through tensors, options, attributes, closures, globals, lists and generators.
@@ -7,16 +7,22 @@ through tensors, options, attributes, closures, globals, lists and generators.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Generator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
+import megatrain
+from megatrain.errors import OptimizerError
+from megatrain.optim.per_parameter import register, unregister
+from tests.comparing import assert_same, snapshot
+from tests.optim.reference import Reference, assert_same_training
 from tests.tiers import one_in
 from tests.training.hazards import WIDTH
-from tests.training.parity import MODES, SideBySide, generator_of
+from tests.training.parity import MODES, TASKS, SideBySide, generator_of
 
 GLOBALS: dict[int, int] = {}
 STEPS = 7
@@ -157,3 +163,113 @@ def test_a_drawn_optimizer_has_the_bits_of_the_loop(seed: int) -> None:
         for each in both if number == 4 else ():
             each.param_groups[0]["lr"] *= 0.5
     sides.assert_same()
+
+
+# -- single cases ----------------------------------------------------------------------------------------------------
+
+
+class Moody(torch.optim.SGD):
+    """Steps in its mode for training only, as optimizers that average weights do."""
+
+    def __init__(self, params: Any):
+        super().__init__(params, 0.1)
+        self.train(mode=False)
+
+    def train(self, mode: bool = True) -> None:
+        for group in self.param_groups:
+            group["train_mode"] = mode
+
+    def step(self, closure: Any = None) -> Any:
+        if not self.param_groups[0]["train_mode"]:
+            raise RuntimeError("call train() first")
+        return super().step(closure)
+
+
+def test_a_step_may_be_made_while_the_optimizer_is_in_another_mode(promise: Callable[[type], None]) -> None:
+    for is_promised in (False, True):
+        if is_promised:
+            promise(Moody)
+        sides = SideBySide.of("stack", lambda model: Moody(model.parameters()))
+        before = snapshot(sides.streamed, sides.optimizer)
+        with pytest.raises((RuntimeError, OptimizerError), match=r"call train\(\) first"):
+            sides.step(torch.ones(2, 3))
+        assert_same(before, snapshot(sides.streamed, sides.optimizer))
+        for optimizer in (sides.eager_optimizer, sides.optimizer):
+            optimizer.train()  # pyright: ignore[reportAttributeAccessIssue]
+        sides.take(torch.ones(2, 3), seed=0)
+        sides.assert_same()
+
+
+@pytest.fixture
+def promise() -> Generator[Callable[[type[torch.optim.Optimizer]], object]]:
+    """Registers classes, for the time of a test."""
+    kinds: list[type[torch.optim.Optimizer]] = []
+    yield lambda kind: kinds.append(register(kind))
+    for kind in kinds:
+        unregister(kind)
+
+
+class Failing(torch.optim.AdamW):
+    """Divides by a norm of all gradients, and fails when everything is written."""
+
+    fails = False
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        norm = nn.utils.get_total_norm([p.grad for group in self.param_groups for p in group["params"]])
+        self.param_groups[0]["lr"] = 0.1 / (1 + float(norm))
+        self.taken = getattr(self, "taken", 0) + 1
+        super().step()
+        if Failing.fails:
+            raise KeyError("my own error")
+
+
+@pytest.mark.parametrize("mode", ["overlap", "deferred"])
+def test_a_step_at_once_that_fails_leaves_no_trace(mode: str) -> None:
+    sides = SideBySide.of("hazardous", lambda model: Failing(model.parameters()), **MODES[mode])
+    for number in range(4):
+        batch = [torch.randn(3, WIDTH, generator=generator_of(number + i)) for i in range(2)]
+        if number in (0, 2):
+            torch.manual_seed(number)
+            sides.step.flush()
+            before = snapshot(sides.streamed, sides.optimizer)
+            Failing.fails = True
+            with pytest.raises(KeyError, match="my own error"):
+                sides.step(batch)
+            Failing.fails = False
+            assert_same(before, snapshot(sides.streamed, sides.optimizer))
+        sides.take(batch, seed=number)
+        assert sides.step.schedule.kind.updates == "serial"
+    sides.assert_same()
+
+
+class Together(torch.optim.SGD):
+    """Adds a mean of all moments to all parameters, with and without a gradient; keeps gradients."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        parameters = [p for group in self.param_groups for p in group["params"]]
+        kept = getattr(self, "kept", [])
+        mean = sum(g.mean() for g in kept)
+        self.kept = [p.grad for p in parameters if p.grad is not None]
+        norm = nn.utils.get_total_norm(self.kept)
+        for p in parameters:
+            p.mul_(0.99).add_(mean)
+            if p.grad is not None:
+                self.state[p]["mean"] = self.state[p].get("mean", torch.zeros_like(p)).lerp(p.grad, 0.5)
+                p.sub_(self.state[p]["mean"], alpha=0.1 / (1 + float(norm)))
+
+
+def test_over_masters_it_sees_fp32_parameters_and_gradients() -> None:
+    """Those of a reference that is written with nothing of megatrain."""
+    model = TASKS["stack"].build()
+    reference = Reference(model, Together)
+    compiled = megatrain.compile(model, device="cpu", transfer="copy", precision="bf16")
+    optimizer = Together(list(compiled.parameters()))
+    step = megatrain.TrainStep(compiled, optimizer, loss=lambda result, batch: result.float().square().mean())
+    for number in range(4):
+        batch = torch.randn(4, 3, generator=generator_of(number))
+        expected = reference.step((batch,), {})
+        assert float(step(batch)) == expected
+    loop = SimpleNamespace(compiled=compiled, model=compiled.megatrain.model, optimizer=optimizer)
+    assert_same_training(reference, loop)  # pyright: ignore[reportArgumentType]
