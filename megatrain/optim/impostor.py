@@ -165,7 +165,7 @@ class OptimizerStep:
         _note(self._held, attributes(runner), self._of_attributes)
 
     def update_at_once(self) -> None:
-        """Updates all parameters by the step's code on the optimizer itself; a failure leaves options and attributes."""
+        """Updates all parameters by the code, on the optimizer itself; a failure leaves options and attributes."""
         try:
             self._code(self._optimizer)
         except BaseException:

@@ -15,6 +15,7 @@ from megatrain.device import HOST, Device
 from megatrain.errors import MegatrainError, OptionError, TooSmallError, TraceError
 from megatrain.hardware.hardware import Hardware
 from megatrain.hardware.machine import usual_machine
+from megatrain.optim.blockwise import takes_turns
 from megatrain.passes.measuring.known_costs import KnownCosts
 from megatrain.passes.pipeline import Rewrite
 from megatrain.passes.program import Program
@@ -22,7 +23,7 @@ from megatrain.planning.captured_model import captured
 from megatrain.planning.dealt_tables import DealtTables, dealt_schedule, wholes
 from megatrain.planning.divided_updates import may_divide
 from megatrain.planning.fitting_blocks import first_that_fits
-from megatrain.planning.host_plan import HostPlan, OptimizerLike, host_plan
+from megatrain.planning.host_plan import HostPlan, OptimizerLike, host_plan, over
 from megatrain.planning.host_room import HostedStep, with_host_room
 from megatrain.planning.loss_bytes import Loss, measure_loss
 from megatrain.planning.model_and_inputs import model_and_inputs
@@ -34,6 +35,7 @@ from megatrain.planning.step_programs import StepPrograms
 from megatrain.scheduler.schedule import Schedule
 from megatrain.scheduler.step_kind import StepKind
 from megatrain.tracer.arguments import Arguments
+from megatrain.tracer.inventory import inventory
 from megatrain.tracer.recording.own_code import original
 
 _Value = TypeVar("_Value")
@@ -119,7 +121,7 @@ class Planner:
         def made_with(updates: str, **changes: Any) -> HostedStep:
             return self._of(found, replace(options, **changes), updates)
 
-        made = with_host_room(made_with, _updates(options), options.host_memory)
+        made = with_host_room(made_with, _updates(options, found.model), options.host_memory)
         limit = options.device_memory
         return Plan(
             made.program,
@@ -288,11 +290,11 @@ def _batch(arguments: Arguments) -> Any:
     return args[0] if len(args) == 1 and not kwargs else args or kwargs
 
 
-def _updates(options: StepOptions) -> tuple[str, ...]:
+def _updates(options: StepOptions, model: nn.Module) -> tuple[str, ...]:
     """When updates may run, the fastest way first, as in `megatrain.TrainStep`; later ways need less host memory."""
     if options.optimizer is None:
         return ("none",)
-    if not options.overlap:
+    if not options.overlap or any(map(takes_turns, over(options.optimizer, *inventory(model))[0])):
         return ("serial",)
     if options.max_grad_norm is not None:
         return ("deferred",) if options.devices == 1 else ("serial",)

@@ -126,7 +126,7 @@ EXCHANGES = "ExecuteError, 0 updates: the loss exchanges values with other proce
 SAYS = {
     "callback": "ExecuteError, 0 updates: the callback Looks may read gradients before the optimizer's step, so",
     "own step": "ExecuteError, 0 updates: OwnStep has a training_step of its own, so an update isn't one training step",
-    "optimizer": "ExecuteError, 0 updates: the optimizer can't update block by block",
+    "optimizer": "ExecuteError, 0 updates: the optimizer can't update in a training step",
     "other layers": "ExecuteError, 0 updates: the micro-batches of an update run other layers (the model leaves",
     "other weights": "RanksError, 0 updates: the ranks differ: the value of ",
     "draws": f"ExecuteError, 0 updates: the loss draws random numbers before it calls the model, {APART}",

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Generator
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -22,7 +23,7 @@ from tests.comparing import assert_same, snapshot
 from tests.optim.reference import Reference, assert_same_training
 from tests.tiers import one_in
 from tests.training.hazards import WIDTH
-from tests.training.parity import MODES, TASKS, SideBySide, generator_of
+from tests.training.parity import MODES, TASKS, SideBySide, generator_of, square
 
 GLOBALS: dict[int, int] = {}
 STEPS = 7
@@ -273,3 +274,18 @@ def test_over_masters_it_sees_fp32_parameters_and_gradients() -> None:
         assert float(step(batch)) == expected
     loop = SimpleNamespace(compiled=compiled, model=compiled.megatrain.model, optimizer=optimizer)
     assert_same_training(reference, loop)  # pyright: ignore[reportArgumentType]
+
+
+def test_a_plan_counts_all_gradients_and_copies_and_names_the_promise(promise: Callable[[type], None]) -> None:
+    model = TASKS["stack"].build()
+    gradients = sum(p.nbytes for p in model.parameters())
+    planned = partial(megatrain.plan, model, torch.ones(2, 3), optimizer=Together, loss=square, max_grad_norm=1.0)
+    found = planned()
+    assert found.schedule.kind.updates == "serial"
+    assert found.host.is_estimate
+    assert found.host.bytes_of("Together.state") == 2 * gradients
+    assert found.host.bytes_of("update scratch") >= 4 * gradients
+    assert "megatrain.optim.per_parameter.register(Together)" in found.host.helps[0]
+    promise(Together)
+    assert planned().schedule.kind.updates == "deferred"
+    assert not planned().host.is_estimate
