@@ -39,7 +39,7 @@ class BlockOptimizer:
         code: Updates the parameters in an optimizer's groups; None is the optimizer's own `step`.
 
     Raises:
-        OptimizerError: If its `step` can't be called behind a backward; see `check_steps`.
+        OptimizerError: If its `step` can't be called without arguments; see `check_steps`.
     """
 
     def __init__(

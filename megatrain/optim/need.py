@@ -93,7 +93,7 @@ def optimizer_need(
         scales: Gradients are scaled.
 
     Raises:
-        OptimizerError: If its `step` can't be called behind a backward, or steps on no stand-ins.
+        OptimizerError: If its `step` can't be called without arguments, or steps on no stand-ins.
     """
     check_steps(optimizer)
     groups = {parameter: index for index, group in enumerate(optimizer.param_groups) for parameter in group["params"]}

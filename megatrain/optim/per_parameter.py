@@ -69,7 +69,7 @@ def is_per_parameter(optimizer: Optimizer) -> bool:
 
 
 def check_steps(optimizer: Optimizer) -> None:
-    """Refuses an optimizer whose `step` can't be called behind a backward, or that trains more than its groups say.
+    """Refuses an optimizer whose `step` can't be called without arguments, or that trains more than its groups say.
 
     1. A `step` that can't be called without arguments: it wants a closure, to evaluate the model.
     2. Code that isn't known to be per parameter, and holds a module or parameters of no group in its attributes.

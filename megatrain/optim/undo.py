@@ -32,7 +32,7 @@ class Undo:
         self._memory = torch.empty(0, dtype=torch.uint8)
         self._used = 0
         self._values: list[tuple[torch.Tensor, torch.Tensor]] = []
-        self._state: dict[torch.Tensor, Any] = {}
+        self._state: dict[Any, Any] = {}
 
     def note(self, optimizer: Optimizer, parameters: Collection[torch.Tensor], keys: Iterable[Any] = ()) -> None:
         """Copies the tensors that an optimizer's update of these parameters may write; replaces earlier copies.
@@ -55,7 +55,7 @@ class Undo:
             self._memory = torch.empty(needed, dtype=torch.uint8)
         self._used = 0
         self._values = [(tensor, self._copy(tensor)) for tensor in written]
-        self._state = {parameter: pytree.tree_map(self._copy, state) for parameter, state in states.items()}
+        self._state = {key: pytree.tree_map(self._copy, state) for key, state in states.items()}
 
     def _copy(self, value: Any) -> Any:
         if is_wrapper(value):
@@ -72,13 +72,13 @@ class Undo:
         assert self._optimizer is not None, "nothing was noted"
         for tensor, before in self._values:
             tensor.copy_(before)
-        for parameter, state in self._state.items():
+        for key, state in self._state.items():
             if state is None:
-                self._optimizer.state.pop(parameter, None)
+                self._optimizer.state.pop(key, None)
             else:
-                self._optimizer.state[parameter] = pytree.tree_map(own_copy, state)
-            if isinstance(self._masters, Masters) and isinstance(parameter, torch.Tensor):
-                self._masters.wrote(parameter)  # both halves
+                self._optimizer.state[key] = pytree.tree_map(own_copy, state)
+            if isinstance(self._masters, Masters) and isinstance(key, torch.Tensor):
+                self._masters.wrote(key)  # both halves
 
 
 def _is_dense(value: Any) -> bool:

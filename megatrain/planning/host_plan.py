@@ -156,7 +156,7 @@ def host_plan(
 
     Raises:
         OptionError: If an option has a wrong value, or the class of an optimizer can't be made over all parameters.
-        OptimizerError: If an optimizer needs all parameters at once, the size of its state can't be found out, or two
+        OptimizerError: If an optimizer's `step` needs a closure, the size of its state can't be found out, or two
             hold the same parameter.
     """
     kind = masters.kind if isinstance(masters, Masters) else masters
@@ -182,8 +182,8 @@ def host_plan(
     num_parameters = sum(e.spec.numel for e in entries.values() if e.kind == "parameter")
     held_bytes = _held_bytes(held) + (masters.held_bytes if isinstance(masters, Masters) else 0)
     plan = HostPlan(kept, num_parameters, held_bytes, is_estimate=need.is_estimate)
-    options = {"can_narrow": precision == "fp32", "at_once": at_once}
-    return replace(plan, helps=_helps(plan, schedule, sum(need.state.values()), **options))
+    state_bytes, can_narrow = sum(need.state.values()), precision == "fp32"
+    return replace(plan, helps=_helps(plan, schedule, state_bytes, can_narrow=can_narrow, at_once=at_once))
 
 
 def narrow_entries(entries: Mapping[str, StateEntry]) -> dict[str, StateEntry]:

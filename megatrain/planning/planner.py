@@ -112,7 +112,7 @@ class Planner:
             TraceError: If the model can't be captured faithfully.
             LowerError: If one of the passes breaks a rule.
             ScheduleError: If no amount of memory allows this schedule.
-            OptimizerError: If an optimizer can't update block by block, or two hold the same parameter.
+            OptimizerError: If an optimizer's `step` needs a closure, or two hold the same parameter.
         """
         self._source.check()
         sizes = {**self._source.sizes, **(sizes or {})}

@@ -85,7 +85,7 @@ class Setup:
         plan: The choices that all steps take, or None.
 
     Raises:
-        OptimizerError: If an optimizer's `step` can't be called behind a backward, or two hold the same parameter.
+        OptimizerError: If an optimizer's `step` needs a closure, or two hold the same parameter.
 
     Attributes:
         division: Whether ranks of this host divide the updates.

@@ -3,6 +3,7 @@
 import copy
 import random
 import threading
+from typing import Any
 
 import pytest
 import torch
@@ -380,14 +381,14 @@ class Reading(torch.optim.AdamW):
 
 
 def changed_object(ps):
-    optimizer = torch.optim.SGD(ps)
+    optimizer: Any = torch.optim.SGD(ps)
     optimizer._init_group = lambda *args: False
     return optimizer
 
 
 def overridden(ps):
     """As bitsandbytes does, which finds options by the position of a parameter."""
-    optimizer = torch.optim.SGD(ps)
+    optimizer: Any = torch.optim.SGD(ps)
     module = torch.nn.Module()
     module.weight = ps[0]
     optimizer.mng = type("Manager", (), {"module_weight_config_triple": [(module, "weight", {"optim_bits": 32})]})()
@@ -429,7 +430,7 @@ class Holding(torch.optim.SGD):
 
 def holding(value):
     def make(ps):
-        optimizer = Holding(ps, lr=0.1)
+        optimizer: Any = Holding(ps, lr=0.1)
         optimizer.other = [value(ps)]
         return optimizer
 

@@ -39,10 +39,10 @@ def counted(place: str) -> Factor:
             "attribute": lambda: self.count,
             "closure": self.next_of_closure,
             "global": lambda: GLOBALS.setdefault(id(self.side), 0),
-            "state": lambda: self.state.get("all", 0),
+            "state": lambda: self.shared.get("all", 0),
         }[place]()
         group["count"] = self.count = GLOBALS[id(self.side)] = count + 1
-        self.state["all"] = count + 1
+        self.shared["all"] = count + 1
         return 1 / (1 + count % 7)
 
     return factor
@@ -98,6 +98,7 @@ class Drawn(torch.optim.Optimizer):
     def __init__(self, groups: Any, rules: list[tuple[str, str]]):
         super().__init__(groups, {"lr": 0.1, "phase": 0, "count": 0})
         self.rules, self.side, self.count, self.kept = rules, object(), 0, []
+        self.shared: Any = self.state  # torch types its keys as tensors
         count = -1
 
         def next_of_closure() -> int:
