@@ -59,7 +59,8 @@ class MasterStep:
 
     def __call__(self, optimizer: Optimizer) -> None:
         """Updates all parameters in the optimizer's groups that have a gradient."""
-        fast = list(self._fast(optimizer))
+        # Code that may do anything may look at all parameters, so none is taken from it.
+        fast = list(self._fast(optimizer)) if is_per_parameter(optimizer) else []
         # All work that can fail comes before the first write.
         with torch.no_grad():
             for item in _prepared(optimizer, fast):

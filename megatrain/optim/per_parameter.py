@@ -18,6 +18,8 @@ from megatrain.errors import OptimizerError
 from megatrain.optim.fast import fast_path
 from megatrain.optim.impostor import Optimizer, attributes, runs_torchs_code
 
+__all__ = ["is_per_parameter", "register", "unregister"]
+
 Kind = TypeVar("Kind", bound=type[Optimizer])
 
 _OF_PACKAGES = frozenset({"transformers.optimization.Adafactor"})
@@ -61,9 +63,9 @@ def is_per_parameter(optimizer: Optimizer) -> bool:
     Known are the classes of `torch.optim` as torch has them, classes of `register`, and optimizers of which each group
     has a fast path.
     """
-    kind = type(optimizer)
     if _has_overrides(optimizer):
         return False
+    kind = type(optimizer)  # its own, as somebody has looked at it: due updates are over
     is_known = kind in _registered or f"{kind.__module__}.{kind.__qualname__}" in _OF_PACKAGES
     return is_known or runs_torchs_code(optimizer) or all(fast_path(optimizer, g) for g in optimizer.param_groups)
 

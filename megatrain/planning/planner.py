@@ -15,15 +15,14 @@ from megatrain.device import HOST, Device
 from megatrain.errors import MegatrainError, OptionError, TooSmallError, TraceError
 from megatrain.hardware.hardware import Hardware
 from megatrain.hardware.machine import usual_machine
-from megatrain.optim.blockwise import takes_turns
 from megatrain.passes.measuring.known_costs import KnownCosts
 from megatrain.passes.pipeline import Rewrite
 from megatrain.passes.program import Program
 from megatrain.planning.captured_model import captured
 from megatrain.planning.dealt_tables import DealtTables, dealt_schedule, wholes
-from megatrain.planning.divided_updates import may_divide
+from megatrain.planning.divided_updates import may_divide, waits_for_all
 from megatrain.planning.fitting_blocks import first_that_fits
-from megatrain.planning.host_plan import HostPlan, OptimizerLike, host_plan, over
+from megatrain.planning.host_plan import HostPlan, OptimizerLike, host_plan
 from megatrain.planning.host_room import HostedStep, with_host_room
 from megatrain.planning.loss_bytes import Loss, measure_loss
 from megatrain.planning.model_and_inputs import model_and_inputs
@@ -35,7 +34,6 @@ from megatrain.planning.step_programs import StepPrograms
 from megatrain.scheduler.schedule import Schedule
 from megatrain.scheduler.step_kind import StepKind
 from megatrain.tracer.arguments import Arguments
-from megatrain.tracer.inventory import inventory
 from megatrain.tracer.recording.own_code import original
 
 _Value = TypeVar("_Value")
@@ -294,7 +292,7 @@ def _updates(options: StepOptions, model: nn.Module) -> tuple[str, ...]:
     """When updates may run, the fastest way first, as in `megatrain.TrainStep`; later ways need less host memory."""
     if options.optimizer is None:
         return ("none",)
-    if not options.overlap or any(map(takes_turns, over(options.optimizer, *inventory(model))[0])):
+    if not options.overlap or waits_for_all(model, options.optimizer):
         return ("serial",)
     if options.max_grad_norm is not None:
         return ("deferred",) if options.devices == 1 else ("serial",)
