@@ -15,7 +15,7 @@ import torch
 
 from megatrain.checks.several_optimizers import parameters_of
 from megatrain.compiled import lowered as lowering
-from megatrain.optim import need, per_parameter
+from megatrain.optim import need
 from megatrain.optim.need import Updated
 from megatrain.passes.measuring import kept_work
 from megatrain.passes.measuring.known_costs import KnownCosts
@@ -104,5 +104,4 @@ def rehearsed_once() -> Generator[None]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(need, "_step_on_stand_ins", once(need._step_on_stand_ins))
-        patch.setattr(per_parameter, "_try", once(per_parameter._try))
         yield

@@ -319,7 +319,7 @@ total             457008  446.30 KiB        18.31""",
 def test_an_estimate_says_so():
     plan = HostPlan((HostRow("parameters", 4),), 1, is_estimate=True)
     assert str(plan).endswith(
-        "\nnote: the optimizer's rows are estimates: its code runs only on tensors that have memory"
+        "\nnote: the optimizer's rows are estimates: its code wasn't run on tensors without memory"
     )
 
 

@@ -19,6 +19,7 @@ PUBLIC = (
     "megatrain.extending",
     "megatrain.integrations.hf",
     "megatrain.optim.fast",
+    "megatrain.optim.per_parameter",
     "megatrain.passes",
     "megatrain.saving",
     "megatrain.verification",

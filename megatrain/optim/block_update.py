@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -15,6 +15,7 @@ from megatrain.optim.impostor import Optimizer, StepCode, step_code
 from megatrain.optim.masters.halves import Master, WholeMaster, read_, write_
 from megatrain.optim.masters.memory_order import in_memory, laid_out_like, memory_order, out_of_memory_order
 from megatrain.optim.masters.registry import Masters
+from megatrain.optim.per_parameter import is_per_parameter
 from megatrain.sizes import Section
 
 GradientOf = Callable[[torch.Tensor], torch.Tensor | None]
@@ -39,6 +40,7 @@ class MasterStep:
             that the fast path leaves to it.
         gradient_of: Returns a parameter's gradient, of its shape; None is `.grad`.
         threads: Of a native kernel.
+        scaled: The parameters whose gradients `scale` concerns; None is all.
     """
 
     def __init__(
@@ -47,15 +49,18 @@ class MasterStep:
         *,
         gradient_of: GradientOf | None = None,
         threads: int | None = None,
+        scaled: Container[torch.Tensor] | None = None,
     ):
         self.scale = 1.0
+        self._scaled = scaled
         self._masters = masters
         self._gradient_of: GradientOf = gradient_of or _grad
         self._threads = threads
 
     def __call__(self, optimizer: Optimizer) -> None:
         """Updates all parameters in the optimizer's groups that have a gradient."""
-        fast = list(self._fast(optimizer))
+        # Code that may do anything may look at all parameters, so none is taken from it.
+        fast = list(self._fast(optimizer)) if is_per_parameter(optimizer) else []
         # All work that can fail comes before the first write.
         with torch.no_grad():
             for item in _prepared(optimizer, fast):
@@ -115,7 +120,13 @@ class MasterStep:
         moments = tuple(in_memory(state[name], order) for name in path.moments)
         numbers = tuple(state[name] for name in path.numbers)
         given = ParameterUpdate(
-            item.master, item.gradient, moments, numbers, item.options, scale=self.scale, threads=self._threads
+            item.master,
+            item.gradient,
+            moments,
+            numbers,
+            item.options,
+            scale=self._scale_of(item.parameter),
+            threads=self._threads,
         )
         if section is not None:
             given = _section_of(given, section)
@@ -124,18 +135,26 @@ class MasterStep:
         finally:
             self._wrote(item.parameter)
 
+    def _scale_of(self, parameter: torch.Tensor) -> float:
+        return self.scale if self._scaled is None or parameter in self._scaled else 1.0
+
     def _by_its_own_code(self, optimizer: Optimizer) -> None:
         taken: list[_Taken] = []
+        # Code that may do anything may keep gradients, which lie where the next step's will; and read parameters that
+        # have none, of which the values are the masters'.
+        may_keep = not is_per_parameter(optimizer)
         try:
             for parameter in (parameter for group in optimizer.param_groups for parameter in group["params"]):
-                gradient = self._gradient_of(parameter)
-                if gradient is not None:
-                    master = self._masters.get(parameter)
-                    narrow = None if isinstance(master, WholeMaster) else master
-                    if narrow is not None:
-                        _check_state(optimizer, parameter)
-                    taken.append(_Taken(parameter, parameter.data, parameter.grad, narrow))
-                    self._prepare(taken[-1], gradient)
+                gradient, master = self._gradient_of(parameter), self._masters.get(parameter)
+                narrow = None if isinstance(master, WholeMaster) else master
+                if gradient is None and not (may_keep and narrow is not None):
+                    continue
+                if narrow is not None:
+                    _check_state(optimizer, parameter)
+                elif may_keep and gradient is not None:
+                    gradient = gradient.clone()
+                taken.append(_Taken(parameter, parameter.data, parameter.grad, narrow))
+                self._prepare(taken[-1], gradient)
             step_code(type(optimizer))(optimizer)
             for item in taken:
                 if item.master is not None:
@@ -148,16 +167,18 @@ class MasterStep:
                 if item.master is not None:
                     self._wrote(item.parameter)
 
-    def _prepare(self, item: _Taken, gradient: torch.Tensor) -> None:
+    def _prepare(self, item: _Taken, gradient: torch.Tensor | None) -> None:
         """Gives a parameter its gradient, both fp32 if it has halves, for the time of the optimizer's own code."""
         item.parameter.grad = None
-        if item.master is None:
-            # Not in place: after a failure the same gradient comes once more.
-            item.parameter.grad = gradient if self.scale == 1.0 else gradient * self.scale
-        else:
+        scale = self._scale_of(item.parameter)
+        if item.master is not None:
             values = read_(torch.empty(item.master.shape), item.master)
             item.parameter.data = out_of_memory_order(values, memory_order(item.home))
-            item.parameter.grad = gradient.to(torch.float32, copy=True).mul_(self.scale)
+            if gradient is not None:
+                item.parameter.grad = gradient.to(torch.float32, copy=True).mul_(scale)
+        elif gradient is not None:
+            # Not in place: after a failure the same gradient comes once more.
+            item.parameter.grad = gradient if scale == 1.0 else gradient * scale
 
     def _wrote(self, parameter: torch.Tensor) -> None:
         """Counts up the parameter's version; its masters know that this write was an update."""
@@ -276,13 +297,16 @@ def _grad(parameter: torch.Tensor) -> torch.Tensor | None:
 
 def _without(optimizer: Optimizer, done: list[torch.Tensor], code: StepCode) -> None:
     """Runs code on the optimizer without the finished parameters; everything else in the groups stays."""
+    if not done:
+        code(optimizer)
+        return
     left = set(done)
     groups = optimizer.param_groups
     kept = [group["params"] for group in groups]
     try:
         for group in groups:
             group["params"] = [p for p in group["params"] if p not in left]
-        if any(group["params"] for group in groups) or not done:
+        if any(group["params"] for group in groups):
             code(optimizer)
     finally:
         for group, params in zip(groups, kept, strict=True):

@@ -1,4 +1,4 @@
-"""BlockOptimizer: any torch optimizer with per-parameter state, one block's parameters at a time."""
+"""BlockOptimizer: any torch optimizer, one block's parameters at a time where its code is known to allow that."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from megatrain.errors import OptimizerError
 from megatrain.memory.heap import return_free_memory
 from megatrain.optim.impostor import Optimizer, OptimizerStep, StepCode, step_code
-from megatrain.optim.per_parameter import check_per_parameter
+from megatrain.optim.per_parameter import check_steps, is_per_parameter
 from megatrain.torch_features import check_torch
 from megatrain.torch_private import GLOBAL_POST_HOOKS, GLOBAL_PRE_HOOKS
 
@@ -34,16 +34,16 @@ class BlockOptimizer:
     rest; two updates at once may not.
 
     A parameter of several blocks is updated with the first of them, where its gradient is complete last.
-    Parameters of the optimizer that are in no block are updated by `finish`.
+    Parameters of the optimizer that are in no block are updated by `finish`. So are all of them, at once and by the
+    optimizer itself, unless it `is_per_parameter`: its code may do anything then.
 
     Args:
-        optimizer: Its class computes each parameter's update from that parameter, its gradient and its state alone.
+        optimizer: The user's.
         blocks: The parameters of each block. Those that the optimizer doesn't have stay as they are.
         code: Updates the parameters in an optimizer's groups; None is the optimizer's own `step`.
-        probe: Try it first on small copies of a few parameters, whole and by blocks.
 
     Raises:
-        OptimizerError: If it needs all parameters at once, or can't be tried.
+        OptimizerError: If its `step` can't be called without arguments; see `check_steps`.
     """
 
     def __init__(
@@ -52,10 +52,9 @@ class BlockOptimizer:
         blocks: Sequence[Sequence[torch.Tensor]],
         *,
         code: StepCode | None = None,
-        probe: bool = True,
     ):
         check_torch()
-        check_per_parameter(optimizer, probe=probe)
+        check_steps(optimizer)
         self._optimizer = optimizer
         self._code = code or step_code(type(optimizer))
         self._owned: list[set[torch.Tensor]] = []
@@ -67,6 +66,7 @@ class BlockOptimizer:
         self._step: OptimizerStep | None = None
         self._after: list[Any] = []
         self._left: set[int] = set()
+        self._is_at_once = self._has_rest = False
 
     def __len__(self) -> int:
         """Returns the number of blocks."""
@@ -85,6 +85,11 @@ class BlockOptimizer:
     def is_under_way(self) -> bool:
         """Whether a step has begun and not ended."""
         return self._step is not None
+
+    @property
+    def is_at_once(self) -> bool:
+        """Whether the step under way updates all parameters at once, in `finish`; all blocks are left until then."""
+        return self._is_at_once
 
     @property
     def has_hooks(self) -> bool:
@@ -114,6 +119,7 @@ class BlockOptimizer:
         self._after = _post_hooks(self._optimizer)
         self._step = OptimizerStep(self._optimizer, self._code)
         self._left = set(range(len(self._owned)))
+        self._is_at_once, self._has_rest = not is_per_parameter(self._optimizer), True
         if "step" in vars(self._optimizer):
             # A scheduler's patch of `step` sets this mark. Without the mark the scheduler warns that it steps before
             # the optimizer.
@@ -125,7 +131,7 @@ class BlockOptimizer:
         return self._step.asked(self._owned[block], question)
 
     def update(self, block: int, *, code: StepCode | None = None, is_last: bool = True) -> None:
-        """Updates the parameters of a block; those without a gradient stay as they are.
+        """Updates the parameters of a block, unless all are updated at once; those without a gradient stay as they are.
 
         Args:
             block: The block.
@@ -138,6 +144,8 @@ class BlockOptimizer:
         if self._step is None or block not in self._left:
             why = "no step has begun" if self._step is None else f"block {block} has no update left in this step"
             raise OptimizerError(f"{why}.\n  A step is begin(), update() once for each block, finish().")
+        if self._is_at_once:
+            return
         if self._owned[block]:
             num_states = len(self._optimizer.state)
             self._step.update(self._owned[block], code)
@@ -150,23 +158,36 @@ class BlockOptimizer:
         """Lets a block be updated again, because a part of its update is left that somebody else was to make."""
         self._left.add(block)
 
-    def finish(self) -> None:
-        """Ends a step: updates parameters that are in no block, and runs the hooks after it.
+    def update_rest(self) -> None:
+        """Updates the parameters that are in no block, or all at once; `finish` does if nobody has.
 
         Raises:
             OptimizerError: If no step has begun, or blocks were not updated.
         """
-        if self._step is None or self._left:
+        if self._step is None or (self._left and not self._is_at_once):
             why = "no step has begun" if self._step is None else f"blocks {sorted(self._left)} were not updated"
             raise OptimizerError(f"{why}.\n  A step is begin(), update() once for each block, finish().")
-        step, optimizer = self._step, self._optimizer
-        rest = set(step.parameters) - self._seen
-        if rest:
-            step.update(rest)
-        step.commit()
+        rest = set(self._step.parameters) - self._seen
+        if self._is_at_once and self._has_rest:
+            self._step.update_at_once()
+        elif rest and self._has_rest:
+            self._step.update(rest)
+        self._has_rest = False
+        self._left.clear()
+
+    def finish(self) -> None:
+        """Ends a step: updates what is left, and runs the hooks after it.
+
+        Raises:
+            OptimizerError: See `update_rest`.
+        """
+        self.update_rest()
+        assert self._step is not None
+        if not self._is_at_once:
+            self._step.commit()
         self._step = None
         for hook in self._after:
-            hook(optimizer, (optimizer,), {})
+            hook(self._optimizer, (self._optimizer,), {})
 
     def abandon(self) -> None:
         """Ends a step early: no further update runs, and no hook.
@@ -175,6 +196,11 @@ class BlockOptimizer:
         """
         self._step = None
         self._left.clear()
+
+
+def takes_turns(optimizer: Optimizer) -> bool:
+    """Whether code of the user's sees a step as in a plain loop: all gradients, and what optimizers before it did."""
+    return has_hooks(optimizer) or not is_per_parameter(optimizer)
 
 
 def has_hooks(optimizer: Optimizer) -> bool:

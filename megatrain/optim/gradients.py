@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -52,10 +52,11 @@ class GradientSource:
         return found
 
 
-def show_gradients(found: Gradients) -> None:
-    """Lets hooks before a step see gradients where they look for them, clipped."""
+def show_gradients(found: Gradients, *, besides: Iterable[torch.Tensor] = ()) -> None:
+    """Lets code of the user's see gradients where it looks for them, clipped; but those of some parameters."""
+    others = set(besides)
     for parameter, gradient in found.by_parameter.items():
-        if parameter.grad is not gradient:
+        if parameter not in others and parameter.grad is not gradient:
             # A copy, which the hooks may keep: gradients lie where the next step's will.
             parameter.grad = gradient.clone().mul_(found.scale)
 

@@ -23,12 +23,54 @@ ALIGNED = ("params", "param_names")
 """What a group holds per parameter; all else are options."""
 
 _OWN = ("state", "param_groups", "step", *HOOKS)
+# What a subclass may have of its own: no step of torch's calls these.
+_OUTSIDE_STEPS = frozenset(
+    "__init__ __module__ __qualname__ __doc__ __dict__ __weakref__ __annotations__ __annotate__ __firstlineno__ "
+    "__static_attributes__ __parameters__ __orig_bases__ __repr__ __getstate__ __setstate__ state_dict load_state_dict "
+    "zero_grad add_param_group".split()
+)
 
 
 def step_code(kind: type[Optimizer]) -> StepCode:
     """Returns the class's own `step`, without the wrapper by which torch calls hooks around it."""
     step: Any = kind.step  # wrapped when the first optimizer of a class is made
     return step.__wrapped__ if getattr(step, "hooked", False) and hasattr(step, "__wrapped__") else step
+
+
+_TORCHS = {
+    kind: step_code(kind)
+    for kind in (
+        torch.optim.Adadelta,
+        torch.optim.Adafactor,
+        torch.optim.Adagrad,
+        torch.optim.Adam,
+        torch.optim.Adamax,
+        torch.optim.AdamW,
+        torch.optim.ASGD,
+        torch.optim.Muon,
+        torch.optim.NAdam,
+        torch.optim.RAdam,
+        torch.optim.RMSprop,
+        torch.optim.Rprop,
+        torch.optim.SGD,
+        torch.optim.SparseAdam,
+    )
+}
+"""The classes of torch whose code updates each parameter by itself, with any options, and this code."""
+
+
+def runs_torchs_code(optimizer: Optimizer) -> bool:
+    """Tells whether a step runs the code of one of torch's own classes and nothing else.
+
+    A subclass may add what no step calls; neither it nor the object may replace a part of the code.
+    """
+    kind = type(optimizer)
+    base = next((each for each in kind.__mro__ if each in _TORCHS), None)
+    if base is None or step_code(kind) is not _TORCHS[base]:
+        return False
+    own = {name for each in kind.__mro__[: kind.__mro__.index(base)] for name in vars(each)} - _OUTSIDE_STEPS
+    replaced = {name for name in own | vars(optimizer).keys() if hasattr(base, name)} - {"step", *_OUTSIDE_STEPS}
+    return not replaced and not any(name.startswith("__") or name in _OWN for name in own - {"step"})
 
 
 def attributes(optimizer: Optimizer) -> dict[str, Any]:
@@ -121,6 +163,20 @@ class OptimizerStep:
         for before, after, noted in zip(self._groups, groups, self._of_groups, strict=True):
             _note(before, after, noted)
         _note(self._held, attributes(runner), self._of_attributes)
+
+    def update_at_once(self) -> None:
+        """Updates all parameters by the code, on the optimizer itself; a failure leaves options and attributes."""
+        try:
+            self._code(self._optimizer)
+        except BaseException:
+            for group, before in zip(self._optimizer.param_groups, self._groups, strict=False):
+                for key in group.keys() - before.keys():
+                    del group[key]
+                group.update({key: own_copy(value) for key, value in before.items() if key not in ALIGNED})
+            for name in attributes(self._optimizer).keys() - self._held.keys():
+                delattr(self._optimizer, name)
+            vars(self._optimizer).update(self._held)
+            raise
 
     def commit(self) -> None:
         """Writes the step's new options and attributes to the optimizer."""

@@ -13,7 +13,7 @@ from megatrain.errors import OptimizerError
 from megatrain.optim.fast import FastPath, fast_path
 from megatrain.optim.impostor import Optimizer, own_copy, step_code
 from megatrain.optim.masters.halves import Master, RoundedMaster, WholeMaster
-from megatrain.optim.per_parameter import check_per_parameter
+from megatrain.optim.per_parameter import check_steps, is_per_parameter
 from megatrain.optim.rehearsal import (
     WithoutValues,
     corner,
@@ -67,7 +67,8 @@ class OptimizerNeed:
         state: Bytes by their name in a parameter's state (`exp_avg`), in order of first appearance.
         scratch_bytes: The largest temporary memory of one block's update, with the copies made before it.
         undo_bytes: Of these the copies; their memory stays from block to block.
-        is_estimate: The optimizer's code ran on corners of parameters only, for it needs memory behind its tensors.
+        is_estimate: The optimizer's code ran on corners of parameters only, for it needs memory behind its tensors; or
+            it wasn't run at all.
     """
 
     state: Mapping[str, int]
@@ -84,7 +85,7 @@ def optimizer_need(
     A fast path makes its state on fake tensors of the real shapes. Else the class's own code takes two steps on them,
     once for each kind of block. A number that it reads is one half where no fake tensor can know it. State that exists
     already counts as it is. Code that needs memory behind its tensors steps on small corners of the parameters
-    instead; its state is then taken to grow with the parameter.
+    instead; its state is then taken to grow with the parameter. Code that isn't known to be per parameter isn't run.
 
     Args:
         optimizer: The user's; left as it is.
@@ -93,9 +94,9 @@ def optimizer_need(
         scales: Gradients are scaled.
 
     Raises:
-        OptimizerError: If it needs all parameters at once, or can't step on stand-ins either.
+        OptimizerError: If its `step` can't be called without arguments, or steps on no stand-ins.
     """
-    check_per_parameter(optimizer, probe=False)
+    check_steps(optimizer)
     groups = {parameter: index for index, group in enumerate(optimizer.param_groups) for parameter in group["params"]}
     known: dict[Hashable, OptimizerNeed] = {}
 
@@ -108,7 +109,12 @@ def optimizer_need(
 
     state: dict[str, int] = {}
     scratch = undo = 0
-    for block in blocks:
+    is_at_once = not is_per_parameter(optimizer)
+    if is_at_once:
+        members = [member for block in blocks for member in block if member.parameter in groups]
+        state, scratch = _guessed(optimizer, members)
+        undo = sum(member.written_bytes for member in members) + sum(state.values()) if undoes else 0
+    for block in () if is_at_once else blocks:
         paths = {m: _path(optimizer, m, groups[m.parameter]) for m in block if m.parameter in groups}
         by_code = [m for m, path in paths.items() if path is None]
         parts = [found([m], path) for m, path in paths.items() if path is not None]
@@ -124,12 +130,27 @@ def optimizer_need(
     for parameter, held in dict(optimizer.state).items():
         if parameter not in seen:
             _add(state, _bytes_by_name(held))
-    return OptimizerNeed(state, scratch + undo, undo, any(part.is_estimate for part in known.values()))
+    is_estimate = is_at_once or any(part.is_estimate for part in known.values())
+    return OptimizerNeed(state, scratch + undo, undo, is_estimate)
+
+
+def _guessed(optimizer: Optimizer, members: Sequence[Updated]) -> tuple[dict[str, int], int]:
+    """State and temporary memory of code that may do anything, so that nothing but a step runs it.
+
+    State that doesn't exist yet is that of AdamW. The code gets copies of all gradients, and of halves the values.
+    """
+    state: dict[str, int] = {}
+    for member in members:
+        held = optimizer.state.get(member.parameter)
+        _add(state, _bytes_by_name(held) if held else {"state": 2 * member.spec.nbytes})
+    return state, _prepared_bytes(members, scales=True) + 2 * max((m.spec.nbytes for m in members), default=0)
 
 
 def divides_updates(optimizers: Sequence[Optimizer], blocks: Sequence[Sequence[Updated]]) -> bool:
     """Tells whether all updates may come in sections: with the same bits, and each section sure to reach its end."""
     for optimizer in optimizers:
+        if not is_per_parameter(optimizer):
+            return False
         groups = {parameter: i for i, group in enumerate(optimizer.param_groups) for parameter in group["params"]}
         for member in (member for block in blocks for member in block if member.parameter in groups):
             path = _path(optimizer, member, groups[member.parameter])

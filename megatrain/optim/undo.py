@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -32,15 +32,21 @@ class Undo:
         self._memory = torch.empty(0, dtype=torch.uint8)
         self._used = 0
         self._values: list[tuple[torch.Tensor, torch.Tensor]] = []
-        self._state: dict[torch.Tensor, Any] = {}
+        self._state: dict[Any, Any] = {}
 
-    def note(self, optimizer: Optimizer, parameters: Collection[torch.Tensor]) -> None:
-        """Copies the tensors that an optimizer's update of these parameters may write; replaces earlier copies."""
+    def note(self, optimizer: Optimizer, parameters: Collection[torch.Tensor], keys: Iterable[Any] = ()) -> None:
+        """Copies the tensors that an optimizer's update of these parameters may write; replaces earlier copies.
+
+        Args:
+            optimizer: The user's.
+            parameters: Some of its parameters.
+            keys: Other keys of its state.
+        """
         self._optimizer = optimizer
         masters = (self._masters.get(parameter) for parameter in parameters)
         lows = [master.low for master in masters if isinstance(master, SplitMaster)]
         written = [*(parameter.detach() for parameter in parameters), *lows]
-        states = {parameter: optimizer.state.get(parameter) for parameter in parameters}
+        states = {key: optimizer.state.get(key) for key in (*parameters, *keys)}
         leaves: list[Any] = pytree.tree_leaves(list(states.values()))
         plain = [t for leaf in leaves if isinstance(leaf, torch.Tensor) for t in plain_tensors(leaf)]
         needed = sum(aligned(t.nbytes) for t in (*written, *plain) if _is_dense(t))
@@ -49,7 +55,7 @@ class Undo:
             self._memory = torch.empty(needed, dtype=torch.uint8)
         self._used = 0
         self._values = [(tensor, self._copy(tensor)) for tensor in written]
-        self._state = {parameter: pytree.tree_map(self._copy, state) for parameter, state in states.items()}
+        self._state = {key: pytree.tree_map(self._copy, state) for key, state in states.items()}
 
     def _copy(self, value: Any) -> Any:
         if is_wrapper(value):
@@ -66,13 +72,13 @@ class Undo:
         assert self._optimizer is not None, "nothing was noted"
         for tensor, before in self._values:
             tensor.copy_(before)
-        for parameter, state in self._state.items():
+        for key, state in self._state.items():
             if state is None:
-                self._optimizer.state.pop(parameter, None)
+                self._optimizer.state.pop(key, None)
             else:
-                self._optimizer.state[parameter] = pytree.tree_map(own_copy, state)
-            if isinstance(self._masters, Masters):
-                self._masters.wrote(parameter)  # both halves
+                self._optimizer.state[key] = pytree.tree_map(own_copy, state)
+            if isinstance(self._masters, Masters) and isinstance(key, torch.Tensor):
+                self._masters.wrote(key)  # both halves
 
 
 def _is_dense(value: Any) -> bool:

@@ -12,6 +12,7 @@ from megatrain.checks.several_optimizers import parameters_of
 from megatrain.optim.block_update import MasterStep
 from megatrain.optim.blockwise import BlockOptimizer
 from megatrain.optim.impostor import Optimizer
+from megatrain.optim.rehearsal import shared_state
 from megatrain.optim.undo import Undo
 from megatrain.sizes import Section
 from megatrain.torch_private import pytree
@@ -37,7 +38,7 @@ class Updater:
 
     def __init__(self, optimizer: Optimizer, blocks: Sequence[Sequence[torch.Tensor]], code: MasterStep, undo: Undo):
         self.optimizer = optimizer
-        self.blocks = BlockOptimizer(optimizer, blocks, code=code, probe=False)
+        self.blocks = BlockOptimizer(optimizer, blocks, code=code)
         self.is_waiting = False
         self._code = code
         self._undo = undo
@@ -84,6 +85,8 @@ class Updater:
         Returns:
             Whether there was a parameter to update.
         """
+        if self.blocks.is_at_once:
+            return False
         owned = [parameter for parameter in self.owned(block) if parameter in gradients]
         if block not in self._begun and section is not None and self.blocks.asked(block, self._code.divides):
             self._begun[block] = Section(0, section.num_sections)
@@ -116,6 +119,23 @@ class Updater:
             if can_fail:
                 self._undo.restore()
             raise
+
+    def update_rest(self) -> bool:
+        """Updates what no block has, or all parameters at once; if the latter fails, all are as before.
+
+        Returns:
+            Whether all were updated at once.
+        """
+        if self.blocks.is_at_once:
+            self._undo.note(self.optimizer, parameters_of(self.optimizer), shared_state(self.optimizer))
+            try:
+                self.blocks.update_rest()
+            except BaseException:
+                self._undo.restore()
+                raise
+        else:
+            self.blocks.update_rest()
+        return self.blocks.is_at_once
 
     def abandon(self) -> None:
         """Ends the step without a further update; see `BlockOptimizer.abandon`."""

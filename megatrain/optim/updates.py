@@ -9,6 +9,7 @@ import torch
 
 from megatrain.checks.several_optimizers import parameters_of
 from megatrain.optim.block_update import MasterStep
+from megatrain.optim.blockwise import takes_turns
 from megatrain.optim.gradients import Gradients, GradientSource, hide_gradients, show_gradients, take_shown_gradients
 from megatrain.optim.impostor import Optimizer
 from megatrain.optim.masters.halves import Master
@@ -27,8 +28,9 @@ class Updates:
     arrive.
 
     Several optimizers take their steps side by side: `update` takes a block with each of them, in their order. Hooks
-    on steps may look at everything that the optimizers before theirs have done: if there are any, each optimizer
-    begins when the one before has ended, all but the first in `finish`.
+    on steps, and optimizers that update all parameters at once, may look at everything that the optimizers before
+    theirs have done: if there are any, each optimizer begins when the one before has ended, all but the first in
+    `finish`.
 
     Args:
         optimizers: The user's, in the order of their steps. No two hold the same parameter.
@@ -61,7 +63,7 @@ class Updates:
         self._blocks = blocks
         self._block_of = {parameter: index for index, block in enumerate(blocks) for parameter in block}
         self._source = GradientSource(self._block_of)
-        self._code = MasterStep(masters, gradient_of=self._source, threads=threads)
+        self._code = MasterStep(masters, gradient_of=self._source, threads=threads, scaled=self._block_of)
         self._undo = Undo(masters)
         self._updaters = [Updater(optimizer, blocks, self._code, self._undo) for optimizer in optimizers]
         self._names = list(names.values())
@@ -137,13 +139,14 @@ class Updates:
             raise
 
     def _begin_waiting(self) -> None:
-        """Begins the steps whose turn has come: all that wait, or with hooks the first of them."""
+        """Begins the steps whose turn has come: all that wait, or the first of them."""
         waiting = [updater for updater in self._updaters if updater.is_waiting]
         has_hooks = any(updater.blocks.has_hooks for updater in waiting)
+        in_turn = any(takes_turns(updater.optimizer) for updater in waiting)
         try:
             if has_hooks:
                 show_gradients(self._source.using)
-            for updater in waiting[:1] if has_hooks else waiting:
+            for updater in waiting[:1] if in_turn else waiting:
                 updater.begin()
         except BaseException:
             hide_gradients(self._source.using)
@@ -240,9 +243,11 @@ class Updates:
             self.update(block, takes_over=True, keeps=True)
         for block in range(len(self._blocks)):
             self._wait_or_take_over(block)
-        self._code.scale = 1.0  # the remaining parameters are outside the model, and weren't clipped with it
         for updater in self._updaters:
             if updater.blocks.is_under_way:
+                if updater.blocks.is_at_once:  # its code may look at gradients of others, too
+                    show_gradients(self._source.using, besides=parameters_of(updater.optimizer))
+                self.has_updated |= updater.update_rest()
                 updater.blocks.finish()
 
     @property

@@ -1,9 +1,10 @@
-"""may_divide(): whether the updates of a model may come in sections, by its optimizers and their masters."""
+"""Whether the updates of a model may come in sections, or must wait for all gradients, by its optimizers."""
 
 from __future__ import annotations
 
 from torch import nn
 
+from megatrain.optim.blockwise import takes_turns
 from megatrain.optim.masters.halves import WholeMaster
 from megatrain.optim.masters.registry import Masters
 from megatrain.optim.need import divides_updates
@@ -29,3 +30,12 @@ def may_divide(
     optimizers, parameters = over(optimizer, entries, tensors)
     master = MASTER_OF[kind] if precision == "bf16" else WholeMaster
     return divides_updates(optimizers, updates_of((program,), entries, parameters, master))
+
+
+def waits_for_all(model: nn.Module, optimizer: OptimizerLike) -> bool:
+    """Tells whether code of the user's looks at all gradients: an optimizer's, or hooks on its step.
+
+    Raises:
+        OptionError, OptimizerError: As `may_divide`.
+    """
+    return any(map(takes_turns, over(optimizer, *inventory(model))[0]))

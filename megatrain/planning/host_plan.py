@@ -19,6 +19,7 @@ from megatrain.optim.masters.halves import Master, RoundedMaster, SplitMaster, W
 from megatrain.optim.masters.narrow_model import check_packed_width, is_all_wide, plain_parameters
 from megatrain.optim.masters.registry import Masters
 from megatrain.optim.need import OptimizerNeed, Updated, joint_need
+from megatrain.optim.per_parameter import is_per_parameter
 from megatrain.options import PRECISION
 from megatrain.passes.program import Program
 from megatrain.runtime.gradients.flow import Facts
@@ -110,7 +111,7 @@ class HostPlan:
         for row in (*self.rows, HostRow("total", self.total_bytes)):
             per_parameter = f"{row.nbytes / max(1, self.num_parameters):.2f}"
             rows.append((row.name, str(row.nbytes), format_bytes(row.nbytes), per_parameter))
-        note = "note: the optimizer's rows are estimates: its code runs only on tensors that have memory"
+        note = "note: the optimizer's rows are estimates: its code wasn't run on tensors without memory"
         return [*in_columns(rows), *([note] if self.is_estimate else [])]
 
 
@@ -155,7 +156,7 @@ def host_plan(
 
     Raises:
         OptionError: If an option has a wrong value, or the class of an optimizer can't be made over all parameters.
-        OptimizerError: If an optimizer needs all parameters at once, the size of its state can't be found out, or two
+        OptimizerError: If an optimizer's `step` needs a closure, the size of its state can't be found out, or two
             hold the same parameter.
     """
     kind = masters.kind if isinstance(masters, Masters) else masters
@@ -167,12 +168,13 @@ def host_plan(
     if master is SplitMaster:
         rows.append(("low halves", sum(2 * e.spec.numel for e in entries.values() if _is_trained_bf16(e))))
     held: list[torch.Tensor] = [*tensors.values(), *(t.grad for t in tensors.values() if t.grad is not None)]
-    need = OptimizerNeed({}, 0)
+    need, at_once = OptimizerNeed({}, 0), None
     if optimizer is not None:
         optimizers, parameters = over(optimizer, entries, tensors)
         blocks = updates_of(programs, entries, parameters, master)
         need = joint_need(optimizers, blocks, undoes=schedule.kind.updates != "none", scales=schedule.kind.clip)
         rows += need.state.items()
+        at_once = next((type(each).__name__ for each in optimizers if not is_per_parameter(each)), None)
         states = (state for each in optimizers for state in each.state.values())
         held += [t for state in states for t in dict(state).values() if isinstance(t, torch.Tensor)]
     rows += [*_step_rows(programs, entries, schedule, on_host=on_host), ("update scratch", need.scratch_bytes)]
@@ -180,7 +182,8 @@ def host_plan(
     num_parameters = sum(e.spec.numel for e in entries.values() if e.kind == "parameter")
     held_bytes = _held_bytes(held) + (masters.held_bytes if isinstance(masters, Masters) else 0)
     plan = HostPlan(kept, num_parameters, held_bytes, is_estimate=need.is_estimate)
-    return replace(plan, helps=_helps(plan, schedule, sum(need.state.values()), can_narrow=precision == "fp32"))
+    state_bytes, can_narrow = sum(need.state.values()), precision == "fp32"
+    return replace(plan, helps=_helps(plan, schedule, state_bytes, can_narrow=can_narrow, at_once=at_once))
 
 
 def narrow_entries(entries: Mapping[str, StateEntry]) -> dict[str, StateEntry]:
@@ -286,11 +289,17 @@ def _held_bytes(tensors: Iterable[torch.Tensor]) -> int:
     return sum({storage.data_ptr(): storage.nbytes() for storage in strided}.values())
 
 
-def _helps(plan: HostPlan, schedule: Schedule, state_bytes: int, *, can_narrow: bool) -> tuple[str, ...]:
+def _helps(
+    plan: HostPlan, schedule: Schedule, state_bytes: int, *, can_narrow: bool, at_once: str | None
+) -> tuple[str, ...]:
     """Yields ways to take less memory, with the bytes that each could save."""
     gradients, parks = plan.bytes_of("gradients"), plan.bytes_of("parks")
     found: list[str] = []
-    if gradients and schedule.kind.updates in ("serial", "deferred"):
+    if at_once is not None:
+        all_at_once = format_bytes(gradients + plan.bytes_of("update scratch"))
+        promise = f"megatrain.optim.per_parameter.register({at_once}), if it updates each parameter by itself"
+        found.append(f"{promise}: gradients and copies ({all_at_once}) are then those of some blocks")
+    elif gradients and schedule.kind.updates in ("serial", "deferred"):
         how = "overlap=True without clipping" if schedule.kind.clip else "overlap=True"
         found.append(f"{how}: gradients ({format_bytes(gradients)}) then wait for their own update only")
     if can_narrow and gradients + parks:

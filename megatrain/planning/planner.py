@@ -19,7 +19,7 @@ from megatrain.passes.measuring.known_costs import KnownCosts
 from megatrain.passes.pipeline import Rewrite
 from megatrain.passes.program import Program
 from megatrain.planning.captured_model import captured
-from megatrain.planning.divided_updates import may_divide
+from megatrain.planning.divided_updates import may_divide, waits_for_all
 from megatrain.planning.fitting_blocks import first_that_fits
 from megatrain.planning.host_plan import HostPlan, OptimizerLike, host_plan
 from megatrain.planning.host_room import HostedStep, with_host_room
@@ -107,7 +107,7 @@ class Planner:
             TraceError: If the model can't be captured faithfully.
             LowerError: If one of the passes breaks a rule.
             ScheduleError: If no amount of memory allows this schedule.
-            OptimizerError: If an optimizer can't update block by block, or two hold the same parameter.
+            OptimizerError: If an optimizer's `step` needs a closure, or two hold the same parameter.
         """
         self._source.check()
         sizes = {**self._source.sizes, **(sizes or {})}
@@ -116,7 +116,7 @@ class Planner:
         def made_with(updates: str, **changes: Any) -> HostedStep:
             return self._of(found, replace(options, **changes), updates)
 
-        made = with_host_room(made_with, _updates(options), options.host_memory)
+        made = with_host_room(made_with, _updates(options, found.model), options.host_memory)
         limit = options.device_memory
         return Plan(
             made.program,
@@ -284,11 +284,11 @@ def _batch(arguments: Arguments) -> Any:
     return args[0] if len(args) == 1 and not kwargs else args or kwargs
 
 
-def _updates(options: StepOptions) -> tuple[str, ...]:
+def _updates(options: StepOptions, model: nn.Module) -> tuple[str, ...]:
     """When updates may run, the fastest way first, as in `megatrain.TrainStep`; later ways need less host memory."""
     if options.optimizer is None:
         return ("none",)
-    if not options.overlap:
+    if not options.overlap or waits_for_all(model, options.optimizer):
         return ("serial",)
     if options.max_grad_norm is not None:
         return ("deferred",)

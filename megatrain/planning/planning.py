@@ -103,7 +103,7 @@ def plan(  # noqa: PLR0913  # as for `compile`
         TraceError: If the model can't be captured faithfully.
         LowerError: If one of `passes` breaks a rule.
         ScheduleError: If no amount of memory allows this schedule.
-        OptimizerError: If an optimizer can't update block by block, or two hold the same parameter.
+        OptimizerError: If an optimizer's `step` needs a closure, or two hold the same parameter.
     """
     model = original(model)
     device_limit = None if device_memory is None else parse_bytes(device_memory, "device_memory")

@@ -112,10 +112,13 @@ class Run:
         engine = self._operations.engine
         self.calls[-1].write_buffers(engine.buffers, engine.tensors)
 
+    def leave_generators(self) -> None:
+        """Sets the global generators to the end of the last forward, from which code after a training step draws."""
+        self.calls[-1].generators.leave(self.device)
+
     def commit(self) -> None:
         """Writes the buffers, and ends a training step."""
         self.write_buffers()
-        self.calls[-1].generators.leave(self.device)
         self.close(DONE)
 
     def close(self, status: str = FAILED) -> None:

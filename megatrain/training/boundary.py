@@ -117,6 +117,7 @@ class Boundary:
     def _end(self, run: Run, running: Running, updates: Updates) -> None:
         """Does what follows the last operation."""
         found = updates.arriving
+        run.leave_generators()  # before code of the user's that may draw: an optimizer's step, hooks on it
         running.finish()
         self.progress.grad_norm = found.norm
         if running.is_skipped:

@@ -15,7 +15,7 @@ from megatrain.errors import OptimizerError
 from megatrain.interrupts import Interrupts
 from megatrain.memory.processors import update_threads
 from megatrain.optim.impostor import Optimizer
-from megatrain.optim.per_parameter import check_per_parameter
+from megatrain.optim.per_parameter import check_steps
 from megatrain.optim.updates import Updates
 from megatrain.passes.program import Program
 from megatrain.passes.trained_blocks import trained_holders
@@ -84,7 +84,7 @@ class Setup:
         plan: The choices that all steps take, or None.
 
     Raises:
-        OptimizerError: If an optimizer needs all parameters at once, or two hold the same parameter.
+        OptimizerError: If an optimizer's `step` needs a closure, or two hold the same parameter.
 
     Attributes:
         division: Whether ranks of this host divide the updates.
@@ -109,7 +109,7 @@ class Setup:
         plan: AnyPlan | None = None,
     ):
         for optimizer in optimizers:
-            check_per_parameter(optimizer)
+            check_steps(optimizer)
         self._compiled = compiled
         self.optimizers = optimizers
         self._check_apart()

@@ -58,9 +58,9 @@ class TrainStep:
 
     Args:
         compiled: From `megatrain.compile`.
-        optimizer: Any optimizer of torch, or a subclass, over the model's parameters, that updates each parameter from
-            its gradient and its state alone. LR schedulers and changes of `param_groups` between calls work as usual.
-            Or a list, such as of Muon for matrices and AdamW for the rest, whose steps follow each other.
+        optimizer: Of torch, or a subclass, over the model's parameters, or a list (Muon, then AdamW for the rest). One
+            that isn't `megatrain.optim.per_parameter` takes its step at once, after all gradients. LR schedulers and
+            changes of `param_groups` between calls work as usual.
         loss: `loss(result, batch)` computes the scalar to differentiate; None takes the result's `loss`, or itself.
         reads: What `loss` reads of a result: `"all"`, or its own `"loss"` alone; other outputs aren't computed then.
         weight: `weight(batch)` is how much a micro-batch counts in the mean, say its targets; None counts all alike.
@@ -73,7 +73,7 @@ class TrainStep:
         plan: A plan, whose choices each step takes exactly; a step of another model, shape or kind is refused.
 
     Raises:
-        OptimizerError: If one needs all parameters at once, two hold the same, or none holds one of the model's.
+        OptimizerError: If one needs a closure, two hold the same parameter, or none holds one of the model's.
         OptionError: If an option has a wrong value; an `ExecuteError` if a hook is on a node that accumulates.
 
     Attributes:

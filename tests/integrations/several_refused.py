@@ -16,7 +16,7 @@ import megatrain
 from megatrain.errors import MegatrainError, OptionError
 from tests.integrations.runs import GIVEN, ROWS, llama, streamed_kind
 from tests.integrations.several import as_torchrun
-from tests.integrations.test_trainer import Plain, of_all
+from tests.integrations.test_trainer import Plain, of_model
 
 OF_TRAINER = "model", "callbacks", "train_dataset", "data_collator", "optimizers", "megatrain_block_bytes"
 
@@ -134,7 +134,7 @@ REFUSED: dict[str, Any] = {
     "other arguments": lambda rank: {"gradient_accumulation_steps": 1 + rank},
     "callback": lambda rank: {"callbacks": [Looks()]},
     "own step": lambda rank: {"kind": OwnStep},
-    "optimizer": lambda rank: of_all(llama()),
+    "optimizer": lambda rank: of_model(llama()),
     "other layers": lambda rank: {
         "model": OtherLayers(),
         "train_dataset": POINTS_IN_PAIRS,

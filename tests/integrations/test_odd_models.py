@@ -329,8 +329,7 @@ def no_overrides() -> Iterator[None]:
 
 OPTIMIZERS: dict[str, Scenario] = {
     "adamw_bnb_8bit, all weights": Scenario(
-        {**ACCUMULATED, "optim": "adamw_bnb_8bit", "save_strategy": "steps", "save_steps": 2}, rows=RAGGED,
-        reason="the optimizer can't update block by block",
+        {**ACCUMULATED, "optim": "adamw_bnb_8bit", "save_strategy": "steps", "save_steps": 2}, rows=RAGGED
     ),
     "adamw_bnb_8bit": Scenario({**ACCUMULATED, "optim": "adamw_bnb_8bit", **SAVED}, lora(), RAGGED),
     "lion_8bit": Scenario({"optim": "lion_8bit", "weight_decay": 0.1}, lora()),

@@ -133,7 +133,7 @@ SCENARIOS: dict[str, Scenario] = {
         {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": True}}, checkpointed
     ),
     "lora+": Scenario(TWO, lora(), more=by_loraplus),
-    "lora-fa": Scenario(TWO, lora(), more=by_lorafa, reason="the optimizer can't update block by block"),
+    "lora-fa": Scenario(TWO, lora(), more=by_lorafa),
     "merged to be asked": Scenario(
         TWO, lora(), more=callback(Merges),
         after=lambda t: next(c.found for c in t.callback_handler.callbacks if isinstance(c, Merges)),

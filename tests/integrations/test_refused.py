@@ -20,7 +20,7 @@ from megatrain.integrations.hf.stream_options import StreamOptions
 from megatrain.integrations.hf.whole_calls import note_where_parts_run
 from tests.comparing import assert_same
 from tests.integrations.runs import GIVEN, ROWS, llama
-from tests.integrations.test_trainer import OwnStep, of_all
+from tests.integrations.test_trainer import OwnStep, of_model
 
 pytestmark = pytest.mark.usefixtures("lowered_once")  # of few models
 
@@ -155,8 +155,8 @@ def test_a_trainer_that_redirects_the_forward_is_refused():
 def test_a_trainer_without_training_steps_saves_its_optimizer(tmp_path: Path):
     saved = {"save_strategy": "steps", "save_steps": 1, "max_steps": 1}
     model = llama()
-    made = trainer(tmp_path, arguments=saved, model=model, **of_all(model))
-    with pytest.warns(StreamedCallsWarning, match="the optimizer can't update block by block"):
+    made = trainer(tmp_path, arguments=saved, model=model, **of_model(model))
+    with pytest.warns(StreamedCallsWarning, match="the optimizer can't update in a training step"):
         made.train()
     assert (tmp_path / "checkpoint-1" / "optimizer.pt").exists()
 

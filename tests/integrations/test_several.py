@@ -161,7 +161,7 @@ SAYS = {
     "other arguments": "RanksError, 0 updates: the ranks differ: gradient_accumulation_steps is 1 on rank 0, but 2 on",
     "callback": "ExecuteError, 0 updates: the callback Looks may read gradients before the optimizer's step, so",
     "own step": "ExecuteError, 0 updates: OwnStep has a training_step of its own, so an update isn't one training step",
-    "optimizer": "ExecuteError, 0 updates: the optimizer can't update block by block",
+    "optimizer": "ExecuteError, 0 updates: the optimizer can't update in a training step",
     "other layers": "ExecuteError, 0 updates: the micro-batches of an update run other layers (the model leaves",
     "draws": "ExecuteError, 0 updates: the loss draws random numbers before it calls the model, so an update isn't one",
     "twice": "ExecuteError, 0 updates: the loss calls the model more than once, so an update isn't one training step",

@@ -308,6 +308,13 @@ def of_all(model: Any) -> Mapping[str, Any]:
     return {"optimizers": (optimizer, get_cosine_schedule_with_warmup(optimizer, 1, 3))}
 
 
+def of_model(model: Any) -> Mapping[str, Any]:
+    """An optimizer that holds the model, whose hooks could train it."""
+    optimizer: Any = type("OfModel", (OfAll,), {})(model.parameters(), lr=0.1)
+    optimizer.held = model
+    return {"optimizers": (optimizer, get_cosine_schedule_with_warmup(optimizer, 1, 3))}
+
+
 def frozen() -> Any:
     model = llama()
     for name, parameter in model.named_parameters():
@@ -425,8 +432,9 @@ SCENARIOS: dict[str, Scenario] = {
         {**ACCUMULATED, "max_steps": 6}, rows=[*FULL[:8], *RAGGED[:4]]
     ),
     "other layers in some": Scenario({**ACCUMULATED, "max_steps": 6}, model=Skipping, rows=POINTS, is_mixed=True),
-    "an optimizer of all parameters": Scenario(
-        ACCUMULATED, more=of_all, reason="the optimizer can't update block by block"
+    "an optimizer of all parameters": Scenario(ACCUMULATED, more=of_all),
+    "an optimizer of the model": Scenario(
+        ACCUMULATED, more=of_model, reason="the optimizer can't update in a training step"
     ),
     "a scaler of the loss": Scenario(ACCUMULATED, kind=Scaled, reason="fp16 scales the loss"),
     "fp16": Scenario({"fp16": True, **ACCUMULATED}),  # a CPU has no scaler

@@ -642,12 +642,8 @@ SCENARIOS: dict[str, Scenario] = {
     ),
     "an optimizer of the head": Scenario(ACCUMULATED, more=some_parameters),
     "muon alone": Scenario(ACCUMULATED, more=muon),
-    "two optimizers in one": Scenario(
-        ACCUMULATED, more=muon_and_adamw, reason="the optimizer can't update block by block"
-    ),
-    "an optimizer around another": Scenario(
-        ACCUMULATED, more=lookahead, reason="the optimizer can't update block by block"
-    ),
+    "two optimizers in one": Scenario(ACCUMULATED, more=muon_and_adamw),
+    "an optimizer around another": Scenario(ACCUMULATED, more=lookahead),
     "amsgrad, a rate that is a tensor": Scenario(ACCUMULATED, more=foreach),
     "fractions of the training": Scenario(
         {"max_steps": 4, "eval_strategy": "steps", "eval_steps": 0.5, "save_strategy": "steps", "save_steps": 0.5,

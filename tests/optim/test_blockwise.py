@@ -3,20 +3,22 @@
 import copy
 import random
 import threading
+from typing import Any
 
 import pytest
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from megatrain.errors import OptimizerError
+from megatrain.errors import OptimizerError, OptionError
 from megatrain.optim.blockwise import BlockOptimizer
 from megatrain.optim.impostor import is_same
-from tests.gradients import grad_of
+from megatrain.optim.per_parameter import is_per_parameter, register, unregister
 
 SHAPES = ((5, 3), (5,), (4, 4), (3,), (6, 2), (1,), (2, 3), ())
 BLOCKS = ((0, 1), (2, 0), (3,), (), (4, 5))  # 0 is tied, 6 is in no block, a block may have none
 
 
+@register
 class Lion(torch.optim.Optimizer):
     """A user's optimizer that counts its steps in an attribute and in its groups."""
 
@@ -35,6 +37,7 @@ class Lion(torch.optim.Optimizer):
                 mean.lerp_(p.grad, 1 - group["betas"][1])
 
 
+@register
 class Child(torch.optim.SGD):
     """Calls its parent's step, which torch wraps with hooks too."""
 
@@ -175,6 +178,7 @@ def test_parameters_stay_in_their_groups_for_everybody_else_while_a_block_is_upd
     ps = parameters()
     seen = []
 
+    @register
     class Peeking(torch.optim.SGD):
         def step(self, closure=None):
             if len(self.param_groups[0]["params"]) < len(SHAPES) and "optimizer" in globals():
@@ -183,7 +187,7 @@ def test_parameters_stay_in_their_groups_for_everybody_else_while_a_block_is_upd
 
     globals()["optimizer"] = Peeking(ps, lr=0.1)
     try:
-        step_by_blocks(by_blocks(globals()["optimizer"], ps, probe=False), range(len(BLOCKS)))
+        step_by_blocks(by_blocks(globals()["optimizer"], ps), range(len(BLOCKS)))
     finally:
         del globals()["optimizer"]
     assert seen
@@ -219,21 +223,6 @@ def test_hooks_run_once_a_step_and_see_the_users_optimizer():
     assert events == [("all pre", True), ("pre", True), ("post", False), ("all post", False)]
 
 
-def test_the_trial_leaves_everything_as_it_was():
-    ps = parameters()
-    optimizer = Lion(ps)
-    set_gradients((ps,), torch.Generator())
-    optimizer.step()
-    state, gradients = copy.deepcopy(optimizer.state_dict()), [p.grad.clone() for p in ps]
-    random_state = torch.get_rng_state()
-    by_blocks(optimizer, ps)
-    assert is_same(optimizer.state_dict(), state)
-    assert optimizer.count == 1
-    assert len(optimizer.state) == len(ps)
-    assert all(torch.equal(grad_of(p), g) for p, g in zip(ps, gradients, strict=True))
-    assert torch.equal(torch.get_rng_state(), random_state)
-
-
 def test_updates_on_another_thread():
     ps, qs = parameters(), parameters()
     whole, parts = (torch.optim.AdamW(x) for x in (ps, qs))
@@ -264,18 +253,18 @@ def test_an_abandoned_step_takes_no_further_update_and_counts_nothing():
 
 
 class NormSGD(torch.optim.SGD):
-    """Scales by the norm of all gradients, as LARC and Adafactor's kin do globally."""
+    """Scales by the norm of all gradients."""
 
     @torch.no_grad()
     def step(self, closure=None):
-        norm = torch.stack([p.grad.norm() for g in self.param_groups for p in g["params"]]).norm()
+        norm = torch.stack([p.grad.norm() for g in self.param_groups for p in g["params"] if p.grad is not None]).norm()
         for group in self.param_groups:
-            for p in group["params"]:
+            for p in (p for p in group["params"] if p.grad is not None):
                 p.sub_(p.grad / norm, alpha=group["lr"])
 
 
 class Counting(torch.optim.SGD):
-    """Keeps a list, which each call would lengthen."""
+    """Keeps a list, which each call lengthens."""
 
     def __init__(self, params):
         super().__init__(params, lr=0.1)
@@ -283,6 +272,7 @@ class Counting(torch.optim.SGD):
 
     def step(self, closure=None):
         self.log.append(1)
+        self.param_groups[0]["lr"] = 0.1 / len(self.log)
         return super().step(closure)
 
 
@@ -299,40 +289,168 @@ class Distance(torch.optim.SGD):
     @torch.no_grad()
     def step(self, closure=None):
         group = self.param_groups[0]
-        group["distance"] = group.get("distance", 0.0) + sum(float(p.grad.norm()) for p in group["params"])
+        norms = [float(p.grad.norm()) for p in group["params"] if p.grad is not None]
+        group["lr"] = group["distance"] = 0.1 * (group.get("distance", 0.0) + sum(norms))
+        return super().step(closure)
 
 
 class Lookahead(torch.optim.SGD):
+    """Slow weights, by an optimizer inside."""
+
     def __init__(self, params):
         super().__init__(params, lr=0.1)
-        self.inner = [torch.optim.SGD(params, lr=0.1)]
+        self.inner, self.slow = [torch.optim.Adam(params)], [p.detach().clone() for p in params]
+
+    def step(self, closure=None):
+        self.inner[0].step()
+        with torch.no_grad():
+            for p, slow in zip(self.param_groups[0]["params"], self.slow, strict=True):
+                p.copy_(slow.lerp_(p, 0.5))
+
+
+@pytest.mark.parametrize("make", [lambda ps: NormSGD(ps, lr=0.1), Counting, lambda ps: Noisy(ps), Distance, Lookahead])
+def test_what_isnt_known_to_be_per_parameter_takes_its_own_step_at_the_end(make):
+    ps, qs = parameters(), parameters()
+    whole, parts = make(ps), make(qs)
+    blocks = by_blocks(parts, qs)
+    generator = torch.Generator().manual_seed(1)
+    for step in range(5):
+        set_gradients((ps, qs), generator, skipped={step})
+        torch.manual_seed(step)
+        whole.step()
+        before = [q.detach().clone() for q in qs]
+        torch.manual_seed(step)
+        blocks.begin()
+        for block in range(len(BLOCKS)):
+            blocks.update(block)
+        assert blocks.is_at_once
+        assert all(torch.equal(q, b) for q, b in zip(qs, before, strict=True))
+        blocks.finish()
+    assert_equal(whole, ps, parts, qs)
 
 
 class Failing(torch.optim.SGD):
+    """Changes everything that it can, and fails."""
+
+    @torch.no_grad()
     def step(self, closure=None):
+        group = self.param_groups[0]
+        group["lr"].mul_(2)
+        group["new"] = self.new = 1
+        self.count = 5
+        group["dampening"] = 0.5
         raise RuntimeError("no such layer")
+
+
+def test_a_step_at_once_that_fails_leaves_no_option_and_no_attribute():
+    ps = parameters()
+    optimizer = Failing(ps, lr=torch.tensor(0.1))
+    optimizer.count = 4
+    before = copy.deepcopy(optimizer.state_dict())
+    blocks = by_blocks(optimizer, ps)
+    blocks.begin()
+    with pytest.raises(RuntimeError, match="no such layer"):
+        blocks.finish()
+    assert is_same(optimizer.state_dict(), before)
+    assert optimizer.count == 4
+    assert not hasattr(optimizer, "new")
+    assert blocks.left == set(range(len(BLOCKS)))
+
+
+class Named(torch.optim.AdamW):
+    """Adds what no step calls."""
+
+    label = "mine"
+
+    def __init__(self, params):
+        super().__init__(params, lr=0.1)
+        self.note = "mine"
+
+    def state_dict(self):
+        return super().state_dict()
+
+
+class Sneaking(torch.optim.AdamW):
+    def _init_group(self, *args):
+        return super()._init_group(*args)
+
+
+class Reading(torch.optim.AdamW):
+    def __getattribute__(self, name):
+        return super().__getattribute__(name)
+
+
+def changed_object(ps):
+    optimizer: Any = torch.optim.SGD(ps)
+    optimizer._init_group = lambda *args: False
+    return optimizer
+
+
+def overridden(ps):
+    """As bitsandbytes does, which finds options by the position of a parameter."""
+    optimizer: Any = torch.optim.SGD(ps)
+    module = torch.nn.Module()
+    module.weight = ps[0]
+    optimizer.mng = type("Manager", (), {"module_weight_config_triple": [(module, "weight", {"optim_bits": 32})]})()
+    return optimizer
+
+
+@pytest.mark.parametrize(
+    ("make", "expected"),
+    [
+        (Named, True),
+        (Lion, True),
+        (Sneaking, False),
+        (Reading, False),
+        (changed_object, False),
+        (overridden, False),
+        (type("Kin", (Lion,), {}), False),
+        (type("Mixed", (type("First", (), {"step": lambda self: None}), torch.optim.AdamW), {}), False),
+    ],
+)
+def test_torchs_own_code_is_known_and_what_replaces_a_part_of_it_is_not(make, expected: bool):
+    assert is_per_parameter(make(parameters())) is expected
+
+
+def test_a_promise_is_given_and_taken_back():
+    optimizer = NormSGD(parameters())
+    assert not is_per_parameter(optimizer)
+    assert register(NormSGD) is NormSGD
+    assert is_per_parameter(optimizer)
+    unregister(NormSGD)
+    assert not is_per_parameter(optimizer)
+    with pytest.raises(OptionError, match="the class and not an object of it"):
+        register(optimizer)  # pyright: ignore
+
+
+class Holding(torch.optim.SGD):
+    def step(self, closure=None):
+        return super().step(closure)
+
+
+def holding(value):
+    def make(ps):
+        optimizer: Any = Holding(ps, lr=0.1)
+        optimizer.other = [value(ps)]
+        return optimizer
+
+    return make
 
 
 @pytest.mark.parametrize(
     ("make", "reason"),
     [
         (torch.optim.LBFGS, "needs `closure`"),
-        (lambda ps: NormSGD(ps, lr=0.1), "give another value of a"),
-        (lambda ps: NormSGD(ps, lr=0.0), "give another value of a"),  # where a scheduler that warms up begins
-        (lambda ps: NormSGD(ps, lr=1e-12), "give another value of a"),
-        (Counting, "give another `log`"),
-        (lambda ps: Noisy(ps, lr=0.1), "give another value of a"),
-        (lambda ps: Distance(ps, lr=0.1), "two values of `distance`"),
-        (Lookahead, "`inner` holds a SGD"),
-        (lambda ps: Failing(ps, lr=0.1), "no such layer"),
+        (holding(lambda ps: torch.nn.Linear(2, 2)), "`other` holds a Linear"),
+        (holding(lambda ps: torch.nn.Parameter(torch.ones(2))), "`other` holds a Parameter"),
+        (holding(lambda ps: torch.optim.SGD([*ps, torch.ones(2)])), "`other` holds a SGD"),
     ],
 )
-def test_what_needs_all_parameters_at_once_is_refused(make, reason: str):
+def test_what_no_call_of_step_updates_is_refused(make, reason: str):
     ps = parameters()
-    before = [p.detach().clone() for p in ps]
     with pytest.raises(OptimizerError, match=reason):
         by_blocks(make(ps), ps)
-    assert all(torch.equal(p, b) for p, b in zip(ps, before, strict=True))
+    by_blocks(holding(lambda ps: torch.optim.SGD(ps))(ps), ps)
 
 
 def test_a_step_that_was_replaced_or_given_arguments_is_refused():

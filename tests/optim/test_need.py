@@ -13,7 +13,8 @@ from megatrain.errors import OptimizerError, OptionError
 from megatrain.optim.impostor import step_code
 from megatrain.optim.made_over import OPTIMIZER, made_over
 from megatrain.optim.masters.halves import SplitMaster
-from megatrain.optim.need import Updated, optimizer_need
+from megatrain.optim.need import Updated, divides_updates, optimizer_need
+from megatrain.optim.per_parameter import register
 from megatrain.tracer.spec import TensorSpec
 from tests.tiers import diagonal
 
@@ -138,6 +139,7 @@ def test_what_is_kept_to_undo_an_update_counts_where_one_may_fail(reason: str | 
     assert optimizer_need(by_code, alone([wide]), undoes=True).scratch_bytes == 8000 + 4000 + 8004
 
 
+@register
 class OverMemory(torch.optim.Optimizer):
     """Hands addresses to code of C, as fused kernels of other libraries do."""
 
@@ -168,6 +170,7 @@ def test_code_that_takes_only_sparse_gradients_is_tried_on_those():
     assert {name: need.state[name] for name in ("exp_avg", "exp_avg_sq")} == {"exp_avg": 600, "exp_avg_sq": 600}
 
 
+@register
 class Counting(torch.optim.Optimizer):
     """Keeps a count that belongs to no parameter."""
 
@@ -193,7 +196,24 @@ def test_state_that_belongs_to_no_parameter_is_there_and_stays_as_it_is():
     assert dict(need.state) == kept(optimizer)
 
 
+def test_code_that_may_do_anything_is_not_run():
+    class Any(torch.optim.SGD):
+        def step(self, closure: object = None) -> None:
+            raise AssertionError("run")
+
+    parameters = parameters_of(((30,), (5, 4)))
+    optimizer = Any(parameters)
+    optimizer.state[parameters[0]] = {"mean": torch.zeros(30)}
+    need = optimizer_need(optimizer, alone(parameters), undoes=True)
+    assert need.is_estimate
+    assert dict(need.state) == {"mean": 120, "state": 160}
+    assert need.undo_bytes == 200 + 280
+    assert need.scratch_bytes == need.undo_bytes + 200 + 2 * 120
+    assert not divides_updates([optimizer], alone(parameters))
+
+
 def test_code_that_runs_on_nothing_is_refused():
+    @register
     class Broken(OverMemory):
         def step(self, closure: Any = None) -> None:
             raise KeyError("no such device")
@@ -206,7 +226,7 @@ def test_code_that_runs_on_nothing_is_refused():
 
 def test_what_needs_all_parameters_at_once_is_refused():
     (parameter,) = parameters_of(((3,),))
-    with pytest.raises(OptimizerError, match="LBFGS can't update one block at a time"):
+    with pytest.raises(OptimizerError, match="LBFGS can't update in a training step"):
         optimizer_need(torch.optim.LBFGS([parameter]), alone([parameter]))
 
 

@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 import megatrain
-from megatrain.errors import CheckpointError, OptimizerError
-from megatrain.optim.per_parameter import check_per_parameter
+from megatrain.errors import CheckpointError
+from megatrain.optim.per_parameter import register
 from tests.comparing import assert_same
 from tests.packed import Quantized
 from tests.tiers import diagonal
@@ -42,6 +42,7 @@ class Manager:
         self.options: dict[str, Any] = {"bits": 8}
 
 
+@register
 class PackedMomentum(torch.optim.Optimizer):
     """Momentum in rows of codes, for matrices."""
 
@@ -164,19 +165,3 @@ def test_state_packed_in_another_way_is_refused(tmp_path: Path) -> None:
     fresh.state[other[0][0].weight]["momentum"].shift = 1
     with pytest.raises(CheckpointError, match=r"`0\.0\.weight\.momentum` in the state of the optimizer is .*Rounded"):
         megatrain.TrainStep.load(tmp_path / "run", compiled, fresh, loss=square)
-
-
-def test_options_by_position_are_refused_and_several_optimizers_are_the_way_out() -> None:
-    class Override:
-        def __init__(self, module: nn.Module) -> None:
-            self.module_weight_config_triple = [(module, "weight", {"optim_bits": 32})]
-            self.pid2config: dict[int, Any] = {}
-            self.index2config: dict[Any, Any] = {}
-
-    model = network()
-    optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.1)
-    optimizer.mng = Override(model[1][0])  # pyright: ignore[reportArgumentType]
-    with pytest.raises(OptimizerError, match="options of single parameters were overridden by their positions"):
-        check_per_parameter(optimizer)
-    optimizer.mng = Override(nn.Linear(2, 2))
-    check_per_parameter(optimizer)

@@ -9,6 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from megatrain.optim.per_parameter import register
+
 WIDTH = 4
 
 
@@ -101,6 +103,7 @@ def bridged() -> nn.Module:
     return hazardous(Bridged)
 
 
+@register
 class Watched(torch.optim.SGD):
     """Momentum, and the trap at `"update"` behind each update, when parameters and state are written."""
 

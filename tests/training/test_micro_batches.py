@@ -481,7 +481,7 @@ def test_what_is_no_compiled_model_or_needs_all_parameters_is_refused() -> None:
     model = TASKS["stack"].build()
     with pytest.raises(OptionError, match="compiled=<Stack> is a Stack"):
         megatrain.TrainStep(model, sgd(model))  # pyright: ignore[reportArgumentType]
-    with pytest.raises(OptimizerError, match="LBFGS can't update one block at a time"):
+    with pytest.raises(OptimizerError, match="LBFGS can't update in a training step"):
         megatrain.TrainStep(megatrain.compile(model, device="cpu"), torch.optim.LBFGS(model.parameters()))
 
 

@@ -15,13 +15,14 @@ from safetensors.torch import load_file
 
 import megatrain
 from megatrain import saving
+from megatrain.optim.per_parameter import is_per_parameter, unregister
 from tests.saving.training import same
 from tests.test_progress import Terminal
 from tests.tiers import wide
 
 PAGE = (Path(__file__).parents[2] / "docs" / "training.md").read_text()
 SNIPPETS = re.findall(r"^```python\n(.*?)^```$", PAGE, re.DOTALL | re.MULTILINE)
-SCRIPT, PROGRESS, WEIGHT, GIVEN, SEVERAL, PLAN, SAVING, READING, DROPOUT = SNIPPETS
+SCRIPT, PROGRESS, WEIGHT, PROMISE, GIVEN, SEVERAL, PLAN, SAVING, READING, DROPOUT = SNIPPETS
 
 
 def execute(code: str, found: dict[str, Any]) -> dict[str, Any]:
@@ -120,6 +121,14 @@ def test_several_optimizers_have_the_bits_of_their_loop(ended: dict[str, Any]):
         options = {key: value for key, value in group.items() if key not in ("params", "initial_lr")}
         type(optimizer)([ours[id(p)] for p in group["params"]], **own_options(optimizer, options)).step()
     assert same(dict(eager.state_dict()), dict(found["model"].state_dict()))
+
+
+def test_a_registered_optimizer_is_per_parameter():
+    found = execute(PROMISE, {"torch": torch})
+    weight = torch.nn.Parameter(torch.zeros(2))
+    assert is_per_parameter(found["SignSGD"]([weight]))
+    unregister(found["SignSGD"])
+    assert not is_per_parameter(found["SignSGD"]([weight]))
 
 
 def own_options(optimizer: torch.optim.Optimizer, options: dict[str, Any]) -> dict[str, Any]:

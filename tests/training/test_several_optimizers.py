@@ -15,6 +15,7 @@ from torch import nn
 
 import megatrain
 from megatrain.errors import ExecuteError, OptimizerError, OptionError
+from megatrain.optim.per_parameter import register
 from megatrain.planning.host_plan import host_plan
 from tests.comparing import assert_same, snapshot
 from tests.optim.reference import Reference, assert_same_training, loss_of
@@ -303,6 +304,7 @@ def failing() -> None:
     raise OwnError("my own error")
 
 
+@register
 class First(torch.optim.SGD):
     """Momentum, and the trap behind each update of a block, when parameters and state are written."""
 
@@ -310,6 +312,7 @@ class First(torch.optim.SGD):
         return trapped(self, super().step(closure))
 
 
+@register
 class Second(torch.optim.AdamW):
     """Likewise, with moments."""
 
@@ -519,7 +522,7 @@ def test_optimizers_of_which_none_holds_a_parameter_of_the_model_are_refused() -
 def test_one_that_needs_all_parameters_at_once_is_refused_among_others() -> None:
     compiled = fresh("hazardous")
     matrices, others = split(list(compiled.parameters()))
-    with pytest.raises(OptimizerError, match="LBFGS can't update one block at a time"):
+    with pytest.raises(OptimizerError, match="LBFGS can't update in a training step"):
         megatrain.TrainStep(compiled, [torch.optim.SGD(matrices), torch.optim.LBFGS(others)])
 
 

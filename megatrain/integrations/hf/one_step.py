@@ -141,7 +141,7 @@ class OneStep:
             except OptimizerError as error:
                 self._has_none = True
                 said = str(error).splitlines()[0].rstrip(".")
-                self.fall_back(f"the optimizer can't update block by block ({said})")
+                self.fall_back(f"the optimizer can't update in a training step ({said})")
         return self.step
 
     def update(self, optimizer: torch.optim.Optimizer) -> bool:
@@ -151,7 +151,7 @@ class OneStep:
             Whether there are masters besides the parameters; otherwise the optimizer's own step updates these.
 
         Raises:
-            OptimizerError: If the optimizer can't update block by block: its own step would update the bf16 values.
+            OptimizerError: If the optimizer's `step` can't be called: it would need a closure, say.
         """
         compiled = self.compiled.megatrain
         if compiled.options.precision == "fp32":

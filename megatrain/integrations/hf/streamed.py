@@ -50,8 +50,8 @@ class Streamed(_Base):
     those of the stock run, bit for bit where the device repeats itself.
 
     What can't be one training step runs as calls that stream, with autograd, and a `StreamedCallsWarning` says why: a
-    loss that calls the model several times, an optimizer that needs all parameters at once, callbacks that read
-    gradients, fp16's loss scaling.
+    loss that calls the model several times, an optimizer that needs a closure, callbacks that read gradients, fp16's
+    loss scaling.
 
     Under torchrun, all processes train one model: each takes the micro-batches that accelerate gives it, and all make
     the same updates, with the bits of one process that has all of them; see docs/several-devices.md.

@@ -13,7 +13,7 @@ from megatrain.errors import OptimizerError
 from megatrain.native.adamw_kernels import LANES, SPLIT, WHOLE
 from megatrain.optim.fast.path import FastPath, ParameterUpdate
 from megatrain.optim.fast.pieces import in_pieces
-from megatrain.optim.impostor import Optimizer, step_code
+from megatrain.optim.impostor import Optimizer, runs_torchs_code, step_code
 from megatrain.optim.masters.halves import Master, RoundedMaster, SplitMaster, WholeMaster, read_
 from megatrain.torch_private import fused_adamw
 
@@ -218,8 +218,8 @@ class AdamWInOnePass(FastPath):
     def matches(self, optimizer: Optimizer, group: Mapping[str, Any]) -> bool:
         """Whether its step is AdamW's own, with options that the fused update has."""
         others = ("amsgrad", "capturable", "differentiable")
-        is_adamw = step_code(type(optimizer)) is _ADAMW and bool(group["decoupled_weight_decay"])
-        return is_adamw and not any(group[option] for option in others)
+        is_adamw = step_code(type(optimizer)) is _ADAMW and runs_torchs_code(optimizer)
+        return is_adamw and bool(group["decoupled_weight_decay"]) and not any(group[option] for option in others)
 
     def matches_whole(self, group: Mapping[str, Any]) -> bool:
         """Whether the group says `fused=True`: without it, AdamW over fp32 has other bits."""

@@ -10,6 +10,7 @@ import torch
 from megatrain.device import is_on_host
 from megatrain.errors import OptimizerError
 from megatrain.optim.impostor import ALIGNED, Optimizer, attributes, is_same, step_code
+from megatrain.optim.per_parameter import is_per_parameter
 from megatrain.optim.rehearsal import corner, over_stand_ins, random_gradient, unnoticed, with_gradients_it_takes
 from megatrain.tracer.packed.packing import is_wrapper
 
@@ -22,6 +23,8 @@ def unshareable(optimizer: Optimizer) -> str | None:
     The class takes two steps over small corners of a few parameters. State must be tensors: numbers of Python can't be
     shared. Options and attributes must stay as they are, because each rank updates only some of the parameters.
     """
+    if not is_per_parameter(optimizer):
+        return f"{type(optimizer).__name__} updates all parameters at once"
     chosen = [parameter for group in optimizer.param_groups for parameter in _few(group["params"])]
     try:
         with unnoticed():

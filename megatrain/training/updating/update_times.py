@@ -11,7 +11,7 @@ from torch.autograd.graph import get_gradient_edge
 
 from megatrain.checks.several_optimizers import parameters_of
 from megatrain.errors import ExecuteError
-from megatrain.optim.blockwise import has_hooks
+from megatrain.optim.blockwise import takes_turns
 from megatrain.optim.impostor import Optimizer
 from megatrain.runtime.gradients.sink import is_hooked
 
@@ -86,13 +86,13 @@ class UpdateTimes:
             runs_in_backward: The user's code runs in the backward of blocks, and may look at parameters there.
         """
         # Work between the gradients and the updates that may fail must come before the first update.
-        hooked = any(map(has_hooks, self._optimizers))
+        in_turn = any(map(takes_turns, self._optimizers))
         # Hooks on an optimizer's step may change gradients, of which the norm is taken before.
-        clip = self._needs_norm or (self._reports_norm and hooked)
+        clip = self._needs_norm or (self._reports_norm and in_turn)
         looks = runs_in_backward or has_gradient_hooks(self._model)
         waits = self._holds_others() if self._needs_norm else looks
         reports_norm = self._reports_norm and not clip
-        if not self._overlap or hooked or waits:
+        if not self._overlap or in_turn or waits:
             return Times("serial", clip, reports_norm)
         if clip:
             return Times("deferred", clip, reports_norm)

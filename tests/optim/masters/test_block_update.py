@@ -95,10 +95,10 @@ def test_a_failing_step_leaves_parameters_bf16_and_in_place():
     for p in narrow:
         p.grad = torch.ones_like(p)
     code = MasterStep(masters)
-    blocks = BlockOptimizer(Failing(narrow, lr=1.0), [narrow], code=code, probe=False)
+    blocks = BlockOptimizer(Failing(narrow, lr=1.0), [narrow], code=code)
     blocks.begin()
     with pytest.raises(RuntimeError, match="out of luck"):
-        blocks.update(0)
+        blocks.finish()
     for p, b in zip(narrow, before, strict=True):
         assert torch.equal(p, b)
         assert p.dtype == b.dtype
