@@ -5,7 +5,6 @@ A part is plain PyTorch. It's applied to the eager side and the compiled one ali
 
 from __future__ import annotations
 
-import copy
 import itertools
 import os
 import random
@@ -152,7 +151,9 @@ def layer(then: Callable[..., torch.Tensor], *words: str, **flags: Any) -> Part:
 
 def function(read: Callable[[Shared], float]) -> Part:
     words = ("Function", "opaque", "iterator", "watch")
-    return Part(lambda shared, number: Layer(lambda self, x: Scaled.apply(x, partial(read, shared))), words, narrow=True)
+    return Part(
+        lambda shared, number: Layer(lambda self, x: Scaled.apply(x, partial(read, shared))), words, narrow=True
+    )
 
 
 def _counts(shared: Shared, self: Any, x: torch.Tensor) -> torch.Tensor:
@@ -281,7 +282,7 @@ class Centre(nn.Module):
         self.calls += 1
         self.seen += 1
         self.centre = self.centre.to(result.device) * 0.9 + result.detach().float().mean(0) * 0.1
-        return (result.float() - self.centre).square().mean() * (self.calls + self.seen.item() if False else self.calls)
+        return (result.float() - self.centre).square().mean() * self.calls
 
 
 def square(result: torch.Tensor, batch: Any = None) -> torch.Tensor:
@@ -380,6 +381,10 @@ LOSSES: dict[str, Part] = {
     "writing": Part(_writing, ("loss", "buffer")),
     "of weights": Part(_of_weights, ("loss", "parameter")),
     "of detached": Part(_of_detached, ("loss", "parameter")),
-    "annealed": Part(lambda side, number: lambda result, batch: square(result) * side.shared.factor, ("loss",), narrow=True),
-    "drawing": Part(lambda side, number: lambda r, batch: (r.float() * torch.rand_like(r)).square().mean(), ("loss", "draw")),
+    "annealed": Part(
+        lambda side, number: lambda result, batch: square(result) * side.shared.factor, ("loss",), narrow=True
+    ),
+    "drawing": Part(
+        lambda side, number: lambda r, batch: (r.float() * torch.rand_like(r)).square().mean(), ("loss", "draw")
+    ),
 }

@@ -16,8 +16,8 @@ from tests.training.user_code import VARIABLE, Part, Side, square
 # -- optimizers ------------------------------------------------------------------------------------------------------
 
 
-class Plain(torch.optim.Optimizer):
-    """SGD, of which the classes below change how far each parameter goes; `number` says from which step on, or so."""
+class Own(torch.optim.Optimizer):
+    """SGD whose classes say what all parameters have in common in a step, and how far each goes; `number` says when."""
 
     def __init__(self, params: Any, number: int = 0):
         super().__init__(params, {"lr": 0.1, "phase": 0})
@@ -39,109 +39,57 @@ class Plain(torch.optim.Optimizer):
     def common(self, gradients: list[torch.Tensor]) -> Any:
         return None
 
-    def direction(self, group: dict[str, Any], p: torch.Tensor, state: dict[str, Any], common: Any) -> torch.Tensor:
-        return p.grad
+    def direction(self, group: Any, p: torch.Tensor, state: Any, common: Any) -> torch.Tensor:
+        return p.grad / (1 if common is None else common)
 
 
-class Clipping(Plain):
-    """Divides all gradients by their norm where that is above a threshold."""
-
-    threshold = (0.01, 0.3, 3.0, 30.0)
-
-    def common(self, gradients: list[torch.Tensor]) -> Any:
-        norm = torch.nn.utils.get_total_norm(gradients) if gradients else torch.ones(())
-        return (norm / self.threshold[self.number % 4]).clamp(min=1).cpu()
-
-    def direction(self, group: dict[str, Any], p: torch.Tensor, state: dict[str, Any], common: Any) -> torch.Tensor:
-        return p.grad / common
+def _norm_above(self: Any, gradients: list[torch.Tensor]) -> Any:
+    norm = nn.utils.get_total_norm(gradients) if gradients else torch.ones(())
+    return (norm / (0.01, 0.3, 3.0, 30.0)[self.number]).clamp(min=1).cpu()
 
 
-class Coupled(Plain):
-    """From a step on, all gradients together decide."""
-
-    def common(self, gradients: list[torch.Tensor]) -> Any:
-        return sum((g.square().sum().cpu() for g in gradients), torch.ones(()))
-
-    def direction(self, group: dict[str, Any], p: torch.Tensor, state: dict[str, Any], common: Any) -> torch.Tensor:
-        return p.grad / common if state["step"] > 2 + self.number else p.grad
+def _counted(self: Any, gradients: list[torch.Tensor]) -> Any:
+    self.calls += 1
+    return self.calls
 
 
-class Switching(Plain):
-    """In a step, one parameter's update changes the option of its group."""
-
-    def direction(self, group: dict[str, Any], p: torch.Tensor, state: dict[str, Any], common: Any) -> torch.Tensor:
-        found = p.grad.sign() if group["phase"] == 0 else p.grad
-        if state["step"] == 2 + self.number and p.ndim == 1:
-            group["phase"] = 1
-        return found
+def _phases(self: Any, gradients: list[torch.Tensor]) -> Any:
+    for group in self.param_groups:
+        group["phase"] += 1
+    return self.param_groups[0]["phase"]
 
 
-class Neighbours(Plain):
-    """From a step on, each update looks at the parameter before."""
-
-    def common(self, gradients: list[torch.Tensor]) -> Any:
-        return [torch.zeros(())]
-
-    def direction(self, group: dict[str, Any], p: torch.Tensor, state: dict[str, Any], common: Any) -> torch.Tensor:
-        before, common[0] = common[0], p.detach().sum().cpu()
-        return p.grad * (1 + before) if state["step"] > 2 + self.number else p.grad
+def _moody(self: Any, gradients: list[torch.Tensor]) -> None:
+    if not self.trains:
+        raise RuntimeError("call train() first")
 
 
-class Calls(Plain):
-    """Counts its steps in an attribute, which decides."""
-
-    def common(self, gradients: list[torch.Tensor]) -> Any:
-        self.calls += 1
-
-    def direction(self, group: dict[str, Any], p: torch.Tensor, state: dict[str, Any], common: Any) -> torch.Tensor:
-        return p.grad / self.calls
+def _coupled(self: Any, group: Any, p: torch.Tensor, state: Any, common: Any) -> torch.Tensor:
+    return p.grad / common if state["step"] > 2 + self.number else p.grad
 
 
-class Phases(Plain):
-    """Counts its steps in an option of each group."""
-
-    def common(self, gradients: list[torch.Tensor]) -> Any:
-        for group in self.param_groups:
-            group["phase"] += 1
-
-    def direction(self, group: dict[str, Any], p: torch.Tensor, state: dict[str, Any], common: Any) -> torch.Tensor:
-        return p.grad / group["phase"]
+def _switching(self: Any, group: Any, p: torch.Tensor, state: Any, common: Any) -> torch.Tensor:
+    found = p.grad.sign() if group["phase"] == 0 else p.grad
+    if state["step"] == 2 + self.number and p.ndim == 1:
+        group["phase"] = 1
+    return found
 
 
-class Noisy(Plain):
-    """Draws noise, in the order of the parameters."""
-
-    def direction(self, group: dict[str, Any], p: torch.Tensor, state: dict[str, Any], common: Any) -> torch.Tensor:
-        return p.grad + (torch.randn(p.shape).to(p.device) if self.number % 2 else random.random())
+def _neighbour(self: Any, group: Any, p: torch.Tensor, state: Any, common: Any) -> torch.Tensor:
+    before, common[0] = common[0], p.detach().sum().cpu()
+    return p.grad * (1 + before) if state["step"] > 2 + self.number else p.grad
 
 
-class Averaging(Plain):
-    """Every other step, a parameter goes halfway to its slow copy."""
-
-    def direction(self, group: dict[str, Any], p: torch.Tensor, state: dict[str, Any], common: Any) -> torch.Tensor:
-        slow = state.setdefault("slow", p.detach().clone())
-        if state["step"] % 2 == 0:
-            slow.lerp_(p, 0.5)
-            p.copy_(slow)
-        return p.grad
+def _noisy(self: Any, group: Any, p: torch.Tensor, state: Any, common: Any) -> torch.Tensor:
+    return p.grad + (torch.randn(p.shape).to(p.device) if self.number % 2 else random.random())
 
 
-class Moody(Plain):
-    """Steps only in its mode for training."""
-
-    def common(self, gradients: list[torch.Tensor]) -> Any:
-        if not self.trains:
-            raise RuntimeError("call train() first")
-
-
-class Sharing(Plain):
-    """Divides by how many parameters have a gradient."""
-
-    def common(self, gradients: list[torch.Tensor]) -> Any:
-        return len(gradients)
-
-    def direction(self, group: dict[str, Any], p: torch.Tensor, state: dict[str, Any], common: Any) -> torch.Tensor:
-        return p.grad / common
+def _averaging(self: Any, group: Any, p: torch.Tensor, state: Any, common: Any) -> torch.Tensor:
+    slow = state.setdefault("slow", p.detach().clone())
+    if state["step"] % 2 == 0:
+        slow.lerp_(p, 0.5)
+        p.copy_(slow)
+    return p.grad
 
 
 def torchs(name: str, **options: Any) -> Part:
@@ -149,8 +97,8 @@ def torchs(name: str, **options: Any) -> Part:
     return Part(lambda params, number: getattr(torch.optim, name)(params, **options), narrow=narrow)
 
 
-def own(kind: type[Plain]) -> Part:
-    return Part(lambda params, number: kind(params, number), ("optimizer", kind.__name__))
+def own(name: str, **methods: Callable[..., Any]) -> Part:
+    return Part(type(name, (Own,), methods), ("optimizer", name))
 
 
 OPTIMIZERS: dict[str, Part] = {
@@ -169,7 +117,18 @@ OPTIMIZERS: dict[str, Part] = {
     "asgd": torchs("ASGD", lr=0.05),
     "rprop": torchs("Rprop", lr=0.01),
     "adafactor": torchs("Adafactor", lr=0.05),
-    **{kind.__name__.lower(): own(kind) for kind in Plain.__subclasses__()},
+    "clipping": own("Clipping", common=_norm_above),
+    "coupled": own(
+        "Coupled", common=lambda self, g: sum((t.square().sum().cpu() for t in g), torch.ones(())), direction=_coupled
+    ),
+    "switching": own("Switching", direction=_switching),
+    "neighbours": own("Neighbours", common=lambda self, gradients: [torch.zeros(())], direction=_neighbour),
+    "calls": own("Calls", common=_counted),
+    "phases": own("Phases", common=_phases),
+    "noisy": own("Noisy", direction=_noisy),
+    "averaging": own("Averaging", direction=_averaging),
+    "moody": own("Moody", common=_moody),
+    "sharing": own("Sharing", common=lambda self, gradients: len(gradients)),
 }
 
 # -- edits -----------------------------------------------------------------------------------------------------------
@@ -474,14 +433,9 @@ def reload_model(side: Side, number: int) -> None:
 def assign(side: Side, number: int) -> None:
     """Gives the model other memory, which the user keeps, under the same parameters."""
     side.flush()
-    state = {n: v.detach().clone() * 0.75 if v.is_floating_point() else v for n, v in side.model.state_dict().items()}
-    side.shared.held["assigned"] = state
+    kept = side.shared.held.setdefault("assigned", {})
     for name, p in side.model.named_parameters():
-        if name in state:
-            p.data = state[name]
-    for name, b in side.model.named_buffers():
-        if name in state:
-            b.set_(state[name])
+        p.data = kept[name] = p.detach().clone() * 0.75
 
 
 @edit()
@@ -509,7 +463,7 @@ def _can_forget(optimizer: torch.optim.Optimizer) -> bool:
 
 @edit()
 def forget(side: Side, number: int) -> None:
-    if not isinstance(side.optimizer, Plain) and _can_forget(side.optimizer):
+    if not isinstance(side.optimizer, Own) and _can_forget(side.optimizer):
         side.flush()  # what isn't an operation of torch is undone by updates that are due
         side.optimizer.state.pop(side.parameter(number), None)
 
