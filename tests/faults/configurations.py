@@ -8,7 +8,7 @@ from hypothesis.internal.conjecture import engine
 
 from tests.faults.tally import Tally
 from tests.simulated_device.loading import is_loaded
-from tests.training.situations import Training, check, trainings
+from tests.training.situations import Training, judged, trainings
 
 PIECE = 50
 SHRINKING_S = 60
@@ -24,9 +24,15 @@ def configurations(tally: Tally, *, seed: int, first: int, count: int) -> None:
 def _piece(tally: Tally, seed: int, size: int) -> None:
     """Tries until one fails, which hypothesis then makes smaller."""
     held: list[str] = []
+    failed: list[str] = []
 
     def tried(it: Training) -> None:
-        held.append(check(it))
+        outcome, text = judged(it)
+        if outcome == "silent":
+            failed.append(f'{text}; python -m tests.training.situations "{it}"')
+        elif not failed:
+            held.append(outcome)
+        assert outcome != "silent"
 
     options = settings(
         max_examples=size,
@@ -39,6 +45,6 @@ def _piece(tally: Tally, seed: int, size: int) -> None:
     try:
         hypothesis.seed(seed)(options(hypothesis.given(trainings(device))(tried)))()
     except Exception as error:
-        tally.add("user code: silent", f"{type(error).__name__}: {error} {' | '.join(getattr(error, '__notes__', ()))}", repeat)
+        tally.add("user code: silent", failed[-1] if failed else f"{type(error).__name__}: {error}", repeat)
     for outcome in held:
         tally.add(f"user code: {outcome}", None, repeat)

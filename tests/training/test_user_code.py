@@ -11,7 +11,14 @@ from tests.draws import draws
 from tests.training.situations import Training, check, judged, trainings
 
 ROOT = Path(__file__).parents[2]
-RUNS_WITHOUT_EFFECT = ("exact_fakes(", "FakeTensorMode(", "unnoticed(", "impostor(", "over_stand_ins(", "graphs.record(")
+RUNS_WITHOUT_EFFECT = (
+    "exact_fakes(",
+    "FakeTensorMode(",
+    "unnoticed(",
+    "impostor(",
+    "over_stand_ins(",
+    "graphs.record(",
+)
 """Calls by which code of users runs on what it isn't for, or is recorded; each file that has one is in the table."""
 TOOLS = ("torch_features.py", "torch_probes.py", "passes/exact_fakes.py")  # run no code of users
 
@@ -29,7 +36,8 @@ def test_the_law_sees_what_differs_and_what_is_named() -> None:
     """Stands for all draws: one run that is equal, one that is refused, and what an error without a name counts as."""
     assert judged(Training(layers=("dropout", "counts"), loss="counting"))[0] == "equal"
     outcome, text = judged(Training(optimizer="sharing"))
-    assert outcome == "named" and "Sharing can't update one block at a time" in text
+    assert outcome == "named"
+    assert "Sharing can't update one block at a time" in text
 
 
 def test_the_table_of_mechanisms_is_whole() -> None:

@@ -128,12 +128,13 @@ class Scaled(torch.autograd.Function):
         return gradients[0] * (ctx.read() + 0.5), None
 
 
-OPERATOR_READS: list[Callable[[], float]] = [lambda: 1.0]
+TABLE = [1.0]
+"""What a custom operator reads; each run begins with 1."""
 
 
 @torch.library.custom_op("user_code::scaled", mutates_args=())
 def scaled(x: torch.Tensor) -> torch.Tensor:
-    return x * OPERATOR_READS[0]()
+    return x * TABLE[-1]
 
 
 @scaled.register_fake
@@ -141,7 +142,7 @@ def _(x: torch.Tensor) -> torch.Tensor:
     return torch.empty_like(x)
 
 
-scaled.register_autograd(lambda ctx, gradient: gradient * OPERATOR_READS[0]())
+scaled.register_autograd(lambda ctx, gradient: gradient * TABLE[-1])
 
 
 def layer(then: Callable[..., torch.Tensor], *words: str, **flags: Any) -> Part:
@@ -209,15 +210,15 @@ def _checkpointed(shared: Shared, self: Any, x: torch.Tensor) -> torch.Tensor:
     return checkpoint(lambda y: torch.dropout(self.second(y).tanh(), 0.2, self.training), x, use_reentrant=False)
 
 
-def _operator(shared: Shared, self: Any, x: torch.Tensor) -> torch.Tensor:
-    OPERATOR_READS[0] = lambda: shared.table[-1]
-    return scaled(x)
-
-
 def _module_hook(shared: Shared, number: int) -> nn.Module:
     module = nn.Linear(WIDTH, WIDTH)
     module.register_full_backward_hook(lambda module, grads, outer: shared.log.say("module", outer[0]))
     return module
+
+
+def _counted(shared: Shared) -> float:
+    shared.entries["calls"] = shared.entries.get("calls", 0) + 1
+    return 1 + 0.1 * shared.entries["calls"]
 
 
 def _plain(make: Callable[[], nn.Module], **flags: Any) -> Part:
@@ -256,11 +257,12 @@ LAYERS: dict[str, Part] = {
     "activation hook": layer(_hooks, "hook"),
     "autocast": layer(_autocast),
     "checkpoint": layer(_checkpointed),
-    "operator": layer(_operator, "operator"),
+    "operator": layer(lambda shared, self, x: scaled(x), "operator"),
     "of list": function(lambda shared: shared.table[-1]),
     "of queue": function(lambda shared: shared.queue[0]),
     "of dict": function(lambda shared: shared.entries["factor"]),
     "of object": function(lambda shared: shared.factor),
+    "of counter": function(_counted),
     "of iterator": function(lambda shared: 1 + 0.1 * next(shared.numbers)),
     "of environment": function(lambda shared: float(os.environ.get(VARIABLE, "1"))),
 }

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from tests.training.user_code import VARIABLE, Part, Side, square
+from tests.training.user_code import TABLE, VARIABLE, Part, Side, square
 
 # -- optimizers ------------------------------------------------------------------------------------------------------
 
@@ -39,7 +39,7 @@ class Own(torch.optim.Optimizer):
     def common(self, gradients: list[torch.Tensor]) -> Any:
         return None
 
-    def direction(self, group: Any, p: torch.Tensor, state: Any, common: Any) -> torch.Tensor:
+    def direction(self, group: Any, p: Any, state: Any, common: Any) -> torch.Tensor:
         return p.grad / (1 if common is None else common)
 
 
@@ -64,27 +64,27 @@ def _moody(self: Any, gradients: list[torch.Tensor]) -> None:
         raise RuntimeError("call train() first")
 
 
-def _coupled(self: Any, group: Any, p: torch.Tensor, state: Any, common: Any) -> torch.Tensor:
+def _coupled(self: Any, group: Any, p: Any, state: Any, common: Any) -> torch.Tensor:
     return p.grad / common if state["step"] > 2 + self.number else p.grad
 
 
-def _switching(self: Any, group: Any, p: torch.Tensor, state: Any, common: Any) -> torch.Tensor:
+def _switching(self: Any, group: Any, p: Any, state: Any, common: Any) -> torch.Tensor:
     found = p.grad.sign() if group["phase"] == 0 else p.grad
     if state["step"] == 2 + self.number and p.ndim == 1:
         group["phase"] = 1
     return found
 
 
-def _neighbour(self: Any, group: Any, p: torch.Tensor, state: Any, common: Any) -> torch.Tensor:
+def _neighbour(self: Any, group: Any, p: Any, state: Any, common: Any) -> torch.Tensor:
     before, common[0] = common[0], p.detach().sum().cpu()
     return p.grad * (1 + before) if state["step"] > 2 + self.number else p.grad
 
 
-def _noisy(self: Any, group: Any, p: torch.Tensor, state: Any, common: Any) -> torch.Tensor:
+def _noisy(self: Any, group: Any, p: Any, state: Any, common: Any) -> torch.Tensor:
     return p.grad + (torch.randn(p.shape).to(p.device) if self.number % 2 else random.random())
 
 
-def _averaging(self: Any, group: Any, p: torch.Tensor, state: Any, common: Any) -> torch.Tensor:
+def _averaging(self: Any, group: Any, p: Any, state: Any, common: Any) -> torch.Tensor:
     slow = state.setdefault("slow", p.detach().clone())
     if state["step"] % 2 == 0:
         slow.lerp_(p, 0.5)
@@ -486,6 +486,7 @@ def anneal(side: Side, number: int) -> None:
 
 @edit(narrow=True, at=ALL)
 def tables(side: Side, number: int) -> None:
+    TABLE.append(1 + 0.25 * number)
     side.shared.table.append(1 + 0.25 * number)
     side.shared.queue.append(1 + 0.5 * number)
     side.shared.entries["factor"] = 1 - 0.125 * number
