@@ -10,7 +10,7 @@ from tests.simulated_runs.on_device import DEVICE
 from tests.training.situations import Training, check, trainings
 
 
-@draws(100, usual=25)
+@draws(100, usual=5)
 @given(it=trainings(device=DEVICE))
 def test_user_code_has_eagers_results_or_is_refused_by_name(it: Training) -> None:
     load().reset()

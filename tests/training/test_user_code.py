@@ -23,7 +23,7 @@ RUNS_WITHOUT_EFFECT = (
 TOOLS = ("torch_features.py", "torch_probes.py", "passes/exact_fakes.py")  # run no code of users
 
 
-@draws(200, usual=60)
+@draws(200, usual=25)
 @given(it=trainings())
 def test_user_code_has_eagers_results_or_is_refused_by_name(it: Training) -> None:
     outcome = check(it)
