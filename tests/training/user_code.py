@@ -132,6 +132,18 @@ TABLE = [1.0]
 """What a custom operator reads; each run begins with 1."""
 
 
+class Tabled(torch.autograd.Function):
+    """Reads a global list itself, so that all layers of it are of one template, which may be recorded."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x * TABLE[-1]
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        return gradients[0] * (TABLE[-1] + 0.5)
+
+
 @torch.library.custom_op("user_code::scaled", mutates_args=())
 def scaled(x: torch.Tensor) -> torch.Tensor:
     return x * TABLE[-1]
@@ -262,6 +274,7 @@ LAYERS: dict[str, Part] = {
     "of queue": function(lambda shared: shared.queue[0]),
     "of dict": function(lambda shared: shared.entries["factor"]),
     "of object": function(lambda shared: shared.factor),
+    "of table": layer(lambda shared, self, x: Tabled.apply(x), "Function"),
     "of counter": function(_counted),
     "of iterator": function(lambda shared: 1 + 0.1 * next(shared.numbers)),
     "of environment": function(lambda shared: float(os.environ.get(VARIABLE, "1"))),
