@@ -9,7 +9,6 @@ from tests.simulated_device.loading import load
 from tests.simulated_runs.on_device import DEVICE
 from tests.training.situations import Training, check, trainings
 
-
 GRAPHS = {"device": DEVICE, "kernels": "graphs"}
 CHANGED = ((3, "steps", "tables", 3),)
 
