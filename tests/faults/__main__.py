@@ -16,11 +16,12 @@ from tests.faults.kills import kills
 from tests.faults.lines import BEGUN, lines_of_beginnings, lines_of_operations
 from tests.faults.tally import Tally
 from tests.faults.world import CASES
+from tests.simulated_device.loading import load
 
 OPERATIONS = ("step", "flush", "read", "save", "load")
 BEGINNINGS = ("compile", "first step")
 # How many trials; of lines, every so-maniest of each case: cases take turns, so that each line has its trial.
-COUNTS = {"kills": 300, "interrupts": 300, "lines": len(CASES), "beginnings": 8 * len(BEGUN), "configurations": 1000}
+COUNTS = {"kills": 300, "interrupts": 300, "lines": len(CASES), "beginnings": 8 * len(BEGUN), "configurations": 2000}
 SMALL = {"kills": 3, "interrupts": 12, "lines": 200, "configurations": 8}
 SMALL_CASES = ("fp32 clipped", "bf16 overlap")
 """What `make test` tries, in one process; of lines, every other kind of operation in one run, the rest in the other."""
@@ -31,12 +32,17 @@ def main() -> int:
     parser.add_argument("--only", choices=COUNTS, nargs="+", default=list(COUNTS), help="parts of the campaign")
     parser.add_argument("--seed", type=int, default=int(time.time()) % 10**6, help="what is drawn at random")
     parser.add_argument("--first", type=int, default=0, help="where to go on")
+    parser.add_argument(
+        "--simulated", action="store_true", help="configurations on the simulated device, kernels recorded"
+    )
     parser.add_argument("--small", action="store_true", help="a small part of the campaign, in a minute")
     parser.add_argument("--count", type=int, help="how many trials; of lines: every so-maniest")
     parser.add_argument("--cases", nargs="+", help="runs whose lines are interrupted; the names are those of a report")
     parser.add_argument("--kinds", nargs="+", help="operations whose lines are interrupted")
     options = parser.parse_args()
     torch.set_num_threads(1)
+    if options.simulated:
+        load()
     print(f"seed {options.seed}", flush=True)
     tally = Tally()
     with tempfile.TemporaryDirectory() as folder:

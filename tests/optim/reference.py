@@ -64,13 +64,17 @@ class Reference:
             args = [a.bfloat16() if isinstance(a, torch.Tensor) and a.dtype == torch.float32 else a for a in args]
         loss = loss_of(self.model(*args, **kwargs))
         loss.backward()
+        self.update()
+        return float(loss.detach())
+
+    def update(self) -> None:
+        """Takes the gradients to the masters, which step; rounds them into the model."""
         narrow = {n: p for n, p in self.model.named_parameters() if n in self.masters and self.masters[n] is not p}
         for name, p in narrow.items():
             self.masters[name].grad = None if p.grad is None else p.grad.cpu().float()
         self.optimizer.step()
         for name, p in narrow.items():
             p.data.copy_(nearest(self.masters[name].detach()))
-        return float(loss.detach())
 
 
 class Loop:
