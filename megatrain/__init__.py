@@ -36,6 +36,7 @@ from megatrain.errors import (
     TorchError,
     TraceError,
     TrainStepWarning,
+    UnwatchedWarning,
     WeightsError,
 )
 from megatrain.hardware.hardware import Hardware
@@ -112,6 +113,7 @@ __all__ = [
     "TracedModule",
     "TrainStep",
     "TrainStepWarning",
+    "UnwatchedWarning",
     "WeightsError",
     "Workload",
     "compile",

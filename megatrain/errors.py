@@ -33,8 +33,12 @@ class ManyCapturesWarning(UserWarning):
     """Most of the latest calls were captured anew, because shapes or values change from call to call."""
 
 
+class UnwatchedWarning(UserWarning):
+    """A forward may read something that nobody can compare from call to call: an iterator."""
+
+
 class HookOrderWarning(UserWarning):
-    """Hooks on parameters whose gradients one operation makes at once may run in another order than in eager."""
+    """Hooks on parameters may run in another order than in eager: some of them, or next to hooks of modules."""
 
 
 class EagerKernelsWarning(UserWarning):

@@ -184,7 +184,8 @@ class Updates:
 
     def _drop(self, block: int) -> None:
         """Lets go of the gradients of a block that is updated."""
-        if not self._has_waiting:  # a hook may look at all gradients until the last optimizer has begun
+        # A hook may look at all gradients until the last optimizer has begun, and after the step.
+        if not self._has_waiting and not any(updater.blocks.has_hooks for updater in self._updaters):
             for parameter in self._blocks[block]:
                 if self._source.using.by_parameter.pop(parameter, None) is not None:
                     parameter.grad = None

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from megatrain.torch_private import FakeTensorMode
+from megatrain.torch_private import FakeTensor, FakeTensorMode, pytree
 from megatrain.tracer.capture.scripts import scripts_on_values
 from megatrain.tracer.capture.triton_launches import launches_on_fakes
 from megatrain.tracer.recording.obstacles import unprinted_failures
@@ -23,11 +23,16 @@ def exact_fakes(*, allow_non_fake_inputs: bool = False) -> Generator[FakeTensorM
     and nothing is printed.
 
     Args:
-        allow_non_fake_inputs: Whether tensors with values may be used as well.
+        allow_non_fake_inputs: Whether tensors with values may be used as well. Those that are written have their values
+            back at the end.
     """
     fakes = _ExactFakes(allow_non_fake_inputs=allow_non_fake_inputs)
-    with unprinted_failures(), scripts_on_values(), launches_on_fakes(), fakes as mode:
-        yield mode
+    try:
+        with unprinted_failures(), scripts_on_values(), launches_on_fakes(), fakes as mode:
+            yield mode
+    finally:
+        for tensor, before in reversed(fakes.written):
+            tensor.data.copy_(before)
 
 
 class _ExactFakes(FakeTensorMode):
@@ -35,9 +40,20 @@ class _ExactFakes(FakeTensorMode):
 
     From the cache, a kernel that returns one tensor twice gives two, so that figures would depend on earlier runs in
     the process. Only kernels of one result are looked up there, which halves the time of a run.
+
+    Attributes:
+        written: Tensors with values before each write into one: a kernel all of whose tensors have values runs.
     """
 
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.written: list[tuple[torch.Tensor, torch.Tensor]] = []
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if self.allow_non_fake_inputs and func._schema.is_mutable:
+            given = [each for each in pytree.tree_leaves((args, kwargs)) if isinstance(each, torch.Tensor)]
+            if not any(isinstance(each, FakeTensor) for each in given):
+                self.written += [(each, each.detach().clone()) for each in given]
         before, self.cache_enabled = self.cache_enabled, _has_one_result(func)
         try:
             return super().__torch_dispatch__(func, types, args, kwargs)

@@ -46,7 +46,7 @@ class _CallNode(torch.autograd.Function):
             everything[index] = gradient
         aliases = [node for node, _ in ctx.next_functions[-len(ctx.parameters) :]] if ctx.parameters else []
         nodes = [None if node is None else node.next_functions[0][0] for node in aliases]
-        demand = Demand(executor.facts.trained, ctx.parameters, nodes, executor.program.gradient_order)
+        demand = Demand(executor.facts.trained, ctx.parameters, nodes, executor.program)
         found = executor.backward(ctx.call, everything, keep_graph=keeps_graph(), take=demand)
         return None, None, None, None, None, *found, *demand.returned()
 

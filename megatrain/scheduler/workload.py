@@ -27,8 +27,8 @@ class Workload:
         storages: Bytes of each storage, on the device, or on the host if its values are.
         loss_bytes: Device bytes that the caller's loss of one micro-batch and its backward take, beyond the outputs and
             their gradients; in a training step, whose schedule has the loss between forward and backward.
-        last_reads_values: Whether Python code reads values in the forward of the last block. Ranks may have to run such
-            a forward again with another capture, so no backward of theirs begins before all forwards are over.
+        last_reads_values: Whether Python code reads values in the forward of the last block. Such a forward may have to
+            run again with another capture, so no loss is made and no backward begins before all forwards are over.
     """
 
     blocks: tuple[BlockWork, ...]

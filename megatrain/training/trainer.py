@@ -95,7 +95,10 @@ class Running:
         self._threads = threads
         self._looks_for_nonfinite = looks
         self._together = together
-        warn_of_order(setting.programs[0].gradient_order, lambda key: is_hooked(self._parameters[key]))
+        runs_in_backward = self._has_hooks
+        warn_of_order(
+            setting.programs[0].gradient_order, lambda key: is_hooked(self._parameters[key]), lambda: runs_in_backward
+        )
 
     def inputs(self) -> list[Sequence[torch.Tensor]]:
         """The model's tensor inputs, per micro-batch."""

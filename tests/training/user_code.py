@@ -213,11 +213,6 @@ def _hooks(shared: Shared, self: Any, x: torch.Tensor) -> torch.Tensor:
     return x.tanh()
 
 
-def _autocast(shared: Shared, self: Any, x: torch.Tensor) -> torch.Tensor:
-    with torch.autocast(x.device.type, torch.bfloat16):
-        return self.second(self.second(x)).float()
-
-
 def _checkpointed(shared: Shared, self: Any, x: torch.Tensor) -> torch.Tensor:
     return checkpoint(lambda y: torch.dropout(self.second(y).tanh(), 0.2, self.training), x, use_reentrant=False)
 
@@ -267,7 +262,6 @@ LAYERS: dict[str, Part] = {
     "restarts": layer(_restarts),
     "logs": layer(_logs, narrow=True),
     "activation hook": layer(_hooks, "hook"),
-    "autocast": layer(_autocast),
     "checkpoint": layer(_checkpointed),
     "operator": layer(lambda shared, self, x: scaled(x), "operator"),
     "of list": function(lambda shared: shared.table[-1]),

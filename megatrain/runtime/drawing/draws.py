@@ -11,11 +11,9 @@ import torch
 from torch import fx
 
 from megatrain.device import Device
-from megatrain.errors import DrawsError
 from megatrain.memory.block_image import stored_stride
 from megatrain.passes.interpret import Code
 from megatrain.passes.program import Program
-from megatrain.runtime.rng import RngState
 from megatrain.tracer.spec import TensorSpec
 
 
@@ -81,32 +79,6 @@ class Draws:
         """
         for call in chain.from_iterable(self._calls):
             call.make(device)
-
-    def ends(self, device: Device) -> list[RngState]:
-        """Draws the same; returns where the generators are at the end of each block of the forward.
-
-        Raises:
-            DrawsError: If the forward can't be drawn ahead.
-        """
-        if self.are_hidden or self.are_opaque:
-            raise cannot_draw_ahead()
-        found: list[RngState] = []
-        at = RngState.now(device)
-        for calls in self._calls:
-            for call in calls:
-                call.make(device)
-            at = RngState.now(device).sharing(at) if calls else at
-            found.append(at)
-        return found
-
-
-def cannot_draw_ahead() -> DrawsError:
-    """The error of ranks that must know what other ranks draw."""
-    return DrawsError(
-        "the model draws random numbers that nobody can draw ahead of its forward.\n"
-        "  Each rank draws what one process would draw there, so it must know what others draw.\n"
-        "  Use nn.Dropout or torch's own random functions in the model, or train in one process."
-    )
 
 
 def _draws_of(graph: fx.Graph) -> list[_Draw] | None:

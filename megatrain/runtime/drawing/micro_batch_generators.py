@@ -6,7 +6,7 @@ turns, so each micro-batch draws from generators of its own: they begin where th
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from itertools import pairwise
@@ -29,12 +29,15 @@ class MicroBatchGenerators:
         ends_at: Where its forward must end, because the next one begins there; None if none does.
         host: Where Python's and NumPy's generators must stay, because nobody knows of draws from them; None if they may
             move.
+        still_on: The compute device, if no block may draw: opaque modules drew nothing when they were captured. None if
+            blocks may, or there are no opaque modules.
     """
 
     forward: OwnGenerators | None = None
     quiet_on: Device | None = None
     ends_at: RngState | None = None
     host: HostRng | None = None
+    still_on: Device | None = None
 
     @staticmethod
     def of(draws: Sequence[Draws | None], are_random: Sequence[bool], device: Device) -> Sequence[MicroBatchGenerators]:
@@ -53,7 +56,8 @@ class MicroBatchGenerators:
         """
         count = len(draws)
         if count == 1 or not any(are_random):
-            return [MicroBatchGenerators() for _ in draws]
+            has_opaque = count > 1 and any(each is not None and each.are_opaque for each in draws)
+            return [MicroBatchGenerators(still_on=device if has_opaque else None) for _ in draws]
         if any(each is not None and each.are_hidden for each in draws):
             raise DrawsError(
                 "the model has an RNN with dropout, whose random numbers come from a state inside of cuDNN.\n"
@@ -89,20 +93,18 @@ class MicroBatchGenerators:
         now = RngState.now(device) if self.forward is None else self.forward.state
         has_moved = self.host is not None and self.host != HostRng.now()
         if has_moved or (self.ends_at is not None and not self.ends_at.is_same(now)):
-            raise DrawsError(
-                "the model drew another number of random values than the shapes of its tensors say.\n"
-                "  Micro-batches of a step draw in the order of a loop, so what each draws must be known ahead.\n"
-                "  Give TrainStep a single micro-batch, or draw the values (torch.poisson, gamma) outside of the model."
-            )
+            raise _drew_otherwise()
 
     def drawing(self, block: int | None) -> AbstractContextManager[None]:
         """Lets the body draw as a block of the forward does; None is the loss.
 
         Raises:
-            DrawsError: If a loss draws that may not.
+            DrawsError: If a loss or a block draws that may not.
         """
         if block is None:
-            return nullcontext() if self.quiet_on is None else _without_draws(self.quiet_on)
+            return nullcontext() if self.quiet_on is None else _without_draws(self.quiet_on, _loss_draws)
+        if self.still_on is not None:
+            return _without_draws(self.still_on, _drew_otherwise)
         return nullcontext() if self.forward is None else self.forward.drawing()
 
     def leave(self, device: Device) -> None:
@@ -112,8 +114,8 @@ class MicroBatchGenerators:
 
 
 @contextmanager
-def _without_draws(device: Device) -> Generator[None]:
-    """Runs a loss.
+def _without_draws(device: Device, refusal: Callable[[], DrawsError]) -> Generator[None]:
+    """Runs a loss or a block.
 
     Raises:
         DrawsError: If it draws, or seeds; the generators are as they were.
@@ -123,8 +125,20 @@ def _without_draws(device: Device) -> Generator[None]:
         yield
         is_quiet = before.is_same(GlobalGenerators.now(device))
     if not is_quiet:
-        raise DrawsError(
-            "the loss draws random numbers, and so does the model.\n"
-            "  In a loop over micro-batches a loss draws before the next forward; a step runs the forwards in turns.\n"
-            "  Draw in the model, give TrainStep a single micro-batch, or write the loop yourself."
-        )
+        raise refusal()
+
+
+def _drew_otherwise() -> DrawsError:
+    return DrawsError(
+        "the model drew another number of random values than the shapes of its tensors say.\n"
+        "  Micro-batches of a step draw in the order of a loop, so what each draws must be known ahead.\n"
+        "  Give TrainStep a single micro-batch, or draw the values (torch.poisson, gamma) outside of the model."
+    )
+
+
+def _loss_draws() -> DrawsError:
+    return DrawsError(
+        "the loss draws random numbers, and so does the model.\n"
+        "  In a loop over micro-batches a loss draws before the next forward; a step runs the forwards in turns.\n"
+        "  Draw in the model, give TrainStep a single micro-batch, or write the loop yourself."
+    )

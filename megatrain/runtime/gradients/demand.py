@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
 
 from megatrain import torch_private
 from megatrain.errors import ExecuteError
+from megatrain.passes.program import Program
 from megatrain.runtime.gradients.sink import Take, accumulate, is_hooked, keeps_gradient, keeps_of, warn_of_order
 
 
@@ -28,7 +30,7 @@ class Demand:
         keys: Of the parameters.
         parameters: The tensors themselves.
         nodes: Their nodes in the caller's graph, one each.
-        groups: Keys in the order of eager's gradients; see `GradientOrder.groups`.
+        program: What runs; it has the order of eager's gradients.
     """
 
     def __init__(
@@ -36,7 +38,7 @@ class Demand:
         keys: Sequence[str],
         parameters: Sequence[torch.Tensor],
         nodes: Sequence[Any],
-        groups: Sequence[Sequence[str]],
+        program: Program,
     ):
         self._keys = keys
         self._own: dict[str, torch.Tensor] = {}
@@ -52,7 +54,8 @@ class Demand:
                 self._hooked.add(key)
             else:
                 self._own[key] = parameter
-        warn_of_order(groups, self._hooked.__contains__)
+        in_backward = partial(any, map(program.looks_in_backward, program.blocks))
+        warn_of_order(program.gradient_order, self._hooked.__contains__, in_backward)
 
     def keeps(self, key: str) -> bool:
         """Tells whether somebody will keep the memory of a parameter's gradient."""

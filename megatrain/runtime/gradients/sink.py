@@ -253,13 +253,26 @@ def is_hooked(parameter: torch.Tensor) -> bool:
     return bool(parameter._backward_hooks or parameter._post_accumulate_grad_hooks)  # pyright: ignore
 
 
-def warn_of_order(groups: Sequence[Sequence[str]], tells: Callable[[str], bool]) -> None:
-    """Warns of hooks whose order in eager isn't known.
+def warn_of_order(
+    groups: Sequence[Sequence[str]], tells: Callable[[str], bool], runs_in_backward: Callable[[], bool]
+) -> None:
+    """Warns of hooks whose order in eager isn't known, or isn't theirs here.
 
     Args:
         groups: The parameters in the order of their gradients; see `GradientOrder.groups`.
         tells: Whether one of them has hooks.
+        runs_in_backward: Whether code of the user's runs in the backward of modules; asked if there are hooks.
     """
+    hooked = next((key for group in groups for key in group if tells(key)), None)
+    if hooked is not None and runs_in_backward():
+        warnings.warn(
+            f"hooks on gradients, such as that of `{hooked}`, run after the hooks in the backward of later modules.\n"
+            "  Gradients leave the device while the backward goes on; eager runs these hooks in turns.\n"
+            "  Let hooks of the two kinds neither draw random numbers nor depend on each other.",
+            HookOrderWarning,
+            stacklevel=2,
+        )
+        return
     for group in groups:
         if len(group) > 1 and len(names := [f"`{key}`" for key in group if tells(key)]) > 1:
             warnings.warn(

@@ -118,8 +118,8 @@ def _starting_plan(builder: Builder, num_slots: int, keep: int | None, activatio
 def _least_saves(builder: Builder) -> int:
     """How many graphs are retained in any case: one where the step turns, if its backward comes at once.
 
-    With several micro-batches it doesn't if blocks without a backward follow, nor among ranks whose last block may
-    run again: then there are as many graphs as micro-batches, and they are retained only where they fit.
+    With several micro-batches it doesn't if blocks without a backward follow, nor where the last block may run
+    again: then there are as many graphs as micro-batches, and they are retained only where they fit.
     """
     at_once = builder.kind.micro_batches == 1 or alternates(builder.workload, builder.kind)
     return min(len(builder.workload.backward_blocks()), int(at_once))

@@ -74,9 +74,10 @@ def compute_stages(workload: Workload, kind: StepKind) -> tuple[Stage, ...]:
 def alternates(workload: Workload, kind: StepKind) -> bool:
     """Tells whether forward and backward meet in the last block, with the losses between them.
 
-    They don't where a rank may have to run the forward of this block again: no rank may have begun a backward by then.
+    They don't where the forward of this block may have to run again with another capture: no loss, which is the user's
+    code and may keep something, is made by then, and no rank has begun a backward.
     """
-    if workload.last_reads_values and kind.has_other_ranks:
+    if workload.last_reads_values:
         return False
     return kind.mode == "train" and workload.backward_blocks()[-1:] == (len(workload.blocks) - 1,)
 

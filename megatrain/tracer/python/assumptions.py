@@ -125,6 +125,14 @@ class Assumptions:
         """How many values were read, not counting the functions, classes and modules behind names."""
         return sum(not value.is_code for value in self.values)
 
+    def iterators(self) -> Iterator[str]:
+        """The names of iterators, of which nobody knows what they give next."""
+        met = set[int]()
+        for value in self.values:
+            for path, kept in _parts(value.path, value.kept, met):
+                if isinstance(kept, Same) and kept.is_iterator:
+                    yield f"`{path}`" + (f" at {value.source}" if value.source else "")
+
     def __str__(self) -> str:
         lines: dict[str, None] = {}
         cut: dict[str, None] = {}

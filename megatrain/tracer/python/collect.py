@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 import weakref
 from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -10,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from megatrain.errors import UnwatchedWarning
 from megatrain.tracer.python.assumptions import Assumption, Assumptions, ClassAttribute, OwnAttribute, Unset
 from megatrain.tracer.python.attributes import Read, Reads, recorded_reads
 from megatrain.tracer.python.contents import MISSING
@@ -70,7 +72,16 @@ class Assuming:
         of_code = self._named()
         values += self._of_variables(keeper, of_code.found)
         skipped = tuple(sorted({variable.path for variable in of_code.skipped}))
-        return Assumptions(tuple(values), tuple(unset), self._tree, skipped)
+        found = Assumptions(tuple(values), tuple(unset), self._tree, skipped)
+        if (iterator := next(found.iterators(), None)) is not None:
+            warnings.warn(
+                f"the forward may read an iterator, {iterator}, and the numbers may be others than eager's.\n"
+                "  A capture runs Python code a few times, which takes items, and later steps don't run it.\n"
+                "  Take the item before the call, and give it to the model as an argument or an attribute.",
+                UnwatchedWarning,
+                stacklevel=2,
+            )
+        return found
 
     def _of_module(
         self, keeper: Keeper, module: nn.Module, names: dict[str, Read], path: str, *, is_inside: bool

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import weakref
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
@@ -88,12 +89,16 @@ class Same(Kept):
     Args:
         value: The object.
         is_cut: It may hold what can change, and nobody looks into it.
+
+    Attributes:
+        is_iterator: Each read of it changes it, and nothing tells what it holds.
     """
 
-    __slots__ = ("_ref", "_size", "_text", "is_cut")
+    __slots__ = ("_ref", "_size", "_text", "is_cut", "is_iterator")
 
     def __init__(self, value: Any, *, is_cut: bool = False) -> None:
         self.is_cut = is_cut
+        self.is_iterator = isinstance(value, Iterator) and not isinstance(value, io.IOBase)
         try:
             self._ref: Any = weakref.ref(value)
         except TypeError:
