@@ -21,15 +21,13 @@ class _CallNode(torch.autograd.Function):
     def forward(
         ctx: Any,
         executor: Executor,
-        inputs: Sequence[torch.Tensor],
-        outputs: list[Any],
+        call: Any,
+        outputs: Sequence[torch.Tensor],
         parameters: Sequence[torch.Tensor],
         *sources: torch.Tensor,
     ) -> Any:
         ctx.set_materialize_grads(False)
-        ctx.call, ctx.executor, ctx.parameters = executor.forward(inputs), executor, parameters
-        # The call must not keep its outputs: they will keep this node, and the node keeps the call.
-        outputs += ctx.call.take_outputs()
+        ctx.call, ctx.executor, ctx.parameters = call, executor, parameters
         return tuple(outputs[i] for i in executor.differentiable_outputs)
 
     @staticmethod
@@ -65,9 +63,14 @@ def run_step(executor: Executor, inputs: Sequence[torch.Tensor]) -> list[torch.T
     if torch.is_grad_enabled() and executor.differentiable_outputs:
         anchor = torch.empty(0, requires_grad=True)
         sources = [inputs[i] for i in executor.differentiable_inputs]
+        with torch.no_grad():
+            call = executor.forward(inputs)
+        # The call must not keep its outputs: they will keep its node, and the node keeps the call.
+        outputs += call.take_outputs()
         parameters = executor.parameters()
+        # Not before the forward: memory that somebody else holds stays where it is, and the aliases would hold it.
         sources += _ordered_aliases(executor, parameters)
-        found = _CallNode.apply(executor, inputs, outputs, parameters, anchor, *sources)
+        found = _CallNode.apply(executor, call, outputs, parameters, anchor, *sources)
         differentiable = dict(zip(executor.differentiable_outputs, found, strict=True))
     else:
         call = executor.forward(inputs)

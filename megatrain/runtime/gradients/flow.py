@@ -138,14 +138,20 @@ def _completed_keys(program: Program) -> tuple[tuple[str, ...], ...]:
 def _differentiated_state(program: Program, block: Block) -> list[str]:
     """Lists the trained state through which a gradient may flow: not what a block only compares or detaches."""
     template = program.templates[block.template]
-    ports = list(template.graph.find_nodes(op="placeholder"))[len(template.inputs) :]
+    places = list(template.graph.find_nodes(op="placeholder"))
+    ports = places[len(template.inputs) :]
+    flags = [program.values[name].requires_grad for name in block.inputs]
+    flags += [program.state[key].requires_grad for key in block.binding]
+    # The nodes tell of the first block with this template, and of others that train the same.
+    is_told = all(node.meta.get("requires_grad") == flag for node, flag in zip(places, flags, strict=True))
     # A write into memory that several nodes share may reach readers that are no users.
     num_names = Counter(node.meta.get("storage") for node in template.graph.nodes)
     flows: set[fx.Node] = set()
     for node in reversed(template.graph.nodes):
         is_end = node.op == "output" or ("requires_grad" not in node.meta and not node.users)
         is_shared = "storage" in node.meta and num_names[node.meta["storage"]] > 1
-        if node.meta.get("requires_grad", True) and (is_end or is_shared or not flows.isdisjoint(node.users)):
+        may_flow = not is_told or node.meta.get("requires_grad", True)
+        if may_flow and (is_end or is_shared or not flows.isdisjoint(node.users)):
             flows.add(node)
     pairs = zip(ports, block.binding, strict=True)
     return [key for port, key in pairs if program.state[key].requires_grad and not flows.isdisjoint(port.users)]
