@@ -197,6 +197,7 @@ FEATURES: tuple[Feature, ...] = (
     Feature("torch._library.triton.set_wrap_triton_enabled", "give kernels unwrapped", _kernels_can_stay_unwrapped),
     Feature("torch.Tensor._version", "count writes into all views of a memory", probes.writes_are_counted),
     Feature("torch._C._storage_Use_Count", "count what looks at a memory", probes.memory_is_told),
+    Feature("torch.autograd.graph.Node._sequence_nr", "number nodes as they are made", probes.nodes_are_numbered),
     Feature("torch.Tag.nondeterministic_seeded", "mark operations that draw", probes.draws_are_tagged),
     Feature("torch.nn.Module.__call__", "be what a call of a module runs", probes.calls_of_modules_can_be_replaced),
 )

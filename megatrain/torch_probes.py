@@ -296,6 +296,14 @@ def memory_is_told() -> bool:
     return viewed == alone + 1 and found == address and weak.expired()
 
 
+def nodes_are_numbered() -> bool:
+    """Whether a node of autograd that was made later has the larger number."""
+    with torch.enable_grad():
+        first = torch.ones(2, requires_grad=True) * 2
+        later = first * 2
+    return torch_private.sequence_number(later.grad_fn) > torch_private.sequence_number(first.grad_fn)
+
+
 def draws_are_tagged() -> bool:
     """Whether operations that draw random numbers say so."""
     aten = torch.ops.aten

@@ -225,11 +225,6 @@ def _methods(made: Made) -> Iterator[tuple[str, Any, Mapping[str, Any]]]:
     yield "SavedPlan.from_json", megatrain.SavedPlan, {"text": saved.to_json()}
     yield "SavedPlan.diff", saved, {"other": saved}
     yield "Plan.largest", made.plan, {"what": "micro_batch", "multiple": 1, "most": 2}
-    yield (
-        "Plan.on_devices",
-        replace(made.plan, hardware=megatrain.Hardware(1e9, 1e9, 1e9)),
-        {"num_devices": 2, "num_hosts": 2, "network": "1GB"},
-    )
     yield "TensorSpec.of", megatrain.TensorSpec, {"tensor": INPUT}
     yield "TensorSpec.empty", megatrain.TensorSpec.of(INPUT), {"device": torch.device("cpu")}
     yield "TracedModule.result", made.traced, {"tensors": [INPUT], "inputs": [INPUT]}

@@ -48,7 +48,7 @@ GROUPS = (
     "reporting",
 )
 VAGUE_NAMES = {"utils", "util", "common", "helpers", "helper", "core", "manager", "misc"}
-MAX_LINES = 320
+MAX_LINES = 500
 MAX_FILES = 16
 # The one module of the scheduler that reads a Program; all others work on its plain description.
 PROGRAM_READER = "megatrain.scheduler.from_program"

@@ -66,10 +66,11 @@ BROKEN: dict[str, Any] = {
     "log_softmax_backward": lambda grad, output, dim, dtype, out: out.copy_(grad),
     "storage_use_count": lambda _: 1,
     "storage_of": lambda _: None,
+    "sequence_number": lambda _: 0,
 }
 # Imported outright, or no names of torch.
 OTHERS = {
-    *("FakeTensor", "FakeTensorMode", "GLOBAL_POST_HOOKS", "GLOBAL_PRE_HOOKS", "ITEM", "MODULE_APPLY", "pytree"),
+    *("FakeTensor", "FakeTensorMode", "GLOBAL_POST_HOOKS", "DropoutNd", "GLOBAL_PRE_HOOKS", "ITEM", "MODULE_APPLY", "pytree"),
     *(
         "ScriptFunction",
         "ScriptMethod",
@@ -87,6 +88,7 @@ OTHERS = {
         "annotations",
         "autograd",
         "importlib",
+        "methodcaller",
         "nn",
         "torch",
     ),

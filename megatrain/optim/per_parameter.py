@@ -65,7 +65,8 @@ def is_per_parameter(optimizer: Optimizer) -> bool:
     """
     if _has_overrides(optimizer):
         return False
-    kind = type(optimizer)  # its own, as somebody has looked at it: due updates are over
+    _ = optimizer.state  # due updates run first, and then the class is its own
+    kind = type(optimizer)
     is_known = kind in _registered or f"{kind.__module__}.{kind.__qualname__}" in _OF_PACKAGES
     return is_known or runs_torchs_code(optimizer) or all(fast_path(optimizer, g) for g in optimizer.param_groups)
 

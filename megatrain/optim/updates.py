@@ -230,14 +230,17 @@ class Updates:
 
     def finish(self) -> None:
         """Runs the rest of the optimizers' steps, and ends them."""
-        self._finish_begun()
-        while self._has_waiting:
-            self._begin_waiting()
+        try:
             self._finish_begun()
-        hide_gradients(self._source.using)
-        self._source.using = Gradients.none()
-        for parameter in self._parameters():
-            parameter.grad = None
+            while self._has_waiting:
+                self._begin_waiting()
+                self._finish_begun()
+        finally:
+            if not self.is_under_way:  # a hook behind the last update may have failed
+                hide_gradients(self._source.using)
+                self._source.using = Gradients.none()
+                for parameter in self._parameters():
+                    parameter.grad = None
 
     def _finish_begun(self) -> None:
         for block in sorted({block for updater in self._updaters for block in updater.blocks.left}):

@@ -12,7 +12,7 @@ from torch import fx
 from megatrain.checks import checked, count
 from megatrain.counts import counted
 from megatrain.passes.cost import TemplateCost
-from megatrain.passes.interpret import looks_in_backward, opaque_calls
+from megatrain.passes.interpret import opaque_calls
 from megatrain.sizes import ALIGNMENT
 from megatrain.tracer.calls import call_text
 from megatrain.tracer.inventory import StateEntry
@@ -189,10 +189,6 @@ class Program:
     def opaque(self, block: Block) -> tuple[Opaque, ...]:
         """Modules in a block that run their own code."""
         return opaque_calls(self.templates[block.template].graph)
-
-    def looks_in_backward(self, block: Block) -> bool:
-        """Tells whether the user's code may look at the model in the backward of a block."""
-        return looks_in_backward(self.templates[block.template].graph)
 
     def readers(self) -> dict[str, tuple[int, ...]]:
         """Blocks that read each value, ascending."""

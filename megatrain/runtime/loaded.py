@@ -9,6 +9,7 @@ from itertools import chain
 from megatrain.counts import counted
 from megatrain.errors import ExecuteError
 from megatrain.memory.block_image import BlockImage
+from megatrain.passes.interpret import looks_in_backward
 from megatrain.passes.kept_results import kept_results
 from megatrain.passes.program import Program, has_parts, shared_templates
 from megatrain.runtime.blocks.block import HIDDEN_DRAWS, BlockRunner
@@ -97,7 +98,7 @@ class Loaded:
             written={new: [key for key, name in program.commits if name == new] for _, new in program.commits},
             draws=Draws.of(program) if is_training else None,
             results=results,
-            looking=frozenset(b.index for b in program.blocks if program.commits and program.looks_in_backward(b)),
+            looking=frozenset(b.index for b in program.blocks if program.commits and looks_in_backward(program.templates[b.template].graph)),
         )
 
     def check_recomputed(self, saves: Collection[int]) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Generator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -80,7 +80,7 @@ def repeated_rng(state: RngState | None, device: Device, opaque: Sequence[Opaque
         if state is None:
             yield
             return
-        with drawing_alone():
+        with _moving.turn:
             present = RngState.now(device, opaque)
             state.restore(device)
             try:
@@ -89,12 +89,26 @@ def repeated_rng(state: RngState | None, device: Device, opaque: Sequence[Opaque
                 present.restore(device)
 
 
-_moved_back = threading.RLock()
+class _Moving(threading.local):
+    """What this thread holds while it repeats earlier draws."""
+
+    turn: AbstractContextManager[object] = nullcontext()
 
 
-def drawing_alone() -> AbstractContextManager[bool]:
-    """Keeps the global generators from other threads of megatrain: none repeats earlier draws during the body."""
-    return _moved_back
+_moving = _Moving()
+
+
+@contextmanager
+def moving_in_turn(turn: AbstractContextManager[object]) -> Generator[None]:
+    """In the body this thread holds `turn` while it repeats earlier draws, so that others who hold it don't see them.
+
+    Each step has a turn of its own: a hook on a gradient, which holds that of its step, may train another model.
+    """
+    before, _moving.turn = _moving.turn, turn
+    try:
+        yield
+    finally:
+        _moving.turn = before
 
 
 class OwnGenerators:

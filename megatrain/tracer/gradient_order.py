@@ -44,8 +44,9 @@ class GradientOrder:
 
     def note(self, call: fx.Node, ends: dict[Any, fx.Node | None], result: Any) -> None:
         """Reads the history of a call that has run: what `ends` returned before, and its result."""
-        made = [x.grad_fn for x in pytree.tree_leaves(result) if isinstance(x, torch.Tensor) and x.grad_fn is not None]
-        if ends and made:
+        tensors = [x for x in pytree.tree_leaves(result) if isinstance(x, torch.Tensor)] if ends else []
+        made = [x.grad_fn for x in tensors if x.grad_fn is not None]
+        if made:
             self._ready[call] = _made_ready([node for node in dict.fromkeys(made) if node not in ends], ends)
 
     def groups(self, graph: fx.Graph) -> tuple[tuple[str, ...], ...]:

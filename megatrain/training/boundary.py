@@ -9,7 +9,7 @@ import torch
 from megatrain.errors import ExecuteError
 from megatrain.memory.out_of_memory import let_go, ran_out
 from megatrain.optim.updates import Updates
-from megatrain.runtime.rng import RngState
+from megatrain.runtime.rng import RngState, moving_in_turn
 from megatrain.runtime.run import Run
 from megatrain.training.trainer import Running
 
@@ -93,7 +93,8 @@ class Boundary:
         """
         self.is_undone = self.has_recovered = False
         try:
-            run.go(running)
+            with moving_in_turn(running.drawing):
+                run.go(running)
             running.check()  # there may have been no update
             self._end(run, running, updates)
         except BaseException as error:
@@ -156,7 +157,8 @@ class Boundary:
     def _go_on(self, run: Run, running: Running, updates: Updates, error: BaseException) -> bool:
         """Completes a step after some of its updates; tells whether nothing of it is still due."""
         try:
-            run.complete(running)
+            with moving_in_turn(running.drawing):
+                run.complete(running)
         except BaseException as again:
             if ran_out(again, run.device):
                 let_go(again, run.device)

@@ -16,7 +16,7 @@ from megatrain.interrupts import Interrupts
 from megatrain.optim.updates import Updates
 from megatrain.planning.loss_bytes import Loss
 from megatrain.runtime.gradients.sink import check_kind, gradient_form, hooked, is_hooked, laid_out, warn_of_order
-from megatrain.runtime.rng import GlobalGenerators, drawing_alone
+from megatrain.runtime.rng import GlobalGenerators
 from megatrain.runtime.taken import Versions
 from megatrain.sizes import Section
 from megatrain.training.batch import Differentiated, loss_of
@@ -61,6 +61,7 @@ class Running:
         micro_batch: The micro-batch of the present operation.
         kind: The kind of the step.
         interrupts: Lets Ctrl-C through between operations.
+        drawing: Held by hooks on gradients, and by this step's compute while it repeats earlier draws.
         shares: See above.
     """
 
@@ -81,6 +82,7 @@ class Running:
         self.has_begun = self.has_updated = False
         self.is_skipped = False
         self.micro_batch = 0
+        self.drawing = threading.RLock()
         self._setting = setting
         self._deferred = frozenset(setting.schedule.deferred)
         self.has_loss = loss is not None
@@ -192,7 +194,7 @@ class Running:
             try:
                 self._has_hooks = True
                 allowing = nullcontext() if self._read is None else self._read.allowing(key)
-                with drawing_alone(), self._refusing_draws(key), allowing:
+                with self.drawing, self._refusing_draws(key), allowing:
                     left = self._hooked(parameter, gradient)
             finally:
                 self._hooking = None

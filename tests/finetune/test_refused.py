@@ -278,7 +278,7 @@ def test_a_training_that_diverges_ends_with_the_parameter(
     command = [folder / "model", folder / "text.jsonl", "--out", tmp_path / "out", *ON_CPU]
     assert train(*command, "--lr=1e30", "--accumulate=2", "--steps=6", "--warmup=0") == 2
     said = capsys.readouterr().err
-    assert "megatrain: the gradient of `model." in said
+    assert "megatrain: the gradient of `" in said
     assert "is not finite." in said
     assert "Give a smaller --lr or a longer --warmup" in said
     assert keywords(said[said.index("megatrain: ") :]) == []

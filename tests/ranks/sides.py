@@ -217,7 +217,9 @@ def begin(case: Case, group: Any = None, **options: Any) -> tuple[Any, Any, mega
     settings: dict[str, Any] = {"chaos": chaos, **case.compile}
     device = case.device(None if group is None else dist.get_rank())
     compiled = megatrain.compile(task.build(), device=device, process_group=group, **settings)
-    compiled.train(case.draws)
+    for module in compiled.megatrain.model.modules():
+        if isinstance(module, nn.Dropout) and not case.draws:
+            module.p = 0.0
     optimizer = OPTIMIZERS[case.optimizer](compiled.megatrain.model)
     for number, parameter in enumerate(compiled.megatrain.model.parameters()):
         if case.hooks and parameter.requires_grad and number % 3 < 2:

@@ -305,10 +305,10 @@ def test_other_literals_compile_other_variants_and_equal_ones_do_not() -> None:
     eager = Scaled()
     compiled = megatrain.compile(copy.deepcopy(eager), device="cpu")
     x = torch.randn(3, 2)
-    for factor in (0.0, -0.0, 1.0, 0.0, float("nan"), float("nan")):
+    for factor in (0.0, -0.0, 1.0, 0.0, float("nan"), float("nan")):  # a number that changes is followed
         for part in (slice(0, 2), slice(1, 3), slice(0, 2)):
             assert torch.equal(eager(x, factor, part), compiled(x, factor, part))
-    assert len(list(compiled.megatrain._variants)) == 8
+    assert len(list(compiled.megatrain._variants)) == 6
 
 
 @pytest.mark.parametrize("first", ["inference", "training"])

@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 import megatrain
+from megatrain.errors import UnwatchedWarning
 
 SETTINGS = {"scale": 1.0}
 
@@ -170,6 +171,7 @@ def test_a_change_of_hidden_state_is_seen(what: str, monkeypatch: pytest.MonkeyP
     _assert_same_calls(Scaled(make, read), Scaled(make, read), lambda model: change(model.held))
 
 
+@pytest.mark.filterwarnings("ignore::megatrain.errors.ManyCapturesWarning")
 @pytest.mark.parametrize("what", COUNTERS)
 def test_a_counter_in_hidden_state_counts(what: str):
     make, count = COUNTERS[what]
@@ -205,6 +207,7 @@ def test_modules_that_exchange_their_names_are_seen(edit: Callable[[nn.Module], 
 def test_what_is_not_watched_is_listed():
     model = Scaled(lambda: {"many": [1.0] * 5000, "counts": itertools.count(1)}, lambda h: h["many"][0])
     compiled = megatrain.compile(model, device="cpu")
-    compiled(torch.ones(4))
+    with pytest.warns(UnwatchedWarning, match=r"an iterator, `model\.held\['counts'\]`"):
+        compiled(torch.ones(4))
     last = compiled.megatrain.guards.splitlines()[-1]
     assert last == "not watched inside: model.held['many'] (a list of 5000), model.held['counts'] (a count)"

@@ -35,9 +35,10 @@ def test_user_code_has_eagers_results_or_is_refused_by_name(it: Training) -> Non
 def test_the_law_sees_what_differs_and_what_is_named() -> None:
     """Stands for all draws: one run that is equal, one that is refused, and what an error without a name counts as."""
     assert judged(Training(layers=("dropout", "counts"), loss="counting"))[0] == "equal"
-    outcome, text = judged(Training(optimizer="sharing"))
+    assert judged(Training(optimizer="sharing"))[0] == "equal"  # it updates all parameters at once
+    outcome, text = judged(Training(loss="of weights"))
     assert outcome == "named"
-    assert "Sharing can't update one block at a time" in text
+    assert "the loss reads the parameter" in text
 
 
 def test_the_table_of_mechanisms_is_whole() -> None:

@@ -10,6 +10,7 @@ import torch
 
 from megatrain import torch_private
 from megatrain.errors import ExecuteError
+from megatrain.passes.interpret import looks_in_backward
 from megatrain.passes.program import Program
 from megatrain.runtime.gradients.sink import Take, accumulate, is_hooked, keeps_gradient, keeps_of, warn_of_order
 
@@ -54,7 +55,7 @@ class Demand:
                 self._hooked.add(key)
             else:
                 self._own[key] = parameter
-        in_backward = partial(any, map(program.looks_in_backward, program.blocks))
+        in_backward = partial(any, (looks_in_backward(template.graph) for template in program.templates.values()))
         warn_of_order(program.gradient_order, self._hooked.__contains__, in_backward)
 
     def keeps(self, key: str) -> bool:

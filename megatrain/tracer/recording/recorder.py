@@ -191,7 +191,9 @@ class Recorder(CallRunner):
             if self.effects.is_random and not self._attempt.uses_values:
                 result = pytree.tree_map_only(torch.Tensor, self._as_fake, result)
             check_strided(result)
-            self.gradient_order.note(self.tape.append(func, args, kwargs, nodes, result), ends, result)
+            node = self.tape.append(func, args, kwargs, nodes, result)
+            with self.unrecorded():
+                self.gradient_order.note(node, ends, result)
         elif not is_question:
             self._read(func, args, kwargs, nodes, result)
         return result if given is None else given
