@@ -70,7 +70,16 @@ BROKEN: dict[str, Any] = {
 }
 # Imported outright, or no names of torch.
 OTHERS = {
-    *("FakeTensor", "FakeTensorMode", "GLOBAL_POST_HOOKS", "DropoutNd", "GLOBAL_PRE_HOOKS", "ITEM", "MODULE_APPLY", "pytree"),
+    *(
+        "FakeTensor",
+        "FakeTensorMode",
+        "GLOBAL_POST_HOOKS",
+        "DropoutNd",
+        "GLOBAL_PRE_HOOKS",
+        "ITEM",
+        "MODULE_APPLY",
+        "pytree",
+    ),
     *(
         "ScriptFunction",
         "ScriptMethod",

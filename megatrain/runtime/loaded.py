@@ -98,7 +98,11 @@ class Loaded:
             written={new: [key for key, name in program.commits if name == new] for _, new in program.commits},
             draws=Draws.of(program) if is_training else None,
             results=results,
-            looking=frozenset(b.index for b in program.blocks if program.commits and looks_in_backward(program.templates[b.template].graph)),
+            looking=frozenset(
+                b.index
+                for b in program.blocks
+                if program.commits and looks_in_backward(program.templates[b.template].graph)
+            ),
         )
 
     def check_recomputed(self, saves: Collection[int]) -> None:

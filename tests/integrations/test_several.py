@@ -93,7 +93,9 @@ def test_three_processes_train_with_the_bits_of_one(name: str, three: Processes,
 # -- the stock run in as many processes --------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", some(["evaluated", "unclipped", "label smoothing", "own function", "dropout"], ("evaluated", "dropout")))
+@pytest.mark.parametrize(
+    "name", some(["evaluated", "unclipped", "label smoothing", "own function", "dropout"], ("evaluated", "dropout"))
+)
 def test_two_processes_train_and_evaluate_as_the_stock_run_does(name: str, two: Processes, tmp_path: Path):
     # Of two numbers there is one sum, so an all-reduce of one micro-batch from each process has the same bits.
     found = in_several(two, name, tmp_path / "streams")
