@@ -29,6 +29,7 @@ KINDS: dict[str, tuple[CallName, ...]] = {
     "arrive": BLOCKS,
     "wait": ORDERING,
     "wait_for_mark": ORDERING,
+    "wait_for": BLOCKS,
 }
 """Names of such calls, without a leading underscore, and what the simulated device is told by them."""
 

@@ -242,10 +242,12 @@ def waited_for_as_cuda() -> Found:
     """With the waits of CUDA's own kind of events."""
     with (
         patch.object(SimulatedDevice, "synchronize", Cuda.synchronize),
+        patch.object(SimulatedDevice, "wait_for", Cuda.wait_for),
+        patch.object(torch.cuda, "Stream", lambda device: torch.Stream(device=device)),
         patch.object(torch.cuda, "Event", lambda blocking: torch.Event(device=DEVICE)),
         patch.object(torch.cuda, "current_stream", torch.accelerator.current_stream),
     ):
-        return called()
+        return [*called(), *bare()]
 
 
 # -- measurements, in virtual time ---------------------------------------------------------------------------

@@ -99,7 +99,7 @@ def test_a_call_blocks_on_the_host_only_for_what_reads_its_memory(sim: Simulator
         sim.order("late")
         with sim.synchronizations() as found:
             compiled(x)
-    assert [(one.kind, one.thread) for one in found] == [("stream", "MainThread")]
+    assert [(one.kind, one.thread) for one in found] == [("event", "MainThread")]
 
 
 def test_old_arenas_go(sim: Simulator):
