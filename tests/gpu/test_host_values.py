@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from typing import Any
 
 import pytest
@@ -17,7 +17,7 @@ from megatrain.scheduler.schedule import Schedule
 from tests.gpu.test_cuda_training import device
 from tests.gpu.test_train_step import MODES
 from tests.simulated_device import is_loaded
-from tests.simulated_device.lstm_cell import register_lstm_cell
+from tests.simulated_device.lstm_cell import lstm_cell
 from tests.tiers import diagonal
 
 ACTIVATIONS = ["recompute", "keep", "offload", "auto"]
@@ -25,11 +25,14 @@ WIDTH, WORDS = 8, 11
 
 
 @pytest.fixture(autouse=True)
-def _late_streams(request: pytest.FixtureRequest) -> None:
+def _late_streams(request: pytest.FixtureRequest) -> Generator[None]:
     """On the simulated device streams work as late as the waits allow: a copy that nobody waits for isn't there."""
-    if is_loaded():
-        register_lstm_cell()
+    if not is_loaded():
+        yield
+        return
+    with lstm_cell():  # kernels in Python aren't recorded, of which other tests must know nothing
         request.getfixturevalue("sim").order("late")
+        yield
 
 
 class PackedLayer(nn.Module):

@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-import functools
+from collections.abc import Generator
+from contextlib import contextmanager
 
 import torch
 
 Tensor = torch.Tensor
 
 
-@functools.cache
-def register_lstm_cell() -> torch.library.Library:
+@contextmanager
+def lstm_cell() -> Generator[None]:
     """Gives the simulated device the two kernels that an LSTM needs there."""
-    library = torch.library.Library("aten", "IMPL")
-    library.impl("_thnn_fused_lstm_cell", _forward, "PrivateUse1")
-    library.impl("_thnn_fused_lstm_cell_backward_impl", _backward, "PrivateUse1")
-    return library
+    with torch.library._scoped_library("aten", "IMPL") as library:  # pyright: ignore[reportPrivateUsage]
+        library.impl("_thnn_fused_lstm_cell", _forward, "PrivateUse1")
+        library.impl("_thnn_fused_lstm_cell_backward_impl", _backward, "PrivateUse1")
+        yield
 
 
 def _forward(
