@@ -38,7 +38,7 @@ def check_words(ranks: Ranks, words: Sequence[Mapping[str, Any]]) -> None:
         places = ", ".join(f"rank {rank} in {other['at']}" for rank, other in enumerate(words))
         raise RanksError(
             f"the ranks are in different calls: {places}.\n"
-            "  All ranks make the same calls in the same order: steps, save(), and prepare() where blocks are dealt.\n"
+            "  All ranks make the same calls in the same order: steps and save().\n"
             "  Make this call on each rank: no rank writes a checkpoint or prepares a step for the others."
         )
 

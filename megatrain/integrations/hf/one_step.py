@@ -80,7 +80,7 @@ class OneStep:
 
         Args:
             code: The trainer's.
-            args: What it gets; where blocks are dealt to devices, all processes get it, pickled.
+            args: What it gets.
             kwargs: The same, by keywords.
 
         Returns:
