@@ -37,7 +37,7 @@ class GradientOrder:
             operands: The tensors of the call.
             nodes: Their nodes in the graph.
         """
-        pairs = [(x, n) for x, n in zip(operands, nodes, strict=True) if x.requires_grad]
+        pairs = [(x, n) for x, n in zip(operands, nodes, strict=True) if x.requires_grad and not x.is_inference()]
         if not torch.is_grad_enabled() or all(node.op != "get_attr" for _, node in pairs):
             return {}
         return {get_gradient_edge(x).node: node if node.op == "get_attr" else None for x, node in pairs}

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from math import inf
 from typing import Any, NamedTuple
 
+import torch
 from torch import nn
 from torch.autograd.graph import get_gradient_edge
 
@@ -112,9 +113,10 @@ def _check_accumulations(model: nn.Module) -> None:
         ExecuteError: Naming the parameter.
     """
     for name, parameter in model.named_parameters():
-        if not parameter.requires_grad or not parameter.is_leaf:
+        if not parameter.requires_grad or not parameter.is_leaf or parameter.is_inference():
             continue
-        node: Any = get_gradient_edge(parameter).node
+        with torch.inference_mode(False):
+            node: Any = get_gradient_edge(parameter).node
         for register in (node.register_hook, node.register_prehook):
             # The only way to see the others.
             handle = register(lambda *_: None)
