@@ -223,6 +223,13 @@ def _module_hook(shared: Shared, number: int) -> nn.Module:
     return module
 
 
+def _partly_frozen(shared: Shared, number: int) -> nn.Module:
+    """Two such layers have one template where one of them trains what the other doesn't."""
+    first, second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+    (first if number % 2 else second).requires_grad_(False)
+    return nn.Sequential(first, nn.Tanh(), second)
+
+
 def _counted(shared: Shared) -> float:
     shared.entries["calls"] = shared.entries.get("calls", 0) + 1
     return 1 + 0.1 * shared.entries["calls"]
@@ -240,6 +247,7 @@ LAYERS: dict[str, Part] = {
     "batch norm": _plain(lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH))),
     "cumulative norm": _plain(lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH, momentum=None))),
     "frozen": _plain(lambda: nn.Linear(WIDTH, WIDTH).requires_grad_(False), narrow=True),
+    "partly frozen": Part(_partly_frozen, narrow=True),
     "skip": _plain(lambda: Skip(nn.Linear(WIDTH, WIDTH)), narrow=True),
     "odd": _plain(Odd),
     "counter": _plain(Counter),
