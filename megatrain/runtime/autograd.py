@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from itertools import chain
 from typing import Any
 
 import torch
@@ -69,7 +68,7 @@ def run_step(executor: Executor, inputs: Sequence[torch.Tensor]) -> list[torch.T
         outputs += call.take_outputs()
         parameters = executor.parameters()
         # Not before the forward: memory that somebody else holds stays where it is, and the aliases would hold it.
-        sources += _ordered_aliases(executor, parameters)
+        sources += _ordered_aliases(parameters)
         found = _CallNode.apply(executor, call, outputs, parameters, anchor, *sources)
         differentiable = dict(zip(executor.differentiable_outputs, found, strict=True))
     else:
@@ -80,18 +79,14 @@ def run_step(executor: Executor, inputs: Sequence[torch.Tensor]) -> list[torch.T
     return [differentiable.get(i, tensor) for i, tensor in enumerate(_handed_through(executor, inputs, outputs))]
 
 
-def _ordered_aliases(executor: Executor, parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Makes an alias of each parameter, so that their accumulations, and hooks on these, run in eager's order.
+def _ordered_aliases(parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Makes an alias of each parameter, so that their accumulations, and hooks on these, run in the given order.
 
     The engine has no order among accumulations that one node makes ready. It runs the aliases' nodes in reverse order
-    of creation, and after each the accumulation that waits for it.
+    of creation, and after each the accumulation that waits for it. On a device another thread hands it the nodes one by
+    one, in the order of the node's operands: that order is the same, so the nodes that it has are always the first.
     """
-    places = {key: place for place, key in enumerate(chain.from_iterable(executor.program.gradient_order))}
-    order = sorted(enumerate(executor.facts.trained), key=lambda pair: -places.get(pair[1], -1))
-    aliases = list(parameters)
-    for index, _ in order:
-        aliases[index] = torch.ops.aten.alias.default(parameters[index])
-    return aliases
+    return [torch.ops.aten.alias.default(parameter) for parameter in reversed(parameters)][::-1]
 
 
 def _handed_through(

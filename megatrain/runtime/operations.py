@@ -54,6 +54,7 @@ class Operations:
         self.sink = GradientSink(lambda key: engine.tensors[key], engine.device, parts=parts, landing=landing)
         self._rank_sums = RankSums(engine, loaded[0].program, schedule.kind)
         self._alone, self._is_serial = without_offload(self.instructions), schedule.kind.updates == "serial"
+        self._offloads = {each.op.block: each.position for each in self.instructions.all if each.op.what == "G"}
 
     def _landing(self, arena: LandingArena | None) -> Landing | PlainLanding | None:
         """Returns where gradients land; None for calls whose gradients are made on the host, and stay there."""
@@ -113,8 +114,15 @@ class Operations:
 
     def _waits(self, instruction: Instruction, events: Mapping[Position, Event]) -> list[Event]:
         """Events of these operations; others are over. All gradients are those that no G brings, too."""
-        is_after_all = instruction.op.what == "N" or (instruction.op.what == "U" and self._is_serial)
-        return [events[w] for w in (*instruction.waits, *(self._alone.values() if is_after_all else ())) if w in events]
+        waits, op = list(instruction.waits), instruction.op
+        if op.what == "N" or (op.what == "U" and self._is_serial):
+            waits += self._alone.values()
+        elif op.what == "B" and self._alone.get(op.block) == instruction.position:
+            # Gradients without elements reach hooks after those of later blocks, as in eager.
+            has_own = bool(self.loaded[0].facts.completes[op.block])
+            later = [block for block in self._offloads if block > op.block] if has_own else []
+            waits += [self._offloads[min(later)]] if later else []
+        return [events[wait] for wait in waits if wait in events]
 
     def _work(self, taken: Taken, instruction: Instruction) -> Callable[[], None]:
         kind = kind_of(instruction.op.stream, instruction.op.what)

@@ -10,11 +10,17 @@ from tests.simulated_runs.on_device import DEVICE
 from tests.training.situations import Training, check, trainings
 
 GRAPHS = {"device": DEVICE, "kernels": "graphs"}
+HOOKED = Training(
+    layers=("linear",), is_loop=True, compile={"device": DEVICE}, edits=((0, "start", "logging hooks", 0),)
+)
+EMPTY = Training(layers=("odd",), compile={"device": DEVICE, "block_bytes": 1}, edits=HOOKED.edits)
 CHANGED = ((3, "steps", "tables", 3),)
 
 
 @draws(100, usual=5)
 @given(it=trainings(device=DEVICE))
+@example(it=HOOKED)
+@example(it=EMPTY)
 @example(it=Training(layers=("of table",) * 3, compile=GRAPHS, edits=CHANGED))
 @example(it=Training(layers=("operator",) * 3, compile=GRAPHS, edits=CHANGED))
 def test_user_code_has_eagers_results_or_is_refused_by_name(it: Training) -> None:

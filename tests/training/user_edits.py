@@ -323,13 +323,13 @@ def data_scale(side: Side, number: int) -> None:
     side.parameter(number).data.mul_(0.75)
 
 
-@edit("written", "wrote", "changed", ".data", at=ALL)
+@edit("written", "wrote", "changed", "modified", ".data", at=ALL)
 def new_data(side: Side, number: int) -> None:
     parameter = side.parameter(number)
     parameter.data = parameter.data * 1.25
 
 
-@edit("written", "wrote", "changed", at=("forward",))
+@edit("written", "wrote", "changed", "modified", at=("forward",))
 def input_scale(side: Side, number: int) -> None:
     side.shared.held["input"].data.mul_(0.5)
 

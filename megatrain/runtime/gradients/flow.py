@@ -21,7 +21,7 @@ class Facts:
     """Which tensors take part in the backward.
 
     Args:
-        trained: Keys of the trainable parameters that a backward can reach.
+        trained: Keys of the trainable parameters that a backward can reach, in the order of eager's gradients.
         read_backward: Keys of the state that the backward reads.
         movable: Keys of the state that only linear layers read. Eager's graph keeps a view of their memory, and goes on
             with it when they get other memory; of other layers it keeps the parameter, and reads what that has then.
@@ -58,10 +58,12 @@ class Facts:
         outputs = [i for i, name in enumerate(returned) if name is not None and values[name].requires_grad]
         inputs = [i for i, name in enumerate(program.inputs) if values[name].requires_grad]
         parts = {key: entry for key, entry in program.state.items() if entry.base is not None}
-        completes = _completed_keys(program)
+        places = {key: place for place, key in enumerate(chain.from_iterable(program.gradient_order))}
+        completes = _completed_keys(program, places)
+        trained = sorted(chain.from_iterable(completes), key=lambda key: places.get(key, -1))
         differentiated = [block for block in program.blocks if has_backward(program, block)]
         return Facts(
-            trained=tuple(key for keys in completes for key in keys if key not in parts) if is_training else (),
+            trained=tuple(key for key in trained if key not in parts) if is_training else (),
             read_backward=tuple(dict.fromkeys(program.state[k].owner for b in differentiated for k in b.binding)),
             movable=_movable_state(program),
             watched=_watched_values(program, differentiated),
@@ -115,7 +117,7 @@ def _watched_values(program: Program, differentiated: Sequence[Block]) -> frozen
     return frozenset(shared.union(*(block.inputs for block in differentiated)))
 
 
-def _completed_keys(program: Program) -> tuple[tuple[str, ...], ...]:
+def _completed_keys(program: Program, places: Mapping[str, int]) -> tuple[tuple[str, ...], ...]:
     first_user: dict[str, int] = {}
     first_of_parts: dict[str, int] = {}
     for block in reversed(program.blocks):
@@ -124,7 +126,6 @@ def _completed_keys(program: Program) -> tuple[tuple[str, ...], ...]:
             first_user.update((entry.key, block.index) for entry in trained)
             first_of_parts.update((entry.owner, block.index) for entry in trained if entry.base is not None)
     completes: list[list[str]] = [[] for _ in program.blocks]
-    places = {key: place for place, key in enumerate(chain.from_iterable(program.gradient_order))}
 
     def order(completed: tuple[str, int]) -> tuple[bool, int]:
         entry = program.state.get(completed[0])
