@@ -308,9 +308,10 @@ def judged(it: Training) -> tuple[str, str]:
 
 
 def names(it: Training, text: str) -> bool:
-    """Whether a text has one of the words of the parts, or says that micro-batches differ (they branch by values)."""
+    """Whether a text has one of the words of the parts, or says what several micro-batches can't do."""
     words = [word for part in it.parts for word in part.words]
-    return any(word in text for word in ([*words, "differs from micro-batch"] if len(it.sizes) > 1 else words))
+    words += ["differs from micro-batch", "from one micro-batch to the next"] if len(it.sizes) > 1 else []
+    return any(word in text for word in words)
 
 
 # -- the grammar -----------------------------------------------------------------------------------------------------

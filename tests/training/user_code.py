@@ -256,9 +256,7 @@ LAYERS: dict[str, Part] = {
     "writes input": _plain(lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), WritesInput())),
     "transform": _plain(Mapped),
     "weight norm": _plain(lambda: nn.utils.parametrizations.weight_norm(nn.Linear(WIDTH, WIDTH))),
-    "spectral norm": _plain(
-        lambda: nn.utils.parametrizations.spectral_norm(nn.Linear(WIDTH, WIDTH)), words=("buffer layers",)
-    ),
+    "spectral norm": _plain(lambda: nn.utils.parametrizations.spectral_norm(nn.Linear(WIDTH, WIDTH))),
     "module hook": Part(_module_hook, ("hook", "opaque")),
     "counts": layer(_counts),
     "running mean": layer(_running_mean),
