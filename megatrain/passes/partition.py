@@ -89,6 +89,7 @@ class _Cut:
             device=traced.device,
             block_bytes=self._block_bytes,
             gradient_order=traced.gradient_order,
+            rebinds=traced.rebinds,
         )
 
     def _refuse_history(self, buffers: list[tuple[str, str]]) -> None:

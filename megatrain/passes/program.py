@@ -137,6 +137,7 @@ class Program:
             before the step, so that a recompute sees what the forward saw.
         constants: Tensors that the forward reads and no module registers, by the value they enter as.
         commits: `(state key, value)`: the contents of these buffers after the forward, written back once per step.
+        rebinds: Buffers that are another tensor after the forward: nothing is written into their earlier memory.
         outputs: Sources of the tensors that the model returns.
         state: All state the program reads, by key.
         device: The compute device that the capture assumed.
@@ -163,6 +164,7 @@ class Program:
     alignment: int = ALIGNMENT
     block_bytes: int | None = None
     gradient_order: tuple[tuple[str, ...], ...] = ()
+    rebinds: frozenset[str] = frozenset()
 
     @property
     def is_lifted(self) -> bool:
@@ -260,7 +262,7 @@ def _program_text(program: Program) -> str:
     ]
     lines += [f"  buffer {value} = {key}" for value, key in program.buffers]
     lines += [f"  constant {value}: {program.values[value].spec}" for value in program.constants]
-    lines += [f"  commit {key} = {value}" for key, value in program.commits]
+    lines += [f"  {'bind' if key in program.rebinds else 'commit'} {key} = {value}" for key, value in program.commits]
     lines += _part_lines(program)
     for block in program.blocks:
         frozen = "" if any(program.state[k].requires_grad for k in block.binding) or not block.binding else ", frozen"

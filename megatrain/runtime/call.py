@@ -15,6 +15,7 @@ from megatrain.passes.kept_results import KeptResults
 from megatrain.runtime.blocks.local_graph import LocalGraph
 from megatrain.runtime.call_start import Handed, Sample, Start, check_handed, version
 from megatrain.runtime.drawing.micro_batch_generators import MicroBatchGenerators
+from megatrain.runtime.engine import Engine
 from megatrain.runtime.gradients.sums import ParameterGradient
 from megatrain.runtime.loaded import Loaded
 from megatrain.runtime.rng import RngState
@@ -97,11 +98,12 @@ class Call:
             self.set_value(name, constant)
 
     @torch.no_grad()
-    def write_buffers(self, copies: BufferCopies, tensors: Mapping[str, torch.Tensor]) -> None:
+    def write_buffers(self, engine: Engine) -> None:
         """Writes buffers as the forward left them into the model's own, once: what others write there later stays."""
         if self._home is None:
-            self._home = {key: tensors[key] for key, _ in self.loaded.program.commits}
-            copies.download([(self._home[key], self.values[name]) for key, name in self.loaded.program.commits])
+            engine.bind_anew(self.loaded.program.rebinds)
+            self._home = {key: engine.tensors[key] for key, _ in self.loaded.program.commits}
+            engine.buffers.download([(self._home[key], self.values[name]) for key, name in self.loaded.program.commits])
 
     @contextmanager
     def showing_buffers(self, copies: BufferCopies) -> Generator[None]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Collection, Generator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -88,7 +88,7 @@ class Engine:
         self._moving = moving
         self._weights = weights
         self.tensors: dict[str, torch.Tensor] = {}
-        self._holders: list[tuple[Mapping[str, torch.Tensor | None], str, str]] = []
+        self._holders: list[tuple[dict[str, torch.Tensor | None], str, str]] = []
         self._has_replaced = False
         self.device = usable(device)
         self._recording = recording
@@ -175,6 +175,15 @@ class Engine:
             if tensor is not None and tensor is not self.tensors[key]:
                 self.tensors[key] = tensor
                 self._has_replaced = True
+
+    def bind_anew(self, keys: Collection[str]) -> None:
+        """Puts new tensors, still without values, in the places of buffers: who holds the earlier ones keeps those."""
+        fresh = {key: torch.empty_like(self.tensors[key]) for key in keys}
+        for registry, name, key in self._holders:
+            if key in fresh:
+                registry[name] = fresh[key]
+        self.tensors |= fresh
+        self._has_replaced = self._has_replaced or bool(fresh)
 
     def rebind(self) -> None:
         """Looks up the model's state anew, after modules or their registries have changed between calls."""
@@ -294,7 +303,7 @@ class Engine:
 
 def _holders(
     model: nn.Module, tensors: Mapping[str, torch.Tensor]
-) -> list[tuple[Mapping[str, torch.Tensor | None], str, str]]:
+) -> list[tuple[dict[str, torch.Tensor | None], str, str]]:
     """Lists the registries of the modules that hold each state tensor: `(registry, name there, key)`."""
     keys = {id(tensor): key for key, tensor in tensors.items()}
     return [

@@ -109,8 +109,7 @@ class Run:
 
     def write_buffers(self) -> None:
         """Writes the buffers as the last micro-batch left them, unless its backward has begun and they are written."""
-        engine = self._operations.engine
-        self.calls[-1].write_buffers(engine.buffers, engine.tensors)
+        self.calls[-1].write_buffers(self._operations.engine)
 
     def leave_generators(self) -> None:
         """Sets the global generators to the end of the last forward, from which code after a training step draws."""

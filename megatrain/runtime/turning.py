@@ -19,7 +19,7 @@ def turn(calls: Sequence[Call], micro_batch: int, trainer: StepTrainer, engine: 
         ExecuteError: If the loss writes what the rest of the step reads.
     """
     call = calls[micro_batch]
-    call.write_buffers(engine.buffers, engine.tensors)
+    call.write_buffers(engine)
     # The trainer may use outputs freely, but not write into them.
     facts = call.loaded.facts
     call.remember_versions({*facts.watched, *facts.returned_buffers})

@@ -81,6 +81,7 @@ class TracedModule:
         state: Everything the forward read, by key.
         constants: The tensors behind entries of kind `"constant"`.
         writes_back: `(buffer key, node)`: buffers that hold another value after the forward.
+        rebinds: Those of them that are another tensor then (`self.mean = ...`).
         guards: What Python code read from the inputs.
         assumptions: What it read from attributes, globals and closures; long, and printed on its own.
         block_modules: Fully qualified names of the repeated modules, where a cut is natural.
@@ -105,6 +106,7 @@ class TracedModule:
     returned_argument: ReturnedArgument | None = None
     gradient_order: tuple[tuple[str, ...], ...] = ()
     num_numbers: int = 0
+    rebinds: frozenset[str] = frozenset()
 
     @property
     def specs(self) -> dict[str, TensorSpec]:
@@ -159,7 +161,9 @@ class TracedModule:
                 spec = f": {node.meta['spec']}" if "spec" in node.meta else ""
                 path = node.meta["modules"][-1][0] if node.meta["modules"] else ""
                 lines.append(f"  {node.name}{spec} = {call_text(node)}" + (f"  # {path}" if path else ""))
-        lines += [f"  write back {key} = {node.name}" for key, node in self.writes_back]
+        lines += [
+            f"  {'bind' if key in self.rebinds else 'write back'} {key} = {node.name}" for key, node in self.writes_back
+        ]
         lines += [f"  guard {guard}" for guard in self.guards]
         if self.assumptions.count:
             lines.append(f"  assumes {counted(self.assumptions.count, 'value')} of attributes and globals")

@@ -129,7 +129,9 @@ class Sides:
     def __init__(self, it: Training, compiles: bool):
         self.it, self.compiles = it, compiles
         self.shared = Shared()
-        self.shared.held["device"] = it.device
+        # Eager's bf16 is computed on the host: the simulated device has the host's bits.
+        self.device = it.device if compiles or not it.is_narrow else "cpu"
+        self.shared.held["device"] = self.device
         self.reference: Reference | None = None
         self.step: megatrain.TrainStep | None = None
         self.compiled: megatrain.CompiledModule | None = None
@@ -142,7 +144,7 @@ class Sides:
             self.reference = Reference(model, lambda ps: make(list(ps), it.number))
             model, optimizer = self.reference.model, self.reference.optimizer
         else:
-            model = model if compiles else model.to(it.device)
+            model = model if compiles else model.to(self.device)
             parameters = [p for p in model.parameters() if not it.is_narrow or p.requires_grad]
             cut = len(parameters) // 2 if it.num_groups == 2 else 0
             groups = [{"params": part} for part in (parameters[:cut], parameters[cut:]) if part]
@@ -170,7 +172,7 @@ class Sides:
         xs = [torch.randn(size, WIDTH, generator=generator) for size in it.sizes]
         if it.is_narrow and self.reference is not None:
             xs = [x.bfloat16() for x in xs]
-        xs = [x.to(it.device) for x in xs]
+        xs = [x.to(self.device) for x in xs]
         batches = [(x, it.factors[number]) if it.factors else (x,) for x in xs]
         torch.manual_seed(number)
         random.seed(number)

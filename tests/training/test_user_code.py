@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from hypothesis import event, given, reject
+from hypothesis import event, example, given, reject
 
 from tests.draws import draws
 from tests.training.situations import Training, check, judged, trainings
@@ -25,6 +25,7 @@ TOOLS = ("torch_features.py", "torch_probes.py", "passes/exact_fakes.py")  # run
 
 @draws(200, usual=25)
 @given(it=trainings())
+@example(it=Training(layers=("counter",), edits=((2, "steps", "hold", 0),)))
 def test_user_code_has_eagers_results_or_is_refused_by_name(it: Training) -> None:
     outcome = check(it)
     event(outcome)

@@ -290,6 +290,7 @@ class Capture:
             device=self._device,
             gradient_order=recorder.gradient_order.groups(recorder.tape.graph),
             num_numbers=self._arguments.num_held,
+            rebinds=frozenset(rebound),
         )
 
     def _written_state(
