@@ -129,9 +129,7 @@ class Sides:
     def __init__(self, it: Training, compiles: bool):
         self.it, self.compiles = it, compiles
         self.shared = Shared()
-        # Eager's bf16 is computed on the host: the simulated device has the host's bits.
-        self.device = it.device if compiles or not it.is_narrow else "cpu"
-        self.shared.held["device"] = self.device
+        self.shared.held["device"] = it.device
         self.reference: Reference | None = None
         self.step: megatrain.TrainStep | None = None
         self.compiled: megatrain.CompiledModule | None = None
@@ -141,10 +139,10 @@ class Sides:
         model = Net(it, self.shared)
         make = OPTIMIZERS[it.optimizer].do
         if it.is_narrow and not compiles:
-            self.reference = Reference(model, lambda ps: make(list(ps), it.number))
+            self.reference = Reference(model, lambda ps: make(list(ps), it.number), it.device)
             model, optimizer = self.reference.model, self.reference.optimizer
         else:
-            model = model if compiles else model.to(self.device)
+            model = model if compiles else model.to(it.device)
             parameters = [p for p in model.parameters() if not it.is_narrow or p.requires_grad]
             cut = len(parameters) // 2 if it.num_groups == 2 else 0
             groups = [{"params": part} for part in (parameters[:cut], parameters[cut:]) if part]
@@ -172,7 +170,7 @@ class Sides:
         xs = [torch.randn(size, WIDTH, generator=generator) for size in it.sizes]
         if it.is_narrow and self.reference is not None:
             xs = [x.bfloat16() for x in xs]
-        xs = [x.to(self.device) for x in xs]
+        xs = [x.to(it.device) for x in xs]
         batches = [(x, it.factors[number]) if it.factors else (x,) for x in xs]
         torch.manual_seed(number)
         random.seed(number)
