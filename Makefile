@@ -32,7 +32,7 @@ SIMULATED = -p tests.simulated_device.plugin tests/simulated_device tests/simula
 .PHONY: docs wide users simulated device gpu-report faults seeds help demo quick slow test check format-check lint types fix accept bench gpu zoo test-torch zoo-torch clean
 
 help:
-	@echo 'make demo    train a small language model through the whole compiler, interrupted and resumed, in minutes'
+	@echo 'make demo    train a small language model through the whole compiler, interrupted and resumed, in a minute or two'
 	@echo 'make quick   one case of each test that is not slow, for while you work'
 	@echo 'make test    all tests that need neither a GPU nor the network'
 	@echo 'make check   format, lint, strict types, tests with warnings as errors'
@@ -60,15 +60,9 @@ help:
 	@touch $@
 
 # The first process interrupts itself in mid-step, as Ctrl-C would (status 130); the second goes on from its checkpoint.
-# DEVICES=2 trains in two processes, of which one is killed in mid-step; torchrun starts both again, with a new store.
 demo: $(READY)
-ifdef DEVICES
-	TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 $(PY) -m torch.distributed.run --standalone --nproc-per-node $(DEVICES) \
-		--max-restarts 1 -m megatrain.cli demo --interrupt-at 0.5 $(ARGS)
-else
 	$(PY) -m megatrain.cli demo --interrupt-at 0.5 $(ARGS) || [ $$? -eq 130 ]
 	$(PY) -m megatrain.cli demo --resume $(ARGS)
-endif
 
 quick: $(READY)
 	$(PYTEST) --quick $(ARGS)

@@ -9,8 +9,7 @@ from collections.abc import Sequence
 
 import torch
 
-from megatrain import __version__
-from megatrain.demo import demo_command as demo_command
+from megatrain import __version__, demo
 from megatrain.errors import MegatrainError
 from megatrain.finetune import train_command as train_command
 from megatrain.reporting import report_command as report_command
@@ -55,7 +54,7 @@ def _parser() -> argparse.ArgumentParser:
     plan_command.add_arguments(
         commands.add_parser("plan", help="say what a training step takes on a machine, and how long, without weights")
     )
-    demo_command.add_arguments(
+    demo.add_arguments(
         commands.add_parser("demo", help="train a small language model through the whole compiler, and show what ran")
     )
     verify_command.add_arguments(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -11,12 +12,11 @@ import torch
 
 from megatrain.checks import PATHS, Rule, one_of, optional
 from megatrain.device import Device, usable
-from megatrain.errors import OptionError, TooSmallError
+from megatrain.errors import OpaqueModelWarning, OptionError, TooSmallError, TraceError
 from megatrain.files.replace import present
 from megatrain.files.weight_files import WeightFiles, read_paths
 from megatrain.hardware.hardware import Hardware
 from megatrain.hardware.machine import HARDWARE, machine_of
-from megatrain.opaque_model import OPAQUE
 from megatrain.optim.masters.registry import Kind
 from megatrain.passes.measuring.fixed_work import launch_graph_bytes
 from megatrain.passes.pipeline import PASSES, Rewrite
@@ -24,10 +24,13 @@ from megatrain.passes.program import Program
 from megatrain.scheduler.builder.build import STEP
 from megatrain.sizes import SIZE, format_bytes, parse_bytes
 from megatrain.tracer.given import DEVICE, EXAMPLE_ARGS, EXAMPLE_KWARGS, MODEL
+from megatrain.tracer.recording.opaque import Opaque
+from megatrain.tracer.traced import TracedModule
 
 PRECISION = one_of("fp32", "bf16")
 TRANSFER = one_of("auto", "copy", "bind")
 CHUNKING = one_of("auto", "always", "never")
+OPAQUE = ("warn", "refuse", "allow")
 KERNELS = one_of("eager", "graphs", "inductor")
 COMPILE: Mapping[str, Rule] = {
     "model": MODEL,
@@ -212,3 +215,30 @@ def _check_budget(budget: int | None, device: Device) -> None:
             "  The budget bounds what blocks, activations and gradients take of the device's memory.\n"
             "  Give at most that, or leave memory= out to take what is free."
         )
+
+
+def check_opaque(traced: TracedModule, opaque: str, heard: set[str]) -> None:
+    """Warns of a capture whose outermost module is opaque, or refuses it.
+
+    Args:
+        traced: The capture.
+        opaque: One of `OPAQUE`.
+        heard: Reasons of earlier warnings; this reason is added.
+
+    Raises:
+        TraceError: If `opaque` says so.
+    """
+    targets = (node.target for node in traced.graph.nodes)
+    reason = next((t.reason for t in targets if isinstance(t, Opaque) and not t.name), None)
+    if reason is None or opaque == "allow" or (opaque == "warn" and reason in heard):
+        return
+    heard.add(reason)
+    text = (
+        f"the whole model is one opaque block: it {reason}.\n"
+        "  No graph can repeat this code: the outermost module runs its own code, and all weights must fit on the "
+        "device.\n"
+        "  Move this code into an inner module, or out of the model"
+    )
+    if opaque == "refuse":
+        raise TraceError(f"{text}.")
+    warnings.warn(f'{text}; opaque="allow" silences this warning.', OpaqueModelWarning, stacklevel=2)

@@ -11,8 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from megatrain import cli
-from megatrain.demo import demonstrate
+from megatrain import cli, demo
 from megatrain.finetune import training_run
 from megatrain.sizing import plan_command
 from tests.bad_values import outcome
@@ -58,10 +57,7 @@ import torch
 def build():
     return torch.nn.Linear(2, 2), torch.ones(2, 2)
 """
-DEMO = (
-    *("--folder", "--interrupt-at", "--device", "--memory", "--steps", "--seconds", "--micro-batches", "--batch-size"),
-    *("--context", "--width", "--depth", "--sample-bytes", "--seed"),
-)
+DEMO = ("--folder", "--interrupt-at", "--device", "--memory", "--steps")
 TRAIN = (
     *("--out", "--tokenizer", "--lora-rank", "--lora-alpha", "--lora-dropout", "--precision", "--device", "--memory"),
     *("--block-bytes", "--length", "--eval", "--eval-fraction", "--epochs", "--steps", "--batch", "--accumulate"),
@@ -124,7 +120,7 @@ def test_bad_values_of_the_demo_are_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(demonstrate, "_demonstrate", lambda *_: True)
+    monkeypatch.setattr(demo, "_demonstrate", lambda *_: True)
     assert faults(lambda option, text: ended(["demo", f"{option}={text}"], capsys), DEMO, "") == []
 
 

@@ -39,7 +39,6 @@ GROUPS = (
     "runtime",
     "saving",
     "optim",
-    "opaque_model",
     "options",
     "planning",
     "compiled",

@@ -14,9 +14,8 @@ from megatrain.compiled.changing_numbers import ChangingNumbers
 from megatrain.compiled.lowered import Lowered
 from megatrain.errors import TraceError
 from megatrain.memory.device_budget import DeviceBudget
-from megatrain.opaque_model import check_opaque
 from megatrain.optim.grad_scaler import warn_of_torchs_own
-from megatrain.options import Options
+from megatrain.options import Options, check_opaque
 from megatrain.passes.program import Program
 from megatrain.passes.rewrites.loss_only import loss_only
 from megatrain.planning.step_programs import StepPrograms, undisturbed

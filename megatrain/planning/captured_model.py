@@ -11,7 +11,7 @@ from torch import nn
 
 from megatrain.device import Device
 from megatrain.interrupts import Interrupts
-from megatrain.opaque_model import check_opaque
+from megatrain.options import check_opaque
 from megatrain.passes.measuring.known_costs import KnownCosts
 from megatrain.passes.pipeline import Rewrite
 from megatrain.passes.program import Program

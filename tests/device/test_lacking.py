@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,12 +11,10 @@ import torch
 from torch import nn
 
 import megatrain
-from megatrain.demo.course import Course
-from megatrain.demo.demonstrate import demonstrate
+from megatrain.demo import demonstrate
 from megatrain.device import Accelerator, Cuda, find, register, unregister
 from megatrain.errors import OptionError
 from megatrain.saving import generators_now
-from tests.test_demo import TINY
 
 
 def put_in(patch: pytest.MonkeyPatch, kind: str, module: Any) -> None:
@@ -57,10 +54,9 @@ def test_mps_is_refused_in_words_and_the_cpu_is_the_default():
 
 @pytest.mark.usefixtures("mps")
 def test_the_demo_takes_the_cpu_there(tmp_path: Any, capsys: pytest.CaptureFixture[str]):
-    recipe = replace(TINY, device=None)
     with pytest.raises(KeyboardInterrupt):
-        demonstrate(Course.begin(recipe, tmp_path / "demo"), interrupt_at=0.5)
-    assert "device  cpu" in capsys.readouterr().out
+        demonstrate(folder=tmp_path / "demo", interrupt_at=0.5, steps=2)
+    assert "12.00 MiB of cpu" in capsys.readouterr().out
 
 
 class Event:
