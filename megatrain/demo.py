@@ -285,7 +285,7 @@ def learning_rate(step: int, steps: int) -> float:
     return 2e-3 * (0.1 + 0.45 * (1 + math.cos(math.pi * done))) * min(1.0, (step + 1) / warmup)
 
 
-def _batches(text: bytes, step: int, device: torch.device) -> list[dict[str, torch.Tensor]]:
+def _batches(text: bytes, step: int, device: torch.device) -> list[dict[str, Any]]:
     """The micro-batches of a step: windows of the text, fixed by its number."""
     draw = torch.Generator().manual_seed(step)
     starts = torch.randint(len(text) - CONTEXT + 1, (MICRO_BATCHES,), generator=draw).tolist()
