@@ -89,8 +89,8 @@ def demonstrate(
             f"--steps {steps} is given, but the training in `{folder}` has {found['steps']}.\n"
             "  The learning rate of a step depends on how many there are.\n  Leave --steps out, or begin anew."
         )
-    steps = found["steps"] if resume and found is not None else steps or STEPS
-    return _demonstrate(folder, resume, interrupt_at, device, parse_bytes(memory or MEMORY), steps)
+    number_of_steps = int(found["steps"]) if resume and found is not None else steps or STEPS
+    return _demonstrate(folder, resume, interrupt_at, device, parse_bytes(memory or MEMORY), number_of_steps)
 
 
 def _demonstrate(

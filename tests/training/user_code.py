@@ -270,7 +270,7 @@ LAYERS: dict[str, Part] = {
     "restarts": layer(_restarts),
     "logs": layer(_logs, narrow=True),
     "activation hook": layer(_hooks, "hook"),
-    "checkpoint": layer(_checkpointed),
+    "checkpoint": layer(_checkpointed, "backward that the model defines"),
     "operator": layer(lambda shared, self, x: scaled(x), "operator"),
     "of list": function(lambda shared: shared.table[-1]),
     "of queue": function(lambda shared: shared.queue[0]),
