@@ -193,7 +193,6 @@ def _methods(made: Made) -> Iterator[tuple[str, Any, Mapping[str, Any]]]:
     yield "Executor.forward", executor, {"inputs": [INPUT]}
     yield "Executor.state_output", executor, {"key": "0.weight"}
     yield "Schedule.parse", Schedule, {"text": str(made.schedule), "workload": made.workload}
-    yield "Schedule.from_json", Schedule, {"text": made.schedule.to_json()}
     yield "Schedule.check", made.schedule, {"workload": made.workload}
     for method in ("simulate", "critical_path", "lower_bounds"):
         yield f"Schedule.{method}", made.schedule, {"costs": HARDWARE}

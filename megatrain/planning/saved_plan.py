@@ -14,9 +14,10 @@ from megatrain.scheduler.printed.diff import figure_lines
 from megatrain.scheduler.printed.workload_diff import workload_lines
 from megatrain.scheduler.schedule import Schedule
 from megatrain.scheduler.timing.bands import format_s
+from megatrain.scheduler.workload import Workload
 from megatrain.sizes import format_bytes
 
-FORMAT = 1
+FORMAT = 2
 EQUAL = "the plans are equal"
 
 
@@ -47,7 +48,8 @@ class SavedPlan:
     def to_json(self) -> str:
         """The plan as JSON; `from_json` reads the same plan."""
         named = {name: getattr(self, name) for name in _NAMES}
-        return json.dumps({"format": FORMAT, **named, "schedule": json.loads(self.schedule.to_json())})
+        workload = self.schedule.known_workload().to_dict()
+        return json.dumps({"format": FORMAT, **named, "schedule": str(self.schedule), "workload": workload})
 
     @staticmethod
     @checked(text=instance_of(str))
@@ -64,7 +66,7 @@ class SavedPlan:
                     f"format {shown(data['format'])} of a plan is unknown.\n  This version reads format {FORMAT}.\n"
                     "  Save the plan again with this version."
                 )
-            schedule = Schedule.from_json(json.dumps(data["schedule"]))
+            schedule = Schedule.parse(data["schedule"], Workload.from_dict(data["workload"]))
             schedule.check()
             return SavedPlan(schedule=schedule, **{name: data[name] for name in _NAMES})
         except (ValueError, KeyError, TypeError, RecursionError, OptionError) as error:

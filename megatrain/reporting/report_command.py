@@ -18,10 +18,10 @@ from megatrain.errors import OptionError
 from megatrain.hardware.hardware import Hardware
 from megatrain.options import COMPILE
 from megatrain.planning.planning import plan
+from megatrain.planning.saved_plan import SavedPlan
 from megatrain.progress import stage
 from megatrain.reporting.report_file import check_report_path
 from megatrain.reporting.step_report import StepReport, report
-from megatrain.scheduler.schedule import Schedule
 from megatrain.sizes import format_bytes
 from megatrain.tracer.arguments import Structure
 from megatrain.training.step import TrainStep
@@ -87,17 +87,17 @@ def _of_file(options: argparse.Namespace, hardware: Hardware | None) -> StepRepo
     PATH.check_flag("target", options.target, has_default=False)
     if hardware is None:
         raise OptionError(
-            "the report of a saved schedule needs a machine.\n  A file has no model that could run.\n"
+            "the report of a saved plan needs a machine.\n  A file has no model that could run.\n"
             "  Give --hardware, such as rtx-4090."
         )
     try:
         text = Path(options.target).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise OptionError(
-            f"`{options.target}` can't be read: {error}.\n  A schedule's file has the text of schedule.to_json().\n"
+            f"`{options.target}` can't be read: {error}.\n  A plan's file has the text of plan.saved().to_json().\n"
             "  Check the path, or name a function as module:function."
         ) from error
-    return report(Schedule.from_json(text), options.page, costs=hardware)
+    return report(SavedPlan.from_json(text).schedule, options.page, costs=hardware)
 
 
 def _of_model(options: argparse.Namespace, hardware: Hardware | None) -> StepReport:

@@ -17,7 +17,6 @@ from megatrain.scheduler.emit import emit
 from megatrain.scheduler.instructions import Instructions
 from megatrain.scheduler.printed.diff import diff
 from megatrain.scheduler.printed.gantt import gantt
-from megatrain.scheduler.printed.table_json import table_from_json, table_to_json
 from megatrain.scheduler.printed.table_text import parse_table, table_text
 from megatrain.scheduler.printed.why import why
 from megatrain.scheduler.table import Position, Table
@@ -50,19 +49,6 @@ class Schedule(Table):
             ScheduleError: If the text isn't a schedule, with the number of the line.
         """
         return schedule_of(parse_table(text, workload))
-
-    def to_json(self) -> str:
-        """The schedule and its workload as JSON."""
-        return table_to_json(self)
-
-    @staticmethod
-    def from_json(text: str) -> Schedule:
-        """Reads what `to_json` wrote.
-
-        Raises:
-            ScheduleError: If the text isn't a schedule.
-        """
-        return schedule_of(table_from_json(text))
 
     @property
     @paused_collection()

@@ -286,7 +286,7 @@ class Table:
         if self.workload is None:
             raise ScheduleError(
                 "this schedule doesn't know its workload.\n"
-                "  The text of a schedule contains no sizes: use Schedule.parse(text, workload) or from_json."
+                "  The text of a schedule contains no sizes: use Schedule.parse(text, workload)."
             )
         return self.workload
 

@@ -102,9 +102,7 @@ def test_it_prints_and_reads_back(files: FromFiles) -> None:
     assert "compute  d2h  disk" in str(schedule)
     assert "R0" in str(schedule)
     assert megatrain.Schedule.parse(str(schedule)) == schedule
-    assert megatrain.Schedule.from_json(schedule.to_json()) == schedule
-    text = str(schedule.instructions)
-    assert type(schedule.instructions).parse(text) == schedule.instructions
+    assert "disk     R0" in str(schedule.instructions)
 
 
 def test_the_waits_follow_from_its_row(files: FromFiles) -> None:
@@ -197,7 +195,6 @@ def test_a_schedule_whose_kind_of_op_was_removed_is_refused_by_name(tmp_path: Pa
         lambda: str(schedule),
         lambda: schedule.check(),
         lambda: schedule.instructions,
-        lambda: schedule.to_json(),
         lambda: schedule.simulate(megatrain.Hardware(1e9, 1e9, 1e9)),
         lambda: row.replaced("host", None),  # it would lose the op
         lambda: executor.forward([INPUT]),

@@ -34,13 +34,11 @@ def test_parts_that_are_none_of_the_known_ones_are_refused(wrong: dict[str, Any]
         StepKind(**wrong)
 
 
-def test_a_text_and_a_json_with_a_contradictory_kind_are_refused():
+def test_a_text_with_a_contradictory_kind_is_refused():
     plan = schedule(trained(3), updates="overlap")
     text = str(plan).replace("updates: overlap", "mode: forward\nupdates: overlap")
     with pytest.raises(ScheduleError, match="the header of the schedule contradicts itself: mode="):
         megatrain.Schedule.parse(text)
-    with pytest.raises(ScheduleError, match="this JSON isn't a schedule: OptionError: mode="):
-        megatrain.Schedule.from_json(plan.to_json().replace('"mode": "train"', '"mode": "forward"'))
 
 
 def test_a_header_says_nothing_twice():

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-
 import expecttest
 import pytest
 from hypothesis import given
@@ -17,7 +15,6 @@ from megatrain.scheduler.op import Op, parse_op
 from megatrain.scheduler.schedule import Schedule
 from megatrain.scheduler.step_kind import StepKind
 from megatrain.scheduler.table import Tick
-from megatrain.scheduler.workload import Workload
 from tests.draws import draws
 from tests.scheduler.workloads import chain, example, schedules
 
@@ -119,20 +116,11 @@ def test_a_schedule_equals_what_its_text_reads(plan: Schedule):
     again.check()
 
 
-@given(schedules())
-@draws(40)
-def test_a_schedule_equals_what_its_json_reads(plan: Schedule):
-    again = Schedule.from_json(plan.to_json())
-    assert (again, again.workload) == (plan, plan.workload)
-    again.check()
-
-
 def test_a_schedule_without_workload_says_what_it_lacks():
     plan = Schedule.parse(str(schedule(example())))
     with pytest.raises(ScheduleError, match="doesn't know its workload"):
         plan.waits()
     plan.check(example())
-    assert Schedule.from_json(plan.to_json()) == plan
 
 
 def test_long_schedules_stay_narrow_and_read_back():
@@ -152,7 +140,6 @@ def test_ops_of_the_host_and_micro_batches_read_back():
     plan = Schedule((row,), (), 0, (), (5,), 1, 2, 5, 5, 0, 6, StepKind())
     assert str(plan).splitlines()[-1] == "   0  W3.2@1  B4.0     .    N              5"
     assert Schedule.parse(str(plan)) == plan
-    assert Schedule.from_json(plan.to_json()) == plan
 
 
 @pytest.mark.parametrize(
@@ -187,18 +174,6 @@ def test_an_unreadable_line_is_named_and_quoted(before: str, after: str, message
     first, *_, quoted = str(caught.value).splitlines()
     assert first.startswith(message)
     assert quoted.strip() in text
-
-
-@pytest.mark.parametrize("text", ["", "{}", "[]", '{"format": 2}', "nonsense"])
-def test_unreadable_json_is_refused(text: str):
-    with pytest.raises(ScheduleError):
-        Schedule.from_json(text)
-
-
-def test_json_is_plain():
-    data = json.loads(schedule(example()).to_json())
-    assert data["ticks"][1] == ["W1@1", "F0", None, None]
-    assert Workload.from_dict(data["workload"]) == example()
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,6 @@ from megatrain.scheduler.builder.build import ACTIVATIONS
 from megatrain.scheduler.builder.draft import Builder, Choices
 from megatrain.scheduler.builder.sections import first_deferred
 from megatrain.scheduler.from_program import schedule
-from megatrain.scheduler.instructions import Instructions
 from megatrain.scheduler.items import NO_BLOCK
 from megatrain.scheduler.schedule import Schedule, schedule_of
 from megatrain.scheduler.step_kind import OUTPUTS, UPDATES
@@ -278,7 +277,6 @@ def plans_down_from(memory: int, plan: Callable[[int], Schedule], *, step: int =
 
 
 def assert_checked_and_read_back(plan: Schedule, workload: Workload) -> None:
-    """A schedule is right, and its texts say all of it."""
+    """A schedule is right, and its text says all of it."""
     plan.check(workload, instructions=plan.instructions)
-    assert Schedule.parse(str(plan), workload) == plan == Schedule.from_json(plan.to_json())
-    assert Instructions.parse(str(plan.instructions)) == plan.instructions
+    assert Schedule.parse(str(plan), workload) == plan
