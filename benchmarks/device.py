@@ -81,7 +81,7 @@ class Folded:
 @contextmanager
 def host_of_any_size() -> Generator[None]:
     """During the body the host has memory for any model, holds no values in it, and computes no update or norm."""
-    native_reason()  # which looks at the bits of an update, and is asked whether updates can be divided
+    native_reason()  # which looks at the bits of an update, and is asked whether updates are sure
     folded = Folded()
     with ExitStack() as stack:
         for owner, name, made in (
@@ -90,7 +90,6 @@ def host_of_any_size() -> Generator[None]:
             (host_plan, "available_now", lambda: _PLENTY),
             (SplitMaster, "store", lambda self, values, spare: None),
             (MasterStep, "__call__", lambda self, optimizer: None),
-            (MasterStep, "update_section", lambda self, optimizer, section: None),
             (GradientNorm, "_norm_of", lambda self, gradient, dtype: torch.ones(())),
             (GradientNorm, "total", lambda self: torch.ones(())),
         ):

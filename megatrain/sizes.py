@@ -5,7 +5,6 @@ from __future__ import annotations
 import operator
 import re
 from fractions import Fraction
-from typing import NamedTuple
 
 from megatrain.checks import Rule
 
@@ -33,35 +32,6 @@ _MOST_CHARACTERS = 40
 def aligned(nbytes: int, alignment: int = ALIGNMENT) -> int:
     """Returns `nbytes` rounded up to a multiple of `alignment`."""
     return -(-nbytes // alignment) * alignment
-
-
-class Section(NamedTuple):
-    """One of several nearly equal sections of a tensor, or of bytes.
-
-    Attributes:
-        number: Which one, from 0.
-        num_sections: How many there are.
-    """
-
-    number: int
-    num_sections: int
-
-    @property
-    def is_last(self) -> bool:
-        """Whether no other follows."""
-        return self.number + 1 == self.num_sections
-
-    def of(self, total: int) -> tuple[int, int]:
-        """Where it begins and ends among `total` elements or bytes.
-
-        All but the last end at a multiple of 64, so that tensors of any dtype are divided at cache lines.
-
-        >>> [Section(number, 3).of(1000) for number in range(3)]
-        [(0, 320), (320, 640), (640, 1000)]
-        """
-        edges = (self.number, self.number + 1)
-        start, stop = (total * edge // self.num_sections // ALIGNMENT * ALIGNMENT for edge in edges)
-        return start, total if self.is_last else stop
 
 
 def parse_bytes(size: int | float | str, option: str = "size") -> int:

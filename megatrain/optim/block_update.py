@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence, Set
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -16,7 +16,6 @@ from megatrain.optim.masters.halves import Master, WholeMaster, read_, write_
 from megatrain.optim.masters.memory_order import in_memory, laid_out_like, memory_order, out_of_memory_order
 from megatrain.optim.masters.registry import Masters
 from megatrain.optim.per_parameter import is_per_parameter
-from megatrain.sizes import Section
 
 GradientOf = Callable[[torch.Tensor], torch.Tensor | None]
 
@@ -67,27 +66,6 @@ class MasterStep:
                 self._in_one_pass(item, optimizer.state[item.parameter])
         _without(optimizer, [item.parameter for item in fast], self._by_its_own_code)
 
-    def divides(self, optimizer: Optimizer) -> bool:
-        """Tells whether the update of the parameters in the optimizer's groups has the same bits section by section.
-
-        And whether each section, once it writes, is sure to reach its end: so there is never half a section.
-        """
-        fast = {item.parameter: item for item in self._fast(optimizer)}
-        return all(
-            _is_divisible(fast[parameter]) if parameter in fast else self._gradient_of(parameter) is None
-            for group in optimizer.param_groups
-            for parameter in group["params"]
-        )
-
-    def update_section(self, optimizer: Optimizer, section: Section) -> None:
-        """Updates a section of each parameter in the optimizer's groups that has a gradient, in the order of memory.
-
-        The numbers of the optimizer's state change with the last section, so that all sections begin with the same.
-        """
-        with torch.no_grad():
-            for item in _prepared(optimizer, list(self._fast(optimizer))):
-                self._in_one_pass(item, optimizer.state[item.parameter], section)
-
     def cannot_fail(self, optimizer: Optimizer, parameters: Iterable[torch.Tensor]) -> bool:
         """Tells whether the update of these parameters, once it writes, is sure to reach its end."""
         asked = set(parameters)
@@ -115,7 +93,7 @@ class MasterStep:
                 if (found := known[is_whole]) is not None:
                     yield _Fast(parameter, master, gradient, *found)
 
-    def _in_one_pass(self, item: _Fast, state: Mapping[str, Any], section: Section | None = None) -> None:
+    def _in_one_pass(self, item: _Fast, state: Mapping[str, Any]) -> None:
         path, order = item.path, memory_order(item.parameter)
         moments = tuple(in_memory(state[name], order) for name in path.moments)
         numbers = tuple(state[name] for name in path.numbers)
@@ -128,8 +106,6 @@ class MasterStep:
             scale=self._scale_of(item.parameter),
             threads=self._threads,
         )
-        if section is not None:
-            given = _section_of(given, section)
         try:
             path.update(given)
         finally:
@@ -206,21 +182,6 @@ class _Fast(NamedTuple):
     gradient: torch.Tensor
     path: FastPath
     options: Any
-
-
-def _is_divisible(item: _Fast) -> bool:
-    return item.path.is_elementwise and item.path.is_sure(type(item.master), item.gradient.dtype)
-
-
-def _section_of(given: ParameterUpdate, section: Section) -> ParameterUpdate:
-    start, stop = section.of(given.gradient.numel())
-    return replace(
-        given,
-        master=given.master.part(start, stop),
-        gradient=given.gradient.view(-1)[start:stop],
-        moments=tuple(moment.view(-1)[start:stop] for moment in given.moments),
-        numbers=given.numbers if section.is_last else tuple(number.clone() for number in given.numbers),
-    )
 
 
 def _prepared(optimizer: Optimizer, fast: Sequence[_Fast]) -> list[_Fast]:

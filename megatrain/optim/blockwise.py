@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Sequence, Set
 from itertools import chain
 from typing import Any
 
@@ -125,18 +125,8 @@ class BlockOptimizer:
             # the optimizer.
             self._optimizer._opt_called = True  # pyright: ignore[reportAttributeAccessIssue]
 
-    def asked(self, block: int, question: Callable[[Optimizer], bool]) -> bool:
-        """Answers a question about the update of a block, with the options of the step under way."""
-        assert self._step is not None
-        return self._step.asked(self._owned[block], question)
-
-    def update(self, block: int, *, code: StepCode | None = None, is_last: bool = True) -> None:
+    def update(self, block: int) -> None:
         """Updates the parameters of a block, unless all are updated at once; those without a gradient stay as they are.
-
-        Args:
-            block: The block.
-            code: Updates a section of them; None updates them as a whole.
-            is_last: Whether the block is done then.
 
         Raises:
             OptimizerError: If no step has begun, or the block was updated in it.
@@ -148,11 +138,10 @@ class BlockOptimizer:
             return
         if self._owned[block]:
             num_states = len(self._optimizer.state)
-            self._step.update(self._owned[block], code)
+            self._step.update(self._owned[block])
             if len(self._optimizer.state) > num_states:
                 return_free_memory()  # otherwise temporary memory between new states would never be free again
-        if is_last:
-            self._left.remove(block)
+        self._left.remove(block)
 
     def reopen(self, block: int) -> None:
         """Lets a block be updated again, because a part of its update is left that somebody else was to make."""

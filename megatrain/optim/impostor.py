@@ -146,20 +146,15 @@ class OptimizerStep:
         """All parameters of the step, in the order of the groups."""
         return [parameter for group in self._groups for parameter in group["params"]]
 
-    def asked(self, chosen: Set[torch.Tensor], question: Callable[[Optimizer], bool]) -> bool:
-        """Answers a question about the update of some parameters, with the options of this step."""
-        groups = [_narrowed(group, chosen) for group in self._groups]
-        return question(impostor(self._optimizer, self._held, groups, self._optimizer.state))
-
-    def update(self, chosen: Set[torch.Tensor], code: StepCode | None = None) -> None:
-        """Updates some parameters, by the step's own code or by another.
+    def update(self, chosen: Set[torch.Tensor]) -> None:
+        """Updates some parameters.
 
         Raises:
             OptimizerError: If the code leaves other options or attributes than it did for other parameters.
         """
         groups = [_narrowed(group, chosen) for group in self._groups]
         runner = impostor(self._optimizer, self._held, groups, self._optimizer.state)
-        (code or self._code)(runner)
+        self._code(runner)
         for before, after, noted in zip(self._groups, groups, self._of_groups, strict=True):
             _note(before, after, noted)
         _note(self._held, attributes(runner), self._of_attributes)

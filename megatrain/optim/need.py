@@ -146,19 +146,6 @@ def _guessed(optimizer: Optimizer, members: Sequence[Updated]) -> tuple[dict[str
     return state, _prepared_bytes(members, scales=True) + 2 * max((m.spec.nbytes for m in members), default=0)
 
 
-def divides_updates(optimizers: Sequence[Optimizer], blocks: Sequence[Sequence[Updated]]) -> bool:
-    """Tells whether all updates may come in sections: with the same bits, and each section sure to reach its end."""
-    for optimizer in optimizers:
-        if not is_per_parameter(optimizer):
-            return False
-        groups = {parameter: i for i, group in enumerate(optimizer.param_groups) for parameter in group["params"]}
-        for member in (member for block in blocks for member in block if member.parameter in groups):
-            path = _path(optimizer, member, groups[member.parameter])
-            if path is None or not (path.is_elementwise and _is_sure(member, path)):
-                return False
-    return True
-
-
 def joint_need(
     optimizers: Sequence[Optimizer], blocks: Sequence[Sequence[Updated]], *, undoes: bool = False, scales: bool = False
 ) -> OptimizerNeed:

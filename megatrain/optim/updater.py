@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence, Set
-from functools import partial
 from typing import Any
 
 import torch
@@ -14,7 +13,6 @@ from megatrain.optim.blockwise import BlockOptimizer
 from megatrain.optim.impostor import Optimizer
 from megatrain.optim.rehearsal import shared_state
 from megatrain.optim.undo import Undo
-from megatrain.sizes import Section
 from megatrain.torch_private import pytree
 from megatrain.tracer.packed.packing import is_wrapper
 
@@ -43,7 +41,6 @@ class Updater:
         self._code = code
         self._undo = undo
         self._held: set[torch.Tensor] = set()
-        self._begun: dict[int, Section] = {}  # blocks of which some sections are updated, with the next one
 
     @property
     def is_under_way(self) -> bool:
@@ -62,7 +59,6 @@ class Updater:
     def wait(self) -> None:
         """Notes that a step has begun, in which this optimizer's turn is to come."""
         self.is_waiting = True
-        self._begun.clear()
         self._held = set(parameters_of(self.optimizer))
 
     def begin(self) -> None:
@@ -71,16 +67,8 @@ class Updater:
         self.is_waiting = False
         self._held = set(parameters_of(self.optimizer))  # hooks may have added some
 
-    def update(
-        self, block: int, gradients: Mapping[torch.Tensor, torch.Tensor], section: Section | None = None
-    ) -> bool:
+    def update(self, block: int, gradients: Mapping[torch.Tensor, torch.Tensor]) -> bool:
         """Updates this optimizer's parameters of a block; if that fails they are as before, and it may be tried again.
-
-        Args:
-            block: The block.
-            gradients: By parameter.
-            section: Only this section is asked for; where updates can't be divided, the first does all. None is all
-                that is left.
 
         Returns:
             Whether there was a parameter to update.
@@ -88,28 +76,6 @@ class Updater:
         if self.blocks.is_at_once:
             return False
         owned = [parameter for parameter in self.owned(block) if parameter in gradients]
-        if block not in self._begun and section is not None and self.blocks.asked(block, self._code.divides):
-            self._begun[block] = Section(0, section.num_sections)
-        if block in self._begun:
-            begun = self._begun[block]
-            for index in range(begun.number, begun.num_sections if section is None else section.number + 1):
-                self._update_section(block, Section(index, begun.num_sections))
-        else:
-            self._update_whole(block, owned)
-        if block not in self.blocks.left:
-            for parameter in owned:
-                _own(self.optimizer.state.get(parameter, {}), gradients[parameter])
-        return bool(owned)
-
-    def _update_section(self, block: int, section: Section) -> None:
-        code = partial(self._code.update_section, section=section)
-        self.blocks.update(block, code=code, is_last=section.is_last)
-        if section.is_last:
-            del self._begun[block]
-        else:
-            self._begun[block] = Section(section.number + 1, section.num_sections)
-
-    def _update_whole(self, block: int, owned: Sequence[torch.Tensor]) -> None:
         can_fail = bool(owned) and not self._code.cannot_fail(self.optimizer, owned)
         if can_fail:
             self._undo.note(self.optimizer, owned)
@@ -119,6 +85,9 @@ class Updater:
             if can_fail:
                 self._undo.restore()
             raise
+        for parameter in owned:
+            _own(self.optimizer.state.get(parameter, {}), gradients[parameter])
+        return bool(owned)
 
     def update_rest(self) -> bool:
         """Updates what no block has, or all parameters at once; if the latter fails, all are as before.
@@ -140,7 +109,6 @@ class Updater:
     def abandon(self) -> None:
         """Ends the step without a further update; see `BlockOptimizer.abandon`."""
         self.is_waiting = False
-        self._begun.clear()
         self.blocks.abandon()
 
 

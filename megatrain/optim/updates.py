@@ -17,7 +17,6 @@ from megatrain.optim.norm import GradientNorm
 from megatrain.optim.shared.host_parts import GoOn, HostParts, OtherFailedError
 from megatrain.optim.undo import Undo
 from megatrain.optim.updater import Updater
-from megatrain.sizes import Section
 
 
 class Updates:
@@ -155,30 +154,25 @@ class Updates:
             take_shown_gradients(self._source.using)
         self._code.scale = self._source.using.scale
 
-    def update(
-        self, block: int, section: Section | None = None, *, takes_over: bool = False, keeps: bool = False
-    ) -> None:
+    def update(self, block: int, *, takes_over: bool = False, keeps: bool = False) -> None:
         """Updates the parameters of a block, or this rank's part, with each optimizer that has begun and not done so.
 
         If one of them fails, its parameters are as before; only what is left of the block may be tried again.
 
         Args:
             block: The block.
-            section: Updates this section, in their order; an optimizer that can't divide its update does
-                all with the first. None updates all that is left.
             takes_over: Other ranks' parts as well; see `HostParts`.
             keeps: Where other ranks have parts, their gradients stay until these are updated: they may be taken over.
         """
         updaters = [updater for updater in self._updaters if block in updater.blocks.left]
-        is_done_before = section is not None and section.number > 0
-        assert updaters or is_done_before, f"block {block} has no update left"
+        assert updaters, f"block {block} has no update left"
         if self.sums_squares:  # but what an update that failed has summed already
             self.take_squares(p for p in self._blocks[block] if not self._norm.has(p))
         with self._chosen(updaters, block, takes_over=takes_over) as gradients:
             for updater in updaters:
-                self.has_updated |= updater.update(block, gradients, section)
+                self.has_updated |= updater.update(block, gradients)
         if any(block in updater.blocks.left for updater in updaters):
-            return  # other sections follow
+            return  # one that updates all at once needs the gradients in the end
         if not (keeps and self._parts is not None):
             self._drop(block)
 

@@ -308,11 +308,6 @@ def _list(names: tuple[str, ...]) -> str:
     return ", ".join(names) if names else "nothing"
 
 
-def has_parts(program: Program, block: int) -> bool:
-    """Tells whether a block holds rows of a tensor, rather than whole tensors alone."""
-    return any(program.state[key].base is not None for key in program.blocks[block].binding)
-
-
 def shared_templates(program: Program) -> set[str]:
     """Names of the templates that several blocks run."""
     return {name for name, count in Counter(block.template for block in program.blocks).items() if count > 1}

@@ -171,7 +171,7 @@ def host_plan(
     need, at_once = OptimizerNeed({}, 0), None
     if optimizer is not None:
         optimizers, parameters = over(optimizer, entries, tensors)
-        blocks = updates_of(programs, entries, parameters, master)
+        blocks = _updates(programs, entries, parameters, master)
         need = joint_need(optimizers, blocks, undoes=schedule.kind.updates != "none", scales=schedule.kind.clip)
         rows += need.state.items()
         at_once = next((type(each).__name__ for each in optimizers if not is_per_parameter(each)), None)
@@ -220,7 +220,7 @@ def _trained(program: Program) -> list[list[str]]:
     return [[key for key in keys if key not in parts] for keys in facts.completes]
 
 
-def updates_of(
+def _updates(
     programs: Sequence[Program],
     entries: Mapping[str, StateEntry],
     parameters: Mapping[str, torch.Tensor],

@@ -15,13 +15,13 @@ from megatrain.device import HOST, Device
 from megatrain.errors import MegatrainError, OptionError, TooSmallError, TraceError
 from megatrain.hardware.hardware import Hardware
 from megatrain.hardware.machine import usual_machine
+from megatrain.optim.blockwise import takes_turns
 from megatrain.passes.measuring.known_costs import KnownCosts
 from megatrain.passes.pipeline import Rewrite
 from megatrain.passes.program import Program
 from megatrain.planning.captured_model import captured
-from megatrain.planning.divided_updates import may_divide, waits_for_all
 from megatrain.planning.fitting_blocks import first_that_fits
-from megatrain.planning.host_plan import HostPlan, OptimizerLike, host_plan
+from megatrain.planning.host_plan import HostPlan, OptimizerLike, host_plan, over
 from megatrain.planning.host_room import HostedStep, with_host_room
 from megatrain.planning.loss_bytes import Loss, measure_loss
 from megatrain.planning.model_and_inputs import model_and_inputs
@@ -34,6 +34,7 @@ from megatrain.scheduler.from_program import step_schedule
 from megatrain.scheduler.schedule import Schedule
 from megatrain.scheduler.step_kind import StepKind
 from megatrain.tracer.arguments import Arguments
+from megatrain.tracer.inventory import inventory
 from megatrain.tracer.recording.own_code import original
 
 _Value = TypeVar("_Value")
@@ -205,17 +206,8 @@ class Planner:
         of_machine = hardware if memory else None, usual
         key = found.key, kind, memory, activations, *of_machine, options.masters, *results.values()
         captures, is_alone = [found.programs] * kind.micro_batches, not kind.has_other_ranks
-        # Rewrites change no state, so they don't change what may be divided.
-        divides = partial(
-            may_divide,
-            found.programs.at(0),
-            found.model,
-            options.optimizer,
-            precision=options.precision,
-            masters=options.masters,
-        )
         masters = options.masters if options.precision == "bf16" else "whole"
-        own = {"loss_bytes": found.loss_bytes, "usual": usual, "divides": divides, "masters": masters}
+        own = {"loss_bytes": found.loss_bytes, "usual": usual, "masters": masters}
         made = partial(step_schedule, kind=kind, **own)
 
         def schedule() -> tuple[Program, Schedule, str | None]:
@@ -288,7 +280,8 @@ def _updates(options: StepOptions, model: nn.Module) -> tuple[str, ...]:
     """When updates may run, the fastest way first, as in `megatrain.TrainStep`; later ways need less host memory."""
     if options.optimizer is None:
         return ("none",)
-    if not options.overlap or waits_for_all(model, options.optimizer):
+    # Code of the user's may look at all gradients: an optimizer's, or hooks on its step.
+    if not options.overlap or any(map(takes_turns, over(options.optimizer, *inventory(model))[0])):
         return ("serial",)
     if options.max_grad_norm is not None:
         return ("deferred",)

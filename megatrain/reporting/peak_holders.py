@@ -77,7 +77,7 @@ def at_peak(schedule: Schedule, books: Books) -> AtPeak:
         found.append(PeakHolder(_name(schedule, life), ITEMS[life.item.kind].part, life.nbytes))
     for op in () if peak.is_after else schedule.ticks[peak.tick].values():
         nbytes = books.effects.workspace(*op.key)
-        of_loss = 0 < nbytes == books.effects.loss_workspace(*op.key[1:4])
+        of_loss = 0 < nbytes == books.effects.loss_workspace(*op.key[1:])
         name = "the loss" if of_loss else f"workspace of {op}"
         found.append(PeakHolder(name, "loss" if of_loss else "workspace", nbytes))
     found = [holder for holder in found if holder.nbytes != 0]
@@ -125,7 +125,7 @@ def _states(schedule: Schedule, books: Books, tick: int) -> Iterator[PeakHolder]
 
 
 def _name(schedule: Schedule, life: Lifetime) -> str:
-    kind, number, micro_batch, _ = life.item
+    kind, number, micro_batch = life.item
     micro = f" of micro-batch {micro_batch}" if schedule.kind.micro_batches > 1 else ""
     if kind == "saved":
         return f"graph of {_block(schedule, number)}{micro}"

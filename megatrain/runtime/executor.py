@@ -65,7 +65,6 @@ class Executor:
             arena = LandingArena(engine.bus)
         for each in loaded:
             each.check_recomputed(schedule.saves)
-            each.check_sections(schedule.sections)
         self._operations = Operations(loaded, schedule, engine, arena)
         self._resumed: tuple[Instructions, int] | None = None
         self.loaded = loaded[0]

@@ -11,13 +11,12 @@ from megatrain.errors import ExecuteError
 from megatrain.memory.block_image import BlockImage
 from megatrain.passes.interpret import looks_in_backward
 from megatrain.passes.kept_results import kept_results
-from megatrain.passes.program import Program, has_parts, shared_templates
+from megatrain.passes.program import Program, shared_templates
 from megatrain.runtime.blocks.block import HIDDEN_DRAWS, BlockRunner
 from megatrain.runtime.drawing.draws import Draws
 from megatrain.runtime.engine import Engine
 from megatrain.runtime.gradients.flow import Facts
 from megatrain.scheduler.from_program import merge_programs
-from megatrain.scheduler.items import Sections
 from megatrain.scheduler.schedule import Schedule
 
 
@@ -118,18 +117,6 @@ class Loaded:
             is_recomputed = block.index not in saves and any(self.facts.needs_grad[block.index])
             if is_recomputed and self.program.templates[block.template].hides_draws:
                 raise ExecuteError(HIDDEN_DRAWS.format(f"block {block.index} {block.name}, which is recomputed, has"))
-
-    def check_sections(self, sections: Sections | None) -> None:
-        """Checks that a block which is divided holds whole tensors: the section of a part isn't that of the whole.
-
-        Raises:
-            ExecuteError: If it holds rows of a tensor.
-        """
-        if sections is not None and has_parts(self.program, sections.block):
-            raise ExecuteError(
-                f"block {sections.block} holds rows of a tensor, and the schedule divides it into sections.\n"
-                "  Sections are of whole tensors, as updates are.\n  Build the schedule without sections."
-            )
 
 
 def check_fits(programs: Sequence[Program], schedule: Schedule) -> None:

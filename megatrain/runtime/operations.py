@@ -28,7 +28,7 @@ from megatrain.scheduler.effects import kind_of
 from megatrain.scheduler.instructions import Half, Instruction
 from megatrain.scheduler.items import Item, Stream
 from megatrain.scheduler.schedule import Schedule
-from megatrain.scheduler.table import Position, section_of
+from megatrain.scheduler.table import Position
 
 
 class Operations:
@@ -144,7 +144,7 @@ class Operations:
 
     def _take(self, calls: Sequence[Call], items: Sequence[Item]) -> None:
         """Takes device memory for what transfers will bring; on the thread of compute, in the order of its stream."""
-        for kind, number, micro_batch, _ in items:
+        for kind, number, micro_batch in items:
             call = calls[micro_batch]
             if kind == "received":
                 call.set_received(number, self._rank_sums.empty(number))
@@ -152,9 +152,8 @@ class Operations:
                 call.take(name, self.engine.device)
 
     def prefetch(self, taken: Taken, instruction: Instruction) -> None:
-        """W: copies weights, or a section of them, into a slot."""
-        section = section_of(self.schedule, instruction.op)
-        self.slots.prefetch(instruction.op.block, instruction.state, persists=instruction.persists, section=section)
+        """W: copies weights into a slot."""
+        self.slots.prefetch(instruction.op.block, instruction.state, persists=instruction.persists)
 
     def park(self, taken: Taken, instruction: Instruction) -> None:
         """A to the host."""
@@ -293,8 +292,8 @@ class Operations:
         taken.step_trainer.norm()
 
     def update(self, taken: Taken, instruction: Instruction) -> None:
-        """U: of a block, or of a section of it."""
-        taken.step_trainer.update(instruction.op.block, section_of(self.schedule, instruction.op))
+        """U."""
+        taken.step_trainer.update(instruction.op.block)
 
     def wait(self, taken: Taken, instruction: Instruction) -> None:
         """V: until other ranks have updated the block."""

@@ -14,7 +14,6 @@ from megatrain.runtime.stores.host_store import BlockImage, HostStore
 from megatrain.runtime.stores.persisting import Persisting
 from megatrain.scheduler.instructions import Bytes
 from megatrain.scheduler.table import Table
-from megatrain.sizes import Section
 
 
 class Slots:
@@ -64,16 +63,13 @@ class Slots:
             self._sampled = places, {key: sampled(places[key]) for key in keys if places[key].numel()}
         return self._sampled[1]
 
-    def prefetch(
-        self, block: int, where: Bytes | None, *, persists: bool = False, section: Section | None = None
-    ) -> None:
+    def prefetch(self, block: int, where: Bytes | None, *, persists: bool = False) -> None:
         """Copies a block's state to the arena; nothing where state is used in place.
 
         Args:
             block: The block.
             where: The bytes.
             persists: Its frozen weights may be there from an earlier step.
-            section: Copies only this section of each of its tensors.
 
         Raises:
             ExecuteError: If frozen weights were changed unseen.
@@ -81,7 +77,7 @@ class Slots:
         if where is not None and persists:
             self._prefetch_changing(block, where)
         elif where is not None:
-            self._store.prefetch(self._images[block], self._engine.arena.write(*where), section=section)
+            self._store.prefetch(self._images[block], self._engine.arena.write(*where))
 
     def _prefetch_changing(self, block: int, where: Bytes) -> None:
         """Copies the part of a block's state that changes from step to step, and the rest if it isn't there."""

@@ -16,7 +16,6 @@ from megatrain.runtime.engine import Engine
 from megatrain.scheduler.instructions import Instructions
 from megatrain.scheduler.items import Item
 from megatrain.scheduler.table import Position
-from megatrain.sizes import Section
 
 
 class Versions:
@@ -95,11 +94,8 @@ class StepTrainer(Protocol):
     def norm(self) -> None:
         """Takes the norm of all gradients, from their squares."""
 
-    def update(self, block: int, section: Section | None = None) -> None:
-        """Updates the parameters that belong to a block, or a section of them.
-
-        Sections come in their order. Once one is over it must hold its final values, and may hold those of later ones.
-        """
+    def update(self, block: int) -> None:
+        """Updates the parameters that belong to a block."""
 
     def wait(self, block: int, go_on: Callable[[], object]) -> None:
         """Waits until other ranks have updated their parts of a block; on a thread of its own.
@@ -125,7 +121,7 @@ class Taken(NamedTuple):
 
 def release(calls: Sequence[Call], items: Sequence[Item]) -> None:
     """Lets go of items."""
-    for kind, number, micro_batch, _ in items:
+    for kind, number, micro_batch in items:
         call = calls[micro_batch]
         name = call.loaded.names[number] if kind in _OF_VALUES else number
         if name is not None:  # otherwise it is a value of other micro-batches

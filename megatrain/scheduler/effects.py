@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Collection, Iterator
 
 from megatrain.errors import ScheduleError
-from megatrain.scheduler.items import NO_BLOCK, Effect, Item, OpKind, Sections, Stream, divided
+from megatrain.scheduler.items import NO_BLOCK, Effect, Item, OpKind, Stream
 from megatrain.scheduler.parking import Parks, turn_block
 from megatrain.scheduler.step_kind import StepKind
 from megatrain.scheduler.workload import Workload
@@ -28,7 +28,6 @@ class Effects:
         parked: Values that leave the device between forward and backward, by the block of their `A`.
         persistent: Blocks whose frozen weights are on the device before the step begins.
         deferred: Blocks whose update follows in the next step.
-        sections: The block that is divided; None if none is.
     """
 
     def __init__(
@@ -40,11 +39,10 @@ class Effects:
         parked: Parks,
         persistent: Collection[int],
         deferred: Collection[int],
-        sections: Sections | None = None,
     ) -> None:
         self.workload, self.kind = workload, kind
         self.saves, self.results = frozenset(saves), frozenset(results)
-        self.parked, self.sections = parked, sections
+        self.parked = parked
         self.persistent, self.deferred = frozenset(persistent), frozenset(deferred)
         self.inputs, self.outputs, self.kept = workload.inputs(), workload.outputs(), workload.results()
         goes_back = kind.mode != "forward"
@@ -63,12 +61,11 @@ class Effects:
                 self.owners[member].append(block)
         self._sharers = Counter(value.storage for value in workload.values)
 
-    def of(self, stream: str, what: str, block: int, micro_batch: int = 0, section: int | None = None) -> Effect:
+    def of(self, stream: str, what: str, block: int, micro_batch: int = 0) -> Effect:
         """The effect of an op."""
-        whole = kind_of(stream, what).effect(self, block, micro_batch)
-        return whole if self.sections is None else divided(whole, self.sections, section)
+        return kind_of(stream, what).effect(self, block, micro_batch)
 
-    def workspace(self, stream: str, what: str, block: int, micro_batch: int = 0, section: int | None = None) -> int:
+    def workspace(self, stream: str, what: str, block: int, micro_batch: int = 0) -> int:
         """Device bytes that an op takes while it runs, beyond the items that it makes."""
         found = kind_of(stream, what).workspace
         return 0 if found is None else found(self, block, micro_batch)
@@ -276,7 +273,7 @@ KINDS: dict[tuple[str, str], OpKind] = {
     (kind.stream, kind.what): kind
     for kind in (
         # Weights to a slot, and what a backward needs back from the host.
-        OpKind(Stream.H2D, "W", _prefetch, has_slot=True, has_sections=True),
+        OpKind(Stream.H2D, "W", _prefetch, has_slot=True),
         OpKind(Stream.H2D, "A", _return, per_micro_batch=True),
         OpKind(Stream.COMPUTE, "F", _forward, _forward_workspace, per_micro_batch=True),
         OpKind(Stream.COMPUTE, "B", _backward, _backward_workspace, per_micro_batch=True),
@@ -286,7 +283,7 @@ KINDS: dict[tuple[str, str], OpKind] = {
         # Squares of a block's gradients, the norm of all of them, and an optimizer's update.
         OpKind(Stream.HOST, "S", _squares),
         OpKind(Stream.HOST, "N", _norm, has_block=False),
-        OpKind(Stream.HOST, "U", _update, has_sections=True),
+        OpKind(Stream.HOST, "U", _update),
         # Sums of gradients of parameters: from the rank before, and to the next one.
         OpKind(Stream.RECEIVE, "R", _receive),
         OpKind(Stream.SEND, "P", _pass),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -13,10 +13,9 @@ from megatrain.hardware.hardware import Hardware
 from megatrain.hardware.update_traffic import UPDATE_TRAFFIC, update_traffic
 from megatrain.passes.interpret import reads_values
 from megatrain.passes.kept_results import kept_results
-from megatrain.passes.program import Block, Program, has_parts
+from megatrain.passes.program import Block, Program
 from megatrain.passes.trained_blocks import has_backward, trained_holders
 from megatrain.scheduler.builder.build import STEP, build
-from megatrain.scheduler.builder.sections import first_deferred, worthwhile_sections
 from megatrain.scheduler.merging import Merged, merge, refuse
 from megatrain.scheduler.schedule import Schedule
 from megatrain.scheduler.step_kind import StepKind
@@ -125,7 +124,6 @@ def step_schedule(
     loss_bytes: int = 0,
     hardware: Hardware | None = None,
     usual: Hardware | None = None,
-    divides: Callable[[], bool] = lambda: False,
     masters: str = "exact",
     most_result_bytes: int | None = None,
 ) -> Schedule:
@@ -141,7 +139,6 @@ def step_schedule(
         loss_bytes: As in `Workload`.
         hardware: As in `schedule`.
         usual: As in `build`.
-        divides: Tells whether updates may come in sections; asked where that would save time.
         masters: As in `workload`.
         most_result_bytes: As in `build`.
 
@@ -151,9 +148,6 @@ def step_schedule(
     for program in {id(each): each for each in programs}.values() if kind.micro_batches > 1 else ():
         check_buffers(program)
     works = replace(merge_programs(programs, masters).workload, loss_bytes=loss_bytes)
-    most = worthwhile_sections(works, kind)
-    may_divide = most > 1 and not kind.is_shared
-    is_divisible = may_divide and not has_parts(programs[0], first_deferred(works, kind)) and divides()
     return build(
         works,
         kind,
@@ -163,7 +157,6 @@ def step_schedule(
         activations=activations,
         hardware=hardware,
         usual=usual,
-        sections=most if is_divisible else 1,
         most_result_bytes=most_result_bytes,
     )
 

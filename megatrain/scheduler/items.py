@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
-from itertools import chain
+from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
 from megatrain.hardware.work import Works
-from megatrain.sizes import Section
 
-# More would be too short to be worth an op each.
-MOST_SECTIONS = 64
 # The number of an item or an op that concerns no block in particular.
 NO_BLOCK = -1
 
@@ -45,27 +41,11 @@ class Item(NamedTuple):
         kind: A key of `ITEMS`.
         number: The index of a value or of a block, as the kind says.
         micro_batch: Whose it is.
-        section: Which section of it, where a block's state is divided.
     """
 
     kind: str
     number: int
     micro_batch: int = 0
-    section: int = 0
-
-
-class Sections(NamedTuple):
-    """A block whose deferred update, and the copy of its weights that follows, are divided.
-
-    Each tensor of the block is divided alike, in the order of its memory; see `megatrain.sizes.Section`.
-
-    Attributes:
-        block: The block.
-        num_sections: How many there are.
-    """
-
-    block: int
-    num_sections: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +96,6 @@ class OpKind:
         per_micro_batch: Whether it runs once for each micro-batch, or once for all of them.
         has_block: Whether it concerns one block.
         has_slot: Whether it fills a slot.
-        has_sections: Whether it may do its work on one section of its block.
     """
 
     stream: Stream
@@ -126,7 +105,6 @@ class OpKind:
     per_micro_batch: bool = False
     has_block: bool = True
     has_slot: bool = False
-    has_sections: bool = False
 
 
 ITEMS: dict[str, ItemKind] = {
@@ -161,26 +139,3 @@ ITEMS: dict[str, ItemKind] = {
     "norm": ItemKind(),
     "left": ItemKind(),
 }
-
-
-def divided(effect: Effect, sections: Sections, section: int | None) -> Effect:
-    """The part of an effect that concerns one section of the block that is divided, or all of them.
-
-    Only its state on the host is so many items: what fills a slot section by section is there with the last.
-    """
-    numbers = range(sections.num_sections) if section is None else (section,)
-
-    def parts(items: tuple[Item, ...]) -> tuple[Item, ...]:
-        found = (
-            [item._replace(section=number) for number in numbers]
-            if item.kind == "state" and item.number == sections.block
-            else [item]
-            for item in items
-        )
-        return tuple(chain.from_iterable(found))
-
-    moves = effect.moves
-    if section is not None:
-        start, stop = Section(section, sections.num_sections).of(moves)
-        moves = stop - start
-    return replace(effect, reads=parts(effect.reads), makes=parts(effect.makes), moves=moves)

@@ -7,11 +7,9 @@ from dataclasses import dataclass
 
 from megatrain.errors import ScheduleError
 from megatrain.scheduler.effects import KINDS
-from megatrain.scheduler.items import MOST_SECTIONS, NO_BLOCK, Stream
+from megatrain.scheduler.items import NO_BLOCK, Stream
 
-_TOKEN = re.compile(
-    r"(?P<what>[A-Z])(?P<block>\d{1,18})?(?:\.(?P<micro>\d{1,18}))?(?:/(?P<section>\d{1,18}))?(?:@(?P<slot>\d{1,18}))?"
-)
+_TOKEN = re.compile(r"(?P<what>[A-Z])(?P<block>\d{1,18})?(?:\.(?P<micro>\d{1,18}))?(?:@(?P<slot>\d{1,18}))?")
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,13 +22,12 @@ class Op:
         block: Block it concerns; `NO_BLOCK` for `N`.
         slot: Slot that it fills; None for an op that fills none.
         micro_batch: Micro-batch, where the step has several.
-        section: Section, where a block's update and the copy of its weights are divided; see `Sections`.
 
     Raises:
         ScheduleError: If the stream can't do this, or a part is missing or superfluous.
 
-    >>> print(Op(Stream.H2D, "W", 3, slot=1), Op(Stream.HOST, "U", 3, section=2))
-    W3@1 U3/2
+    >>> print(Op(Stream.H2D, "W", 3, slot=1), Op(Stream.HOST, "U", 3))
+    W3@1 U3
     """
 
     stream: Stream
@@ -38,7 +35,6 @@ class Op:
     block: int
     slot: int | None = None
     micro_batch: int | None = None
-    section: int | None = None
 
     def __post_init__(self) -> None:
         kind = KINDS.get((self.stream, self.what))
@@ -49,22 +45,17 @@ class Op:
             raise ScheduleError(f"`{self}` must {'name' if kind.has_slot else 'not name'} a slot.")
         if (self.block < 0) == kind.has_block:
             raise ScheduleError(f"`{self}` must {'name' if kind.has_block else 'not name'} a block.")
-        if self.section is not None and not kind.has_sections:
-            raise ScheduleError(f"`{self}` must not name a section.")
-        if self.section is not None and not 0 <= self.section < MOST_SECTIONS:
-            raise ScheduleError(f"`{self}` must name a section below {MOST_SECTIONS}.")
 
     @property
-    def key(self) -> tuple[Stream, str, int, int, int | None]:
-        """Stream, letter, block, micro-batch, which is 0 where the op serves all, and section."""
-        return self.stream, self.what, self.block, self.micro_batch or 0, self.section
+    def key(self) -> tuple[Stream, str, int, int]:
+        """Stream, letter, block, and micro-batch, which is 0 where the op serves all."""
+        return self.stream, self.what, self.block, self.micro_batch or 0
 
     def __str__(self) -> str:
         block = "" if self.block < 0 else str(self.block)
         micro = "" if self.micro_batch is None else f".{self.micro_batch}"
-        section = "" if self.section is None else f"/{self.section}"
         slot = "" if self.slot is None else f"@{self.slot}"
-        return f"{self.what}{block}{micro}{section}{slot}"
+        return f"{self.what}{block}{micro}{slot}"
 
 
 def parse_op(token: str, stream: Stream) -> Op:
@@ -79,5 +70,5 @@ def parse_op(token: str, stream: Stream) -> Op:
     match = _TOKEN.fullmatch(token)
     if match is None:
         raise ScheduleError(f"`{token}` is not an op; an op reads like W3@1, F3, A3.0 or G3.")
-    block, *rest = (None if match[g] is None else int(match[g]) for g in ("block", "slot", "micro", "section"))
+    block, *rest = (None if match[g] is None else int(match[g]) for g in ("block", "slot", "micro"))
     return Op(stream, match["what"], NO_BLOCK if block is None else block, *rest)

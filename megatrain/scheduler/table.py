@@ -9,12 +9,11 @@ from typing import NamedTuple
 from megatrain.checks import checked
 from megatrain.errors import ScheduleError
 from megatrain.scheduler.effects import Effects, kind_of, streams
-from megatrain.scheduler.items import BETWEEN_RANKS, Sections, Stream
+from megatrain.scheduler.items import BETWEEN_RANKS, Stream
 from megatrain.scheduler.op import Op
 from megatrain.scheduler.parking import host_value_bytes, park_bytes, parked_values
 from megatrain.scheduler.step_kind import StepKind
 from megatrain.scheduler.workload import Workload
-from megatrain.sizes import Section
 
 
 class Position(NamedTuple):
@@ -226,12 +225,6 @@ class Table:
         return tuple(sorted({op.block for op in hosts if op is not None and op.what == "U"}))
 
     @property
-    def sections(self) -> Sections | None:
-        """The block whose deferred update comes in sections, each with a copy of its weights; None if none does."""
-        counts = [Sections(op.block, op.section + 1) for op in self.ops if op.section is not None]
-        return max(counts, key=lambda sections: sections.num_sections, default=None)
-
-    @property
     def arena_bytes(self) -> int:
         """Bytes of the device arena that the slots share."""
         return max((slot.offset + slot.nbytes for slot in self.slots), default=0)
@@ -270,7 +263,7 @@ class Table:
         """
         workload = self.known_workload()
         kept = self.saves, self.results, self.parked(), self.persistent
-        return Effects(workload, self.kind, *kept, self.deferred, self.sections)
+        return Effects(workload, self.kind, *kept, self.deferred)
 
     def parked(self) -> dict[int, tuple[int, ...]]:
         """Values that `A` parks and returns, by the block of the op."""
@@ -289,9 +282,3 @@ class Table:
                 "  The text of a schedule contains no sizes: use Schedule.parse(text, workload)."
             )
         return self.workload
-
-
-def section_of(table: Table, op: Op) -> Section | None:
-    """The section of its block on which an op of a table works; None if that is the whole block."""
-    sections = None if op.section is None else table.sections
-    return None if op.section is None or sections is None else Section(op.section, sections.num_sections)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import fields, replace
 
 from megatrain.errors import ScheduleError
@@ -44,14 +44,13 @@ class GivenPlan:
         raise _refused([f"{name}: {here} -> {there}" for name, here, there in pairs if here != there])
 
     def taken(
-        self, captures: Sequence[StepPrograms], loss_bytes: int, divides: Callable[[], bool], budget: int
+        self, captures: Sequence[StepPrograms], loss_bytes: int, budget: int
     ) -> tuple[int, Sequence[Program], Schedule]:
         """The level of the captures' rewrites, their programs, and the planned schedule, checked.
 
         Args:
             captures: One per micro-batch.
             loss_bytes: As in `Workload`.
-            divides: Tells whether updates may come in sections.
             budget: Bytes of the device for schedules.
 
         Raises:
@@ -69,8 +68,6 @@ class GivenPlan:
             # Whether code reads values matters to ranks alone, and plans saved by an earlier version don't say it.
             found = replace(merged, loss_bytes=loss_bytes, last_reads_values=planned.last_reads_values)
             if found == planned:
-                if schedule.sections is not None and not divides():
-                    raise _refused(["updates in sections: the optimizer can't update a section alone"])
                 with self._options.memory_for(budget, programs) as left:
                     if schedule.device_bytes > left:
                         sizes = f"{format_bytes(schedule.device_bytes)} -> {format_bytes(left)}"

@@ -19,7 +19,6 @@ from megatrain.optim.per_parameter import check_steps
 from megatrain.optim.updates import Updates
 from megatrain.passes.program import Program
 from megatrain.passes.trained_blocks import trained_holders
-from megatrain.planning.divided_updates import may_divide
 from megatrain.planning.host_plan import HostPlan, host_plan
 from megatrain.planning.loss_bytes import Loss, measure_loss
 from megatrain.planning.saved_plan import AnyPlan
@@ -194,14 +193,8 @@ class Setup:
             given = {id(c): (c.at(0), t, a.tensors, b.given) for c, t, a, b in parts}
             return max(measure_loss(*each, self._loss, self._compiled.options.device) for each in given.values())
 
-        programs, schedule = self.tables.schedule(captures, kind, loss_bytes, lambda: self.divides(captures))
+        programs, schedule = self.tables.schedule(captures, kind, loss_bytes)
         return Setting(batches, own, arguments, variants, traced, captures, programs, schedule.kind, schedule)
-
-    def divides(self, captures: Sequence[StepPrograms]) -> bool:
-        """Tells whether the updates of some captures may come in sections."""
-        compiled, program = self._compiled, captures[0].at(0)  # rewrites change no state
-        precision, masters = compiled.options.precision, compiled.masters
-        return may_divide(program, compiled.model, self.optimizers, precision=precision, masters=masters)
 
     def _kind(self, variants: Sequence[Variant]) -> StepKind:
         runs_in_backward = any(variant.runs_in_backward for variant in variants)
@@ -225,7 +218,7 @@ class Setup:
         options = self._compiled.options
         loss_bytes = setting.schedule.known_workload().loss_bytes
         captures = setting.captures
-        _, schedule = self.tables.schedule(captures, kind, lambda: loss_bytes, lambda: self.divides(captures))
+        _, schedule = self.tables.schedule(captures, kind, lambda: loss_bytes)
         return host_plan(
             _distinct(setting.programs),
             schedule,

@@ -102,11 +102,7 @@ class StepTables:
         )
 
     def schedule(
-        self,
-        captures: Sequence[StepPrograms],
-        kind: StepKind,
-        loss_bytes: Callable[[], int],
-        divides: Callable[[], bool],
+        self, captures: Sequence[StepPrograms], kind: StepKind, loss_bytes: Callable[[], int]
     ) -> tuple[Sequence[Program], Schedule]:
         """Plans a step, with as little rewritten as fits.
 
@@ -114,7 +110,6 @@ class StepTables:
             captures: One per micro-batch.
             kind: The kind of the step.
             loss_bytes: Measures the loss; called once for these captures.
-            divides: As in `step_schedule`; asked once for these captures and this kind.
 
         Returns:
             The program of each capture, and the checked schedule of a step with these.
@@ -127,9 +122,9 @@ class StepTables:
         if not self._is_known(key):
             nbytes = self._loss_bytes(key[0], loss_bytes)
             if self._given is not None and self._given.is_of(kind):
-                level, programs, planned = self._given.taken(captures, nbytes, divides, self._budget.nbytes)
+                level, programs, planned = self._given.taken(captures, nbytes, self._budget.nbytes)
             else:
-                plan = partial(self._planned, kind=kind, loss_bytes=nbytes, divides=divides)
+                plan = partial(self._planned, kind=kind, loss_bytes=nbytes)
                 with stage("planning"):
                     level, programs, planned = self._fitting(captures, plan, kind)
             for capture in captures:
@@ -185,9 +180,7 @@ class StepTables:
         except TooSmallError as error:
             raise with_true_hint(error, captures[0].at(0), partial(_with_blocks, captures, plan)) from None
 
-    def _planned(
-        self, programs: Sequence[Program], kind: StepKind, loss_bytes: int, divides: Callable[[], bool]
-    ) -> Schedule:
+    def _planned(self, programs: Sequence[Program], kind: StepKind, loss_bytes: int) -> Schedule:
         with self._options.memory_for(self._budget.nbytes, programs) as memory:
             own: dict[str, Any] = {
                 "memory": memory,
@@ -195,7 +188,6 @@ class StepTables:
                 "loss_bytes": loss_bytes,
                 "hardware": self._options.hardware,
                 "usual": usual_machine(self._options.device),
-                "divides": divides,
                 "masters": self._options.masters,
                 "most_result_bytes": None if self._options.keeps_results else 0,
             }

@@ -18,7 +18,6 @@ from megatrain.planning.loss_bytes import Loss
 from megatrain.runtime.gradients.sink import check_kind, gradient_form, hooked, is_hooked, laid_out, warn_of_order
 from megatrain.runtime.rng import GlobalGenerators
 from megatrain.runtime.taken import Versions
-from megatrain.sizes import Section
 from megatrain.training.batch import Differentiated, loss_of
 from megatrain.training.handing import handed
 from megatrain.training.setup import Setting
@@ -275,12 +274,12 @@ class Running:
         self._updates.take_norm()
         self.is_skipped = self._looks_for_nonfinite and self._updates.arriving.nonfinite is not None
 
-    def update(self, block: int, section: Section | None = None) -> None:
+    def update(self, block: int) -> None:
         """See `StepTrainer`."""
         torch.set_num_threads(self._threads)
         if block in self._deferred:
             if self._updates.is_under_way:  # otherwise nothing is due: in the first step, and after a look
-                self._updates.update(block, section, keeps=True)
+                self._updates.update(block, keeps=True)
             return
         if self.is_skipped:
             return

@@ -21,8 +21,7 @@ def op_name(position: Position, op: Op) -> str:
     if op.what in "WGSNU" and op.micro_batch is not None:
         raise Harm(f"{op} of one micro-batch")
     leaves = ">" if op.what == "A" and position.stream == Stream.D2H else ""
-    section = "" if op.section is None else f"/{op.section}"
-    return f"{op.what}{op.block}.{op.micro_batch or 0}{section}{leaves}"
+    return f"{op.what}{op.block}.{op.micro_batch or 0}{leaves}"
 
 
 class Ledger:
@@ -48,10 +47,6 @@ class Ledger:
         self.new_gradients: set[int] = set()
         self.updated: set[int] = set()
         self.at_work: set[int] = set()
-        # Of a block that is updated section by section, those that are done, and all.
-        self.done_sections: set[int] = set()
-        self.sections = [op.section for op in schedule.ops if op.what == "U" and op.section is not None]
-        self.divided = next((op.block for op in schedule.ops if op.section is not None), None)
         self.readers: Counter[int] = Counter()
         self.squared: set[int] = set()
         self.has_new_norm = False
@@ -86,16 +81,13 @@ class Ledger:
 
     def expect_version(self, op: Op) -> None:
         owners = self.owners(op.block)
-        if op.section is not None:
-            self.expect(op.section in self.done_sections, f"{op} reads what is not updated yet")
-            owners -= {op.block}
         self.expect(not owners & self.at_work, f"{op} reads what is being written")
         self.expect(owners & self.updated == owners & self.deferred, f"{op} reads parameters of another step")
 
     def start(self, op: Op) -> None:
         if self.reads_parameters(op):
             self.expect_version(op)
-            self.readers[op.block] += op.section is None  # a section that is read was updated before
+            self.readers[op.block] += 1
         elif op.what == "G":
             needed = self.owners(op.block) & self.deferred
             self.expect(needed <= self.updated, f"{op} replaces gradients that are still needed")
@@ -119,8 +111,6 @@ class Ledger:
     def start_update(self, op: Op) -> None:
         self.expect(op.block in self.updating, f"{op} updates nothing")
         self.expect(op.block not in self.updated | self.at_work, f"{op} twice")
-        if op.section is not None:
-            self.expect(op.section == len(self.done_sections), f"{op} out of turn")
         group = self.groups[op.block]
         self.expect(not any(self.readers[member] for member in group), f"{op} writes what is being read")
         if op.block in self.deferred:
@@ -136,7 +126,7 @@ class Ledger:
     def finish(self, op: Op) -> None:
         if self.reads_parameters(op):
             self.expect_version(op)
-            self.readers[op.block] -= op.section is None
+            self.readers[op.block] -= 1
         elif op.what == "G":
             self.new_gradients.add(op.block)
         elif op.what == "S":
@@ -145,10 +135,6 @@ class Ledger:
             self.has_new_norm = True
         elif op.what == "U":
             self.at_work.discard(op.block)
-            if op.section is not None:
-                self.done_sections.add(op.section)
-                if len(self.done_sections) < len(self.sections):
-                    return
             self.updated.add(op.block)
             for member in self.groups[op.block]:
                 if self.owners(member) <= self.updated:

@@ -134,7 +134,6 @@ def _other_ops(
             if slot != op.slot:
                 yield f"{where} into slot {slot}", with_cells(schedule, {position: replace(op, slot=slot)})
     yield from _other_micro_batches(schedule, position, op, where)
-    yield from _other_sections(schedule, position, op, where)
     for stream in streams():
         for what in "WAFBGSNUXD":
             slot = op.slot if what == "W" else None
@@ -145,12 +144,6 @@ def _other_ops(
             if changed != op and (what == op.what or stream == op.stream):
                 cells = {position: None, Position(position.tick, stream): changed}
                 yield f"{where} made {changed} of {stream}", with_cells(schedule, cells)
-
-
-def _other_sections(schedule: Schedule, position: Position, op: Op, where: str) -> Iterator[tuple[str, Schedule]]:
-    for section in {None, 0, 1, 2} - {op.section} if op.what in "WU" else ():
-        changed = replace(op, section=section)
-        yield f"{where} made {changed}", with_cells(schedule, {position: changed})
 
 
 def _other_micro_batches(schedule: Schedule, position: Position, op: Op, where: str) -> Iterator[tuple[str, Schedule]]:

@@ -159,19 +159,8 @@ class Machine:
         if self.workload.blocks[op.block].state_bytes == 0:
             return
         load = self.bindings.get(position)
-        loads = [None] if load is None else self.sections_of(load)
-        is_there = all(p is not None and p in self.weights and self.weights[p][2] for p in loads)
+        is_there = load is not None and load in self.weights and self.weights[load][2]
         self.expect(is_there, f"{op} at {position} finds no weights")
-
-    def sections_of(self, load: Position) -> list[Position]:
-        """All that copies the weights which a W brings: itself, or all sections, as many as updates."""
-        mine = self.schedule.ticks[load.tick][load.stream]
-        if mine.section is None:
-            return [load]
-        found = [p for p, op in self.schedule.positions() if op.what == "W" and op.section is not None]
-        count = sum(op.what == "U" and op.block == mine.block for op in self.schedule.ops)
-        self.expect(len(found) == count, f"{mine} is one of {len(found)} sections, not {count}")
-        return found
 
     # What ops do when they start and when they are done.
 
@@ -229,16 +218,10 @@ class Machine:
             self.expect(self.workload.blocks[op.block].frozen_bytes > 0, f"{op} has nothing that stays")
             self.expect(op.block in self.staying, f"{op} into two places")
             self.expect(self.staying[op.block] == (slot.offset, stop), f"{op} where its weights aren't")
-        others = self.sections_of(position)
-        self.weights = {
-            p: (a, b, c)
-            for p, (a, b, c) in self.weights.items()
-            if not (a < stop and slot.offset < b) or (p in others and (a, b) == (slot.offset, stop))
-        }
+        self.weights = {p: (a, b, c) for p, (a, b, c) in self.weights.items() if not (a < stop and slot.offset < b)}
         self.weights[position] = (slot.offset, stop, False)
 
     def finish_W(self, position: Position, op: Op) -> None:
-        self.expect(position in self.weights, f"{op} was overwritten while it was copied")
         start, stop, _ = self.weights[position]
         self.weights[position] = (start, stop, True)
 

@@ -115,7 +115,7 @@ def test_each_figure_that_differs_is_told():
 
 def _tokens(plan: Schedule) -> Counter[str]:
     """The ops of a schedule by what they are; the first micro-batch is the one of a call."""
-    return Counter(f"{op.stream} {op.what}{op.block}.{op.micro_batch or 0}/{op.section}" for op in plan.ops)
+    return Counter(f"{op.stream} {op.what}{op.block}.{op.micro_batch or 0}" for op in plan.ops)
 
 
 def _listed(text: str, what: str) -> int:

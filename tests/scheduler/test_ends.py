@@ -20,9 +20,8 @@ def with_embedding() -> Workload:
     return with_updates(chain([50 * LAYER, *[LAYER] * 4]))
 
 
-def step(updates: str, *, clip: bool = False, sections: int = 1) -> Schedule:
-    kind = StepKind(updates=updates, clip=clip, outputs="release")
-    return build(with_embedding(), kind, sections=sections)
+def step(updates: str, *, clip: bool = False) -> Schedule:
+    return build(with_embedding(), StepKind(updates=updates, clip=clip, outputs="release"))
 
 
 def ends_s(plan: Schedule) -> float:
@@ -31,7 +30,7 @@ def ends_s(plan: Schedule) -> float:
 
 
 def seconds(plan: Schedule, what: str, block: int = 0) -> float:
-    """Of the ops of one kind and block, all sections of it, each time that it runs."""
+    """Of the op of one kind and block; of a `W`, the first time that it runs."""
     durations = [timing.end_s - timing.start_s for timing in plan.simulate(MACHINE).timeline]
     ops = (op for _, op in plan.positions())
     found = [s for s, op in zip(durations, ops, strict=True) if (op.what, op.block) == (what, block)]
@@ -54,14 +53,6 @@ def test_a_norm_comes_after_the_last_gradients():
     assert ends_s(plan) == pytest.approx(sum(seconds(plan, what) for what in "UWGS"), rel=1e-6)
 
 
-@pytest.mark.parametrize("count", [2, 4])
-def test_of_sections_only_the_last_copy_comes_after_the_update(count: int):
-    """The host updates them one by one, in whatever order: the copy of the last remains."""
-    plan = step("deferred", sections=count)
-    last = seconds(plan, "W")  # of the first section, as long as the last
-    assert ends_s(plan) == pytest.approx(sum(seconds(plan, what) for what in "UG") + last, rel=0.01)
-
-
 def test_serial_updates_all_come_after_compute():
     plan = step("serial")
     updates = sum(seconds(plan, "U", block) for block in range(5))
@@ -74,14 +65,13 @@ def test_the_ends_of_a_forward_are_its_first_weights():
 
 
 @pytest.mark.parametrize(
-    ("updates", "clip", "sections"),
-    [("spread", False, 4), ("overlap", False, 1), ("deferred", True, 4), ("serial", False, 1)],
+    ("updates", "clip"), [("spread", False), ("overlap", False), ("deferred", True), ("serial", False)]
 )
-def test_a_step_that_compute_holds_up_takes_no_longer_than_its_chain(updates: str, clip: bool, sections: int):
+def test_a_step_that_compute_holds_up_takes_no_longer_than_its_chain(updates: str, clip: bool):
     """A model of 28 layers between an embedding and a head of five each, whose ends are a twentieth of the step."""
     workload = with_updates(chain([400 * LAYER, *[80 * LAYER] * 28, 400 * LAYER]))
     kind = StepKind(updates=updates, clip=clip, micro_batches=8, outputs="release")
-    plan = build(workload, kind, sections=sections, memory=1 << 31)
+    plan = build(workload, kind, memory=1 << 31)
     machine = replace(MACHINE, flops_per_s=2e8)
     bounds, taken = plan.lower_bounds(machine), plan.simulate(machine).step_s
     assert bounds["ends"] > 1.03 * bounds["compute"]

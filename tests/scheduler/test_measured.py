@@ -18,7 +18,7 @@ from megatrain.scheduler.items import Stream
 from megatrain.scheduler.op import Op
 from megatrain.scheduler.schedule import Schedule
 from megatrain.scheduler.step_kind import UPDATES
-from megatrain.scheduler.table import Position, section_of
+from megatrain.scheduler.table import Position
 from megatrain.scheduler.timing.costs import Measured, op_durations
 from megatrain.scheduler.workload import Workload
 from tests.draws import draws
@@ -54,9 +54,9 @@ def test_another_table_of_the_program_is_predicted_exactly_or_an_op_is_named(
     def kind_of(plan: Schedule, op: Op) -> tuple[Any, ...]:
         has_squares = op.what == "U" and plan.kind.reports_norm
         persists = op.what == "W" and op.block in plan.persistent
-        is_saved, section = op.what in "FB" and op.block in plan.saves, section_of(plan, op)
+        is_saved = op.what in "FB" and op.block in plan.saves
         has_results = op.what in "FBA" and op.block in plan.results
-        return op.stream, op.what, op.block, is_saved, has_results, has_squares, persists, section
+        return op.stream, op.what, op.block, is_saved, has_results, has_squares, persists
 
     seen = {kind_of(ran, op) for op in ran.ops}
     unseen = {f"{op.stream}:{op}" for op in other.ops if kind_of(other, op) not in seen}

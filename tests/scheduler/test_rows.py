@@ -12,9 +12,8 @@ from megatrain.errors import OptionError
 from megatrain.hardware.hardware import Hardware
 from megatrain.scheduler.builder.draft import Builder, Choices
 from megatrain.scheduler.builder.rows.step_timer import StepTimer
-from megatrain.scheduler.builder.sections import first_deferred
 from megatrain.scheduler.builder.stays import Placed, Stay
-from megatrain.scheduler.items import NO_BLOCK, Stream
+from megatrain.scheduler.items import Stream
 from megatrain.scheduler.lifetimes.books import Books, item_lifetimes
 from megatrain.scheduler.lifetimes.lifetime import live_bytes
 from megatrain.scheduler.lifetimes.peak import needed_bytes
@@ -115,10 +114,7 @@ def test_ops_wait_for_a_slow_stream_as_those_of_the_table_do(updates: str, slow:
 @given(workloads(), kinds(), st.data())
 @draws(200, usual=20)
 def test_a_draft_takes_the_time_and_the_memory_of_its_table(workload: Workload, kind: StepKind, data: st.DataObject):
-    first = NO_BLOCK if kind.is_shared else first_deferred(workload, kind)
-    may_divide = first != NO_BLOCK and not workload.blocks[first].is_mostly_frozen
-    sections = data.draw(st.sampled_from([1, 2, 4])) if may_divide else 1
-    builder = Builder(workload, kind, sections=sections)
+    builder = Builder(workload, kind)
     for _ in range(2):  # the second finds what the first has worked out
         draft = builder.draft(data.draw(choices(workload)))
         table = builder.finish(draft)

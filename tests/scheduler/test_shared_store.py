@@ -143,9 +143,3 @@ def test_a_process_alone_shares_its_store_with_nobody():
     broken = with_cells(alone, {Position(len(alone.ticks), Stream.PEERS): Op(Stream.PEERS, "V", 2)})
     with pytest.raises(ScheduleError, match="peers:V2 at tick 9 waits for an update that nobody makes"):
         with_figures(broken).check()
-
-
-def test_updates_of_a_shared_store_have_no_sections():
-    kind = StepKind(updates="deferred", ranks="first", store="shared")
-    with pytest.raises(ScheduleError, match="several ranks share the store"):
-        build(trained(3), kind, num_slots=3, sections=2)

@@ -12,9 +12,7 @@ from megatrain.errors import ScheduleError
 from megatrain.hardware.work import MEMORY, Kernels, Works, products
 from megatrain.scheduler.builder.build import ACTIVATIONS
 from megatrain.scheduler.builder.draft import Builder, Choices
-from megatrain.scheduler.builder.sections import first_deferred
 from megatrain.scheduler.from_program import schedule
-from megatrain.scheduler.items import NO_BLOCK
 from megatrain.scheduler.schedule import Schedule, schedule_of
 from megatrain.scheduler.step_kind import OUTPUTS, UPDATES
 from megatrain.scheduler.workload import BlockWork, KeptWork, ValueWork, Workload
@@ -158,7 +156,6 @@ class Options:
     staying: frozenset[int] = frozenset()
     reports_norm: bool = False
     has_giants_alone: bool = False
-    sections: int = 1
     results: frozenset[int] = frozenset()
 
     def build(self, workload: Workload) -> Schedule:
@@ -167,8 +164,7 @@ class Options:
         results = tuple(b for b in sorted(self.results & set(recomputed)) if workload.blocks[b].kept is not None)
         if not results:
             return made
-        sections = 1 if made.sections is None else made.sections.num_sections
-        builder = Builder(workload, made.kind, sections=sections)
+        builder = Builder(workload, made.kind)
         resident = made.resident() if made.kind.transfer == "copy" and made.kind.is_training_step else ()
         kept = tuple(b for b in resident if b not in made.persistent)
         plan = Choices(self.num_slots, made.keep, made.saves, kept, made.persistent, self.has_giants_alone)
@@ -178,13 +174,11 @@ class Options:
         made = self._built(workload)
         if made.kind.transfer == "bind" or not made.kind.is_training_step:
             return made
-        block = first_deferred(workload, made.kind)
-        sections = 1 if block == NO_BLOCK or workload.blocks[block].is_mostly_frozen else self.sections
-        if not (self.staying or self.has_giants_alone or sections > 1):
+        if not (self.staying or self.has_giants_alone):
             return made
         blocks = [b for b in sorted(self.staying) if b < len(workload.blocks)]
-        frozen = tuple(b for b in blocks if workload.blocks[b].frozen_bytes > 0 and (sections == 1 or b != block))
-        builder = Builder(workload, made.kind, sections=sections)
+        frozen = tuple(b for b in blocks if workload.blocks[b].frozen_bytes > 0)
+        builder = Builder(workload, made.kind)
         plan = Choices(self.num_slots, made.keep, made.saves, tuple(blocks[::2]), frozen, self.has_giants_alone)
         return schedule_of(builder.finish(builder.draft(plan)))
 
@@ -234,7 +228,6 @@ def whole_steps() -> st.SearchStrategy[Options]:
         outputs=st.sampled_from(OUTPUTS),
         staying=st.one_of(st.just(frozenset[int]()), st.frozensets(st.integers(0, 6))),
         has_giants_alone=st.booleans(),
-        sections=st.sampled_from([1, 1, 2, 4]),
         results=st.one_of(st.just(frozenset[int]()), st.frozensets(st.integers(0, 6))),
     )
 

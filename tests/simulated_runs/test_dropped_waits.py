@@ -22,7 +22,6 @@ from tests.simulated_device import Simulator
 from tests.simulated_runs.on_device import DEVICE, on_device
 from tests.tiers import wide
 from tests.training.parity import TASKS
-from tests.training.sections import NUM_SECTIONS, always_divided
 
 TASK = TASKS["stack"]
 MODES: dict[str, dict[str, Any]] = {
@@ -30,7 +29,6 @@ MODES: dict[str, dict[str, Any]] = {
     "spread": {},
     "deferred": {"max_grad_norm": 0.5},
     "serial": {"overlap": False},
-    "sections": {},
 }
 
 # Waits that may go unnoticed, and why the step is right without them.
@@ -75,11 +73,8 @@ class Trial:
             self.model, device=DEVICE, activations="offload", block_bytes=1, chaos=Chaos(max_delay_s=0)
         )
         self.streams = compiled.megatrain.engine.streams
-        optimizer: torch.optim.Optimizer = torch.optim.SGD(self.model.parameters(), lr=0.5)
-        if mode == "sections":
-            optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.5, fused=True)
-        self.optimizer = optimizer
-        self.step = megatrain.TrainStep(compiled, optimizer, loss=TASK.loss, **MODES[mode])
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.5)
+        self.step = megatrain.TrainStep(compiled, self.optimizer, loss=TASK.loss, **MODES[mode])
         self.batches = [[on_device(TASK.batch(10 * n + m, 2)) for m in range(2)] for n in range(2)]
         self.expected = self.run()
 
@@ -119,9 +114,7 @@ class Trial:
 def test_a_step_without_one_of_its_waits_is_noticed(sim: Simulator, mode: str):
     if mode == "serial" and not is_wide():
         pytest.skip("its waits on the device are those of overlap: make device")
-    with always_divided(1 if mode != "sections" else NUM_SECTIONS):
-        trial = Trial(sim, mode)
-    assert (trial.step.schedule.sections is not None) == (mode == "sections")
+    trial = Trial(sim, mode)
     assert trial.is_right()
     known = [*REDUNDANT, OF_MEMORY]
     noticed, unnoticed = list[str](), list[str]()
@@ -130,8 +123,6 @@ def test_a_step_without_one_of_its_waits_is_noticed(sim: Simulator, mode: str):
             if wait.stream == "host":
                 continue  # what the host does is done when it counts as issued: there is nothing else to wait for
             other = trial.step.schedule.ticks[wait.tick][wait.stream]
-            if mode == "sections" and not is_wide() and one.op.section is None and other.section is None:
-                continue  # as in spread
             name = f"{one.op} <- {other}"
             if mode != "overlap" and any(re.fullmatch(pattern, name) for pattern in REDUNDANT):
                 continue  # overlap has seen that it may go
@@ -143,7 +134,4 @@ def test_a_step_without_one_of_its_waits_is_noticed(sim: Simulator, mode: str):
     assert [name for name in unnoticed if not any(re.fullmatch(pattern, name) for pattern in known)] == []
     if mode == "overlap":
         assert all(any(re.fullmatch(pattern, name) for name in unnoticed) for pattern in REDUNDANT), "take it off"
-    if mode == "sections":
-        assert re.fullmatch(r"F0\.0 <- W0/2@\d", noticed[0]), "the last section stands for all"
-    else:
-        assert any(re.fullmatch(OF_MEMORY, name) for name in noticed)
+    assert any(re.fullmatch(OF_MEMORY, name) for name in noticed)

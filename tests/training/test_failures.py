@@ -175,8 +175,8 @@ def first_update() -> Generator[Callable[[], None]]:
     done = threading.Event()
     original = Running.update
 
-    def update(self: Any, block: int, section: Any = None) -> None:
-        original(self, block, section)
+    def update(self: Any, block: int) -> None:
+        original(self, block)
         if self.has_updated:
             done.set()
 

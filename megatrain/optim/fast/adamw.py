@@ -213,7 +213,6 @@ class AdamWInOnePass(FastPath):
 
     moments = ("exp_avg", "exp_avg_sq")
     numbers = ("step",)
-    is_elementwise = True
 
     def matches(self, optimizer: Optimizer, group: Mapping[str, Any]) -> bool:
         """Whether its step is AdamW's own, with options that the fused update has."""

@@ -60,13 +60,10 @@ class FastPath(ABC):
     Attributes:
         moments: Names of state in fp32, of the parameter's shape (`exp_avg`).
         numbers: Names of state that is one fp32 number (`step`), before the moments in a parameter's state.
-        is_elementwise: Whether an element's update follows from the same element of all tensors and from the numbers.
-            Such an update may come in sections: each call has some elements, and the numbers as the step found them.
     """
 
     moments: tuple[str, ...] = ()
     numbers: tuple[str, ...] = ()
-    is_elementwise: bool = False
 
     @abstractmethod
     def matches(self, optimizer: Optimizer, group: Mapping[str, Any]) -> bool:

@@ -13,7 +13,7 @@ from megatrain.errors import ExecuteError
 from megatrain.memory.block_image import Entry, image, stored_stride, views
 from megatrain.memory.host_arena import HostArena, plain_view
 from megatrain.memory.unshared import IN_PLACE, PARTED, held_elsewhere, warn_of_holders
-from megatrain.sizes import Section, aligned
+from megatrain.sizes import aligned
 from megatrain.tracer.spec import TensorSpec
 
 _memories = count()
@@ -280,10 +280,3 @@ def copies_of(
         end = entry.offset + entry.spec.nbytes
     if arena is not None:
         yield OneCopy(start, end, arena.tensor[source : source + end - start], arena)
-
-
-def section_of(entry: Entry, home: Home, section: Section, *, own: bool = False) -> OneCopy:
-    """A section of one tensor, in the order of its memory; for `own` see `Home.place`."""
-    start, stop = (edge * entry.spec.dtype.itemsize for edge in section.of(entry.spec.numel))
-    arena, offset = home.place(own=own)
-    return OneCopy(entry.offset + start, entry.offset + stop, arena.tensor[offset + start : offset + stop], arena)

@@ -23,14 +23,13 @@ from megatrain.runtime.stores.homes import (
     home_of,
     in_place,
     lend,
-    section_of,
     staying,
     take_in,
 )
 from megatrain.runtime.stores.moving import check_movable, check_room
 from megatrain.runtime.stores.persisting import Stamp
 from megatrain.runtime.stores.weights import Weights, replace_memory
-from megatrain.sizes import Section, aligned
+from megatrain.sizes import aligned
 from megatrain.tracer.spec import TensorSpec
 
 __all__ = ["BlockImage", "Entry", "HostArena", "HostStore", "image", "stored_stride", "views"]
@@ -232,14 +231,7 @@ class HostStore:
         """Returns how many copies a prefetch of this image takes."""
         return len(self._placed(layout).runs)
 
-    def prefetch(
-        self,
-        layout: BlockImage,
-        out: torch.Tensor,
-        *,
-        without: frozenset[str] = frozenset(),
-        section: Section | None = None,
-    ) -> None:
+    def prefetch(self, layout: BlockImage, out: torch.Tensor, *, without: frozenset[str] = frozenset()) -> None:
         """Copies a block's state into a slot, with one copy for adjacent tensors and one for each tied.
 
         What this rank's user has written, and other ranks don't see yet, is copied as well, from ordinary memory.
@@ -248,20 +240,15 @@ class HostStore:
             layout: An image known to this store.
             out: The slot, `uint8`, at least as large as the image.
             without: Keys of entries that are there.
-            section: Copies only this section of each tensor.
         """
         placed = self._placed(layout)
         runs: Sequence[OneCopy] = placed.runs
         own = any(sent.is_stale() for sent in placed.sent)
-        if section is not None:
-            with_bytes = [entry for entry in layout.entries if entry.spec.nbytes]
-            runs = [section_of(entry, home_of(entry, self._homes), section, own=own) for entry in with_bytes]
-        elif without or own:
+        if without or own:
             entries = [entry for entry in layout.entries if entry.key not in without]
             runs = list(copies_of(entries, [home_of(e, self._homes) for e in entries], layout.alignment, own=own))
         for run in runs:
-            if run.start < run.end:  # a section of a small tensor may be empty
-                self._bus.to_device(out[run.start : run.end], run.source, run.arena)
+            self._bus.to_device(out[run.start : run.end], run.source, run.arena)
 
     def stamp(self, layout: BlockImage, keys: Collection[str]) -> Stamp | None:
         """What changes with each write into entries of an image that torch counts; None where it counts none."""

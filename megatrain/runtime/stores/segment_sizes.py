@@ -49,7 +49,7 @@ def held_sizes(schedule: Schedule, programs: Sequence[Program], moment: int) -> 
     """
     found: list[int] = []
     for life in alive_at(Books(schedule), moment):
-        kind, number, micro_batch, _ = life.item
+        kind, number, micro_batch = life.item
         if life.start is None:
             continue  # the caller's
         program = programs[micro_batch]

@@ -11,7 +11,6 @@ from megatrain.garbage import paused_collection
 from megatrain.hardware.hardware import Hardware
 from megatrain.scheduler.builder.budget import choose_draft, first_fit
 from megatrain.scheduler.builder.draft import Builder, Choices
-from megatrain.scheduler.items import MOST_SECTIONS
 from megatrain.scheduler.schedule import Schedule, schedule_of
 from megatrain.scheduler.step_kind import KIND_RULES, StepKind
 from megatrain.scheduler.workload import Workload
@@ -39,7 +38,6 @@ def build(
     activations: str = "auto",
     hardware: Hardware | None = None,
     usual: Hardware | None = None,
-    sections: int = 1,
     most_result_bytes: int | None = None,
 ) -> Schedule:
     """Places one step of `workload` on the streams.
@@ -56,8 +54,6 @@ def build(
         activations: See there.
         hardware: See there.
         usual: Whose rates weigh compute against copies without `hardware`; None is an RTX 4090.
-        sections: Into how many sections the first block that is updated is divided: where its update is deferred, the
-            copy of each section follows the update of this section.
         most_result_bytes: Bytes of the results that may be kept or parked; None is any number.
 
     Returns:
@@ -73,9 +69,7 @@ def build(
     W0@0 F0 W1@0 F1 W2@0 F2 B2 W1@0 G2 B1 W0@0 G1 B0 G0
     """
     workload.check()
-    if not 1 <= sections <= MOST_SECTIONS:
-        raise ScheduleError(f"{sections} sections are impossible.\n  There are 1 to {MOST_SECTIONS}.\n  Leave it out.")
-    builder = Builder(workload, kind, sections=sections)
+    builder = Builder(workload, kind)
     draft = choose_draft(
         builder,
         num_slots=num_slots,

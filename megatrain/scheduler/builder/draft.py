@@ -12,10 +12,8 @@ from megatrain.scheduler.builder.bounds.plan_bound import PlanBound
 from megatrain.scheduler.builder.host.host_places import place_gradients
 from megatrain.scheduler.builder.host.host_ticks import HostTicks, deferred_updates, head_updates, place_host, written
 from megatrain.scheduler.builder.order import Rows, assign_ticks
-from megatrain.scheduler.builder.rows.arrivals import Part
 from megatrain.scheduler.builder.rows.row import OpRow, RowEffects, WhatIsKept, weight_rows
 from megatrain.scheduler.builder.rows.step_timer import StepTimer
-from megatrain.scheduler.builder.sections import sections_of
 from megatrain.scheduler.builder.stays import Stay, compute_stages, giants, place_slots, stays_of
 from megatrain.scheduler.effects import Effects, kind_of
 from megatrain.scheduler.items import NO_BLOCK, Stream
@@ -89,7 +87,7 @@ class Draft:
 class _Weights:
     """Where weights lie, and which updates come before them: that depends on slots and resident blocks alone."""
 
-    head: dict[Part, int]
+    head: dict[int, int]
     stays: tuple[Stay, ...]
     slots: tuple[Slot, ...]
     slot_of: tuple[int, ...]
@@ -106,16 +104,14 @@ class Builder:
     Args:
         workload: What runs.
         kind: The kind of the step.
-        sections: As in `build`.
     """
 
-    def __init__(self, workload: Workload, kind: StepKind, *, sections: int = 1) -> None:
+    def __init__(self, workload: Workload, kind: StepKind) -> None:
         self.workload = workload
         self.kind = kind
         self.stages = compute_stages(workload, kind)
         self._deferred = deferred_updates(workload, kind)
-        self._sections = sections_of(workload, kind, sections)
-        self.any_effects = Effects(workload, kind, (), (), {}, (), self._deferred, self._sections)
+        self.any_effects = Effects(workload, kind, (), (), {}, (), self._deferred)
         self._items = RowEffects(self.any_effects)
         self._parking = Parking(workload, kind)
         self._account = Account(self._items)
@@ -146,8 +142,7 @@ class Builder:
                 parked,
                 num_slots=plan.num_slots,
                 has_late_offloads=plan.has_late_offloads,
-                written=written(self.workload, self.kind, placed.head, self._sections),
-                sections=self._sections,
+                written=written(self.workload, self.kind, placed.head),
             )
             rows = between_ranks(rows, self.kind)
             host = place_host(self.workload, self.kind, rows.ticks, placed.head)
@@ -214,14 +209,14 @@ class Builder:
                 alone=giants(self.workload) if plan.has_giants_alone else (),
             )
             loads = [stay.block for stay in stays]
-            head = head_updates(self.workload, self._deferred, loads, self._sections)
+            head = head_updates(self.workload, self._deferred, loads)
             self._placed[chosen] = _Weights(head, stays, *place_slots(stays))
         return self._placed[chosen]
 
     def effects(self, plan: Choices) -> Effects:
         """What each op of a plan does."""
         kept = plan.saves, plan.results, self._parked(plan), plan.persistent
-        return Effects(self.workload, self.kind, *kept, self._deferred, self._sections)
+        return Effects(self.workload, self.kind, *kept, self._deferred)
 
     def _kept(self, plan: Choices, parked: Parks) -> WhatIsKept:
         return WhatIsKept(
@@ -252,28 +247,26 @@ def _rows(rows: Rows, host: HostTicks) -> Iterator[OpRow]:
         (Stream.COMPUTE, "B", rows.ticks.backward),
         (Stream.D2H, "A", rows.ticks.park),
     ):
-        yield from (OpRow(stream, what, block, None, of_all) for block, of_all in ticks.items())
+        yield from (OpRow(stream, what, block, of_all) for block, of_all in ticks.items())
     for stream, what, ticks in (
         (Stream.D2H, "G", rows.ticks.offload),
         (Stream.RECEIVE, "R", rows.ticks.receive),
         (Stream.SEND, "P", rows.ticks.send),
+        (Stream.HOST, "U", host.update),
+        (Stream.PEERS, "V", host.whole),
+        (Stream.HOST, "S", host.squares),
     ):
-        yield from (OpRow(stream, what, block, None, (tick,)) for block, tick in ticks.items())
-    yield from (OpRow(Stream.HOST, "U", block, section, (tick,)) for (block, section), tick in host.update.items())
-    yield from (OpRow(Stream.PEERS, "V", block, section, (tick,)) for (block, section), tick in host.whole.items())
-    yield from (OpRow(Stream.HOST, "S", block, None, (tick,)) for block, tick in host.squares.items())
+        yield from (OpRow(stream, what, block, (tick,)) for block, tick in ticks.items())
     if host.norm is not None:
-        yield OpRow(Stream.HOST, "N", NO_BLOCK, None, (host.norm,))
+        yield OpRow(Stream.HOST, "N", NO_BLOCK, (host.norm,))
 
 
 def _table(draft: Draft, placed: _Weights, *, has_micro_batches: bool) -> tuple[Tick, ...]:
     cells: list[list[Op]] = [[] for _ in draft.live]
-    rows = draft.rows
-    for stay, slot, loads in zip(placed.stays, placed.slot_of, rows.loads, strict=True):
-        for section, tick in enumerate(loads):
-            cells[tick].append(Op(Stream.H2D, "W", stay.block, slot, section=section if len(loads) > 1 else None))
-    for stream, what, block, section, ticks, _ in _rows(draft.rows, draft.host):
+    for stay, slot, tick in zip(placed.stays, placed.slot_of, draft.rows.loads, strict=True):
+        cells[tick].append(Op(Stream.H2D, "W", stay.block, slot))
+    for stream, what, block, ticks, _ in _rows(draft.rows, draft.host):
         has_number = has_micro_batches and kind_of(stream, what).per_micro_batch
         for number, tick in enumerate(ticks):
-            cells[tick].append(Op(stream, what, block, None, number if has_number else None, section))
+            cells[tick].append(Op(stream, what, block, None, number if has_number else None))
     return tuple(Tick(*ops) for ops in cells)

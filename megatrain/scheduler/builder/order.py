@@ -7,9 +7,8 @@ from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import NamedTuple
 
-from megatrain.scheduler.builder.rows.arrivals import Arrival, Part, Written, arrivals, first_at_once
+from megatrain.scheduler.builder.rows.arrivals import Arrival, Written, arrivals, first_at_once
 from megatrain.scheduler.builder.stays import Stage, Stay, Work
-from megatrain.scheduler.items import Sections
 from megatrain.scheduler.workload import Workload
 
 
@@ -32,12 +31,12 @@ class Rows:
 
     Args:
         ticks: Of every op but `W`.
-        loads: Ticks of the `W` of each stay: one, or one for each section.
+        loads: The tick of the `W` of each stay.
         num_ticks: Number of rows.
     """
 
     ticks: OpTicks
-    loads: tuple[tuple[int, ...], ...]
+    loads: tuple[int, ...]
     num_ticks: int
 
 
@@ -65,7 +64,7 @@ class _Placer:
     def __init__(
         self,
         num_slots: int,
-        written: Mapping[Part, Written],
+        written: Mapping[int, Written],
         queue: Sequence[Arrival],
         num_stays: int,
     ) -> None:
@@ -79,7 +78,7 @@ class _Placer:
         self._h2d = self._d2h = -1
         self._compute: list[int] = []
         self._ticks = OpTicks()
-        self._loads: list[list[int]] = [[] for _ in range(num_stays)]
+        self._loads = [0] * num_stays
 
     def place(self, stage: Stage, parks: Sequence[int], offloads_after: Work | None, beside: int | None) -> None:
         """Places the compute steps of a stage, each after what it needs, and notes what leaves after them.
@@ -117,7 +116,7 @@ class _Placer:
         over = self._compute[-1] if self._compute else -1
         self._place_d2h(over)
         num_ticks = max(self._h2d, self._d2h, over) + 1
-        return Rows(self._ticks, tuple(map(tuple, self._loads)), num_ticks)
+        return Rows(self._ticks, tuple(self._loads), num_ticks)
 
     def _place_transfers(self, end: int) -> None:
         """Places the transfers of the queue up to one."""
@@ -126,13 +125,12 @@ class _Placer:
                 self._ready[arrival.needed] = self._place_return(arrival)
                 continue
             self._ready[arrival.needed] = tick = self._place_load(arrival)
-            self._loads[arrival.stay].append(tick)
+            self._loads[arrival.stay] = tick
         self._at = max(self._at, end)
 
     def _place_load(self, arrival: Arrival) -> int:
         """A `W` needs a free slot, and weights that are written."""
-        part = arrival.block, arrival.section
-        writing = self._written[part].tick if part in self._written else -1
+        writing = self._written[arrival.block].tick if arrival.block in self._written else -1
         free = self._compute[arrival.after] if arrival.after >= 0 else -1
         self._h2d = max(self._h2d, free, writing) + 1
         return self._h2d
@@ -142,7 +140,7 @@ class _Placer:
 
         A parked value returns at most `num_slots` steps ahead, for it takes memory meanwhile.
         """
-        after, _, _, block, micro_batch, _, _ = arrival
+        after, _, _, block, micro_batch, _ = arrival
         free = self._compute[after] if after >= 0 else -1
         parked = self._ticks.park.get(block, ())
         if micro_batch >= len(parked) and any(each[:2] == (block, micro_batch) for each in self._leaving):
@@ -182,8 +180,7 @@ def assign_ticks(
     *,
     num_slots: int,
     has_late_offloads: bool,
-    written: Mapping[Part, Written],
-    sections: Sections | None = None,
+    written: Mapping[int, Written],
 ) -> Rows:
     """Places all ops; the order of each stream is fixed, so one pass in the order of compute steps does.
 
@@ -198,9 +195,8 @@ def assign_ticks(
         num_slots: As in `Choices`.
         has_late_offloads: See there.
         written: When the host has written a block's weights, where it does.
-        sections: The block whose first `W` is divided.
     """
-    queue = first_at_once(arrivals(stages, stays, parked, num_slots, sections), workload, written, sections)
+    queue = first_at_once(arrivals(stages, stays, parked, num_slots), workload, written)
     placer = _Placer(num_slots, written, queue, len(stays))
     parks = _parks_by_producer(workload, parked)
     trained = (work for stage in stages for work in stage if work.what == "B")

@@ -73,12 +73,6 @@ class Case:
         first = self._first_offload
         return first is not None and any(update < first for update in self.at(Stream.HOST, "U", block))
 
-    def updates(self, block: int, rule: str) -> list[Position]:
-        """The U of a block: one, or those of all its sections, once it is known that these are right."""
-        found = self.at(Stream.HOST, "U", block)
-        is_divided = bool(found) and self.op(found[0]).section is not None
-        return found if is_divided else [self.once(Stream.HOST, "U", block, rule)]
-
     def updates_of(self, block: int) -> list[int]:
         """The blocks whose update uses the gradients of a block."""
         return [b for b, work in enumerate(self.workload.blocks) if work.update_bytes and block in (b, *work.shares)]

@@ -113,12 +113,12 @@ def check_updates(case: Case) -> None:
             case.never(Stream.HOST, "U", block, "has nothing to update", rule)
             continue
         members = (block, *work.shares)
-        for update in case.updates(block, rule):
-            if case.is_deferred(block):
-                _check_alike(case, update, members)
-                _check_update_of_before(case, update, members)
-            else:
-                _check_update_of_this(case, update, members)
+        update = case.once(Stream.HOST, "U", block, rule)
+        if case.is_deferred(block):
+            _check_alike(case, update, members)
+            _check_update_of_before(case, update, members)
+        else:
+            _check_update_of_this(case, update, members)
 
 
 def _check_alike(case: Case, update: Position, members: tuple[int, ...]) -> None:
@@ -126,7 +126,7 @@ def _check_alike(case: Case, update: Position, members: tuple[int, ...]) -> None
     rule = "Updates that use gradients of one block are all deferred, or none is."
     for other in sorted({b for member in members for b in case.updates_of(member)}):
         if not case.is_deferred(other):
-            found = case.updates(other, rule)[0]
+            found = case.once(Stream.HOST, "U", other, rule)
             what = f"{case.name(update)} uses gradients of the previous step, {case.name(found)} those of this step."
             raise case.fault(what, rule, update.tick, "Move one of them.")
 
@@ -134,13 +134,8 @@ def _check_alike(case: Case, update: Position, members: tuple[int, ...]) -> None
 def _check_update_of_before(case: Case, update: Position, members: tuple[int, ...]) -> None:
     """It is over when this step first reads the parameters, and when its gradients replace the ones that it reads."""
     rule = "A deferred U is done before its parameters are read, and before new gradients arrive."
-    mine = case.op(update)
     for reader in case.weight_readers(members):
-        theirs = case.op(reader)
-        # A section reads nothing that the update of another section of its block writes.
-        is_other = None not in (mine.section, theirs.section) and mine.block == theirs.block
-        if not is_other or mine.section == theirs.section:
-            case.require_before(update, reader, "reads what is written by", rule)
+        case.require_before(update, reader, "reads what is written by", rule)
     for member in members:
         for offload in case.at(Stream.D2H, "G", member):
             case.require_before(update, offload, "replaces gradients that are read by", rule)

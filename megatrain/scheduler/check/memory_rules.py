@@ -78,6 +78,5 @@ def _recount_moved(case: Case) -> tuple[int, int]:
             elif op.what == "W" or (op.what == "G" and not case.schedule.kind.sends):
                 is_load = op.what == "W"
                 nbytes = loaded_bytes(case, op.block) if is_load else case.workload.blocks[op.block].gradient_bytes
-                # The sections of a divided block add up to the whole.
-                moved[position.stream] += nbytes if not op.section else 0
+                moved[position.stream] += nbytes
     return moved[Stream.H2D], moved[Stream.D2H]

@@ -22,7 +22,6 @@ from megatrain.scheduler.check.memory_rules import (
     check_releases_come_first,
 )
 from megatrain.scheduler.check.rank_rules import check_between_ranks
-from megatrain.scheduler.check.section_rules import check_sections
 from megatrain.scheduler.check.shared_rules import check_shared_store
 from megatrain.scheduler.check.weight_rules import check_persistent, check_weights
 from megatrain.scheduler.dependency import dependency_graph
@@ -254,7 +253,6 @@ further_rules: dict[tuple[str, str], Callable[[Case], None]] = {}
 RULES: tuple[Callable[[Case], None], ...] = (
     check_saves,
     check_results,
-    check_sections,
     check_forward_order,
     check_backward_order,
     check_micro_batches,

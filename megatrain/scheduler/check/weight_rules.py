@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
-
 from megatrain.scheduler.check.case import Case
 from megatrain.scheduler.items import Stream
 from megatrain.scheduler.table import Position
@@ -12,8 +10,7 @@ from megatrain.scheduler.table import Position
 def check_weights(case: Case) -> None:
     """Every F and B finds its weights in a slot, and no W touches them before it is done."""
     rule = "F and B read what the last W of their block copied; no W writes there before they are done."
-    latest: dict[int, Position] = {}  # the last section of a W that is divided
-    is_part = _parts(case)
+    latest: dict[int, Position] = {}
     readers: dict[Position, list[Position]] = {}
     for tick, row in enumerate(case.schedule.ticks):
         if row.compute is not None and case.workload.blocks[row.compute.block].state_bytes > 0:
@@ -26,9 +23,6 @@ def check_weights(case: Case) -> None:
                     f"Prefetch W{row.compute.block} at tick {tick - 1} or earlier.",
                 )
             load = latest[row.compute.block]
-            if load in is_part:
-                what = f"{case.name(position)} reads weights of which {case.name(load)} brings only a part."
-                raise case.fault(what, rule, tick, f"Move it below {case.name(is_part[load])}.")
             case.require_before(load, position, "reads weights that are copied by", rule)
             readers.setdefault(load, []).append(position)
         for stream, op in row.items():
@@ -37,19 +31,12 @@ def check_weights(case: Case) -> None:
     _check_overwrites(case, readers, rule)
 
 
-def _parts(case: Case) -> dict[Position, Position]:
-    """Each section of a W that another section follows, with that one."""
-    sections = [position for position, op in case.ops if op.what == "W" and op.section is not None]
-    return dict(pairwise(sections))
-
-
 def _check_overwrites(case: Case, readers: dict[Position, list[Position]], rule: str) -> None:
-    is_part = _parts(case)
     lying: dict[Position, tuple[int, int]] = {}
     for position, op in case.ops:
         if op.slot is None:
             continue
-        if position not in readers and position not in is_part:
+        if position not in readers:
             raise case.fault(f"{case.name(position)} is read by nothing.", rule, position.tick, "Remove it.")
         nbytes = 0 if case.schedule.kind.transfer == "bind" else case.workload.blocks[op.block].state_bytes
         start = case.schedule.slots[op.slot].offset
@@ -57,10 +44,7 @@ def _check_overwrites(case: Case, readers: dict[Position, list[Position]], rule:
         for load in overwritten:
             # Every later write to these bytes follows this W in its stream.
             del lying[load]
-            if is_part.get(load, position) != position:
-                what = f"{case.name(position)} overwrites {case.name(load)} before all of it is there."
-                raise case.fault(what, rule, position.tick, "Use another slot.")
-            for reader in readers.get(load, ()):
+            for reader in readers[load]:
                 case.require_before(reader, position, f"overwrites {case.name(load)}, read by", rule)
         lying[position] = (start, start + nbytes)
 

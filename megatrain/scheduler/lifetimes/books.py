@@ -118,8 +118,8 @@ def _since(life: tuple[Position | None, bool]) -> int:
 _RANKS = {kind: rank for rank, kind in enumerate(ITEMS)}
 
 
-def _rank(item: Item) -> tuple[int, int, int, int]:
-    return item.micro_batch, _RANKS[item.kind], item.number, item.section
+def _rank(item: Item) -> tuple[int, int, int]:
+    return item.micro_batch, _RANKS[item.kind], item.number
 
 
 class Uses:

@@ -70,7 +70,7 @@ def find_peak(table: Table) -> Peak:
     row = table.ticks[peak.tick]
     ops = [] if peak.is_after else [op.key for op in row.values()]
     workspace = sum(books.effects.workspace(*op) for op in ops)
-    is_loss = any(0 < books.effects.workspace(*op) == books.effects.loss_workspace(*op[1:4]) for op in ops)
+    is_loss = any(0 < books.effects.workspace(*op) == books.effects.loss_workspace(*op[1:]) for op in ops)
     parts = {"weights": table.arena_bytes, "loss" if is_loss else "workspace": workspace}
     for life in alive_at(books, moment):
         part = ITEMS[life.item.kind].part

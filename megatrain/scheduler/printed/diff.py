@@ -26,7 +26,6 @@ class _Key(NamedTuple):
     what: str
     block: int
     micro_batch: int
-    section: int | None
     nth: int
 
 
@@ -159,7 +158,7 @@ def _places(table: Table) -> str:
 
 def _placed(table: Table) -> dict[_Key, _Standing]:
     """Every op of a schedule with its place, in the order of `Table.ops`."""
-    seen: Counter[tuple[Stream, str, int, int, int | None]] = Counter()
+    seen: Counter[tuple[Stream, str, int, int]] = Counter()
     computes = [(position.tick, op) for position, op in table.positions() if op.stream == Stream.COMPUTE]
     found: dict[_Key, _Standing] = {}
     following = 0

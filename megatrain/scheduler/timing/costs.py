@@ -16,7 +16,7 @@ from megatrain.scheduler.effects import KINDS, kind_of, streams
 from megatrain.scheduler.items import Effect, Stream
 from megatrain.scheduler.lifetimes.books import Books
 from megatrain.scheduler.op import Op
-from megatrain.scheduler.table import Position, Table, section_of
+from megatrain.scheduler.table import Position, Table
 
 
 class TimedKind(NamedTuple):
@@ -30,8 +30,7 @@ class TimedKind(NamedTuple):
         mark: What tells it from other ops of its letter, which take another time. `*`: the graph of this F or B is
             retained, so B doesn't recompute. `+`: this U also sums the squares of its gradients, for a norm that is
             reported. `~`: this F keeps its results, so B doesn't compute them
-            again. `-`: the block of this W is persistent, so only what isn't frozen moves. `/1 of 4`: this U or W
-            does this section of its block.
+            again. `-`: the block of this W is persistent, so only what isn't frozen moves.
     """
 
     stream: Stream
@@ -133,7 +132,7 @@ class Measured:
             seconds = self.seconds.get(kind, typical.get(kind._replace(micro_batch=0)))
             if seconds is None:
                 raise ScheduleError(
-                    f"{position.stream}:{op}{kind.mark.partition('/')[0]} at tick {position.tick} was never measured.\n"
+                    f"{position.stream}:{op}{kind.mark} at tick {position.tick} was never measured.\n"
                     "  A schedule can be timed if all of its ops were measured. A retained graph (*), results that are "
                     "kept (~), squares for a norm (+) and weights that persist (-) make other ops.\n"
                     "  Measure a run of this schedule, or of one with the same `saves`, `results`, `keep` and "
@@ -164,8 +163,6 @@ def _kinds(schedule: Table) -> Iterator[tuple[Position, Op, TimedKind]]:
             "-": op.what == "W" and op.block in persistent,
         }
         mark = "".join(mark for mark, holds in marks.items() if holds)
-        section = section_of(schedule, op)
-        mark += "" if section is None else f"/{section.number} of {section.num_sections}"
         yield position, op, TimedKind(op.stream, op.what, op.block, op.micro_batch or 0, mark)
 
 

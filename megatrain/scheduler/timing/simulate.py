@@ -109,7 +109,7 @@ def lower_bounds(schedule: Table, costs: Costs) -> dict[str, float]:
         bounds["link"] = link_bound(bounds[Stream.H2D], bounds[Stream.D2H], costs)
     graph = dependency_graph(schedule)
     needed = [(a, b) for a, b, kind in graph.edges(data="kind") if kind in ("data", "weight")]
-    data = nx.DiGraph([*needed, *_section_edges(schedule, graph)])
+    data = nx.DiGraph(needed)
     bounds["data"] = _longest_path(data, durations)[0]
     compute = {position for position in durations if position.stream == Stream.COMPUTE}
     if compute:
@@ -117,13 +117,6 @@ def lower_bounds(schedule: Table, costs: Costs) -> dict[str, float]:
         bounds["ends"] = head_s + bounds[Stream.COMPUTE] + tail_s
         bounds["behind"] = behind(data, durations, compute, Stream.HOST) + tail_s
     return {reason: bound for reason, bound in bounds.items() if bound > 0}
-
-
-def _section_edges(schedule: Table, graph: nx.DiGraph[Position]) -> list[tuple[Position, Position]]:
-    """From each section of a copy to the ops that read the whole, which the graph has from the last section alone."""
-    parts = [position for position, op in schedule.positions() if op.what == "W" and op.section is not None]
-    readers = [p for p in graph.successors(parts[-1]) if p.stream == Stream.COMPUTE] if parts else []
-    return [(part, reader) for part in parts for reader in readers]
 
 
 def _longest_path(

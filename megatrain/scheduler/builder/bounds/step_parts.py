@@ -33,7 +33,7 @@ class StepParts:
         self._workload, self._kind = step.workload, step.kind
         self._seconds = OpSeconds(machine)
         everything = range(len(step.workload.blocks))
-        self._saved = Effects(step.workload, step.kind, everything, (), {}, everything, step.deferred, step.sections)
+        self._saved = Effects(step.workload, step.kind, everything, (), {}, everything, step.deferred)
         self._turn, self._backward = turn_block(step.workload), step.workload.backward_blocks()
         self._numbers = range(step.kind.micro_batches)
         self._gradients = [b for b in step.workload.gradient_blocks() if b in self._backward]
@@ -62,7 +62,7 @@ class StepParts:
 
     def loads_s(self) -> list[tuple[float, float]]:
         """Seconds of one `W` of each block: if its weights are streamed, and if they are persistent."""
-        streamed = Effects(self._workload, self._kind, (), (), {}, (), self._step.deferred, self._step.sections)
+        streamed = Effects(self._workload, self._kind, (), (), {}, (), self._step.deferred)
         return [
             (self._seconds.of(Stream.H2D, streamed.of(Stream.H2D, "W", block)), self._op(Stream.H2D, "W", block))
             if work.state_bytes > 0
@@ -137,8 +137,7 @@ class StepParts:
     def head_s(self) -> float:
         """Seconds before the first forward: the updates that its block waits for, and the copy of its weights."""
         owners = [owner for owner in self._step.owners[0] if owner in self._step.deferred]
-        is_divided = self._step.sections is not None and self._step.sections.block in (0, *owners)
-        return self._update_s(owners) + (0.0 if is_divided else self._weights(0)[1])
+        return self._update_s(owners) + self._weights(0)[1]
 
     def tail_s(self) -> float:
         """Seconds after the last backward: its gradients leave, and what waits for them."""
@@ -184,8 +183,7 @@ class StepParts:
         deferred, later = self._updates(deferred=True), self._updates(deferred=False)
         backward = sum(map(self._backward_s, self._backward))
         if deferred:
-            divided = -1 if self._step.sections is None else self._step.sections.block
-            copy = min(0.0 if block == divided else self._weights(block)[1] for block in deferred)
+            copy = min(self._weights(block)[1] for block in deferred)
             yield self._update_s(deferred) + copy + backward + self.tail_s(), f"{name}, then the backward"
         if not self._gradients:
             return

@@ -10,8 +10,7 @@ from fractions import Fraction
 import networkx as nx
 
 from megatrain.scheduler.builder.order import OpTicks
-from megatrain.scheduler.builder.rows.arrivals import Part, Written, parts_of
-from megatrain.scheduler.items import Sections
+from megatrain.scheduler.builder.rows.arrivals import Written
 from megatrain.scheduler.step_kind import StepKind
 from megatrain.scheduler.workload import Workload
 
@@ -21,21 +20,21 @@ class HostTicks:
     """The ticks of the host's ops.
 
     Args:
-        update: Of each `U`, by block and section.
+        update: Of each `U`, by block.
         squares: Of each `S`, by block; none without `N`.
         norm: Of `N`; None if there is none.
         is_shared: Each `U` has a `V`.
     """
 
-    update: Mapping[Part, int]
+    update: Mapping[int, int]
     squares: Mapping[int, int]
     norm: int | None
     is_shared: bool = False
 
     @property
-    def whole(self) -> Mapping[Part, int]:
-        """Of each `V`, by block and section: after its `U`."""
-        return {part: tick + 1 for part, tick in self.update.items() if self.is_shared}
+    def whole(self) -> Mapping[int, int]:
+        """Of each `V`, by block: after its `U`."""
+        return {block: tick + 1 for block, tick in self.update.items() if self.is_shared}
 
     @property
     def num_ticks(self) -> int:
@@ -76,43 +75,33 @@ def _sharing_blocks(workload: Workload) -> Sequence[Sequence[int]]:
     return sorted(map(sorted, nx.connected_components(graph)))
 
 
-def head_updates(
-    workload: Workload, deferred: Collection[int], loads: Iterable[int], sections: Sections | None
-) -> dict[Part, int]:
+def head_updates(workload: Workload, deferred: Collection[int], loads: Iterable[int]) -> dict[int, int]:
     """Ticks of updates at the head of a step, each before the first `W` that reads the updated parameters.
 
     Args:
         workload: What runs.
         deferred: The blocks whose updates they are.
         loads: The blocks of the `W` ops, in their order.
-        sections: The block that is divided.
     """
     owners: dict[int, list[int]] = {}
     for block in sorted(deferred):
         for member in workload.update_group(block):
             owners.setdefault(member, []).append(block)
     order = dict.fromkeys(owner for block in loads for owner in owners.get(block, ()))
-    parts = (part for block in order for part in parts_of(block, sections))
-    return {part: tick for tick, part in enumerate(parts)}
+    return {block: tick for tick, block in enumerate(order)}
 
 
-def written(
-    workload: Workload, kind: StepKind, head: Mapping[Part, int], sections: Sections | None
-) -> dict[Part, Written]:
-    """When the last update at the head has written a block's weights, or a section of them, on all ranks."""
-    found: dict[Part, Written] = {}
+def written(workload: Workload, kind: StepKind, head: Mapping[int, int]) -> dict[int, Written]:
+    """When the last update at the head has written a block's weights, on all ranks."""
+    found: dict[int, Written] = {}
     done = 0
-    for (block, section), begun in head.items():
-        tick = begun + kind.is_shared
-        nbytes = workload.blocks[block].update_bytes
-        done += nbytes if section is None or sections is None else nbytes // sections.num_sections
-        found[block, section] = found[block, None] = Written(tick, done)
-        for member in workload.blocks[block].shares:
-            found.update(dict.fromkeys([(member, None), *parts_of(member, sections)], Written(tick, done)))
+    for block, begun in head.items():
+        done += workload.blocks[block].update_bytes
+        found.update(dict.fromkeys((block, *workload.blocks[block].shares), Written(begun + kind.is_shared, done)))
     return found
 
 
-def place_host(workload: Workload, kind: StepKind, ticks: OpTicks, head: Mapping[Part, int]) -> HostTicks:
+def place_host(workload: Workload, kind: StepKind, ticks: OpTicks, head: Mapping[int, int]) -> HostTicks:
     """Gives the ops of the host their ticks: updates in the order in which their gradients leave.
 
     Updates that overlap take the tick of the next `G`. In an earlier one they would release their gradients before
@@ -138,13 +127,12 @@ def place_host(workload: Workload, kind: StepKind, ticks: OpTicks, head: Mapping
     at_least = at_least if norm is None else norm
     arrivals = sorted(ticks.offload.values())
     placed = dict(head)
-    deferred = {block for block, _ in head}
     for ready, block in _by_readiness(workload, ticks):
-        if block in deferred:
+        if block in head:
             continue
         following = bisect_right(arrivals, ready) + int(kind.updates == "spread")
         overlapped = arrivals[following] if following < len(arrivals) else max(ready, *arrivals[-1:]) + 1
-        placed[block, None] = free = max(free, overlapped, at_least + 1)
+        placed[block] = free = max(free, overlapped, at_least + 1)
         free += 1
     return HostTicks(placed, squares, max(free, last + 1) if kind.reports_norm else norm, kind.is_shared)
 

@@ -29,7 +29,6 @@ class OpRow(NamedTuple):
         stream: Where it runs.
         what: Its letter.
         block: Its block.
-        section: Its section of the block; None for the whole.
         ticks: Of each micro-batch, ascending, or the one tick.
         slot: The slot that it fills, if it fills one.
     """
@@ -37,7 +36,6 @@ class OpRow(NamedTuple):
     stream: Stream
     what: str
     block: int
-    section: int | None
     ticks: Sequence[int]
     slot: Slot | None = None
 
@@ -140,7 +138,7 @@ class RowEffects:
         of_others = known(None, {})
         found: list[RowEffect] = []
         for row in rows:
-            stream, what, block, section = row[:4]
+            stream, what, block = row[:3]
             if stream == Stream.COMPUTE:
                 effects = of_compute[block]
             elif what == "A":
@@ -149,7 +147,7 @@ class RowEffects:
                 effects = known("persistent", {})
             else:
                 effects = of_others
-            key = what, block, section, stream
+            key = what, block, stream
             effect = effects.get(key)
             if effect is None:
                 effect = effects[key] = self._made(row, kept.effects())
@@ -160,8 +158,8 @@ class RowEffects:
         key = row.stream, row.what, row.block
         count = self.num_micro_batches if kind_of(row.stream, row.what).per_micro_batch else 1
         numbers = range(min(count, _DIFFERENT))
-        effects = [step.of(*key, number, row.section) for number in numbers]
-        workspace = [step.workspace(*key, number, row.section) for number in numbers]
+        effects = [step.of(*key, number) for number in numbers]
+        workspace = [step.workspace(*key, number) for number in numbers]
         (reads, reads_once), (makes, makes_once), (adds, adds_once) = (
             self._split(step, [getattr(effect, part) for effect in effects], count)
             for part in ("reads", "makes", "adds")
@@ -214,20 +212,13 @@ class RowEffects:
         return self._numbers[first]
 
 
-def weight_rows(
-    stays: Sequence[Stay],
-    slots: Sequence[Slot],
-    loads: Sequence[Sequence[int]],
-) -> list[OpRow]:
+def weight_rows(stays: Sequence[Stay], slots: Sequence[Slot], loads: Sequence[int]) -> list[OpRow]:
     """The rows of `W`.
 
     Args:
         stays: Of weights on the device.
         slots: That of each stay.
-        loads: The ticks of its `W`, one for each section.
+        loads: The tick of its `W`.
     """
-    rows: list[OpRow] = []
-    for stay, slot, ticks in zip(stays, slots, loads, strict=True):
-        for section, tick in enumerate(ticks):
-            rows.append(OpRow(Stream.H2D, "W", stay.block, section if len(ticks) > 1 else None, (tick,), slot))
-    return rows
+    placed = zip(stays, slots, loads, strict=True)
+    return [OpRow(Stream.H2D, "W", stay.block, (tick,), slot) for stay, slot, tick in placed]
