@@ -88,7 +88,7 @@ class Engine:
         self._moving = moving
         self._weights = weights
         self.tensors: dict[str, torch.Tensor] = {}
-        self._holders: list[tuple[dict[str, torch.Tensor | None], str, str]] = []
+        self._holders: list[tuple[dict[str, Any], str, str]] = []
         self._has_replaced = False
         self.device = usable(device)
         self._recording = recording
@@ -301,9 +301,7 @@ class Engine:
         return self.runners.of(template, is_shared=is_shared)
 
 
-def _holders(
-    model: nn.Module, tensors: Mapping[str, torch.Tensor]
-) -> list[tuple[dict[str, torch.Tensor | None], str, str]]:
+def _holders(model: nn.Module, tensors: Mapping[str, torch.Tensor]) -> list[tuple[dict[str, Any], str, str]]:
     """Lists the registries of the modules that hold each state tensor: `(registry, name there, key)`."""
     keys = {id(tensor): key for key, tensor in tensors.items()}
     return [

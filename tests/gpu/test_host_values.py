@@ -14,6 +14,7 @@ from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_
 
 import megatrain
 from megatrain.scheduler.schedule import Schedule
+from megatrain.scheduler.workload import Workload
 from tests.gpu.test_cuda_training import device
 from tests.gpu.test_train_step import MODES
 from tests.simulated_device import is_loaded
@@ -157,7 +158,7 @@ def assert_plan(schedule: Schedule, *, has_host_values: bool) -> None:
     assert not on_host.intersection(value for values in schedule.parked().values() for value in values)
     assert (schedule.host_value_bytes > 0) == has_host_values
     schedule.check()
-    assert Schedule.from_json(schedule.to_json()).workload == workload
+    assert Workload.from_dict(workload.to_dict()) == workload
 
 
 @pytest.mark.parametrize("activations", ["recompute", "keep", "offload"])
