@@ -10,7 +10,6 @@ from typing import Any
 
 import megatrain
 from megatrain import saving
-from megatrain.checks import PATH, checked
 from megatrain.demo.recipe import Recipe
 from megatrain.demo.text import digest, read_corpus
 from megatrain.errors import CheckpointError, OptionError
@@ -45,14 +44,12 @@ class Course:
     saved: int | None = None
 
     @staticmethod
-    @checked(folder=PATH)
     def exists(folder: Path) -> bool:
         """Whether a folder has a checkpoint, or something else."""
         # A save that was ended between its two renames left the checkpoint next to its place.
         return present(folder.resolve()).exists()
 
     @staticmethod
-    @checked(folder=PATH)
     def begin(recipe: Recipe, folder: Path) -> Course:
         """Begins a training; its first checkpoint will replace that of an earlier demo.
 
@@ -64,7 +61,6 @@ class Course:
         return Course(recipe, folder, digest(read_corpus()[0]))
 
     @staticmethod
-    @checked(folder=PATH)
     def resume(folder: Path, given: Mapping[str, Any]) -> Course:
         """Continues the training of a checkpoint.
 

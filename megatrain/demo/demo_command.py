@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path
 
+from megatrain.checks import PATH
 from megatrain.demo.course import FOLDER, Course
 from megatrain.demo.demo_processes import DemoProcesses
 from megatrain.demo.demonstrate import demonstrate
@@ -46,6 +47,7 @@ def run(options: argparse.Namespace) -> int:
     """
     # Only what was given on the command line is there: a resumed run has its own.
     given = {f.name: getattr(options, f.name) for f in fields(Recipe) if f.name in options}
+    PATH.check_flag("--folder", options.folder)
     with DemoProcesses.joined() as several:
         resumes = options.resume or (several.is_again and Course.exists(options.folder))
         course = Course.resume(options.folder, given) if resumes else Course.begin(Recipe(**given), options.folder)

@@ -6,7 +6,7 @@ import json
 from dataclasses import asdict, fields
 from typing import Any
 
-from megatrain.checks import checked, shown
+from megatrain.checks import checked, from_data, shown
 from megatrain.errors import ScheduleError
 from megatrain.scheduler.effects import streams
 from megatrain.scheduler.items import Stream
@@ -57,12 +57,16 @@ def table_from_json(text: str) -> Table:
                 f"format {shown(data['format'])} of a schedule is unknown.\n  This version reads format {FORMAT}.\n"
                 "  Write the schedule again with this version's Schedule.to_json."
             )
-        return Table(
+        return from_data(
+            Table,
             # Schedules written by an earlier version have the first four streams, as all had.
             ticks=tuple(_read_tick(tokens, data.get("streams", streams()[:4])) for tokens in data["ticks"]),
-            slots=tuple(Slot(offset, nbytes) for offset, nbytes in data["slots"]),
+            slots=tuple(from_data(Slot, offset=offset, nbytes=nbytes) for offset, nbytes in data["slots"]),
             saves=tuple(data["saves"]),
-            places=tuple(Place(*place) for place in data.get("places", ())),
+            places=tuple(
+                from_data(Place, block=block, offset=offset, nbytes=nbytes)
+                for block, offset, nbytes in data.get("places", ())
+            ),
             persistent=tuple(data.get("persistent", ())),
             results=tuple(data.get("results", ())),
             live_bytes=tuple(data["live_bytes"]),
