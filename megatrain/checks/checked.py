@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import collections.abc
-import dataclasses
 import functools
 import inspect
 import types
@@ -35,7 +34,7 @@ def checked(**rules: Rule) -> Callable[[_Checked], _Checked]:
     """Checks the arguments of a function by its rules; an option without a rule is checked by its type.
 
     Only given arguments are checked, because defaults are right. Python itself refuses arguments that don't fit the
-    signature. A class is checked when an object of it is made.
+    signature. A dataclass is checked when an object of it is made.
 
     Args:
         rules: By the names of parameters, for limits that their types don't express.
@@ -58,8 +57,8 @@ def checked(**rules: Rule) -> Callable[[_Checked], _Checked]:
             return cast(_Checked, _wrapped(target, target, rules))
         # A frozen class is still open: only its objects are closed.
         made: Any = target
-        made.__init__ = _wrapped(made.__init__, made if dataclasses.is_dataclass(target) else None, rules)
-        return target  # pyright: ignore[reportReturnType]
+        made.__init__ = _wrapped(made.__init__, made, rules)
+        return made
 
     return decorate
 
@@ -81,7 +80,7 @@ def _fields_of(kind: type) -> _Options:
 
 
 def _wrapped(called: Callable[..., Any], annotated: Any, rules: Mapping[str, Rule]) -> Callable[..., Any]:
-    options = _Options(called, called if annotated is None else annotated, rules)
+    options = _Options(called, annotated, rules)
 
     @functools.wraps(called)
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -155,8 +154,8 @@ def _container(kind: Any, items: tuple[Any, ...]) -> Rule:
 
 def _union(hints: tuple[Any, ...]) -> Rule | None:
     rules = [_rule_of(hint) for hint in hints if hint is not type(None)]
-    known = [rule for rule in rules if rule is not None]
-    if len(known) < len(rules):
+    if None in rules:
         return None
+    known = cast(list[Rule], rules)
     rule = known[0] if len(known) == 1 else either(*known)
     return optional(rule) if type(None) in hints else rule

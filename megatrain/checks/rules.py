@@ -106,7 +106,7 @@ def count(least: int = 0, most: int | None = None) -> Rule:
         return f"is more than {most}" if most is not None and value > most else None
 
     bounds = f"of at least {least}" if most is None else f"from {least} to {most}"
-    return Rule(f"a whole number {bounds}", f"{{name}}={least if least > 0 else max(least, 0)}", fault)
+    return Rule(f"a whole number {bounds}", f"{{name}}={max(least, 0)}", fault)
 
 
 def _is_whole(value: object) -> bool:
@@ -259,7 +259,7 @@ _MOST_PART_BYTES = 255
 _MOST_BYTES = 4095
 
 
-def path_fault(value: Any) -> str | None:
+def _path_fault(value: Any) -> str | None:
     """Completes "folder=... " for a value that can't be a path; None for a path, whether or not it exists."""
     if not isinstance(value, str | os.PathLike):
         return f"is not a path but {named(value)}"
@@ -279,11 +279,11 @@ def path_fault(value: Any) -> str | None:
 
 def _paths_fault(value: Any) -> str | None:
     if isinstance(value, str | os.PathLike) or not isinstance(value, Sequence):
-        return path_fault(value)  # pyright: ignore[reportUnknownArgumentType]
+        return _path_fault(value)  # pyright: ignore[reportUnknownArgumentType]
     return sequence_of(PATH).fault(value) if value else "is not a path: it is an empty list"
 
 
-PATH = Rule("the path of a file or a folder", '{name}="runs/first"', path_fault)
+PATH = Rule("the path of a file or a folder", '{name}="runs/first"', _path_fault)
 PATHS = Rule(
     "a safetensors file, a folder with such files, or a list of them", '{name}="model.safetensors"', _paths_fault
 )
