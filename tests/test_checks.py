@@ -17,6 +17,7 @@ from megatrain.checks import (
     Rule,
     checked,
     count,
+    from_data,
     function,
     instance_of,
     mapping_of,
@@ -104,10 +105,8 @@ def called(
     *args: Any,
     choice: str = "a",
     names: Sequence[str] = (),
-    pairs: tuple[tuple[str, int], ...] = (),
-    exact: tuple[int, str] | None = None,
+    pairs: tuple[tuple[str, ...], ...] = (),
     by_name: Mapping[str, int] | None = None,
-    make: type[Path] | str = "",
     loss: Callable[[Any, Any], Any] | None = None,
     rate: float = 0.5,
     any_: Any = None,
@@ -122,12 +121,10 @@ def called(
     [
         ({"choice": "c"}, 'choice=\'c\' is not known.\n  choice is "a" or "b".\n  Give choice="a", or leave it out.'),
         ({"names": "abc"}, "names='abc' is a str."),
+        ({"pairs": (("a", 1),)}, "pairs=(('a', 1),) has item 0, ('a', 1), which has item 1, 1, which is an int."),
+        ({"pairs": [("a",)]}, "pairs=[('a',)] is a list."),
         ({"names": [1]}, "names=[1] has item 0, 1, which is an int."),
-        ({"pairs": (("a", "b"),)}, "pairs=(('a', 'b'),) has item 0, ('a', 'b'), which is not a whole number."),
-        ({"pairs": [("a", 1)]}, "pairs=[('a', 1)] is a list."),
-        ({"exact": (1,)}, "exact=(1,) is a tuple"),
         ({"by_name": {"a": "b"}}, "by_name={'a': 'b'} has at 'a' 'b', which is not a whole number."),
-        ({"make": int}, "make=<class 'int'> is the class int."),
         ({"loss": lambda x: x}, "loss=<function "),
         ({"rate": NAN}, "rate=nan is not a number."),
         ({"rate": True}, "rate=True is not a number."),
@@ -140,15 +137,15 @@ def test_options_are_checked_by_their_rule_or_their_type(options: dict[str, Any]
 
 
 def test_what_is_right_passes_through_unchanged() -> None:
-    options: dict[str, Any] = {"choice": "b", "names": ["a"], "pairs": (("a", 1),), "exact": (1, "a"), "by_name": {}}
-    assert called(Path(), 1, None, **options, make=Path, loss=max, rate=1, any_=object(), other=3) == (1, None)
-    assert called(Path(), make="name", exact=None) == ()
+    options: dict[str, Any] = {"choice": "b", "names": ["a"], "pairs": (("a", "b"),), "by_name": {}}
+    assert called(Path(), 1, None, **options, loss=max, rate=1, any_=object(), other=3) == (1, None)
+    assert called(Path(), loss=None) == ()
 
 
 def test_a_decorated_function_keeps_its_signature_and_text() -> None:
     parameters = inspect.signature(called).parameters
     assert list(parameters) == [
-        *("model", "args", "choice", "names", "pairs", "exact", "by_name", "make", "loss", "rate", "any_", "rest")
+        *("model", "args", "choice", "names", "pairs", "by_name", "loss", "rate", "any_", "rest")
     ]
     assert parameters["choice"].default == "a"
     assert called.__doc__ == "Its own text."
@@ -161,11 +158,18 @@ def test_a_rule_for_no_parameter_is_our_own_mistake() -> None:
         checked(chioce=FLAG)(lambda choice: choice)
 
 
+def test_a_type_that_nothing_checks_is_our_own_mistake() -> None:
+    @checked()
+    def pair(given: tuple[int, str]) -> None: ...
+
+    with pytest.raises(AssertionError, match="needs a rule of its own"):
+        pair((1, "a"))
+
+
 @checked(size=count(1))
 @dataclass(frozen=True, slots=True)
 class Made:
     size: int
-    name: str = ""
     later: Later | None = None
 
 
@@ -174,8 +178,24 @@ class Later:
 
 
 def test_a_class_is_checked_where_it_is_made() -> None:
-    assert Made(1, "a", Later()).size == 1
-    assert list(inspect.signature(Made).parameters) == ["size", "name", "later"]
-    for wrong in ((0,), (1, 2), (1, "a", Later)):
+    assert Made(1, Later()).size == 1
+    assert list(inspect.signature(Made).parameters) == ["size", "later"]
+    for wrong in ((0,), (1, 2), (1, Later)):
         with pytest.raises(OptionError):
             Made(*wrong)  # pyright: ignore[reportArgumentType]
+
+
+@dataclass(frozen=True, slots=True)
+class Trusted:
+    size: int
+    names: tuple[str, ...] = ()
+
+
+def test_only_data_of_a_file_are_checked_for_a_class_that_trusts_its_types() -> None:
+    assert from_data(Trusted, size=1, names=("a",)) == Trusted(1, ("a",))
+    assert Trusted(1, ("a", 2)).names == ("a", 2)  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
+    for wrong in ({"size": "1"}, {"size": 1, "names": ("a", 2)}, {"size": True}):
+        with pytest.raises(OptionError):
+            from_data(Trusted, **wrong)
+    with pytest.raises(TypeError):
+        from_data(Trusted, size=1, other=2)

@@ -16,7 +16,7 @@ from expecttest import assert_expected_inline
 from torch import nn
 
 import megatrain
-from megatrain.errors import ExecuteError, OptionError
+from megatrain.errors import ExecuteError
 from megatrain.optim.blockwise import BlockOptimizer
 from megatrain.planning.host_plan import HostPlan, HostRow, host_plan
 from megatrain.runtime.gradients.flow import Facts
@@ -374,15 +374,6 @@ def test_without_a_figure_the_machine_is_asked_and_what_is_there_counts(monkeypa
     monkeypatch.setattr("megatrain.planning.host_plan.available_now", lambda: plan.total_bytes - held - 1)
     with pytest.raises(ExecuteError, match="of host memory"):
         plan.check()
-
-
-def test_options_are_checked():
-    model = nn.Linear(3, 3)
-    program, schedule = whole_step(model, torch.ones(1, 3))
-    with pytest.raises(OptionError, match="precision='fp16' is not known"):
-        host_plan(program, schedule, model, precision="fp16")
-    with pytest.raises(OptionError, match="masters='none' is not known"):
-        host_plan(program, schedule, model, masters="none")
 
 
 def test_updates_are_those_of_the_executor():

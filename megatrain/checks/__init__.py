@@ -1,9 +1,10 @@
 """Checks: the allowed values of each option, declared at its public function and checked before any work."""
 
-from megatrain.checks.checked import checked
-from megatrain.checks.paths import PATH, PATHS
+from megatrain.checks.checked import checked, from_data
 from megatrain.checks.rules import (
     FLAG,
+    PATH,
+    PATHS,
     TEXT,
     Rule,
     count,
@@ -28,6 +29,7 @@ __all__ = [
     "checked",
     "count",
     "either",
+    "from_data",
     "function",
     "instance_of",
     "mapping_of",

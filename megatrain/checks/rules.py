@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import os
 import reprlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -98,14 +99,18 @@ def count(least: int = 0, most: int | None = None) -> Rule:
     """A whole number from `least` to `most`; a bool isn't one."""
 
     def fault(value: Any) -> str | None:
-        if not isinstance(value, int) or isinstance(value, bool):
+        if not _is_whole(value):
             return "is not a whole number"
         if value < least:
             return f"is less than {least}"
         return f"is more than {most}" if most is not None and value > most else None
 
     bounds = f"of at least {least}" if most is None else f"from {least} to {most}"
-    return Rule(f"a whole number {bounds}", f"{{name}}={least if least > 0 else max(least, 0)}", fault)
+    return Rule(f"a whole number {bounds}", f"{{name}}={max(least, 0)}", fault)
+
+
+def _is_whole(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
 
 
 def number(*, least: float = -inf, above: float = -inf, below: float | None = None, example: float = 1.0) -> Rule:
@@ -243,11 +248,45 @@ def mapping_of(value_rule: Rule | None = None, key_rule: Rule | None = None) -> 
     return Rule(f"a dict whose keys are each {keys.text}{values}", "{name} a dict", fault)
 
 
-_NO_FLAG = "is neither True nor False"
+WHOLE = Rule("a whole number", "{name}=1", lambda value: None if _is_whole(value) else "is not a whole number")
 FLAG = Rule(
     "True or False", "{name}=True", lambda value: None if isinstance(value, bool) else "is neither True nor False"
 )
 TEXT = Rule("a text", "{name} a text", lambda value: None if isinstance(value, str) else f"is {named(value)}")
+
+# Of the file systems in use; the system itself answers a longer one with an error that names no option.
+_MOST_PART_BYTES = 255
+_MOST_BYTES = 4095
+
+
+def _path_fault(value: Any) -> str | None:
+    """Completes "folder=... " for a value that can't be a path; None for a path, whether or not it exists."""
+    if not isinstance(value, str | os.PathLike):
+        return f"is not a path but {named(value)}"
+    text: Any = os.fspath(value)  # pyright: ignore[reportUnknownVariableType, reportUnknownArgumentType]
+    if not isinstance(text, str):
+        return "is not a path in text"
+    if not text.strip() or "\0" in text:
+        return "is not a path: it has a NUL character" if "\0" in text else "is not a path: it is empty"
+    try:
+        encoded = os.fsencode(text)
+    except UnicodeEncodeError:
+        return "is not a path: it has characters that no file name has"
+    if len(encoded) > _MOST_BYTES or max(map(len, encoded.split(b"/"))) > _MOST_PART_BYTES:
+        return "is not a path: it is too long"
+    return None
+
+
+def _paths_fault(value: Any) -> str | None:
+    if isinstance(value, str | os.PathLike) or not isinstance(value, Sequence):
+        return _path_fault(value)  # pyright: ignore[reportUnknownArgumentType]
+    return sequence_of(PATH).fault(value) if value else "is not a path: it is an empty list"
+
+
+PATH = Rule("the path of a file or a folder", '{name}="runs/first"', _path_fault)
+PATHS = Rule(
+    "a safetensors file, a folder with such files, or a list of them", '{name}="model.safetensors"', _paths_fault
+)
 
 
 _SHORT = reprlib.Repr()

@@ -12,7 +12,6 @@ from typing import Any
 from transformers import PrinterCallback, TrainingArguments, default_data_collator
 from transformers.utils import logging
 
-from megatrain.checks import checked
 from megatrain.counts import counted
 from megatrain.device import Device, find
 from megatrain.errors import OptionError
@@ -53,7 +52,6 @@ _IN_COMMAND: Spelling = {
 """What the command has of a plan's options, besides micro-batches."""
 
 
-@checked()
 def train(tuning: FineTuning, processes: CommandProcesses = ALONE) -> None:
     """Plans, trains, evaluates and saves, and prints all of it; goes on where an earlier run of the same ended.
 

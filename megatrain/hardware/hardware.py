@@ -10,7 +10,7 @@ from typing import Any
 from megatrain.checks import Rule, checked, count, mapping_of, number, one_of, optional
 from megatrain.hardware.machine_text import hardware_text
 from megatrain.hardware.presets import PRESETS, preset_figures
-from megatrain.hardware.work import MEMORY, RATES, SHARED_BYTES, Works, fault_of_works
+from megatrain.hardware.work import MEMORY, RATES, SHARED_BYTES, Works
 
 _RATE = number(above=0, example=1e9)
 _SECONDS = number(least=0, below=inf, example=0.0)
@@ -28,7 +28,6 @@ _PRODUCTS = Rule(
     '{name}=1e12, or {name}={{"bf16": 1e14, "fp32": 2e13}}',
     _products_fault,
 )
-_WORKS = Rule("a tuple of Kernels", '{name}=(Kernels("fp32", 10**9, 10**6),)', fault_of_works)
 
 # Which rate counts where a machine's own isn't known, and by what it is divided.
 _INSTEAD = {"tf32": ("fp32", 1), "bf16": ("fp32", 1), "fp64": ("fp32", 2), "fp8": ("bf16", 1), "int8": ("bf16", 1)}
@@ -176,7 +175,6 @@ class Hardware:
                 return max(self.flops_per_s.values()) / divisor
         return self.flops_per_s[name] / divisor
 
-    @checked(works=_WORKS)
     def seconds(self, works: Works) -> float:
         """Seconds that an op with these kernels takes, one by one; no less than Python takes to launch them."""
         taken, kernels, woken = 0.0, 0, 0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from math import log2
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from megatrain.checks import shown
 
@@ -44,13 +44,9 @@ class Kernels(NamedTuple):
 Works = tuple[Kernels, ...]
 
 
-def fault_of_works(works: Any) -> str | None:
+def fault_of_works(works: Works) -> str | None:
     """Says what is wrong with kernels that came from outside, such as a file; None if nothing is."""
-    if not isinstance(works, tuple):
-        return "is not a tuple"
-    for work in works:  # pyright: ignore[reportUnknownVariableType]
-        if not isinstance(work, Kernels):
-            return "has something that isn't Kernels"
+    for work in works:
         if work.rate not in (*RATES, MEMORY):
             return f"has kernels of the rate {shown(work.rate)}, which isn't known"
         if any(type(figure) is not int or figure < 0 for figure in work[1:]):

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
-from megatrain.checks import checked, count
 from megatrain.counts import counted
 from megatrain.passes.cost import TemplateCost
 from megatrain.passes.interpret import opaque_calls
@@ -29,7 +28,6 @@ class Port:
     spec: TensorSpec
 
 
-@checked()
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
 class Template:
     """The code of a block without its state.
@@ -89,7 +87,6 @@ class Value:
     storage_bytes: int
 
 
-@checked(index=count())
 @dataclass(frozen=True, slots=True, repr=False)
 class Block:
     """A contiguous piece of the graph, in execution order.
@@ -122,7 +119,6 @@ class OutputRef:
     name: str
 
 
-@checked()
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
 class Program:
     """A model as blocks over shared templates; prints itself, one line per block.
@@ -171,7 +167,6 @@ class Program:
         """Whether no template reads state by name, so that all state comes in by the blocks' bindings."""
         return not any(template.reads_by_name for template in self.templates.values())
 
-    @checked()
     def state_bytes(self, block: Block) -> int:
         """Bytes of the elements of a block's state."""
         return sum(self.state[key].spec.nbytes for key in block.binding)
@@ -187,7 +182,6 @@ class Program:
         graphs = [self.templates[block.template].graph for block in self.blocks]
         return tuple(node.target for graph in graphs for node in graph.nodes if isinstance(node.target, Observer))
 
-    @checked()
     def opaque(self, block: Block) -> tuple[Opaque, ...]:
         """Modules in a block that run their own code."""
         return opaque_calls(self.templates[block.template].graph)
@@ -200,7 +194,6 @@ class Program:
                 found[name].append(block.index)
         return {name: tuple(blocks) for name, blocks in found.items()}
 
-    @checked()
     def needs_gradients(self, block: Block) -> tuple[bool, ...]:
         """Tells of each input of a block, and then of each tensor of its state, whether it needs a gradient."""
         inputs = (self.values[name].requires_grad for name in block.inputs)

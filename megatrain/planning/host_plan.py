@@ -8,19 +8,18 @@ from dataclasses import dataclass, replace
 import torch
 from torch import nn
 
-from megatrain.checks import Rule, checked, count, one_of, optional
+from megatrain.checks import checked, count, optional
 from megatrain.checks.several_optimizers import Optimizers, check_apart, optimizers_of
 from megatrain.counts import counted
 from megatrain.device import is_on_host
 from megatrain.errors import ExecuteError
 from megatrain.memory.available import available_bytes as available_now
-from megatrain.optim.made_over import OPTIMIZER, made_over
+from megatrain.optim.made_over import made_over
 from megatrain.optim.masters.halves import Master, RoundedMaster, SplitMaster, WholeMaster
 from megatrain.optim.masters.narrow_model import check_packed_width, is_all_wide, plain_parameters
 from megatrain.optim.masters.registry import Masters
 from megatrain.optim.need import OptimizerNeed, Updated, joint_need
 from megatrain.optim.per_parameter import is_per_parameter
-from megatrain.options import PRECISION
 from megatrain.passes.program import Program
 from megatrain.runtime.gradients.flow import Facts
 from megatrain.scheduler.schedule import Schedule
@@ -41,7 +40,6 @@ class HostRow:
     nbytes: int
 
 
-@checked(num_parameters=count(), held_bytes=count())
 @dataclass(frozen=True, slots=True)
 class HostPlan:
     """The host memory that a step takes; prints as a table.
@@ -65,7 +63,6 @@ class HostPlan:
         """The sum of all rows; a step never holds more."""
         return sum(row.nbytes for row in self.rows)
 
-    @checked()
     def bytes_of(self, name: str) -> int:
         """Returns the bytes of a row, or of all rows `name.*`; 0 if there is none."""
         return sum(row.nbytes for row in self.rows if row.name == name or row.name.startswith(f"{name}."))
@@ -127,11 +124,8 @@ def in_columns(rows: Sequence[Sequence[str]]) -> list[str]:
 
 MASTER_OF: Mapping[str, type[Master]] = {"whole": WholeMaster, "exact": SplitMaster, "rounded": RoundedMaster}
 """The kind of master of bf16 parameters, by the name of the option."""
-_KIND = one_of("exact", "rounded", "whole")
-_MASTERS = Rule(_KIND.text, _KIND.way, lambda value: None if isinstance(value, Masters) else _KIND.fault(value))
 
 
-@checked(optimizer=optional(OPTIMIZER), precision=PRECISION, masters=_MASTERS)
 def host_plan(
     programs: Program | Sequence[Program],
     schedule: Schedule,
@@ -155,7 +149,7 @@ def host_plan(
         on_host: The compute device is the host, so the schedule's device memory is host memory too.
 
     Raises:
-        OptionError: If an option has a wrong value, or the class of an optimizer can't be made over all parameters.
+        OptionError: If the class of an optimizer can't be made over all parameters.
         OptimizerError: If an optimizer's `step` needs a closure, the size of its state can't be found out, or two
             hold the same parameter.
     """

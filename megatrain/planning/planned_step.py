@@ -6,10 +6,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from megatrain.checks import checked, count, optional
 from megatrain.errors import ExecuteError, ScheduleError
 from megatrain.hardware.hardware import Hardware
-from megatrain.options import PRECISION
 from megatrain.passes.program import Program
 from megatrain.planning.host_plan import HostPlan
 from megatrain.scheduler.builder.bounds.bound import StepBound, step_bound
@@ -41,7 +39,6 @@ class PlannedFor:
     of: Callable[[Any, Mapping[str, Any]], PlannedStep]
 
 
-@checked(device_memory=optional(count(1)), host_memory=optional(count(1)), precision=PRECISION)
 @dataclass(frozen=True, slots=True)
 class PlannedStep:
     """A training step on paper.

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from megatrain.checks import Rule, checked, count, one_of, optional
+from megatrain.checks import Rule, checked, one_of
 from megatrain.device import Device, is_on_host, usable
 from megatrain.errors import ExecuteError
 from megatrain.memory.block_image import image, state_image
@@ -39,11 +39,6 @@ _DEVICE = Rule(
     "a torch.device on this machine, or a Device",
     '{name}=torch.device("cpu")',
     lambda value: DEVICE.fault(value) if isinstance(value, torch.device | Device) else "is no torch.device",
-)
-_OWNER = Rule(
-    "an object that can be referred to weakly",
-    "{name} the call itself",
-    lambda value: None if getattr(type(value), "__weakrefoffset__", 0) else "can't be referred to weakly",
 )
 
 
@@ -113,13 +108,11 @@ class Engine:
         """Whether there are files whose values no program has needed yet, or that couldn't be read."""
         return self._weights is not None
 
-    @checked(scheduled=count())
     def memory_figures(self, scheduled: int) -> MemoryFigures:
         """What is known of the device's memory, for a schedule that takes so many bytes."""
         budget = None if self._budget is None else self._budget.nbytes
         return MemoryFigures(self.device, budget, scheduled, self.meter.peak)
 
-    @checked(owner=optional(_OWNER))
     def give_slots(self, owner: Any) -> None:
         """Notes whose weights the slots hold now; None for nobody's."""
         self._slot_owner = None if owner is None else weakref.ref(owner)
@@ -128,7 +121,6 @@ class Engine:
         """Tells whether the slots are as `owner`'s forward left them."""
         return self._slot_owner is not None and self._slot_owner() is owner
 
-    @checked(nbytes=count(0, 1 << 62), scheduled=count())
     def reserve_slots(self, nbytes: int, scheduled: int) -> None:
         """Makes the arena large enough for the slots of a schedule, and counts it.
 
@@ -147,7 +139,6 @@ class Engine:
             self.arena.resize(nbytes)
         self.meter.set_arena(self.arena.nbytes)
 
-    @checked(scheduled=count())
     def is_tight(self, scheduled: int) -> bool:
         """Tells whether holes between tensors could take more memory than a schedule leaves of the budget.
 
@@ -193,13 +184,11 @@ class Engine:
         with self._moving():
             self.store.refresh(self.tensors)
 
-    @checked()
     def set_chaos(self, chaos: Chaos | None) -> None:
         """Replaces the streams by new ones, disturbed by `chaos` or not at all; for tests, between calls."""
         self.chaos = chaos
         self.streams = StreamSet(self.device, chaos=chaos, recording=self._recording, has_ranks=self.ranks is not None)
 
-    @checked()
     def adopt(self, program: Program) -> list[BlockImage]:
         """Brings the state of a program's blocks into the host store and returns each block's image.
 
@@ -295,7 +284,6 @@ class Engine:
                 '  Move the model back with model.to("cpu").'
             )
 
-    @checked()
     def runner(self, template: Template, *, is_shared: bool = False) -> BlockRunner:
         """Returns the runner of a template, which several blocks run or one; variants with equal templates share it."""
         return self.runners.of(template, is_shared=is_shared)

@@ -266,7 +266,6 @@ class Executor:
     def _output(self, call: Call, kind: str, name: str) -> torch.Tensor:
         return call.values[name].detach() if kind == "value" else self.state_output(name)
 
-    @checked()
     def state_output(self, key: str) -> torch.Tensor:
         """Returns a parameter or buffer that the model returns: the tensor itself where the device is the host.
 

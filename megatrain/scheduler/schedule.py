@@ -123,14 +123,17 @@ class Schedule(Table):
         """The simulated step as text, a row per stream; see `megatrain.scheduler.printed.gantt.gantt`."""
         return gantt(self, costs, width=width)
 
+    @checked()
     def simulate(self, costs: Costs) -> Simulation:
         """Runs the schedule on paper; see `megatrain.scheduler.timing.simulate.simulate`."""
         return simulate(self, costs)
 
+    @checked()
     def critical_path(self, costs: Costs) -> tuple[float, tuple[Position, ...]]:
         """Seconds and ops of the longest chain of dependencies."""
         return critical_path(self, costs)
 
+    @checked()
     def lower_bounds(self, costs: Costs) -> dict[str, float]:
         """Lower bounds of the seconds that any order of the same ops takes, by reason."""
         return lower_bounds(self, costs)

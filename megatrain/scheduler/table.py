@@ -6,7 +6,6 @@ from collections.abc import ItemsView, Iterable, Iterator, Mapping, ValuesView
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from megatrain.checks import checked
 from megatrain.errors import ScheduleError
 from megatrain.scheduler.effects import Effects, kind_of, streams
 from megatrain.scheduler.items import BETWEEN_RANKS, Stream
@@ -23,7 +22,6 @@ class Position(NamedTuple):
     stream: Stream
 
 
-@checked()
 @dataclass(frozen=True, slots=True)
 class Slot:
     """A byte range of the device arena that holds the state of one block at a time.
@@ -40,7 +38,6 @@ class Slot:
     nbytes: int
 
 
-@checked()
 @dataclass(frozen=True, slots=True, order=True)
 class Place:
     """The bytes of the host where a block's gradients land, and wait for their norm and their updates.
@@ -147,7 +144,6 @@ def columns(ticks: Iterable[Tick]) -> tuple[Stream, ...]:
     return tuple(stream for stream in streams() if stream in used or stream not in BETWEEN_RANKS)
 
 
-@checked()
 @dataclass(frozen=True, slots=True)
 class Table:
     """Everything one step does, in order, and the bytes it takes: the fields of a `Schedule`, without its methods.

@@ -7,13 +7,12 @@ from dataclasses import asdict, dataclass
 from itertools import pairwise
 from typing import Any
 
-from megatrain.checks import checked, shown
+from megatrain.checks import checked, from_data
 from megatrain.errors import ScheduleError
 from megatrain.hardware.work import Kernels, Works, fault_of_works, products
 from megatrain.scheduler.works import BlockWork, KeptWork, ValueWork
 
 
-@checked()
 @dataclass(frozen=True, slots=True)
 class Workload:
     """Blocks in execution order, the values between them, and the storages behind the values.
@@ -62,7 +61,7 @@ class Workload:
 
     def backward_readers(self, value: int) -> tuple[int, ...]:
         """Blocks whose backward reads the value, ascending."""
-        work = self._value(value)
+        work = self.values[value]
         readers = (work.producer,) if work.is_result and work.producer is not None else work.readers
         return tuple(b for b in readers if self.blocks[b].has_backward)
 
@@ -80,16 +79,11 @@ class Workload:
 
     def update_group(self, block: int) -> tuple[int, ...]:
         """The blocks that hold parameters which `U` of a block updates: itself first."""
-        if type(block) is not int or not 0 <= block < len(self.blocks):
-            raise ScheduleError(
-                f"there is no block {shown(block)}.\n"
-                f"  A block is named by its index, from 0 to {len(self.blocks) - 1}.\n  Look at workload.blocks."
-            )
         return (block, *self.blocks[block].shares)
 
     def has_value_gradient(self, value: int) -> bool:
         """Tells whether some backward computes or reads the gradient of the value."""
-        work = self._value(value)
+        work = self.values[value]
         if not work.has_gradient:
             return False
         if work.producer is not None and not self.blocks[work.producer].has_backward:
@@ -98,18 +92,9 @@ class Workload:
             return True
         return bool(self.backward_readers(value))
 
-    def _value(self, index: int) -> ValueWork:
-        if type(index) is not int or not 0 <= index < len(self.values):
-            raise ScheduleError(
-                f"there is no value {shown(index)}.\n"
-                f"  A value is named by its index, from 0 to {len(self.values) - 1}.\n  Look at workload.values."
-            )
-        return self.values[index]
-
     def check(self) -> None:
         """Raises `ScheduleError` unless every index is in range, every order right and every size a count."""
         for index, block in enumerate(self.blocks):
-            _check_works(f"block {index} ({block.name})", block)
             _check_counts(f"block {index} ({block.name})", asdict(block))
             if block.kept is not None:
                 _check_counts(f"block {index} ({block.name}) with results", asdict(block.kept))
@@ -192,7 +177,8 @@ class Workload:
             ScheduleError: If it is something else.
         """
         try:
-            return Workload(
+            return from_data(
+                Workload,
                 blocks=tuple(_read_block(**block) for block in data["blocks"]),
                 values=tuple(_read_value(**value) for value in data["values"]),
                 storages=tuple(data["storages"]),
@@ -219,30 +205,23 @@ def _read_block(
     if forward_flops:  # an earlier version knew only these; it took a backward as twice that
         works = [products(forward_flops), products(2 * forward_flops)]
     with_results = None if kept is None else _read_kept(**kept)
-    return BlockWork(shares=tuple(shares), forward=works[0], backward=works[1], kept=with_results, **rest)
+    return from_data(BlockWork, shares=tuple(shares), forward=works[0], backward=works[1], kept=with_results, **rest)
 
 
 def _read_kept(*, repeated: Any, **rest: Any) -> KeptWork:
-    return KeptWork(repeated=_read_works(repeated), **rest)
+    return from_data(KeptWork, repeated=_read_works(repeated), **rest)
 
 
 def _read_works(found: Any) -> Works:
-    return tuple(Kernels(*work) for work in found)
+    works = tuple(Kernels(*work) for work in found)
+    fault = fault_of_works(works)
+    if fault is not None:
+        raise ValueError(f"a list of kernels {fault}")
+    return works
 
 
 def _read_value(*, readers: list[int], **rest: Any) -> ValueWork:
-    return ValueWork(readers=tuple(readers), **rest)
-
-
-def _check_works(owner: str, work: BlockWork) -> None:
-    repeated = () if work.kept is None else work.kept.repeated
-    for name, works in (("forward", work.forward), ("backward", work.backward), ("repeated", repeated)):
-        fault = fault_of_works(works)
-        if fault is not None:
-            raise ScheduleError(
-                f"the kernels of {owner}, {name}, aren't any: it {fault}.\n"
-                "  Each of them is Kernels(rate, flops, nbytes, number); a rate is the name of a class of dtypes."
-            )
+    return from_data(ValueWork, readers=tuple(readers), **rest)
 
 
 def _check_counts(owner: str, sizes: Mapping[Any, Any]) -> None:

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megatrain.checks import checked
 from megatrain.hardware.work import MEMORY, Kernels, Works
 
 
-@checked()
 @dataclass(frozen=True, slots=True)
 class ValueWork:
     """A tensor that crosses block boundaries, or enters or leaves the model.
@@ -47,7 +45,6 @@ class ValueWork:
         return self.producer is None
 
 
-@checked()
 @dataclass(frozen=True, slots=True)
 class KeptWork:
     """The bytes and work of a block that keeps results of its forward for its backward.
@@ -63,7 +60,6 @@ class KeptWork:
     repeated: Works = ()
 
 
-@checked()
 @dataclass(frozen=True, slots=True)
 class BlockWork:
     """The bytes and work of one block.

@@ -9,7 +9,6 @@ from typing import TypeVar
 
 from tqdm import tqdm
 
-from megatrain.checks import checked
 from megatrain.counts import counted
 from megatrain.device.reserve import of_card
 from megatrain.errors import MegatrainError
@@ -36,7 +35,6 @@ _SHARINGS = 4
 _Made = TypeVar("_Made")
 
 
-@checked()
 def print_sizing(options: SizingOptions) -> None:
     """Plans, and prints what was found.
 

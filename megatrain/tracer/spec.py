@@ -7,9 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from megatrain.checks import checked, count, optional, sequence_of
 from megatrain.device import HOST, is_on_host
-from megatrain.errors import OptionError
 
 _SHORT_NAMES = {
     torch.float64: "f64",
@@ -32,10 +30,6 @@ def dtype_name(dtype: torch.dtype) -> str:
     return _SHORT_NAMES.get(dtype, str(dtype).removeprefix("torch."))
 
 
-_SIZES = sequence_of(count(), (tuple,), "a tuple")
-
-
-@checked(shape=_SIZES, stride=optional(_SIZES))
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
     """Shape, dtype, layout and place of a strided tensor; prints as `f32[2, 16, 64]`, or `i64[3] cpu` on the host.
@@ -53,15 +47,7 @@ class TensorSpec:
     stride: tuple[int, ...] | None = None
     on_host: bool = False
 
-    def __post_init__(self) -> None:
-        if self.stride is not None and len(self.stride) != len(self.shape):
-            raise OptionError(
-                f"stride={self.stride} has {len(self.stride)} numbers, shape={self.shape} has {len(self.shape)}.\n"
-                "  A stride has a number for each dimension.\n  Leave it out for a contiguous tensor."
-            )
-
     @staticmethod
-    @checked()
     def of(tensor: torch.Tensor, device: torch.device | None = None) -> TensorSpec:
         """Reads the spec of `tensor`, real or fake.
 
@@ -76,7 +62,6 @@ class TensorSpec:
         on_host = device is not None and is_on_host(tensor) and not is_on_host(device)
         return TensorSpec(tuple(tensor.shape), tensor.dtype, stride, on_host)
 
-    @checked()
     def empty(self, device: torch.device) -> torch.Tensor:
         """Makes a tensor of this spec without values: on `device`, where the model computes, or on the host."""
         place = HOST.torch_device if self.on_host else device

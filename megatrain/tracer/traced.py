@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import fx
 
-from megatrain.checks import checked
 from megatrain.counts import counted
 from megatrain.errors import TraceError
 from megatrain.tracer.arguments import Structure
@@ -59,7 +58,6 @@ class ReturnedArgument:
         return f"argument `{self.place}`: {'; '.join(parts)}"
 
 
-@checked()
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
 class TracedModule:
     """What the model's forward did, once, for one signature of inputs.
@@ -124,7 +122,6 @@ class TracedModule:
         nodes: Any = self.graph.output_node().args[0]
         return tuple(nodes)
 
-    @checked()
     def result(self, tensors: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor] = ()) -> Any:
         """Returns what the model would return, around the first of the graph's output `tensors`.
 
@@ -143,7 +140,6 @@ class TracedModule:
             )
         return self.outputs.fill([own.get(n, t) for n, t in zip(nodes[:count], tensors[:count], strict=True)])
 
-    @checked()
     def leave(self, tensors: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> None:
         """Leaves what the model would leave in attributes and in the caller's `inputs`, from its output `tensors`."""
         end = len(tensors) - len(self.written_inputs.indices)

@@ -8,7 +8,6 @@ from collections import Counter
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from megatrain.checks import checked, count, number
 from megatrain.counts import counted
 
 _SHOWN = 8
@@ -109,7 +108,6 @@ _CULPRITS = {
 }
 
 
-@checked(tolerance=number(least=0), num_blocks=count())
 @dataclass(frozen=True, slots=True)
 class Report:
     """The result of `verify`; prints one line if all is equal bit for bit, otherwise the differences.

@@ -40,7 +40,6 @@ class Chaos:
     slow: str | None = None
     fail: str | None = None
 
-    @checked()
     def delay(self, stream: str) -> Callable[[], None] | None:
         """Returns what sleeps on `stream` for one random while, or None if that stream is left alone."""
         if self.max_delay_s <= 0 or self.slow not in (None, stream):
@@ -50,7 +49,6 @@ class Chaos:
         dice = random.Random(f"{self.seed}:{stream}")
         return lambda: time.sleep(dice.uniform(0, self.max_delay_s))
 
-    @checked()
     def strikes(self, stream: str, label: str) -> bool:
         """Tells whether the operation `label` on `stream` is the one to fail."""
         return self.fail is not None and self.fail in (label, f"{stream}:{label}")
@@ -81,13 +79,11 @@ class Recording:
         self._issued: list[Issued] = []
         self._completed: list[tuple[str, str]] = []
 
-    @checked()
     def add_issued(self, stream: str, label: str, waits: tuple[str, ...]) -> None:
         """Notes that an operation starts, all it waited for being issued."""
         with self._lock:
             self._issued.append(Issued(stream, label, waits))
 
-    @checked()
     def add_completed(self, stream: str, label: str) -> None:
         """Notes that an operation has ended (been issued, on an accelerator)."""
         with self._lock:
@@ -105,12 +101,10 @@ class Recording:
         with self._lock:
             return tuple(self._completed)
 
-    @checked()
     def on(self, stream: str) -> tuple[Issued, ...]:
         """Returns the operations of one stream, in order."""
         return tuple(op for op in self.issued if op.stream == stream)
 
-    @checked()
     def labels(self, stream: str) -> tuple[str, ...]:
         """Returns the labels of one stream, in order."""
         return tuple(op.label for op in self.on(stream))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
-from megatrain.checks import Rule, checked, count, one_of, optional
+from megatrain.checks import Rule, count, one_of, optional
 from megatrain.errors import ScheduleError
 from megatrain.garbage import paused_collection
 from megatrain.hardware.hardware import Hardware
@@ -83,7 +83,6 @@ def build(
     return schedule_of(builder.finish(draft))
 
 
-@checked(num_slots=STEP["num_slots"], memory=optional(count(1)))
 @paused_collection()
 def backward_schedule(forward: Schedule, *, num_slots: int | None = None, memory: int | None = None) -> Schedule:
     """The backward alone of a step whose forward ran as `forward` says and whose slots were since reused.

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 
 import networkx as nx
 
-from megatrain.checks import checked
 from megatrain.hardware.hardware import Hardware
 from megatrain.scheduler.dependency import all_waits, dependency_graph
 from megatrain.scheduler.effects import streams
@@ -40,7 +39,6 @@ class Simulation:
         return f"step {self.step_s * 1e3:.3f} ms; busy: {busy}; bound by {self.bound}"
 
 
-@checked()
 def simulate(schedule: Table, costs: Costs) -> Simulation:
     """Runs every op as soon as its stream is free and its dependencies are done.
 
@@ -76,7 +74,6 @@ def _timeline(schedule: Table, costs: Costs) -> tuple[Timing, ...]:
     return tuple(timeline)
 
 
-@checked()
 def critical_path(schedule: Table, costs: Costs) -> tuple[float, tuple[Position, ...]]:
     """Seconds and ops of the longest chain of dependencies, the order of streams included.
 
@@ -90,7 +87,6 @@ def critical_path(schedule: Table, costs: Costs) -> tuple[float, tuple[Position,
     return _longest_path(dependency_graph(schedule), durations)
 
 
-@checked()
 def lower_bounds(schedule: Table, costs: Costs) -> dict[str, float]:
     """Lower bounds of the seconds that these ops take, by reason.
 
