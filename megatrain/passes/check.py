@@ -103,8 +103,6 @@ def _check_ends(program: Program, defined: set[str]) -> None:
         if name not in defined or key not in program.state or not program.state[key].is_writable:
             _fail(where, f"commits {name} to {key}", "Only defined values are committed, and only to writable state.")
     written = {key for key, _ in program.commits}
-    for key in sorted(program.rebinds - written):
-        _fail(where, f"binds {key} anew, which it doesn't commit", "A buffer that is bound anew has a value.")
     for name, key in program.buffers:
         if key not in written or name not in program.values or program.values[name].producer is not None:
             _fail(
@@ -112,6 +110,8 @@ def _check_ends(program: Program, defined: set[str]) -> None:
                 f"passes buffer {key} as {name} without a commit",
                 "A buffer that is written is committed.",
             )
+    for key in sorted(program.rebinds - written):
+        _fail(where, f"binds {key} anew, which it doesn't commit", "A buffer that is bound anew has a value.")
 
 
 def _check_parts(program: Program) -> None:

@@ -240,7 +240,7 @@ def test_files_that_are_not_there_or_ambiguous(tmp_path: Path, build, message: s
 def test_weights_that_are_no_path(weights: Any):
     with pytest.raises(OptionError, match=r"weights=.* is not a path"):
         megatrain.compile(on_meta(), device="cpu", weights=weights)
-    with pytest.raises(OptionError, match=r"weights=\[5\] has 5, which is not a path but an int"):
+    with pytest.raises(OptionError, match=r"weights=\[5\] has item 0, 5, which is not a path but an int"):
         megatrain.compile(on_meta(), device="cpu", weights=[5])  # pyright: ignore[reportArgumentType]
 
 
