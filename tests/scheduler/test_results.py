@@ -161,7 +161,7 @@ def test_results_return_after_they_have_left_however_soon_that_is(num_slots: int
         builder = Builder(keepers(count=count), StepKind(micro_batches=micro_batches, outputs="release"))
         saves = () if micro_batches > 1 else (count - 1,)
         results = tuple(block for block in range(count) if block not in saves)
-        plan = schedule_of(builder.finish(builder.draft(Choices(num_slots, keep, saves, results=results))))
+        plan = schedule_of(builder.table(Choices(num_slots, keep, saves, results=results)))
         plan.check()
         find_harm(plan, builder.workload, runs=3)
 
