@@ -10,7 +10,7 @@ from megatrain.errors import TooSmallError
 from megatrain.hardware.hardware import Hardware
 from megatrain.hardware.machine import usual_machine
 from megatrain.scheduler.builder.draft import Builder, Choices, with_late_offloads
-from megatrain.scheduler.builder.results import parkable_results, sparing_results, within
+from megatrain.scheduler.builder.results import sparing_results, within
 from megatrain.scheduler.builder.search import Freedom, Search
 from megatrain.scheduler.builder.stays import alternates, giants
 from megatrain.scheduler.items import NO_BLOCK
@@ -69,8 +69,8 @@ def choose_plan(
         return Search(builder, memory, freedom, hardware or usual).shortest(found)
     found += _by_rule(builder, memory, freedom, hardware, start)
     more = [start] if num_slots is not None else [start, *_of_slots(start)]
-    parked = [block for block in parkable_results(builder.workload, hardware) if block in freedom.results]
-    more += [replace(plan, results=tuple(parked)) for plan in more if parked]
+    # Results start parked like other values, and stay where memory is left.
+    more += [replace(plan, results=freedom.results) for plan in more if freedom.results]
     return Search(builder, memory, replace(freedom, parks=True), hardware).fastest(found, more)
 
 
@@ -81,11 +81,12 @@ def _by_rule(builder: Builder, memory: int, freedom: Freedom, machine: Hardware,
 
 
 def _of_slots(start: Choices) -> list[Choices]:
-    """The same plan with other numbers of slots.
+    """The same plan with more slots, or without giants alone.
 
     With more of them copies run further ahead, which helps where blocks of many sizes take turns.
     """
-    return [replace(start, num_slots=count, has_giants_alone=False) for count in (1, 2, 3) if count != start.num_slots]
+    plans = (replace(start, num_slots=count, has_giants_alone=False) for count in (2, 3))
+    return [plan for plan in plans if plan != start]
 
 
 def first_fit(builder: Builder, plans: Iterable[Choices], memory: int | None) -> Choices:

@@ -13,8 +13,8 @@ from megatrain.scheduler.builder.order import Rows, assign_ticks
 from megatrain.scheduler.builder.stays import Stay, compute_stages, giants, place_slots, stays_of
 from megatrain.scheduler.items import NO_BLOCK, Stream
 from megatrain.scheduler.lifetimes.books import Books, moved_bytes, slab_bytes
-from megatrain.scheduler.lifetimes.lifetime import Lifetime, live_bytes
-from megatrain.scheduler.lifetimes.peak import needed_bytes
+from megatrain.scheduler.lifetimes.lifetime import Lifetime, live_bytes, of_ticks
+from megatrain.scheduler.lifetimes.peak import device_moments
 from megatrain.scheduler.op import Op
 from megatrain.scheduler.parking import Parking, Parks, host_value_bytes, park_bytes
 from megatrain.scheduler.step_kind import StepKind
@@ -125,8 +125,8 @@ class Builder:
         else:
             places = place_gradients(life for life in landing if life.item.kind == "landed")
             waiting = max((place.offset + place.nbytes for place in places), default=0)
-        device = (life for life in books.lifetimes if life.memory == "device")
-        live = live_bytes(device, num_ticks, table.arena_bytes)
+        moments, needed = device_moments(books)
+        live = of_ticks(moments)
         h2d, d2h = moved_bytes(books.ops)
         parks = park_bytes(self.workload, self.kind, parked)
         values = host_value_bytes(self.workload, self.kind)
@@ -136,7 +136,7 @@ class Builder:
             h2d_bytes=h2d,
             d2h_bytes=d2h,
             peak_bytes=max(live, default=0),
-            device_bytes=max(needed_bytes(books), default=0),
+            device_bytes=max(needed, default=0),
             host_bytes=parks + waiting + slab_bytes(self.workload, self.kind) + values,
             places=places,
         )

@@ -23,7 +23,7 @@ from megatrain.scheduler.timing.costs import OpSeconds
 from megatrain.scheduler.timing.simulate import simulate
 
 # What a second of copies counts in seconds of compute: streams overlap less well than their sums say, in either way.
-_WEIGHTS = (0.0, 0.7, 1.4, inf)
+_WEIGHTS = (0.0, 0.7, 1.4, 2.0, 4.0, inf)
 # A ladder whose fastest plan is faster than the best one by less than this part isn't worth climbing.
 _NEAR = 0.002
 
