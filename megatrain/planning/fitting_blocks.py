@@ -8,7 +8,7 @@ from megatrain.errors import ScheduleError, TooSmallError
 from megatrain.hardware.hardware import Hardware
 from megatrain.passes.program import Program
 from megatrain.planning.step_programs import StepPrograms
-from megatrain.scheduler.builder.bounds.bound import step_bound
+from megatrain.scheduler.builder.bound import step_bound
 from megatrain.scheduler.builder.budget import SMALLER_BLOCKS
 from megatrain.scheduler.schedule import Schedule
 

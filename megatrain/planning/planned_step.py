@@ -10,7 +10,7 @@ from megatrain.errors import ExecuteError, ScheduleError
 from megatrain.hardware.hardware import Hardware
 from megatrain.passes.program import Program
 from megatrain.planning.host_plan import HostPlan
-from megatrain.scheduler.builder.bounds.bound import StepBound, step_bound
+from megatrain.scheduler.builder.bound import StepBound, step_bound
 from megatrain.scheduler.schedule import Schedule
 from megatrain.scheduler.timing.simulate import Simulation
 

@@ -1,19 +1,15 @@
-"""Every plan of a small workload: the judge of bounds and of searches."""
+"""Every plan of a small workload: the judge of bounds."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 from itertools import chain, combinations, product
 
 from megatrain.hardware.hardware import Hardware
 from megatrain.scheduler.builder.draft import Builder, Choices
 from megatrain.scheduler.builder.stays import alternates, giants
-from megatrain.scheduler.items import Stream
 from megatrain.scheduler.parking import keep_all
 from megatrain.scheduler.step_kind import StepKind
-from megatrain.scheduler.table import Table
-from megatrain.scheduler.timing.costs import op_durations
 from megatrain.scheduler.timing.simulate import simulate
 from megatrain.scheduler.workload import Workload
 
@@ -21,50 +17,9 @@ from megatrain.scheduler.workload import Workload
 def fastest_of_all(workload: Workload, kind: StepKind, memory: int | None, machine: Hardware) -> float | None:
     """Seconds of the shortest step of all choices that fit; None if none does."""
     builder = Builder(workload, kind)
-    drafts = (builder.draft(plan) for plan in every_plan(workload, kind))
-    fitting = (draft for draft in drafts if memory is None or draft.device_bytes <= memory)
-    return min((simulate(builder.finish(draft), machine).step_s for draft in fitting), default=None)
-
-
-def fastest_below(
-    workload: Workload, kind: StepKind, memory: int | None, machine: Hardware, limit_s: float
-) -> tuple[float | None, int]:
-    """Seconds of the shortest step of all choices, if it is below `limit_s`; and how many choices there are.
-
-    Choices whose compute, or whose copies to the device, take as long by themselves are counted and not drafted.
-    """
-    builder, best, count = Builder(workload, kind), limit_s, 0
-    alone_s: dict[tuple[object, ...], dict[str, float]] = {}
-
-    def alone(choice: tuple[object, ...], plan: Choices) -> dict[str, float]:
-        if choice not in alone_s:
-            alone_s[choice] = _alone_s(builder.finish(builder.draft(plan)), machine)
-        return alone_s[choice]
-
-    for plan in every_plan(workload, kind):
-        count += 1
-        kept = alone(
-            ("kept", plan.keep, plan.saves, plan.results), replace(plan, num_slots=1, resident=(), persistent=())
-        )
-        weights = alone((plan.num_slots, plan.resident, plan.persistent, plan.has_giants_alone), plan)
-        if max(kept["compute"], kept["others"] + weights["weights"]) >= best:
-            continue
-        draft = builder.draft(plan)
-        if memory is None or draft.device_bytes <= memory:
-            best = min(best, simulate(builder.finish(draft), machine).step_s)
-    return (best if best < limit_s else None), count
-
-
-def _alone_s(table: Table, machine: Hardware) -> dict[str, float]:
-    """Seconds of compute, of copies of weights and of other copies to the device, each one after the other."""
-    seconds = op_durations(table, machine)
-    found = {"compute": 0.0, "weights": 0.0, "others": 0.0}
-    for position, op in table.positions():
-        if position.stream == Stream.COMPUTE:
-            found["compute"] += seconds[position]
-        elif position.stream == Stream.H2D:
-            found["weights" if op.what == "W" else "others"] += seconds[position]
-    return found
+    tables = (builder.table(plan) for plan in every_plan(workload, kind))
+    fitting = (table for table in tables if memory is None or table.device_bytes <= memory)
+    return min((simulate(table, machine).step_s for table in fitting), default=None)
 
 
 def every_plan(workload: Workload, kind: StepKind) -> Iterator[Choices]:

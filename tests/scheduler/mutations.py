@@ -11,7 +11,7 @@ from megatrain.errors import OptionError, ScheduleError
 from megatrain.scheduler.effects import streams
 from megatrain.scheduler.lifetimes.books import Books, moved_bytes
 from megatrain.scheduler.lifetimes.lifetime import live_bytes
-from megatrain.scheduler.lifetimes.peak import needed_bytes
+from megatrain.scheduler.lifetimes.peak import device_moments
 from megatrain.scheduler.op import Op
 from megatrain.scheduler.schedule import Schedule
 from megatrain.scheduler.step_kind import OUTPUTS, UPDATES
@@ -42,7 +42,7 @@ def with_figures(schedule: Schedule) -> Schedule:
         schedule,
         live_bytes=live,
         peak_bytes=max(live, default=0),
-        device_bytes=max(needed_bytes(books), default=0),
+        device_bytes=max(device_moments(books)[1], default=0),
         h2d_bytes=h2d,
         d2h_bytes=d2h,
         host_bytes=host,

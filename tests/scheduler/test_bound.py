@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 
 from megatrain.errors import ScheduleError
 from megatrain.hardware.hardware import Hardware
-from megatrain.scheduler.builder.bounds.bound import step_bound
-from megatrain.scheduler.builder.bounds.bound_memory import Tradeoff, least_seconds
+from megatrain.scheduler.builder.bound import Tradeoff, least_seconds, step_bound
 from megatrain.scheduler.builder.build import build
 from megatrain.scheduler.from_program import schedule
 from megatrain.scheduler.step_kind import StepKind

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from megatrain.errors import OptionError, ScheduleError
 from megatrain.hardware.hardware import Hardware
 from megatrain.scheduler.builder.build import ACTIVATIONS, backward_schedule
-from megatrain.scheduler.builder.stays import compute_stages, place_slots, stays_of
+from megatrain.scheduler.builder.stays import Placed, Stay, compute_stages, place_slots, stays_of
 from megatrain.scheduler.effects import streams
 from megatrain.scheduler.from_program import schedule
 from megatrain.scheduler.parking import keep_all
@@ -285,3 +285,17 @@ def test_what_a_step_leaves_of_its_budget_holds_as_many_weights_as_fit(layers, m
         assert found.device_bytes + max(works.blocks[b].state_bytes for b in range(len(layers))) > memory
     call = schedule(works, activations="recompute", memory=memory)
     assert len(call.resident()) <= 2, "a caller has tensors of their own beside a call"
+
+
+@given(st.lists(st.tuples(st.integers(-3, 40), st.integers(0, 30), st.integers(0, 9), st.integers(0, 3)), max_size=30))
+@draws(200)
+def test_bytes_that_are_taken_are_those_of_stays_at_the_same_time(drawn: list[tuple[int, int, int, int]]):
+    placed, there = Placed(), list[tuple[Stay, int]]()
+    for first, length, place, size in drawn:
+        stay = Stay(0, first, first, first + length, 1 + size, 0)
+        taken = {(at, at + other.nbytes) for other, at in there if other.first <= stay.last and other.last >= first}
+        assert set(placed.beside(stay)) == taken
+        offset = 4 * place
+        if all(stop <= offset or offset + stay.nbytes <= start for start, stop in taken):
+            placed.add(stay, offset)
+            there.append((stay, offset))

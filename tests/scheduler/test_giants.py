@@ -67,9 +67,7 @@ def test_with_room_for_two_slots_everything_comes_ahead():
 def test_no_weights_share_the_device_with_a_giant(workload: Workload):
     builder = Builder(workload, StepKind(updates="overlap", outputs="release"))
     blocks = workload.backward_blocks()
-    plan = schedule_of(
-        builder.finish(builder.draft(Choices(2, len(workload.blocks), blocks[-1:], has_giants_alone=True)))
-    )
+    plan = schedule_of(builder.table(Choices(2, len(workload.blocks), blocks[-1:], has_giants_alone=True)))
     plan.check()
     loads = [(p.tick, op.block) for p, op in plan.positions() if op.what == "W"]
     uses = [(p.tick, op.block) for p, op in plan.positions() if op.what in "FB"]

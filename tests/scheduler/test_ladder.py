@@ -14,11 +14,12 @@ from megatrain.hardware.hardware import Hardware
 from megatrain.hardware.machine import usual_machine
 from megatrain.scheduler.builder.build import build
 from megatrain.scheduler.builder.draft import Builder, Choices
-from megatrain.scheduler.builder.family import Family, Freedom
+from megatrain.scheduler.builder.search import Family, Freedom
 from megatrain.scheduler.builder.stays import by_benefit
 from megatrain.scheduler.from_program import schedule
 from megatrain.scheduler.schedule import Schedule, schedule_of
 from megatrain.scheduler.step_kind import StepKind
+from megatrain.scheduler.timing.simulate import simulate
 from megatrain.scheduler.workload import Workload
 from tests.draws import draws
 from tests.scheduler.workloads import LAYER, chain, step_schedules, with_updates, workloads
@@ -51,8 +52,7 @@ def test_copies_run_beside_the_compute_of_blocks_that_stay():
     machine = Hardware(1e8, 1e8, 5e9)
 
     def seconds(stay: range) -> float:
-        draft = builder.draft(Choices(2, 16, (15,), persistent=tuple(stay)))
-        return schedule_of(builder.finish(draft)).simulate(machine).step_s
+        return simulate(builder.table(Choices(2, 16, (15,), persistent=tuple(stay))), machine).step_s
 
     assert seconds(range(0, 16, 2)) < 0.85 * seconds(range(8, 16))
 
@@ -73,7 +73,7 @@ def test_a_block_that_is_copied_far_ahead_lets_pass_what_is_needed_sooner():
     """Its slot is free from the second forward on, that of a resident block a stage before."""
     builder = Builder(frozen(12), STEP)
     stay = tuple(block for block in range(12) if block not in (0, 4, 8))
-    table = builder.finish(builder.draft(Choices(2, 12, (11,), resident=stay)))
+    table = builder.table(Choices(2, 12, (11,), resident=stay))
     assert [op.block for op in table.ops if op.what == "W"] == [*range(12), 0]
 
 
@@ -98,7 +98,7 @@ def test_a_block_is_copied_again_once_its_forward_is_over():
     works = chain([8 * LAYER, LAYER, LAYER])
     frozen_first = replace(works, blocks=(replace(works.blocks[0], has_backward=False), *works.blocks[1:]))
     builder = Builder(frozen_first, replace(STEP, updates="none", micro_batches=3))
-    plan = schedule_of(builder.finish(builder.draft(Choices(3, 3, (2,), has_giants_alone=True))))
+    plan = schedule_of(builder.table(Choices(3, 3, (2,), has_giants_alone=True)))
     loads = [position for position, op in plan.positions() if str(op).startswith("W1@")]
     over = max(position.tick for position, op in plan.positions() if (op.what, op.block) == ("F", 1))
     assert len(loads) == 2

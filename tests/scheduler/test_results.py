@@ -12,7 +12,7 @@ from megatrain.errors import ScheduleError
 from megatrain.hardware.hardware import Hardware
 from megatrain.hardware.work import products
 from megatrain.scheduler.builder.draft import Builder, Choices
-from megatrain.scheduler.builder.results import parkable_results, sparing_results
+from megatrain.scheduler.builder.results import sparing_results
 from megatrain.scheduler.from_program import schedule
 from megatrain.scheduler.merging import merge
 from megatrain.scheduler.schedule import Schedule, schedule_of
@@ -72,10 +72,7 @@ def test_results_are_parked_where_their_recompute_takes_longer_than_their_copies
 
 def test_no_result_is_kept_where_its_copies_take_longer():
     workload = keepers()
-    assert parkable_results(workload, SLOW) == tuple(range(COUNT - 1))
-    assert parkable_results(workload, FAST) == ()
     assert sparing_results(workload, FAST) == tuple(range(COUNT - 1))
-    assert parkable_results(workload, NARROW) == ()
     plan = planned(workload, least(workload) + 2 * NBYTES, NARROW)
     assert results_of(plan) == []
 
@@ -161,7 +158,7 @@ def test_results_return_after_they_have_left_however_soon_that_is(num_slots: int
         builder = Builder(keepers(count=count), StepKind(micro_batches=micro_batches, outputs="release"))
         saves = () if micro_batches > 1 else (count - 1,)
         results = tuple(block for block in range(count) if block not in saves)
-        plan = schedule_of(builder.finish(builder.draft(Choices(num_slots, keep, saves, results=results))))
+        plan = schedule_of(builder.table(Choices(num_slots, keep, saves, results=results)))
         plan.check()
         find_harm(plan, builder.workload, runs=3)
 

@@ -9,7 +9,7 @@ from hypothesis import given
 
 from megatrain.errors import OptionError, ScheduleError
 from megatrain.hardware.hardware import Hardware
-from megatrain.scheduler.builder.host.host_ticks import DEFERRED_SHARE, deferred_updates
+from megatrain.scheduler.builder.host_ticks import DEFERRED_SHARE, deferred_updates
 from megatrain.scheduler.from_program import schedule
 from megatrain.scheduler.items import Stream
 from megatrain.scheduler.step_kind import StepKind

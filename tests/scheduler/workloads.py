@@ -168,7 +168,7 @@ class Options:
         resident = made.resident() if made.kind.transfer == "copy" and made.kind.is_training_step else ()
         kept = tuple(b for b in resident if b not in made.persistent)
         plan = Choices(self.num_slots, made.keep, made.saves, kept, made.persistent, self.has_giants_alone)
-        return schedule_of(builder.finish(builder.draft(replace(plan, results=results))))
+        return schedule_of(builder.table(replace(plan, results=results)))
 
     def _with_weights(self, workload: Workload) -> Schedule:
         made = self._built(workload)
@@ -180,7 +180,7 @@ class Options:
         frozen = tuple(b for b in blocks if workload.blocks[b].frozen_bytes > 0)
         builder = Builder(workload, made.kind)
         plan = Choices(self.num_slots, made.keep, made.saves, tuple(blocks[::2]), frozen, self.has_giants_alone)
-        return schedule_of(builder.finish(builder.draft(plan)))
+        return schedule_of(builder.table(plan))
 
     def _built(self, workload: Workload) -> Schedule:
         return schedule(

@@ -9,10 +9,9 @@ from megatrain.counts import counted
 from megatrain.errors import TooSmallError
 from megatrain.hardware.hardware import Hardware
 from megatrain.hardware.machine import usual_machine
-from megatrain.scheduler.builder.draft import Builder, Choices, Draft, with_late_offloads
-from megatrain.scheduler.builder.family import Freedom
-from megatrain.scheduler.builder.results import parkable_results, sparing_results, within
-from megatrain.scheduler.builder.search import Search
+from megatrain.scheduler.builder.draft import Builder, Choices, with_late_offloads
+from megatrain.scheduler.builder.results import sparing_results, within
+from megatrain.scheduler.builder.search import Freedom, Search
 from megatrain.scheduler.builder.stays import alternates, giants
 from megatrain.scheduler.items import NO_BLOCK
 from megatrain.scheduler.lifetimes.peak import find_peak
@@ -23,7 +22,7 @@ from megatrain.scheduler.workload import Workload
 SMALLER_BLOCKS = "a smaller block_bytes"
 
 
-def choose_draft(
+def choose_plan(
     builder: Builder,
     *,
     num_slots: int | None,
@@ -33,10 +32,10 @@ def choose_draft(
     hardware: Hardware | None = None,
     usual: Hardware | None = None,
     most_result_bytes: int | None = None,
-) -> Draft:
-    """The draft with the shortest step found for `hardware`, of those that fit.
+) -> Choices:
+    """The plan with the shortest step found for `hardware`, of those that fit.
 
-    With `hardware` the plans of ladders are compared, then those that differ from the best one by a choice.
+    With `hardware` the plans of ladders are compared.
     Without it nothing is simulated, except where results of blocks may be kept: then with and without them. Memory
     goes to activations, so that as few as can be are parked, and then, step by step, to what saves time on the longer
     stream of a `usual` machine. Two slots come before one, and before that giants alone.
@@ -48,7 +47,7 @@ def choose_draft(
     kind = builder.kind
     if memory is None:
         plan = _starting_plan(builder, counts[0], keep, activations)
-        return builder.draft(with_late_offloads(plan, kind))
+        return with_late_offloads(plan, kind)
     streams = kind.transfer == "copy" and kind.mode != "forward"
     freedom = Freedom(
         keep=streams and keep is None and activations in ("auto", "recompute"),
@@ -60,7 +59,7 @@ def choose_draft(
     starts = [_starting_plan(builder, count, 0 if freedom.keep else keep, activations) for count in counts]
     if num_slots is None and giants(builder.workload):
         starts.insert(1, replace(starts[0], has_giants_alone=True))
-    start = first_fit(builder, starts, memory).plan
+    start = first_fit(builder, starts, memory)
     usual = usual or usual_machine()
     if freedom.saves and kind.mode == "train":
         results = [b for b in sparing_results(builder.workload, hardware or usual) if b not in start.saves]
@@ -70,40 +69,39 @@ def choose_draft(
         return Search(builder, memory, freedom, hardware or usual).shortest(found)
     found += _by_rule(builder, memory, freedom, hardware, start)
     more = [start] if num_slots is not None else [start, *_of_slots(start)]
-    parked = [block for block in parkable_results(builder.workload, hardware) if block in freedom.results]
-    more += [replace(plan, results=tuple(parked)) for plan in more if parked]
-    search = Search(builder, memory, replace(freedom, parks=True), hardware)
-    fastest = search.fastest(found, more)
-    return search.improved(fastest, more, has_slots=num_slots is None) if kind.mode == "train" else fastest
+    # Results start parked like other values, and stay where memory is left.
+    more += [replace(plan, results=freedom.results) for plan in more if freedom.results]
+    return Search(builder, memory, replace(freedom, parks=True), hardware).fastest(found, more)
 
 
-def _by_rule(builder: Builder, memory: int, freedom: Freedom, machine: Hardware, start: Choices) -> list[Draft]:
+def _by_rule(builder: Builder, memory: int, freedom: Freedom, machine: Hardware, start: Choices) -> list[Choices]:
     """The plans that take, step by step, what saves time on the longer stream: without results, and with them."""
     chosen = [replace(freedom, results=()), *([freedom] if freedom.results else [])]
     return [Search(builder, memory, each, machine).balanced(start) for each in chosen]
 
 
 def _of_slots(start: Choices) -> list[Choices]:
-    """The same plan with other numbers of slots.
+    """The same plan with more slots, or without giants alone.
 
     With more of them copies run further ahead, which helps where blocks of many sizes take turns.
     """
-    return [replace(start, num_slots=count, has_giants_alone=False) for count in (1, 2, 3) if count != start.num_slots]
+    plans = (replace(start, num_slots=count, has_giants_alone=False) for count in (2, 3))
+    return [plan for plan in plans if plan != start]
 
 
-def first_fit(builder: Builder, plans: Iterable[Choices], memory: int | None) -> Draft:
-    """The draft of the first plan that fits.
+def first_fit(builder: Builder, plans: Iterable[Choices], memory: int | None) -> Choices:
+    """The first plan that fits.
 
     Raises:
         TooSmallError: If none fits.
     """
-    tried: list[Draft] = []
+    tried: list[Choices] = []
     for plan in plans:
-        tried.append(builder.draft(plan))
-        if memory is None or tried[-1].device_bytes <= memory:
-            return tried[-1]
+        tried.append(plan)
+        if memory is None or builder.table(plan).device_bytes <= memory:
+            return plan
     assert memory is not None
-    raise _too_small(builder, tried, memory, can_park_more=tried[0].plan.keep > 0)
+    raise _too_small(builder, tried, memory, can_park_more=tried[0].keep > 0)
 
 
 def _starting_plan(builder: Builder, num_slots: int, keep: int | None, activations: str) -> Choices:
@@ -133,20 +131,20 @@ def _normal_keep(workload: Workload, kind: StepKind, keep: int | None) -> int:
     return everything if keep is None or kind.transfer == "bind" else min(keep, everything)
 
 
-def _too_small(builder: Builder, tried: Sequence[Draft], memory: int, *, can_park_more: bool) -> TooSmallError:
-    best = min(tried, key=lambda draft: draft.device_bytes)
-    schedule = builder.finish(best)
-    peak = find_peak(schedule)
+def _too_small(builder: Builder, tried: Sequence[Choices], memory: int, *, can_park_more: bool) -> TooSmallError:
+    best = min(tried, key=lambda plan: builder.table(plan).device_bytes)
+    table = builder.table(best)
+    peak = find_peak(table)
     block = NO_BLOCK if peak.op is None else peak.op.block
     where = "" if block < 0 else f", set by block {block} ({builder.workload.blocks[block].name})"
     parts = ", ".join(f"{name} {nbytes} B" for name, nbytes in peak.parts)
     helps = ["a larger memory", SMALLER_BLOCKS, "a smaller batch"]
     if can_park_more and builder.kind.mode != "forward" and builder.kind.transfer == "copy":
         helps.insert(2, 'activations="offload"')
-    slots = counted(best.plan.num_slots, "slot")
+    slots = counted(best.num_slots, "slot")
     return TooSmallError(
-        f"a memory of {memory} B is too small: at least {best.device_bytes} B are needed{where}.\n"
+        f"a memory of {memory} B is too small: at least {table.device_bytes} B are needed{where}.\n"
         f"  At its {peak.op} (tick {peak.tick}, {slots}): {parts}.",
-        best.device_bytes,
+        table.device_bytes,
         helps,
     )

@@ -9,7 +9,7 @@ from megatrain.checks import Rule, count, one_of, optional
 from megatrain.errors import ScheduleError
 from megatrain.garbage import paused_collection
 from megatrain.hardware.hardware import Hardware
-from megatrain.scheduler.builder.budget import choose_draft, first_fit
+from megatrain.scheduler.builder.budget import choose_plan, first_fit
 from megatrain.scheduler.builder.draft import Builder, Choices
 from megatrain.scheduler.schedule import Schedule, schedule_of
 from megatrain.scheduler.step_kind import KIND_RULES, StepKind
@@ -70,7 +70,7 @@ def build(
     """
     workload.check()
     builder = Builder(workload, kind)
-    draft = choose_draft(
+    plan = choose_plan(
         builder,
         num_slots=num_slots,
         keep=keep,
@@ -80,7 +80,7 @@ def build(
         usual=usual,
         most_result_bytes=most_result_bytes,
     )
-    return schedule_of(builder.finish(draft))
+    return schedule_of(builder.table(plan))
 
 
 @paused_collection()
@@ -107,4 +107,4 @@ def backward_schedule(forward: Schedule, *, num_slots: int | None = None, memory
     builder = Builder(forward.known_workload(), replace(forward.kind, mode="backward"))
     counts = (2, 1) if num_slots is None else (num_slots,)
     plans = [Choices(count, forward.keep, forward.saves, results=forward.results) for count in counts]
-    return schedule_of(builder.finish(first_fit(builder, plans, memory)))
+    return schedule_of(builder.table(first_fit(builder, plans, memory)))

@@ -34,19 +34,6 @@ def sparing_results(workload: Workload, machine: Hardware) -> tuple[int, ...]:
     return tuple(b for b in workload.backward_blocks()[:-1] if spared_seconds(workload, b, seconds) > 0)
 
 
-def parkable_results(workload: Workload, machine: Hardware) -> tuple[int, ...]:
-    """Those whose results take less time to cross to the host, or back, than to be computed again.
-
-    Copies run next to compute, each direction on its own.
-    """
-    seconds, rate = OpSeconds(machine), min(machine.h2d_bytes_per_s, machine.d2h_bytes_per_s)
-    return tuple(
-        block
-        for block in sparing_results(workload, machine)
-        if spared_seconds(workload, block, seconds) > result_bytes(workload, block) / rate
-    )
-
-
 def within(workload: Workload, kind: StepKind, blocks: Sequence[int], most_bytes: int | None) -> tuple[int, ...]:
     """The last of some blocks, whose results take no more than so many bytes together; None is any number."""
     chosen: list[int] = []

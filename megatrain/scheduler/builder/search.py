@@ -1,43 +1,220 @@
-"""Search: of the plans that fit a budget, one whose step is short."""
+"""Search: of the plans that fit a budget, one whose step is short.
+
+Plans are the rungs of ladders: from the most frugal plan, memory goes step by step to what saves time on the longer
+stream. A few ladders are climbed, and the steps of the plans where they end are simulated.
+"""
 
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterable, Sequence
-from copy import copy
-from dataclasses import replace
-from functools import cached_property
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 from itertools import accumulate
-from math import ceil, inf, log2
+from math import inf
+from typing import NamedTuple
 
 from megatrain.hardware.hardware import Hardware
-from megatrain.scheduler.builder.bounds.bound import step_bound
-from megatrain.scheduler.builder.bounds.plan_bound import PlanBound
-from megatrain.scheduler.builder.draft import Builder, Choices, Draft, with_late_offloads
-from megatrain.scheduler.builder.family import Family, Freedom, MemoryUse
-from megatrain.scheduler.builder.neighbours import Neighbours
-from megatrain.scheduler.builder.rows.step_timer import StepTimer
+from megatrain.scheduler.builder.draft import Builder, Choices, with_late_offloads
+from megatrain.scheduler.builder.results import result_bytes, spared_seconds
+from megatrain.scheduler.builder.stays import by_benefit
 from megatrain.scheduler.parking import keep_all, parked_values
+from megatrain.scheduler.timing.costs import OpSeconds
+from megatrain.scheduler.timing.simulate import simulate
 
 # What a second of copies counts in seconds of compute: streams overlap less well than their sums say, in either way.
-_WEIGHTS = (0.0, 0.7, 1.4, inf)
-# A step that is longer than its bound by less than this part isn't worth a search.
+_WEIGHTS = (0.0, 0.7, 1.4, 2.0, 4.0, inf)
+# A ladder whose fastest plan is faster than the best one by less than this part isn't worth climbing.
 _NEAR = 0.002
-# Ladders of a little less memory end at other plans, from which a search may find one that is faster. Budgets that are
-# nearly equal begin at the same ones: some of a grid that has so many for each doubling.
-_STEPS_PER_DOUBLING = 24
-_NUM_LESS = 6
-_MOST_FIRSTS = 12
-# Plans that a search from plan to plan drafts have so many ops together: hundreds of small plans, a few of long ones.
-# Asking whether another plan is worth a draft is a small part of that work, simulating its step adds to it.
-_MOST_OPS = 48_000
-_UNDRAFTED, _SIMULATED = 1 / 32, 3 / 4
-# Less than this part isn't a gain.
-_GAIN = 1e-9
+
+
+@dataclass(frozen=True, slots=True)
+class Freedom:
+    """Which choices the caller left open.
+
+    Args:
+        keep: `keep` is to be chosen.
+        saves: The retained graphs are.
+        stays: The blocks whose weights stay on the device are.
+        parks: Values may be parked for the sake of time alone. Else memory goes to them first: on the host, too, they
+            take memory.
+        results: The blocks whose results may be kept.
+    """
+
+    keep: bool
+    saves: bool
+    stays: bool
+    parks: bool
+    results: tuple[int, ...] = ()
+
+
+class MemoryUse(NamedTuple):
+    """A use of memory, and the time that it saves.
+
+    Attributes:
+        choice: The field of `Choices` that it adds to: `"saves"`, `"results"`, `"persistent"`, `"keep"` or
+            `"resident"`.
+        number: The block, or the new value of `keep`.
+        nbytes: Device bytes that it takes alone.
+        seconds: By which compute gets shorter (of `"saves"`), or copies to the device.
+    """
+
+    choice: str
+    number: int
+    nbytes: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """Plans with more and more uses of memory: retained graphs save compute, what stays on the device saves copies.
+
+    Args:
+        start: The most frugal plan. The results that it keeps are parked, or stay as other values do.
+        graphs: Graphs to retain, and results to keep on the device unless they may be parked, the most time for their
+            bytes first.
+        stays: Weights and activations. Weights that never cross again come first: they save two copies a step.
+        compute_s: Seconds of compute at the start.
+        copies_s: Seconds of copies to the device once memory has gone to `first`.
+        first: What memory goes to before anything else.
+        keep_all: The `keep` under which nothing is parked, if results must not be; else None.
+    """
+
+    start: Choices
+    graphs: tuple[MemoryUse, ...]
+    stays: tuple[MemoryUse, ...]
+    compute_s: float
+    copies_s: float
+    first: tuple[MemoryUse, ...] = ()
+    keep_all: int | None = None
+
+    @property
+    def everything(self) -> Choices:
+        """The plan of unlimited memory."""
+        return self.plan((*self.first, *self.graphs, *self.stays))
+
+    @staticmethod
+    def of(builder: Builder, start: Choices, freedom: Freedom, machine: Hardware) -> Family:
+        """The plans from a start.
+
+        Args:
+            builder: Of the workload.
+            start: The most frugal plan.
+            freedom: Which choices are open.
+            machine: Whose rates weigh compute against copies.
+        """
+        seconds = _Seconds(builder, machine)
+        blocks = builder.workload.blocks
+        graphs = [seconds.graph(b, start) for b in builder.workload.backward_blocks() if b not in start.saves]
+        if not freedom.parks:
+            graphs += [seconds.results(b) for b in freedom.results if b not in start.saves]
+        graphs.sort(key=lambda use: (-use.seconds / max(1, use.nbytes), -use.number))
+        weights = [seconds.weights(b) for b, block in enumerate(blocks) if block.state_bytes > 0]
+        weights.sort(key=lambda use: by_benefit(use.number, use.nbytes))
+        persistent = [use for use in weights if use.choice == "persistent"]
+        resident = [use for use in weights if use.choice == "resident" and blocks[use.number].has_backward]
+        # The largest ones, an embedding and a head, need no bytes of their own while one slot serves both.
+        resident.sort(key=lambda use: use.nbytes)
+        values = seconds.values(start)
+        stays = (
+            *(persistent if freedom.stays else ()),
+            *(values if freedom.keep and freedom.parks else ()),
+            *(resident if freedom.stays else ()),
+        )
+        copies = sum(use.seconds for uses in (weights, resident, values) for use in uses)
+        first = () if freedom.parks or not freedom.keep else values
+        copies -= sum(use.seconds for use in first)
+        everything = None if freedom.parks else keep_all(builder.workload)
+        chosen = tuple(graphs if freedom.saves else ())
+        return Family(start, chosen, stays, seconds.compute(start), copies, first, everything)
+
+    def plan(self, uses: Sequence[MemoryUse]) -> Choices:
+        """The plan that uses memory in these ways."""
+        numbers: dict[str, list[int]] = {"saves": [*self.start.saves], "results": [*self.start.results]}
+        numbers |= {"persistent": [], "keep": [], "resident": []}
+        for use in uses:
+            numbers[use.choice].append(use.number)
+        keep = max(numbers["keep"], default=self.start.keep)
+        first = 0 if self.keep_all is None else self.keep_all - keep  # of the blocks whose values aren't parked
+        results = {block for block in numbers["results"] if block >= first}.difference(numbers["saves"])
+        return replace(
+            self.start,
+            saves=tuple(sorted(numbers["saves"])),
+            results=tuple(sorted(results)),
+            keep=keep,
+            resident=tuple(sorted(numbers["resident"])),
+            persistent=tuple(sorted(numbers["persistent"])),
+        )
+
+    def ladder(self, weight: float = 1.0) -> Iterator[MemoryUse]:
+        """Yields all uses of memory: the next one is always of the stream that is the longer one by then.
+
+        Args:
+            weight: What a second of copies counts in seconds of compute.
+        """
+        graphs, stays = list(reversed(self.graphs)), list(reversed(self.stays))
+        compute, copies = self.compute_s, self.copies_s
+        yield from self.first
+        while graphs or stays:
+            if graphs and (not stays or compute >= copies * weight):
+                compute -= graphs[-1].seconds
+                yield graphs.pop()
+            else:
+                copies -= stays[-1].seconds
+                yield stays.pop()
+
+
+class _Seconds:
+    """What the parts of a step take on a machine if nothing else slows them down."""
+
+    def __init__(self, builder: Builder, machine: Hardware) -> None:
+        self._workload, self._kind, self._machine = builder.workload, builder.kind, machine
+        self._op_seconds = OpSeconds(machine)
+
+    def compute(self, plan: Choices) -> float:
+        """Of all forwards and backwards."""
+        forward = sum(self._op_seconds.of_kernels(block.forward) for block in self._workload.blocks)
+        backward = sum(self._backward(b, plan, is_saved=b in plan.saves) for b in self._workload.backward_blocks())
+        return forward * self._kind.micro_batches + backward
+
+    def graph(self, block: int, plan: Choices) -> MemoryUse:
+        """A block's graphs."""
+        nbytes = self._workload.blocks[block].saved_bytes * self._kind.micro_batches
+        spared = self._backward(block, plan, is_saved=False) - self._backward(block, plan, is_saved=True)
+        return MemoryUse("saves", block, nbytes, spared)
+
+    def results(self, block: int) -> MemoryUse:
+        """A block's results, on the device."""
+        number = self._kind.micro_batches
+        spared = spared_seconds(self._workload, block, self._op_seconds)
+        return MemoryUse("results", block, number * result_bytes(self._workload, block), number * spared)
+
+    def weights(self, block: int) -> MemoryUse:
+        """A block's weights: frozen ones are persistent and save all copies, others are resident and save one."""
+        work = self._workload.blocks[block]
+        seconds = work.state_bytes / self._machine.h2d_bytes_per_s
+        if work.is_mostly_frozen:
+            return MemoryUse("persistent", block, work.state_bytes, seconds * (1 + work.has_backward))
+        return MemoryUse("resident", block, work.state_bytes, seconds)
+
+    def values(self, start: Choices) -> tuple[MemoryUse, ...]:
+        """Parked values, by the value of `keep` from which on they stay."""
+        workload, number = self._workload, self._kind.micro_batches
+        parked = parked_values(workload, self._kind, keep=start.keep, saves=start.saves, results=start.results)
+        everything = keep_all(workload)
+        found: list[MemoryUse] = []
+        for block in sorted(parked, reverse=True):
+            nbytes = number * sum(workload.values[value].nbytes for value in parked[block])
+            found.append(MemoryUse("keep", everything - block, nbytes, nbytes / self._machine.h2d_bytes_per_s))
+        return tuple(found)
+
+    def _backward(self, block: int, plan: Choices, *, is_saved: bool) -> float:
+        whole = partial(self._workload.blocks[block].whole_backward, is_saved, has_results=block in plan.results)
+        return sum(self._op_seconds.of_kernels(whole(number)) for number in range(self._kind.micro_batches))
 
 
 class Search:
-    """Finds plans that fit, and remembers their drafts.
+    """Finds plans that fit.
 
     Args:
         builder: Of the workload.
@@ -48,25 +225,13 @@ class Search:
 
     def __init__(self, builder: Builder, memory: int, freedom: Freedom, machine: Hardware) -> None:
         self._builder, self._memory, self._freedom, self._machine = builder, memory, freedom, machine
-        self._drafts: dict[Choices, Draft] = {}
         self._seconds: dict[Choices, float] = {}
-        self._timer = StepTimer(machine)
-
-    @cached_property
-    def _bound(self) -> PlanBound:
-        return PlanBound(self._builder.any_effects, self._machine)
-
-    def draft(self, plan: Choices) -> Draft:
-        """The draft of a plan."""
-        if plan not in self._drafts:
-            self._drafts[plan] = self._builder.draft(plan)
-        return self._drafts[plan]
 
     def fits(self, plan: Choices) -> bool:
         """Tells whether a plan fits."""
-        return self.draft(plan).device_bytes <= self._memory
+        return self._builder.table(plan).device_bytes <= self._memory
 
-    def balanced(self, start: Choices) -> Draft:
+    def balanced(self, start: Choices) -> Choices:
         """The plan that takes what saves time on the longer stream, step by step, as long as it fits.
 
         Args:
@@ -74,18 +239,15 @@ class Search:
         """
         return self._climbed(self._family(start), 1.0)
 
-    def shortest(self, known: Sequence[Draft]) -> Draft:
-        """The draft with the shortest simulated step; of equal ones the first."""
-        self._drafts.update((draft.plan, draft) for draft in known)
-        if len(known) == 1:
-            return known[0]  # nothing is simulated
-        return min(known, key=lambda draft: self._time(draft.plan))
+    def shortest(self, plans: Sequence[Choices]) -> Choices:
+        """The plan with the shortest simulated step; of equal ones the first."""
+        return plans[0] if len(plans) == 1 else min(plans, key=self._time)
 
-    def fastest(self, known: Sequence[Draft], starts: Iterable[Choices]) -> Draft:
-        """The draft with the shortest simulated step of `known` and those from each start; of equal ones the first.
+    def fastest(self, known: Sequence[Choices], starts: Iterable[Choices]) -> Choices:
+        """The plan with the shortest simulated step of `known` and those from each start; of equal ones the first.
 
         Args:
-            known: Drafts that fit.
+            known: Plans that fit.
             starts: The most frugal plans; those that don't fit are left out.
         """
         best = self.shortest(known)
@@ -94,93 +256,17 @@ class Search:
         for family in families:
             # With all the memory that it can use, a family is as fast as it gets.
             fastest = with_late_offloads(family.everything, self._builder.kind)
-            if self._time(best.plan) > self._time(fastest) * (1 + _NEAR):
+            if self._time(best) > self._time(fastest) * (1 + _NEAR):
                 found = self._climbed(family, 1.0)
-                if nearest is None or self._time(found.plan) < self._time(best.plan):
+                if nearest is None or self._time(found) < self._time(best):
                     nearest = family
-                best = min(best, found, key=lambda draft: self._time(draft.plan))
-        tried = () if nearest is None else (self._climbed(nearest, weight) for weight in _WEIGHTS)
-        return min([best, *tried], key=lambda draft: self._time(draft.plan))
-
-    def improved(self, best: Draft, starts: Sequence[Choices], *, has_slots: bool) -> Draft:
-        """A plan that no neighbour is faster than; or the best one when the work is spent.
-
-        It is found from `best`, then from the fastest plans of ladders of less memory. A neighbour that can't fit, or
-        whose streams work as long by themselves, isn't drafted.
-
-        Args:
-            best: A plan that fits.
-            starts: As for `fastest`, the most frugal plan first.
-            has_slots: Whether the number of slots is open.
-        """
-        bound = step_bound(self._builder.effects(best.plan), self._memory, self._machine).seconds
-        enough_s = bound * (1 + _NEAR)
-        if self._time(best.plan) <= enough_s:
-            return self.draft(self._stating_all_kept(best.plan))
-        neighbours = Neighbours(self._builder, self._freedom, starts[0], has_slots=has_slots)
-        seen: set[Choices] = set()
-        left = _MOST_OPS / max(1, best.num_ops)
-        plan, left = self._descended(best.plan, neighbours, seen, left, enough_s)
-        less = _smaller(self._memory)
-        if left > 0:
-            firsts = self._of_less_memory(starts, less)
-        else:  # they are candidates, and nothing begins there
-            alike = [start for start in starts if start.num_slots == plan.num_slots]
-            firsts = self._of_less_memory(starts, less[:1]) | self._of_less_memory(alike, less[1:])
-            firsts = {first for first in firsts if self._may_be_faster(first, plan)}
-        for first in sorted(firsts, key=lambda first: (self._time(first), repr(first)))[:_MOST_FIRSTS]:
-            found, left = self._descended(first, neighbours, seen, left, enough_s)
-            plan = min(plan, found, key=self._time)
-        return self.draft(self._stating_all_kept(plan))
-
-    def _of_less_memory(self, starts: Sequence[Choices], memories: Sequence[int]) -> set[Choices]:
-        """The plans that ladders reach with less memory."""
-        found: set[Choices] = set()
-        for memory in memories:
-            less = copy(self)  # with the same memory of drafts
-            less._memory = memory
-            found.update(less._climbed(self._family(start), 1.0).plan for start in starts if less.fits(start))
-        return found
-
-    def _descended(
-        self, plan: Choices, neighbours: Neighbours, seen: set[Choices], left: float, enough_s: float
-    ) -> tuple[Choices, float]:
-        """Gives way to faster neighbours until there is none, or the step is short enough, or the work is spent.
-
-        Args:
-            plan: A plan that fits.
-            neighbours: Of any plan.
-            seen: Plans that were looked at, which grow.
-            left: How many plans may be drafted.
-            enough_s: The step that is short enough.
-
-        Returns:
-            The plan, and how many may be drafted after it.
-        """
-        seen.add(plan)
-        while left > 0 and self._time(plan) > enough_s:
-            for other in neighbours.of(plan):
-                if other in seen:
-                    continue
-                seen.add(other)
-                left -= _UNDRAFTED
-                if self._may_be_faster(other, plan):
-                    left -= 1
-                    if self.fits(other):
-                        left -= _SIMULATED
-                        if self._time(other) < self._time(plan) * (1 - _GAIN):
-                            plan = other
-                            break
-                if left <= 0:
-                    break
-            else:
-                break
-        return plan, left
+                best = self.shortest([best, found])
+        return self.shortest([best, *([] if nearest is None else [self._climbed(nearest, w) for w in _WEIGHTS])])
 
     def _family(self, start: Choices) -> Family:
         return Family.of(self._builder, start, self._freedom, self._machine)
 
-    def _climbed(self, family: Family, weight: float) -> Draft:
+    def _climbed(self, family: Family, weight: float) -> Choices:
         taken: tuple[MemoryUse, ...] = ()
         left = tuple(family.ladder(weight))
         while left:
@@ -190,7 +276,7 @@ class Search:
             left = tuple(use for use in left[1:] if not _is_as_large(use, left[0]))
         plan = self._stating_all_kept(family.plan(taken))
         late = with_late_offloads(plan, self._builder.kind)
-        return self.draft(late if self.fits(late) else plan)
+        return late if self.fits(late) else plan
 
     def _stating_all_kept(self, plan: Choices) -> Choices:
         """The same plan with the largest `keep` that parks as little: what retained graphs hold isn't parked anyway."""
@@ -210,37 +296,28 @@ class Search:
         def plan(count: int) -> Choices:
             return family.plan((*taken, *left[:count]))
 
+        def nbytes(count: int) -> int:
+            return self._builder.table(plan(count)).device_bytes
+
         sizes = [0, *accumulate(use.nbytes for use in left)]
         low, high = 0, len(left) + 1
         turn = 0
         while high - low > 1:
             turn += 1
-            room = float(self._memory - self.draft(plan(low)).device_bytes)
+            room = float(self._memory - nbytes(low))
             if high <= len(left):
-                needed = self.draft(plan(high)).device_bytes - self.draft(plan(low)).device_bytes
+                needed = nbytes(high) - nbytes(low)
                 room *= (sizes[high] - sizes[low]) / needed
             guess = bisect_right(sizes, sizes[low] + room) - 1 if turn % 4 else (low + high) // 2
             guess = min(high - 1, max(low + 1, guess))
-            low, high = (guess, high) if self.fits(plan(guess)) else (low, guess)
+            low, high = (guess, high) if nbytes(guess) <= self._memory else (low, guess)
         return low
-
-    def _may_be_faster(self, plan: Choices, than: Choices) -> bool:
-        """Whether a plan may fit, and its streams have less to do than another takes: as far as is known undrafted."""
-        seconds, nbytes = self._builder.at_least(plan, self._bound)
-        return nbytes <= self._memory and seconds < self._time(than) * (1 - _GAIN / 2)
 
     def _time(self, plan: Choices) -> float:
         if plan not in self._seconds:
-            times = self._builder.times(self.draft(plan), self._timer)
-            self._seconds[plan] = max((of_stream[-1][1] for of_stream in times.values()), default=0.0)
+            self._seconds[plan] = simulate(self._builder.table(plan), self._machine).step_s
         return self._seconds[plan]
 
 
 def _is_as_large(use: MemoryUse, other: MemoryUse) -> bool:
     return use.choice == other.choice and (use.choice == "keep" or use.nbytes >= other.nbytes)
-
-
-def _smaller(memory: int) -> list[int]:
-    """Budgets of the grid that are smaller by 2 % or more, the largest first."""
-    step = ceil(_STEPS_PER_DOUBLING * log2(max(1.0, memory * 0.98))) - 1
-    return [int(2 ** ((step - number) / _STEPS_PER_DOUBLING)) for number in range(_NUM_LESS)]

@@ -90,12 +90,14 @@ def item_lifetimes(
     uses: dict[Item, list[Position]] = {}
     takers = Takers(position for position, _ in ops)
     for position, effect in ops:
-        for item in (*effect.makes, *effect.adds):
-            if item.kind in kinds:
-                on_device = ITEMS[item.kind].memory == "device"
-                start = takers.of(position) if on_device else position
-                life = start, on_device and start not in (None, position)
-                starts[item] = min(starts.get(item, life), life, key=_since)
+        made = [item for item in (*effect.makes, *effect.adds) if item.kind in kinds]
+        if made:
+            taker = takers.of(position)
+            brought = taker, taker is not None and taker != position
+            for item in made:
+                life = brought if ITEMS[item.kind].memory == "device" else (position, False)
+                if item not in starts or _since(life) < _since(starts[item]):
+                    starts[item] = life
         for item in effect.reads:
             if item.kind in kinds:
                 uses.setdefault(item, []).append(position)

@@ -95,8 +95,9 @@ def of_ticks(moments: Sequence[int]) -> tuple[int, ...]:
 def span(life: Lifetime, num_ticks: int) -> tuple[int, int]:
     """First and last moment of a lifetime, both inclusive."""
     start = 0 if life.start is None else begin_of(life.start.tick, is_brought=life.is_brought)
-    end = max((end_of(end.tick, end.stream) for end in life.ends), default=MOMENTS * num_ticks - 1)
-    return start, max(start, end)
+    if not life.ends:
+        return start, MOMENTS * num_ticks - 1
+    return start, max(start, *[end_of(end.tick, end.stream) for end in life.ends])
 
 
 def union(spans: list[tuple[int, int]]) -> list[tuple[int, int]]:

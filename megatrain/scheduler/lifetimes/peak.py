@@ -48,13 +48,14 @@ def alive_at(books: Books, moment: int) -> Iterator[Lifetime]:
             storages |= set() if shared is None else {shared}
 
 
-def needed_bytes(books: Books) -> tuple[int, ...]:
-    """The device bytes of each moment, with the workspace of the ops of its tick where they run."""
+def device_moments(books: Books) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """The device bytes that exist at each moment, and those with the workspace of the ops that run then."""
     lives = (life for life in books.lifetimes if life.memory == "device")
-    needed = list(live_moments(lives, len(books.table.ticks), books.table.arena_bytes))
-    for position, op in books.table.positions():
+    live = live_moments(lives, len(books.table.ticks), books.table.arena_bytes)
+    needed = list(live)
+    for op, (position, _) in zip(books.table.ops, books.ops, strict=True):
         needed[begin_of(position.tick, is_brought=False)] += books.effects.workspace(*op.key)
-    return tuple(needed)
+    return live, tuple(needed)
 
 
 def find_peak(table: Table) -> Peak:
@@ -64,7 +65,7 @@ def find_peak(table: Table) -> Peak:
         ScheduleError: If the table doesn't know its workload.
     """
     books = Books(table)
-    needed = needed_bytes(books)
+    _, needed = device_moments(books)
     moment = max(range(len(needed)), key=lambda m: (needed[m], -m))
     peak = Peak(moment, None, ())
     row = table.ticks[peak.tick]

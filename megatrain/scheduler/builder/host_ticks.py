@@ -9,8 +9,7 @@ from fractions import Fraction
 
 import networkx as nx
 
-from megatrain.scheduler.builder.order import OpTicks
-from megatrain.scheduler.builder.rows.arrivals import Written
+from megatrain.scheduler.builder.order import OpTicks, Written
 from megatrain.scheduler.step_kind import StepKind
 from megatrain.scheduler.workload import Workload
 

@@ -1,10 +1,19 @@
-"""StepParts: the seconds of the parts of a step, of which bounds are made."""
+"""step_bound(): seconds that a step takes under any choices for one budget of device memory.
+
+All choices that fit the memory have a moment in common: the first backward of the block where the step turns. Then all
+retained graphs, activations that aren't parked, and weights that stay are on the device together. Each second that
+they save has its bytes there. So the bound solves a linear program: the least time of the longer stream, if parts of
+blocks could be retained or stay. Further bounds are chains of ops that every plan has.
+"""
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import accumulate
+from math import inf
 from typing import NamedTuple
 
 from megatrain.hardware.hardware import Hardware
@@ -14,6 +23,51 @@ from megatrain.scheduler.items import NO_BLOCK, Stream
 from megatrain.scheduler.parking import turn_block
 from megatrain.scheduler.timing.costs import OpSeconds
 from megatrain.scheduler.timing.shared import link_limits
+
+
+class StepBound(NamedTuple):
+    """Seconds that no plan of a step is faster than.
+
+    Attributes:
+        seconds: The bound.
+        reason: What takes so long, in words.
+    """
+
+    seconds: float
+    reason: str
+
+    def above(self, step_s: float) -> float:
+        """By which part a step is longer than the bound."""
+        return max(0.0, step_s / self.seconds - 1) if self.seconds > 0 else 0.0
+
+
+def step_bound(step: Effects, memory: int | None, machine: Hardware) -> StepBound:
+    """A lower bound of the seconds of a step: with any slots, retained graphs, parked activations, weights that stay.
+
+    Args:
+        step: Its effects. What is retained, parked and persistent there doesn't count.
+        memory: Bytes of the device; None is any number.
+        machine: Whose rates count.
+    """
+    parts = StepParts(step, machine)
+    assert step.kind.mode == "train", "other steps have no turn"
+    if memory is None or turn_block(step.workload) is None:
+        left = inf
+    else:
+        left = float(max(0, memory - bytes_at_turn(step)))
+    graphs, stays = tuple(parts.graphs()), tuple(parts.stays())
+    found = [StepBound(*chain) for chain in parts.chains()]
+    compute = [Tradeoff(s, "compute", ((each.compute, each.nbytes) for each in graphs)) for s in parts.compute_limits()]
+    copies = [
+        Tradeoff(
+            start + to_device * parts.h2d_s(stays) + to_host * parts.d2h_s(stays),
+            reason,
+            ((to_device * each.h2d + to_host * each.d2h, each.nbytes) for each in stays),
+        )
+        for start, to_device, to_host, reason in parts.copy_limits()
+    ]
+    found.append(StepBound(*least_seconds(compute, copies, left)))
+    return max(found, key=lambda bound: bound.seconds)
 
 
 class SavingUse(NamedTuple):
@@ -55,20 +109,6 @@ class StepParts:
     def _backward_s(self, block: int, *, is_saved: bool = True, has_results: bool = False) -> float:
         whole = partial(self._workload.blocks[block].whole_backward, is_saved, has_results=has_results)
         return sum(self._seconds.of_kernels(whole(number)) for number in self._numbers)
-
-    def recomputed_s(self, block: int, *, has_results: bool = False) -> float:
-        """Seconds by which its backwards are longer than with its graphs."""
-        return self._backward_s(block, is_saved=False, has_results=has_results) - self._backward_s(block)
-
-    def loads_s(self) -> list[tuple[float, float]]:
-        """Seconds of one `W` of each block: if its weights are streamed, and if they are persistent."""
-        streamed = Effects(self._workload, self._kind, (), (), {}, (), self._step.deferred)
-        return [
-            (self._seconds.of(Stream.H2D, streamed.of(Stream.H2D, "W", block)), self._op(Stream.H2D, "W", block))
-            if work.state_bytes > 0
-            else (0.0, 0.0)
-            for block, work in enumerate(self._workload.blocks)
-        ]
 
     def _least_compute(self) -> float:
         forward = sum(map(self._forward, range(len(self._workload.blocks))))
@@ -200,3 +240,92 @@ class StepParts:
         order: Sequence[int] = [block for block in reversed(self._backward) if block >= self._gradients[-1]]
         forward = sum(map(self._forward, range(len(self._workload.blocks))))
         return self.head_s() + forward + sum(map(self._backward_s, order))
+
+
+class Tradeoff:
+    """Seconds that get less by uses of memory, where parts of a use count in proportion.
+
+    Args:
+        seconds: Without any.
+        reason: What takes them, in words.
+        uses: The seconds that each saves, and its bytes.
+    """
+
+    def __init__(self, seconds: float, reason: str, uses: Iterable[tuple[float, int]]) -> None:
+        useful = [use for use in uses if use[0] > 0]
+        free = sum(saved for saved, nbytes in useful if nbytes == 0)
+        uses = sorted((use for use in useful if use[1] > 0), key=lambda use: (-use[0] / use[1], use))
+        self.reason = reason
+        self.seconds = seconds - free
+        self._saved = [0.0, *accumulate(saved for saved, _ in uses)]
+        self._nbytes = [0, *accumulate(nbytes for _, nbytes in uses)]
+
+    @property
+    def least(self) -> float:
+        """With all the memory that they can use."""
+        return self.seconds - self._saved[-1]
+
+    def nbytes(self, seconds: float) -> float:
+        """The memory that brings them down to so many seconds."""
+        wanted = self.seconds - seconds
+        if wanted <= 0:
+            return 0.0
+        if wanted > self._saved[-1]:
+            return inf
+        above = max(1, bisect_right(self._saved, wanted))
+        if above == len(self._saved):
+            return float(self._nbytes[-1])
+        part = (wanted - self._saved[above - 1]) / (self._saved[above] - self._saved[above - 1])
+        return self._nbytes[above - 1] + part * (self._nbytes[above] - self._nbytes[above - 1])
+
+
+# Each halves what is unknown: as many as digits of a float.
+_HALVINGS = 60
+
+
+def least_seconds(first: Sequence[Tradeoff], second: Sequence[Tradeoff], memory: float) -> tuple[float, str]:
+    """The least seconds that all need, if uses of the first and of the second kind share the memory.
+
+    Uses of one kind are the same for all tradeoffs of the kind, so what one of them needs serves the others.
+
+    Returns:
+        The seconds, never more than the true least, and what takes them.
+    """
+    both = [*first, *second]
+    longest = max(both, key=lambda tradeoff: tradeoff.least)
+
+    def fits(seconds: float) -> bool:
+        return memory >= sum(max(each.nbytes(seconds) for each in kind) for kind in (first, second))
+
+    if memory == inf or fits(longest.least):
+        return longest.least, longest.reason
+    low, high = longest.least, max(each.seconds for each in both)
+    for _ in range(_HALVINGS):
+        middle = (low + high) / 2
+        low, high = (low, middle) if fits(middle) else (middle, high)
+    reasons = (max(kind, key=lambda each: each.nbytes(low)) for kind in (first, second))
+    needing = [each.reason for each in reasons if each.nbytes(low) > 0]
+    return low, f"{' and '.join(needing)}, in this memory"
+
+
+def bytes_at_turn(step: Effects) -> int:
+    """Device bytes that every plan has during the first backward where the step turns, whatever else it holds there.
+
+    Those are the weights of the block, its workspace and gradients, and values that can't be parked. Of a value that
+    only this block reads, that of one micro-batch counts.
+    """
+    workload, kind = step.workload, step.kind
+    turn = turn_block(workload)
+    assert turn is not None
+    work = workload.blocks[turn]
+    workspace = min(each.backward_workspace_bytes for each in (work, work.kept) if each is not None)
+    found = step.copied(work.state_bytes) + work.gradient_bytes + workspace
+    storages: dict[int, int] = {}
+    for index, value in enumerate(workload.values):
+        readers = workload.backward_readers(index)
+        if value.on_host or value.is_result or (value.is_parkable and kind.transfer != "bind"):
+            continue
+        produced = value.producer is None or value.producer <= turn
+        count = kind.micro_batches if readers and readers[0] < turn and produced else 1 if readers else 0
+        storages[value.storage] = max(storages.get(value.storage, 0), count)
+    return found + sum(count * workload.storages[storage] for storage, count in storages.items())

@@ -1,1 +1,0 @@
-"""Bounds: seconds and bytes that no plan takes less of."""

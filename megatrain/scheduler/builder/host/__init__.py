@@ -1,1 +1,0 @@
-"""Where gradients wait on the host, and when its ops run."""
