@@ -17,10 +17,8 @@ import megatrain
 from megatrain.device import Device, DeviceEvent
 from megatrain.runtime.streams.stream import Lane, Queued
 from megatrain.runtime.streams.stream_set import Chaos
-from tests.draws import is_wide
 from tests.simulated_device import Simulator
 from tests.simulated_runs.on_device import DEVICE, on_device
-from tests.tiers import wide
 from tests.training.parity import TASKS
 
 TASK = TASKS["stack"]
@@ -109,11 +107,11 @@ class Trial:
         )
 
 
-# On the device, spread steps wait as those of overlap do.
-@pytest.mark.parametrize("mode", [wide(mode) if mode == "spread" else mode for mode in MODES])
+# On the device, the other modes wait as overlap does, or for the host.
+@pytest.mark.parametrize(
+    "mode", [pytest.param(mode, marks=[pytest.mark.nightly] * (mode != "overlap")) for mode in MODES]
+)
 def test_a_step_without_one_of_its_waits_is_noticed(sim: Simulator, mode: str):
-    if mode == "serial" and not is_wide():
-        pytest.skip("its waits on the device are those of overlap: make device")
     trial = Trial(sim, mode)
     assert trial.is_right()
     known = [*REDUNDANT, OF_MEMORY]
