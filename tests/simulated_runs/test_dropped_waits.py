@@ -6,6 +6,7 @@ Waits that aren't needed in these steps are listed with the reason. A wait that 
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Generator, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -35,6 +36,7 @@ REDUNDANT = {
     r"B\d+\.\d <- G\d+": "as U: B takes the memory of gradients that have left",
 }
 ATTEMPTS = 5
+KNOWN = 4  # of each such kind so many are tried
 # Ops that fill memory which compute has taken. Whether other ops still use the very same bytes is the allocator's
 # choice, so that not each of these waits is noticed, but some must be.
 OF_MEMORY = r"A\d+\.\d <- [FB]\d+\.\d"
@@ -115,7 +117,7 @@ def test_a_step_without_one_of_its_waits_is_noticed(sim: Simulator, mode: str):
     trial = Trial(sim, mode)
     assert trial.is_right()
     known = [*REDUNDANT, OF_MEMORY]
-    noticed, unnoticed = list[str](), list[str]()
+    noticed, unnoticed, tried = list[str](), list[str](), Counter[str | None]()
     for one in trial.step.schedule.instructions.all:
         for wait in one.waits:
             if wait.stream == "host":
@@ -124,10 +126,13 @@ def test_a_step_without_one_of_its_waits_is_noticed(sim: Simulator, mode: str):
             name = f"{one.op} <- {other}"
             if mode != "overlap" and any(re.fullmatch(pattern, name) for pattern in REDUNDANT):
                 continue  # overlap has seen that it may go
-            is_known = any(re.fullmatch(pattern, name) for pattern in known)
+            pattern = next((pattern for pattern in known if re.fullmatch(pattern, name)), None)
+            tried[pattern] += 1
+            if pattern is not None and tried[pattern] > KNOWN:
+                continue
             with without(*name.split(" <- ")):
                 # Another thread may force the device's work first, so that a wait isn't missed in each run.
-                is_right = all(trial.is_right(wait.stream) for _ in range(1 if is_known else ATTEMPTS))
+                is_right = all(trial.is_right(wait.stream) for _ in range(1 if pattern is not None else ATTEMPTS))
             (unnoticed if is_right else noticed).append(name)
     assert [name for name in unnoticed if not any(re.fullmatch(pattern, name) for pattern in known)] == []
     if mode == "overlap":

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import gc
 from typing import Any
 
 import pytest
@@ -15,7 +14,7 @@ import megatrain
 from megatrain.device import is_on_host
 from megatrain.errors import ExecuteError
 from tests.simulated_device import Simulator
-from tests.simulated_runs.on_device import DEVICE, choose
+from tests.simulated_runs.on_device import DEVICE, choose, held_bytes
 
 IDS = torch.arange(16).reshape(2, 8)
 OPTIONS: dict[str, Any] = {
@@ -70,22 +69,23 @@ def test_tokens_and_logits_are_those_of_eager_there(sim: Simulator, make: Any, o
 
 
 def test_the_cache_is_there_and_the_devices_own_peak_is_in_the_budget(sim: Simulator):
+    others = held_bytes()
     compiled: Any = megatrain.compile(llama(), device=DEVICE, memory="1MiB")
     ids, device = IDS.to(DEVICE), compiled.megatrain.options.device
     step = megatrain.TrainStep(compiled, torch.optim.SGD(compiled.parameters(), lr=0.1))
     for _ in range(2):
         step({"input_ids": ids, "labels": ids, "use_cache": False})  # its slots make room for what is generated
         device.settle()
-        before = ids.nbytes
+        before = others + ids.nbytes
         device.reset_peak()
         found = compiled.generate(ids, **OPTIONS)
         assert found.past_key_values.layers[0].keys.device == ids.device
         figures = compiled.megatrain.walks.latest
-        assert device.peak_bytes() <= figures.budget_bytes
+        assert device.peak_bytes() <= others + figures.budget_bytes
         assert device.peak_bytes() - before >= figures.peak_bytes * 0.9
         del found
         device.settle()
-        assert torch.accelerator.memory_allocated() <= 4096
+        assert torch.accelerator.memory_allocated() <= others + 4096
 
 
 class Own(nn.Module):
@@ -138,10 +138,9 @@ def test_buffers_come_home(sim: Simulator):
 
 
 def test_more_than_the_budget_is_refused_and_everything_is_given_back(sim: Simulator):
+    others = held_bytes()
     compiled: Any = megatrain.compile(llama(), device=DEVICE, memory="24KiB")
     ids = IDS.to(DEVICE)
     with pytest.raises(ExecuteError, match=r"generate\(\) needs more device memory than the budget of 24\.00 KiB"):
         compiled.generate(ids, **OPTIONS)
-    gc.collect()
-    compiled.megatrain.options.device.settle()
-    assert torch.accelerator.memory_allocated() <= 1024
+    assert held_bytes() <= others + 1024

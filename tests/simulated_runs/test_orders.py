@@ -193,6 +193,7 @@ class Both(nn.Module):
         return x
 
 
+@pytest.mark.nightly
 @pytest.mark.filterwarnings("ignore::megatrain.EagerKernelsWarning")
 def test_numbers_that_change_have_one_capture_and_eagers_bits():
     torch.manual_seed(0)
