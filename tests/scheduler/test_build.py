@@ -69,6 +69,9 @@ def test_weights_take_as_many_slots_as_there_are_and_no_more_bytes_than_they_nee
     large = schedule(chain([100 * LAYER, *[LAYER] * 9, 100 * LAYER]))  # not twice as large because of its ends
     assert (large.num_slots, large.arena_bytes) == (2, 101 * LAYER)
     assert {op.block for op in schedule(chain([64, 0, 64, 0])).ops if op.what == "W"} == {0, 2}
+    overlapping = schedule(chain([3 * LAYER, LAYER, LAYER, LAYER, 3 * LAYER]), num_slots=3)
+    assert (Slot(0, 3 * LAYER), Slot(LAYER, 3 * LAYER)) == overlapping.slots[:2]
+    overlapping.check()
 
 
 @given(
