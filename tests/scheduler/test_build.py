@@ -44,6 +44,8 @@ def test_keep_retains_all_graphs_and_offload_parks_all_inputs_but_the_last():
     assert schedule(example(), activations="keep").saves == (0, 1, 2, 3)
     parked = schedule(example(), activations="offload")
     assert parked.parked() == {1: (1,), 2: (2,)}
+    several = schedule(example(), activations="offload", micro_batches=3)
+    assert (several.park_bytes, several.host_bytes) == (3 * 2 * ACT, 3 * 2 * ACT + LAYER)
     assert [str(op) for op in parked.ops if op.what == "A"] == ["A1", "A2", "A2", "A1"]
 
 

@@ -65,7 +65,6 @@ def is_rejected(plan: Schedule) -> bool:
 def test_every_built_schedule_is_accepted_and_does_no_harm_in_any_order(plan: Schedule, seed: int):
     plan.check()
     find_harm(plan, plan.known_workload(), seed=seed, runs=8)
-    assert plan.park_bytes == plan.kind.micro_batches * plan.instructions.park_bytes
 
 
 @given(schedules().filter(lambda s: s.kind.mode == "train"), st.integers(1, 3))
