@@ -259,6 +259,7 @@ def test_impossible_options_are_named():
 
 def test_the_kind_of_a_step_checks_itself():
     """No schedule has a contradictory one, though it may be made without the builder."""
+    more: dict[str, Any]
     for more in ({"micro_batches": 2}, {"updates": "overlap"}, {"clip": True}, {"outputs": "release"}):
         with pytest.raises(OptionError, match='mode="backward" with micro-batches, updates'):
             StepKind("backward", **more)

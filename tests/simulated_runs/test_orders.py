@@ -129,7 +129,7 @@ def test_packed_weights_train_as_in_eager(sim: Simulator, kind: str) -> None:
     eager = there(copy.deepcopy(model))
     expected = train(eager, eager, (x,), {})
     for order, activations in (("late", "keep"), ("seeded", "recompute")):
-        sim.order(order, seed=1)
+        choose(sim, order, seed=1)
         streamed = copy.deepcopy(model)
         compiled = megatrain.compile(streamed, device=DEVICE, memory="24KiB", activations=activations)
         found = train(compiled, streamed, (x,), {})

@@ -183,7 +183,7 @@ def test_timed_copies_take_the_time_of_the_bus_and_nothing_waits_for_a_time(sim:
             work = works[op.block]
             nbytes = work.state_bytes if op.what == "W" else work.gradient_bytes
             assert timing.end_s - timing.start_s == pytest.approx(nbytes / BUS.h2d_bytes_per_s, rel=0.1)
-        for wait in run.schedule.waits()[timing.position]:
+        for wait in step.schedule.waits()[timing.position]:
             if Stream.HOST not in (wait.stream, timing.position.stream):
                 assert ends[wait] <= timing.start_s + 1e-5, (timing, wait)
 
