@@ -51,12 +51,18 @@ def test_waits_give_the_right_numbers_in_any_order_and_a_missing_one_wrong_ones_
         assert sum_after_copy(waits=True) == sum_after_copy(waits=False, synchronizes=True) == 10
     sim.order("late")
     assert sum_after_copy(waits=False) == 0
+
+
+def test_a_dropped_wait_is_a_missing_wait(sim: Simulator):
+    sim.order("late")
     sim.drop("wait", 0)
     assert sum_after_copy(waits=True) == 0
     assert sum_after_copy(waits=True) == 10
     assert sim.count("wait") == 2
     sim.drop("stream", 0)
     assert sum_after_copy(waits=False, synchronizes=True) == 0
+    sim.reset()
+    sim.order("late")
     sim.drop_where("wait", lambda stack: any(frame.name == "sum_after_copy" for frame in stack))
     assert sum_after_copy(waits=True) == 0
 
