@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
-from tests.scheduler.test_simulate import SHARED
 
 from megatrain.errors import ScheduleError
 from megatrain.hardware.hardware import Hardware
@@ -20,6 +19,7 @@ from megatrain.scheduler.workload import Workload
 from tests.draws import draws
 from tests.scheduler.every_plan import fastest_of_all
 from tests.scheduler.test_search import MACHINES, chains, memories
+from tests.scheduler.test_times import SHARED
 from tests.scheduler.workloads import Options, chain, step_schedules, with_updates, workloads
 
 STEPS = st.builds(
