@@ -106,11 +106,11 @@ bench: $(READY)
 
 gpu: $(READY)
 	@$(PY) -c 'import sys, torch; sys.exit(0 if torch.accelerator.is_available() else "make gpu: torch finds no accelerator here")'
-	$(PY) -m pytest tests/gpu -m 'wide or not wide' $(ARGS)
+	$(PY) -m pytest tests/gpu -m 'nightly or not nightly' $(ARGS)
 
 # Four times the random models and budgets, each in eight orders; ARGS="--hypothesis-seed 7" chooses others.
 device: $(READY)
-	$(PYTEST) $(SIMULATED) -m 'wide or not wide' --hypothesis-profile=seeds $(ARGS)
+	$(PYTEST) $(SIMULATED) -m 'nightly or not nightly' --hypothesis-profile=seeds $(ARGS)
 
 # Tests, benchmarks and figures of a machine with a GPU, in one file: docs/gpu.md.
 gpu-report: $(READY)

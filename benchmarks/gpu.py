@@ -63,7 +63,9 @@ def stages(device: str, sizes: list[str], harness: str | None, *, is_small: bool
     """The commands, the most important first."""
     python = (sys.executable, "-m")
     yield Stage(
-        "Tests that need an accelerator", (*python, "pytest", "tests/gpu", "-q", "-ra", "-m", "wide or not wide"), 600
+        "Tests that need an accelerator",
+        (*python, "pytest", "tests/gpu", "-q", "-ra", "-m", "nightly or not nightly"),
+        600,
     )
     if is_small:
         shape, rounds = ("--depth", "2", "--width", "64", "--vocabulary", "256", "--context", "32"), ("--rounds", "1")

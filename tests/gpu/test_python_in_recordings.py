@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import ctypes
-import itertools
 import os
 import warnings
-from collections import deque
 from collections.abc import Callable, Generator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
@@ -27,53 +24,17 @@ from tests.equal_blocks import EqualBlocks
 from tests.gpu.test_cuda_training import device
 
 STEPS = 3
-LIST, DEQUE, NUMBER, CALLS = [1.0], deque([1.0]), ctypes.c_double(1.0), {"count": 0}
-numbers = iter(())
-
-
-def from_list() -> float:
-    return LIST[0]
-
-
-def from_deque() -> float:
-    return DEQUE[-1]
+"""In each of which the environment says something else. Other sources: tests/simulated_runs/test_user_code_there.py."""
 
 
 def from_environment() -> float:
     return float(os.environ["SCALE_OF_TEST"])
 
 
-def from_ctypes() -> float:
-    return ctypes.c_double.from_address(ctypes.addressof(NUMBER)).value
-
-
-def from_iterator() -> float:
-    return next(numbers)
-
-
-def from_counter() -> float:
-    CALLS["count"] += 1
-    return 1 + 0.01 * CALLS["count"]
-
-
-SOURCES = (from_list, from_deque, from_environment, from_ctypes, from_iterator, from_counter)
-source: list[Callable[[], float]] = [from_list]
-
-
-def set_scale(step: int) -> None:
-    """What each source gives in a step; iterators and counters give another number in each call."""
-    global numbers
-    scale = 1 + 0.5 * step
-    LIST[0], NUMBER.value, os.environ["SCALE_OF_TEST"] = scale, scale, str(scale)
-    DEQUE.append(scale)
-    if step == 0:
-        CALLS["count"], numbers = 0, itertools.count(1.0, 0.01)
-
-
 class InForward(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-        ctx.scale = source[0]()
+        ctx.scale = from_environment()
         return x * ctx.scale
 
     @staticmethod
@@ -90,7 +51,7 @@ class InBackward(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> torch.Tensor:
         del ctx
-        return gradients[0] * source[0]()
+        return gradients[0] * from_environment()
 
 
 @mark_recordable
@@ -112,12 +73,12 @@ class OfFixed(Fixed):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
         del ctx
-        return x * source[0]()
+        return x * from_environment()
 
 
 @torch.library.custom_op("megatrain_tests::scaled", mutates_args=())
 def scaled(x: torch.Tensor) -> torch.Tensor:
-    return x * source[0]()
+    return x * from_environment()
 
 
 @torch.library.custom_op("megatrain_tests::scaled_back", mutates_args=())
@@ -134,18 +95,18 @@ for op in (scaled, scaled_back, doubled):
     op.register_fake(lambda x: torch.empty_like(x))
 doubled.register_autograd(lambda ctx, gradient: gradient * 2)
 scaled.register_autograd(lambda ctx, gradient: gradient * 2)
-scaled_back.register_autograd(lambda ctx, gradient: gradient * source[0]())
+scaled_back.register_autograd(lambda ctx, gradient: gradient * from_environment())
 
 LIBRARY = torch.library.Library("megatrain_tests_more", "FRAGMENT")
 LIBRARY.define("scaled(Tensor x) -> Tensor")
-LIBRARY.impl("scaled", lambda x: x * source[0](), "CompositeImplicitAutograd")
+LIBRARY.impl("scaled", lambda x: x * from_environment(), "CompositeImplicitAutograd")
 
 
 def overridable(x: torch.Tensor) -> torch.Tensor:
     """A function that modes for torch functions see, as those of libraries may be."""
     if has_torch_function_unary(x):
         return handle_torch_function(overridable, (x,), x)
-    return x * source[0]()
+    return x * from_environment()
 
 
 class Calls(nn.Module):
@@ -162,12 +123,12 @@ class Calls(nn.Module):
 def hooked(x: torch.Tensor) -> torch.Tensor:
     y = x * 1
     if y.requires_grad:
-        y.register_hook(lambda gradient: gradient * source[0]())
+        y.register_hook(lambda gradient: gradient * from_environment())
     return y
 
 
 def distance(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
-    return (one - other).abs().sum(-1) * source[0]()
+    return (one - other).abs().sum(-1) * from_environment()
 
 
 def with_distance(x: torch.Tensor) -> torch.Tensor:
@@ -176,7 +137,7 @@ def with_distance(x: torch.Tensor) -> torch.Tensor:
 
 def mapped(x: torch.Tensor) -> torch.Tensor:
     rows = torch.arange(32, device=x.device)
-    return x * torch.vmap(lambda i: i * source[0]())(rows) * 0.01
+    return x * torch.vmap(lambda i: i * from_environment())(rows) * 0.01
 
 
 WAYS: dict[str, Callable[..., Any]] = {
@@ -204,7 +165,7 @@ def steps_of(model: nn.Module, mode: Callable[[], AbstractContextManager[Any]] =
     found: list[Any] = []
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for step in range(STEPS):
-        set_scale(step)
+        os.environ["SCALE_OF_TEST"] = str(1 + 0.5 * step)
         optimizer.zero_grad()
         with mode():
             loss = model(batch(step)).square().mean()
@@ -214,37 +175,25 @@ def steps_of(model: nn.Module, mode: Callable[[], AbstractContextManager[Any]] =
     return found
 
 
-def assert_eagers(extra: Callable[[], nn.Module], *, like_calls: bool = False, **options: Any) -> None:
-    """Compares with the eager model; or with eager's kernels, which run a recomputed block's Python twice."""
-    wanted: Any = EqualBlocks(3, extra=extra()).to(device())
-    if like_calls:
-        set_scale(0)
-        # Equal blocks are measured once a process: the first call of all runs their Python more often.
-        megatrain.compile(EqualBlocks(3, extra=extra()), device=device())(batch(0)).sum().backward()
-        wanted = megatrain.compile(EqualBlocks(3, extra=extra()), device=device(), activations="recompute")
+def assert_eagers(extra: Callable[[], nn.Module]) -> None:
+    wanted = EqualBlocks(3, extra=extra()).to(device())
     compiled = megatrain.compile(EqualBlocks(3, extra=extra()), device=device(), kernels="graphs")
-    assert_same(steps_of(wanted, **options), steps_of(compiled, **options))
+    assert_same(steps_of(wanted), steps_of(compiled))
 
 
 @pytest.fixture(autouse=True)
-def _sources() -> Generator[None]:
-    yield
-    source[0] = from_list
-    os.environ.pop("SCALE_OF_TEST", None)
+def _environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SCALE_OF_TEST", "1")
 
 
-@pytest.mark.parametrize("way", ["forward", "backward"])
-@pytest.mark.parametrize("read", SOURCES)
-def test_what_a_function_reads_counts_in_each_step(read: Callable[[], float], way: str):
-    source[0] = read
+def test_a_function_that_is_not_recorded_is_named():
     with pytest.warns(EagerKernelsWarning, match="autograd.Function tests.gpu.* would repeat what its Python decided"):
-        assert_eagers(lambda: Calls(WAYS[way]), like_calls=read in (from_iterator, from_counter))
+        assert_eagers(lambda: Calls(WAYS["backward"]))
 
 
 @pytest.mark.filterwarnings("ignore::megatrain.errors.EagerKernelsWarning")
 @pytest.mark.parametrize("way", WAYS)
 def test_each_way_by_which_python_runs_in_a_block_runs_in_each_step(way: str):
-    source[0] = from_environment
     assert_eagers(lambda: Calls(WAYS[way]))
 
 

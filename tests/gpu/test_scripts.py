@@ -24,9 +24,8 @@ EXACT_AFTER = ("callbacks", "reads gradients")  # compare numbers as text, or on
 NAMES = [name for name in SCENARIOS if name not in OF_THE_CPU]
 
 
-@pytest.mark.parametrize(
-    "name", [name if name in test_trainer.FAST else pytest.param(name, marks=pytest.mark.users) for name in NAMES]
-)
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", NAMES)
 def test_a_trainer_that_streams_is_the_stock_run(name: str, tmp_path: Path) -> None:
     """Updates run on the host here and on the device there, whose roundings differ: SGD's only a little."""
     scenario = SCENARIOS[name]

@@ -12,7 +12,9 @@ ROWS, WIDTH = 24, 64
 
 
 # Kernels differ between rows of at most 1024 words, of those that fit shared memory, and of others.
-@pytest.mark.parametrize("words", [1000, 1024, 4097, 32000, 50257, 150001])
+@pytest.mark.parametrize(
+    "words", [1024, 4097, *(pytest.param(n, marks=pytest.mark.nightly) for n in (1000, 32000, 50257, 150001))]
+)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=["fp32", "bf16", "fp16"])
 @pytest.mark.parametrize("smooths", [False, True], ids=["labels", "smoothed"])
 def test_log_probabilities_and_gradients_have_the_bits_of_torch(words: int, dtype: torch.dtype, smooths: bool):

@@ -16,7 +16,6 @@ from tests.comparing import assert_same
 from tests.gpu.test_cuda_training import device, moved, on_a_card
 from tests.host_updates import HostUpdates
 from tests.models import MODELS, Gpt
-from tests.tiers import wide
 
 MODES = {
     "overlap": {"spread": False},
@@ -24,6 +23,7 @@ MODES = {
     "deferred": {"max_grad_norm": 0.1},
     "serial": {"max_grad_norm": 0.1, "overlap": False},
 }
+TELLING = ["spread", "deferred", *(pytest.param(mode, marks=pytest.mark.nightly) for mode in ("overlap", "serial"))]
 LLAMA = "llama_labels"
 
 
@@ -53,7 +53,7 @@ def streamed(name: str, steps: int, mode: str, **options: Any) -> tuple[list[flo
     return losses, [p.detach().clone() for p in compiled.parameters()]
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", TELLING)
 def test_steps_equal_the_loop(mode: str) -> None:
     torch.manual_seed(0)
     losses, parameters = loop(LLAMA, 10, MODES[mode].get("max_grad_norm"))
@@ -71,7 +71,8 @@ def test_steps_equal_the_loop(mode: str) -> None:
         assert (parameter - other).abs().mean() <= 1e-4
 
 
-@pytest.mark.parametrize("mode", [mode if mode in ("spread", "deferred") else wide(mode) for mode in MODES])
+@pytest.mark.nightly
+@pytest.mark.parametrize("mode", MODES)
 def test_chaos_changes_nothing(mode: str) -> None:
     torch.manual_seed(0)
     calm = streamed(LLAMA, 5, mode)
@@ -81,7 +82,7 @@ def test_chaos_changes_nothing(mode: str) -> None:
         assert_same(calm, wild)
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", TELLING)
 def test_what_runs_is_the_schedule(mode: str) -> None:
     recording = Recording()
     model, _, kwargs = MODELS[LLAMA]()
@@ -96,7 +97,7 @@ def test_what_runs_is_the_schedule(mode: str) -> None:
     assert compiled.peak_bytes <= step.schedule.peak_bytes
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", TELLING[1:])
 def test_a_failure_in_each_kind_of_operation_leaves_a_step_boundary(mode: str) -> None:
     model, _, kwargs = MODELS[LLAMA]()
     compiled = megatrain.compile(model, device=device())

@@ -19,7 +19,7 @@ from megatrain.scheduler.workload import Workload
 from tests.draws import draws
 from tests.scheduler.every_plan import fastest_of_all
 from tests.scheduler.test_search import MACHINES, chains, memories
-from tests.scheduler.test_simulate import SHARED
+from tests.scheduler.test_times import SHARED
 from tests.scheduler.workloads import Options, chain, step_schedules, with_updates, workloads
 
 STEPS = st.builds(

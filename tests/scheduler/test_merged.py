@@ -108,15 +108,6 @@ class Mixed(Machine):
         super().start(position, op)
 
 
-@given(families(), whole_steps(), st.integers(0, 2**20))
-@draws(60, usual=8)
-def test_micro_batches_of_different_sizes_do_no_harm_in_any_order(family: list[Workload], options, seed: int):
-    plan = options.build(whole_of(family))
-    random = Random(seed)
-    for attempt in range(6):
-        run(Mixed(plan, family), plan.waits(), random, is_fixed=attempt % 3 != 0)
-
-
 def test_a_table_for_the_smaller_member_is_too_small_for_the_larger():
     """So the oracle above does see sizes per micro-batch."""
     small = trained(3)
@@ -128,7 +119,7 @@ def test_a_table_for_the_smaller_member_is_too_small_for_the_larger():
     run(Mixed(both, [small, large]), both.waits(), Random(0), is_fixed=True)
 
 
-def test_a_difference_is_named_with_the_rule_and_the_way_out():
+def test_each_difference_is_named_with_the_rule_and_the_way_out():
     other = trained(4)
     blocks = (*other.blocks[:2], replace(other.blocks[2], gradient_bytes=0, update_bytes=0), other.blocks[3])
     with pytest.raises(ScheduleError) as caught:
@@ -139,26 +130,14 @@ def test_a_difference_is_named_with_the_rule_and_the_way_out():
         "their buffers.\n"
         "  Use micro-batches for which the model runs the same layers in the same order, or separate steps."
     )
-
-
-def changed_block(workload: Workload, **changes: object) -> Workload:
-    return replace(workload, blocks=(*workload.blocks[:-1], replace(workload.blocks[-1], **changes)))
-
-
-@pytest.mark.parametrize(
-    ("other", "difference"),
-    [
-        (trained(2), "it has 2 blocks, not 3"),
-        (changed_block(trained(3), has_backward=False), "of block 2 (layers.2), has_backward is False, not True"),
-        (changed_block(trained(3), state_bytes=64), "of block 2 (layers.2), state_bytes is 64, not 132864"),
-        (changed_block(trained(3), update_bytes=0), "of block 2 (layers.2), update_bytes is 0, not 930048"),
-        (changed_block(trained(3), shares=(0,)), "of block 2 (layers.2), shares is (0,), not ()"),
-    ],
-)
-def test_each_difference_of_blocks_is_refused(other: Workload, difference: str):
-    with pytest.raises(ScheduleError) as caught:
-        whole_of([trained(3), other])
-    assert str(caught.value).splitlines()[0] == f"micro-batch 1 differs from micro-batch 0: {difference}."
+    with pytest.raises(ScheduleError, match=r"^micro-batch 1 differs from micro-batch 0: it has 2 blocks, not 4"):
+        whole_of([other, trained(2)])
+    for changes in ({"has_backward": False}, {"state_bytes": 64}, {"update_bytes": 0}, {"shares": (0,)}):
+        last = replace(other.blocks[-1], **changes)
+        with pytest.raises(ScheduleError, match=rf"block 3 \(layers.3\), {next(iter(changes))} is .*, not "):
+            whole_of([other, replace(other, blocks=(*other.blocks[:-1], last))])
+    with pytest.raises(ScheduleError, match="at least one micro-batch"):
+        whole_of([])
 
 
 # -- values that not all have ------------------------------------------------------------------------------------
@@ -187,26 +166,6 @@ def projected(both: Merged, number: int, family: list[Workload]) -> Workload:
     return Workload(member.blocks, tuple(values), tuple(storages))
 
 
-@given(mixed_families())
-@draws(60, usual=8)
-def test_each_value_has_one_place_among_values_that_are_made_and_read_alike(family: list[Workload]):
-    both = merge(family)
-    whole = both.workload
-    whole.check()
-    for member, places in zip(family, both.places, strict=True):
-        at = {own: place for place, own in enumerate(places) if own is not None}
-        assert sorted(at) == list(range(len(member.values)))
-        for own, place in at.items():
-            value, known = member.values[own], whole.values[place]
-            assert value.nbytes <= known.nbytes
-            assert member.storages[value.storage] <= whole.storages[known.storage]
-            assert replace(value, name="", nbytes=0, storage=0) == replace(known, name="", nbytes=0, storage=0)
-        for one, place in at.items():
-            for other, elsewhere in at.items():
-                is_shared = member.values[one].storage == member.values[other].storage
-                assert is_shared == (whole.values[place].storage == whole.values[elsewhere].storage)
-
-
 @given(mixed_families(), whole_steps(), st.integers(0, 2**20))
 @draws(60, usual=8)
 def test_micro_batches_with_other_values_do_no_harm_in_any_order(family: list[Workload], options, seed: int):
@@ -226,11 +185,6 @@ def test_a_value_that_one_lacks_counts_for_all():
     both = merge([work, masked])
     assert both.workload == masked
     assert both.places == ((0, 1, 2, 3, None), (0, 1, 2, 3, 4))
-
-
-def test_no_workloads_are_refused():
-    with pytest.raises(ScheduleError, match="at least one micro-batch"):
-        whole_of([])
 
 
 def test_captures_of_other_lengths_merge_into_one_step():

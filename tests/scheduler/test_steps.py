@@ -1,44 +1,39 @@
-"""Whole steps: micro-batches in block-major order, updates, budgets, and how long they take."""
+"""Whole steps: micro-batches in block-major order, updates early and late, and gradients that wait on the host."""
 
 from __future__ import annotations
 
-import time
 from dataclasses import replace
 from typing import Any
 
-import networkx as nx
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 import megatrain
-from megatrain.errors import OptionError, ScheduleError
+from megatrain.errors import ScheduleError
 from megatrain.hardware.hardware import Hardware
-from megatrain.scheduler.builder.build import ACTIVATIONS, backward_schedule
+from megatrain.scheduler.builder.build import backward_schedule
+from megatrain.scheduler.builder.host_ticks import DEFERRED_SHARE, deferred_updates
 from megatrain.scheduler.from_program import schedule
 from megatrain.scheduler.from_program import workload as workload_of
 from megatrain.scheduler.items import Stream
 from megatrain.scheduler.schedule import Schedule
-from megatrain.scheduler.step_kind import OUTPUTS, UPDATES
+from megatrain.scheduler.step_kind import OUTPUTS, UPDATES, StepKind
+from megatrain.scheduler.table import Position
 from megatrain.scheduler.workload import Workload
 from tests.draws import draws
+from tests.scheduler.mutations import with_cells, with_figures
 from tests.scheduler.symbolic import find_harm
 from tests.scheduler.workloads import (
     ACT,
-    EMBED,
     LAYER,
     chain,
-    example,
-    plans_down_from,
     step_schedules,
     trained,
     with_updates,
     workloads,
 )
-
-RATES = st.floats(1e2, 1e6)
-MACHINES = st.builds(Hardware, RATES, RATES, RATES, st.sampled_from([0.0, 1e-3]), RATES)
 
 
 def moved(plan: Schedule, what: str) -> tuple[int, int]:
@@ -58,13 +53,6 @@ def test_weights_cross_as_often_for_many_micro_batches_as_for_one(
     many = schedule(workload, num_slots=num_slots, micro_batches=micro_batches, updates=updates)
     assert moved(many, "W") == moved(one, "W")
     assert moved(many, "G") == moved(one, "G")
-
-
-def test_eight_micro_batches_move_the_weights_and_gradients_of_one():
-    one, eight = (schedule(trained(6), keep=6, micro_batches=n, updates="overlap") for n in (1, 8))
-    assert moved(eight, "W") == moved(one, "W") == (10, sum(b.state_bytes for b in trained(6).blocks) + 4 * LAYER)
-    # Nothing is parked, so these are all bytes that move.
-    assert (eight.h2d_bytes, eight.d2h_bytes) == (one.h2d_bytes, one.d2h_bytes)
 
 
 def test_all_micro_batches_of_a_block_run_before_the_next_one():
@@ -102,46 +90,6 @@ def test_gradients_leave_beside_the_whole_backward_of_the_next_block_if_they_fit
         plan.check()
 
 
-@given(workloads(), st.integers(1, 3000), st.integers(2, 4), st.sampled_from(ACTIVATIONS), st.sampled_from(UPDATES))
-@draws(80)
-def test_a_budget_for_a_step_is_kept_or_refused(
-    workload: Workload, memory: int, micro_batches: int, activations: str, updates: str
-):
-    options = {"activations": activations, "micro_batches": micro_batches, "updates": updates}
-    options["clip"] = updates != "spread"
-    refusal = ""
-    try:
-        plan = schedule(workload, memory=memory, **options)
-    except ScheduleError as error:
-        refusal = str(error)
-    if refusal:
-        least = int(refusal.split("at least ")[1].split()[0])
-        assert least > memory
-        assert schedule(workload, memory=least, **options).device_bytes <= least
-        return
-    assert plan.device_bytes <= memory
-    plan.check()
-
-
-def test_less_memory_for_a_step_means_fewer_graphs_and_more_parking_then_one_slot():
-    workload = trained(8)
-    full = schedule(workload, activations="keep", micro_batches=2).device_bytes
-    plans = plans_down_from(full, lambda memory: schedule(workload, memory=memory, micro_batches=2))
-    seen = [(plan.num_slots, len(plan.saves), plan.keep) for plan in plans]
-    assert seen[0] == (2, 8, 8)
-    assert [s[:2] for s in seen] == sorted((s[:2] for s in seen), reverse=True)
-    assert {s[1] for s in seen} >= {8, 4, 1}
-    assert {s[2] for s in seen if s[0] == 2} >= {8, 4}
-    assert seen[-1][0] == 1
-
-
-def test_more_micro_batches_take_more_memory_for_activations_only():
-    workload = trained(6)
-    sizes = [schedule(workload, micro_batches=n, keep=0).peak_bytes for n in (2, 3, 4)]
-    assert sizes[1] - sizes[0] == sizes[2] - sizes[1]
-    assert sizes[1] - sizes[0] < LAYER
-
-
 def test_released_outputs_take_no_memory_per_micro_batch():
     """Logits, say: a chain whose last value is as large as everything else together."""
     workload = trained(4)
@@ -153,19 +101,6 @@ def test_released_outputs_take_no_memory_per_micro_batch():
     }
     assert peaks["keep"][1] - peaks["keep"][0] > 50 * ACT
     assert peaks["release"][1] - peaks["release"][0] < 10 * ACT
-
-
-def test_shared_parameters_wait_for_all_their_gradients():
-    plan = schedule(trained(4, tied=True), updates="overlap")
-    order = [str(op) for op in plan.ops]
-    assert [o for o in order if o[0] == "U"] == ["U2", "U1", "U0"]
-    assert order.index("U0") > order.index("G3")
-    late = schedule(trained(4, tied=True), updates="deferred")
-    positions = {str(op): p for p, op in late.positions()}
-    graph = late.to_networkx()
-    assert graph.has_edge(positions["U0"], positions["W0@0"])
-    third = next(p for p, op in late.positions() if (op.what, op.block) == ("W", 3))
-    assert nx.has_path(graph, positions["U0"], third)
 
 
 def test_updates_of_the_host_overlap_with_the_backward_unless_serial():
@@ -183,59 +118,11 @@ def test_updates_of_the_host_overlap_with_the_backward_unless_serial():
     assert found.busy[Stream.HOST] * found.step_s == pytest.approx(host)
 
 
-@given(step_schedules(), MACHINES)
-@draws(40)
-def test_a_simulated_whole_step_is_as_long_as_its_longest_chain(plan: Schedule, machine: Hardware):
-    found = plan.simulate(machine)
-    assert found.step_s == pytest.approx(plan.critical_path(machine)[0])
-    for bound in plan.lower_bounds(machine).values():
-        assert found.step_s >= bound * (1 - 1e-9)
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"micro_batches": 0}, "micro_batches=0 is less than 1."),
-        ({"updates": "later"}, "updates='later' is not known."),
-        ({"outputs": "drop"}, "outputs='drop' is not known."),
-        ({"mode": "forward", "micro_batches": 2}, 'mode="forward" with micro-batches, updates, a norm'),
-        ({"mode": "backward", "clip": True}, 'mode="backward" with micro-batches, updates, a norm'),
-    ],
-)
-def test_an_impossible_option_of_a_step_is_named(options, message):
-    with pytest.raises(OptionError) as caught:
-        schedule(example(), **options)
-    assert str(caught.value).startswith(message)
-
-
 def test_a_whole_step_can_not_be_split():
     options: Any
     for options in ({"micro_batches": 2}, {"updates": "overlap"}, {"clip": True}, {"outputs": "release"}):
         with pytest.raises(ScheduleError, match="can't be split"):
             backward_schedule(schedule(trained(3), **options))
-
-
-@pytest.mark.parametrize(
-    "block", [{"update_bytes": 8, "gradient_bytes": 0}, {"update_bytes": 8, "has_backward": False}, {"shares": (0,)}]
-)
-def test_an_update_without_gradients_or_with_itself_is_refused(block):
-    workload = trained(2)
-    with pytest.raises(ScheduleError, match=r"^block 0 \(layers\.0\) "):
-        schedule(replace(workload, blocks=(replace(workload.blocks[0], **block), workload.blocks[1])))
-
-
-@pytest.mark.wide
-def test_two_thousand_blocks_of_four_micro_batches_take_seconds():
-    workload = with_updates(chain([40 * EMBED, *[LAYER + 64 * (i % 3) for i in range(1998)], 40 * EMBED]))
-    start = time.process_time()
-    plan = schedule(workload, memory=60_000_000, micro_batches=4, updates="deferred", clip=True)
-    built = time.process_time()
-    plan.check()
-    checked = time.process_time()
-    assert len(plan.ops) > 20_000
-    # Several times what it takes; quadratic work would take minutes.
-    assert built - start < 20
-    assert checked - built < 12
 
 
 class Tied(torch.nn.Module):
@@ -275,3 +162,196 @@ def test_a_program_says_which_block_updates_a_parameter_and_who_shares_it():
     plan.check()
     assert sum(op.what == "U" for op in plan.ops) == len(updates) == 3
     find_harm(plan, found)
+
+
+# -- gradients that wait on the host -----------------------------------------------------------------------------
+
+
+# Hosts from a thousand times slower than the device to a thousand times faster.
+RATES = st.floats(1e3, 1e5)
+
+
+MACHINES = st.builds(Hardware, RATES, RATES, RATES, st.sampled_from([0.0, 1e-3]), st.floats(1, 1e8))
+
+
+def waiting(plan: Schedule) -> int:
+    """The figure's part for waiting gradients. Without updates and norm there is none."""
+    return plan.landing_bytes if plan.kind.holds_gradients else 0
+
+
+def most_at_once(plan: Schedule, machine: Hardware) -> int:
+    """The most bytes of gradients on the host at any moment of a simulated step."""
+    blocks = plan.known_workload().blocks
+    times = {t.position: t for t in plan.simulate(machine).timeline}
+    brought = {op.block: times[p].start_s for p, op in plan.positions() if op.what == "G"}
+    used: dict[int, float] = {}
+    for position, op in plan.positions():
+        if op.what == "U":
+            for block in (op.block, *blocks[op.block].shares):
+                used[block] = max(used.get(block, 0.0), times[position].end_s)
+    deferred = {member for block in plan.deferred for member in (block, *blocks[block].shares)}
+    ends = {b: float("inf") if b in deferred else used.get(b, float("inf")) for b in brought}
+    stays = [(brought[b], ends[b], blocks[b].gradient_bytes) for b in brought]
+    stays += [(0.0, end, blocks[b].gradient_bytes) for b, end in used.items() if b in deferred and b in brought]
+    return max((sum(n for s, e, n in stays if s <= at < e) for at, _, _ in stays), default=0)
+
+
+@given(step_schedules(), MACHINES)
+@draws(150, usual=15)
+def test_no_host_however_slow_has_more_gradients_waiting_than_the_figure(plan: Schedule, machine: Hardware):
+    if not plan.kind.holds_gradients:
+        return
+    assert most_at_once(plan, machine) <= plan.landing_bytes
+
+
+def test_gradients_of_a_deep_model_wait_in_as_many_bytes_as_of_a_shallow_one():
+    for micro_batches in (1, 3):
+        plans = [schedule(trained(n), updates="overlap", micro_batches=micro_batches) for n in (8, 64)]
+        assert [waiting(plan) for plan in plans] == [2 * LAYER, 2 * LAYER]
+        # A host that is far slower than the device has that many waiting, and no more.
+        slow = Hardware(1e9, 1e9, 1e9, host_bytes_per_s=1e6)
+        assert [most_at_once(plan, slow) for plan in plans] == [2 * LAYER, 2 * LAYER]
+
+
+@pytest.mark.parametrize(
+    ("updates", "clip", "blocks"),
+    [
+        ("none", False, 0),
+        ("none", True, 8),
+        ("overlap", False, 2),
+        ("overlap", True, 8),
+        ("spread", False, 3 + 2),
+        ("serial", False, 8),
+        ("deferred", True, 8),
+    ],
+)
+def test_all_gradients_wait_unless_updates_follow_them_at_once(updates: str, clip: bool, blocks: int):
+    assert waiting(schedule(trained(8), updates=updates, clip=clip)) == blocks * LAYER
+
+
+def test_gradients_of_shared_parameters_wait_for_the_update_that_needs_them_all():
+    # Those of the head stay until U0, besides the two that come and go.
+    assert waiting(schedule(trained(8, tied=True), updates="overlap")) == 3 * LAYER
+
+
+def test_gradients_that_no_update_needs_wait_until_the_step_ends():
+    workload = trained(6)
+    blocks = tuple(replace(b, update_bytes=0) if i % 2 else b for i, b in enumerate(workload.blocks))
+    workload = replace(workload, blocks=blocks)
+    assert waiting(schedule(workload, updates="overlap")) == 4 * LAYER
+    # They are the caller's when a step is over, so the next begins only with those that are to be used.
+    late = schedule(workload, updates="deferred")
+    assert waiting(late) == 6 * LAYER
+    assert str(late.ticks[0].host) == "U0"
+    assert most_at_once(late, Hardware(1e9, 1e9, 1e9)) == 6 * LAYER
+
+
+def test_an_update_that_releases_nothing_holds_nothing_back():
+    """Two updates of one block's parameters: its gradients wait for the later one, so only that one is waited for."""
+    workload = trained(6)
+    shared = (replace(workload.blocks[0], shares=(5,)), *workload.blocks[1:])
+    plan = schedule(replace(workload, blocks=shared), updates="overlap")
+    positions = {str(op): p for p, op in plan.positions()}
+    graph = plan.to_networkx()
+    later = [p for name, p in positions.items() if name[0] == "G" and p.tick > positions["U5"].tick]
+    assert later
+    assert not any(graph.has_edge(positions["U5"], p) for p in later)
+    assert waiting(plan) == 3 * LAYER
+    plan.check()
+    find_harm(plan, plan.known_workload())
+
+
+# -- spread updates ----------------------------------------------------------------------------------------------
+
+
+def tied_pairs(workload: Workload) -> Workload:
+    """Block 0 updates a parameter that block 3 holds too, which updates others that block 5 holds."""
+    blocks = list(workload.blocks)
+    blocks[0], blocks[3] = replace(blocks[0], shares=(3,)), replace(blocks[3], shares=(5,))
+    return replace(workload, blocks=tuple(blocks))
+
+
+def test_so_many_bytes_are_deferred_evenly_from_the_first_block_on():
+    sizes = [LAYER * n for n in (6, *[1] * 30, 7)]
+    workload = with_updates(chain(sizes))
+    deferred = schedule(workload, updates="spread").deferred
+    assert deferred[:2] == (0, 10)  # the first is as large as six; it is two fifths of the first fifteen
+    assert deferred[2:6] == (13, 15, 18, 20)
+    for end in range(15, 33):
+        total = sum(sizes[:end])
+        share = sum(sizes[b] for b in deferred if b < end)
+        assert abs(share - DEFERRED_SHARE * total) <= 7 * LAYER
+    assert deferred_updates(workload, StepKind(updates="deferred")) == set(range(32))
+    assert not deferred_updates(workload, StepKind(updates="overlap"))
+
+
+def test_a_chain_of_shared_parameters_is_deferred_as_one():
+    workload = tied_pairs(trained(8))
+    plan = schedule(workload, updates="spread")
+    find_harm(plan, workload)
+    assert {0, 3, 5} <= set(plan.deferred)
+    ops = [str(op) for op in plan.ops]
+    for block in range(8):
+        for member in {0: (0, 3), 3: (3, 5)}.get(block, (block,)):
+            assert (ops.index(f"U{block}") < ops.index(f"G{member}")) == (block in plan.deferred)
+    position, end = next(p for p, op in plan.positions() if str(op) == "U3"), Position(len(plan.ticks), Stream.HOST)
+    parted = with_figures(with_cells(plan, {position: None, end: plan.ticks[position.tick].host}))
+    with pytest.raises(ScheduleError) as caught:
+        parted.check()
+    assert str(caught.value) == (
+        f"host:U0 at tick 0 uses gradients of the previous step, host:U3 at tick {end.tick} those of this step.\n"
+        "  Updates that use gradients of one block are all deferred, or none is.\n"
+        "  Move one of them."
+    )
+
+
+def test_weights_that_nobody_updates_come_first():
+    """Resident blocks' weights come while the host updates the first block, whose weights all the others follow."""
+    sizes = [8 * LAYER, *[LAYER] * 9]
+    workload = with_updates(chain(sizes))
+    plan = schedule(workload, updates="spread", memory=1 << 30, outputs="release")
+    assert plan.resident() == tuple(range(10))
+    assert plan.deferred == (0,)
+    loads = [op.block for op in plan.ops if op.what == "W"]
+    # U0 moves 7 times its weights, and the host counts as 4 times as fast as the link: 14 layers could come meanwhile.
+    assert loads == [*range(1, 10), 0]
+    late = schedule(workload, updates="deferred", memory=1 << 30, outputs="release")
+    assert [op.block for op in late.ops if op.what == "W"] == list(range(10))
+    plan.check()
+    find_harm(plan, workload)
+
+
+def test_spread_updates_leave_no_time_unused():
+    """The host works in the forward and in the backward; the link, the host and compute take about equally long."""
+    machine = Hardware(1e9, 1e9, 4e10, host_bytes_per_s=3e9)
+    seconds = {
+        updates: schedule(trained(16), updates=updates, outputs="release", memory=1 << 30).simulate(machine).step_s
+        for updates in ("overlap", "deferred", "spread")
+    }
+    assert seconds["spread"] < 0.8 * min(seconds["overlap"], seconds["deferred"])
+
+
+def test_gradients_run_two_blocks_ahead_of_updates():
+    """Else each G would wait for the update before it, and the host for each G."""
+    plan = schedule(trained(12), updates="spread")
+    graph, ops = plan.to_networkx(), dict(plan.positions())
+    waits = [
+        (ops[before].block, ops[after].block)
+        for before, after in graph.edges
+        if ops[before].what == "U" and ops[after].what == "G" and before.tick > 2
+    ]
+    assert waits
+    assert all(updated - left >= 3 for updated, left in waits if updated not in plan.deferred)
+
+
+def test_an_update_that_is_moved_to_the_head_is_deferred():
+    """A reader may edit the table: the text says nothing else of which updates are deferred."""
+    plan = schedule(trained(8), updates="spread")
+    assert plan.deferred == (0, 3, 5)
+    last = max(p.tick for p, op in plan.positions() if op.what == "W" and op.block == 7)
+    position = next(p for p, op in plan.positions() if str(op) == "U7")
+    moved = with_cells(plan, {position: None, Position(last - 1, Stream.HOST): plan.ticks[position.tick].host})
+    moved = with_figures(moved)
+    assert moved.deferred == (0, 3, 5, 7)
+    with pytest.raises(ScheduleError, match="overwrites gradients of block 7"):
+        moved.check()  # which wait, and so need a place of their own

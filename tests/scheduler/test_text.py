@@ -1,13 +1,21 @@
-"""Printed forms: the tables of the design's example, and what is read back."""
+"""Printed forms of schedules, what is read back, and words about them: differences, reasons to wait, pictures."""
 
 from __future__ import annotations
 
-import expecttest
+import json
+import re
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
+from itertools import product
+
 import pytest
 from hypothesis import given
+from hypothesis import strategies as st
 
 from megatrain.errors import ScheduleError
-from megatrain.scheduler.builder.build import backward_schedule
+from megatrain.hardware.hardware import Hardware
+from megatrain.scheduler.builder.build import backward_schedule, build
 from megatrain.scheduler.effects import streams
 from megatrain.scheduler.from_program import schedule
 from megatrain.scheduler.items import Stream
@@ -15,119 +23,62 @@ from megatrain.scheduler.op import Op, parse_op
 from megatrain.scheduler.schedule import Schedule
 from megatrain.scheduler.step_kind import StepKind
 from megatrain.scheduler.table import Tick
+from megatrain.scheduler.timing.costs import Measured
+from megatrain.scheduler.timing.timed_run import TimedRun
+from megatrain.scheduler.workload import Workload
 from tests.draws import draws
-from tests.scheduler.workloads import chain, example, schedules
+from tests.scheduler.workloads import chain, example, schedules, step_schedules, trained
+
+CARD = Hardware(25e9, 25e9, 1e11, host_bytes_per_s=60e9)
 
 
-class TestPrintedForm(expecttest.TestCase):
-    maxDiff = None
-
-    def test_the_example_of_the_design(self):
-        self.assertExpectedInline(
-            str(schedule(example(), num_slots=2, keep=2)),
-            """\
-schedule: 4 blocks, 2 slots, keep 2, 10 ticks; h2d 603392 B, d2h 404992 B, peak 564480 B
-device: 597248 B; host: 141056 B
-slots: 0 = 0+132864; 1 = 132864+132864
-saves: 3
-tick  h2d   compute  d2h  live_bytes
-   0  W0@0  .        .        265984
-   1  W1@1  F0       .        274176
-   2  W2@0  F1       A1       282368
-   3  W3@1  F2       .        282368
-   4  .     F3*      .        315136
-   5  A1    B3       .        397056
-   6  W1@1  B2       G3       505344
-   7  W0@0  B1       G2       564480
-   8  .     B0       G1       480768
-   9  .     .        G0       339456""",
-        )
-
-    def test_everything_is_parked_and_one_slot_overlaps_nothing(self):
-        self.assertExpectedInline(
-            str(schedule(example(), num_slots=1, activations="offload")),
-            """\
-schedule: 4 blocks, 1 slot, keep 0, 16 ticks; h2d 744448 B, d2h 413184 B, peak 306944 B
-device: 339712 B; host: 149248 B
-slots: 0 = 0+132864
-saves: 3
-tick  h2d   compute  d2h  live_bytes
-   0  W0@0  .        .        133120
-   1  .     F0       .        141312
-   2  W1@0  .        A1       141312
-   3  .     F1       .        149504
-   4  W2@0  .        A2       141312
-   5  .     F2       .        149504
-   6  W3@0  .        .        141312
-   7  .     F3*      .        174080
-   8  A2    B3       .        256000
-   9  W2@0  .        G3       231424
-  10  A1    B2       .        306944
-  11  W1@0  .        G2       290560
-  12  .     B1       .        298752
-  13  W0@0  .        G1       282368
-  14  .     B0       .        215040
-  15  .     .        G0       206592""",
-        )
-
-    def test_inference(self):
-        self.assertExpectedInline(
-            str(schedule(example(), mode="forward")),
-            """\
-schedule: 4 blocks, 2 slots, keep 0, 5 ticks; h2d 396800 B, d2h 0 B, peak 282112 B
-device: 290304 B; host: 0 B
-slots: 0 = 0+132864; 1 = 132864+132864
-mode: forward
-tick  h2d   compute  d2h  live_bytes
-   0  W0@1  .        .        265984
-   1  W1@0  F0       .        274176
-   2  W2@1  F1       .        282112
-   3  W3@0  F2       .        282112
-   4  .     F3       .        282112""",
-        )
-
-    def test_a_backward_alone_without_copies(self):
-        forward = schedule(example(), activations="keep", transfer="bind")
-        self.assertExpectedInline(
-            str(backward_schedule(forward)),
-            """\
-schedule: 4 blocks, 1 slot, keep 4, 6 ticks; h2d 0 B, d2h 0 B, peak 339712 B
-device: 356096 B; host: 0 B
-slots: 0 = 0+0
-saves: 0-3
-mode: backward
-transfer: bind
-tick  h2d   compute  d2h  live_bytes
-   0  W3@0  .        .        106752
-   1  W2@0  B3       .        180480
-   2  W1@0  B2       G3       296960
-   3  W0@0  B1       G2       339712
-   4  .     B0       G1       239616
-   5  .     .        G0        73728""",
-        )
+def test_printed_forms(golden: Callable[[str, str], None]):
+    """Tables, instructions, differences, reasons, pictures and measurements, one after the other."""
+    plan, bound = schedule(example(), keep=1), schedule(example(), activations="keep", transfer="bind")
+    step = schedule(trained(4, tied=True), keep=1, micro_batches=2, updates="deferred", clip=True)
+    short = schedule(trained(3), keep=0, micro_batches=2, updates="overlap", outputs="release")
+    rank = StepKind(updates="overlap", ranks="middle", micro_batches=2)
+    seconds = {p: (1 + i) * 1e-3 for i, (p, _) in enumerate(step.positions())}
+    run = TimedRun.of(short, {t.position: (t.start_s, t.end_s) for t in short.simulate(CARD).timeline})
+    forms = {
+        "the example of the design": schedule(example(), num_slots=2, keep=2),
+        "a backward alone without copies": backward_schedule(bound),
+        "deferred updates of tied weights with two micro-batches": step,
+        "a middle rank receives, adds and passes on": build(trained(3), rank, num_slots=3),
+        "ranks that share a store": build(trained(3), replace(rank, micro_batches=1, store="shared"), num_slots=3),
+        "a step and its instructions": f"{short}\n\n{short.instructions}",
+        "one slot fewer": schedule(example(), num_slots=2).diff(schedule(example(), num_slots=1)),
+        "two micro-batches and updates": schedule(trained(2)).diff(
+            schedule(trained(2), updates="overlap", micro_batches=2)
+        ),
+        "why a backward waits": plan.why("B3"),
+        "a picture": schedule(trained(4), updates="overlap").gantt(CARD, width=60),
+        "measured": Measured.of(step, seconds),
+        "timed": run,
+    }
+    golden("schedules", "\n\n".join(f"-- {name} --\n{form}" for name, form in forms.items()))
 
 
-@given(schedules())
+@given(st.one_of(schedules(), step_schedules()))
 @draws(100)
 def test_a_schedule_equals_what_its_text_reads(plan: Schedule):
-    again = Schedule.parse(str(plan), plan.known_workload())
+    workload = plan.known_workload()
+    again = Schedule.parse(str(plan), workload)
     assert again == plan
     assert str(again) == str(plan)
     again.check()
-
-
-def test_a_schedule_without_workload_says_what_it_lacks():
-    plan = Schedule.parse(str(schedule(example())))
-    with pytest.raises(ScheduleError, match="doesn't know its workload"):
-        plan.waits()
-    plan.check(example())
+    assert Workload.from_dict(json.loads(json.dumps(workload.to_dict()))) == workload
 
 
 def test_long_schedules_stay_narrow_and_read_back():
     plan = schedule(chain([64 * (1 + i % 7) for i in range(300)]), num_slots=5, activations="keep")
+    assert repr(plan).startswith("<Schedule: 300 blocks, 602 ticks, train, peak ")
     assert "saves: 0-299" in str(plan)
     assert max(map(len, str(plan).splitlines())) <= 110
-    assert Schedule.parse(str(plan)) == plan
+    read = Schedule.parse(str(plan))
+    assert read == plan
+    with pytest.raises(ScheduleError, match="doesn't know its workload"):
+        read.waits()
 
 
 def test_ops_of_the_host_and_micro_batches_read_back():
@@ -146,22 +97,13 @@ def test_ops_of_the_host_and_micro_batches_read_back():
     ("before", "after", "message"),
     [
         ("W3@1", "W3", "line 9 of the schedule can't be read: `W3` must name a slot."),
-        ("W3@1", "X3", "line 9 of the schedule can't be read: the h2d stream can't do `X`; it does W and A."),
-        (
-            "F2",
-            "G2",
-            "line 9 of the schedule can't be read: the compute stream can't do `G`; it does F and B.",
-        ),
+        ("F2", "G2", "line 9 of the schedule can't be read: the compute stream can't do `G`; it does F and B."),
         ("F3*", "F3", "line 10 of the schedule can't be read: `F3` must have a star"),
         ("F2 ", "F2*", "line 9 of the schedule can't be read: `F2*` must not have a star"),
         ("   4 ", "   5 ", "line 10 of the schedule can't be read: expected tick 4, found `5`."),
-        ("265984", "-1", "line 6 of the schedule can't be read: `-1` isn't a number of live bytes."),
-        ("saves: 3", "saves: 3-", "line 4 of the schedule can't be read: `3-` isn't a range of blocks"),
         ("saves: 3", "saves: 9", "line 4 of the schedule can't be read: `9` isn't a range of blocks"),
-        ("saves: 3", "mode: fast", "line 4 of the schedule can't be read: `fast` is none of train,"),
         ("saves: 3", "sieves: 3", "line 4 of the schedule can't be read: `sieves:` is neither a key of the header"),
         ("1 = 1", "2 = 1", "line 3 of the schedule can't be read: `2 = 132864+132864` isn't slot 1"),
-        ("device:", "devices:", "line 2 of the schedule can't be read: `devices:` is neither a key"),
         ("schedule:", "plan:", "line 1 of the schedule can't be read: a schedule begins with"),
         ("10 ticks", "11 ticks", "line 15 of the schedule can't be read: the header announces 11 ticks"),
         ("d2h  live", "live", "line 5 of the schedule can't be read: expected the heading"),
@@ -177,15 +119,109 @@ def test_an_unreadable_line_is_named_and_quoted(before: str, after: str, message
 
 
 @pytest.mark.parametrize(
-    ("stream", "token"),
-    [("h2d", "W3@1"), ("h2d", "A3"), ("d2h", "A3.0"), ("d2h", "G12"), ("host", "N"), ("host", "U3.1")],
+    ("line", "message"),
+    [
+        ("micro-batches: 0", "expected `micro-batches: 4`"),
+        ("micro-batches: two", "expected `micro-batches: 4`"),
+        ("updates: later", "`later` is none of none, overlap, serial, deferred"),
+        ("outputs: drop", "`drop` is none of keep, release"),
+        ("updates: serial, cut", "expected `updates: deferred`, `updates: deferred, clipped` or"),
+        ("mode: forward\nupdates: overlap", "the header of the schedule contradicts itself: mode="),
+        ("updates: overlap\nupdates: serial", "an earlier line says the same thing"),
+    ],
 )
-def test_tokens_read_back(stream: str, token: str):
-    assert str(parse_op(token, Stream(stream))) == token
+def test_an_unreadable_line_of_a_step_is_named(line: str, message: str):
+    text = str(schedule(example(), num_slots=2, keep=2)).replace("tick  h2d", f"{line}\ntick  h2d")
+    with pytest.raises(ScheduleError) as caught:
+        Schedule.parse(text)
+    assert message in str(caught.value)
 
 
-@pytest.mark.parametrize("token", ["", "W", "F", "N3", "F3@1", "w3@1", "W3@", "F3*"])
-def test_what_is_no_token_is_refused(token: str):
-    for stream in streams():
+def test_tokens_read_back_and_what_is_no_token_is_refused():
+    for stream, token in (("h2d", "W3@1"), ("d2h", "A3.0"), ("d2h", "G12"), ("host", "N"), ("host", "U3.1")):
+        assert str(parse_op(token, Stream(stream))) == token
+    for stream, token in product(streams(), ("", "W", "F", "N3", "F3@1", "w3@1", "W3@", "F3*")):
         with pytest.raises(ScheduleError):
             parse_op(token, stream)
+
+
+# -- differences --------------------------------------------------------------------------------------------------
+
+
+def test_computation_in_another_order_has_moved():
+    plan = schedule(example(), keep=1)
+    ticks = list(plan.ticks)
+    first, second = ticks[7].compute, ticks[8].compute
+    ticks[7], ticks[8] = ticks[7].replaced("compute", second), ticks[8].replaced("compute", first)
+    text = plan.diff(replace(plan, ticks=tuple(ticks)))
+    assert re.search(r"^  moved: B[01] \(compute, tick (7 -> 8|8 -> 7)\)$", text, re.MULTILINE)
+    assert "vanished" not in text
+
+
+def test_each_figure_that_differs_is_told():
+    plan = schedule(example(), keep=1)
+    for name in ("device_bytes", "peak_bytes", "host_bytes", "h2d_bytes", "d2h_bytes"):
+        value = getattr(plan, name)
+        lines = plan.diff(replace(plan, **{name: value + 1})).splitlines()
+        assert lines == [
+            "the other schedule: as many graphs, parks and ticks",
+            f"  bytes{' moved' if '2' in name else ''}: {name.removesuffix('_bytes')} {value} -> {value + 1}",
+        ]
+    slots = (replace(plan.slots[0], nbytes=7), *plan.slots[1:])
+    assert "slots: 0+132864, 132864+132864 -> 0+7, 132864+132864" in plan.diff(replace(plan, slots=slots))
+    live = (plan.live_bytes[0] + 1, *plan.live_bytes[1:])
+    assert plan.diff(replace(plan, live_bytes=live)).endswith("\n  live bytes: others at ticks 0")
+
+
+def _tokens(plan: Schedule) -> Counter[str]:
+    """The ops of a schedule by what they are; the first micro-batch is the one of a call."""
+    return Counter(f"{op.stream} {op.what}{op.block}.{op.micro_batch or 0}" for op in plan.ops)
+
+
+def _listed(text: str, what: str) -> int:
+    return len(re.findall(rf"^  {what}: ", text, re.MULTILINE))
+
+
+@given(step_schedules(), step_schedules())
+@draws(60, usual=8)
+def test_a_diff_counts_what_is_only_in_one_of_two(left: Schedule, right: Schedule):
+    text = left.diff(right)
+    assert text == left.diff(right)
+    assert (text == "the schedules are equal") == (left == right)
+    assert left.diff(left) == "the schedules are equal"
+    assert _listed(text, "vanished") == (_tokens(left) - _tokens(right)).total()
+    assert _listed(text, "appeared") == (_tokens(right) - _tokens(left)).total()
+    back = right.diff(left)
+    assert _listed(back, "vanished") == _listed(text, "appeared")
+    assert left == right or len(text.splitlines()) > 1 or re.search("ticks? (more|fewer)", text)
+
+
+# -- why an op waits, and pictures --------------------------------------------------------------------------------
+
+
+def test_every_op_that_recurs_is_told_by_its_tick():
+    plan = schedule(example(), keep=1)
+    ticks = [p.tick for p, op in plan.positions() if str(op) == "W1@1"]
+    assert len(ticks) == 2
+    first, second = (plan.why("W1@1", tick).splitlines() for tick in ticks)
+    assert plan.why("W1@1").splitlines() == first
+    assert first[:2] == [f"W1@1 (h2d, tick {ticks[0]})", "  comes after W0@0 (h2d, tick 0) in its stream"]
+    assert second[0] == f"W1@1 (h2d, tick {ticks[1]})"
+    with pytest.raises(ScheduleError, match=r"no op `W1@1` at tick 3.\n.*\n  It is at ticks 1, 6"):
+        plan.why("W1@1", 3)
+    with pytest.raises(ScheduleError, match="no op `B9`"):
+        plan.why("B9")
+
+
+@given(st.one_of(schedules(), step_schedules()))
+@draws(60)
+def test_every_chain_ends_where_nothing_is_waited_for_and_every_op_is_drawn(plan: Schedule):
+    for position, op in plan.positions():
+        lines = plan.why(str(op), position.tick).splitlines()
+        assert lines[-1].endswith("waits for nothing")
+        assert sum(not line.startswith(" ") for line in lines) <= len(plan.ops)
+    rows = plan.gantt(Hardware(1e3, 1e3, 1e3, launch_s=1.0), width=4 * len(plan.ops) or 1).splitlines()[1:]
+    # Each op takes at least the time of a launch, no op more than the step, so each has a slice of its own.
+    streams = {str(p.stream) for p, _ in plan.positions()}
+    assert {row.split()[0] for row in rows} == streams
+    assert all(set(row.split()[1].upper()) <= set("WAFBGSNU.") for row in rows)

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from hypothesis import strategies as st
 
-from megatrain.errors import ScheduleError
 from megatrain.hardware.work import MEMORY, Kernels, Works, products
 from megatrain.scheduler.builder.build import ACTIVATIONS
 from megatrain.scheduler.builder.draft import Builder, Choices
@@ -183,19 +182,8 @@ class Options:
         return schedule_of(builder.table(plan))
 
     def _built(self, workload: Workload) -> Schedule:
-        return schedule(
-            workload,
-            num_slots=self.num_slots,
-            keep=self.keep,
-            activations=self.activations,
-            transfer=self.transfer,
-            mode=self.mode,
-            micro_batches=self.micro_batches,
-            updates=self.updates,
-            clip=self.clip,
-            outputs=self.outputs,
-            reports_norm=self.reports_norm,
-        )
+        not_of_schedule = ("staying", "has_giants_alone", "results")
+        return schedule(workload, **{name: part for name, part in vars(self).items() if name not in not_of_schedule})
 
 
 def options() -> st.SearchStrategy[Options]:
@@ -255,18 +243,6 @@ def trained(count: int, *, tied: bool = False) -> Workload:
         return workload
     first, last = replace(workload.blocks[0], shares=(count - 1,)), replace(workload.blocks[-1], update_bytes=0)
     return replace(workload, blocks=(first, *workload.blocks[1:-1], last))
-
-
-def plans_down_from(memory: int, plan: Callable[[int], Schedule], *, step: int = 4096) -> list[Schedule]:
-    """The plans of less and less memory, down to the last that fits."""
-    found: list[Schedule] = []
-    while memory > 0:
-        try:
-            found.append(plan(memory))
-        except ScheduleError:
-            break
-        memory -= step
-    return found
 
 
 def assert_checked_and_read_back(plan: Schedule, workload: Workload) -> None:

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import threading
-from queue import SimpleQueue
-
 import pytest
 import torch
 
@@ -12,6 +9,8 @@ from tests.simulated_device.simulator import HardwareProfile, Simulator
 
 # Round figures, so that durations are: a product of 1000 x 1000 matrices takes 2 s, an addition moves 12 MB in 12 ms.
 PLAIN = HardwareProfile(fp32=1e9, tf32=4e9, half=1e10, memory=1e9, h2d=1e6, d2h=1e6, pageable=1e5)
+
+
 MB = 1_000_000
 
 
@@ -49,18 +48,6 @@ def test_a_product_takes_its_flops_and_an_addition_its_bytes(sim: Simulator):
     assert sim.stream_clock(stream) == close(2.212)
     x.add_(y)
     assert sim.stream_clock(stream) == close(2.224)
-
-
-def test_fewer_bits_are_faster_where_torch_allows_them(sim: Simulator):
-    x = torch.empty(1000, 1000, device="sim")
-    sim.set_profile(PLAIN)
-    before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("high")
-    try:
-        x @ x  # pyright: ignore[reportUnusedExpression]
-    finally:
-        torch.set_float32_matmul_precision(before)
-    assert sim.stream_clock(torch.accelerator.current_stream()) == close(0.5)
 
 
 def flops_of(sim: Simulator, work) -> float:
@@ -125,25 +112,6 @@ def test_copies_in_both_directions_share_the_link(sim: Simulator, share: float, 
     assert (sim.stream_clock(up), sim.stream_clock(down)) == (close(2), close(second))
 
 
-def test_copies_in_one_direction_take_turns(sim: Simulator):
-    streams = [torch.Stream(device="sim") for _ in range(3)]
-    host, slot = locked(MB), there(MB)
-    sim.set_profile(PLAIN)
-    for stream in streams:
-        with on(stream):
-            slot.copy_(host, non_blocking=True)
-    assert [sim.stream_clock(stream) for stream in streams] == [close(1), close(2), close(3)]
-
-
-def test_other_memory_is_slower_and_holds_the_host(sim: Simulator):
-    host, slot = torch.empty(MB, dtype=torch.uint8), there(MB)
-    sim.set_profile(PLAIN)
-    slot.copy_(host, non_blocking=True)
-    assert sim.host_clock == close(10)
-    host.copy_(slot, non_blocking=True)
-    assert sim.host_clock == close(20)
-
-
 def test_the_host_pays_for_issue_and_for_waits(sim: Simulator):
     x = torch.empty(1000, 1000, device="sim")
     sim.set_profile(HardwareProfile(fp32=1e9, launch=0.25, issue=0.5, control=0.125, sync=0.0625))
@@ -157,84 +125,6 @@ def test_the_host_pays_for_issue_and_for_waits(sim: Simulator):
     x.add_(1)
     torch.accelerator.synchronize()
     assert sim.host_clock == close(2.8125 + 0.5 + 0.25 + 0.0625)
-
-
-def test_work_begins_no_earlier_than_it_was_issued(sim: Simulator):
-    sim.set_profile(PLAIN)
-    x = torch.empty(1000, 1000, device="sim")
-    sim.host_clock = 7
-    x @ x  # pyright: ignore[reportUnusedExpression]
-    assert sim.stream_clock(torch.accelerator.current_stream()) == close(9)
-
-
-def test_the_threads_own_time_is_measured(sim: Simulator):
-    x = torch.empty(10, device="sim")
-    sim.set_profile(HardwareProfile(measured=1000))
-    x.add_(1)
-    before = sim.host_clock
-    sum(range(300_000))
-    x.add_(1)
-    assert sim.host_clock - before > 1  # a millisecond, a thousandfold
-
-
-def test_each_thread_has_a_clock_and_autograd_has_its_callers(sim: Simulator):
-    sim.set_profile(HardwareProfile(issue=1))
-    x = torch.empty(10, device="sim", requires_grad=True)
-    seen: list[float] = []
-
-    def work() -> None:
-        sim.host_clock = 100
-        (x.detach() + 1).add_(1)
-        seen.append(sim.host_clock)
-
-    thread = threading.Thread(target=work)
-    thread.start()
-    thread.join()
-    assert seen == [102]
-    sim.host_clock = 10
-    y = x * 2
-    y.register_hook(lambda grad: seen.append(sim.host_clock))
-    before = sim.host_clock
-    y.sum().backward()
-    assert before < seen[1] <= sim.host_clock < 100
-
-
-def test_a_profile_starts_the_clocks_of_all_threads(sim: Simulator):
-    x, seen = torch.empty(10, device="sim"), list[float]()
-    work: SimpleQueue[float | None] = SimpleQueue()
-    done: SimpleQueue[None] = SimpleQueue()
-
-    def serve() -> None:
-        while (begin := work.get()) is not None:
-            sim.host_clock += begin
-            x.add_(1)
-            seen.append(sim.host_clock)
-            done.put(None)
-
-    thread = threading.Thread(target=serve)
-    thread.start()
-    for begin in (100, 3):
-        sim.set_profile(HardwareProfile(issue=1))
-        assert sim.host_clock == 0
-        work.put(begin)
-        done.get()
-    work.put(None)
-    thread.join()
-    assert seen == [101, 4]
-
-
-def test_a_profile_leaves_nothing_of_the_time_before(sim: Simulator):
-    x, side = torch.empty(1000, 1000, device="sim"), torch.Stream(device="sim")
-    sim.set_profile(PLAIN)
-    with on(side):
-        x @ x  # pyright: ignore[reportUnusedExpression]
-    before = side.record_event()
-    sim.set_profile(PLAIN)
-    main = torch.accelerator.current_stream()
-    main.wait_event(before)
-    assert sim.stream_clock(main) == 0
-    before.synchronize()
-    assert sim.host_clock == 0
 
 
 def test_events_measure_virtual_time(sim: Simulator):

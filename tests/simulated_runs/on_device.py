@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -11,7 +12,7 @@ from torch import nn
 
 import megatrain
 from megatrain.tracer.arguments import Structure
-from tests.simulated_device.simulator import Simulator
+from tests.simulated_device.simulator import Simulator, Synchronization
 from tests.training.parity import LossOf, loop_gradients
 
 DEVICE = "sim"
@@ -114,3 +115,29 @@ def eager_copy(model: nn.Module) -> nn.Module:
 def compiled_copy(model: nn.Module, **options: Any) -> tuple[megatrain.CompiledModule, nn.Module]:
     streamed = copy.deepcopy(model)
     return megatrain.compile(streamed, device=DEVICE, **options), streamed
+
+
+class Chain(nn.Module):
+    """Equal layers."""
+
+    def __init__(self, depth: int = 6, width: int = 32) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(depth))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x).sin()
+        return x
+
+
+def held_bytes() -> int:
+    """Bytes on the device when nothing runs."""
+    gc.collect()
+    torch.accelerator.synchronize()
+    torch.accelerator.empty_cache()
+    return torch.accelerator.memory_allocated()
+
+
+def on_launching_threads(found: Sequence[Synchronization]) -> list[str]:
+    """Waits for the device outside of megatrain's own threads."""
+    return [str(one) for one in found if not one.thread.startswith("megatrain-")]

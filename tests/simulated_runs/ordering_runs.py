@@ -34,10 +34,9 @@ from tests.runtime.stepping import issue
 from tests.simulated_device.adapter import SimulatedDevice
 from tests.simulated_device.simulator import GIB, HardwareProfile, Simulator
 from tests.simulated_device.virtual_hosts import VirtualHosts
-from tests.simulated_runs.on_device import DEVICE, compiled_copy, on_device
+from tests.simulated_runs.on_device import DEVICE, Chain, compiled_copy, on_device
 from tests.simulated_runs.passed_sums import passed
-from tests.simulated_runs.test_after_calls import Chain
-from tests.simulated_runs.test_virtual_steps import BUS, HOST_BYTES_PER_S, made
+from tests.simulated_runs.test_virtual_time import BUS, HOST_BYTES_PER_S, made
 from tests.training.parity import TASKS
 
 Found = Sequence[torch.Tensor]

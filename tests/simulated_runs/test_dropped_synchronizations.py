@@ -19,7 +19,6 @@ from tests.simulated_device.simulator import CallName, Simulator
 from tests.simulated_runs.on_device import choose
 from tests.simulated_runs.ordering_places import NO_DEVICES, ORDERING, Place, all_places, is_in_library, is_of_no_device
 from tests.simulated_runs.ordering_runs import RUNS
-from tests.tiers import wide
 
 NOTICED: dict[str, str] = {
     "accelerator.seconds_since: each.event.synchronize": "timed",
@@ -119,13 +118,15 @@ def test_each_place_of_the_source_is_listed():
     assert set(NOTICED.values()) == set(RUNS), "a run notices nothing"
 
 
-@pytest.mark.parametrize("name", [wide(name) if run in MEASURING else name for name, run in NOTICED.items()])
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.nightly] * (run in MEASURING)) for name, run in NOTICED.items()]
+)
 def test_a_run_without_one_place_is_noticed(sim: Simulator, name: str):
     expected = usual(NOTICED[name])
     assert any(is_noticed(sim, PLACES[name], NOTICED[name], expected) for _ in range(ATTEMPTS))
 
 
-@pytest.mark.wide
+@pytest.mark.nightly
 @pytest.mark.parametrize("run", RUNS)
 def test_runs_are_right_in_each_order_without_what_is_listed(sim: Simulator, run: str):
     """And the library orders nothing at any other place."""

@@ -6,6 +6,7 @@ Waits that aren't needed in these steps are listed with the reason. A wait that 
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Generator, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -17,10 +18,8 @@ import megatrain
 from megatrain.device import Device, DeviceEvent
 from megatrain.runtime.streams.stream import Lane, Queued
 from megatrain.runtime.streams.stream_set import Chaos
-from tests.draws import is_wide
 from tests.simulated_device import Simulator
 from tests.simulated_runs.on_device import DEVICE, on_device
-from tests.tiers import wide
 from tests.training.parity import TASKS
 
 TASK = TASKS["stack"]
@@ -37,6 +36,7 @@ REDUNDANT = {
     r"B\d+\.\d <- G\d+": "as U: B takes the memory of gradients that have left",
 }
 ATTEMPTS = 5
+KNOWN = 4  # of each such kind so many are tried
 # Ops that fill memory which compute has taken. Whether other ops still use the very same bytes is the allocator's
 # choice, so that not each of these waits is noticed, but some must be.
 OF_MEMORY = r"A\d+\.\d <- [FB]\d+\.\d"
@@ -109,15 +109,15 @@ class Trial:
         )
 
 
-# On the device, spread steps wait as those of overlap do.
-@pytest.mark.parametrize("mode", [wide(mode) if mode == "spread" else mode for mode in MODES])
+# On the device, the other modes wait as overlap does, or for the host.
+@pytest.mark.parametrize(
+    "mode", [pytest.param(mode, marks=[pytest.mark.nightly] * (mode != "overlap")) for mode in MODES]
+)
 def test_a_step_without_one_of_its_waits_is_noticed(sim: Simulator, mode: str):
-    if mode == "serial" and not is_wide():
-        pytest.skip("its waits on the device are those of overlap: make device")
     trial = Trial(sim, mode)
     assert trial.is_right()
     known = [*REDUNDANT, OF_MEMORY]
-    noticed, unnoticed = list[str](), list[str]()
+    noticed, unnoticed, tried = list[str](), list[str](), Counter[str | None]()
     for one in trial.step.schedule.instructions.all:
         for wait in one.waits:
             if wait.stream == "host":
@@ -126,10 +126,13 @@ def test_a_step_without_one_of_its_waits_is_noticed(sim: Simulator, mode: str):
             name = f"{one.op} <- {other}"
             if mode != "overlap" and any(re.fullmatch(pattern, name) for pattern in REDUNDANT):
                 continue  # overlap has seen that it may go
-            is_known = any(re.fullmatch(pattern, name) for pattern in known)
+            pattern = next((pattern for pattern in known if re.fullmatch(pattern, name)), None)
+            tried[pattern] += 1
+            if pattern is not None and tried[pattern] > KNOWN:
+                continue
             with without(*name.split(" <- ")):
                 # Another thread may force the device's work first, so that a wait isn't missed in each run.
-                is_right = all(trial.is_right(wait.stream) for _ in range(1 if is_known else ATTEMPTS))
+                is_right = all(trial.is_right(wait.stream) for _ in range(1 if pattern is not None else ATTEMPTS))
             (unnoticed if is_right else noticed).append(name)
     assert [name for name in unnoticed if not any(re.fullmatch(pattern, name) for pattern in known)] == []
     if mode == "overlap":

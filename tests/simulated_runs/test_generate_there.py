@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import copy
-import gc
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
-from transformers import BartConfig, BartForConditionalGeneration, DynamicCache, LlamaConfig, LlamaForCausalLM
+from transformers import BartConfig, BartForConditionalGeneration, LlamaConfig, LlamaForCausalLM
 
 import megatrain
 from megatrain.device import is_on_host
 from megatrain.errors import ExecuteError
 from tests.simulated_device import Simulator
-from tests.simulated_runs.on_device import DEVICE, ORDERS, choose
+from tests.simulated_runs.on_device import DEVICE, choose, held_bytes
 
 IDS = torch.arange(16).reshape(2, 8)
 OPTIONS: dict[str, Any] = {
@@ -53,8 +52,7 @@ def assert_generates_alike(compiled: Any, eager: Any, **options: Any) -> None:
         assert torch.equal(one.cpu(), other.cpu())
 
 
-@pytest.mark.parametrize("order", ORDERS)
-@pytest.mark.parametrize("make", [llama, bart])
+@pytest.mark.parametrize(("make", "order"), [(llama, "late"), pytest.param(bart, "seeded", marks=pytest.mark.nightly)])
 def test_tokens_and_logits_are_those_of_eager_there(sim: Simulator, make: Any, order: Any):
     model = make()
     eager = copy.deepcopy(model).to(DEVICE)
@@ -70,47 +68,24 @@ def test_tokens_and_logits_are_those_of_eager_there(sim: Simulator, make: Any, o
     assert figures.peak_bytes <= figures.budget_bytes
 
 
-@pytest.mark.parametrize("memory", ["64KiB", "1MiB"])
-def test_the_cache_is_there_and_the_devices_own_peak_is_in_the_budget(sim: Simulator, memory: str):
-    compiled: Any = megatrain.compile(llama(), device=DEVICE, memory=memory)
+def test_the_cache_is_there_and_the_devices_own_peak_is_in_the_budget(sim: Simulator):
+    others = held_bytes()
+    compiled: Any = megatrain.compile(llama(), device=DEVICE, memory="1MiB")
     ids, device = IDS.to(DEVICE), compiled.megatrain.options.device
-    step = megatrain.TrainStep(compiled, torch.optim.SGD(compiled.parameters(), lr=0.1)) if memory == "1MiB" else None
-    for _ in range(3):
-        if step is not None:
-            step({"input_ids": ids, "labels": ids, "use_cache": False})  # its slots make room for what is generated
+    step = megatrain.TrainStep(compiled, torch.optim.SGD(compiled.parameters(), lr=0.1))
+    for _ in range(2):
+        step({"input_ids": ids, "labels": ids, "use_cache": False})  # its slots make room for what is generated
         device.settle()
-        before = ids.nbytes
+        before = others + ids.nbytes
         device.reset_peak()
         found = compiled.generate(ids, **OPTIONS)
         assert found.past_key_values.layers[0].keys.device == ids.device
         figures = compiled.megatrain.walks.latest
-        assert device.peak_bytes() <= figures.budget_bytes
+        assert device.peak_bytes() <= others + figures.budget_bytes
         assert device.peak_bytes() - before >= figures.peak_bytes * 0.9
         del found
         device.settle()
-        assert torch.accelerator.memory_allocated() <= 4096
-
-
-@pytest.mark.parametrize("order", ["early", "late", "seeded"])
-def test_calls_with_a_cache_and_a_cache_on_the_host(sim: Simulator, order: Any):
-    model = llama()
-    eager = copy.deepcopy(model).to(DEVICE)
-    compiled: Any = megatrain.compile(model, device=DEVICE, memory="64KiB")
-    sim.order(order)
-    caches: list[Any] = [DynamicCache(config=model.config) for _ in range(2)]
-    with torch.no_grad():
-        for number in range(3):
-            ids = (IDS[:, : 8 - 3 * number] + number).to(DEVICE)
-            logits = [
-                m(ids, past_key_values=c, use_cache=True).logits.cpu()
-                for m, c in zip((eager, compiled), caches, strict=True)
-            ]
-            assert torch.equal(*logits)
-    for mine, its in zip(caches[1].layers, caches[0].layers, strict=True):
-        assert mine.keys is not None
-        assert mine.keys.device == torch.device(DEVICE, 0)
-        assert torch.equal(mine.keys.cpu(), its.keys.cpu())
-        assert torch.equal(mine.values.cpu(), its.values.cpu())
+        assert torch.accelerator.memory_allocated() <= others + 4096
 
 
 class Own(nn.Module):
@@ -143,13 +118,12 @@ class Own(nn.Module):
         return x + self.elsewhere if fails else x
 
 
-@pytest.mark.parametrize("order", ["early", "late", "seeded"])
-def test_buffers_come_home(sim: Simulator, order: Any):
+def test_buffers_come_home(sim: Simulator):
     torch.manual_seed(0)
     model = Own()
     eager = copy.deepcopy(model).to(DEVICE)
     compiled: Any = megatrain.compile(model, device=DEVICE, memory="16KiB")
-    sim.order(order)
+    sim.order("late")
     for number in range(3):
         x = torch.randn(4, 16, generator=torch.Generator().manual_seed(number)).to(DEVICE)
         assert torch.equal(compiled.generate(x).cpu(), eager.generate(x).cpu())
@@ -164,28 +138,9 @@ def test_buffers_come_home(sim: Simulator, order: Any):
 
 
 def test_more_than_the_budget_is_refused_and_everything_is_given_back(sim: Simulator):
+    others = held_bytes()
     compiled: Any = megatrain.compile(llama(), device=DEVICE, memory="24KiB")
     ids = IDS.to(DEVICE)
     with pytest.raises(ExecuteError, match=r"generate\(\) needs more device memory than the budget of 24\.00 KiB"):
         compiled.generate(ids, **OPTIONS)
-    gc.collect()
-    compiled.megatrain.options.device.settle()
-    assert torch.accelerator.memory_allocated() <= 1024
-
-
-@torch.no_grad()
-def test_memory_of_weights_that_came_and_went_unread_is_not_written_later(sim: Simulator):
-    model = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(4)))
-    compiled: Any = megatrain.compile(model, device=DEVICE, memory="128KiB")
-    x = torch.ones(1, 64).to(DEVICE)
-    with compiled.megatrain.walk():
-        compiled(x)  # from now on the second comes as soon as the first is read
-    with compiled.megatrain.walk():
-        choose(sim, "late h2d", compiled)
-        compiled[0](x)
-        many = torch.zeros(18, 1024, device=DEVICE)  # leaves no room for those that came ahead
-        others = [torch.full((64, 64), 7.0, device=DEVICE) for _ in range(3)]
-    sim.order("early")
-    assert compiled.megatrain.walks.latest.num_prefetches > 1
-    assert not many.cpu().any()
-    assert all((other.cpu() == 7).all() for other in others)
+    assert held_bytes() <= others + 1024

@@ -26,7 +26,7 @@ from tests.training.parity import MODES, generator_of, sgd
 from tests.training.test_random_models import LARGER_BRANCH, REFUSED
 
 KINDS: tuple[OrderName, ...] = ("early", "late", "seeded")
-ORDERS = 8  # of each example: 25 examples in each run of all tests
+ORDERS = 6  # of each example
 
 
 @dataclass(frozen=True)
@@ -90,7 +90,7 @@ def options_of(model: nn.Module, choice: Choice, largest: torch.Tensor) -> dict[
     return found | {"memory": int(least * choice.spare)}
 
 
-@draws(100, usual=12)
+@draws(100, usual=10)
 @given(model=module_trees(), choice=CHOICES)
 def test_random_models_have_the_bits_of_eager_in_every_order(model: nn.Module, choice: Choice):
     # The terms of a gradient with several uses are added in another order than eager's, if there are several batches.

@@ -1,8 +1,9 @@
-"""Device memory: CUDA's rules of reuse, a capacity, poison, and addresses that the host can't touch."""
+"""Memory of the simulated device: CUDA's rules of reuse, a capacity, poison, page locking, stray accesses."""
 
 from __future__ import annotations
 
 import gc
+import mmap
 import subprocess
 import sys
 from collections.abc import Generator
@@ -14,6 +15,8 @@ import torch
 from tests.simulated_device.simulator import Simulator
 
 KIB, MIB = 1 << 10, 1 << 20
+
+
 ROOT = Path(__file__).parents[2]
 
 
@@ -61,15 +64,6 @@ def test_sizes_are_rounded_and_segments_are_those_of_cuda():
         torch.accelerator.empty_cache()
 
 
-def test_free_neighbours_become_one_block():
-    held = [block(600 * KIB) for _ in range(3)]
-    assert now("reserved_bytes") == 2 * MIB
-    address = held[0].data_ptr()
-    held.clear()
-    assert block(MIB).data_ptr() == address
-    assert now("reserved_bytes") == 2 * MIB
-
-
 def test_a_stream_reuses_its_memory_at_once_and_another_stream_does_not(sim: Simulator):
     sim.order("late")
     x = block(1000)
@@ -106,26 +100,6 @@ def test_record_stream_keeps_memory_and_its_lack_is_seen(sim: Simulator):
     assert freed_while_read(sim, recorded=True) != 256
 
 
-def test_recorded_memory_is_active_until_the_stream_has_passed_the_free(sim: Simulator):
-    side = torch.Stream(device="sim")
-    sim.order("late", side)
-    x = block(1000)
-    address = x.data_ptr()
-    with on(side):
-        torch.zeros(8, device="sim").add_(1)
-    x.record_stream(side)
-    with on(side):
-        torch.zeros(8, device="sim").add_(1)  # after record_stream, before the free
-    active = now("active_bytes")
-    del x
-    assert now("allocated_bytes") == active - 1024 == now("active_bytes") - 1024
-    assert block(1000).data_ptr() != address
-    side.synchronize()
-    block(1)  # the allocator looks at its events when it is called
-    assert now("active_bytes") == now("allocated_bytes")
-    assert block(1000).data_ptr() == address
-
-
 def test_the_capacity_counts_segments_and_ends_in_out_of_memory(sim: Simulator):
     sim.configure(capacity=20 * MIB)
     x = block(2 * MIB)
@@ -160,31 +134,9 @@ def test_without_segments_the_capacity_is_exact(sim: Simulator):
     assert stat("num_alloc_retries") == retries + 1
 
 
-def test_bytes_given_back_without_segments_are_not_lost_before_their_last_use(sim: Simulator):
-    sim.configure(capacity=9216, segments=False)
+def test_new_and_freed_memory_is_poisoned_in_stream_order(sim: Simulator):
     sim.order("late")
-    x = torch.ones(1024, device="sim")
-    out = torch.zeros(512, device="sim")
-    torch.add(x[:512], 1, out=out)
-    del x
-    y = torch.full((1536,), 5.0, device="sim")
-    assert out.sum().item() == 1024
-    assert y.sum().item() == 5 * 1536
-
-
-def test_peaks_are_kept_until_they_are_reset():
-    x = block(4 * MIB)
-    del x
-    assert torch.accelerator.max_memory_allocated() == 4 * MIB
-    torch.accelerator.reset_peak_memory_stats()
-    assert torch.accelerator.max_memory_allocated() == torch.accelerator.memory_allocated()
-
-
-@pytest.mark.parametrize("poison", [True, False])
-def test_new_and_freed_memory_is_poisoned_in_stream_order(sim: Simulator, poison: bool):
-    sim.configure(poison=poison)
-    sim.order("late")
-    value = 255 if poison else 0
+    value = 255
     x = block(1000)
     assert x.cpu().unique().tolist() == [value]
     x.zero_()
@@ -195,13 +147,6 @@ def test_new_and_freed_memory_is_poisoned_in_stream_order(sim: Simulator, poison
     assert y.data_ptr() == address
     assert total.item() == 0  # what came before the free in the stream still saw the values
     assert y.cpu().unique().tolist() == [value]
-
-
-def test_a_tensor_resizes_with_its_values():
-    x = torch.arange(4.0, device="sim")
-    x.untyped_storage().resize_(64)
-    assert x.tolist() == [0, 1, 2, 3]
-    assert x.resize_(8)[:4].tolist() == [0, 1, 2, 3]
 
 
 STRAY = """
@@ -216,6 +161,7 @@ print(ctypes.c_char.from_address(address + 10).value)
 """
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("device", "freed", "words"),
     [(0, False, "sim:0, block of 1000 bytes allocated on stream 0"), (1, True, "sim:1, block of 2097152 bytes free")],
@@ -228,12 +174,82 @@ def test_a_stray_access_of_the_host_ends_the_process_with_the_address(device: in
     assert words in done.stderr
 
 
-def test_each_device_has_memory_of_its_own(sim: Simulator):
-    sim.set_capacity(1, 2 * MIB)
-    before = now("allocated_bytes", 0)
-    x = block(1000, "sim:1")
-    assert (now("allocated_bytes", 0), now("allocated_bytes", 1)) == (before, 1024)
-    with pytest.raises(torch.OutOfMemoryError, match="Device 1"):
-        block(3 * MIB, "sim:1")
-    assert block(3 * MIB, "sim:0").nbytes == 3 * MIB
-    del x
+class Pages:
+    """Host memory of whole pages, as `uint8`."""
+
+    def __init__(self, nbytes: int) -> None:
+        self.tensor = torch.frombuffer(mmap.mmap(-1, nbytes), dtype=torch.uint8)
+        self.address = self.tensor.data_ptr()
+
+
+def test_codes_are_those_of_cuda(sim: Simulator):
+    pages = Pages(64 * KIB)
+    assert sim.lock(0, 10) == sim.lock(pages.address, 0) == 1
+    assert sim.lock(pages.address, 32 * KIB) == 0
+    assert sim.lock(pages.address, 32 * KIB) == 712
+    assert sim.lock(pages.address + 16 * KIB, 32 * KIB) == 712
+    assert sim.lock(pages.address + 32 * KIB, 32 * KIB) == 0
+    assert sim.unlock(pages.address + 8) == 713
+    assert sim.unlock(pages.address) == 0
+    assert sim.unlock(pages.address) == 713
+    assert sim.unlock(pages.address + 32 * KIB) == 0
+
+
+def test_the_limit_and_a_failure_on_request(sim: Simulator):
+    held = sim.locked_bytes
+    pages = Pages(64 * KIB)
+    sim.configure(lock_limit=held + 48 * KIB)
+    assert sim.lock(pages.address, 64 * KIB) == 2
+    assert sim.lock(pages.address, 48 * KIB) == 0
+    with pytest.raises(RuntimeError, match="out of memory"):
+        torch.empty(1, pin_memory=True)
+    sim.unlock(pages.address)
+    sim.fail_lock(1, 1)
+    assert [sim.lock(pages.address, KIB), sim.lock(pages.address + KIB, KIB), sim.lock(pages.address + KIB, KIB)] == [
+        0,
+        1,
+        0,
+    ]
+    sim.unlock(pages.address)
+    sim.unlock(pages.address + KIB)
+    assert sim.locked_bytes == held
+
+
+def test_copies_of_locked_memory_do_not_wait(sim: Simulator):
+    sim.order("late")
+    host, back = torch.ones(1 << 20).pin_memory(), torch.zeros(1 << 20).pin_memory()
+    with sim.synchronizations() as found:
+        there = torch.zeros(1 << 20, device="sim")
+        there.copy_(host, non_blocking=True)
+        back.copy_(there, non_blocking=True)
+        assert back.sum() == 0
+        host.fill_(3)  # too early: the device hasn't read it
+    assert found == []
+    torch.accelerator.synchronize()
+    assert back[0] == 3
+
+
+def test_a_large_copy_from_other_memory_waits_for_the_streams_earlier_work(sim: Simulator):
+    sim.order("late")
+    host, there = torch.ones(1 << 20), torch.zeros(1 << 20, device="sim")
+    with sim.synchronizations() as found:
+        there.copy_(host, non_blocking=True)
+    host.fill_(3)
+    assert [one.kind for one in found] == ["pageable"]
+    assert there[0].item() == 1
+
+
+def test_unlocking_under_a_pending_copy_is_a_violation(sim: Simulator):
+    sim.order("late")
+    pages, there = Pages(4 * KIB), torch.zeros(4 * KIB, dtype=torch.uint8, device="sim")
+    sim.lock(pages.address, 4 * KIB)
+    pages.tensor.copy_(there, non_blocking=True)
+    sim.unlock(pages.address)
+    (found,) = sim.violations()
+    assert "unlocked with a copy from the device pending" in found
+    assert sim.violations() == []
+    sim.lock(pages.address, 4 * KIB)
+    pages.tensor.copy_(there, non_blocking=True)
+    torch.accelerator.synchronize()
+    sim.unlock(pages.address)
+    assert sim.violations() == []

@@ -1,0 +1,110 @@
+"""Faults of schedules, of their checker, and of the streams that run them."""
+
+from __future__ import annotations
+
+from tests.mutants.fault import Fault
+
+_CHECK = "tests/scheduler/test_check.py::"
+_ORDERS = "tests/simulated_runs/test_orders.py::"
+_RECORDED = "test_recorded_kernels_have_the_bits_of_a_loop_in_any_order_of_the_streams"
+
+FAULTS: list[Fault] = [
+    Fault(
+        "no op waits for memory that another stream releases",
+        "scheduler/dependency.py",
+        '    yield from _memory_edges(books, "device")\n',
+        "",
+        (f"{_CHECK}test_every_built_schedule_is_accepted_and_does_no_harm_in_any_order",),
+    ),
+    Fault(
+        "gradients overtake the updates that use those before them",
+        "scheduler/dependency.py",
+        '    yield from _memory_edges(books, "landing")\n',
+        "",
+        (f"{_CHECK}test_gradients_that_run_ahead_of_updates_are_refused_and_do_harm",),
+    ),
+    Fault(
+        "weights may overwrite the beginning of others that are read",
+        "scheduler/dependency.py",
+        "if low < stop and start < high:",
+        "if low <= start and start < high:",
+        (
+            "tests/scheduler/test_build.py::test_weights_take_as_many_slots_as_there_are_and_no_more_bytes_than_they_need",
+        ),
+    ),
+    Fault(
+        "the checker misses a weight that is overwritten while it is in use",
+        "scheduler/check/weight_rules.py",
+        "if a < start + nbytes and start < b]",
+        "if a < start and start < b]",
+        (f"{_CHECK}test_a_weight_overwritten_while_in_use_is_shown_with_its_row",),
+    ),
+    Fault(
+        "parked values count for one micro-batch",
+        "scheduler/parking.py",
+        "return kind.micro_batches * sum(aligned(",
+        "return sum(aligned(",
+        ("tests/scheduler/test_build.py::test_keep_retains_all_graphs_and_offload_parks_all_inputs_but_the_last",),
+    ),
+    Fault(
+        "one value fewer is parked than was chosen",
+        "scheduler/parking.py",
+        "if block > last or producer in saved",
+        "if block >= last or producer in saved",
+        ("tests/scheduler/test_text.py::test_printed_forms",),
+    ),
+    Fault(
+        "a merged storage has the bytes of the last capture, not of the largest",
+        "scheduler/merging.py",
+        "self.nbytes[storage] = max(self.nbytes[storage], nbytes)",
+        "self.nbytes[storage] = nbytes",
+        ("tests/scheduler/test_merged.py::test_a_merged_workload_has_the_largest_of_each_size_and_one_structure",),
+    ),
+    Fault(
+        "a buffer may be written one block after it is read",
+        "scheduler/from_program.py",
+        "(first >= producer and old not in returned)",
+        "(first + 1 >= producer and old not in returned)",
+        ("tests/scheduler/test_buffers.py::test_refused_is_exactly_what_the_table_would_get_wrong",),
+    ),
+    Fault(
+        "instructions release nothing before an op",
+        "scheduler/emit.py",
+        "frees_before=tuple(frees.before[position]),",
+        "frees_before=(),",
+        (
+            "tests/scheduler/test_instructions.py::"
+            "test_instructions_of_every_schedule_pass_their_check_and_every_other_is_refused",
+        ),
+    ),
+    Fault(
+        "buffers are read on the host before they have come",
+        "runtime/stores/buffer_copies.py",
+        "            self._device.synchronize()\n            for (buffer",
+        "            for (buffer",
+        (
+            "tests/simulated_runs/test_host.py::"
+            "test_calls_and_steps_write_buffers_with_one_wait_in_any_order_of_the_streams",
+        ),
+        on_device=True,
+    ),
+    Fault(
+        "streams of the device don't wait for each other",
+        "runtime/streams/stream.py",
+        "            self.device_stream.wait_event(mark)",
+        "            pass",
+        (f"{_ORDERS}{_RECORDED}",),
+        on_device=True,
+    ),
+    Fault(
+        "a step doesn't follow the step before on another stream",
+        "runtime/streams/stream_set.py",
+        "                compute.wait_event(self._end_of_latest)",
+        "                pass",
+        (
+            "tests/simulated_runs/test_host.py::"
+            "test_the_host_may_write_weights_after_calls_on_streams_that_it_has_not_ordered",
+        ),
+        on_device=True,
+    ),
+]

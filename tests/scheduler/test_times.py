@@ -1,0 +1,309 @@
+"""Times: simulated from rates, measured from runs, and bounds that hold."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import pairwise
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatrain.errors import OptionError, ScheduleError
+from megatrain.hardware.hardware import Hardware
+from megatrain.scheduler.builder.build import build
+from megatrain.scheduler.effects import streams
+from megatrain.scheduler.from_program import schedule
+from megatrain.scheduler.items import Stream
+from megatrain.scheduler.op import Op
+from megatrain.scheduler.schedule import Schedule
+from megatrain.scheduler.step_kind import StepKind
+from megatrain.scheduler.table import Position
+from megatrain.scheduler.timing.costs import Measured, op_durations
+from megatrain.scheduler.timing.shared import link_bound, shared_timeline
+from megatrain.scheduler.timing.timed_run import TimedRun
+from megatrain.scheduler.workload import Workload
+from tests.draws import draws
+from tests.scheduler.workloads import (
+    LAYER,
+    chain,
+    example,
+    schedules,
+    step_schedules,
+    trained,
+    whole_steps,
+    with_updates,
+    workloads,
+)
+
+RATES, SHARES = st.floats(1e2, 1e6), st.floats(0.3, 1.0)
+ALONE = dict.fromkeys(("h2d_beside", "d2h_beside", "host_beside", "compute_beside"), 1.0)
+SHARED = st.builds(
+    Hardware,
+    *(RATES, RATES, RATES, st.sampled_from([0.0, 1e-3]), RATES),
+    **dict.fromkeys(ALONE, SHARES),
+)
+# Without launches micro-batches are alike: later ones have a kernel more, which adds up gradients.
+MACHINES = st.builds(Hardware, RATES, RATES, RATES, st.just(0.0), RATES)
+MACHINE = Hardware(1e9, 5e8, 4e10, 0.0, 3.5e9)
+ANY = st.one_of(schedules(), step_schedules())
+
+
+@given(ANY, SHARED, st.booleans())
+@draws(80)
+def test_a_simulated_step_follows_its_waits_and_is_as_long_as_its_longest_chain(
+    plan: Schedule, machine: Hardware, is_shared: bool
+):
+    machine = machine if is_shared else replace(machine, **ALONE)
+    found, alone = plan.simulate(machine), op_durations(plan, machine)
+    timeline = {t.position: t for t in found.timeline}
+    assert list(timeline) == [p for p, _ in plan.positions()]
+    free = dict.fromkeys(streams(), 0.0)
+    for position, before in plan.waits().items():
+        timing = timeline[position]
+        earliest = max([free[position.stream], *(timeline[b].end_s for b in before)])
+        assert timing.start_s == pytest.approx(earliest, abs=1e-9)
+        rounding = 1e-12 * timing.end_s  # of the difference of two late moments
+        assert timing.end_s - timing.start_s >= alone[position] * (1 - 1e-9) - rounding
+        free[position.stream] = timing.end_s
+    seconds, path = plan.critical_path(machine)
+    assert found.step_s == pytest.approx(seconds)
+    assert all(a.tick < b.tick for a, b in pairwise(path))
+    bounds = plan.lower_bounds(machine)
+    assert all(found.step_s >= bound * (1 - 1e-9) for bound in bounds.values())
+    assert all(0 <= fraction <= 1 + 1e-9 for fraction in found.busy.values())
+    if machine.is_shared and any(p.stream in ("h2d", "d2h") and s > 0 for p, s in alone.items()):
+        assert bounds["link"] >= max(bounds.get("h2d", 0), bounds.get("d2h", 0)) * (1 - 1e-9)
+    if not machine.is_shared:
+        nearly = replace(machine, host_beside=1 - 1e-12)
+        assert nearly.is_shared
+        assert plan.simulate(nearly).step_s == pytest.approx(found.step_s)
+
+
+def test_durations_follow_from_bytes_and_work():
+    plan = schedule(example(), keep=2)
+    seconds = op_durations(plan, Hardware(1e6, 1e5, 1e6, launch_s=0.5))
+    assert seconds[Position(0, Stream.H2D)] == pytest.approx(0.5 + 65536 / 1e6)
+    assert seconds[Position(1, Stream.COMPUTE)] == pytest.approx(0.5 + 1)
+    assert seconds[Position(2, Stream.D2H)] == pytest.approx(0.5 + 8192 / 1e5)
+    assert seconds[Position(5, Stream.COMPUTE)] == pytest.approx(0.5 + 2)
+    assert seconds[Position(6, Stream.COMPUTE)] == pytest.approx(0.5 + 1 + 0.5 + 2)  # a recompute is a forward
+    bound = schedule(example(), transfer="bind")
+    assert op_durations(bound, Hardware(1, 1, 1e6))[Position(0, Stream.H2D)] == 0
+
+
+def test_copies_both_ways_take_as_long_as_done_by_hand():
+    """An A100's link: 24.8 alone, 11 and 24 together. 24 bytes leave in a second, in which 11 of 35.8 come."""
+    machine = Hardware(24.8, 24.8, 1.0, h2d_beside=11 / 24.8, d2h_beside=24 / 24.8)
+    up, down = Position(0, Stream.H2D), Position(0, Stream.D2H)
+    durations = {up: 35.8 / 24.8, down: 24 / 24.8}
+    timeline = {t.position: t.end_s for t in shared_timeline(durations, {up: (), down: ()}, machine)}
+    assert timeline == {up: pytest.approx(2.0), down: pytest.approx(1.0)}
+    assert link_bound(durations[up], durations[down], machine) == pytest.approx(2.0)
+    assert link_bound(1.0, 0.0, machine) == 1.0
+    slower = replace(machine, d2h_beside=0.4)  # both ways at once do less than one after the other
+    assert link_bound(1.0, 0.5, slower) == 1.5
+    after = shared_timeline(
+        {**durations, Position(1, Stream.D2H): 1.0}, {up: (), down: (), Position(1, Stream.D2H): (up,)}, machine
+    )
+    assert [t.end_s for t in after] == pytest.approx([2.0, 1.0, 3.0])
+
+
+def test_the_stream_that_works_longest_is_named():
+    plan = schedule(example())
+    assert plan.simulate(Hardware(1e3, 1e9, 1e12)).bound == "h2d"
+    assert plan.simulate(Hardware(1e12, 1e9, 1e6)).bound == "compute"
+    assert str(plan.simulate(Hardware(1e12, 1e12, 1e6))).endswith("bound by compute")
+
+
+def test_impossible_hardware_is_refused():
+    for rates in [(0, 1, 1, 0), (1, -1, 1, 0), (1, 1, 0, 0), (1, 1, 1, -1)]:
+        with pytest.raises(OptionError, match=r"is not above 0|is less than 0"):
+            Hardware(*rates)
+
+
+@pytest.mark.parametrize(
+    ("updates", "clip", "ends"), [("overlap", False, "WGU"), ("deferred", True, "UWGS"), ("serial", False, "WGUUUUU")]
+)
+def test_the_ends_of_a_step_are_what_nothing_computes_beside(updates: str, clip: bool, ends: str):
+    plan = build(with_updates(chain([50 * LAYER, *[LAYER] * 4])), StepKind(updates=updates, clip=clip))
+    seconds = op_durations(plan, MACHINE)
+    found: dict[str, float] = {}
+    for position, op in plan.positions():  # of a weight that comes twice, the first
+        found.setdefault(str(op).partition("@")[0], seconds[position])
+    bounds = plan.lower_bounds(MACHINE)
+    names = [f"{what}{ends[:at].count(what)}" for at, what in enumerate(ends)]
+    assert bounds["ends"] - bounds["compute"] == pytest.approx(sum(found[name] for name in names), rel=1e-6)
+    assert bounds["ends"] <= plan.simulate(MACHINE).step_s
+
+
+def test_deferred_updates_all_come_before_the_backward():
+    """The host takes longer than the forward: the last weights wait for all updates, and the backward for these."""
+    workload = with_updates(chain([LAYER] * 8))
+    plan = build(workload, StepKind(updates="deferred", clip=True, micro_batches=2, outputs="release"))
+    host, flops = MACHINE.host_bytes_per_s, MACHINE.flops_per_s
+    assert isinstance(host, float)
+    assert isinstance(flops, float)
+    machine = replace(MACHINE, host_bytes_per_s=host / 30, flops_per_s=flops / 30)
+    bounds, taken = plan.lower_bounds(machine), plan.simulate(machine).step_s
+    assert max(seconds for reason, seconds in bounds.items() if reason != "behind") < 0.9 * bounds["behind"]
+    assert taken == pytest.approx(bounds["behind"], rel=0.02)
+    assert bounds["behind"] <= taken * (1 + 1e-9)
+
+
+# -- measured ----------------------------------------------------------------------------------------------------
+
+
+def measured(plan: Schedule, machine: Hardware = MACHINE) -> Measured:
+    return Measured.of(plan, op_durations(plan, machine))
+
+
+@given(workloads(), whole_steps(), whole_steps(), MACHINES)
+@draws(150, usual=15)
+def test_another_table_of_the_program_is_predicted_exactly_or_an_op_is_named(
+    workload: Workload, options, others, machine: Hardware
+):
+    """Where times follow from rates, micro-batches are alike, so a prediction has no error."""
+    ran, other = options.build(workload), replace(others, transfer=options.transfer, keep=options.keep).build(workload)
+
+    def kind_of(plan: Schedule, op: Op) -> tuple[Any, ...]:
+        has_squares = op.what == "U" and plan.kind.reports_norm
+        persists = op.what == "W" and op.block in plan.persistent
+        is_saved = op.what in "FB" and op.block in plan.saves
+        has_results = op.what in "FBA" and op.block in plan.results
+        return op.stream, op.what, op.block, is_saved, has_results, has_squares, persists
+
+    seen = {kind_of(ran, op) for op in ran.ops}
+    unseen = {f"{op.stream}:{op}" for op in other.ops if kind_of(other, op) not in seen}
+    found = measured(ran, machine)
+    if unseen:
+        with pytest.raises(ScheduleError) as caught:
+            other.simulate(found)
+        first = str(caught.value).splitlines()[0]
+        assert first.endswith("was never measured.")
+        assert first.split(" at tick ")[0].rstrip("*~+-") in unseen
+    elif ran.parked() == other.parked():
+        assert other.simulate(found).step_s == pytest.approx(other.simulate(machine).step_s)
+
+
+def timed(plan: Schedule, **seconds: float) -> dict[Position, float]:
+    """A millisecond for each op, but for those that are named."""
+    names = {name.replace("_", "."): found for name, found in seconds.items()}
+    return {p: names.get(str(op).split("@")[0], 1e-3) for p, op in plan.positions()}
+
+
+def test_a_micro_batch_that_was_not_seen_takes_the_median_of_the_others():
+    three, five = (schedule(trained(2), micro_batches=n) for n in (3, 5))
+    found = Measured.of(three, timed(three, F0_0=1.0, F0_1=2.0, F0_2=30.0))
+    durations = {str(op): s for (_, op), s in zip(five.positions(), op_durations(five, found).values(), strict=True)}
+    assert [durations[f"F0.{n}"] for n in range(5)] == [1.0, 2.0, 30.0, 2.0, 2.0]
+    assert durations["F1.4"] == 1e-3
+    one = schedule(trained(2), updates="none")
+    assert op_durations(one, found)[next(p for p, op in one.positions() if str(op) == "F0")] == 1.0
+
+
+def test_copies_of_one_block_count_as_one_op_however_often_they_come():
+    plan = schedule(trained(4))
+    first, second = (p for p, op in plan.positions() if (op.what, op.block) == ("W", 0))
+    found = Measured.of(plan, {**timed(plan), first: 1.0, second: 2.0})
+    assert {op_durations(plan, found)[p] for p in (first, second)} == {1.5}
+
+
+def test_a_retained_graph_is_another_op_than_a_recomputed_one():
+    recomputed, kept = (schedule(trained(4), activations=a) for a in ("recompute", "keep"))
+    with pytest.raises(ScheduleError) as caught:
+        kept.simulate(measured(recomputed))
+    assert str(caught.value) == (
+        "compute:F0* at tick 1 was never measured.\n"
+        "  A schedule can be timed if all of its ops were measured. A retained graph (*), results that are kept (~), "
+        "squares for a norm (+) and weights that persist (-) make other ops.\n"
+        "  Measure a run of this schedule, or of one with the same `saves`, `results`, `keep` and `persistent`."
+    )
+    both = Measured.mean([measured(recomputed), measured(kept)])
+    for plan in (recomputed, kept):
+        assert plan.simulate(both) == plan.simulate(MACHINE)
+
+
+def test_several_runs_count_as_their_median_in_any_order():
+    plan = schedule(trained(3), updates="overlap")
+    runs = [Measured.of(plan, timed(plan, F1=s, U2=2 * s)) for s in (5.0, 1.0, 100.0)]
+    whole = Measured.mean(runs)
+    backwards = dict(reversed(timed(plan, F1=5.0, U2=10.0).items()))
+    assert str(Measured.of(plan, backwards)) == str(runs[0])
+    durations = op_durations(plan, whole)
+    names = {str(op): durations[p] for p, op in plan.positions()}
+    assert (names["F1"], names["U2"], names["F0"]) == (5.0, 10.0, 1e-3)
+    assert Measured.mean(runs[::-1]) == whole
+    assert str(Measured.mean(runs[::-1])) == str(whole)
+    assert Measured.mean(runs[:1]) == runs[0]
+    assert Measured.mean([whole, whole]) == whole
+    # The step before updates has none, so its run has a say in the others only.
+    before = schedule(trained(3))
+    mixed = Measured.mean([runs[0], Measured.of(before, timed(before, F1=7.0))])
+    assert [mixed.seconds[kind] for kind in mixed.seconds if str(kind) in ("F1.0", "U2")] == [6.0, 10.0]
+
+
+def test_times_and_ops_must_fit_each_other():
+    plan = schedule(trained(3))
+    last, op = list(plan.positions())[-1]
+    with pytest.raises(ScheduleError, match=f"^d2h:{op} at tick {last.tick} has no time"):
+        Measured.of(plan, {p: s for p, s in timed(plan).items() if p != last})
+    for seconds in (-1e-9, float("nan"), float("inf")):
+        with pytest.raises(OptionError, match=r"^compute:F1\.0 can't take "):
+            Measured.of(plan, timed(plan, F1=seconds))
+    with pytest.raises(ScheduleError, match="a time for host at tick 99, where the table has no op"):
+        Measured.of(plan, {**timed(plan), Position(99, Stream.HOST): 1.0})
+
+
+def test_another_program_is_refused():
+    four, bound = schedule(trained(4)), schedule(trained(3), transfer="bind")
+    found = measured(schedule(trained(3)))
+    for other in (four, bound):
+        with pytest.raises(ScheduleError, match="the measurement has 3 blocks with `copy`, this schedule has"):
+            other.simulate(found)
+        with pytest.raises(ScheduleError, match="2 runs of 2 programs"):
+            Measured.mean([found, measured(other)])
+    with pytest.raises(ScheduleError, match="0 runs"):
+        Measured.mean([])
+
+
+def spans(plan: Schedule, machine: Hardware = MACHINE) -> dict[Position, tuple[float, float]]:
+    return {timing.position: (timing.start_s, timing.end_s) for timing in plan.simulate(machine).timeline}
+
+
+@given(st.one_of(schedules(), step_schedules()), MACHINES, st.floats(-1e3, 1e3))
+@draws(60)
+def test_a_run_as_simulated_is_timed_and_measured_as_on_that_machine(plan: Schedule, machine: Hardware, zero: float):
+    found = spans(plan, machine)
+    run = TimedRun.of(plan, {p: (begin + zero, end + zero) for p, (begin, end) in found.items()})
+    assert [t.position for t in run.timeline] == [p for p, _ in plan.positions()]
+    for timing in run.timeline:
+        assert (timing.start_s, timing.end_s) == pytest.approx(found[timing.position], abs=1e-9)
+    # An op of one block that recurs, such as a `W`, counts as the median of its times, which are all alike here.
+    assert plan.simulate(run.measured()).step_s == pytest.approx(plan.simulate(machine).step_s, abs=1e-6)
+    assert run.step_s == pytest.approx(plan.simulate(machine).step_s, abs=1e-9)
+
+
+def test_ops_of_a_stream_never_overlap_though_clocks_are_coarse():
+    plan = schedule(trained(3))
+    early = {position: (begin - 2e-6, end) for position, (begin, end) in spans(plan).items()}
+    run = TimedRun.of(plan, early)
+    free: dict[str, float] = {}
+    for timing in run.timeline:
+        stream = timing.position.stream
+        assert free.get(stream, 0.0) <= timing.start_s <= timing.end_s
+        free[stream] = timing.end_s
+
+
+def test_times_that_are_missing_or_of_nothing_are_refused():
+    plan = schedule(trained(2))
+    found = spans(plan)
+    first = next(iter(found))
+    with pytest.raises(ScheduleError, match=r"^h2d:W0@0 at tick 0 has no times\.\n.*\n  Time a step with"):
+        TimedRun.of(plan, {p: span for p, span in found.items() if p != first})
+    with pytest.raises(ScheduleError, match=r"^there are times of ops that the table doesn't have"):
+        TimedRun.of(plan, {**found, first._replace(tick=99): (0.0, 1.0)})
+    for wrong in (float("nan"), float("inf")):
+        with pytest.raises(ScheduleError, match=r"^a time of the run isn't finite"):
+            TimedRun.of(plan, {**found, first: (0.0, wrong)})

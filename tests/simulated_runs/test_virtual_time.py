@@ -1,0 +1,224 @@
+"""Steps of the real runtime in virtual time: as long as the simulator of schedules says, no longer than they must be.
+
+The device computes nothing here and takes only time, so sizes are those at which a card is busy.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import megatrain
+from megatrain.hardware.hardware import Hardware
+from megatrain.scheduler.items import Stream
+from tests.simulated_device.simulator import GIB, HardwareProfile, Simulator
+from tests.simulated_device.virtual_hosts import VirtualHosts
+from tests.simulated_runs.on_device import DEVICE, held_bytes, on_launching_threads
+from tests.training.parity import MODES, adamw
+
+WIDTH, ROWS = 512, 4096
+
+
+# Launches cost something, but less than the work: issuing the smallest kernel takes a fifth of its time.
+HOST_BYTES_PER_S = 100e9
+
+
+_COMMON: dict[str, Any] = {
+    "launch_s": 2e-6,
+    "host_bytes_per_s": HOST_BYTES_PER_S,
+    "memory_bytes_per_s": 1e12,
+    "issue_s": 5e-6,
+    "pageable_bytes_per_s": 5e9,
+}
+
+
+COMPUTE = Hardware(25e9, 25e9, {"fp32": 2e12}, **_COMMON)
+
+
+BUS = Hardware(1e9, 1e9, {"fp32": 2e13}, **_COMMON)
+
+
+class Blocks(nn.Module):
+    def __init__(self, depth: int, width: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(width, width), nn.Tanh()) for _ in range(depth))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x.sum()
+
+
+def made(
+    mode: str, depth: int = 12, width: int = WIDTH, rows: int = ROWS
+) -> tuple[megatrain.TrainStep, list[torch.Tensor]]:
+    compiled = megatrain.compile(Blocks(depth, width), device="sim", activations="recompute")
+    optimizer = torch.optim.AdamW(compiled.parameters(), fused=True)
+    step = megatrain.TrainStep(compiled, optimizer, **MODES[mode])
+    batch = [torch.empty(rows, width, device="sim") for _ in range(2)]
+    for _ in range(2):
+        step(batch)
+    return step, batch
+
+
+@pytest.fixture
+def hosts(sim: Simulator) -> VirtualHosts:
+    sim.configure(compute=False, poison=False)
+    return VirtualHosts(sim, HOST_BYTES_PER_S)
+
+
+@pytest.mark.parametrize(
+    ("machine", "mode"),
+    [(BUS, "deferred"), pytest.param(COMPUTE, "spread", marks=pytest.mark.nightly)],
+    ids=["bus", "compute"],
+)
+def test_a_steps_own_times_and_the_machines_rates_predict_it(
+    sim: Simulator, hosts: VirtualHosts, machine: Hardware, mode: str
+):
+    step, batch = made(mode)
+    sim.set_profile(HardwareProfile.of(machine))
+    hosts.take(step, batch)
+    predicted, taken = hosts.predicted(step, batch), hosts.take(step, batch)
+    assert predicted == pytest.approx(taken, rel=0.05)
+    assert step.schedule.simulate(machine).step_s == pytest.approx(taken, rel=0.05)
+
+
+@pytest.mark.parametrize(
+    ("name", "mode", "width", "rows"),
+    [
+        ("a100", "overlap", 1024, 256),  # few tokens: copies both ways share the link
+        ("rtx-4090", "overlap", 128, 64),  # short kernels: each op waits for Python
+        *(pytest.param(name, "deferred", 4 * WIDTH, ROWS, marks=pytest.mark.nightly) for name in Hardware.presets()),
+    ],
+)
+def test_rates_alone_predict_steps_within_5_percent(sim: Simulator, name: str, mode: str, width: int, rows: int):
+    machine = Hardware.preset(name)
+    sim.configure(compute=False, poison=False)
+    hosts, (step, batch) = VirtualHosts(sim, machine.host_bytes_per_s, machine.op_s), made(mode, 12, width, rows)
+    sim.set_profile(HardwareProfile.of(machine))
+    hosts.take(step, batch)
+    taken = hosts.take(step, batch)
+    assert step.schedule.simulate(machine).step_s == pytest.approx(taken, rel=0.05)
+
+
+@pytest.mark.parametrize(
+    ("machine", "busy", "mode"),
+    [
+        (BUS, {"h2d", "d2h"}, "deferred"),
+        pytest.param(COMPUTE, {"compute"}, "overlap", marks=pytest.mark.nightly),
+    ],
+    ids=["bus", "compute"],
+)
+def test_a_step_takes_as_long_as_what_holds_it_up(
+    sim: Simulator, hosts: VirtualHosts, machine: Hardware, busy: set[str], mode: str
+):
+    """If the bus does, the forward waits for its weights, and the backward for its gradients to leave."""
+    step, batch = made(mode, depth=40)  # its first copy and last update are short beside the rest
+    assert len(step.schedule.resident()) == 40
+    sim.set_profile(HardwareProfile.of(machine))
+    hosts.take(step, batch)
+    with sim.spans() as spans:
+        taken = hosts.take(step, batch)
+    names = [(span.name if span.name in ("h2d", "d2h") else "compute", span.end - span.begin) for span in spans]
+    sums = {name: sum(seconds for known, seconds in names if known == name) for name, _ in names}
+    bound = sum(sums[name] for name in busy)
+    assert bound <= taken <= 1.05 * bound, sums
+
+
+def test_serial_updates_add_their_own_time(sim: Simulator):
+    sim.configure(compute=False, poison=False)
+    hosts, step, batch = VirtualHosts(sim, HOST_BYTES_PER_S / 10), *made("serial_clipped")
+    sim.set_profile(HardwareProfile.of(COMPUTE))
+    hosts.take(step, batch)
+    with sim.spans() as spans:
+        taken = hosts.take(step, batch)
+    compute = sum(span.end - span.begin for span in spans if span.name not in ("h2d", "d2h"))
+    updates = 10 * hosts.moved_bytes(Stream.HOST, "U") / HOST_BYTES_PER_S
+    assert updates > 0.01 * compute
+    assert compute + updates <= taken <= 1.05 * (compute + updates)
+
+
+def test_measuring_a_machine_finds_its_rates(sim: Simulator, tmp_path: Path):
+    """An A100, whose copies both ways share the link."""
+    held_bytes()
+    reserved = torch.accelerator.memory_reserved()
+    sim.configure(compute=False, poison=False, capacity=64 * GIB)
+    given = Hardware.preset("a100")
+    sim.set_profile(HardwareProfile.of(given))
+    found = Hardware.measure("sim", cache=tmp_path)
+    for kind, tolerance in (("bf16", 0.03), ("fp32", 0.03), ("bf16 attention", 0.15)):
+        assert found.product_rate(kind) == pytest.approx(given.product_rate(kind), rel=tolerance)
+    for rate in (
+        "memory_bytes_per_s", "h2d_bytes_per_s", "d2h_bytes_per_s", "pageable_bytes_per_s", "launch_s", "issue_s"
+    ):  # fmt: skip
+        assert getattr(found, rate) == pytest.approx(getattr(given, rate), rel=0.05), rate
+    both, wanted = (m.h2d_beside * m.h2d_bytes_per_s + m.d2h_beside * m.d2h_bytes_per_s for m in (found, given))
+    assert both == pytest.approx(wanted, rel=0.05)  # the device gives what copies lose to the later one
+    assert found.memory_bytes == torch.accelerator.get_memory_info()[1] == 64 * GIB
+    assert torch.accelerator.memory_reserved() == reserved
+    assert (found.name, found.compute_beside) == ("sim:0", 1)
+
+
+def test_timed_copies_take_the_time_of_the_bus_and_nothing_waits_for_a_time(sim: Simulator):
+    """The launching thread waits once, when the clocks are set, and at the end for the events."""
+    sim.configure(compute=False, poison=False)
+    step, batch = made("overlap")
+    sim.set_profile(HardwareProfile.of(BUS))
+    with sim.synchronizations() as plain:
+        step(batch)
+    with sim.synchronizations() as found:
+        run = step.time(batch)
+    own = [one for one in found if any(frame.filename.endswith("stopwatch.py") for frame in one.stack[-2:])]
+    assert len(on_launching_threads(found)) - len(on_launching_threads(plain)) == len(own)
+    assert not any(one.thread.startswith("megatrain-") for one in own)
+    ops, works = dict(run.schedule.positions()), run.schedule.known_workload().blocks
+    ends = {timing.position: timing.end_s for timing in run.timeline}
+    for timing in run.timeline:
+        op = ops[timing.position]
+        if (op.what, op.stream) == ("W", Stream.H2D) or op.what == "G":
+            work = works[op.block]
+            nbytes = work.state_bytes if op.what == "W" else work.gradient_bytes
+            assert timing.end_s - timing.start_s == pytest.approx(nbytes / BUS.h2d_bytes_per_s, rel=0.1)
+        for wait in step.schedule.waits()[timing.position]:
+            if Stream.HOST not in (wait.stream, timing.position.stream):
+                assert ends[wait] <= timing.start_s + 1e-5, (timing, wait)
+
+
+class Short(nn.Module):
+    """Layers of many short kernels."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            y = layer(x)
+            for _ in range(12):
+                y = y.tanh() + x
+            x = y
+        return x.sum()
+
+
+def test_short_kernels_wait_for_python_no_more_where_they_are_recorded(sim: Simulator):
+    """Modelled: 20 us to launch a kernel, and kernels of less than that."""
+    machine = Hardware(25e9, 25e9, {"fp32": 2e13}, launch_s=1e-6, issue_s=20e-6, memory_bytes_per_s=1e12)
+    sim.configure(compute=False, poison=False)
+    hosts = VirtualHosts(sim, 1e12)
+    taken: dict[str, float] = {}
+    for kernels in ("eager", "graphs"):
+        compiled = megatrain.compile(Short(), device=DEVICE, activations="recompute", kernels=kernels)
+        step = megatrain.TrainStep(compiled, adamw(compiled), **MODES["overlap"])
+        batch = [torch.empty(64, 64, device=DEVICE) for _ in range(2)]
+        sim.set_profile(None)
+        for _ in range(3):
+            step(batch)
+        sim.set_profile(HardwareProfile.of(machine))
+        hosts.take(step, batch)
+        taken[kernels] = hosts.take(step, batch)
+        step.flush()
+    assert taken["graphs"] < 0.6 * taken["eager"], taken
