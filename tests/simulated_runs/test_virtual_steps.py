@@ -27,7 +27,6 @@ _COMMON: dict[str, Any] = {
     "host_bytes_per_s": HOST_BYTES_PER_S,
     "memory_bytes_per_s": 1e12,
     "issue_s": 5e-6,
-    "pageable_bytes_per_s": 5e9,
 }
 COMPUTE = Hardware(25e9, 25e9, {"fp32": 2e12}, **_COMMON)
 BUS = Hardware(1e9, 1e9, {"fp32": 2e13}, **_COMMON)
