@@ -22,7 +22,7 @@ from megatrain.reporting.step_report import StepReport, check_report_path, repor
 from megatrain.sizes import format_bytes
 from megatrain.tracer.arguments import Structure
 from megatrain.training.step import TrainStep
-from megatrain.verification.command_target import command_target, importable, users_failures
+from megatrain.verification.command import command_target, importable, users_failures
 
 _OF_COMPILE = ("device", "memory", "activations", "transfer", "block_bytes", "chunking")
 _RULES = {
