@@ -123,11 +123,12 @@ class WholeGraph:
         for node, tensor in zip(lifted.graph.nodes, arguments, strict=False):
             see(node, tensor)
         found = Code(lifted.graph, see=see)(arguments)
-        num_outputs = len(found) - len(self._traced.writes_back)
+        commits_at = len(found) - len(self._traced.writes_back)
         with torch.no_grad():
-            for (key, _), tensor in zip(self._traced.writes_back, found[num_outputs:], strict=True):
+            for (key, _), tensor in zip(self._traced.writes_back, found[commits_at:], strict=True):
                 self._tensors[key].copy_(tensor)
-        return self._traced.outputs.fill(found[:num_outputs])
+        # What the forward leaves in attributes, and inputs that it writes, come after what it returns.
+        return self._traced.outputs.fill(found[: len(self._traced.outputs.placeholders)])
 
     def _state(self, key: str) -> torch.Tensor:
         # A constant may be written too; the next run must find it as it was.
@@ -243,7 +244,7 @@ class BlocksInOrder:
             for key, name in program.commits:
                 self._tensors[key].copy_(self._values[name])
         self._returned = [self._output(ref.kind, ref.name) for ref in program.outputs]
-        return self._outputs.fill(self._returned)
+        return self._outputs.fill(self._returned[: len(self._outputs.placeholders)])
 
     def _output(self, kind: str, name: str) -> torch.Tensor:
         return self._tensors[name] if kind == "state" else _leaf(self._values[name], self._values[name].requires_grad)
