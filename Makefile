@@ -46,7 +46,7 @@ help:
 	@echo 'make zoo     hundreds of models against eager PyTorch; writes docs/models.md'
 	@echo 'make wide    every other case of large tables, which make test leaves out'
 	@echo 'make users   scripts with Trainer, TRL and others, each against its stock run, in an environment of their own'
-	@echo 'make docs    the pages and the API reference as a site, in site/; a broken link or a missing name fails; tests/site_pages opens it'
+	@echo 'make docs    the pages and the API reference as a site, in site/; a broken link or a missing name fails'
 	@echo 'make faults  kills, interrupts at each line and random configurations, about 20 minutes; ARGS chooses pieces'
 	@echo 'make slow    measures the tests, and rewrites the list of those that make quick leaves out'
 	@echo 'make seeds   every hypothesis test with 20 random seeds; ARGS="--first 7 --count 3 tests/scheduler" chooses pieces'

@@ -14,7 +14,7 @@ from megatrain.errors import MegatrainError
 from megatrain.finetune import train_command as train_command
 from megatrain.reporting import report_command as report_command
 from megatrain.sizing import plan_command as plan_command
-from megatrain.verification import verify_command as verify_command
+from megatrain.verification import command as verify_command
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -47,8 +47,6 @@ RIGHT = {
     "Hardware.op_s": "zero half huge",
     "Hardware.wake_s": "zero half huge",
     "Hardware.*memory_bytes": "huge None",
-    "Hardware.cores": "huge None",
-    "Hardware.pageable_bytes_per_s": "half huge inf None",
     "Hardware.name": TEXTS,
     "Hardware.origins": "dict",
     "Hardware.further_rates": "dict",
@@ -90,7 +88,8 @@ MODELS = {
 }
 # Values that our own passes make, and what our runtime asks of them: these trust their types, and their checkers find
 # what doesn't fit together (Schedule.check, Workload.check, verify_program, TracedModule.check). A compiled model is
-# the model's own class, and its methods are torch's own. What measures for seconds is in tests/hardware/test_cache.py.
+# the model's own class, and its methods are torch's own. What measures for seconds has its test in
+# tests/hardware.
 TRUSTED = (
     *("Block", "HostPlan", "Plan", "Program", "Report", "Schedule", "Template", "TensorSpec", "TracedModule"),
     *("Workload", "Workload.[bhu]*", "Chaos.*", "Engine.*", "Program.*", "Recording.*", "TensorSpec.*"),

@@ -32,7 +32,7 @@ FURTHER = (
     "megatrain.planning.what_if.alternatives.Alternatives",
     "megatrain.planning.what_if.largest.Largest",
     "megatrain.reporting.step_report.StepReport",
-    "megatrain.scheduler.builder.bounds.bound.StepBound",
+    "megatrain.scheduler.builder.bound.StepBound",
     "megatrain.scheduler.instructions.Instructions",
     "megatrain.scheduler.table.Table",
     "megatrain.scheduler.timing.costs.Measured",

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from math import inf
+from math import inf, isinf
 from typing import Any
 
 from megatrain.checks import Rule, checked, count, mapping_of, number, one_of, optional
-from megatrain.hardware.machine_text import hardware_text
 from megatrain.hardware.presets import PRESETS, preset_figures
 from megatrain.hardware.work import MEMORY, RATES, SHARED_BYTES, Works
+from megatrain.sizes import format_bytes
 
 _RATE = number(above=0, example=1e9)
 _SECONDS = number(least=0, below=inf, example=0.0)
@@ -48,10 +48,7 @@ _INSTEAD = {"tf32": ("fp32", 1), "bf16": ("fp32", 1), "fp64": ("fp32", 2), "fp8"
     d2h_beside=_SHARE,
     host_beside=_SHARE,
     compute_beside=_SHARE,
-    pageable_bytes_per_s=optional(_RATE),
     memory_bytes=optional(count(1)),
-    host_memory_bytes=optional(count(1)),
-    cores=optional(count(1)),
 )
 @dataclass(frozen=True, slots=True)
 class Hardware:
@@ -68,8 +65,7 @@ class Hardware:
         launch_s: Seconds of the device for each kernel and copy, and of the host for each of its ops, beyond the work.
         host_bytes_per_s: Bytes per second that an update or a norm reads and writes in host memory; without a figure
             they take no time.
-        further_rates: Bytes per second of streams that a program adds, by name; of `gather`, what a device gets
-            from the other devices of its host.
+        further_rates: Bytes per second of streams that a program adds, by name.
         memory_bytes_per_s: What kernels read and write in the device's memory; without a figure this takes no time.
         issue_s: Seconds that Python takes to launch a kernel. A block takes no less than that for each of its kernels.
             0 where kernels run in the calls that launch them: there `launch_s` has it.
@@ -81,10 +77,7 @@ class Hardware:
         host_beside: The share that updates and norms keep while copies are under way.
         compute_beside: The share that compute keeps while another stream works; less than 1 where the device is the
             host, and streams share its cores.
-        pageable_bytes_per_s: Copies with memory that isn't page-locked; None if unknown.
         memory_bytes: Size of the device's memory; None if unknown.
-        host_memory_bytes: Size of the host's memory; None if unknown.
-        cores: Processors of the host; None if unknown.
         name: Printed.
         origins: By the name of a figure where it is from; what has none was given.
 
@@ -111,10 +104,7 @@ class Hardware:
     d2h_beside: float = 1.0
     host_beside: float = 1.0
     compute_beside: float = 1.0
-    pageable_bytes_per_s: float | None = None
     memory_bytes: int | None = None
-    host_memory_bytes: int | None = None
-    cores: int | None = None
     name: str = ""
     origins: Mapping[str, str] = field(default_factory=dict[str, str], hash=False, compare=False)
 
@@ -136,7 +126,7 @@ class Hardware:
             OptionError: If an argument has a wrong value, or the device can't be used.
         """
         # Later: this file is imported where torch isn't.
-        from megatrain.hardware.measuring.measured import measured_figures
+        from megatrain.hardware.measured import measured_figures
 
         return Hardware(**measured_figures(device, products, cache, fresh, accept=Hardware))
 
@@ -193,4 +183,58 @@ class Hardware:
         return min(self.h2d_beside, self.d2h_beside, self.host_beside, self.compute_beside) < 1
 
     def __str__(self) -> str:
-        return hardware_text(self)
+        return _text(self)
+
+
+_GIVEN = "given"
+# Name of the field, its label, its unit, and what one of the unit is.
+_FIGURES = (
+    ("flops_per_s", "products", "TFLOP/s", 1e12),
+    ("memory_bytes_per_s", "device memory", "GB/s", 1e9),
+    ("memory_bytes", "device memory, size", "bytes", 1),
+    ("h2d_bytes_per_s", "copies to the device", "GB/s", 1e9),
+    ("d2h_bytes_per_s", "copies to the host", "GB/s", 1e9),
+    ("h2d_beside", "to the device, beside the other way", "of it", 1),
+    ("d2h_beside", "to the host, beside the other way", "of it", 1),
+    ("host_bytes_per_s", "updates on the host", "GB/s", 1e9),
+    ("host_beside", "updates, beside copies", "of it", 1),
+    ("compute_beside", "compute, beside others", "of it", 1),
+    ("launch_s", "launch of a kernel, device", "us", 1e-6),
+    ("issue_s", "launch of a kernel, Python", "us", 1e-6),
+    ("op_s", "an op besides, Python", "us", 1e-6),
+    ("wake_s", "waking threads for a kernel", "us", 1e-6),
+    ("further_rates", "stream", "GB/s", 1e9),
+)
+# Figures that mean nothing at these values are left out unless somebody stated them.
+_NONE = {
+    "h2d_beside": 1.0,
+    "d2h_beside": 1.0,
+    "host_beside": 1.0,
+    "compute_beside": 1.0,
+    "launch_s": 0.0,
+    "issue_s": 0.0,
+    "op_s": 0.0,
+    "wake_s": 0.0,
+}
+
+
+def _text(machine: Hardware) -> str:
+    """Prints a figure a line: what it is, how much, and whether it was measured, given, or is from the table."""
+    rows = [row for figure in _FIGURES for row in _rows(machine, *figure)]
+    widths = [max((len(row[column]) for row in rows), default=0) for column in (0, 1)]
+    head = f"hardware: {machine.name}" if machine.name else "hardware"
+    lines = [
+        f"  {label:<{widths[0]}}  {value:>{widths[1]}}  {unit:<7}  {origin}" for label, value, unit, origin in rows
+    ]
+    return "\n".join([head, *lines])
+
+
+def _rows(machine: Hardware, name: str, label: str, unit: str, one: float) -> Iterator[tuple[str, str, str, str]]:
+    value, origins = getattr(machine, name), machine.origins
+    if isinstance(value, Mapping):
+        for kind, rate in value.items():  # pyright: ignore[reportUnknownVariableType]
+            origin = origins.get(f"{name} {kind}", origins.get(name, _GIVEN))
+            yield f"{label} {kind}", f"{rate / one:.4g}", unit, origin
+    elif value is not None and (name in origins or not (isinf(value) or value == _NONE.get(name))):
+        text, unit = (format_bytes(value).rsplit(" ", 1)) if unit == "bytes" else (f"{value / one:.4g}", unit)
+        yield label, text, unit, origins.get(name, _GIVEN)

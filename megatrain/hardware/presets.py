@@ -47,7 +47,6 @@ class _Machine:
         issue: Microseconds of Python for each kernel.
         is_unified: Whether the device shares the host's memory.
         is_pcie: Whether copies go over PCIe.
-        peers: What a device gets from the others of its host (NVLink); None where such boards have no such links.
     """
 
     bf16: float
@@ -65,7 +64,6 @@ class _Machine:
     issue: float = 6.0
     is_unified: bool = False
     is_pcie: bool = True
-    peers: float | None = None
 
 
 def _both(one: float, share: float = 0.75) -> tuple[float, float]:
@@ -88,26 +86,24 @@ PRESETS: Mapping[str, _Machine] = {
     "l40s": _Machine(362, 183, 55, f"spec, L40S data sheet; fp32 by the part that {_ZZC} has of a 4090", 45, 864,
                      (25, 25), _both(25), _PCIE4, 100),
     "a100": _Machine(271, 135, 18.5, f"{_MAMF}; tf32 spec by bf16's part", 80, 2039, (24.8, 24.8), (11, 24),
-                     f"{_PCIE4}, nvbandwidth#53", 150, both_of="nvbandwidth#53: 11 GB/s beside 24", issue=8.0,
-                     peers=266),
+                     f"{_PCIE4}, nvbandwidth#53", 150, both_of="nvbandwidth#53: 11 GB/s beside 24", issue=8.0),
     "h100-pcie": _Machine(605, 302, 51, f"spec by the part that {_MAMF} has for SXM; fp32 spec", 80, 2000, (55.6, 55.6),
                           _both(55.6, 0.86), _PCIE5, 200, **_SERVER),
     "h100-sxm": _Machine(794, 397, 51.5, f"{_MAMF}; tf32 spec by bf16's part", 80, 3350, (54.7, 54.9), (47, 47),
-                         "measured on an H100 (docs/gpu.md)", 200, **_SERVER, peers=400),
-    "h20": _Machine(148, 74, 44, "spec, H20 data sheet", 95, 4000, (55, 55), _both(55, 0.86), _PCIE5, 200, **_SERVER,
-                    peers=400),
+                         "measured on an H100 (docs/gpu.md)", 200, **_SERVER),
+    "h20": _Machine(148, 74, 44, "spec, H20 data sheet", 95, 4000, (55, 55), _both(55, 0.86), _PCIE5, 200, **_SERVER),
     "h200": _Machine(787, 397, 51.5, f"{_MAMF}, {_ZZC}; tf32 spec by bf16's part", 141, 4800, (55, 55), _both(55, 0.86),
-                     _PCIE5, 200, **_SERVER, peers=400),
+                     _PCIE5, 200, **_SERVER),
     "gh200": _Machine(829, 414, 60, f"{_MAMF}; tf32 spec by bf16's part; fp32 spec", 96, 4000, (346, 300), (242, 210),
                       "NVLink-C2C, nvbandwidth#23", 300, both_of="assumed: 0.7 of both rates together", issue=8.0,
                       is_pcie=False),
     "b200": _Machine(1745, 872, 80, f"{_MAMF}; tf32 spec by bf16's part; fp32 spec", 180, 8000, (55, 55),
-                     _both(55, 0.86), _PCIE5, 300, **_SERVER, peers=800),
+                     _both(55, 0.86), _PCIE5, 300, **_SERVER),
     "b300": _Machine(1745, 872, 75, f"spec, HGX B300 data sheet, by the part that {_MAMF} has of a B200; fp32 spec",
-                     268, 8000, (55, 55), _both(55, 0.86), _PCIE5, 300, **_SERVER, peers=800),
+                     268, 8000, (55, 55), _both(55, 0.86), _PCIE5, 300, **_SERVER),
     "gb200": _Machine(1939, 969, 80, f"spec, GB200 data sheet, by the part that {_MAMF} has of a B200; fp32 spec", 185,
                       8000, (173, 150), (121, 105), "NVLink-C2C, assumed: half of a GH200's, as two share a host", 150,
-                      both_of="assumed: 0.7 of both rates together", issue=8.0, is_pcie=False, peers=800),
+                      both_of="assumed: 0.7 of both rates together", issue=8.0, is_pcie=False),
     "gb10": _Machine(91.5, 45, 30, "huggingface/kernels#283; tf32 assumed half of bf16; fp32 spec", 111.5, 218,
                      (109, 109), _both(109, 0.5), "no bus: each byte is read and written in memory", 150,
                      memory_of="huggingface/kernels#283, measured", **_UNIFIED),
@@ -134,7 +130,6 @@ def preset_figures(name: str) -> dict[str, Any]:
         "d2h_bytes_per_s": row.link_of,
         "h2d_beside": row.both_of,
         "d2h_beside": row.both_of,
-        "pageable_bytes_per_s": row.link_of if row.is_unified else "assumed: a quarter of page-locked copies",
         "host_bytes_per_s": "assumed: a half to two thirds of the memory on paper",
         "launch_s": "assumed",
         "op_s": "assumed: half of what a slow processor takes for F and B on average",
@@ -142,8 +137,6 @@ def preset_figures(name: str) -> dict[str, Any]:
         if row.issue > 6
         else "assumed: PyTorch on a fast processor",
     }
-    if row.peers is not None:
-        origins["further_rates gather"] = "assumed: eight ninths of NVLink on paper, on boards that have it"
     return {
         "name": name,
         "flops_per_s": {kind: IN_LAYERS * rate * 1e12 for kind, rate in products.items()},
@@ -153,11 +146,9 @@ def preset_figures(name: str) -> dict[str, Any]:
         "d2h_bytes_per_s": d2h * 1e9,
         "h2d_beside": h2d_both / h2d,
         "d2h_beside": d2h_both / d2h,
-        "pageable_bytes_per_s": (h2d if row.is_unified else h2d / 4) * 1e9,
         "host_bytes_per_s": row.host * 1e9,
         "launch_s": 2e-6,
         "issue_s": row.issue * 1e-6,
         "op_s": 60e-6,
-        "further_rates": {} if row.peers is None else {"gather": row.peers * 1e9},
         "origins": {figure: f"preset: {origin}" for figure, origin in origins.items()},
     }

@@ -14,18 +14,15 @@ from tqdm import tqdm
 
 from megatrain.checks import PATH, count, one_of
 from megatrain.compiled.compiling import compile as compile_model
-from megatrain.errors import OptionError
 from megatrain.hardware.hardware import Hardware
 from megatrain.options import COMPILE
 from megatrain.planning.planning import plan
-from megatrain.planning.saved_plan import SavedPlan
 from megatrain.progress import stage
-from megatrain.reporting.report_file import check_report_path
-from megatrain.reporting.step_report import StepReport, report
+from megatrain.reporting.step_report import StepReport, check_report_path, report
 from megatrain.sizes import format_bytes
 from megatrain.tracer.arguments import Structure
 from megatrain.training.step import TrainStep
-from megatrain.verification.command_target import command_target, importable, users_failures
+from megatrain.verification.command import command_target, importable, users_failures
 
 _OF_COMPILE = ("device", "memory", "activations", "transfer", "block_bytes", "chunking")
 _RULES = {
@@ -39,7 +36,7 @@ _RULES = {
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds what `megatrain report` takes."""
     add = parser.add_argument
-    add("target", help="module:function or file.py:function, which returns (model, inputs); or a schedule's JSON")
+    add("target", help="module:function or file.py:function, which returns (model, inputs)")
     add("page", help="the HTML file to write")
     add("--trace", help="also write the trace for https://ui.perfetto.dev here")
     add("--steps", type=int, default=3, help="training steps, of which the last is measured (default: 3)")
@@ -70,34 +67,14 @@ def run(options: argparse.Namespace) -> int:
         if path is not None:
             check_report_path(path)
     hardware = None if options.hardware is None else Hardware.preset(options.hardware)
-    if options.target.endswith(".json"):
-        made = _of_file(options, hardware)
-    else:
-        with importable(options.target):
-            made = _of_model(options, hardware)
+    with importable(options.target):
+        made = _of_model(options, hardware)
     print(made)
     print(f"written: {options.page} ({format_bytes(Path(options.page).stat().st_size)})")
     if options.trace is not None:
         made.perfetto(options.trace)
         print(f"written: {options.trace} ({format_bytes(Path(options.trace).stat().st_size)})")
     return 0
-
-
-def _of_file(options: argparse.Namespace, hardware: Hardware | None) -> StepReport:
-    PATH.check_flag("target", options.target, has_default=False)
-    if hardware is None:
-        raise OptionError(
-            "the report of a saved plan needs a machine.\n  A file has no model that could run.\n"
-            "  Give --hardware, such as rtx-4090."
-        )
-    try:
-        text = Path(options.target).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise OptionError(
-            f"`{options.target}` can't be read: {error}.\n  A plan's file has the text of plan.saved().to_json().\n"
-            "  Check the path, or name a function as module:function."
-        ) from error
-    return report(SavedPlan.from_json(text).schedule, options.page, costs=hardware)
 
 
 def _of_model(options: argparse.Namespace, hardware: Hardware | None) -> StepReport:
@@ -127,14 +104,9 @@ def _loss(result: Any, batch: Any) -> torch.Tensor:
     own = result.get("loss") if isinstance(result, Mapping) else getattr(result, "loss", None)
     if isinstance(own, torch.Tensor) and own.requires_grad:
         return own
-    return sum(
-        (t.abs().float().square().mean() for t in Structure.of(result).placeholders if t.requires_grad),
-        start=torch.zeros((), device=_device(result)),
-    )
-
-
-def _device(result: Any) -> torch.device | None:
-    return next((tensor.device for tensor in Structure.of(result).placeholders if tensor.requires_grad), None)
+    found = [tensor for tensor in Structure.of(result).placeholders if tensor.requires_grad]
+    device = found[0].device if found else None
+    return sum((t.abs().float().square().mean() for t in found), start=torch.zeros((), device=device))
 
 
 def _batch(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
+from pathlib import Path
 
 from megatrain.checks import PATH, checked, either, instance_of, optional
 from megatrain.counts import counted
 from megatrain.errors import OptionError, ScheduleError
+from megatrain.passes.program import Program
 from megatrain.planning.plan import Plan
-from megatrain.reporting.drawn_ops import sources_of
-from megatrain.reporting.page import page_text
-from megatrain.reporting.report_file import check_report_path, write_report
-from megatrain.reporting.step_figures import StepFigures
-from megatrain.reporting.trace_events import trace_text
+from megatrain.reporting.drawings import page_text, trace_text
+from megatrain.reporting.figures import StepFigures
 from megatrain.scheduler.schedule import Schedule
 from megatrain.scheduler.timing.bands import measured_band, planned_band
 from megatrain.scheduler.timing.costs import Costs, Hardware, Measured, op_durations
@@ -42,8 +41,8 @@ def report(
         megatrain.report(step, "report.html", measured=step.time(batch))
 
     The page has the streams as lanes, with the plan above the measured step; the bytes that live on the device, and
-    what holds the peak; the addresses in each arena; and all figures as tables. Times of the plan are modelled:
-    `schedule.simulate` makes them from `costs`. Times of the measured step are those of a real run.
+    what holds the peak; and what each stream does. Times of the plan are modelled: `schedule.simulate` makes them from
+    `costs`. Times of the measured step are those of a real run.
 
     Args:
         step: A TrainStep after its first call, or `prepare`; a `Plan`; or a `Schedule` that knows its workload.
@@ -98,12 +97,19 @@ def step_report(step: TrainStep | Plan | Schedule, costs: Costs | None, measured
     figures = StepFigures(
         "schedule" if program is None else program.name,
         schedule,
-        () if program is None else sources_of(program),
+        () if program is None else tuple(_source(program, index) for index in range(len(program.blocks))),
         instructions,
         planned_band(instructions, op_durations(schedule, costs), origin),
         None if measured is None else measured_band(instructions, measured, "one training step of a real run"),
     )
     return StepReport(figures)
+
+
+def _source(program: Program, index: int) -> str:
+    """The user's first line in a block; equal blocks share a template, and with it the line of one of them."""
+    graph = program.templates[program.blocks[index].template].graph
+    found = (node.meta.get("source") for node in graph.nodes if node.op.startswith("call_"))
+    return next((str(line) for line in found if line is not None), "")
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -128,26 +134,55 @@ class StepReport:
         Raises:
             OptionError: If the file can't be written.
         """
-        write_report(path, page_text(self.figures))
+        _write(path, page_text(self.figures))
 
     @checked(path=PATH)
     def perfetto(self, path: str | os.PathLike[str]) -> None:
         """Writes the same as a trace that https://ui.perfetto.dev opens: Chrome's JSON format.
 
-        Each band is a process and each stream a thread in it, with counters of the bytes that live on the device and
-        on the host; arrows lead from each `W` to the ops that read its weights, and from each `G` to its `U`.
+        Each band is a process and each stream a thread in it with a counter of the bytes that live on
+        the device; arrows lead from each `W` to the ops that read its weights, and from each `G` to its `U`.
 
         Raises:
             OptionError: If the file can't be written.
         """
-        write_report(path, trace_text(self.figures))
+        _write(path, trace_text(self.figures))
 
     def __str__(self) -> str:
-        name, table, peak = self.figures.name, self.figures.schedule, self.figures.peak.words()
+        name, table, lines = self.figures.name, self.figures.schedule, (*self.verdict, *self.figures.peak.words())
         ticks, ops = counted(len(table.ticks), "tick"), counted(len(table.ops), "op")
         head = f"report: {name}, {counted(table.num_blocks, 'block')}, {ticks}, {ops}"
-        return "\n".join([head, *("  " + line.replace("; ", "\n    ") for line in (*self.verdict, *peak))])
+        return "\n".join([head, *("  " + line.replace("; ", "\n    ") for line in lines)])
 
     def __repr__(self) -> str:
         bands = " and ".join(band.name for band in self.figures.bands)
         return f"<StepReport {self.figures.name}: {bands}, {counted(self.figures.schedule.num_blocks, 'block')}>"
+
+
+def check_report_path(path: str | os.PathLike[str]) -> None:
+    """Refuses a path that can't be that of a file, before long work.
+
+    Raises:
+        OptionError: If its folder isn't there, or nobody may write to it.
+    """
+    place = Path(path)
+    if not place.parent.is_dir():
+        raise _refused(path, "there is no such folder")
+    if place.is_dir():
+        raise _refused(path, "it is a folder")
+    if not os.access(place if place.exists() else place.parent, os.W_OK):
+        raise _refused(path, "permission denied")
+
+
+def _write(path: str | os.PathLike[str], text: str) -> None:
+    try:
+        Path(path).write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise _refused(path, error.strerror or str(error)) from error
+
+
+def _refused(path: str | os.PathLike[str], reason: str) -> OptionError:
+    return OptionError(
+        f'the report "{os.fspath(path)}" can\'t be written: {reason}.\n'
+        "  A report is one file in a folder that exists.\n  Give another path, or make room."
+    )

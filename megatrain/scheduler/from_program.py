@@ -10,7 +10,7 @@ from typing import Any
 from megatrain.checks import checked, count, one_of, optional
 from megatrain.errors import ScheduleError
 from megatrain.hardware.hardware import Hardware
-from megatrain.hardware.update_traffic import UPDATE_TRAFFIC, update_traffic
+from megatrain.hardware.work import UPDATE_TRAFFIC, update_traffic
 from megatrain.passes.interpret import reads_values
 from megatrain.passes.kept_results import kept_results
 from megatrain.passes.program import Block, Program

@@ -21,8 +21,7 @@ from megatrain.planning.planner import Planner, StepOptions
 from megatrain.planning.what_if.alternatives import alternatives
 from megatrain.planning.what_if.ways_out import refusal
 from megatrain.progress import stage
-from megatrain.reporting.report_file import check_report_path
-from megatrain.reporting.step_report import report
+from megatrain.reporting.step_report import check_report_path, report
 from megatrain.sizes import format_bytes, parse_bytes
 from megatrain.sizing.best_batch import StepSplit, best_batch, samples_of
 from megatrain.sizing.machine_table import MachineRow, table_text

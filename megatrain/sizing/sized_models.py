@@ -18,7 +18,7 @@ from megatrain.planning.model_sizes import DEPTH, LORA, MICRO_BATCH, SEQUENCE, E
 from megatrain.sizing.sizing_options import LENGTH, SizingOptions
 from megatrain.tracer.arguments import Arguments
 from megatrain.tracer.recording.own_code import original
-from megatrain.verification.command_target import importable, target_function, users_failures
+from megatrain.verification.command import importable, target_function, users_failures
 
 # Lists of a configuration with an entry for each layer that can be cut, or repeated from their beginning.
 _PER_LAYER = ("layer_types",)

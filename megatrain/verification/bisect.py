@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -11,16 +11,13 @@ import torch
 
 from megatrain.compiled.inside import Variant
 from megatrain.compiled.module import CompiledModule
-from megatrain.passes.program import Block
+from megatrain.passes.program import Block, Program
+from megatrain.tracer.arguments import Structure
 from megatrain.tracer.inventory import StateEntry
-from megatrain.verification.boundaries import BoundaryWatch, watch
-from megatrain.verification.compare import Tolerance, compare, distance, scale_of
-from megatrain.verification.fingerprint import ModuleCall, followed_calls
-from megatrain.verification.owners import Owners
-from megatrain.verification.reference import BlocksInOrder, Truth
+from megatrain.verification.compare import Tolerance, compare, distance, named_leaves, scale_of
+from megatrain.verification.observed import BlocksInOrder, BoundaryWatch, ModuleCall, Truth, WholeGraph, followed_calls
 from megatrain.verification.report import Difference, FirstDifference
 from megatrain.verification.trial import Observation, Trial
-from megatrain.verification.whole_graph import WholeGraph
 
 
 def find_first_difference(trial: Trial, step: int, tolerance: Tolerance) -> FirstDifference:
@@ -168,7 +165,7 @@ class _Search:
         # Where eager repeats itself the blocks in order and the compiled step are the same bits, or something is wrong.
         is_exact = self.trial.device.repeats_itself
         watched = BoundaryWatch(truth, self.step, Tolerance(0.0) if is_exact else self.tolerance)
-        watch(variant, compiled.megatrain.engine, watched)
+        watched.watch(variant, compiled.megatrain.engine)
         found = self.trial.observe(compiled, streamed, self.step)
         owners = Owners(variant, found.result)
         if watched.first is not None:
@@ -202,3 +199,64 @@ def _block_of_module(variant: Variant, call: ModuleCall | None) -> int | None:
         if block.name == call.name or any(key.startswith(inside) for key in (*block.binding, f"{block.name}.")):
             return block.index
     return None
+
+
+class Owners:
+    """Names the blocks of what a step produced.
+
+    Args:
+        variant: What was compiled.
+        result: The compiled model's output, whose tensors stand in the order of the program's outputs.
+    """
+
+    def __init__(self, variant: Variant, result: Any):
+        program = variant.program
+        self._blocks = program.blocks
+        self._of_state = _blocks_of_state(program)
+        readers = program.readers()
+        names = zip(variant.traced.input_names, program.inputs, strict=True)
+        self._of_inputs = {argument: readers[value] for argument, value in names}
+        places = {id(t): i for i, t in enumerate(Structure.of(result).placeholders)}
+        self._of_outputs: dict[str, tuple[int, ...]] = {}
+        for path, leaf in named_leaves(result):
+            if id(leaf) in places:
+                self._of_outputs[path] = self._of_output(program, places[id(leaf)])
+
+    def _of_output(self, program: Program, place: int) -> tuple[int, ...]:
+        ref = program.outputs[place]
+        if ref.kind == "state":
+            return self._of_state.get(ref.name, ())
+        producer = program.values[ref.name].producer
+        return () if producer is None else (producer,)
+
+    def blocks(self, kind: str, name: str) -> tuple[Block, ...]:
+        """Returns the blocks of a `(kind, name)` that `compare` knows, in order."""
+        return tuple(self._blocks[i] for i in self._indices(kind, name))
+
+    def __call__(self, kind: str, name: str) -> tuple[str, ...]:
+        """Returns the blocks' labels, `block 3 layers.2`."""
+        return tuple(f"block {block.index} {block.name}".rstrip() for block in self.blocks(kind, name))
+
+    def _indices(self, kind: str, name: str) -> tuple[int, ...]:
+        if kind == "output":
+            return self._of_outputs.get(name, ())
+        if kind == "input gradient":
+            return self._of_inputs.get(name, ())
+        return self._of_state.get(name, ()) if kind in ("gradient", "parameter", "buffer") else ()
+
+
+def _blocks_of_state(program: Program) -> dict[str, tuple[int, ...]]:
+    """Blocks that read a parameter or buffer, or make what a buffer holds afterwards, by each of its names."""
+    found: dict[str, set[int]] = defaultdict(set)
+    readers = program.readers()
+    for block in program.blocks:
+        for key in block.binding:
+            found[program.state[key].owner].add(block.index)
+    for value, key in program.buffers:
+        found[key].update(readers[value])
+    for key, value in program.commits:
+        producer = program.values[value].producer
+        if producer is not None:
+            found[key].add(producer)
+    names = {name: e.owner for e in program.state.values() for name in (e.owner, *e.ties)}
+    return {name: tuple(sorted(found[key])) for name, key in names.items()}

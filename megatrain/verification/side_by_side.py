@@ -21,12 +21,10 @@ from megatrain.tracer.arguments import Arguments
 from megatrain.tracer.given import MODEL
 from megatrain.tracer.recording.own_code import original
 from megatrain.tracer.recording.random_numbers import kept_rng
-from megatrain.verification.bisect import find_first_difference
+from megatrain.verification.bisect import Owners, find_first_difference
 from megatrain.verification.compare import Tolerance, compare
-from megatrain.verification.owners import Owners
 from megatrain.verification.report import Difference, FirstDifference, Report
-from megatrain.verification.trial import Observation, Trial, update
-from megatrain.verification.untouched import copied_model, left_alone
+from megatrain.verification.trial import Observation, Trial, copied_model, left_alone, update
 
 
 def verify(  # the options of compile() and its own

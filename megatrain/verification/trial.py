@@ -1,10 +1,12 @@
-"""Trial: the steps that are compared; it can repeat any step, eagerly or compiled."""
+"""Trial: the steps that are compared, on copies; it can repeat any step, eagerly or compiled."""
 
 from __future__ import annotations
 
+import copy
 import random
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,14 +16,14 @@ from torch import nn
 
 from megatrain.compiled.compiling import compile as compile_model
 from megatrain.compiled.module import CompiledModule
-from megatrain.device import Device, is_on_host
-from megatrain.errors import OptionError
+from megatrain.device import HOST, Device, is_on_host
+from megatrain.errors import ExecuteError, OptionError
 from megatrain.tracer.arguments import Arguments
-from megatrain.tracer.recording.random_numbers import HostRng
-from megatrain.verification.leaves import named_leaves
-from megatrain.verification.untouched import copied_model, copied_tensors
+from megatrain.tracer.python.holders import Attributes
+from megatrain.tracer.python.outer import Outer
+from megatrain.tracer.recording.random_numbers import HostRng, kept_rng
+from megatrain.verification.compare import Key, named_leaves
 
-Key = tuple[str, str]
 Loss = Callable[[Any], torch.Tensor]
 
 
@@ -44,9 +46,7 @@ class Observation:
     def on_host(self) -> Observation:
         """Returns a copy that holds nothing on the device: an output keeps its history, and that the parameters."""
         copies = {
-            key: value.detach().to("cpu", copy=True).requires_grad_(value.requires_grad)
-            if isinstance(value, torch.Tensor)
-            else value
+            key: on_host(value).requires_grad_(value.requires_grad) if isinstance(value, torch.Tensor) else value
             for key, value in self.values.items()
         }
         return Observation(copies, None)
@@ -132,7 +132,7 @@ class Trial:
             if tensor.requires_grad:
                 values["input gradient", name] = tensor.grad
         for name, buffer in model.named_buffers():
-            values["buffer", name] = buffer.detach().to("cpu", copy=True)
+            values["buffer", name] = on_host(buffer)
         return Observation(values, result)
 
     def set_seed(self, step: int) -> None:
@@ -214,3 +214,83 @@ def generators(device: Device) -> dict[str, torch.Tensor]:
     if own is not None:
         states[str(device)] = own
     return states
+
+
+def on_host(tensor: torch.Tensor) -> torch.Tensor:
+    """Returns a copy without a history."""
+    return tensor.detach().to("cpu", copy=True)
+
+
+# -- copies -----------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def left_alone(model: nn.Module) -> Generator[None]:
+    """Puts back what the body changes around the model: the host's random generators, attributes, gradients.
+
+    The body works on copies; what it can still reach are globals, and the model itself by way of a closure.
+
+    Raises:
+        ExecuteError: If a copy's step left gradients in `model` itself: then the copies aren't copies.
+    """
+    with ExitStack() as stack:
+        # Parameters made in inference mode would count no versions.
+        if torch.is_inference_mode_enabled():
+            stack.enter_context(torch.inference_mode(False))
+            stack.enter_context(torch.no_grad())
+        stack.enter_context(kept_rng(HOST))
+        stack.callback(Attributes(model, Outer.of(model)).restore)
+        gradients = [(p, p.grad) for p in model.parameters()]
+        stack.callback(_give_back, gradients)
+        for parameter, _ in gradients:
+            parameter.grad = None
+        yield
+        for name, parameter in model.named_parameters():
+            if parameter.grad is not None:
+                raise ExecuteError(
+                    f"a step of a copy of the model left a gradient in the model's own `{name}`.\n"
+                    "  verify trains copies; a function that refers to the model itself, such as a replaced "
+                    "`forward`, isn't copied with it.\n"
+                    "  Bind such functions to modules, or build a model without them."
+                )
+
+
+def _give_back(gradients: Sequence[tuple[torch.Tensor, torch.Tensor | None]]) -> None:
+    for parameter, gradient in gradients:
+        parameter.grad = gradient
+
+
+def copied_model(model: nn.Module) -> nn.Module:
+    """Returns a deep copy without gradients.
+
+    Raises:
+        ExecuteError: If the model can't be copied.
+    """
+    try:
+        copied = copy.deepcopy(model)
+    except (TypeError, RuntimeError, NotImplementedError) as error:
+        raise ExecuteError(
+            f"the model can't be copied ({type(error).__name__}: {error}).\n"
+            "  verify trains copies, so that the model itself stays as it is.\n"
+            "  Its attributes must not hold objects that copy.deepcopy refuses: tensors with a history, locks, "
+            "open files."
+        ) from error
+    copied.zero_grad(set_to_none=True)
+    return copied
+
+
+def copied_tensors(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Copies inputs as leaves of their own, strides included; one that stands twice is copied once."""
+    copies: dict[int, torch.Tensor] = {}
+    for tensor in tensors:
+        if id(tensor) not in copies:
+            copies[id(tensor)] = _copied(tensor.detach()).requires_grad_(tensor.requires_grad)
+    return [copies[id(t)] for t in tensors]
+
+
+def _copied(tensor: torch.Tensor) -> torch.Tensor:
+    if tensor.layout != torch.strided or tensor.is_conj() or tensor.is_neg() or tensor.numel() == 0:
+        return tensor.clone()
+    # Only the elements that it spans: an input may be a small slice of a whole data set.
+    span = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return tensor.as_strided((span,), (1,)).clone().as_strided(tensor.shape, tensor.stride())

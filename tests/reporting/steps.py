@@ -14,7 +14,7 @@ from megatrain.scheduler.timing.timed_run import TimedRun
 from tests.scheduler.workloads import schedules, step_schedules, trained
 
 CARD = megatrain.Hardware(25e9, 24e9, 1e11, launch_s=1e-6, host_bytes_per_s=60e9)
-EVIL = "<!--<script </script><b>&amp;\"'{{data}}\u2028\x07"
+EVIL = "<!--<script </script><b>&amp;\"'{{data}}$title\u2028\x07"
 
 
 def small(*, clip: bool = False) -> Schedule:

@@ -9,7 +9,7 @@ from expecttest import TestCase
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatrain.reporting.step_figures import compared
+from megatrain.reporting.figures import compared
 from megatrain.scheduler.schedule import Schedule
 from megatrain.scheduler.timing.bands import GAPS, Band, measured_band, planned_band
 from megatrain.scheduler.timing.costs import Hardware, op_durations

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import megatrain
-from megatrain import SavedPlan, cli
+from megatrain import cli
 from megatrain.errors import ExecuteError, OptionError, ScheduleError
 from megatrain.scheduler.schedule import Schedule
 from tests.reporting.steps import CARD, run_of, small
@@ -108,12 +108,8 @@ def test_a_plan_and_a_schedule_are_drawn(tmp_path: Path):
     alone = megatrain.report(plan.schedule, tmp_path / "schedule.html", costs=CARD)
     assert alone.figures.plan == made.figures.plan
     assert alone.figures.sources == ()
-
-
-def test_measured_times_of_ops_serve_as_costs(tmp_path: Path):
-    plan = small()
-    made = megatrain.report(plan, tmp_path / "report.html", costs=run_of(plan).measured())
-    assert made.figures.plan.origin == "modelled from measured times of single ops"
+    measured = megatrain.report(small(), tmp_path / "measured.html", costs=run_of(small()).measured())
+    assert measured.figures.plan.origin == "modelled from measured times of single ops"
 
 
 def refused(call: Callable[[], object], kind: type[Exception], first: str) -> None:
@@ -133,8 +129,6 @@ def test_what_cannot_be_drawn_is_refused(tmp_path: Path):
     )
     with pytest.raises(ScheduleError, match=r"^this schedule doesn't know its workload"):
         megatrain.report(Schedule.parse(str(plan)), page, costs=CARD)
-    empty = megatrain.schedule(plan.known_workload(), mode="forward")
-    assert empty.ops
     assert not page.exists()
     missing = tmp_path / "missing" / "report.html"
     refused(
@@ -205,18 +199,9 @@ def test_with_rates_the_command_plans_and_runs_nothing(folder: Path, capsys: pyt
     assert "measured" not in out
 
 
-def test_a_saved_schedule_is_drawn(folder: Path, capsys: pytest.CaptureFixture[str]):
-    (folder / "saved.json").write_text(SavedPlan("Model", "fp32", small()).to_json())
-    status, out, _ = said(["saved.json", "page.html", *RATES], capsys)
-    assert status == 0
-    assert out.startswith("report: schedule, 4 blocks, 19 ticks, 38 ops\n")
-
-
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["saved.json", "page.html"], "the report of a saved plan needs a machine."),
-        (["nowhere.json", "page.html", *RATES], "`nowhere.json` can't be read: "),
         (["made.py:build", "page.html", "--hardware=abacus"], "--hardware='abacus' is not known."),
         (["made.py:fails", "page.html"], "`made.py:fails` failed: RuntimeError: not today."),
         (["made.py:build", "no/page.html", *RATES], 'the report "no/page.html" can\'t be written'),
@@ -227,7 +212,6 @@ def test_a_saved_schedule_is_drawn(folder: Path, capsys: pytest.CaptureFixture[s
     ],
 )
 def test_what_the_command_refuses(folder: Path, arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]):
-    (folder / "saved.json").write_text(SavedPlan("Model", "fp32", small()).to_json())
     status, out, err = said(arguments, capsys)
     assert (status, out) == (2, "")
     assert err.startswith(f"megatrain: {words}"), err

@@ -111,7 +111,7 @@ class HardwareProfile:
             launch=machine.launch_s,
             h2d=machine.h2d_bytes_per_s,
             d2h=machine.d2h_bytes_per_s,
-            pageable=machine.pageable_bytes_per_s or 0,
+            pageable=machine.h2d_bytes_per_s / 4,
             both_ways=both_ways / (machine.h2d_bytes_per_s + machine.d2h_bytes_per_s),
             sync=5e-6,
             issue=machine.issue_s,

@@ -21,10 +21,8 @@ import megatrain
 from megatrain.device import Cuda, find
 from megatrain.errors import ExecuteError
 from megatrain.hardware.hardware import Hardware
-from megatrain.hardware.measuring.copies import Link
-from megatrain.hardware.measuring.kernels_alone import launch_s
-from megatrain.hardware.measuring.measured import _of_host  # pyright: ignore[reportPrivateUsage]
-from megatrain.hardware.measuring.timing import seconds_of
+from megatrain.hardware.kernels_alone import launch_s, seconds_of
+from megatrain.hardware.measured import Link, _of_host  # pyright: ignore[reportPrivateUsage]
 from megatrain.memory import bus as buses
 from megatrain.memory.bus import Bus
 from megatrain.memory.ring import BUFFERS

@@ -13,7 +13,7 @@ import torch
 
 import megatrain
 from megatrain import cli
-from megatrain.verification.command_target import command_target as load
+from megatrain.verification.command import command_target as load
 
 SOURCE = """
 import torch

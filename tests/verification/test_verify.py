@@ -19,10 +19,8 @@ import megatrain.compiled.inside  # pyright: ignore[reportUnusedImport]
 from megatrain import Report, verify
 from megatrain.verification import Difference, side_by_side
 from megatrain.verification.compare import Tolerance as Allowed
-from megatrain.verification.compare import compare, distance
-from megatrain.verification.leaves import named_leaves
-from megatrain.verification.trial import update, weighted_sum
-from megatrain.verification.untouched import copied_tensors
+from megatrain.verification.compare import compare, distance, named_leaves
+from megatrain.verification.trial import copied_tensors, update, weighted_sum
 from tests.gradients import grad_of
 from tests.models import MODELS, Stack
 

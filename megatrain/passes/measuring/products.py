@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from megatrain.hardware.measuring.kernels_alone import DTYPES
+from megatrain.hardware.kernels_alone import DTYPES
 from megatrain.passes.exact_fakes import exact_fakes
 from megatrain.passes.interpret import Code, opaque_calls
 from megatrain.passes.program import Program

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from megatrain.errors import OptimizerError, OptionError
-from megatrain.hardware.update_traffic import UPDATE_TRAFFIC
+from megatrain.hardware.work import UPDATE_TRAFFIC
 from megatrain.optim.block_update import MasterStep
 from megatrain.optim.fast import FastPath, NativeKernel, ParameterUpdate, fast_path, register, unregister
 from megatrain.optim.fast.adamw import AdamWInOnePass

@@ -1,4 +1,4 @@
-"""The cache of what was measured: read where it fits, measured anew where it doesn't."""
+"""What was measured: read where it fits, measured anew where it doesn't; and how it is measured."""
 
 from __future__ import annotations
 
@@ -10,13 +10,20 @@ import pytest
 
 from megatrain.device.kinds import HOST
 from megatrain.errors import OptionError
+from megatrain.hardware import kernels_alone, measured
 from megatrain.hardware.hardware import Hardware
-from megatrain.hardware.measuring import copies, kernels_alone, measured
-from megatrain.hardware.measuring.cache import cached
-from megatrain.hardware.measuring.kernels_alone import Product, product_rates
-from megatrain.hardware.measuring.timing import rates_together
+from megatrain.hardware.kernels_alone import Product, product_rates
+from megatrain.hardware.measured import Link, cached, elements_beyond, rates_together
+from megatrain.native.adamw_kernels import LANES
 
 FIGURES = {"h2d_bytes_per_s": 1e9, "d2h_bytes_per_s": 2e9, "flops_per_s": {"fp32": 1e12}, "memory_bytes": 2**30}
+
+WRONG = {
+    "h2d_bytes_per_s": -1.0,
+    "flops_per_s": {"fp32": float("nan")},
+    "d2h_bytes_per_s": "fast",
+    "no_such_figure": 1.0,
+}
 
 
 class Measured:
@@ -46,21 +53,17 @@ def test_what_was_measured_is_read(tmp_path: Path):
     assert [path.suffix for path in folder.iterdir()] == [".json", ".json"]
 
 
+KEPT = {"format": 4, "facts": "a machine", "figures": FIGURES}
+
+
 @pytest.mark.parametrize(
     "text",
     [
-        "",
-        "{",
-        "[]",
-        "null",
-        json.dumps({"format": 1, "facts": "a machine", "figures": FIGURES}),
-        "[" * 100_000,
-        json.dumps({"format": 2, "facts": "a machine", "figures": {}}),
-        json.dumps({"format": 2, "facts": "a machine", "figures": {**FIGURES, "h2d_bytes_per_s": -1.0}}),
-        json.dumps({"format": 2, "facts": "a machine", "figures": {**FIGURES, "flops_per_s": {"fp32": float("nan")}}}),
-        json.dumps({"format": 2, "facts": "a machine", "figures": {**FIGURES, "flops_per_s": "fast"}}),
-        json.dumps({"format": 2, "facts": "a machine", "figures": {**FIGURES, "no_such_figure": 1.0}}),
-        json.dumps({"format": 2, "facts": "an older driver", "figures": FIGURES}),
+        *("", "{", "[]", "null", "[" * 100_000),
+        json.dumps(KEPT | {"format": 1}),
+        json.dumps(KEPT | {"facts": "an older driver"}),
+        *(json.dumps(KEPT | {"figures": {**FIGURES, name: value}}) for name, value in WRONG.items()),
+        json.dumps(KEPT | {"figures": {}}),
     ],
 )
 def test_a_file_that_is_broken_or_of_other_facts_is_measured_anew(tmp_path: Path, text: str):
@@ -127,14 +130,14 @@ def test_this_machine_has_figures(tmp_path: Path, products):
     assert machine.issue_s == 0  # a kernel is done when its call returns
     assert 0 < machine.compute_beside <= 1
     assert machine.host_bytes_per_s < 1e13
-    assert None not in (machine.cores, machine.host_memory_bytes, machine.memory_bytes)
+    assert machine.memory_bytes is not None
     assert ("fp64" in str(machine)) == bool(products)
 
 
 def test_copies_of_threads_have_rates_alone_and_together(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(copies, "_HOST_BYTES", 1 << 18)
-    link = copies.Link(HOST)
-    assert min(*link.alone(), *link.both(), link.pageable()) > 0
+    monkeypatch.setattr(measured, "_HOST_BYTES", 1 << 18)
+    link = Link(HOST)
+    assert min(*link.alone(), *link.both()) > 0
     link.close()
 
 
@@ -144,3 +147,23 @@ def test_rates_together_are_those_while_all_work():
     assert rates_together([one, other], 10) == (10, 10)
     assert rates_together([one, [3.0, 5.0]], 10) == (10, 5)
     assert rates_together([[0.0, 4.0, 8.0], [2.0, 6.0]], 8) == (2, 2)
+
+
+GIB = 1 << 30
+
+
+@pytest.mark.parametrize(
+    ("caches", "available", "nbytes"),
+    [
+        (0, 64 * GIB, 256 << 20),
+        (32 << 20, 64 * GIB, 256 << 20),
+        (300 << 20, 64 * GIB, 1200 << 20),
+        (300 << 20, 4 * GIB, 512 << 20),
+        (300 << 20, GIB, 256 << 20),
+        (2 * GIB, 900 * GIB, 4 * GIB),
+    ],
+)
+def test_updates_are_measured_on_memory_that_no_cache_holds(caches: int, available: int, nbytes: int):
+    number = elements_beyond(caches, available)
+    assert number * 16 == nbytes
+    assert number % LANES == 0

@@ -1,16 +1,18 @@
-"""Kernels alone: rates of products, attention and memory, and what a launch costs the device and Python."""
+"""Kernels alone: rates of products, attention and memory, what a launch costs, and how such times are taken."""
 
 from __future__ import annotations
 
+import threading
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import cycle
+from statistics import median
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 
 from megatrain.device import HOST, Device
-from megatrain.hardware.measuring.timing import seconds_of
 from megatrain.hardware.work import SHARED_BYTES
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
@@ -21,6 +23,53 @@ _LARGEST, _SMALLEST = 8192, 256
 # In a model each weight comes from memory once in each pass, so weights take turns here, more than caches hold.
 _BEYOND_CACHES = 256 << 20
 _MOST_WEIGHTS = 64
+_WARM_UP_S = 0.02
+
+
+def seconds_of(device: Device, work: Callable[[], object], *, least_s: float, most: int = 200) -> float:
+    """The median time of some work on the device, and of what its launch takes longer.
+
+    Args:
+        device: Where it runs.
+        work: Issues it, to the current stream.
+        least_s: Repeated for so long, three times at least.
+        most: Times at most.
+    """
+    begin, is_warm = time.perf_counter(), False
+    while not is_warm:
+        work()
+        device.settle()  # without that, a queue of so much work might take far longer
+        is_warm = time.perf_counter() - begin >= min(_WARM_UP_S, least_s)
+    found: list[float] = []
+    while len(found) < 3 or (sum(found) < least_s and len(found) < most):
+        before = device.moment()
+        work()
+        found.append(device.moment().seconds_since(before))
+    return median(found)
+
+
+class Beside:
+    """Work of a thread, again and again, for as long as the body of a `with` runs.
+
+    Args:
+        work: Done again and again; each call waits for its end.
+    """
+
+    def __init__(self, work: Callable[[], object]) -> None:
+        self._work = work
+        self._is_over = False
+        self._thread = threading.Thread(target=self._run, daemon=True)
+
+    def _run(self) -> None:
+        while not self._is_over:
+            self._work()
+
+    def __enter__(self) -> None:
+        self._thread.start()
+
+    def __exit__(self, *_: object) -> None:
+        self._is_over = True
+        self._thread.join()
 
 
 class Product(NamedTuple):

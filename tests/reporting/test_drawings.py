@@ -1,0 +1,196 @@
+"""The page and the trace say what the figures say, ask for nothing, and take any name for a name."""
+
+from __future__ import annotations
+
+import json
+import re
+from html.parser import HTMLParser
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatrain.reporting.drawings import page_text, trace_text
+from megatrain.reporting.figures import StepFigures
+from megatrain.reporting.step_report import step_report
+from megatrain.scheduler.effects import streams
+from megatrain.scheduler.schedule import Schedule
+from megatrain.scheduler.timing.costs import Hardware
+from tests.draws import draws
+from tests.reporting.steps import EVIL, drawn, evil, long, made, small
+
+Event = dict[str, Any]
+LEFT, RIGHT = 84, 1146
+
+
+class Seen(HTMLParser):
+    """The elements of a page with their attributes and texts, and the rows of its tables."""
+
+    def __init__(self, page: str) -> None:
+        super().__init__(convert_charrefs=True)
+        self.elements: list[tuple[str, dict[str, Any]]] = []
+        self.rows: list[list[str]] = []
+        self.texts: list[str] = []
+        self.feed(page)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.elements.append((tag, dict(attrs)))
+        self.texts.append("")
+        self.rows += [[]] if tag == "tr" else []
+        if tag in ("td", "th"):
+            self.rows[-1].append("")
+
+    def handle_data(self, data: str) -> None:
+        if self.elements:
+            self.texts[-1] += data
+            if self.elements[-1][0] in ("td", "th"):
+                self.rows[-1][-1] += data
+
+    def of(self, tag: str) -> list[tuple[dict[str, Any], str]]:
+        return [(own, text) for (name, own), text in zip(self.elements, self.texts, strict=True) if name == tag]
+
+
+def test_the_verdict_and_every_figure_are_words():
+    figures = made().figures
+    seen = Seen(page_text(figures))
+    assert [text.strip() for _, text in seen.of("p")][1:5][: len(figures.verdict)] == [
+        f"{line[0].upper()}{line[1:]}." for line in figures.verdict
+    ]
+    rows = {row[0]: row[1:] for row in seen.rows}
+    assert {holder.name for holder in figures.peak.holders[:12]} <= set(rows)
+    for stream in {position.stream for position, _ in figures.schedule.positions()}:
+        assert rows[stream][0] == str(sum(op.stream == stream for op in figures.ops))
+    assert "measured" not in page_text(made(is_measured=False).figures).replace("never measured", "")
+
+
+def test_each_op_is_drawn_at_its_time_in_both_bands_and_says_what_it_is():
+    figures = made().figures
+    seen = Seen(page_text(figures))
+    rects, titles = seen.of("rect"), [text for _, text in seen.of("title")]
+    names = [text.split()[0] for text in titles if "\ntick " in text]
+    whole = max(band.step_s for band in figures.bands)
+    expected: list[tuple[str, float, float]] = []
+    thin = 0
+    for band in figures.bands:
+        for stream in streams():
+            for index, timing in enumerate(band.timeline):
+                begin, end = (LEFT + (RIGHT - LEFT) * s / whole for s in (timing.start_s, timing.end_s))
+                if timing.position.stream == stream and end - begin >= 2.1:
+                    expected.append((figures.op_name(index), begin, end - begin))
+                thin += timing.position.stream == stream and end - begin < 2.1
+    assert 0 < thin < len(expected)
+    assert names == [name for name, _, _ in expected]
+    for (own, _), (_, begin, width) in zip(rects, expected, strict=True):
+        assert float(own["x"]) == pytest.approx(begin, abs=0.1)
+        assert float(own["width"]) == pytest.approx(width, abs=0.15)
+    lines = [own["d"] for own, _ in seen.of("path") if own.get("stroke-width") == "0.8"]
+    assert sum(line.count("M") for line in lines) == thin
+
+
+def heights(path: str) -> list[float]:
+    return [float(y) for y in re.findall(r"V([\d.]+)", path)]
+
+
+def test_the_curve_reaches_the_line_of_the_planned_peak_and_no_more():
+    figures = made().figures
+    seen = Seen(page_text(figures))
+    paths = [own for own, _ in seen.of("path")]
+    bound = next(float(own["d"].split()[1].split("H")[0]) for own in paths if "stroke-dasharray" in own)
+    filled = [heights(own["d"]) for own in paths if own.get("fill", "none") != "none"]
+    assert len(filled) == len(figures.device_curves[0].parts)
+    (measured,) = [heights(own["d"]) for own in paths if own.get("fill") == "none"]
+    assert min(min(each) for each in filled) == min(measured) == bound
+    assert max(bytes_ for _, bytes_ in figures.device_curves[1].totals) == figures.schedule.device_bytes
+
+
+def test_no_name_becomes_a_part_of_the_page():
+    page, harmless = page_text(made(evil()).figures), page_text(made().figures)
+    seen = Seen(page)
+    assert {tag for tag, _ in seen.elements} == {tag for tag, _ in Seen(harmless).elements}
+    shown = EVIL.replace("\u2028", "\ufffd").replace("\x07", "\ufffd")
+    assert any(f"block 0 ({shown}0)" in text for _, text in seen.of("title"))
+    assert any(shown in row[0] for row in seen.rows)
+    page.encode("utf-8")
+
+
+def test_the_page_runs_nothing_and_asks_for_nothing():
+    seen = Seen(page_text(made().figures))
+    links = [(tag, own[name]) for tag, own in seen.elements for name in ("src", "href") if name in own]
+    assert links == [("link", "data:,")]
+    assert not seen.of("script")
+    policy = next(own["content"] for own, _ in seen.of("meta") if own.get("http-equiv") == "Content-Security-Policy")
+    assert policy.split(";")[0] == "default-src 'none'"
+    (style,) = [text for _, text in seen.of("style")]
+    assert not re.search(r"@import|url\(", style)
+
+
+@pytest.mark.parametrize("micro_batches", [1, 4])
+def test_a_hundred_layers_make_a_small_page(micro_batches: int):
+    assert len(page_text(made(long(100, micro_batches)).figures).encode()) < 200_000
+
+
+# -- the trace -----------------------------------------------------------------------------------------------------
+
+
+def events(figures: StepFigures) -> list[Event]:
+    return json.loads(trace_text(figures))["traceEvents"]
+
+
+def ns(microseconds: float) -> int:
+    """As Perfetto reads a number."""
+    return round(microseconds * 1000)
+
+
+FREE = Hardware(float("inf"), 1e9, 1e9, host_bytes_per_s=1e9)
+"""Its prefetches take no time: Perfetto has nothing open at their moment that a flow could belong to."""
+
+
+@given(drawn(), st.sampled_from([None, FREE]))
+@draws(40)
+def test_no_two_ops_of_a_track_overlap_and_each_flow_begins_and_ends_within_one(
+    plan: Schedule, machine: Hardware | None
+):
+    opened: dict[tuple[int, int], Event] = {}
+    flows: dict[int, Event] = {}
+    latest = 0.0
+    found = events((made(plan) if machine is None else step_report(plan, machine, None)).figures)
+    for event in found:
+        track = event["pid"], event["tid"]
+        if event["ph"] in "XCsf":
+            assert event["ts"] >= latest or event["pid"] == 2
+            latest = event["ts"]
+        if event["ph"] == "X":
+            before = opened.get(track)
+            assert before is None or ns(before["ts"]) + ns(before["dur"]) <= ns(event["ts"])
+            opened[track] = event
+        elif event["ph"] in "sf":
+            around = opened[track]
+            assert ns(around["ts"]) <= ns(event["ts"]) < ns(around["ts"]) + ns(around["dur"])
+            if event["ph"] == "s":
+                assert event["id"] not in flows
+                flows[event["id"]] = around
+            else:
+                giver = flows[event["id"]]
+                assert event["bp"] == "e"
+                assert ns(giver["ts"]) <= ns(around["ts"])
+                assert (giver["cat"], around["cat"]) in {("W", "F"), ("W", "B"), ("G", "U")}
+    assert {event["ph"] for event in found} <= set("MXCsf")
+    assert sum(event["ph"] == "s" for event in found) == sum(event["ph"] == "f" for event in found)
+    for process in {event["pid"] for event in found}:
+        ops = [(streams()[e["tid"] - 1], e["name"]) for e in found if e["ph"] == "X" and e["pid"] == process]
+        assert sorted(ops) == sorted((p.stream, str(op)) for p, op in plan.positions())
+
+
+def test_flows_counters_and_names_of_a_trace():
+    plan, figures = small(), made().figures
+    found = events(figures)
+    starts = [event for event in found if event["ph"] == "s" and event["pid"] == 1]
+    counts = {name: sum(event["name"] == name for event in starts) for name in ("weights", "gradients")}
+    assert counts == {"weights": len(plan.bindings()), "gradients": 4}
+    live = [event["args"]["bytes"] for event in found if event["ph"] == "C" and event["pid"] == 1]
+    assert live == [total for _, total in figures.device_curves[0].totals]
+    names = [event["args"]["name"] for event in found if event["name"] == "process_name"]
+    assert [name.split(":")[0] for name in names] == ["plan", "measured"]
+    hostile = events(made(evil()).figures)
+    assert {e["args"].get("name") for e in hostile if e["ph"] == "X"} == {f"{EVIL}{i}" for i in range(3)}
