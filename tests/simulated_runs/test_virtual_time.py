@@ -32,7 +32,6 @@ _COMMON: dict[str, Any] = {
     "host_bytes_per_s": HOST_BYTES_PER_S,
     "memory_bytes_per_s": 1e12,
     "issue_s": 5e-6,
-    "pageable_bytes_per_s": 5e9,
 }
 
 
@@ -153,7 +152,7 @@ def test_measuring_a_machine_finds_its_rates(sim: Simulator, tmp_path: Path):
     for kind, tolerance in (("bf16", 0.03), ("fp32", 0.03), ("bf16 attention", 0.15)):
         assert found.product_rate(kind) == pytest.approx(given.product_rate(kind), rel=tolerance)
     for rate in (
-        "memory_bytes_per_s", "h2d_bytes_per_s", "d2h_bytes_per_s", "pageable_bytes_per_s", "launch_s", "issue_s"
+        "memory_bytes_per_s", "h2d_bytes_per_s", "d2h_bytes_per_s", "launch_s", "issue_s"
     ):  # fmt: skip
         assert getattr(found, rate) == pytest.approx(getattr(given, rate), rel=0.05), rate
     both, wanted = (m.h2d_beside * m.h2d_bytes_per_s + m.d2h_beside * m.d2h_bytes_per_s for m in (found, given))
