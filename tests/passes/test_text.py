@@ -60,34 +60,6 @@ traced Tiny(x: f32[1, 2]) -> f32[1, 2]
     )
 
 
-def test_partition_cuts_at_the_layers():
-    assert_expected_inline(
-        str(partition(canonicalize(_tiny()))).split("\n\n")[0],
-        """\
-program Tiny: 3 blocks, 3 templates
-  inputs x; outputs relu_1
-  buffer calls = calls
-  commit calls = calls_in_0
-  block 0 self: t0(calls) -> calls_in_0; state 0 bytes
-  block 1 layers.0: t1(x) -> relu; state 0 bytes
-  block 2 layers.1: t2(relu) -> relu_1; state 0 bytes""",
-    )
-
-
-def test_a_template_reads_state_by_name_before_it_is_lifted():
-    cut = partition(canonicalize(_tiny()))
-    assert_expected_inline(
-        template_text(cut.templates["t1"]),
-        """\
-def t1(
-    x: "f32[1, 2]",
-) -> "f32[1, 2]":
-    linear: "f32[1, 2]" = F.linear(x, layers.0.weight, None)
-    relu: "f32[1, 2]" = torch.relu(linear)
-    return relu""",
-    )
-
-
 def test_a_lifted_template_takes_its_state_by_keyword():
     lifted = lift_state(partition(canonicalize(_tiny())))
     assert_expected_inline(
