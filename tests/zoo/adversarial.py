@@ -7,7 +7,6 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import nn
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 from torch.utils.checkpoint import checkpoint
@@ -37,13 +36,6 @@ def _case_name(cls: type) -> str:
 ZOO = Adversarial("adversarial")
 
 
-@ZOO.stacked
-class VmapBlock(Block):
-    def forward(self, x):
-        scaled = torch.func.vmap(lambda row: row * row.sum(-1, keepdim=True).tanh())(x)
-        return super().forward(scaled)
-
-
 @ZOO.alone
 class VmapTop(Stack):
     def forward(self, x):
@@ -69,38 +61,13 @@ class FuncGrad(Block):
         return super().forward(x) - 0.1 * force
 
 
-@ZOO.stacked
-class AutocastBlock(Block):
-    def forward(self, x):
-        with torch.autocast("cpu", dtype=torch.bfloat16):
-            y = self.down(F.gelu(self.up(x)))
-            with torch.autocast("cpu", enabled=False):
-                y = self.norm(y.float())
-        return x + y
-
-
-@ZOO.stacked
-class NogradRegion(Block):
-    def forward(self, x):
-        with torch.no_grad():
-            scale = self.up(x).abs().mean(-1, keepdim=True)
-        return super().forward(x) / (1 + scale)
-
-
 @ZOO.alone
-class Checkpoint(Stack):
-    use_reentrant = False
-
+class CheckpointReentrant(Stack):
     def forward(self, x):
         x = self.stem(x)
         for block in self.blocks:
-            x = checkpoint(block, x, use_reentrant=self.use_reentrant)
+            x = checkpoint(block, x, use_reentrant=True)
         return self.head(x)
-
-
-@ZOO.alone
-class CheckpointReentrant(Checkpoint):
-    use_reentrant = True
 
 
 @ZOO.stacked
@@ -108,13 +75,6 @@ class FromNumpy(Block):
     def forward(self, x):
         ramp = torch.from_numpy(np.linspace(0.5, 1.5, x.shape[-1], dtype=np.float32))
         return super().forward(x * ramp.to(x.device))
-
-
-@ZOO.stacked
-class ItemValue(Block):
-    def forward(self, x):
-        scale = x.detach().abs().max().item()
-        return super().forward(x / max(scale, 1.0))
 
 
 @ZOO.stacked
