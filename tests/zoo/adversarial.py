@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
@@ -54,13 +53,6 @@ class InnerGrad(Block):
         return y - 0.1 * force
 
 
-@ZOO.stacked
-class FuncGrad(Block):
-    def forward(self, x):
-        force = torch.func.grad(lambda y: self.up(y).tanh().sum())(x)
-        return super().forward(x) - 0.1 * force
-
-
 @ZOO.alone
 class CheckpointReentrant(Stack):
     def forward(self, x):
@@ -71,13 +63,6 @@ class CheckpointReentrant(Stack):
 
 
 @ZOO.stacked
-class FromNumpy(Block):
-    def forward(self, x):
-        ramp = torch.from_numpy(np.linspace(0.5, 1.5, x.shape[-1], dtype=np.float32))
-        return super().forward(x * ramp.to(x.device))
-
-
-@ZOO.stacked
 class Nonzero(Block):
     """Runs on the positions that its own router picks."""
 
@@ -85,16 +70,6 @@ class Nonzero(Block):
         flat = x.flatten(0, 1)
         picked = (flat.sum(-1) > 0).nonzero().squeeze(-1)
         return flat.index_add(0, picked, super().forward(flat[picked])).view_as(x)
-
-
-@ZOO.stacked
-class BoolMaskAssign(Block):
-    def forward(self, x):
-        y = super().forward(x)
-        z = torch.zeros_like(y)
-        mask = y[..., 0] > 0
-        z[mask] = y[mask] * 2
-        return x + z
 
 
 @ZOO.stacked

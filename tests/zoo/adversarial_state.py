@@ -28,16 +28,6 @@ class WeightSpectralNorm(nn.Module):
 
 
 @ZOO.stacked
-class PlainAttrTensor(Block):
-    def __init__(self) -> None:
-        super().__init__()
-        self.table = torch.linspace(0.5, 1.5, 8)
-
-    def forward(self, x):
-        return super().forward(x * self.table)
-
-
-@ZOO.stacked
 class ModuleBwHook(Block):
     def __init__(self) -> None:
         super().__init__()
@@ -103,19 +93,3 @@ class DataMutation(Block):
         y = super().forward(x)
         y.data.clamp_(-1, 1)
         return y
-
-
-@ZOO.alone
-class TeacherNograd(nn.Module):
-    """Distils a frozen copy that runs without gradients, and has a head that nobody calls."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.student, self.teacher = Stack(), Stack().requires_grad_(False)
-        self.unused = nn.Linear(4, 4)
-
-    def forward(self, x):
-        with torch.no_grad():
-            target = self.teacher(x).softmax(-1)
-        logits = self.student(x)
-        return F.kl_div(logits.log_softmax(-1), target, reduction="batchmean"), logits

@@ -24,13 +24,6 @@ class SavedTensorHooks(Block):
             return super().forward(x)
 
 
-@ZOO.stacked
-class OldBackwardHook(Block):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm.register_full_backward_pre_hook(lambda module, grads: (grads[0] * 0.5,))
-
-
 def _halve_gradient(parameter: torch.Tensor) -> None:
     assert parameter.grad is not None
     parameter.grad.mul_(0.5)
@@ -41,14 +34,6 @@ class PostAccumulateHook(Stack):
     def __init__(self) -> None:
         super().__init__()
         self.head.weight.register_post_accumulate_grad_hook(_halve_gradient)
-
-
-@ZOO.alone
-class SliceAssignmentNested(Stack):
-    def forward(self, x):
-        grid = torch.zeros(x.shape[0], x.shape[1] + 2, 8)
-        grid[:, 1:-1][..., ::2] = self.stem(x)[..., ::2]
-        return self.head(self.blocks[0](grid))
 
 
 @ZOO.alone
@@ -189,14 +174,3 @@ class Attended(nn.Module):
             x = x + y
             weights.append(w)
         return x, weights
-
-
-@ZOO.alone
-class LazyInside(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.net = nn.Sequential(nn.LazyLinear(8), nn.ReLU(), nn.LazyBatchNorm1d(), nn.Linear(8, 2))
-        self.net(torch.randn(4, 6))
-
-    def forward(self, x):
-        return self.net(x.flatten(0, 1))
