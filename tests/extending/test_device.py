@@ -129,7 +129,9 @@ def test_a_registered_kind_is_known_by_its_name():
             megatrain.compile(nn.Linear(3, 3), device=wrong)
     kind: Any
     for kind in ("", "toy:1", 3, None):
-        with pytest.raises(megatrain.OptionError, match=r"^kind(=| ).*(can't name a kind of device|is not text|is None)"):
+        with pytest.raises(
+            megatrain.OptionError, match=r"^kind(=| ).*(can't name a kind of device|is not text|is None)"
+        ):
             register(kind, Toy)
     toy = Toy()
     assert find(toy) is toy

@@ -246,8 +246,6 @@ def test_rounded_masters_hang_on_the_seed_and_on_no_order(optimizer: str):
     assert one.compiled.masters.low_bytes == 0
 
 
-
-
 # -- checkpoints --------------------------------------------------------------------------------------------------
 
 
@@ -255,12 +253,6 @@ def save_loop(folder: Path, loop: Loop) -> None:
     names = dict(loop.model.named_parameters())
     state = loop.model.state_dict(keep_vars=True)
     save(folder, state, optimizer=loop.optimizer, names=names, tensors=loop.compiled.masters.sources())
-
-
-
-
-
-
 
 
 def test_the_weights_of_a_checkpoint_are_bf16_for_any_reader(tmp_path: Path):
@@ -308,8 +300,6 @@ def test_everything_that_does_not_fit_is_in_one_error(tmp_path: Path):
     ]
     for name, values in values_of(compiled).items():
         assert_same_bits(before[name], values, name)
-
-
 
 
 def test_a_damaged_low_half_is_named(tmp_path: Path):
