@@ -11,7 +11,6 @@ from types import FrameType
 from typing import Any
 
 import torch
-from torch import nn
 
 from megatrain.errors import MegatrainError
 
@@ -24,7 +23,6 @@ class Thing:
 
 def values() -> dict[str, Any]:
     """What is given for each parameter, by name; made anew for each case."""
-    nested: dict[str, Any] = {"a": [{"b": (None, {1: Thing()})}]}
     return {
         "None": None,
         "zero": 0,
@@ -33,26 +31,16 @@ def values() -> dict[str, Any]:
         "huge": 10**30,
         "half": 1.5,
         "nan": float("nan"),
-        "inf": float("inf"),
-        "empty": "",
         "evil": "evil",
         "nul": "\0",
-        "long": "x" * 5000,
         "digits": "9" * 5000,
-        "bytes": b"",
         "list": [],
-        "tuple": (),
         "dict": {},
-        "set": {1},
         "object": Thing(),
         "lambda": lambda a, b, c, d, e: None,
-        "class": nn.Linear,
         "tensor": torch.ones(2, 2),
         "meta": torch.ones(2, device="meta"),
-        "nested": nested,
         "mixed": ["a", 0, None],
-        "pair": (1, "a"),
-        "complex": 1j,
     }
 
 

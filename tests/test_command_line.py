@@ -12,7 +12,6 @@ import torch
 
 import megatrain
 from megatrain import cli
-from tests.tiers import wide
 
 ROOT = Path(__file__).parent.parent
 
@@ -29,14 +28,7 @@ def test_the_version_names_all_that_a_report_of_a_fault_needs(capsys):
     status, said, _ = ended(["--version"], capsys)
     python = sys.version.split()[0]
     assert status == 0
-    assert said.split() == [
-        "megatrain",
-        f"{megatrain.__version__},",
-        "torch",
-        f"{torch.__version__},",
-        "Python",
-        python,
-    ]
+    assert said == f"megatrain {megatrain.__version__}, torch {torch.__version__}, Python {python}\n"
 
 
 def test_the_help_lists_every_command(capsys):
@@ -54,20 +46,10 @@ def test_what_is_no_command_ends_with_2(arguments, capsys):
     assert "usage: megatrain" in wrong
 
 
-@pytest.mark.parametrize("module", ["megatrain", wide("megatrain.cli")])
-def test_python_m_is_the_command(module, tmp_path):
-    def run(*arguments: str) -> subprocess.CompletedProcess[str]:
-        environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-        timing = ["-X", "importtime"] if module == "megatrain" else []
-        command = [sys.executable, *timing, "-m", module, *arguments]
-        return subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=600)
-
-    if module == "megatrain.cli":  # the same main, and each start takes seconds
-        shown = run("--version")
-        assert (shown.returncode, shown.stderr) == (0, "")
-        assert shown.stdout.startswith(f"megatrain {megatrain.__version__}, ")
-        return
-    refused = run("verify", "nowhere.py:build")
+def test_python_m_is_the_command(tmp_path):
+    command = [sys.executable, "-X", "importtime", "-m", "megatrain", "verify", "nowhere.py:build"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    refused = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=600)
     lines = refused.stderr.splitlines()
     imported = {line.rpartition("|")[2].strip() for line in lines if line.startswith("import time:")}
     said = [line for line in lines if not line.startswith("import time:")]

@@ -2,17 +2,33 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
+import io
 import os
 import re
+import runpy
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 
 import pytest
+import torch
 
 ROOT = Path(__file__).parent.parent
 MOST_LINES = 60
+
+
+def printed_here(name: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Runs an example in this process, which has imported all that takes long, in an empty folder."""
+    monkeypatch.chdir(folder)
+    shown = io.StringIO()
+    with contextlib.redirect_stdout(shown), warnings.catch_warnings(), torch.random.fork_rng(devices=[]):
+        warnings.simplefilter("default")
+        runpy.run_path(str(ROOT / "examples" / f"{name}.py"), run_name="__main__")
+    assert list(folder.iterdir()) == [], "an example leaves nothing behind"
+    return shown.getvalue()
 
 
 def printed(name: str, folder: Path, *launcher: str) -> str:
@@ -47,8 +63,8 @@ def test_examples_are_short_and_each_is_named_by_a_test():
         assert any(path.stem in text for text in tests), path.name
 
 
-def test_minimal_learns_within_a_budget_below_its_weights(tmp_path: Path):
-    shown = printed("minimal", tmp_path)
+def test_minimal_learns_within_a_budget_below_its_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    shown = printed_here("minimal", tmp_path, monkeypatch)
     losses = numbers(r"step \d+: loss ([\d.]+)", shown)
     assert losses[-1] < losses[0] / 100
     weights, held, budget = numbers(r"weights (\d+) B, most that the device held (\d+) B, budget (\d+) B", shown)
@@ -56,7 +72,8 @@ def test_minimal_learns_within_a_budget_below_its_weights(tmp_path: Path):
     assert "schedule: 8 blocks" in shown
 
 
-@pytest.mark.parametrize("size", [2, pytest.param(3, marks=pytest.mark.wide)])
+@pytest.mark.nightly
+@pytest.mark.parametrize("size", [2, 3])
 def test_several_processes_have_the_bits_of_one(size: int, tmp_path: Path):
     launcher = ("-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={size}")
     shown = printed("several_processes", tmp_path, *launcher)
@@ -66,8 +83,8 @@ def test_several_processes_have_the_bits_of_one(size: int, tmp_path: Path):
 
 
 @pytest.mark.skipif(is_missing("transformers"), reason="transformers isn't installed")
-def test_hf_llama_learns_and_its_checkpoint_is_a_hugging_face_model(tmp_path: Path):
-    shown = printed("hf_llama", tmp_path)
+def test_hf_llama_learns_and_its_checkpoint_is_a_hugging_face_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    shown = printed_here("hf_llama", tmp_path, monkeypatch)
     losses = numbers(r"step \d+: loss ([\d.]+)", shown)
     assert losses[-1] < losses[0] - 0.5
     weights, taken = numbers(r"weights (\d+) B, the step takes (\d+) B", shown)
@@ -76,7 +93,7 @@ def test_hf_llama_learns_and_its_checkpoint_is_a_hugging_face_model(tmp_path: Pa
     assert re.search(r"verify LlamaForCausalLM: equal to eager PyTorch; (\d+) of \1 tensors bit for bit", shown)
 
 
-@pytest.mark.wide
+@pytest.mark.nightly
 @pytest.mark.skipif(is_missing("peft") or is_missing("transformers"), reason="peft or transformers isn't installed")
 def test_lora_trains_adapters_and_nothing_else(tmp_path: Path):
     shown = printed("lora", tmp_path)
@@ -89,7 +106,7 @@ def test_lora_trains_adapters_and_nothing_else(tmp_path: Path):
     assert back < weights / 4 < moved
 
 
-@pytest.mark.wide
+@pytest.mark.nightly
 @pytest.mark.skipif(is_missing("transformers"), reason="transformers isn't installed")
 def test_the_plan_fits_the_card_and_one_of_two_machines(tmp_path: Path):
     shown = printed("plan_before_you_rent", tmp_path)

@@ -8,10 +8,6 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-import pytest
-
-import megatrain
-
 DOCS = Path(__file__).parents[1] / "docs"
 PUBLIC = (
     "megatrain",
@@ -65,12 +61,6 @@ def test_each_public_name_is_in_the_reference_exactly_once():
     found = Counter(id(named(path)) for path in DIRECTIVES)
     assert [path for key, path in wanted.items() if found[key] != 1] == [], "missing, or there more than once"
     assert [path for path in DIRECTIVES if id(named(path)) not in wanted] == [], "named by nothing public"
-
-
-@pytest.mark.parametrize("name", ["compile", "TrainStep", "plan", "Plan", "verify", "schedule", "Schedule"])
-def test_what_users_meet_first_has_its_shortest_path(name: str):
-    assert name in megatrain.__all__
-    assert f"megatrain.{name}" in DIRECTIVES
 
 
 def test_members_that_a_directive_chooses_exist():

@@ -22,7 +22,6 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 import megatrain
 from tests.comparing import assert_same
-from tests.tiers import wide
 
 pytestmark = pytest.mark.usefixtures("lowered_once")  # of few models
 
@@ -91,7 +90,13 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     linecache.cache.pop("model.py", None)
 
 
-@pytest.mark.parametrize("name", ["eight-billion-on-24-gb", wide("lora-on-32b"), wide("long-documents")])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "eight-billion-on-24-gb",
+        *(pytest.param(name, marks=pytest.mark.nightly) for name in ("lora-on-32b", "long-documents")),
+    ],
+)
 @pytest.mark.filterwarnings("ignore")
 def test_a_plan_on_a_page_is_the_one_that_is_made(name: str, capsys: pytest.CaptureFixture[str]):
     found = execute(blocks(name, "python")[0])
@@ -103,7 +108,7 @@ def test_a_plan_on_a_page_is_the_one_that_is_made(name: str, capsys: pytest.Capt
     assert (moved is not None) == (name == "eight-billion-on-24-gb")
 
 
-@pytest.mark.wide
+@pytest.mark.nightly
 def test_the_smaller_card_takes_what_the_page_says():
     name = "eight-billion-on-24-gb"
     said = re.search(
@@ -123,7 +128,8 @@ ROWS = re.findall(r"^\| (\d+) \| (\w+) \| (\S+) \| (\S+ GiB) \| (\S+ GiB) \| (\S
 assert ROWS, "the table of the page is found"
 
 
-@pytest.mark.parametrize(("tokens", "memory", "activations", "device", "parks", "host"), [*map(wide, ROWS)])
+@pytest.mark.nightly
+@pytest.mark.parametrize(("tokens", "memory", "activations", "device", "parks", "host"), ROWS)
 def test_another_plan_of_a_long_text_has_the_figures_of_its_row(
     tokens: str, memory: str, activations: str, device: str, parks: str, host: str
 ):
@@ -134,7 +140,7 @@ def test_another_plan_of_a_long_text_has_the_figures_of_its_row(
     assert re.search(rf"^  parks +\d+ +{parks} ", shown, re.MULTILINE)
 
 
-@pytest.mark.wide
+@pytest.mark.nightly
 def test_a_long_text_without_chunks_takes_what_the_page_says():
     said = re.search(r"without chunks the plan below needs (\S+ GiB)", prose(LONG))
     assert said is not None
@@ -142,7 +148,10 @@ def test_a_long_text_without_chunks_takes_what_the_page_says():
     assert shown.splitlines()[1].startswith(f"device: {said[1]} of 20.00 GiB: doesn't fit")
 
 
-@pytest.mark.parametrize(("name", "precision"), [("eight-billion-on-24-gb", "bf16"), ("lora-on-32b", "fp32")])
+@pytest.mark.parametrize(
+    ("name", "precision"),
+    [pytest.param("eight-billion-on-24-gb", "bf16", marks=pytest.mark.nightly), ("lora-on-32b", "fp32")],
+)
 @pytest.mark.filterwarnings("ignore")
 def test_a_script_trains_with_the_step_that_a_plan_of_its_model_has(name: str, precision: str, machine: Path):
     script = blocks(name, "python")[1]

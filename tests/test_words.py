@@ -41,11 +41,6 @@ def test_what_is_counted_is_in_the_singular_where_it_is_one():
     assert not found, "megatrain.counts.counted knows when there is one:\n" + "\n".join(found)
 
 
-@pytest.mark.parametrize(("text", "is_found"), [("has {len(x)} blocks", True), ("3 of {len(x)} blocks", False)])
-def test_a_count_without_a_rule_is_found(text: str, is_found: bool):
-    assert bool(UNCOUNTED.search(text)) == is_found
-
-
 @pytest.mark.parametrize(
     ("text", "found"),
     [

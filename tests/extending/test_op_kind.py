@@ -132,14 +132,12 @@ def test_a_slow_disk_is_what_bounds_the_simulated_step(files: FromFiles) -> None
     assert "\ndisk" in schedule.gantt(slow)
 
 
-@pytest.mark.parametrize("chaos", [False, True])
-def test_it_runs_with_eagers_bits(files: FromFiles, chaos: bool) -> None:
+def test_it_runs_with_eagers_bits(files: FromFiles) -> None:
     eager = model()
     streamed = copy.deepcopy(eager)
     files.write(eager)
     program, schedule = lowered(streamed)
-    disturbance = megatrain.Chaos(seed=1, max_delay_s=0.01) if chaos else None
-    engine = megatrain.Engine(streamed, torch.device("cpu"), chaos=disturbance)
+    engine = megatrain.Engine(streamed, torch.device("cpu"), chaos=megatrain.Chaos(seed=1, max_delay_s=0.01))
     executor = megatrain.Executor(program, files.put_into(schedule), engine)
     with torch.no_grad():
         for parameter in streamed.parameters():
@@ -150,15 +148,6 @@ def test_it_runs_with_eagers_bits(files: FromFiles, chaos: bool) -> None:
     assert torch.equal(call.outputs[0], eager(INPUT))
     assert_same_state(streamed, eager)
     assert files.num_read == 2 * sum(op.what == "R" for op in executor.schedule.ops)
-
-
-def test_what_isnt_in_the_table_isnt_read(files: FromFiles) -> None:
-    """The same without the ops: the weights are what the host has."""
-    streamed = model()
-    files.write(streamed)
-    program, schedule = lowered(streamed)
-    with pytest.raises(megatrain.ScheduleError, match="copies what no R has read"):
-        megatrain.Executor(program, schedule, streamed)
 
 
 def test_a_backward_whose_slots_another_call_used_is_refused(files: FromFiles) -> None:

@@ -94,9 +94,8 @@ def state_of(optimizer: torch.optim.Optimizer) -> list[Mapping[str, torch.Tensor
     return [optimizer.state[p] for group in optimizer.param_groups for p in group["params"]]
 
 
-@pytest.mark.parametrize("max_norm", [None, 1e-4], ids=["unclipped", "clipped"])
-def test_fp32_training_has_the_bits_of_eager_lion(path: Counted, max_norm: float | None):
-    eager = build()
+def test_fp32_training_has_the_bits_of_eager_lion(path: Counted):
+    eager, max_norm = build(), 1e-4
     expected = lion(eager.parameters())
     compiled = megatrain.compile(build(), device="cpu")
     optimizer = lion(compiled.parameters())
@@ -105,8 +104,7 @@ def test_fp32_training_has_the_bits_of_eager_lion(path: Counted, max_norm: float
         expected.zero_grad()
         loss = loss_of(eager(batch))
         loss.backward()
-        if max_norm is not None:
-            assert torch.nn.utils.clip_grad_norm_(eager.parameters(), max_norm) > max_norm
+        assert torch.nn.utils.clip_grad_norm_(eager.parameters(), max_norm) > max_norm
         expected.step()
         assert_same_bits(loss.detach(), step(batch).detach(), "loss")
     for (name, one), other in zip(eager.named_parameters(), compiled.parameters(), strict=True):
@@ -130,10 +128,9 @@ def test_bf16_training_has_the_bits_of_eager_lion_over_fp32_masters(path: Counte
     assert path.count == 6 * 8
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_the_same_training_goes_on_with_the_same_bits_when_the_path_is_unregistered(precision: str):
+def test_the_same_training_goes_on_with_the_same_bits_when_the_path_is_unregistered():
     def run(after: Callable[[int], None]) -> tuple[list[float], list[torch.Tensor]]:
-        compiled = megatrain.compile(build(), device="cpu", precision=precision)
+        compiled = megatrain.compile(build(), device="cpu", precision="bf16")
         step = megatrain.TrainStep(compiled, lion(compiled.parameters()), loss=loss_of)
         losses: list[float] = []
         for index, batch in enumerate(batches(6)):

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-import pickle
 from functools import partial
 from typing import Any
 
@@ -110,29 +108,15 @@ def test_verify_compares_the_rewritten_model_with_eager():
     assert report.num_blocks == 5
 
 
-@pytest.mark.parametrize("activations", ["keep", "recompute", "offload"])
-def test_a_training_step_runs_it(activations):
+def test_a_training_step_runs_it():
     models = [seeded(), seeded()]
     losses: list[list[float]] = []
     for model, passes in zip(models, ([], [chunked_cross_entropy]), strict=True):
-        compiled = megatrain.compile(model, device="cpu", activations=activations, passes=passes)
+        compiled = megatrain.compile(model, device="cpu", activations="recompute", passes=passes)
         train = megatrain.TrainStep(compiled, torch.optim.AdamW(model.parameters(), lr=1e-2), max_grad_norm=1.0)
         losses.append([float(train((IDS, LABELS))) for _ in range(4)])
     assert losses[1] == pytest.approx(losses[0], rel=1e-9)
     assert losses[0][3] < losses[0][0]
-
-
-def test_a_pass_that_is_wrong_is_found_by_verify_in_the_passes():
-    def halves(traced: megatrain.TracedModule) -> megatrain.TracedModule:
-        rewriter = Rewriter(traced)
-        (loss,) = rewriter.calls(F.cross_entropy)
-        rewriter.replace(loss, rewriter.call(loss, "mul", loss, 0.5))
-        return rewriter.done()
-
-    report = megatrain.verify(seeded(), IDS, LABELS, device="cpu", compile_options={"passes": [halves]})
-    assert not report.ok
-    assert report.first_difference is not None
-    assert report.first_difference.culprit == "passes"
 
 
 def test_a_plan_takes_the_same_passes():
@@ -141,28 +125,3 @@ def test_a_plan_takes_the_same_passes():
     assert "chunked_cross_entropy" in chunked.program.provenance
     assert chunked.program.templates.keys() == plain.program.templates.keys()
     assert str(chunked.program) != str(plain.program)
-
-
-def test_a_compiled_model_with_passes_is_copied_and_pickled_like_any_other():
-    compiled = megatrain.compile(seeded(), device="cpu", passes=[lambda traced: traced], example_args=(IDS, LABELS))
-    for plain in (copy.deepcopy(compiled), pickle.loads(pickle.dumps(compiled))):
-        assert type(plain) is Model
-        assert torch.equal(plain(IDS, LABELS), seeded()(IDS, LABELS))
-    with pytest.raises(megatrain.OptionError, match="compiled already"):
-        megatrain.compile(compiled, passes=[chunked_cross_entropy])
-
-
-@pytest.mark.parametrize("wrong", [[3], ["chunked"], [lambda: None], chunked_cross_entropy, None])
-def test_what_is_no_list_of_functions_is_refused(wrong):
-    for call in (megatrain.compile, megatrain.plan):
-        with pytest.raises(megatrain.OptionError, match=r"^passes"):
-            call(seeded(), passes=wrong, example_args=(IDS, LABELS))
-
-
-def test_what_a_pass_returns_is_refused_by_its_name():
-    def forgets_to_return(traced: megatrain.TracedModule):
-        Rewriter(traced).done()
-
-    passes: Any = [forgets_to_return]
-    with pytest.raises(megatrain.LowerError, match=r"the pass `forgets_to_return` returned None\."):
-        megatrain.compile(seeded(), device="cpu", passes=passes, example_args=(IDS, LABELS))

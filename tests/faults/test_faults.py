@@ -13,7 +13,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.mark.wide
+@pytest.mark.nightly
 def test_a_small_part_of_the_campaign_holds() -> None:
     number = 0 if os.environ.get("CI") else random.randrange(1000)
     command = [sys.executable, "-m", "tests.faults", "--small", "--seed", str(number), "--first", str(number)]

@@ -2,7 +2,6 @@
 
 import copy
 import random
-import threading
 from typing import Any
 
 import pytest
@@ -52,26 +51,19 @@ def two_groups(parameters, **second):
 MAKERS = {
     "adamw": lambda ps: torch.optim.AdamW(two_groups(ps, weight_decay=0.0, lr=1e-2), lr=1e-3, weight_decay=0.1),
     "adamw fused": lambda ps: torch.optim.AdamW(two_groups(ps, weight_decay=0.0), fused=True),
-    "adamw foreach": lambda ps: torch.optim.AdamW(two_groups(ps, maximize=True, amsgrad=True), foreach=True),
-    "adamw mixed": lambda ps: torch.optim.AdamW(two_groups(ps, foreach=True, maximize=True), foreach=False),
+    "adamw mixed": lambda ps: torch.optim.AdamW(
+        two_groups(ps, foreach=True, maximize=True, amsgrad=True), foreach=False
+    ),
     "adamw tensor lr": lambda ps: torch.optim.AdamW(ps, lr=torch.tensor(1e-2)),
-    "adam": lambda ps: torch.optim.Adam(ps, weight_decay=0.1),
     "sgd": lambda ps: torch.optim.SGD(ps, lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.01),
     "sgd fused": lambda ps: torch.optim.SGD(ps, lr=0.1, momentum=0.9, fused=True),
-    "adafactor": lambda ps: torch.optim.Adafactor(ps, lr=0.1),
     "muon": lambda ps: torch.optim.Muon([p for p in ps if p.dim() == 2], lr=0.1),
-    "radam": lambda ps: torch.optim.RAdam(ps, lr=0.1),
-    "nadam": lambda ps: torch.optim.NAdam(ps, lr=0.1),
-    "adagrad": lambda ps: torch.optim.Adagrad(ps, lr=0.1),
-    "rmsprop": lambda ps: torch.optim.RMSprop(ps, lr=0.1, momentum=0.5, centered=True),
-    "adamax": lambda ps: torch.optim.Adamax(ps, lr=0.1),
-    "adadelta": lambda ps: torch.optim.Adadelta(ps, lr=0.1),
-    "asgd": lambda ps: torch.optim.ASGD(ps, lr=0.1),
-    "rprop": lambda ps: torch.optim.Rprop(ps, lr=0.1),
     "lion": lambda ps: Lion(two_groups(ps, lr=0.1)),
     "child": lambda ps: Child(ps, lr=0.1),
     "names": lambda ps: torch.optim.AdamW([(f"p{i}", p) for i, p in enumerate(ps)]),
 }
+for each in "Adafactor RAdam NAdam Adagrad RMSprop Adamax Adadelta ASGD Rprop".split():
+    MAKERS[each] = lambda ps, each=each: getattr(torch.optim, each)(ps, lr=0.1)
 
 
 def parameters(seed: int = 0) -> list[torch.nn.Parameter]:
@@ -104,13 +96,13 @@ def assert_equal(whole, ps, parts, qs) -> None:
 
 
 @pytest.mark.parametrize("name", MAKERS)
-def test_twenty_steps_leave_the_same_bits_in_any_order(name: str):
+def test_steps_leave_the_same_bits_in_any_order(name: str):
     ps, qs = parameters(), parameters()
     whole, parts = MAKERS[name](ps), MAKERS[name](qs)
     schedules = [torch.optim.lr_scheduler.LinearLR(o, 0.1, total_iters=10) for o in (whole, parts)]
     blocks = by_blocks(parts, qs)
     generator, order = torch.Generator().manual_seed(1), list(range(len(BLOCKS)))
-    for step in range(20):
+    for step in range(9):
         random.Random(step).shuffle(order)
         # Torch's fused SGD fails where a parameter's first gradient comes later than another's.
         set_gradients((ps, qs), generator, skipped=() if name == "sgd fused" else {step % 11})
@@ -126,10 +118,7 @@ def test_twenty_steps_leave_the_same_bits_in_any_order(name: str):
     assert schedules[0].state_dict().keys() == schedules[1].state_dict().keys()
 
 
-@pytest.mark.filterwarnings("ignore:Sparse invariant checks:UserWarning")  # of torch's Adagrad
-@pytest.mark.parametrize(
-    "make", [lambda ps: torch.optim.SparseAdam(ps), lambda ps: torch.optim.SGD(ps, lr=0.1), torch.optim.Adagrad]
-)
+@pytest.mark.parametrize("make", [torch.optim.SparseAdam, torch.optim.SGD])
 def test_sparse_gradients(make):
     ps, qs = ([torch.nn.Embedding(6, 3, sparse=True).weight for _ in range(2)] for _ in range(2))
     for p, q in zip(ps, qs, strict=True):
@@ -146,16 +135,6 @@ def test_sparse_gradients(make):
         whole.step()
         step_by_blocks(blocks, (1, 0))
     assert_equal(whole, ps, parts, qs)
-
-
-def test_a_scheduler_finds_that_the_step_was_called(recwarn):
-    ps = parameters()
-    optimizer = torch.optim.SGD(ps, lr=0.1)
-    schedule = torch.optim.lr_scheduler.LinearLR(optimizer)
-    set_gradients((ps,), torch.Generator())
-    step_by_blocks(by_blocks(optimizer, ps), range(len(BLOCKS)))
-    schedule.step()
-    assert not recwarn.list
 
 
 def test_what_is_set_during_a_step_takes_effect_with_the_next():
@@ -176,22 +155,18 @@ def test_what_is_set_during_a_step_takes_effect_with_the_next():
 
 def test_parameters_stay_in_their_groups_for_everybody_else_while_a_block_is_updated():
     ps = parameters()
-    seen = []
+    seen, own = [], []
 
     @register
     class Peeking(torch.optim.SGD):
         def step(self, closure=None):
-            if len(self.param_groups[0]["params"]) < len(SHAPES) and "optimizer" in globals():
-                seen.append(len(globals()["optimizer"].param_groups[0]["params"]))
+            seen.append((len(self.param_groups[0]["params"]) < len(SHAPES), len(own[0].param_groups[0]["params"])))
             return super().step(closure)
 
-    globals()["optimizer"] = Peeking(ps, lr=0.1)
-    try:
-        step_by_blocks(by_blocks(globals()["optimizer"], ps), range(len(BLOCKS)))
-    finally:
-        del globals()["optimizer"]
-    assert seen
-    assert set(seen) == {len(SHAPES)}
+    own.append(Peeking(ps, lr=0.1))
+    step_by_blocks(by_blocks(own[0], ps), range(len(BLOCKS)))
+    assert (True, len(SHAPES)) in seen
+    assert {count for _, count in seen} == {len(SHAPES)}
 
 
 def test_hooks_run_once_a_step_and_see_the_users_optimizer():
@@ -223,20 +198,6 @@ def test_hooks_run_once_a_step_and_see_the_users_optimizer():
     assert events == [("all pre", True), ("pre", True), ("post", False), ("all post", False)]
 
 
-def test_updates_on_another_thread():
-    ps, qs = parameters(), parameters()
-    whole, parts = (torch.optim.AdamW(x) for x in (ps, qs))
-    set_gradients((ps, qs), torch.Generator())
-    blocks = by_blocks(parts, qs)
-    whole.step()
-    blocks.begin()
-    thread = threading.Thread(target=lambda: [blocks.update(block) for block in range(len(BLOCKS))])
-    thread.start()
-    thread.join()
-    blocks.finish()
-    assert_equal(whole, ps, parts, qs)
-
-
 def test_an_abandoned_step_takes_no_further_update_and_counts_nothing():
     ps = parameters()
     optimizer = Lion(ps)
@@ -263,37 +224,6 @@ class NormSGD(torch.optim.SGD):
                 p.sub_(p.grad / norm, alpha=group["lr"])
 
 
-class Counting(torch.optim.SGD):
-    """Keeps a list, which each call lengthens."""
-
-    def __init__(self, params):
-        super().__init__(params, lr=0.1)
-        self.log = []
-
-    def step(self, closure=None):
-        self.log.append(1)
-        self.param_groups[0]["lr"] = 0.1 / len(self.log)
-        return super().step(closure)
-
-
-class Noisy(torch.optim.SGD):
-    @torch.no_grad()
-    def step(self, closure=None):
-        for p in self.param_groups[0]["params"]:
-            p.add_(torch.randn_like(p))
-
-
-class Distance(torch.optim.SGD):
-    """Leaves an estimate from the gradients it was given in its group, as D-adaptation does."""
-
-    @torch.no_grad()
-    def step(self, closure=None):
-        group = self.param_groups[0]
-        norms = [float(p.grad.norm()) for p in group["params"] if p.grad is not None]
-        group["lr"] = group["distance"] = 0.1 * (group.get("distance", 0.0) + sum(norms))
-        return super().step(closure)
-
-
 class Lookahead(torch.optim.SGD):
     """Slow weights, by an optimizer inside."""
 
@@ -308,7 +238,7 @@ class Lookahead(torch.optim.SGD):
                 p.copy_(slow.lerp_(p, 0.5))
 
 
-@pytest.mark.parametrize("make", [lambda ps: NormSGD(ps, lr=0.1), Counting, lambda ps: Noisy(ps), Distance, Lookahead])
+@pytest.mark.parametrize("make", [lambda ps: NormSGD(ps, lr=0.1), Lookahead])
 def test_what_isnt_known_to_be_per_parameter_takes_its_own_step_at_the_end(make):
     ps, qs = parameters(), parameters()
     whole, parts = make(ps), make(qs)
@@ -483,15 +413,3 @@ def test_calls_out_of_order_are_refused():
         blocks.update(0)
     with pytest.raises(OptimizerError, match=r"blocks \[1, 2, 3, 4\] were not updated"):
         blocks.finish()
-
-
-def test_groups_added_later_take_part():
-    ps, qs = parameters(), parameters()
-    whole, parts = (torch.optim.AdamW(x[:4]) for x in (ps, qs))
-    blocks = by_blocks(parts, qs)
-    for optimizer, x in ((whole, ps), (parts, qs)):
-        optimizer.add_param_group({"params": x[4:], "lr": 0.1})
-    set_gradients((ps, qs), torch.Generator())
-    whole.step()
-    step_by_blocks(blocks, range(len(BLOCKS)))
-    assert_equal(whole, ps, parts, qs)

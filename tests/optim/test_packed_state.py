@@ -15,7 +15,6 @@ from megatrain.errors import CheckpointError
 from megatrain.optim.per_parameter import register
 from tests.comparing import assert_same
 from tests.packed import Quantized
-from tests.tiers import diagonal
 
 BUDGET = "24KiB"
 
@@ -92,17 +91,15 @@ def batch(number: int) -> torch.Tensor:
     return torch.randn(3, 16, generator=torch.Generator().manual_seed(number))
 
 
-@pytest.mark.parametrize(("clip", "overlap"), diagonal([0.05, None], [True, False]))
-def test_steps_and_a_resumed_run_have_the_bits_of_the_loop(clip: float | None, overlap: bool, tmp_path: Path) -> None:
-    eager, streamed = network(), network()
+def test_steps_and_a_resumed_run_have_the_bits_of_the_loop(tmp_path: Path) -> None:
+    eager, streamed, again = network(), network(), network()
     own, optimizer = PackedMomentum(eager.parameters()), PackedMomentum(streamed.parameters())
-    options: dict[str, Any] = {"loss": square, "max_grad_norm": clip, "overlap": overlap}
+    options: dict[str, Any] = {"loss": square, "max_grad_norm": 0.05}
     step = megatrain.TrainStep(megatrain.compile(streamed, device="cpu", memory=BUDGET), optimizer, **options)
     for number in range(3):
         step(batch(number))
         eager(batch(number)).square().mean().backward()
-        if clip is not None:
-            torch.nn.utils.clip_grad_norm_(eager.parameters(), clip)
+        torch.nn.utils.clip_grad_norm_(eager.parameters(), 0.05)
         own.step()
         own.zero_grad()
     step.flush()
@@ -110,15 +107,13 @@ def test_steps_and_a_resumed_run_have_the_bits_of_the_loop(clip: float | None, o
         assert torch.equal(one, other)
         assert_same(plain(own.state[one]), plain(optimizer.state[other]))
     step.save(tmp_path / "run")
-    again = network()
     compiled = megatrain.compile(again, device="cpu", memory=BUDGET)
     resumed = megatrain.TrainStep.load(tmp_path / "run", compiled, PackedMomentum(again.parameters()), **options)
     for number in range(3, 5):
         assert torch.equal(step(batch(number)), resumed(batch(number)))
-    for each in (step, resumed):
-        each.flush()
-    for one, other in zip(streamed.parameters(), again.parameters(), strict=True):
-        assert torch.equal(one, other)
+    step.flush()
+    resumed.flush()
+    assert_same(list(streamed.parameters()), list(again.parameters()))
 
 
 def test_a_failed_update_leaves_packed_state_as_it_was() -> None:

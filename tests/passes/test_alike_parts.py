@@ -21,8 +21,7 @@ from megatrain.passes.rewrites.head.head_loss import chunk_head_loss
 from megatrain.passes.rewrites.tile_tokens import tile_tokens
 from tests.rewrites import test_masked_attention as masked
 from tests.rewrites.test_head_loss import FORMS, WEIGHTED, Reader, ids_of
-from tests.rewrites.test_tile_tokens import Model, Norm
-from tests.tiers import wide
+from tests.rewrites.test_tile_tokens import Model
 
 META = torch.device("meta")
 
@@ -54,42 +53,10 @@ def assert_as_all(model: nn.Module, args: Any, rewrite: Rewrite, fewer: int, pat
     assert found == measured(model, args, rewrite)
 
 
-HEADS = {name: (FORMS | WEIGHTED)[name] for name in ("smoothed", "capped", "row by row", "rows")}
-
-
-@pytest.mark.parametrize("form", HEADS)
-def test_chunks_of_a_head(form: str, monkeypatch: pytest.MonkeyPatch):
-    """99 rows: 3 chunks of 13 rows and 5 of 12."""
-    assert_as_all(Reader(HEADS[form]), (ids_of(0),), partial(chunk_head_loss, rows=14), 4, monkeypatch)
-
-
-@pytest.mark.parametrize(("tokens", "fewer"), [(330, 2), wide((640, 8))])
-def test_tiles(tokens: int, fewer: int, monkeypatch: pytest.MonkeyPatch):
-    """Of 330 tokens the last tile is longer: it looks like the others, and has other shapes."""
-    ids = torch.zeros(1, tokens, dtype=torch.long)
-    assert_as_all(Model(), (ids, ids), partial(tile_tokens, rows=64), fewer, monkeypatch)
-
-
 def test_parts_of_attention(monkeypatch: pytest.MonkeyPatch):
     """The first part sees fewer keys; the others have as many, and those of padding further flags."""
     model = masked.Model(masked.window(1024), own=True)
     assert_as_all(model, masked.batch(3072, texts=1), partial(banded_attention, rows=512), 2, monkeypatch)
-
-
-def test_a_norm_whose_weight_is_shared_by_all_tiles(monkeypatch: pytest.MonkeyPatch):
-    """Sums over tiles are made before the first, gradients of tokens with it."""
-
-    class Twice(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.norm, self.up = Norm(), nn.Linear(32, 96)
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            gate, up = self.up(self.norm(x)).chunk(2, -1)
-            return (gate.sigmoid() * up).sum(-1)
-
-    x = torch.zeros(2, 512, 32, requires_grad=True)
-    assert_as_all(Twice(), (x,), partial(tile_tokens, rows=64), 6, monkeypatch)
 
 
 @pytest.mark.parametrize(
@@ -117,3 +84,15 @@ def test_parts_that_are_left_out_count_as_the_last_of_theirs():
     assert kernels([2, 2, 2, 2, 3, 3, 3], lambda size: size) == [19, 18, 12]
     # Where the last is known to be another one, all in between are measured.
     assert kernels([2, 2, 2, 5], lambda size: size)[1] == 12
+
+
+def test_chunks_of_a_head(monkeypatch: pytest.MonkeyPatch):
+    """99 rows: 3 chunks of 13 rows and 5 of 12."""
+    form = (FORMS | WEIGHTED)["rows"]
+    assert_as_all(Reader(form), (ids_of(0),), partial(chunk_head_loss, rows=14), 4, monkeypatch)
+
+
+def test_tiles(monkeypatch: pytest.MonkeyPatch):
+    """The last tile is longer: it looks like the others, and has other shapes."""
+    ids = torch.zeros(1, 330, dtype=torch.long)
+    assert_as_all(Model(), (ids, ids), partial(tile_tokens, rows=64), 2, monkeypatch)

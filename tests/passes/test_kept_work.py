@@ -85,18 +85,15 @@ def test_attention_is_left_alone_where(why: str):
     assert found is None
 
 
-def test_short_texts_keep_nothing_and_long_ones_do(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.undo()  # the limit of a short text
+def test_attention_between_other_calls_may_be_kept_unless_texts_are_short(monkeypatch: pytest.MonkeyPatch):
+    """The same layer as those that are left alone."""
     model = Changed(lambda q: attended(q).square().sum())
+    (found,) = results_of(lower(trace(model, (text(),))))
+    assert found is not None
+    monkeypatch.undo()  # the limit of a short text
     for length, is_long in ((TOKENS, False), (4 * TOKENS, True)):
         (found,) = results_of(lower(trace(model, (text(length=length),))))
         assert (found is not None) == is_long
-
-
-def test_attention_between_other_calls_may_be_kept():
-    """The same layer as those that are left alone."""
-    (found,) = results_of(lower(trace(Changed(lambda q: attended(q).square().sum()), (text(),))))
-    assert found is not None
 
 
 def test_a_module_of_torch_whose_call_is_one_node_may_keep_what_runs_in_it():

@@ -7,8 +7,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from megatrain.hardware.work import MEMORY, Kernels, Works, total_bytes, total_flops, total_kernels
+from megatrain.hardware.work import MEMORY, Kernels, Works, total_bytes, total_flops
 from megatrain.passes.measuring.kernel_work import KernelWork
+from megatrain.passes.measuring.products import products_of
 from megatrain.passes.pipeline import lower
 from megatrain.passes.program import Program, TemplateCost
 from megatrain.scheduler.from_program import workload
@@ -72,23 +73,6 @@ def test_a_lookup_reads_what_it_returns_and_its_gradient_writes_the_table():
     assert total_bytes(noted(lambda: backward(meta(3, 8), ids, 1000, -1, False))) == 4 * 24 + 24 + 4 * 8000
 
 
-@pytest.mark.parametrize(
-    ("dtype", "rate"),
-    [(torch.bfloat16, "bf16"), (torch.float16, "bf16"), (torch.float32, "fp32"), (torch.float64, "fp64")],
-)
-def test_products_have_the_rate_of_their_dtype(dtype: torch.dtype, rate: str):
-    assert [work.rate for work in noted(lambda: meta(8, 8, dtype=dtype) @ meta(8, 8, dtype=dtype))] == [rate]
-
-
-def test_products_with_fewer_bits_count_as_such_where_torch_allows_them():
-    before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("high")
-    try:
-        assert [work.rate for work in noted(lambda: meta(8, 8) @ meta(8, 8))] == ["tf32"]
-    finally:
-        torch.set_float32_matmul_precision(before)
-
-
 @pytest.mark.parametrize("kind", ["efficient", "flash", "cudnn"])
 @pytest.mark.parametrize("is_causal", [False, True])
 def test_attention_counts_what_a_causal_mask_leaves_and_heads_that_share_keys(kind: str, is_causal: bool):
@@ -131,28 +115,6 @@ def test_a_backward_computes_what_its_gradients_need():
     assert flops_of(model, x) == (2 * one, one)  # nothing needs the second's input gradient either
 
 
-class Adapted(nn.Module):
-    """A frozen layer and a low-rank one beside it."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.base = nn.Linear(width, width, bias=False).requires_grad_(False)
-        self.down, self.up = nn.Linear(width, 1, bias=False), nn.Linear(1, width, bias=False)
-
-    def forward(self, x):
-        return torch.relu(self.base(x) + self.up(self.down(x)))
-
-
-def test_a_step_with_adapters_computes_two_thirds():
-    width, rows = 64, 16
-    program = lowered(nn.Sequential(*(Adapted(width) for _ in range(3))), torch.randn(rows, width))
-    works = workload(program).blocks
-    last = works[-1]
-    base, adapter = 2 * rows * width * width, 2 * rows * width
-    assert total_flops(last.forward) == base + 2 * adapter
-    assert total_flops(last.backward) == base + 4 * adapter
-
-
 def test_blocks_of_one_template_that_need_other_gradients_have_their_own_backwards():
     """The second of three equal layers is frozen: it hands gradients on, and has none of its own."""
     model = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8, bias=False), nn.Tanh()) for _ in range(3)))
@@ -166,9 +128,23 @@ def test_blocks_of_one_template_that_need_other_gradients_have_their_own_backwar
     assert workload(lowered(model, torch.randn(4, 8))).blocks[0].backward == ()
 
 
-def test_a_layer_has_as_many_kernels_as_calls_that_compute():
-    model = nn.Sequential(nn.Linear(8, 32), nn.GELU(), nn.Linear(32, 8))
-    blocks = workload(lowered(model, torch.randn(4, 8))).blocks
-    assert sum(total_kernels(block.forward) for block in blocks) == 3
-    # Of the last layer three (its input, weight and bias), of the activation one, of the first its weight and bias.
-    assert sum(total_kernels(block.backward) for block in blocks) == 6
+def test_products_have_the_rate_of_their_dtype_or_of_fewer_bits_where_torch_allows_them():
+    def rates(dtype: torch.dtype) -> list[str]:
+        return [work.rate for work in noted(lambda: meta(8, 8, dtype=dtype) @ meta(8, 8, dtype=dtype))]
+
+    found = [*map(rates, (torch.bfloat16, torch.float16, torch.float32, torch.float64))]
+    assert found == [["bf16"], ["bf16"], ["fp32"], ["fp64"]]
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("high")
+    try:
+        assert rates(torch.float32) == ["tf32"]
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
+def test_each_distinct_product_of_the_forwards_comes_once_largest_first():
+    model = nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 32), nn.Linear(32, 32), nn.Linear(32, 4))
+    program = lowered(model, torch.randn(5, 8))
+    assert products_of(program) == ((5, 32, 32, "fp32"), (5, 8, 32, "fp32"), (5, 32, 4, "fp32"))
+    narrow = lowered(nn.Linear(8, 16, dtype=torch.bfloat16), torch.randn(2, 3, 8, dtype=torch.bfloat16))
+    assert products_of(narrow) == ((6, 8, 16, "bf16"),)

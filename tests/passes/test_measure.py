@@ -13,7 +13,7 @@ from megatrain.passes.measuring.live_bytes import LiveBytes
 from megatrain.passes.pipeline import lower
 from megatrain.passes.program import Program, TemplateCost
 from megatrain.tracer.trace import trace
-from tests.models import MODELS, Gpt
+from tests.models import MODELS
 
 
 def _cost(program: Program, block: int = 0) -> TemplateCost:
@@ -30,13 +30,6 @@ class Mlp(nn.Module):
 
     def forward(self, x):
         return self.down(F.gelu(self.up(x)))
-
-
-def test_a_lone_linear_saves_nothing_of_its_own():
-    cost = _cost(lower(trace(nn.Linear(4, 4, bias=False), (torch.randn(2, 4),))))
-    assert cost.saved_bytes == 0
-    assert cost.forward_workspace_bytes == 0
-    assert total_flops(cost.forward) == 2 * 2 * 4 * 4
 
 
 def test_saved_bytes_and_flops_of_a_small_mlp_are_exact():
@@ -61,20 +54,6 @@ def test_a_chain_frees_what_it_no_longer_needs():
     # One operand beside the result, where a loop in Python would do no better; all of them with a graph.
     assert cost.forward_workspace_bytes <= tensor
     assert cost.saved_bytes == 5 * tensor
-
-
-def test_a_forward_without_a_graph_needs_less_than_eager_with_one():
-    program = lower(trace(Gpt(p=0.0), (torch.zeros(2, 8, dtype=torch.int64),)))
-    cost = _cost(program, 1)
-    assert 0 < cost.forward_workspace_bytes < cost.saved_bytes
-    # The gradients of state and input come on top of the workspace, and all that is saved fits in both.
-    gradients = program.state_bytes(program.blocks[1]) + 2 * 8 * 16 * 4
-    assert cost.backward_workspace_bytes + gradients > cost.saved_bytes
-
-
-def test_a_frozen_model_saves_nothing():
-    program = lower(trace(*MODELS["all_frozen"]()))
-    assert all(_cost(program, block.index).saved_bytes == 0 for block in program.blocks)
 
 
 def test_measuring_runs_under_the_shapes_of_the_capture_where_they_depend_on_values():
@@ -147,7 +126,4 @@ def test_rnns_of_cudnn_have_a_copy_of_their_weights():
     weights = [torch.empty(32, 8, device="meta"), torch.empty(32, device="meta")]
     x = torch.empty(5, 3, 8, device="meta")
     assert private_bytes(torch.ops.aten._cudnn_rnn.default, (x, weights, 2, None, x, x)) == 4 * (32 * 8 + 32)
-
-
-def test_other_kernels_have_no_such_buffers():
-    assert private_bytes(ATTENTION.mm.default, (torch.ones(2, 2), torch.ones(2, 2))) == 0
+    assert private_bytes(ATTENTION.mm.default, (x[0], x[0])) == 0, "other kernels have no such buffers"

@@ -131,13 +131,6 @@ def operand_written_later(m: Any, x: Any) -> Any:
     return F.relu(y) + hidden
 
 
-def view_of_the_operand_written_later(m: Any, x: Any) -> Any:
-    hidden = x + 1
-    y = F.linear(hidden, m.fc.weight.detach(), m.fc.bias)
-    hidden[0].mul_(2)
-    return F.relu(y) + hidden
-
-
 def in_two_modes(m: Any, x: Any) -> Any:
     y = m.fc(x)
     with torch.no_grad():
@@ -152,7 +145,7 @@ def half_under_autocast(m: Any, x: Any) -> Any:
 
 NEAR_MISSES = [
     read_twice, returned, kept_in_a_buffer, written_on_the_way, operand_written_later,
-    view_of_the_operand_written_later, in_two_modes, half_under_autocast,
+    in_two_modes, half_under_autocast,
 ]  # fmt: skip
 
 
@@ -164,15 +157,6 @@ def test_what_would_be_wrong_to_replace_is_no_match(form: Callable[..., Any]):
 
 def test_a_call_that_draws_is_no_match():
     assert not found(lambda m, x: F.dropout(m.fc(x)), lambda x, w, b: F.dropout(F.linear(x, w, b)))
-
-
-def test_memory_that_is_written_before_the_match_begins_is_no_obstacle():
-    def form(m: Any, x: Any) -> Any:
-        hidden = x + 1
-        hidden.mul_(2)
-        return F.relu(m.fc(hidden))
-
-    assert found(form, lambda x, w, b: F.relu(F.linear(x, w, b)))
 
 
 @pytest.mark.parametrize(

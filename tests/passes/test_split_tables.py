@@ -10,8 +10,7 @@ from torch import nn
 from megatrain import lower, trace
 from megatrain.passes.canonicalize import canonicalize
 from megatrain.passes.split.split_state import split_state
-from tests.experts import Layers
-from tests.passes.splitting import assert_exact, parts_of, seeded, tokens
+from tests.passes.splitting import assert_exact, parts_of, seeded, tokens, unmeasured
 from tests.tracer.parity import program_step
 
 # -- what else picks rows ------------------------------------------------------------------------------------
@@ -54,33 +53,6 @@ def test_rows_picked_in_any_way_are_exact(name: str):
     assert parts_of(program)["table"]
 
 
-@pytest.mark.parametrize("bad", [40, -41, 1000])
-@pytest.mark.parametrize("name", ["index", "embedding", "index_select"])
-def test_a_number_out_of_range_is_refused_as_ever(name: str, bad: int):
-    model = seeded(Table, PICKS[name])
-    traced = trace(model, (IDS,))
-    program = lower(traced, block_bytes=8 * 32)
-    with pytest.raises((IndexError, RuntimeError)):
-        program_step(traced, program, model, (torch.full_like(IDS, bad),), {})
-
-
-def test_a_token_that_is_infinite_spoils_no_other_experts_gradient():
-    model = seeded(Layers, Layers.KINDS["gathered"], 1, 8, 8, 8)
-    args = (tokens(5, 8),)
-    args[0][2, 3] = float("inf")
-    program = assert_exact(model, args, 512)
-    assert parts_of(program)
-
-
-def test_a_target_below_a_row_makes_no_part_of_each_word():
-    model = seeded(Table, PICKS["embedding"])
-    model.table = nn.Parameter(torch.randn(5000, 8))
-    split = split_state(canonicalize(trace(model, (IDS,))), limit=1)
-    rows = parts_of(split)["table"]
-    assert 256 < len(rows) <= 512
-    assert (rows[0][0], rows[-1][1]) == (0, 5000)
-
-
 # -- what stays whole ----------------------------------------------------------------------------------------
 
 WHOLE = {
@@ -109,8 +81,25 @@ def test_a_tensor_that_some_call_needs_whole_stays_whole(name: str):
     assert set(split.state) == {"table"}
 
 
-def test_without_a_target_size_nothing_is_cut():
-    assert not parts_of(lower(trace(seeded(Table, PICKS["index"]), (IDS,))))
+def test_a_number_out_of_range_is_refused_as_ever():
+    for name in ("index", "embedding", "index_select"):
+        model = seeded(Table, PICKS[name])
+        traced = trace(model, (IDS,))
+        program = lower(traced, passes=unmeasured(8 * 32))
+        for bad in (40, -41):
+            with pytest.raises((IndexError, RuntimeError)):
+                program_step(traced, program, model, (torch.full_like(IDS, bad),), {})
+
+
+def test_a_target_below_a_row_makes_no_part_of_each_word():
+    model = seeded(Table, PICKS["embedding"])
+    model.table = nn.Parameter(torch.randn(520, 8))
+    traced = trace(model, (IDS,))
+    before = str(traced)
+    rows = parts_of(split_state(canonicalize(traced), limit=1))["table"]
+    assert str(traced) == before, "the pass leaves its argument as it was"
+    assert 256 < len(rows) <= 512
+    assert (rows[0][0], rows[-1][1]) == (0, 520)
 
 
 def test_a_tensor_at_the_target_size_stays_whole():

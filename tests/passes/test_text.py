@@ -17,7 +17,6 @@ from megatrain.passes.dedup import dedup
 from megatrain.passes.lift_state import lift_state
 from megatrain.passes.partition import partition
 from megatrain.passes.pipeline import lower
-from megatrain.passes.program import template_text
 from megatrain.tracer.calls import call_text
 from megatrain.tracer.trace import trace
 from tests import captures
@@ -60,51 +59,6 @@ traced Tiny(x: f32[1, 2]) -> f32[1, 2]
     )
 
 
-def test_partition_cuts_at_the_layers():
-    assert_expected_inline(
-        str(partition(canonicalize(_tiny()))).split("\n\n")[0],
-        """\
-program Tiny: 3 blocks, 3 templates
-  inputs x; outputs relu_1
-  buffer calls = calls
-  commit calls = calls_in_0
-  block 0 self: t0(calls) -> calls_in_0; state 0 bytes
-  block 1 layers.0: t1(x) -> relu; state 0 bytes
-  block 2 layers.1: t2(relu) -> relu_1; state 0 bytes""",
-    )
-
-
-def test_a_template_reads_state_by_name_before_it_is_lifted():
-    cut = partition(canonicalize(_tiny()))
-    assert_expected_inline(
-        template_text(cut.templates["t1"]),
-        """\
-def t1(
-    x: "f32[1, 2]",
-) -> "f32[1, 2]":
-    linear: "f32[1, 2]" = F.linear(x, layers.0.weight, None)
-    relu: "f32[1, 2]" = torch.relu(linear)
-    return relu""",
-    )
-
-
-def test_a_lifted_template_takes_its_state_by_keyword():
-    lifted = lift_state(partition(canonicalize(_tiny())))
-    assert_expected_inline(
-        template_text(lifted.templates["t1"]),
-        """\
-def t1(
-    x: "f32[1, 2]",
-    *,
-    weight: "f32[2, 2]",
-) -> "f32[1, 2]":
-    linear: "f32[1, 2]" = F.linear(x, weight, None)
-    relu: "f32[1, 2]" = torch.relu(linear)
-    return relu""",
-    )
-    assert [b.binding for b in lifted.blocks] == [(), ("layers.0.weight",), ("layers.1.weight",)]
-
-
 def test_dedup_gives_equal_layers_one_template():
     model = nn.Sequential(*(nn.Linear(2, 2, bias=False) for _ in range(3)))
     program = dedup(lift_state(partition(canonicalize(trace(model, (torch.ones(1, 2),))))))
@@ -125,25 +79,6 @@ def t0(
 ) -> "f32[1, 2]":
     linear: "f32[1, 2]" = F.linear(input_, weight, None)
     return linear""",
-    )
-
-
-def test_modes_are_printed_as_the_python_that_enters_them():
-    program = captures.program("autocast_region")
-    assert_expected_inline(
-        template_text(program.templates["t1"]),
-        """\
-def t1(
-    linear: "f32[2, 4]",
-    *,
-    fc_weight: "f32[4, 4]",
-    fc_bias: "f32[4]",
-) -> "f32[2, 4]":
-    with torch.autocast('cpu', torch.bfloat16, cache_enabled=False):
-        linear_1: "bf16[2, 4]" = F.linear(linear, fc_weight, fc_bias)
-        tanh: "bf16[2, 4]" = torch.tanh(linear_1)
-        add: "f32[2, 4]" = linear.add(tanh)
-    return add""",
     )
 
 

@@ -48,37 +48,22 @@ def put_in(patch: pytest.MonkeyPatch, kind: str | None, module: Any) -> Any:
     return module
 
 
-KINDS = ["xpu", "cuda"]
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_the_compute_device_s_generator_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str):
-    module = put_in(monkeypatch, kind, Devices(2, current=1))
-    save(tmp_path / "run", {}, extra={"generators": generators_now(kind)})
+def test_the_compute_device_s_generator_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    module = put_in(monkeypatch, "xpu", Devices(2, current=1))
+    save(tmp_path / "run", {}, extra={"generators": generators_now("xpu")})
     drawn = module.draw(), torch.rand(1).item(), random.random(), np.random.rand()
     other = module.generators[0].get_state()
-    restore_generators(load(tmp_path / "run").extra["generators"], kind)
+    restore_generators(load(tmp_path / "run").extra["generators"], "xpu")
     assert torch.equal(module.generators[0].get_state(), other), "only that of the compute device is set"
     module.generators[0] = torch.Generator().manual_seed(0)
     assert (module.draw(), torch.rand(1).item(), random.random(), np.random.rand()) == drawn
+    # The number of devices does not matter.
+    elsewhere = put_in(monkeypatch, "xpu", Devices(3))
+    restore_generators(load(tmp_path / "run").extra["generators"], "xpu:2")
+    assert elsewhere.draw()[2] == drawn[0][1]
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("count", [1, 3, 8])
-def test_the_number_of_devices_does_not_matter(monkeypatch: pytest.MonkeyPatch, kind: str, count: int):
-    module = put_in(monkeypatch, kind, Devices(2))
-    state = generators_now(f"{kind}:1")
-    drawn = module.draw()[1]
-    elsewhere = put_in(monkeypatch, kind, Devices(count))
-    before = elsewhere.generators[0].get_state()
-    restore_generators(state, f"{kind}:{count - 1}")
-    assert elsewhere.draw()[-1] == drawn
-    assert count == 1 or torch.equal(before, torch.Generator().manual_seed(0).get_state())
-
-
-@pytest.mark.parametrize(
-    ("before", "after"), [("cuda", "cpu"), ("cpu", "cuda"), ("xpu", "cuda"), ("cuda:1", "cpu"), ("cpu", "xpu:1")]
-)
+@pytest.mark.parametrize(("before", "after"), [("cpu", "cuda"), ("cuda:1", "cpu"), ("xpu", "cuda:1")])
 def test_on_another_kind_of_device_a_run_says_that_its_numbers_differ_and_repeats_itself(
     monkeypatch: pytest.MonkeyPatch, before: str, after: str
 ):
@@ -169,27 +154,16 @@ def python_state(**items: Any) -> tuple[Any, ...]:
 
 WRONG: dict[str, Callable[[dict[str, Any]], None]] = {
     "torch text": with_value("torch", value="evil"),
-    "torch floats": with_value("torch", value=torch.ones(5056)),
     "torch short": with_value("torch", value=torch.zeros(16, dtype=torch.uint8)),
     "torch zeros": with_value("torch", value=torch.zeros(5056, dtype=torch.uint8)),
-    "device list": with_value("device", value=[]),
-    "device kind": with_value("device", value={"kind": 7, "state": torch.zeros(16, dtype=torch.uint8)}),
     "device state": with_value("device", value={"kind": "xpu", "state": "evil"}),
-    "device short": with_value("device", value={"kind": "xpu", "state": torch.zeros(3, dtype=torch.uint8)}),
-    "python None": with_value("python", value=None),
     "python version": with_value("python", value=python_state(version=9)),
     "python word": with_value("python", value=python_state(word=-1)),
-    "python huge": with_value("python", value=python_state(word=2**32)),
-    "python text": with_value("python", value=python_state(word="evil")),
     "python place": with_value("python", value=python_state(at=2**40)),
     "python gauss": with_value("python", value=python_state(gauss="evil")),
-    "numpy list": with_value("numpy", value=[]),
     "numpy kind": with_value("numpy", "bit_generator", value="PCG64"),
-    "numpy place": with_value("numpy", "state", "pos", value=10**6),
     "numpy key": with_value("numpy", "state", "key", value=np.zeros(3, np.uint32)),
-    "numpy floats": with_value("numpy", "state", "key", value=np.zeros(624)),
     "numpy gauss": with_value("numpy", "gauss", value="evil"),
-    "numpy flag": with_value("numpy", "has_gauss", value=5),
     "more": with_value("evil", value=1),
 }
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import collections
-import math
+import json
 import random
 from pathlib import Path
 from typing import Any
@@ -16,95 +16,61 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.optim import lr_scheduler
 
-import megatrain
 from megatrain.saving import OptimizerState, Source, generators_now, load, restore_generators, save
 from megatrain.tracer.spec import TensorSpec
-from tests.models import MODELS
 from tests.saving.training import Tied, adamw, refusal, same, save_trained, state_of, train, trained
 
-OPTIMIZERS = {
+OPTIMIZERS: dict[str, Any] = {
     "adamw": adamw,
     "adamw amsgrad": lambda m: torch.optim.AdamW(m.parameters(), amsgrad=True, lr=torch.tensor(1e-2)),
     "adamw named": lambda m: torch.optim.AdamW(m.named_parameters(), lr=1e-2),
     "sgd": lambda m: torch.optim.SGD(m.parameters(), lr=1e-2, momentum=0.9, nesterov=True),
-    "sgd plain": lambda m: torch.optim.SGD(m.parameters(), lr=1e-2),
     "adafactor": lambda m: torch.optim.Adafactor(m.parameters(), lr=1e-2),
-    "muon": lambda m: torch.optim.Muon([p for p in m.parameters() if p.ndim == 2], lr=1e-2),
-    "nadam": lambda m: torch.optim.NAdam(m.parameters(), lr=1e-2),
     "adagrad": lambda m: torch.optim.Adagrad(m.parameters(), lr=1e-2),
-    "lbfgs": lambda m: torch.optim.LBFGS([p for p in m.parameters() if p.requires_grad], lr=1e-2),
 }
+"""Each with a scheduler whose state is of another kind."""
+SCHEDULERS: tuple[Any, ...] = (
+    lambda o: lr_scheduler.LambdaLR(o, lambda step: 1 / (1 + step)),
+    lambda o: lr_scheduler.MultiStepLR(o, [1, 1, 3]),
+    lambda o: lr_scheduler.OneCycleLR(o, 0.1, total_steps=20, cycle_momentum=False),
+    lambda o: lr_scheduler.CosineAnnealingWarmRestarts(o, 3),
+    lambda o: lr_scheduler.SequentialLR(o, [lr_scheduler.LinearLR(o), lr_scheduler.CosineAnnealingLR(o, 9)], [2]),
+    lambda o: lr_scheduler.ChainedScheduler([lr_scheduler.ConstantLR(o), lr_scheduler.ExponentialLR(o, 0.9)]),
+)
 
 
-def shared_state(**values: Any) -> dict[str, Any]:
-    return {"generators": generators_now(), **values}
+def drawn() -> list[Any]:
+    return [torch.randn(3), random.random(), random.gauss(0, 1), np.random.rand(2), np.random.normal()]
 
 
-@pytest.mark.parametrize("name", [name for name in OPTIMIZERS if name != "lbfgs"])
-def test_training_goes_on_as_if_never_stopped(tmp_path: Path, name: str):
-    torch.manual_seed(1)
-    model = Tied()
-    optimizer = OPTIMIZERS[name](model)
-    scheduler = lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
-    train(model, optimizer, 0, 4, scheduler)
-    optimizer.param_groups[0]["weight_decay"] = 0.125
-    extra = shared_state(scheduler=scheduler.state_dict(), step=4)
-    save(tmp_path / "run", state_of(model), optimizer=optimizer, extra=extra)
-    train(model, optimizer, 4, 4, scheduler)
-    expected_rng = torch.get_rng_state()
+@pytest.mark.parametrize(("name", "scheduler"), [*zip(OPTIMIZERS, SCHEDULERS, strict=True)], ids=[*OPTIMIZERS])
+def test_training_goes_on_as_if_never_stopped(tmp_path: Path, name: str, scheduler: Any):
+    def made(seed: int) -> tuple[Tied, torch.optim.Optimizer, Any]:
+        torch.manual_seed(seed)
+        model = Tied()
+        optimizer = OPTIMIZERS[name](model)
+        return model, optimizer, scheduler(optimizer)
 
-    torch.manual_seed(99)
-    resumed = Tied()
-    again = OPTIMIZERS[name](resumed)
-    schedule = lr_scheduler.LambdaLR(again, lambda step: 1 / (1 + step))
+    first, again = made(1), made(99)
+    train(*first[:2], 0, 4, first[2])
+    first[1].param_groups[0]["weight_decay"] = 0.125
+    drawn()
+    extra = {"generators": generators_now(), "scheduler": first[2].state_dict(), "step": 4}
+    save(tmp_path / "run", state_of(first[0]), optimizer=first[1], extra=extra)
+    train(*first[:2], 4, 3, first[2])
+    expected = drawn()
+
     checkpoint = load(tmp_path / "run")
-    checkpoint.read_weights(resumed.state_dict())
-    checkpoint.read_optimizer(again, dict(resumed.named_parameters()))
-    schedule.load_state_dict(checkpoint.extra["scheduler"])
+    checkpoint.read_weights(again[0].state_dict())
+    checkpoint.read_optimizer(again[1], dict(again[0].named_parameters()))
+    again[2].load_state_dict(checkpoint.extra["scheduler"])
     restore_generators(checkpoint.extra["generators"])
     assert checkpoint.extra["step"] == 4
-    train(resumed, again, 4, 4, schedule)
-    assert same(dict(resumed.state_dict()), dict(model.state_dict()))
-    assert same(again.state_dict(), optimizer.state_dict())
-    assert schedule.get_last_lr() == scheduler.get_last_lr()
-    assert torch.equal(torch.get_rng_state(), expected_rng)
-
-
-def test_a_compiled_model_goes_on_under_another_budget(tmp_path: Path):
-    """Dropout and clipping on; the other half of the run recomputes and prefetches where the first kept all."""
-
-    def made(**options: Any) -> tuple[Any, nn.Module, torch.optim.Optimizer, tuple[Any, ...], dict[str, Any]]:
-        model, args, kwargs = MODELS["gpt_loss"]()
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-        return megatrain.compile(model, device="cpu", **options), model, optimizer, args, kwargs
-
-    def steps(call: Any, model: nn.Module, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> list[float]:
-        losses = []
-        for _ in range(3):
-            model.zero_grad()
-            _, loss = call(*args, **kwargs)
-            loss.backward()
-            nn.utils.clip_grad_norm_(model.parameters(), 0.1)
-            optimizer.step()
-            losses.append(loss.item())
-        return losses
-
-    torch.manual_seed(3)
-    first = made(activations="keep", transfer="bind")
-    steps(*first)
-    save(tmp_path / "run", state_of(first[1]), optimizer=first[2], extra=shared_state())
-    expected = steps(*first)
-
-    torch.manual_seed(4)
-    second = made(activations="recompute", transfer="copy", block_bytes="4KiB")
-    steps(*second)
-    checkpoint = load(tmp_path / "run")
-    checkpoint.read_weights(state_of(second[1]))
-    checkpoint.read_optimizer(second[2], dict(second[1].named_parameters()))
-    restore_generators(checkpoint.extra["generators"])
-    assert steps(*second) == expected
-    assert same(dict(second[1].state_dict()), dict(first[1].state_dict()))
-    assert same(second[2].state_dict(), first[2].state_dict())
+    train(*again[:2], 4, 3, again[2])
+    assert same(dict(again[0].state_dict()), dict(first[0].state_dict()))
+    assert same(again[1].state_dict(), first[1].state_dict())
+    assert again[2].get_last_lr() == first[2].get_last_lr()
+    assert same(drawn(), expected)
 
 
 def test_state_of_an_optimizer_with_lists_of_tensors(tmp_path: Path):
@@ -129,7 +95,7 @@ def test_state_of_an_optimizer_with_lists_of_tensors(tmp_path: Path):
     assert same(again.state_dict(), optimizer.state_dict())
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("dtype", [torch.float64])
 def test_moments_keep_their_dtype_beside_parameters_of_another(tmp_path: Path, dtype: torch.dtype):
     model = nn.Linear(4, 4, dtype=torch.bfloat16)
     optimizer = torch.optim.AdamW(model.parameters())
@@ -173,49 +139,6 @@ def test_the_users_parameters_see_that_they_changed(tmp_path: Path):
     assert all(p.requires_grad is (name != "frozen") for name, p in model.named_parameters())
 
 
-SCHEDULERS = {
-    "multi-step": lambda o: lr_scheduler.MultiStepLR(o, [1, 1, 3]),
-    "plateau": lr_scheduler.ReduceLROnPlateau,
-    "one cycle": lambda o: lr_scheduler.OneCycleLR(o, 0.1, total_steps=20),
-    "cyclic": lambda o: lr_scheduler.CyclicLR(o, 0.01, 0.1, cycle_momentum=False),
-    "warm restarts": lambda o: lr_scheduler.CosineAnnealingWarmRestarts(o, 3),
-    "sequence": lambda o: lr_scheduler.SequentialLR(
-        o, [lr_scheduler.LinearLR(o), lr_scheduler.CosineAnnealingLR(o, 9)], [2]
-    ),
-    "chain": lambda o: lr_scheduler.ChainedScheduler([lr_scheduler.ConstantLR(o), lr_scheduler.ExponentialLR(o, 0.9)]),
-}
-
-
-@pytest.mark.parametrize("name", SCHEDULERS)
-def test_the_state_of_learning_rate_schedulers(tmp_path: Path, name: str):
-    def stepped(scheduler: Any, count: int) -> list[float]:
-        rates = []
-        for i in range(count):
-            optimizer.step()
-            scheduler.step(*([float(i)] if name == "plateau" else []))
-            rates.append(optimizer.param_groups[0]["lr"])
-        return rates
-
-    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.05)
-    scheduler = SCHEDULERS[name](optimizer)
-    stepped(scheduler, 4)
-    save(tmp_path / "run", {}, extra={"scheduler": scheduler.state_dict()})
-    state = load(tmp_path / "run").extra["scheduler"]
-    assert same(state, dict(scheduler.state_dict()))
-
-
-def test_generators_go_on_where_they_were(tmp_path: Path):
-    def draw() -> list[Any]:
-        return [torch.randn(3), random.random(), random.gauss(0, 1), np.random.rand(2), np.random.normal()]
-
-    draw()
-    save(tmp_path / "run", {}, extra={"generators": generators_now()})
-    expected = draw()
-    draw()
-    restore_generators(load(tmp_path / "run").extra["generators"])
-    assert same(draw(), expected)
-
-
 LEAVES = st.one_of(
     st.none(),
     st.booleans(),
@@ -249,6 +172,8 @@ def test_any_value_comes_back(tmp_path_factory: pytest.TempPathFactory, value: A
     assert found["!tensor"] == "no tag"
     assert same(found["a.b"], torch.ones(1))
     assert same(found["a"]["b"], torch.zeros(2))
+    text = (folder / "checkpoint.json").read_text()
+    json.loads(text, parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
 
 
 @given(
@@ -305,15 +230,3 @@ def test_a_source_that_gives_other_values_than_it_says(tmp_path: Path, made: lis
     assert text.startswith("the source of `w` gives other values than its spec f32[6]")
     assert load(tmp_path / "run").extra == {"seed": 1}
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
-
-
-def test_infinite_and_undefined_numbers_are_valid_json(tmp_path: Path):
-    save(tmp_path / "run", {}, extra={"best": math.inf, "worst": -math.inf, "loss": math.nan, "zero": -0.0})
-    found = load(tmp_path / "run").extra
-    assert found["best"] == math.inf
-    assert found["worst"] == -math.inf
-    assert math.isnan(found["loss"])
-    assert math.copysign(1, found["zero"]) == -1
-    text = (tmp_path / "run" / "checkpoint.json").read_text()
-    assert "Infinity" not in text
-    assert "NaN" not in text

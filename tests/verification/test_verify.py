@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
-import inspect
 import json
 import random
 import threading
@@ -38,14 +36,12 @@ def names(report: Report, kind: str) -> set[str]:
 # -- models that are right -------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "name",
-    "stack gpt_loss cnn random_path tied_blocks shared_parameter ema_buffer nested_outputs dict_output views "
-    "returns_everything input_requires_grad unused_parameter autocast_region no_grad_region llama_labels".split(),
-)
+@pytest.mark.parametrize("name", ["gpt_loss", "random_path", "nested_outputs", "no_grad_region"])
 def test_a_right_model_is_equal_bit_for_bit(name):
     model, args, kwargs = MODELS[name]()
+    model.train(name != "gpt_loss")
     report = verify(model, *args, **CPU, memory="1MiB", activations="recompute", **kwargs)
+    assert model.training is (name != "gpt_loss")
     assert report.ok
     assert report.max_error == 0
     assert report.first_difference is None
@@ -60,13 +56,13 @@ def test_a_right_model_is_equal_bit_for_bit(name):
 
 def test_everything_that_a_step_produces_is_compared():
     model, args, kwargs = MODELS["ema_buffer"]()
-    report = verify(model, args[0].requires_grad_(), **CPU, **kwargs)
+    report = verify(model, args[0].requires_grad_(), **CPU, steps=3, **kwargs)
     assert names(report, "output") == {"result"}
     assert names(report, "gradient") == names(report, "parameter") == {n for n, _ in model.named_parameters()}
     assert names(report, "buffer") == {n for n, _ in model.named_buffers()}
     assert names(report, "input gradient") == {"x"}
     assert names(report, "rng") == {"cpu", "numpy", "python"}
-    assert {d.step for d in report.differences} == {0, 1}
+    assert {d.step for d in report.differences} == {0, 1, 2}
 
 
 def test_the_blocks_of_each_tensor_are_named():
@@ -111,24 +107,13 @@ def test_plain_outputs_that_differ_are_said_in_words():
     assert json.loads(report.to_json())["max_error"] is None
 
 
-@pytest.mark.parametrize("activations", ["keep", "recompute"])
-def test_dropout_in_train_and_none_in_eval(activations):
-    model, args, kwargs = MODELS["gpt"]()
-    for mode in (True, False):
-        report = verify(model.train(mode), *args, **CPU, memory="1MiB", activations=activations, **kwargs)
-        assert report.max_error == 0
-        assert model.training is mode
-
-
 def test_without_gradients_the_outputs_are_compared_and_it_says_so():
-    model: Any
-    for model in (MODELS["all_frozen"]()[0], Stack()):
-        with torch.set_grad_enabled(not any(p.requires_grad for p in model.parameters())):
-            report = verify(model, torch.ones(2, 3), **CPU)
-        assert report.max_error == 0
-        assert "no output is differentiable" in str(report)
+    with torch.no_grad():
+        report = verify(Stack().bfloat16(), torch.ones(2, 3).bfloat16(), **CPU)
+    assert (report.max_error, report.tolerance) == (0, 3e-2)
+    assert "no output is differentiable" in str(report)
     with torch.inference_mode():
-        assert verify(Stack(), torch.ones(2, 3), **CPU).ok
+        assert verify(Stack(), torch.ones(2, 3), **CPU, tolerance=0).tolerance == 0
 
 
 def test_nan_in_eager_is_pointed_out():
@@ -155,21 +140,6 @@ def test_outputs_of_every_dtype():
     assert sorted(allowed) == [0, 0, 1e-13, 1e-5, 1e-5, 4e-3]
 
 
-@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-13), (torch.bfloat16, 3e-2), (torch.half, 4e-3)])
-def test_models_of_other_dtypes(dtype, tolerance):
-    report = verify(Stack().to(dtype), torch.ones(2, 3, dtype=dtype), **CPU)
-    assert report.max_error == 0
-    assert report.tolerance == tolerance
-    assert verify(Stack().to(dtype), torch.ones(2, 3, dtype=dtype), **CPU, tolerance=0).tolerance == 0
-
-
-def test_autocast_of_the_caller():
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        report = verify(Stack(), torch.ones(2, 3), **CPU, memory="1MiB", activations="recompute")
-    assert report.max_error == 0
-    assert report.tolerance == 3e-2
-
-
 def test_a_tied_weight_under_autocast_is_within_its_tolerance():
     model, args, _ = MODELS["tied_blocks"]()
     with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -191,19 +161,6 @@ def test_the_options_reach_compile(monkeypatch):
     )
     assert report.ok
     assert seen == [{"device": "cpu", **options, "precision": "fp32"}]
-
-
-def test_the_number_of_steps():
-    report = verify(Stack(), torch.ones(2, 3), **CPU, steps=3)
-    assert {d.step for d in report.differences} == {0, 1, 2}
-
-
-@pytest.mark.parametrize(
-    ("option", "value"), [("steps", 0), ("tolerance", -1.0), ("tolerance", float("nan")), ("learning_rate", -1.0)]
-)
-def test_numbers_that_make_no_sense_are_refused(option, value):
-    with pytest.raises(megatrain.OptionError, match=option):
-        verify(Stack(), torch.ones(2, 3), **CPU, **{option: value})
 
 
 class TakesMemory(nn.Module):
@@ -327,7 +284,15 @@ def test_a_refusal_passes_unchanged_and_leaves_everything_alone():
     for p in model.parameters():
         p.grad = torch.ones_like(p)
     other, meta = Stack(), Stack().to("meta")
+
+    class Raises(Stack):
+        def forward(self, x):
+            raise KeyError("the model's own")
+
+    raising = Raises()
     states = random.getstate(), torch.get_rng_state()
+    with pytest.raises(KeyError, match="the model's own"):
+        verify(raising, torch.ones(2, 3), **CPU)
     with pytest.raises(megatrain.TraceError, match=r"reads `\.grad`"):
         verify(model, torch.ones(2, 3), **CPU)
     with pytest.raises(megatrain.ScheduleError):
@@ -341,16 +306,6 @@ def test_a_refusal_passes_unchanged_and_leaves_everything_alone():
     assert all(torch.equal(grad_of(p), torch.ones_like(p)) for p in model.parameters())
     assert random.getstate() == states[0]
     assert torch.equal(torch.get_rng_state(), states[1])
-
-
-class Raises(Stack):
-    def forward(self, x):
-        raise KeyError("the model's own")
-
-
-def test_what_the_model_raises_passes_unchanged():
-    with pytest.raises(KeyError, match="the model's own"):
-        verify(Raises(), torch.ones(2, 3), **CPU)
 
 
 def test_a_model_that_cannot_be_copied_is_refused():
@@ -456,25 +411,12 @@ def test_relative_to_the_tensor_itself_but_not_below_a_hundredth_of_its_kind():
     assert small.relative == pytest.approx(1e-6 / 0.1)
     found["gradient", "large"] = torch.tensor([10.001])
     assert next(compare(expected, found, 0, Allowed())).relative == pytest.approx(1e-4, rel=1e-2)
-
-
-def test_a_key_on_one_side_only_is_a_difference():
-    one = {("output", "a"): torch.ones(1)}
+    one, index = {("output", "a"): torch.ones(1)}, ("output", "index")
     assert [d.reason for d in compare(one, {}, 0, Allowed())] == ["missing"]
     assert [d.reason for d in compare({}, one, 0, Allowed())] == ["eager PyTorch has nothing of that name"]
-
-
-def test_whole_numbers_have_to_be_equal_whatever_the_tolerance():
-    key = ("output", "index")
-    (found,) = compare({key: torch.tensor([100000])}, {key: torch.tensor([100001])}, 0, Allowed(0.5))
+    # Whole numbers have to be equal, whatever the tolerance.
+    (found,) = compare({index: torch.tensor([100000])}, {index: torch.tensor([100001])}, 0, Allowed(0.5))
     assert not found.ok
-
-
-def test_the_name_of_the_function_is_no_module():
-    assert inspect.isfunction(megatrain.verify)
-    assert importlib.import_module("megatrain.verification.report").Report is Report
-    with pytest.raises(ModuleNotFoundError):
-        importlib.import_module("megatrain.verify")
 
 
 def test_a_report_prints_the_worst_first_and_leaves_out_the_rest():

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
-from itertools import product
 from typing import Any
 
 import pytest
@@ -14,17 +13,14 @@ from torch import nn
 import megatrain
 import megatrain.planning.step_programs
 from megatrain.passes.interpret import Code
-from megatrain.runtime import operations
 from megatrain.runtime.blocks.block import BlockRunner
 from megatrain.runtime.blocks.local_graph import LocalGraph
 from megatrain.runtime.executor import Executor
 from megatrain.runtime.gradients.sink import GradientSink
-from megatrain.runtime.operations import Operations
 from megatrain.runtime.run import Run
 from megatrain.runtime.slots import Slots
 from megatrain.runtime.stores.parks import Parks
 from tests.models import MODELS, Block, Stack
-from tests.tiers import one_in, wide
 
 STREAMED = {"device": "cpu", "memory": "1MiB"}
 
@@ -64,8 +60,9 @@ def broken_runner(monkeypatch: pytest.MonkeyPatch, method: str, block: int, chan
     monkeypatch.setattr(Executor, "__init__", init)
 
 
-@pytest.mark.parametrize("block", one_in(4, range(4), first=2))
-def test_a_wrong_forward_names_its_block(block, monkeypatch):
+def test_a_wrong_forward_names_its_block(monkeypatch):
+    block = 2
+
     def change(outputs):
         return (outputs[0] * 1.01, *outputs[1:])
 
@@ -92,18 +89,17 @@ class WrongGraph:
         return tuple(found)
 
 
-@pytest.mark.parametrize("block", one_in(4, range(4), first=1))
-def test_a_wrong_recompute_is_told_from_a_wrong_forward(block, monkeypatch):
+def test_a_wrong_recompute_is_told_from_a_wrong_forward(monkeypatch):
     def change(made):
         graph, outputs = made
         return WrongGraph(graph, 1), tuple(t * 1.01 for t in outputs)
 
-    broken_runner(monkeypatch, "forward_with_graph", block, change)
+    broken_runner(monkeypatch, "forward_with_graph", 1, change)
     found = first(report_of("stack", activations="recompute"))
-    assert (found.culprit, found.block, found.phase) == ("runtime", block, "recompute")
+    assert (found.culprit, found.block, found.phase) == ("runtime", 1, "recompute")
 
 
-@pytest.mark.parametrize(("block", "part"), one_in(7, product(range(5), [0, 1])))
+@pytest.mark.parametrize(("block", "part"), [(0, 1), (3, 0)])
 def test_a_wrong_backward_names_its_block(block, part, monkeypatch):
     broken_runner(monkeypatch, "forward_with_graph", block, lambda made: (WrongGraph(made[0], part), made[1]))
     report = report_of("input_requires_grad")
@@ -125,23 +121,6 @@ def test_a_slot_that_holds_another_blocks_weights_is_found(monkeypatch):
     found = first(report_of("stack"))
     assert (found.culprit, found.block, found.name, found.phase) == ("runtime", 2, "blocks.1", "forward")
     assert found.what == "state `blocks.1.fc.weight`"
-
-
-def test_a_slot_that_is_poisoned_while_in_use_is_found(monkeypatch):
-    real = Operations.forward
-
-    def forward(self, taken, instruction):
-        if instruction.op.block == 3:
-            self.engine.arena.slot(*instruction.state).fill_(0xFF)
-        real(self, taken, instruction)
-
-    monkeypatch.setitem(operations.HANDLERS, ("compute", "F"), forward)
-    found = first(report_of("stack"))
-    assert (found.block, found.what, found.reason) == (
-        3,
-        "state `blocks.2.fc.weight`",
-        "NaN or infinite on one side only",
-    )
 
 
 def test_weights_of_before_an_update_are_found_in_the_second_step(monkeypatch):
@@ -258,8 +237,9 @@ def scaled_stack() -> Any:
     return model
 
 
-@pytest.mark.parametrize("block", [wide(1), wide(3), 4])
-def test_a_template_with_another_literal_names_its_block(block, monkeypatch):
+def test_a_template_with_another_literal_names_its_block(monkeypatch):
+    block = 4
+
     def mutate(graph):
         (node,) = (n for n in graph.nodes if n.target == "mul")
         node.args = (node.args[0], node.args[1] + 0.01)
@@ -271,17 +251,16 @@ def test_a_template_with_another_literal_names_its_block(block, monkeypatch):
     assert found.relative == pytest.approx(0.01 / (1 + (block - 1) / 8), rel=1e-3)
 
 
-@pytest.mark.parametrize("block", [2, wide(3)])
-def test_a_template_with_a_wrong_gradient_names_its_block(block, monkeypatch):
+def test_a_template_with_a_wrong_gradient_names_its_block(monkeypatch):
     def mutate(graph):
         (node,) = (n for n in graph.nodes if n.name.startswith("tanh"))
         node.meta["grad"] = False
 
-    mutate_template(monkeypatch, block, mutate)
+    mutate_template(monkeypatch, 2, mutate)
     report = megatrain.verify(scaled_stack(), torch.ones(2, 3), device="cpu")
     assert not [d for d in report.differences if d.kind == "output" and not d.ok]
     found = first(report)
-    assert (found.culprit, found.block, found.phase) == ("passes", block, "backward")
+    assert (found.culprit, found.block, found.phase) == ("passes", 2, "backward")
 
 
 # -- the capture and the model -----------------------------------------------------------------------------
@@ -322,8 +301,7 @@ def test_state_outside_of_the_model_names_the_module():
     assert "eager PyTorch itself gives other numbers" in str(found)
 
 
-@pytest.mark.parametrize("name", ["hidden_collected", wide("mixture_of_experts")])
-def test_a_fault_of_a_model_that_leaves_tensors_in_attributes_names_its_block(name, monkeypatch):
+def test_a_fault_of_a_model_that_leaves_tensors_in_attributes_names_its_block(monkeypatch):
     broken_runner(monkeypatch, "forward", 1, lambda outputs: tuple(t * 1.01 for t in outputs))
-    found = first(report_of(name, activations="recompute"))
+    found = first(report_of("hidden_collected", activations="recompute"))
     assert (found.culprit, found.block, found.phase) == ("runtime", 1, "forward")

@@ -5,9 +5,7 @@ from __future__ import annotations
 import functools
 from typing import Any
 
-import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import nn
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 from torch.utils.checkpoint import checkpoint
@@ -37,13 +35,6 @@ def _case_name(cls: type) -> str:
 ZOO = Adversarial("adversarial")
 
 
-@ZOO.stacked
-class VmapBlock(Block):
-    def forward(self, x):
-        scaled = torch.func.vmap(lambda row: row * row.sum(-1, keepdim=True).tanh())(x)
-        return super().forward(scaled)
-
-
 @ZOO.alone
 class VmapTop(Stack):
     def forward(self, x):
@@ -62,59 +53,13 @@ class InnerGrad(Block):
         return y - 0.1 * force
 
 
-@ZOO.stacked
-class FuncGrad(Block):
-    def forward(self, x):
-        force = torch.func.grad(lambda y: self.up(y).tanh().sum())(x)
-        return super().forward(x) - 0.1 * force
-
-
-@ZOO.stacked
-class AutocastBlock(Block):
-    def forward(self, x):
-        with torch.autocast("cpu", dtype=torch.bfloat16):
-            y = self.down(F.gelu(self.up(x)))
-            with torch.autocast("cpu", enabled=False):
-                y = self.norm(y.float())
-        return x + y
-
-
-@ZOO.stacked
-class NogradRegion(Block):
-    def forward(self, x):
-        with torch.no_grad():
-            scale = self.up(x).abs().mean(-1, keepdim=True)
-        return super().forward(x) / (1 + scale)
-
-
 @ZOO.alone
-class Checkpoint(Stack):
-    use_reentrant = False
-
+class CheckpointReentrant(Stack):
     def forward(self, x):
         x = self.stem(x)
         for block in self.blocks:
-            x = checkpoint(block, x, use_reentrant=self.use_reentrant)
+            x = checkpoint(block, x, use_reentrant=True)
         return self.head(x)
-
-
-@ZOO.alone
-class CheckpointReentrant(Checkpoint):
-    use_reentrant = True
-
-
-@ZOO.stacked
-class FromNumpy(Block):
-    def forward(self, x):
-        ramp = torch.from_numpy(np.linspace(0.5, 1.5, x.shape[-1], dtype=np.float32))
-        return super().forward(x * ramp.to(x.device))
-
-
-@ZOO.stacked
-class ItemValue(Block):
-    def forward(self, x):
-        scale = x.detach().abs().max().item()
-        return super().forward(x / max(scale, 1.0))
 
 
 @ZOO.stacked
@@ -125,16 +70,6 @@ class Nonzero(Block):
         flat = x.flatten(0, 1)
         picked = (flat.sum(-1) > 0).nonzero().squeeze(-1)
         return flat.index_add(0, picked, super().forward(flat[picked])).view_as(x)
-
-
-@ZOO.stacked
-class BoolMaskAssign(Block):
-    def forward(self, x):
-        y = super().forward(x)
-        z = torch.zeros_like(y)
-        mask = y[..., 0] > 0
-        z[mask] = y[mask] * 2
-        return x + z
 
 
 @ZOO.stacked

@@ -28,93 +28,10 @@ class WeightSpectralNorm(nn.Module):
 
 
 @ZOO.stacked
-class BufferReassign(Block):
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("ema", torch.ones(8))
-
-    def forward(self, x):
-        self.ema = 0.9 * self.ema + 0.1 * x.detach().abs().mean((0, 1))
-        return super().forward(x / self.ema)
-
-
-@ZOO.stacked
-class LazyAttrCache(Block):
-    cached = None
-
-    def forward(self, x):
-        if self.cached is None or self.cached.shape[0] != x.shape[1]:
-            self.cached = torch.arange(x.shape[1], device=x.device).float().cos()
-        return super().forward(x + self.cached[:, None])
-
-
-@ZOO.stacked
-class PlainAttrTensor(Block):
-    def __init__(self) -> None:
-        super().__init__()
-        self.table = torch.linspace(0.5, 1.5, 8)
-
-    def forward(self, x):
-        return super().forward(x * self.table)
-
-
-@ZOO.stacked
-class ViewInplace(Block):
-    def forward(self, x):
-        y = super().forward(x).clone()
-        left, right = y[..., :4], y[..., 4:]
-        left.mul_(0.5).add_(right.detach())
-        y[:, ::2].neg_()
-        return y
-
-
-@ZOO.stacked
-class FwdHooks(Block):
-    def __init__(self) -> None:
-        super().__init__()
-        self.up.register_forward_pre_hook(lambda module, args: (args[0] * 0.5,))
-        self.up.register_forward_hook(lambda module, args, out: out + args[0].mean(-1, keepdim=True))
-        self.register_forward_hook(lambda module, args, out: out.clamp(-3, 3))
-
-
-@ZOO.stacked
-class TensorGradHook(Block):
-    def forward(self, x):
-        y = super().forward(x)
-        if y.requires_grad:
-            y.register_hook(lambda grad: grad * 0.5)
-        return y
-
-
-@ZOO.stacked
 class ModuleBwHook(Block):
     def __init__(self) -> None:
         super().__init__()
         self.up.register_full_backward_hook(lambda module, into, out: (into[0] * 0.5,))
-
-
-@ZOO.stacked
-class ParamGradHook(Block):
-    def __init__(self) -> None:
-        super().__init__()
-        self.up.weight.register_hook(lambda grad: grad * 0.5)
-
-
-class Memory:
-    def __init__(self) -> None:
-        self.seen: list[torch.Tensor] = []
-
-
-@ZOO.alone
-class ObjectState(Stack):
-    """Blocks append to an object made in the forward, and read what others appended."""
-
-    def forward(self, x):
-        memory, x = Memory(), self.stem(x)
-        for block in self.blocks:
-            memory.seen.append(x.mean(1, keepdim=True))
-            x = block(x + sum(memory.seen))
-        return self.head(x), torch.cat(memory.seen)
 
 
 class SharingBlock(Block):
@@ -176,27 +93,3 @@ class DataMutation(Block):
         y = super().forward(x)
         y.data.clamp_(-1, 1)
         return y
-
-
-@ZOO.alone
-class FrozenFirst(Stack):
-    def __init__(self) -> None:
-        super().__init__()
-        for module in (self.stem, self.blocks[0], self.blocks[2].norm):
-            module.requires_grad_(False)
-
-
-@ZOO.alone
-class TeacherNograd(nn.Module):
-    """Distils a frozen copy that runs without gradients, and has a head that nobody calls."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.student, self.teacher = Stack(), Stack().requires_grad_(False)
-        self.unused = nn.Linear(4, 4)
-
-    def forward(self, x):
-        with torch.no_grad():
-            target = self.teacher(x).softmax(-1)
-        logits = self.student(x)
-        return F.kl_div(logits.log_softmax(-1), target, reduction="batchmean"), logits

@@ -26,7 +26,6 @@ class Case:
         needs: Packages beyond transformers; without them the case is skipped.
         refused: Part of the reason with which megatrain refuses the model, where that is right.
         optimizer: Name of a class in torch.optim.
-        fast: Runs in the ordinary tests too; for what `tests.models` has no model of, in no mode of its tests.
     """
 
     name: str
@@ -36,7 +35,6 @@ class Case:
     needs: tuple[str, ...] = ()
     refused: str | None = None
     optimizer: str = "AdamW"
-    fast: bool = False
 
 
 class Family:

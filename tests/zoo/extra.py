@@ -16,28 +16,12 @@ ZOO = Adversarial("extra")
 
 
 @ZOO.stacked
-class GradFnHook(Block):
-    def forward(self, x):
-        y = super().forward(x)
-        if y.grad_fn is not None:
-            y.grad_fn.register_hook(lambda into, out: tuple(None if g is None else g * 0.5 for g in into))
-        return y
-
-
-@ZOO.stacked
 class SavedTensorHooks(Block):
     """Keeps activations in half precision, so gradients depend on the hooks."""
 
     def forward(self, x):
         with torch.autograd.graph.saved_tensors_hooks(lambda t: t.bfloat16(), lambda t: t.float()):
             return super().forward(x)
-
-
-@ZOO.stacked
-class OldBackwardHook(Block):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm.register_full_backward_pre_hook(lambda module, grads: (grads[0] * 0.5,))
 
 
 def _halve_gradient(parameter: torch.Tensor) -> None:
@@ -50,54 +34,6 @@ class PostAccumulateHook(Stack):
     def __init__(self) -> None:
         super().__init__()
         self.head.weight.register_post_accumulate_grad_hook(_halve_gradient)
-
-
-@ZOO.alone
-class SliceAssignment(Stack):
-    """Collects what blocks return in a tensor made from constants."""
-
-    def forward(self, x):
-        found = torch.zeros(3, *x.shape[:2], 8)
-        x = self.stem(x)
-        for index, block in enumerate(self.blocks):
-            x = block(x)
-            found[index] = x
-        return self.head(found.sum(0))
-
-
-@ZOO.alone
-class SliceAssignmentNested(Stack):
-    def forward(self, x):
-        grid = torch.zeros(x.shape[0], x.shape[1] + 2, 8)
-        grid[:, 1:-1][..., ::2] = self.stem(x)[..., ::2]
-        return self.head(self.blocks[0](grid))
-
-
-@ZOO.alone
-class StepCounter(Stack):
-    """Warms up by a counter kept in a buffer, and reads it in Python."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.steps: torch.Tensor
-        self.register_buffer("steps", torch.zeros((), dtype=torch.int64))
-
-    def forward(self, x):
-        self.steps += 1
-        scale = 0.5 if int(self.steps) < 2 else 1.0
-        return super().forward(x * scale)
-
-
-@ZOO.alone
-class TensorCounter(Stack):
-    def __init__(self) -> None:
-        super().__init__()
-        self.steps: torch.Tensor
-        self.register_buffer("steps", torch.zeros((), dtype=torch.int64))
-
-    def forward(self, x):
-        self.steps += 1
-        return super().forward(x * (self.steps.float() / 10).clamp(max=1))
 
 
 @ZOO.alone
@@ -179,44 +115,6 @@ class FastWeights(nn.Module):
 
 
 @ZOO.alone
-class HyperNetwork(Stack):
-    """The weights of a layer are the output of another."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.maker = nn.Linear(8, 16)
-
-    def forward(self, x):
-        h = self.stem(x)
-        weight = self.maker(h.mean(1)).view(-1, 8, 2)
-        return torch.bmm(h, weight), super().forward(x)
-
-
-def _gradients_wanted(_: int) -> Sample:
-    return (torch.randn(3, 5, 6, requires_grad=True),), {}
-
-
-ZOO.add("input_gradient", Stack, _gradients_wanted, fast=True)
-
-
-@ZOO.alone
-class RetainGrad(Stack):
-    def forward(self, x):
-        h = self.stem(x)
-        h.retain_grad()
-        return self.head(self.blocks[0](h))
-
-
-@ZOO.alone
-class UnusedOutput(Stack):
-    """Returns an input, a parameter, None, a number, and the same tensor twice."""
-
-    def forward(self, x):
-        y = super().forward(x)
-        return {"y": y, "x": x, "w": self.head.bias, "none": None, "n": 3, "again": [y, y.detach()]}
-
-
-@ZOO.alone
 class ParameterKinds(nn.Module):
     """Parameters in lists and dicts, in double precision and complex, a scalar one, and one never used."""
 
@@ -276,30 +174,3 @@ class Attended(nn.Module):
             x = x + y
             weights.append(w)
         return x, weights
-
-
-@ZOO.alone
-class LazyInside(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.net = nn.Sequential(nn.LazyLinear(8), nn.ReLU(), nn.LazyBatchNorm1d(), nn.Linear(8, 2))
-        self.net(torch.randn(4, 6))
-
-    def forward(self, x):
-        return self.net(x.flatten(0, 1))
-
-
-@ZOO.alone
-class GruCells(nn.Module):
-    """A recurrence unrolled in Python over time, with a list that grows."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.cell, self.head = nn.GRUCell(6, 8), nn.Linear(8, 4)
-
-    def forward(self, x):
-        h, states = x.new_zeros(x.shape[0], 8), []
-        for step in x.unbind(1):
-            h = self.cell(step, h)
-            states.append(h)
-        return self.head(torch.stack(states, 1))

@@ -12,6 +12,8 @@ from tests.zoo.case import Case, Family, from_config, tokens
 from tests.zoo.causal import DECODER
 from tests.zoo.handwritten import Block, Stack, X
 
+# fmt: off
+
 ZOO = Family("lora")
 TEXT = tokens(mask="ones")
 LINEARS = ["q_proj", "v_proj", "down_proj"]
@@ -27,16 +29,16 @@ def _adapted(config: str, prepare: Any, settings: dict[str, Any]) -> nn.Module:
     return model
 
 
-def adapter(name: str, config: str, *, prepare: Any = None, fast: bool = False, **settings: Any) -> None:
+def adapter(name: str, config: str, *, prepare: Any = None, **settings: Any) -> None:
     """Adds a Llama with an adapter; `prepare` changes the model once made."""
     if not config.startswith("Pr"):  # prompts and prefixes have no target
         settings = {"target_modules": LINEARS} | settings
     settings["task_type"] = "CAUSAL_LM"
-    ZOO.add(name, lambda: _adapted(config, prepare, settings), TEXT, needs=("peft",), fast=fast)
+    ZOO.add(name, lambda: _adapted(config, prepare, settings), TEXT, needs=("peft",))
 
 
 LORA: dict[str, Any] = {"r": 4, "lora_alpha": 8}
-adapter("peft_lora", "LoraConfig", **LORA, lora_dropout=0.1, fast=True)
+adapter("peft_lora", "LoraConfig", **LORA, lora_dropout=0.1)
 adapter("peft_lora_nodropout", "LoraConfig", **LORA, bias="all", use_rslora=True)
 adapter("peft_lora_all", "LoraConfig", **LORA, target_modules="all-linear", modules_to_save=["lm_head"])
 adapter("peft_lora_embedding", "LoraConfig", **LORA, target_modules=["embed_tokens", "q_proj"])
@@ -116,9 +118,7 @@ class Square(Block):
             return super().forward(self.mix(x) + self.mix(x * x))
 
 
-_plain("weight_norm", lambda block: parametrizations.weight_norm(block.up))
 _plain("weight_norm_old", _weight_norm_old)
-_plain("spectral_norm", lambda block: parametrizations.spectral_norm(block.up))
 _plain("orthogonal", lambda block: parametrizations.orthogonal(block.up))
 _plain("pruned", _pruned)
 ZOO.add("parametrized_cached", lambda: Stack(lambda _: Square()), X)

@@ -18,10 +18,8 @@ from megatrain.optim.fast.adamw import AdamWOptions, Moments, adamw_, native_rea
 from megatrain.optim.masters.halves import RoundedMaster, SplitMaster, WholeMaster, read_
 from megatrain.saving import load, save
 from tests.comparing import assert_same_bits
-from tests.models import Gpt
 from tests.optim.reference import MAKERS, Loop, values_of
 from tests.runtime.parity import seeded
-from tests.tiers import checkered
 
 X = torch.randn(4, 8, generator=torch.Generator().manual_seed(0))
 
@@ -94,20 +92,16 @@ def test_masters_follow_the_memory_of_their_parameters():
 
 
 def test_a_parameter_with_gaps_in_its_memory_gets_memory_of_its_own():
-    model = stack(torch.bfloat16)
     values = torch.randn(8, 16).bfloat16()
-    model[0].weight.data = values[:, ::2]
-    compiled = narrow(model)
-    assert_same_bits(values[:, ::2].float(), values_of(compiled)["0.weight"], "0.weight")
-    model = stack(torch.bfloat16)
-    model[0].weight.data = values[:, ::2]
-    compiled = narrow(model)
-    compiled.load_state_dict(stack().state_dict())
-    assert_same_bits(stack()[0].weight, values_of(compiled)["0.weight"], "0.weight, loaded where there are gaps")
-    wide = stack()
-    wide[0].weight.data = values[:, ::2].float() * 1.001
-    expected = wide[0].weight.detach().clone()
-    assert_same_bits(expected, values_of(narrow(wide))["0.weight"], "0.weight")
+    gaps = stack(torch.bfloat16), stack(torch.bfloat16), stack()
+    for model in gaps:
+        model[0].weight.data = values.to(model[0].weight.dtype, copy=True)[:, ::2]
+    gaps[2][0].weight.data = values[:, ::2].float() * 1.001
+    expected = [values[:, ::2].float(), stack()[0].weight, gaps[2][0].weight.detach().clone()]
+    compiled = [narrow(model) for model in gaps]
+    compiled[1].load_state_dict(stack().state_dict())
+    for each, one in zip(compiled, expected, strict=True):
+        assert_same_bits(one, values_of(each)["0.weight"], "0.weight")
 
 
 def test_a_model_and_its_masters_go_when_nobody_needs_them():
@@ -133,11 +127,9 @@ def replace_memory(p: torch.Tensor, values: torch.Tensor) -> None:
     p.data = values
 
 
-@pytest.mark.parametrize("write", [copy_in, replace_memory])
-@pytest.mark.parametrize("steps", [0, 2], ids=["before the first call", "in training"])
-@pytest.mark.parametrize("calls", [0, 1])
-def test_what_the_user_writes_is_the_master(write, steps: int, calls: int):
-    compiled = trained(steps).compiled
+@pytest.mark.parametrize(("write", "calls"), [(copy_in, 1), (replace_memory, 0), (replace_memory, 1)])
+def test_what_the_user_writes_is_the_master(write, calls: int):
+    compiled = trained().compiled
     before = values_of(compiled)
     weight = compiled.megatrain.model[2].weight
     values = torch.randn(8, 8, generator=torch.Generator().manual_seed(9)).bfloat16()
@@ -181,15 +173,6 @@ def test_a_write_that_nobody_sees_counts_to_within_its_rounding(kernel):
     assert_same_bits(found, read_(torch.empty(64), master), "after an update by nothing")
 
 
-def test_pruning_through_data_leaves_no_nan():
-    loop = trained(3)
-    for _ in range(3):
-        for p in loop.model.parameters():
-            p.data.mul_(torch.rand(p.shape, generator=torch.Generator().manual_seed(1)) > 0.5)
-        loop.step((X,), {})
-    assert all(bool(values.isfinite().all()) for values in values_of(loop.compiled).values())
-
-
 def test_a_master_can_be_set_by_itself():
     compiled = trained().compiled
     values = torch.randn(8, 8)
@@ -208,28 +191,12 @@ def test_others_see_an_update(optimizer: str):
     compiled = narrow()
     loop = Loop(compiled.megatrain.model, compiled, MAKERS[optimizer])
     result = compiled(X)
-    loop.step((X,), {})
+    compiled(X).float().square().mean().backward()
+    versions = {p: p._version for p in loop.model.parameters()}
+    loop.update()
+    assert all(p._version > version for p, version in versions.items())
     with pytest.raises(ExecuteError, match=r"was modified between forward and backward"):
         result.sum().backward()
-
-
-def test_an_update_that_fails_keeps_the_low_halves():
-    compiled = trained().compiled
-    before = values_of(compiled)
-
-    class Failing(torch.optim.SGD):
-        def step(self, closure=None):
-            with torch.no_grad():
-                for p in self.param_groups[0]["params"]:
-                    p.add_(1)
-            raise RuntimeError("out of luck")
-
-    optimizer = Failing(compiled.megatrain.model.parameters(), lr=1.0)
-    compiled(X).sum().backward()
-    with pytest.raises(RuntimeError, match="out of luck"):
-        MasterStep(compiled.masters)(optimizer)
-    for name, values in values_of(compiled).items():
-        assert_same_bits(before[name], values, name)
 
 
 def test_moments_in_another_memory_order_are_laid_out_anew():
@@ -279,15 +246,6 @@ def test_rounded_masters_hang_on_the_seed_and_on_no_order(optimizer: str):
     assert one.compiled.masters.low_bytes == 0
 
 
-def test_rounded_masters_draw_nothing_from_torchs_generator():
-    loop = rounded()
-    loop.model.zero_grad()
-    loop.compiled(X).float().sum().backward()
-    before = torch.get_rng_state()
-    loop.update()
-    assert torch.equal(before, torch.get_rng_state())
-
-
 # -- checkpoints --------------------------------------------------------------------------------------------------
 
 
@@ -295,47 +253,6 @@ def save_loop(folder: Path, loop: Loop) -> None:
     names = dict(loop.model.named_parameters())
     state = loop.model.state_dict(keep_vars=True)
     save(folder, state, optimizer=loop.optimizer, names=names, tensors=loop.compiled.masters.sources())
-
-
-def load_loop(folder: Path, loop: Loop) -> None:
-    checkpoint = load(folder)
-    checkpoint.check()
-    checkpoint.read_weights(loop.model.state_dict())
-    loop.compiled.masters.restore(checkpoint.tensors)
-    checkpoint.read_optimizer(loop.optimizer, dict(loop.model.named_parameters()))
-
-
-def gpt_loop(seed: int, *, dropout_seed: int = 0, **options: Any) -> Loop:
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        model = Gpt(depth=2)
-    model.positions.weight.requires_grad_(False)
-    torch.manual_seed(dropout_seed)
-    compiled = narrow(model, **options)
-    return Loop(model, compiled, MAKERS["adamw"])
-
-
-IDS = torch.randint(0, 32, (2, 8), generator=torch.Generator().manual_seed(0))
-
-
-@pytest.mark.parametrize(("masters", "called"), checkered(["exact", "rounded"], [False, True]))
-def test_a_resumed_run_has_the_bits_of_one_that_never_stopped(tmp_path: Path, masters: str, called: bool):
-    loop = gpt_loop(1, masters=masters)
-    for _ in range(3):
-        loop.step((IDS, IDS), {})
-    save_loop(tmp_path / "run", loop)
-    generators = torch.get_rng_state()
-    expected = [loop.step((IDS, IDS), {}) for _ in range(3)]
-    other = gpt_loop(2, dropout_seed=5, masters=masters, memory="48KiB")
-    if called:
-        other.step((IDS, IDS), {})
-    load_loop(tmp_path / "run", other)
-    torch.set_rng_state(generators)
-    assert [other.step((IDS, IDS), {}) for _ in range(3)] == expected
-    for name, values in values_of(loop.compiled).items():
-        assert_same_bits(values, values_of(other.compiled)[name], name)
-    for name, tensor in loop.model.state_dict().items():
-        assert_same_bits(tensor, other.model.state_dict()[name], name)
 
 
 def test_the_weights_of_a_checkpoint_are_bf16_for_any_reader(tmp_path: Path):
@@ -383,15 +300,6 @@ def test_everything_that_does_not_fit_is_in_one_error(tmp_path: Path):
     ]
     for name, values in values_of(compiled).items():
         assert_same_bits(before[name], values, name)
-
-
-def test_masters_are_not_restored_before_there_are_values(tmp_path: Path):
-    save_loop(tmp_path / "run", trained())
-    with torch.device("meta"):
-        fresh = stack()
-    compiled = narrow(fresh, weights=tmp_path / "run")
-    with pytest.raises(ExecuteError, match="has no values"):
-        compiled.masters.restore(load(tmp_path / "run").tensors)
 
 
 def test_a_damaged_low_half_is_named(tmp_path: Path):

@@ -1,0 +1,88 @@
+"""Faults of optimizers' updates, masters and norms."""
+
+from __future__ import annotations
+
+from tests.mutants.fault import Fault
+
+BLOCKWISE, MASTERS, NORM = "tests/optim/test_blockwise.py", "tests/optim/test_masters.py", "tests/optim/test_norm.py"
+PATHS, REGISTRY, NARROW = (f"tests/optim/test_{name}.py" for name in ("fast_paths", "registry", "narrow"))
+
+FAULTS: list[Fault] = [
+    Fault(
+        "parameters that are in no block are never updated",
+        "optim/blockwise.py",
+        "        elif rest and self._has_rest:\n",
+        "        elif rest and not self._has_rest:\n",
+        (f"{BLOCKWISE}::test_steps_leave_the_same_bits_in_any_order",),
+    ),
+    Fault(
+        "a parameter of two blocks is updated with both",
+        "optim/blockwise.py",
+        "            self._owned.append(set(block) - seen)\n",
+        "            self._owned.append(set(block))\n",
+        (f"{BLOCKWISE}::test_steps_leave_the_same_bits_in_any_order",),
+    ),
+    Fault(
+        "what a step counts in attributes and groups is lost",
+        "optim/blockwise.py",
+        "        if not self._is_at_once:\n            self._step.commit()\n",
+        "        pass\n",
+        (f"{BLOCKWISE}::test_steps_leave_the_same_bits_in_any_order",),
+    ),
+    Fault(
+        "clipping is applied twice",
+        "optim/block_update.py",
+        "copy=True).mul_(scale)\n",
+        "copy=True).mul_(scale * scale)\n",
+        (f"{MASTERS}::test_clipped_steps_block_by_block_leave_the_bits_of_fp32",),
+    ),
+    Fault(
+        "clipping turns the gradient of a parameter without a master around",
+        "optim/block_update.py",
+        "gradient if scale == 1.0 else gradient * scale\n",
+        "gradient if scale == 1.0 else gradient * -scale\n",
+        (f"{MASTERS}::test_clipped_steps_block_by_block_leave_the_bits_of_fp32",),
+    ),
+    Fault(
+        "halves are rounded toward zero",
+        "optim/masters/halves.py",
+        "        torch.add(bits, 0x8000, out=spare)\n",
+        "        torch.add(bits, 0, out=spare)\n",
+        (f"{MASTERS}::test_the_high_half_is_torchs_rounding_but_for_exact_ties",),
+    ),
+    Fault(
+        "stochastic rounding draws a bit too few, and is biased",
+        "optim/masters/halves.py",
+        "spare.random_(0, 1 << 16, generator",
+        "spare.random_(0, 1 << 15, generator",
+        (f"{MASTERS}::test_stochastic_rounding_is_unbiased_and_seeded",),
+    ),
+    Fault(
+        "an update isn't counted as a write",
+        "optim/block_update.py",
+        "            increment_version(parameter)\n",
+        "            pass\n",
+        (f"{REGISTRY}::test_others_see_an_update",),
+    ),
+    Fault(
+        "the norm adds up gradients in the order in which they came",
+        "optim/norm.py",
+        "for place in sorted(self._norms)]",
+        "for place in self._norms]",
+        (f"{NORM}::test_norm_and_clipped_gradients_have_torchs_bits_in_any_order",),
+    ),
+    Fault(
+        "a norm that overflows counts as a gradient that isn't finite",
+        "optim/norm.py",
+        "not math.isfinite(norm.item()) and not _is_finite(gradient):",
+        "not math.isfinite(norm.item()):",
+        (f"{NORM}::test_without_gradients_the_norm_is_zero_and_one_that_overflows_is_no_element_that_is_not_finite",),
+    ),
+    Fault(
+        "what is copied to undo an update isn't planned",
+        "optim/need.py",
+        "            undo = max(undo, copied)\n",
+        "            undo = min(undo, copied)\n",
+        (f"{PATHS}::test_what_is_kept_to_undo_an_update_counts_where_one_may_fail",),
+    ),
+]

@@ -1,0 +1,100 @@
+"""Faults of passes: templates shared too far, results kept too long, rewrites that forget memory or modes."""
+
+from __future__ import annotations
+
+from tests.mutants.fault import Fault
+
+SHARING, REWRITE, SPLIT = (f"tests/passes/test_{name}.py" for name in ("sharing", "rewrite", "split_tables"))
+
+FAULTS: list[Fault] = [
+    Fault(
+        "layers that differ in the sign of a zero share a template",
+        "passes/dedup.py",
+        "repr(value) if isinstance(value, float) else value)",
+        "value)",
+        (f"{SHARING}::test_layers_that_differ_in_code_have_their_own_templates",),
+    ),
+    Fault(
+        "layers that differ in their grad mode share a template",
+        "passes/dedup.py",
+        '                meta.get("grad"),\n',
+        "",
+        (f"{SHARING}::test_layers_that_differ_in_code_have_their_own_templates",),
+    ),
+    Fault(
+        "layers that differ in arguments given by place share a template",
+        "passes/dedup.py",
+        "                frozen(node.args, number),\n",
+        "",
+        (f"{SHARING}::test_layers_that_differ_in_code_have_their_own_templates",),
+    ),
+    Fault(
+        "a block that writes into its input writes into another block's result",
+        "passes/partition.py",
+        "        if node in written:\n            copies[node] = _clone_of",
+        "        if node in ():\n            copies[node] = _clone_of",
+        ("tests/passes/test_partition.py::test_a_block_that_writes_into_its_input_works_on_a_copy",),
+    ),
+    Fault(
+        "a view of weights leaves its block, whose slot is overwritten",
+        "passes/partition.py",
+        '            if node.meta["storage"] in self._state_storages:\n',
+        '            if node.meta["storage"] is None:\n',
+        ("tests/passes/test_partition.py::test_a_view_of_a_parameter_leaves_its_block_as_a_copy",),
+    ),
+    Fault(
+        "a graph runs under the caller's autocast",
+        "passes/interpret.py",
+        "stack.enter_context(torch.autocast(kind, enabled=False))",
+        "stack.enter_context(torch.autocast(kind, enabled=True))",
+        ("tests/passes/test_interpret.py::test_recorded_modes_count_and_not_the_callers",),
+    ),
+    Fault(
+        "a call that needs a gradient gets the outcome of one that doesn't",
+        "passes/rewriting/known_outcomes.py",
+        'kinds = tuple((node.meta["spec"], node.meta["requires_grad"]) for node in number)',
+        'kinds = tuple(node.meta["spec"] for node in number)',
+        ("tests/passes/test_known_outcomes.py::test_other_operands_and_modes_are_tried",),
+    ),
+    Fault(
+        "writes into a replaced tensor are forgotten",
+        "passes/rewriting/replacing.py",
+        "tuple(new if w is old else w for w in",
+        "tuple(w for w in",
+        (f"{REWRITE}::test_what_replaces_a_call_takes_its_name_its_views_and_the_writes_into_it",),
+    ),
+    Fault(
+        "views of a replaced tensor stay views of the old one",
+        "passes/rewriting/replacing.py",
+        'view.meta.update(storage=new.meta["storage"], storage_bytes=new.meta["storage_bytes"])',
+        "pass",
+        (f"{REWRITE}::test_what_replaces_a_call_takes_its_name_its_views_and_the_writes_into_it",),
+    ),
+    Fault(
+        "operands with a row for each expert aren't cut with the experts",
+        "passes/split/rows.py",
+        "        if len(shape) >= -from_right and shape[from_right] != 1:\n",
+        "        if len(shape) >= -from_right and shape[from_right] == 1:\n",
+        ("tests/passes/test_split_experts.py",),
+    ),
+    Fault(
+        "a verdict forgets whole numbers",
+        "verification/compare.py",
+        "            return 0.0\n        by_dtype",
+        "            return 0.5 if self.given is None else self.given\n        by_dtype",
+        (
+            "tests/verification/test_verify.py::"
+            "test_relative_to_the_tensor_itself_but_not_below_a_hundredth_of_its_kind",
+        ),
+    ),
+    Fault(
+        "a key that the compiled model lacks is no difference",
+        "verification/compare.py",
+        '        return float("inf"), "missing"\n',
+        '        return 0.0, ""\n',
+        (
+            "tests/verification/test_verify.py::"
+            "test_relative_to_the_tensor_itself_but_not_below_a_hundredth_of_its_kind",
+        ),
+    ),
+]

@@ -1,0 +1,73 @@
+"""Faults of checkpoints."""
+
+from __future__ import annotations
+
+from tests.mutants.fault import Fault
+
+FILES, GENERATORS, INTERRUPTED = (f"tests/saving/test_{name}.py" for name in ("files", "generators", "interrupted"))
+
+FAULTS: list[Fault] = [
+    Fault(
+        "a tensor isn't compared with its checksum",
+        "saving/saved.py",
+        "        if self._digest.finish() != self._saved.digest:\n",
+        "        if self._digest.finish() is None:\n",
+        (f"{FILES}::test_a_damaged_tensor_is_named_when_it_is_read",),
+    ),
+    Fault(
+        "a tensor is read one byte too late",
+        "saving/saved.py",
+        "        self._file.seek(saved.start)\n",
+        "        self._file.seek(saved.start + 1)\n",
+        (f"{FILES}::test_tensors_apart_are_read_one_by_one_and_are_no_weights",),
+    ),
+    Fault(
+        "autograd doesn't see that weights were read",
+        "saving/saved.py",
+        "                increment_version(out)\n",
+        "                pass\n",
+        ("tests/saving/test_round_trip.py::test_the_users_parameters_see_that_they_changed",),
+    ),
+    Fault(
+        "a save that died between its renames leaves nothing that is found",
+        "files/replace.py",
+        "            if partial.exists():\n                return partial\n",
+        "            if partial.exists():\n                return folder\n",
+        (f"{INTERRUPTED}::test_between_the_renames_the_new_one_is_found_without_writing_anything",),
+    ),
+    Fault(
+        "a save that fails between its renames doesn't bring the previous one back",
+        "files/replace.py",
+        "        disk.rename(old, folder)\n",
+        "        pass\n",
+        (f"{INTERRUPTED}::test_every_operation_on_the_disk_may_be_the_last",),
+    ),
+    Fault(
+        "leftovers of a save that died stay",
+        "files/replace.py",
+        "        if folder.exists() or _PARTIAL in",
+        "        if folder.exists() and _PARTIAL not in",
+        (f"{INTERRUPTED}::test_every_operation_on_the_disk_may_be_the_last",),
+    ),
+    Fault(
+        "Python's generator isn't restored",
+        "saving/generators.py",
+        '    random.setstate(state["python"])\n',
+        "",
+        (f"{GENERATORS}::test_the_compute_device_s_generator_goes_on",),
+    ),
+    Fault(
+        "of an earlier schema's devices always the first is taken",
+        "saving/generators.py",
+        "0 if len(states) == 1 else target.torch_device.index or 0",
+        "0",
+        (f"{GENERATORS}::test_states_of_earlier_versions_are_read",),
+    ),
+    Fault(
+        "a text in the place of a number is accepted",
+        "saving/fitting.py",
+        '    "number": ("tensor",),\n',
+        '    "number": ("tensor", "text", "flag"),\n',
+        ("tests/saving/test_forged.py::test_options_of_groups_stay_what_they_are",),
+    ),
+]

@@ -1,0 +1,367 @@
+"""Masters in two halves: each bit comes back, and updates over them leave the bits of fp32."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from megatrain.errors import OptimizerError
+from megatrain.native import native_kernel as native
+from megatrain.optim.block_update import MasterStep
+from megatrain.optim.blockwise import BlockOptimizer
+from megatrain.optim.fast.adamw import AdamWOptions, Kernel, Moments, adamw_, native_reason
+from megatrain.optim.impostor import is_same
+from megatrain.optim.masters.halves import CHUNK, RoundedMaster, SplitMaster, WholeMaster, read_, write_
+from megatrain.optim.norm import GradientNorm
+
+LOW_BITS = (0, 1, 2, 3, 0x7FFE, 0x7FFF, 0x8000, 0x8001, 0x8002, 0xFFFE, 0xFFFF, 0x1234, 0xABCD)
+
+
+def every_upper_half() -> torch.Tensor:
+    """All 2^16 upper halves with each of the sampled lower ones, as fp32."""
+    upper = torch.arange(1 << 16, dtype=torch.int64) << 16
+    bits = (upper[:, None] | torch.tensor(LOW_BITS)).flatten()
+    return torch.where(bits >= 1 << 31, bits - (1 << 32), bits).to(torch.int32).view(torch.float32)
+
+
+def bits(values: torch.Tensor) -> torch.Tensor:
+    return values.view(torch.int32)
+
+
+def test_every_bit_comes_back():
+    values = every_upper_half()
+    back = read_(torch.empty_like(values), SplitMaster.of(values))
+    nan = values.isnan()
+    assert torch.equal(bits(back)[~nan], bits(values)[~nan])
+    # A NaN keeps its sign and what of its payload fits the high half, and becomes quiet.
+    assert torch.equal(bits(back)[nan], (bits(values)[nan] | 0x400000) & -0x10000)
+    assert back[nan].isnan().all()
+
+
+def test_the_high_half_is_torchs_rounding_but_for_exact_ties():
+    values = every_upper_half()
+    high, torchs = SplitMaster.of(values).high, values.bfloat16()
+    nan = values.isnan()
+    assert torch.equal(high.isnan(), nan)
+    is_tie_to_even = (bits(values) & 0x1FFFF) == 0x8000
+    differs = (high.view(torch.int16) != torchs.view(torch.int16)) & ~nan
+    assert torch.equal(differs, is_tie_to_even & ~nan)
+    # A tie lies as far from one neighbour as from the other.
+    ties = is_tie_to_even & ~nan & high.isfinite()
+    exact = values[ties].double()
+    assert torch.equal((high[ties].double() - exact).abs(), (torchs[ties].double() - exact).abs())
+
+
+def test_stochastic_rounding_is_unbiased_and_seeded():
+    value = torch.full((1 << 16,), 1.0 + 0.3 * 2**-7)  # 0.3 of the way between two neighbours
+    results = []
+    for _ in range(2):
+        master = RoundedMaster(torch.empty(value.shape, dtype=torch.bfloat16), torch.Generator().manual_seed(5))
+        write_(master, value)
+        results.append(master.high)
+    assert torch.equal(results[0], results[1])
+    assert results[0].unique().tolist() == [1.0, 1.0 + 2**-7]
+    share = float((results[0] > 1).float().mean())
+    assert abs(share - 0.3) < 4 * (0.3 * 0.7 / value.numel()) ** 0.5
+
+
+def test_stochastic_rounding_leaves_what_bf16_holds():
+    values = torch.cat([torch.randn(100).bfloat16().float(), torch.tensor([torch.inf, -torch.inf, -0.0])])
+    master = RoundedMaster(torch.empty(values.shape, dtype=torch.bfloat16), torch.Generator().manual_seed(5))
+    write_(master, values)
+    assert torch.equal(bits(master.high.float()), bits(values))
+    write_(master, bits(values).bitwise_or(0x7F800001).view(torch.float32))
+    assert master.high.isnan().all()
+
+
+def test_stochastic_rounding_draws_the_same_whatever_the_pieces(monkeypatch):
+    values = torch.randn(1000)
+    results = []
+    for chunk in (CHUNK, 16):
+        monkeypatch.setattr("megatrain.optim.masters.halves.CHUNK", chunk)
+        master = RoundedMaster(torch.empty(1000, dtype=torch.bfloat16), torch.Generator().manual_seed(5))
+        write_(master, values)
+        results.append(master.high)
+    assert torch.equal(results[0], results[1])
+
+
+def test_shapes_and_orders_of_memory():
+    for values in (torch.randn(()), torch.randn(0), torch.randn(3, 4).t(), torch.randn(2 * CHUNK + 5)):
+        master = SplitMaster.of(values)
+        assert master.high.shape == master.low.shape == values.shape
+        assert torch.equal(read_(torch.empty(values.shape), master), values)
+
+
+SHAPES = ((50, 30), (30,), (40, 40), (7,), (20, 10))
+NORMS = (1, 3)  # stay fp32
+BLOCKS = ((0, 1), (2, 3), (4,))
+MAKERS = {
+    "adamw": lambda ps: torch.optim.AdamW([{"params": ps[:2]}, {"params": ps[2:], "weight_decay": 0.0}], fused=True),
+    "adamw amsgrad": lambda ps: torch.optim.AdamW(ps, amsgrad=True),
+    "sgd": lambda ps: torch.optim.SGD(ps, lr=1e-2, momentum=0.9, nesterov=True, maximize=True),
+    "muon": lambda ps: torch.optim.Muon([p for p in ps if p.dim() == 2], lr=1e-2),
+}
+
+
+def sides():
+    """Makes fp32 parameters, the same as bf16 parameters, and the masters of these."""
+    generator = torch.Generator().manual_seed(0)
+    wide = [torch.nn.Parameter(torch.randn(shape, generator=generator) * 0.02) for shape in SHAPES]
+    narrow, masters = [], {}
+    for index, p in enumerate(wide):
+        if index in NORMS:
+            narrow.append(torch.nn.Parameter(p.detach().clone()))
+            if index == NORMS[0]:  # the other has no master at all
+                masters[narrow[-1]] = WholeMaster(narrow[-1].detach())
+            continue
+        master = SplitMaster.of(p.detach())
+        narrow.append(torch.nn.Parameter(master.high))
+        masters[narrow[-1]] = master
+    return wide, narrow, masters
+
+
+def set_gradients(wide, narrow, gradients, generator: torch.Generator) -> None:
+    for p, q in zip(wide, narrow, strict=True):
+        p.grad = torch.randn(p.shape, generator=generator)
+        if q.dtype == torch.bfloat16:
+            gradients[q] = p.grad.clone()  # as in a slab: fp32, beside the bf16 parameter
+        else:
+            q.grad = p.grad.clone()
+
+
+@pytest.mark.parametrize("name", MAKERS)
+def test_clipped_steps_block_by_block_leave_the_bits_of_fp32(name: str):
+    wide, narrow, masters = sides()
+    gradients: dict[torch.Tensor, torch.Tensor] = {}
+    whole, parts = MAKERS[name](wide), MAKERS[name](narrow)
+    schedules = [torch.optim.lr_scheduler.LinearLR(o, 0.1, total_iters=10) for o in (whole, parts)]
+    code = MasterStep(masters, gradient_of=lambda p: gradients.get(p, p.grad))
+    blocks = BlockOptimizer(parts, [[narrow[i] for i in block] for block in BLOCKS], code=code)
+    norm, generator = GradientNorm(narrow), torch.Generator().manual_seed(1)
+    for step in range(6):
+        norm.begin()
+        set_gradients(wide, narrow, gradients, generator)
+        for index, block in enumerate(BLOCKS):
+            norm.add(index, {narrow[i]: gradients.get(narrow[i], narrow[i].grad) for i in block})
+        torch.nn.utils.clip_grad_norm_(wide, 0.1)
+        code.scale = norm.coefficient(0.1).item()
+        whole.step()
+        blocks.begin()
+        for block in ((2, 0, 1), (0, 1, 2))[step % 2]:
+            blocks.update(block)
+        blocks.finish()
+        for schedule in schedules:
+            schedule.step()
+    for index, (p, q) in enumerate(zip(wide, narrow, strict=True)):
+        assert is_same(whole.state.get(p), parts.state.get(q))
+        assert torch.equal(read_(torch.empty(p.shape), masters[q]) if q in masters else q, p)
+        if index not in NORMS:
+            assert q.dtype == torch.bfloat16
+            assert q.data_ptr() == masters[q].high.data_ptr()
+            assert q.grad is None
+
+
+def test_a_failing_step_leaves_parameters_bf16_and_in_place_and_the_low_halves():
+    _, narrow, masters = sides()
+    before = [p.detach().clone() for p in narrow]
+    split = {p: m.low.clone() for p, m in masters.items() if isinstance(m, SplitMaster)}
+
+    class Failing(torch.optim.SGD):
+        @torch.no_grad()
+        def step(self, closure=None):
+            for p in self.param_groups[0]["params"]:
+                if p in split:
+                    p.add_(1)  # the joined values, which are thrown away
+            raise RuntimeError("out of luck")
+
+    for p in narrow:
+        p.grad = torch.ones_like(p)
+    code = MasterStep(masters)
+    blocks = BlockOptimizer(Failing(narrow, lr=1.0), [narrow], code=code)
+    blocks.begin()
+    with pytest.raises(RuntimeError, match="out of luck"):
+        blocks.finish()
+    for p, b in zip(narrow, before, strict=True):
+        assert torch.equal(p, b)
+        assert p.dtype == b.dtype
+        assert p.grad is not None
+        assert p.grad.dtype == p.dtype
+    assert all(torch.equal(masters[p].low, low) for p, low in split.items())
+
+
+def test_moments_that_were_narrowed_by_loading_are_refused():
+    _, narrow, masters = sides()
+    optimizer = torch.optim.AdamW(narrow)
+    for p in narrow:
+        p.grad = torch.ones_like(p)
+    code = MasterStep(masters)
+    code(optimizer)
+    optimizer.load_state_dict(optimizer.state_dict())
+    with pytest.raises(OptimizerError, match="moments of a"):
+        code(optimizer)
+
+
+def test_state_that_was_made_in_bf16_is_refused_before_anything_is_written():
+    """Adagrad makes its sums when it is made, and `load_state_dict` converts what it loads."""
+    _, narrow, masters = sides()
+    made = {"adagrad": torch.optim.Adagrad(narrow, lr=0.1), "loaded": torch.optim.SGD(narrow, lr=0.1, momentum=0.9)}
+    for p in narrow:
+        made["loaded"].state[p]["momentum_buffer"] = torch.zeros_like(p)
+    before = [p.detach().clone() for p in narrow]
+    for optimizer in made.values():
+        for p in narrow:
+            p.grad = torch.ones_like(p)
+        with pytest.raises(OptimizerError, match=r"(?s)is torch.bfloat16, its master is fp32.*before compile"):
+            MasterStep(masters)(optimizer)
+        assert all(torch.equal(p, b) for p, b in zip(narrow, before, strict=True))
+
+
+def test_adagrad_made_before_the_parameters_are_bf16_has_the_bits_of_fp32():
+    wide, narrow, masters = sides()
+    for p in narrow:
+        p.data = p.detach().float()
+    whole, parts = torch.optim.Adagrad(wide, lr=0.1), torch.optim.Adagrad(narrow, lr=0.1)
+    for p in narrow:
+        if isinstance(masters.get(p), SplitMaster):
+            p.data = masters[p].high
+    gradients: dict[torch.Tensor, torch.Tensor] = {}
+    generator = torch.Generator().manual_seed(1)
+    for _ in range(5):
+        set_gradients(wide, narrow, gradients, generator)
+        whole.step()
+        MasterStep(masters, gradient_of=lambda p: gradients.get(p, p.grad))(parts)
+    for p, q in zip(wide, narrow, strict=True):
+        master = masters.get(q)
+        values = q.detach() if master is None else read_(torch.empty(master.shape), master)
+        assert torch.equal(values, p.detach())
+
+
+KERNELS = ("plain", "fused", "native", "auto")
+
+
+def needs(kernel: Kernel) -> None:
+    if kernel == "native" and native_reason():
+        pytest.skip(str(native_reason()))
+
+
+def train(kernel: Kernel, numel: int, steps: int = 6, *, kind=SplitMaster.of, coefficient: float = 1.0, **options):
+    """Trains masters, and fp32 ones with torch's optimizer; returns both with their states."""
+    generator = torch.Generator().manual_seed(numel)
+    reference = torch.nn.Parameter(torch.randn(numel, generator=generator) * 0.02)
+    fused = kernel != "plain"
+    optimizer = torch.optim.AdamW([reference], foreach=None if fused else False, fused=fused, **options)
+    master = kind(reference.detach().clone())
+    moments = Moments.zeros(master)
+    for step in range(1, steps + 1):
+        gradient = torch.randn(numel, generator=generator) * 10.0 ** (step % 3 - 3)
+        reference.grad = gradient.clone().mul_(torch.tensor(coefficient))
+        optimizer.step()
+        kept = gradient.clone()
+        group = AdamWOptions.of(optimizer.param_groups[0])
+        adamw_(master, moments, gradient, step=step, options=group, scale=coefficient, kernel=kernel)
+        assert torch.equal(gradient, kept)
+    return master, moments, reference.detach(), optimizer.state[reference]
+
+
+CASES: list[tuple[int, dict[str, Any]]] = [
+    (0, {"lr": 1e-3}),
+    (7, {"lr": 3e-4, "betas": (0.3, 0.95), "eps": 1e-6, "weight_decay": 0.0}),
+    (2 * CHUNK + 37, {"lr": torch.tensor(1e-2), "betas": (0.5, 0.5), "weight_decay": 0.1}),
+    (1003, {"lr": 1e-2, "coefficient": 0.37, "maximize": True, "weight_decay": 0.3}),
+]
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("kind", [SplitMaster.of, WholeMaster], ids=["split", "whole"])
+def test_every_kernel_has_torchs_bits_clipped_or_not(kind, kernel: Kernel):
+    needs(kernel)
+    for numel, options in CASES:
+        master, moments, reference, state = train(kernel, numel, steps=4, kind=kind, **options)
+        assert torch.equal(read_(torch.empty(numel), master), reference)
+        assert torch.equal(moments.exp_avg, state["exp_avg"])
+        assert torch.equal(moments.exp_avg_sq, state["exp_avg_sq"])
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_a_bf16_gradient_is_widened_first_and_one_that_is_not_finite_shows(kernel: Kernel):
+    needs(kernel)
+    gradient = torch.randn(1003).bfloat16()
+    gradient[5], gradient[6] = torch.nan, torch.inf
+    halves = [SplitMaster.of(torch.linspace(-1, 1, 1003)) for _ in range(2)]
+    for master, given in zip(halves, (gradient, gradient.float()), strict=True):
+        adamw_(master, Moments.zeros(master), given, step=1, options=AdamWOptions(1e-3), scale=0.3, kernel=kernel)
+        assert master.high.isnan().nonzero().flatten().tolist() == [5, 6]
+        assert read_(torch.empty(1003), master).isnan().nonzero().flatten().tolist() == [5, 6]
+    for one, other in ((halves[0].high, halves[1].high), (halves[0].low, halves[1].low)):
+        assert torch.equal(one.view(torch.int16), other.view(torch.int16))
+
+
+@pytest.mark.parametrize("kernel", ["plain", "native"])
+def test_an_update_by_nothing_leaves_every_kind_of_master(kernel: Kernel):
+    needs(kernel)
+    upper = torch.arange(-(1 << 15), 1 << 15, dtype=torch.int32)[:, None] << 16
+    values = (upper | torch.tensor([0, 1, 0x7FFF, 0x8000, 0x8001, 0xFFFF], dtype=torch.int32)).flatten()
+    values = values.view(torch.float32)
+    master, before = SplitMaster.of(values), SplitMaster.of(values)
+    options = AdamWOptions(1e-3, weight_decay=0.0)
+    adamw_(master, Moments.zeros(master), torch.zeros(values.shape), step=1, options=options, kernel=kernel)
+    nan = values.isnan()
+    assert torch.equal(master.high.isnan(), nan)
+    for mine, theirs in ((master.high, before.high), (master.low, before.low)):
+        assert torch.equal(mine.view(torch.int16)[~nan], theirs.view(torch.int16)[~nan])
+
+
+def test_the_native_kernel_has_the_same_bits_with_any_number_of_threads():
+    needs("native")
+    numel = 3 * CHUNK + 5
+    values, gradient = torch.randn(numel), torch.randn(numel)
+    results = []
+    for threads in (1, 2, 3):
+        master = SplitMaster.of(values)
+        adamw_(master, Moments.zeros(master), gradient, step=1, options=AdamWOptions(1e-3), threads=threads)
+        results.append(read_(torch.empty(numel), master))
+    assert torch.equal(results[0], results[1])
+    assert torch.equal(results[0], results[2])
+
+
+def test_without_a_compiler_the_update_falls_back_and_says_why(tmp_path, monkeypatch):
+    broken = tmp_path / "broken.c"
+    assert "no C compiler" in str(native.build(broken, compilers=("no-such-compiler",)))
+    broken.write_text("int main(")
+    if not native_reason():
+        assert "failed" in str(native.build(broken))
+    monkeypatch.setattr("megatrain.optim.fast.adamw.native_reason", lambda: "no C compiler here")
+    master, _, reference, _ = train("auto", 100, lr=1e-3)
+    assert torch.equal(read_(torch.empty(100), master), reference)
+    with pytest.raises(OptimizerError, match="no C compiler here"):
+        train("native", 100, lr=1e-3)
+    optimizer = torch.optim.AdamW([torch.nn.Parameter(torch.ones(1))], amsgrad=True)
+    with pytest.raises(OptimizerError, match="amsgrad"):
+        AdamWOptions.of(optimizer.param_groups[0])
+
+
+def weights(numel: int = 1 << 16) -> torch.Tensor:
+    return torch.randn(numel, generator=torch.Generator().manual_seed(0)) * 0.02
+
+
+def tiny_updates(master, steps: int = 10) -> None:
+    generator = torch.Generator().manual_seed(1)
+    moments = Moments.zeros(master)
+    for step in range(1, steps + 1):
+        gradient = torch.randn(master.high.shape, generator=generator)
+        adamw_(master, moments, gradient, step=step, options=AdamWOptions(1e-5, weight_decay=0.0))
+
+
+def test_stochastic_rounding_follows_the_exact_masters_on_average():
+    start = weights().bfloat16()
+    rounded = RoundedMaster(start.clone(), torch.Generator().manual_seed(3))
+    exact = SplitMaster.of(start.float())
+    tiny_updates(rounded)
+    tiny_updates(exact)
+    moved = read_(torch.empty(start.shape), exact) - start.float()
+    apart = rounded.high.float() - start.float() - moved
+    # The error of each weight has mean 0; the mean of all has a standard error of std / sqrt(n).
+    assert abs(apart.mean()) < 4 * apart.std() / start.numel() ** 0.5
+    assert (rounded.high != start).any()
