@@ -151,9 +151,7 @@ def test_measuring_a_machine_finds_its_rates(sim: Simulator, tmp_path: Path):
     found = Hardware.measure("sim", cache=tmp_path)
     for kind, tolerance in (("bf16", 0.03), ("fp32", 0.03), ("bf16 attention", 0.15)):
         assert found.product_rate(kind) == pytest.approx(given.product_rate(kind), rel=tolerance)
-    for rate in (
-        "memory_bytes_per_s", "h2d_bytes_per_s", "d2h_bytes_per_s", "launch_s", "issue_s"
-    ):  # fmt: skip
+    for rate in ("memory_bytes_per_s", "h2d_bytes_per_s", "d2h_bytes_per_s", "launch_s", "issue_s"):
         assert getattr(found, rate) == pytest.approx(getattr(given, rate), rel=0.05), rate
     both, wanted = (m.h2d_beside * m.h2d_bytes_per_s + m.d2h_beside * m.d2h_bytes_per_s for m in (found, given))
     assert both == pytest.approx(wanted, rel=0.05)  # the device gives what copies lose to the later one
