@@ -91,32 +91,6 @@ def test_marks_follow_the_waits_and_transfers_are_complete_at_the_end(streams: S
     ]
 
 
-def test_a_thread_enters_its_stream_once(streams: StreamSet):
-    for _ in range(3):
-        with streams.step():
-            issue(streams, "h2d", "W0", nothing)
-            issue(streams, "h2d", "W1", nothing)
-    assert [entry for entry in LOG if entry[0] == "enter"] == [("enter", "h", "megatrain-h2d")]
-    streams.close()
-    with streams.step():
-        issue(streams, "h2d", "W0", nothing)
-    assert len([entry for entry in LOG if entry[0] == "enter"]) == 2, "a new thread enters anew"
-
-
-def test_without_synchronize_the_host_waits_until_nothing_reads_its_memory(streams: StreamSet):
-    with streams.step(waits_for=["h2d"]):
-        issue(streams, "compute", "F0", nothing)
-    assert after_begin() == [
-        ("record", "c2"),
-        ("record", "h1"),
-        ("c waits", "h1"),
-        ("record", "d1"),
-        ("c waits", "d1"),
-        ("record", "c3"),
-        ("sync mark", "h1"),
-    ]
-
-
 def test_a_step_comes_after_the_step_before_on_whatever_stream(streams: StreamSet):
     with streams.step(waits_for=["h2d"]):
         issue(streams, "compute", "F0", nothing)
@@ -124,17 +98,6 @@ def test_a_step_comes_after_the_step_before_on_whatever_stream(streams: StreamSe
     with streams.step(waits_for=["h2d"]):
         issue(streams, "compute", "F0", nothing)
     assert LOG[:4] == [("c waits", "c3"), ("record", "c4"), ("h waits", "c4"), ("d waits", "c4")]
-
-
-def test_settled_streams_wait_for_nothing_any_more(streams: StreamSet):
-    with streams.step(waits_for=["h2d"]):
-        issue(streams, "compute", "F0", nothing)
-    LOG.clear()
-    streams.settle()
-    streams.settle()
-    assert LOG == [("sync mark", "c3")]
-    streams.begin()
-    assert LOG[1] == ("record", "c4")
 
 
 def test_after_a_failure_the_device_comes_to_rest(streams: StreamSet):
