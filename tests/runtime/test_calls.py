@@ -95,7 +95,6 @@ class Traced(Plain):
         return x, self.layers[2](self.layers[1](x))
 
 
-# -- what comes out ------------------------------------------------------------------------------------------
 def test_every_kind_of_output() -> None:
     def drive(call, model):
         x = batch(requires_grad=True)
@@ -156,7 +155,6 @@ def test_writing_where_it_would_matter_is_refused_or_right(model) -> None:
     assert_same_state(eager, compiled.megatrain.model)
 
 
-# -- what changes between forward and backward ---------------------------------------------------------------
 def test_other_weights_at_the_backward_are_refused() -> None:
     model: Any = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 4))
     model[2].requires_grad_(False)
@@ -174,34 +172,6 @@ def test_other_weights_at_the_backward_are_refused() -> None:
     compiled(batch()).sum().backward()
 
 
-def test_new_memory_that_no_call_has_taken_in_yet() -> None:
-    """As in eager, the backward uses the weights that the forward saw."""
-
-    def drive(call, model):
-        loss = call(batch()).square().sum()
-        for parameter in model.parameters():
-            parameter.data = parameter.data * 2
-        loss.backward()
-        call(batch()).sum().backward()
-
-    assert_parity_of(seeded(Headed), drive)
-
-
-def test_a_forward_that_spoils_its_own_graph_is_refused() -> None:
-    class Spoils(Plain):
-        def forward(self, x):
-            y = super().forward(x)
-            total = y.sum()
-            y.mul_(2)
-            return total
-
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        seeded(Spoils)(batch()).backward()
-    compiled = megatrain.compile(seeded(Spoils), device="cpu", **PATHS["offload"])
-    with pytest.raises(ExecuteError, match="modified in place by the model's own forward"):
-        compiled(batch()).backward()
-
-
 def test_hooks_around_the_backward_hide_no_spoiled_graph() -> None:
     class Layer(nn.Linear):
         def forward(self, x):
@@ -216,7 +186,6 @@ def test_hooks_around_the_backward_hide_no_spoiled_graph() -> None:
         loss.backward()
 
 
-# -- what surrounds the call ---------------------------------------------------------------------------------
 def test_checkpoint_around() -> None:
     def drive(call, model):
         def run(x):

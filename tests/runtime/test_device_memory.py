@@ -230,13 +230,6 @@ def version_2(root: Path, group: str, most: object, used: int, reclaimable: int 
     write(folder / "memory.stat", f"anon 5\ninactive_file {reclaimable}")
 
 
-def version_1(root: Path, group: str, most: int, used: int, reclaimable: int = 0) -> None:
-    folder = root / "sys/fs/cgroup/memory" / group
-    write(folder / "memory.limit_in_bytes", most)
-    write(folder / "memory.usage_in_bytes", used)
-    write(folder / "memory.stat", f"inactive_file 7\ntotal_inactive_file {reclaimable}")
-
-
 @pytest.mark.usefixtures("machine")
 def test_the_lowest_of_all_groups_above_counts_and_pages_of_files_are_free(tmp_path: Path):
     write(tmp_path / "proc/self/cgroup", "0::/jobs/mine")
@@ -248,16 +241,6 @@ def test_the_lowest_of_all_groups_above_counts_and_pages_of_files_are_free(tmp_p
     assert available_bytes(tmp_path) == 150
     version_2(tmp_path, "jobs", "max", 1900)
     assert available_bytes(tmp_path) == 400
-
-
-@pytest.mark.usefixtures("machine")
-def test_the_first_version_of_control_groups_counts_too(tmp_path: Path):
-    write(tmp_path / "proc/self/cgroup", "9:cpu,cpuacct:/a\n4:memory:/jobs/mine\n1:name=systemd:/\n0::/")
-    version_1(tmp_path, "jobs/mine", 5000, 1000, reclaimable=30)
-    version_1(tmp_path, "a", 1, 0)  # of another controller
-    assert available_bytes(tmp_path) == 4030
-    version_1(tmp_path, "", 9223372036854771712, 1000)  # how that version says that there is no limit
-    assert available_bytes(tmp_path) == 4030
 
 
 class Noting(Cpu):

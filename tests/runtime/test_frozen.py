@@ -14,7 +14,6 @@ from megatrain.scheduler.schedule import Schedule
 from tests.runtime.parity import PATHS, assert_parity_of, seeded
 
 DEPTH = 4
-
 WIDTH = 8
 
 

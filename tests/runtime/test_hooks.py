@@ -122,7 +122,6 @@ def _trained(hooks: Callable[[nn.Sequential], Collect], **options: Any) -> tuple
 
 
 OBSERVERS = (a_dict_by_name, an_object)
-
 RUN_AGAIN = (an_attribute, a_count_for_another_hook, a_gradient_hook)
 
 
@@ -188,7 +187,6 @@ def test_a_list_that_the_user_replaces_is_the_one_that_is_filled() -> None:
 
 
 HIDDEN: contextvars.ContextVar[list[torch.Tensor]] = contextvars.ContextVar("HIDDEN")
-
 QUEUE: deque[torch.Tensor] = deque()
 
 

@@ -61,16 +61,6 @@ def test_gradients_are_eagers_within_rounding_and_one_compilation_serves_all_blo
     assert any(not torch.equal(gradients_of(model)[name], g) for name, g in gradients_of(eager).items())
 
 
-def test_a_backward_may_come_twice():
-    eager, model = EqualBlocks(), EqualBlocks()
-    compiled = compiled_of(model, activations="keep")
-    for call in (eager, compiled):
-        loss = call(batch(0)).square().mean()
-        loss.backward(retain_graph=True)
-        loss.backward()
-    assert_close(gradients_of(model), gradients_of(eager))
-
-
 def test_dropout_draws_eagers_numbers_also_in_a_recomputed_block():
     eager, model = EqualBlocks(extra=nn.Dropout(0.3)), EqualBlocks(extra=nn.Dropout(0.3))
     compiled = compiled_of(model, activations="recompute")

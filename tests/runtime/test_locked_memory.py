@@ -32,14 +32,6 @@ from tests.training.parity import MODES, TASKS, SideBySide, adamw
 ROOT = Path(__file__).parent.parent.parent
 
 
-def test_an_arena_has_its_exact_size_and_is_zero():
-    for nbytes in (0, 1, 4096, 5000, 3_000_001):
-        arena = HostArena(nbytes)
-        assert arena.nbytes == arena.tensor.untyped_storage().nbytes() == nbytes
-        assert not arena.tensor.any()
-        assert not arena.is_locked
-
-
 def test_the_memory_goes_with_the_last_view():
     arena = HostArena(1 << 26)
     arena.tensor.fill_(1)
@@ -58,7 +50,6 @@ def test_an_arena_beyond_reason_is_refused_with_its_size():
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 
-# -- forked children -------------------------------------------------------------------------------------------
 CHILDREN = """
 import gc, os, sys, torch
 from torch.utils.data import DataLoader, Dataset
@@ -250,28 +241,6 @@ def test_what_passed_through_a_ring_may_be_overwritten_at_once():
     assert not device[-PAGE:].any(), "the last piece is still on its way"
     bus.to_host(arena.tensor, device, arena)
     assert torch.equal(arena.tensor, first)
-
-
-def test_a_lock_that_fails_loses_nothing_and_is_tried_again(monkeypatch: pytest.MonkeyPatch):
-    model, args, kwargs = MODELS["gpt_loss"]()
-    toy, eager = StrictToy(lock_bytes=PAGE), copy.deepcopy(model)
-    lock, calls = toy.lock, iter(range(1 << 30))
-
-    def failing(address: int, nbytes: int) -> Any:
-        if threading.current_thread() is threading.main_thread() and next(calls) == 0:
-            raise KeyboardInterrupt
-        return lock(address, nbytes)
-
-    monkeypatch.setattr(toy, "lock", failing)
-    compiled = megatrain.compile(model, device=toy, activations="recompute")
-    with pytest.raises(KeyboardInterrupt):
-        compiled(*args, **kwargs)
-    assert not toy.locked
-    assert all(map(torch.equal, model.state_dict().values(), eager.state_dict().values()))
-    places = [p.data_ptr() for p in model.parameters()]
-    assert_same(train(eager, eager, args, kwargs), train(compiled, model, args, kwargs))
-    assert [p.data_ptr() for p in model.parameters()] == places, "without a second copy of the model"
-    assert sum(toy.locked.values()) > sum(p.nbytes for p in model.parameters())
 
 
 @pytest.mark.filterwarnings("ignore::megatrain.PageLockWarning")

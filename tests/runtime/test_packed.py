@@ -13,13 +13,12 @@ from safetensors.torch import save_file
 from torch import nn
 
 import megatrain
-from megatrain.errors import CheckpointError, ExecuteError, OptionError, TraceError, WeightsError
+from megatrain.errors import ExecuteError, OptionError, TraceError, WeightsError
 from tests.comparing import assert_same
 from tests.packed import KINDS, WIDTH, Adapted, Quantized, adapted
 from tests.runtime.parity import PATHS, assert_parity
 
 kinds = pytest.mark.parametrize("kind", KINDS)
-
 X = torch.randn(3, WIDTH, generator=torch.Generator().manual_seed(0))
 
 
@@ -85,17 +84,6 @@ def test_steps_and_a_resumed_run_have_the_bits_of_the_loop(tmp_path: Path) -> No
         assert torch.equal(one, another)
 
 
-def test_a_checkpoint_of_other_packing_is_refused(tmp_path: Path) -> None:
-    _, _, step = stepping("attributes")
-    step(X)
-    step.save(tmp_path / "run")
-    model, compiled, _ = stepping("attributes")
-    weight: Any = model[1].weight
-    weight.form.power = 3
-    with pytest.raises(CheckpointError, match=r"packed parameters of this model: 1 difference(.|\n)*`1.weight`"):
-        megatrain.TrainStep.load(tmp_path / "run", compiled, torch.optim.AdamW(trained(model)), loss=square)
-
-
 class Noisy(Quantized):
     """It draws where no call of the graph shows it."""
 
@@ -113,7 +101,6 @@ def test_random_numbers_within_a_class_are_those_of_eager() -> None:
     assert all(template.is_random for template in compiled.program.templates.values())
 
 
-# -- refused, before any work ------------------------------------------------------------------------------------------
 def test_a_trained_one_is_refused_and_its_advice_works() -> None:
     class Straight(Quantized):
         """One with a gradient of its own, as in quantized training."""
@@ -145,20 +132,6 @@ def test_an_input_is_refused_and_its_advice_works() -> None:
     assert "Pass its inner tensors, and make the object around them inside the forward" in str(caught.value)
     found = megatrain.compile(Model(), device="cpu")(X, weight.codes, weight.scale)
     assert torch.equal(found, Model()(X, weight))
-
-
-@pytest.mark.parametrize("held", ["again", "without"])
-def test_values_that_move_about_are_refused(held: str) -> None:
-    class Moving(nn.Parameter):
-        pass
-
-    model = adapted("attributes")
-    weight: Any = torch.Tensor._make_subclass(Moving, torch.ones(WIDTH, WIDTH, dtype=torch.int8), False)
-    if held == "again":
-        weight.codes, weight.scale = weight.data, torch.ones(WIDTH)
-    model[0].weight = weight
-    with pytest.raises(TraceError, match=r"`0\.weight` is a \S*Moving that holds its values " + held):
-        megatrain.compile(model, device="cpu")(X)
 
 
 def test_what_no_graph_repeats_is_refused() -> None:

@@ -22,11 +22,9 @@ MODES: dict[str, dict[str, Any]] = {
     "offload": {"transfer": "copy", "activations": "offload"},
     "keep": {"transfer": "copy", "activations": "keep"},
 }
-
 """Without options each model takes one of the paths above."""
 
 CONTAINED = ("t5", "llama", "llama_labels", "llama_unpadded", "qwen2", "gpt2", "bert", "vit")
-
 """Models whose calls are part of those of another: with labels, or with a mask as well."""
 
 ONCE = [name for name in MODELS if name not in CONTAINED]

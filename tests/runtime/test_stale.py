@@ -24,9 +24,7 @@ from tests.runtime import settings
 from tests.runtime.settings import gain
 
 SCALE = 2.0
-
 TABLE = {"shift": 0.5, "order": [1, 2]}
-
 UNNAMED = 1.0
 
 

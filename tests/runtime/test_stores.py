@@ -18,7 +18,7 @@ from megatrain.errors import ExecuteError
 from megatrain.memory.bus import Bus
 from megatrain.runtime.stores import buffer_copies
 from megatrain.runtime.stores.buffer_copies import BufferCopies
-from megatrain.runtime.stores.host_store import BlockImage, HostStore, image, views
+from megatrain.runtime.stores.host_store import BlockImage, HostStore, image
 from megatrain.runtime.stores.parks import ParkPool
 from megatrain.sizes import aligned
 from megatrain.tracer.spec import TensorSpec
@@ -89,20 +89,6 @@ def test_parameters_become_views_and_stay_the_same_objects():
     assert store.nbytes == layout.nbytes
 
 
-def test_tied_state_is_stored_once_and_copied_apart():
-    embed, tail = torch.randn(10, 4), torch.randn(3)
-    first = {"embed": embed, "a": torch.randn(5)}
-    last = {"norm": torch.randn(4), "embed": embed, "tail": tail}
-    expected = [tensor.clone() for tensor in last.values()]
-    store, (one, two) = store_of(first, last)
-    assert store.num_copies(one) == 1
-    assert store.num_copies(two) == 3
-    assert store.nbytes == one.nbytes + two.nbytes - aligned(embed.nbytes)
-    for got, wanted in zip(prefetched(store, two), expected, strict=True):
-        assert torch.equal(got, wanted)
-    assert store.bound(one)[0].data_ptr() == store.bound(two)[1].data_ptr()
-
-
 @given(st.data())
 def test_any_layout_is_prefetched_right(data: st.DataObject):
     tensors = {f"t{i}": torch.randn(data.draw(st.integers(0, 40))) for i in range(6)}
@@ -168,24 +154,6 @@ def test_what_has_no_values_or_another_spec_is_refused():
         store_of({"p": torch.empty(3, device="meta")})
     with pytest.raises(ExecuteError, match=r"`p` is f32\[4\], but the model was compiled for f32\[3\]"):
         HostStore([image([("p", spec(3))])], {"p": torch.ones(4)}, CPU)
-
-
-DTYPES = [torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.complex64, torch.uint8, torch.float64]
-
-
-@given(st.lists(st.tuples(st.lists(st.integers(0, 5), max_size=3), st.sampled_from(DTYPES)), max_size=8))
-def test_views_are_typed_disjoint_and_in_place(found: list[tuple[list[int], torch.dtype]]):
-    specs = [(f"k{i}", TensorSpec(tuple(shape), dtype)) for i, (shape, dtype) in enumerate(found)]
-    layout = image(specs)
-    buffer = torch.zeros(layout.nbytes + 128, dtype=torch.uint8)[64:]
-    tensors = views(layout, buffer)
-    for tensor, (_, wanted), entry in zip(tensors, specs, layout.entries, strict=True):
-        assert TensorSpec.of(tensor) == wanted
-        assert tensor.numel() == 0 or tensor.data_ptr() == buffer.data_ptr() + entry.offset
-    for tensor in tensors:
-        if tensor.dim() and tensor.numel():
-            tensor.view(torch.uint8).add_(1)
-    assert not (buffer > 1).any()
 
 
 def test_the_largest_memory_is_kept_and_calls_take_parts_of_it():

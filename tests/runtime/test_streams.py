@@ -1,20 +1,23 @@
-"""Streams run what is submitted: in order, side by side; failures surface once, and waits that can't end are errors."""
+"""Streams: failures surface once, waits that can't end are errors, no thread outlives its owner; and
+what streams ask of an accelerator, against a fake one that logs."""
 
 from __future__ import annotations
 
 import gc
 import signal
 import threading
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 
 import pytest
 import torch
 
+from megatrain.device import Cuda
 from megatrain.errors import ExecuteError
 from megatrain.runtime.streams.stream_set import (
     Chaos,
     Event,
     InjectedFailure,
-    Recording,
     StreamSet,
     StreamThread,
 )
@@ -23,7 +26,6 @@ from tests.runtime.stepping import ALL, CPU, STREAMS, TIMEOUT_S, issue, nothing,
 pytestmark = pytest.mark.usefixtures("no_hang")
 
 
-# -- order ------------------------------------------------------------------------------------------------
 def test_a_stream_runs_in_order_on_one_thread_of_its_own_without_gradients():
     stream = StreamThread("h2d", CPU)
     seen: list[tuple[int, str, bool]] = []
@@ -35,44 +37,6 @@ def test_a_stream_runs_in_order_on_one_thread_of_its_own_without_gradients():
     assert seen == [(i, "megatrain-h2d", False) for i in range(50)]
     assert torch.is_grad_enabled()
     stream.close()
-
-
-def test_waits_hold_whatever_the_delays():
-    streams = StreamSet(CPU, chaos=Chaos(0, max_delay_s=0.0005))
-    for _ in range(6):
-        log: list[str] = []
-        with streams.step():
-            run_chain(streams, log)
-        assert sorted(log) == sorted(ALL)
-        at = {label: log.index(label) for label in ALL}
-        for block in range(4):
-            assert at[f"W{block}"] < at[f"F{block}"] < at[f"G{block}"] < at[f"U{block}"]
-            assert block < 2 or at[f"F{block - 2}"] < at[f"W{block}"]
-    streams.close()
-
-
-# -- chaos and recording ----------------------------------------------------------------------------------
-def test_a_recording_tells_what_ran_and_what_it_waited_for():
-    recording = Recording()
-    streams = StreamSet(CPU, recording=recording, chaos=Chaos(3, max_delay_s=0.0005))
-    texts = set()
-    for _ in range(3):
-        recording.clear()
-        with streams.step():
-            run_chain(streams, [], num_blocks=3)
-        texts.add(str(recording))
-        completed = [label for _, label in recording.completed]
-        assert sorted(completed) == sorted(op.label for op in recording.issued)
-        assert completed.index("W1") < completed.index("F1") < completed.index("G1")
-    assert texts == {
-        "h2d: W0; W1; W2 <- F0\n"
-        "compute: F0 <- W0; F1 <- W1; F2 <- W2\n"
-        "d2h: G0 <- F0; G1 <- F1; G2 <- F2\n"
-        "host: U0 <- G0; U1 <- G1; U2 <- G2"
-    }
-    assert recording.labels("d2h") == ("G0", "G1", "G2")
-    assert recording.on("h2d")[2].waits == ("F0",)
-    streams.close()
 
 
 @pytest.mark.parametrize("label", ["W0", "W3", "F1", "G3", "U0", "U2"])
@@ -97,53 +61,6 @@ def test_a_failure_anywhere_surfaces_once_and_leaves_the_set_usable(label: str):
     broken.close()
 
 
-def test_the_first_failure_is_kept(streams: StreamSet):
-    first = threading.Event()
-
-    def fail(error: Exception, after: threading.Event | None = None) -> None:
-        if after is None:
-            first.set()
-        else:
-            after.wait(TIMEOUT_S)
-            wait_until(lambda: streams.failure is not None)
-        raise error
-
-    streams.begin()
-    issue(streams, "d2h", "G1", lambda: fail(KeyError("second"), first))
-    issue(streams, "h2d", "W1", lambda: fail(ValueError("first")))
-    with pytest.raises(ExecuteError, match=r"^h2d:W1 failed: ValueError: first$"):
-        streams.finish()
-
-
-def test_what_compute_raises_passes_unharmed_and_frees_the_others(streams: StreamSet):
-    error = RuntimeError("the user's own")
-
-    def fail() -> None:
-        raise error
-
-    never = Event("F1")
-
-    def body() -> None:
-        issue(streams, "d2h", "G1", nothing, (never,))
-        issue(streams, "compute", "F0", fail)
-
-    with pytest.raises(RuntimeError) as caught:
-        run_step(streams, body)
-    assert caught.value is error
-    assert error.__cause__ is None
-
-
-def test_begin_drops_an_abandoned_step(streams: StreamSet):
-    streams.begin()
-    issue(streams, "h2d", "W0", nothing, (Event("never"),))
-    issue(streams, "d2h", "G0", lambda: 1 / 0)
-    log: list[str] = []
-    with streams.step():
-        run_chain(streams, log)
-    assert sorted(log) == sorted(ALL)
-
-
-# -- waits that can't end ---------------------------------------------------------------------------------
 def test_waiting_for_what_was_never_submitted_is_an_error(streams: StreamSet):
     with pytest.raises(ExecuteError, match=r"compute:F0 waits for W7, which no operation"), streams.step():
         issue(streams, "compute", "F0", nothing, (Event("W7"),))
@@ -175,7 +92,6 @@ def test_a_circle_of_waits_is_an_error(streams: StreamSet):
         streams.finish()
 
 
-# -- interrupts -------------------------------------------------------------------------------------------
 def interrupt_asleep(streams: StreamSet, go: threading.Event) -> threading.Thread:
     """Interrupts the main thread once it sleeps; opens `go` when the step has been aborted for it."""
 
@@ -216,7 +132,6 @@ def test_an_interrupt_in_a_wait_leaves_the_set_usable(streams: StreamSet, place:
         assert sorted(log) == sorted(ALL)
 
 
-# -- leaks ------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("ending", ["close", "cycle", "fail"])
 def test_no_thread_outlives_its_owner(ending: str):
     gc.collect()
@@ -243,3 +158,96 @@ def test_no_thread_outlives_its_owner(ending: str):
     if ending == "close":
         assert not started()
     wait_until(lambda: not started())
+
+
+LOG: list[tuple[str, ...]] = []
+
+
+@dataclass
+class FakeMark:
+    name: str
+
+    def wait(self) -> None:
+        LOG.append(("sync mark", self.name))
+
+
+@dataclass
+class FakeStream:
+    name: str
+    num_marks: int = field(default=0)
+
+    def record_event(self) -> FakeMark:
+        self.num_marks += 1
+        LOG.append(("record", f"{self.name}{self.num_marks}"))
+        return FakeMark(f"{self.name}{self.num_marks}")
+
+    def wait_event(self, mark: FakeMark) -> None:
+        LOG.append((f"{self.name} waits", mark.name))
+
+
+@pytest.fixture
+def marking(monkeypatch: pytest.MonkeyPatch, no_hang: None) -> Iterator[StreamSet]:
+    names = iter(["h", "d"])
+    compute = FakeStream("c")
+
+    def enter(stream: FakeStream) -> None:
+        LOG.append(("enter", stream.name, threading.current_thread().name))
+
+    monkeypatch.setattr(torch, "Stream", lambda device: FakeStream(next(names)))
+    monkeypatch.setattr(torch.accelerator, "current_stream", lambda device: compute)
+    monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: 0)
+    monkeypatch.setattr(torch.accelerator, "set_stream", enter)
+    monkeypatch.setattr(Cuda, "wait_for", lambda device, mark: mark.wait())
+    monkeypatch.setattr(Cuda, "settle", lambda device: LOG.append(("sync", "device")))
+    LOG.clear()
+    found = StreamSet(Cuda())
+    assert str(found.device) == "cuda:0"
+    yield found
+    found.close()
+
+
+def after_begin() -> list[tuple[str, ...]]:
+    assert LOG[:3] == [("record", "c1"), ("h waits", "c1"), ("d waits", "c1")]
+    return LOG[3:]
+
+
+def test_marks_follow_the_waits_and_transfers_are_complete_at_the_end(marking: StreamSet):
+    with marking.step():
+        w = issue(marking, "h2d", "W0", nothing)
+        f = issue(marking, "compute", "F0", nothing, (w,))
+        g = issue(marking, "d2h", "G0", nothing, (f,))
+        issue(marking, "host", "U0", nothing, (g,))
+    assert after_begin() == [
+        ("enter", "h", "megatrain-h2d"),
+        ("record", "h1"),
+        ("c waits", "h1"),
+        ("record", "c2"),
+        # A thread enters its stream with the first work: waits name their stream anyway.
+        ("d waits", "c2"),
+        ("enter", "d", "megatrain-d2h"),
+        ("record", "d1"),
+        ("sync mark", "d1"),
+        ("record", "h2"),
+        ("c waits", "h2"),
+        ("record", "d2"),
+        ("c waits", "d2"),
+        ("record", "c3"),
+        ("sync mark", "h2"),
+        ("sync mark", "d2"),
+    ]
+
+
+def test_a_step_comes_after_the_step_before_on_whatever_stream(marking: StreamSet):
+    with marking.step(waits_for=["h2d"]):
+        issue(marking, "compute", "F0", nothing)
+    LOG.clear()
+    with marking.step(waits_for=["h2d"]):
+        issue(marking, "compute", "F0", nothing)
+    assert LOG[:4] == [("c waits", "c3"), ("record", "c4"), ("h waits", "c4"), ("d waits", "c4")]
+
+
+def test_after_a_failure_the_device_comes_to_rest(marking: StreamSet):
+    issue(marking, "h2d", "W0", lambda: 1 / 0)
+    with pytest.raises(ExecuteError, match="h2d:W0 failed"):
+        marking.finish()
+    assert LOG[-1] == ("sync", "device")

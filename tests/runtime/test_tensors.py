@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -13,7 +12,7 @@ from torch import nn
 import megatrain
 from megatrain.errors import ExecuteError
 from tests.comparing import assert_same_state
-from tests.runtime.parity import PATHS, assert_parity_of, seeded
+from tests.runtime.parity import PATHS, assert_parity, assert_parity_of, seeded
 
 P = nn.Parameter
 
@@ -61,27 +60,6 @@ class Odd(nn.Module):
         return x, pairs, self.index + 1, self.mask.clone(), self.empty * 2, x.half(), x.to(torch.complex64), scale
 
 
-def module(forward: Callable[..., Any], **members: Callable[[], Any]) -> Callable[[], nn.Module]:
-    """Builds a module class with this forward; members that are tensors but no parameters become buffers."""
-
-    class Made(nn.Module):
-        pass
-
-    Made.forward = forward
-
-    def build() -> nn.Module:
-        made = Made()
-        for name, make in members.items():
-            member = make()
-            if isinstance(member, torch.Tensor) and not isinstance(member, nn.Parameter):
-                made.register_buffer(name, member)
-            else:
-                setattr(made, name, member)
-        return made
-
-    return build
-
-
 @pytest.mark.parametrize("path", PATHS)
 def test_unusual_tensors_in_one_model(path: str) -> None:
     def drive(call, model):
@@ -101,68 +79,14 @@ def rows(count: int = 5) -> torch.Tensor:
     return torch.randn(count, 4, generator=torch.Generator().manual_seed(1))
 
 
-def assert_trains(build: Callable[[], nn.Module], *inputs: torch.Tensor, optimizer: Any = None, **options: Any) -> None:
-    """Two steps, compared: outputs, gradients with their strides, input gradients, updates, buffers."""
-
-    def drive(call, model):
-        found = []
-        trained = [p for p in model.parameters() if p.requires_grad]
-        updates = (optimizer or (lambda p: torch.optim.AdamW(p, 0.05)))(trained) if trained else None
-        for _ in range(2):
-            model.zero_grad()
-            for tensor in inputs:
-                tensor.grad = None
-            results = call(*inputs)
-            results = results if isinstance(results, tuple) else (results,)
-            terms = [t.abs().double().square().sum() for t in results if t.requires_grad]
-            if terms:
-                torch.stack(terms).sum().float().backward()
-            found.append([t.detach().clone() for t in results])
-            found.append([None if t.grad is None else t.grad.clone() for t in inputs])
-            found.append([None if p.grad is None else p.grad.clone() for p in model.parameters()])
-            if any(p.grad is not None for p in trained):
-                updates.step()
-        return found
-
-    assert_parity_of(seeded(build), drive, **options)
-
-
-def test_strides_of_inputs() -> None:
-    images = torch.randn(2, 3, 4, 4, generator=torch.Generator().manual_seed(0))
-    build = module(
-        lambda self, x: self.layers(x).square().mean((2, 3)),
-        layers=lambda: nn.Sequential(nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4)),
-    )
-    for given in (
-        images.to(memory_format=torch.channels_last).requires_grad_(),
-        images[:, :, :1, :1].expand(2, 3, 4, 4).requires_grad_(),
-        images[::2, :, ::2],
-    ):
-        assert_trains(build, given)
-
-
 def test_parameters_that_overlap_are_refused() -> None:
     both = torch.randn(8)
-    model = module(
-        lambda self, x: x * self.left[:4] + self.right, left=lambda: P(both[:5]), right=lambda: P(both[4:])
-    )()
+    model = nn.Sequential(nn.LayerNorm(4), nn.LayerNorm(4))
+    model[0].weight, model[1].weight = P(both[:4]), P(both[3:7])
     with pytest.raises(ExecuteError, match="share memory, but not as one tied tensor"):
         megatrain.compile(model, device="cpu")(rows())
 
 
-def test_a_model_that_returns_nothing() -> None:
-    def forward(self, x):
-        self.calls += 1
-        self.layer(x)
-
-    def drive(call, model):
-        assert call(rows()) is None
-        assert call(rows()) is None
-
-    assert_parity_of(seeded(module(forward, layer=lambda: nn.Linear(4, 4), calls=lambda: torch.zeros(()))), drive)
-
-
-# -- memory and gradients inside the forward -----------------------------------------------------------------
 def test_writes_through_views_across_blocks() -> None:
     class Views(nn.Module):
         def __init__(self) -> None:
@@ -183,7 +107,7 @@ def test_writes_through_views_across_blocks() -> None:
             middle.sub_(1)
             return x, left, right.sum(), z, made, last
 
-    assert_trains(Views, rows().requires_grad_())
+    assert_parity(seeded(Views), (rows().requires_grad_(),), {}, **PATHS["offload"])
 
 
 class Energy(nn.Module):

@@ -22,7 +22,6 @@ from tests.runtime.saved import Partial, gpt, on_meta, partial_on_meta, refusal,
 from tests.saving.forging import CHANGES, changed
 from tests.saving.test_forged import ODD
 
-# -- values ------------------------------------------------------------------------------------------------------
 FLOATS = [torch.float64, torch.float32, torch.float16, torch.bfloat16]
 
 
@@ -73,7 +72,6 @@ def test_values_are_those_of_load_state_dict(tmp_path_factory, shape, order, dty
         assert all(a == b for n, a, b in zip(shape, bag.tensor.stride(), strides, strict=True) if n > 1)
 
 
-# -- what doesn't fit --------------------------------------------------------------------------------------------
 @pytest.fixture
 def headers_only(monkeypatch: pytest.MonkeyPatch) -> None:
     """No refusal may need more than headers, or memory for the state."""
@@ -121,7 +119,6 @@ the weights don't fit the model: 10 missing, 11 unexpected.
     )
 
 
-# -- files that can't be read ------------------------------------------------------------------------------------
 def test_a_damaged_file_is_named(tmp_path: Path):
     save_sharded(tmp_path, state_of(gpt()))
     file = tmp_path / "model-1.safetensors"

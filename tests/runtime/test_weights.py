@@ -24,11 +24,9 @@ from tests.runtime.parity import train
 from tests.runtime.saved import IDS, Partial, assert_holds, gpt, on_meta, partial_on_meta, save, save_sharded, state_of
 
 ROOT = Path(__file__).parent.parent.parent
-
 CALL = ((IDS, IDS), {})
 
 
-# -- the same training as with a model loaded the ordinary way ---------------------------------------------------
 @pytest.mark.parametrize(("layout", "transfer"), [("folder", "copy"), ("index", "bind"), ("list", "copy")])
 def test_a_model_on_meta_trains_as_the_same_model_with_weights(tmp_path: Path, layout: str, transfer: str):
     reference = gpt()
@@ -76,7 +74,6 @@ def test_hugging_face_model_with_its_rotary_module_made_anew(tmp_path: Path):
     assert len(compiled.schedule.workload.blocks) > 2
 
 
-# -- plan first, read later --------------------------------------------------------------------------------------
 def test_the_plan_exists_before_any_weight_is_read(tmp_path: Path):
     state = state_of(gpt())
     file = save(tmp_path / "model.safetensors", state)
@@ -141,7 +138,6 @@ def test_what_the_user_changed_before_loading_is_not_undone(tmp_path: Path, chan
     assert_holds(model, before)
 
 
-# -- the model's own tensors -------------------------------------------------------------------------------------
 def test_tensors_that_are_there_already_are_replaced_and_freed(tmp_path: Path):
     state = state_of(gpt(1))
     model = on_meta()
@@ -199,8 +195,6 @@ def test_tied_names_with_different_values_are_refused(tmp_path: Path, monkeypatc
     ):
         compiled(IDS)
 
-
-# -- memory ------------------------------------------------------------------------------------------------------
 
 # A process of its own, because the peak of resident memory belongs to a process.
 SCRIPT = """

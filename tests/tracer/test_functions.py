@@ -122,7 +122,6 @@ class Outer(torch.autograd.Function):
 
 
 early_scaled, early_setup = Scaled.apply, WithSetup.apply
-
 early_returned, early_written, early_marked = Returned.apply, Written.apply, Marked.apply
 
 
@@ -169,14 +168,6 @@ def test_a_function_trains_with_its_own_backward(name: str):
     assert_same_step(graph_step(traced, model, args, {}), eager_step(model, args, {}))
     assert "opaque" not in str(traced)
     assert str(traced).count(".apply(") == (0 if name == "forward itself" else 2), "a call is one node"
-
-
-@pytest.mark.parametrize("name", ["late, several", "early, written"])
-def test_a_function_in_a_compiled_model(name: str):
-    torch.manual_seed(0)
-    model = Calling(CALLS[name])
-    report = megatrain.verify(model, torch.randn(2, 3))
-    assert report.ok, report
 
 
 class Layered(nn.Module):

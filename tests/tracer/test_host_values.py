@@ -52,7 +52,6 @@ class Model(nn.Module):
 
 
 X, SCALE = torch.empty(4, 8, device="meta"), torch.tensor(0.5)
-
 ON_HOST = {"scale": "f32[] cpu", "arange": "i64[4] cpu", "cpu": "f32[4, 8] cpu"}
 
 
@@ -84,30 +83,6 @@ def test_a_schedule_counts_their_bytes_on_the_host(program: Program) -> None:
     assert schedule.peak_bytes == 2 * 512 + 2 * 4 * 8 * 4
     assert "input+cpu  scale" in workload_text(workload)
     schedule.check()
-
-
-def test_a_rewrite_may_compute_with_them() -> None:
-    traced = captured(Model(), X, SCALE)
-    rewriter = megatrain.Rewriter(traced)
-    (made,) = rewriter.calls(torch.arange)
-    turned = rewriter.call(made, torch.add, rewriter.call(made, torch.mul, made, 1), 0)
-    assert turned.meta["spec"] == TensorSpec((4,), torch.int64, on_host=True)
-    rewriter.replace(made, turned)
-    rewriter.done().check()
-
-
-def test_an_embedding_read_by_an_index_on_the_host_stays_whole() -> None:
-    class Table(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.table = nn.Parameter(torch.ones(64, 8))
-
-        def forward(self, x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
-            return x + self.table[index]
-
-    traced = captured(Table(), X, torch.tensor([1, 3, 5, 7]))
-    program = megatrain.lower(traced, block_bytes=512)
-    assert [entry.base for entry in program.state.values()] == [None]
 
 
 def test_a_spec_makes_tensors_where_it_says() -> None:

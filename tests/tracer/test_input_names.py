@@ -85,17 +85,6 @@ def test_a_forward_that_a_tool_put_in_place_gives_the_names_of_the_one_it_stands
     assert _names(model, X, X) == ("tokens", "more_0")
 
 
-def test_a_function_is_named_as_it_is_bound():
-    def forward(first: Any, second: Any) -> Any:
-        return second if isinstance(first, nn.Module) else first + second
-
-    bound, plain = _module(forward), nn.Module()
-    plain.forward = forward
-    assert _names(bound, X) == ("second",)
-    assert _names(plain, X, X) == ("first", "second")
-    assert _names(bound, X) == ("second",)
-
-
 def test_a_signature_that_python_cant_read_leaves_numbers():
     model = _module(_plain)
     model.forward = torch.add  # of C: it has no signature

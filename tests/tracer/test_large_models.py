@@ -1,4 +1,4 @@
-"""Captures of models and values that no machine here could hold, and the values behind fake state."""
+"""Captures of models and values that no machine here could hold."""
 
 from __future__ import annotations
 
@@ -13,9 +13,7 @@ from torch import nn
 
 import megatrain
 from megatrain.passes.pipeline import lower
-from megatrain.tracer.inventory import StateEntry, StateValues
 from megatrain.tracer.recording import runner
-from megatrain.tracer.spec import TensorSpec
 from megatrain.tracer.trace import trace
 from tests.models import Gpt
 
@@ -143,35 +141,3 @@ def test_a_model_on_meta_gives_the_text_of_the_same_model_with_weights():
     assert str(trace(on_meta, (ids,))) == str(trace(Gpt(), (ids,)))
     assert str(lower(trace(on_meta, (ids,)))) == str(lower(trace(Gpt(), (ids,))))
     assert str(trace(on_meta, (ids.to("meta"),), device="cpu")) == str(trace(Gpt(), (ids,)))
-
-
-SPEC = TensorSpec((2,), torch.float32)
-
-ENTRIES = {
-    kind: StateEntry(kind, {"weight": "parameter"}.get(kind, kind), SPEC, kind == "weight")
-    for kind in ("weight", "buffer")
-}
-
-
-def test_copies_on_another_device_are_let_go_and_made_again() -> None:
-    # The meta device stands for any that isn't the host.
-    weight, buffer = nn.Parameter(torch.ones(2)), torch.ones(2)
-    fakes = {"weight": torch.empty(2, device="meta", requires_grad=True), "buffer": torch.empty(2, device="meta")}
-    values = StateValues(fakes, {"weight": weight, "buffer": buffer}, ENTRIES)
-    first, running = values.value(fakes["weight"]), values.value(fakes["buffer"])
-    assert first is values.value(fakes["weight"])
-    assert first.requires_grad
-    values.let_go()
-    assert values.value(fakes["weight"]) is not first
-    assert values.value(fakes["buffer"]) is running, "what the forward has written must last"
-
-
-def test_parameters_on_the_host_are_aliased_and_buffers_copied() -> None:
-    weight, buffer = nn.Parameter(torch.ones(2)), torch.ones(2)
-    fakes = {"weight": torch.empty(2), "buffer": torch.empty(2)}
-    values = StateValues(fakes, {"weight": weight, "buffer": buffer}, ENTRIES)
-    value = values.value(fakes["weight"])
-    assert value.data_ptr() == weight.data_ptr()
-    assert values.value(fakes["buffer"]).data_ptr() != buffer.data_ptr()
-    values.let_go()
-    assert values.value(fakes["weight"]) is value

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.nn.utils import parametrizations, parametrize
+from torch.nn.utils import parametrize
 
 import megatrain
 from megatrain.errors import TraceError
@@ -115,7 +115,6 @@ def test_an_attribute_that_is_lent_to_code_that_runs_again_is_there_at_each_step
     assert "changes `0.inner.factor` and then calls `0.inner` at test_" in compiled.program.opaque_calls[0].reason
 
 
-# -- what is refused -------------------------------------------------------------------------------------------
 class Doubled(nn.Module):
     def forward(self, weight: torch.Tensor) -> torch.Tensor:
         return weight * 2
@@ -196,18 +195,6 @@ def test_a_forward_that_leaves_modules_otherwise_is_refused_and_the_model_is_as_
     assert_same(values, dict(model.state_dict()))
 
 
-def test_an_error_in_mid_forward_leaves_no_parametrization():
-    def fails(model: Any, x: torch.Tensor) -> torch.Tensor:
-        parametrize.register_parametrization(model.fc, "weight", Doubled())
-        raise ValueError("of the user")
-
-    model = Host(fails)
-    before = identities(made(model))
-    with pytest.raises(ValueError, match="of the user"):
-        trace(model, (X,))
-    assert identities(made(model)) == before
-
-
 class Other(nn.Linear):
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         return super().forward(input) * 2
@@ -221,12 +208,3 @@ def test_another_class_of_a_module_is_another_capture():
     model[0].__class__ = Other
     assert_same(model(X), compiled(X))
     assert compiled.recompiled_because == ("model.0 is of class Other now, not Linear",)
-
-
-def test_permanent_parametrizations_equal_eager():
-    torch.manual_seed(0)
-    model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(4)))
-    parametrize.register_parametrization(model[0], "weight", Inverted())
-    parametrizations.weight_norm(model[1])
-    parametrizations.spectral_norm(model[2])
-    assert_parity(model, (X,), {}, steps=3, transfer="copy")

@@ -10,7 +10,6 @@ from torch import nn
 
 import megatrain
 from megatrain.errors import LowerError, TraceError
-from tests.gradients import grad_of
 
 
 class Renamed(torch.Tensor):
@@ -100,17 +99,6 @@ def test_a_class_that_hides_its_values_is_refused_without_the_advice_that_fits_o
         megatrain.compile(model, device="cpu")(torch.ones(2, 4))
     assert "as_subclass" not in str(caught.value)
     assert "Load the weights in bf16 or fp32 instead" in str(caught.value)
-
-
-def test_parameters_of_a_mere_subclass() -> None:
-    class Tagged(nn.Parameter):
-        pass
-
-    model = nn.Linear(4, 4)
-    model.weight = Tagged(torch.ones(4, 4))
-    compiled = megatrain.compile(model, device="cpu")
-    compiled(torch.ones(2, 4)).sum().backward()
-    assert torch.equal(grad_of(model.weight), torch.full((4, 4), 2.0))
 
 
 def test_lazy_modules() -> None:

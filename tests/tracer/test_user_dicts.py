@@ -126,19 +126,6 @@ def test_attributes_and_entries_that_never_change_are_compared() -> None:
         assert_same(compiled(batch).detach(), eager(batch).detach())
 
 
-def test_a_training_step_takes_it() -> None:
-    eager, compiled = sides(changes)
-    optimizers = [torch.optim.AdamW(model.parameters(), lr=0.1) for model in (eager, compiled)]
-    step = megatrain.TrainStep(compiled, optimizers[1], loss=lambda result, batch: result["hidden"].square().sum())
-    for seed in range(3):
-        loss = eager(given(seed))["hidden"].square().sum()
-        loss.backward()
-        optimizers[0].step()
-        optimizers[0].zero_grad()
-        assert_same(step((given(seed),)), loss.detach())
-    assert_same([p.detach() for p in compiled.parameters()], [p.detach() for p in eager.parameters()])
-
-
 def reads_length(model: Any, batch: Any) -> Any:
     return hidden(model, batch) * len(batch.encodings)
 
