@@ -59,9 +59,9 @@ FAULTS: list[Fault] = [
     ),
     Fault(
         name="a gradient is added into memory that somebody else holds",
-        path="runtime/gradients/sums.py",
-        old="    if total is None or gradient is None or is_shared or total.layout",
-        new="    if total is None or gradient is None or total.layout",
+        path="runtime/gradients/sink.py",
+        old="            is_own = not is_shared and storage.data_ptr() not in seen",
+        new="            is_own = storage.data_ptr() not in seen",
         seen_by=(
             "tests/runtime/test_gradients.py::test_a_sum_takes_the_memory_of_its_first_term_and_leaves_what_others_hold",
         ),

@@ -84,10 +84,10 @@ def texts(micro_batches: int, steps: int = 2) -> list[list[torch.Tensor]]:
 )  # fmt: skip
 def test_steps_have_the_bits_of_eager_and_run_attention_once(kind: str, micro_batches: int, context: Any):
     step = assert_bits_of_eager(Layers(*[kind] * 4), texts(micro_batches), context)
-    assert step.schedule.results == ((2,) if kind == "twice" else (0, 1, 2))
+    assert step.schedule.results == (0, 1, 2)
     values = step.schedule.known_workload().values
     parked = [index for found in step.schedule.parked().values() for index in found]
-    assert any(values[index].is_result for index in parked) or kind == "twice"
+    assert any(values[index].is_result for index in parked) or kind != "causal"
 
 
 def grads_there(model: Any) -> list[torch.Tensor | None]:
