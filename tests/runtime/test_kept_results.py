@@ -79,9 +79,8 @@ def texts(micro_batches: int, steps: int = 2) -> list[list[torch.Tensor]]:
 
 @pytest.mark.parametrize(
     ("kind", "micro_batches", "context"),
-    [("causal", 3, torch.enable_grad), ("grouped", 1, partial(torch.autocast, "cpu", dtype=torch.bfloat16)),
-     ("twice", 1, torch.enable_grad)],
-)  # fmt: skip
+    [("causal", 3, torch.enable_grad), ("grouped", 1, partial(torch.autocast, "cpu", dtype=torch.bfloat16))],
+)
 def test_steps_have_the_bits_of_eager_and_run_attention_once(kind: str, micro_batches: int, context: Any):
     step = assert_bits_of_eager(Layers(*[kind] * 4), texts(micro_batches), context)
     assert step.schedule.results == (0, 1, 2)
