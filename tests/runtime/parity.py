@@ -7,7 +7,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-import pytest
 import torch
 from torch import nn
 
@@ -23,21 +22,6 @@ PATHS: dict[str, dict[str, Any]] = {
     "offload": {"transfer": "copy", "activations": "offload", "block_bytes": 1},
 }
 """Where weights lie and what is kept: each takes another path through the runtime."""
-
-paths = pytest.mark.parametrize(
-    "options",
-    [
-        pytest.param(options, id=name, marks=[] if name in ("bind", "offload") else [pytest.mark.wide])
-        for name, options in PATHS.items()
-    ],
-)
-"""In place, and all that moves; `make wide` takes the paths between these."""
-
-moved = pytest.mark.parametrize(
-    "options",
-    [pytest.param(PATHS[name], id=name, marks=[] if name == "offload" else [pytest.mark.wide]) for name in PATHS],
-)
-"""For what is crossed with other values, or is one of many in a file: all that moves."""
 
 M = TypeVar("M", bound=nn.Module)
 Drive = Callable[[Callable[..., Any], nn.Module], Any]
@@ -129,13 +113,13 @@ def assert_parity_of(
         model: Copied for each run.
         drive: Calls `call` as it likes; what it returns is compared tensor by tensor.
         seed: Of torch's generator, before each run.
-        **options: Of `compile`.
+        **options: Of `compile`; without any, the path "offload", on which all moves.
 
     Returns:
         The compiled module and what `drive` returned for it.
     """
     eager, streamed = copy.deepcopy(model), copy.deepcopy(model)
-    compiled = megatrain.compile(streamed, device="cpu", **options)
+    compiled = megatrain.compile(streamed, device="cpu", **(options or PATHS["offload"]))
     torch.manual_seed(seed)
     expected = drive(eager, eager)
     end = torch.get_rng_state()

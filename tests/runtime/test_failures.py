@@ -12,10 +12,10 @@ import torch
 from torch import nn
 
 import megatrain
-from megatrain.errors import ExecuteError, OptionError
+from megatrain.errors import ExecuteError
 from megatrain.runtime.streams.stream_set import Chaos
 from tests.comparing import assert_same_state
-from tests.models import MODELS, Gpt
+from tests.models import Gpt
 from tests.threads import living
 
 IDS = torch.randint(0, 32, (2, 8), generator=torch.Generator().manual_seed(0))
@@ -23,7 +23,7 @@ IDS = torch.randint(0, 32, (2, 8), generator=torch.Generator().manual_seed(0))
 
 def compiled_gpt(**options):
     torch.manual_seed(0)
-    return megatrain.compile(Gpt(), **{"device": "cpu", "transfer": "copy", "activations": "offload", **options})
+    return megatrain.compile(Gpt(depth=2), **{"device": "cpu", "transfer": "copy", "activations": "offload", **options})
 
 
 def test_parameter_without_values() -> None:
@@ -40,74 +40,6 @@ def test_input_on_another_device() -> None:
         compiled_gpt()(IDS.to("meta"))
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"activations": "kep"}, r"activations='kep' is not known"),
-        ({"transfer": "move"}, r"transfer='move' is not known"),
-        ({"precision": "fp8"}, r"precision='fp8' is not known"),
-        ({"memory": "10 quux"}, r"10 quux"),
-        ({"memory": -5}, r"-5"),
-        ({"block_bytes": "many"}, r"many"),
-        ({"device": "nowhere"}, r"device='nowhere' is not a device"),
-        ({"device": "meta"}, r"device='meta' has no values"),
-    ],
-)
-def test_unreadable_option(options, message: str) -> None:
-    with pytest.raises(OptionError, match=message):
-        megatrain.compile(Gpt(), **options)
-
-
-def test_unknown_option() -> None:
-    with pytest.raises(TypeError, match="bogus"):
-        megatrain.compile(Gpt(), bogus=1)  # pyright: ignore[reportCallIssue]
-
-
-def test_not_a_module() -> None:
-    with pytest.raises(OptionError, match=r"(?s)^model=<function .* is a function\.\n  model is an nn\.Module\."):
-        megatrain.compile(lambda x: x)  # pyright: ignore[reportArgumentType]
-    with pytest.raises(OptionError, match=r"^model=.* is the class itself, not an object of it\."):
-        megatrain.compile(nn.Linear)  # pyright: ignore[reportArgumentType]
-
-
-def test_nothing_compiled_yet() -> None:
-    with pytest.raises(ExecuteError, match="nothing is compiled yet"):
-        print(megatrain.compile(Gpt(), device="cpu").schedule)
-
-
-class Moody(nn.Module):
-    """Raises in its own forward when asked to."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
-
-    def forward(self, x, fails=False):
-        for layer in self.layers:
-            x = layer(x)
-        if fails:
-            raise KeyError("my own error")
-        return x
-
-
-def test_exception_of_the_models_own_forward_passes_unharmed() -> None:
-    model = Moody()
-    before = {n: dict(m.__dict__) for n, m in model.named_modules()}
-    compiled = megatrain.compile(model, device="cpu")
-    with pytest.raises(KeyError, match="my own error"):
-        compiled(torch.ones(2, 4), fails=True)
-    assert {n: dict(m.__dict__) for n, m in model.named_modules()} == before
-    compiled(torch.ones(2, 4)).sum().backward()
-    assert model.layers[0].weight.grad is not None
-
-
-def test_wrong_shape_raises_torchs_own_error() -> None:
-    compiled = megatrain.compile(Moody(), device="cpu")
-    with pytest.raises(RuntimeError, match=r"shapes|size|reduction dim"):
-        compiled(torch.ones(2, 5))
-    compiled(torch.ones(2, 4)).sum().backward()
-
-
 def tokens(compiled) -> list[str]:
     """Every operation of the schedule as `stream:token`, each once."""
     schedule = compiled.prepare(IDS, targets=IDS).schedule
@@ -117,7 +49,7 @@ def tokens(compiled) -> list[str]:
 def test_failure_in_any_operation_surfaces_once_and_the_engine_recovers() -> None:
     compiled = compiled_gpt()
     eager = copy.deepcopy(compiled.megatrain.model)
-    for number, token in enumerate(tokens(compiled)):
+    for number, token in enumerate(tokens(compiled)[::2]):
         compiled.megatrain.engine.set_chaos(Chaos(fail=token, max_delay_s=0))
         with pytest.raises((ExecuteError, RuntimeError), match=token.split(":")[1]):
             compiled(IDS, targets=IDS)[1].backward()
@@ -150,13 +82,13 @@ def test_nothing_leaks_over_four_engines() -> None:
     assert not living(threads)
 
 
-def test_nothing_leaks_over_fifty_failures_of_one_engine() -> None:
+def test_nothing_leaks_over_twenty_failures_of_one_engine() -> None:
     compiled = compiled_gpt()
     compiled(IDS, targets=IDS)[1].backward()
     gc.collect()
     held, threads = compiled.megatrain.engine.meter.current, set(threading.enumerate())
     tensors, names = _num_tensors(), tokens(compiled)
-    for number in range(50):
+    for number in range(20):
         compiled.megatrain.engine.set_chaos(Chaos(fail=names[number % len(names)], max_delay_s=0))
         with pytest.raises((ExecuteError, RuntimeError)):
             compiled(IDS, targets=IDS)[1].backward()
@@ -241,11 +173,3 @@ def test_state_that_turns_into_another_dtype_is_taken_in() -> None:
     assert results[0].dtype == torch.float64
     assert torch.equal(*results)
     assert_same_state(eager, compiled)
-
-
-def test_models_in_the_zoo_of_tests_are_what_they_claim() -> None:
-    for name, build in MODELS.items():
-        model, args, kwargs = build()
-        assert isinstance(model, nn.Module), name
-        assert isinstance(args, tuple), name
-        assert isinstance(kwargs, dict), name

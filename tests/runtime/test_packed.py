@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import random
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +13,10 @@ from safetensors.torch import save_file
 from torch import nn
 
 import megatrain
-from megatrain.errors import CheckpointError, ExecuteError, OptionError, TraceError, WeightsError
+from megatrain.errors import ExecuteError, OptionError, TraceError, WeightsError
 from tests.comparing import assert_same
-from tests.packed import KINDS, WIDTH, Adapted, Boxed, Quantized, adapted
-from tests.runtime.parity import PATHS, assert_parity, assert_parity_of
-from tests.tiers import diagonal, wide
+from tests.packed import KINDS, WIDTH, Adapted, Quantized, adapted
+from tests.runtime.parity import PATHS, assert_parity
 
 kinds = pytest.mark.parametrize("kind", KINDS)
 X = torch.randn(3, WIDTH, generator=torch.Generator().manual_seed(0))
@@ -40,7 +38,7 @@ def stepping(kind: str, **options: Any) -> tuple[nn.Sequential, megatrain.Compil
     return model, compiled, step
 
 
-@pytest.mark.parametrize(("path", "kind"), diagonal(PATHS, KINDS))
+@pytest.mark.parametrize(("path", "kind"), [("offload", "wrapper"), ("keep", "attributes")])
 def test_training_has_the_bits_of_eager(kind: str, path: str) -> None:
     compiled = assert_parity(adapted(kind), (X,), {}, **PATHS[path])
     assert path == "offload" or len(compiled.program.templates) <= 2  # an input without a gradient isn't another code
@@ -59,8 +57,8 @@ def test_packed_bytes_cross_and_count(kind: str) -> None:
     assert f"packed {'F.linear' if kind == 'wrapper' else 'tests.packed.BoxedLinear.apply'}(" in str(compiled.program)
 
 
-@pytest.mark.parametrize("kind", ["wrapper", wide("attributes")])
-def test_steps_and_a_resumed_run_have_the_bits_of_the_loop(kind: str, tmp_path: Path) -> None:
+def test_steps_and_a_resumed_run_have_the_bits_of_the_loop(tmp_path: Path) -> None:
+    kind = "wrapper"
     model, _, step = stepping(kind)
     eager = adapted(kind)
     optimizer = torch.optim.AdamW(trained(eager), lr=1e-2)
@@ -76,8 +74,7 @@ def test_steps_and_a_resumed_run_have_the_bits_of_the_loop(kind: str, tmp_path: 
     other, compiled, _ = stepping(kind)
     with torch.no_grad():  # all of it is read, packed tensors included
         for weight in (layer.weight for layer in list[Any](other)):
-            inner: Any = weight.codes if kind == "wrapper" else weight
-            inner.zero_()
+            weight.codes.zero_()
     again = torch.optim.AdamW(trained(other), lr=1e-2)
     resumed = megatrain.TrainStep.load(tmp_path / "run", compiled, again, loss=square, max_grad_norm=0.1)
     assert_same(step(X).detach(), resumed(X).detach())
@@ -85,66 +82,6 @@ def test_steps_and_a_resumed_run_have_the_bits_of_the_loop(kind: str, tmp_path: 
         each.flush()
     for one, another in zip(model.parameters(), other.parameters(), strict=True):
         assert torch.equal(one, another)
-
-
-@pytest.mark.parametrize("kind", ["attributes", wide("wrapper")])
-def test_a_checkpoint_of_other_packing_is_refused(kind: str, tmp_path: Path) -> None:
-    _, _, step = stepping(kind)
-    step(X)
-    step.save(tmp_path / "run")
-    model, compiled, _ = stepping(kind)
-    weight: Any = model[1].weight
-    if kind == "wrapper":
-        weight.shift = 1
-    else:
-        weight.form.power = 3
-    with pytest.raises(CheckpointError, match=r"packed parameters of this model: 1 difference(.|\n)*`1.weight`"):
-        megatrain.TrainStep.load(tmp_path / "run", compiled, torch.optim.AdamW(trained(model)), loss=square)
-
-
-@pytest.mark.parametrize("kind", ["attributes", wide("wrapper")])
-def test_what_the_user_changes_is_streamed(kind: str) -> None:
-    def drive(call: Any, model: Any) -> list[torch.Tensor]:
-        found = [call(X)]
-        weight = model[0].weight
-        home, name = (weight, "scale") if kind == "wrapper" else (weight.form, "scale")
-        with torch.no_grad():
-            getattr(home, name).mul_(2)  # in place
-            found.append(call(X))
-            setattr(home, name, getattr(home, name) * 1.5)  # another inner tensor
-            found.append(call(X))
-            fresh = copy.deepcopy(model[2].weight)  # another parameter
-            model[1].weight = fresh
-            found.append(call(X))
-            if kind == "wrapper":
-                model[1].weight.shift = 3
-            else:
-                model[1].weight.form.power = 2
-            model[1].weight = copy.deepcopy(model[1].weight)  # packed in another way
-            found.append(call(X))
-        assert not any(torch.equal(a, b) for a, b in pairwise(found))
-        return found
-
-    assert_parity_of(adapted(kind), drive, memory="40KiB")
-
-
-@pytest.mark.parametrize("kind", ["wrapper", wide("attributes")])
-def test_a_plan_counts_packed_bytes_and_needs_no_memory(kind: str) -> None:
-    real = megatrain.plan(adapted(kind), X, optimizer="AdamW")
-    scales = 4 * WIDTH + (0 if kind == "wrapper" else 4 * 16)
-    assert real.host.bytes_of("parameters") == 4 * (WIDTH * WIDTH + scales + 2 * (4 * WIDTH * 2))
-    if kind == "wrapper":
-        with torch.device("meta"):
-            model = nn.Sequential(*(Adapted(kind) for _ in range(4)))
-        assert str(megatrain.plan(model, X, optimizer="AdamW")) == str(real)
-
-
-def test_the_weights_that_a_class_makes_count_as_workspace() -> None:
-    (template,) = megatrain.lower(megatrain.trace(nn.Sequential(Adapted("wrapper")), (X,))).templates.values()
-    assert template.cost is not None
-    own = 4 * X.numel()  # the result
-    assert template.cost.forward_workspace_bytes + own >= 2 * 4 * WIDTH * WIDTH  # codes in fp32, and these scaled
-    assert template.cost.saved_bytes < 4 * WIDTH * WIDTH  # and the graph keeps the packed bytes
 
 
 class Noisy(Quantized):
@@ -156,22 +93,12 @@ class Noisy(Quantized):
         return result + torch.rand(result.shape) if func is torch.ops.aten.mm.default else result
 
 
-@pytest.mark.parametrize("activations", ["keep", "recompute"])
-def test_random_numbers_within_a_class_are_those_of_eager(activations: str) -> None:
+def test_random_numbers_within_a_class_are_those_of_eager() -> None:
     model = adapted("wrapper", depth=3)
     for layer in list[Any](model):
         layer.weight = nn.Parameter(Noisy.of(layer.weight.plain()), requires_grad=False)
-    compiled = assert_parity(model, (X,), {}, transfer="copy", activations=activations)
+    compiled = assert_parity(model, (X,), {}, transfer="copy", activations="recompute")
     assert all(template.is_random for template in compiled.program.templates.values())
-
-
-def test_verify_finds_them_equal() -> None:
-    for kind in KINDS:
-        report = megatrain.verify(adapted(kind), X, device="cpu", memory="40KiB")
-        assert "equal to eager PyTorch" in str(report)
-
-
-# -- refused, before any work ------------------------------------------------------------------------------------------
 
 
 def test_a_trained_one_is_refused_and_its_advice_works() -> None:
@@ -207,20 +134,6 @@ def test_an_input_is_refused_and_its_advice_works() -> None:
     assert torch.equal(found, Model()(X, weight))
 
 
-@pytest.mark.parametrize("held", ["again", "without"])
-def test_values_that_move_about_are_refused(held: str) -> None:
-    class Moving(nn.Parameter):
-        pass
-
-    model = adapted("attributes")
-    weight: Any = torch.Tensor._make_subclass(Moving, torch.ones(WIDTH, WIDTH, dtype=torch.int8), False)
-    if held == "again":
-        weight.codes, weight.scale = weight.data, torch.ones(WIDTH)
-    model[0].weight = weight
-    with pytest.raises(TraceError, match=r"`0\.weight` is a \S*Moving that holds its values " + held):
-        megatrain.compile(model, device="cpu")(X)
-
-
 def test_what_no_graph_repeats_is_refused() -> None:
     class Listed(Adapted):
         def base(self, x):
@@ -247,16 +160,6 @@ def test_what_no_graph_repeats_is_refused() -> None:
         assert torch.equal(model[0].weight.plain(), before[0].weight.plain())
 
 
-def test_a_gradient_through_a_packed_tensor_is_refused() -> None:
-    class Packs(nn.Module):
-        def forward(self, codes, scale):
-            return Quantized(codes, scale, torch.float32).requires_grad_() @ codes.float().t()
-
-    weight = Quantized.of(torch.randn(4, WIDTH))
-    with pytest.raises(TraceError, match="computes a Quantized that requires a gradient"):
-        megatrain.compile(Packs(), device="cpu")(weight.codes, weight.scale)
-
-
 @kinds
 def test_bf16_of_an_fp32_model_and_files_are_refused(kind: str, tmp_path: Path) -> None:
     for refused in (
@@ -268,18 +171,6 @@ def test_bf16_of_an_fp32_model_and_files_are_refused(kind: str, tmp_path: Path) 
     save_file({"down": torch.ones(1)}, tmp_path / "model.safetensors")
     with pytest.raises(WeightsError, match=r"can't fill the packed \(quantized\) parameter `0\.weight`"):
         megatrain.compile(adapted(kind), device="cpu", weights=tmp_path)
-
-
-def test_a_call_that_a_class_changes_is_that_of_the_class() -> None:
-    class Negated(Adapted):
-        def base(self, x):
-            codes = torch.Tensor.neg(self.weight)  # of its class: codes, negated twice
-            return x @ codes.to(x.dtype).t() * self.weight.form.scale.t()
-
-    with torch.random.fork_rng(devices=[]):
-        model = nn.Sequential(Negated("attributes"), Negated("attributes"))
-    assert isinstance(model[0].weight, Boxed)
-    assert_parity(model, (X,), {}, memory="40KiB")
 
 
 @kinds

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +16,11 @@ from hypothesis import strategies as st
 from torch import nn
 
 import megatrain
-from megatrain.errors import OptionError
+from megatrain.errors import WeightsError
 from megatrain.files import weight_files as checkpoint
-from megatrain.files.weight_files import open_checkpoint
 from tests.runtime.saved import Partial, gpt, on_meta, partial_on_meta, refusal, save, save_sharded, state_of
-
-# -- values ------------------------------------------------------------------------------------------------------
+from tests.saving.forging import CHANGES, changed
+from tests.saving.test_forged import ODD
 
 FLOATS = [torch.float64, torch.float32, torch.float16, torch.bfloat16]
 
@@ -71,9 +72,6 @@ def test_values_are_those_of_load_state_dict(tmp_path_factory, shape, order, dty
         assert all(a == b for n, a, b in zip(shape, bag.tensor.stride(), strides, strict=True) if n > 1)
 
 
-# -- what doesn't fit --------------------------------------------------------------------------------------------
-
-
 @pytest.fixture
 def headers_only(monkeypatch: pytest.MonkeyPatch) -> None:
     """No refusal may need more than headers, or memory for the state."""
@@ -110,20 +108,6 @@ the weights don't fit the model: 1 missing, 1 unexpected, 1 of another shape, 1 
 
 
 @pytest.mark.usefixtures("headers_only")
-def test_tied_names_are_listed(tmp_path: Path):
-    state = state_of(gpt(), drop=("embed.weight", "head.weight"))
-    assert_expected_inline(
-        refusal_of(on_meta(), state, tmp_path),
-        """\
-the weights don't fit the model: 1 missing.
-  files: `FOLDER/model.safetensors`
-  missing: `embed.weight` (or `head.weight`) f32[32, 16]
-  As with load_state_dict(strict=True), the files must hold every parameter and persistent buffer, and nothing else.
-  Give the files of this model, or save these names with safetensors.torch.save_file.""",
-    )
-
-
-@pytest.mark.usefixtures("headers_only")
 def test_a_prefix_that_the_model_lacks(tmp_path: Path):
     state = {f"base.{name}": t for name, t in state_of(Partial()).items()}
     text = refusal_of(partial_on_meta(), {**state, "head.weight": torch.ones(2)}, tmp_path)
@@ -135,83 +119,14 @@ the weights don't fit the model: 10 missing, 11 unexpected.
     )
 
 
-@pytest.mark.usefixtures("headers_only")
-def test_a_prefix_that_the_files_lack(tmp_path: Path):
-    model = nn.ModuleDict({"base": partial_on_meta()})
-    assert_expected_inline(
-        refusal_of(model, state_of(Partial()), tmp_path).split("\n")[-1],
-        """  All names exist without the prefix `base.`: compile the module `base` of this model itself.""",
-    )
-
-
-@pytest.mark.usefixtures("headers_only")
-def test_names_that_no_prefix_explains(tmp_path: Path):
-    state = {f"base.{name}": t for name, t in state_of(Partial()).items() if name != "unused"}
-    assert_expected_inline(
-        refusal_of(partial_on_meta(), state, tmp_path).split("\n")[-1],
-        """  Give the files of this model, or save these names with safetensors.torch.save_file.""",
-    )
-
-
-def test_element_types_that_torch_lacks_are_refused(tmp_path: Path):
-    file = tmp_path / "a.safetensors"
-    header = json.dumps({"weight": {"dtype": "F8_E8M0", "shape": [2, 2], "data_offsets": [0, 4]}}).encode()
-    file.write_bytes(len(header).to_bytes(8, "little") + header + bytes(4))
-    with torch.device("meta"):
-        model = nn.Linear(2, 2, bias=False)
-    assert "dtype: `weight` F8_E8M0[2, 2] in a.safetensors, but f32[2, 2] in the model" in refusal(
-        model, file, tmp_path
-    )
-
-
-def test_buffers_that_are_not_persistent_keep_their_values_and_are_not_expected(tmp_path: Path):
-    model = partial_on_meta()
-    state = {**state_of(Partial()), "scale": torch.zeros(4)}
-    assert "unexpected: `scale` f32[4]" in refusal(model, save(tmp_path / "a.safetensors", state), tmp_path)
-
-
-# -- files that can't be read ------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("damage", ["cut off", "empty", "text", "header", "longer"])
-def test_a_damaged_file_is_named(tmp_path: Path, damage: str):
+def test_a_damaged_file_is_named(tmp_path: Path):
     save_sharded(tmp_path, state_of(gpt()))
     file = tmp_path / "model-1.safetensors"
-    content = file.read_bytes()
-    damaged = {
-        "cut off": content[:-10],
-        "empty": b"",
-        "text": b"this is no safetensors file",
-        "header": content[:8] + b"[" + content[9:],
-        "longer": content + b"more",
-    }[damage]
-    file.write_bytes(damaged)
-    text = refusal(on_meta(), tmp_path, tmp_path)
-    assert text.startswith("`FOLDER/model-1.safetensors` can't be read as safetensors: ")
-
-
-def test_a_file_that_an_index_names_is_missing(tmp_path: Path):
-    save_sharded(tmp_path, state_of(gpt()))
-    (tmp_path / "model-2.safetensors").unlink()
-    text = refusal(on_meta(), tmp_path, tmp_path)
-    assert text.startswith("`FOLDER/model-2.safetensors` does not exist, but `model.safetensors.index.json` names it.")
-
-
-@pytest.mark.parametrize("fault", ["missing", "elsewhere"])
-def test_a_name_that_an_index_promises_is_missing(tmp_path: Path, fault: str):
-    state = state_of(gpt())
-    index = save_sharded(tmp_path, state)
-    if fault == "missing":
-        save(tmp_path / "model-0.safetensors", {"blocks.9.weight": torch.ones(1)})
-    else:
-        listed = json.loads(index.read_text())
-        listed["weight_map"]["positions.weight"] = "model-0.safetensors"
-        index.write_text(json.dumps(listed))
-    name = {"missing": "embed.weight", "elsewhere": "positions.weight"}[fault]
-    text = refusal(on_meta(), index, tmp_path)
-    assert text.startswith(
-        f"`FOLDER/model-0.safetensors` has no `{name}`, but `model.safetensors.index.json` says that it has."
-    )
+    whole = file.read_bytes()
+    for damaged in (whole[:-10], b"", b"this is no safetensors file", whole[:8] + b"[" + whole[9:], whole + b"more"):
+        file.write_bytes(damaged)
+        text = refusal(on_meta(), tmp_path, tmp_path)
+        assert text.startswith("`FOLDER/model-1.safetensors` can't be read as safetensors: ")
 
 
 @pytest.mark.parametrize(
@@ -236,14 +151,68 @@ def test_files_that_are_not_there_or_ambiguous(tmp_path: Path, build, message: s
     assert message in refusal(on_meta(), weights, tmp_path).split("\n")[0]
 
 
-@pytest.mark.parametrize("weights", [5, [], {"a": "b"}])
-def test_weights_that_are_no_path(weights: Any):
-    with pytest.raises(OptionError, match=r"weights=.* is not a path"):
-        megatrain.compile(on_meta(), device="cpu", weights=weights)
-    with pytest.raises(OptionError, match=r"weights=\[5\] has item 0, 5, which is not a path but an int"):
-        megatrain.compile(on_meta(), device="cpu", weights=[5])  # pyright: ignore[reportArgumentType]
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("index") / "w"
+    folder.mkdir()
+    save_sharded(folder, state_of(gpt()))
+    return folder
 
 
-def test_a_file_given_twice_is_read_once(tmp_path: Path):
-    file = save(tmp_path / "a.safetensors", state_of(gpt()))
-    assert len(open_checkpoint([file, file, tmp_path])) == len(state_of(gpt()))
+def index_of(folder: Path) -> Path:
+    (index,) = folder.glob("*.safetensors.index.json")
+    return index
+
+
+def index_refusal(folder: Path) -> str:
+    with pytest.raises(WeightsError) as caught:
+        megatrain.compile(on_meta(), device="cpu", weights=folder)
+    text = str(caught.value)
+    assert len(text.splitlines()) > 2
+    return text
+
+
+def with_index(whole: Path, folder: Path, content: bytes) -> Path:
+    shutil.copytree(whole, folder)
+    index_of(folder).write_bytes(content)
+    return folder
+
+
+def test_an_index_of_another_kind_is_refused(whole: Path, tmp_path: Path):
+    content = json.loads(index_of(whole).read_text())
+    name = next(iter(content["weight_map"]))
+    forged = [ODD[odd] for odd in ODD]
+    for change in CHANGES:
+        for place in ((), ("weight_map",), ("weight_map", name)):
+            if len(place) < 2 or change != "dropped":  # the file has the name all the same
+                forged.append(json.dumps(changed(content, place, CHANGES[change])).encode())
+    folder = with_index(whole, tmp_path / "w", b"")
+    for index in forged:
+        index_of(folder).write_bytes(index)
+        index_refusal(folder)
+
+
+@pytest.mark.parametrize("way", ["../w/{}", "/{}", "{}/"])
+def test_an_index_leads_nowhere_out_of_its_folder(whole: Path, tmp_path: Path, way: str):
+    listed: dict[str, Any] = json.loads(index_of(whole).read_text())["weight_map"]
+    files = {name: f"{whole}/{file}" if way == "/{}" else way.format(file) for name, file in listed.items()}
+    folder = with_index(whole, tmp_path / "w", json.dumps({"weight_map": files}).encode())
+    (folder / "sub").mkdir()
+    text = index_refusal(folder)
+    assert "not the name of a file in this folder" in text
+    assert '\n  An index is JSON that maps each name to a file in its own folder, under "weight_map".' in text
+
+
+def test_pipes_folders_and_devices_are_no_weights(tmp_path: Path):
+    makers = {
+        "pipe": os.mkfifo,
+        "folder": Path.mkdir,
+        "device": lambda path: path.symlink_to("/dev/zero"),
+        "loop": lambda path: path.symlink_to(path),
+    }
+    for kind, make in makers.items():
+        for name in ("w.safetensors", "w.safetensors.index.json"):
+            folder = tmp_path / f"{kind}-{name}"
+            folder.mkdir()
+            make(folder / name)
+            assert name in index_refusal(folder)

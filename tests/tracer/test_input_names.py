@@ -56,15 +56,11 @@ def _taken(self: Any, input: Any, id: Any, λ: Any) -> Any:
     ("forward", "args", "kwargs", "names"),
     [
         (_plain, (X, X), {}, ("ids", "labels")),
-        (_plain, (X,), {"labels": X}, ("ids", "labels")),
         (_plain, (), {"labels": X, "ids": X}, ("labels", "ids")),
         (_only, (X,), {"mask": X}, ("hiddenStates", "mask")),
         (_rest, (X, X, X), {}, ("first", "args_0", "args_1")),
-        (_any, (X, X), {"inputs": X}, ("inputs_0", "inputs_1", "inputs")),
-        (_any, (X, X), {"inputs_0": X}, ("inputs_0", "inputs_1", "inputs_0_1")),
         (_any, (X, X), {"inputs_0_1": X, "inputs_0": X}, ("inputs_0", "inputs_1", "inputs_0_1", "inputs_0_2")),
         (_any, (), {"class": X, "two words": X}, ("class_", "arg_two_words")),
-        (_nested, ({"ids": X, "pair": (X, X)}, 2), {}, ("batch_ids", "batch_pair_0", "batch_pair_1")),
         (_nested, (), {"batch": {"ids": X, "pair": (X, X)}, "scale": 2}, ("batch_ids", "batch_pair_0", "batch_pair_1")),
         (_taken, (X, X, X), {}, ("input_", "id_", "arg__")),
     ],
@@ -87,28 +83,6 @@ def test_a_forward_that_a_tool_put_in_place_gives_the_names_of_the_one_it_stands
     assert _names(model, X, X) == ("ids", "labels")
     model.forward = lambda tokens, *more: tokens + sum(more)
     assert _names(model, X, X) == ("tokens", "more_0")
-
-
-def test_a_function_is_named_as_it_is_bound():
-    def forward(first: Any, second: Any) -> Any:
-        return second if isinstance(first, nn.Module) else first + second
-
-    bound, plain = _module(forward), nn.Module()
-    plain.forward = forward
-    assert _names(bound, X) == ("second",)
-    assert _names(plain, X, X) == ("first", "second")
-    assert _names(bound, X) == ("second",)
-
-
-def test_a_call_of_the_models_own_names_what_it_takes():
-    class Called(nn.Module):
-        def __call__(self, images: Any) -> Any:
-            return super().__call__(images, 2)
-
-        def forward(self, x: Any, scale: Any) -> Any:
-            return x * scale
-
-    assert _names(Called(), X) == ("images",)
 
 
 def test_a_signature_that_python_cant_read_leaves_numbers():

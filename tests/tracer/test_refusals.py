@@ -107,12 +107,6 @@ def counts_in_a_dict(model, x):
     return model.fc(x) * model.stats["calls"]
 
 
-def has_a_first_call(model, x):
-    y = model.fc(x) if model.is_first else x
-    model.is_first = False
-    return y
-
-
 def carries_a_tensor(model, x):
     y = model.fc(x) if model.hidden is None else model.fc(x) + model.hidden
     model.hidden = y.detach()
@@ -123,12 +117,6 @@ def carries_an_input(model, x):
     y = model.fc(x) if model.hidden is None else model.fc(x) + model.hidden
     model.hidden = x
     return y
-
-
-def fills_an_empty_buffer(model, x):
-    y = model.fc(x)
-    model.lazy = y.detach() if model.lazy is None else model.lazy + y.detach()
-    return y + model.lazy
 
 
 def makes_a_parameter(model, x):
@@ -217,6 +205,7 @@ CASES: list[tuple[Callable[..., Any], str]] = [
     (writes_a_loose_tensor, "isn't a buffer"),
     (reads_a_gradient, r"reads `\.grad`"),
 ]
+
 WITHOUT_LINE: list[tuple[Callable[..., Any], str]] = [
     (writes_a_parameter, r"parameter `fc\.weight`"),
     (returns_a_lock, "can't be copied"),
@@ -307,19 +296,6 @@ def test_an_exception_of_the_model_passes_unharmed_and_the_model_is_restored():
     assert torch.nn.modules.module._global_forward_pre_hooks == {}
 
 
-def test_an_attribute_that_gets_the_same_value_each_time_is_fine():
-    class Remembering(nn.Linear):
-        length: int | None = None
-
-        def forward(self, x):
-            self.length = x.shape[0]
-            return super().forward(x)
-
-    model = Remembering(3, 3)
-    trace(model, (torch.randn(2, 3),))
-    assert model.length is None
-
-
 def test_a_table_that_is_computed_once_and_kept_is_computed_in_the_graph():
     class Cached(nn.Linear):
         table: torch.Tensor | None = None
@@ -359,6 +335,7 @@ class Bent(torch.nn.Module):
         # A comment.
         return (x + 1).grad
 """
+
 RUN_AS: dict[str, str] = {
     "<ipython-input-3-0a1b2c>": "Cell In[3], line 5: `return (x + 1).grad`",
     "/tmp/ipykernel_12/345.py": "Cell In[7], line 5: `return (x + 1).grad`",
@@ -368,8 +345,9 @@ RUN_AS: dict[str, str] = {
 }
 
 
-@pytest.mark.parametrize("name", RUN_AS)
-@pytest.mark.parametrize("module", ["__main__", "never_imported", None])
+@pytest.mark.parametrize(
+    ("name", "module"), list(zip(RUN_AS, ["__main__", "__main__", "__main__", None, "never_imported"], strict=True))
+)
 def test_code_without_a_file_is_the_users(name: str, module: str | None, monkeypatch: pytest.MonkeyPatch):
     """Of a notebook, a session and exec(), whose shell keeps the text where tracebacks find it."""
     if " in " not in RUN_AS[name]:

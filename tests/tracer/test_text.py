@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 import torch
@@ -16,40 +12,15 @@ from torch import nn
 from megatrain.passes.pipeline import lower
 from megatrain.tracer.trace import trace
 from tests import captures
-from tests.models import MODELS, Gpt
-from tests.tiers import one_in
-
-ROOT = Path(__file__).parent.parent.parent
-NAMES = ("gpt_loss", "cnn", "ema_buffer", "mixture_of_experts", "aliased_inplace", "views")
+from tests.models import MODELS
 
 
-def texts() -> str:
-    """What captures and programs print; also run by a process of its own."""
-    parts = ((captures.traced(n), captures.program(n), lower(captures.traced(n), block_bytes=100)) for n in NAMES)
-    return "\n".join(str(part) for three in parts for part in three)
-
-
-@pytest.mark.parametrize("name", one_in(7, MODELS, first=3))
+@pytest.mark.parametrize("name", ["gpt_loss", "cnn", "ema_buffer", "mixture_of_experts", "aliased_inplace", "views"])
 def test_equal_models_print_equal_texts(name: str):
     first, second = captures.traced(name), trace(*MODELS[name]())
     assert str(first) == str(second)
     assert str(captures.program(name)) == str(lower(second))
     assert " at 0x" not in str(first)
-
-
-@pytest.mark.wide
-def test_the_hash_seed_of_the_process_changes_no_text():
-    seed = "2" if os.environ.get("PYTHONHASHSEED") == "1" else "1"
-    other = subprocess.run(
-        [sys.executable, "-c", "from tests.tracer.test_text import texts; print(texts())"],
-        cwd=ROOT,
-        env={"PYTHONHASHSEED": seed, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        check=True,
-    ).stdout
-    assert other == texts() + "\n"
-    assert len(other) > 10000
 
 
 def test_a_gpt_prints_its_calls_state_and_ties(golden: Callable[[str, str], None]):
@@ -87,10 +58,3 @@ traced Small(x: f32[1, 2], mask: bool[2]) -> (f32[1, 2], i64[])
   guard __bool__(any_1) == True at test_text.py:70: `if mask.any():`
   return linear_1, add_""",
     )
-
-
-def test_specs_and_inputs_are_named():
-    traced = trace(Gpt(), (torch.zeros(2, 8, dtype=torch.int64),), {"targets": torch.zeros(2, 8, dtype=torch.int64)})
-    assert [n.name for n in traced.inputs] == ["ids", "targets"]
-    assert str(traced.specs["targets"]) == "i64[2, 8]"
-    assert all("spec" in n.meta for n in traced.inputs)

@@ -15,8 +15,7 @@ from megatrain.passes.interpret import Code
 from megatrain.passes.pipeline import lower
 from megatrain.tracer.trace import trace
 from tests import captures
-from tests.models import MODELS, Attention, Stack
-from tests.tiers import one_in
+from tests.models import MODELS, Stack
 from tests.tracer.parity import assert_same_step, eager_step, graph_step
 
 
@@ -25,7 +24,7 @@ def test_a_capture_equals_eager(name: str):
     assert_same_step(graph_step(captures.traced(name), *MODELS[name]()), eager_step(*MODELS[name]()))
 
 
-@pytest.mark.parametrize("name", ["gpt", "cnn", "torch_encoder", "llama_labels", "t5_labels", "ema_buffer", "lstm"])
+@pytest.mark.parametrize("name", ["cnn", "torch_encoder", "t5_labels"])
 def test_a_capture_in_eval_mode_equals_eager(name: str, monkeypatch: pytest.MonkeyPatch):
     model, args, kwargs = MODELS[name]()
     other = MODELS[name]()[0]
@@ -48,7 +47,7 @@ def _description(model: nn.Module) -> dict[str, object]:
     return found
 
 
-@pytest.mark.parametrize("name", one_in(5, MODELS, first=1))
+@pytest.mark.parametrize("name", list(MODELS)[1::5])
 def test_a_capture_leaves_the_model_and_every_generator_alone(name: str):
     model, args, kwargs = MODELS[name]()
     before = _description(model)
@@ -150,25 +149,6 @@ def test_the_callers_autocast_does_not_reach_regions_that_turned_it_off():
     assert torch.equal(found, eager)
 
 
-def test_a_reentrant_checkpoint_is_captured_as_what_it_runs():
-    from torch.utils.checkpoint import checkpoint
-
-    class Reentrant(Stack):
-        def forward(self, x):
-            x = self.stem(x)
-            for block in self.blocks:
-                x = checkpoint(block, x, use_reentrant=True)
-            return self.head(x)
-
-    torch.manual_seed(0)
-    args = (torch.randn(2, 3),)
-    model = Reentrant()
-    traced = trace(model, args)
-    plain = Stack()
-    plain.load_state_dict(model.state_dict())
-    assert_same_step(graph_step(traced, model, args, {}), eager_step(plain, args, {}))
-
-
 def test_tensors_made_in_a_loop_and_written_into_cost_one_more_run_in_all():
     runs = itertools.count()  # not a list, which a capture leaves as it was
 
@@ -186,10 +166,3 @@ def test_tensors_made_in_a_loop_and_written_into_cost_one_more_run_in_all():
     traced = trace(model, args)
     assert next(runs) == 2
     assert_same_step(graph_step(traced, model, args, {}), eager_step(model, args, {}))
-
-
-def test_attention_reads_its_training_flag_at_capture():
-    model = Attention(4, 2, 0.5)
-    args = (torch.randn(1, 3, 4),)
-    assert "dropout_p=0.5" in str(trace(model.train(), args))
-    assert "dropout_p=0.0" in str(trace(model.eval(), args))

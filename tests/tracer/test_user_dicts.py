@@ -97,18 +97,17 @@ def gradients(model: Any, result: torch.Tensor) -> list[torch.Tensor]:
     return [p.grad.clone() for p in model.parameters()]
 
 
-@pytest.mark.parametrize("nested", [False, True])
-@pytest.mark.parametrize("body", [hidden, counts, changes, new])
+@pytest.mark.parametrize(("body", "nested"), [(counts, True), (changes, False), (new, True)])
 def test_a_user_dict_is_a_container_like_a_dict(body: Any, nested: bool) -> None:
     def outer(model: Any, batch: Any) -> Any:
         return body(model, batch["inner"][0])
 
-    eager, compiled = sides(outer if nested and body is not changes else body)
+    eager, compiled = sides(outer if nested else body)
     for seed in range(3):
         found: list[Any] = []
         for model in (eager, compiled):
             batch = given(seed)
-            of = Batch({"inner": [batch]}) if nested and body is not changes else batch
+            of = Batch({"inner": [batch]}) if nested else batch
             result = model(of)
             assert (result is batch) == (body is changes)
             value = result if isinstance(result, torch.Tensor) else result["hidden"]
@@ -127,33 +126,8 @@ def test_attributes_and_entries_that_never_change_are_compared() -> None:
         assert_same(compiled(batch).detach(), eager(batch).detach())
 
 
-def test_a_call_without_gradients_has_a_schedule() -> None:
-    eager, compiled = sides(changes)
-    with torch.no_grad():
-        assert_same(compiled(given(0))["hidden"], eager(given(0))["hidden"])
-    assert compiled.megatrain.walks.latest is None
-    assert compiled.schedule is not None
-
-
-def test_a_training_step_takes_it() -> None:
-    eager, compiled = sides(changes)
-    optimizers = [torch.optim.AdamW(model.parameters(), lr=0.1) for model in (eager, compiled)]
-    step = megatrain.TrainStep(compiled, optimizers[1], loss=lambda result, batch: result["hidden"].square().sum())
-    for seed in range(3):
-        loss = eager(given(seed))["hidden"].square().sum()
-        loss.backward()
-        optimizers[0].step()
-        optimizers[0].zero_grad()
-        assert_same(step((given(seed),)), loss.detach())
-    assert_same([p.detach() for p in compiled.parameters()], [p.detach() for p in eager.parameters()])
-
-
 def reads_length(model: Any, batch: Any) -> Any:
     return hidden(model, batch) * len(batch.encodings)
-
-
-def reads_attribute(model: Any, batch: Any) -> Any:
-    return hidden(model, batch) * batch.encodings.offset
 
 
 def reads_item(model: Any, batch: Any) -> Any:
@@ -164,7 +138,7 @@ def asks_truth(model: Any, batch: Any) -> Any:
     return hidden(model, batch) if batch.encodings else batch["x"]
 
 
-@pytest.mark.parametrize("body", [reads_length, reads_attribute, reads_item, asks_truth])
+@pytest.mark.parametrize("body", [reads_length, reads_item, asks_truth])
 def test_what_isnt_compared_between_calls_cant_be_read(body: Any) -> None:
     _, compiled = sides(body)
     with pytest.raises(TraceError, match=r"reads `Batch\._encodings` of its argument, which may change"):
@@ -186,12 +160,7 @@ def sets_an_attribute(model: Any, batch: Any) -> Any:
     return changes(model, batch)
 
 
-def adds_an_attribute(model: Any, batch: Any) -> Any:
-    batch.note = "seen"
-    return changes(model, batch)
-
-
-@pytest.mark.parametrize("body", [keeps_apart, changes_an_attribute, sets_an_attribute, adds_an_attribute])
+@pytest.mark.parametrize("body", [keeps_apart, changes_an_attribute, sets_an_attribute])
 def test_other_changes_of_the_callers_object_are_refused(body: Any) -> None:
     _, compiled = sides(body)
     batch = given(0)

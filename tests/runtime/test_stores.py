@@ -1,14 +1,11 @@
-"""The host store: state lies there, blocks are copied from it, and gradients come back to it."""
+"""Stores on the host: state lies there in images of blocks, values are parked there, and buffers cross in groups."""
 
 from __future__ import annotations
 
-import gc
 import itertools
-import time
-import weakref
 from types import SimpleNamespace
+from typing import Any
 
-import numpy
 import psutil
 import pytest
 import torch
@@ -16,12 +13,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from megatrain.device import Cpu
+from megatrain.device import HOST, Cpu
 from megatrain.errors import ExecuteError
 from megatrain.memory.bus import Bus
+from megatrain.runtime.stores import buffer_copies
+from megatrain.runtime.stores.buffer_copies import BufferCopies
 from megatrain.runtime.stores.host_store import BlockImage, HostStore, image
+from megatrain.runtime.stores.parks import ParkPool
 from megatrain.sizes import aligned
 from megatrain.tracer.spec import TensorSpec
+from tests.extending.test_device import Toy
+from tests.runtime.strict_toy import StrictToy
 
 CPU = Bus(Cpu())
 
@@ -67,14 +69,6 @@ def test_dense_strides_are_kept_and_others_become_contiguous():
             assert dense or tensor.is_contiguous()
 
 
-def test_what_became_contiguous_may_be_placed_again():
-    parameter = nn.Parameter(torch.arange(3.0).expand(2, 3))
-    store, _ = store_of({"p": parameter})
-    again = image_of({"p": parameter})
-    store.extend([again])
-    assert torch.equal(store.bound(again)[0], parameter)
-
-
 def test_parameters_become_views_and_stay_the_same_objects():
     model = nn.Sequential(nn.Linear(7, 5), nn.BatchNorm1d(5))
     before = {key: value.clone() for key, value in model.state_dict().items()}
@@ -95,74 +89,6 @@ def test_parameters_become_views_and_stay_the_same_objects():
     assert store.nbytes == layout.nbytes
 
 
-def test_old_memory_is_given_back():
-    array = numpy.ones(1000, dtype=numpy.float32)
-    old = weakref.ref(array)
-    parameter = nn.Parameter(torch.from_numpy(array))
-    del array
-    assert old() is not None
-    store_of({"p": parameter})
-    assert old() is None
-    assert parameter.sum() == 1000
-
-
-def test_an_optimizer_steps_through_the_store():
-    parameter = nn.Parameter(torch.ones(4))
-    optimizer = torch.optim.SGD([parameter], lr=1.0)
-    store, (layout,) = store_of({"p": parameter})
-    parameter.grad = torch.ones(4)
-    optimizer.step()
-    assert store.bound(layout)[0].tolist() == [0.0] * 4
-    assert prefetched(store, layout)[0].tolist() == [0.0] * 4
-    assert not store.bound(layout)[0].requires_grad
-    parameter.sum().backward()
-
-
-def test_parameters_survive_the_store():
-    parameter = nn.Parameter(torch.arange(2000.0))
-    store, _ = store_of({"p": parameter})
-    del store
-    gc.collect()
-    junk = [torch.full((2000,), -1.0) for _ in range(20)]
-    assert torch.equal(parameter, torch.arange(2000.0))
-    assert junk
-
-
-def test_a_block_is_one_copy():
-    blocks = [{f"{b}.{i}": torch.randn(i + 1, 3) for i in range(5)} for b in range(3)]
-    expected = [[t.clone() for t in block.values()] for block in blocks]
-    store, images = store_of(*blocks)
-    for layout, tensors in zip(images, expected, strict=True):
-        assert store.num_copies(layout) == 1
-        for got, wanted in zip(prefetched(store, layout), tensors, strict=True):
-            assert torch.equal(got, wanted)
-    assert store.nbytes == sum(layout.nbytes for layout in images)
-
-
-def test_tied_state_is_stored_once_and_copied_apart():
-    embed, tail = torch.randn(10, 4), torch.randn(3)
-    first = {"embed": embed, "a": torch.randn(5)}
-    last = {"norm": torch.randn(4), "embed": embed, "tail": tail}
-    expected = [tensor.clone() for tensor in last.values()]
-    store, (one, two) = store_of(first, last)
-    assert store.num_copies(one) == 1
-    assert store.num_copies(two) == 3
-    assert store.nbytes == one.nbytes + two.nbytes - aligned(embed.nbytes)
-    for got, wanted in zip(prefetched(store, two), expected, strict=True):
-        assert torch.equal(got, wanted)
-    assert store.bound(one)[0].data_ptr() == store.bound(two)[1].data_ptr()
-
-
-def test_empty_blocks_and_tensors_are_fine():
-    store, (empty, layout) = store_of({}, {"none": torch.empty(0, 3), "one": torch.ones(1)})
-    assert store.num_copies(empty) == 0
-    store.prefetch(empty, torch.empty(0, dtype=torch.uint8))
-    none, one = prefetched(store, layout)
-    assert none.shape == (0, 3)
-    assert one.item() == 1.0
-    store.refresh()
-
-
 @given(st.data())
 def test_any_layout_is_prefetched_right(data: st.DataObject):
     tensors = {f"t{i}": torch.randn(data.draw(st.integers(0, 40))) for i in range(6)}
@@ -178,23 +104,6 @@ def test_any_layout_is_prefetched_right(data: st.DataObject):
                 assert torch.equal(tensor, expected[entry.key])
     used = {key for block in blocks for key in block}
     assert store.nbytes == sum(aligned(expected[key].nbytes) for key in used)
-
-
-def test_a_store_grows_and_what_is_there_stays():
-    tensors = {name: nn.Parameter(torch.randn(9)) for name in "abc"}
-    expected = {name: tensor.detach().clone() for name, tensor in tensors.items()}
-    one = image_of({"a": tensors["a"], "b": tensors["b"]})
-    store = HostStore([one], tensors, CPU)
-    address = tensors["a"].data_ptr()
-    two = image_of({"b": tensors["b"], "c": tensors["c"]})
-    store.extend([two, image_of({"a": tensors["a"], "b": tensors["b"]})])
-    assert tensors["a"].data_ptr() == address
-    assert store.num_copies(two) == 2
-    for entry, tensor in zip(two.entries, prefetched(store, two), strict=True):
-        assert torch.equal(tensor, expected[entry.key])
-    equal = image_of({"a": tensors["a"], "b": tensors["b"]})
-    assert equal is not one
-    assert store.num_copies(equal) == 1, "an equal image is found by value"
 
 
 def test_refresh_takes_in_new_memory_and_new_objects():
@@ -214,35 +123,13 @@ def test_refresh_takes_in_new_memory_and_new_objects():
     assert store.bound(layout)[0].tolist() == [5.0] * 4
 
 
-def test_refresh_sees_another_view_of_the_same_memory():
-    parameter = nn.Parameter(torch.arange(4.0).reshape(2, 2))
-    store, (layout,) = store_of({"p": parameter})
-    parameter.data = parameter.data.t()
-    store.refresh()
-    assert parameter.tolist() == store.bound(layout)[0].tolist() == [[0.0, 2.0], [1.0, 3.0]]
-    assert parameter.is_contiguous()
-
-
-@pytest.mark.parametrize("new", [torch.zeros(5), torch.zeros(2, 2), torch.zeros(4, dtype=torch.float64)])
-def test_refresh_refuses_another_shape_or_dtype(new: torch.Tensor):
-    parameter = nn.Parameter(torch.zeros(4))
-    store, _ = store_of({"layers.0.w": parameter})
-    parameter.data = new
-    with pytest.raises(ExecuteError, match=r"`layers\.0\.w` became .*; the compiled model holds f32\[4\]"):
-        store.refresh()
-
-
-def test_refresh_costs_little_when_nothing_changed():
-    store, _ = store_of({f"p{i}": nn.Parameter(torch.zeros(2)) for i in range(2000)})
-    best = min(_seconds(store) for _ in range(5))
-    # Far above what it takes (0.4 us per tensor), to hold on a loaded machine.
-    assert best / 2000 < 20e-6
-
-
-def _seconds(store: HostStore) -> float:
-    start = time.perf_counter()
-    store.refresh()
-    return time.perf_counter() - start
+def test_refresh_refuses_another_shape_or_dtype():
+    for new in (torch.zeros(5), torch.zeros(2, 2), torch.zeros(4, dtype=torch.float64)):
+        parameter = nn.Parameter(torch.zeros(4))
+        store, _ = store_of({"layers.0.w": parameter})
+        parameter.data = new
+        with pytest.raises(ExecuteError, match=r"`layers\.0\.w` became .*; the compiled model holds f32\[4\]"):
+            store.refresh()
 
 
 def test_lack_of_memory_is_refused_with_numbers_before_anything_moves(monkeypatch: pytest.MonkeyPatch):
@@ -252,16 +139,6 @@ def test_lack_of_memory_is_refused_with_numbers_before_anything_moves(monkeypatc
     with pytest.raises(ExecuteError, match=r"needs 4\.00 MiB more host memory, 1\.00 MiB are available"):
         store_of({"p": parameter})
     assert parameter.data_ptr() == address
-
-
-def test_memory_given_back_on_the_way_is_not_asked_for(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=500_000))
-    store_of({f"p{i}": torch.zeros(100_000) for i in range(10)})
-    flat = torch.zeros(1_000_000)
-    shared = {f"p{i}": flat[i * 100_000 : (i + 1) * 100_000].data for i in range(10)}
-    del flat  # else its memory would be used in place
-    with pytest.raises(ExecuteError, match=r"needs 3\.81 MiB more"):
-        store_of(shared)
 
 
 def test_memory_shared_between_keys_is_refused_unless_apart():
@@ -277,3 +154,84 @@ def test_what_has_no_values_or_another_spec_is_refused():
         store_of({"p": torch.empty(3, device="meta")})
     with pytest.raises(ExecuteError, match=r"`p` is f32\[4\], but the model was compiled for f32\[3\]"):
         HostStore([image([("p", spec(3))])], {"p": torch.ones(4)}, CPU)
+
+
+def test_the_largest_memory_is_kept_and_calls_take_parts_of_it():
+    toy = StrictToy()
+    pool = ParkPool(Bus(toy))
+    for _ in range(3):
+        for length, num_calls in ((1, 4), (5, 1), (2, 3), (5, 2), (11, 1)):
+            calls = pool.take(length * 64, num_calls)
+            for number, parks in enumerate(calls):
+                assert parks.nbytes == length * 64
+                parks.put("x", torch.full((1,), float(number)), (length - 1) * 64)
+            toy.synchronize()
+            found = torch.empty(1)
+            for number, parks in enumerate(calls):
+                parks.get("x", found)
+                assert found.item() == number
+            calls[0].give()
+            assert pool.idle_bytes == 0 or num_calls == 1, "the calls of a run share memory, which the last gives back"
+            for parks in calls:
+                parks.give()
+    assert pool.idle_bytes == 11 * 64
+    assert toy.num_locks == 5, "4, 5, 6, 10 and 11 lines of 64 bytes, none of them twice"
+    assert len(toy.locked) == 1
+
+
+def buffers() -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+
+    def floats(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator)
+
+    return {
+        "mean": floats(3),
+        "count": torch.tensor(7),
+        "flag": torch.tensor([True, False, True]),
+        "half": floats(5).bfloat16(),
+        "byte": torch.arange(3, dtype=torch.uint8),
+        "columns": floats(4, 3).t(),
+        "image": floats(2, 3, 4, 5).contiguous(memory_format=torch.channels_last),
+        "spread": floats(2, 1).expand(2, 3),
+        "part": floats(6, 4)[1:3, ::2],
+        "complex": torch.complex(floats(2), floats(2)).conj(),
+        "none": torch.empty(0, 3),
+        "double": floats(2).double(),
+    }
+
+
+def assert_equal(one: Any, other: Any) -> None:
+    for key, tensor in one.items():
+        assert tensor.dtype == other[key].dtype, key
+        assert torch.equal(tensor, other[key]), key
+
+
+@pytest.mark.parametrize(("device", "piece"), [(Toy, 1), (Toy, 40), (lambda: HOST, 1 << 20)])
+def test_what_comes_back_is_what_went_there(monkeypatch: pytest.MonkeyPatch, device: Any, piece: int):
+    monkeypatch.setattr(buffer_copies, "GROUP_BYTES", piece)
+    copies, given = BufferCopies(Bus(device())), buffers()
+    for _ in range(2):
+        there = copies.upload(given)
+        assert_equal(given, there)
+        storages = {tensor.untyped_storage().data_ptr() for tensor in there.values() if tensor.numel()}
+        assert len(storages) == sum(tensor.numel() > 0 for tensor in there.values()), "each can be dropped alone"
+        assert all(there[key].stride() == given[key].stride() for key in ("columns", "image"))
+        back = {key: torch.zeros_like(tensor).contiguous() for key, tensor in given.items()}
+        copies.download([(back[key], tensor) for key, tensor in there.items()])
+        assert_equal(given, back)
+        given["mean"] = given["mean"] + 1
+
+
+def test_many_are_one_copy_and_a_large_one_goes_by_itself():
+    toy = Toy()
+    copies = BufferCopies(Bus(toy))
+    small = {str(i): torch.full((100,), float(i)) for i in range(300)}
+    there = copies.upload(small)
+    copies.download([(small[key], tensor) for key, tensor in there.items()])
+    assert toy.num_copies == 2
+    assert toy.locked_bytes == 300 * 400
+    toy.num_copies = 0
+    there = copies.upload({**small, "large": torch.ones(1 << 19)})
+    assert toy.num_copies == 2
+    assert there["large"].sum() == 1 << 19

@@ -1,0 +1,104 @@
+"""Faults of captures, of calls and their backwards, of stores and of files of weights."""
+
+from __future__ import annotations
+
+from tests.mutants.fault import Fault
+
+FAULTS: list[Fault] = [
+    Fault(
+        name="an operation of the executor doesn't wait for what its schedule names first",
+        path="runtime/operations.py",
+        old="        waits, op = list(instruction.waits), instruction.op\n",
+        new="        waits, op = list(instruction.waits)[1:], instruction.op\n",
+        seen_by=("tests/runtime/test_schedule_is_what_runs.py::test_issue_order_and_waits_equal_the_schedule",),
+    ),
+    Fault(
+        name="the sum so far of a value's gradient is added twice",
+        path="runtime/operations.py",
+        old='                call.drop("gradient", name)  # the sum so far is part of the new one\n'
+        "                call.set_gradient(name, gradient)\n",
+        new="                call.add_gradient(name, gradient)\n",
+        seen_by=("tests/runtime/test_backwards.py::test_optimizer_in_the_backward",),
+    ),
+    Fault(
+        name="a second backward draws other random numbers than the forward",
+        path="runtime/operations.py",
+        old="        with call.loaded.runners[block.index].repeated(call.rng.get(block.index)):\n",
+        new="        with call.loaded.runners[block.index].repeated(None):\n",
+        seen_by=("tests/runtime/test_backwards.py::test_backward_into_some_leaves_only",),
+    ),
+    Fault(
+        name="buffers that a forward wrote don't reach the model",
+        path="runtime/call.py",
+        old="        if self._home is None:\n            engine.bind_anew",
+        new="        if self._home is not None:\n            engine.bind_anew",
+        seen_by=("tests/runtime/test_tensors.py::test_unusual_tensors_in_one_model",),
+    ),
+    Fault(
+        name="a call that is over keeps what it held",
+        path="runtime/call.py",
+        old='        for kind in ("returned", "value", "gradient", "parameters", "received", "saved"):\n',
+        new='        for kind in ("returned", "gradient", "parameters", "received", "saved"):\n',
+        seen_by=("tests/runtime/test_backwards.py::test_what_a_repeat_needs_is_let_go_of_with_the_last_output",),
+    ),
+    Fault(
+        name="a write between forward and backward passes unseen",
+        path="runtime/call.py",
+        old="            if version(tensor) != before:\n",
+        new="            if version(tensor) < before:\n",
+        seen_by=("tests/runtime/test_calls.py::test_writing_where_it_would_matter_is_refused_or_right",),
+    ),
+    Fault(
+        name="the second of several gradients in a slab overwrites the first",
+        path="runtime/gradients/landing.py",
+        old="                    offset += aligned(gradient.nbytes)\n",
+        new="                    offset += 0\n",
+        seen_by=(
+            "tests/runtime/test_gradients.py::test_whatever_the_user_does_with_gradients_they_are_those_of_eager",
+        ),
+    ),
+    Fault(
+        name="a gradient is added into memory that somebody else holds",
+        path="runtime/gradients/sink.py",
+        old="            is_own = not is_shared and storage.data_ptr() not in seen",
+        new="            is_own = storage.data_ptr() not in seen",
+        seen_by=(
+            "tests/runtime/test_gradients.py::test_a_sum_takes_the_memory_of_its_first_term_and_leaves_what_others_hold",
+        ),
+    ),
+    Fault(
+        name="a buffer of a ring is filled while the device still reads it",
+        path="memory/ring.py",
+        old="        end = self._ends[0]\n",
+        new="        end = None\n",
+        seen_by=("tests/runtime/test_locked_memory.py::test_what_passed_through_a_ring_may_be_overwritten_at_once",),
+    ),
+    Fault(
+        name="buffers that cross in groups come back one byte further",
+        path="runtime/stores/buffer_copies.py",
+        old="                start = end\n",
+        new="                start = end - (end > 64)\n",
+        seen_by=("tests/runtime/test_stores.py::test_what_comes_back_is_what_went_there",),
+    ),
+    Fault(
+        name="the second piece of a tensor is read from where the first begins",
+        path="files/weight_files.py",
+        old="            start += values.nbytes\n",
+        new="            start += values.nbytes - values.element_size()\n",
+        seen_by=("tests/runtime/test_weight_files.py::test_values_are_those_of_load_state_dict",),
+    ),
+    Fault(
+        name="a number that turns into another type leaves the old graph in use",
+        path="tracer/equal.py",
+        old="    if type(left) is not type(right) or isinstance(left, torch.Tensor):\n",
+        new="    if isinstance(left, torch.Tensor):\n",
+        seen_by=("tests/runtime/test_stale.py::test_values_that_a_forward_can_tell_apart_are_not_the_same",),
+    ),
+    Fault(
+        name="the last value that a forward read from its inputs isn't compared",
+        path="tracer/guards.py",
+        old="            for nodes, guard in self._steps:\n",
+        new="            for nodes, guard in self._steps[:-1]:\n",
+        seen_by=("tests/tracer/test_guards.py::test_a_slice_up_to_a_tensor_is_guarded_by_its_value",),
+    ),
+]

@@ -1,0 +1,324 @@
+"""Memory of the device: budget, arena, meter, segments, alignment; and what the machine has left."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import warnings
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import psutil
+import pytest
+import torch
+from torch import nn
+
+import megatrain
+from megatrain.device import Accelerator, Cpu, Device, Memory
+from megatrain.device.reserve import MIB, cublas_workspace, of_card
+from megatrain.errors import DeviceMemoryWarning, OptionError
+from megatrain.memory.available import available_bytes
+from megatrain.memory.device_budget import DeviceBudget
+from megatrain.runtime.engine import Engine
+from megatrain.runtime.stores.device_arena import Meter
+from megatrain.runtime.stores.host_store import HostStore
+from megatrain.runtime.stores.segment_sizes import LEAST_BYTES, fitting, held_sizes, segment_sizes
+from megatrain.runtime.stores.segments import Segments
+from megatrain.scheduler.lifetimes.peak import find_peak
+from megatrain.scheduler.schedule import Schedule
+from tests.extending.test_device import Toy
+from tests.models import MODELS
+from tests.runtime.parity import assert_same, train
+
+CPU = Cpu()
+
+
+@pytest.mark.parametrize(
+    ("needed", "scheduled", "expected"),
+    [
+        (101, 300, 101),  # it grows
+        (40, 900, 100),  # the rest of the schedule has room beside it
+        (40, 940, 100),
+        (40, 941, 40),  # it is in the way
+    ],
+)
+def test_an_arena_grows_and_shrinks_only_when_it_must(needed: int, scheduled: int, expected: int):
+    engine = Engine(nn.Linear(2, 2), CPU, budget=DeviceBudget(CPU, 1000))
+    engine.reserve_slots(100, 1000)
+    before = engine.arena.slot(0, 100).data_ptr()
+    engine.reserve_slots(needed, scheduled)
+    assert engine.arena.nbytes == engine.meter.current == expected
+    if expected == 100:
+        assert engine.arena.slot(0, 100).data_ptr() == before
+
+
+def test_a_meter_counts_each_storage_once():
+    meter = Meter()
+    base = torch.empty(1000, dtype=torch.uint8)
+    meter.hold("a", [base[:10], base[500:].view(torch.int32)])
+    assert meter.current == 1000
+    meter.hold("b", [base])
+    assert meter.current == 1000
+    meter.release("a")
+    assert meter.current == 1000
+    meter.release("b")
+    assert (meter.current, meter.peak) == (0, 1000)
+
+
+class Wide(Toy):
+    """A toy that wants what an accelerator wants."""
+
+    alignment = Accelerator.alignment
+
+
+def build() -> nn.Module:
+    """Biases of 12 and 20 bytes, so that all that follows them is at odd places without padding."""
+    torch.manual_seed(0)
+    layers = [nn.Sequential(nn.Linear(5, 3), nn.Tanh(), nn.Linear(3, 5)) for _ in range(4)]
+    return nn.Sequential(*layers)
+
+
+def test_every_weight_in_a_slot_and_on_the_host_is_aligned(monkeypatch: pytest.MonkeyPatch):
+    model, seen = build(), list[int]()
+    views = HostStore.views
+
+    def noted(layout: Any, buffer: torch.Tensor) -> list[torch.Tensor]:
+        found = views(layout, buffer)
+        seen.extend(t.data_ptr() for t in found)
+        return found
+
+    monkeypatch.setattr(HostStore, "views", staticmethod(noted))
+    eager, inputs = copy.deepcopy(model), (torch.randn(2, 5),)
+    compiled = megatrain.compile(model, device=Wide(), activations="offload")
+    assert_same(train(eager, eager, inputs, {}), train(compiled, model, inputs, {}))
+    assert seen
+    assert all(address % 512 == 0 for address in seen)
+    assert all(p.data_ptr() % 512 == 0 for p in model.parameters())
+    assert "4 blocks, 1 template; state at multiples of 512 B" in str(compiled.program).replace("templates", "template")
+
+
+def test_the_plan_for_a_device_and_the_run_on_it_agree_on_bytes():
+    model, target, inputs = build(), Wide(), torch.randn(2, 5)
+    optimizer = torch.optim.AdamW(model.parameters())
+    compiled = megatrain.compile(model, device=target, activations="offload", memory="1MiB")
+    step = megatrain.TrainStep(compiled, optimizer, loss=lambda out, _: out.sum())
+    step(inputs)
+    engine, schedule = compiled.megatrain.engine, step.schedule
+    plan = megatrain.plan(
+        model,
+        inputs,
+        device=target,
+        device_memory="1MiB",
+        optimizer=optimizer,
+        activations="offload",
+        loss=lambda out, _: out.sum(),
+    )
+    assert plan.schedule == schedule
+    assert engine.arena.nbytes == schedule.arena_bytes
+    assert engine.arena.nbytes % target.alignment == 0
+    assert engine.store is not None
+    assert engine.store.nbytes == plan.host.bytes_of("parameters") == step.host_plan.bytes_of("parameters")
+    assert engine.store.nbytes == len(list(model.parameters())) * target.alignment, "none is larger than 64 bytes"
+
+
+GIB = 1 << 30
+
+
+class Card(Device):
+    """A device of its own memory, of which less is free each time somebody asks."""
+
+    def __init__(self, free: int, total: int, falls_to: float = 0.1):
+        super().__init__(torch.device("cpu"), "card")
+        self.free, self.total, self.falls_to, self.num_asked = free, total, falls_to, 0
+
+    def memory(self) -> Memory:
+        self.num_asked += 1
+        free, self.free = self.free, int(self.free * self.falls_to)
+        return Memory(free, self.total)
+
+
+def test_a_slot_with_half_the_lanes_is_named(monkeypatch: pytest.MonkeyPatch):
+    compiled = megatrain.compile(MODELS["gpt_loss"]()[0])
+    assert "the slot of the card" not in str(compiled.megatrain)
+    monkeypatch.setattr(Device, "link_share", lambda _: 0.5)
+    assert "\n  the slot of the card has 0.5 of the card's link to the host\n" in str(compiled.megatrain)
+    # Its copies don't go over PCIe.
+    monkeypatch.setattr(Device, "card", lambda _: "NVIDIA GH200 480GB")
+    assert "the slot of the card" not in str(compiled.megatrain)
+
+
+def test_memory_is_asked_once_for_all_schedules():
+    """After the first step "free" is what the model itself has left, and later shapes would get next to nothing."""
+    model, args, kwargs = MODELS["gpt_loss"]()
+    card = Card(100_000, 100_000)
+    compiled = megatrain.compile(model, device=card)
+    assert "memory what is free, " in str(compiled.megatrain)
+    compiled(*args, **kwargs)[1].backward()
+    first = compiled.schedule
+    assert "memory 87.89 KiB (what was free, less a reserve), " in str(compiled.megatrain)
+    compiled(*(torch.cat([t, t]) for t in args), **{k: torch.cat([t, t]) for k, t in kwargs.items()})[1].backward()
+    with torch.no_grad():
+        compiled(*args, **kwargs)
+    model.zero_grad()
+    step = megatrain.TrainStep(compiled, torch.optim.SGD(model.parameters()), loss=lambda out, _: out[1])
+    batch = inspect.signature(model.forward).bind(*args, **kwargs).arguments
+    step([batch, batch])
+    assert card.num_asked == 1
+    assert (
+        60_000
+        < min(first.device_bytes, step.schedule.device_bytes)
+        <= max(first.device_bytes, step.schedule.device_bytes)
+        <= 90_000
+    )
+
+
+def test_more_than_the_device_has_is_refused():
+    model, _, _ = MODELS["mlp"]()
+    with pytest.raises(OptionError, match=r"^memory=2\.00 GiB is more than card has: 1\.00 GiB\.\n"):
+        megatrain.compile(model, device=Card(GIB, GIB), memory="2GiB")
+    assert megatrain.compile(model, device="cpu", memory="1PiB").megatrain.budget.nbytes == 1 << 50  # a rehearsal
+
+
+def test_a_figure_leaves_the_reserve_of_the_device_free():
+    budget = DeviceBudget(Card(80 * GIB, 80 * GIB), 79 * GIB)
+    assert str(budget) == "79.00 GiB"
+    assert budget.nbytes == 72 * GIB
+    assert str(budget) == "72.00 GiB (79.00 GiB was given; the rest is a reserve)"
+    small = DeviceBudget(Card(80 * GIB, 80 * GIB), 10 * GIB)
+    assert (small.nbytes, str(small)) == (10 * GIB, "10.00 GiB")
+
+
+def test_more_than_is_free_is_said_once():
+    budget = DeviceBudget(Card(4 * GIB, 80 * GIB), 10 * GIB)
+    with pytest.warns(DeviceMemoryWarning, match=r"memory=10\.00 GiB is more than is free: 4\.00 GiB of card are"):
+        assert budget.nbytes == 10 * GIB
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert budget.nbytes == 10 * GIB
+
+
+def test_the_reserve_of_an_accelerator():
+    for card, kept in ((80 * GIB, 8 * GIB), (8 * GIB, GIB), (4 * GIB, GIB), (64 * MIB, 16 * MIB), (0, 0)):
+        assert of_card(card) == kept
+
+
+def test_workspaces_of_cublas_are_those_of_torch():
+    assert cublas_workspace((9, 0), None) == cublas_workspace((9, 0), ":4096:8") == 32 * MIB
+    assert cublas_workspace((8, 6), None) == cublas_workspace((8, 0), "nonsense") == 8 * MIB + 128 * 1024
+    assert cublas_workspace((8, 0), ":4096:2:16:8") == 8 * MIB + 128 * 1024
+    assert cublas_workspace((9, 0), ":16:8") == 128 * 1024
+
+
+MACHINE = 1 << 40
+
+
+@pytest.fixture
+def machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=MACHINE))
+
+
+def write(path: Path, text: object) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(f"{text}\n")
+
+
+def version_2(root: Path, group: str, most: object, used: int, reclaimable: int = 0) -> None:
+    folder = root / "sys/fs/cgroup" / group
+    write(folder / "memory.max", most)
+    write(folder / "memory.current", used)
+    write(folder / "memory.stat", f"anon 5\ninactive_file {reclaimable}")
+
+
+@pytest.mark.usefixtures("machine")
+def test_the_lowest_of_all_groups_above_counts_and_pages_of_files_are_free(tmp_path: Path):
+    write(tmp_path / "proc/self/cgroup", "0::/jobs/mine")
+    version_2(tmp_path, "jobs/mine", 1000, 600)
+    assert available_bytes(tmp_path) == 400
+    version_2(tmp_path, "jobs", 2000, 1900)
+    assert available_bytes(tmp_path) == 100
+    version_2(tmp_path, "jobs", 2000, 1900, reclaimable=50)
+    assert available_bytes(tmp_path) == 150
+    version_2(tmp_path, "jobs", "max", 1900)
+    assert available_bytes(tmp_path) == 400
+
+
+class Noting(Cpu):
+    """Notes what is asked of it."""
+
+    def __init__(self, capacity: int = 1 << 40) -> None:
+        super().__init__()
+        self.capacity = capacity
+        self.taken: list[int] = []
+
+    def allocate(self, nbytes: int) -> torch.Tensor:
+        if sum(self.taken) + nbytes > self.capacity:
+            raise torch.OutOfMemoryError("full")
+        self.taken.append(nbytes)
+        return torch.empty(1, dtype=torch.uint8)
+
+    def empty_cache(self) -> None:
+        self.num_emptied += 1
+        self.taken.clear()
+
+
+def test_segments_are_made_once_and_stay_for_smaller_steps():
+    card = Noting()
+    segments = Segments(card)
+    segments.make([5, 4])
+    segments.make([5, 4])
+    segments.make([8])
+    assert (card.num_emptied, card.taken) == (1, [5, 4])
+    segments.make([8, 2])
+    assert (card.num_emptied, card.taken) == (2, [8, 2])
+
+
+def test_a_card_with_too_little_memory_gets_as_many_as_fit():
+    card = Noting(capacity=8)
+    Segments(card).make([5, 4, 1])
+    assert card.taken == [5]
+
+
+class Layers(nn.Module):
+    """Values of 2 MiB, graphs with 8 MiB more, weights of 4 MiB each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(512, 2048), nn.Tanh(), nn.Linear(2048, 512)) for _ in "123")
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x.sum()
+
+
+def test_what_is_held_at_the_peak_is_listed_tensor_by_tensor():
+    activations = "keep"
+    model = Layers()
+    compiled = megatrain.compile(model, activations=activations, transfer="copy")
+    x = torch.randn(1024, 512)
+    step = megatrain.TrainStep(compiled, torch.optim.SGD(model.parameters(), lr=0.1))
+    schedule = step.prepare([x, x])
+    assert isinstance(schedule, Schedule)
+    assert step.program is not None
+    found = held_sizes(schedule, [step.program] * 2, find_peak(schedule).moment)
+    assert found == sorted(found, reverse=True)
+    assert min(found) > LEAST_BYTES
+    assert 2 * MIB in found
+    assert (8 * MIB in found) == (activations == "keep")
+    # All that the schedule counts at its peak, but slots, small tensors, the caller's inputs and workspaces.
+    assert sum(found) < schedule.device_bytes - schedule.arena_bytes
+    every = segment_sizes(schedule, [step.program] * 2)
+    # The hidden values of the layer at the peak and its gradient, beyond a retained graph.
+    assert sum(every) >= sum(found) + 16 * MIB
+    # Slots aren't among them; small temporary tensors of other ops are less.
+    assert sum(every) < schedule.device_bytes
+
+
+def test_equal_tensors_share_segments_without_a_rest():
+    assert fitting([6 * MIB] * 5) == [12 * MIB, 12 * MIB, 6 * MIB]
+    assert fitting([7 * MIB, 6 * MIB, 7 * MIB]) == [14 * MIB, 6 * MIB]
+    assert fitting([12 * MIB] * 3) == [12 * MIB] * 3
+    # Three of them are 20.1 MiB, of which a segment takes 22.
+    assert fitting([int(6.7 * MIB)] * 5)[0] > 30 * MIB
+    assert fitting([1187 * MIB] * 2) == [1187 * MIB] * 2

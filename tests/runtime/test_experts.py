@@ -1,0 +1,282 @@
+"""Tensors in parts, as stacked experts are: training, backwards, files, and the model's own code."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import megatrain
+from megatrain.device import HOST
+from megatrain.memory.block_image import state_image
+from megatrain.runtime.gradients.sink import GradientSink
+from megatrain.runtime.streams.stream_set import Chaos
+from megatrain.scheduler.instructions import Bytes
+from megatrain.tracer.inventory import StateEntry
+from megatrain.tracer.spec import TensorSpec
+from tests.comparing import assert_same
+from tests.experts import IDLE, Bmm, Gathered, Layers
+from tests.gradients import grad_of
+from tests.runtime.parity import PATHS, assert_parity, assert_parity_of, seeded, train
+from tests.runtime.saved import save, save_sharded, state_of
+
+NUM, WIDTH, INNER = 16, 8, 16
+LIMIT = NUM * WIDTH * INNER * 4 // 4
+CHAOS = Chaos(seed=5, max_delay_s=0.0003)
+STACK = "layers.0.up"
+
+
+def layers(kind: Any = Bmm, depth: int = 2, **options: Any) -> Any:
+    return seeded(lambda: Layers(kind, depth, NUM, WIDTH, INNER, **options))
+
+
+def tokens(dtype: torch.dtype = torch.float32, count: int = 5) -> torch.Tensor:
+    return torch.randn(count, WIDTH, generator=torch.Generator().manual_seed(9)).to(dtype)
+
+
+def side_by_side(model: nn.Module, drive: Any, **options: Any) -> Any:
+    compiled, _ = assert_parity_of(model, drive, **{"block_bytes": LIMIT, "chaos": CHAOS, **options})
+    return compiled
+
+
+def parts_of(compiled: Any, key: str = STACK) -> list[tuple[int, int]]:
+    return [entry.rows for entry in compiled.program.state.values() if entry.base == key]
+
+
+@pytest.mark.parametrize(("kind", "options"), [(Bmm, {"transfer": "bind"}), (Gathered, {"transfer": "copy"})])
+def test_two_losses_of_one_call_one_after_the_other(kind, options):
+    def drive(call, model):
+        x = tokens().requires_grad_()
+        out, loss = call(x)
+        loss.backward(retain_graph=True)
+        first = {name: None if p.grad is None else p.grad.clone() for name, p in model.named_parameters()}
+        out.square().mean().backward(retain_graph=True)
+        held = model.layers[0].up.grad
+        (out.sum() + loss).backward()
+        assert model.layers[0].up.grad is held
+        return out, loss, x.grad, [g for g in first.values() if g is not None]
+
+    compiled = side_by_side(layers(kind), drive, **options)
+    assert len(parts_of(compiled)) == 4
+
+
+def test_hooks_see_the_whole_gradient_once_in_each_backward():
+    def drive(call, model):
+        seen = []
+        stack = model.layers[0].up
+        stack.register_hook(lambda g: seen.append(g.clone()) or g * 2)
+        stack.register_post_accumulate_grad_hook(lambda p: seen.append(p.grad.clone()))
+        out, loss = call(tokens())
+        loss.backward(retain_graph=True)
+        out.sum().backward()
+        assert [t.shape for t in seen] == [stack.shape] * 4
+        return seen
+
+    side_by_side(layers(Gathered), drive, transfer="copy")
+
+
+@pytest.mark.parametrize(("kind", "transfer", "is_sharded"), [(Bmm, "copy", True), (Gathered, "bind", False)])
+def test_parts_of_tensors_that_come_from_files(tmp_path: Path, kind, transfer: str, is_sharded: bool):
+    reference = layers(kind)
+    state = state_of(reference, drop=())
+    weights = save_sharded(tmp_path, state) if is_sharded else save(tmp_path / "model.safetensors", state)
+    with torch.device("meta"):
+        model = Layers(kind, 2, NUM, WIDTH, INNER)
+    stack = model.layers[0].up
+    compiled = megatrain.compile(
+        model, device="cpu", block_bytes=LIMIT, transfer=transfer, weights=weights, chaos=CHAOS
+    )
+    expected, found = (train(call, m, (tokens(),), {}) for call, m in ((reference, reference), (compiled, model)))
+    assert_same(expected, found)
+    assert model.layers[0].up is stack
+    assert len(parts_of(compiled)) == 4
+    total = sum(-(-t.numel() * t.element_size() // 64) * 64 for t in compiled.megatrain.engine.tensors.values())
+    assert compiled.megatrain.engine.store.nbytes == total
+    assert all(t.untyped_storage().nbytes() == t.nbytes for t in model.parameters())
+
+
+def test_a_stack_that_an_opaque_module_reads_stays_whole():
+    class Counting(nn.Module):
+        """Runs its own code at each step: it counts its calls."""
+
+        def __init__(self, stack):
+            super().__init__()
+            self.stack = stack
+            self.calls = 0
+
+        def forward(self, x):
+            self.calls += 1
+            return torch.bmm(x.expand(NUM, *x.shape), self.stack).sum(0) * self.calls
+
+    class Mixed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.experts = Bmm(NUM, WIDTH, WIDTH)
+            self.counting = Counting(self.experts.up)
+
+        def forward(self, x):
+            x, loss = self.experts(x)
+            return self.counting(x), loss
+
+    def drive(call, model):
+        found = []
+        for _ in range(2):
+            out, loss = call(tokens())
+            (out.sum() + loss).backward()
+            found += [out.detach(), loss.detach()]
+        return found
+
+    compiled = side_by_side(seeded(Mixed), drive, block_bytes=NUM * WIDTH * WIDTH, transfer="copy")
+    assert "opaque counting" in str(compiled.program)
+    assert not parts_of(compiled, "experts.up")
+    assert len(parts_of(compiled, "experts.down")) == 4
+
+
+def test_a_frozen_stack_is_streamed_in_parts_without_gradients():
+    model = layers(Gathered)
+    for layer in model.layers:
+        layer.up.requires_grad_(False)
+
+    def drive(call, model):
+        out, loss = call(tokens())
+        loss.backward(retain_graph=True)
+        out.sum().backward()
+        assert model.layers[0].up.grad is None
+        return model.layers[1].down.grad[IDLE]
+
+    compiled = side_by_side(model, drive, transfer="copy")
+    blocks = [line for line in str(compiled.program).splitlines() if "up[" in line and line.startswith("  block")]
+    assert blocks
+    assert any(line.endswith("frozen") for line in blocks)
+
+
+def largest(compiled) -> int:
+    return max(compiled.program.state_bytes(block) for block in compiled.program.blocks)
+
+
+@pytest.mark.parametrize(
+    ("kind", "path"), [("bmm", "recompute"), ("gathered", "offload"), ("selected", "keep"), ("einsum", "bind")]
+)
+def test_training_with_expert_groups_equals_eager(kind: str, path: str):
+    compiled = assert_parity(
+        layers(Layers.KINDS[kind]), (tokens(),), {}, **{**PATHS[path], "block_bytes": LIMIT, "chaos": CHAOS}
+    )
+    assert largest(compiled) <= LIMIT
+
+
+def test_a_stack_that_two_layers_share_and_one_under_autocast_train_as_in_eager():
+    class Cast(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = layers(Gathered)
+
+        def forward(self, x):
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                return self.inner(x)
+
+    for model in (layers(Gathered, is_shared=True), Cast()):
+        compiled = assert_parity(model, (tokens(),), {}, block_bytes=LIMIT, transfer="copy", chaos=CHAOS)
+        assert largest(compiled) <= LIMIT
+
+
+def trained_once(model: nn.Module, **options):
+    compiled = megatrain.compile(model, device="cpu", block_bytes=LIMIT, transfer="copy", **options)
+    out, loss = compiled(tokens())
+    (out.sum() + loss).backward()
+    return compiled
+
+
+def test_the_sink_completes_a_parameter_with_its_last_part():
+    parameter = nn.Parameter(torch.zeros(6, 2))
+    whole = StateEntry("w", "parameter", TensorSpec((6, 2), torch.float32), True)
+    parts = [whole.part(0, 2), whole.part(2, 6)]
+    sink = GradientSink(lambda _: parameter, HOST, parts)
+    landing = Bytes(0, 64)
+    sink.begin()
+    sink.receive(0, ["w[2:6]"], [(None, False)], ["w[2:6]"], landing)
+    sink.receive(1, ["w[0:2]"], [(torch.ones(2, 2), False)], [], landing)
+    assert parameter.grad is None
+    sink.receive(2, ["w[0:2]"], [(torch.ones(2, 2), False)], ["w[0:2]", "w"], landing)
+    assert torch.equal(grad_of(parameter), torch.tensor([2.0, 2, 0, 0, 0, 0])[:, None].expand(6, 2))
+    parameter.grad = None
+    sink.begin()
+    sink.receive(0, ["w[2:6]", "w[0:2]"], [(None, False)] * 2, ["w[2:6]", "w[0:2]", "w"], landing)
+    assert parameter.grad is None
+
+
+def test_expert_groups_take_less_device_memory():
+    """Ten times fewer bytes in slots; what the groups pass on to one another is small beside that."""
+    x = torch.randn(2, 16, generator=torch.Generator().manual_seed(9))
+    stack = 64 * 16 * 32 * 4
+    peaks, slots = [], []
+    for block_bytes in (None, stack // 16):
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(1)
+            model = Layers(Gathered, 1, 64, 16, 32)
+        compiled = megatrain.compile(
+            model, device="cpu", transfer="copy", activations="recompute", block_bytes=block_bytes
+        )
+        for _ in range(2):
+            compiled(x)[0].sum().backward()
+        assert compiled.peak_bytes <= compiled.schedule.device_bytes
+        peaks.append(compiled.peak_bytes)
+        slots.append(compiled.schedule.arena_bytes)
+    assert slots[1] < slots[0] / 10
+    assert peaks[1] < peaks[0] / 4, peaks
+
+
+def test_parts_lie_in_their_whole_and_a_prefetch_is_one_copy_per_tensor():
+    model = layers(Layers.KINDS["bmm"], 1)
+    compiled = trained_once(model)
+    store = compiled.megatrain.engine.store
+    image = state_image([compiled.program.state["layers.0.up[4:8]"]])
+    store.extend([image])
+    assert store.num_copies(image) == 1
+    (view,) = store.bound(image)
+    assert view.data_ptr() == model.layers[0].up[4:8].data_ptr()
+    slot = torch.zeros(image.nbytes, dtype=torch.uint8)
+    store.prefetch(image, slot)
+    assert torch.equal(store.views(image, slot)[0], model.layers[0].up[4:8])
+    joined = state_image([compiled.program.state[f"layers.0.up[{a}:{a + 4}]"] for a in (0, 4)])
+    store.extend([joined])
+    assert store.num_copies(joined) == 1
+    total = sum(-(-t.numel() * t.element_size() // 64) * 64 for t in compiled.megatrain.engine.tensors.values())
+    assert store.nbytes <= total
+
+
+def moe_model(name: str, implementation: str, **extra) -> nn.Module:
+    transformers = pytest.importorskip("transformers")
+    config = getattr(transformers, f"{name}Config")(
+        vocab_size=64, hidden_size=32, intermediate_size=32, moe_intermediate_size=32, num_hidden_layers=2,
+        num_attention_heads=2, num_key_value_heads=1, num_local_experts=8, num_experts=8, num_experts_per_tok=2,
+        **extra,
+    )  # fmt: skip
+    config._experts_implementation = implementation
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(5)
+        return getattr(transformers, f"{name}ForCausalLM")(config)
+
+
+IDS = torch.randint(0, 64, (2, 8), generator=torch.Generator().manual_seed(2))
+CALL = {"input_ids": IDS, "labels": IDS, "use_cache": False}
+
+
+# Several threads sum the gradient of `weight[ids]` in any order: then eager doesn't equal itself.
+@pytest.mark.usefixtures("one_thread")
+@pytest.mark.parametrize(
+    ("name", "has_router_loss", "implementation", "dtype"),
+    [("Qwen3Moe", False, "batched_mm", torch.float32), ("Mixtral", True, "grouped_mm", torch.bfloat16)],
+)
+def test_transformers_experts_are_cut_and_train_as_in_eager(
+    name: str, has_router_loss: bool, implementation: str, dtype: torch.dtype
+):
+    model = moe_model(name, implementation, output_router_logits=has_router_loss).to(dtype)
+    limit = 4 * 32 * 64 * dtype.itemsize
+    compiled = assert_parity(model, (), CALL, block_bytes=limit, transfer="copy", chaos=CHAOS)
+    assert largest(compiled) <= limit
+    bases = {entry.base for entry in compiled.program.state.values() if entry.base}
+    assert len([b for b in bases if b.endswith("gate_up_proj")]) == 2
+    assert ("aux_loss" in compiled(**CALL)) == has_router_loss
