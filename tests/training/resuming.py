@@ -130,11 +130,6 @@ def own_norms() -> nn.Module:
     return model
 
 
-def expert_table() -> nn.Module:
-    """A parameter that blocks of some size share, and one for all blocks."""
-    return MODELS["shared_parameter"]()[0]
-
-
 # -- batches -------------------------------------------------------------------------------------------------------
 
 
@@ -257,16 +252,11 @@ def mark(model: nn.Module) -> None:
 
 
 CASES: dict[str, Case] = {
-    # Clipping: deferred updates, or with overlap=False serial ones.
-    "gpt-adamw": Case(Gpt, two_texts, "adamw", warm_up, ({}, SMALL), (CLIP, CLIP)),
     "gpt-fused": Case(Gpt, tokens, "fused", one_cycle, (PARKED, {}), (CLIP, {**CLIP, **SERIAL})),
-    "llama-sgd": Case(MODELS["llama_labels"], labelled, "sgd", in_sequence, (SMALL, PARKED), ({}, SERIAL)),
     "llama-adafactor": Case(MODELS["llama_labels"], labelled, "adafactor", plateau, ({}, PARKED), (SERIAL, {})),
-    "cnn-sgd": Case(MODELS["cnn"], images, "sgd", warm_up, ({}, PARKED), ({}, {"on_nonfinite": "skip"})),
     "cnn-amsgrad": Case(MODELS["cnn"], lambda s: [images(s), images(s + 50)], "amsgrad", one_cycle),
     "matrices-muon": Case(matrices, two_texts, "muon", warm_up, ({}, PARKED), (CLIP, CLIP)),
     "lora-adamw": Case(lora, labelled, "adamw", warm_up, (PARKED, {}), (CLIP, CLIP)),
-    "shared-adamw": Case(expert_table, lambda s: [points(s), points(s + 50)], compile=({}, PARKED), step=(CLIP, CLIP)),
     "running": Case(lambda: stack(Running), points, compile=({}, PARKED)),
     "noted": Case(lambda: stack(lambda: Noted(as_tensor=False)), points, between=mark),
     "noted-tensor": Case(lambda: stack(lambda: Noted(as_tensor=True)), points, between=mark),
@@ -275,20 +265,12 @@ CASES: dict[str, Case] = {
     "cryptic": Case(lambda: stack(Cryptic), points, step=(CLIP, CLIP)),
     "meta": Case(Gpt, tokens, step=(CLIP, CLIP), on_meta=True, example=tokens(0)),
     # bf16 with exact masters, rounded ones, and some that are whole.
-    "bf16-gpt-adamw": Case(Gpt, two_texts, "adamw", warm_up, (BF16, {**BF16, **SMALL}), (CLIP, CLIP)),
-    "bf16-llama-fused": Case(
-        MODELS["llama_labels"], labelled, "fused", one_cycle, ({**BF16, **PARKED}, BF16), ({}, SERIAL)
-    ),
-    "bf16-llama-sgd": Case(MODELS["llama_labels"], labelled, "sgd", plateau, (BF16, {**BF16, **PARKED}), (SERIAL, {})),
-    "bf16-gpt-adafactor": Case(Gpt, tokens, "adafactor", in_sequence, (BF16, BF16), (CLIP, {**CLIP, **SERIAL})),
-    "bf16-matrices-muon": Case(matrices, tokens, "muon", warm_up, (BF16, {**BF16, **PARKED}), (CLIP, CLIP)),
-    "bf16-lora-amsgrad": Case(lora, labelled, "amsgrad", warm_up, (BF16, BF16), (CLIP, CLIP)),
+    "bf16-gpt-adamw": Case(Gpt, two_texts, "adamw", in_sequence, (BF16, {**BF16, **SMALL}), (CLIP, CLIP)),
     "bf16-own-norms": Case(own_norms, tokens, "fused", None, (BF16, {**BF16, **PARKED}), (CLIP, CLIP)),
     "bf16-meta": Case(
         Gpt, tokens, "fused", None, (BF16, {**BF16, **PARKED}), (CLIP, CLIP), on_meta=True, example=tokens(0)
     ),
     "rounded-gpt-adamw": Case(Gpt, two_texts, "adamw", warm_up, (ROUNDED, {**ROUNDED, **SMALL}), (CLIP, CLIP)),
-    "rounded-llama-sgd": Case(MODELS["llama_labels"], labelled, "sgd", None, (ROUNDED, ROUNDED), ({}, SERIAL)),
 }
 
 

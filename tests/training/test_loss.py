@@ -1,17 +1,27 @@
-"""A loss may do with the model's results what it may do in eager: write into them, hook them, keep their gradients."""
+"""A loss, and other code of the user's within a step: what it may do, what it sees, and the memory that it takes."""
 
 from __future__ import annotations
 
+import itertools
+import random
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
+from torch import nn
 
 import megatrain
+from megatrain.errors import ExecuteError, ScheduleError
+from megatrain.passes.measuring.live_bytes import LiveBytes
+from megatrain.planning.loss_bytes import measure_loss
+from megatrain.scheduler.lifetimes.peak import find_peak
 from tests.comparing import assert_same, snapshot
-from tests.tiers import diagonal
-from tests.training.parity import MODES, SideBySide, adamw, gpt_batch, loop_step, sgd, stack_batch
+from tests.stand_in_triton import JITFunction, stand_in_triton
+from tests.training.parity import MODES, SideBySide, adamw, loop_step, stack_batch
 
 
 def divided(result: Any, batch: Any) -> torch.Tensor:
@@ -36,54 +46,458 @@ def summed(result: Any, batch: Any) -> torch.Tensor:
 
 def hooked(result: Any, batch: Any) -> torch.Tensor:
     result.register_hook(lambda g: g * 2)
+    result.retain_grad()
+    assert not result.is_leaf
+    GRADIENTS.append(result)
     return result.square().mean()
 
 
-LOSSES: dict[str, Callable[[Any, Any], torch.Tensor]] = {
-    "divided": divided,
-    "masked": masked,
-    "scaled": scaled,
-    "summed": summed,
-    "hooked": hooked,
-}
+GRADIENTS: list[torch.Tensor] = []
 
 
-@pytest.mark.parametrize(("loss", "mode"), diagonal(LOSSES, ["overlap", "deferred"]))
-def test_a_loss_that_writes_into_results_has_eagers_bits(loss: str, mode: str) -> None:
-    sides = SideBySide.of("stack", adamw, **MODES[mode])
-    step = megatrain.TrainStep(sides.compiled, sides.optimizer, loss=LOSSES[loss], **MODES[mode])
-    for number in range(3):
-        batches = [stack_batch(number, 2), stack_batch(number + 10, 2)]
-        expected, _ = loop_step(sides.eager, sides.eager_optimizer, batches, loss=LOSSES[loss], max_norm=sides.max_norm)
-        assert_same(expected, step(batches), number)
-    step.flush()
-    assert_same(snapshot(sides.eager, sides.eager_optimizer), snapshot(sides.streamed, sides.optimizer))
+def test_a_loss_may_write_into_results_hook_them_and_keep_their_gradients() -> None:
+    sides = SideBySide.of("stack", adamw, max_grad_norm=0.5)
+    for loss in (divided, masked, scaled, summed, hooked):
+        GRADIENTS.clear()
+        step = megatrain.TrainStep(sides.compiled, sides.optimizer, loss=loss, max_grad_norm=0.5)
+        for number in range(2):
+            batches = [stack_batch(number, 2), stack_batch(number + 10, 2)]
+            expected, _ = loop_step(sides.eager, sides.eager_optimizer, batches, loss=loss, max_norm=0.5)
+            assert_same(expected, step(batches), loss.__name__)
+        step.flush()
+        assert_same(snapshot(sides.eager, sides.eager_optimizer), snapshot(sides.streamed, sides.optimizer))
+        kept = [result.grad for result in GRADIENTS if type(result) is torch.Tensor]
+        assert_same(kept[:2] + kept[4:6], kept[2:4] + kept[6:8])
 
 
-def test_the_models_own_loss_may_be_scaled_in_place() -> None:
-    sides = SideBySide.of("gpt", sgd)
-    step = megatrain.TrainStep(sides.compiled, sides.optimizer, loss=lambda result, _: result[1].mul_(0.5))
-    for number in range(2):
-        batch = gpt_batch(number, 2)
-        torch.manual_seed(number)
-        expected, _ = loop_step(sides.eager, sides.eager_optimizer, batch, loss=lambda result, _: result[1].mul_(0.5))
-        torch.manual_seed(number)
-        assert_same(expected, step(batch), number)
-    sides.step.flush()
-    assert_same(snapshot(sides.eager, sides.eager_optimizer), snapshot(sides.streamed, sides.optimizer))
+# -- code within a step ----------------------------------------------------------------------------------------------
+
+SIZE = 4
+HELD: dict[str, Any] = {}
 
 
-def test_results_are_no_leaves_and_keep_their_gradient_if_asked() -> None:
-    sides = SideBySide.of("stack", sgd)
-    found = []
+class Looking(torch.autograd.Function):
+    """Comes by the user's code in its backward."""
 
-    def loss(result: Any, batch: Any) -> torch.Tensor:
-        assert not result.is_leaf
-        result.retain_grad()
-        found.append(result)
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x * 1.0
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        scale: torch.Tensor = HELD["model"].layers[0].count * HELD["model"].layers[2].fc.bias.detach().norm()
+        return gradient * (1 + scale)
+
+
+class Layer(nn.Module):
+    """Two buffers that the forward writes, one that it reads, and a weight."""
+
+    def __init__(self, looks: bool) -> None:
+        super().__init__()
+        self.fc, self.norm, self.looks = nn.Linear(SIZE, SIZE), nn.BatchNorm1d(SIZE), looks
+        self.count: Any
+        self.shift: Any
+        self.register_buffer("count", torch.zeros(()))
+        self.register_buffer("shift", torch.full((SIZE,), 0.1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            self.count.add_(1)
+        y = torch.tanh(self.norm(self.fc(x))) + self.shift
+        return x + (Looking.apply(y) if self.looks else y)
+
+
+class Net(nn.Module):
+    def __init__(self, looks: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(Layer(looks and number == 1) for number in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def batches(step: int, count: int) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(step)
+    return [torch.randn(5, SIZE, generator=generator) for _ in range(count)]
+
+
+@torch.no_grad()
+def write_count(model: Any) -> None:
+    """Of the last block and of the first."""
+    for layer in (model.layers[2], model.layers[0]):
+        layer.count.mul_(0.5)
+
+
+def replace_count(model: Any) -> None:
+    model.layers[1].count = torch.full((), 7.0)
+
+
+@torch.no_grad()
+def write_shift(model: Any) -> None:
+    model.layers[1].shift.mul_(1.1)
+
+
+@torch.no_grad()
+def write_bias(model: Any) -> None:
+    model.layers[0].fc.bias.mul_(1.1)
+
+
+@dataclass
+class Side:
+    """A model, its optimizer, and what the user's code has seen at one place."""
+
+    site: str
+    act: Callable[[Any], object]
+    model: Any = field(default_factory=Net)
+    seen: list[Any] = field(default_factory=list[Any])
+
+    def __post_init__(self) -> None:
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.05, momentum=0.9)
+        layer: Any = self.model.layers[1]
+        if self.site == "before the optimizer's step":
+            self.optimizer.register_step_pre_hook(self.look)
+        elif self.site == "after the optimizer's step":
+            self.optimizer.register_step_post_hook(self.look)
+        elif self.site == "hook on a gradient":
+            layer.fc.weight.register_hook(self.look)
+        elif self.site == "hook after a gradient":
+            layer.fc.weight.register_post_accumulate_grad_hook(self.look)
+        elif self.site == "hook of a module's backward":
+            layer.register_full_backward_hook(self.look)
+        elif self.site == "hook on an activation":
+            layer.register_forward_hook(lambda module, given, y: (y.register_hook(self.look), None)[1])
+
+    def look(self, *_: Any) -> None:
+        self.seen.append({name: tensor.clone() for name, tensor in self.model.state_dict().items()})
+        self.act(self.model)
+
+    def loss(self, result: Any, batch: Any) -> torch.Tensor:
+        if self.site == "loss" and type(result) is torch.Tensor:  # not in the trial on tensors without values
+            self.look()
+            return result.square().mean() * self.model.layers[0].count
         return result.square().mean()
 
-    step = megatrain.TrainStep(sides.compiled, sides.optimizer, loss=loss)
-    loop_step(sides.eager, sides.eager_optimizer, stack_batch(0, 2), loss=loss)
-    step(stack_batch(0, 2))
-    assert_same(found[0].grad, found[1].grad)
+    def step(self, **options: Any) -> megatrain.TrainStep:
+        compiled = megatrain.compile(self.model, device="cpu", memory="16KiB", transfer="copy", block_bytes=1)
+        return megatrain.TrainStep(compiled, self.optimizer, loss=self.loss, **options)
+
+
+def looks(model: Any) -> None:
+    """What it sees is kept by the side."""
+
+
+@pytest.mark.parametrize(
+    ("site", "act", "mode", "count"),
+    [
+        ("loss", write_count, "deferred", 1),
+        ("before the optimizer's step", write_bias, "overlap", 2),
+        ("after the optimizer's step", write_shift, "spread", 1),
+        ("hook on a gradient", replace_count, "overlap", 1),
+        ("hook after a gradient", write_count, "serial", 1),
+        ("hook of a module's backward", looks, "spread", 2),
+        ("hook on an activation", looks, "deferred", 2),
+    ],
+)
+def test_code_within_a_step_sees_what_the_loop_shows_and_its_writes_stay(
+    site: str, act: Callable[[Any], object], mode: str, count: int
+) -> None:
+    eager, streamed = (Side(site, act) for _ in range(2))
+    step, clip = streamed.step(**MODES[mode]), MODES[mode].get("max_grad_norm")
+    for number in range(2):
+        given = batches(number, count)
+        expected, _ = loop_step(eager.model, eager.optimizer, given, loss=eager.loss, max_norm=clip)
+        assert_same(expected, step(given), "loss")
+    step.flush()
+    assert_same(eager.seen, streamed.seen, "seen")
+    assert_same(snapshot(eager.model, eager.optimizer), snapshot(streamed.model, streamed.optimizer), "after the steps")
+
+
+@pytest.mark.parametrize(
+    ("site", "act", "count", "text"),
+    [
+        ("loss", write_bias, 1, r"parameter `layers\.0\.fc\.bias"),
+        ("hook on a gradient", write_shift, 1, r"buffer `layers\.1\.shift"),
+        ("hook of a module's backward", write_count, 2, r"buffer `layers\.\d\.count"),
+    ],
+)
+def test_writes_that_come_too_late_are_refused(site: str, act: Callable[[Any], object], count: int, text: str) -> None:
+    streamed = Side(site, act)
+    before = snapshot(streamed.model, streamed.optimizer)
+    with pytest.raises(ExecuteError, match=rf"writes {text}`, which the rest"):
+        streamed.step()(batches(0, count))
+    if act is write_count:
+        assert_same(before, snapshot(streamed.model, streamed.optimizer), "after the refusal")
+
+
+def test_a_function_whose_backward_names_the_model_sees_what_the_loop_shows() -> None:
+    eager, streamed = (Side("", looks, Net(looks=True)) for _ in range(2))
+    step = streamed.step(**MODES["spread"])
+    for number in range(3):
+        HELD["model"] = eager.model
+        expected, _ = loop_step(eager.model, eager.optimizer, batches(number, 2), loss=eager.loss)
+        HELD["model"] = streamed.model
+        assert_same(expected, step(batches(number, 2)), "loss")
+    step.flush()
+    assert_same(snapshot(eager.model, eager.optimizer), snapshot(streamed.model, streamed.optimizer), "after the steps")
+
+
+def test_a_step_that_the_users_code_ends_leaves_buffers_as_they_were() -> None:
+    fails = [False]
+
+    def fail(model: Any) -> None:
+        write_count(model)
+        if fails[0]:
+            raise ValueError
+
+    eager, streamed = (Side("hook on a gradient", fail) for _ in range(2))
+    step = streamed.step()
+    for number in (0, 1, 2):
+        if number == 1:
+            fails[0] = True
+            with pytest.raises((ValueError, ExecuteError)):
+                step(batches(9, 1))
+            fails[0] = False
+            streamed.seen.pop()
+        loop_step(eager.model, eager.optimizer, batches(number, 1), loss=eager.loss)
+        step(batches(number, 1))
+    assert_same(eager.seen, streamed.seen, "seen")
+    assert_same(snapshot(eager.model, eager.optimizer), snapshot(streamed.model, streamed.optimizer), "after the steps")
+
+
+# -- memory ----------------------------------------------------------------------------------------------------------
+
+WORDS, WIDTH, TOKENS = 512, 8, 16
+LOGITS = TOKENS * WORDS  # elements
+
+
+def build() -> nn.Module:
+    torch.manual_seed(0)
+    body = [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU()) for _ in range(3)]
+    return nn.Sequential(nn.Embedding(WORDS, WIDTH), *body, nn.Linear(WIDTH, WORDS, bias=False)).bfloat16()
+
+
+def ids(seed: int = 0) -> torch.Tensor:
+    return torch.randint(WORDS, (2, TOKENS // 2), generator=torch.Generator().manual_seed(seed))
+
+
+def wide_loss(logits: torch.Tensor, batch: torch.Tensor) -> torch.Tensor:
+    return F.cross_entropy(logits.float().flatten(0, 1), batch.flatten())
+
+
+def step_of(loss: Any, **options: Any) -> megatrain.TrainStep:
+    model = build()
+    compiled = megatrain.compile(model, device="cpu", **{"memory": "4MiB", **options})
+    return megatrain.TrainStep(compiled, torch.optim.SGD(model.parameters(), lr=0.1), loss=loss)
+
+
+def test_the_term_is_what_the_loss_takes():
+    """Logits in fp32, their log-softmax and its gradient: not one of them is in the model's program."""
+    found: list[int] = []
+
+    def watched(logits: torch.Tensor, batch: torch.Tensor) -> torch.Tensor:
+        leaf = logits.detach().requires_grad_()
+        with LiveBytes([leaf, batch], leaf.device) as live:
+            (gradient,) = torch.autograd.grad(wide_loss(leaf, batch), leaf)
+        found.append(live.peak - gradient.nbytes)
+        return wide_loss(logits, batch)
+
+    step = step_of(wide_loss)
+    term = step.prepare(ids()).known_workload().loss_bytes
+    step_of(watched)(ids())
+    assert found[-1] == pytest.approx(term, rel=0.01)
+    assert term >= 2 * 4 * LOGITS
+    assert "loss" in dict(find_peak(step.schedule).parts)
+    assert step.schedule.device_bytes - step.schedule.peak_bytes >= 4 * LOGITS
+
+
+def test_a_loss_of_kernels_is_measured_without_a_launch():
+    def copied(x: torch.Tensor, y: torch.Tensor) -> None:
+        y.copy_(x)
+
+    kernel = JITFunction(copied, ["y"])
+
+    class Copied(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+            y = torch.empty(x.shape)
+            kernel[(1,)](x, y)
+            return y
+
+        @staticmethod
+        def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+            dx = torch.empty(grads[0].shape, dtype=torch.bfloat16)
+            kernel[(1,)](grads[0], dx)
+            return dx
+
+    def loss(logits: torch.Tensor, batch: torch.Tensor) -> torch.Tensor:
+        return F.cross_entropy(Copied.apply(logits).flatten(0, 1), batch.flatten())  # pyright: ignore
+
+    with stand_in_triton():
+        term = step_of(loss).prepare(ids()).known_workload().loss_bytes
+    assert not kernel.launched
+    assert term == step_of(wide_loss).prepare(ids()).known_workload().loss_bytes
+
+
+@pytest.mark.usefixtures("no_smaller_blocks")
+def test_a_budget_without_room_for_the_loss_is_refused():
+    needed = step_of(wide_loss, activations="offload").prepare(ids()).device_bytes
+    with_room = step_of(wide_loss, activations="offload", memory=needed)
+    with_room(ids())
+    with pytest.raises(ScheduleError, match=rf"a memory of {needed // 2} B is too small.*\n.*loss \d+ B"):
+        step_of(wide_loss, activations="offload", memory=needed // 2, chunking="never").prepare(ids())
+
+
+def test_measuring_leaves_no_trace():
+    class Loss(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.count = 0
+            self.scale = nn.Parameter(torch.ones(()))
+
+        def forward(self, logits: torch.Tensor, batch: torch.Tensor) -> torch.Tensor:
+            self.count += 1
+            seen.append(logits.detach())
+            dropped = F.dropout(logits.float(), 0.1) * self.scale.detach()
+            random.random()
+            return F.cross_entropy(dropped.flatten(0, 1), batch.flatten())
+
+    seen: list[torch.Tensor] = []
+    loss = Loss()
+    step = step_of(loss)
+    random.seed(0)
+    before = torch.get_rng_state(), random.getstate()
+    assert step.prepare(ids()).known_workload().loss_bytes > 2 * 4 * LOGITS
+    assert (loss.count, seen, loss.scale.grad) == (0, [], None)
+    assert torch.equal(torch.get_rng_state(), before[0])
+    assert random.getstate() == before[1]
+    step([ids(), ids(1)])
+    step(ids())
+    assert (loss.count, len(seen)) == (3, 3)
+    assert all(type(t) is torch.Tensor for t in seen)
+
+
+class Centre(nn.Module):
+    """A loss with state."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+        self.register_buffer("centre", torch.zeros(WORDS))
+
+    def forward(self, logits: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        self.centre = self.centre * 0.9 + logits.detach().float().mean((0, 1)) * 0.1
+        return (logits.float() - self.centre).square().mean() * self.calls
+
+
+num_calls = 0
+
+
+def counting(centre: Any) -> Any:
+    def loss(logits: torch.Tensor, batch: Any) -> torch.Tensor:
+        global num_calls
+        num_calls += 1
+        print(num_calls)
+        return centre(logits) * num_calls
+
+    return loss
+
+
+def stepping(centre: Any) -> Any:
+    """A loss that trains something of its own."""
+    weight = nn.Parameter(torch.ones(()))
+    optimizer = torch.optim.Adam([weight], lr=0.1)
+
+    def loss(logits: torch.Tensor, batch: Any) -> torch.Tensor:
+        optimizer.zero_grad()
+        (weight * logits.detach().float().mean()).square().backward()
+        optimizer.step()
+        return centre(logits) * weight.detach()
+
+    return loss
+
+
+def generated(centre: Any) -> Any:
+    weights, numbers = (float(number) for number in range(1, 100)), itertools.count(1)
+    return lambda logits, batch: centre(logits) * next(weights) * next(numbers)
+
+
+def drawing(centre: Any) -> Any:
+    own, torchs, numpys = random.Random(0), torch.Generator().manual_seed(0), np.random.default_rng(0)
+    return lambda logits, batch: (
+        centre(logits) * own.random() * torch.rand((), generator=torchs).item() * numpys.random()
+    )
+
+
+def weighing(centre: Any) -> Any:
+    weights = np.ones(2)
+
+    def loss(logits: torch.Tensor, batch: Any, at: tuple[int, ...] = (0,)) -> torch.Tensor:
+        weights[at[0]] *= 2
+        return centre(logits) * float(weights[0])
+
+    return loss
+
+
+@pytest.mark.parametrize("make", [counting, stepping, generated, drawing, weighing])
+def test_a_loss_with_state_is_called_once_for_each_micro_batch(make: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    global num_calls
+    ends: list[Any] = []
+    for is_eager in (True, False):
+        num_calls = 0
+        centre, model = Centre(), build()
+        loss, optimizer = make(centre), torch.optim.SGD(model.parameters(), lr=0.1)
+        if is_eager:
+            found = [loop_step(model, optimizer, ids(number), loss=loss)[0] for number in range(2)]
+        else:
+            compiled = megatrain.compile(model, device="cpu", memory="4MiB")
+            step = megatrain.TrainStep(compiled, optimizer, loss=loss)
+            found = [step(ids(number)) for number in range(2)]
+            step.flush()
+        ends.append([capsys.readouterr().out, found, centre.calls, centre.centre, num_calls, model.state_dict()])
+    assert_same(*ends)
+
+
+def test_a_loss_that_reads_values_counts_four_copies_of_the_results():
+    def reads(logits: torch.Tensor, batch: torch.Tensor) -> torch.Tensor:
+        return wide_loss(logits, batch) * (2.0 if logits.float().sum().item() > 0 else 1.0)
+
+    step = step_of(reads)
+    assert step.prepare(ids()).known_workload().loss_bytes == 4 * 4 * LOGITS
+    step(ids())
+
+
+def test_the_loss_is_measured_once_per_shape(monkeypatch: pytest.MonkeyPatch):
+    calls: list[object] = []
+
+    def counted(*given: Any) -> int:
+        calls.append(given)
+        return measure_loss(*given)
+
+    monkeypatch.setattr("megatrain.training.setup.measure_loss", counted)
+    model = build()
+    compiled = megatrain.compile(model, device="cpu", memory="4MiB")
+    step = megatrain.TrainStep(compiled, torch.optim.SGD(model.parameters()), loss=wide_loss, max_grad_norm=1.0)
+    for seed in range(3):
+        step(ids(seed))  # the first and the others have schedules of two kinds
+    assert len(calls) == 1
+    step([ids(3), ids(4)])
+    assert len(calls) == 1, "two micro-batches of one program"
+    step([ids(5), ids(6)[:1]])
+    assert len(calls) == 3, "two micro-batches of two programs"
+    step([ids(7)[:1], ids(8)])
+    assert len(calls) == 3, "the same two"
+
+
+def test_a_plan_counts_the_loss_too():
+    model = build()
+    plans = [megatrain.plan(model, ids(), loss=loss, activations="recompute") for loss in (None, wide_loss)]
+    assert plans[0].schedule.known_workload().loss_bytes == 0
+    assert plans[1].schedule.device_bytes > plans[0].schedule.device_bytes
+    assert "  loss " in str(plans[1])
+    step = step_of(wide_loss)
+    term = step.prepare(ids()).known_workload().loss_bytes
+    assert plans[1].schedule.known_workload().loss_bytes == term

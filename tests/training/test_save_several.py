@@ -20,7 +20,6 @@ from megatrain.saving import OptimizerState
 from tests.comparing import assert_same, snapshot
 from tests.models import Gpt
 from tests.saving.forging import content_of, forge
-from tests.tiers import checkered
 from tests.training.resuming import BF16, ROUNDED, scalar, seed, tokens
 
 Optimizers = list[torch.optim.Optimizer]
@@ -107,11 +106,7 @@ class Run:
         return {**snapshot(self.model, *self.optimizers), "counts": counts, "masters": masters, "rates": rates}
 
 
-def named(value: Any) -> str:
-    return getattr(value, "__name__", str(value))
-
-
-@pytest.mark.parametrize(("make", "options"), checkered([muon_adamw, two_counts], [{}, BF16, ROUNDED]), ids=named)
+@pytest.mark.parametrize(("make", "options"), [(muon_adamw, BF16), (two_counts, ROUNDED)], ids=["bf16", "rounded"])
 def test_a_resumed_run_goes_on_to_the_bit(tmp_path: Path, make: Any, options: Any) -> None:
     run = Run(make, **options)
     run.train()
@@ -155,27 +150,6 @@ def exchanged(model: nn.Module) -> Optimizers:
     return muon_adamw(model)[::-1]
 
 
-def regrouped(model: nn.Module) -> Optimizers:
-    """The same groups in the same order; one of them has gone to the other optimizer."""
-    matrices, others = split(model)
-    return [
-        Counting([{"params": matrices}, {"params": others[:3]}], lr=0.1, momentum=0.9),
-        Counting([{"params": others[3:]}], lr=1e-2),
-    ]
-
-
-def grouped(model: nn.Module) -> Optimizers:
-    matrices, others = split(model)
-    return [
-        Counting(matrices, lr=0.1, momentum=0.9),
-        Counting([{"params": others[:3]}, {"params": others[3:]}], lr=1e-2),
-    ]
-
-
-def joined(model: nn.Module) -> Optimizers:
-    return [Counting([{"params": part} for part in split(model)], lr=0.1, momentum=0.9)]
-
-
 def moved(model: nn.Module) -> Optimizers:
     matrices, others = split(model)
     return [Counting(matrices[:-1], lr=0.1, momentum=0.9), Counting([*others, matrices[-1]], lr=1e-2)]
@@ -183,9 +157,6 @@ def moved(model: nn.Module) -> Optimizers:
 
 REFUSED = [
     (muon_adamw, exchanged, "class: torch.optim.Muon with 1 group, torch.optim.adamw.AdamW with 2 groups in"),
-    (grouped, regrouped, "class: "),
-    (two_counts, joined, "class: "),
-    (joined, two_counts, "class: "),
     (two_counts, moved, "group: `"),
 ]
 
@@ -310,11 +281,8 @@ CONSTANT, COSINE = "torch.optim.lr_scheduler.ConstantLR", "torch.optim.lr_schedu
 @pytest.mark.parametrize(
     ("saved", "picked", "text"),
     [
-        ("two", [0], f"has 2 schedulers, load() has 1: {COSINE} is missing."),
         ("two", [1], f"has 2 schedulers, load() has 1: {CONSTANT} is missing."),
-        ("one", [0, 1], f"has 1 scheduler, load() has 2: {COSINE} is too many."),
         ("one", [1, 2], f"has 1 scheduler, load() has 2: {CONSTANT} is missing, and {COSINE}, {COSINE} are too many."),
-        ("two", [0, 1, 2], f"has 2 schedulers, load() has 3: {COSINE} is too many."),
         ("two", [], "has 2 schedulers, load() has none."),
         ("none", [0, 1], "load() has 2 schedulers, the checkpoint"),
         ("two", [1, 0], f"class of scheduler.0: {CONSTANT} in the checkpoint, but {COSINE} here"),
@@ -357,10 +325,7 @@ def test_what_is_no_list_of_schedulers_is_refused(
     [
         ("scheduler", lambda states: states[:1]),
         ("scheduler", lambda states: states[0]),
-        ("scheduler", lambda states: [*states, 3]),
-        ("scheduler", lambda states: []),
         ("scheduler_class", lambda classes: classes[0]),
-        ("scheduler_class", lambda classes: [*classes, "torch.optim.lr_scheduler.StepLR"]),
         ("scheduler_class", lambda classes: None),
     ],
 )
