@@ -180,7 +180,43 @@ def groups(model: nn.Module, **options: Any) -> torch.optim.Optimizer:
     return torch.optim.AdamW([first, second], lr=1e-2, weight_decay=0.0, **options)
 
 
-OPTIMIZERS: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
+class Counting(torch.optim.SGD):
+    """State that belongs to no parameter."""
+
+    def __init__(self, parameters: Any, **options: Any):
+        super().__init__(parameters, **options)
+        self.count = 0
+
+    def step(self, closure: Any = None) -> Any:
+        self.count += 1
+        return super().step(closure)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), "count": self.count}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        super().load_state_dict({key: value for key, value in state_dict.items() if key != "count"})
+        self.count = state_dict["count"]
+
+
+def split(model: nn.Module) -> tuple[list[Any], list[Any]]:
+    return [p for p in model.parameters() if p.dim() == 2], [p for p in model.parameters() if p.dim() != 2]
+
+
+def muon_adamw(model: nn.Module) -> list[torch.optim.Optimizer]:
+    matrices, others = split(model)
+    groups = [{"params": others[:3]}, {"params": others[3:], "lr": torch.tensor(2e-2)}]
+    return [torch.optim.Muon(matrices, lr=2e-2), torch.optim.AdamW(groups, lr=1e-2)]
+
+
+def two_counts(model: nn.Module) -> list[torch.optim.Optimizer]:
+    matrices, others = split(model)
+    return [Counting(matrices, lr=0.1, momentum=0.9), Counting(others, lr=1e-2)]
+
+
+OPTIMIZERS: dict[str, Callable[[nn.Module], Any]] = {
+    "muon and adamw": muon_adamw,
+    "two counts": two_counts,
     "adamw": groups,
     "fused": lambda model: groups(model, fused=True, amsgrad=False),
     "amsgrad": lambda model: torch.optim.AdamW(model.named_parameters(), lr=torch.tensor(1e-2), amsgrad=True),
@@ -188,6 +224,10 @@ OPTIMIZERS: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
     "adafactor": lambda model: torch.optim.Adafactor(trained(model), lr=1e-2),
     "muon": lambda model: torch.optim.Muon(trained(model), lr=1e-2),
 }
+
+
+def one_each(optimizers: Any) -> Any:
+    return [warm_up(optimizers[0]), lr_scheduler.CosineAnnealingLR(optimizers[1], 5)]
 
 
 def warm_up(optimizer: torch.optim.Optimizer) -> Any:
@@ -266,6 +306,8 @@ CASES: dict[str, Case] = {
     "meta": Case(Gpt, tokens, step=(CLIP, CLIP), on_meta=True, example=tokens(0)),
     # bf16 with exact masters, rounded ones, and some that are whole.
     "bf16-gpt-adamw": Case(Gpt, two_texts, "adamw", in_sequence, (BF16, {**BF16, **SMALL}), (CLIP, CLIP)),
+    "several": Case(Gpt, tokens, "muon and adamw", one_each, (BF16, BF16), (CLIP, CLIP)),
+    "several-rounded": Case(Gpt, tokens, "two counts", None, (ROUNDED, ROUNDED), (CLIP, CLIP)),
     "bf16-own-norms": Case(own_norms, tokens, "fused", None, (BF16, {**BF16, **PARKED}), (CLIP, CLIP)),
     "bf16-meta": Case(
         Gpt, tokens, "fused", None, (BF16, {**BF16, **PARKED}), (CLIP, CLIP), on_meta=True, example=tokens(0)
@@ -298,6 +340,7 @@ class Run:
             options["example_kwargs"] = case.example
         self.compiled = megatrain.compile(self.model, device="cpu", **options)
         self.optimizer = OPTIMIZERS[case.optimizer](self.model)
+        self.optimizers = self.optimizer if isinstance(self.optimizer, list) else [self.optimizer]
         self.scheduler = None if case.scheduler is None else case.scheduler(self.optimizer)
         settings = {"loss": scalar, **case.step[part]}
         if folder is None:
@@ -315,8 +358,9 @@ class Run:
             if isinstance(self.scheduler, lr_scheduler.ReduceLROnPlateau):
                 self.scheduler.step(loss)
             elif self.scheduler is not None:
-                self.scheduler.step()
-            found.append(f"{loss.hex()} at {self.optimizer.param_groups[0]['lr']!r}")
+                for scheduler in self.scheduler if isinstance(self.scheduler, list) else [self.scheduler]:
+                    scheduler.step()
+            found.append(f"{loss.hex()} at {self.optimizers[0].param_groups[0]['lr']!r}")
         return found
 
     def save(self, folder: Path, **options: Any) -> None:
@@ -329,11 +373,14 @@ class Run:
         found |= {f"weight {name}": text_of(p) for name, p in self.model.named_parameters()}
         for parameter, master in self.compiled.masters.items():
             found[f"master {names[id(parameter)]}"] = text_of(read_(torch.empty(master.shape), master))
-        for parameter, state in self.optimizer.state.items():
-            found |= {f"{key} of {names[id(parameter)]}": text_of(value) for key, value in state.items()}
-        for i, group in enumerate(self.optimizer.param_groups):
-            found |= {f"{key} of group {i}": text_of(v) for key, v in group.items() if key != "params"}
-        found["scheduler"] = None if self.scheduler is None else text_of(self.scheduler.state_dict())
+        for place, optimizer in enumerate(self.optimizers):
+            for parameter, state in optimizer.state.items():
+                found |= {f"{key} of {names[id(parameter)]}": text_of(value) for key, value in state.items()}
+            for i, group in enumerate(optimizer.param_groups):
+                found |= {f"{key} of group {place}.{i}": text_of(v) for key, v in group.items() if key != "params"}
+            found[f"count {place}"] = getattr(optimizer, "count", None)
+        schedulers = self.scheduler if isinstance(self.scheduler, list) else [self.scheduler]
+        found["scheduler"] = [each and text_of(each.state_dict()) for each in schedulers]
         found["generators"] = text_of([torch.get_rng_state(), random.getstate(), np.random.get_state()])
         found["progress"] = text_of([self.step.progress.count, self.step.progress.skipped])
         for name, module in self.model.named_modules():

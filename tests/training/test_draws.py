@@ -156,19 +156,6 @@ def test_draws_are_eagers_for_one_micro_batch_and_refused_for_several_without_a_
     step(X[0])
 
 
-def test_losses_that_draw_in_a_model_that_does_not_draw_as_the_loops_do():
-    def loss(result: torch.Tensor, batch: Any) -> torch.Tensor:
-        return result.square().mean() * torch.rand(())
-
-    eager, expected, compiled, found = both(lambda: nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16)))
-    start = torch.get_rng_state()
-    wanted = loop_step(eager, expected, X, loss=loss)[0]
-    end = torch.get_rng_state()
-    torch.set_rng_state(start)
-    assert_same(megatrain.TrainStep(compiled, found, loss=loss)(X), wanted)
-    assert torch.equal(torch.get_rng_state(), end)
-
-
 @pytest.mark.parametrize("draw", [lambda: torch.rand(()), np.random.rand], ids=["torch", "numpy"])
 def test_a_module_that_draws_though_it_did_not_in_the_capture_is_refused_and_leaves_no_trace(draw: Any):
     _, _, compiled, found = both(lambda: nn.Sequential(Own(draw, quiet=10), nn.Dropout(0.5), nn.Linear(16, 16)))

@@ -6,11 +6,10 @@ import copy
 import gc
 import io
 import pickle
-import threading
 from collections import defaultdict
 from collections.abc import Callable, Generator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 import torch
@@ -22,7 +21,6 @@ import megatrain
 from megatrain.errors import ExecuteError
 from megatrain.planning import host_plan
 from megatrain.runtime.streams.stream_set import Chaos
-from megatrain.training.completion import Completion
 from tests.comparing import assert_same, assert_same_bits, snapshot
 from tests.interrupting import Lines
 from tests.runtime.parity import seeded
@@ -247,25 +245,6 @@ def test_groups_freezing_and_sizes_that_change_between_steps(mode: str) -> None:
     sides.assert_same()
 
 
-def test_hooks_of_the_optimizers_step_see_and_change_gradients() -> None:
-    """They see them clipped, as in the loop; what they put in place of a gradient, or take away, counts."""
-    seen: dict[int, list[Any]] = {}
-
-    def hook(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        parameters = optimizer.param_groups[0]["params"]
-        seen.setdefault(id(optimizer), []).append([None if p.grad is None else p.grad.clone() for p in parameters])
-        parameters[0].grad = parameters[0].grad.sign()
-        parameters[1].grad = None
-
-    sides = SideBySide.of("hazardous", sgd, max_grad_norm=0.5)
-    for optimizer in (sides.eager_optimizer, sides.optimizer):
-        optimizer.register_step_pre_hook(hook)
-    for number in range(3):
-        sides.take(batch(number), seed=number)
-    sides.assert_same()
-    assert_same(seen[id(sides.eager_optimizer)], seen[id(sides.optimizer)], "seen")
-
-
 def test_a_second_step_over_an_optimizer_whose_very_first_updates_are_due() -> None:
     """In bf16 the optimizer's state says that masters are trained, and the first updates make it."""
 
@@ -339,77 +318,6 @@ def test_the_first_updates_are_taken_in_any_mode(mode: Any, fused: bool, collect
         assert_same_bits(parameter, plain.get_parameter(name), name)
     megatrain.TrainStep(megatrain.compile(model, device="cpu"), used, loss=square)(torch.ones(2, 4))
     assert all(state["step"] == 2 for state in used.state.values()), "what the updates made can be written to"
-
-
-class Named(nn.Parameter):
-    """A user's own class, with its own idea of torch functions."""
-
-    seen: ClassVar[list[Any]] = []
-
-    @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        cls.seen.append(func)
-        with torch._C.DisableTorchFunctionSubclass():
-            return func(*args, **(kwargs or {}))
-
-
-class Owner:
-    """Adds one to its tensor when it is flushed, and fails to at first."""
-
-    def __init__(self, tensor: torch.Tensor):
-        self.tensor, self.is_due, self.fails = tensor, True, True
-        self.completion = Completion(self.complete, self.changing)
-        with self.completion.suspended():
-            pass
-
-    def changing(self) -> tuple[torch.Tensor, ...]:
-        return (self.tensor,) if self.is_due else ()
-
-    def complete(self) -> None:
-        with self.completion.suspended():
-            if self.fails:
-                self.fails = False
-                raise RuntimeError("the update failed")
-            if self.is_due:
-                self.tensor.detach().add_(1)
-                self.is_due = False
-
-
-def test_a_tensor_of_any_class_is_its_own_again_after_the_updates_and_what_fails_stays_due() -> None:
-    tensor = Named(torch.zeros(2))
-    owner = Owner(tensor)
-    assert isinstance(tensor, Named)
-    assert (tensor.shape, tensor.grad, type(tensor) is Named, owner.is_due) == ((2,), None, False, True)
-    with pytest.raises(RuntimeError, match="the update failed"):
-        copy.deepcopy(tensor)
-    assert_same(torch.ones(2) * 3, (tensor * 3).detach())
-    assert (type(tensor), owner.is_due, torch.Tensor.mul in Named.seen) == (Named, False, True)
-
-
-def test_another_thread_that_looks_between_steps() -> None:
-    """Its look takes the updates, or waits for the step that runs; the numbers are those without it."""
-    sides = SideBySide.of("hazardous", sgd, max_grad_norm=0.5)
-    found: list[BaseException] = []
-    is_over = threading.Event()
-
-    def look() -> None:
-        while not is_over.wait(0.001):
-            try:
-                sides.optimizer.state_dict()
-                next(sides.streamed.parameters()).detach().sum()
-            except BaseException as error:
-                found.append(error)
-                return
-
-    thread = threading.Thread(target=look)
-    for number in range(8):
-        if number == 2:  # a capture lends the parameters out, so it comes before
-            thread.start()
-        sides.take(batch(number), seed=number)
-    is_over.set()
-    thread.join()
-    assert not found
-    sides.assert_same()
 
 
 @pytest.mark.parametrize(

@@ -227,14 +227,6 @@ def test_an_error_always_after_an_update_is_the_end() -> None:
     run.sides.step.flush()
 
 
-def test_an_error_always_before_all_updates_leaves_no_trace() -> None:
-    run = Run("deferred")
-    for _ in range(2):
-        TRAP.arm(("backward", 0), failing, always=True)
-        assert not run.fail(OwnError, "backward")
-    run.go_on()
-
-
 # -- errors of the optimizer ---------------------------------------------------------------------------------
 
 
@@ -267,15 +259,6 @@ def test_an_error_always_in_a_later_update_leaves_the_rest_due(mode: str, heals_
         run.number += 1
     if heals_by == "flush":
         run.sides.assert_same()
-    run.go_on()
-
-
-def test_an_error_in_a_flush_leaves_the_rest_due() -> None:
-    run = Run("deferred")
-    TRAP.arm("update", failing, after=1)
-    with pytest.raises(OwnError):
-        run.sides.step.flush()
-    run.sides.assert_same()
     run.go_on()
 
 

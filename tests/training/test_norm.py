@@ -126,18 +126,6 @@ def test_refused_steps_leave_no_trace(optimizer: Any, options: dict[str, Any]) -
         assert run.sides.step.progress.skipped == 0
 
 
-def test_the_first_to_arrive_is_named() -> None:
-    """The last block's gradients come first: what is infinite there comes before all others."""
-    with Spoilt(on_nonfinite="skip") as run:
-        handles = [p.register_hook(lambda gradient: gradient * math.nan) for p in run.sides.streamed.parameters()]
-        run.sides.step(batches(0))
-        found, expected = run.sides.step.progress.nonfinite, run.text("head.weight")
-        assert found is not None
-        assert found.partition("of block")[2] == expected.partition("of block")[2]
-        for handle in handles:
-            handle.remove()
-
-
 @pytest.mark.parametrize(("factor", "options"), [(1e30, {"on_nonfinite": "skip"}), (math.inf, {})])
 def test_a_norm_that_overflows_goes_where_eager_lets_it_go(factor: float, options: dict[str, Any]) -> None:
     """Of finite gradients in any case, and of others without the option."""

@@ -14,7 +14,6 @@ import torch
 from torch import nn
 
 import megatrain
-from megatrain.errors import OptimizerError
 from megatrain.optim.per_parameter import register, unregister
 from megatrain.runtime.streams.stream_set import Chaos
 from tests.comparing import assert_same, snapshot
@@ -200,32 +199,6 @@ def test_a_step_at_once_that_fails_leaves_no_trace() -> None:
         sides.take(batch, seed=number)
         assert sides.step.schedule.kind.updates == "serial"
     sides.assert_same()
-
-
-class Moody(torch.optim.SGD):
-    """Steps in its mode for training only, as optimizers that average weights do."""
-
-    trains = False
-
-    def step(self, closure: Any = None) -> Any:
-        if not self.trains:
-            raise RuntimeError("call train() first")
-        return super().step(closure)
-
-
-def test_a_step_may_be_made_while_the_optimizer_is_in_another_mode(promise: Callable[[type], None]) -> None:
-    for is_promised in (False, True):
-        if is_promised:
-            promise(Moody)
-        sides = SideBySide.of("stack", lambda model: Moody(model.parameters(), 0.1))
-        before = snapshot(sides.streamed, sides.optimizer)
-        with pytest.raises((RuntimeError, OptimizerError), match=r"call train\(\) first"):
-            sides.step(torch.ones(2, 3))
-        assert_same(before, snapshot(sides.streamed, sides.optimizer))
-        for optimizer in (sides.eager_optimizer, sides.optimizer):
-            optimizer.trains = True  # pyright: ignore[reportAttributeAccessIssue]
-        sides.take(torch.ones(2, 3), seed=0)
-        sides.assert_same()
 
 
 class Together(torch.optim.SGD):

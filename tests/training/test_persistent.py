@@ -102,23 +102,6 @@ def test_a_frozen_weight_that_the_user_changes_is_the_new_one_in_the_next_step(
     run.assert_same()
 
 
-def take_memory_with_another_element(parameter: nn.Parameter) -> None:
-    other = parameter.detach().clone()
-    other.view(-1)[other.numel() // 2 + 1] -= 0.5
-    parameter.data = other
-
-
-def test_what_torch_counts_is_seen_at_once_however_little_it_is(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(persisting, "_SAMPLES", 1)
-    run = roomy()
-    for step in range(3):
-        run.take(labelled(step, 2), seed=step)
-        for model in (run.eager, run.streamed):
-            take_memory_with_another_element(frozen_weight(model))
-    run.take(labelled(3, 2), seed=3)
-    run.assert_same()
-
-
 def test_memory_that_was_given_back_holds_nothing_any_more():
     run = roomy()
     for step in range(3):

@@ -101,34 +101,6 @@ def test_what_would_wait_for_its_own_step_is_refused(site: str, tmp_path: Path) 
     sides.assert_same()
 
 
-def test_a_hook_that_only_looks_at_gradients_and_parameters_works() -> None:
-    sides = SideBySide.of("hazardous", sgd, max_grad_norm=0.5)
-    seen: list[list[Any]] = [[], []]
-
-    def look(model: Any, log: list[Any]) -> Callable[[torch.Tensor], None]:
-        weight = model.layers[0].fc.weight
-
-        def hook(given: torch.Tensor) -> None:
-            log.extend(
-                [
-                    given.detach().clone(),
-                    weight.detach().norm(),
-                    None if weight.grad is None else weight.grad.clone(),
-                ]
-            )
-
-        return hook
-
-    models = (sides.eager, sides.streamed)
-    handles = [m.layers[0].fc.weight.register_hook(look(m, log)) for m, log in zip(models, seen, strict=True)]
-    for number in range(2):
-        sides.take(batch(number), seed=number)
-    sides.assert_same()
-    for handle in handles:
-        handle.remove()
-    assert_same(*seen)
-
-
 def test_a_hook_of_a_backward_of_ones_own_may_call_the_model() -> None:
     """It runs after the run, as in eager."""
     sides = SideBySide.of("stack", sgd)
@@ -168,32 +140,6 @@ def test_another_model_may_be_used_in_a_hook_unless_that_leads_back() -> None:
     assert len(found) == 3
 
 
-def test_other_threads_wait_for_their_turn() -> None:
-    turn, order = Turn(), []
-    is_held, may_end = threading.Event(), threading.Event()
-
-    def hold() -> None:
-        with turn.run(differentiates=True):
-            is_held.set()
-            may_end.wait(UNTIL)
-            order.append("first")
-
-    threads = [threading.Thread(target=hold)]
-    threads[0].start()
-    assert is_held.wait(UNTIL)
-
-    def wait() -> None:
-        with turn.hold("the step"), turn.hold("save()"):
-            order.append("second")
-
-    threads.append(threading.Thread(target=wait))
-    threads[1].start()
-    may_end.set()
-    for thread in threads:
-        thread.join(UNTIL)
-    assert order == ["first", "second"]
-
-
 def test_ctrl_c_at_any_line_of_taking_and_giving_back_a_turn_leaves_it_free() -> None:
     def use(turn: Turn) -> None:
         with turn.hold("save()"), turn.run():
@@ -208,28 +154,6 @@ def test_ctrl_c_at_any_line_of_taking_and_giving_back_a_turn_leaves_it_free() ->
         with pytest.raises(KeyboardInterrupt), lines.watched():
             use(turn)
         within(lambda turn=turn: use(turn))
-
-
-def test_ctrl_c_ends_waiting_for_a_turn() -> None:
-    turn = Turn()
-    is_held, may_end = threading.Event(), threading.Event()
-
-    def hold() -> None:
-        with turn.run():
-            is_held.set()
-            may_end.wait(UNTIL)
-
-    holder = threading.Thread(target=hold)
-    holder.start()
-    assert is_held.wait(UNTIL)
-    interrupter = threading.Timer(0.1, lambda: signal.raise_signal(signal.SIGINT))
-    interrupter.start()
-    with pytest.raises(KeyboardInterrupt), turn.hold("save()"):
-        pass
-    may_end.set()
-    holder.join(UNTIL)
-    interrupter.join(UNTIL)
-    within(lambda: turn.hold("save()").__enter__())
 
 
 def test_a_thread_of_autograds_engine_does_not_wait_for_a_run_that_waits_for_it() -> None:

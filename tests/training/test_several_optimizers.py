@@ -223,26 +223,6 @@ def looking(model: nn.Module, log: list[Any], *, changes: bool) -> Any:
 # -- due updates -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("steps", "read"),
-    [(1, lambda optimizer: list(optimizer.state.values())), (2, lambda optimizer: optimizer.state_dict())],
-)
-def test_any_look_at_one_optimizer_completes_the_step_for_both(steps: int, read: Callable[[Any], object]) -> None:
-    sides = SideBySide.of("gpt", over(muon_adamw), max_grad_norm=0.5)
-    kinds = [torch.optim.Muon, torch.optim.AdamW]
-    for number in range(steps):
-        sides.take(TASKS["gpt"].batch(number, 2), seed=number)
-    assert sides.step._setup.is_due
-    assert all(type(optimizer) is not kind for optimizer, kind in zip(sides.optimizers, kinds, strict=True))
-    read(sides.optimizers[1])
-    assert not sides.step._setup.is_due
-    assert [type(optimizer) for optimizer in sides.optimizers] == kinds
-    expected, found = snapshot(sides.eager, *sides.eager_optimizers), snapshot(sides.streamed, *sides.optimizers)
-    assert_same(expected, found)
-    sides.take(TASKS["gpt"].batch(9, 2), seed=9)
-    sides.assert_same()
-
-
 # -- failures --------------------------------------------------------------------------------------------------------
 
 
@@ -312,16 +292,6 @@ def test_an_update_that_fails_until_it_heals_leaves_the_rest_due(mode: str) -> N
     run.go_on()
 
 
-@pytest.mark.parametrize(("which", "hook"), [(0, "register_step_post_hook"), (1, "register_step_pre_hook")])
-def test_a_hook_that_fails(which: int, hook: str) -> None:
-    run = Run("serial", optimizer=over(hazards))
-    getattr(run.sides.optimizers[which], hook)(lambda *_: TRAP.at("hook"))
-    run.take(1)
-    TRAP.arm("hook", failing)
-    assert run.fail((OwnError, ExecuteError), hook)
-    run.go_on()
-
-
 def test_an_interrupt_comes_between_two_steps() -> None:
     run = Run("overlap", optimizer=over(hazards))
     TRAP.arm("First", lambda: signal.raise_signal(signal.SIGINT), after=1)
@@ -376,15 +346,6 @@ def test_a_parameter_that_two_optimizers_hold_is_named() -> None:
         megatrain.TrainStep(compiled, [torch.optim.SGD([*others, own]), torch.optim.SGD([*matrices, own])])
 
 
-def test_optimizers_of_which_none_holds_a_parameter_of_the_model_are_refused() -> None:
-    compiled, others = fresh("hazardous"), [nn.Linear(2, 2), nn.Linear(3, 3)]
-    step = megatrain.TrainStep(
-        compiled, [torch.optim.SGD(other.parameters()) for other in others], loss=TASKS["stack"].loss
-    )
-    with pytest.raises(OptimizerError, match=r"^the optimizers hold none of the parameters that the model trains\."):
-        step(batches(0))
-
-
 # -- memory ----------------------------------------------------------------------------------------------------------
 
 
@@ -402,19 +363,3 @@ def test_the_host_plan_has_the_state_of_all_and_the_largest_update() -> None:
     assert both.total_bytes == plan.total_bytes
     scratch = [each.bytes_of("update scratch") for each in alone]
     assert max(scratch) <= both.bytes_of("update scratch") < sum(scratch)
-
-
-def test_a_plan_on_paper_takes_several_optimizers() -> None:
-    with torch.device("meta"):
-        model = TASKS["gpt"].build()
-    batch = TASKS["gpt"].batch(0, 2)
-    plan = megatrain.plan(
-        model, example_kwargs=batch, optimizer=muon_adamw(list(model.parameters())), max_grad_norm=1.0
-    )
-    matrices, others = split(list(model.parameters()))
-    assert plan.host.bytes_of("Muon.momentum_buffer") == 4 * sum(p.numel() for p in matrices)
-    assert plan.host.bytes_of("AdamW.exp_avg") == 4 * sum(p.numel() for p in others)
-    with pytest.raises(OptimizerError, match=r"hold the parameter `"):
-        megatrain.plan(
-            model, example_kwargs=batch, optimizer=[torch.optim.SGD(others), torch.optim.AdamW(model.parameters())]
-        )

@@ -19,7 +19,6 @@ from torch.nn.utils import clip_grad_norm_
 import megatrain
 from megatrain import SavedPlan, TrainStep
 from megatrain.checks.several_optimizers import parameters_of
-from megatrain.device import Cpu
 from megatrain.errors import ExecuteError, OptionError, ScheduleError
 from megatrain.hardware.hardware import Hardware
 from megatrain.tracer.expectations import Expectation
@@ -28,7 +27,7 @@ from tests.comparing import assert_same, snapshot
 from tests.models import Stack
 from tests.planning.steps import IDS, Words
 from tests.test_progress import Terminal
-from tests.training.parity import SideBySide, adamw, gpt_batch, square
+from tests.training.parity import adamw, square
 
 # -- plans -----------------------------------------------------------------------------------------------------------
 
@@ -148,18 +147,6 @@ def test_each_machine_gets_the_plan_that_is_fastest_there_with_the_same_bits():
     assert_same(ends[0], ends[2])
 
 
-def test_batches_of_other_shapes_are_planned_again():
-    options = {"memory": "40KiB", "hardware": SLOW_LINK}
-    sides = SideBySide.of("gpt", adamw, compile_options=options, max_grad_norm=0.5)
-    seen: set[int] = set()
-    for number in range(3):
-        sides.take(gpt_batch(number, 1 + number % 2), seed=number)
-        seen.add(sides.step.schedule.device_bytes)
-    assert len(seen) > 1
-    assert max(seen) <= 40 << 10
-    sides.assert_same()
-
-
 def test_a_machine_is_named_or_measured(monkeypatch: pytest.MonkeyPatch):
     asked: list[Any] = []
     monkeypatch.setattr(Hardware, "measure", lambda device: asked.append(device) or SLOW_LINK)
@@ -226,21 +213,6 @@ def test_an_attempt_that_failed_leaves_no_times():
     assert step.time(-9 * torch.ones(2, 8)).schedule == step.schedule
     assert first.num_blocks == step.schedule.num_blocks + 1
     assert step.measure(9 * torch.ones(2, 8)).num_blocks == first.num_blocks
-
-
-def test_a_device_whose_events_tell_no_time_is_refused_before_the_step():
-    class Timeless(Cpu):
-        def moment(self) -> Any:
-            raise RuntimeError("no clock")
-
-    model = nn.Linear(4, 4)
-    before = copy.deepcopy(model.state_dict())
-    compiled = megatrain.compile(model, device=Timeless())
-    step = TrainStep(compiled, torch.optim.SGD(model.parameters(), lr=1.0), loss=lambda y, _: y.sum())
-    with pytest.raises(ExecuteError, match=r"^events of cpu don't measure time: no clock\n.*\n  Use step.measure"):
-        step.time(torch.ones(2, 4))
-    assert_same(before, model.state_dict())
-    assert step.progress.count == 0
 
 
 # -- reads: on an accelerator each waits -----------------------------------------------------------------------------
@@ -378,27 +350,6 @@ def test_calls_of_a_loop_after_a_step_change_nothing_and_the_useless_ones_are_wa
     texts = [str(each.message) for each in said if each.category is megatrain.TrainStepWarning]
     assert len(texts) == is_useless
     assert all(text.startswith("optimizer.step() finds no gradient: the training step before it") for text in texts)
-
-
-def test_an_optimizers_own_step_is_not_warned_of_where_it_does_something():
-    compiled = megatrain.compile(build_model(), device="cpu")
-    optimizer = torch.optim.SGD(compiled.parameters(), 0.1)
-    step = TrainStep(compiled, optimizer)
-    optimizer.step()  # before any training step, as some do to quiet a scheduler
-    step(torch.ones(2, 4))
-    before = compiled.state_dict()["0.weight"].clone()
-
-    def closure() -> torch.Tensor:
-        optimizer.zero_grad()
-        loss = compiled(torch.ones(2, 4))
-        loss.backward()
-        return loss
-
-    closure()
-    optimizer.step()
-    assert not torch.equal(before, compiled.state_dict()["0.weight"])
-    optimizer.zero_grad()
-    optimizer.step(closure)
 
 
 def test_the_backward_of_a_steps_loss_is_refused_and_the_loss_is_like_any_else(tmp_path: Path):
