@@ -53,7 +53,7 @@ def pytest_configure(config: pytest.Config) -> None:
     config.pluginmanager.register(Tiers(config), "tiers")
     config.pluginmanager.register(Frozen(), "frozen")
     settings.load_profile("ci" if os.environ.get("CI") else "default")
-    # Tensors are small here, and torch's own threads wait for each other by spinning: many times as long on a busy machine.
+    # Tensors are small here. Threads of torch wait for each other by spinning: many times as long on a busy machine.
     torch.set_num_threads(1)
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     if config.getoption("--accept"):

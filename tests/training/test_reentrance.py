@@ -145,9 +145,9 @@ def test_ctrl_c_at_any_line_of_taking_and_giving_back_a_turn_leaves_it_free() ->
         with turn.hold("save()"), turn.run():
             pass
 
-    counted = Lines("runtime/streams/turn.py")
+    turn, counted = Turn(), Lines("runtime/streams/turn.py")
     with counted.watched():
-        use(Turn())
+        use(turn)
     assert counted.count > 10
     for at in range(1, counted.count + 1):
         turn, lines = Turn(), Lines("runtime/streams/turn.py", at=at, act=lambda: signal.raise_signal(signal.SIGINT))

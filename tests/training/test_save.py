@@ -22,9 +22,9 @@ from torch import nn
 import megatrain
 from megatrain.errors import ExecuteError, OptionError
 from megatrain.saving import load
-from tests.models import MODELS
 from tests.saving.test_arguments import refusal as refused_option
 from tests.saving.training import refusal, same
+from tests.training.hazards import TRAP, WIDTH, hazardous
 from tests.training.resuming import (
     BF16,
     CASES,
@@ -36,12 +36,12 @@ from tests.training.resuming import (
     Run,
     after,
     differences,
-    labelled,
     points,
     seed,
     stack,
     warm_up,
 )
+from tests.training.test_failures import first_update
 
 ROOT = Path(__file__).parents[2]
 SMALL = Case(lambda: stack(lambda: nn.Linear(4, 4)), points, scheduler=warm_up, step=(CLIP, CLIP))
@@ -125,38 +125,18 @@ def test_a_model_and_an_optimizer_in_use_go_back(tmp_path: Path, options: Any):
 
 def test_a_model_in_the_middle_of_a_step_goes_on_from_a_checkpoint(tmp_path: Path):
     """The way out that the error of a broken step names."""
-
-    class Failing(torch.autograd.Function):
-        on = False
-
-        @staticmethod
-        def forward(ctx, x):
-            return x.clone()
-
-        @staticmethod
-        def backward(ctx, gradient):
-            if Failing.on:
-                raise RuntimeError("no gradient today")
-            return gradient
-
-    class First(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.fc = nn.Linear(3, 3)
-
-        def forward(self, x):
-            return Failing.apply(self.fc(x))
-
-    run = Run(replace(SMALL, build=lambda: nn.Sequential(First(), stack(lambda: nn.Linear(4, 4))), step=({}, {})))
+    batch = lambda step: torch.randn(5, WIDTH, generator=torch.Generator().manual_seed(step))  # noqa: E731
+    run = Run(Case(hazardous, batch, compile=({"transfer": "copy"}, {})))
     run.train(1)
     run.save(tmp_path / "run")
     expected = after(run)
-    Failing.on = True  # the blocks behind it have their updates by then
-    with pytest.raises(RuntimeError, match="no gradient today"):
-        run.train(1)
+    with first_update() as fail:
+        TRAP.arm(("backward", 0), fail, always=True)
+        with pytest.raises(KeyError, match="my own error"):
+            run.train(1)
     with pytest.raises(ExecuteError, match="Load a checkpoint"):
         run.save(tmp_path / "broken")
-    Failing.on = False
+    TRAP.clear()
     again(run, tmp_path / "run")
     assert differences(expected, after(run)) == []
     assert not (tmp_path / "broken").exists()
@@ -274,26 +254,6 @@ def test_parameters_beside_the_model_are_refused(tmp_path: Path):
 
 
 # -- files -----------------------------------------------------------------------------------------------------------
-
-
-def test_from_pretrained_reads_a_checkpoint(tmp_path: Path):
-    """Of a model that ties its head to the embedding."""
-    import transformers
-
-    run = Run(Case(MODELS["qwen2_labels"], labelled, compile=({**BF16, **PARKED}, {})))
-    run.train(1)
-    run.model.config.dtype = torch.float16  # of whoever made it; the weights are something else by now
-    run.save(tmp_path / "run", shard_bytes="4KB")
-    found: Any = transformers.AutoModelForCausalLM.from_pretrained(
-        tmp_path / "run", dtype="auto", output_loading_info=True
-    )
-    again, info = found
-    assert not info["missing_keys"]
-    assert not info["unexpected_keys"]
-    assert type(again) is type(run.model)
-    assert same(dict(again.state_dict()), dict(run.model.state_dict()))
-    assert again.config.architectures == [type(again).__name__]
-    assert load(tmp_path / "run").manifest.files.keys() >= {"config.json", "generation_config.json"}
 
 
 class Configured(nn.Module):

@@ -44,6 +44,11 @@ def muon_adamw(parameters: Sequence[Any]) -> Optimizers:
     return [torch.optim.Muon(matrices, lr=2e-2, weight_decay=0.1), torch.optim.AdamW(others, lr=1e-2)]
 
 
+def sgd_adamw(parameters: Sequence[Any]) -> Optimizers:
+    matrices, others = split(parameters)
+    return [torch.optim.SGD(matrices, lr=0.1, momentum=0.9), torch.optim.AdamW(others, lr=1e-2, fused=True)]
+
+
 def sgd_adafactor(parameters: Sequence[Any]) -> Optimizers:
     matrices, others = split(parameters)
     groups = [{"params": matrices[:2]}, {"params": matrices[2:], "lr": 3e-3}]
@@ -190,7 +195,7 @@ def test_an_optimizer_may_hold_only_a_parameter_outside_the_model(mode: str) -> 
 @pytest.mark.parametrize(("clip", "hooked"), [(None, (1,)), (0.5, (0, 1))])
 def test_hooks_see_what_the_optimizers_before_have_done(hooked: tuple[int, ...], clip: float | None) -> None:
     """Parameters and gradients as in the loop; what a hook makes of a gradient counts for the steps that follow."""
-    sides = SideBySide.of("hazardous", over(hazards), max_grad_norm=clip)
+    sides = SideBySide.of("hazardous", over(sgd_adamw), max_grad_norm=clip)
     seen: tuple[list[Any], list[Any]] = ([], [])
     for model, optimizers, log in (
         (sides.eager, sides.eager_optimizers, seen[0]),
