@@ -27,11 +27,11 @@ FAULTS: list[Fault] = [
         ("tests/training/test_due_updates.py::test_every_look_sees_the_updates",),
     ),
     Fault(
-        "a step over a model begins without the updates that another one left due",
-        "training/attempts/taking.py",
-        "            self._compiled.complete_updates(besides=self._completion)  # of other steps over this model\n",
-        "",
-        ("tests/training/test_due_updates.py::test_two_steps_take_turns_over_one_model",),
+        "a capture reads parameters whose updates are still due",
+        "training/setup.py",
+        "before_capture=self.complete)",
+        "before_capture=lambda: None)",
+        ("tests/training/test_step.py::test_a_capture_comes_after_the_updates_that_are_due",),
     ),
     Fault(
         "a factor on the device is rounded to the loss's dtype before the product",

@@ -221,11 +221,6 @@ def test_attributes_that_the_user_changes_have_one_capture_where_python_only_com
         compiled(X[0])
 
 
-@pytest.mark.filterwarnings("ignore::megatrain.ManyCapturesWarning")
-def test_attributes_that_python_decides_on_stay_constants():
-    assert captures(calls_as_eager(Annealed(DECIDES["caught"]), [0.1, 0.25, 0.75], anneal)) == 3
-
-
 class Counted(nn.Module):
     """Computes with a number that its forward reads from a buffer."""
 

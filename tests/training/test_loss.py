@@ -1,11 +1,10 @@
-"""A loss, and other code of the user's within a step: what it may do, what it sees, and the memory that it takes."""
+"""A loss: what it may do with results and with state, and the memory that it takes."""
 
 from __future__ import annotations
 
 import itertools
 import random
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -20,7 +19,7 @@ from megatrain.passes.measuring.live_bytes import LiveBytes
 from megatrain.planning.loss_bytes import measure_loss
 from megatrain.scheduler.lifetimes.peak import find_peak
 from tests.comparing import assert_same, snapshot
-from tests.training.parity import MODES, SideBySide, adamw, loop_step, stack_batch
+from tests.training.parity import SideBySide, adamw, loop_step, stack_batch
 
 
 def divided(result: Any, batch: Any) -> torch.Tensor:
@@ -69,159 +68,45 @@ def test_a_loss_may_write_into_results_hook_them_and_keep_their_gradients() -> N
         assert_same(kept[:2] + kept[4:6], kept[2:4] + kept[6:8])
 
 
-# -- code within a step ----------------------------------------------------------------------------------------------
+class Counts(nn.Linear):
+    """A buffer that the forward writes, and one that it reads; its backward looks at the first."""
 
-SIZE = 4
-HELD: dict[str, Any] = {}
-
-
-class Looking(torch.autograd.Function):
-    """Comes by the user's code in its backward."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-        return x * 1.0
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        scale: torch.Tensor = HELD["model"].layers[0].count * HELD["model"].layers[2].fc.bias.detach().norm()
-        return gradient * (1 + scale)
-
-
-class Layer(nn.Module):
-    """Two buffers that the forward writes, one that it reads, and a weight."""
-
-    def __init__(self, looks: bool) -> None:
-        super().__init__()
-        self.fc, self.norm, self.looks = nn.Linear(SIZE, SIZE), nn.BatchNorm1d(SIZE), looks
+    def __init__(self) -> None:
+        super().__init__(3, 3)
         self.count: Any
         self.shift: Any
         self.register_buffer("count", torch.zeros(()))
-        self.register_buffer("shift", torch.full((SIZE,), 0.1))
+        self.register_buffer("shift", torch.ones(3))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         with torch.no_grad():
             self.count.add_(1)
-        y = torch.tanh(self.norm(self.fc(x))) + self.shift
-        return x + (Looking.apply(y) if self.looks else y)
+        return super().forward(x) + self.shift
 
 
-class Net(nn.Module):
-    def __init__(self, looks: bool = False) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.layers = nn.ModuleList(Layer(looks and number == 1) for number in range(3))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for layer in self.layers:
-            x = layer(x)
-        return x
+WRITES: dict[str, tuple[Callable[[Any], torch.Tensor], int]] = {
+    "parameter `1.bias`": (lambda model: model[1].bias, 1),
+    "buffer `1.shift`": (lambda model: model[1].shift, 1),
+    "buffer `1.count`": (lambda model: model[1].count, 2),
+}
 
 
-def batches(step: int, count: int) -> list[torch.Tensor]:
-    generator = torch.Generator().manual_seed(step)
-    return [torch.randn(5, SIZE, generator=generator) for _ in range(count)]
+@pytest.mark.parametrize("name", WRITES)
+def test_writes_of_a_loss_that_come_too_late_are_refused_and_a_step_that_ends_leaves_buffers(name: str) -> None:
+    of, count = WRITES[name]
+    model = nn.Sequential(nn.Linear(3, 3), Counts())
 
-
-@torch.no_grad()
-def write_count(model: Any) -> None:
-    """Of the last block and of the first."""
-    for layer in (model.layers[2], model.layers[0]):
-        layer.count.mul_(0.5)
-
-
-@torch.no_grad()
-def write_shift(model: Any) -> None:
-    model.layers[1].shift.mul_(1.1)
-
-
-@torch.no_grad()
-def write_bias(model: Any) -> None:
-    model.layers[0].fc.bias.mul_(1.1)
-
-
-@dataclass
-class Side:
-    """A model, its optimizer, and what the user's code has seen at one place."""
-
-    site: str
-    act: Callable[[Any], object]
-    model: Any = field(default_factory=Net)
-    seen: list[Any] = field(default_factory=list[Any])
-
-    def __post_init__(self) -> None:
-        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.05, momentum=0.9)
-        layer: Any = self.model.layers[1]
-        if self.site == "hook on a gradient":
-            layer.fc.weight.register_hook(self.look)
-        elif self.site == "hook of a module's backward":
-            layer.register_full_backward_hook(self.look)
-
-    def look(self, *_: Any) -> None:
-        self.seen.append({name: tensor.clone() for name, tensor in self.model.state_dict().items()})
-        self.act(self.model)
-
-    def loss(self, result: Any, batch: Any) -> torch.Tensor:
-        if self.site == "loss" and type(result) is torch.Tensor:  # not in the trial on tensors without values
-            self.look()
-            return result.square().mean() * self.model.layers[0].count
+    def loss(result: torch.Tensor, batch: Any) -> torch.Tensor:
+        if type(result) is torch.Tensor:  # not in the trial on tensors without values
+            with torch.no_grad():
+                of(model).mul_(2)
         return result.square().mean()
 
-    def step(self, **options: Any) -> megatrain.TrainStep:
-        compiled = megatrain.compile(self.model, device="cpu", memory="16KiB", transfer="copy", block_bytes=1)
-        return megatrain.TrainStep(compiled, self.optimizer, loss=self.loss, **options)
-
-
-@pytest.mark.parametrize(
-    ("site", "act", "count", "text"),
-    [
-        ("loss", write_bias, 1, r"parameter `layers\.0\.fc\.bias"),
-        ("hook on a gradient", write_shift, 1, r"buffer `layers\.1\.shift"),
-        ("hook of a module's backward", write_count, 2, r"buffer `layers\.\d\.count"),
-    ],
-)
-def test_writes_that_come_too_late_are_refused(site: str, act: Callable[[Any], object], count: int, text: str) -> None:
-    streamed = Side(site, act)
-    before = snapshot(streamed.model, streamed.optimizer)
-    with pytest.raises(ExecuteError, match=rf"writes {text}`, which the rest"):
-        streamed.step()(batches(0, count))
-    if act is write_count:
-        assert_same(before, snapshot(streamed.model, streamed.optimizer), "after the refusal")
-
-
-def test_a_function_whose_backward_names_the_model_sees_what_the_loop_shows() -> None:
-    eager, streamed = (Side("", lambda model: None, Net(looks=True)) for _ in range(2))
-    step = streamed.step(**MODES["spread"])
-    for number in range(3):
-        HELD["model"] = eager.model
-        expected, _ = loop_step(eager.model, eager.optimizer, batches(number, 2), loss=eager.loss)
-        HELD["model"] = streamed.model
-        assert_same(expected, step(batches(number, 2)), "loss")
-    step.flush()
-    assert_same(snapshot(eager.model, eager.optimizer), snapshot(streamed.model, streamed.optimizer), "after the steps")
-
-
-def test_a_step_that_the_users_code_ends_leaves_buffers_as_they_were() -> None:
-    fails = [False]
-
-    def fail(model: Any) -> None:
-        write_count(model)
-        if fails[0]:
-            raise ValueError
-
-    eager, streamed = (Side("hook on a gradient", fail) for _ in range(2))
-    step = streamed.step()
-    for number in (0, 1, 2):
-        if number == 1:
-            fails[0] = True
-            with pytest.raises((ValueError, ExecuteError)):
-                step(batches(9, 1))
-            fails[0] = False
-            streamed.seen.pop()
-        loop_step(eager.model, eager.optimizer, batches(number, 1), loss=eager.loss)
-        step(batches(number, 1))
-    assert_same(eager.seen, streamed.seen, "seen")
-    assert_same(snapshot(eager.model, eager.optimizer), snapshot(streamed.model, streamed.optimizer), "after the steps")
+    compiled = megatrain.compile(model, device="cpu", memory="16KiB", transfer="copy", block_bytes=1)
+    step = megatrain.TrainStep(compiled, torch.optim.SGD(model.parameters(), lr=0.05), loss=loss)
+    with pytest.raises(ExecuteError, match=rf"writes {name}, which the rest"):
+        step([torch.ones(2, 3)] * count)
+    assert int(model.get_buffer("1.count")) == 0
 
 
 # -- memory ----------------------------------------------------------------------------------------------------------

@@ -152,7 +152,6 @@ def test_the_plan_on_the_page_is_the_one_that_is_made(capsys: pytest.CaptureFixt
 
 
 ROWS = re.findall(r"^\| (\w+) \| (yes|no) \| (\d+) \| (.*) \| (.*) \| (.*) \|$", PAGE, re.MULTILINE)
-TRIED = (("fp32", "no", "8"),)
 
 
 @pytest.fixture(scope="module")
@@ -160,10 +159,11 @@ def planned() -> dict[str, Any]:
     return execute(PLAN.partition("plan = ")[0], {})
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("precision", "clips", "micro_batches", "device", "host", "per_parameter"),
     # The page's own plan is in bf16 and clips.
-    [pytest.param(*row, marks=() if row[:3] in TRIED else pytest.mark.nightly) for row in ROWS],
+    ROWS,
 )
 def test_the_other_plans_have_the_figures_of_the_table(
     precision: str, clips: str, micro_batches: str, device: str, host: str, per_parameter: str, planned: dict[str, Any]

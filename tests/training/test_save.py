@@ -52,7 +52,20 @@ def content(folder: Path) -> dict[str, bytes]:
     return {str(p.relative_to(folder)): p.read_bytes() for p in sorted(folder.rglob("*.safetensors"))}
 
 
-BY_NIGHT = ("llama-adafactor", "cnn-amsgrad", "lora-adamw", "noted", "drawing", "cryptic", "bf16-gpt-adamw", "meta")
+BY_NIGHT = (
+    "llama-adafactor",
+    "cnn-amsgrad",
+    "lora-adamw",
+    "noted",
+    "drawing",
+    "cryptic",
+    "bf16-gpt-adamw",
+    "meta",
+    "gpt-fused",
+    "running",
+    "rounded-gpt-adamw",
+    "bf16-own-norms",
+)
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ from tests.comparing import assert_same, snapshot
 from tests.optim.reference import Reference, assert_same_training, loss_of
 from tests.training.hazards import TRAP
 from tests.training.parity import MODES, TASKS, TELLING_MODES, SideBySide, fresh, loop_step
-from tests.training.test_failures import OwnError, Run, batches, failing
+from tests.training.test_failures import Run, batches, failing
 
 STEPS = 4
 Optimizers = list[torch.optim.Optimizer]
@@ -139,27 +139,6 @@ def test_bf16_has_the_bits_of_fp32_masters(name: str, pair: Any, mode: str) -> N
     assert_same_training(reference, trained)
 
 
-def test_rounded_masters_draw_as_with_one_optimizer_of_two_groups() -> None:
-    """No eager loop rounds at random, so the bits are those of a single optimizer of the same class."""
-
-    def trained(*, is_split: bool) -> dict[str, Any]:
-        torch.manual_seed(5)
-        compiled = megatrain.compile(TASKS["gpt"].build(), device="cpu", precision="bf16", masters="rounded")
-        matrices, others = split(list(compiled.parameters()))
-        groups = [{"params": matrices, "lr": 1e-2}, {"params": others, "lr": 3e-2}]
-        optimizers = [torch.optim.AdamW([group]) for group in groups] if is_split else [torch.optim.AdamW(groups)]
-        step = megatrain.TrainStep(compiled, optimizers, loss=TASKS["gpt"].loss, **MODES["deferred"])
-        for number in range(3):
-            step(TASKS["gpt"].batch(number, 2))
-        step.flush()
-        found = snapshot(compiled.megatrain.model)
-        names = dict(compiled.named_parameters())
-        state = {p: s for each in optimizers for p, s in each.state.items()}
-        return {**found, "state": {name: copy.deepcopy(state.get(p)) for name, p in names.items()}}
-
-    assert_same(trained(is_split=False), trained(is_split=True))
-
-
 class Scaled:
     """A loss with a parameter of its own."""
 
@@ -273,27 +252,6 @@ def test_an_update_that_fails_once(mode: str, which: str, more: int) -> None:
     run = Run(mode, optimizer=over(hazards))
     TRAP.arm(which, failing, after=len(run.sides.step.schedule.deferred) + more)
     assert run.fail(ExecuteError, which) == (more > 0 or (which, more) == ("Second", 0))
-    run.go_on()
-
-
-@pytest.mark.parametrize("mode", ["overlap", "deferred"])
-def test_an_update_that_fails_until_it_heals_leaves_the_rest_due(mode: str) -> None:
-    """What the first optimizer has updated meanwhile is never updated again."""
-    run = Run(mode, optimizer=over(hazards))
-    TRAP.arm("Second", failing, after=1, always=True)
-    torch.manual_seed(run.number)
-    with pytest.raises(ExecuteError) as caught:
-        run.sides.step(batches(run.number))
-    assert "are still due" in "\n".join(caught.value.__notes__)
-    for use in (run.sides.step.flush, run.sides.step.flush, lambda: run.sides.step(batches(run.number))):
-        with pytest.raises(OwnError):
-            use()
-    TRAP.clear()
-    if mode == "overlap":  # in the other it is the step before that isn't complete
-        torch.manual_seed(run.number)
-        run.sides.expect(batches(run.number))
-        run.number += 1
-        run.sides.step.flush()
     run.go_on()
 
 
