@@ -118,7 +118,8 @@ READS: dict[str, Callable[[View], Any]] = {
 def test_every_look_sees_the_updates(read: str) -> None:
     sides = due(steps=1 if read.startswith("state") else 2)
     with torch.no_grad():
-        assert_same(*(READS[read](view) for view in View.both(sides)), read)
+        expected, found = (READS[read](view) for view in View.both(sides))
+    assert_same(expected, found, read)
     assert_same(snapshot(sides.eager, sides.eager_optimizer), snapshot(sides.streamed, sides.optimizer))
     assert type(sides.streamed.layers[0].fc.weight) is nn.Parameter
     assert type(sides.optimizer) is torch.optim.SGD
