@@ -53,12 +53,9 @@ def pytest_configure(config: pytest.Config) -> None:
     config.pluginmanager.register(Tiers(config), "tiers")
     config.pluginmanager.register(Frozen(), "frozen")
     settings.load_profile("ci" if os.environ.get("CI") else "default")
-    # Workers share the cores; torch's own pool on top of them would only take turns, as would those of their processes.
-    if os.environ.get("PYTEST_XDIST_WORKER"):
-        torch.set_num_threads(1)
-        os.environ.setdefault("OMP_NUM_THREADS", "1")
-    else:
-        torch.set_num_threads(min(4, os.cpu_count() or 1))
+    # Tensors are small here. Threads of torch wait for each other by spinning: many times as long on a busy machine.
+    torch.set_num_threads(1)
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
     if config.getoption("--accept"):
         os.environ["EXPECTTEST_ACCEPT"] = "1"  # expecttest reads nothing else
 

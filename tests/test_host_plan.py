@@ -19,18 +19,15 @@ import megatrain
 from megatrain.errors import ExecuteError
 from megatrain.optim.blockwise import BlockOptimizer
 from megatrain.planning.host_plan import HostPlan, HostRow, host_plan
-from megatrain.runtime.gradients.flow import Facts
 from megatrain.runtime.gradients.landing import LandingArena
 from tests.models import MODELS, Gpt
 from tests.runtime.parity import loss_of
-from tests.tiers import checkered, wide
 
 pytestmark = pytest.mark.usefixtures("lowered_once")  # of few models
 
 ROOT = Path(__file__).parent.parent
 # Tied, with buffers that the forward writes, with views, frozen in part, shared by two blocks, with parts of both.
-NAMES = ("gpt", "cnn", "llama", "t5_labels", "tied_blocks", "shared_parameter", "unused_parameter", "frozen_first",
-         "frozen_bias", "ema_buffer", "spectral_norm", "block_called_twice", "mixture_of_experts", "lstm")  # fmt: skip
+NAMES = ("cnn", "tied_blocks", "shared_parameter", "unused_parameter", "ema_buffer", "block_called_twice", "lstm")
 
 
 def bytes_of(tensors: Any) -> int:
@@ -82,18 +79,14 @@ def check_figures(model: nn.Module, optimizer: torch.optim.Optimizer, args: Any,
     assert 0 <= held - again.held_bytes < 64 * (len(state) + len(gradients))
 
 
-# Of these the last two meet other optimizers below.
-LONG = ("llama", "t5_labels", "gpt", "frozen_bias")
-
-
-@pytest.mark.parametrize("name", [wide(name) if name in LONG else name for name in NAMES])
+@pytest.mark.parametrize("name", NAMES)
 def test_rows_are_what_a_step_leaves(name: str):
     model, args, kwargs = MODELS[name]()
     check_figures(model, torch.optim.AdamW(model.parameters()), args, kwargs)
 
 
 @pytest.mark.parametrize(
-    ("name", "optimizer"), checkered(["gpt", "frozen_bias"], ["SGD", "Adafactor", "Muon", "NAdam", "Adagrad"])
+    ("name", "optimizer"), [("gpt", "SGD"), ("frozen_bias", "Adafactor"), ("gpt", "Muon"), ("frozen_bias", "Adagrad")]
 )
 def test_rows_of_other_optimizers_too(name: str, optimizer: str):
     model, args, kwargs = MODELS[name]()
@@ -145,23 +138,14 @@ def test_of_adapters_only_they_have_state_and_gradients():
     assert host_plan(program, schedule, model, on_host=True).bytes_of("slab") == 0
 
 
-def test_gradients_land_in_room_for_one_blocks_own():
-    model, x = adapted(), torch.randn(2, 32)
-    program = megatrain.lower(megatrain.trace(model, (x,)))
-    assert megatrain.schedule(program).landing_bytes == 512
-    with torch.no_grad():
-        frozen = megatrain.lower(megatrain.trace(model.requires_grad_(False), (x,)))
-        assert megatrain.schedule(frozen).landing_bytes == 0
-
-
 def whole_step(model: nn.Module, *args: Any, **options: Any) -> tuple[Any, megatrain.Schedule]:
     program = megatrain.lower(megatrain.trace(model, args))
     return program, megatrain.schedule(program, outputs="release", **options)
 
 
-@pytest.mark.parametrize("transfer", ["copy", "bind"])
-@pytest.mark.parametrize("clip", [False, True])
-@pytest.mark.parametrize("updates", ["overlap", "serial", "deferred"])
+@pytest.mark.parametrize(
+    ("updates", "clip", "transfer"), [("overlap", False, "copy"), ("serial", True, "bind"), ("deferred", True, "copy")]
+)
 def test_what_waits_and_what_is_parked_is_what_the_schedule_says(updates: str, clip: bool, transfer: str):
     model = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.GELU()) for _ in range(6)))
     options = {"updates": updates, "clip": clip, "micro_batches": 3, "keep": 1, "transfer": transfer}
@@ -185,7 +169,7 @@ def test_wholes_of_gradients_count_beside_their_parts_and_sums_do_not():
     )
 
 
-@pytest.mark.parametrize("step_options", [{}, {"overlap": False}, {"max_grad_norm": 1.0}], ids=str)
+@pytest.mark.parametrize("step_options", [{"overlap": False}, {"max_grad_norm": 1.0}], ids=str)
 def test_gradients_are_the_arena_where_they_land(step_options: dict[str, Any]):
     model = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.GELU()) for _ in range(6)))
     compiled = megatrain.compile(model, device="cpu", memory="100KB")
@@ -196,28 +180,6 @@ def test_gradients_are_the_arena_where_they_land(step_options: dict[str, Any]):
     plan = host_plan(compiled.program, step.schedule, model, optimizer, on_host=True)
     arenas = [found for found in gc.get_objects() if type(found) is LandingArena and found.nbytes]
     assert plan.bytes_of("gradients") in [arena.nbytes for arena in arenas]
-
-
-def test_on_the_host_what_the_device_takes_counts_too():
-    model = Gpt()
-    program, schedule = whole_step(model, torch.randint(0, 32, (2, 8)), updates="serial")
-    apart, together = (host_plan(program, schedule, model, on_host=on_host) for on_host in (False, True))
-    assert together.bytes_of("device memory") == schedule.device_bytes
-    assert together.total_bytes - apart.total_bytes == schedule.device_bytes
-
-
-def test_captures_that_share_a_store_count_once():
-    model = Gpt()
-    calls = ((torch.randint(0, 32, (2, 8)),), (torch.randint(0, 32, (1, 4)), torch.randint(0, 32, (1, 4))))
-    compiled = megatrain.compile(model, device="cpu")
-    programs = [compiled.prepare(*call).program for call in calls]
-    plan = host_plan(programs, compiled.schedule, model, "AdamW")
-    for call in calls:
-        compiled(*call)
-    store = compiled.megatrain.engine.store
-    assert store is not None
-    assert store.nbytes == plan.bytes_of("parameters") + plan.bytes_of("buffers")
-    assert plan.bytes_of("AdamW.exp_avg") == 4 * plan.num_parameters
 
 
 # -- bf16 --------------------------------------------------------------------------------------------------------
@@ -244,7 +206,7 @@ def test_masters_in_halves_take_four_bytes_and_moments_eight():
     assert as_they_are.bytes_of("AdamW.exp_avg") == 2 * trained
 
 
-@pytest.mark.parametrize(("name", "masters"), checkered(["AdamW", "SGD", "Adafactor"], ["exact", "rounded"]))
+@pytest.mark.parametrize(("name", "masters"), [("AdamW", "exact"), ("SGD", "rounded")])
 def test_rows_in_bf16_are_what_a_step_leaves(name: str, masters: str):
     model, ids = Gpt(width=64), torch.randint(0, 32, (2, 8))
     model.positions.requires_grad_(False)
@@ -269,13 +231,6 @@ def test_rows_in_bf16_are_what_a_step_leaves(name: str, masters: str):
     assert 0 <= sum(map(plan.bytes_of, lasting)) - again.held_bytes + 20 < 64 * len(list(model.parameters()))
 
 
-def test_a_model_that_is_still_fp32_counts_as_it_will_be():
-    ids = torch.randint(0, 32, (2, 8))
-    program, schedule = whole_step(Gpt().bfloat16(), ids, updates="serial")
-    rows = [host_plan(program, schedule, m, "SGD", precision="bf16").rows for m in (Gpt(), Gpt().bfloat16())]
-    assert rows[0] == rows[1]
-
-
 def test_parameters_that_the_user_keeps_in_fp32_have_no_low_half():
     model = Gpt().bfloat16()
     for module in model.modules():
@@ -296,24 +251,6 @@ def small() -> HostPlan:
     model = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.GELU()) for _ in range(6)))
     program, schedule = whole_step(model, torch.ones(8, 64), keep=1)
     return host_plan(program, schedule, model, "AdamW")
-
-
-def test_the_table():
-    assert_expected_inline(
-        str(small()),
-        """\
-host: 457008 B for 24960 parameters
-what               bytes        size  B/parameter
-parameters         99840   97.50 KiB         4.00
-AdamW.step            48        48 B         0.00
-AdamW.exp_avg      99840   97.50 KiB         4.00
-AdamW.exp_avg_sq   99840   97.50 KiB         4.00
-gradients          99840   97.50 KiB         4.00
-slab               16640   16.25 KiB         0.67
-parks               8192    8.00 KiB         0.33
-update scratch     32768   32.00 KiB         1.31
-total             457008  446.30 KiB        18.31""",
-    )
 
 
 def test_an_estimate_says_so():
@@ -352,19 +289,6 @@ a step needs 446.30 KiB of host memory, 195.31 KiB are available.
     )
 
 
-def test_ways_out_are_about_what_the_step_does():
-    model = Gpt()
-    ids = torch.randint(0, 32, (2, 8))
-    overlap, clipped = (host_plan(*whole_step(model, ids, updates=u, clip=u != "overlap"), model) for u in UPDATES)
-    assert not any("optimizer" in help for help in (*overlap.helps, *clipped.helps))
-    assert not any("clipping" in help for help in overlap.helps)
-    if clipped.bytes_of("gradients"):
-        assert any("without clipping" in help for help in clipped.helps)
-
-
-UPDATES = ("overlap", "deferred")
-
-
 def test_without_a_figure_the_machine_is_asked_and_what_is_there_counts(monkeypatch: pytest.MonkeyPatch):
     plan = small()
     held = sum(p.nbytes for p in nn.Linear(64, 64).parameters()) * 6
@@ -376,23 +300,16 @@ def test_without_a_figure_the_machine_is_asked_and_what_is_there_counts(monkeypa
         plan.check()
 
 
-def test_updates_are_those_of_the_executor():
-    model = Gpt()
-    program, _ = whole_step(model, torch.randint(0, 32, (2, 8)))
-    assert sorted(Facts.of(program, is_training=True).trained) == sorted(n for n, _ in model.named_parameters())
-
-
 # -- measured ----------------------------------------------------------------------------------------------------
 
 # A process of its own, because memory belongs to a process; a small step first, so that what torch, the compiler and
 # threads keep for themselves is there before.
 SCRIPT = """
-import ctypes, gc, json, sys, threading
+import ctypes, gc, json, sys
 import psutil, torch
 from torch import nn
 import megatrain
 from megatrain.planning.host_plan import host_plan
-from megatrain.optim.blockwise import BlockOptimizer
 torch.set_num_threads(1)
 
 
@@ -414,26 +331,10 @@ def train(model, options, step_options):
     compiled = megatrain.compile(model, device="cpu", **options)
     optimizer = torch.optim.AdamW(model.parameters())
     known = {"precision": options.get("precision", "fp32"), "masters": compiled.masters, "on_host": True}
-    if step_options is not None:
-        step = megatrain.TrainStep(compiled, optimizer, loss=lambda result, _: result.square().mean(), **step_options)
-        for _ in range(3):
-            step([(IDS,), (IDS,)])
-        return compiled, optimizer, host_plan(compiled.program, step.schedule, model, optimizer, **known)
-    variant = compiled.prepare(IDS)
-    plan = host_plan(variant.program, variant.schedule, model, optimizer, **known)
-    blocks = BlockOptimizer(optimizer, [list(layer.parameters()) for layer in model])
-    compiled(IDS).square().mean().backward()
-
-    def update():
-        blocks.begin()
-        for block in range(len(blocks)):
-            blocks.update(block)
-        blocks.finish()
-
-    thread = threading.Thread(target=update)  # as a schedule's host stream does
-    thread.start()
-    thread.join()
-    return compiled, optimizer, plan
+    step = megatrain.TrainStep(compiled, optimizer, loss=lambda result, _: result.square().mean(), **step_options)
+    for _ in range(3):
+        step([(IDS,), (IDS,)])
+    return compiled, optimizer, host_plan(compiled.program, step.schedule, model, optimizer, **known)
 
 
 def now():
@@ -450,16 +351,12 @@ def most():
 options = json.loads(sys.argv[1]), json.loads(sys.argv[2])
 IDS = torch.randint(0, 4000, (2, 8))
 train(net(32, 2, 4000), *options)
-before = now()
+now()
 open("/proc/self/clear_refs", "w").write("5")
 resident = most()
 compiled, optimizer, plan = train(net(**json.loads(sys.argv[3])), *options)
 peak = most() - resident
-kept = now() - before
-print(json.dumps({
-    "kept": kept, "peak": peak, "total": plan.total_bytes, "arena": compiled.megatrain.engine.arena.nbytes,
-    "rows": {row.name: row.nbytes for row in plan.rows},
-}))
+print(json.dumps({"peak": peak, "total": plan.total_bytes}))
 """
 
 
@@ -476,21 +373,10 @@ on_linux = pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason
 
 
 @on_linux
-@pytest.mark.parametrize("options", [wide({}), {"memory": "80MB"}], ids=["in place", "streamed"])
-def test_measured_use_agrees_within_three_percent(options: dict[str, Any]):
-    found = measured(options, width=768, depth=4, vocabulary=4000)
-    passing = ("device memory", "update scratch")
-    lasting = sum(nbytes for name, nbytes in found["rows"].items() if name not in passing) + found["arena"]
-    assert lasting > 400e6
-    assert abs(found["kept"] / lasting - 1) < 0.03, found
-    # At no moment of the first step, in which all state is made, was there more than all rows together.
-    assert found["peak"] < 1.03 * found["total"], found
-
-
-@on_linux
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("options", "step_options"),
-    [wide(({}, {})), ({"memory": "250MB"}, {"max_grad_norm": 1.0}), wide(({"precision": "bf16"}, {"overlap": False}))],
+    [({}, {}), ({"memory": "250MB"}, {"max_grad_norm": 1.0}), ({"precision": "bf16"}, {"overlap": False})],
     ids=["overlap", "deferred", "bf16"],
 )
 def test_whole_steps_never_take_more_than_the_plan(options: dict[str, Any], step_options: dict[str, Any]):

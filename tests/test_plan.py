@@ -11,12 +11,10 @@ from typing import Any
 import pytest
 import torch
 from expecttest import assert_expected_inline
-from torch import nn
 
 import megatrain
 from megatrain.errors import ExecuteError, OptionError, ScheduleError
 from tests.models import Gpt
-from tests.tiers import wide
 
 ROOT = Path(__file__).parent.parent
 IDS = torch.randint(0, 32, (2, 8))
@@ -79,11 +77,10 @@ def test_a_plan_says_its_time_for_a_machine():
 
 
 def test_a_model_on_meta_gives_the_text_of_the_same_model_with_weights():
-    for precision in ("fp32", "bf16"):
-        options: dict[str, Any] = {"optimizer": "Adafactor", "precision": precision, "host_memory": "1GiB"}
-        meta, real = on_meta(depth=1), Gpt(width=64, depth=1)
-        texts = {str(megatrain.plan(*given, **options)) for given in ((meta, IDS), (meta, IDS.to("meta")), (real, IDS))}
-        assert len(texts) == 1
+    options: dict[str, Any] = {"optimizer": "Adafactor", "precision": "bf16", "host_memory": "1GiB"}
+    meta, real = on_meta(depth=1), Gpt(width=64, depth=1)
+    texts = {str(megatrain.plan(*given, **options)) for given in ((meta, IDS), (meta, IDS.to("meta")), (real, IDS))}
+    assert len(texts) == 1
 
 
 def test_nothing_of_the_model_changes():
@@ -138,14 +135,6 @@ def test_bf16_halves_what_moves_and_keeps_twelve_bytes():
     assert all(abs(nbytes / wide.host.num_parameters - 12) < 0.1 for nbytes in per_parameter)
 
 
-def test_inputs_of_a_model_that_becomes_bf16_do_too():
-    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 1))
-    plan = megatrain.plan(model, torch.randn(4, 8), precision="bf16")
-    assert {value.spec.dtype for value in plan.program.values.values()} == {torch.bfloat16}
-    kept = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 1)).bfloat16()
-    assert str(megatrain.plan(kept, torch.randn(4, 8).bfloat16(), precision="bf16")) == str(plan)
-
-
 @pytest.mark.usefixtures("no_smaller_blocks")
 def test_a_device_that_is_too_small_is_planned_for_and_refused():
     plan = megatrain.plan(on_meta(depth=1), IDS, device_memory="64KiB", host_memory="1GiB")
@@ -162,27 +151,6 @@ def test_a_host_that_is_too_small_is_refused():
     with pytest.raises(ExecuteError, match=r"MiB of host memory, 1\.00 MiB are available"):
         plan.check()
     assert megatrain.plan(on_meta(depth=2), IDS, optimizer="AdamW", host_memory="1GiB").fits
-
-
-def test_without_a_figure_the_host_is_this_machine(monkeypatch: pytest.MonkeyPatch):
-    plan = megatrain.plan(on_meta(), IDS)
-    monkeypatch.setattr("megatrain.planning.host_plan.available_now", lambda: plan.host.total_bytes)
-    assert plan.fits
-    monkeypatch.setattr("megatrain.planning.host_plan.available_now", lambda: plan.host.total_bytes - 1)
-    assert not plan.fits
-    assert "fit" not in str(plan), "a text doesn't hang on what is free at the moment"
-
-
-def test_more_micro_batches_park_more_but_move_no_more_weights():
-    one, four = (megatrain.plan(on_meta(depth=2), IDS, micro_batches=n, activations="offload") for n in (1, 4))
-    assert four.host.bytes_of("parks") == 4 * one.host.bytes_of("parks") > 0
-    assert sum(op.what == "W" for op in four.schedule.ops) == sum(op.what == "W" for op in one.schedule.ops)
-
-
-def test_block_bytes_and_activations_reach_the_schedule():
-    plan = megatrain.plan(on_meta(depth=4), IDS, block_bytes="30KB", activations="keep")
-    assert len(plan.program.blocks) > 6
-    assert len(plan.schedule.saves) == len(plan.program.blocks)
 
 
 def test_what_can_not_be_planned_is_refused():
@@ -230,9 +198,9 @@ print(json.dumps({
 """
 
 
-# The same weights in fewer layers: planning takes a time of each layer. The first is Llama 2's own shape.
-@pytest.mark.parametrize(("width", "depth"), [wide((4096, 32)), (11264, 4)])
-def test_a_llama_of_seven_billion_parameters_is_planned_in_seconds_and_little_memory(width: int, depth: int):
+@pytest.mark.nightly
+def test_a_llama_of_seven_billion_parameters_is_planned_in_seconds_and_little_memory():
+    width, depth = 4096, 32
     done = subprocess.run(
         [sys.executable, "-c", SCRIPT, str(width), str(depth)],
         cwd=ROOT,

@@ -19,13 +19,11 @@ from torch import nn
 
 import megatrain
 from megatrain.errors import ExecuteError, OptionError, TraceError, WeightsError
-from megatrain.runtime.streams.stream_set import Chaos
 from megatrain.saving import save
 from tests.comparing import assert_same_bits
 from tests.models import MODELS, Gpt
 from tests.optim.reference import MAKERS, Loop, Reference, assert_same_training, loss_of, values_of
 from tests.runtime.parity import seeded
-from tests.tiers import diagonal, wide
 
 pytestmark = pytest.mark.usefixtures("lowered_once")  # of few models
 
@@ -82,11 +80,10 @@ def channels_last() -> Any:
     return model, (torch.randn(2, 4, 6, 6, generator=torch.Generator().manual_seed(0)),), {}
 
 
-STEPS = 6
+STEPS = 4
 
 CASES = {
     "gpt": MODELS["gpt_loss"],  # its head is tied to its embedding
-    "llama": MODELS["llama_labels"],
     "own norms": with_own_norms,
     "low rank": low_rank,
     "channels last": channels_last,
@@ -102,9 +99,16 @@ def small_gpt() -> Any:
 # -- training ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("name", "settings"), diagonal(CASES, zip(2 * list(OPTIONS), 3 * list(MAKERS), strict=True)))
-def test_many_steps_leave_the_bits_of_fp32_masters_with_bf16_compute(name: str, settings: tuple[str, str]):
-    how, optimizer = settings
+@pytest.mark.parametrize(
+    ("name", "how", "optimizer"),
+    [
+        ("gpt", "budget", "adamw"),
+        ("own norms", "offload", "sgd"),
+        ("low rank", "bind", "adamw"),
+        ("channels last", "budget", "sgd"),
+    ],
+)
+def test_many_steps_leave_the_bits_of_fp32_masters_with_bf16_compute(name: str, how: str, optimizer: str):
     model, args, kwargs = CASES[name]()
     reference = Reference(model, MAKERS[optimizer])
     compiled = megatrain.compile(model, device="cpu", precision="bf16", **OPTIONS[how])
@@ -119,19 +123,6 @@ def test_many_steps_leave_the_bits_of_fp32_masters_with_bf16_compute(name: str, 
     lows = [compiled.masters[p].low for p in model.parameters() if p.dtype == torch.bfloat16 and p.requires_grad]
     assert lows
     assert all(bool(low.any()) for low in lows)
-
-
-def test_disturbed_streams_leave_the_same_bits():
-    model, args, kwargs = CASES["gpt"]()
-    reference = Reference(model, MAKERS["adamw"])
-    options: dict[str, Any] = {"device": "cpu", "precision": "bf16", "memory": "48KiB"}
-    compiled = megatrain.compile(model, chaos=Chaos(seed=3), **options)
-    loop = Loop(model, compiled, MAKERS["adamw"])
-    for train in (reference, loop):
-        torch.manual_seed(7)
-        for _ in range(5):
-            train.step(args, kwargs)
-    assert_same_training(reference, loop)
 
 
 def test_small_updates_are_not_lost():
@@ -157,34 +148,6 @@ def test_small_updates_are_not_lost():
     assert max(others) < 0.4
 
 
-def test_a_tied_parameter_has_one_master():
-    model, args = small_gpt()
-    compiled = megatrain.compile(model, device="cpu", precision="bf16")
-    assert model.head.weight is model.embed.weight
-    assert len(compiled.masters) == len(list(model.parameters()))
-    assert compiled.masters[model.head.weight].low is compiled.masters[model.embed.weight].low
-    compiled(*args)[1].backward()
-    assert model.embed.weight.grad.dtype == torch.bfloat16
-
-
-def test_transfers_move_half_the_bytes():
-    schedules = []
-    for precision in ("fp32", "bf16"):
-        model = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.GELU()) for _ in range(6)))
-        compiled = megatrain.compile(
-            model,
-            device="cpu",
-            precision=precision,
-            transfer="copy",
-            activations="offload",
-            example_args=(torch.ones(8, 64),),
-        )
-        schedules.append(compiled.schedule)
-    whole, half = schedules
-    assert whole.h2d_bytes == 2 * half.h2d_bytes > 0
-    assert whole.d2h_bytes == 2 * half.d2h_bytes > 0
-
-
 # -- what becomes of the model ---------------------------------------------------------------------------------------
 
 
@@ -207,16 +170,6 @@ def test_parameters_stay_the_same_objects_and_buffers_their_dtype():
             assert_same_bits(before[name][1].bfloat16(), p, name)
             assert p not in compiled.masters
     assert compiled.masters.low_bytes == sum(2 * p.numel() for p in model.parameters() if p.requires_grad)
-
-
-def test_gradients_that_were_there_are_converted_and_added_to():
-    model, args = small_gpt()
-    loss_of(model(*args)).backward()
-    before = model.norm.weight.grad.clone()
-    compiled = megatrain.compile(model, device="cpu", precision="bf16")
-    assert_same_bits(before.bfloat16(), model.norm.weight.grad, "gradient")
-    loss_of(compiled(*args)).backward()
-    assert not torch.equal(before.bfloat16(), model.norm.weight.grad)
 
 
 def test_a_model_that_is_compiled_again_goes_on_with_its_masters():
@@ -318,13 +271,6 @@ def test_what_a_forward_writes_into_a_cast_input_reaches_the_callers_tensor():
     assert_same_bits(2 * start.bfloat16().float(), x, "x")
 
 
-def test_inputs_of_a_model_that_the_user_made_bf16_stay_as_they_are():
-    compiled = megatrain.compile(nn.Sequential(nn.Linear(4, 4)).bfloat16(), device="cpu", precision="bf16")
-    with pytest.raises(RuntimeError, match="same dtype"):
-        compiled(torch.ones(2, 4))
-    assert compiled(torch.ones(2, 4).bfloat16()).dtype == torch.bfloat16
-
-
 # -- files ---------------------------------------------------------------------------------------------------------
 
 
@@ -333,7 +279,7 @@ def meta_gpt() -> Gpt:
         return Gpt()
 
 
-@pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("stored", [torch.float32, torch.float16])
 def test_files_give_a_model_on_meta_exact_masters(tmp_path: Path, stored: torch.dtype):
     reference, args = small_gpt()
     state = {name: t.to(stored) for name, t in reference.state_dict().items()}  # both of the tied names
@@ -350,30 +296,6 @@ def test_files_give_a_model_on_meta_exact_masters(tmp_path: Path, stored: torch.
     assert_same_bits(state["positions.weight"].bfloat16(), model.positions.weight, "positions")
     assert masters.keys() == dict(model.named_parameters()).keys() - {"positions.weight"}
     assert all(a is b for a, b in zip(optimizer.param_groups[0]["params"], model.parameters(), strict=True))
-
-
-def test_a_model_from_files_trains_as_one_with_values(tmp_path: Path):
-    reference, args = small_gpt()
-    save_file({n: t for n, t in reference.state_dict().items() if n != "head.weight"}, tmp_path / "a.safetensors")
-    expected = Reference(reference, MAKERS["adamw"])
-    model = meta_gpt()
-    compiled = megatrain.compile(model, device="cpu", precision="bf16", weights=tmp_path, memory="48KiB")
-    loop = Loop(model, compiled, MAKERS["adamw"])
-    for train in (expected, loop):
-        torch.manual_seed(3)
-        for _ in range(4):
-            train.step(args, {})
-    assert_same_training(expected, loop)
-
-
-def test_values_that_were_there_give_way_to_those_in_files_with_their_low_halves(tmp_path: Path):
-    model, args = small_gpt()
-    other = seeded(lambda: (torch.manual_seed(5), Gpt())[1]).bfloat16()
-    save_file({n: t for n, t in other.state_dict().items() if n != "head.weight"}, tmp_path / "a.safetensors")
-    compiled = megatrain.compile(model, device="cpu", precision="bf16", weights=tmp_path)
-    compiled(*args)
-    for name, values in values_of(compiled).items():
-        assert_same_bits(other.state_dict()[name].float(), values, name)
 
 
 def test_tied_names_must_agree_in_every_bit_of_the_master(tmp_path: Path):
@@ -421,7 +343,7 @@ print(json.dumps({"model": 4 * sum(p.numel() for p in model.parameters()), "load
 """
 
 
-@pytest.mark.wide
+@pytest.mark.nightly
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="measures with Linux's /proc")
 def test_reading_masters_takes_no_copy_of_the_model_in_fp32(tmp_path: Path):
     state = {}
@@ -474,21 +396,6 @@ def test_an_fp32_state_dict_sets_masters_exactly():
         compiled.load_state_dict({n: t for n, t in other.state_dict().items() if n != "norm.weight"})
 
 
-def test_a_state_dict_that_hooks_rename_sets_masters_exactly():
-    other = seeded(Gpt)
-    model = Gpt()
-
-    def rename(module, state, prefix, *_):
-        for name in [name for name in state if name.startswith("old.")]:
-            state[name.removeprefix("old.")] = state.pop(name)
-
-    model.register_load_state_dict_pre_hook(rename)
-    compiled = megatrain.compile(model, device="cpu", precision="bf16")
-    compiled.load_state_dict({f"old.{name}": t for name, t in other.state_dict().items()})
-    for name, values in values_of(compiled).items():
-        assert_same_bits(other.state_dict()[name], values, name)
-
-
 def test_the_state_dict_of_masters_is_fp32_and_goes_to_files(tmp_path: Path):
     model, args = small_gpt()
     model.positions.weight.requires_grad_(False)
@@ -509,24 +416,11 @@ def test_the_state_dict_of_masters_is_fp32_and_goes_to_files(tmp_path: Path):
     assert_same_bits(start["norm.weight"], other.norm.weight, "norm.weight")
 
 
-def test_masters_without_values_are_refused(tmp_path: Path):
-    reference, args = small_gpt()
-    save_file({n: t for n, t in reference.state_dict().items() if n != "head.weight"}, tmp_path / "a.safetensors")
-    model = meta_gpt()
-    compiled = megatrain.compile(model, device="cpu", precision="bf16", weights=tmp_path)
-    for action in (lambda: compiled.masters[model.norm.weight], compiled.master_state_dict):
-        with pytest.raises(ExecuteError, match=r"bf16\[.*is on the meta device and has no values"):
-            action()
-    compiled.prepare(*args)
-    compiled.load_weights()
-    assert len(compiled.master_state_dict()) == len(reference.state_dict())
-
-
 # -- errors ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float16, torch.int64])
-def test_parameters_of_other_dtypes_are_refused_before_anything_changes(dtype: torch.dtype):
+def test_parameters_of_other_dtypes_are_refused_before_anything_changes():
+    dtype = torch.float16
     model = Plain()
     model.register_parameter("extra", nn.Parameter(torch.zeros(3, dtype=dtype), requires_grad=False))
     model.register_parameter("more", nn.Parameter(torch.zeros(3, dtype=dtype), requires_grad=False))
@@ -555,9 +449,7 @@ def test_other_refusals_leave_the_model_as_it_is(tmp_path: Path):
 # -- verify, and the page --------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "name", ["gpt_loss", wide("llama_labels"), "lstm", "input_requires_grad", "mixture_of_experts"]
-)
+@pytest.mark.parametrize("name", ["gpt_loss", "input_requires_grad"])
 def test_verify_compares_with_a_bf16_copy_and_leaves_the_model_alone(name: str):
     model, args, kwargs = MODELS[name]()
     before = {n: p.detach().clone() for n, p in model.named_parameters()}

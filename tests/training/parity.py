@@ -15,7 +15,6 @@ import megatrain
 from megatrain.runtime.streams.stream_set import Chaos
 from tests.comparing import assert_same, snapshot
 from tests.models import MODELS, Stack
-from tests.tiers import wide
 from tests.training.adapters import adapted_llama
 from tests.training.hazards import TRAP, bridged, hazardous
 
@@ -309,5 +308,5 @@ MODES: dict[str, dict[str, Any]] = {
     "serial": {"overlap": False},
     "serial_clipped": {"overlap": False, "max_grad_norm": 0.5},
 }
-TELLING_MODES = [mode if mode in ("spread", "deferred") else wide(mode) for mode in MODES]
+TELLING_MODES = ("spread", "deferred")
 """Updates while others compute, and updates that wait for the next step: what serial steps break, these break too."""

@@ -130,11 +130,6 @@ def own_norms() -> nn.Module:
     return model
 
 
-def expert_table() -> nn.Module:
-    """A parameter that blocks of some size share, and one for all blocks."""
-    return MODELS["shared_parameter"]()[0]
-
-
 # -- batches -------------------------------------------------------------------------------------------------------
 
 
@@ -185,7 +180,43 @@ def groups(model: nn.Module, **options: Any) -> torch.optim.Optimizer:
     return torch.optim.AdamW([first, second], lr=1e-2, weight_decay=0.0, **options)
 
 
-OPTIMIZERS: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
+class Counting(torch.optim.SGD):
+    """State that belongs to no parameter."""
+
+    def __init__(self, parameters: Any, **options: Any):
+        super().__init__(parameters, **options)
+        self.count = 0
+
+    def step(self, closure: Any = None) -> Any:
+        self.count += 1
+        return super().step(closure)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), "count": self.count}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        super().load_state_dict({key: value for key, value in state_dict.items() if key != "count"})
+        self.count = state_dict["count"]
+
+
+def split(model: nn.Module) -> tuple[list[Any], list[Any]]:
+    return [p for p in model.parameters() if p.dim() == 2], [p for p in model.parameters() if p.dim() != 2]
+
+
+def muon_adamw(model: nn.Module) -> list[torch.optim.Optimizer]:
+    matrices, others = split(model)
+    groups = [{"params": others[:3]}, {"params": others[3:], "lr": torch.tensor(2e-2)}]
+    return [torch.optim.Muon(matrices, lr=2e-2), torch.optim.AdamW(groups, lr=1e-2)]
+
+
+def two_counts(model: nn.Module) -> list[torch.optim.Optimizer]:
+    matrices, others = split(model)
+    return [Counting(matrices, lr=0.1, momentum=0.9), Counting(others, lr=1e-2)]
+
+
+OPTIMIZERS: dict[str, Callable[[nn.Module], Any]] = {
+    "muon and adamw": muon_adamw,
+    "two counts": two_counts,
     "adamw": groups,
     "fused": lambda model: groups(model, fused=True, amsgrad=False),
     "amsgrad": lambda model: torch.optim.AdamW(model.named_parameters(), lr=torch.tensor(1e-2), amsgrad=True),
@@ -193,6 +224,10 @@ OPTIMIZERS: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
     "adafactor": lambda model: torch.optim.Adafactor(trained(model), lr=1e-2),
     "muon": lambda model: torch.optim.Muon(trained(model), lr=1e-2),
 }
+
+
+def one_each(optimizers: Any) -> Any:
+    return [warm_up(optimizers[0]), lr_scheduler.CosineAnnealingLR(optimizers[1], 5)]
 
 
 def warm_up(optimizer: torch.optim.Optimizer) -> Any:
@@ -257,16 +292,11 @@ def mark(model: nn.Module) -> None:
 
 
 CASES: dict[str, Case] = {
-    # Clipping: deferred updates, or with overlap=False serial ones.
-    "gpt-adamw": Case(Gpt, two_texts, "adamw", warm_up, ({}, SMALL), (CLIP, CLIP)),
     "gpt-fused": Case(Gpt, tokens, "fused", one_cycle, (PARKED, {}), (CLIP, {**CLIP, **SERIAL})),
-    "llama-sgd": Case(MODELS["llama_labels"], labelled, "sgd", in_sequence, (SMALL, PARKED), ({}, SERIAL)),
     "llama-adafactor": Case(MODELS["llama_labels"], labelled, "adafactor", plateau, ({}, PARKED), (SERIAL, {})),
-    "cnn-sgd": Case(MODELS["cnn"], images, "sgd", warm_up, ({}, PARKED), ({}, {"on_nonfinite": "skip"})),
     "cnn-amsgrad": Case(MODELS["cnn"], lambda s: [images(s), images(s + 50)], "amsgrad", one_cycle),
     "matrices-muon": Case(matrices, two_texts, "muon", warm_up, ({}, PARKED), (CLIP, CLIP)),
     "lora-adamw": Case(lora, labelled, "adamw", warm_up, (PARKED, {}), (CLIP, CLIP)),
-    "shared-adamw": Case(expert_table, lambda s: [points(s), points(s + 50)], compile=({}, PARKED), step=(CLIP, CLIP)),
     "running": Case(lambda: stack(Running), points, compile=({}, PARKED)),
     "noted": Case(lambda: stack(lambda: Noted(as_tensor=False)), points, between=mark),
     "noted-tensor": Case(lambda: stack(lambda: Noted(as_tensor=True)), points, between=mark),
@@ -275,20 +305,14 @@ CASES: dict[str, Case] = {
     "cryptic": Case(lambda: stack(Cryptic), points, step=(CLIP, CLIP)),
     "meta": Case(Gpt, tokens, step=(CLIP, CLIP), on_meta=True, example=tokens(0)),
     # bf16 with exact masters, rounded ones, and some that are whole.
-    "bf16-gpt-adamw": Case(Gpt, two_texts, "adamw", warm_up, (BF16, {**BF16, **SMALL}), (CLIP, CLIP)),
-    "bf16-llama-fused": Case(
-        MODELS["llama_labels"], labelled, "fused", one_cycle, ({**BF16, **PARKED}, BF16), ({}, SERIAL)
-    ),
-    "bf16-llama-sgd": Case(MODELS["llama_labels"], labelled, "sgd", plateau, (BF16, {**BF16, **PARKED}), (SERIAL, {})),
-    "bf16-gpt-adafactor": Case(Gpt, tokens, "adafactor", in_sequence, (BF16, BF16), (CLIP, {**CLIP, **SERIAL})),
-    "bf16-matrices-muon": Case(matrices, tokens, "muon", warm_up, (BF16, {**BF16, **PARKED}), (CLIP, CLIP)),
-    "bf16-lora-amsgrad": Case(lora, labelled, "amsgrad", warm_up, (BF16, BF16), (CLIP, CLIP)),
+    "bf16-gpt-adamw": Case(Gpt, two_texts, "adamw", in_sequence, (BF16, {**BF16, **SMALL}), (CLIP, CLIP)),
+    "several": Case(Gpt, tokens, "muon and adamw", one_each, (BF16, BF16), (CLIP, CLIP)),
+    "several-rounded": Case(Gpt, tokens, "two counts", None, (ROUNDED, ROUNDED), (CLIP, CLIP)),
     "bf16-own-norms": Case(own_norms, tokens, "fused", None, (BF16, {**BF16, **PARKED}), (CLIP, CLIP)),
     "bf16-meta": Case(
         Gpt, tokens, "fused", None, (BF16, {**BF16, **PARKED}), (CLIP, CLIP), on_meta=True, example=tokens(0)
     ),
     "rounded-gpt-adamw": Case(Gpt, two_texts, "adamw", warm_up, (ROUNDED, {**ROUNDED, **SMALL}), (CLIP, CLIP)),
-    "rounded-llama-sgd": Case(MODELS["llama_labels"], labelled, "sgd", None, (ROUNDED, ROUNDED), ({}, SERIAL)),
 }
 
 
@@ -316,6 +340,7 @@ class Run:
             options["example_kwargs"] = case.example
         self.compiled = megatrain.compile(self.model, device="cpu", **options)
         self.optimizer = OPTIMIZERS[case.optimizer](self.model)
+        self.optimizers = self.optimizer if isinstance(self.optimizer, list) else [self.optimizer]
         self.scheduler = None if case.scheduler is None else case.scheduler(self.optimizer)
         settings = {"loss": scalar, **case.step[part]}
         if folder is None:
@@ -333,8 +358,9 @@ class Run:
             if isinstance(self.scheduler, lr_scheduler.ReduceLROnPlateau):
                 self.scheduler.step(loss)
             elif self.scheduler is not None:
-                self.scheduler.step()
-            found.append(f"{loss.hex()} at {self.optimizer.param_groups[0]['lr']!r}")
+                for scheduler in self.scheduler if isinstance(self.scheduler, list) else [self.scheduler]:
+                    scheduler.step()
+            found.append(f"{loss.hex()} at {self.optimizers[0].param_groups[0]['lr']!r}")
         return found
 
     def save(self, folder: Path, **options: Any) -> None:
@@ -347,11 +373,14 @@ class Run:
         found |= {f"weight {name}": text_of(p) for name, p in self.model.named_parameters()}
         for parameter, master in self.compiled.masters.items():
             found[f"master {names[id(parameter)]}"] = text_of(read_(torch.empty(master.shape), master))
-        for parameter, state in self.optimizer.state.items():
-            found |= {f"{key} of {names[id(parameter)]}": text_of(value) for key, value in state.items()}
-        for i, group in enumerate(self.optimizer.param_groups):
-            found |= {f"{key} of group {i}": text_of(v) for key, v in group.items() if key != "params"}
-        found["scheduler"] = None if self.scheduler is None else text_of(self.scheduler.state_dict())
+        for place, optimizer in enumerate(self.optimizers):
+            for parameter, state in optimizer.state.items():
+                found |= {f"{key} of {names[id(parameter)]}": text_of(value) for key, value in state.items()}
+            for i, group in enumerate(optimizer.param_groups):
+                found |= {f"{key} of group {place}.{i}": text_of(v) for key, v in group.items() if key != "params"}
+            found[f"count {place}"] = getattr(optimizer, "count", None)
+        schedulers = self.scheduler if isinstance(self.scheduler, list) else [self.scheduler]
+        found["scheduler"] = [each and text_of(each.state_dict()) for each in schedulers]
         found["generators"] = text_of([torch.get_rng_state(), random.getstate(), np.random.get_state()])
         found["progress"] = text_of([self.step.progress.count, self.step.progress.skipped])
         for name, module in self.model.named_modules():

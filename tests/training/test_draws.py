@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import random
 from typing import Any
 
@@ -17,7 +16,6 @@ from megatrain.device import Cpu
 from megatrain.errors import DrawsError
 from megatrain.runtime.rng import GlobalGenerators
 from tests.comparing import assert_same, snapshot
-from tests.tiers import diagonal
 from tests.training.parity import loop_step
 
 X = [torch.randn(3, 8, 16, generator=torch.Generator().manual_seed(seed)) for seed in range(3)]
@@ -85,13 +83,14 @@ def both(make: Any, activations: str = "auto") -> tuple[Any, Any, Any, Any]:
 
 @pytest.mark.parametrize(
     ("count", "make"),
-    diagonal([1, 2, 3], [lambda: nn.GRU(16, 16, 2, dropout=0.5), lambda: nn.Sequential(Drops(), Drops(), Drops())]),
+    [(2, lambda: nn.GRU(16, 16, 2, dropout=0.5)), (3, lambda: nn.Sequential(Own(), nn.Dropout(0.5), Drops(), Drops()))],
+    ids=["recurrent", "own code and many draws"],
 )
 def test_micro_batches_draw_in_the_order_of_the_loop(make: Any, count: int):
     eager, expected, compiled, found = both(make)
     loss: Any = (lambda result, batch: result[0].square().mean()) if isinstance(eager, nn.GRU) else mean_square
     step = megatrain.TrainStep(compiled, found, loss=loss)
-    for _ in range(3):
+    for _ in range(2):
         start = torch.get_rng_state()
         wanted = loop_step(eager, expected, X[:count], loss=loss)[0]
         end = torch.get_rng_state()
@@ -101,70 +100,52 @@ def test_micro_batches_draw_in_the_order_of_the_loop(make: Any, count: int):
     assert_same(dict(compiled.state_dict()), dict(eager.state_dict()))
 
 
-def test_draws_that_depend_on_values_are_refused_for_several_micro_batches_and_leave_no_trace():
-    eager, expected, compiled, found = both(Counts)
-    step = megatrain.TrainStep(compiled, found, loss=mean_square)
-    start = torch.get_rng_state()
-    wanted = loop_step(eager, expected, X[0], loss=mean_square)[0]
-    torch.set_rng_state(start)
-    assert_same(step(X[0]), wanted)
-    before, start = snapshot(compiled, found), torch.get_rng_state()
-    with pytest.raises(DrawsError, match="drew another number of random values"):
-        step(X)
-    assert_same(snapshot(compiled, found), before)
-    assert torch.equal(torch.get_rng_state(), start)
+class Kept(nn.Module):
+    """Draws from a generator that it keeps."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.generator = nn.Linear(16, 16), np.random.default_rng(1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(x) * float(self.generator.normal())
 
 
-@pytest.mark.parametrize(
-    "draw", [lambda: torch.rand(()), random.random, np.random.rand], ids=["torch", "random", "numpy"]
-)
-def test_losses_that_draw_in_a_model_that_draws_are_refused_for_several_micro_batches(draw: Any):
-    def loss(result: torch.Tensor, batch: Any) -> torch.Tensor:
-        return result.square().mean() * draw()
+def in_own_code(draw: Any) -> Any:
+    return lambda: nn.Sequential(nn.Linear(16, 16), nn.Sequential(Own(draw), nn.Dropout(0.5)), nn.Linear(16, 16))
 
-    eager, expected, compiled, found = both(lambda: nn.Sequential(Drops(), Drops()))
+
+OF_VALUES = "drew another number of random values"
+OF_LOSS = "the loss draws random numbers, and so does the model"
+OF_OWN_CODE = "a module or a hook that runs its own code draws random numbers"
+DRAWS: dict[str, tuple[Any, Any, str]] = {
+    "of values": (Counts, mean_square, OF_VALUES),
+    "loss, random": (Drops, lambda result, _: mean_square(result, _) * random.random(), OF_LOSS),
+    "random": (in_own_code(random.random), mean_square, OF_OWN_CODE),
+    "kept generator": (lambda: nn.Sequential(nn.Linear(16, 16), Kept()), mean_square, OF_OWN_CODE),
+}
+
+
+@pytest.mark.parametrize("name", DRAWS)
+def test_draws_are_eagers_for_one_micro_batch_and_refused_for_several_without_a_trace(name: str):
+    make, loss, text = DRAWS[name]
+    eager, expected, compiled, found = both(make, activations="recompute" if name == "random" else "auto")
     step = megatrain.TrainStep(compiled, found, loss=loss)
-    start = GlobalGenerators.now(Cpu())
-    wanted = loop_step(eager, expected, X[0], loss=loss)[0]
-    start.restore(Cpu())
-    assert_same(step(X[0]), wanted)
+    for _ in range(2):
+        start = GlobalGenerators.now(Cpu())
+        wanted = loop_step(eager, expected, X[0], loss=loss)[0]
+        start.restore(Cpu())
+        assert_same(step(X[0]), wanted)
+    assert_same(dict(compiled.state_dict()), dict(eager.state_dict()))
     before, start = snapshot(compiled, found), GlobalGenerators.now(Cpu())
-    with pytest.raises(DrawsError, match="the loss draws random numbers, and so does the model"):
+    with pytest.raises(DrawsError, match=text):
         step(X)
     assert_same(snapshot(compiled, found), before)
     assert start.is_same(GlobalGenerators.now(Cpu()))
+    step(X[0])
 
 
-def test_losses_that_draw_in_a_model_that_does_not_draw_as_the_loops_do():
-    def loss(result: torch.Tensor, batch: Any) -> torch.Tensor:
-        return result.square().mean() * torch.rand(())
-
-    eager, expected, compiled, found = both(lambda: nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16)))
-    start = torch.get_rng_state()
-    wanted = loop_step(eager, expected, X, loss=loss)[0]
-    end = torch.get_rng_state()
-    torch.set_rng_state(start)
-    assert_same(megatrain.TrainStep(compiled, found, loss=loss)(X), wanted)
-    assert torch.equal(torch.get_rng_state(), end)
-
-
-def test_a_module_that_runs_its_own_code_and_draws_nothing_leaves_the_loops_order():
-    eager, expected, compiled, found = both(lambda: nn.Sequential(Own(), nn.Dropout(0.5), Drops()))
-    step = megatrain.TrainStep(compiled, found, loss=mean_square)
-    for _ in range(3):
-        start = torch.get_rng_state()
-        wanted = loop_step(eager, expected, X, loss=mean_square)[0]
-        end = torch.get_rng_state()
-        torch.set_rng_state(start)
-        assert_same(step(X), wanted)
-        assert torch.equal(torch.get_rng_state(), end)
-    assert "opaque 0" in str(compiled.program)
-    assert_same(dict(compiled.state_dict()), dict(eager.state_dict()))
-
-
-@pytest.mark.parametrize(
-    "draw", [lambda: torch.rand(()), random.random, np.random.rand], ids=["torch", "random", "numpy"]
-)
+@pytest.mark.parametrize("draw", [lambda: torch.rand(()), np.random.rand], ids=["torch", "numpy"])
 def test_a_module_that_draws_though_it_did_not_in_the_capture_is_refused_and_leaves_no_trace(draw: Any):
     _, _, compiled, found = both(lambda: nn.Sequential(Own(draw, quiet=10), nn.Dropout(0.5), nn.Linear(16, 16)))
     step = megatrain.TrainStep(compiled, found, loss=mean_square)
@@ -172,88 +153,7 @@ def test_a_module_that_draws_though_it_did_not_in_the_capture_is_refused_and_lea
     own: Any = compiled[0]
     own.left[0] = 0
     before, start = snapshot(compiled, found), torch.get_rng_state()
-    with pytest.raises(DrawsError, match="drew another number of random values"):
+    with pytest.raises(DrawsError, match=OF_VALUES):
         step(X)
     assert_same(snapshot(compiled, found), before)
     assert torch.equal(torch.get_rng_state(), start)
-
-
-@pytest.mark.parametrize(
-    "draw",
-    [lambda: torch.rand(()), random.random, np.random.rand, lambda: F.dropout(torch.ones(16), 0.5)],
-    ids=["torch", "random", "numpy", "dropout"],
-)
-@pytest.mark.parametrize("activations", ["recompute", "keep"])
-def test_a_module_that_draws_in_its_own_code_draws_as_eager_for_one_micro_batch_and_is_refused_for_several(
-    draw: Any, activations: str
-):
-    eager, expected, compiled, found = both(
-        lambda: nn.Sequential(nn.Linear(16, 16), nn.Sequential(Own(draw), nn.Dropout(0.5)), nn.Linear(16, 16)),
-        activations=activations,
-    )
-    step = megatrain.TrainStep(compiled, found, loss=mean_square)
-    for _ in range(3):
-        start = GlobalGenerators.now(Cpu())
-        wanted = loop_step(eager, expected, X[0], loss=mean_square)[0]
-        start.restore(Cpu())
-        assert_same(step(X[0]), wanted)
-    before, start = snapshot(compiled, found), GlobalGenerators.now(Cpu())
-    with pytest.raises(DrawsError, match="a module or a hook that runs its own code draws random numbers"):
-        step(X)
-    assert_same(snapshot(compiled, found), before)
-    assert start.is_same(GlobalGenerators.now(Cpu()))
-    step(X[0])
-
-
-@pytest.mark.parametrize("activations", ["recompute", "keep"])
-def test_a_hook_that_draws_leaves_the_numbers_of_the_modules_after_it(activations: str):
-    eager, expected, compiled, found = both(
-        lambda: nn.Sequential(*(nn.Sequential(nn.Linear(16, 16), nn.Dropout(0.5)) for _ in range(2))),
-        activations=activations,
-    )
-    drawn: dict[str, list[Any]] = {"eager": [], "compiled": []}
-    for name, model in (("eager", eager), ("compiled", compiled)):
-        model[0][0].register_forward_hook(lambda *_, log=drawn[name]: log.append(torch.rand(()).item()))
-    step = megatrain.TrainStep(compiled, found, loss=mean_square)
-    for _ in range(3):
-        start = torch.get_rng_state()
-        wanted = loop_step(eager, expected, X[0], loss=mean_square)[0]
-        torch.set_rng_state(start)
-        assert_same(step(X[0]), wanted)
-    assert drawn["eager"] == drawn["compiled"]
-    assert_same(dict(compiled.state_dict()), dict(eager.state_dict()))
-    with pytest.raises(DrawsError, match="a module or a hook that runs its own code draws random numbers"):
-        step(X)
-
-
-class Kept(nn.Module):
-    """Draws from a generator that it keeps."""
-
-    def __init__(self, make: Any) -> None:
-        super().__init__()
-        self.layer, self.generator = nn.Linear(16, 16), make()
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.layer(x) * float(self.generator.normal() if self.is_of_numpy else self.generator.gauss())
-
-    @property
-    def is_of_numpy(self) -> bool:
-        return not isinstance(self.generator, random.Random)
-
-
-@pytest.mark.parametrize("make", [lambda: random.Random(1), lambda: np.random.default_rng(1), np.random.RandomState])
-@pytest.mark.parametrize("activations", ["recompute", "keep"])
-def test_a_generator_that_a_module_keeps_draws_as_in_eager(make: Any, activations: str):
-    one = make()
-    make_one: Any = lambda: copy.deepcopy(one)  # noqa: E731
-    eager, expected, compiled, found = both(lambda: nn.Sequential(nn.Linear(16, 16), Kept(make_one)), activations)
-    step = megatrain.TrainStep(compiled, found, loss=mean_square)
-    for _ in range(3):
-        assert_same(step(X[0]), loop_step(eager, expected, X[0], loss=mean_square)[0])
-    loss = mean_square(compiled(X[0]), X[0])
-    assert_same(loss, mean_square(eager(X[0]), X[0]))
-    with torch.no_grad():
-        assert_same(compiled(X[1]), eager(X[1]))
-    assert_same(dict(compiled.state_dict()), dict(eager.state_dict()))
-    with pytest.raises(DrawsError, match="a module or a hook that runs its own code draws random numbers"):
-        step(X)

@@ -30,7 +30,7 @@ def test_a_compiled_model_ends_without_the_collector_before_its_optimizer() -> N
     threads, ends = set(threading.enumerate()), []
     gc.disable()
     try:
-        for clipping in (None, 1.0, 1.0):
+        for clipping in (None, 1.0):
             compiled = megatrain.compile(model, device="cpu", transfer="copy")
             step = megatrain.TrainStep(compiled, optimizer, loss=lambda r, _: r.square().mean(), max_grad_norm=clipping)
             for _ in range(3):
@@ -89,17 +89,6 @@ def test_nothing_holds_the_callers_batch_or_what_came_of_it() -> None:
         gc.enable()
 
 
-def test_steps_end_although_their_compiled_model_lives() -> None:
-    model = nn.Sequential(nn.Linear(8, 8))
-    optimizer = torch.optim.AdamW(model.parameters())
-    compiled = megatrain.compile(model, device="cpu")
-    for _ in range(3):
-        step = megatrain.TrainStep(compiled, optimizer, loss=lambda r, _: r.square().mean(), max_grad_norm=1.0)
-        step(torch.randn(4, 8))
-    gc.collect()  # classes are cycles
-    assert len(compiled.megatrain._before_reads) == 1
-
-
 FORKS = """
 import os, sys, torch, megatrain
 torch.set_num_threads(1)
@@ -133,7 +122,7 @@ print("parent works")
 """
 
 
-@pytest.mark.wide
+@pytest.mark.nightly
 def test_a_forked_process_is_refused_runs_and_may_look() -> None:
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", FORKS], capture_output=True, text=True, timeout=120, cwd=ROOT

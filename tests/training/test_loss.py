@@ -1,17 +1,25 @@
-"""A loss may do with the model's results what it may do in eager: write into them, hook them, keep their gradients."""
+"""A loss: what it may do with results and with state, and the memory that it takes."""
 
 from __future__ import annotations
 
+import itertools
+import random
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
+from torch import nn
 
 import megatrain
+from megatrain.errors import ExecuteError, ScheduleError
+from megatrain.passes.measuring.live_bytes import LiveBytes
+from megatrain.planning.loss_bytes import measure_loss
+from megatrain.scheduler.lifetimes.peak import find_peak
 from tests.comparing import assert_same, snapshot
-from tests.tiers import diagonal
-from tests.training.parity import MODES, SideBySide, adamw, gpt_batch, loop_step, sgd, stack_batch
+from tests.training.parity import SideBySide, adamw, loop_step, stack_batch
 
 
 def divided(result: Any, batch: Any) -> torch.Tensor:
@@ -36,54 +44,249 @@ def summed(result: Any, batch: Any) -> torch.Tensor:
 
 def hooked(result: Any, batch: Any) -> torch.Tensor:
     result.register_hook(lambda g: g * 2)
+    result.retain_grad()
+    assert not result.is_leaf
+    GRADIENTS.append(result)
     return result.square().mean()
 
 
-LOSSES: dict[str, Callable[[Any, Any], torch.Tensor]] = {
-    "divided": divided,
-    "masked": masked,
-    "scaled": scaled,
-    "summed": summed,
-    "hooked": hooked,
+GRADIENTS: list[torch.Tensor] = []
+
+
+def test_a_loss_may_write_into_results_hook_them_and_keep_their_gradients() -> None:
+    sides = SideBySide.of("stack", adamw, max_grad_norm=0.5)
+    for loss in (divided, masked, scaled, summed, hooked):
+        GRADIENTS.clear()
+        step = megatrain.TrainStep(sides.compiled, sides.optimizer, loss=loss, max_grad_norm=0.5)
+        for number in range(2):
+            batches = [stack_batch(number, 2), stack_batch(number + 10, 2)]
+            expected, _ = loop_step(sides.eager, sides.eager_optimizer, batches, loss=loss, max_norm=0.5)
+            assert_same(expected, step(batches), loss.__name__)
+        step.flush()
+        assert_same(snapshot(sides.eager, sides.eager_optimizer), snapshot(sides.streamed, sides.optimizer))
+        kept = [result.grad for result in GRADIENTS if type(result) is torch.Tensor]
+        assert_same(kept[:2] + kept[4:6], kept[2:4] + kept[6:8])
+
+
+class Counts(nn.Linear):
+    """A buffer that the forward writes, and one that it reads; its backward looks at the first."""
+
+    def __init__(self) -> None:
+        super().__init__(3, 3)
+        self.count: Any
+        self.shift: Any
+        self.register_buffer("count", torch.zeros(()))
+        self.register_buffer("shift", torch.ones(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            self.count.add_(1)
+        return super().forward(x) + self.shift
+
+
+WRITES: dict[str, tuple[Callable[[Any], torch.Tensor], int]] = {
+    "parameter `1.bias`": (lambda model: model[1].bias, 1),
+    "buffer `1.shift`": (lambda model: model[1].shift, 1),
+    "buffer `1.count`": (lambda model: model[1].count, 2),
 }
 
 
-@pytest.mark.parametrize(("loss", "mode"), diagonal(LOSSES, ["overlap", "deferred"]))
-def test_a_loss_that_writes_into_results_has_eagers_bits(loss: str, mode: str) -> None:
-    sides = SideBySide.of("stack", adamw, **MODES[mode])
-    step = megatrain.TrainStep(sides.compiled, sides.optimizer, loss=LOSSES[loss], **MODES[mode])
-    for number in range(3):
-        batches = [stack_batch(number, 2), stack_batch(number + 10, 2)]
-        expected, _ = loop_step(sides.eager, sides.eager_optimizer, batches, loss=LOSSES[loss], max_norm=sides.max_norm)
-        assert_same(expected, step(batches), number)
-    step.flush()
-    assert_same(snapshot(sides.eager, sides.eager_optimizer), snapshot(sides.streamed, sides.optimizer))
+@pytest.mark.parametrize("name", WRITES)
+def test_writes_of_a_loss_that_come_too_late_are_refused_and_a_step_that_ends_leaves_buffers(name: str) -> None:
+    of, count = WRITES[name]
+    model = nn.Sequential(nn.Linear(3, 3), Counts())
 
-
-def test_the_models_own_loss_may_be_scaled_in_place() -> None:
-    sides = SideBySide.of("gpt", sgd)
-    step = megatrain.TrainStep(sides.compiled, sides.optimizer, loss=lambda result, _: result[1].mul_(0.5))
-    for number in range(2):
-        batch = gpt_batch(number, 2)
-        torch.manual_seed(number)
-        expected, _ = loop_step(sides.eager, sides.eager_optimizer, batch, loss=lambda result, _: result[1].mul_(0.5))
-        torch.manual_seed(number)
-        assert_same(expected, step(batch), number)
-    sides.step.flush()
-    assert_same(snapshot(sides.eager, sides.eager_optimizer), snapshot(sides.streamed, sides.optimizer))
-
-
-def test_results_are_no_leaves_and_keep_their_gradient_if_asked() -> None:
-    sides = SideBySide.of("stack", sgd)
-    found = []
-
-    def loss(result: Any, batch: Any) -> torch.Tensor:
-        assert not result.is_leaf
-        result.retain_grad()
-        found.append(result)
+    def loss(result: torch.Tensor, batch: Any) -> torch.Tensor:
+        if type(result) is torch.Tensor:  # not in the trial on tensors without values
+            with torch.no_grad():
+                of(model).mul_(2)
         return result.square().mean()
 
-    step = megatrain.TrainStep(sides.compiled, sides.optimizer, loss=loss)
-    loop_step(sides.eager, sides.eager_optimizer, stack_batch(0, 2), loss=loss)
-    step(stack_batch(0, 2))
-    assert_same(found[0].grad, found[1].grad)
+    compiled = megatrain.compile(model, device="cpu", memory="16KiB", transfer="copy", block_bytes=1)
+    step = megatrain.TrainStep(compiled, torch.optim.SGD(model.parameters(), lr=0.05), loss=loss)
+    with pytest.raises(ExecuteError, match=rf"writes {name}, which the rest"):
+        step([torch.ones(2, 3)] * count)
+    assert int(model.get_buffer("1.count")) == 0
+
+
+# -- memory ----------------------------------------------------------------------------------------------------------
+
+WORDS, WIDTH, TOKENS = 512, 8, 16
+LOGITS = TOKENS * WORDS  # elements
+
+
+def build() -> nn.Module:
+    torch.manual_seed(0)
+    body = [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU()) for _ in range(3)]
+    return nn.Sequential(nn.Embedding(WORDS, WIDTH), *body, nn.Linear(WIDTH, WORDS, bias=False)).bfloat16()
+
+
+def ids(seed: int = 0) -> torch.Tensor:
+    return torch.randint(WORDS, (2, TOKENS // 2), generator=torch.Generator().manual_seed(seed))
+
+
+def wide_loss(logits: torch.Tensor, batch: torch.Tensor) -> torch.Tensor:
+    return F.cross_entropy(logits.float().flatten(0, 1), batch.flatten())
+
+
+def step_of(loss: Any, **options: Any) -> megatrain.TrainStep:
+    model = build()
+    compiled = megatrain.compile(model, device="cpu", **{"memory": "4MiB", **options})
+    return megatrain.TrainStep(compiled, torch.optim.SGD(model.parameters(), lr=0.1), loss=loss)
+
+
+def test_the_term_is_what_the_loss_takes():
+    """Logits in fp32, their log-softmax and its gradient: not one of them is in the model's program."""
+    found: list[int] = []
+
+    def watched(logits: torch.Tensor, batch: torch.Tensor) -> torch.Tensor:
+        leaf = logits.detach().requires_grad_()
+        with LiveBytes([leaf, batch], leaf.device) as live:
+            (gradient,) = torch.autograd.grad(wide_loss(leaf, batch), leaf)
+        found.append(live.peak - gradient.nbytes)
+        return wide_loss(logits, batch)
+
+    step = step_of(wide_loss)
+    term = step.prepare(ids()).known_workload().loss_bytes
+    step_of(watched)(ids())
+    assert found[-1] == pytest.approx(term, rel=0.01)
+    assert term >= 2 * 4 * LOGITS
+    assert "loss" in dict(find_peak(step.schedule).parts)
+    assert step.schedule.device_bytes - step.schedule.peak_bytes >= 4 * LOGITS
+
+
+@pytest.mark.usefixtures("no_smaller_blocks")
+def test_a_budget_without_room_for_the_loss_is_refused():
+    needed = step_of(wide_loss, activations="offload").prepare(ids()).device_bytes
+    with_room = step_of(wide_loss, activations="offload", memory=needed)
+    with_room(ids())
+    with pytest.raises(ScheduleError, match=rf"a memory of {needed // 2} B is too small.*\n.*loss \d+ B"):
+        step_of(wide_loss, activations="offload", memory=needed // 2, chunking="never").prepare(ids())
+
+
+def test_measuring_leaves_no_trace():
+    class Loss(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.count = 0
+            self.scale = nn.Parameter(torch.ones(()))
+
+        def forward(self, logits: torch.Tensor, batch: torch.Tensor) -> torch.Tensor:
+            self.count += 1
+            seen.append(logits.detach())
+            dropped = F.dropout(logits.float(), 0.1) * self.scale.detach()
+            random.random()
+            return F.cross_entropy(dropped.flatten(0, 1), batch.flatten())
+
+    seen: list[torch.Tensor] = []
+    loss = Loss()
+    step = step_of(loss)
+    random.seed(0)
+    before = torch.get_rng_state(), random.getstate()
+    assert step.prepare(ids()).known_workload().loss_bytes > 2 * 4 * LOGITS
+    assert (loss.count, seen, loss.scale.grad) == (0, [], None)
+    assert torch.equal(torch.get_rng_state(), before[0])
+    assert random.getstate() == before[1]
+    step([ids(), ids(1)])
+    step(ids())
+    assert (loss.count, len(seen)) == (3, 3)
+    assert all(type(t) is torch.Tensor for t in seen)
+
+
+class Centre(nn.Module):
+    """A loss with state."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+        self.register_buffer("centre", torch.zeros(WORDS))
+
+    def forward(self, logits: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        self.centre = self.centre * 0.9 + logits.detach().float().mean((0, 1)) * 0.1
+        return (logits.float() - self.centre).square().mean() * self.calls
+
+
+def stepping(centre: Any) -> Any:
+    """A loss that trains something of its own."""
+    weight = nn.Parameter(torch.ones(()))
+    optimizer = torch.optim.Adam([weight], lr=0.1)
+
+    def loss(logits: torch.Tensor, batch: Any) -> torch.Tensor:
+        optimizer.zero_grad()
+        (weight * logits.detach().float().mean()).square().backward()
+        optimizer.step()
+        return centre(logits) * weight.detach()
+
+    return loss
+
+
+def generated(centre: Any) -> Any:
+    weights, numbers = (float(number) for number in range(1, 100)), itertools.count(1)
+    return lambda logits, batch: centre(logits) * next(weights) * next(numbers)
+
+
+def drawing(centre: Any) -> Any:
+    own, torchs, numpys = random.Random(0), torch.Generator().manual_seed(0), np.random.default_rng(0)
+    return lambda logits, batch: (
+        centre(logits) * own.random() * torch.rand((), generator=torchs).item() * numpys.random()
+    )
+
+
+@pytest.mark.parametrize("make", [stepping, generated, drawing])
+def test_a_loss_with_state_is_called_once_for_each_micro_batch(make: Any) -> None:
+    ends: list[Any] = []
+    for is_eager in (True, False):
+        centre, model = Centre(), build()
+        loss, optimizer = make(centre), torch.optim.SGD(model.parameters(), lr=0.1)
+        if is_eager:
+            found = [loop_step(model, optimizer, ids(number), loss=loss)[0] for number in range(2)]
+        else:
+            compiled = megatrain.compile(model, device="cpu", memory="4MiB")
+            step = megatrain.TrainStep(compiled, optimizer, loss=loss)
+            found = [step(ids(number)) for number in range(2)]
+            step.flush()
+        ends.append([found, centre.calls, centre.centre, model.state_dict()])
+    assert_same(*ends)
+
+
+def test_a_loss_that_reads_values_counts_four_copies_of_the_results():
+    def reads(logits: torch.Tensor, batch: torch.Tensor) -> torch.Tensor:
+        return wide_loss(logits, batch) * (2.0 if logits.float().sum().item() > 0 else 1.0)
+
+    step = step_of(reads)
+    assert step.prepare(ids()).known_workload().loss_bytes == 4 * 4 * LOGITS
+    step(ids())
+
+
+def test_the_loss_is_measured_once_per_shape(monkeypatch: pytest.MonkeyPatch):
+    calls: list[object] = []
+
+    def counted(*given: Any) -> int:
+        calls.append(given)
+        return measure_loss(*given)
+
+    monkeypatch.setattr("megatrain.training.setup.measure_loss", counted)
+    model = build()
+    compiled = megatrain.compile(model, device="cpu", memory="4MiB")
+    step = megatrain.TrainStep(compiled, torch.optim.SGD(model.parameters()), loss=wide_loss, max_grad_norm=1.0)
+    for seed in range(3):
+        step(ids(seed))  # the first and the others have schedules of two kinds
+    assert len(calls) == 1
+    step([ids(3), ids(4)])
+    assert len(calls) == 1, "two micro-batches of one program"
+    step([ids(5), ids(6)[:1]])
+    assert len(calls) == 3, "two micro-batches of two programs"
+    step([ids(7)[:1], ids(8)])
+    assert len(calls) == 3, "the same two"
+
+
+def test_a_plan_counts_the_loss_too():
+    model = build()
+    plans = [megatrain.plan(model, ids(), loss=loss, activations="recompute") for loss in (None, wide_loss)]
+    assert plans[0].schedule.known_workload().loss_bytes == 0
+    assert plans[1].schedule.device_bytes > plans[0].schedule.device_bytes
+    assert "  loss " in str(plans[1])
+    step = step_of(wide_loss)
+    term = step.prepare(ids()).known_workload().loss_bytes
+    assert plans[1].schedule.known_workload().loss_bytes == term

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import inspect
 import re
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,6 @@ from megatrain import saving
 from megatrain.optim.per_parameter import is_per_parameter, unregister
 from tests.saving.training import same
 from tests.test_progress import Terminal
-from tests.tiers import wide
 
 PAGE = (Path(__file__).parents[2] / "docs" / "training.md").read_text()
 SNIPPETS = re.findall(r"^```python\n(.*?)^```$", PAGE, re.DOTALL | re.MULTILINE)
@@ -38,14 +36,6 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
         patch.chdir(folder)
         execute(SCRIPT, {})
     return folder
-
-
-@pytest.fixture
-def ended(undisturbed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    """The script's names at its end, in a folder of its own; it takes them from its last checkpoint."""
-    shutil.copytree(undisturbed, tmp_path, dirs_exist_ok=True)
-    monkeypatch.chdir(tmp_path)
-    return execute(SCRIPT, {})
 
 
 def test_the_script_goes_on_where_it_was_stopped(
@@ -70,12 +60,6 @@ def test_the_script_goes_on_where_it_was_stopped(
         assert same(load_file(one.folder / file), load_file(other.folder / file))
 
 
-def test_a_line_shows_its_progress(ended: dict[str, Any], monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("sys.stderr", terminal := Terminal())
-    execute(PROGRESS, ended)
-    assert re.search(r"tok/s, device=\d.*, loss=\d\.\d{3}, step=14/14", terminal.getvalue())
-
-
 def stop(patch: pytest.MonkeyPatch, count: int) -> None:
     """Lets the process end when a step is asked for after `count` of them."""
     take = megatrain.TrainStep.__call__
@@ -88,24 +72,48 @@ def stop(patch: pytest.MonkeyPatch, count: int) -> None:
     patch.setattr(megatrain.TrainStep, "__call__", stopping)
 
 
-def test_the_snippets_behind_the_script_do_what_they_say(ended: dict[str, Any]):
-    found = ended
-    for number in (12, 13):  # the second takes the updates that the first leaves due
-        found["step"](found["batch"](number))
+def test_the_other_snippets_do_what_they_say(undisturbed: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(undisturbed)
+    found = execute(SCRIPT, {})  # takes its names from the last checkpoint
+
+    # A Ctrl-C between a step and its scheduler's: both are saved of one step.
+    kind = type(found["scheduler"])
+    take = kind.step
+
+    def interrupted(_: Any) -> None:
+        monkeypatch.setattr(kind, "step", take)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(kind, "step", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        execute(SAVING, found)
+    saved = saving.load("runs/first").extra
+    assert saved["progress"]["count"] == saved["scheduler"]["last_epoch"] == 13
+
+    monkeypatch.setattr("sys.stderr", terminal := Terminal())
+    execute(PROGRESS, found)
+    assert re.search(r"tok/s, device=\d.*, loss=\d\.\d{3}, step=14/14", terminal.getvalue())
+    found["step"](found["batch"](13))  # takes the updates that the step before left due
     assert re.search(r"^updates: deferred, clipped$", str(found["step"].schedule), re.MULTILINE)
     for group in found["optimizer"].param_groups:
         group["lr"] = 1e-3  # the script ends with none
     for code in (READING, DROPOUT):  # they hold assertions
         execute(code, found)
+
+    micro_batches = found["batch"](0)
+    found["step"](micro_batches)
+    execute(GIVEN, found)
+    for _ in range(2):  # updates are deferred, and the first step has none to run
+        found["again"](micro_batches)
+    assert str(found["again"].schedule) == str(found["step"].schedule)
+
     execute(WEIGHT, found)
     mixed = [found["batch"](n)[0] for n in range(2)]
     mixed[0]["labels"] = mixed[0]["labels"].index_fill(1, torch.arange(8), -100)
     assert [int(found["num_targets"](part)) for part in mixed] == [48, 62]
     found["step"](mixed)
+    found["step"].flush()
 
-
-def test_several_optimizers_have_the_bits_of_their_loop(ended: dict[str, Any]):
-    found = ended
     eager = copy.deepcopy(found["model"])
     torch.manual_seed(3)
     execute(SEVERAL, found)
@@ -137,34 +145,6 @@ def own_options(optimizer: torch.optim.Optimizer, options: dict[str, Any]) -> di
     return {key: value for key, value in options.items() if key in taken}
 
 
-def test_a_step_takes_the_plan_of_another_one(ended: dict[str, Any]):
-    micro_batches = ended["batch"](0)
-    for _ in range(2):  # updates are deferred, and the first step has none to run
-        ended["step"](micro_batches)
-    execute(GIVEN, ended)
-    for _ in range(2):
-        ended["again"](micro_batches)
-    assert str(ended["again"].schedule) == str(ended["step"].schedule)
-
-
-def test_the_handler_of_the_page_saves_scheduler_and_model_of_one_step(
-    ended: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-):
-    found = ended
-    kind = type(found["scheduler"])
-    take = kind.step
-
-    def interrupted(_: Any) -> None:
-        monkeypatch.setattr(kind, "step", take)
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(kind, "step", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        execute(SAVING, found)
-    saved = saving.load("runs/first").extra
-    assert saved["progress"]["count"] == saved["scheduler"]["last_epoch"] == 13
-
-
 def test_the_plan_on_the_page_is_the_one_that_is_made(capsys: pytest.CaptureFixture[str]):
     execute(PLAN, {})
     (shown,) = re.findall(r"^```text\n(plan: .*?)^```$", PAGE, re.DOTALL | re.MULTILINE)
@@ -172,7 +152,6 @@ def test_the_plan_on_the_page_is_the_one_that_is_made(capsys: pytest.CaptureFixt
 
 
 ROWS = re.findall(r"^\| (\w+) \| (yes|no) \| (\d+) \| (.*) \| (.*) \| (.*) \|$", PAGE, re.MULTILINE)
-TRIED = (("fp32", "no", "8"),)
 
 
 @pytest.fixture(scope="module")
@@ -180,10 +159,11 @@ def planned() -> dict[str, Any]:
     return execute(PLAN.partition("plan = ")[0], {})
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("precision", "clips", "micro_batches", "device", "host", "per_parameter"),
     # The page's own plan is in bf16 and clips.
-    [row if row[:3] in TRIED else wide(row) for row in ROWS],
+    ROWS,
 )
 def test_the_other_plans_have_the_figures_of_the_table(
     precision: str, clips: str, micro_batches: str, device: str, host: str, per_parameter: str, planned: dict[str, Any]

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-import itertools
 import math
+from collections.abc import Callable, Generator
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,12 +14,26 @@ import torch
 from torch import nn
 
 import megatrain
+from megatrain.optim.per_parameter import register, unregister
 from megatrain.runtime.streams.stream_set import Chaos
 from tests.comparing import assert_same, snapshot
-from tests.tiers import diagonal, one_in
-from tests.training.parity import MODES, TASKS, SideBySide, adamw, emptied, fresh, loop_step, sgd, square, stack_batch
+from tests.optim.reference import Reference, assert_same_training
+from tests.training.hazards import WIDTH
+from tests.training.parity import (
+    MODES,
+    TASKS,
+    SideBySide,
+    adamw,
+    emptied,
+    fresh,
+    generator_of,
+    loop_step,
+    sgd,
+    square,
+    stack_batch,
+)
 
-STEPS = 8
+STEPS = 6
 
 
 def trained(model: nn.Module) -> list[nn.Parameter]:
@@ -28,56 +44,46 @@ def matrices(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.Muon([p for p in trained(model) if p.dim() == 2], lr=2e-2, weight_decay=0.1)
 
 
-OPTIMIZERS: dict[str, Any] = {
-    "adamw": adamw,
-    "adamw_fused": lambda model: torch.optim.AdamW(trained(model), lr=1e-2, fused=True),
-    "sgd": sgd,
-    "adafactor": lambda model: torch.optim.Adafactor(trained(model), lr=1e-2),
-    "muon": matrices,
-}
-MODELS = ("gpt", "llama", "t5", "cnn", "lora")
-ACTIVATIONS = {"gpt": "offload", "llama": "recompute", "t5": "auto", "cnn": "keep", "lora": "offload"}
-# Modes and transfers take turns among the cases of `make test`, and again among those of `make wide`.
-MODE, TRANSFER = list(MODES), ("copy", "copy", "bind")
-CASES = one_in(
-    4,
-    (
-        (model, optimizer, MODE[index // 4 % len(MODE)], TRANSFER[index // 4 % len(TRANSFER)])
-        for index, (model, optimizer) in enumerate(itertools.product(MODELS, OPTIMIZERS))
-    ),
-)
+def adafactor(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.Adafactor(trained(model), lr=1e-2)
+
+
+def fused(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(trained(model), lr=1e-2, fused=True)
 
 
 class Schedule:
     """What a user changes between steps: a warm-up, and hand edits of options in the middle."""
 
-    def __init__(self, optimizer: torch.optim.Optimizer, *, warm_up: bool):
+    def __init__(self, optimizer: torch.optim.Optimizer):
         self.optimizer = optimizer
-        warm = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / 5)) if warm_up else None
-        self.warm_up = warm
+        self.warm_up = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / 5))
 
     def after(self, step: int) -> None:
-        if self.warm_up is not None:
-            self.warm_up.step()
+        self.warm_up.step()
         if step == STEPS // 2:
             for group in self.optimizer.param_groups:
                 group["lr"] = group["lr"] * 0.25
                 group["weight_decay"] = group["weight_decay"] * 0.5
 
 
-@pytest.mark.parametrize(("name", "optimizer", "mode", "transfer"), CASES)
-def test_many_steps_have_the_bits_of_the_loop(name: str, optimizer: str, mode: str, transfer: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "make", "mode", "compiled_with"),
+    [
+        ("gpt", adamw, "overlap", {"activations": "offload"}),
+        ("llama", adafactor, "deferred", {"transfer": "bind"}),
+        ("t5", fused, "spread", {"activations": "auto"}),
+        ("cnn", sgd, "serial_clipped", {"activations": "keep"}),
+        ("lora", matrices, "serial", {"activations": "recompute"}),
+    ],
+    ids=["gpt", "llama", "t5", "cnn", "lora"],
+)
+def test_many_steps_have_the_bits_of_the_loop(name: str, make: Any, mode: str, compiled_with: dict[str, Any]) -> None:
     task, options = TASKS[name], MODES[mode]
-    make = OPTIMIZERS[optimizer]
     eager = task.build()
-    chaos = Chaos(seed=len(name), max_delay_s=0.0001)
-    activations = ACTIVATIONS[name] if transfer == "copy" else "auto"
-    compiled = fresh(name, chaos, transfer=transfer, activations=activations)
-    if optimizer == "muon" and name in ("llama", "cnn"):  # frozen; in the other models they are no business of Muon's
-        for parameter in (*eager.parameters(), *compiled.parameters()):
-            parameter.requires_grad_(parameter.dim() == 2)
+    compiled = fresh(name, Chaos(seed=len(name), max_delay_s=0.0001), **compiled_with)
     expected, found = make(eager), make(compiled)
-    schedules = Schedule(expected, warm_up=optimizer == "adamw"), Schedule(found, warm_up=optimizer == "adamw")
+    schedules = Schedule(expected), Schedule(found)
     step = megatrain.TrainStep(compiled, found, loss=task.loss, **options)
     torch.manual_seed(7)
     generator = torch.get_rng_state()
@@ -100,25 +106,26 @@ def test_many_steps_have_the_bits_of_the_loop(name: str, optimizer: str, mode: s
     assert all(p.grad is None for p in compiled.megatrain.model.parameters())
 
 
+# -- weights without elements ----------------------------------------------------------------------------------------
+
+
 def stock(name: str, **options: Any) -> Any:
     return lambda model: getattr(torch.optim, name)(model.parameters(), lr=1e-2, **options)
 
 
-EMPTY = {
-    "muon": lambda model: [matrices(model), torch.optim.SGD([p for p in model.parameters() if p.dim() < 2], lr=1e-2)],
-    "sgd": stock("SGD", momentum=0.9),
-    "adamw fused": stock("AdamW", fused=True),
-    "adam": stock("Adam", amsgrad=True, foreach=True),
-    **{name: stock(name) for name in ("Adagrad", "Adadelta", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "ASGD")},
-}
-EMPTY_MODES = {**MODES, "reported": {"report_norm": True}, "skip": {"on_nonfinite": "skip"}}
+EMPTY: list[tuple[Any, dict[str, Any]]] = [
+    (lambda model: [matrices(model), torch.optim.SGD([p for p in model.parameters() if p.dim() < 2], lr=1e-2)], {}),
+    (stock("AdamW", fused=True), {"spread": True}),
+    (stock("Adam", amsgrad=True, foreach=True), {"max_grad_norm": 0.5}),
+    (stock("Adamax"), {"report_norm": True}),
+    (stock("Rprop"), {"on_nonfinite": "skip"}),
+]
 
 
-@pytest.mark.parametrize(("optimizer", "mode"), diagonal(EMPTY, EMPTY_MODES))
-def test_weights_without_elements_train_as_in_the_loop(optimizer: str, mode: str) -> None:
-    options = EMPTY_MODES[mode]
+@pytest.mark.parametrize(("make", "options"), EMPTY, ids=range(len(EMPTY)))
+def test_weights_without_elements_train_as_in_the_loop(make: Any, options: dict[str, Any]) -> None:
     chaos = {"chaos": Chaos(seed=3, max_delay_s=0.001), "block_bytes": 1}
-    sides = SideBySide.of("emptied", EMPTY[optimizer], compile_options=chaos, **options)
+    sides = SideBySide.of("emptied", make, compile_options=chaos, **options)
     clip = options.get("max_grad_norm", math.inf)
     for number in range(3):
         given = [stack_batch(number + 10 * i, 2) for i in range(1 + number % 2)]
@@ -129,23 +136,110 @@ def test_weights_without_elements_train_as_in_the_loop(optimizer: str, mode: str
     assert not any(parameter.numel() for parameter in (sides.streamed.rows, sides.streamed.shift))
 
 
-@pytest.mark.parametrize("masters", ["exact", "rounded"])
-def test_weights_without_elements_change_nothing_in_bf16(masters: str, tmp_path: Path) -> None:
+def test_weights_without_elements_change_nothing_in_bf16(tmp_path: Path) -> None:
     """The layers train as in a model without such weights, and from a checkpoint too."""
     ends: list[Any] = []
+    bf16: dict[str, Any] = {"device": "cpu", "transfer": "copy", "precision": "bf16", "masters": "rounded"}
+    settings: dict[str, Any] = {"loss": square, "max_grad_norm": 0.5}
     for has_some in (True, False):
         model = emptied(has_some=has_some)
-        compiled = megatrain.compile(model, device="cpu", transfer="copy", precision="bf16", masters=masters)
-        step = megatrain.TrainStep(compiled, adamw(model), loss=square, max_grad_norm=0.5)
+        step = megatrain.TrainStep(megatrain.compile(model, **bf16), adamw(model), **settings)
         for number in range(3):
             if has_some and number == 2:
                 step.save(tmp_path / "run")
                 model = emptied()
-                compiled = megatrain.compile(model, device="cpu", transfer="copy", precision="bf16", masters=masters)
-                step = megatrain.TrainStep.load(
-                    tmp_path / "run", compiled, adamw(model), loss=square, max_grad_norm=0.5
-                )
+                compiled = megatrain.compile(model, **bf16)
+                step = megatrain.TrainStep.load(tmp_path / "run", compiled, adamw(model), **settings)
             step([stack_batch(number, 2), stack_batch(number + 10, 2)])
         step.flush()
         ends.append([parameter for parameter in model.parameters() if parameter.numel()])
     assert_same(*ends)
+
+
+# -- optimizers whose code nobody knows ------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def promise() -> Generator[Callable[[type[torch.optim.Optimizer]], object]]:
+    """Registers classes, for the time of a test."""
+    kinds: list[type[torch.optim.Optimizer]] = []
+    yield lambda kind: kinds.append(register(kind))
+    for kind in kinds:
+        unregister(kind)
+
+
+class Failing(torch.optim.AdamW):
+    """Divides by a norm of all gradients, and fails when everything is written."""
+
+    fails = False
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        norm = nn.utils.get_total_norm([p.grad for group in self.param_groups for p in group["params"]])
+        self.param_groups[0]["lr"] = 0.1 / (1 + float(norm))
+        self.taken = getattr(self, "taken", 0) + 1
+        super().step()
+        if Failing.fails:
+            raise KeyError("my own error")
+
+
+def test_a_step_at_once_that_fails_leaves_no_trace() -> None:
+    sides = SideBySide.of("hazardous", lambda model: Failing(model.parameters()), max_grad_norm=0.5)
+    for number in range(4):
+        batch = [torch.randn(3, WIDTH, generator=generator_of(number + i)) for i in range(2)]
+        if number in (0, 2):
+            torch.manual_seed(number)
+            sides.step.flush()
+            before = snapshot(sides.streamed, sides.optimizer)
+            Failing.fails = True
+            with pytest.raises(KeyError, match="my own error"):
+                sides.step(batch)
+            Failing.fails = False
+            assert_same(before, snapshot(sides.streamed, sides.optimizer))
+        sides.take(batch, seed=number)
+        assert sides.step.schedule.kind.updates == "serial"
+    sides.assert_same()
+
+
+class Together(torch.optim.SGD):
+    """Adds a mean of all moments to all parameters, with and without a gradient; keeps gradients."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        parameters = [p for group in self.param_groups for p in group["params"]]
+        mean = sum(g.mean() for g in getattr(self, "kept", []))
+        self.kept = [p.grad for p in parameters if p.grad is not None]
+        norm = nn.utils.get_total_norm(self.kept)
+        for p in parameters:
+            p.mul_(0.99).add_(mean)
+            if p.grad is not None:
+                self.state[p]["mean"] = self.state[p].get("mean", torch.zeros_like(p)).lerp(p.grad, 0.5)
+                p.sub_(self.state[p]["mean"], alpha=0.1 / (1 + float(norm)))
+
+
+def test_over_masters_it_sees_fp32_parameters_and_gradients() -> None:
+    """Those of a reference that is written with nothing of megatrain."""
+    model = TASKS["stack"].build()
+    reference = Reference(model, Together)
+    compiled = megatrain.compile(model, device="cpu", transfer="copy", precision="bf16")
+    optimizer = Together(list(compiled.parameters()))
+    step = megatrain.TrainStep(compiled, optimizer, loss=lambda result, batch: result.float().square().mean())
+    for number in range(4):
+        batch = torch.randn(4, 3, generator=generator_of(number))
+        expected = reference.step((batch,), {})
+        assert float(step(batch)) == expected
+    loop = SimpleNamespace(compiled=compiled, model=compiled.megatrain.model, optimizer=optimizer)
+    assert_same_training(reference, loop)  # pyright: ignore[reportArgumentType]
+
+
+def test_a_plan_counts_all_gradients_and_copies_and_names_the_promise(promise: Callable[[type], None]) -> None:
+    model = TASKS["stack"].build()
+    gradients = sum(p.nbytes for p in model.parameters())
+    planned = partial(megatrain.plan, model, torch.ones(2, 3), optimizer=Together, loss=square, max_grad_norm=1.0)
+    found = planned()
+    assert (found.schedule.kind.updates, found.host.is_estimate) == ("serial", True)
+    assert found.host.bytes_of("Together.state") == 2 * gradients
+    assert found.host.bytes_of("update scratch") >= 4 * gradients
+    assert "megatrain.optim.per_parameter.register(Together)" in found.host.helps[0]
+    promise(Together)
+    assert (planned().schedule.kind.updates, planned().host.is_estimate) == ("deferred", False)

@@ -14,7 +14,7 @@ from megatrain.errors import ExecuteError
 from megatrain.memory.bus import Bus
 from megatrain.runtime.stores import persisting
 from megatrain.runtime.streams.stream_set import Chaos
-from tests.training.parity import MODES, TELLING_MODES, SideBySide, adamw, labelled
+from tests.training.parity import SideBySide, adamw, labelled
 
 MEMORY = "64MiB"
 
@@ -62,10 +62,9 @@ def test_frozen_weights_cross_once_for_all_steps(monkeypatch: pytest.MonkeyPatch
     run.assert_same()
 
 
-@pytest.mark.parametrize("mode", TELLING_MODES)
-def test_batches_of_other_sizes_and_calls_between_steps_have_the_bits_of_the_loop(mode: str):
-    run = roomy(**MODES[mode])
-    for step in range(6):
+def test_batches_of_other_sizes_and_calls_between_steps_have_the_bits_of_the_loop():
+    run = roomy(spread=True)
+    for step in range(4):
         run.take([labelled(step, 2 + step % 2), labelled(step + 9, 2)], seed=step)
         run.compiled.megatrain.engine.set_chaos(Chaos(seed=step, max_delay_s=1e-4))
         if step % 3 == 1:
@@ -75,16 +74,7 @@ def test_batches_of_other_sizes_and_calls_between_steps_have_the_bits_of_the_loo
                 assert torch.equal(run.eager.eval()(**batch).logits, run.compiled.eval()(**batch).logits)
             run.eager.train()
             run.compiled.train()
-    run.assert_same(mode)
-
-
-def add_in_place(parameter: nn.Parameter) -> None:
-    with torch.no_grad():
-        parameter.add_(0.25)
-
-
-def add_to_data(parameter: nn.Parameter) -> None:
-    parameter.data += 0.25
+    run.assert_same()
 
 
 def nudge_data(parameter: nn.Parameter) -> None:
@@ -96,11 +86,7 @@ def take_other_memory(parameter: nn.Parameter) -> None:
     parameter.data = parameter.data * 1.5
 
 
-def multiply_in_numpy(parameter: nn.Parameter) -> None:
-    parameter.detach().numpy()[:] *= 1.5
-
-
-@pytest.mark.parametrize("change", [add_in_place, add_to_data, nudge_data, take_other_memory, multiply_in_numpy])
+@pytest.mark.parametrize("change", [nudge_data, take_other_memory])
 def test_a_frozen_weight_that_the_user_changes_is_the_new_one_in_the_next_step(
     change: Callable[[nn.Parameter], None], monkeypatch: pytest.MonkeyPatch
 ):
@@ -116,31 +102,6 @@ def test_a_frozen_weight_that_the_user_changes_is_the_new_one_in_the_next_step(
     run.assert_same()
 
 
-def add_to_one_element(parameter: nn.Parameter) -> None:
-    with torch.no_grad():
-        parameter.view(-1)[parameter.numel() // 2 + 1] += 0.5
-
-
-def take_memory_with_another_element(parameter: nn.Parameter) -> None:
-    other = parameter.detach().clone()
-    other.view(-1)[other.numel() // 2 + 1] -= 0.5
-    parameter.data = other
-
-
-@pytest.mark.parametrize("change", [add_to_one_element, take_memory_with_another_element])
-def test_what_torch_counts_is_seen_at_once_however_little_it_is(
-    change: Callable[[nn.Parameter], None], monkeypatch: pytest.MonkeyPatch
-):
-    monkeypatch.setattr(persisting, "_SAMPLES", 1)
-    run = roomy()
-    for step in range(3):
-        run.take(labelled(step, 2), seed=step)
-        for model in (run.eager, run.streamed):
-            change(frozen_weight(model))
-    run.take(labelled(3, 2), seed=3)
-    run.assert_same()
-
-
 def test_memory_that_was_given_back_holds_nothing_any_more():
     run = roomy()
     for step in range(3):
@@ -151,20 +112,6 @@ def test_memory_that_was_given_back_holds_nothing_any_more():
         engine.arena.resize(nbytes)  # other bytes, as those of other tensors might be
         engine.arena.slot(0, nbytes).fill_(0xFF)
     run.assert_same()
-
-
-def test_a_state_dict_that_is_loaded_between_steps_counts():
-    run = roomy()
-    run.take(labelled(0, 2), seed=0)
-    for options in ({}, {"assign": True}):
-        other = {key: value * 1.25 for key, value in run.eager.state_dict().items()}
-        run.step.flush()
-        for model in (run.eager, run.streamed):
-            model.load_state_dict({key: value.clone() for key, value in other.items()}, **options)
-        if options:
-            break
-        run.take(labelled(1, 2), seed=1)
-        run.assert_same()
 
 
 def test_a_single_element_written_through_numpy_ends_in_an_error_soon(monkeypatch: pytest.MonkeyPatch):

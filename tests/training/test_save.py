@@ -1,8 +1,11 @@
-"""Saving changes nothing, takes what is due first, and brings back all that `save` was given."""
+"""A run that stops at a checkpoint goes on as if it had never stopped, to the bit; and what its files are good for."""
 
 from __future__ import annotations
 
-import random
+import json
+import os
+import subprocess
+import sys
 import threading
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
@@ -17,16 +20,18 @@ from safetensors.torch import save_file
 from torch import nn
 
 import megatrain
-from megatrain.errors import ExecuteError
+from megatrain.errors import ExecuteError, OptionError
+from megatrain.saving import load
+from tests.saving.test_arguments import refusal as refused_option
 from tests.saving.training import refusal, same
-from tests.tiers import every_other, one_in
+from tests.training.hazards import TRAP, WIDTH, hazardous
 from tests.training.resuming import (
     BF16,
     CASES,
     CLIP,
     PARKED,
-    ROUNDED,
     SERIAL,
+    STEPS_BEFORE,
     Case,
     Run,
     after,
@@ -36,16 +41,10 @@ from tests.training.resuming import (
     stack,
     warm_up,
 )
+from tests.training.test_failures import first_update
 
+ROOT = Path(__file__).parents[2]
 SMALL = Case(lambda: stack(lambda: nn.Linear(4, 4)), points, scheduler=warm_up, step=(CLIP, CLIP))
-MODES: dict[str, Case] = {
-    "deferred": replace(SMALL, compile=(PARKED, {})),
-    "serial": replace(SMALL, step=(SERIAL, {})),
-    "overlap": replace(SMALL, step=({}, SERIAL)),
-    "bf16": replace(SMALL, compile=(BF16, {**BF16, **PARKED})),
-    "rounded": replace(SMALL, compile=(ROUNDED, ROUNDED)),
-    "running": replace(CASES["running"], compile=({}, {})),
-}
 
 
 def content(folder: Path) -> dict[str, bytes]:
@@ -53,99 +52,105 @@ def content(folder: Path) -> dict[str, bytes]:
     return {str(p.relative_to(folder)): p.read_bytes() for p in sorted(folder.rglob("*.safetensors"))}
 
 
-@pytest.mark.parametrize("mode", every_other(MODES))
-def test_saves_in_a_row_change_nothing_and_each_can_be_gone_on_from(tmp_path: Path, mode: str):
-    undisturbed = Run(MODES[mode])
-    losses = undisturbed.train(4)
-    expected = undisturbed.state()
-    run = Run(MODES[mode])
-    for i in range(4):
-        assert run.train(1) == losses[i : i + 1]
-        run.save(tmp_path / "run")
-        run.save(tmp_path / f"run{i}")
-    assert differences(expected, run.state()) == []
-    assert content(tmp_path / "run") == content(tmp_path / "run3")
-    resumed = Run(MODES[mode], tmp_path / "run1")
-    assert resumed.train(2) == losses[2:]
-    assert differences(expected, resumed.state()) == []
+BY_NIGHT = (
+    "llama-adafactor",
+    "cnn-amsgrad",
+    "lora-adamw",
+    "noted",
+    "drawing",
+    "cryptic",
+    "bf16-gpt-adamw",
+    "meta",
+    "gpt-fused",
+    "running",
+    "rounded-gpt-adamw",
+    "bf16-own-norms",
+)
 
 
-@pytest.mark.parametrize("mode", one_in(2, MODES, first=1))  # the others save in a row
-def test_a_save_directly_after_load_writes_the_same_checkpoint(tmp_path: Path, mode: str):
-    run = Run(MODES[mode])
-    run.train(2)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.nightly if name in BY_NIGHT else ()) for name in CASES]
+)
+def test_a_run_goes_on_to_the_bit(tmp_path: Path, name: str):
+    """In another plan; and a checkpoint that is saved again directly after its load is the same one."""
+    run = Run(CASES[name])
+    run.train(STEPS_BEFORE)
+    if run.case.between is not None:
+        run.case.between(run.model)
     run.save(tmp_path / "run", user={"epoch": 2})
     expected = after(run)
-    Run(MODES[mode], tmp_path / "run").save(tmp_path / "again")  # no step in between, the user's values go along
-    assert content(tmp_path / "again") == content(tmp_path / "run")
-    resumed = Run(MODES[mode], tmp_path / "again")
+    resumed = Run(CASES[name], tmp_path / "run")
     assert resumed.step.user == {"epoch": 2}
+    resumed.save(tmp_path / "again")
+    assert content(tmp_path / "again") == content(tmp_path / "run")
     assert differences(expected, after(resumed)) == []
 
 
-def test_updates_that_are_due_are_taken_before(tmp_path: Path):
-    """Deferred and serial steps leave the same checkpoint."""
+def test_a_fresh_process_goes_on_to_the_bit(tmp_path: Path):
+    expected: dict[str, dict[str, object]] = {}
+    for name in ("running", "rounded-gpt-adamw"):  # in one process, which takes seconds to begin
+        run = Run(CASES[name])
+        run.train(STEPS_BEFORE)
+        run.save(tmp_path / name)
+        expected[name] = after(run)
+    code = [sys.executable, "-m", "tests.training.resuming", str(tmp_path), str(torch.get_num_threads()), *expected]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(code, capture_output=True, text=True, env=environment, cwd=ROOT, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    found = {name: json.loads((tmp_path / f"{name}.json").read_text()) for name in expected}
+    assert {name: differences(expected[name], found[name])[:5] for name in expected} == {name: [] for name in expected}
+
+
+def test_saves_in_a_row_change_nothing(tmp_path: Path):
+    """Updates that are due are taken before: deferred and serial steps leave the same checkpoint."""
+    undisturbed = Run(SMALL)
+    losses = undisturbed.train(3)
     for name, options in {"deferred": CLIP, "serial": {**CLIP, **SERIAL}}.items():
         run = Run(replace(SMALL, step=(options, {})))
-        run.train(3)
-        assert run.step._setup.is_due == (name == "deferred")
-        run.save(tmp_path / name)
-        assert not run.step._setup.is_due
+        for i in range(3):
+            assert run.train(1) == losses[i : i + 1]
+            assert run.step._setup.is_due == (name == "deferred")
+            run.save(tmp_path / name)
+            assert not run.step._setup.is_due
+        assert differences(undisturbed.state(), run.state()) == []
     assert content(tmp_path / "deferred") == content(tmp_path / "serial")
 
 
-@pytest.mark.parametrize("mode", one_in(2, MODES, first=1))
-def test_a_model_and_an_optimizer_in_use_go_back(tmp_path: Path, mode: str):
-    """Also if updates are due that the checkpoint makes void."""
-    run = Run(MODES[mode])
+def again(run: Run, folder: Path, **options: Any) -> None:
+    """Reads a checkpoint into the model and the optimizer that are in use."""
+    settings = {"loss": run.step._loss, **run.case.step[0], **options}
+    run.step = megatrain.TrainStep.load(folder, run.compiled, run.optimizer, scheduler=run.scheduler, **settings)
+
+
+@pytest.mark.parametrize("options", [{}, BF16], ids=["fp32", "bf16"])
+def test_a_model_and_an_optimizer_in_use_go_back(tmp_path: Path, options: Any):
+    """Also if updates are due that the checkpoint makes void, in whatever modes of torch the caller is."""
+    run = Run(replace(SMALL, compile=(options, options)))
     run.train(2)
-    run.save(tmp_path / "run")
+    with torch.device("meta"):
+        run.save(tmp_path / "run")
     expected = after(run)
     run.train(1)
-    settings = {"loss": run.step._loss, **run.case.step[0]}
-    run.step = megatrain.TrainStep.load(
-        tmp_path / "run", run.compiled, run.optimizer, scheduler=run.scheduler, **settings
-    )
+    with torch.inference_mode():
+        again(run, tmp_path / "run")
     assert differences(expected, after(run)) == []
 
 
 def test_a_model_in_the_middle_of_a_step_goes_on_from_a_checkpoint(tmp_path: Path):
     """The way out that the error of a broken step names."""
-
-    class Failing(torch.autograd.Function):
-        on = False
-
-        @staticmethod
-        def forward(ctx, x):
-            return x.clone()
-
-        @staticmethod
-        def backward(ctx, gradient):
-            if Failing.on:
-                raise RuntimeError("no gradient today")
-            return gradient
-
-    class First(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.fc = nn.Linear(3, 3)
-
-        def forward(self, x):
-            return Failing.apply(self.fc(x))
-
-    run = Run(replace(SMALL, build=lambda: nn.Sequential(First(), stack(lambda: nn.Linear(4, 4))), step=({}, {})))
+    batch = lambda step: torch.randn(5, WIDTH, generator=torch.Generator().manual_seed(step))  # noqa: E731
+    run = Run(Case(hazardous, batch, compile=({"transfer": "copy"}, {})))
     run.train(1)
     run.save(tmp_path / "run")
     expected = after(run)
-    Failing.on = True  # the blocks behind it have their updates by then
-    with pytest.raises(RuntimeError, match="no gradient today"):
-        run.train(1)
+    with first_update() as fail:
+        TRAP.arm(("backward", 0), fail, always=True)
+        with pytest.raises(KeyError, match="my own error"):
+            run.train(1)
     with pytest.raises(ExecuteError, match="Load a checkpoint"):
         run.save(tmp_path / "broken")
-    Failing.on = False
-    run.step = megatrain.TrainStep.load(
-        tmp_path / "run", run.compiled, run.optimizer, scheduler=run.scheduler, loss=run.step._loss
-    )
+    TRAP.clear()
+    again(run, tmp_path / "run")
     assert differences(expected, after(run)) == []
     assert not (tmp_path / "broken").exists()
 
@@ -156,9 +161,6 @@ def test_a_save_from_within_a_step_is_refused(tmp_path: Path):
     with pytest.raises(ExecuteError, match=r"^save\(\) was called while the model runs"):
         run.train(1)
     assert not (tmp_path / "run").exists()
-
-
-# -- what comes back ---------------------------------------------------------------------------------------------
 
 
 def test_progress_comes_back(tmp_path: Path):
@@ -194,47 +196,6 @@ def test_what_the_user_gives_comes_back(tmp_path: Path):
     assert Run(SMALL, tmp_path / "run").step.user == {}
 
 
-def test_generators_come_back(tmp_path: Path):
-    run = Run(SMALL)
-    run.train(1)
-    run.save(tmp_path / "run")
-
-    def draw() -> list[Any]:
-        return [torch.rand(3), random.gauss(0, 1), np.random.standard_normal(3)]
-
-    expected = draw()
-    seed(8)
-    Run(SMALL, tmp_path / "run")
-    assert same(draw(), expected)
-
-
-def test_what_a_user_sets_by_hand_comes_back(tmp_path: Path):
-    run = Run(replace(SMALL, scheduler=None))
-    run.train(1)
-    run.optimizer.param_groups[1].update(lr=0.5, weight_decay=0.25, betas=(0.5, 0.75), note="mine")
-    run.model[0].bias.data.fill_(2.0)
-    run.save(tmp_path / "run")
-    expected = after(run)
-    resumed = Run(run.case, tmp_path / "run")
-    assert resumed.optimizer.param_groups[1]["note"] == "mine"
-    assert differences(expected, after(resumed)) == []
-
-
-@pytest.mark.parametrize("mode", [lambda: torch.device("meta"), torch.inference_mode], ids=["device", "inference"])
-def test_the_callers_modes_do_not_matter(tmp_path: Path, mode: Any):
-    run = Run(MODES["bf16"])
-    run.train(1)
-    with mode():
-        run.save(tmp_path / "run")
-    expected = after(run)
-    run = Run(MODES["bf16"])
-    with mode():
-        run.step = megatrain.TrainStep.load(
-            tmp_path / "run", run.compiled, run.optimizer, scheduler=run.scheduler, loss=run.step._loss, **CLIP
-        )
-    assert differences(expected, after(run)) == []
-
-
 def test_saves_on_another_thread_wait_for_the_end_of_a_step(tmp_path: Path):
     case = replace(SMALL, scheduler=None)
     undisturbed = Run(case)
@@ -259,18 +220,14 @@ def test_saves_on_another_thread_wait_for_the_end_of_a_step(tmp_path: Path):
     assert differences(undisturbed.state(), resumed.state()) == []
 
 
-# -- weights that are not read yet -------------------------------------------------------------------------------
-
-
 def small() -> nn.Module:
     seed(3)
     return nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 3))
 
 
-@pytest.mark.parametrize("where", ["cpu", "meta"])
-def test_files_of_compile_that_are_read_later_do_not_undo_a_checkpoint(tmp_path: Path, where: str):
+def test_files_of_compile_that_are_read_later_do_not_undo_a_checkpoint(tmp_path: Path):
     def made() -> tuple[Any, torch.optim.Optimizer]:
-        with torch.device(where):
+        with torch.device("meta"):
             model = nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 3))
         compiled = megatrain.compile(
             model, device="cpu", weights=tmp_path / "first.safetensors", example_args=(points(0),)
@@ -307,3 +264,174 @@ def test_parameters_beside_the_model_are_refused(tmp_path: Path):
     assert refusal(lambda: run.save(tmp_path / "run")).startswith(
         "the optimizer has 1 parameter that the model doesn't have"
     )
+
+
+# -- files -----------------------------------------------------------------------------------------------------------
+
+
+class Configured(nn.Module):
+    """A model with a configuration, as libraries have them."""
+
+    class Config:
+        def __init__(self, width: Any):
+            self.width = width
+
+        def to_json_file(self, path: Path) -> None:
+            path.write_text(json.dumps({"width": self.width}))
+
+    config_class: Any = Config
+
+    def __init__(self, width: Any = 4):
+        super().__init__()
+        self.config = Configured.Config(width)
+        self.fc = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.fc(x)
+
+
+def test_a_config_of_any_library_is_written_unless_the_caller_did(tmp_path: Path):
+    batch = lambda step: torch.ones(2, 4) * step  # noqa: E731
+    run = Run(Case(Configured, batch))
+    run.save(tmp_path / "run")
+    written = json.loads((tmp_path / "run/config.json").read_text())
+    assert written == {"width": 4, "architectures": ["Configured"], "torch_dtype": "float32"}
+    run.save(tmp_path / "run", more=lambda folder: (folder / "config.json").write_text("mine"))
+    assert (tmp_path / "run/config.json").read_text() == "mine"
+    assert not (tmp_path / "run/generation_config.json").exists()
+    load(tmp_path / "run").check()
+    # What isn't the model's own is nobody's: an adapter around a model has other names of weights.
+    run = Run(Case(lambda: nn.Sequential(Configured()), batch))
+    run.model.config = Configured.Config(4)
+    run.save(tmp_path / "other")
+    assert not (tmp_path / "other/config.json").exists()
+
+
+def test_a_config_that_can_not_be_written_is_refused_and_the_checkpoint_stays(tmp_path: Path):
+    run = Run(Case(Configured, lambda step: torch.ones(2, 4)))
+    run.save(tmp_path / "run")
+    run.model.config.width = object()
+    text = refusal(lambda: run.save(tmp_path / "run"))
+    assert text.startswith("the model's config can't be written to `config.json`: Object of type object is not JSON")
+    assert "more=lambda folder" in text
+    load(tmp_path / "run").check()
+    run.save(tmp_path / "run", more=lambda folder: (folder / "config.json").write_text("mine"))
+
+
+def test_no_name_is_taken_for_one_of_ours(tmp_path: Path):
+    class Named(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.register_parameter("state/fc", nn.Parameter(torch.ones(4)))
+            self.fc: torch.Tensor
+            self.register_buffer("fc", torch.zeros(4, dtype=torch.bfloat16), persistent=False)
+
+        def forward(self, x):
+            self.fc.add_(x.detach().mean(0))
+            return x * self._parameters["state/fc"] * self.fc
+
+    case = Case(lambda: Named(), lambda step: torch.full((2, 4), 1.0 + step), compile=(BF16, {**BF16, **PARKED}))
+    run = Run(case)
+    run.train(1)
+    run.save(tmp_path / "run")
+    expected = run.state()
+    assert Run(case, tmp_path / "run").state() == expected
+
+
+# -- arguments -------------------------------------------------------------------------------------------------------
+
+ARGUMENTS: dict[str, tuple[dict[str, Any], str]] = {
+    "user list": ({"user": [1]}, "user=[1] is a list"),
+    "scheduler": ({"scheduler": 7}, "scheduler=7 is an int"),
+    "scheduler class": ({"scheduler": torch.optim.lr_scheduler.LambdaLR}, "is the class LambdaLR"),
+    "more": ({"more": {"config.json": ""}}, "more={'config.json': ''} is no function"),
+    "shard_bytes": ({"shard_bytes": "much"}, "shard_bytes='much' is not a size"),
+}
+
+
+def test_an_argument_that_is_something_else_is_refused(tmp_path: Path):
+    run = Run(SMALL)
+    for options, text in ARGUMENTS.values():
+        assert text in refused_option(OptionError, lambda options=options: run.step.save(tmp_path / "run", **options))
+    assert list(tmp_path.iterdir()) == []
+    run.save(tmp_path / "run")
+    load: Any = megatrain.TrainStep.load
+    for given, text in (
+        ((run.model, run.optimizer), "compiled is a model that megatrain.compile made"),
+        ((run.compiled, None), "optimizer is None"),
+        ((run.compiled, [run.optimizer, run.model]), "optimizer=<list> has item 1, <Sequential>, which is a"),
+        ((run.compiled, {"one": run.optimizer}), "optimizer=<dict> is a dict"),
+        ((run.compiled, [run.optimizer, None]), "optimizer=<list> has item 1, None, which is None"),
+        ((run.compiled, []), "optimizer=[] is empty"),
+    ):
+        assert text in refused_option(OptionError, lambda given=given: load(tmp_path / "run", *given))
+    bad: Any = run.optimizer.state_dict
+    assert "with state_dict() and load_state_dict()" in refused_option(
+        OptionError, lambda: load(tmp_path / "run", run.compiled, run.optimizer, scheduler=bad)
+    )
+
+
+STARVING = """
+import resource, sys
+import psutil, torch
+import megatrain
+from megatrain.errors import MegatrainError
+
+torch.set_num_threads(1)
+
+
+def made(seed):
+    torch.manual_seed(seed)
+    model = torch.nn.Sequential(*(torch.nn.Linear(1024, 1024) for _ in range(4)))
+    return megatrain.compile(model, device="cpu"), torch.optim.AdamW(model.parameters())
+
+
+def step_of(compiled, optimizer):
+    return megatrain.TrainStep(compiled, optimizer, loss=lambda y, _: y.square().mean())
+
+
+def seen(step, optimizer):
+    step.flush()
+    return [t for p in optimizer.param_groups[0]["params"] for t in (p.detach(), *optimizer.state[p].values())]
+
+
+folder = sys.argv[1]
+first, optimizer = made(0)
+step = step_of(first, optimizer)
+step(torch.ones(2, 1024))
+step.save(folder)
+expected = [tensor.clone() for tensor in seen(step, optimizer)]
+second, other = made(1)
+refused = 0
+for room in range(0, 48, 8):
+    resource.setrlimit(resource.RLIMIT_AS, (psutil.Process().memory_info().vms + room * 2**20, resource.RLIM_INFINITY))
+    try:
+        megatrain.TrainStep.load(folder, second, other, loss=lambda y, _: y.square().mean())
+    except MegatrainError as error:
+        refused += 1
+        assert len(str(error).splitlines()) > 2, error
+        text = str(error)
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    del other
+    other = torch.optim.AdamW(second.parameters())
+step = megatrain.TrainStep.load(folder, second, other, loss=lambda y, _: y.square().mean())
+assert all(map(torch.equal, expected, seen(step, other)))
+print(refused, text)
+"""
+
+
+@pytest.mark.nightly
+@pytest.mark.skipif(sys.platform != "linux", reason="needs a limit of the address space")
+def test_a_load_that_finds_no_memory_is_refused_and_can_be_repeated(tmp_path: Path):
+    done = subprocess.run(
+        [sys.executable, "-c", STARVING, str(tmp_path / "run")],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr
+    count, text = done.stdout.split(" ", 1)
+    assert int(count) > 2
+    assert text.startswith("the memory is too small to read the checkpoint: ")

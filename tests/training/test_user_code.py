@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Any
 
 from hypothesis import event, example, given, reject
 
@@ -23,9 +24,42 @@ RUNS_WITHOUT_EFFECT = (
 TOOLS = ("torch_features.py", "torch_probes.py", "passes/exact_fakes.py")  # run no code of users
 
 
+TELLING = (
+    Training(layers=("counter",), edits=((2, "steps", "hold", 0),)),
+    # Hooks: their order, what they see, and what they make of it.
+    Training(
+        ("dropout", "partly frozen"), True, edits=((0, "start", "logging hooks", 0), (1, "steps", "post hook", 1))
+    ),
+    Training(
+        ("skip", "layer norm"), is_loop=True, edits=((0, "start", "drawing hooks", 1),), compile={"block_bytes": 1}
+    ),
+    Training(("counts", "running mean"), edits=((0, "start", "hook and buffers", 1),), step={"spread": True}),
+    Training(
+        ("batch norm",), optimizer="adam", edits=((1, "steps", "weights in hook", 0),), max_norm=0.05, looks=False
+    ),
+    Training(("activation hook", "module hook"), loss="logging", step={"overlap": False}),
+    # Losses with state, or that write buffers; draws of Python and of torch, of the model and of the loss.
+    Training(("running mean", "tanh"), loss="writing", max_norm=1.0),
+    Training(("counts",), loss="behind object", sizes=(2, 3), step={"spread": True}, looks=False),
+    Training(("python draws", "draws", "restarts"), loss="drawing", compile={"activations": "recompute"}),
+    # Optimizers that couple parameters, and what is frozen between steps.
+    Training(("tanh", "batch norm"), optimizer="coupled", number=1, num_groups=2, max_norm=0.05, sizes=(2, 3)),
+    Training(
+        ("linear",), optimizer="neighbours", edits=((2, "steps", "turn", 3), (4, "steps", "turn", 3)), looks=False
+    ),
+    Training(("frozen", "linear"), optimizer="noisy", number=1, edits=((1, "steps", "moments", 2),), max_norm=1.0),
+)
+
+
+def of_telling(test: Any) -> Any:
+    for it in TELLING:
+        test = example(it=it)(test)
+    return test
+
+
 @draws(200, usual=25)
 @given(it=trainings())
-@example(it=Training(layers=("counter",), edits=((2, "steps", "hold", 0),)))
+@of_telling
 def test_user_code_has_eagers_results_or_is_refused_by_name(it: Training) -> None:
     outcome = check(it)
     event(outcome)
