@@ -22,7 +22,7 @@ from megatrain.passes.measuring.live_bytes import LiveBytes
 from megatrain.planning.loss_bytes import measure_loss
 from megatrain.scheduler.lifetimes.peak import find_peak
 from tests.comparing import assert_same
-from tests.stand_in_triton import JITFunction, stand_in_triton
+from tests.stand_in_triton import JITFunction, Scaled, stand_in_triton
 from tests.training.parity import loop_step
 
 WORDS, WIDTH, TOKENS = 512, 8, 16
@@ -69,32 +69,15 @@ def test_the_term_is_what_the_loss_takes():
     assert step.schedule.device_bytes - step.schedule.peak_bytes >= 4 * LOGITS
 
 
-def test_a_loss_of_kernels_is_measured_without_a_launch():
-    def copied(x: torch.Tensor, y: torch.Tensor) -> None:
-        y.copy_(x)
-
-    kernel = JITFunction(copied, ["y"])
-
-    class Copied(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-            y = torch.empty(x.shape)
-            kernel[(1,)](x, y)
-            return y
-
-        @staticmethod
-        def backward(ctx: Any, *grads: torch.Tensor) -> Any:
-            dx = torch.empty(grads[0].shape, dtype=torch.bfloat16)
-            kernel[(1,)](grads[0], dx)
-            return dx
+def test_a_loss_of_kernels_has_the_bound_of_one_that_cannot_be_measured(monkeypatch: pytest.MonkeyPatch):
+    stand_in_triton(monkeypatch)
+    kernel = JITFunction(lambda x, y, made: made.copy_(x))
 
     def loss(logits: torch.Tensor, batch: torch.Tensor) -> torch.Tensor:
-        return F.cross_entropy(Copied.apply(logits).flatten(0, 1), batch.flatten())  # pyright: ignore
+        return wide_loss(Scaled.apply(logits, logits, kernel[(1,)]), batch)  # pyright: ignore
 
-    with stand_in_triton():
-        term = step_of(loss).prepare(ids()).known_workload().loss_bytes
+    assert step_of(loss).prepare(ids()).known_workload().loss_bytes == 4 * 4 * LOGITS
     assert not kernel.launched
-    assert term == step_of(wide_loss).prepare(ids()).known_workload().loss_bytes
 
 
 def test_a_model_that_has_its_own_loss_has_no_term():
