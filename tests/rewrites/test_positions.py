@@ -13,7 +13,7 @@ from torch import fx, nn
 import megatrain
 from megatrain.passes.interpret import Code
 from megatrain.passes.rewrites.masked_attention import SeenBand
-from megatrain.passes.rewrites.positions import Known, Positions
+from megatrain.passes.rewrites.positions import Known, PositionProof
 from megatrain.tracer.node_meta import CALLS
 from tests.tiers import wide
 
@@ -45,7 +45,7 @@ def check(mask: Mask, queries: int, keys: int) -> tuple[SeenBand | None, int]:
     """Compares all claims about a mask's graph with what a run of it makes; returns the band, and how many claims."""
     x = torch.ones(queries, keys)
     traced = megatrain.trace(Masked(mask), (x,))
-    positions, claims, made = Positions(traced.graph), 0, dict[str, torch.Tensor]()
+    positions, claims, made = PositionProof(traced.graph), 0, dict[str, torch.Tensor]()
     Code(traced.graph, see=lambda node, result: made.__setitem__(node.name, result))([x])
     for node in traced.graph.nodes:
         known = positions.of(node)

@@ -15,7 +15,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from megatrain.passes.rewrites.alike_parts import AlikeParts, computed_parts
 from megatrain.passes.rewrites.gradient_sum import GradientSum
-from megatrain.passes.rewrites.positions import Known, Positions
+from megatrain.passes.rewrites.positions import Known, PositionProof
 from megatrain.passes.rewriting.call_trial import Site
 from megatrain.passes.rewriting.rewriter import Rewriter
 from megatrain.sizes import format_bytes
@@ -189,7 +189,7 @@ def causal_attention(traced: TracedModule) -> TracedModule:
         le = arange[None, :].le(arange[:, None])                                ->   (gone)
         F.scaled_dot_product_attention(q, k, v, attn_mask=le)                   ->   (q, k, v, is_causal=True)
 
-    That a mask says causality is proved from the calls that make it (`Positions`). A mask under which each query sees
+    That a mask says causality is proved from the calls that make it (`PositionProof`). A mask under which each query sees
     all keys goes, too. Left alone are masks of other contents or of contents that depend on inputs, attention with
     dropout, with a negative scale (kernels fill in -inf before they scale), or with another number of keys than of
     queries, where torch counts from the first key. A mask that something else reads stays for that.
@@ -203,7 +203,7 @@ def causal_attention(traced: TracedModule) -> TracedModule:
     """
     promise = "the same bits on the CPU, another kernel on a GPU"
 
-    def told(rewriter: Rewriter, node: fx.Node, positions: Positions) -> bool:
+    def told(rewriter: Rewriter, node: fx.Node, positions: PositionProof) -> bool:
         given = _given(node)
         (queries, keys), scale = _lengths(given), given.get("scale")
         band = SeenBand.of(positions.of(given["attn_mask"]), queries, keys)
@@ -236,7 +236,7 @@ def banded_attention(traced: TracedModule, *, rows: int | None = None) -> Traced
     """
     promise = "results and gradients of queries keep the CPU's bits, those of keys and values are sums in fp32"
 
-    def parted(rewriter: Rewriter, node: fx.Node, positions: Positions) -> bool:
+    def parted(rewriter: Rewriter, node: fx.Node, positions: PositionProof) -> bool:
         given = _given(node)
         lengths = _lengths(given)
         band, flags = _seen_keys(given["attn_mask"], *lengths, positions) or (SeenBand(None, None), ())
@@ -267,7 +267,7 @@ def _rewritten(traced: TracedModule, changes: Any) -> TracedModule:
     if not has_masked_attention(traced.graph):
         return traced
     rewriter = Rewriter(traced)
-    positions = Positions(rewriter.graph)
+    positions = PositionProof(rewriter.graph)
     changed = [changes(rewriter, node, positions) for node in list(rewriter.graph.nodes) if _is_masked(node)]
     return rewriter.done() if any(changed) else traced
 
@@ -300,7 +300,7 @@ def _replaced(rewriter: Rewriter, old: fx.Node, new: fx.Node, text: str, promise
 
 
 def _seen_keys(
-    mask: fx.Node, queries: int, keys: int, positions: Positions
+    mask: fx.Node, queries: int, keys: int, positions: PositionProof
 ) -> tuple[SeenBand, tuple[fx.Node, ...]] | None:
     """Takes a mask apart: a band, and flags of the same keys for all queries (padding), which must all allow a key.
 

@@ -1,4 +1,4 @@
-"""Positions: proves of tensors of a graph that they are functions of positions alone, and of which.
+"""PositionProof: proves of tensors of a graph that they are functions of positions alone, and of which.
 
 A mask of causality, or of a window, depends on the difference of two positions. So one element for each difference
 tells all of them: 2 x tokens elements instead of tokens x tokens. The calls that make the mask are made for real on
@@ -74,7 +74,7 @@ class Known:
         return torch.cat([self.values.flip(0), self.values[:1].expand(columns - 1)])
 
 
-class Positions:
+class PositionProof:
     """What is known of the tensors of a graph that are functions of positions: of their own indices.
 
     Followed are `arange`, views, sums and comparisons of positions, fills, `tril` and `triu`, logical functions,

@@ -1,8 +1,8 @@
 """Launches of Triton kernels, which no mode of torch sees, and which take the addresses of tensors as they are.
 
 A tensor without values has the address 0: a launch on it is an access to memory that isn't there, which ends CUDA for
-the process. So a launch is an error there, and the capture begins again on the values of the weights. Nothing tells what
-a kernel writes: the tensors are compared before and after. Triton itself is never imported here: it is optional.
+the process. So a launch is an error there, and the capture begins again on the values of the weights. Nothing tells
+what a kernel writes: its tensors are compared before and after. Triton itself is never imported here: it is optional.
 """
 
 from __future__ import annotations
