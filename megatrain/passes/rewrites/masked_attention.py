@@ -189,8 +189,8 @@ def causal_attention(traced: TracedModule) -> TracedModule:
         le = arange[None, :].le(arange[:, None])                                ->   (gone)
         F.scaled_dot_product_attention(q, k, v, attn_mask=le)                   ->   (q, k, v, is_causal=True)
 
-    That a mask says causality is proved from the calls that make it (`PositionProof`). A mask under which each query sees
-    all keys goes, too. Left alone are masks of other contents or of contents that depend on inputs, attention with
+    That a mask says causality is proved from the calls that make it (`PositionProof`). A mask under which each query
+    sees all keys goes, too. Left alone are masks of other contents or of contents that depend on inputs, attention with
     dropout, with a negative scale (kernels fill in -inf before they scale), or with another number of keys than of
     queries, where torch counts from the first key. A mask that something else reads stays for that.
 
