@@ -101,12 +101,12 @@ def assert_bits_of_eager(model: nn.Module, x: torch.Tensor, device: Any = "cpu",
     """Compares outputs, gradients and what is left of the input with eager's; returns the compiled module."""
     eager = copy.deepcopy(model).to(device)
     compiled = megatrain.compile(model, device=device, **options)
-    inputs = [x.to(device, copy=True) for _ in range(2)]
+    one, other = x.to(device, copy=True), x.to(device, copy=True)
     for _ in range(3):
-        results = [call(given) for call, given in zip((eager, compiled), inputs, strict=True)]
-        torch.stack(results).sum().backward()
-        assert_same(*[result.detach() for result in results], "outputs")
-        assert_same(*inputs, "inputs")
+        expected, found = eager(one), compiled(other)
+        (expected + found).sum().backward()
+        assert_same(expected.detach(), found.detach(), "outputs")
+        assert_same(one, other, "inputs")
     gradients = [[p.grad.cpu() for p in each.parameters() if p.grad is not None] for each in (eager, model)]
-    assert_same(*gradients, "gradients")
+    assert_same(gradients[0], gradients[1], "gradients")
     return compiled

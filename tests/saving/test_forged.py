@@ -48,7 +48,17 @@ def outcome(folder: Path) -> dict[str, Any]:
     return {"optimizer": optimizer.state_dict(), "extra": checkpoint.extra}
 
 
-NOTES, SHARD = ("files", "notes.txt"), ("files", "model-00001-of-00003.safetensors", "tensors", "evil")
+def forge_and_refuse(whole: Path, forged: Any) -> str:
+    manifest = whole / "checkpoint.json"
+    before = manifest.read_bytes()
+    forge(whole, forged)
+    try:
+        return refusal(lambda: outcome(whole))
+    finally:
+        manifest.write_bytes(before)
+
+
+NOTES, SHARD = ("files", "notes.txt"), ("files", "first", "tensors", "evil")
 TEXT = {"bytes": 1, "header_bytes": 1, "sha256": "0" * 64, "tensors": {}}
 FIELDS: dict[str, tuple[Place, Any, str]] = {
     "a file elsewhere": (("files", "../notes.txt"), TEXT, "'../notes.txt' isn't the name of a file in this folder"),
@@ -80,6 +90,7 @@ FIELDS: dict[str, tuple[Place, Any, str]] = {
 def test_a_wrong_field_is_refused_with_its_place_and_the_rule(whole: Path, name: str):
     place, value, said = FIELDS[name]
     content = content_of(whole)
+    place = tuple(content["weights"]["files"][0] if key == "first" else key for key in place)
     at(content, place[:-1])[place[-1]] = value
     text = forge_and_refuse(whole, content)
     assert said in text
