@@ -97,7 +97,7 @@ class FileRecord(
         return is_whole and {**tensors, "__metadata__": {"format": "pt"}} == listed
 
 
-class _Weights(msgspec.Struct, forbid_unknown_fields=True):
+class _WeightFiles(msgspec.Struct, forbid_unknown_fields=True):
     files: tuple[str, ...]
     ties: dict[str, str]
 
@@ -116,7 +116,7 @@ class _Optimizer(msgspec.Struct, forbid_unknown_fields=True, rename={"kind": "cl
 
 class _Content(msgspec.Struct, forbid_unknown_fields=True):
     files: dict[str, FileRecord]
-    weights: _Weights
+    weights: _WeightFiles
     optimizer: _Optimizer | None
     extra: dict[str, Any]
     torch: str | None = None

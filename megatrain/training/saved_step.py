@@ -138,7 +138,7 @@ class _Progress(TypedDict):
     grad_norm: torch.Tensor | None
 
 
-class _First(TypedDict):
+class _FirstExtra(TypedDict):
     """What `save` has stored as values under the first schema of the manifest."""
 
     progress: _Progress
@@ -176,7 +176,7 @@ def _generators(extra: Mapping[str, Any], compiled: Compiled) -> dict[str, Any]:
 
 
 def _extra(checkpoint: saving.Checkpoint) -> dict[str, Any]:
-    kind = _First if checkpoint.manifest.schema == 1 else _Extra
+    kind = _FirstExtra if checkpoint.manifest.schema == 1 else _Extra
     missing = kind.__required_keys__ - checkpoint.extra.keys()
     if missing:
         raise CheckpointError(
