@@ -36,6 +36,7 @@ from megatrain.errors import (
     TorchError,
     TraceError,
     TrainStepWarning,
+    UntestedTorchWarning,
     UnwatchedWarning,
     WeightsError,
 )
@@ -113,6 +114,7 @@ __all__ = [
     "TracedModule",
     "TrainStep",
     "TrainStepWarning",
+    "UntestedTorchWarning",
     "UnwatchedWarning",
     "WeightsError",
     "Workload",

@@ -25,6 +25,10 @@ class TraceError(MegatrainError):
     """The model can't be captured faithfully; the message names the user's source line."""
 
 
+class UntestedTorchWarning(UserWarning):
+    """This version of torch is newer than those that megatrain is tested with."""
+
+
 class OpaqueModelWarning(UserWarning):
     """The outermost module runs its own code at each step, as one block."""
 

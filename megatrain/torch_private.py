@@ -1,9 +1,9 @@
 """The private names of torch: each is imported here and nowhere else (`tests/test_places.py`).
 
 The names imported at the top are types and tables that every torch so far has with the same meaning. Numbers depend on
-the other names. If this torch lacks one of them, the import succeeds: `torch_features.check_torch` tries each before
-the first capture, and refuses a torch in which one is missing or behaves differently. Private attributes of a tensor, a
-module or an optimizer are read where they are needed; `tests/test_places.py` lists them with reasons.
+the other names. If this torch lacks one of them, the import succeeds: `torch_features.check_torch` refuses the torch
+before the first capture, and so it does where a part on which numbers depend behaves differently. Private attributes of
+a tensor, a module or an optimizer are read where they are needed; `tests/test_places.py` lists them with reasons.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ __all__ = [
     "ITEM",
     "MODULE_APPLY",
     "TESTED",
+    "UNTESTED",
     "DataDependentOutputException",
     "DisableTorchFunction",
     "DisableTorchFunctionSubclass",
@@ -53,6 +54,7 @@ __all__ = [
     "function_modes",
     "fused_adamw",
     "group_by_dtype",
+    "is_missing",
     "is_traceable_wrapper_subclass",
     "keeps_graph",
     "kernels_of_op",
@@ -77,6 +79,8 @@ __all__ = [
 
 TESTED = "2.11 to 2.14"
 """The versions of torch that the tests run on, for errors."""
+UNTESTED = "2.15.dev0"
+"""The first version after those."""
 
 
 class MissingError(Exception):
@@ -91,6 +95,11 @@ class MissingError(Exception):
             TorchError: Always.
         """
         raise unsupported(cls.name, "it doesn't exist")
+
+
+def is_missing(found: object) -> bool:
+    """Tells whether a name of this module is one that this torch doesn't have."""
+    return isinstance(found, type) and issubclass(found, MissingError) and found is not MissingError
 
 
 def unsupported(name: str, problem: str) -> TorchError:

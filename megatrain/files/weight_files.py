@@ -12,7 +12,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from megatrain.errors import WeightsError
-from megatrain.files.json_rules import regular
+from megatrain.files.json_file import regular
 from megatrain.files.weight_index import exists, indexes_of, read_index
 from megatrain.memory.host_arena import scratch
 from megatrain.tracer.spec import dtype_name

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TypedDict
 
+from megatrain.checks import shown
 from megatrain.errors import WeightsError
-from megatrain.files.json_rules import anything, inside, mapping, name, problems, read_json, record
+from megatrain.files.json_file import is_inside, of_kind, read_json
 
 ENDING = ".safetensors.index.json"
 
-SCHEMA = record({"weight_map": mapping(name, inside)}, others=anything)
-"""What an index may hold. Those who write one add fields of their own."""
+
+class Index(TypedDict):
+    """What an index holds. Those who write one add fields of their own."""
+
+    weight_map: dict[str, str]
 
 
 def indexes_of(path: Path) -> list[Path]:
@@ -24,16 +29,16 @@ def read_index(index: Path) -> dict[str, Path]:
     """Returns the file of each name that an index lists.
 
     Raises:
-        WeightsError: If it can't be read, isn't what `SCHEMA` says, or names a file that isn't there.
+        WeightsError: If it can't be read, isn't an `Index`, or names a file that isn't there.
     """
     try:
-        document = read_json(index)
+        listed = of_kind(read_json(index), Index, "it")["weight_map"]
     except (OSError, ValueError) as error:
         raise _no_index(index, str(error)) from error
-    wrong = problems(SCHEMA, document, "it")
-    if wrong:
-        raise _no_index(index, "; ".join(wrong))
-    files = {each: index.parent / file for each, file in document["weight_map"].items()}
+    outside = next((file for file in listed.values() if not is_inside(file)), None)
+    if outside is not None:
+        raise _no_index(index, f"it has {shown(outside)}, not the name of a file in this folder")
+    files = {each: index.parent / file for each, file in listed.items()}
     for file in dict.fromkeys(files.values()):
         if not exists(file):
             raise WeightsError(

@@ -10,11 +10,13 @@ from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
+
+import msgspec
 
 from megatrain.errors import CheckpointError
 from megatrain.files import disk
-from megatrain.files.json_rules import anything, mapping, one_of, problems, read_json, record, text
+from megatrain.files.json_file import of_kind, read_json
 from megatrain.finetune.fine_tuning import FineTuning, flag
 
 NAME = "megatrain_train.json"
@@ -23,13 +25,14 @@ _VERSION = 1
 # compared by its contents.
 _READ = ("model", "tokenizer", "data", "data_config", "split", "eval_data", "eval_split")
 _FREE = ("out", "device", "memory", "block_bytes", "chunking", *_READ)
-_RECORD = record({
-    "version": one_of([_VERSION]),
-    "settings": mapping(text(), anything),
-    "inputs": mapping(text(), text()),
-    "is_finished": one_of([True, False]),
-})  # fmt: skip
 _PIECE_BYTES = 2**24
+
+
+class _Stored(msgspec.Struct, forbid_unknown_fields=True):
+    version: Literal[1]
+    settings: dict[str, Any]
+    inputs: dict[str, str]
+    is_finished: bool
 
 
 @dataclass(slots=True)
@@ -115,15 +118,13 @@ class RunRecord:
     def _compared(self, path: Path) -> bool:
         """Returns whether the training of the folder is finished, if it is this one."""
         try:
-            found = read_json(path)
-            if wrong := problems(_RECORD, found, NAME):
-                raise ValueError(wrong[0])
+            found: _Stored = of_kind(read_json(path), _Stored, NAME)
         except (OSError, ValueError) as error:
             raise CheckpointError(
                 f"`{path}` can't be read: {error}.\n  It has the settings of the training in this folder.\n"
                 "  Give another --out, or remove the folder."
             ) from error
-        settings, inputs, is_finished = found["settings"], found["inputs"], found["is_finished"]
+        settings, inputs, is_finished = found.settings, found.inputs, found.is_finished
         now = json.loads(json.dumps(self.settings))
         differing = [
             f"{flag(name)}: {_shown(now[name])} is given, but {_shown(settings.get(name))} was"

@@ -11,7 +11,7 @@ import torch
 
 from megatrain.torch_private import FakeTensor, FakeTensorMode, pytree
 from megatrain.tracer.capture.scripts import scripts_on_values
-from megatrain.tracer.capture.triton_launches import launches_on_fakes
+from megatrain.tracer.capture.triton_launches import launches_refused
 from megatrain.tracer.recording.obstacles import unprinted_failures
 
 
@@ -19,7 +19,7 @@ from megatrain.tracer.recording.obstacles import unprinted_failures
 def exact_fakes(*, allow_non_fake_inputs: bool = False) -> Generator[FakeTensorMode]:
     """A mode in which tensors have no values, and kernels that no mode sees aren't run on them.
 
-    TorchScript on an accelerator is an error; launches of Triton kernels are stood in for. A kernel that fails raises,
+    TorchScript on an accelerator is an error, and so are launches of Triton kernels. A kernel that fails raises,
     and nothing is printed.
 
     Args:
@@ -28,7 +28,7 @@ def exact_fakes(*, allow_non_fake_inputs: bool = False) -> Generator[FakeTensorM
     """
     fakes = _ExactFakes(allow_non_fake_inputs=allow_non_fake_inputs)
     try:
-        with unprinted_failures(), scripts_on_values(), launches_on_fakes(), fakes as mode:
+        with unprinted_failures(), scripts_on_values(), launches_refused(), fakes as mode:
             yield mode
     finally:
         for tensor, before in reversed(fakes.written):

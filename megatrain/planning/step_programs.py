@@ -11,14 +11,17 @@ from functools import cached_property, partial
 import torch
 
 from megatrain.garbage import paused_collection
-from megatrain.passes.masks.attention import MaskNote, has_masked_attention
-from megatrain.passes.masks.banded_attention import BandedAttention, banded_attention
-from megatrain.passes.masks.causal_attention import causal_attention
-from megatrain.passes.masks.made_inside import masks_inside
 from megatrain.passes.measuring.known_costs import KnownCosts
 from megatrain.passes.pipeline import AfterPass, Rewrite, lowered_with
 from megatrain.passes.program import Program
 from megatrain.passes.rewrites.head.head_loss import HeadLoss, chunk_head_loss
+from megatrain.passes.rewrites.masked_attention import (
+    BandedAttention,
+    MaskNote,
+    banded_attention,
+    causal_attention,
+    has_masked_attention,
+)
 from megatrain.passes.rewrites.tile_tokens import tile_tokens
 from megatrain.passes.rewrites.tiled_region import TiledRegion
 from megatrain.runtime.blocks.block import outer_hooks_off
@@ -29,12 +32,13 @@ from megatrain.tracer.traced import TracedModule
 class Pieces:
     """How small the pieces are in which a program is computed, each of them with kernels of its own.
 
-    Masks of attention are not handed from block to block, and give way to causality, in all of these.
+    Masks of attention that are functions of positions give way to causality, or are made for some queries at a time,
+    in all of these.
 
     Args:
         chunks: Of a head's loss: as many rows as cost no time, or so many times fewer; None for all at once.
         tiles: Of all else that treats each token alone: a sixteenth of the tokens, or so many times fewer; None for
-            all tokens at once. With tiles, attention under a window is computed in parts, too.
+            all tokens at once.
     """
 
     chunks: int | None = 1
@@ -42,9 +46,7 @@ class Pieces:
 
     def rewrites(self, block_bytes: int | None) -> tuple[Rewrite, ...]:
         """The passes that make them."""
-        found: list[Rewrite] = [causal_attention]
-        found += [banded_attention] if self.tiles is not None else []
-        found += [partial(masks_inside, block_bytes=block_bytes)]
+        found: list[Rewrite] = [causal_attention, banded_attention]
         if self.chunks is not None:
             found.append(partial(chunk_head_loss, divisor=self.chunks))
         found += [partial(tile_tokens, divisor=self.tiles, block_bytes=block_bytes)] if self.tiles is not None else []
@@ -65,7 +67,7 @@ class StepPrograms:
     """Makes programs of one capture when they are asked for, and keeps them.
 
     Programs are numbered by levels. The first of them have the model's own blocks. Level 0 is the capture as it is. At
-    level 1 masks of attention are left out or made where they are read. At each
+    level 1 masks of attention are left out, or made for some queries at a time. At each
     further level losses of linear heads are computed in smaller chunks, or
     parts of blocks in smaller tiles of tokens. A level at which nothing gets smaller has the program of the one before.
     Then come the same pieces with smaller blocks, and so on for each size of blocks.

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from megatrain.checks import shown
-from megatrain.files.json_rules import MAX_INT
+from megatrain.files.json_file import MAX_INT
 
 _KINDS: Sequence[tuple[type | tuple[type, ...], str]] = (
     (type(None), "None"),

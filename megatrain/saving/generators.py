@@ -5,27 +5,17 @@ from __future__ import annotations
 import hashlib
 import random
 import warnings
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable
+from typing import Annotated, Any, Literal, TypedDict
 
+import msgspec
 import numpy as np
 import torch
 
 from megatrain.checks import shown
-from megatrain.counts import counted
 from megatrain.device import Cuda, Device, find
 from megatrain.errors import CheckpointError, ResumeWarning
-from megatrain.files.json_rules import (
-    anything,
-    entries,
-    integer,
-    listing,
-    one_of,
-    optional,
-    problems,
-    record,
-    text,
-)
+from megatrain.files.json_file import of_kind
 
 
 def generators_now(device: Device | torch.device | str | None = None) -> dict[str, Any]:
@@ -54,19 +44,18 @@ def check_generators(state: dict[str, Any], device: Device | torch.device | str 
     Raises:
         CheckpointError: If it isn't.
     """
-    form = _STATE if "device" in state else _SECOND if "devices" in state else _FIRST
-    wrong = problems(form, state, "generators") or list(_refused(state, find(device)))
-    if wrong:
+    form = _State if "device" in state else _Second if "devices" in state else _First
+    try:
+        of_kind(state, form, "generators")
+        wrong = _refused(state, find(device))
+        if wrong is not None:
+            raise ValueError(wrong)
+    except ValueError as error:
         raise CheckpointError(
-            "\n  ".join(
-                [
-                    f"the checkpoint's random states are invalid, in {counted(len(wrong), 'place')}.",
-                    *wrong,
-                    "Random states must be a result of generators_now().",
-                    "Load an older checkpoint, or seed anew with torch.manual_seed.",
-                ]
-            )
-        )
+            f"the checkpoint's random states are invalid: {error}.\n"
+            "  Random states must be a result of generators_now().\n"
+            "  Load an older checkpoint, or seed anew with torch.manual_seed."
+        ) from error
 
 
 def restore_generators(state: dict[str, Any], device: Device | torch.device | str | None = None) -> None:
@@ -136,48 +125,66 @@ def _seed_of(state: dict[str, Any]) -> int:
 # -- the form of a state -----------------------------------------------------------------------------------------------
 
 
-def _bytes(value: Any, place: str) -> Iterator[str]:
-    if not isinstance(value, torch.Tensor) or value.dtype != torch.uint8 or value.ndim != 1:
-        yield f"{place} is {shown(value)}, not bytes in a tensor"
+_Word = Annotated[int, msgspec.Meta(ge=0, le=2**32 - 1)]
 
 
-def _number(value: Any, place: str) -> Iterator[str]:
-    if type(value) not in (int, float):
-        yield f"{place} is {shown(value)}, not a number"
+class _Numpy(TypedDict):
+    bit_generator: str
+    state: dict[str, Any]
+    has_gauss: Annotated[int, msgspec.Meta(ge=0, le=1)]
+    gauss: int | float
 
 
-def _words(value: Any, place: str) -> Iterator[str]:
-    if not isinstance(value, np.ndarray) or value.dtype != np.uint32 or value.shape != (624,):
-        yield f"{place} is {shown(value)}, not 624 numbers of 32 bits in an array"
+class _Common(TypedDict):
+    torch: torch.Tensor
+    python: tuple[Literal[3], tuple[_Word, ...], int | float | None]
+    numpy: _Numpy
 
 
-def _numpy(value: Any, place: str) -> Iterator[str]:
-    """NumPy itself takes any position, and reads beyond the end of its memory."""
-    is_twister = isinstance(value, dict) and value.get("bit_generator") == "MT19937"
-    twister = record({"key": _words, "pos": integer(0, 624)})
-    fields = {"bit_generator": text(), "state": twister if is_twister else anything}
-    others = None if is_twister else anything
-    yield from record({**fields, "has_gauss": integer(0, 1), "gauss": _number}, others)(value, place)
+class _OfDevice(TypedDict):
+    kind: str
+    state: torch.Tensor
 
 
-_WORDS = entries(*[integer(0, 2**32 - 1)] * 624, integer(0, 624), kind=tuple)
-_COMMON = {"torch": _bytes, "python": entries(one_of((3,)), _WORDS, optional(_number), kind=tuple), "numpy": _numpy}
-_KIND = text("[a-z0-9]+", "a kind of device")
-_STATE = record({**_COMMON, "device": optional(record({"kind": _KIND, "state": _bytes}))})
-_SECOND = record({**_COMMON, "devices": optional(record({"type": _KIND, "states": listing(_bytes)}))})
-_FIRST = record({**_COMMON, Cuda.name: listing(_bytes)})
+class _OfDevices(TypedDict):
+    type: str
+    states: list[torch.Tensor]
 
 
-def _refused(state: dict[str, Any], target: Device) -> Iterator[str]:
-    """Tries the states on generators that nobody draws from."""
-    try:
-        torch.Generator().set_state(state["torch"])
-    except RuntimeError as error:
-        yield f"generators.torch is refused: {error}"
-    try:
-        np.random.RandomState(type(np.random.get_bit_generator())()).set_state(state["numpy"])  # pyright: ignore
-    except (TypeError, ValueError, KeyError, OverflowError) as error:
-        yield f"generators.numpy is refused: {error}"
+class _State(_Common):
+    device: _OfDevice | None
+
+
+class _Second(_Common):
+    devices: _OfDevices | None
+
+
+class _First(_Common):
+    cuda: list[torch.Tensor]
+
+
+def _refused(state: dict[str, Any], target: Device) -> str | None:
+    """Tries the states on generators that nobody draws from; says which is refused, and why."""
+    tries: dict[str, tuple[Callable[[Any], object], Any]] = {
+        "torch": (torch.Generator().set_state, state["torch"]),
+        "python": (random.Random().setstate, state["python"]),
+        "numpy": (_set_numpy, state["numpy"]),
+    }
+    for name, (set_state, value) in tries.items():
+        try:
+            set_state(value)
+        except (RuntimeError, TypeError, ValueError, LookupError, OverflowError) as error:
+            return f"generators.{name} is refused: {error}"
     (kind, own), here = _of_device(state, target), target.generator_state()
     if kind == target.kind and own is not None and here is not None and own.numel() != here.numel():
-        yield f"generators.{'device' if 'device' in state else 'devices'} has a state of {own.numel()} B"
+        return f"generators.{'device' if 'device' in state else 'devices'} has a state of {own.numel()} B"
+    return None
+
+
+def _set_numpy(state: dict[str, Any]) -> None:
+    generator: Any = type(np.random.get_bit_generator())  # pyright: ignore
+    np.random.RandomState(generator()).set_state(state)
+    if state["bit_generator"] == "MT19937":  # which takes any position, and reads beyond the end of its memory
+        at, key = state["state"]["pos"], state["state"]["key"]
+        if type(at) is not int or not 0 <= at <= 624 or getattr(key, "dtype", None) != np.uint32:
+            raise ValueError(f"it is at {shown(at)} of {shown(key)}")

@@ -18,16 +18,15 @@ from megatrain.counts import counted
 from megatrain.errors import CheckpointError
 from megatrain.files.byte_source import Source
 from megatrain.files.digest import Digest
-from megatrain.files.json_rules import regular
+from megatrain.files.json_file import regular
 from megatrain.files.replace import present, resolved
 from megatrain.files.room import room_to_read
 from megatrain.files.weight_files import PIECE_BYTES
-from megatrain.saving.manifest import FileRecord, Manifest
+from megatrain.saving.manifest import FILE, TRAINING, FileRecord, Manifest
 from megatrain.saving.optimizers import destinations, differences, misfitting_options, misfitting_rest, put_back
 from megatrain.saving.packed import filled
 from megatrain.saving.saved import Saved
-from megatrain.saving.schema import FILE, TRAINING
-from megatrain.saving.values import decode
+from megatrain.saving.values import decoded
 from megatrain.tracer.spec import TensorSpec
 
 
@@ -58,7 +57,7 @@ class Checkpoint:
             CheckpointError: If their tensors can't be read.
         """
         stored = self._tensors(self._stem("extra"))
-        return {key: decode(value, lambda name: _fresh(stored[name])) for key, value in self.manifest.extra.items()}
+        return {key: decoded(value, stored, _fresh) for key, value in self.manifest.extra.items()}
 
     @cached_property
     def tensors(self) -> Mapping[str, Saved]:
@@ -183,7 +182,7 @@ class Checkpoint:
     def _decoded(self, field: str) -> Any:
         """The options of the optimizer's groups, or its `rest`; tensors in them are read, such as learning rates."""
         stored = self._tensors(self._stem("optimizer"))
-        return decode(self._saved_optimizer()[field], lambda name: _fresh(stored[name]))
+        return decoded(self._saved_optimizer()[field], stored, _fresh)
 
     def _saved_optimizer(self) -> Mapping[str, Any]:
         if self.manifest.optimizer is None:
@@ -317,4 +316,5 @@ def _fresh(saved: Saved, existing: torch.Tensor | None = None) -> torch.Tensor:
 def _state(encoded: Any, stored: Mapping[str, Saved], existing: torch.Tensor | None, place: str) -> Any:
     """Reads one state of one parameter; only a state that is itself a tensor may be read in place."""
     is_tensor = isinstance(encoded, dict) and "!tensor" in encoded
-    return filled(decode(encoded, lambda name: _fresh(stored[name], existing if is_tensor else None)), existing, place)
+    value = decoded(encoded, stored, lambda saved: _fresh(saved, existing if is_tensor else None))
+    return filled(value, existing, place)

@@ -4,43 +4,57 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, TypedDict
 
+import msgspec
 import torch
 
-from megatrain.counts import counted
+from megatrain.checks import shown
 from megatrain.errors import CheckpointError
 from megatrain.files.byte_source import KINDS
 from megatrain.files.digest import digest_of
-from megatrain.files.json_rules import parse_json, problems, read_json
+from megatrain.files.json_file import Count, is_inside, of_kind, parse_json, read_json
 from megatrain.files.weight_files import DTYPES
-from megatrain.saving.schema import ENVELOPE, FILE, NEWEST, READABLE, faults
 from megatrain.tracer.spec import TensorSpec
 
+FILE = "checkpoint.json"
+INDEX = "model.safetensors.index.json"
+TRAINING = "training"
+"""Folder of what is no weight, so that readers of weights don't meet it."""
+NEWEST = 2
+"""1: no version of torch, no scheduler's class; its number is under no checksum."""
+READABLE = (1, NEWEST)
 
-@dataclass(frozen=True, slots=True)
-class TensorRecord:
-    """One stored tensor: its shape and dtype, its first byte from the start of the file, the SHA-256 of its bytes."""
+_Digest = Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{64}$")]
 
-    spec: TensorSpec
-    start: int
-    digest: str
 
-    def to_json(self) -> list[Any]:
-        """Returns kind, shape, start and digest."""
-        return [KINDS[self.spec.dtype], list(self.spec.shape), self.start, self.digest]
+class TensorRecord(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """One stored tensor: dtype and shape, its first byte from the start of the file, the SHA-256 of its bytes."""
+
+    kind: str
+    shape: tuple[Count, ...]
+    start: Count
+    digest: _Digest
+
+    def __post_init__(self) -> None:
+        if self.kind not in DTYPES:
+            raise ValueError(f"{shown(self.kind)} is no kind of tensor")
+
+    @property
+    def spec(self) -> TensorSpec:
+        """Its shape and dtype."""
+        return TensorSpec(self.shape, DTYPES[self.kind])
 
     @staticmethod
-    def of_json(entry: list[Any]) -> TensorRecord:
-        """Reads a result of `to_json`."""
-        kind, shape, start, digest = entry
-        return TensorRecord(TensorSpec(tuple(shape), DTYPES[kind]), start, digest)
+    def of(spec: TensorSpec, start: int, digest: str) -> TensorRecord:
+        """The record of a tensor."""
+        return TensorRecord(KINDS[spec.dtype], tuple(spec.shape), start, digest)
 
 
-@dataclass(frozen=True, slots=True)
-class FileRecord:
+class FileRecord(
+    msgspec.Struct, frozen=True, forbid_unknown_fields=True, rename={"nbytes": "bytes", "digest": "sha256"}
+):
     """One stored file.
 
     Args:
@@ -50,15 +64,19 @@ class FileRecord:
         tensors: The tensors after the header, by name.
     """
 
-    nbytes: int
-    header_bytes: int
-    digest: str
-    tensors: Mapping[str, TensorRecord]
+    nbytes: Count
+    header_bytes: Count
+    digest: _Digest
+    tensors: dict[str, TensorRecord]
 
     def to_json(self) -> dict[str, Any]:
         """Returns the record as JSON."""
-        tensors = {name: record.to_json() for name, record in self.tensors.items()}
-        return {"bytes": self.nbytes, "header_bytes": self.header_bytes, "sha256": self.digest, "tensors": tensors}
+        return msgspec.to_builtins(self)
+
+    @staticmethod
+    def of_json(entry: Any) -> FileRecord:
+        """Reads a result of `to_json`."""
+        return of_kind(entry, FileRecord, "record")
 
     def fits(self, header: bytes) -> bool:
         """Tells whether the header of the file, which other readers go by, says the same of each tensor."""
@@ -78,15 +96,39 @@ class FileRecord:
         is_whole = int.from_bytes(header[:8], "little") == first - 8
         return is_whole and {**tensors, "__metadata__": {"format": "pt"}} == listed
 
-    @staticmethod
-    def of_json(entry: Mapping[str, Any]) -> FileRecord:
-        """Reads a result of `to_json`."""
-        tensors = {name: TensorRecord.of_json(record) for name, record in entry["tensors"].items()}
-        return FileRecord(entry["bytes"], entry["header_bytes"], entry["sha256"], tensors)
+
+class _WeightFiles(msgspec.Struct, forbid_unknown_fields=True):
+    files: tuple[str, ...]
+    ties: dict[str, str]
 
 
-@dataclass(frozen=True, slots=True)
-class Manifest:
+class _Group(TypedDict):
+    params: list[str]
+
+
+class _Optimizer(msgspec.Struct, forbid_unknown_fields=True, rename={"kind": "class"}):
+    kind: str
+    parameters: dict[str, str]
+    param_groups: list[_Group]
+    state: dict[str, dict[str, Any]]
+    rest: dict[str, Any]
+
+
+class _Content(msgspec.Struct, forbid_unknown_fields=True):
+    files: dict[str, FileRecord]
+    weights: _WeightFiles
+    optimizer: _Optimizer | None
+    extra: dict[str, Any]
+    torch: str | None = None
+
+
+class _Document(msgspec.Struct, forbid_unknown_fields=True):
+    schema: Count
+    sha256: _Digest
+    content: dict[str, Any]
+
+
+class Manifest(msgspec.Struct, frozen=True):
     """The contents of a checkpoint.
 
     Args:
@@ -95,7 +137,7 @@ class Manifest:
         ties: For each name that is stored under another name: the other name.
         optimizer: The optimizer's state as JSON, or None.
         extra: The caller's values as JSON.
-        schema: As which it was written; see `schema.py`.
+        schema: As which it was written; see `NEWEST`.
         torch_version: Of the process that wrote it; None if that isn't known.
     """
 
@@ -140,8 +182,8 @@ class Manifest:
             ) from error
         except (OSError, ValueError) as error:
             raise _damaged(path, str(error)) from error
-        _check(path, problems(ENVELOPE, document, "it"))
-        schema, content = document["schema"], document["content"]
+        envelope = _of_kind(document, _Document, "it", path)
+        schema, content = envelope.schema, envelope.content
         if schema not in READABLE:
             raise CheckpointError(
                 f"`{path}` has schema {schema}; this version of megatrain reads {' and '.join(map(str, READABLE))}.\n"
@@ -149,18 +191,40 @@ class Manifest:
                 "  Load it with the version that wrote it. Every version can read the weights, which are "
                 "safetensors files."
             )
-        if _digest(schema, content) != document["sha256"]:
+        if _digest(schema, content) != envelope.sha256:
             raise _damaged(path, "its checksum differs")
-        _check(path, faults(content, schema))
-        return Manifest(
-            {name: FileRecord.of_json(entry) for name, entry in content["files"].items()},
-            tuple(content["weights"]["files"]),
-            content["weights"]["ties"],
+        found = _of_kind(content, _Content, "content", path)
+        manifest = Manifest(
+            found.files,
+            found.weights.files,
+            found.weights.ties,
             content["optimizer"],
             content["extra"],
             schema,
-            content.get("torch"),
+            found.torch,
         )
+        fault = manifest.fault()
+        if fault is not None:
+            raise _damaged(path, fault)
+        return manifest
+
+    def fault(self) -> str | None:
+        """What contradicts itself: a file elsewhere or missing, a tie to no weight, a parameter that isn't known."""
+        outside = next((file for file in self.files if not is_inside(file) or file == FILE), None)
+        if outside is not None:
+            return f"{shown(outside)} isn't the name of a file in this folder"
+        missing = next((file for file in (*self.weights, INDEX) if file not in self.files), None)
+        if missing is not None:
+            return f"{shown(missing)} isn't among its files"
+        stored = {name for file in self.weights for name in self.files[file].tensors}
+        tie = next((tie for tie, first in self.ties.items() if tie in stored or first not in stored), None)
+        if tie is not None:
+            return f"{shown(tie)} isn't another name of a weight"
+        saved = self.optimizer or {"param_groups": [], "parameters": {}, "state": {}}
+        members = [member for group in saved["param_groups"] for member in group["params"]]
+        if sorted(members) != sorted(saved["parameters"]) or not set(saved["state"]) <= set(members):
+            return "the parameters of the optimizer's groups differ from its parameters"
+        return None
 
 
 def _digest(schema: int, content: Any) -> str:
@@ -172,15 +236,11 @@ def _dump(value: Any) -> bytes:
     return json.dumps(value, separators=(",", ":"), allow_nan=False).encode()
 
 
-def _check(path: Path, found: list[str]) -> None:
-    if found:
-        lines = [
-            f"`{path}` is damaged: {counted(len(found), 'place')} that no save writes.",
-            *found,
-            "Every field is checked, even if the checksum is right.",
-            "Copy the checkpoint again, or load an older one.",
-        ]
-        raise CheckpointError("\n  ".join(lines))
+def _of_kind(value: Any, kind: Any, place: str, path: Path) -> Any:
+    try:
+        return of_kind(value, kind, place)
+    except ValueError as error:
+        raise _damaged(path, str(error)) from error
 
 
 def _damaged(path: Path, reason: str) -> CheckpointError:

@@ -16,13 +16,12 @@ from megatrain.checks import PATH, Rule, checked, optional
 from megatrain.checks.several_optimizers import OPTIMIZERS, Optimizers
 from megatrain.counts import counted
 from megatrain.errors import CheckpointError
-from megatrain.files import disk, json_rules
+from megatrain.files import disk
 from megatrain.files.byte_source import Source, obstacle, without_ties
 from megatrain.files.digest import digest_of
 from megatrain.files.replace import replaced, resolved
-from megatrain.saving.manifest import FileRecord, Manifest
+from megatrain.saving.manifest import FILE, INDEX, TRAINING, FileRecord, Manifest
 from megatrain.saving.optimizers import OptimizerState
-from megatrain.saving.schema import FILE, INDEX, NEWEST, TRAINING, faults
 from megatrain.saving.shards import Shard, shards
 from megatrain.saving.values import Encoder
 from megatrain.sizes import SIZE, format_bytes, parse_bytes
@@ -219,7 +218,8 @@ class CheckpointDraft:
 
 def _is_name(name: str) -> bool:
     # safetensors keeps one for itself.
-    return name != "__metadata__" and not json_rules.problems(json_rules.name, name, "")
+    is_text = isinstance(name, str) and not any("\ud800" <= letter <= "\udfff" for letter in name)  # pyright: ignore
+    return is_text and name != "__metadata__"
 
 
 def _sources(weights: Mapping[str, torch.Tensor | Source]) -> tuple[dict[str, Source], list[str]]:
@@ -236,15 +236,12 @@ def _sources(weights: Mapping[str, torch.Tensor | Source]) -> tuple[dict[str, So
 
 def _check(manifest: Manifest) -> None:
     """Refuses everything that `load` would refuse: a name that no file can hold, a name twice."""
-    found = faults(manifest.content(), NEWEST)
-    if found:
-        lines = [
-            f"{counted(len(found), 'place')} of the manifest can't be stored in a checkpoint.",
-            *found,
-            "Only a manifest that can be read again is written.",
-            "Use other names, or fewer tensors.",
-        ]
-        raise CheckpointError("\n  ".join(lines))
+    fault = manifest.fault()
+    if fault is not None:
+        raise CheckpointError(
+            f"the manifest can't be stored in a checkpoint: {fault}.\n"
+            "  Only a manifest that can be read again is written.\n  Use other names."
+        )
 
 
 def _write(draft: CheckpointDraft, partial: Path, place: Path, write: Write) -> None:

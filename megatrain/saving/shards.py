@@ -40,7 +40,7 @@ class Shard:
         """The manifest's entry for it; unknown digests leave room for themselves."""
         start, tensors = len(self.header), dict[str, TensorRecord]()
         for name, source in self.sources.items():
-            tensors[name] = TensorRecord(source.spec, start, digests.get(name, _NO_DIGEST))
+            tensors[name] = TensorRecord.of(source.spec, start, digests.get(name, _NO_DIGEST))
             start += source.spec.nbytes
         return FileRecord(self.nbytes, len(self.header), digest_of(self.header), tensors)
 

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import collections
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Mapping
 from typing import Any, cast
 
 import numpy as np
 import torch
 
 from megatrain.checks import shown
+from megatrain.errors import CheckpointError
 from megatrain.files.byte_source import Source, obstacle
-from megatrain.files.json_rules import entries, listing, one_of, text
 
 MAX_DEPTH = 40
-"""Values in one another; in JSON each is up to three deep, and `json_rules.MAX_DEPTH` holds for all of a file."""
+"""Values in one another; in JSON each is up to three deep, and `json_file.MAX_DEPTH` holds for all of a file."""
 
 _PLAIN = (type(None), bool, int, str)
 
@@ -89,95 +89,42 @@ class Encoder:
         return {tag: name}
 
 
-def encoded(value: Any, place: str) -> Iterator[str]:
-    """The rule of what `encode` returns."""
-    if isinstance(value, list):
-        yield from listing(encoded)(value, place)
-    elif isinstance(value, dict):
-        held = cast(dict[str, Any], value)
-        tag = next((key for key in held if key.startswith("!")), None)
-        if tag is None:
-            for key, item in held.items():
-                yield from encoded(item, f"{place}.{key}")
-        elif tag not in _TAGGED or len(held) != 1:
-            yield f"{place} is {shown(value)} with {shown(tag)}, an unknown tag"
-        else:
-            yield from _TAGGED[tag](held[tag], place)
-
-
-def _pairs(value: Any, place: str) -> Iterator[str]:
-    wrong = list(listing(entries(_key, encoded))(value, place))
-    yield from wrong
-    if not wrong and len({decode(key, lambda name: name) for key, _ in value}) < len(value):
-        yield f"{place} has a key twice"
-
-
-def _key(value: Any, place: str) -> Iterator[str]:
-    """What a key of a dict may be: a value that can be hashed."""
-    if isinstance(value, dict) and "!tuple" in value:
-        yield from encoded(value, place)
-        if isinstance(value["!tuple"], list):
-            yield from listing(_key)(value["!tuple"], place)
-    elif isinstance(value, list) or (isinstance(value, dict) and value.keys() not in ({"!float"}, {"!tensor"})):
-        yield f"{place} is {shown(value)}, which can't be a key"
-    else:
-        yield from encoded(value, place)
-
-
-_TAGGED = {
-    "!float": one_of(("nan", "inf", "-inf")),
-    "!tuple": listing(encoded),
-    "!tensor": text(),
-    "!array": text(),
-    "!dict": _pairs,
-    "!counter": _pairs,
-}
-
-
-def tensor_places(value: Any, path: str, *, is_known: bool = True) -> Iterator[tuple[str, bool, str, bool]]:
-    """Lists the tensors that JSON of `encode` refers to.
-
-    Yields:
-        The path, or what it begins with; whether that is all of it; the name; and whether it is for an array.
-    """
-    if isinstance(value, list):
-        for i, item in enumerate(cast(list[Any], value)):
-            yield from tensor_places(item, f"{path}.{i}" if is_known else path, is_known=is_known)
-    elif isinstance(value, dict):
-        held = cast(dict[str, Any], value)
-        tag = next(iter(held), "")
-        if tag in ("!tensor", "!array"):
-            yield path, is_known, held[tag], tag == "!array"
-        elif tag in ("!dict", "!counter"):
-            yield from tensor_places(held[tag], path, is_known=False)
-        elif tag == "!tuple":
-            yield from tensor_places(held[tag], path, is_known=is_known)
-        elif tag != "!float":
-            for key, item in held.items():
-                yield from tensor_places(item, f"{path}.{key}" if is_known else path, is_known=is_known)
-
-
-def decode(encoded: Any, tensor: Callable[[str], Any]) -> Any:
+def decoded(encoded: Any, tensors: Mapping[str, Any], read: Callable[[Any], Any]) -> Any:
     """Returns the value that `encode` made JSON of.
 
     Args:
         encoded: The JSON.
-        tensor: Reads the tensor that is stored under a name.
+        tensors: What is stored, by name.
+        read: Reads a tensor that is stored.
+
+    Raises:
+        CheckpointError: If `encode` makes no such JSON, a tensor isn't stored, or its bytes are damaged.
     """
+    try:
+        return _decoded(encoded, lambda name: read(tensors[name]))
+    except (LookupError, TypeError, ValueError, AttributeError) as error:
+        raise CheckpointError(
+            f"the checkpoint is damaged: {shown(encoded)} is no value that a save writes: {error!r}.\n"
+            "  Values that JSON doesn't have are objects with one tag, and each tensor is stored under its name.\n"
+            "  Copy the checkpoint again, or load an older one."
+        ) from error
+
+
+def _decoded(encoded: Any, tensor: Callable[[str], Any]) -> Any:
     if isinstance(encoded, list):
-        return [decode(item, tensor) for item in encoded]
+        return [_decoded(item, tensor) for item in encoded]
     if not isinstance(encoded, dict):
         return encoded
     tag: str = next(iter(encoded), "")
-    content: Any = encoded.get(tag)
     if not tag.startswith("!"):
-        return {key: decode(item, tensor) for key, item in encoded.items()}
+        return {key: _decoded(item, tensor) for key, item in encoded.items()}
+    ((_, content),) = encoded.items()
     if tag in ("!dict", "!counter"):
-        made = {decode(key, tensor): decode(item, tensor) for key, item in content}
+        made = {_decoded(key, tensor): _decoded(item, tensor) for key, item in content}
         return collections.Counter(made) if tag == "!counter" else made
     simple: dict[str, Callable[[], Any]] = {
         "!float": lambda: float(content),
-        "!tuple": lambda: tuple(decode(item, tensor) for item in content),
+        "!tuple": lambda: tuple(_decoded(item, tensor) for item in content),
         "!tensor": lambda: tensor(content),
         "!array": lambda: tensor(content).numpy(),
     }

@@ -10,8 +10,6 @@ from megatrain import saving
 from megatrain.checks import Rule, named, sequence_of, shown
 from megatrain.counts import counted
 from megatrain.errors import CheckpointError
-from megatrain.files import json_rules
-from megatrain.files.json_rules import anything, listing, mapping, optional, text
 from megatrain.saving.fitting import misfits
 
 
@@ -56,18 +54,6 @@ def _fault(value: Any) -> str | None:
 SCHEDULERS = Rule(f"{_ONE.text}, or a list of different ones", "{name} such an object", _fault)
 
 
-def _one_or_several(inner: json_rules.Rule) -> json_rules.Rule:
-    return lambda value, place: (listing(inner) if isinstance(value, list) else inner)(value, place)
-
-
-_STATE = mapping(anything, anything)
-FIELDS: Mapping[int, Mapping[str, json_rules.Rule]] = {
-    1: {"scheduler": optional(_STATE)},
-    2: {"scheduler": optional(_one_or_several(_STATE)), "scheduler_class": optional(_one_or_several(text()))},
-}
-"""What is stored of schedulers, by the schema of the manifest: of several a list in each field."""
-
-
 def stored(schedulers: Schedulers | None) -> dict[str, Any]:
     """Returns what a checkpoint holds of schedulers; of one in a list the same as of one.
 
@@ -81,17 +67,16 @@ def stored(schedulers: Schedulers | None) -> dict[str, Any]:
     return {"scheduler": states[0] if states else None, "scheduler_class": classes[0] if classes else None}
 
 
-def faults(extra: Mapping[str, Any]) -> list[str]:
+def fault(extra: Mapping[str, Any]) -> str | None:
     """What is wrong with the fields of schedulers, each of which is right by itself."""
     states, classes = extra["scheduler"], extra.get("scheduler_class")
     if not isinstance(states, list) and not isinstance(classes, list):
-        return []
+        return None
     if not isinstance(states, list) or not isinstance(classes, list):
-        return ["extra.scheduler and extra.scheduler_class are not of as many schedulers"]
+        return "extra.scheduler and extra.scheduler_class are not of as many schedulers"
     known = cast(Sequence[Any], states), cast(Sequence[Any], classes)
-    return (
-        [] if len(known[0]) == len(known[1]) > 1 else ["extra.scheduler is a list of another length than it can have"]
-    )
+    is_right = len(known[0]) == len(known[1]) > 1
+    return None if is_right else "extra.scheduler is a list of another length than it can have"
 
 
 def check(checkpoint: saving.Checkpoint, extra: Mapping[str, Any], schedulers: Schedulers | None) -> None:

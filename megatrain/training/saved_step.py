@@ -5,10 +5,10 @@ from __future__ import annotations
 import base64
 import os
 import pickle
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
 import torch
 from torch import nn
@@ -19,8 +19,7 @@ from megatrain.checks.several_optimizers import parameters_of
 from megatrain.compiled.inside import Compiled
 from megatrain.counts import counted
 from megatrain.errors import CheckpointError
-from megatrain.files import json_rules
-from megatrain.files.json_rules import anything, integer, mapping, optional, problems, record, text
+from megatrain.files.json_file import Count, of_kind
 from megatrain.files.room import room_to_read
 from megatrain.optim.impostor import Optimizer
 from megatrain.optim.masters.halves import WholeMaster
@@ -132,23 +131,42 @@ def restore(
     return Progress(**extra["progress"]), extra["user"]
 
 
-def _grad_norm(value: Any, place: str) -> Iterator[str]:
-    if not isinstance(value, torch.Tensor) or not value.is_floating_point() or value.ndim:
-        yield f"{place} is {shown(value)}, not one floating-point number in a tensor"
+class _Progress(TypedDict):
+    count: Count
+    skipped: Count
+    nonfinite: str | None
+    grad_norm: torch.Tensor | None
 
 
-_PROGRESS = {"count": integer(), "skipped": integer(), "nonfinite": optional(text()), "grad_norm": optional(_grad_norm)}
-_FIELDS = {
-    "progress": record(_PROGRESS),
-    "generators": anything,  # check_generators says more
-    "modules": mapping(json_rules.name, anything),
-    "user": mapping(anything, anything),
-}
+class _FirstExtra(TypedDict):
+    """What `save` has stored as values under the first schema of the manifest."""
+
+    progress: _Progress
+    generators: Any  # check_generators says more
+    modules: dict[str, Any]
+    user: dict[Any, Any]
+    scheduler: dict[Any, Any] | None
+
+
+class _Newest(TypedDict):
+    """The same under the newest schema; of several schedulers a list."""
+
+    progress: _Progress
+    generators: Any
+    modules: dict[str, Any]
+    user: dict[Any, Any]
+    scheduler: dict[Any, Any] | list[dict[Any, Any]] | None
+    scheduler_class: str | list[str] | None
+
+
+class _Extra(_Newest, total=False):
+    lacks_weights: bool
+    packed: dict[str, str]
+
+
 _LACKS_WEIGHTS = "lacks_weights"
 _OF_RANKS = "generators_of_ranks"
 _PACKED = "packed"
-_SCHEMAS = {schema: {**_FIELDS, **fields} for schema, fields in saved_schedulers.FIELDS.items()}
-"""What `save` has stored as values, by the schema of the manifest."""
 
 
 def _generators(extra: Mapping[str, Any], compiled: Compiled) -> dict[str, Any]:
@@ -158,27 +176,28 @@ def _generators(extra: Mapping[str, Any], compiled: Compiled) -> dict[str, Any]:
 
 
 def _extra(checkpoint: saving.Checkpoint) -> dict[str, Any]:
-    fields = _SCHEMAS[checkpoint.manifest.schema]
-    missing = fields.keys() - checkpoint.extra.keys()
+    kind = _FirstExtra if checkpoint.manifest.schema == 1 else _Extra
+    missing = kind.__required_keys__ - checkpoint.extra.keys()
     if missing:
         raise CheckpointError(
             f"`{checkpoint.folder}` was not written by TrainStep.save: it lacks {', '.join(sorted(missing))}.\n"
             "  A step can continue only with everything that the next step depends on.\n"
             "  Read it with megatrain.saving.load, or its weights with megatrain.compile(weights=...)."
         )
-    wrong = problems(record(fields, others=anything), checkpoint.extra, "extra")
-    if checkpoint.extra.get(_LACKS_WEIGHTS, True) is not True:
-        wrong.append(f"extra.{_LACKS_WEIGHTS} is {shown(checkpoint.extra[_LACKS_WEIGHTS])}, not True")
-    wrong += problems(mapping(text(), text()), checkpoint.extra.get(_PACKED, {}), f"extra.{_PACKED}")
-    wrong = wrong or saved_schedulers.faults(checkpoint.extra)
-    if wrong:
-        lines = [
-            f"`{checkpoint.folder}` has {counted(len(wrong), 'value')} that no step can have saved.",
-            *wrong,
-            "State can only continue in an object like the one that was saved.",
-            "Load an older checkpoint, or single values with megatrain.saving.load.",
-        ]
-        raise CheckpointError("\n  ".join(lines))
+    try:
+        of_kind(checkpoint.extra, kind, "extra")
+        norm = checkpoint.extra["progress"]["grad_norm"]
+        if norm is not None and (norm.ndim or not norm.is_floating_point()):
+            raise ValueError(f"`extra.progress.grad_norm` is {shown(norm)}, not one floating-point number in a tensor")
+        fault = saved_schedulers.fault(checkpoint.extra)
+        if fault is not None:
+            raise ValueError(fault)
+    except ValueError as error:
+        raise CheckpointError(
+            f"`{checkpoint.folder}` has a value that no step can have saved: {error}.\n"
+            "  State can only continue in an object like the one that was saved.\n"
+            "  Load an older checkpoint, or single values with megatrain.saving.load."
+        ) from error
     return checkpoint.extra
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import hashlib
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -67,31 +67,6 @@ def _deep(value: Any, count: int) -> Any:
     for _ in range(count):
         value = [value]
     return value
-
-
-def places(value: Any, place: Place = ()) -> Iterator[Place]:
-    """Yields the place of every value in JSON."""
-    yield place
-    inner = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
-    for key, item in inner:
-        yield from places(item, (*place, key))
-
-
-def kind_of(place: Place) -> Place:
-    """A place without what tells it from others of its kind: a name or position, but for fields of the schema."""
-    fields = {"files", "weights", "optimizer", "extra", "torch", "bytes", "header_bytes", "sha256", "tensors", "ties"}
-    fields |= {"class", "parameters", "param_groups", "state", "rest", "params"}
-    words: list[Any] = []
-    for i, key in enumerate(place):
-        is_field = i == 0 or key in fields or (isinstance(key, int) and len(place) - i == 1)
-        is_value = place[:1] == ("extra",) or (len(place) > 3 and place[1] == "param_groups")
-        words.append(key if is_field or is_value else type(key).__name__)
-    return tuple(words)
-
-
-def kinds(content: Any) -> list[Place]:
-    """One place of each kind."""
-    return list({kind_of(place): place for place in reversed(list(places(content)))}.values())
 
 
 def at(content: Any, place: Place) -> Any:

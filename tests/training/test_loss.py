@@ -19,6 +19,7 @@ from megatrain.passes.measuring.live_bytes import LiveBytes
 from megatrain.planning.loss_bytes import measure_loss
 from megatrain.scheduler.lifetimes.peak import find_peak
 from tests.comparing import assert_same, snapshot
+from tests.stand_in_triton import JITFunction, Scaled, stand_in_triton
 from tests.training.parity import SideBySide, adamw, loop_step, stack_batch
 
 
@@ -279,6 +280,17 @@ def test_the_loss_is_measured_once_per_shape(monkeypatch: pytest.MonkeyPatch):
     assert len(calls) == 3, "two micro-batches of two programs"
     step([ids(7)[:1], ids(8)])
     assert len(calls) == 3, "the same two"
+
+
+def test_a_loss_of_kernels_has_the_bound_of_one_that_cannot_be_measured(monkeypatch: pytest.MonkeyPatch):
+    stand_in_triton(monkeypatch)
+    kernel = JITFunction(lambda x, y, made: made.copy_(x))
+
+    def loss(logits: torch.Tensor, batch: torch.Tensor) -> torch.Tensor:
+        return wide_loss(Scaled.apply(logits, logits, kernel[(1,)]), batch)  # pyright: ignore
+
+    assert step_of(loss).prepare(ids()).known_workload().loss_bytes == 4 * 4 * LOGITS
+    assert not kernel.launched
 
 
 def test_a_plan_counts_the_loss_too():

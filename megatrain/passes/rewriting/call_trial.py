@@ -16,7 +16,7 @@ from megatrain.interrupts import Interrupts
 from megatrain.torch_private import FakeTensorMode, disable_current_modes, pytree
 from megatrain.tracer.calls import call_name
 from megatrain.tracer.capture.scripts import scripts_on_values
-from megatrain.tracer.capture.triton_launches import launches_on_fakes
+from megatrain.tracer.capture.triton_launches import launches_refused
 from megatrain.tracer.node_meta import autocast_state
 from megatrain.tracer.recording.effect_watch import EffectWatch, storage_key
 from megatrain.tracer.recording.random_numbers import GeneratorWatch
@@ -100,7 +100,7 @@ def tried(
     with Interrupts(), ExitStack() as stack:
         stack.enter_context(mode)
         stack.enter_context(scripts_on_values())
-        stack.enter_context(launches_on_fakes())
+        stack.enter_context(launches_refused())
         enter_modes(stack, site)
 
         def stand_in(node: fx.Node) -> Any:

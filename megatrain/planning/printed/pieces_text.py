@@ -7,10 +7,9 @@ from collections.abc import Iterator
 from torch import fx
 
 from megatrain.counts import counted
-from megatrain.passes.masks.attention import ATTENTION, MaskNote
-from megatrain.passes.masks.banded_attention import BandedAttention
 from megatrain.passes.program import Block, Program
 from megatrain.passes.rewrites.head.head_loss import HeadLoss
+from megatrain.passes.rewrites.masked_attention import ATTENTION, BandedAttention, MaskNote
 from megatrain.passes.rewrites.tiled_region import TiledRegion
 from megatrain.scheduler.printed.block_ranges import ranges
 from megatrain.sizes import format_bytes
@@ -63,7 +62,7 @@ def _masks(program: Program) -> Iterator[str]:
         for node in program.templates[block.template].graph.nodes:
             note: MaskNote | None = node.meta.get("mask")
             is_banded = isinstance(node.target, BandedAttention)
-            if note is None or not (is_banded or node.target in ATTENTION):
+            if note is None or not (is_banded or node.target is ATTENTION):
                 continue
             keys = f" on {node.target.most_keys} keys" if is_banded else ""  # pyright: ignore
             blocks.setdefault((note.text + keys, note.nbytes, note.promise), {})[block.index] = None

@@ -1,28 +1,23 @@
 """Launches of Triton kernels, which no mode of torch sees, and which take the addresses of tensors as they are.
 
 A tensor without values has the address 0: a launch on it is an access to memory that isn't there, which ends CUDA for
-the process. So such a launch is stood in for: the kernel doesn't run, and what it would write is written by a call
-that every mode sees. Where nobody can tell what it would write, the launch is an error.
+the process. So a launch is an error there, and the capture begins again on the values of the weights. Nothing tells
+what a kernel writes: its tensors are compared before and after. Triton itself is never imported here: it is optional.
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Generator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch.autograd.grad_mode import set_multithreading_enabled
 
 from megatrain.patches import noticed_imports, original_of, replaced_here
-from megatrain.torch_private import FakeTensor, disable_current_modes, set_wrap_triton_enabled
-from megatrain.tracer.capture.torch_triton import (
-    kernel_name,
-    launching_methods,
-    tensors_in_launch,
-    tensors_written,
-)
+from megatrain.torch_private import FakeTensor, disable_current_modes, pytree, set_wrap_triton_enabled
 from megatrain.tracer.recording.obstacles import ValuesNeededError
 from megatrain.tracer.recording.recorder import Recorder
 
@@ -39,70 +34,57 @@ def followed_launches(recorder: Recorder) -> Generator[None]:
     """
 
     def launch(kernel: Any, run: Callable[[], Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        tensors = tensors_in_launch((args, kwargs))
+        tensors = _tensors_in((args, kwargs))
         if not recorder.is_recording:
             recorder.refuse(
-                f"launches the Triton kernel `{kernel_name(kernel)}`",
+                f"launches the Triton kernel `{_name(kernel)}`",
                 "A capture records torch functions; what a kernel writes outside of them would be lost.",
                 "Launch it in a torch.autograd.Function or a torch.library.triton_op.",
             )
-        written = tensors_written(kernel, args, kwargs)
-        if not tensors or written == []:
+        if not tensors:
             recorder.refuse(
-                f"launches the Triton kernel `{kernel_name(kernel)}`, which writes none of its tensors,",
+                f"launches the Triton kernel `{_name(kernel)}`, which is given no tensors,",
                 "What it writes by addresses alone can't be seen.",
                 "Pass the tensors that it writes to the kernel.",
             )
-        has_values = not recorder.runs_on_fakes and not any(map(_has_no_memory, tensors))
-        if written is None and has_values:
-            return _run_and_compare(run, tensors)
-        # Before the kernel runs: a tensor that may not be written is refused while it is as it was.
-        _show(kernel, tensors, written)
-        return run() if has_values else None
+        if recorder.runs_on_fakes or any(isinstance(tensor, FakeTensor) or tensor.is_meta for tensor in tensors):
+            _refuse(kernel)
+        return _run_and_compare(run, tensors)
 
     with _replaced(launch):
         yield
 
 
 @contextmanager
-def launches_on_fakes() -> Generator[None]:
-    """Stands in for all launches: the body has no tensors with values, or may not change those that it has."""
-
-    def launch(kernel: Any, run: Callable[[], Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        del run
-        _show(kernel, tensors_in_launch((args, kwargs)), tensors_written(kernel, args, kwargs) or None)
-
-    with _replaced(launch):
+def launches_refused() -> Generator[None]:
+    """Refuses all launches: the body has no tensors with values, or may not change those that it has."""
+    with _replaced(lambda kernel, *_: _refuse(kernel)):
         yield
 
 
-def _has_no_memory(tensor: torch.Tensor) -> bool:
-    return isinstance(tensor, FakeTensor) or tensor.is_meta
+def _refuse(kernel: Any) -> NoReturn:
+    raise ValuesNeededError(
+        f"the Triton kernel `{_name(kernel)}` needs tensors with values",
+        "Load the weights before compiling, or launch it in a torch.library.custom_op with a register_fake.",
+    )
 
 
-def _show(kernel: Any, read: Sequence[torch.Tensor], written: Sequence[torch.Tensor] | None) -> None:
-    """Shows to all modes, and to the counters of versions, what a launch reads and writes; no value changes.
+def _name(kernel: Any) -> str:
+    """The name of a kernel's function, whatever is around it."""
+    while not hasattr(kernel, "__name__") and hasattr(kernel, "fn"):
+        kernel = kernel.fn
+    return getattr(kernel, "__name__", type(kernel).__name__)
 
-    The calls take no memory: the first answers a question, the second copies a tensor to itself.
 
-    Raises:
-        ValuesNeededError: If it isn't known what the kernel writes.
-    """
-    if written is None:
-        raise ValuesNeededError(
-            f"the Triton kernel `{kernel_name(kernel)}` needs tensors with values: "
-            "it isn't known which tensors it writes",
-            "Load the weights before compiling, or launch it in a torch.library.custom_op with a register_fake.",
-        )
-    with torch.no_grad():
-        for tensor in read:
-            torch.is_same_size(tensor, tensor)
-        for tensor in written:
-            tensor.copy_(tensor)
+def _tensors_in(values: Any) -> list[torch.Tensor]:
+    """Lists the tensors among the arguments of a launch, also those that descriptors (TMA) describe."""
+    leaves = pytree.tree_leaves(values)
+    described = [leaf if isinstance(leaf, torch.Tensor) else getattr(leaf, "base", None) for leaf in leaves]
+    return [tensor for tensor in described if isinstance(tensor, torch.Tensor)]
 
 
 def _run_and_compare(run: Callable[[], Any], tensors: Sequence[torch.Tensor]) -> Any:
-    """Runs a kernel of which nobody knows what it writes, and shows which tensors it has changed."""
+    """Runs a kernel, and shows to all modes, and to the counters of versions, which tensors it read and changed."""
     with torch.no_grad():
         with disable_current_modes():
             before = [tensor.clone() for tensor in tensors]
@@ -112,7 +94,7 @@ def _run_and_compare(run: Callable[[], Any], tensors: Sequence[torch.Tensor]) ->
             for index in after:  # one that may not be written is refused while it is as it was
                 tensors[index].copy_(before[index])
         for tensor in tensors:
-            torch.is_same_size(tensor, tensor)
+            torch.is_same_size(tensor, tensor)  # a question, which reads
         for index, content in after.items():
             tensors[index].copy_(content)
     return result
@@ -121,6 +103,17 @@ def _run_and_compare(run: Callable[[], Any], tensors: Sequence[torch.Tensor]) ->
 def _has_bits_of(tensor: torch.Tensor, other: torch.Tensor) -> bool:
     one, two = (each.contiguous().flatten().view(torch.uint8) for each in (tensor, other))
     return torch.equal(one, two)
+
+
+def _launching_methods() -> list[tuple[Any, str]]:
+    """The classes whose methods launch kernels in the end, with the methods, as far as they have been imported."""
+    base = getattr(sys.modules.get("triton.runtime.jit"), "KernelInterface", None)
+    kinds = [] if base is None else [base]
+    for kind in kinds:
+        kinds += [each for each in kind.__subclasses__() if each not in kinds]
+    found = [(kind, "run") for kind in kinds if "run" in vars(kind)]
+    interpreter = getattr(sys.modules.get("triton.runtime.interpreter"), "GridExecutor", None)
+    return found if interpreter is None else [*found, (interpreter, "__call__")]
 
 
 @contextmanager
@@ -134,7 +127,7 @@ def _replaced(launch: _Launch) -> Generator[None]:
     is_inside = False  # of a launch: a tuner launches the kernel in it
 
     def replace(stack: ExitStack) -> None:
-        for kind, name in launching_methods():
+        for kind, name in _launching_methods():
             if kind not in replaced:
                 replaced.append(kind)
                 stack.enter_context(replaced_here(kind, name, launching(original_of(kind, name))))

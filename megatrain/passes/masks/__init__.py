@@ -1,1 +1,0 @@
-"""Masks of attention that are functions of positions: found, replaced by causality, or made where they are read."""
