@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import fnmatch
 import hashlib
@@ -260,8 +261,10 @@ class _Run:
             first = next(iter(rows))
             self._arguments.assistant_only_loss = is_conversational(first) and self._marks_turns()
             self._arguments.packing = "text" in first and not is_conversational(first) and "prompt" not in first
+            # TRL writes the tokenizer's padding into it, with which an embedding would be made that never learns it.
+            config = copy.deepcopy(self._config)
             return _OnPaper(
-                model=model_on_paper(options.model, self._config, options.precision, self._adapters),
+                model=model_on_paper(options.model, config, options.precision, self._adapters),
                 args=dataclasses.replace(self._arguments, output_dir=nowhere), processing_class=self._tokenizer,
                 train_dataset=rows, eval_dataset=held_out,
             )  # fmt: skip

@@ -68,6 +68,8 @@ def save_model(folder: Path, *, template: str | None = TURNS, **sizes: Any) -> P
     LlamaForCausalLM(LlamaConfig(**{**tiny, **sizes})).save_pretrained(folder)
     words = tokenizer()
     words.chat_template = template
+    if sizes.get("pad_token_id", 0) is None:
+        words.pad_token = None
     words.save_pretrained(folder)
     return folder
 

@@ -20,7 +20,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore"),  # what these libraries warn of is theirs
     pytest.mark.usefixtures("lowered_once"),  # of few models
 ]
-NUM_STEPS = 16
+NUM_STEPS = 12
 GIVEN = (
     *("--device=cpu", "--length=16", f"--steps={NUM_STEPS}", "--accumulate=2", "--lr=1e-2", "--save-every=4"),
     *("--eval-fraction=0.2", "--memory=150KiB"),
@@ -74,12 +74,12 @@ def test_a_killed_training_goes_on_from_the_newest_whole_checkpoint(
     undisturbed: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "out"
-    status, _, _ = ended_by(signal.SIGKILL, arguments(undisturbed, out), out, "checkpoint-12")
+    status, _, _ = ended_by(signal.SIGKILL, arguments(undisturbed, out), out, "checkpoint-8")
     assert status == -signal.SIGKILL
     assert train(*arguments(undisturbed, out)) == 0
-    # The checkpoint of step 12 is whole or isn't, by the moment of the kill.
+    # The checkpoint of step 8 is whole or isn't, by the moment of the kill.
     said = capsys.readouterr().out
-    assert any(f"resume  step {step} of {NUM_STEPS}, from" in said for step in (8, 12))
+    assert any(f"resume  step {step} of {NUM_STEPS}, from" in said for step in (4, 8))
     assert_same_run(out, undisturbed)
 
 

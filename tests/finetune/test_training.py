@@ -69,7 +69,9 @@ def stock(kind: type[SFTTrainer], folder: Path, model: Any, name: str, **options
 
 def both(tmp_path: Path, name: str) -> tuple[Path, Path, list[Any]]:
     """The model's folder, where the trained one is to be, and the command."""
-    folder, out = save_model(tmp_path / "model"), tmp_path / "out"
+    # Without a padding token a text's end pads, and is learnt all the same.
+    padding = {"pad_token_id": None} if name == "messages" else {}
+    folder, out = save_model(tmp_path / "model", **padding), tmp_path / "out"
     other = data(tmp_path, name, 6).rename(tmp_path / "other.jsonl")
     return folder, out, [folder, data(tmp_path, name), "--out", out, "--eval", other, *GIVEN]
 
@@ -154,10 +156,10 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder with what the pages name."""
     save_model(tmp_path / "model")
     for kind, name in (("messages", "chats.jsonl"), ("prompt", "prompts.jsonl"), ("txt", "book.txt")):
-        data(tmp_path, kind).rename(tmp_path / name)
+        data(tmp_path, kind, 8).rename(tmp_path / name)
     data(tmp_path, "prompt", 4).rename(tmp_path / "held_out.jsonl")
     (tmp_path / "prompt_set").mkdir()
-    data(tmp_path / "prompt_set", "prompt").rename(tmp_path / "prompt_set" / "train.jsonl")
+    data(tmp_path / "prompt_set", "prompt", 8).rename(tmp_path / "prompt_set" / "train.jsonl")
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
