@@ -1,86 +1,89 @@
-"""The model and the tokenizer of a fine-tuning: on paper first, then with their weights."""
+"""The model and the tokenizer of a command, by names or folders: on paper first, then with their weights."""
 
 from __future__ import annotations
 
-import re
+import importlib.util
 import warnings
 from collections.abc import Generator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
-from accelerate import init_empty_weights
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, set_seed
 
 from megatrain.counts import counted
 from megatrain.errors import MegatrainError, OptionError
-from megatrain.finetune.fine_tuning import FineTuning
 
 
-class ModelWanted(Protocol):
-    """What a model on paper depends on; see `FineTuning`."""
+@dataclass(frozen=True, slots=True)
+class Adapters:
+    """Adapters of peft on all linear layers.
 
-    # Properties, as nobody sets them. FineTuning says what each is, so none has a docstring here (D102).
+    Args:
+        rank: Of each.
+        alpha: Their scale times the rank.
+        dropout: Before them.
+    """
 
-    @property
-    def model(self) -> str: ...  # noqa: D102
-    @property
-    def from_config(self) -> bool: ...  # noqa: D102
-    @property
-    def lora(self) -> bool: ...  # noqa: D102
-    @property
-    def lora_rank(self) -> int: ...  # noqa: D102
-    @property
-    def alpha(self) -> float: ...  # noqa: D102
-    @property
-    def lora_dropout(self) -> float: ...  # noqa: D102
-    @property
-    def precision(self) -> str: ...  # noqa: D102
+    rank: int
+    alpha: float
+    dropout: float = 0.0
+
+    def onto(self, model: Any) -> Any:
+        """Returns the model with adapters, which alone are trained."""
+        from peft import LoraConfig, get_peft_model
+
+        adapters: Any = LoraConfig(
+            r=self.rank,
+            lora_alpha=self.alpha,  # pyright: ignore[reportArgumentType]  # any number, by its use
+            lora_dropout=self.dropout,
+            target_modules="all-linear",
+            task_type="CAUSAL_LM",
+        )
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)  # peft asks transformers by a name that will go
+            return get_peft_model(model, adapters)
 
 
-_CONFIG = "config.json"
-_HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?", re.ASCII)
+def need_libraries(command: str, *names: str) -> None:
+    """Looks for optional libraries, without importing them.
+
+    Raises:
+        OptionError: With the line that installs what is missing.
+    """
+    missing = [name for name in names if importlib.util.find_spec(name) is None]
+    if missing:
+        raise OptionError(
+            f"megatrain {command} needs {' and '.join(missing)}, which {'is' if len(missing) == 1 else 'are'} not "
+            "installed.\n"
+            "  Models, adapters and data are those of Hugging Face's libraries, which are optional dependencies.\n"
+            f"  Install what is missing: pip install {' '.join(missing)}"
+        )
 
 
-def read_config(tuning: ModelWanted) -> Any:
-    """Reads the model's configuration.
+def read_config(name: str) -> Any:
+    """Reads the configuration of a folder, of a config.json, or of a name on the hub.
 
     Raises:
         OptionError: If there is none, or it can't be read.
     """
-    path = Path(tuning.model)
-    if path.is_file() and not tuning.from_config:
-        raise OptionError(
-            f"`{path}` is a file, and a model is a folder.\n"
-            "  A folder has config.json, the weights as safetensors, and the tokenizer.\n"
-            "  Give the folder; or --from-config, to begin with random weights."
-        )
-    if path.is_dir() and not (path / _CONFIG).is_file():
-        raise OptionError(
-            f"the folder `{path}` has no {_CONFIG}.\n  A folder of a model is what save_pretrained() writes.\n"
-            "  Check the path."
-        )
-    if path.is_dir() and not tuning.from_config and not any(path.glob("*.safetensors")):
-        raise OptionError(
-            f"the folder `{path}` has no weights.\n  Weights are read from safetensors.\n"
-            "  Save them with save_pretrained(); or give --from-config, to begin with random weights."
-        )
-    with _readable(f"the configuration of `{path}`"):
-        return AutoConfig.from_pretrained(tuning.model, **_source(tuning.model))
+    from transformers import AutoConfig
+
+    with readable(f"the configuration of `{name}`"):
+        return AutoConfig.from_pretrained(name, local_files_only=Path(name).exists())
 
 
-def read_tokenizer(tuning: FineTuning) -> Any:
-    """Reads the tokenizer.
+def read_tokenizer(name: str) -> Any:
+    """Reads a tokenizer.
 
     Raises:
         OptionError: If there is none, or it can't be read.
     """
-    name = tuning.tokenizer or tuning.model
-    if Path(name).is_file():
-        name = str(Path(name).parent)  # of a config.json
-    with _readable(f"the tokenizer of `{name}`", "  Name a folder that has one with --tokenizer."):
-        return AutoTokenizer.from_pretrained(name, **_source(name))
+    from transformers import AutoTokenizer
+
+    with readable(f"the tokenizer of `{name}`", "  Name a folder that has one with --tokenizer."):
+        return AutoTokenizer.from_pretrained(name, local_files_only=Path(name).exists())
 
 
 def positions_of(config: Any) -> int | None:
@@ -113,105 +116,62 @@ def longest(config: Any, asked: int | None, usual: int, flag: str) -> int:
     return asked
 
 
-def model_on_paper(tuning: ModelWanted, config: Any) -> Any:
+def model_on_paper(name: str, config: Any, precision: str, adapters: Adapters | None) -> Any:
     """Makes the model without memory for its parameters; buffers that it computes are there.
 
     Raises:
         OptionError: If it isn't a causal language model that transformers knows.
     """
-    with _readable(f"a language model of `{tuning.model}`"), init_empty_weights(include_buffers=False):
-        return _adapted(AutoModelForCausalLM.from_config(config, dtype=_dtype(tuning)), tuning)
+    from accelerate import init_empty_weights
+    from transformers import AutoModelForCausalLM
+
+    with readable(f"a language model of `{name}`"), init_empty_weights(include_buffers=False):
+        model = AutoModelForCausalLM.from_config(config, dtype=_dtype(precision, adapters))
+        return model if adapters is None else adapters.onto(model)
 
 
-def read_model(tuning: FineTuning, config: Any) -> Any:
+def read_model(name: str, config: Any, precision: str, adapters: Adapters | None) -> Any:
     """Makes the model with its weights, in host memory.
 
     Raises:
-        OptionError: If the weights can't be read.
+        OptionError: If the weights can't be read, or some are missing.
     """
-    set_seed(tuning.seed)
-    if tuning.from_config:
-        return AutoModelForCausalLM.from_config(config, dtype=_dtype(tuning))
-    with _readable(f"the weights of `{tuning.model}`"):
-        options = {"config": config, "dtype": _dtype(tuning), "use_safetensors": True, **_source(tuning.model)}
-        loaded: Any = AutoModelForCausalLM.from_pretrained(tuning.model, output_loading_info=True, **options)
-        model, said = loaded
-        _check_complete(tuning, said)
-        return _adapted(model, tuning)
+    from transformers import AutoModelForCausalLM
 
-
-def check_ids(largest: int, model: Any) -> None:
-    """Refuses token ids that the model has no embedding for.
-
-    Raises:
-        OptionError: With both numbers.
-    """
-    known = model.get_input_embeddings().weight.shape[0]
-    if largest >= known:
-        raise OptionError(
-            f"the tokenizer makes token id {largest}, and the model knows the ids below {known}.\n"
-            "  Model and tokenizer belong together.\n  Give the model's own tokenizer with --tokenizer."
+    with readable(f"the weights of `{name}`"):
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            name,
+            config=config,
+            dtype=_dtype(precision, adapters),
+            use_safetensors=True,
+            local_files_only=Path(name).exists(),
+            output_loading_info=True,
         )
-
-
-def _dtype(tuning: ModelWanted) -> torch.dtype:
-    # What isn't trained has no master, so it may be read in the dtype in which blocks compute. Trained weights begin
-    # with all bits of the file; megatrain makes bf16 halves and the rest of them.
-    return torch.bfloat16 if tuning.lora and tuning.precision == "bf16" else torch.float32
-
-
-def _adapted(model: Any, tuning: ModelWanted) -> Any:
-    if not tuning.lora:
-        return model
-    from peft import LoraConfig, get_peft_model
-
-    adapters: Any = LoraConfig(
-        r=tuning.lora_rank,
-        lora_alpha=tuning.alpha,  # pyright: ignore[reportArgumentType]  # any number, by its use
-        lora_dropout=tuning.lora_dropout,
-        target_modules="all-linear",
-        task_type="CAUSAL_LM",
-    )
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)  # peft asks transformers by a name that will go
-        return get_peft_model(model, adapters)
-
-
-def _source(name: str) -> dict[str, Any]:
-    """How transformers reads from there: a path never asks the network.
-
-    Raises:
-        OptionError: If it is neither a path that exists nor a name that the hub may know.
-    """
-    if Path(name).exists():
-        return {"local_files_only": True}
-    if _HUB_NAME.fullmatch(name) is None or name.startswith("."):
+    model, said = loaded
+    if missing := sorted(said["missing_keys"]):
         raise OptionError(
-            f"there is no folder `{name}`.\n  A model is a folder, or a name on the hub such as owner/model.\n"
-            "  Check the path."
-        )
-    return {}
-
-
-def _check_complete(tuning: FineTuning, said: Any) -> None:
-    missing = sorted(said["missing_keys"])
-    if missing:
-        raise OptionError(
-            f"the files of `{tuning.model}` lack {counted(len(missing), 'weight')} of the model: "
+            f"the files of `{name}` lack {counted(len(missing), 'weight')} of the model: "
             f"{', '.join(missing[:3])}{', ...' if len(missing) > 3 else ''}.\n"
             "  Training would begin with random values there.\n  Give a folder with all weights of a language model."
         )
+    return model if adapters is None else adapters.onto(model)
+
+
+def _dtype(precision: str, adapters: Adapters | None) -> torch.dtype:
+    # What isn't trained has no master, so it may be read in the dtype in which blocks compute. Trained weights begin
+    # with all bits of the file; megatrain makes bf16 halves and the rest of them.
+    return torch.bfloat16 if adapters is not None and precision == "bf16" else torch.float32
 
 
 @contextmanager
-def _readable(
-    what: str, way: str = "  Check the path, and that the installed transformers knows this model."
+def readable(
+    what: str, way: str = "  Check the path, and that the installed libraries know what it has."
 ) -> Generator[None]:
-    """Turns what transformers raises for files that it can't use into an error of ours; other faults are its own."""
+    """Turns what a library raises for files that it can't use into an error of ours, with the library's words."""
     try:
         yield
     except MegatrainError:
         raise
-    except Exception as error:  # transformers, and a model's own code, raise anything for files that they can't use
+    except Exception as error:  # these libraries, and a model's own code, raise anything for files that they can't use
         said = " ".join(str(error).split()) or type(error).__name__
-        raise OptionError(f"{what} can't be read: {said[:300]}\n  transformers reads it.\n{way}") from error
+        raise OptionError(f"{what} can't be read: {said[:300]}\n  Hugging Face's libraries read it.\n{way}") from error

@@ -10,29 +10,18 @@ from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal
-
-import msgspec
+from typing import Any
 
 from megatrain.errors import CheckpointError
 from megatrain.files import disk
-from megatrain.files.json_file import of_kind, read_json
-from megatrain.finetune.fine_tuning import FineTuning, flag
+from megatrain.finetune.train_options import TrainOptions, flag
 
 NAME = "megatrain_train.json"
-_VERSION = 1
+_VERSION = 2
 # A run may go on in another folder, on another device and with another budget: its numbers stay. What is read is
 # compared by its contents.
-_READ = ("model", "tokenizer", "data", "data_config", "split", "eval_data", "eval_split")
-_FREE = ("out", "device", "memory", "block_bytes", "chunking", *_READ)
-_PIECE_BYTES = 2**24
-
-
-class _Stored(msgspec.Struct, forbid_unknown_fields=True):
-    version: Literal[1]
-    settings: dict[str, Any]
-    inputs: dict[str, str]
-    is_finished: bool
+_FREE = ("out", "device", "memory", "block_bytes", "chunking")
+_READ = ("model", "tokenizer", "data", "data_config", "split", "eval", "eval_split", "eval_fraction", "documents")
 
 
 @dataclass(slots=True)
@@ -42,7 +31,7 @@ class RunRecord:
     Args:
         folder: Of the training.
         settings: Options that its numbers depend on, by name.
-        inputs: Fingerprints of model, data and tokenizer, by what they are.
+        inputs: Fingerprints of the model and of the tokens, by what they are.
         is_finished: The trained model is in the folder.
     """
 
@@ -52,25 +41,24 @@ class RunRecord:
     is_finished: bool = False
 
     @staticmethod
-    def of(tuning: FineTuning, inputs: Mapping[str, str]) -> RunRecord:
+    def of(options: TrainOptions, inputs: Mapping[str, str]) -> RunRecord:
         """Makes the record of a training, or reads that of an earlier run of the same one.
 
         Raises:
             CheckpointError: If the folder has something else, or a training with other settings.
         """
-        folder = Path(tuning.out)
-        settings = {name: value for name, value in asdict(tuning).items() if name not in _FREE}
-        record = RunRecord(folder, settings, dict(inputs))
-        path = folder / NAME
-        if path.is_file():
-            record.is_finished = record._compared(path)
+        folder = Path(options.out)
+        settings = {name: value for name, value in asdict(options).items() if name not in (*_FREE, *_READ)}
+        made = RunRecord(folder, settings, dict(inputs))
+        if (folder / NAME).is_file():
+            made._compare(folder / NAME)
         elif folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
             raise CheckpointError(
                 f"`{folder}` has other files, and no training of this command.\n"
                 "  A training has a folder of its own, and goes on only with what it has written itself.\n"
                 "  Give another --out, or an empty folder."
             )
-        return record
+        return made
 
     @contextmanager
     def locked(self) -> Generator[None]:
@@ -88,25 +76,19 @@ class RunRecord:
                 "  Give another --out, in a folder where you may write."
             ) from error
         try:
-            try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError as error:
-                raise CheckpointError(
-                    f"another process trains in `{self.folder}`.\n  A folder has one training at a time.\n"
-                    "  Wait for its end, or give another --out."
-                ) from error
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             yield
+        except BlockingIOError as error:
+            raise CheckpointError(
+                f"another process trains in `{self.folder}`.\n  A folder has one training at a time.\n"
+                "  Wait for its end, or give another --out."
+            ) from error
         finally:
             os.close(descriptor)
 
     def write(self) -> None:
         """Writes the record; a process that is killed leaves the old one or the new one."""
-        content = {
-            "version": _VERSION,
-            "settings": self.settings,
-            "inputs": self.inputs,
-            "is_finished": self.is_finished,
-        }
+        content = {"version": _VERSION, **{name: value for name, value in asdict(self).items() if name != "folder"}}
         partial = self.folder / f".{NAME}.partial"
         with partial.open("w") as file:
             json.dump(content, file, indent=1)
@@ -115,38 +97,35 @@ class RunRecord:
         partial.replace(self.folder / NAME)
         disk.sync_folder(self.folder)
 
-    def _compared(self, path: Path) -> bool:
-        """Returns whether the training of the folder is finished, if it is this one."""
+    def _compare(self, path: Path) -> None:
+        """Takes over whether the training of the folder is finished, if it is this one."""
         try:
-            found: _Stored = of_kind(read_json(path), _Stored, NAME)
-        except (OSError, ValueError) as error:
+            found = json.loads(path.read_text())
+            before, inputs, self.is_finished = (
+                dict(found["settings"]),
+                dict(found["inputs"]),
+                found["is_finished"] is True,
+            )
+            if found["version"] != _VERSION:
+                raise ValueError(f"version {found['version']}")
+        except (OSError, ValueError, LookupError, TypeError) as error:
             raise CheckpointError(
-                f"`{path}` can't be read: {error}.\n  It has the settings of the training in this folder.\n"
+                f"`{path}` can't be read: {error!r}.\n  It has the settings of the training in this folder.\n"
                 "  Give another --out, or remove the folder."
             ) from error
-        settings, inputs, is_finished = found.settings, found.inputs, found.is_finished
-        now = json.loads(json.dumps(self.settings))
         differing = [
-            f"{flag(name)}: {_shown(now[name])} is given, but {_shown(settings.get(name))} was"
-            for name in now
-            if now[name] != settings.get(name)
+            f"{flag(name)}: {_shown(value)} is given, but {_shown(before.get(name))} was"
+            for name, value in self.settings.items()
+            if value != before.get(name)
         ]
         names = sorted({*inputs, *self.inputs})
         differing += [f"{name}: not the one it was" for name in names if inputs.get(name) != self.inputs.get(name)]
         # Where no checkpoint was begun, a run ended before it trained anything, by an error say.
-        if differing and (is_finished or any(self.folder.glob("checkpoint-*"))):
-            raise CheckpointError(
-                "\n  ".join(
-                    [
-                        f"`{self.folder}` has the training of other settings:",
-                        *differing,
-                        "A training goes on with its settings; only --device, --memory, --block-bytes and\n  "
-                        "--chunking may change.",
-                        "Repeat the command as it was, or give another --out.",
-                    ]
-                )
-            )
-        return is_finished
+        if differing and (self.is_finished or any(self.folder.glob("checkpoint-*"))):
+            lines = [f"`{self.folder}` has the training of other settings:", *differing]
+            lines += ["A training goes on with its settings; only --device, --memory, --block-bytes and"]
+            lines += ["--chunking may change.", "Repeat the command as it was, or give another --out."]
+            raise CheckpointError("\n  ".join(lines))
 
 
 def _shown(value: object) -> str:
@@ -156,22 +135,19 @@ def _shown(value: object) -> str:
 
 
 def fingerprint(source: str) -> str:
-    """Tells one model or tokenizer from another, by names and contents of the files in its folder.
+    """Tells one model from another, by names and contents of the files in its folder.
 
     The weights are read whole: two models may differ in their last layers alone, and adapters belong to one of them.
 
     Args:
-        source: A file, a folder, or a name on the hub, which stands for itself.
+        source: A folder, or a name on the hub, which stands for itself.
     """
     path = Path(source)
     if not path.exists():
         return f"hub:{source}"
     digest = hashlib.sha256()
-    files = [path] if path.is_file() else sorted(each for each in path.iterdir() if each.is_file())
-    for each in files:
-        if each.suffix in (".json", ".safetensors", ".model", ".jinja", ".txt"):
-            with each.open("rb") as file:
-                digest.update(f"{each.name}\0{each.stat().st_size}\0".encode())
-                while piece := file.read(_PIECE_BYTES):
-                    digest.update(piece)
+    for each in sorted(each for each in path.iterdir() if each.suffix in (".json", ".safetensors")):
+        digest.update(f"{each.name}\0{each.stat().st_size}\0".encode())
+        with each.open("rb") as file:
+            digest.update(hashlib.file_digest(file, "sha256").digest())
     return digest.hexdigest()

@@ -1,276 +1,449 @@
-"""train(): a fine-tuning from its files to the trained model, in as many processes as it takes."""
+"""train(): TRL's `SFTTrainer` with a model that streams: a plan before, a restart after a kill, a model at the end."""
 
 from __future__ import annotations
 
-from contextlib import ExitStack, closing
-from dataclasses import dataclass, replace
-from importlib import import_module
-from importlib.util import find_spec
+import copy
+import dataclasses
+import fnmatch
+import hashlib
+import json
+import math
+import os
+import shutil
+import signal
+import tempfile
+import threading
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
-from transformers import PrinterCallback, TrainingArguments, default_data_collator
-from transformers.utils import logging
+import datasets
+import torch
+import transformers
+from trl import SFTConfig, SFTTrainer, get_training_chat_template, is_conversational
 
 from megatrain.counts import counted
-from megatrain.device import Device, find
-from megatrain.errors import OptionError
-from megatrain.finetune.dealt_batches import DealtTrainer
-from megatrain.finetune.fine_tuning import LENGTH, FineTuning
-from megatrain.finetune.finished import finish, newest
-from megatrain.finetune.pace import Pace
+from megatrain.device import find, usable
+from megatrain.errors import CheckpointError, OptionError
 from megatrain.finetune.pretrained import (
-    check_ids,
+    Adapters,
     longest,
     model_on_paper,
     read_config,
     read_model,
     read_tokenizer,
+    readable,
 )
-from megatrain.finetune.run_callbacks import ShowsProgress, StopBetweenSteps
 from megatrain.finetune.run_record import RunRecord, fingerprint
-from megatrain.finetune.sequences import Sequences
-from megatrain.finetune.step_on_paper import MAX_GRAD_NORM, host_of_several, plan_step
-from megatrain.finetune.training_data import Data, sequences_of
+from megatrain.finetune.train_options import TrainOptions
+from megatrain.integrations.hf import Streamed
+from megatrain.integrations.hf.newest_whole import STATE, newest_whole
+from megatrain.memory.device_budget import DeviceBudget
 from megatrain.planning.model_sizes import MICRO_BATCH, SEQUENCE
 from megatrain.planning.planned_step import PlannedStep
+from megatrain.planning.planning import plan
 from megatrain.planning.what_if.variation import Spelling, size
 from megatrain.planning.what_if.ways_out import refusal
-from megatrain.progress import stage
-from megatrain.ranks.command_processes import ALONE, CommandProcesses
-from megatrain.sizes import format_bytes
+from megatrain.progress import is_hidden, stage
+from megatrain.sizes import parse_bytes
 from megatrain.training.boundary import NotFiniteError
 
-# The newest, and the one before it, for a kill while the newest is written.
+LENGTH, TOKENS_PER_STEP, EVAL_FRACTION = 2048, 16384, 0.05
+_MULTIPLE = 8
+_ENOUGH = 20
+"""Steps of an epoch, below which a model hardly changes, and a warm-up takes too large a part of them."""
 _KEPT_CHECKPOINTS = 2
+"""The newest, and the one before it, for a kill while the newest is written."""
+_MAX_GRAD_NORM = 1.0
+# What only a training needs that goes on. All else in a checkpoint is what save_pretrained() writes.
+_OF_TRAINING = ("megatrain", STATE, "training_args.bin", "optimizer.pt", "scheduler.pt", "scaler.pt", "rng_state*")
 _IN_COMMAND: Spelling = {
     "block_bytes": lambda value: f"--block-bytes {size(value)}",
     "precision": lambda value: f"--precision {value}",
+    "micro_batches": lambda value: f"--accumulate {value}",
     MICRO_BATCH: lambda value: f"--batch {value}",
     SEQUENCE: lambda value: f"--length {value}",
 }
-"""What the command has of a plan's options, besides micro-batches."""
+"""What the command has of a plan's options."""
 
 
-def train(tuning: FineTuning, processes: CommandProcesses = ALONE) -> None:
+def train(options: TrainOptions) -> None:
     """Plans, trains, evaluates and saves, and prints all of it; goes on where an earlier run of the same ended.
 
-    Args:
-        tuning: What is trained.
-        processes: Those that train together; each of them calls this. The first one prints, and writes files.
-
     Raises:
-        OptionError: If a file or a data set can't be used, or processes can't divide a step.
+        OptionError: If a file or a data set can't be used.
         CheckpointError: If the folder has something else than this training, or another process trains there.
         ScheduleError: If the device's memory is too small.
         ExecuteError: If the host's memory is too small.
-        RanksError: If another process failed or ended, or has read other files.
         KeyboardInterrupt: Saying what is saved.
     """
-    if not processes.is_first:
-        _silence(tuning)
-    here = processes.here()
-    device, config, data = processes.together(
-        lambda: (processes.device(tuning.device), read_config(tuning), Data.of(tuning))
-    )
-    record = processes.of_first(lambda: _record(tuning, data))
+    if torch.distributed.is_torchelastic_launched():
+        raise OptionError(
+            "megatrain train is one process, and torchrun has started it.\n"
+            "  Several processes train one model by a script of your own.\n"
+            "  Start it without torchrun; or write the script: docs/trainers.md has one for several processes."
+        )
+    run = _Run(options)
+    record = RunRecord.of(options, {"model": fingerprint(options.model), **run.digests})
     if record.is_finished:
         print(f"the training in `{record.folder}` is finished; there is nothing left to do.")
         return
-
-    def tokenized() -> _TrainingRun:
-        tokenizer = read_tokenizer(tuning)
-        training, held_out = sequences_of(data, tuning, tokenizer, longest(config, tuning.length, LENGTH, "--length"))
-        pace = Pace.of(tuning, len(training), training.width, processes.size)
-        return _TrainingRun(tuning, record, config, tokenizer, device, pace, training, held_out, processes)
-
-    run = processes.together(tokenized)
-    processes.compare({**data.digests(), "the run": run.pace, "the device": device.kind})
-    processes.together(lambda: run.plan(here))
-    with ExitStack() as held:
-        processes.together(lambda: held.enter_context(record.locked()) if processes.is_first else None)
-        run.go_on()
-
-
-def _record(tuning: FineTuning, data: Data) -> RunRecord:
-    inputs = {"model": fingerprint(tuning.model), **data.digests()}
-    if tuning.tokenizer is not None:
-        inputs["tokenizer"] = fingerprint(tuning.tokenizer)
-    return RunRecord.of(tuning, inputs)
-
-
-def _silence(tuning: FineTuning) -> None:
-    """Keeps libraries from showing in each process what the first one shows."""
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
-    if tuning.is_data_set:
-        import_module("datasets").disable_progress_bars()
-
-
-@dataclass(frozen=True, slots=True)
-class _TrainingRun:
-    """A training whose data is read and whose counts are known."""
-
-    tuning: FineTuning
-    record: RunRecord
-    config: Any
-    tokenizer: Any
-    device: Device
-    pace: Pace
-    training: Sequences
-    held_out: Sequences | None
-    processes: CommandProcesses
-
-    def plan(self, here: int) -> None:
-        """Prints the plan of a step, and refuses what doesn't fit.
-
-        Args:
-            here: How many of the processes run on this host.
-        """
-        model = model_on_paper(self.tuning, self.config)
-        both = (self.training, self.held_out)
-        check_ids(max(each.largest_id for each in both if each is not None), model)
-        trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
-        kind = f"adapters of rank {self.tuning.lora_rank}" if self.tuning.lora else "all weights"
-        print(f"model   {type(model).__name__}, {kind}: {counted(trained, 'parameter')} to train")
-        print(f"run     {self.pace}")
-        if self.pace.hint:
-            print(f"        {self.pace.hint}")
-        for name, line in zip(("ranks", ""), self.pace.parts(), strict=False):
-            print(f"{name:7s} {line}")
-        print(f"device  {self.device}\n", flush=True)
-        with stage("planning"):
-            found = self._planned(self.tuning, model)
-        print(f"{found}\n", flush=True)
-        with stage("looking for ways out"):
-            error = refusal(found, self._spelling())
-            adapters = "" if error is None else self._with_adapters()
-        if error is not None:
-            raise type(error)(f"{error}{adapters}")
-        for line in host_of_several(found.host, model, here):
-            print(f"host    {line}\n", flush=True)
-
-    def _planned(self, tuning: FineTuning, model: Any) -> PlannedStep:
-        """The step of this process."""
-        pace = self.pace
-        return plan_step(tuning, model, self.device, pace.width, pace.of_each, self.processes.place)
-
-    def _spelling(self) -> Spelling:
-        """What the command has of a plan's options; micro-batches are those of all processes there."""
-        return {**_IN_COMMAND, "micro_batches": lambda value: f"--accumulate {value * self.processes.size}"}
-
-    def _with_adapters(self) -> str:
-        """Says what adapters would take, if they make a step fit that doesn't."""
-        if self.tuning.lora or self.tuning.from_config or find_spec("peft") is None:
-            return ""
-        tuning = replace(self.tuning, lora=True)
-        model = model_on_paper(tuning, self.config)
-        found = self._planned(tuning, model)
-        device, host = format_bytes(found.schedule.device_bytes), format_bytes(found.host.total_bytes)
-        return f"\n    --lora: {device} of the device, {host} of the host; another training" if found.fits else ""
-
-    def go_on(self) -> None:
-        """Trains what is left of the steps, and makes the trained model of the last checkpoint."""
+    run.print_plan()
+    with record.locked():
         try:
-            found = self.processes.of_first(lambda: newest(self.record.folder))
-            if found is None or found[1]["global_step"] < self.pace.num_steps:
-                self._train(found)
-            self.processes.together(self._finish)
+            run.go_on(record)
         except KeyboardInterrupt as interrupt:
-            raise KeyboardInterrupt(self._saved()) from interrupt
+            raise KeyboardInterrupt(run.saved(record.folder)) from interrupt
 
-    def _finish(self) -> None:
-        if self.processes.is_first:
-            found = newest(self.record.folder)
-            assert found is not None, "the trainer ends with a checkpoint"
-            finish(self.record, *found)
 
-    def _train(self, found: tuple[Path, dict[str, Any]] | None) -> None:
-        """Trains from a checkpoint, or from the beginning.
+# -- data ------------------------------------------------------------------------------------------------------------
+
+
+def _read_rows(name: str, config: str | None, split: str, *, documents: bool) -> Any:
+    """The rows of a file or of a data set, which stay on the disk."""
+    path = Path(name)
+    with readable(f"the data `{name}`", "  Check the path, and --data-config and --split of a data set."):
+        if path.suffix == ".txt":
+            by = "paragraph" if documents else "document"
+            rows = datasets.load_dataset("text", data_files=name, sample_by=by, split="train")
+        elif path.suffix == ".jsonl":
+            rows = datasets.load_dataset("json", data_files=name, split="train")
+        elif any((path / each).is_file() for each in ("state.json", "dataset_dict.json")):
+            saved: Any = datasets.load_from_disk(name)
+            rows = saved[split] if isinstance(saved, dict) else saved
+        else:
+            rows = datasets.load_dataset(name, config, split=split)
+        columns: list[str] = rows.column_names
+        if not any({*each} <= {*columns} for each in (("text",), ("messages",), ("prompt", "completion"))):
+            raise OptionError(
+                f"`{name}` has the columns {', '.join(columns)}.\n"
+                "  Rows have `text`, `messages`, or `prompt` and `completion`.\n  Rename the columns."
+            )
+        return rows
+
+
+def _learnt(rows: Any) -> Any:
+    """The rows with a token to learn: one that follows another."""
+    return rows.filter(lambda labels: any(label != -100 for label in labels[1:]), input_columns="labels")
+
+
+def _survey(rows: Any) -> tuple[int, int, str]:
+    """The longest row, the largest id, and a digest of all ids and labels."""
+    width, largest, digest = 0, 0, hashlib.sha256()
+    for table in rows.select_columns(["input_ids", "labels"]).with_format("arrow").iter(batch_size=1000):
+        ids, labels = (table[name].combine_chunks() for name in ("input_ids", "labels"))
+        lengths, flat = ids.value_lengths().to_numpy(), ids.flatten().to_numpy()
+        width, largest = max(width, int(lengths.max())), max(largest, int(flat.max(initial=0)))
+        for values in (lengths, flat, labels.flatten().to_numpy()):
+            digest.update(values.astype("int64").tobytes())
+    return width, largest, digest.hexdigest()
+
+
+# -- the trainer -----------------------------------------------------------------------------------------------------
+
+
+class _OnPaper(SFTTrainer):
+    """TRL's trainer of a model without memory: it prepares the data, and sets the model up as for a training."""
+
+    def _move_model_to_device(self, model: Any, device: Any) -> None:
+        """There is nothing to move."""
+
+
+class _StreamedSFT(Streamed, SFTTrainer):
+    """TRL's trainer with a model that streams, on the model's own loss.
+
+    TRL's fused head takes only the tokens that are learnt, so each number of them would be a schedule of its own; and
+    its metrics of each token would be read. The model's own loss has the same value, one schedule, and chunks.
+    """
+
+    compute_loss = transformers.Trainer.compute_loss
+
+
+class _StopBetweenSteps(transformers.TrainerCallback):
+    """Turns the first Ctrl-C into a checkpoint at the end of the step, and an end of the training there.
+
+    As a context it takes over SIGINT. A second Ctrl-C raises KeyboardInterrupt at once. Where SIGINT is ignored, as in
+    a shell's background jobs, it stays so.
+    """
+
+    def __init__(self) -> None:
+        self.is_asked = False
+        self._before: Any = None
+
+    def __enter__(self) -> _StopBetweenSteps:
+        if threading.current_thread() is threading.main_thread() and callable(signal.getsignal(signal.SIGINT)):
+            self._before = signal.signal(signal.SIGINT, self._note)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._before is not None:
+            signal.signal(signal.SIGINT, self._before)
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        if self.is_asked:
+            self._before(number, frame)
+            return
+        self.is_asked = True
+        if not is_hidden():
+            # A handler may come in the middle of another print, which isn't re-entrant.
+            os.write(2, b"\nmegatrain: the step is finished and saved first; Ctrl-C once more stops at once.\n")
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Asks for a checkpoint and the end, if Ctrl-C came in the step."""
+        if self.is_asked:
+            control.should_save = control.should_training_stop = True
+
+    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Ends the training, if Ctrl-C came in the evaluation before this checkpoint or in the writing of it."""
+        control.should_training_stop = control.should_training_stop or self.is_asked
+
+
+# -- the run ---------------------------------------------------------------------------------------------------------
+
+
+class _Run:
+    """A training whose data is prepared and whose counts are known."""
+
+    def __init__(self, options: TrainOptions) -> None:
+        self.options, self._device = options, usable(options.device)
+        self._config = read_config(options.model)
+        alpha = 2.0 * options.lora_rank if options.lora_alpha is None else options.lora_alpha
+        self._adapters = Adapters(options.lora_rank, alpha, options.lora_dropout) if options.lora else None
+        self._tokenizer = read_tokenizer(options.tokenizer or options.model)
+        self._arguments = self._trl_arguments(longest(self._config, options.length, LENGTH, "--length"))
+        self._paper = self._on_paper()
+        self._training, self._held_out = self._split()
+        found = {"data": self._training, "evaluation data": self._held_out}
+        surveys = {name: _survey(rows) for name, rows in found.items() if rows is not None}
+        self.digests = {name: digest for name, (_, _, digest) in surveys.items()}
+        # All rows are padded to one width, so that one schedule serves every step.
+        width = -(-max(width for width, _, _ in surveys.values()) // _MULTIPLE) * _MULTIPLE
+        self._width = min(width, self._arguments.max_length)
+        self._check_ids(max(largest for _, largest, _ in surveys.values()))
+        self._count()
+
+    def _trl_arguments(self, length: int) -> Any:
+        """TRL's arguments, except the counts, which the data decides.
 
         Raises:
-            KeyboardInterrupt: If it ended before its last step, with a checkpoint.
+            OptionError: If its device isn't the one that is asked for.
         """
-        if found is not None:
-            print(f"resume  step {found[1]['global_step']} of {self.pace.num_steps}, from `{found[0]}`", flush=True)
-        progress, stop = ShowsProgress(self.pace.tokens_per_step), StopBetweenSteps()
-        arguments = training_arguments(self.tuning, self.pace, self.device, evaluates=self.held_out is not None)
-        arguments.eval_on_start = self.held_out is not None and found is None
-        trainer = DealtTrainer(
-            args=arguments,
-            model=read_model(self.tuning, self.config),
-            data_collator=default_data_collator,
-            train_dataset=self.training,
-            eval_dataset=self.held_out,
-            processing_class=self.tokenizer,
-            callbacks=[progress, stop],
-            megatrain_device=self.device,
-            megatrain_on_nonfinite="raise",  # the trainer would show another loss in its place, and go on
-            megatrain_precision=self.tuning.precision,
-            megatrain_memory=self.tuning.memory,
-            megatrain_block_bytes=self.tuning.block_bytes,
-            megatrain_chunking=self.tuning.chunking,
+        options, is_host = self.options, self._device.is_host
+        arguments = SFTConfig(
+            options.out, max_length=length, packing_strategy="wrapped",
+            learning_rate=options.lr or (2e-4 if options.lora else 1e-5),
+            max_grad_norm=_MAX_GRAD_NORM, lr_scheduler_type="linear", optim="adamw_torch_fused", seed=options.seed,
+            per_device_train_batch_size=options.batch, per_device_eval_batch_size=options.batch,
+            # Losses of each step, so that those of a run that was interrupted are those of an undisturbed one.
+            logging_steps=1, save_strategy="steps", save_total_limit=_KEPT_CHECKPOINTS, prediction_loss_only=True,
+            bf16=False, gradient_checkpointing=False, use_cpu=is_host, dataloader_pin_memory=not is_host, report_to=[],
+        )  # fmt: skip
+        if find(arguments.device).torch_device != self._device.torch_device:
+            raise OptionError(
+                f"--device {options.device} is not the device on which transformers trains: {arguments.device}.\n"
+                "  Its trainer takes the first device that the process sees.\n"
+                "  Show it another one with CUDA_VISIBLE_DEVICES, and leave --device out."
+            )
+        return arguments
+
+    def _on_paper(self) -> Any:
+        """Lets TRL prepare the data, with a model that has no memory.
+
+        Raises:
+            OptionError: With the words of TRL, or of the chat template, if it refuses the data.
+        """
+        options = self.options
+        rows = _read_rows(options.data, options.data_config, options.split or "train", documents=options.documents)
+        other, split = options.eval or (options.data if options.eval_split else None), options.eval_split or "train"
+        held_out = _read_rows(other, options.data_config, split, documents=options.documents) if other else None
+        way = "  Correct the data, or leave such rows out."
+        with tempfile.TemporaryDirectory() as nowhere, readable(f"the data `{options.data}`", way):
+            first = next(iter(rows))
+            self._arguments.assistant_only_loss = is_conversational(first) and self._marks_turns()
+            self._arguments.packing = "text" in first and not is_conversational(first) and "prompt" not in first
+            # TRL writes the tokenizer's padding into it, with which an embedding would be made that never learns it.
+            config = copy.deepcopy(self._config)
+            return _OnPaper(
+                model=model_on_paper(options.model, config, options.precision, self._adapters),
+                args=dataclasses.replace(self._arguments, output_dir=nowhere), processing_class=self._tokenizer,
+                train_dataset=rows, eval_dataset=held_out,
+            )  # fmt: skip
+
+    def _marks_turns(self) -> bool:
+        """Whether the chat template says which tokens are the assistant's, or TRL knows one like it that does."""
+        if self._tokenizer.chat_template is None:
+            raise OptionError(
+                "the tokenizer has no chat template, and the data has chats.\n"
+                "  A chat template says how turns become one text; models that were tuned for chats have one.\n"
+                "  Name a tokenizer that has one with --tokenizer, or give data with `text`."
+            )
+        try:
+            get_training_chat_template(self._tokenizer)
+        except ValueError:
+            print("data    the loss is on all tokens: the chat template doesn't mark the assistant's turns")
+            return False
+        return True
+
+    def _split(self) -> tuple[Any, Any]:
+        options, training, held_out = self.options, _learnt(self._paper.train_dataset), self._paper.eval_dataset
+        held_out = None if held_out is None else _learnt(held_out)
+        fraction = EVAL_FRACTION if options.eval_fraction is None else options.eval_fraction
+        if held_out is None and (num_out := int(fraction * len(training))):
+            training, held_out = training.train_test_split(num_out, seed=options.seed).values()
+        if not len(training) or (held_out is not None and not len(held_out)):
+            raise OptionError(
+                f"`{options.data}` has nothing to learn within {self._arguments.max_length} tokens.\n"
+                "  A sequence needs a token that follows another one, and of prompts and chats an answer.\n"
+                "  Give a larger --length, or check the data."
+            )
+        return training, held_out
+
+    def _check_ids(self, largest: int) -> None:
+        known = self._paper.model.get_input_embeddings().weight.shape[0]
+        if largest >= known:
+            raise OptionError(
+                f"the tokenizer makes token id {largest}, and the model knows the ids below {known}.\n"
+                "  Model and tokenizer belong together.\n  Give the model's own tokenizer with --tokenizer."
+            )
+
+    def _count(self) -> None:
+        """Decides micro-batches and steps, by the options and by how much data there is.
+
+        Raises:
+            OptionError: If a step is to have less than one micro-batch, or the warm-up is longer than the training.
+        """
+        options, arguments = self.options, self._arguments
+        tokens, num_batches = options.batch * self._width, math.ceil(len(self._training) / options.batch)
+        asked = options.accumulate or (options.tokens_per_step or TOKENS_PER_STEP) // tokens
+        if options.tokens_per_step is not None and not asked:
+            raise OptionError(
+                f"--tokens-per-step {options.tokens_per_step} is less than one micro-batch: {options.batch} x "
+                f"{self._width} tokens.\n  A step has one micro-batch or more.\n"
+                f"  Give --tokens-per-step {tokens}, or a smaller --length or --batch."
+            )
+        if options.accumulate is None and options.tokens_per_step is None and options.steps is None:
+            asked = min(asked, num_batches // _ENOUGH)
+        arguments.gradient_accumulation_steps = min(max(1, asked), num_batches)
+        per_epoch = math.ceil(num_batches / arguments.gradient_accumulation_steps)
+        num_steps = arguments.max_steps = options.steps or math.ceil((options.epochs or 1.0) * per_epoch)
+        default = math.ceil(0.03 * num_steps) if num_steps >= _ENOUGH else 0
+        arguments.warmup_steps = default if options.warmup is None else options.warmup
+        if arguments.warmup_steps > num_steps:
+            raise OptionError(
+                f"--warmup {arguments.warmup_steps} is longer than the training of {counted(num_steps, 'step')}.\n"
+                "  The learning rate rises during the warm-up, and falls from there to the last step.\n"
+                f"  Give --warmup {num_steps}, or less."
+            )
+        arguments.save_steps = arguments.eval_steps = options.save_every or math.ceil(num_steps / 10)
+
+    def print_plan(self) -> None:
+        """Prints the plan of a step, before any weight is read, and refuses what doesn't fit."""
+        options, arguments, model = self.options, self._arguments, self._paper.model
+        model.train()
+        held_out = "none are" if self._held_out is None else f"{len(self._held_out)} more are"
+        trained = [p for p in model.parameters() if p.requires_grad]
+        kind = f"adapters of rank {options.lora_rank}" if options.lora else "all weights"
+        sizes = f"{arguments.gradient_accumulation_steps} x {counted(options.batch, 'sequence')}"
+        print(f"data    {counted(len(self._training), 'sequence')} of {self._width} tokens; {held_out} evaluated")
+        print(
+            f"model   {type(model).__name__}, {kind}: {counted(sum(p.numel() for p in trained), 'parameter')} to train"
         )
-        trainer.remove_callback(PrinterCallback)  # which prints each step's log as a dict
-        if self.processes.is_first:
-            self.record.write()
-        logging.disable_progress_bar()  # of the files of each checkpoint, in the middle of ours
-        with closing(progress), stop:
+        print(f"run     {counted(arguments.max_steps, 'step')} of {sizes}; a checkpoint every {arguments.save_steps}")
+        print(f"device  {self._device}\n", flush=True)
+        with stage("planning"):
+            found = self._planned(model, trained)
+        print(f"{found}\n", flush=True)
+        with stage("looking for ways out"):
+            error = refusal(found, _IN_COMMAND)
+        if error is not None:
+            raise error
+
+    def _planned(self, model: Any, trained: list[Any]) -> PlannedStep:
+        options = self.options
+        given = None if options.memory is None else parse_bytes(options.memory, "memory")
+        ids = torch.zeros(options.batch, self._width, dtype=torch.long, device=self._device.torch_device)
+        inputs = {"input_ids": ids, "labels": ids.clone()}
+        if self._paper.model_accepts_loss_kwargs:
+            inputs["num_items_in_batch"] = torch.ones((), dtype=torch.long, device=ids.device)
+        model.config.use_cache = False  # as the trainer does: otherwise keys and values would be results
+        return plan(
+            model, device=self._device, device_memory=DeviceBudget(self._device, given).nbytes,
+            optimizer=torch.optim.AdamW(trained, fused=True),  # as the trainer makes it
+            precision=options.precision, micro_batches=self._arguments.gradient_accumulation_steps,
+            max_grad_norm=_MAX_GRAD_NORM, block_bytes=options.block_bytes, chunking=options.chunking,
+            example_kwargs=inputs,
+        )  # fmt: skip
+
+    def go_on(self, record: RunRecord) -> None:
+        """Trains what is left of the steps, and copies the trained model out of the last checkpoint.
+
+        Raises:
+            KeyboardInterrupt: If Ctrl-C ended it before its last step, with a checkpoint.
+        """
+        found = _newest(record.folder)
+        if found is None or found[1]["global_step"] < self._arguments.max_steps:
+            self._train(record, found)
+            found = _newest(record.folder)
+            assert found is not None, "the trainer ends with a checkpoint"
+        checkpoint, state = found
+        if state["global_step"] < self._arguments.max_steps:
+            raise KeyboardInterrupt
+        for path in sorted(checkpoint.iterdir()):
+            if path.is_file() and not any(fnmatch.fnmatch(path.name, pattern) for pattern in _OF_TRAINING):
+                shutil.copy2(path, record.folder / path.name)
+        record.is_finished = True
+        record.write()
+        losses = [row["eval_loss"] for row in state["log_history"] if "eval_loss" in row]
+        if losses:
+            print(f"result  held-out loss {losses[-1]:.4f}; before the training {losses[0]:.4f}")
+        print(f"saved   `{record.folder}`, for from_pretrained(); its checkpoints are needed no longer", flush=True)
+
+    def _train(self, record: RunRecord, found: tuple[Path, dict[str, Any]] | None) -> None:
+        options, arguments = self.options, self._arguments
+        if found is not None:
+            print(f"resume  step {found[1]['global_step']} of {arguments.max_steps}, from `{found[0]}`", flush=True)
+        arguments.dataset_kwargs = {"skip_prepare_dataset": True}
+        arguments.eval_strategy = "no" if self._held_out is None else "steps"
+        arguments.eval_on_start = self._held_out is not None and found is None
+        padded = dataclasses.replace(self._paper.data_collator, pad_to_multiple_of=self._width)
+        transformers.set_seed(options.seed)
+        stop = _StopBetweenSteps()
+        trainer = _StreamedSFT(
+            model=read_model(options.model, self._config, options.precision, self._adapters),
+            args=arguments, data_collator=lambda rows: _without_mask(padded(rows)), processing_class=self._tokenizer,
+            train_dataset=self._training, eval_dataset=self._held_out, callbacks=[stop],
+            megatrain_device=self._device, megatrain_precision=options.precision, megatrain_memory=options.memory,
+            megatrain_block_bytes=options.block_bytes, megatrain_chunking=options.chunking,
+            megatrain_on_nonfinite="raise",  # the trainer would show another loss in its place, and go on
+        )  # fmt: skip
+        record.write()
+        with stop:
             try:
                 trainer.train(resume_from_checkpoint=None if found is None else str(found[0]))
             except NotFiniteError as error:
                 way = "Give a smaller --lr or a longer --warmup, and another --out; or look at the data."
                 raise NotFiniteError(error.what, way) from error
-        print(f"trained {progress.words()}", flush=True)
-        if trainer.state.global_step < self.pace.num_steps:
-            raise KeyboardInterrupt
 
-    def _saved(self) -> str:
+    def saved(self, folder: Path) -> str:
         """Says what is saved, and how to go on."""
-        found = newest(self.record.folder)
+        found = _newest(folder)
         if found is None:
-            return f"no step is saved in `{self.record.folder}` yet.\n  The same command begins anew."
-        saved = f"step {found[1]['global_step']} of {self.pace.num_steps} is saved in `{self.record.folder}`"
+            return f"no step is saved in `{folder}` yet.\n  The same command begins anew."
+        saved = f"step {found[1]['global_step']} of {self._arguments.max_steps} is saved in `{folder}`"
         return f"{saved}, and nothing is still running.\n  The same command goes on from there."
 
 
-def training_arguments(tuning: FineTuning, pace: Pace, device: Device, *, evaluates: bool) -> TrainingArguments:
-    """Returns the arguments of transformers' Trainer.
+def _without_mask(batch: dict[str, Any]) -> dict[str, Any]:
+    # The padding comes last: in a causal model no token sees it. A mask would make another graph of each batch that has
+    # padding.
+    del batch["attention_mask"]
+    return batch
 
-    Raises:
-        OptionError: If its device isn't the one that is asked for.
-    """
-    arguments = TrainingArguments(
-        tuning.out,
-        per_device_train_batch_size=pace.batch,
-        per_device_eval_batch_size=pace.batch,
-        gradient_accumulation_steps=pace.of_each,
-        max_steps=pace.num_steps,
-        learning_rate=tuning.learning_rate,
-        lr_scheduler_type="linear",
-        warmup_steps=pace.warmup,
-        max_grad_norm=MAX_GRAD_NORM,
-        optim="adamw_torch_fused",
-        seed=tuning.seed,
-        logging_steps=1,  # so that the losses of a run that was interrupted are those of an undisturbed one
-        save_strategy="steps",
-        save_steps=pace.save_every,
-        save_total_limit=_KEPT_CHECKPOINTS,
-        eval_strategy="steps" if evaluates else "no",
-        eval_steps=pace.save_every,
-        prediction_loss_only=True,
-        label_names=["labels"],
-        remove_unused_columns=False,
-        dataloader_pin_memory=not device.is_host,
-        use_cpu=device.is_host,
-        disable_tqdm=True,
-        log_level_replica="error",  # the first process prints what is said to all
-        report_to=[],
-    )
-    if find(arguments.device).torch_device != device.torch_device:
-        raise OptionError(
-            f"--device {tuning.device} is not the device on which transformers trains: {arguments.device}.\n"
-            "  Its trainer takes the first device that the process sees.\n"
-            "  Show it another one with CUDA_VISIBLE_DEVICES, and leave --device out."
-        )
-    return arguments
+
+def _newest(folder: Path) -> tuple[Path, dict[str, Any]] | None:
+    """The newest whole checkpoint and its state; None without, as after a kill in the middle of the first one."""
+    try:
+        found = newest_whole(folder)
+    except CheckpointError:
+        return None
+    return None if found is None else (Path(found), json.loads((Path(found) / STATE).read_text()))

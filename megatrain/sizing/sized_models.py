@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,7 @@ import torch
 from torch import nn
 
 from megatrain.errors import OptionError
-from megatrain.finetune.libraries import need_libraries
+from megatrain.finetune.pretrained import Adapters, longest, model_on_paper, need_libraries, positions_of, read_config
 from megatrain.planning.model_and_inputs import model_and_inputs
 from megatrain.planning.model_sizes import DEPTH, LORA, MICRO_BATCH, SEQUENCE, ExampleSizes, ModelSizes
 from megatrain.sizing.sizing_options import LENGTH, SizingOptions
@@ -32,27 +31,8 @@ def sized_model(options: SizingOptions) -> ModelSizes:
     """
     if ":" in options.config and not Path(options.config).exists():
         return _of_function(options)
-    need_libraries(lora=options.lora > 0, command="plan")
+    need_libraries("plan", "transformers", "accelerate", *(["peft"] if options.lora else []))
     return ConfigModel(options)
-
-
-@dataclass(frozen=True, slots=True)
-class _Wanted:
-    """A model as `megatrain.finetune.pretrained` asks for it."""
-
-    model: str
-    lora_rank: int
-    precision: str
-    from_config: bool = True
-    lora_dropout: float = 0.0
-
-    @property
-    def lora(self) -> bool:
-        return self.lora_rank > 0
-
-    @property
-    def alpha(self) -> float:
-        return 2.0 * self.lora_rank
 
 
 class ConfigModel:
@@ -66,19 +46,16 @@ class ConfigModel:
     """
 
     def __init__(self, options: SizingOptions) -> None:
-        # It imports transformers, which is there only now for sure, and takes seconds.
-        from megatrain.finetune import pretrained
-
         self._path = options.config
         self._precision = options.precision
-        self._config: Any = pretrained.read_config(self._wanted(options.lora))
+        self._config: Any = read_config(options.config)
         self._models: dict[tuple[int, int], Any] = {}
         text = self._config.get_text_config()
         depth = getattr(text, "num_hidden_layers", None)
-        self._positions = pretrained.positions_of(self._config)
+        self._positions = positions_of(self._config)
         self.sizes: Mapping[str, int] = {
             MICRO_BATCH: options.micro_batch or 1,
-            SEQUENCE: pretrained.longest(self._config, options.sequence, LENGTH, "--sequence"),
+            SEQUENCE: longest(self._config, options.sequence, LENGTH, "--sequence"),
             LORA: options.lora,
         }
         self.fixed: Mapping[str, str] = {}
@@ -109,8 +86,6 @@ class ConfigModel:
         return model, Arguments.of(model, (), {"input_ids": ids, "labels": ids})
 
     def _model(self, depth: int, rank: int) -> Any:
-        from megatrain.finetune import pretrained
-
         if (depth, rank) not in self._models:
             config = copy.deepcopy(self._config)
             text = config.get_text_config()
@@ -120,14 +95,12 @@ class ConfigModel:
                     if types:
                         setattr(text, name, [types[i % len(types)] for i in range(depth)])
                 text.num_hidden_layers = depth
-            model: Any = pretrained.model_on_paper(self._wanted(rank), config)
+            adapters = Adapters(rank, 2.0 * rank) if rank else None
+            model: Any = model_on_paper(self._path, config, self._precision, adapters)
             model.train()
             model.config.use_cache = False  # as trainers do: otherwise keys and values would be results
             self._models[depth, rank] = model
         return self._models[depth, rank]
-
-    def _wanted(self, rank: int) -> _Wanted:
-        return _Wanted(self._path, rank, self._precision)
 
 
 def _fixed_depth(text: Any, depth: object) -> str | None:

@@ -88,7 +88,6 @@ UNNOTICED: dict[str, str] = {
     "signs_of_life._beat: stop.wait": _OF_RANKS,
     "host_sharing.changed: self._compiled.masters.settle": _OF_RANKS,
     "operations.: Operations.wait": _OF_RANKS,
-    "command_processes._is_said_by_first: store.wait": _OF_RANKS,
     "streamed._save_rng_state: several.wait": _OF_RANKS,
     "operations.wait: taken.step_trainer.wait": _OF_RANKS,
     "trainer.wait: self._updates.wait": _OF_RANKS,

@@ -204,8 +204,10 @@ def test_wrong_options_are_refused(
 
 
 def test_what_is_no_model_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    assert "there is no folder" in refused(capsys, tmp_path / "nowhere" / "at-all" / "x", "--memory=1GiB")
-    assert "has no config.json" in refused(capsys, tmp_path, "--memory=1GiB")
+    assert "nowhere/at-all/x` can't be read: " in refused(
+        capsys, tmp_path / "nowhere" / "at-all" / "x", "--memory=1GiB"
+    )
+    assert f"the configuration of `{tmp_path}` can't be read: " in refused(capsys, tmp_path, "--memory=1GiB")
     assert "there is no module `nowhere`" in refused(capsys, "nowhere:build", "--memory=1GiB")
     (tmp_path / "config.json").write_text('{"model_type": "nothing_known"}')
     assert "can't be read" in refused(capsys, tmp_path, "--memory=1GiB")
