@@ -7,7 +7,7 @@ import gc
 import json
 import random
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -50,6 +50,11 @@ def llama(kind: Any = LlamaForCausalLM, **config: Any) -> Any:
         "num_key_value_heads": 2, "pad_token_id": 0, "use_cache": False,
     }  # fmt: skip
     return kind(LlamaConfig(**{**sizes, **config}))
+
+
+def fast_or_nightly(names: Iterable[str], fast: tuple[str, ...]) -> list[Any]:
+    """Marks all names but some as nightly."""
+    return [name if name in fast else pytest.param(name, marks=pytest.mark.nightly) for name in names]
 
 
 def codes(page: str, *parts: str) -> list[str]:

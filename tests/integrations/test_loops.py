@@ -1,9 +1,8 @@
-"""Loops of one's own, of accelerate, Lightning and diffusers with a compiled model in place of the model."""
+"""Loops of accelerate, Lightning and diffusers with a compiled model in place of the model."""
 
 from __future__ import annotations
 
 import contextlib
-import copy
 import importlib
 import io
 from collections.abc import Callable
@@ -15,14 +14,13 @@ import torch
 import torch.nn.functional as F
 from accelerate import Accelerator, skip_first_batches
 from accelerate.state import AcceleratorState
-from accelerate.utils import GradientAccumulationPlugin, find_executable_batch_size, set_seed
+from accelerate.utils import GradientAccumulationPlugin
 from peft import LoraConfig
 from torch import nn
-from torch.optim.swa_utils import SWALR, AveragedModel, get_ema_multi_avg_fn
 
 import megatrain
 from tests.comparing import assert_same
-from tests.integrations.runs import RAGGED, ROWS, codes, llama
+from tests.integrations.runs import RAGGED, codes, llama
 
 pytestmark = [pytest.mark.nightly, pytest.mark.filterwarnings("ignore")]
 NEEDS = "needs `pip install -e .[users]`"
@@ -127,42 +125,6 @@ def synchronizes_each_batch(model: Any, folder: Path) -> Any:
     return losses
 
 
-def with_no_sync(model: Any, folder: Path) -> Any:
-    accelerator = Accelerator(cpu=True)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    model, optimizer, batches = accelerator.prepare(model, optimizer, loader(RAGGED))
-    losses: list[Any] = []
-    for number, batch in enumerate(batches):
-        with accelerator.no_sync(model) if number % 2 == 0 else contextlib.nullcontext():
-            loss = model(**batch).loss / 2
-            accelerator.backward(loss)
-        losses.append(loss.detach())
-        if number % 2:
-            optimizer.step()
-            optimizer.zero_grad()
-    return losses
-
-
-def finds_a_batch_size(model: Any, folder: Path) -> Any:
-    accelerator = Accelerator(cpu=True)
-
-    def inner(size: int) -> Any:
-        if size > 2:
-            raise RuntimeError("CUDA out of memory.")
-        set_seed(3)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-        wrapped, optimizer, batches = accelerator.prepare(model, optimizer, loader(ROWS, size))
-        losses = trained_by(accelerator, wrapped, optimizer, batches)
-        wrapped.eval()
-        with torch.no_grad():
-            losses += [accelerator.gather_for_metrics(wrapped(**b).logits.argmax(-1)) for b in loader(RAGGED)]
-        wrapped.train()
-        return losses
-
-    search: Any = find_executable_batch_size
-    return search(inner, starting_batch_size=4)()
-
-
 def two_models(model: Any, folder: Path) -> Any:
     """A generator and a discriminator, each with its optimizer."""
     torch.manual_seed(2)
@@ -183,40 +145,6 @@ def two_models(model: Any, folder: Path) -> Any:
 # -- loops of one's own -----------------------------------------------------------------------------------------------
 
 
-def contrast_with_a_queue(model: Any, folder: Path) -> Any:
-    """Momentum contrast: a copy of the model moves a little with each step."""
-    key = copy.deepcopy(model).requires_grad_(False)
-    queue = F.normalize(torch.randn(2, 6), dim=0)
-    average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=1e-4)
-    rates, losses = SWALR(optimizer, swa_lr=0.02, anneal_epochs=2), list[Any]()
-    for x, _ in loader(POINTS, 3):
-        query = F.normalize(model(x + 0.1 * torch.randn_like(x)), dim=1)
-        with torch.no_grad():
-            for slow, fast in zip(key.parameters(), model.parameters(), strict=True):
-                slow.mul_(0.9).add_(fast, alpha=0.1)
-            wanted = F.normalize(key(x + 0.1 * torch.randn_like(x)), dim=1)
-        logits = torch.cat([(query * wanted).sum(1, keepdim=True), query @ queue], 1) / 0.07
-        losses.append(updated(optimizer, F.cross_entropy(logits, torch.zeros(len(logits), dtype=torch.long))))
-        queue = torch.cat([queue[:, 3:], wanted.T], 1)
-        average.update_parameters(model)
-        rates.step()
-    average.eval()
-    with torch.no_grad():
-        return [losses, queue, average(POINTS[0][0][None])]
-
-
-def gradients_by_a_rule_of_ones_own(model: Any, folder: Path) -> Any:
-    parameters, losses = list(model.parameters()), list[Any]()
-    for x, y in loader(POINTS, 3):
-        loss = F.cross_entropy(model(x), y)
-        with torch.no_grad():
-            for parameter, gradient in zip(parameters, torch.autograd.grad(loss, parameters), strict=True):
-                parameter -= 0.1 * gradient.sign()
-        losses.append(loss.detach())
-    return losses
-
-
 def several_calls_and_one_backward(model: Any, folder: Path) -> Any:
     """REINFORCE."""
     optimizer, found = torch.optim.Adam(model.parameters(), lr=0.01), list[Any]()
@@ -233,50 +161,14 @@ def several_calls_and_one_backward(model: Any, folder: Path) -> Any:
     return found
 
 
-def weights_back_and_forth(model: Any, folder: Path) -> Any:
-    """Reptile."""
-    found: list[Any] = []
-    for task in range(2):
-        start = {k: v.detach().clone() for k, v in model.state_dict().items()}
-        inner = torch.optim.SGD(model.parameters(), lr=0.1)
-        rows = loader(POINTS[task * 6 : task * 6 + 6], 3)
-        found += [updated(inner, F.cross_entropy(model(x), y)) for x, y in rows]
-        moved = model.state_dict()
-        model.load_state_dict({k: start[k] + 0.5 * (moved[k] - start[k]) for k in start})
-    return found
+@pytest.mark.parametrize("train", [goes_on, synchronizes_each_batch])
+def test_a_loop_of_accelerate_has_the_plain_models_bits(train: Any, tmp_path: Path) -> None:
+    both(lambda: llama(attention_dropout=0.1), train, tmp_path)
 
 
-def sharpness_aware(model: Any, folder: Path) -> Any:
-    optimizer, found = torch.optim.SGD(model.parameters(), lr=0.1), list[Any]()
-    for x, y in loader(POINTS, 4):
-        F.cross_entropy(model(x), y).backward()
-        norm = torch.stack([p.grad.norm() for p in model.parameters()]).norm()
-        moves = [0.05 * p.grad / norm for p in model.parameters()]
-        with torch.no_grad():
-            for p, move in zip(model.parameters(), moves, strict=True):
-                p.add_(move)
-        optimizer.zero_grad()
-        loss = F.cross_entropy(model(x), y)
-        loss.backward()
-        with torch.no_grad():
-            for p, move in zip(model.parameters(), moves, strict=True):
-                p.sub_(move)
-        optimizer.step()
-        optimizer.zero_grad()
-        found.append(loss.detach())
-    return found
-
-
-LLAMAS = (goes_on, synchronizes_each_batch, with_no_sync, finds_a_batch_size)
-STACKS = (
-    two_models, contrast_with_a_queue, gradients_by_a_rule_of_ones_own, several_calls_and_one_backward,
-    weights_back_and_forth, sharpness_aware,
-)  # fmt: skip
-
-
-@pytest.mark.parametrize("train", (*LLAMAS, *STACKS))
-def test_a_loop_has_the_plain_models_bits(train: Any, tmp_path: Path) -> None:
-    both((lambda: llama(attention_dropout=0.1)) if train in LLAMAS else stack, train, tmp_path)
+@pytest.mark.parametrize("train", [two_models, several_calls_and_one_backward])
+def test_calls_of_several_models_or_times_have_the_plain_models_bits(train: Any, tmp_path: Path) -> None:
+    both(stack, train, tmp_path)
 
 
 # -- Lightning ------------------------------------------------------------------------------------------------------
@@ -484,13 +376,6 @@ def unet() -> Any:
     )  # fmt: skip
 
 
-def dit() -> Any:
-    return diffuser(
-        "DiTTransformer2DModel", num_attention_heads=2, attention_head_dim=4, in_channels=1, out_channels=1,
-        num_layers=2, norm_num_groups=2, sample_size=8, patch_size=2, num_embeds_ada_norm=10,
-    )  # fmt: skip
-
-
 def text_unet() -> Any:
     return diffuser(
         "UNet2DConditionModel", sample_size=8, in_channels=1, out_channels=1, layers_per_block=1,
@@ -525,7 +410,7 @@ class Controlled(nn.Module):
         return self.unet(noisy, times, **words, **more)
 
 
-@pytest.mark.parametrize("make", [unet, dit, adapted_unet, Controlled])
+@pytest.mark.parametrize("make", [unet, adapted_unet, Controlled])
 def test_diffusers_with_an_average_of_the_weights(make: Any, tmp_path: Path) -> None:
     diffusers = pytest.importorskip("diffusers", reason=NEEDS)
     training = pytest.importorskip("diffusers.training_utils")
@@ -538,9 +423,7 @@ def test_diffusers_with_an_average_of_the_weights(make: Any, tmp_path: Path) -> 
         for number in range(3):
             clean, drawn = torch.randn(2, 1, 8, 8), torch.randn(2, 1, 8, 8)
             times, words = torch.randint(0, 10, (2,)), torch.randn(2, 3, 8)
-            more: dict[str, Any] = {"encoder_hidden_states": words}
-            if make in (unet, dit):
-                more = {"class_labels": torch.tensor([number, 1])} if make is dit else {}
+            more = {} if make is unet else {"encoder_hidden_states": words}
             F.mse_loss(model(noise.add_noise(clean, drawn, times), times, **more).sample, drawn).backward()
             losses.append(nn.utils.clip_grad_norm_(trained, 1.0))
             optimizer.step()

@@ -54,19 +54,6 @@ def test_code_waits_where_it_calls_the_model_and_goes_on_with_the_result():
         waiting.give(torch.tensor(7.0))
 
 
-def test_code_that_runs_alone_does_what_it_always_does():
-    model = compiled()
-
-    def code() -> torch.Tensor:
-        loss = model(X).sum()
-        loss.backward()
-        return loss.detach()
-
-    waiting = paused(model, code)
-    assert waiting.run_alone() == model(X).sum()
-    assert model[0].weight.grad is not None
-
-
 def of_parameter(model: Any, result: torch.Tensor) -> Any:
     return torch.autograd.grad(result.sum(), [model[0].weight])
 
@@ -98,18 +85,6 @@ def test_code_that_asks_for_gradients_through_the_model_is_told_and_can_be_ended
     assert ended == []
     waiting.abandon()
     assert ended == ["ended"]
-
-
-def test_code_may_ask_for_gradients_of_its_result():
-    model = compiled()
-
-    def code() -> Any:
-        result = model(X)
-        [found] = torch.autograd.grad(result.square().sum(), result)
-        return found
-
-    result = torch.ones(2, 1, requires_grad=True)
-    assert torch.equal(paused(model, code).give(result), 2 * torch.ones(2, 1))
 
 
 def test_a_second_call_is_told_and_the_code_can_be_ended():

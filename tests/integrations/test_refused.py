@@ -150,6 +150,7 @@ def test_what_isnt_one_training_step_is_said_once_and_saves_the_stock_optimizer(
     assert (tmp_path / "checkpoint-2" / "optimizer.pt").exists()
 
 
+@pytest.mark.nightly
 def test_a_lack_of_memory_finds_a_smaller_batch_where_that_was_asked_for(tmp_path: Path):
     wide = {"per_device_train_batch_size": 4, "max_steps": 1}
     small: dict[str, Any] = {"megatrain_memory": "110KiB", "megatrain_chunking": "never"}

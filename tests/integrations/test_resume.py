@@ -20,8 +20,8 @@ from transformers import LlamaForCausalLM
 from megatrain.errors import CheckpointError
 from megatrain.integrations.hf.newest_whole import newest_whole
 from tests.comparing import assert_same
-from tests.integrations.runs import RAGGED, TWO, Ran, Scenario, llama, run
-from tests.integrations.test_trainer import LooksAtGradients, OwnStep, fast_or_nightly
+from tests.integrations.runs import RAGGED, TWO, Ran, Scenario, fast_or_nightly, llama, run
+from tests.integrations.test_trainer import LooksAtGradients, OwnStep
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore"),  # what these libraries warn of is theirs
@@ -83,7 +83,7 @@ def both(tmp_path_factory: pytest.TempPathFactory, lowered_once: None) -> Both:
 SIDES = ("stock", "streamed")
 
 
-@pytest.mark.parametrize("name", fast_or_nightly(SCENARIOS, ("dropout", "lora")))
+@pytest.mark.parametrize("name", fast_or_nightly(SCENARIOS, ("dropout",)))
 def test_a_resumed_run_has_the_stock_runs_bits(name: str, both: Both, tmp_path: Path) -> None:
     folder, stock, streamed = both(name)
     assert streamed.log == stock.log
@@ -108,6 +108,7 @@ def test_from_pretrained_reads_a_trainers_checkpoint(both: Both) -> None:
     assert ours - {"megatrain"} == theirs - {"optimizer.pt", "scheduler.pt"}
 
 
+@pytest.mark.nightly
 def test_an_adapters_checkpoint_holds_the_adapter_alone(both: Both) -> None:
     folder, _, streamed = both("lora")
     checkpoint = folder / "streamed" / "checkpoint-5"

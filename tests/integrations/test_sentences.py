@@ -77,12 +77,11 @@ def nested(outer: str, inner: str, **options: Any) -> Any:
     return lambda model: of(outer)(model, of(inner)(model), **options)
 
 
-def train(folder: Path, package: str, model: Any, loss: Any, rows: Any, *, streams: bool, **options: Any) -> Any:
+def train(folder: Path, name: str, model: Any, loss: Any, rows: Any, *, streams: bool, **options: Any) -> Any:
     """What a script leaves behind, and why its updates aren't training steps."""
-    place: Any = importlib.import_module(f"sentence_transformers{package and '.cross_encoder'}"
-                                         if package != "Sparse" else "sentence_transformers.sparse_encoder")  # fmt: skip
-    prefix = {"": "SentenceTransformer", "Cross": "CrossEncoder", "Sparse": "SparseEncoder"}[package]
-    kind, arguments = (getattr(place, f"{prefix}{end}") for end in ("Trainer", "TrainingArguments"))
+    packages = {"SentenceTransformer": "", "CrossEncoder": ".cross_encoder", "SparseEncoder": ".sparse_encoder"}
+    place: Any = importlib.import_module(f"sentence_transformers{packages[name]}")
+    kind, arguments = (getattr(place, f"{name}{end}") for end in ("Trainer", "TrainingArguments"))
     recording = megatrain.Recording()
     more: dict[str, Any] = {"evaluator": options.pop("evaluator", None)}
     if streams:
@@ -91,10 +90,10 @@ def train(folder: Path, package: str, model: Any, loss: Any, rows: Any, *, strea
         str(folder), **{"max_steps": 3, "per_device_train_batch_size": 4, "report_to": [], "use_cpu": True,
         "save_strategy": "no", "logging_steps": 1, "disable_tqdm": True, "learning_rate": 1e-3, **options},
     )  # fmt: skip
-    table = {key: datasets.Dataset.from_dict(each) for key, each in rows.items()} if "pairs" in rows else rows
-    table = table if "pairs" in rows else datasets.Dataset.from_dict(rows)
+    table: Any = datasets.Dataset.from_dict
+    several = {key: table(each) for key, each in rows.items()} if "pairs" in rows else table(rows)
     trainer = (streamed_kind(kind) if streams else kind)(
-        model=model, args=made, train_dataset=table, loss=loss(model), **more
+        model=model, args=made, train_dataset=several, loss=loss(model), **more
     )
     trainer.train()
     trainer.save_model(str(folder / "saved"))
@@ -152,7 +151,9 @@ def test_a_loss_of_sentence_transformers(name: str, tmp_path: Path) -> None:
             options |= {"evaluator": kind(PAIRS["one"], PAIRS["other"], SCORED["score"]), "eval_strategy": "steps"}
             options |= {"eval_steps": 1, "prompts": {"one": "w1 w2 ", "other": "w3 "}}
         random.seed(0)
-        ran, reason = train(tmp_path / str(streams), "", model, loss, rows, streams=streams, **options)
+        ran, reason = train(
+            tmp_path / str(streams), "SentenceTransformer", model, loss, rows, streams=streams, **options
+        )
         found.append([str(ran[0]), *ran[1:], model.encode([text(i, 5) for i in range(3)], convert_to_tensor=True)])
         assert (reason or "").startswith(expected or "") if streams else reason is None
         assert bool(reason) == bool(streams and expected)
@@ -180,7 +181,13 @@ def test_a_cross_encoder(name: str, tmp_path: Path) -> None:
         torch.manual_seed(1)
         folder, count = tmp_path / str(streams), 2 if expected is None else 1
         ran, reason = train(
-            folder, "Cross", model, getattr(losses, name), rows, streams=streams, gradient_accumulation_steps=count
+            folder,
+            "CrossEncoder",
+            model,
+            getattr(losses, name),
+            rows,
+            streams=streams,
+            gradient_accumulation_steps=count,
         )
         again = sentences.CrossEncoder(str(folder / "saved"), device="cpu")
         pairs = [(text(1, 4), text(2, 5)), (text(3, 3), text(4, 4))]
@@ -197,7 +204,7 @@ def test_a_sparse_encoder(tmp_path: Path) -> None:
     for streams in (False, True):
         AcceleratorState._reset_state(reset_partial_state=True)
         model = sentences.SparseEncoder(saved(BertForMaskedLM, tmp_path / "bert"), device="cpu")
-        ran, reason = train(tmp_path / str(streams), "Sparse", model, loss, PAIRS, streams=streams, optim="sgd")
+        ran, reason = train(tmp_path / str(streams), "SparseEncoder", model, loss, PAIRS, streams=streams, optim="sgd")
         found.append(ran)
         assert reason == (AGAIN if streams else None)
     # The embedding is tied to the head and the model is called twice: its gradients are added in another order.

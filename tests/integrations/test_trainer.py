@@ -14,8 +14,6 @@ from transformers import (
     BertForQuestionAnswering,
     BertForSequenceClassification,
     EarlyStoppingCallback,
-    GPT2Config,
-    GPT2LMHeadModel,
     Seq2SeqTrainer,
     Seq2SeqTrainingArguments,
     T5Config,
@@ -39,6 +37,7 @@ from tests.integrations.runs import (
     TWO,
     Scenario,
     assert_streams_as_stock,
+    fast_or_nightly,
     kept,
     llama,
     on,
@@ -64,11 +63,6 @@ BERT: dict[str, Any] = {
 def bert(kind: Any = BertForSequenceClassification) -> Any:
     torch.manual_seed(0)
     return kind(BertConfig(**BERT))
-
-
-def gpt2() -> Any:
-    torch.manual_seed(0)
-    return GPT2LMHeadModel(GPT2Config(vocab_size=64, n_positions=16, n_embd=16, n_layer=2, n_head=2))  # with dropout
 
 
 def t5() -> Any:
@@ -151,15 +145,6 @@ def two_terms(self: Any, model: Any, inputs: Any) -> Any:
 TwoTerms: Any = with_loss(two_terms)
 
 
-def in_place(self: Any, model: Any, inputs: Any) -> Any:
-    """Writes into the model's results."""
-    outputs = model(**inputs)
-    outputs.logits /= 2
-    loss = outputs.logits.logsumexp(-1).mean()
-    loss *= 3
-    return loss, outputs
-
-
 def twice(self: Any, model: Any, inputs: Any) -> Any:
     """Two views of a batch."""
     first = model(**inputs)
@@ -211,12 +196,6 @@ def counted(self: Any, model: Any, inputs: Any) -> Any:
     outputs = model(**inputs)
     self.seen = (*getattr(self, "seen", ()), float(outputs.loss.detach()) * self.calls)
     return outputs.loss, outputs
-
-
-def penalizes(self: Any, model: Any, inputs: Any) -> Any:
-    """Adds a term of the weights to the loss."""
-    outputs = model(**inputs)
-    return outputs.loss + 0.1 * sum(p.square().sum() for p in model.parameters()), outputs
 
 
 def embeds(self: Any, model: Any, inputs: Any) -> Any:
@@ -367,9 +346,6 @@ DROPS = {"attention_dropout": 0.3}
 
 SCENARIOS: dict[str, Scenario] = {
     "accumulation, ragged": Scenario({**TWO, "max_grad_norm": 0.5}, rows=RAGGED),
-    "last update shorter": Scenario({"gradient_accumulation_steps": 4, "max_steps": 4, "logging_steps": 2}),
-    "not clipped, cosine": Scenario({"max_grad_norm": 0.0, "lr_scheduler_type": "cosine", "warmup_steps": 1}),
-    "plateau": Scenario({**EVAL, "lr_scheduler_type": "reduce_lr_on_plateau", "metric_for_best_model": "loss"}),
     "evaluated": Scenario(
         {**EVAL, "eval_on_start": True, "eval_accumulation_steps": 1},
         more=lambda model: {"compute_metrics": mean_of},
@@ -386,7 +362,6 @@ SCENARIOS: dict[str, Scenario] = {
         {"label_smoothing_factor": 0.1, **EVAL, "gradient_accumulation_steps": 3}, rows=RAGGED
     ),
     "dropout": Scenario(TWO, model=lambda: llama(**DROPS)),
-    "dropout, gpt2": Scenario(SUMMED, model=gpt2, tolerance=REASSOCIATED),
     "neftune": Scenario({"neftune_noise_alpha": 5.0, **TWO}),
     "loader workers, groups of a length": Scenario(
         {**TWO, "dataloader_num_workers": 2, "train_sampling_strategy": "group_by_length"}, rows=RAGGED
@@ -395,15 +370,11 @@ SCENARIOS: dict[str, Scenario] = {
         {"max_steps": -1, "num_train_epochs": 2, "logging_strategy": "epoch", "eval_strategy": "epoch",
          "save_strategy": "epoch", "save_total_limit": 1, "per_device_train_batch_size": 5, **TWO}
     ),
-    "a part of an epoch, tokens counted": Scenario(
-        {"max_steps": -1, "num_train_epochs": 0.7, "logging_first_step": True, "include_num_input_tokens_seen": "all"}
-    ),
     "without a length": Scenario(FOUR, more=lambda model: {"train_dataset": Endless()}),
     "stops early": Scenario(
         {**BEST, "learning_rate": 0.5}, more=lambda model: {"callbacks": [EarlyStoppingCallback(1)]}
     ),
     "the best at the end": Scenario({**BEST, "save_total_limit": 1, "learning_rate": 0.3}, rows=RAGGED),
-    "saved without optimizer": Scenario({**SAVED, "save_only_model": True}),
     "model_init": Scenario(TWO, more=lambda model: {"model": None, "model_init": lambda: llama()}),
     "tensors on a budget": Scenario(TWO, streaming={"memory": "300KiB"}),
     # -- models
@@ -411,7 +382,6 @@ SCENARIOS: dict[str, Scenario] = {
     "tied": Scenario(SUMMED, model=tied, tolerance=REASSOCIATED),
     "bert": Scenario({**TWO, **EVAL}, model=bert, rows=LABELLED),
     "labels of other names": Scenario(EVAL, model=lambda: bert(BertForQuestionAnswering), rows=ANSWERED),
-    "t5": Scenario(SUMMED, model=t5, **T5),
     "t5, generates": Scenario(
         {**SUMMED, **EVAL, "eval_steps": 2, **GENERATED}, model=t5, **T5,
         more=lambda model: {"compute_metrics": chosen}, streaming={"memory": "100KiB"},
@@ -421,14 +391,12 @@ SCENARIOS: dict[str, Scenario] = {
     "any module": Scenario(TWO, model=Plain, rows=POINTS),
     "padding in some": Scenario({**TWO, "max_steps": 6}, rows=[*FULL[:8], *RAGGED[:4]]),
     "other layers in some": Scenario({**TWO, "max_steps": 6}, model=Skipping, rows=POINTS, is_mixed=True),
-    "hooks on parameters": Scenario(model=hooked_parameters),
     "hooks on parameters, accumulation": Scenario(
         TWO, model=hooked_parameters, reason="`model.layers.0.self_attn.q_proj.weight` has a hook"
     ),
     # -- losses
     "loss function": Scenario(TWO, more=lambda model: {"compute_loss_func": squared}),
     "own loss": Scenario(TWO, kind=TwoTerms),
-    "own loss, in place": Scenario(TWO, kind=with_loss(in_place)),
     "looks without gradients first": Scenario(TWO, kind=with_loss(guided), model=lambda: llama(**DROPS)),
     "calls again": Scenario(
         SUMMED, kind=with_loss(twice), reason="the loss calls the model more than once", tolerance=REASSOCIATED
@@ -451,9 +419,6 @@ SCENARIOS: dict[str, Scenario] = {
     "divides by a norm": Scenario(
         TWO, kind=with_loss(divides_by_norm), reason="the loss asks for gradients that go through the model"
     ),
-    "a penalty of the weights": Scenario(
-        SUMMED, kind=with_loss(penalizes), reason=READS, tolerance=REASSOCIATED
-    ),
     "the embedding by itself": Scenario(TWO, kind=with_loss(embeds), reason=GIVES),
     "own training step": Scenario(TWO, kind=OwnStep, reason="OwnStep has a training_step of its own"),
     "clipping of one's own": Scenario(TWO, kind=OwnClipping, reason="OwnClipping has a _clip_grad_norm of its own"),
@@ -472,11 +437,7 @@ SCENARIOS: dict[str, Scenario] = {
     # -- optimizers
     "adafactor": Scenario({"optim": "adafactor", **SAVED, **TWO}, rows=RAGGED),
     "fused adamw, decayed": Scenario({"optim": "adamw_torch_fused", "weight_decay": 0.1, "adam_beta2": 0.9}),
-    "rmsprop": Scenario({"optim": "rmsprop"}),
     "optimizer in groups": Scenario({**TWO, "max_grad_norm": 0.1}, more=in_groups),
-    "a class of an optimizer": Scenario(
-        more=lambda model: {"optimizer_cls_and_kwargs": (torch.optim.Adamax, {"lr": 0.01, "weight_decay": 0.1})}
-    ),
     "an optimizer of all parameters": Scenario(TWO, more=of_all),
     "an optimizer of the model": Scenario(TWO, more=of_model, reason="the optimizer can't update in a training step"),
 }  # fmt: skip
@@ -485,12 +446,7 @@ FAST = ("accumulation, ragged", "bf16, accumulation", "calls again", "reads grad
 GENERATES = ("t5, generates", "text between steps")
 
 
-def fast_or_nightly(names: Any, fast: tuple[str, ...]) -> list[Any]:
-    """Marks all names but some as nightly."""
-    return [name if name in fast else pytest.param(name, marks=pytest.mark.nightly) for name in names]
-
-
-@pytest.mark.parametrize("name", fast_or_nightly(SCENARIOS, (*FAST, "text between steps")))
+@pytest.mark.parametrize("name", fast_or_nightly(SCENARIOS, FAST))
 def test_a_trainer_that_streams_has_the_stock_runs_bits(name: str, tmp_path: Path) -> None:
     found = assert_streams_as_stock(SCENARIOS[name], tmp_path)
     walk = found.trainer.model.megatrain.walks.latest

@@ -79,17 +79,6 @@ def words(index: int) -> dict[str, Any]:
     return {"input_ids": ids(index), "labels": ids(index)}
 
 
-def picture(index: int) -> dict[str, Any]:
-    return {"pixel_values": noise(index, 3, 16, 16), "labels": torch.tensor(index % 3)}
-
-
-CHOSEN = rows(lambda i: {"input_ids": torch.stack([ids(i), ids(i + 1)]), "labels": torch.tensor(i % 2)})
-PAIRED = rows(
-    lambda i: {
-        "input_ids": ids(i), "attention_mask": torch.ones(8).long(), "labels": ids(i + 3, 6),
-        "decoder_input_ids": torch.cat([torch.tensor([1]), ids(i + 3, 5)]),
-    }
-)  # fmt: skip
 CAPTIONS = rows(
     lambda i: {"input_ids": ids(i), "attention_mask": torch.ones(8).long(), "pixel_values": noise(i, 3, 16, 16)}
 )
@@ -184,32 +173,7 @@ class Odd(nn.Module):
         return answer((x * self.dict["b"] + self.frozen) @ self.last, labels)
 
 
-class Anneals(Plain):
-    """A weight that grows with the number of forwards, branches left out sample by sample, normalized weights."""
-
-    calls: torch.Tensor
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.nn.utils.parametrizations.weight_norm(self.layers[0])
-        torch.nn.utils.parametrizations.spectral_norm(self.layers[2])
-        self.register_buffer("calls", torch.zeros(()))
-
-    def forward(self, x: Any, labels: Any) -> Any:
-        if self.training:
-            self.calls += 1
-            x = x * x.new_empty((len(x), 1)).bernoulli_(0.8) / 0.8
-        found = answer(self.layers(x), labels)
-        found["loss"] = found["loss"] + torch.clamp(self.calls / 10, max=1.0) * found["logits"].square().mean()
-        return found
-
-
 SCENARIOS: dict[str, Scenario] = {
-    "one of two": Scenario(TWO, made("BertForMultipleChoice", **TEXT), CHOSEN),
-    "regression": Scenario(
-        {**TWO, **EVAL}, made("RobertaForSequenceClassification", **TEXT, num_labels=1, pad_token_id=0),
-        rows(lambda i: {"input_ids": ids(i), "labels": torch.tensor(i / 12)}),
-    ),
     "next sentence": Scenario(
         {"label_names": ["labels", "next_sentence_label"], **EVAL}, made("BertForPreTraining", **TEXT),
         rows(lambda i: {**words(i), "next_sentence_label": torch.tensor(i % 2)}),
@@ -218,18 +182,10 @@ SCENARIOS: dict[str, Scenario] = {
         {}, made("MixtralForCausalLM", **DECODER, num_local_experts=4, num_experts_per_tok=2,
                  output_router_logits=True, router_jitter_noise=0.1), rows(words),
     ),
-    "mamba": Scenario(
-        {}, made("MambaForCausalLM", vocab_size=64, hidden_size=16, num_hidden_layers=2, state_size=4,
-                 tie_word_embeddings=False, use_cache=False), rows(words),
-    ),
     "opt, layers left out": Scenario(
         {}, made("OPTForCausalLM", vocab_size=64, hidden_size=16, word_embed_proj_dim=16, ffn_dim=32,
                  num_hidden_layers=2, num_attention_heads=2, max_position_embeddings=32, layerdrop=0.3,
                  use_cache=False), rows(words),
-    ),
-    "bart": Scenario(
-        {**EVAL, **WHOLE, "label_smoothing_factor": 0.1}, made("BartForConditionalGeneration", **PAIRS), PAIRED,
-        **SEQ2SEQ,
     ),
     "whisper": Scenario(
         {"optim": "sgd", **EVAL, **WHOLE},
@@ -242,19 +198,6 @@ SCENARIOS: dict[str, Scenario] = {
         rows(lambda i: {"input_values": noise(i, 800), "labels": ids(i, 4) % 31 + 1}),
         reason="nothing tells ahead how many random numbers the model draws",
     ),
-    "resnet": Scenario(
-        {**TWO, **EVAL}, made("ResNetForImageClassification", embedding_size=8, hidden_sizes=[8, 16], depths=[1, 1],
-                              layer_type="basic", num_labels=3), rows(picture),
-    ),
-    "convnext": Scenario(
-        TWO, made("ConvNextForImageClassification", hidden_sizes=[8, 16], depths=[1, 1], num_stages=2, num_labels=3,
-                  drop_path_rate=0.2), rows(picture),
-    ),
-    "images masked": Scenario(
-        {}, made("ViTMAEForPreTraining", **VISION, decoder_hidden_size=16, decoder_num_hidden_layers=1,
-                 decoder_num_attention_heads=2, decoder_intermediate_size=16),
-        rows(lambda i: {"pixel_values": noise(i, 3, 16, 16)}),
-    ),
     "images and captions": Scenario(
         {**WHOLE, "per_device_train_batch_size": 3},
         made("CLIPModel", text_config={**TEXT, "projection_dim": 8, "eos_token_id": 2},
@@ -266,17 +209,11 @@ SCENARIOS: dict[str, Scenario] = {
                   vision_config={"model_type": "clip_vision_model", **VISION}, image_token_index=63,
                   image_seq_length=4, vision_feature_layer=-1), CHATS,
     ),
-    "time series": Scenario(
-        {}, made("PatchTSTForPrediction", num_input_channels=2, context_length=16, patch_length=4, patch_stride=4,
-                 d_model=8, num_hidden_layers=1, num_attention_heads=2, ffn_dim=16, prediction_length=4, loss="mse"),
-        rows(lambda i: {"past_values": noise(i, 16, 2), "future_values": noise(i + 20, 4, 2)}),
-    ),
     "outputs of its own": Scenario({**TWO, **EVAL}, seeded(OwnOutputs), POINTS),
     "nested inputs": Scenario(
         {**TWO, **EVAL, **WHOLE}, seeded(NestedInputs), POINTS, lambda model: {"data_collator": nested}
     ),
     "odd state": Scenario({**TWO, **SAVED}, seeded(Odd), POINTS),
-    "a weight that grows": Scenario({**TWO, **EVAL}, seeded(Anneals), POINTS),
 }  # fmt: skip
 
 

@@ -10,16 +10,11 @@ from typing import Any
 
 import pytest
 import torch
-from peft import LoraConfig, PeftModel, get_peft_model
 from torch import nn
 from torch.nn.utils import prune
 from transformers import (
-    AutoModelForCausalLM,
-    DataCollatorForLanguageModeling,
     DataCollatorWithFlattening,
     LlamaForCausalLM,
-    Seq2SeqTrainer,
-    Seq2SeqTrainingArguments,
     Trainer,
     TrainerCallback,
 )
@@ -40,22 +35,14 @@ from tests.integrations.runs import (
     on,
     with_loss,
 )
-from tests.integrations.test_trainer import FOUR, READS, penalizes
-from tests.integrations.words import ragged_texts, tokenizer
+from tests.integrations.test_trainer import FOUR, READS
+from tests.integrations.words import ragged_texts
 
 pytestmark = [pytest.mark.nightly, pytest.mark.filterwarnings("ignore")]
 DROPS = {"attention_dropout": 0.2}
 
 
 # -- losses -----------------------------------------------------------------------------------------------------------
-
-
-def perturbs(self: Any, model: Any, inputs: Any) -> Any:
-    """Adds noise to embeddings that have no gradient."""
-    with torch.no_grad():
-        embedded = model.get_input_embeddings()(inputs["input_ids"])
-    outputs = model(inputs_embeds=embedded.detach() * 1.1, labels=inputs["labels"])
-    return outputs.loss, outputs
 
 
 def head_again(self: Any, model: Any, inputs: Any) -> Any:
@@ -72,24 +59,6 @@ def hidden_states(self: Any, model: Any, inputs: Any) -> Any:
     return loss + sum(a.square().mean() for a in outputs.attentions), outputs
 
 
-def contrasts(self: Any, model: Any, inputs: Any) -> Any:
-    """Two views of a batch in one call, drawn apart by dropout."""
-    labels = inputs.pop("labels")
-    outputs = model(**{k: torch.cat([v, v]) for k, v in inputs.items()}, output_hidden_states=True)
-    one, two = nn.functional.normalize(outputs.hidden_states[-1].mean(1), dim=-1).chunk(2)
-    scores = one @ two.T / 0.1
-    return nn.functional.cross_entropy(scores, torch.arange(len(scores))) + 0 * labels.sum(), outputs
-
-
-def focal(self: Any, model: Any, inputs: Any) -> Any:
-    """Computes its loss of the rows that have labels."""
-    labels = inputs.pop("labels")
-    outputs = model(**inputs)
-    logits, wanted = outputs.logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten()
-    losses = nn.functional.cross_entropy(logits[wanted != -100], wanted[wanted != -100], reduction="none")
-    return ((1 - (-losses).exp()) ** 2 * losses).mean(), outputs
-
-
 def logs(self: Any, model: Any, inputs: Any) -> Any:
     """Logs from within the loss what accelerate gathers."""
     outputs = model(**inputs)
@@ -99,26 +68,11 @@ def logs(self: Any, model: Any, inputs: Any) -> Any:
     return outputs.loss, outputs
 
 
-def by_step(self: Any, model: Any, inputs: Any) -> Any:
-    """A weight that follows the number of steps, and whether the model trains."""
-    outputs = model(**inputs)
-    share = self.state.global_step / self.state.max_steps if model.training else 0.0
-    return outputs.loss + share * outputs.logits.square().mean(), outputs
-
-
 def nan_once(self: Any, model: Any, inputs: Any) -> Any:
     """One loss is not a number."""
     outputs = model(**inputs)
     is_nan = self.state.global_step == 1 and model.training
     return outputs.loss * (float("nan") if is_nan else 1.0), outputs
-
-
-def inference(self: Any, model: Any, inputs: Any) -> Any:
-    """Looks in inference mode first."""
-    with torch.inference_mode():
-        before = model(**inputs).logits.mean().item()
-    outputs = model(**inputs)
-    return outputs.loss * (1 + abs(before)), outputs
 
 
 def positional(self: Any, model: Any, inputs: Any) -> Any:
@@ -130,12 +84,6 @@ def positional(self: Any, model: Any, inputs: Any) -> Any:
 def unwraps(self: Any, model: Any, inputs: Any) -> Any:
     """Calls `forward` by its name, of what accelerate unwraps."""
     outputs = self.accelerator.unwrap_model(model).forward(**inputs)
-    return outputs.loss, outputs
-
-
-def calls_its_own(self: Any, model: Any, inputs: Any) -> Any:
-    """Calls `self.model` in place of what the loss is given."""
-    outputs = self.model(**inputs)
     return outputs.loss, outputs
 
 
@@ -181,21 +129,6 @@ class SetsItsLoss(Trainer):
         outputs = model(**inputs)
         loss = outputs.loss - 0.1 * torch.distributions.Categorical(logits=outputs.logits).entropy().mean()
         return (loss, outputs) if return_outputs else loss
-
-
-class Adversarial(Trainer):
-    """Perturbs the embedding's weights by their gradient, as FGM does, and trains on both losses."""
-
-    def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
-        loss = super().training_step(model, dict(inputs), num_items_in_batch)
-        weight = model.get_input_embeddings().weight
-        before = weight.detach().clone()
-        with torch.no_grad():
-            weight += 0.5 * weight.grad / weight.grad.norm()
-        super().training_step(model, dict(inputs), num_items_in_batch)
-        with torch.no_grad():
-            weight.copy_(before)
-        return loss
 
 
 # -- trainers ---------------------------------------------------------------------------------------------------------
@@ -246,22 +179,6 @@ class Rebuilds(Trainer):
         return super().train(*args, **kwargs)
 
 
-class OwnData(Trainer):
-    """A loader, predictions and preparations of its own."""
-
-    def get_train_dataloader(self) -> Any:
-        return torch.utils.data.DataLoader(self.train_dataset, batch_size=3, shuffle=False)  # pyright: ignore
-
-    def _prepare_inputs(self, inputs: Any) -> Any:
-        found: Any = super()._prepare_inputs(inputs)
-        return {**found, "input_ids": found["input_ids"].clamp(max=40)}
-
-    def prediction_step(self, model: Any, inputs: Any, prediction_loss_only: bool, ignore_keys: Any = None) -> Any:
-        with torch.no_grad():
-            outputs = model(**self._prepare_inputs(inputs))
-        return outputs.loss.mean() * 2, outputs.logits.argmax(-1), inputs["labels"]
-
-
 # -- callbacks ------------------------------------------------------------------------------------------------------
 
 
@@ -284,31 +201,6 @@ class Averages(TrainerCallback):
     def on_evaluate(self, args: Any, state: Any, control: Any, *, model: Any, **_: Any) -> None:
         for name, parameter in model.named_parameters():
             parameter.copy_(self.last[name])
-
-
-class AlsoTraining(TrainerCallback):
-    """Evaluates on the rows of training at the end of each epoch, as a well-known recipe does."""
-
-    def __init__(self, trainer: Any) -> None:
-        self.trainer = trainer
-
-    def on_epoch_end(self, args: Any, state: Any, control: Any, **_: Any) -> Any:
-        if not control.should_evaluate:
-            return None
-        before = copy.deepcopy(control)
-        self.trainer.evaluate(eval_dataset=self.trainer.train_dataset, metric_key_prefix="train")
-        return before
-
-
-class WithItself(Trainer):
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self.add_callback(AlsoTraining(self))
-
-
-def freezes(*, state: Any, model: Any, **_: Any) -> None:
-    if state.global_step == 2:
-        model.model.layers[0].requires_grad_(False)
 
 
 def prunes(*, model: Any, **_: Any) -> None:
@@ -374,30 +266,11 @@ def hooks(*, state: Any, model: Any, **_: Any) -> None:
         del model.model.layers[-1]
 
 
-def writes_pieces(*, args: Any, model: Any, **_: Any) -> None:
-    torch.save(model.state_dict(), Path(args.output_dir) / "state.pt")
-    torch.save([p.grad is None for p in model.parameters()], Path(args.output_dir) / "grads.pt")
-
-
 def sub_steps(*, state: Any, model: Any, **_: Any) -> Any:
     return state.global_step, float(model.lm_head.weight.detach().sum())
 
 
 # -- models -----------------------------------------------------------------------------------------------------------
-
-
-class InModule(nn.Module):
-    """A model and its loss in one module, as people wrap them."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.backbone = llama()
-        self.criterion = nn.CrossEntropyLoss(weight=torch.linspace(0.5, 1.5, 64), label_smoothing=0.1)
-
-    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor | None = None, **_: Any) -> Any:
-        logits = self.backbone(input_ids=input_ids).logits
-        loss = None if labels is None else self.criterion(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
-        return {"loss": loss, "logits": logits}
 
 
 def steered() -> Any:
@@ -418,16 +291,6 @@ def steered() -> Any:
     return model
 
 
-def mixed_dtypes() -> Any:
-    """In bf16, with norms in fp32, and embeddings that are frozen."""
-    model = llama().to(torch.bfloat16)
-    for name, module in model.named_modules():
-        if "norm" in name:
-            module.float()
-    model.get_input_embeddings().requires_grad_(False)
-    return model
-
-
 def placed() -> Any:
     """As `from_pretrained(device_map=...)` leaves a model."""
     import tempfile
@@ -437,53 +300,11 @@ def placed() -> Any:
         return LlamaForCausalLM.from_pretrained(folder, device_map={"": "cpu"}, dtype="auto")
 
 
-def continued() -> Any:
-    """An adapter that was saved, and is trained further under checkpoints, as recipes prepare them."""
-    import tempfile
-
-    with tempfile.TemporaryDirectory() as folder:
-        torch.manual_seed(0)
-        lora = LoraConfig(task_type="CAUSAL_LM", r=2, init_lora_weights="gaussian")
-        get_peft_model(llama(), lora).save_pretrained(folder)
-        model = llama()
-        model.gradient_checkpointing_enable()
-        model.enable_input_require_grads()
-        return PeftModel.from_pretrained(model, folder, is_trainable=True)
-
-
 # -- data and optimizers ----------------------------------------------------------------------------------------------
-
-
-def next_token(model: Any) -> Mapping[str, Any]:
-    return {"data_collator": DataCollatorForLanguageModeling(tokenizer(), mlm=False, pad_to_multiple_of=4)}
 
 
 def flat(model: Any) -> Mapping[str, Any]:
     return {"data_collator": DataCollatorWithFlattening(return_flash_attn_kwargs=True, return_seq_idx=True)}
-
-
-def streaming(model: Any) -> Mapping[str, Any]:
-    datasets = pytest.importorskip("datasets")
-    rows = datasets.Dataset.from_list([{key: row[key].tolist() for key in row} for row in ROWS])
-    return {"train_dataset": rows.to_iterable_dataset(num_shards=2).shuffle(seed=3, buffer_size=5)}
-
-
-def saved_again(trainer: Any) -> Any:
-    """What a script does with a trained model: saves it, reads it back, and asks it."""
-    folder = Path(trainer.args.output_dir) / "final"
-    trainer.save_model(str(folder))
-    trainer.save_state()
-    again, ids = AutoModelForCausalLM.from_pretrained(folder), ROWS[1]["input_ids"][None]
-    return [again(ids).logits.detach(), trainer.model(input_ids=ids).logits.detach()]
-
-
-def of_inputs(found: Any) -> dict[str, float]:
-    return {"inputs": float(found.inputs.sum()), "losses": float(found.losses.mean())}
-
-
-def of_batches(found: Any, compute_result: bool = True) -> dict[str, float]:
-    """For `batch_eval_metrics`: the predictions are tensors, a batch at a time."""
-    return {"mean": float(found.predictions.float().mean())} if compute_result else {}
 
 
 class Both(torch.optim.Optimizer):
@@ -517,32 +338,19 @@ LINEAR = {"optim_target_modules": "all-linear", "optim_args": "rank=4"}
 ALL = "the optimizer can't update in a training step"
 
 SCENARIOS: dict[str, Scenario] = {
-    "a penalty of the weights, each": Scenario(kind=with_loss(penalizes), reason=READS),
-    "noise on embeddings": Scenario(TWO, kind=with_loss(perturbs)),
     "the head once more": Scenario(SUMMED, kind=with_loss(head_again), reason=READS, tolerance=REASSOCIATED),
     "hidden states": Scenario(TWO, kind=with_loss(hidden_states), model=lambda: llama(attn_implementation="eager")),
     "a loss with parameters": Scenario(TWO, kind=WithParameters),
-    "two views in one call": Scenario(TWO, kind=with_loss(contrasts), model=lambda: llama(**DROPS)),
-    "focal": Scenario(TWO, kind=with_loss(focal), rows=RAGGED),
     "logs in the loss": Scenario(TWO, kind=with_loss(logs)),
-    "a weight that follows the step": Scenario({**TWO, **EVAL}, kind=with_loss(by_step)),
     "a loss that is no number": Scenario({**TWO, "logging_nan_inf_filter": False}, kind=with_loss(nan_once)),
-    "looks in inference mode": Scenario(TWO, kind=with_loss(inference)),
     "positional": Scenario(TWO, kind=with_loss(positional), rows=FULL),
     "unwraps": Scenario(TWO, kind=with_loss(unwraps)),
-    "calls its own": Scenario(TWO, kind=with_loss(calls_its_own)),
     "sharpens logits": Scenario(TWO, kind=with_loss(sharpens_logits)),
     "sets its loss": Scenario(TWO, kind=SetsItsLoss),
-    "adversarial": Scenario(kind=Adversarial, reason="Adversarial has a training_step"),
     "optimizer and rates of one's own": Scenario(TWO, kind=OwnOptimizer),
     "used before it trains": Scenario(TWO, kind=Before),
     "rebuilt before it trains": Scenario(TWO, kind=Rebuilds),
-    "data of one's own": Scenario({**TWO, **EVAL}, kind=OwnData),
-    "also on the rows of training": Scenario(
-        {"max_steps": -1, "num_train_epochs": 2, "eval_strategy": "epoch", **TWO}, kind=WithItself
-    ),
     "averages are trained": Scenario({**EVAL, **TWO}, more=lambda model: {"callbacks": [Averages()]}),
-    "freezes": Scenario(FOUR, more=on("step_end", freezes)),
     "weights pruned": Scenario(TWO, more=on("step_end", prunes)),
     "sets the rate": Scenario({"lr_scheduler_type": "constant"}, more=on("step_begin", sets_rate)),
     "moments and a head reset": Scenario(FOUR, more=on("step_end", resets), after=kept),
@@ -552,34 +360,10 @@ SCENARIOS: dict[str, Scenario] = {
     "changes dropout": Scenario({**FOUR, "logging_steps": 3}, more=on("step_end", changes_dropout)),
     "clipping changed": Scenario(FOUR, more=on("step_end", clips_less), is_mixed=True),
     "a hook more, a layer less": Scenario(FOUR, more=on("step_end", hooks)),
-    "writes pieces": Scenario({**SAVED, "max_steps": 2}, more=on("save", writes_pieces)),
     "sub-steps": Scenario({"gradient_accumulation_steps": 3}, more=on("substep_end", sub_steps), after=kept),
-    "a loss in the module": Scenario({**TWO, **EVAL}, model=InModule),
     "hooks on modules, pruned": Scenario({**TWO, **EVAL}, model=steered),
-    "bf16 with fp32 norms": Scenario({**TWO, "bf16": True}, model=mixed_dtypes),
     "placed by device_map": Scenario(TWO, model=placed),
-    "an adapter goes on": Scenario({**TWO, **SAVED, "gradient_checkpointing": True}, model=continued),
-    "texts, padded to a multiple": Scenario(TWO, rows=ragged_texts(), more=next_token),
     "flattened, with lengths": Scenario(TWO, rows=ragged_texts(), more=flat),
-    "a stream of rows": Scenario({**TWO, "max_steps": 5}, more=streaming),
-    "two evaluations, metrics of inputs": Scenario(
-        {**EVAL, "include_for_metrics": ["inputs", "loss"]},
-        more=lambda model: {"compute_metrics": of_inputs, "eval_dataset": {"one": ROWS[:4], "other": ROWS[:3]}},
-    ),
-    "metrics batch by batch": Scenario(
-        {**EVAL, "batch_eval_metrics": True}, more=lambda model: {"compute_metrics": of_batches}
-    ),
-    "a decoder that generates": Scenario(
-        {**TWO, **EVAL, "eval_steps": 3, "predict_with_generate": True, "generation_max_length": 12}, rows=FULL,
-        kind=Seq2SeqTrainer, arguments=Seq2SeqTrainingArguments,
-        more=lambda model: {"compute_metrics": lambda found: {"sum": float(found.predictions.sum())}},
-    ),
-    "saved and read again": Scenario({"save_strategy": "no"}, after=saved_again),
-    "fractions of the training": Scenario(
-        {"max_steps": 4, "eval_strategy": "steps", "eval_steps": 0.5, "save_strategy": "steps", "save_steps": 0.5,
-         "logging_steps": 0.25, "gradient_accumulation_steps": 3, "bf16": True, "gradient_checkpointing": True}
-    ),
-    "in double precision": Scenario({**TWO, **EVAL}, model=lambda: llama().double()),
     "cache in training": Scenario({"use_cache": True, **TWO}, model=lambda: llama(use_cache=True)),
     "an optimizer of the head": Scenario(
         TWO, more=optimized(lambda model: torch.optim.AdamW(model.lm_head.parameters(), lr=0.01))
@@ -588,25 +372,16 @@ SCENARIOS: dict[str, Scenario] = {
     "amsgrad, a rate that is a tensor": Scenario(
         TWO, more=optimized(lambda model: torch.optim.AdamW(model.parameters(), lr=torch.tensor(0.01), amsgrad=True))
     ),
-    "adafactor, its own rate": Scenario(
-        {**TWO, "optim": "adafactor", "optim_args": "scale_parameter=True,relative_step=True,warmup_init=True",
-         "learning_rate": 1e-3, "lr_scheduler_type": "constant"}
-    ),
 }  # fmt: skip
 PACKAGED: dict[str, tuple[str, Scenario]] = {
-    "galore": ("galore_torch", Scenario({"optim": "galore_adamw", **LINEAR, **TWO})),
     "galore, layer by layer": ("galore_torch", Scenario({"optim": "galore_adamw_layerwise", **LINEAR}, reason=ALL)),
-    "apollo": ("apollo_torch", Scenario({"optim": "apollo_adamw", **LINEAR})),
     "lomo": ("lomo_optim", Scenario({"optim": "lomo", "max_grad_norm": 0.0}, reason=ALL)),
-    "grokadamw": ("grokadamw", Scenario({"optim": "grokadamw", **TWO})),
     "schedule-free": (
         "schedulefree", Scenario({"optim": "schedule_free_adamw", **TWO, **SAVED, **EVAL,
                                   "lr_scheduler_type": "constant"}),
     ),
-    "stable adamw": ("optimi", Scenario({"optim": "stable_adamw", **TWO})),
     "adamw of torchao": ("torchao", Scenario({"optim": "adamw_torch_8bit"})),
     "adamw of bitsandbytes": ("bitsandbytes", Scenario({**TWO, **SAVED, "optim": "adamw_bnb_8bit"}, rows=RAGGED)),
-    "paged adamw of bitsandbytes": ("bitsandbytes", Scenario({**TWO, "optim": "paged_adamw_32bit"})),
 }  # fmt: skip
 """Optimizers of packages that few have."""
 
