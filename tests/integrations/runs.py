@@ -46,7 +46,7 @@ SUMMED: dict[str, Any] = {**TWO, "optim": "sgd"}
 def llama(kind: Any = LlamaForCausalLM, **config: Any) -> Any:
     torch.manual_seed(0)
     sizes = {
-        "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 2,
+        "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2,
         "num_key_value_heads": 2, "pad_token_id": 0, "use_cache": False,
     }  # fmt: skip
     return kind(LlamaConfig(**{**sizes, **config}))

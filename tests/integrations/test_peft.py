@@ -210,7 +210,6 @@ SCENARIOS: dict[str, Scenario] = {
     "rslora, all matrices, saved": Scenario({**TWO, **SAVED}, lora(use_rslora=True, target_modules="all-linear")),
     "dora": Scenario(TWO, lora(use_dora=True, lora_dropout=0.2)),
     "a head trained whole, biases": Scenario(TWO, lora(modules_to_save=["lm_head"], bias="lora_only")),
-    "layers repeated": Scenario(TWO, lora(layer_replication=[(0, 2), (1, 3)])),
     "some tokens": Scenario(TWO, lora(trainable_token_indices=[3, 5, 7])),
     "embeddings, tied": Scenario(
         SUMMED, lora(tied, target_modules=["embed_tokens", "q_proj"]), tolerance=REASSOCIATED
@@ -235,20 +234,8 @@ SCENARIOS: dict[str, Scenario] = {
         more=on("optimizer_step", allocates), reason="the callback allocates may read gradients behind",
     ),
     "prefix tuning": Scenario(TWO, of("PrefixTuningConfig", num_virtual_tokens=3)),
-    "adaption prompt": Scenario(TWO, of("AdaptionPromptConfig", adapter_len=3, adapter_layers=2)),
-    "one bank for all layers": Scenario(
-        SUMMED, of("VBLoRAConfig", r=2, num_vectors=8, vector_length=4, topk=2, target_modules=MATRICES),
-        tolerance=REASSOCIATED,
-    ),
     "osf": Scenario(TWO, of("OSFConfig", target_modules=MATRICES), reason="`base_model.model.model.layers.0.self_attn"),
-    **{
-        kind: Scenario(TWO, of(f"{kind}Config", target_modules=MATRICES, **options))
-        for kind, options in {
-            "LoHa": {"r": 2}, "OFT": {"oft_block_size": 8}, "FourierFT": {"n_frequency": 8}, "HRA": {"r": 2},
-            "BOFT": {"boft_block_size": 4, "boft_n_butterfly_factor": 1}, "RandLora": {"r": 2}, "Shira": {"r": 2},
-            "C3A": {"block_size": 8}, "Road": {"group_size": 8}, "Miss": {"r": 2},
-        }.items()
-    },
+    "shira": Scenario(TWO, of("ShiraConfig", r=2, target_modules=MATRICES)),
     **{f"stacks of {kind}": Scenario(TWO, of_stacks(kind)) for kind in EXPERTS},
     "stacks, evaluated and saved": Scenario({**TWO, **EVAL, **SAVED}, of_stacks(), RAGGED),
     "stacks, with modules and the head": Scenario(
@@ -260,7 +247,7 @@ SCENARIOS: dict[str, Scenario] = {
     ),
 }  # fmt: skip
 # With an older peft: transformers refuses it for the first, and the other copies state in the forward.
-OF_NEWER = ("by transformers", "Shira")
+OF_NEWER = ("by transformers", "shira")
 
 
 @pytest.mark.parametrize("name", SCENARIOS)

@@ -29,6 +29,7 @@ pytestmark = [pytest.mark.nightly, pytest.mark.filterwarnings("ignore")]
 WIDTH = 128
 TORCHAO: dict[str, Callable[[], Any]] = {
     "int8": lambda: ao.Int8WeightOnlyConfig(),
+    "int8, groups": lambda: ao.Int8WeightOnlyConfig(granularity=ao.PerGroup(32)),
     "int4 in int8": lambda: ao.IntxWeightOnlyConfig(getattr(torch, "int4")),  # noqa: B009  # unknown to pyright
     "fp8": lambda: ao.Float8WeightOnlyConfig(),
     "nf4": lambda: ao_nf4.NF4WeightOnlyConfig(),

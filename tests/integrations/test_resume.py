@@ -92,7 +92,8 @@ def test_a_resumed_run_has_the_stock_runs_bits(name: str, both: Both, tmp_path: 
     assert_same_run(run(SCENARIOS[name], tmp_path, streams=True, resume_from_checkpoint=checkpoint), stock)
 
 
-@pytest.mark.parametrize("name", fast_or_nightly(MASTERS, ("exact",)))
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", MASTERS)
 def test_masters_are_saved_and_resumed(name: str, tmp_path: Path) -> None:
     scenario = MASTERS[name]
     undisturbed = run(scenario, tmp_path, streams=True)
@@ -118,6 +119,7 @@ def test_an_adapters_checkpoint_holds_the_adapter_alone(both: Both) -> None:
     assert torch.equal(again(input_ids=ids).logits, streamed.trainer.model.eval()(input_ids=ids).logits)
 
 
+@pytest.mark.nightly
 def test_a_checkpoint_of_the_stock_trainer_is_gone_on_from(both: Both, tmp_path: Path) -> None:
     folder, stock, _ = both("dropout")
     checkpoint = str(folder / "stock" / "checkpoint-2")

@@ -77,7 +77,8 @@ def assert_alike(found: list[dict[str, Any]], expected: list[dict[str, Any]]) ->
 OF_ONE = [name for name in SCENARIOS if name not in ("saved", "best", "evaluated")]
 
 
-@pytest.mark.parametrize("name", fast_or_nightly(OF_ONE, ("own function",)))
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", OF_ONE)
 def test_two_processes_train_with_the_bits_of_one(name: str, two: Processes, tmp_path: Path):
     found = in_several(two, name, tmp_path / "two")
     assert_as_one(found, in_one(name, 2, tmp_path / "one"))

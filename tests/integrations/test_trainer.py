@@ -349,7 +349,9 @@ SCENARIOS: dict[str, Scenario] = {
     "evaluated": Scenario(
         {**EVAL, "eval_on_start": True, "eval_accumulation_steps": 1},
         more=lambda model: {"compute_metrics": mean_of},
-        after=lambda t: [torch.tensor(t.predict(t.eval_dataset).predictions), t.evaluate(RAGGED)["eval_loss"]],
+    ),
+    "predicted": Scenario(
+        after=lambda t: [torch.tensor(t.predict(t.eval_dataset).predictions), t.evaluate(RAGGED)["eval_loss"]]
     ),
     "bf16, accumulation": Scenario({"bf16": True, **TWO, "label_smoothing_factor": 0.1}),
     "fp16": Scenario({"fp16": True, **TWO}),  # a CPU has no scaler
@@ -442,7 +444,7 @@ SCENARIOS: dict[str, Scenario] = {
     "an optimizer of the model": Scenario(TWO, more=of_model, reason="the optimizer can't update in a training step"),
 }  # fmt: skip
 
-FAST = ("accumulation, ragged", "bf16, accumulation", "calls again", "reads gradients", "evaluated", "unfreezes")
+FAST = ("accumulation, ragged", "bf16, accumulation", "calls again", "reads gradients", "evaluated")
 GENERATES = ("t5, generates", "text between steps")
 
 

@@ -4,27 +4,29 @@ from __future__ import annotations
 
 import copy
 import importlib.util
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import transformers
 from torch import nn
-from torch.nn.utils import prune
 from transformers import (
     DataCollatorWithFlattening,
     LlamaForCausalLM,
     Trainer,
     TrainerCallback,
 )
+from transformers.utils import ModelOutput
 
 from tests.integrations.runs import (
     EVAL,
     FULL,
+    POINTS,
     RAGGED,
     REASSOCIATED,
-    ROWS,
     SAVED,
     SUMMED,
     TWO,
@@ -35,7 +37,7 @@ from tests.integrations.runs import (
     on,
     with_loss,
 )
-from tests.integrations.test_trainer import FOUR, READS
+from tests.integrations.test_trainer import FOUR, READS, Plain
 from tests.integrations.words import ragged_texts
 
 pytestmark = [pytest.mark.nightly, pytest.mark.filterwarnings("ignore")]
@@ -174,8 +176,8 @@ class Rebuilds(Trainer):
         model: Any = self.model
         model.resize_token_embeddings(72, mean_resizing=False)
         model.lm_head = nn.Linear(32, 72, bias=False)
-        model.model.layers = model.model.layers[:2]
-        model.config.num_hidden_layers = 2
+        model.model.layers = model.model.layers[:1]
+        model.config.num_hidden_layers = 1
         return super().train(*args, **kwargs)
 
 
@@ -203,49 +205,6 @@ class Averages(TrainerCallback):
             parameter.copy_(self.last[name])
 
 
-def prunes(*, model: Any, **_: Any) -> None:
-    for parameter in model.parameters():
-        parameter.data.clamp_(-0.1, 0.1)
-        parameter.data[parameter.data.abs() < 0.01] = 0.0
-
-
-def sets_rate(*, state: Any, optimizer: Any, **_: Any) -> None:
-    for group in optimizer.param_groups:
-        group["lr"], group["weight_decay"] = 0.01 * (state.global_step + 1), 0.01 * state.global_step
-
-
-def resets(*, state: Any, model: Any, optimizer: Any, **_: Any) -> Any:
-    """Warm restarts of the optimizer's moments, and new values for the head."""
-    if state.global_step == 2:
-        for parameter in model.parameters():
-            optimizer.state[parameter]["exp_avg"].zero_()
-            optimizer.state[parameter]["exp_avg_sq"].mul_(0.5)
-        torch.manual_seed(5)
-        model.lm_head.reset_parameters()
-    return [float(optimizer.state[p]["exp_avg"].abs().sum()) for p in model.parameters()]
-
-
-def new_state(*, state: Any, optimizer: Any, **_: Any) -> None:
-    if state.global_step == 2:
-        optimizer.state.clear()
-
-
-def rewinds(*, state: Any, model: Any, **_: Any) -> None:
-    if state.global_step == 2:
-        model.load_state_dict({k: v.flip(0) for k, v in model.state_dict().items()})
-
-
-def asks(*, model: Any, **_: Any) -> Any:
-    """Asks the model, and a whole copy, with inputs of all lengths."""
-    other = copy.deepcopy(model).eval()
-    model.eval()
-    with torch.inference_mode():
-        inputs = [ROWS[0]["input_ids"][None, :length] for length in (1, 3, 8)]
-        found = [float(each(ids).logits.double().sum()) for each in (model, other) for ids in inputs]
-    model.train()
-    return [*found, [float(p.detach().norm()) for p in model.parameters()]]
-
-
 def changes_dropout(*, state: Any, control: Any, model: Any, **_: Any) -> None:
     """Also evaluates, logs and saves when it likes."""
     for module in model.modules():
@@ -258,37 +217,11 @@ def clips_less(*, args: Any, state: Any, **_: Any) -> None:
     args.max_grad_norm = 0.1 * state.global_step
 
 
-def hooks(*, state: Any, model: Any, **_: Any) -> None:
-    """Adds a hook after the first step, and takes a layer away after the second."""
-    if state.global_step == 1:
-        model.model.norm.register_forward_hook(lambda module, args, result: result * 0.9)
-    if state.global_step == 2:
-        del model.model.layers[-1]
-
-
 def sub_steps(*, state: Any, model: Any, **_: Any) -> Any:
     return state.global_step, float(model.lm_head.weight.detach().sum())
 
 
 # -- models -----------------------------------------------------------------------------------------------------------
-
-
-def steered() -> Any:
-    """A hook that scales, one that counts in a buffer, one that drops tokens, and pruned weights."""
-    model = llama()
-    model.register_buffer("seen", torch.zeros(()))
-    model.register_forward_hook(lambda module, args, result: module.seen.add_(1) and None)
-    model.model.layers[1].mlp.register_forward_hook(lambda module, args, result: result * 1.5)
-
-    def drop(module: Any, args: Any, kwargs: Any) -> Any:
-        if module.training:
-            kwargs["input_ids"] = torch.where(torch.rand(kwargs["input_ids"].shape) < 0.1, 1, kwargs["input_ids"])
-        return args, kwargs
-
-    model.register_forward_pre_hook(drop, with_kwargs=True)
-    for layer in model.model.layers:
-        prune.l1_unstructured(layer.mlp.up_proj, "weight", amount=0.5)
-    return model
 
 
 def placed() -> Any:
@@ -300,38 +233,137 @@ def placed() -> Any:
         return LlamaForCausalLM.from_pretrained(folder, device_map={"": "cpu"}, dtype="auto")
 
 
+# -- models of other kinds, and with odd state, inputs and outputs ----------------------------------------------------
+
+SMALL: dict[str, Any] = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32}
+TEXT: dict[str, Any] = {**SMALL, "vocab_size": 64, "max_position_embeddings": 32}
+VISION: dict[str, Any] = {**SMALL, "image_size": 16, "patch_size": 8}
+WAVES: dict[str, Any] = {
+    **SMALL, "conv_dim": (8, 8), "conv_stride": (5, 2), "conv_kernel": (10, 3), "num_conv_pos_embeddings": 16,
+    "num_conv_pos_embedding_groups": 2, "num_feat_extract_layers": 2, "vocab_size": 32, "feat_extract_norm": "layer",
+    "layerdrop": 0.0, "apply_spec_augment": True, "mask_time_prob": 0.3, "mask_time_length": 2, "pad_token_id": 0,
+}  # fmt: skip
+WHOLE = {"remove_unused_columns": False}
+
+
+def made(kind: str, **sizes: Any) -> Callable[[], Any]:
+    """Makes a model of transformers, whose configuration has the first part of its name."""
+    config = next(
+        kind[:end] + "Config" for end in range(len(kind), 0, -1) if hasattr(transformers, kind[:end] + "Config")
+    )
+
+    def model() -> Any:
+        torch.manual_seed(0)
+        return getattr(transformers, kind)(getattr(transformers, config)(**copy.deepcopy(sizes)))
+
+    return model
+
+
+def rows(make: Callable[[int], dict[str, Any]]) -> list[dict[str, Any]]:
+    return [make(index) for index in range(12)]
+
+
+def noise(index: int, *shape: int) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(index))
+
+
+CAPTIONS = rows(
+    lambda i: {
+        "input_ids": torch.arange(8) + i,
+        "attention_mask": torch.ones(8).long(),
+        "pixel_values": noise(i, 3, 16, 16),
+    }
+)
+
+
+def with_return_loss(batch: list[Any]) -> dict[str, Any]:
+    """As the collator of a model for images and text: `return_loss` is one value of the whole batch."""
+    return {**{key: torch.stack([row[key] for row in batch]) for key in batch[0]}, "return_loss": True}
+
+
+# -- models of one's own ----------------------------------------------------------------------------------------------
+
+
+def seeded(kind: Callable[[], Any]) -> Callable[[], Any]:
+    def make() -> Any:
+        torch.manual_seed(0)
+        return kind()
+
+    return make
+
+
+def answer(logits: torch.Tensor, labels: torch.Tensor) -> dict[str, Any]:
+    return {"loss": nn.functional.cross_entropy(logits, labels), "logits": logits}
+
+
+@dataclass
+class Answer(ModelOutput):
+    """A class of outputs of one's own."""
+
+    loss: Any = None
+    logits: Any = None
+    names: Any = None
+
+
+class OwnOutputs(Plain):
+    """Takes the count of items, and returns a class of its own."""
+
+    accepts_loss_kwargs = True
+
+    def forward(self, x: Any, labels: Any = None, num_items_in_batch: Any = None) -> Any:  # pyright: ignore
+        logits = self.layers(x)
+        loss = nn.functional.cross_entropy(logits, labels, reduction="sum")
+        return Answer(loss / (len(x) if num_items_in_batch is None else num_items_in_batch), logits, None)
+
+
+class NestedInputs(nn.Module):
+    """Two towers with a dictionary and a list as inputs; outputs of many kinds, of which some are for the log."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left, self.right, self.scale = nn.Linear(4, 4), nn.Linear(4, 4), nn.Parameter(torch.tensor(1.0))
+        self.head = nn.Linear(4, 2)
+
+    def forward(self, pair: Any, parts: Any, labels: Any = None, names: Any = None) -> Any:
+        both = self.left(pair["x"]) * self.scale.exp() + self.right(pair["deep"][0])
+        found = answer(self.head(both + sum(parts)), labels)
+        return {**found, "logits": (found["logits"], both), "parts": {"first": found["loss"].detach(), "none": None}}
+
+
+def nested(batch: list[Any]) -> dict[str, Any]:
+    x = torch.stack([row["x"] for row in batch])
+    labels = torch.stack([row["labels"] for row in batch])
+    names = [f"row {int(row['x'][0])}" for row in batch]
+    return {"pair": {"x": x, "deep": (x.flip(0),)}, "parts": [x * 0.1, x * 0.2], "labels": labels, "names": names}
+
+
+class Odd(nn.Module):
+    """Parameters in lists and dictionaries, of no dimension, unused and frozen; buffers of many kinds."""
+
+    mask: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.list = nn.ParameterList([nn.Parameter(torch.randn(4, 4)) for _ in range(2)])
+        self.dict = nn.ParameterDict({"a": nn.Parameter(torch.randn(4)), "b": nn.Parameter(torch.tensor(0.5))})
+        self.last = nn.Parameter(torch.randn(4, 2))
+        self.frozen = nn.Parameter(torch.randn(4), requires_grad=False)
+        self.unused = nn.Parameter(torch.randn(3))
+        self.register_buffer("mask", torch.tensor([True, False, True, True]))
+        self.register_buffer("count", torch.tensor(0), persistent=False)
+
+    def forward(self, x: Any, labels: Any) -> Any:
+        for weight in self.list:
+            x = torch.where(self.mask, x @ weight, x) + self.dict["a"]
+        self.count += 1
+        return answer((x * self.dict["b"] + self.frozen) @ self.last, labels)
+
+
 # -- data and optimizers ----------------------------------------------------------------------------------------------
 
 
 def flat(model: Any) -> Mapping[str, Any]:
     return {"data_collator": DataCollatorWithFlattening(return_flash_attn_kwargs=True, return_seq_idx=True)}
-
-
-class Both(torch.optim.Optimizer):
-    """Muon for matrices and AdamW for the rest, as one optimizer of two, with slow weights that follow."""
-
-    def __init__(self, parameters: Any) -> None:
-        known = list(parameters)
-        matrices, rest = [p for p in known if p.ndim == 2], [p for p in known if p.ndim != 2]
-        self.parts = [torch.optim.Muon(matrices, lr=0.02), torch.optim.AdamW(rest, lr=0.01)]
-        self.slow = {p: p.detach().clone() for p in known}
-        super().__init__(known, {"lr": 0.01})
-
-    def step(self, closure: Any = None) -> Any:
-        for part in self.parts:
-            part.step()
-        with torch.no_grad():
-            for parameter, slow in self.slow.items():
-                slow.lerp_(parameter, 0.5)
-                parameter.copy_(slow)
-
-
-def optimized(make: Any) -> Any:
-    def more(model: Any) -> Mapping[str, Any]:
-        optimizer = make(model)
-        return {"optimizers": (optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step)))}
-
-    return more
 
 
 LINEAR = {"optim_target_modules": "all-linear", "optim_args": "rank=4"}
@@ -351,27 +383,28 @@ SCENARIOS: dict[str, Scenario] = {
     "used before it trains": Scenario(TWO, kind=Before),
     "rebuilt before it trains": Scenario(TWO, kind=Rebuilds),
     "averages are trained": Scenario({**EVAL, **TWO}, more=lambda model: {"callbacks": [Averages()]}),
-    "weights pruned": Scenario(TWO, more=on("step_end", prunes)),
-    "sets the rate": Scenario({"lr_scheduler_type": "constant"}, more=on("step_begin", sets_rate)),
-    "moments and a head reset": Scenario(FOUR, more=on("step_end", resets), after=kept),
-    "state thrown away": Scenario(FOUR, more=on("step_end", new_state)),
-    "weights loaded between": Scenario(FOUR, more=on("step_end", rewinds)),
-    "asked in all lengths": Scenario(TWO, more=on("step_end", asks), after=kept),
     "changes dropout": Scenario({**FOUR, "logging_steps": 3}, more=on("step_end", changes_dropout)),
     "clipping changed": Scenario(FOUR, more=on("step_end", clips_less), is_mixed=True),
-    "a hook more, a layer less": Scenario(FOUR, more=on("step_end", hooks)),
     "sub-steps": Scenario({"gradient_accumulation_steps": 3}, more=on("substep_end", sub_steps), after=kept),
-    "hooks on modules, pruned": Scenario({**TWO, **EVAL}, model=steered),
     "placed by device_map": Scenario(TWO, model=placed),
     "flattened, with lengths": Scenario(TWO, rows=ragged_texts(), more=flat),
+    "wav2vec2, masked by numpy": Scenario(
+        TWO, made("Wav2Vec2ForCTC", **WAVES, ctc_loss_reduction="mean"),
+        rows(lambda i: {"input_values": noise(i, 800), "labels": torch.arange(4) * 7 % 31 + 1}),
+        reason="nothing tells ahead how many random numbers the model draws",
+    ),
+    "images and captions": Scenario(
+        {**WHOLE, "per_device_train_batch_size": 3},
+        made("CLIPModel", text_config={**TEXT, "projection_dim": 8, "eos_token_id": 2},
+             vision_config={**VISION, "projection_dim": 8}, projection_dim=8),
+        CAPTIONS, lambda model: {"data_collator": with_return_loss},
+    ),
+    "outputs of its own": Scenario({**TWO, **EVAL}, seeded(OwnOutputs), POINTS),
+    "nested inputs": Scenario(
+        {**TWO, **EVAL, **WHOLE}, seeded(NestedInputs), POINTS, lambda model: {"data_collator": nested}
+    ),
+    "odd state": Scenario({**TWO, **SAVED}, seeded(Odd), POINTS),
     "cache in training": Scenario({"use_cache": True, **TWO}, model=lambda: llama(use_cache=True)),
-    "an optimizer of the head": Scenario(
-        TWO, more=optimized(lambda model: torch.optim.AdamW(model.lm_head.parameters(), lr=0.01))
-    ),
-    "several optimizers in one": Scenario(TWO, more=optimized(lambda model: Both(model.parameters()))),
-    "amsgrad, a rate that is a tensor": Scenario(
-        TWO, more=optimized(lambda model: torch.optim.AdamW(model.parameters(), lr=torch.tensor(0.01), amsgrad=True))
-    ),
 }  # fmt: skip
 PACKAGED: dict[str, tuple[str, Scenario]] = {
     "galore, layer by layer": ("galore_torch", Scenario({"optim": "galore_adamw_layerwise", **LINEAR}, reason=ALL)),

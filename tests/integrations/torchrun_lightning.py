@@ -5,12 +5,14 @@ from __future__ import annotations
 import sys
 from typing import Any
 
-import lightning  # pyright: ignore
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 
 import megatrain
+
+lightning: Any = pytest.importorskip("lightning")  # pytest looks for doctests here, too
 
 
 class WithLoss(nn.Module):
@@ -26,7 +28,7 @@ class WithLoss(nn.Module):
         return self.net(x).square().mean()
 
 
-class Module(lightning.LightningModule):  # pyright: ignore
+class Module(lightning.LightningModule):
     """Trains a plain model, a compiled one by calls, or by training steps with a process group and without."""
 
     def __init__(self, how: str) -> None:
@@ -58,7 +60,7 @@ class Module(lightning.LightningModule):  # pyright: ignore
 def main(how: str) -> None:
     """Trains, and prints the parameters' bits."""
     rows = torch.utils.data.TensorDataset(torch.randn(16, 8, generator=torch.Generator().manual_seed(1)))
-    trainer = lightning.Trainer(  # pyright: ignore
+    trainer = lightning.Trainer(
         accelerator="cpu", devices=2, strategy="ddp", max_epochs=1, logger=False, enable_checkpointing=False,
         enable_progress_bar=False, enable_model_summary=False,
     )  # fmt: skip
