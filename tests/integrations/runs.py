@@ -119,7 +119,7 @@ def on(event: str, act: Callable[..., Any]) -> Callable[[Any], Mapping[str, Any]
         self.kept.append(act(args=args, state=state, control=control, **rest))
 
     def made(model: Any) -> Mapping[str, Any]:
-        callback = type(act.__name__, (TrainerCallback,), {f"on_{event}": happens})()
+        callback: Any = type(act.__name__, (TrainerCallback,), {f"on_{event}": happens})()
         callback.kept = []
         return {"callbacks": [callback]}
 

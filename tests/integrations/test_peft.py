@@ -36,7 +36,11 @@ from tests.integrations.runs import (
 )
 from tests.integrations.test_trainer import t5, tied
 
-pytestmark = [pytest.mark.nightly, pytest.mark.filterwarnings("ignore")]
+pytestmark = [
+    pytest.mark.nightly,
+    pytest.mark.filterwarnings("ignore"),
+    pytest.mark.usefixtures("lowered_once"),  # of few models
+]
 MATRICES = ["q_proj", "v_proj"]
 BOTH = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
 FOUR = {**TWO, "max_steps": 4}

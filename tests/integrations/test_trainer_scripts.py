@@ -30,6 +30,7 @@ from tests.integrations.runs import (
     SAVED,
     SUMMED,
     TWO,
+    Loss,
     Scenario,
     assert_streams_as_stock,
     kept,
@@ -40,7 +41,11 @@ from tests.integrations.runs import (
 from tests.integrations.test_trainer import FOUR, READS, Plain
 from tests.integrations.words import ragged_texts
 
-pytestmark = [pytest.mark.nightly, pytest.mark.filterwarnings("ignore")]
+pytestmark = [
+    pytest.mark.nightly,
+    pytest.mark.filterwarnings("ignore"),
+    pytest.mark.usefixtures("lowered_once"),  # of few models
+]
 DROPS = {"attention_dropout": 0.2}
 
 
@@ -96,7 +101,7 @@ def sharpens_logits(self: Any, model: Any, inputs: Any) -> Any:
     return outputs.loss + found.square().sum(), outputs
 
 
-class WithParameters(with_loss(lambda *_: None)):
+class WithParameters(Loss):
     """A loss with parameters of its own, which its optimizer trains too; and a teacher, which stays plain."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:

@@ -26,7 +26,11 @@ from tests.integrations.words import of_bytes, text, tokenizer
 trl: Any = pytest.importorskip("trl", reason="needs trl: pip install -e .[users]")
 datasets: Any = pytest.importorskip("datasets")
 
-pytestmark = [pytest.mark.nightly, pytest.mark.filterwarnings("ignore")]
+pytestmark = [
+    pytest.mark.nightly,
+    pytest.mark.filterwarnings("ignore"),
+    pytest.mark.usefixtures("lowered_once"),  # of few models
+]
 IS_NEW = Version(trl.__version__) >= Version("1.16")
 TURNS = (
     "{% for m in messages %}{% if m['role'] == 'assistant' %}w1 {% generation %}{{ m['content'] }} </s> "
