@@ -173,7 +173,9 @@ def run(scenario: Scenario, folder: Path, *, streams: bool, **training: Any) -> 
         for row in trainer.state.log_history
     ]
     after = scenario.after(trainer)
-    state = {key: tensor.detach().cpu().clone() for key, tensor in trainer.model.state_dict().items()}
+    tensors = trainer.model.state_dict().items()
+    # torchao's tensors have no bits to compare, but those that they stand for.
+    state = {key: t.dequantize() if hasattr(t, "qdata") else t.detach().cpu().clone() for key, t in tensors}
     drawn = [torch.get_rng_state(), *torch.cuda.get_rng_state_all()]
     return Ran(trainer, log, state, (drawn, random.random(), float(np.random.rand())), after)
 

@@ -316,7 +316,7 @@ def test_a_lightning_module_of_the_page_trains_and_goes_on_with_the_stock_runs_b
             default_root_dir=tmp_path, callbacks=[saves], **options,
         )  # fmt: skip
         rows = torch.utils.data.DataLoader(POINTS, batch_size=size, generator=torch.Generator())  # pyright: ignore
-        trainer.fit(module, rows, rows, ckpt_path=path)
+        trainer.fit(module, rows, loader(POINTS, 3), ckpt_path=path)
         net = getattr(module.net, "net", module.net)
         return trainer, {name: tensor.detach().clone() for name, tensor in net.state_dict().items()}
 

@@ -15,7 +15,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig, TorchAoConfig
 
 import megatrain
-from megatrain.errors import OptimizerError, TraceError
+from megatrain.errors import TraceError
 from tests.comparing import assert_same
 from tests.integrations.runs import RAGGED, TWO, Scenario, assert_streams_as_stock, llama
 
@@ -129,9 +129,13 @@ def lora() -> Any:
     return LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM", init_lora_weights="gaussian")
 
 
-def adapted(folder: Path, kind: str, checkpointed: bool = False) -> Any:
+def prepared(folder: Path, kind: str, checkpointed: bool = False) -> Any:
     """What the guides for QLoRA say."""
-    model = prepare_model_for_kbit_training(loaded(folder, kind), use_gradient_checkpointing=checkpointed)
+    return prepare_model_for_kbit_training(loaded(folder, kind), use_gradient_checkpointing=checkpointed)
+
+
+def adapted(folder: Path, kind: str, checkpointed: bool = False) -> Any:
+    model = prepared(folder, kind, checkpointed)
     torch.manual_seed(1)
     return get_peft_model(model, lora()).train()  # from_pretrained returns a model in eval mode
 
@@ -170,7 +174,7 @@ def test_a_pretrained_base_under_peft(kind: str, tmp_path: Path) -> None:
         each.flush()
     assert_same(trained(model), trained(again))
     model.save_pretrained(tmp_path / "adapters")
-    read = PeftModel.from_pretrained(loaded(folder, kind), tmp_path / "adapters").train()
+    read = PeftModel.from_pretrained(prepared(folder, kind), tmp_path / "adapters").train()
     assert_same(*(each(**tokens(9)).logits.detach() for each in (model, read)))
 
 
@@ -303,24 +307,36 @@ def test_optimizers_of_8_bits(name: str, options: dict[str, Any], tmp_path: Path
 
 
 @pytest.mark.parametrize("name", ["torchao AdamW8bit", "bitsandbytes AdamW8bit"])
-def test_a_plan_counts_two_bytes_of_state_a_parameter(name: str) -> None:
+def test_a_plan_counts_two_bytes_of_state_a_parameter_of_a_registered_class(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model = network()
-    plan = megatrain.plan(model, torch.randn(8, WIDTH), optimizer=OPTIMIZERS[name](model.parameters()), loss=square)
+    optimizer = OPTIMIZERS[name](model.parameters())
+    monkeypatch.setattr("megatrain.optim.per_parameter._registered", {type(optimizer)})
+    plan = megatrain.plan(model, torch.randn(8, WIDTH), optimizer=optimizer, loss=square)
+    assert not plan.host.is_estimate
     states = ("exp_avg", "exp_avg_sq") if "torchao" in name else ("state1", "state2")
     for state in states:
         assert WIDTH * WIDTH * 3 <= plan.host.bytes_of(f"AdamW8bit.{state}") < 1.2 * WIDTH * WIDTH * 3
 
 
-def test_overridden_options_of_bitsandbytes_are_refused_and_the_advice_works() -> None:
+def test_options_of_bitsandbytes_for_single_parameters_are_kept() -> None:
+    """bitsandbytes finds them by positions in groups, which an update of one block would change."""
     manager = bnb.optim.GlobalOptimManager.get_instance()
-    model = network()
-    manager.register_module_override(model[0][0], "weight", {"optim_bits": 32})
+    eager, model = network(), network()
+    for each in (eager, model):
+        manager.register_module_override(each[0][0], "weight", {"optim_bits": 32})
     try:
-        compiled = megatrain.compile(model, device="cpu")
-        with pytest.raises(OptimizerError, match="overridden by their positions"):
-            megatrain.TrainStep(compiled, bnb.optim.AdamW8bit(model.parameters()), loss=square)(torch.randn(8, WIDTH))
+        own, optimizer = (bnb.optim.AdamW8bit(each.parameters(), lr=1e-2) for each in (eager, model))
+        step = megatrain.TrainStep(megatrain.compile(model, device="cpu"), optimizer, loss=square)
+        for _ in range(2):
+            batch = torch.randn(8, WIDTH)
+            square(eager(batch), batch).backward()
+            own.step()
+            own.zero_grad()
+            step(batch)
+        assert_same(list(eager.parameters()), list(model.parameters()))
+        first, second = (optimizer.state[model[at][0].weight]["state1"].dtype for at in (0, 1))
+        assert (first, second) == (torch.float32, torch.uint8)
     finally:
         manager.initialize()
-    first, *rest = model.parameters()
-    pair = [bnb.optim.AdamW([first], lr=1e-2), bnb.optim.AdamW8bit(rest, lr=1e-2)]
-    megatrain.TrainStep(compiled, pair, loss=square)(torch.randn(8, WIDTH))
