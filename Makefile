@@ -29,26 +29,22 @@ PYTEST = $(PY) -m pytest $(shell $(PY) -c 'import xdist; print("-n auto")' 2>/de
 SIMULATED = -p tests.simulated_device.plugin tests/simulated_device tests/simulated_runs tests/gpu
 
 .DEFAULT_GOAL := help
-.PHONY: docs wide users simulated device gpu-report faults seeds help demo quick slow test check format-check lint types fix accept bench gpu zoo test-torch zoo-torch clean
+.PHONY: docs nightly gpu-report faults mutants seeds help demo test check format-check lint types fix accept bench gpu zoo test-torch zoo-torch clean
 
 help:
 	@echo 'make demo    train a small language model through the whole compiler, interrupted and resumed, in a minute or two'
-	@echo 'make quick   one case of each test that is not slow, for while you work'
-	@echo 'make test    all tests that need neither a GPU nor the network'
+	@echo 'make test    all tests that need neither a GPU nor the network, for every change; ends with those on a simulated accelerator'
+	@echo 'make nightly campaigns: long tests, other trainers, the zoo, planted faults, kills, random configurations, seeds; hours'
+	@echo 'make gpu     the tests that need an accelerator'
 	@echo 'make check   format, lint, strict types, tests with warnings as errors'
 	@echo 'make fix     rewrite what ruff can mend'
 	@echo 'make accept  rewrite the golden texts, to be read as a diff'
 	@echo 'make bench   compare with eager PyTorch under activation checkpointing; PEERS=folder: with other trainers too'
-	@echo 'make gpu     the tests that need an accelerator'
 	@echo 'make gpu-report   these, and all benchmarks of a machine with a GPU, in one report (docs/gpu.md)'
-	@echo 'make simulated   the same on a simulated accelerator, which a C++ compiler makes once'
-	@echo 'make device  the same, with four times as many random models, budgets and orders'
 	@echo 'make zoo     hundreds of models against eager PyTorch; writes docs/models.md'
-	@echo 'make wide    every other case of large tables, which make test leaves out'
-	@echo 'make users   scripts with Trainer, TRL and others, each against its stock run, in an environment of their own'
 	@echo 'make docs    the pages and the API reference as a site, in site/; a broken link or a missing name fails'
 	@echo 'make faults  kills, interrupts at each line and random configurations, about 20 minutes; ARGS chooses pieces'
-	@echo 'make slow    measures the tests, and rewrites the list of those that make quick leaves out'
+	@echo 'make mutants plants faults in a copy of the project; each must be seen by its tests'
 	@echo 'make seeds   every hypothesis test with 20 random seeds; ARGS="--first 7 --count 3 tests/scheduler" chooses pieces'
 	@echo 'make test-torch TORCH=2.14.1   all tests on another version of torch, in an environment of its own'
 	@echo 'make zoo-torch TORCH=2.14.1    the models, likewise; writes nothing'
@@ -64,21 +60,10 @@ demo: $(READY)
 	$(PY) -m megatrain.cli demo --interrupt-at 0.5 $(ARGS) || [ $$? -eq 130 ]
 	$(PY) -m megatrain.cli demo --resume $(ARGS)
 
-quick: $(READY)
-	$(PYTEST) --quick $(ARGS)
-
 # The simulated accelerator is torch's for a whole process, so its tests have one of their own.
 test: $(READY)
 	$(PYTEST) $(ARGS)
 	$(if $(ARGS),,$(PYTEST) $(SIMULATED))
-
-# What make test leaves out of its largest tables.
-wide: $(READY)
-	$(PYTEST) -m wide $(ARGS)
-	$(if $(ARGS),,$(PYTEST) -m wide $(SIMULATED))
-
-slow: $(READY)
-	$(PYTEST) --write-slow $(ARGS)
 
 check: format-check lint types test
 
@@ -108,29 +93,29 @@ gpu: $(READY)
 	@$(PY) -c 'import sys, torch; sys.exit(0 if torch.accelerator.is_available() else "make gpu: torch finds no accelerator here")'
 	$(PY) -m pytest tests/gpu -m 'nightly or not nightly' $(ARGS)
 
-# Four times the random models and budgets, each in eight orders; ARGS="--hypothesis-seed 7" chooses others.
-device: $(READY)
-	$(PYTEST) $(SIMULATED) -m 'nightly or not nightly' --hypothesis-profile=seeds $(ARGS)
-
 # Tests, benchmarks and figures of a machine with a GPU, in one file: docs/gpu.md.
 gpu-report: $(READY)
 	$(PY) -m benchmarks.gpu $(ARGS)
-
-simulated: $(READY)
-	$(PYTEST) $(SIMULATED) $(ARGS)
 
 # Models of diffusers and peft are skipped where those aren't installed; `pip install -e .[zoo]` adds them.
 zoo: $(READY)
 	$(PY) -m tests.zoo --markdown docs/models.md $(ARGS)
 
-# Scripts with other libraries' trainers, beside the stock run of each, in an environment that has these libraries.
+# Other libraries' trainers, whose scripts are compared with the stock run of each.
 .venv-users/.ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv --clear .venv-users
 	.venv-users/bin/python -m pip install $(PIP_ARGS) -c constraints.txt -e '.[users]'
 	@touch $@
 
-users: .venv-users/.ready
-	.venv-users/bin/python -m pytest -m 'users or not users' tests/integrations tests/tools $(ARGS)
+# What make test leaves out, with four times as many random models, budgets and orders. One part can be run by its own command.
+USERS_PY = .venv-users/bin/python
+nightly: .venv-users/.ready
+	$(USERS_PY) -m pytest -n auto -m 'nightly or not nightly' --hypothesis-profile=seeds $(ARGS)
+	$(USERS_PY) -m pytest -n auto $(SIMULATED) -m 'nightly or not nightly' --hypothesis-profile=seeds $(ARGS)
+	$(USERS_PY) -m tests.mutants
+	$(USERS_PY) -m tests.faults
+	$(USERS_PY) -m tests.faults --simulated --only configurations
+	$(USERS_PY) -m tests.zoo
 
 # The pages and the reference, as a site. The docstrings are read from the sources: this environment needs no torch.
 DOCS_OF = import tomllib; print("\n".join(tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["docs"]))
@@ -169,3 +154,6 @@ faults: $(READY)
 
 seeds: $(READY)
 	$(PY) -m tests.seeds $(ARGS)
+
+mutants: $(READY)
+	$(PY) -m tests.mutants $(ARGS)

@@ -1,4 +1,4 @@
-"""What every test shares: golden texts, hypothesis profiles, sane thread counts, the gpu marker, the tiers."""
+"""What every test shares: golden texts, hypothesis profiles, sane thread counts, the markers."""
 
 from __future__ import annotations
 
@@ -18,7 +18,6 @@ from megatrain.training import step_tables
 from tests import captures
 from tests.garbage import Frozen
 from tests.hidden_accelerators import hide_accelerators
-from tests.tiers import Tiers
 
 GOLDEN = Path(__file__).parent / "golden"
 SHRINKING_S = 60
@@ -39,8 +38,6 @@ settings.register_profile("seeds", settings.get_profile("default"), max_examples
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--accept", action="store_true", help="rewrite golden texts instead of comparing with them")
-    parser.addoption("--quick", action="store_true", help="one case of each test that is not slow")
-    parser.addoption("--write-slow", action="store_true", help="measure, and rewrite tests/slow.txt")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -50,7 +47,6 @@ def pytest_configure(config: pytest.Config) -> None:
         hide_accelerators()
     assert hasattr(engine, "MAX_SHRINKING_SECONDS"), "this hypothesis bounds shrinking in another place"
     engine.MAX_SHRINKING_SECONDS = SHRINKING_S
-    config.pluginmanager.register(Tiers(config), "tiers")
     config.pluginmanager.register(Frozen(), "frozen")
     settings.load_profile("ci" if os.environ.get("CI") else "default")
     # Tensors are small here. Threads of torch wait for each other by spinning: many times as long on a busy machine.
@@ -60,15 +56,13 @@ def pytest_configure(config: pytest.Config) -> None:
         os.environ["EXPECTTEST_ACCEPT"] = "1"  # expecttest reads nothing else
 
 
-@pytest.hookimpl(tryfirst=True)  # ahead of the tiers, which choose among the rest
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     for item in items:
         if GPU_TESTS in item.path.parents:
             item.add_marker(pytest.mark.gpu)
-    for marker in ("users", "wide", "nightly"):
-        if marker not in str(config.getoption("-m")):
-            config.hook.pytest_deselected(items=[item for item in items if item.get_closest_marker(marker)])
-            items[:] = [item for item in items if not item.get_closest_marker(marker)]
+    if "nightly" not in str(config.getoption("-m")):
+        config.hook.pytest_deselected(items=[item for item in items if item.get_closest_marker("nightly")])
+        items[:] = [item for item in items if not item.get_closest_marker("nightly")]
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.integrations import test_peft, test_trainer
-from tests.integrations.runs import assert_streams_as_stock, fast_or_nightly
+from tests.integrations.runs import assert_streams_as_stock
 from tests.simulated_device import is_loaded
 
 pytestmark = [
