@@ -23,7 +23,7 @@ from megatrain.finetune.pretrained import Adapters
 from megatrain.finetune.train_options import TrainOptions, flag
 from tests.comparing import assert_same
 from tests.finetune.commands import ROOT, data, log_of, rows, rows_of, save_model, train, weights_of
-from tests.tiers import wide
+from tests.nightly import nightly
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore"),  # what these libraries warn of is theirs
@@ -76,7 +76,7 @@ def both(tmp_path: Path, name: str) -> tuple[Path, Path, list[Any]]:
     return folder, out, [folder, data(tmp_path, name), "--out", out, "--eval", other, *GIVEN]
 
 
-@pytest.mark.parametrize(("name", "memory"), [("text", "1MiB"), ("messages", "200KiB"), wide(("prompt", "1MiB"))])
+@pytest.mark.parametrize(("name", "memory"), [("text", "1MiB"), ("messages", "200KiB"), nightly(("prompt", "1MiB"))])
 def test_the_weights_are_trained_as_by_trls_trainer(name: str, memory: str, tmp_path: Path) -> None:
     folder, out, command = both(tmp_path, name)
     assert train(*command, "--memory", memory) == 0

@@ -123,7 +123,7 @@ def test_products_that_one_thread_computes_wake_nobody(monkeypatch: pytest.Monke
     assert product_rates(HOST, [small, shared], woken_s=1.0)["bf16"] == pytest.approx(shared.flops / 5e-5)
 
 
-@pytest.mark.wide
+@pytest.mark.nightly
 @pytest.mark.parametrize("products", [[], [(64, 32, 48, "fp64")], [(8, 8, 8, "fp32")]])
 def test_this_machine_has_figures(tmp_path: Path, products):
     machine = Hardware.measure("cpu", cache=tmp_path, products=products)

@@ -14,8 +14,8 @@ from megatrain.planning.model_sizes import MICRO_BATCH
 from megatrain.planning.planned_step import PlannedStep
 from megatrain.planning.what_if.alternatives import Alternative, Alternatives
 from megatrain.planning.what_if.variation import Variation, varied
+from tests.nightly import nightly
 from tests.planning.steps import IDS, planned
-from tests.tiers import wide
 
 
 @pytest.fixture(scope="module")
@@ -30,7 +30,7 @@ def again(variation: Variation) -> PlannedStep:
     return planned(ids=torch.zeros(size, IDS.shape[1], dtype=torch.long), **values)
 
 
-@pytest.mark.parametrize("which", [slice(1), wide(slice(1, None))], ids=["first of its kind", "others"])
+@pytest.mark.parametrize("which", [slice(1), nightly(slice(1, None))], ids=["first of its kind", "others"])
 def test_each_row_is_the_plan_of_its_options(table: Alternatives, which: slice):
     """Rows are of a kind if they change the same options."""
     assert len(table.rows) > 10

@@ -15,7 +15,7 @@ import megatrain
 from megatrain.errors import ScheduleError, TooSmallError
 from megatrain.memory.device_budget import DeviceBudget
 from megatrain.sizes import parse_bytes
-from tests.tiers import wide
+from tests.nightly import nightly
 
 pytestmark = pytest.mark.usefixtures("lowered_once")  # of few models
 
@@ -79,7 +79,7 @@ def assert_as_loop(model: nn.Module, eager: nn.Module, losses: list[float], want
         assert torch.equal(other, one), name
 
 
-@pytest.mark.parametrize("mode", [mode if mode == "deferred, clipped" else wide(mode) for mode in MODES])
+@pytest.mark.parametrize("mode", [mode if mode == "deferred, clipped" else nightly(mode) for mode in MODES])
 def test_blocks_that_dont_fit_are_cut_and_train_as_the_loop_does(mode: str):
     model, eager = Model(), Model()
     with pytest.raises(TooSmallError):
@@ -93,7 +93,7 @@ def test_blocks_that_dont_fit_are_cut_and_train_as_the_loop_does(mode: str):
     assert_as_loop(model, eager, losses, trained(eager, batches, mode))
 
 
-@pytest.mark.parametrize("mode", [mode if mode == "spread" else wide(mode) for mode in MODES])
+@pytest.mark.parametrize("mode", [mode if mode == "spread" else nightly(mode) for mode in MODES])
 def test_batches_with_and_without_cut_blocks_take_turns(mode: str, monkeypatch: pytest.MonkeyPatch):
     """Shorter batches got their schedule while there was more memory; updates that are due belong to other blocks."""
     model, eager = Model(), Model()

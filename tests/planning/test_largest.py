@@ -8,11 +8,11 @@ from torch import nn
 
 import megatrain
 from megatrain.errors import OptionError, ScheduleError
+from tests.nightly import nightly
 from tests.planning.steps import IDS, on_meta, planned
-from tests.tiers import wide
 
 
-@pytest.mark.parametrize("hardware", ["rtx-4090", wide(None)])  # the largest sequence has none
+@pytest.mark.parametrize("hardware", ["rtx-4090", nightly(None)])  # the largest sequence has none
 def test_the_largest_micro_batch_fits_and_the_next_does_not(hardware: str | None):
     found = planned(hardware=hardware).largest("micro_batch")
     assert found.size > 1

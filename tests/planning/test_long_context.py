@@ -22,7 +22,7 @@ def test_the_table_has_the_figures_of_the_plans():
         assert f"\nhost: {host} of " in text
 
 
-@pytest.mark.wide
+@pytest.mark.nightly
 @pytest.mark.parametrize(("call", "text"), PLANS, ids=[call for call, _ in PLANS])
 def test_a_plan_of_the_page_is_the_one_that_is_made(call: str, text: str):
     found: dict[str, Any] = {}

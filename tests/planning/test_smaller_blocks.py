@@ -11,7 +11,7 @@ from torch import nn
 
 import megatrain
 from megatrain.errors import TooSmallError
-from tests.tiers import wide
+from tests.nightly import nightly
 
 X = torch.zeros(2, 32)
 HINT = "a smaller block_bytes"
@@ -38,7 +38,7 @@ def uncut(model: nn.Module, memory: int, *, trains: bool) -> TooSmallError:
     return refused(model, memory, trains=trains, chunking="never")
 
 
-@pytest.mark.parametrize("trains", [wide(False), True])
+@pytest.mark.parametrize("trains", [nightly(False), True])
 def test_blocks_that_can_be_cut_are_named_and_cut_they_fit(trains: bool):
     model = hidden(96, 96)
     least = uncut(model, 1000, trains=trains).least_bytes
@@ -55,7 +55,7 @@ def test_a_tensor_that_cant_be_cut_isnt_blamed_on_blocks(trains: bool):
     assert "block_bytes" not in str(error)
 
 
-@pytest.mark.parametrize("trains", [False, wide(True)])
+@pytest.mark.parametrize("trains", [False, nightly(True)])
 def test_blocks_that_need_less_and_still_too_much_have_their_bytes(trains: bool):
     error = uncut(hidden(96, 1), 5_000, trains=trains)
     (hint,) = [hint for hint in error.helps if hint.startswith(HINT)]

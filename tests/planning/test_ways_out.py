@@ -15,7 +15,6 @@ from megatrain.planning.model_sizes import MICRO_BATCH, SEQUENCE
 from megatrain.planning.what_if.ways_out import MOST, ways_out
 from megatrain.sizes import format_bytes
 from tests.planning.steps import IDS, made, planned
-from tests.tiers import one_in
 
 # Steps whose blocks aren't cut where they don't fit.
 OWN_BLOCKS: dict[str, Any] = {"chunking": "never"}
@@ -28,17 +27,10 @@ def again(values: dict[str, Any], **options: Any) -> megatrain.Plan:
 
 @pytest.mark.parametrize(
     "options",
-    one_in(
-        3,
-        [
-            {"device_memory": "480KiB", **OWN_BLOCKS},
-            {"device_memory": "480KiB", **OWN_BLOCKS, "hardware": None},
-            {"host_memory": "1MiB", "overlap": False, "max_grad_norm": None},
-            {"host_memory": "1800KiB"},
-            {"device_memory": "250KiB", **OWN_BLOCKS, "host_memory": "1500KiB"},
-            {"device_memory": "600KiB", **OWN_BLOCKS, "activations": "keep"},
-        ],
-    ),
+    [
+        {"device_memory": "480KiB", **OWN_BLOCKS},
+        {"host_memory": "1800KiB"},
+    ],
 )
 def test_each_way_out_fits_and_is_what_plan_gives(options: dict[str, Any]):
     plan = made(**options)
@@ -57,7 +49,7 @@ def test_each_way_out_fits_and_is_what_plan_gives(options: dict[str, Any]):
         assert f"\n    {way.change.words()}: " in str(caught.value)
 
 
-@pytest.mark.wide
+@pytest.mark.nightly
 def test_of_degrees_the_first_that_fits_is_taken():
     ids = torch.zeros(64, 8, dtype=torch.long)
     plan = planned(ids=ids, device_memory="1MiB", **OWN_BLOCKS)
@@ -117,7 +109,7 @@ class Layers(nn.Module):
         return x.square().mean()
 
 
-@pytest.mark.wide
+@pytest.mark.nightly
 def test_the_plan_that_parks_less_is_taken_where_the_host_needs_it():
     """Where compute is slow, graphs save more time than activations that stay; but the host has to have the room."""
     slow = Hardware(1e11, 1e11, 1e9)

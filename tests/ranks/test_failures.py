@@ -11,12 +11,12 @@ import torch.distributed as dist
 
 import megatrain
 from tests.comparing import assert_same
+from tests.nightly import nightly
 from tests.ranks.failing import differing, dying, failing_early, failing_late, failing_op, impossible, saving_alone
 from tests.ranks.processes import Processes
 from tests.ranks.shared_processes import processes_fixture
 from tests.ranks.sides import Case, train_drawn
 from tests.strategies import Branch, Start, WritesInput
-from tests.tiers import wide
 from tests.training.parity import seeded_stack, stack_batch
 
 processes = processes_fixture(3, "function")
@@ -66,7 +66,7 @@ def test_a_rank_that_fails_in_the_middle_ends_the_training_of_all(three: Process
         assert texts[2].startswith("ExecuteError: the ranks are no longer at the same step")
 
 
-@pytest.mark.parametrize("op", ["F1", "P1", *map(wide, ("B1", "R1", "R3", "G0", "G3", "U0", "U2"))])
+@pytest.mark.parametrize("op", ["F1", "P1", *map(nightly, ("B1", "R1", "R3", "G0", "G3", "U0", "U2"))])
 def test_an_op_that_fails_is_named_on_all_ranks(op: str, three: Processes):
     found = three.run(failing_op, op)
     assert f"{op} fail" in found[1][0]
@@ -78,7 +78,7 @@ def test_an_op_that_fails_is_named_on_all_ranks(op: str, three: Processes):
         assert (f"{op} fail" in then) if early else then.startswith("ExecuteError: the ranks are no longer at the same")
 
 
-@pytest.mark.parametrize("deal", [(1, 2, 1), wide(((1, 1, 1),))])
+@pytest.mark.parametrize("deal", [(1, 2, 1), nightly(((1, 1, 1),))])
 def test_a_last_block_that_reads_other_values_than_its_capture_runs_again_on_all_ranks(
     deal: tuple[int, ...], three: Processes
 ):
@@ -92,7 +92,7 @@ def test_a_last_block_that_reads_other_values_than_its_capture_runs_again_on_all
         assert_same({name: value for name, value in expected.items() if name in each}, each)
 
 
-@pytest.mark.parametrize("when", [wide("loss"), "update", wide("between"), wide("still")])
+@pytest.mark.parametrize("when", [nightly("loss"), "update", nightly("between"), nightly("still")])
 def test_a_rank_that_is_killed_or_stands_still_is_named(when: str, processes: Processes):
     found = processes.run(dying, when, 6.0, of=(0, 2))
     for text in found:

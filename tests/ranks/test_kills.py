@@ -28,7 +28,7 @@ def named() -> set[str]:
     return {name for name in os.listdir("/dev/shm") if not name.startswith("sem.")}
 
 
-@pytest.mark.wide
+@pytest.mark.nightly
 @pytest.mark.parametrize("seed", range(NUM_KILLS))
 def test_a_rank_that_is_killed_at_any_moment_leaves_nothing_and_costs_nothing(seed: int, tmp_path: Path):
     draw, folder = random.Random(seed), str(tmp_path / "run")

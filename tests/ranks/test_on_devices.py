@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.comparing import assert_same
+from tests.nightly import nightly
 from tests.ranks.processes import Processes
 from tests.ranks.sides import EDITS, Case
 from tests.ranks.test_parity import THREE, TWO
@@ -18,7 +19,6 @@ from tests.ranks.there import (
     train_there,
     waiting_there,
 )
-from tests.tiers import wide
 from tests.training.parity import MODES
 
 ORDERS = "late", "seeded", "late but compute", "late compute"
@@ -80,7 +80,7 @@ def test_ranks_on_devices_train_with_the_bits_of_one_process(name: str, devices:
     assert_parity(CASES[name], devices)
 
 
-@pytest.mark.parametrize("name", [*map(wide, FURTHER)])
+@pytest.mark.parametrize("name", [*map(nightly, FURTHER)])
 def test_more_ranks_on_devices_train_with_the_bits_of_one_process(name: str, devices: Processes):
     assert_parity(FURTHER[name], devices)
 
@@ -90,7 +90,7 @@ def test_ranks_copy_weights_from_locked_memory_that_all_share(devices: Processes
         assert found == {"store": "shared", "sent": True, "private": False, "copies": []}
 
 
-@pytest.mark.parametrize("mode", [mode if mode == "deferred" else wide(mode) for mode in MODES])
+@pytest.mark.parametrize("mode", [mode if mode == "deferred" else nightly(mode) for mode in MODES])
 def test_the_launching_thread_of_a_rank_waits_for_the_losses_alone(mode: str, devices: Processes):
     for waits in devices.run(waiting_there, Case("tied", mode, THREE, order="early")):
         # The losses go to the other ranks, and their sum comes back.
@@ -98,7 +98,7 @@ def test_the_launching_thread_of_a_rank_waits_for_the_losses_alone(mode: str, de
         assert all(name in wait for name, wait in zip(("together.py", "taking.py"), waits, strict=True)), waits
 
 
-@pytest.mark.parametrize("activations", ["recompute", wide("keep")])
+@pytest.mark.parametrize("activations", ["recompute", nightly("keep")])
 def test_ranks_whose_last_block_reads_values_hold_what_their_schedule_says(activations: str, devices: Processes):
     for found in devices.run(holding, activations):
         assert not isinstance(found, BaseException), found

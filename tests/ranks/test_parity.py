@@ -7,9 +7,9 @@ from itertools import product
 import pytest
 
 from tests.comparing import assert_same
+from tests.nightly import nightly
 from tests.ranks.processes import Processes
 from tests.ranks.sides import EDITS, Case, train, train_here
-from tests.tiers import wide
 from tests.training.parity import MODES
 
 TWO = ((1, 1), (2, 1), (1, 3))
@@ -83,11 +83,11 @@ def test_ranks_train_with_the_bits_of_one_process(name: str, three: Processes):
     assert_parity(CASES[name], three)
 
 
-@pytest.mark.parametrize("name", [*map(wide, MORE)])
+@pytest.mark.parametrize("name", [*map(nightly, MORE)])
 def test_more_ranks_train_with_the_bits_of_one_process(name: str, three: Processes):
     assert_parity(MORE[name], three)
 
 
-@pytest.mark.parametrize("name", [*map(wide, FOUR)])
+@pytest.mark.parametrize("name", [*map(nightly, FOUR)])
 def test_four_ranks_train_with_the_bits_of_one_process(name: str, four: Processes):
     assert_parity(FOUR[name], four)

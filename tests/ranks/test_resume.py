@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from tests.comparing import assert_same
+from tests.nightly import nightly
 from tests.ranks.processes import Processes
 from tests.ranks.sides import Case, begin, resume, resume_here, state_of, take, train_here
-from tests.tiers import wide
 
 # The same micro-batches in each step, dealt to two ranks and to three.
 TWO = Case("tied", "deferred", [(1, 3)] * 2, compile={"precision": "bf16"})
@@ -19,7 +19,7 @@ FOUR_STEPS = replace(TWO, deal=[(1, 3)] * 4)
 READERS = {"three": [(1, 1, 2)] * 4, "two": [(2, 2)] * 4, "alone": None}
 
 
-@pytest.mark.parametrize("reader", ["three", wide("two"), wide("alone")])
+@pytest.mark.parametrize("reader", ["three", nightly("two"), nightly("alone")])
 def test_a_checkpoint_of_two_ranks_goes_on_elsewhere(reader: str, three: Processes, tmp_path: Path):
     folder = str(tmp_path / "run")
     assert three.run(resume_here, TWO, folder, 0, True)[:2] == [True, True]

@@ -11,10 +11,10 @@ import pytest
 
 from megatrain.ranks.host_file import PAGE, HostFile, can_tell_copies
 from tests.comparing import assert_same
+from tests.nightly import nightly
 from tests.ranks.processes import Processes
 from tests.ranks.sharing import CASE, UPDATED, Wide, failing_update, forking, held, measured, slow, writing_alone
 from tests.ranks.sides import Case, begin, state_of, take
-from tests.tiers import wide
 
 SERIAL_CLIPPED: dict[str, object] = {"max_grad_norm": 1.0, "overlap": False}
 needs_files = pytest.mark.skipif(not can_tell_copies(), reason="the system has no such memory")
@@ -54,7 +54,7 @@ def test_state_that_cannot_be_shared_leaves_each_rank_its_own_store(three: Proce
     assert [each["kind"] for each in three.run(held, rounded)] == ["own"] * 3
 
 
-@pytest.mark.parametrize("mode", ["overlap", "spread", wide("serial"), wide("deferred")])
+@pytest.mark.parametrize("mode", ["overlap", "spread", nightly("serial"), nightly("deferred")])
 def test_ranks_wait_for_a_slow_update_of_another(mode: str, three: Processes):
     case = Case("tied", mode, [(1, 1, 1)] * 3)
     expected = take(case, None, begin(case)[2], range(3))["losses"]
@@ -94,7 +94,7 @@ def test_a_forked_process_makes_no_update_that_others_would_see_and_sees_none(th
         assert os.WTERMSIG(later) == signal.SIGSEGV
 
 
-@pytest.mark.wide
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("transfer", "options", "apart", "together"),
     [("auto", {}, 0, 0), ("auto", SERIAL_CLIPPED, 0, 1), ("copy", SERIAL_CLIPPED, 1, 1)],

@@ -16,7 +16,7 @@ from megatrain.memory.device_budget import DeviceBudget
 from megatrain.passes.rewrites.head.head_loss import HeadLoss
 from megatrain.planning.fitting_blocks import first_that_fits
 from megatrain.sizes import parse_bytes
-from tests.tiers import checkered, wide
+from tests.nightly import nightly
 
 WORDS, WIDTH = 1000, 16
 
@@ -75,7 +75,9 @@ def test_as_little_is_chunked_as_fits(memory: str):
     assert meter <= schedule.device_bytes <= parse_bytes(memory)
 
 
-@pytest.mark.parametrize(("memory", "clip", "spread"), checkered(["5MiB", "1200KiB"], [None, 0.1], [False, True]))
+@pytest.mark.parametrize(
+    ("memory", "clip", "spread"), [("5MiB", None, False), ("1200KiB", 0.1, False), ("1200KiB", None, True)]
+)
 def test_chunked_steps_train_as_the_loop_does(memory: str, clip: float | None, spread: bool):
     """The first loss has the loop's bits; later ones follow weights whose gradients were sums in another order."""
     model = Model()
@@ -174,7 +176,7 @@ def test_an_error_names_the_least_that_would_do():
     assert next(needs, None) is None
 
 
-@pytest.mark.parametrize("chunking", [wide("auto"), wide("never")])
+@pytest.mark.parametrize("chunking", [nightly("auto"), nightly("never")])
 def test_an_error_has_the_bytes_that_it_names(chunking: str):
     with pytest.raises(TooSmallError) as error:
         step_of(Model(), memory="64KiB", chunking=chunking).prepare(batch(0))

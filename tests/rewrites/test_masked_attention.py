@@ -6,6 +6,7 @@ import copy
 import re
 from collections.abc import Callable
 from functools import partial
+from itertools import cycle
 from typing import Any
 
 import pytest
@@ -24,7 +25,7 @@ from megatrain.passes.rewrites.masked_attention import (
     causal_attention,
 )
 from megatrain.sizes import parse_bytes
-from tests.tiers import diagonal, every_other, wide
+from tests.nightly import nightly
 
 WIDTH, WORDS = 32, 50
 DTYPES = [torch.float32, torch.bfloat16]
@@ -111,7 +112,7 @@ CAUSAL: dict[str, tuple[Mask, int, int, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize(("name", "dtype"), diagonal(CAUSAL, DTYPES))
+@pytest.mark.parametrize(("name", "dtype"), list(zip(CAUSAL, cycle(DTYPES), strict=False)))
 def test_causality_takes_the_place_of_masks_with_all_bits(name: str, dtype: torch.dtype):
     make, tokens, kv_heads, options = CAUSAL[name]
     model = Model(lambda ids: m if (m := make(ids)).dtype == torch.bool else m.to(dtype), kv_heads=kv_heads, **options)
@@ -215,7 +216,7 @@ PARTED: dict[str, tuple[Mask, int, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize(("name", "dtype"), diagonal(PARTED, DTYPES))
+@pytest.mark.parametrize(("name", "dtype"), list(zip(PARTED, cycle(DTYPES), strict=False)))
 def test_parts_keep_the_bits_of_results_and_of_queries(name: str, dtype: torch.dtype):
     """Also of queries that see no key at all, as the first ones of a text with padding on the left.
 
@@ -292,7 +293,7 @@ STEPS: dict[str, tuple[Mask, str, str]] = {
 
 
 @pytest.mark.usefixtures("no_smaller_blocks")
-@pytest.mark.parametrize("name", every_other(STEPS))
+@pytest.mark.parametrize("name", list(STEPS)[::2])
 def test_masks_are_left_out_where_a_step_doesnt_fit_and_it_trains_as_eager_does(name: str):
     """Causality keeps all bits: losses, gradients, and weights after updates."""
     make, memory, text = STEPS[name]
@@ -326,7 +327,7 @@ def test_masks_are_left_out_where_a_step_doesnt_fit_and_it_trains_as_eager_does(
     ("tokens", "mask", "size", "instead"),
     [
         (524288, causal, "256.00 GiB", "causality"),
-        wide((65536, window(8192), "4.00 GiB", "4096 queries at a time on 12288 keys")),
+        nightly((65536, window(8192), "4.00 GiB", "4096 queries at a time on 12288 keys")),
     ],
 )
 def test_a_plan_says_what_became_of_masks_and_needs_no_memory_for_them(tokens: int, mask: Any, size: str, instead: str):

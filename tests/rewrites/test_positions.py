@@ -15,7 +15,7 @@ from megatrain.passes.interpret import Code
 from megatrain.passes.rewrites.masked_attention import SeenBand
 from megatrain.passes.rewrites.positions import Known, PositionProof
 from megatrain.tracer.node_meta import CALLS
-from tests.tiers import wide
+from tests.nightly import nightly
 
 Mask = Callable[[int, int], torch.Tensor]
 
@@ -167,7 +167,7 @@ def random_flags(choose: random.Random, q: int, k: int, depth: int) -> torch.Ten
     return choose.choice(calls if depth else leaves)().expand(q, k)
 
 
-@pytest.mark.parametrize("seed", [*range(6), *map(wide, range(6, 60))])
+@pytest.mark.parametrize("seed", [*range(6), *map(nightly, range(6, 60))])
 def test_nothing_that_is_claimed_of_random_masks_is_wrong(seed: int):
     draw = random.Random(seed)
     seeds = [draw.random() for _ in range(5)]

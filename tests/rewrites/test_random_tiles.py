@@ -15,7 +15,7 @@ from torch import nn
 import megatrain
 from megatrain.passes.rewrites.tile_tokens import tile_tokens
 from megatrain.passes.rewrites.tiled_region import TiledRegion
-from tests.tiers import wide
+from tests.nightly import nightly
 
 WIDTH, TOKENS = 8, 130
 
@@ -137,6 +137,6 @@ def is_right(seed: int) -> bool:
     return any(isinstance(n.target, TiledRegion) for t in compiled.program.templates.values() for n in t.graph.nodes)
 
 
-@pytest.mark.parametrize(("first", "count"), [(0, 5), *(wide((start, 20)) for start in range(0, 400, 20))])
+@pytest.mark.parametrize(("first", "count"), [(0, 5), *(nightly((start, 20)) for start in range(0, 400, 20))])
 def test_random_models_are_right_tiled_or_not(first: int, count: int):
     assert sum(map(is_right, range(first, first + count))) >= count // 4

@@ -19,7 +19,7 @@ from megatrain.passes.rewrites import linear_into
 from megatrain.passes.rewrites.tile_tokens import tile_tokens
 from megatrain.passes.rewrites.tiled_region import TiledRegion
 from megatrain.planning.printed.pieces_text import piece_lines
-from tests.tiers import checkered, wide
+from tests.nightly import nightly
 
 WIDTH, WORDS, TOKENS = 32, 100, 300
 
@@ -80,7 +80,7 @@ def regions(program: Any) -> list[TiledRegion]:
     return [node.target for node in nodes if isinstance(node.target, TiledRegion)]
 
 
-@pytest.mark.parametrize(("dtype", "rows"), checkered([torch.float32, torch.bfloat16], [1, 2]))
+@pytest.mark.parametrize(("dtype", "rows"), [(torch.float32, 1), (torch.bfloat16, 2)])
 def test_results_and_gradients_of_tokens_have_the_bits_of_the_whole(dtype: torch.dtype, rows: int):
     model = Model().to(dtype)
     plain = copy.deepcopy(model)
@@ -269,7 +269,7 @@ def test_a_wrong_tile_would_be_seen(monkeypatch: pytest.MonkeyPatch):
     assert not torch.equal(plain.embed.weight.grad, model.embed.weight.grad)  # pyright: ignore
 
 
-@pytest.mark.parametrize("activations", [wide("recompute"), wide("keep"), "offload"])
+@pytest.mark.parametrize("activations", [nightly("recompute"), nightly("keep"), "offload"])
 def test_a_step_that_only_fits_in_tiles_trains_as_the_loop_does(activations: str):
     model = Model()
     plain = copy.deepcopy(model)

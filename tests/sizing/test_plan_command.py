@@ -137,7 +137,7 @@ def test_a_table_of_all_machines_has_the_rows_of_single_plans(config: Path, caps
     assert "GiB  1 x 4" in rows["gb10"]
 
 
-@pytest.mark.wide
+@pytest.mark.nightly
 def test_a_unified_memory_holds_both_parts(config: Path, capsys: pytest.CaptureFixture[str]):
     ample = printed(capsys, config, "--hardware=gb10", "--micro-batch=1", *STEP)
     assert "doesn't fit" not in ample
@@ -180,7 +180,7 @@ def test_what_does_not_fit_is_refused_with_ways_out(config: Path, capsys: pytest
     assert "\n    --micro-batch " in said
 
 
-@pytest.mark.wide
+@pytest.mark.nightly
 def test_what_the_host_has_no_room_for_is_refused_with_ways_out(config: Path, capsys: pytest.CaptureFixture[str]):
     host = refused(capsys, config, "--hardware=rtx-4090", "--micro-batch=4", *STEP, "--host-memory=250KiB")
     assert "of host memory, 250.00 KiB are available" in host
