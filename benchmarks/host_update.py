@@ -22,7 +22,7 @@ from pathlib import Path
 
 import torch
 
-from megatrain.memory.processors import update_threads
+from megatrain.memory.host_limits import update_threads
 from megatrain.optim.fast.adamw import AdamWOptions, Kernel, Moments, adamw_, native_reason
 from megatrain.optim.masters.halves import Master, SplitMaster, WholeMaster
 from megatrain.optim.norm import GradientNorm

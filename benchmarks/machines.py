@@ -19,8 +19,7 @@ from transformers import LlamaConfig
 
 from benchmarks.llamas import LlamaShape
 from megatrain.planning.planner import Planner
-from megatrain.sizing.machine_table import MachineRow
-from megatrain.sizing.sized import row_of
+from megatrain.sizing.plan_command import MachineRow, row_of
 from megatrain.sizing.sized_models import ConfigModel
 from megatrain.sizing.sizing_options import SizingOptions
 

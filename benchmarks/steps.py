@@ -20,7 +20,7 @@ from tqdm import tqdm
 
 import megatrain
 from benchmarks.bench import Shape
-from megatrain.scheduler.timing.costs import Measured
+from megatrain.scheduler.costs import Measured
 
 CLIP = 1.0
 

@@ -27,7 +27,7 @@ from megatrain.counts import counted
 from megatrain.errors import CheckpointError, OptionError
 from megatrain.files.replace import present
 from megatrain.sizes import SIZE, format_bytes, parse_bytes
-from megatrain.tracer.given import DEVICE_NAME
+from megatrain.tracer.spec import DEVICE_NAME
 
 FOLDER = Path("megatrain-demo")
 MEMORY, STEPS = "12MiB", 200

@@ -15,7 +15,7 @@ import torch
 from megatrain.checks import Rule, checked
 from megatrain.checks import function as callable_with
 from megatrain.errors import OptionError
-from megatrain.passes.measuring.fixed_work import recordable
+from megatrain.passes.measuring.runs import recordable
 from megatrain.runtime.operations import HANDLERS, Handler, Operations
 from megatrain.runtime.taken import Taken
 from megatrain.scheduler.check.case import Case

@@ -18,13 +18,13 @@ from megatrain.files.weight_files import WeightFiles, read_paths
 from megatrain.hardware.hardware import Hardware
 from megatrain.hardware.machine import HARDWARE, machine_of
 from megatrain.optim.masters.registry import Kind
-from megatrain.passes.measuring.fixed_work import launch_graph_bytes
+from megatrain.passes.measuring.runs import launch_graph_bytes
 from megatrain.passes.pipeline import PASSES, Rewrite
 from megatrain.passes.program import Program
 from megatrain.scheduler.builder.build import STEP
 from megatrain.sizes import SIZE, format_bytes, parse_bytes
-from megatrain.tracer.given import DEVICE, EXAMPLE_ARGS, EXAMPLE_KWARGS, MODEL
 from megatrain.tracer.recording.opaque import Opaque
+from megatrain.tracer.spec import DEVICE, EXAMPLE_ARGS, EXAMPLE_KWARGS, MODEL
 from megatrain.tracer.traced import TracedModule
 
 PRECISION = one_of("fp32", "bf16")

@@ -14,7 +14,7 @@ from torch import nn
 import megatrain
 from megatrain.passes.rewriting.call_trial import Site
 from megatrain.scheduler.schedule import Schedule
-from megatrain.scheduler.timing.timed_run import TimedRun
+from megatrain.scheduler.simulate import TimedRun
 
 
 class Target(NamedTuple):

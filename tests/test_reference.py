@@ -24,16 +24,16 @@ PUBLIC = (
 FURTHER = (
     "megatrain.compiled.inside.Compiled",
     "megatrain.optim.masters.registry.Masters",
-    "megatrain.planning.what_if.alternatives.Alternative",
-    "megatrain.planning.what_if.alternatives.Alternatives",
-    "megatrain.planning.what_if.largest.Largest",
+    "megatrain.planning.advice.Alternative",
+    "megatrain.planning.advice.Alternatives",
+    "megatrain.planning.largest.Largest",
     "megatrain.reporting.step_report.StepReport",
     "megatrain.scheduler.builder.bound.StepBound",
     "megatrain.scheduler.instructions.Instructions",
     "megatrain.scheduler.table.Table",
-    "megatrain.scheduler.timing.costs.Measured",
-    "megatrain.scheduler.timing.simulate.Simulation",
-    "megatrain.scheduler.timing.timed_run.TimedRun",
+    "megatrain.scheduler.costs.Measured",
+    "megatrain.scheduler.simulate.Simulation",
+    "megatrain.scheduler.simulate.TimedRun",
     "megatrain.progress.ProgressLine",
 )
 """What pages speak of, and no public module names: results of public functions."""

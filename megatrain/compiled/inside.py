@@ -3,39 +3,119 @@
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Callable, Generator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from weakref import WeakSet
 
 import torch
 from torch import nn
 
 from megatrain.checks import PATH, checked
-from megatrain.compiled.dumping import dump
-from megatrain.compiled.latest_capture import LatestCapture
-from megatrain.compiled.printed import compiled_text
-from megatrain.compiled.variants import Variant, Variants
+from megatrain.compiled.captures import Variant, Variants
+from megatrain.compiled.printed import compiled_text, dump
 from megatrain.compiled.walking import Walks, narrowed_inputs, walks
+from megatrain.errors import ExecuteError
 from megatrain.memory.device_budget import DeviceBudget
 from megatrain.memory.out_of_memory import Attempts, free_frames
 from megatrain.optim.masters.from_files import MasterWeights
 from megatrain.optim.masters.narrow_model import explained, masters_of
 from megatrain.optim.masters.registry import Masters
 from megatrain.options import Options
+from megatrain.passes.program import Program
 from megatrain.ranks.apart import Group, note_apart
 from megatrain.ranks.ranks import Ranks
 from megatrain.runtime.autograd import run_step
 from megatrain.runtime.engine import Engine, ordinary_tensors
 from megatrain.runtime.executor import Executor
-from megatrain.runtime.rng import RngState
+from megatrain.runtime.random_calls import RngState
+from megatrain.runtime.streams.events import Turn
 from megatrain.runtime.streams.stream_set import Chaos, Recording
-from megatrain.runtime.streams.turn import Turn
 from megatrain.saving import Source
+from megatrain.scheduler.schedule import Schedule
 from megatrain.tracer.arguments import Arguments
-from megatrain.tracer.expectations import GuardFailedError
+from megatrain.tracer.guards import GuardFailedError
 from megatrain.tracer.recording.inputs import check_device
+from megatrain.tracer.traced import TracedModule
+
+if TYPE_CHECKING:
+    from megatrain.compiled.inside import Compiled
+
+
+class LatestCapture:
+    """The part of `Compiled` that users look at."""
+
+    def __init__(self) -> None:
+        self._latest: Variant | None = None
+
+    @property
+    def variant(self) -> Variant:
+        """The variant that the latest call used.
+
+        Raises:
+            ExecuteError: Before the first call, unless example arguments were given.
+        """
+        if self._latest is None:
+            raise ExecuteError(
+                "nothing is compiled yet.\n  A capture needs inputs.\n"
+                "  Call the model once, or give compile(example_args=..., example_kwargs=...)."
+            )
+        return self._latest
+
+    @property
+    def traced(self) -> TracedModule:
+        """The capture: a flat graph of torch calls."""
+        return self.variant.traced
+
+    @property
+    def program(self) -> Program:
+        """The blocks and their templates."""
+        return self.variant.program
+
+    @property
+    def schedule(self) -> Schedule:
+        """The operations of a call, tick by tick."""
+        return self.variant.schedule
+
+    @property
+    def guards(self) -> str:
+        """Values that the latest call relied on besides its signature: of inputs, attributes, globals; a line each."""
+        guards = [f"guard {guard}" for guard in self.traced.guards]
+        return "\n".join([*guards, str(self.traced.assumptions)])
+
+    @property
+    def recompiled_because(self) -> tuple[str, ...]:
+        """Why earlier captures of the same signature didn't fit the latest call, when its capture was made."""
+        return self.variant.reasons
+
+
+Taker = Callable[["Compiled", tuple[Any, ...], dict[str, Any]], Any]
+"""Gets a call of a compiled model, and returns its result."""
+
+
+class _CallsHere(threading.local):
+    taker: Taker | None = None
+
+
+_HERE = _CallsHere()
+
+
+@contextmanager
+def taken_by(taker: Taker) -> Generator[None]:
+    """Within the body `taker` gets this thread's calls of compiled models."""
+    before, _HERE.taker = _HERE.taker, taker
+    try:
+        yield
+    finally:
+        _HERE.taker = before
+
+
+def run_here(compiled: Compiled, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Runs a call of a compiled model, or hands it to the taker of this thread's calls."""
+    taker = _HERE.taker
+    return compiled(*args, **kwargs) if taker is None else taker(compiled, args, kwargs)
 
 
 class Compiled(LatestCapture):

@@ -15,12 +15,11 @@ import torch
 from torch import nn
 
 from megatrain.checks import instance_of
-from megatrain.compiled.calls_here import run_here
-from megatrain.compiled.inside import Compiled
-from megatrain.compiled.walks_here import walks_here
+from megatrain.compiled.inside import Compiled, run_here
+from megatrain.compiled.walking import walks_here
 from megatrain.device import is_on_host, is_same_kind
 from megatrain.errors import ExecuteError, OptionError
-from megatrain.tracer.recording.own_code import StandIn, original, runs_own_code
+from megatrain.tracer.source_line import StandIn, original, runs_own_code
 
 NAMES = (
     "traced",

@@ -2,15 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import os
+import re
+from collections.abc import Iterator, Sequence
+from pathlib import Path
 
-from megatrain.compiled.variants import Variant
+from torch import nn
+
+from megatrain.compiled.captures import Variant
+from megatrain.compiled.lowered import lowered
 from megatrain.counts import counted
+from megatrain.errors import LowerError, OptionError, ScheduleError
 from megatrain.hardware.machine import slot_share, unknown_card
 from megatrain.memory.device_budget import DeviceBudget
+from megatrain.optim.masters.registry import Masters
 from megatrain.options import Options
+from megatrain.passes.program import Program
+from megatrain.planning.host_plan import host_plan
+from megatrain.planning.plan import Plan
 from megatrain.runtime.engine import Engine
-from megatrain.runtime.walk.walk_figures import WalkFigures
+from megatrain.runtime.on_demand import WalkFigures
+from megatrain.scheduler.text import workload_text
+from megatrain.tracer.traced import TracedModule
 
 NOTHING = "nothing is captured yet: call the model once, or give compile(example_args=..., example_kwargs=...)"
 
@@ -72,3 +85,96 @@ def _variant_lines(variant: Variant, is_latest: bool, engine: Engine | None) -> 
     eager = {} if engine is None else engine.runners.on_eager_kernels(program)
     lines += [f"    template {name} on eager's kernels: {reason}" for name, reason in eager.items()]
     return lines + [f"    because {reason}" for reason in variant.reasons]
+
+
+# What a dump writes, and an earlier one may have left.
+_OURS = re.compile(r"capture-\d+-\d\d-[\w.-]+\.txt")
+
+
+def dump(
+    folder: str | os.PathLike[str], variants: Sequence[Variant], model: nn.Module, options: Options, masters: Masters
+) -> list[Path]:
+    """Writes the stages of each variant, numbered; files of an earlier dump in the folder are removed.
+
+    Args:
+        folder: The folder to write; made if it doesn't exist.
+        variants: The captures.
+        model: The captured model.
+        options: The options of `compile`.
+        masters: The masters of its bf16 parameters.
+
+    Returns:
+        The files, in order.
+
+    Raises:
+        OptionError: If `folder` can't be written, or holds other files.
+        LowerError: If the passes don't give the program again that is in use.
+    """
+    texts = {
+        f"capture-{variant.number}-{index:02d}-{name}.txt": text
+        for variant in variants
+        for index, (name, text) in enumerate(_stages(variant, model, options, masters))
+    }
+    place = Path(folder)
+    try:
+        return _written(place, texts)
+    except OSError as error:
+        raise OptionError(
+            f'folder="{place}" can\'t be written: {error.strerror or error}.\n'
+            "  A dump is a folder of text files.\n  Give another folder, or make room."
+        ) from error
+
+
+def _written(place: Path, texts: dict[str, str]) -> list[Path]:
+    place.mkdir(parents=True, exist_ok=True)
+    there = sorted(path.name for path in place.iterdir())
+    others = [name for name in there if not _OURS.fullmatch(name)]
+    if others:
+        raise OptionError(
+            f'folder="{place}" holds other files: {", ".join(others[:3])}{", ..." if len(others) > 3 else ""}.\n'
+            "  A dump replaces only files of an earlier dump.\n"
+            "  Give a folder that doesn't exist, or an empty one."
+        )
+    for name in there:
+        (place / name).unlink()
+    for name, text in texts.items():
+        (place / name).write_text(f"{text}\n", encoding="utf-8")
+    return [place / name for name in texts]
+
+
+def _stages(variant: Variant, model: nn.Module, options: Options, masters: Masters) -> Iterator[tuple[str, str]]:
+    """Yields name and text of each stage, from the capture to the plan of memory."""
+    yield "traced", str(variant.traced)
+    passes: list[tuple[str, str]] = []
+
+    def keep(name: str, value: TracedModule | Program) -> None:
+        passes.append((re.sub(r"[^\w.-]", "_", name)[:100], str(value)))
+
+    again = lowered(variant.traced, options, after_pass=keep)
+    if str(again) != str(variant.program):
+        raise LowerError(
+            f"the passes made a program from capture {variant.number} that differs from the one in use.\n"
+            "  A pass must give the same program for the same capture each time; a dump shows this program.\n"
+            "  Find the one of `passes` that remembers values or draws random numbers, or print(compiled.program) "
+            "instead."
+        )
+    yield from passes
+    yield "program", str(variant.program)
+    try:
+        schedule = variant.schedule
+    except ScheduleError as error:
+        # A training step may fit all the same; its schedule is step.schedule.
+        yield "schedule", f"no schedule of a call: {error}"
+        return
+    yield "workload", workload_text(schedule.known_workload())
+    yield "schedule", str(schedule)
+    yield "instructions", str(schedule.instructions)
+    host = host_plan(
+        variant.program,
+        schedule,
+        model,
+        precision=options.precision,
+        masters=masters,
+        on_host=options.device.is_host,
+    )
+    yield "plan", str(Plan(variant.program, schedule, host, options.memory, None, options.precision))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections import deque
 from collections.abc import Callable, Generator, Mapping
 from contextlib import AbstractContextManager, contextmanager
@@ -11,18 +12,38 @@ from typing import Any
 import torch
 from torch import nn
 
-from megatrain.compiled.walks_here import walking, walks_here
 from megatrain.memory.device_budget import DeviceBudget
 from megatrain.options import Options
+from megatrain.runtime import walk
 from megatrain.runtime.engine import Engine
-from megatrain.runtime.walk.loans import Learned
-from megatrain.runtime.walk.walk import walk
-from megatrain.runtime.walk.walk_figures import WalkFigures
+from megatrain.runtime.on_demand import Learned, WalkFigures
 from megatrain.torch_features import check_torch
 from megatrain.torch_private import pytree
 from megatrain.tracer.plain_tensors import check_plain_state
 from megatrain.tracer.recording.inputs import is_plain
 from megatrain.tracer.user_dicts import Opened, opened, with_tensors
+
+
+class _Walked(threading.local):
+    models: tuple[nn.Module, ...] = ()
+
+
+_WALKED = _Walked()
+
+
+@contextmanager
+def walking(model: nn.Module) -> Generator[None]:
+    """Notes that the body is a walk of this model."""
+    before, _WALKED.models = _WALKED.models, (*_WALKED.models, model)
+    try:
+        yield
+    finally:
+        _WALKED.models = before
+
+
+def walks_here(model: nn.Module) -> bool:
+    """Tells whether this thread is in a walk of this model."""
+    return any(each is model for each in _WALKED.models)
 
 
 class Walks:

@@ -7,7 +7,6 @@ docs/extending.md writes one.
 """
 
 from megatrain.device.accelerator import Accelerator
-from megatrain.device.cpu import Cpu
 from megatrain.device.cuda import Cuda
 from megatrain.device.interface import (
     Device,
@@ -22,6 +21,7 @@ from megatrain.device.interface import (
 )
 from megatrain.device.kinds import (
     HOST,
+    Cpu,
     autocast_kinds,
     find,
     num_accelerators,

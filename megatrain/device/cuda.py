@@ -5,9 +5,12 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+import re
 import threading
 import warnings
-from collections.abc import Callable, Sequence
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,11 +19,143 @@ import torch
 
 from megatrain.device import reserve
 from megatrain.device.accelerator import Accelerator
-from megatrain.device.cuda_graphs import CudaGraphs
 from megatrain.device.host_pages import populate
-from megatrain.device.pci_link import link_share
+from megatrain.device.launch_graphs import LaunchGraphs
 from megatrain.errors import ExecuteError
 from megatrain.sizes import format_bytes
+from megatrain.torch_allocator import end_capture_of_memory
+
+_DEVICES = Path("/sys/bus/pci/devices")
+_ADDRESS = re.compile(r"[0-9a-f]{4,}:[0-9a-f]{2}:[0-9a-f]{2}\.[0-7]")
+_LEAST_GT_PER_S = 8.0
+"""PCIe 3. Bridges of Thunderbolt and of virtual machines say that they are older, and are not."""
+
+
+def link_share(address: str, devices: Path = _DEVICES) -> float:
+    """The part of a card's own link that its way to the host has: half for a card of 16 lanes in a slot of 8.
+
+    A link is as fast as the slower of its ends (PCIe 3 beside PCIe 4), and has the lanes that its ends agreed on. A
+    switch on the way has a link of its own. A card at rest lowers its current speed, so the highest one counts.
+
+    Args:
+        address: The card's, such as `0000:65:00.0`.
+        devices: Where Linux lists PCI devices.
+
+    Returns:
+        Above 0 and at most 1; 1 where the system doesn't say.
+    """
+    card = (devices / address).resolve()
+    own = _figure(card, "max_link_speed") * _figure(card, "max_link_width")
+    rates = [speed * lanes for speed, lanes in _ends(card) if speed >= _LEAST_GT_PER_S and lanes]
+    return min(1.0, *(rate / own for rate in rates)) if own and rates else 1.0
+
+
+def _ends(card: Path) -> Iterator[tuple[float, float]]:
+    """GT/s and lanes of each end of a link between the card and the host: the card, and bridges on the way."""
+    for device in (card, *card.parents):
+        if _ADDRESS.fullmatch(device.name):
+            yield _figure(device, "max_link_speed"), _figure(device, "current_link_width")
+
+
+def _figure(device: Path, name: str) -> float:
+    """The number with which such a file begins; 0 if there is none, or if it says `Unknown`."""
+    with suppress(OSError, ValueError, IndexError):
+        return float((device / name).read_text().split()[0])
+    return 0.0
+
+
+# Of captures that CUDA has given up: torch's allocators refer to them from then on.
+_broken: list[torch.cuda.CUDAGraph] = []
+# Streams on which graphs of this process are captured, by device and handle.
+_captured_on: set[tuple[int | None, int]] = set()
+_lock = threading.Lock()
+_POOL = 32
+"""Streams that torch has of a device and priority, and hands out in turn."""
+
+
+class CudaGraphs(LaunchGraphs):
+    """CUDA graphs, captured on a stream of their own.
+
+    Args:
+        device: The GPU.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__(device)
+        self._pool = torch.cuda.graph_pool_handle()
+        self._stream = _own_stream(device)
+        weakref.finalize(self, _captured_on.discard, (device.index, self._stream.cuda_stream))
+        # With its last graph a pool is gone, and another capture into it fails: this one stays.
+        self._first = self.record(lambda: torch.zeros(1, device=device))
+
+    def record(self, work: Callable[[], object]) -> Callable[[], None]:
+        """Captures a graph; other threads may go on with what they do, synchronisations included."""
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.stream(self._stream):
+            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+            try:
+                work()
+            except BaseException:
+                with contextlib.suppress(RuntimeError):  # `work` has said why
+                    self._end(graph)
+                raise
+            self._end(graph)
+        return graph.replay
+
+    def _end(self, graph: torch.cuda.CUDAGraph) -> None:
+        try:
+            graph.capture_end()
+        except BaseException:
+            _broken.append(graph)
+            with contextlib.suppress(RuntimeError):  # it may have come so far by itself
+                end_capture_of_memory(self._stream.device.index, self._pool)
+            # In torch 2.11 the default generator, too, takes the capture for going on, until another one ends well:
+            # each launch and each draw would fail.
+            with contextlib.suppress(RuntimeError):
+                again = torch.cuda.CUDAGraph()
+                again.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+                torch.zeros(1, device=self._device)
+                again.capture_end()
+            raise
+
+    def memory(self, address: int, nbytes: int) -> torch.Tensor:
+        """Reads the address by the protocol that libraries for CUDA share."""
+        return torch.as_tensor(_Bytes(address, nbytes), device=self._device)
+
+
+def _own_stream(device: torch.device) -> torch.cuda.Stream:
+    """A stream on which nobody else captures: with a graph, torch drops cuBLAS's workspaces of the graph's stream.
+
+    The default stream can't be captured.
+
+    Raises:
+        ExecuteError: If there is none left.
+    """
+    with _lock:
+        for _ in range(_POOL):
+            stream = torch.cuda.Stream(device)
+            key = device.index, stream.cuda_stream
+            if key not in _captured_on:
+                _captured_on.add(key)
+                return stream
+    raise ExecuteError(
+        f"no stream of {device} is left on which kernels could be recorded.\n"
+        f"  torch has {_POOL} streams of a device, and each model with recorded kernels has one of its own.\n"
+        '  Let go of models that are done, or compile with kernels="eager".'
+    )
+
+
+class _Bytes:
+    """Memory of a GPU, by the CUDA array interface."""
+
+    def __init__(self, address: int, nbytes: int) -> None:
+        self.__cuda_array_interface__: dict[str, Any] = {
+            "shape": (nbytes,),
+            "typestr": "|u1",
+            "data": (address, False),
+            "version": 3,
+        }
+
 
 # How the file of CUDA's runtime begins, or of AMD's, and its function of this purpose.
 _LAST_ERROR = {"libcudart": "cudaGetLastError", "libamdhip64": "hipGetLastError"}

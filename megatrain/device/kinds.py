@@ -9,10 +9,26 @@ import torch
 
 from megatrain.checks import Rule, checked, function
 from megatrain.device.accelerator import Accelerator
-from megatrain.device.cpu import Cpu
 from megatrain.device.cuda import Cuda
 from megatrain.device.interface import Device, is_on_host
 from megatrain.errors import OptionError
+
+
+class Cpu(Device):
+    """The host. There is only one, so every number means the same device.
+
+    Args:
+        index: Number behind the colon, as in `"cpu:0"`.
+    """
+
+    can_bind = True
+    has_inductor = True
+    lock_bytes = 0
+
+    def __init__(self, index: int | None = None) -> None:
+        del index
+        super().__init__(torch.device("cpu"))
+
 
 HOST: Device = Cpu()
 """The host, for work that is the host's wherever blocks compute."""

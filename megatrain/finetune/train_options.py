@@ -12,7 +12,7 @@ from megatrain.errors import OptionError
 from megatrain.options import CHUNKING, PRECISION
 from megatrain.scheduler.builder.build import STEP
 from megatrain.sizes import SIZE
-from megatrain.tracer.given import DEVICE
+from megatrain.tracer.spec import DEVICE
 
 _MOST = 2**31 - 1
 # Two ways to say the same; each has a default of its own, so both must not be given.

@@ -39,11 +39,10 @@ from megatrain.finetune.train_options import TrainOptions
 from megatrain.integrations.hf import Streamed
 from megatrain.integrations.hf.newest_whole import STATE, newest_whole
 from megatrain.memory.device_budget import DeviceBudget
-from megatrain.planning.model_sizes import MICRO_BATCH, SEQUENCE
+from megatrain.planning.advice import Spelling, refusal, size
+from megatrain.planning.host_plan import MICRO_BATCH, SEQUENCE
 from megatrain.planning.planned_step import PlannedStep
 from megatrain.planning.planning import plan
-from megatrain.planning.what_if.variation import Spelling, size
-from megatrain.planning.what_if.ways_out import refusal
 from megatrain.progress import is_hidden, stage
 from megatrain.sizes import parse_bytes
 from megatrain.training.boundary import NotFiniteError

@@ -33,12 +33,10 @@ from megatrain.hardware.kernels_alone import (
     seconds_of,
     wake_s,
 )
-from megatrain.memory.available import available_bytes
 from megatrain.memory.host_arena import HostArena
-from megatrain.memory.processor_caches import cache_bytes
-from megatrain.memory.processors import update_threads
-from megatrain.native.adamw_kernels import LANES, WHOLE
-from megatrain.tracer.given import DEVICE
+from megatrain.memory.host_limits import available_bytes, cache_bytes, update_threads
+from megatrain.native.native_kernel import LANES, WHOLE
+from megatrain.tracer.spec import DEVICE
 
 _LARGEST_SIZE = 1 << 31
 # Copies within the host have to be larger than its caches.

@@ -18,10 +18,9 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-from megatrain.compiled.calls_here import taken_by
-from megatrain.compiled.inside import Compiled
+from megatrain.compiled.inside import Compiled, taken_by
 from megatrain.device import autocast_kinds
-from megatrain.runtime.streams.turn import turns_here, work_for
+from megatrain.runtime.streams.events import turns_here, work_for
 from megatrain.torch_private import function_modes
 
 

@@ -83,3 +83,13 @@ def build(source: Path, compilers: tuple[str, ...] = _COMPILERS) -> ctypes.CDLL 
             return f"{compiler} failed: {error.stderr.strip()[:500]}"
         except (OSError, subprocess.TimeoutExpired) as error:
             return f"{compiler} failed: {error}"
+
+
+LANES = 16
+"""`adamw.c` takes multiples of this many elements."""
+
+_SOURCE = Path(__file__).with_name("adamw.c")
+# Gradient and whether it is bf16, two moments, scalars, number of elements, threads.
+_OTHERS: tuple[Argument, ...] = ("tensor", "int32", "tensor", "tensor", "floats", "int64", "int32")
+SPLIT = NativeKernel(_SOURCE, "adamw_split", ("tensor", "tensor", *_OTHERS))
+WHOLE = NativeKernel(_SOURCE, "adamw_whole", ("tensor", *_OTHERS))

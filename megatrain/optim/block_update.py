@@ -11,11 +11,19 @@ from torch.autograd.graph import increment_version
 
 from megatrain.errors import OptimizerError
 from megatrain.optim.fast import FastPath, ParameterUpdate, fast_path
-from megatrain.optim.impostor import Optimizer, StepCode, step_code
-from megatrain.optim.masters.halves import Master, WholeMaster, read_, write_
-from megatrain.optim.masters.memory_order import in_memory, laid_out_like, memory_order, out_of_memory_order
+from megatrain.optim.masters.halves import (
+    Master,
+    WholeMaster,
+    in_memory,
+    laid_out_like,
+    memory_order,
+    out_of_memory_order,
+    read_,
+    write_,
+)
 from megatrain.optim.masters.registry import Masters
 from megatrain.optim.per_parameter import is_per_parameter
+from megatrain.optim.proxy import Optimizer, StepCode, step_code
 
 GradientOf = Callable[[torch.Tensor], torch.Tensor | None]
 

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 
 from megatrain.errors import OptimizerError
-from megatrain.memory.heap import return_free_memory
-from megatrain.optim.impostor import Optimizer, OptimizerStep, StepCode, step_code
+from megatrain.memory.host_limits import return_free_memory
 from megatrain.optim.per_parameter import check_steps, is_per_parameter
+from megatrain.optim.proxy import Optimizer, OptimizerStep, StepCode, step_code
 from megatrain.torch_features import check_torch
 from megatrain.torch_private import GLOBAL_POST_HOOKS, GLOBAL_PRE_HOOKS
 

@@ -7,15 +7,51 @@ from collections.abc import Container, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 
 import torch
 
 from megatrain.errors import OptimizerError
-from megatrain.native.sums_of_squares import DTYPES, SQUARES, sums_of_squares
+from megatrain.native.native_kernel import NativeKernel
 from megatrain.torch_private import group_by_dtype
 
+_PIECE = 1 << 18  # elements: enough for a thread to be worth it
+SQUARES = NativeKernel(
+    Path(__file__).with_name("squares.c"),
+    "squares",
+    ("tensor", "tensor", "tensor", "tensor", "int64", "int64", "int32"),
+)
+DTYPES = (torch.float32, torch.bfloat16)
+"""Whose elements `sums_of_squares` takes."""
+
+
+def sums_of_squares(tensors: Sequence[torch.Tensor], threads: int) -> list[float]:
+    """Adds up the squares of the elements of each of several tensors, in fp64, runs of 64 squares in fp32.
+
+    A result has the same bits for any number of threads, and whatever other tensors there are. `SQUARES.fault()` says
+    whether it can be called here.
+
+    Args:
+        tensors: Contiguous, on the host, each of one of `DTYPES`.
+        threads: How many share the work.
+    """
+    starts = [range(0, tensor.numel(), _PIECE) for tensor in tensors]
+    facts = [(t.data_ptr(), t.numel(), int(t.dtype == torch.bfloat16)) for t in tensors]
+    owners = [number for number, own in enumerate(starts) for _ in own]
+    sums = torch.empty(len(owners), dtype=torch.float64)
+    SQUARES(
+        *(torch.tensor(each, dtype=torch.int64) for each in (facts, owners, [i for own in starts for i in own])),
+        sums,
+        len(owners),
+        _PIECE,
+        threads,
+    )
+    left = iter(sums.tolist())
+    return [math.fsum(next(left) for _ in own) for own in starts]
+
+
 _LARGE = 1 << 17  # elements: a smaller gradient's norm is taken sooner than threads wake
-_PIECE = 1 << 20  # elements: few enough for a copy in fp32, enough for a thread to be worth it
+_norm_PIECE = 1 << 20  # elements: few enough for a copy in fp32, enough for a thread to be worth it
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,7 +172,7 @@ class GradientNorm:
             return torch.linalg.vector_norm(gradient, dtype=dtype)
         if self._pool is None:
             self._pool = ThreadPoolExecutor(self._threads, initializer=partial(torch.set_num_threads, 1))
-        pieces = gradient.reshape(-1).split(_PIECE)
+        pieces = gradient.reshape(-1).split(_norm_PIECE)
         squares = self._pool.map(lambda piece: torch.linalg.vector_norm(piece, dtype=dtype).double() ** 2, pieces)
         return torch.stack(list(squares)).sum().sqrt().to(dtype)
 
@@ -170,4 +206,4 @@ def _is_large(gradient: torch.Tensor) -> bool:
 
 def _is_finite(gradient: torch.Tensor) -> bool:
     # A piece at a time: the mask of a large gradient would be a large tensor.
-    return all(bool(piece.isfinite().all()) for piece in gradient.reshape(-1).split(_PIECE))
+    return all(bool(piece.isfinite().all()) for piece in gradient.reshape(-1).split(_norm_PIECE))

@@ -2,21 +2,198 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterable, Mapping, Sequence
+from collections.abc import Generator, Iterable, Mapping, Sequence, Set
 from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
 from megatrain.checks.several_optimizers import parameters_of
 from megatrain.optim.block_update import MasterStep
-from megatrain.optim.blockwise import takes_turns
-from megatrain.optim.gradients import Gradients, GradientSource, hide_gradients, show_gradients, take_shown_gradients
-from megatrain.optim.impostor import Optimizer
+from megatrain.optim.blockwise import BlockOptimizer, takes_turns
 from megatrain.optim.masters.halves import Master
-from megatrain.optim.norm import GradientNorm
-from megatrain.optim.shared.host_parts import GoOn, HostParts, OtherFailedError
-from megatrain.optim.undo import Undo
-from megatrain.optim.updater import Updater
+from megatrain.optim.norm import GradientNorm, NonFinite
+from megatrain.optim.per_parameter import shared_state
+from megatrain.optim.proxy import Optimizer, Undo
+from megatrain.optim.shared import GoOn, HostParts, OtherFailedError
+from megatrain.torch_private import pytree
+from megatrain.tracer.packing import is_wrapper
+
+
+@dataclass(slots=True, eq=False)
+class Gradients:
+    """The whole gradients of one step, on the host.
+
+    Args:
+        by_parameter: Gradients that no update has used yet.
+        received: The parameters whose gradient has arrived, also if an update has used it.
+        norm: Of all gradients; None until it is known, or if nobody asks.
+        scale: The factor of clipping.
+        nonfinite: The first that isn't finite, if somebody looked.
+    """
+
+    by_parameter: dict[torch.Tensor, torch.Tensor]
+    received: set[torch.Tensor] = field(default_factory=set[torch.Tensor])
+    norm: torch.Tensor | None = None
+    scale: float = 1.0
+    nonfinite: NonFinite | None = None
+
+    @staticmethod
+    def none() -> Gradients:
+        """Returns those of a step that begins."""
+        return Gradients({})
+
+
+class GradientSource:
+    """Where the optimizer's code finds gradients. An object of its own, so that nothing here needs the collector."""
+
+    def __init__(self, known: Mapping[torch.Tensor, int]):
+        self.using = Gradients.none()
+        self.chosen: set[torch.Tensor] | None = None  # the only ones to be updated now; None is all
+        self._known = known
+
+    def __call__(self, parameter: torch.Tensor) -> torch.Tensor | None:
+        """Returns the whole gradient of a parameter."""
+        if self.chosen is not None and parameter in self._known and parameter not in self.chosen:
+            return None
+        found = self.using.by_parameter.get(parameter)
+        if found is None and parameter not in self._known:
+            return parameter.grad  # of a parameter outside the model
+        return found
+
+
+def show_gradients(found: Gradients, *, besides: Iterable[torch.Tensor] = ()) -> None:
+    """Lets code of the user's see gradients where it looks for them, clipped; but those of some parameters."""
+    others = set(besides)
+    for parameter, gradient in found.by_parameter.items():
+        if parameter not in others and parameter.grad is not gradient:
+            # A copy, which the hooks may keep: gradients lie where the next step's will.
+            parameter.grad = gradient.clone().mul_(found.scale)
+
+
+def take_shown_gradients(found: Gradients) -> None:
+    """Reads the gradients back after the hooks."""
+    shown: list[tuple[torch.Tensor, torch.Tensor | None]] = [(p, p.grad) for p in found.by_parameter]
+    found.by_parameter = {parameter: gradient for parameter, gradient in shown if gradient is not None}
+    found.scale = 1.0
+
+
+def hide_gradients(found: Gradients) -> None:
+    """The reverse."""
+    for parameter in found.by_parameter:
+        parameter.grad = None
+
+
+class Updater:
+    """Takes the steps of one optimizer, among those that take each step together; a single optimizer has the only one.
+
+    A step waits until `begin`, and is over after `blocks.finish`.
+
+    Args:
+        optimizer: The user's.
+        blocks: The parameters that are updated with each block, by any optimizer.
+        code: Updates parameters; of all updaters.
+        undo: Restores the block whose update failed; of all updaters.
+
+    Attributes:
+        optimizer: See above.
+        blocks: Takes the optimizer's step.
+        is_waiting: A step has begun, but not this optimizer's.
+    """
+
+    def __init__(self, optimizer: Optimizer, blocks: Sequence[Sequence[torch.Tensor]], code: MasterStep, undo: Undo):
+        self.optimizer = optimizer
+        self.blocks = BlockOptimizer(optimizer, blocks, code=code)
+        self.is_waiting = False
+        self._code = code
+        self._undo = undo
+        self._held: set[torch.Tensor] = set()
+
+    @property
+    def is_under_way(self) -> bool:
+        """Whether a step has begun, and this optimizer's isn't over."""
+        return self.is_waiting or self.blocks.is_under_way
+
+    @property
+    def left(self) -> Set[int]:
+        """The blocks that this optimizer hasn't updated yet in the step under way."""
+        return frozenset(range(len(self.blocks))) if self.is_waiting else self.blocks.left
+
+    def owned(self, block: int) -> list[torch.Tensor]:
+        """The parameters of a block that this optimizer updates."""
+        return [parameter for parameter in self.blocks.owned(block) if parameter in self._held]
+
+    def wait(self) -> None:
+        """Notes that a step has begun, in which this optimizer's turn is to come."""
+        self.is_waiting = True
+        self._held = set(parameters_of(self.optimizer))
+
+    def begin(self) -> None:
+        """Starts the optimizer's own step; see `BlockOptimizer.begin`."""
+        self.blocks.begin()
+        self.is_waiting = False
+        self._held = set(parameters_of(self.optimizer))  # hooks may have added some
+
+    def update(self, block: int, gradients: Mapping[torch.Tensor, torch.Tensor]) -> bool:
+        """Updates this optimizer's parameters of a block; if that fails they are as before, and it may be tried again.
+
+        Returns:
+            Whether there was a parameter to update.
+        """
+        if self.blocks.is_at_once:
+            return False
+        owned = [parameter for parameter in self.owned(block) if parameter in gradients]
+        can_fail = bool(owned) and not self._code.cannot_fail(self.optimizer, owned)
+        if can_fail:
+            self._undo.note(self.optimizer, owned)
+        try:
+            self.blocks.update(block)
+        except BaseException:
+            if can_fail:
+                self._undo.restore()
+            raise
+        for parameter in owned:
+            _own(self.optimizer.state.get(parameter, {}), gradients[parameter])
+        return bool(owned)
+
+    def update_rest(self) -> bool:
+        """Updates what no block has, or all parameters at once; if the latter fails, all are as before.
+
+        Returns:
+            Whether all were updated at once.
+        """
+        if self.blocks.is_at_once:
+            self._undo.note(self.optimizer, parameters_of(self.optimizer), shared_state(self.optimizer))
+            try:
+                self.blocks.update_rest()
+            except BaseException:
+                self._undo.restore()
+                raise
+        else:
+            self.blocks.update_rest()
+        return self.blocks.is_at_once
+
+    def abandon(self) -> None:
+        """Ends the step without a further update; see `BlockOptimizer.abandon`."""
+        self.is_waiting = False
+        self.blocks.abandon()
+
+
+def _own(state: dict[Any, Any], gradient: torch.Tensor) -> None:
+    """Copies what an optimizer kept of a gradient by reference: its memory will be that of the next step's."""
+    if gradient.layout != torch.strided:
+        return
+    place = gradient.untyped_storage().data_ptr()
+
+    def own(value: Any) -> Any:
+        if is_wrapper(value):
+            return value  # of tensors of its own: no optimizer packs a gradient as it is
+        is_kept = isinstance(value, torch.Tensor) and value.layout == torch.strided
+        return value.clone() if is_kept and value.untyped_storage().data_ptr() == place else value
+
+    for name, value in state.items():
+        state[name] = pytree.tree_map(own, value)
 
 
 class Updates:

@@ -6,7 +6,7 @@ import dataclasses
 
 from torch import fx
 
-from megatrain.tracer.expectations import Expectation
+from megatrain.tracer.guards import Expectation
 from megatrain.tracer.recording.observer import Observer
 from megatrain.tracer.traced import TracedModule
 

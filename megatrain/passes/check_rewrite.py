@@ -19,10 +19,10 @@ from megatrain.passes.interpret import Code
 from megatrain.passes.pipeline import Rewrite, pass_name, run_pass
 from megatrain.passes.stateless import stateless
 from megatrain.tracer.arguments import Arguments
-from megatrain.tracer.expectations import GuardFailedError
-from megatrain.tracer.given import EXAMPLE_ARGS, EXAMPLE_KWARGS, MODEL
+from megatrain.tracer.guards import GuardFailedError
 from megatrain.tracer.inventory import inventory
 from megatrain.tracer.recording.random_numbers import HostRng, kept_rng
+from megatrain.tracer.spec import EXAMPLE_ARGS, EXAMPLE_KWARGS, MODEL
 from megatrain.tracer.trace import trace
 from megatrain.tracer.traced import TracedModule
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from megatrain.torch_private import FakeTensor, FakeTensorMode, pytree
-from megatrain.tracer.capture.scripts import scripts_on_values
+from megatrain.tracer.capture.sandbox import scripts_on_values
 from megatrain.tracer.capture.triton_launches import launches_refused
 from megatrain.tracer.recording.obstacles import unprinted_failures
 

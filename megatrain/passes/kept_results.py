@@ -16,10 +16,9 @@ import torch
 
 from megatrain.device import is_on_host
 from megatrain.errors import ExecuteError
-from megatrain.passes.program import Block, Program
-from megatrain.passes.trained_blocks import has_backward
+from megatrain.passes.program import Block, Program, has_backward
 from megatrain.torch_private import TorchDispatchMode
-from megatrain.tracer.packed.packing import has_wrappers
+from megatrain.tracer.packing import has_wrappers
 from megatrain.tracer.spec import TensorSpec
 
 # The state of a random generator, as a kernel returns it with its other results.

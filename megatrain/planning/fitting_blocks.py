@@ -9,7 +9,7 @@ from megatrain.hardware.hardware import Hardware
 from megatrain.passes.program import Program
 from megatrain.planning.step_programs import StepPrograms
 from megatrain.scheduler.builder.bound import step_bound
-from megatrain.scheduler.builder.budget import SMALLER_BLOCKS
+from megatrain.scheduler.builder.build import SMALLER_BLOCKS
 from megatrain.scheduler.schedule import Schedule
 
 # Fractions of the largest block's state. The last is of single calls: nothing is smaller, but activations may be more.

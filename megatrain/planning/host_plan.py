@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from math import prod
+from typing import Protocol
 
 import torch
 from torch import nn
@@ -12,21 +14,127 @@ from megatrain.checks import checked, count, optional
 from megatrain.checks.several_optimizers import Optimizers, check_apart, optimizers_of
 from megatrain.counts import counted
 from megatrain.device import is_on_host
-from megatrain.errors import ExecuteError
-from megatrain.memory.available import available_bytes as available_now
-from megatrain.optim.made_over import made_over
+from megatrain.errors import ExecuteError, OptionError
+from megatrain.memory.host_limits import available_bytes as available_now
 from megatrain.optim.masters.halves import Master, RoundedMaster, SplitMaster, WholeMaster
 from megatrain.optim.masters.narrow_model import check_packed_width, is_all_wide, plain_parameters
 from megatrain.optim.masters.registry import Masters
-from megatrain.optim.need import OptimizerNeed, Updated, joint_need
+from megatrain.optim.need import OptimizerNeed, Updated, joint_need, made_over
 from megatrain.optim.per_parameter import is_per_parameter
 from megatrain.passes.program import Program
 from megatrain.runtime.gradients.flow import Facts
 from megatrain.scheduler.schedule import Schedule
 from megatrain.sizes import aligned, format_bytes
 from megatrain.torch_private import FakeTensor
+from megatrain.tracer.arguments import Arguments
 from megatrain.tracer.inventory import StateEntry, inventory
-from megatrain.tracer.packed.packing import plain_tensors
+from megatrain.tracer.packing import plain_tensors
+
+MICRO_BATCH, SEQUENCE, DEPTH, LORA = "micro_batch", "sequence", "depth", "lora"
+"""Names of sizes: samples of a micro-batch, tokens of a sample, layers, and the rank of adapters (0 for none)."""
+
+# A plan takes next to no memory: an example of more rows and columns has no values.
+_MOST_ELEMENTS = 2**20
+
+
+class ModelSizes(Protocol):
+    """Makes a model and an example of its call at any sizes."""
+
+    @property
+    def sizes(self) -> Mapping[str, int]:
+        """The sizes that can change, as they are."""
+        ...
+
+    @property
+    def fixed(self) -> Mapping[str, str]:
+        """Of the sizes that can't change: why, in words."""
+        ...
+
+    def check(self) -> None:
+        """Refuses to go on if the model isn't the one that was planned first."""
+        ...
+
+    def made(self, sizes: Mapping[str, int]) -> tuple[nn.Module, Arguments]:
+        """The model, which may be on meta, and the arguments of one micro-batch.
+
+        Args:
+            sizes: All of them.
+        """
+        ...
+
+
+class ExampleSizes:
+    """A model with an example of its call, whose first dimension is the micro-batch, and the second the sequence.
+
+    An example of another size has this one's rows and columns, again and again: its values stay of the same kind (ids
+    of the vocabulary, masks of ones). A size that some of the tensors don't have can't change.
+
+    Args:
+        model: The model.
+        arguments: The example.
+    """
+
+    def __init__(self, model: nn.Module, arguments: Arguments) -> None:
+        self._model, self._arguments = model, arguments
+        self._state = _state_of(model)
+        self.sizes: Mapping[str, int] = {}
+        self.fixed: Mapping[str, str] = {
+            DEPTH: "a model that is made already has the layers that it has",
+            LORA: "adapters are put into a model before it is planned",
+        }
+        for name, dimension in ((MICRO_BATCH, 0), (SEQUENCE, 1)):
+            found = {tuple(t.shape) for t in arguments.tensors if t.ndim > dimension}
+            lengths = {shape[dimension] for shape in found}
+            if dimension == 1 and not any(t.ndim > 2 or _is_ids(t) for t in arguments.tensors):
+                self.fixed = {**self.fixed, name: "the example has neither token ids nor sequences of vectors"}
+            elif len(lengths) == 1 and min(lengths) > 0:
+                self.sizes = {**self.sizes, name: lengths.pop()}
+            else:
+                shapes = ", ".join(map(str, sorted(found))) or "of fewer dimensions"
+                self.fixed = {**self.fixed, name: f"the example's tensors don't share dimension {dimension}: {shapes}"}
+
+    def check(self) -> None:
+        """As `ModelSizes.check`.
+
+        Raises:
+            OptionError: If its state has changed.
+        """
+        if _state_of(self._model) != self._state:
+            raise OptionError(
+                "the model has changed since it was planned: other parameters, or others of them are trained.\n"
+                "  A plan is planned again from the same model.\n  Plan the model as it is now with megatrain.plan."
+            )
+
+    def made(self, sizes: Mapping[str, int]) -> tuple[nn.Module, Arguments]:
+        """As `ModelSizes.made`."""
+        tensors = [self._resized(tensor, sizes) for tensor in self._arguments.tensors]
+        args, kwargs = self._arguments.rebuild(tensors)
+        return self._model, Arguments.of(self._model, args, kwargs)
+
+    def _resized(self, tensor: torch.Tensor, sizes: Mapping[str, int]) -> torch.Tensor:
+        made = tensor.detach()
+        shape = [sizes.get(name, size) for name, size in zip((MICRO_BATCH, SEQUENCE), tensor.shape, strict=False)]
+        if prod(shape) > _MOST_ELEMENTS:
+            made = made.to("meta")
+        for name, dimension in ((MICRO_BATCH, 0), (SEQUENCE, 1)):
+            if name in sizes and made.ndim > dimension and sizes[name] != made.shape[dimension]:
+                at = torch.arange(sizes[name], device=made.device) % made.shape[dimension]
+                made = made.index_select(dimension, at)
+        return tensor if made.shape == tensor.shape else made.requires_grad_(tensor.requires_grad)
+
+
+def num_tokens(arguments: Arguments) -> int | None:
+    """Tokens of an example: the elements of its first tensor of whole numbers in two dimensions; None without one."""
+    return next((tensor.numel() for tensor in arguments.tensors if _is_ids(tensor)), None)
+
+
+def _is_ids(tensor: torch.Tensor) -> bool:
+    return tensor.ndim == 2 and not (tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool)
+
+
+def _state_of(model: nn.Module) -> Mapping[str, StateEntry]:
+    return inventory(model)[0]
+
 
 OptimizerLike = Optimizers | type[torch.optim.Optimizer] | str
 """An optimizer or several, or a class of optimizers, or the class's name in `torch.optim`."""

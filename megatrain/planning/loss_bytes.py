@@ -22,14 +22,15 @@ from torch import nn
 from megatrain.device import Device
 from megatrain.interrupts import Interrupts
 from megatrain.passes.exact_fakes import exact_fakes
-from megatrain.passes.measuring.live_bytes import LiveBytes
+from megatrain.passes.measuring.kernels import LiveBytes
 from megatrain.passes.program import Program
-from megatrain.runtime.rng import kept_generators
+from megatrain.runtime.random_calls import kept_generators
 from megatrain.torch_private import pytree
 from megatrain.tracer.python.contents import (
     BUFFERS,
     CONTAINERS,
     VALUES,
+    Named,
     held_in,
     holders_in,
     identity_of,
@@ -38,7 +39,6 @@ from megatrain.tracer.python.contents import (
 )
 from megatrain.tracer.python.globals import codes_of
 from megatrain.tracer.python.holders import is_same
-from megatrain.tracer.python.named import Named
 from megatrain.tracer.source_line import OURS, file_of, is_library, package_of
 from megatrain.tracer.spec import TensorSpec
 from megatrain.tracer.traced import TracedModule

@@ -8,15 +8,12 @@ from typing import Any
 from megatrain.checks import Rule, checked, count, either, function, one_of, optional
 from megatrain.counts import counted
 from megatrain.errors import OptionError
-from megatrain.planning.model_sizes import DEPTH, MICRO_BATCH, SEQUENCE
+from megatrain.planning.advice import Alternatives, alternatives, refusal
+from megatrain.planning.host_plan import DEPTH, MICRO_BATCH, SEQUENCE
+from megatrain.planning.largest import MOST_OF_A_SIZE, Largest, largest
+from megatrain.planning.plan_text import device_lines, piece_lines, reasons, time_text, verdict
 from megatrain.planning.planned_step import UNBOUNDED, PlannedStep
-from megatrain.planning.printed.pieces_text import piece_lines
-from megatrain.planning.printed.plan_text import device_lines, time_text, verdict
-from megatrain.planning.printed.reasons import reasons
 from megatrain.planning.saved_plan import PLAN, SavedPlan, saved_plan
-from megatrain.planning.what_if.alternatives import Alternatives, alternatives
-from megatrain.planning.what_if.largest import MOST_OF_A_SIZE, Largest, largest
-from megatrain.planning.what_if.ways_out import refusal
 
 SIZES: Rule = either(one_of(MICRO_BATCH, SEQUENCE, DEPTH), function(1))
 

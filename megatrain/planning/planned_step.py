@@ -12,7 +12,7 @@ from megatrain.passes.program import Program
 from megatrain.planning.host_plan import HostPlan
 from megatrain.scheduler.builder.bound import StepBound, step_bound
 from megatrain.scheduler.schedule import Schedule
-from megatrain.scheduler.timing.simulate import Simulation
+from megatrain.scheduler.simulate import Simulation
 
 UNBOUNDED = 1 << 60
 """Host memory of a machine that nobody has named: more than any has, so that a plan says what it takes."""

@@ -9,33 +9,157 @@ from dataclasses import dataclass, fields, replace
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
+import torch
 from torch import nn
 
 from megatrain.device import HOST, Device
 from megatrain.errors import MegatrainError, OptionError, TooSmallError, TraceError
 from megatrain.hardware.hardware import Hardware
 from megatrain.hardware.machine import usual_machine
+from megatrain.interrupts import Interrupts
 from megatrain.optim.blockwise import takes_turns
+from megatrain.options import check_opaque
 from megatrain.passes.measuring.known_costs import KnownCosts
 from megatrain.passes.pipeline import Rewrite
 from megatrain.passes.program import Program
-from megatrain.planning.captured_model import captured
+from megatrain.passes.rewrites.loss_only import loss_only
 from megatrain.planning.fitting_blocks import first_that_fits
-from megatrain.planning.host_plan import HostPlan, OptimizerLike, host_plan, over
-from megatrain.planning.host_room import HostedStep, with_host_room
+from megatrain.planning.host_plan import (
+    ExampleSizes,
+    HostPlan,
+    ModelSizes,
+    OptimizerLike,
+    host_plan,
+    narrow_entries,
+    num_tokens,
+    over,
+)
 from megatrain.planning.loss_bytes import Loss, measure_loss
 from megatrain.planning.model_and_inputs import model_and_inputs
-from megatrain.planning.model_sizes import ExampleSizes, ModelSizes, num_tokens
 from megatrain.planning.plan import Plan
+from megatrain.planning.plan_text import reserve_text
 from megatrain.planning.planned_step import PlannedFor
-from megatrain.planning.printed.plan_text import reserve_text
-from megatrain.planning.step_programs import StepPrograms
+from megatrain.planning.step_programs import Pieces, StepPrograms, lowered_for, undisturbed
+from megatrain.scheduler.builder.search import result_bytes
 from megatrain.scheduler.from_program import step_schedule
 from megatrain.scheduler.schedule import Schedule
 from megatrain.scheduler.step_kind import StepKind
 from megatrain.tracer.arguments import Arguments
+from megatrain.tracer.capture.sandbox import swapped_state
 from megatrain.tracer.inventory import inventory
-from megatrain.tracer.recording.own_code import original
+from megatrain.tracer.source_line import original
+from megatrain.tracer.trace import trace
+from megatrain.tracer.traced import TracedModule
+
+
+def captured(
+    model: nn.Module,
+    arguments: Arguments,
+    precision: str,
+    block_bytes: int | None,
+    passes: Sequence[Rewrite],
+    chunking: str,
+    device: Device,
+    *,
+    is_own_loss: bool,
+    costs: KnownCosts,
+) -> tuple[TracedModule, StepPrograms]:
+    """Captures a call and cuts it into blocks; model and generators stay as they were.
+
+    Args:
+        model: May be on meta.
+        arguments: Of the call.
+        precision: With `"bf16"`, fp32 weights are replaced by stand-ins without values.
+        block_bytes: As in `lower`.
+        passes: The user's rewrites.
+        chunking: As in `compile`.
+        device: Whose layout of weights counts.
+        is_own_loss: Whether the step differentiates the model's own loss, and needs no other result.
+        costs: Known ones of templates.
+
+    Raises:
+        TraceError: If the model can't be captured faithfully.
+        LowerError: If one of `passes` breaks a rule.
+    """
+    tensors = list(arguments.tensors)
+    entries, state = inventory(model)
+    narrow = narrow_entries(entries) if precision == "bf16" else entries
+    replaced = {key for key, entry in entries.items() if narrow[key].spec.dtype != entry.spec.dtype}
+    if replaced:
+        tensors = [t.to(torch.bfloat16) if t.dtype == torch.float32 else t for t in tensors]
+    args, kwargs = arguments.rebuild(tensors)
+    # Swapped state comes back whole, wherever Ctrl-C comes.
+    swapped = _in_bf16(model, {key: state[key] for key in replaced})
+    with Interrupts() as interrupts, swapped, interrupts.released(), undisturbed():
+        with torch.enable_grad():
+            traced = trace(model, args, kwargs, device=device.torch_device)
+            check_opaque(traced, "warn", set())
+    traced = loss_only(traced) if is_own_loss else traced
+
+    lower = partial(lowered_for, traced, block_bytes, passes, chunking, device.alignment, costs=costs)
+
+    def finer(size: int, pieces: Pieces | None) -> Program:
+        return lowered_for(traced, size, passes, chunking, device.alignment, pieces, costs=costs)
+
+    programs = StepPrograms(chunking, lower, finer=finer, may_cut=block_bytes is None)
+    programs.at(0)  # raises errors of the model now
+    return traced, programs
+
+
+@contextmanager
+def _in_bf16(model: nn.Module, parameters: Mapping[str, torch.Tensor]) -> Generator[None]:
+    """Replaces these parameters by bf16 parameters without memory."""
+    stand_ins: dict[int, torch.Tensor] = {}
+    for parameter in parameters.values():
+        values = torch.empty_like(parameter, dtype=torch.bfloat16, device="meta", requires_grad=False)
+        stand_in = stand_ins[id(parameter)] = nn.Parameter(values, requires_grad=parameter.requires_grad)
+        vars(stand_in).update(vars(parameter))
+    with swapped_state(model, stand_ins):
+        yield
+
+
+class HostedStep(NamedTuple):
+    """A planned step.
+
+    Attributes:
+        program: The blocks.
+        table: The schedule.
+        too_small: Why it doesn't fit the device, or None.
+        host: The memory of the host.
+    """
+
+    program: Program
+    table: Schedule
+    too_small: str | None
+    host: HostPlan
+
+
+def with_host_room(plan: Callable[..., HostedStep], updates: Sequence[str], host_memory: int | None) -> HostedStep:
+    """The fastest plan, or one that takes less memory of the host if it doesn't fit there.
+
+    Args:
+        plan: Plans a step by when its updates run, with other options if they are given.
+        updates: When they may run, the fastest first.
+        host_memory: Bytes of the host; None is what is free.
+    """
+    fastest, *others = updates
+    made = plan(fastest)
+    missing = made.host.missing_bytes(host_memory)
+    if made.too_small is None and missing and made.table.results:
+        fewer = plan(fastest, most_result_bytes=max(0, _result_bytes(made.table) - missing))
+        made = fewer if not fewer.host.missing_bytes(host_memory) else made
+    # Without a machine as little as possible is parked on the host; later updates leave less for the next step.
+    for each in (fastest, *(others if host_memory is not None else ())):
+        if made.too_small is None and made.host.missing_bytes(host_memory):
+            less = plan(each, hardware=None)
+            made = less if less.host.total_bytes < made.host.total_bytes else made
+    return made
+
+
+def _result_bytes(table: Schedule) -> int:
+    workload = table.known_workload()
+    return table.kind.micro_batches * sum(result_bytes(workload, block) for block in table.results)
+
 
 _Value = TypeVar("_Value")
 # Captures and schedules of long models are large; a table of alternatives has fewer.

@@ -13,19 +13,18 @@ from megatrain.device import Device, find
 from megatrain.errors import OptionError
 from megatrain.hardware.hardware import Hardware
 from megatrain.hardware.machine import HARDWARE, machine_of
-from megatrain.optim.made_over import OPTIMIZER
+from megatrain.optim.need import OPTIMIZER
 from megatrain.options import COMPILE, PRECISION, check_masters
 from megatrain.passes.pipeline import PASSES, Rewrite
-from megatrain.planning.host_plan import OptimizerLike
+from megatrain.planning.host_plan import ExampleSizes, OptimizerLike
 from megatrain.planning.loss_bytes import Loss
-from megatrain.planning.model_sizes import ExampleSizes
 from megatrain.planning.plan import Plan
 from megatrain.planning.planner import Planner, StepOptions
 from megatrain.scheduler.builder.build import STEP
 from megatrain.sizes import SIZE, parse_bytes
 from megatrain.tracer.arguments import Arguments
-from megatrain.tracer.given import DEVICE, EXAMPLE_ARGS, EXAMPLE_KWARGS, MODEL
-from megatrain.tracer.recording.own_code import original
+from megatrain.tracer.source_line import original
+from megatrain.tracer.spec import DEVICE, EXAMPLE_ARGS, EXAMPLE_KWARGS, MODEL
 
 
 @checked(

@@ -10,8 +10,7 @@ from megatrain.checks import Rule, checked, count, either, instance_of, number, 
 from megatrain.errors import MegatrainError, OptionError, ScheduleError
 from megatrain.options import PRECISION
 from megatrain.planning.planned_step import PlannedStep
-from megatrain.scheduler.printed.diff import figure_lines
-from megatrain.scheduler.printed.workload_diff import workload_lines
+from megatrain.scheduler.explain import figure_lines, workload_lines
 from megatrain.scheduler.schedule import Schedule
 from megatrain.scheduler.timing.bands import format_s
 from megatrain.scheduler.workload import Workload

@@ -24,7 +24,7 @@ from megatrain.passes.rewrites.masked_attention import (
 )
 from megatrain.passes.rewrites.tile_tokens import tile_tokens
 from megatrain.passes.rewrites.tiled_region import TiledRegion
-from megatrain.runtime.blocks.block import outer_hooks_off
+from megatrain.runtime.block import outer_hooks_off
 from megatrain.tracer.traced import TracedModule
 
 

@@ -2,16 +2,240 @@
 
 from __future__ import annotations
 
+import fcntl
+import json
+import mmap
 import os
 import select
 import socket
+import threading
 import weakref
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatrain.ranks.host_file import HostFile, can_tell_copies
+import torch
+
+from megatrain.device.host_pages import HostPages
+from megatrain.sizes import aligned
+
+# HostFile: memory that the processes of one host share, and news that they leave for each other in it.
+#
+# The file has no name, so that nothing is left of it when its processes have ended, however they did: the others open
+# it by the process that made it. Each region of it is mapped twice. What one process writes into the shared mapping is
+# seen by all of them, in both mappings. What it writes into its private one stays its own: that process has a copy of
+# this page from then on, and no longer sees what others write there, until it drops the copy.
+
+PAGE = mmap.PAGESIZE
+_REGION = 256 << 20
+"""Least bytes of a region: what nobody touches takes no memory, and each region takes two file descriptors."""
+_MAP_NORESERVE = 0x4000
+_SCANNED = 1 << 20
+"""Pages whose state is read in one piece."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Region:
+    """A part of the file.
+
+    Attributes:
+        offset: Its first byte in the file.
+        shared: Its shared mapping.
+        private: Its private mapping.
+    """
+
+    offset: int
+    shared: HostPages
+    private: HostPages
+
+    def is_written(self, start: int, nbytes: int) -> bool:
+        """Whether this process has written any of these bytes in the private mapping."""
+        return _has_copies(_address(self.private) + start, nbytes)
+
+    def drop(self, start: int, nbytes: int) -> None:
+        """Drops this process's copies of these bytes, which begin a page: the private mapping is as the shared one."""
+        self.private.madvise(mmap.MADV_DONTNEED, start, aligned(nbytes, PAGE))
+
+
+class HostFile:
+    """Memory that the processes of one host share; see the module.
+
+    Args:
+        contents: A descriptor of the memory.
+        journal: A descriptor of the news.
+        channels: A descriptor of the memory of channels.
+    """
+
+    def __init__(self, contents: int, journal: int, channels: int):
+        self._contents, self._journal, self._channels = contents, journal, channels
+        self._read = 0
+        self._lock = threading.Lock()
+        self._regions: dict[int, Region] = {}
+        self._region, self._free = 0, range(0)
+        self._end = weakref.finalize(self, _close, (contents, journal, channels))
+
+    @staticmethod
+    def made() -> HostFile:
+        """Makes one, without a name.
+
+        Raises:
+            OSError: If the system has no such files.
+        """
+        if not hasattr(os, "memfd_create"):
+            raise OSError("the system has no memory without a name that processes share (memfd_create)")
+        return HostFile(*(os.memfd_create(f"megatrain-{name}") for name in ("store", "journal", "channels")))
+
+    @property
+    def address(self) -> list[int]:
+        """Where other processes find it: the process, its descriptors there, and the identity of each."""
+        descriptors = [self._contents, self._journal, self._channels]
+        return [os.getpid(), *descriptors, *(os.fstat(each).st_ino for each in descriptors)]
+
+    @staticmethod
+    def opened(address: Sequence[int]) -> HostFile:
+        """Opens one that another process of this host has made.
+
+        Raises:
+            OSError: If it isn't there, or this process may not open it.
+        """
+        process, *descriptors = address[:4]
+        found = [os.open(f"/proc/{process}/fd/{each}", os.O_RDWR | os.O_CLOEXEC) for each in descriptors]
+        if [os.fstat(each).st_ino for each in found] != list(address[4:]):
+            _close(found)
+            raise OSError(f"process {process} has other files")
+        return HostFile(*found)
+
+    @contextmanager
+    def locked(self) -> Generator[None]:
+        """Keeps all other threads and processes out during the body; the system lets go of it if this one ends."""
+        with self._lock:
+            fcntl.flock(self._journal, fcntl.LOCK_EX)
+            try:
+                yield
+            finally:
+                fcntl.flock(self._journal, fcntl.LOCK_UN)
+
+    def take(self, nbytes: int) -> tuple[int, int]:
+        """Takes zeroed bytes that nobody has, from the start of a page; the caller holds the lock.
+
+        Returns:
+            The offset of their region, and theirs in it.
+        """
+        needed = aligned(nbytes, PAGE)
+        if needed > len(self._free):
+            offset = os.fstat(self._contents).st_size
+            os.ftruncate(self._contents, offset + max(needed, _REGION))
+            self._free = range(offset, offset + max(needed, _REGION))
+            self._region = self.region(offset, len(self._free)).offset
+        start = self._free.start
+        self._free = self._free[needed:]
+        return self._region, start - self._region
+
+    def region(self, offset: int, nbytes: int) -> Region:
+        """Returns a region, mapped once.
+
+        Args:
+            offset: Of the region.
+            nbytes: Its bytes.
+        """
+        if offset not in self._regions:
+            self._regions[offset] = self._mapped(self._contents, offset, nbytes)
+        return self._regions[offset]
+
+    def mapped(self, offset: int, nbytes: int) -> HostPages:
+        """Maps bytes from the start of a page on, shared."""
+        return HostPages(self._contents, aligned(nbytes, PAGE), flags=mmap.MAP_SHARED | _MAP_NORESERVE, offset=offset)
+
+    def channel(self, offset: int, nbytes: int) -> HostPages:
+        """Maps bytes of the memory of channels, zeroed at first, as `mapped`."""
+        self._extend_channels(offset + nbytes)
+        return HostPages(self._channels, aligned(nbytes, PAGE), flags=mmap.MAP_SHARED | _MAP_NORESERVE, offset=offset)
+
+    def channel_region(self, offset: int, nbytes: int) -> Region:
+        """Maps bytes of the memory of channels, zeroed at first, both ways."""
+        self._extend_channels(offset + nbytes)
+        return self._mapped(self._channels, offset, aligned(nbytes, PAGE))
+
+    def _extend_channels(self, end: int) -> None:
+        with self.locked():
+            if os.fstat(self._channels).st_size < end:
+                os.ftruncate(self._channels, aligned(end, PAGE))
+
+    def _mapped(self, descriptor: int, offset: int, nbytes: int) -> Region:
+        kinds = mmap.MAP_SHARED, mmap.MAP_PRIVATE
+        shared, private = (HostPages(descriptor, nbytes, flags=kind | _MAP_NORESERVE, offset=offset) for kind in kinds)
+        for pages in (shared, private):
+            # A child would see what the ranks write from then on, in the middle of their updates: it ends instead.
+            pages.keep_from_children()
+        return Region(offset, shared, private)
+
+    def region_bytes(self, offset: int) -> int:
+        """The bytes of a region that is mapped here."""
+        return len(self._regions[offset].shared)
+
+    # -- news --------------------------------------------------------------------------------------------------
+
+    def post(self, news: Any) -> None:
+        """Leaves news for all others; the caller holds the lock.
+
+        Args:
+            news: Numbers, texts, lists and dictionaries.
+        """
+        line = json.dumps(news).encode() + b"\n"
+        os.pwrite(self._journal, line, os.fstat(self._journal).st_size)
+
+    def news(self) -> Iterator[Any]:
+        """What was posted since the last call, by this process as well; the caller holds the lock."""
+        size = os.fstat(self._journal).st_size
+        if size > self._read:
+            lines = os.pread(self._journal, size - self._read, self._read)
+            self._read = size
+            yield from map(json.loads, lines.splitlines())
+
+
+def _close(descriptors: Sequence[int]) -> None:
+    for each in descriptors:
+        os.close(each)
+
+
+def _address(pages: HostPages) -> int:
+    return torch.frombuffer(pages, dtype=torch.uint8, count=1).data_ptr()
+
+
+def can_tell_copies() -> bool:
+    """Whether this system tells which pages of a private mapping are copies, and shows what others write elsewhere."""
+    try:
+        file = HostFile.made()
+        with file.locked():
+            offset, start = file.take(2 * PAGE)
+        region = file.region(offset, 0)
+        assert start == 0
+        region.private[0] = 1
+        region.shared[PAGE] = 2
+        seen = region.is_written(0, PAGE), region.is_written(PAGE, PAGE), region.private[PAGE]
+        region.drop(0, PAGE)
+        return (*seen, region.private[0], region.is_written(0, PAGE)) == (True, False, 2, 0, False)
+    except (OSError, AttributeError, ValueError):
+        return False
+
+
+def _has_copies(address: int, nbytes: int) -> bool:
+    """Whether some of these pages are copies: there, or swapped out, but not of a file."""
+    first, last = address // PAGE, (address + nbytes - 1) // PAGE
+    with open("/proc/self/pagemap", "rb", buffering=0) as states:
+        for start in range(first, last + 1, _SCANNED):
+            count = min(_SCANNED, last + 1 - start)
+            found = os.pread(states.fileno(), 8 * count, 8 * start)
+            if len(found) != 8 * count:
+                raise OSError("the system doesn't tell the state of its pages")
+            page = torch.frombuffer(bytearray(found), dtype=torch.int64)
+            # Bits 63 and 62: there, and swapped out; bit 61: of a file.
+            if bool((((page >> 62) & 3).ne(0) & ((page >> 61) & 1).eq(0)).any()):
+                return True
+    return False
+
 
 NAME: str | None = None
 """What a test says for the host of this process: ranks that say the same count as on one host, others as apart."""
@@ -38,7 +262,7 @@ class Host:
         self.index, self.size = self.ranks.index(rank), len(processes)
         self.file = file
         self._ends = {r: end for r, process in processes.items() if r != rank and (end := _end_of(process)) is not None}
-        self._close = weakref.finalize(self, _close, list(self._ends.values()))
+        self._close = weakref.finalize(self, _host_close, list(self._ends.values()))
 
     def ended(self) -> Sequence[int]:
         """The ranks of this host whose processes have ended."""
@@ -93,6 +317,6 @@ def _end_of(process: int) -> int | None:
     return None
 
 
-def _close(descriptors: Sequence[int]) -> None:
+def _host_close(descriptors: Sequence[int]) -> None:
     for each in descriptors:
         os.close(each)

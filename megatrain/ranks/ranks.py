@@ -6,7 +6,7 @@ import json
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -14,17 +14,132 @@ import torch
 import torch.distributed as dist
 
 from megatrain.checks import Rule
-from megatrain.errors import RanksError
-from megatrain.ranks.channels.channel import Channel, GoOn
-from megatrain.ranks.channels.host_channel import HostChannel
-from megatrain.ranks.channels.landing_channel import LandingChannel
+from megatrain.device import Device
+from megatrain.errors import ExecuteError, OptionError, RanksError
+from megatrain.ranks.channels import Channel, GoOn, HostChannel, LandingChannel
 from megatrain.ranks.host import host_of
 from megatrain.ranks.signs_of_life import LOOK_S, SignsOfLife
+from megatrain.torch_private import TorchDispatchMode
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 else:  # torch may be built without; then nothing is one
     ProcessGroup = getattr(dist, "ProcessGroup", type("ProcessGroup", (), {}))
+
+
+def check_cards(ranks: Ranks, device: Device) -> None:
+    """Refuses ranks that compute on one card, each of which would plan with all of its memory. All ranks call it.
+
+    Raises:
+        RanksError: Naming them.
+    """
+    cards = ranks.exchange(device.identity())
+    for card in filter(None, dict.fromkeys(cards)):
+        found = [str(rank) for rank, other in enumerate(cards) if other == card]
+        if len(found) > 1:
+            raise RanksError(
+                f"ranks {', '.join(found)} compute on the same device, {device} {device.card()}.\n"
+                "  Each rank has a device of its own, whose memory it plans.\n"
+                '  Give it one before compile: torch.accelerator.set_device_index(int(os.environ["LOCAL_RANK"])).'
+            )
+
+
+def check_ranks(group: ProcessGroup | None, kernels: str) -> None:
+    """Refuses what several ranks can't do yet.
+
+    Raises:
+        OptionError: Naming the option.
+    """
+    if group is None or group.size() == 1:
+        return
+    if kernels == "inductor":
+        raise OptionError(
+            f'process_group= has {group.size()} ranks, but kernels="{kernels}".\n'
+            "  Each rank would compile kernels of its own, whose bits may differ.\n"
+            '  Leave kernels out: "eager" has the bits of one process.'
+        )
+
+
+class NoCollectives(TorchDispatchMode):
+    """Refuses collectives of `torch.distributed` in the body, on this thread.
+
+    The losses of a step are such code: a rank computes its own when the sum of the rank before has come, which that
+    rank hands on after its own losses.
+    """
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace in ("c10d", "_c10d_functional"):
+            name = func.name().partition("::")[2].strip("_")
+            raise ExecuteError(
+                f"the loss exchanges values with other processes ({name}), within a training step of all.\n"
+                "  A rank computes its loss when the sums of the rank before have come, so that one waits for this "
+                "rank's loss\n"
+                "  here, and would wait for ever.\n"
+                "  Exchange them ahead of the model's call or behind the step: in a callback, or where they are logged."
+            )
+        return func(*args, **(kwargs or {}))
+
+
+def meet(ranks: Ranks, at: str, word: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Tells all ranks something, and hears what they tell, by rank.
+
+    Args:
+        ranks: Those that meet.
+        at: The call in which this rank is, in words.
+        word: Numbers, texts, lists and dictionaries. A rank that can't go on tells `failed`.
+
+    Raises:
+        RanksError: If another rank failed, or is in another call.
+    """
+    words = ranks.exchange({"at": at, **word})
+    check_words(ranks, words)
+    return words
+
+
+def check_words(ranks: Ranks, words: Sequence[Mapping[str, Any]]) -> None:
+    """Looks whether all ranks have met in one call, and can go on.
+
+    Raises:
+        RanksError: If not.
+    """
+    for rank, other in enumerate(words):
+        if rank != ranks.rank and "failed" in other:
+            raise RanksError(f"rank {rank} failed before the step: {other['failed']}")
+    if len({other["at"] for other in words}) > 1:
+        places = ", ".join(f"rank {rank} in {other['at']}" for rank, other in enumerate(words))
+        raise RanksError(
+            f"the ranks are in different calls: {places}.\n"
+            "  All ranks make the same calls in the same order: steps and save().\n"
+            "  Make this call on each rank: no rank writes a checkpoint or prepares a step for the others."
+        )
+
+
+def compare(ranks: Ranks, at: str, facts: Mapping[str, object], way_out: str) -> None:
+    """Looks whether plain values are the same on all ranks, which all meet here.
+
+    Args:
+        ranks: See `meet`.
+        at: See `meet`.
+        facts: What must not differ, by its name in words.
+        way_out: What the user can do about a difference.
+
+    Raises:
+        RanksError: Naming the first difference: the same on each rank.
+    """
+    told = [word["facts"] for word in meet(ranks, at, {"facts": {name: str(value) for name, value in facts.items()}})]
+    for rank, theirs in enumerate(told[1:], start=1):
+        for name in {**told[0], **theirs}:
+            first, other = told[0].get(name, "nothing"), theirs.get(name, "nothing")
+            if first != other:
+                raise RanksError(
+                    f"the ranks differ: {name} is {first} on rank 0, but {other} on rank {rank}.\n  {way_out}"
+                )
+
+
+def words_of(error: BaseException) -> str:
+    """What other ranks are told of an error: its class and its first line."""
+    return f"{type(error).__name__}: {error}".rstrip(": ").partition("\n")[0]
+
 
 MEETING_S = 600.0
 """How long a rank waits for the others to call `compile`."""

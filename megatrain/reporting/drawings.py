@@ -17,9 +17,9 @@ from megatrain.hardware.work import total_flops
 from megatrain.reporting.figures import Curve, StepFigures
 from megatrain.scheduler.effects import streams
 from megatrain.scheduler.items import Stream
+from megatrain.scheduler.simulate import Timing
 from megatrain.scheduler.table import Position
 from megatrain.scheduler.timing.bands import Band, format_s
-from megatrain.scheduler.timing.shared import Timing
 from megatrain.sizes import format_bytes
 
 _PAGE = Template("""\

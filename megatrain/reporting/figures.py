@@ -9,9 +9,7 @@ from typing import NamedTuple
 
 from megatrain.scheduler.instructions import Instructions
 from megatrain.scheduler.items import ITEMS, Effect, Item
-from megatrain.scheduler.lifetimes.books import Books
-from megatrain.scheduler.lifetimes.lifetime import Lifetime
-from megatrain.scheduler.lifetimes.peak import Peak, alive_at, find_peak
+from megatrain.scheduler.lifetimes import Books, Lifetime, Peak, alive_at, find_peak
 from megatrain.scheduler.op import Op
 from megatrain.scheduler.schedule import Schedule
 from megatrain.scheduler.table import Position

@@ -13,10 +13,10 @@ from megatrain.passes.program import Program
 from megatrain.planning.plan import Plan
 from megatrain.reporting.drawings import page_text, trace_text
 from megatrain.reporting.figures import StepFigures
+from megatrain.scheduler.costs import Costs, Hardware, Measured, op_durations
 from megatrain.scheduler.schedule import Schedule
+from megatrain.scheduler.simulate import TimedRun
 from megatrain.scheduler.timing.bands import measured_band, planned_band
-from megatrain.scheduler.timing.costs import Costs, Hardware, Measured, op_durations
-from megatrain.scheduler.timing.timed_run import TimedRun
 from megatrain.training.step import TrainStep
 
 _STEP = either(

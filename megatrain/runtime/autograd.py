@@ -10,7 +10,7 @@ import torch
 from megatrain.device import is_on_host
 from megatrain.errors import ExecuteError
 from megatrain.runtime.executor import Executor
-from megatrain.runtime.gradients.demand import Demand, keeps_graph
+from megatrain.runtime.gradients.sink import Demand, keeps_graph
 
 
 class _CallNode(torch.autograd.Function):

@@ -12,16 +12,14 @@ from megatrain.device import Device, is_on_host
 from megatrain.errors import ExecuteError
 from megatrain.memory.block_image import stored_stride
 from megatrain.passes.kept_results import KeptResults
-from megatrain.runtime.blocks.local_graph import LocalGraph
+from megatrain.runtime.block import LocalGraph
 from megatrain.runtime.call_start import Handed, Sample, Start, check_handed, version
-from megatrain.runtime.drawing.micro_batch_generators import MicroBatchGenerators
 from megatrain.runtime.engine import Engine
-from megatrain.runtime.gradients.sums import ParameterGradient
+from megatrain.runtime.gradients.sink import ParameterGradient
 from megatrain.runtime.loaded import Loaded
-from megatrain.runtime.rng import RngState
-from megatrain.runtime.stores.buffer_copies import BufferCopies
+from megatrain.runtime.random_calls import MicroBatchGenerators, RngState
 from megatrain.runtime.stores.device_arena import Meter
-from megatrain.runtime.stores.parks import Parks
+from megatrain.runtime.stores.parks import BufferCopies, Parks
 from megatrain.scheduler.instructions import Bytes
 from megatrain.tracer.spec import TensorSpec
 

@@ -13,7 +13,7 @@ from megatrain.device import Device
 from megatrain.errors import ExecuteError
 from megatrain.memory.block_image import stored_stride
 from megatrain.passes.program import Program
-from megatrain.runtime.rng import RngState
+from megatrain.runtime.random_calls import RngState
 from megatrain.torch_private import StorageWeakRef, storage_of
 from megatrain.tracer.spec import TensorSpec
 

@@ -17,23 +17,66 @@ from megatrain.memory.block_image import image, state_image
 from megatrain.memory.bus import Bus
 from megatrain.memory.device_budget import DeviceBudget
 from megatrain.memory.out_of_memory import MemoryFigures
+from megatrain.passes.dedup import template_key
 from megatrain.passes.program import Program, Template
 from megatrain.ranks.ranks import Ranks
-from megatrain.runtime.blocks.block import BlockRunner
-from megatrain.runtime.blocks.runners import Runners
-from megatrain.runtime.stores.buffer_copies import BufferCopies
-from megatrain.runtime.stores.device_arena import DeviceArena, Meter
-from megatrain.runtime.stores.gradient_memory import GradientMemory
+from megatrain.runtime.block import BlockRunner
+from megatrain.runtime.gradients.landing import GradientMemory
+from megatrain.runtime.stores.device_arena import DeviceArena, Meter, Segments
 from megatrain.runtime.stores.host_store import BlockImage, HostStore
-from megatrain.runtime.stores.parks import ParkPool
-from megatrain.runtime.stores.segments import Segments
+from megatrain.runtime.stores.parks import BufferCopies, ParkPool
 from megatrain.runtime.stores.shared_store import SharedStore
 from megatrain.runtime.stores.weights import Weights
+from megatrain.runtime.streams.events import Turn
 from megatrain.runtime.streams.stream_set import Chaos, Recording, StreamSet
-from megatrain.runtime.streams.turn import Turn
-from megatrain.tracer.given import DEVICE
 from megatrain.tracer.inventory import StateEntry, inventory
-from megatrain.tracer.spec import TensorSpec
+from megatrain.tracer.spec import DEVICE, TensorSpec
+
+
+class Runners:
+    """Makes runners, and finds those that are there.
+
+    Args:
+        device: Compute device.
+        kernels: `"eager"`, `"graphs"` or `"inductor"`.
+    """
+
+    def __init__(self, device: Device, kernels: str) -> None:
+        self._device, self._kernels = device, kernels
+        self._graphs = device.launch_graphs() if kernels == "graphs" else None
+        # It grows only with new captures: a dropped capture drops its runners.
+        self._there: weakref.WeakValueDictionary[Any, BlockRunner] = weakref.WeakValueDictionary()
+
+    def of(self, template: Template, *, is_shared: bool = False) -> BlockRunner:
+        """Returns the runner of a template.
+
+        Args:
+            template: The template.
+            is_shared: Several blocks run it. Only their kernels are recorded: a recording keeps its memory.
+        """
+        graphs = self._graphs if is_shared else None
+        key = _key(template), graphs is not None
+        runner = self._there.get(key)
+        if runner is None:
+            kernels = "eager" if self._kernels == "graphs" else self._kernels
+            runner = self._there[key] = BlockRunner(template, self._device, kernels, graphs)
+        return runner
+
+    def on_eager_kernels(self, program: Program) -> dict[str, str]:
+        """Names the templates that run on eager's kernels though others were asked for, with the reasons."""
+        there = {
+            name: self._there.get((_key(template), is_recorded))
+            for name, template in program.templates.items()
+            for is_recorded in (False, True)
+            if (_key(template), is_recorded) in self._there
+        }
+        return {name: runner.why_eager for name, runner in there.items() if runner is not None and runner.why_eager}
+
+
+def _key(template: Template) -> Any:
+    cost = template.cost
+    return template_key(template), () if cost is None else (cost.held_state, cost.results)
+
 
 _DEVICE = Rule(
     "a torch.device on this machine, or a Device",

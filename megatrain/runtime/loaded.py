@@ -12,10 +12,10 @@ from megatrain.memory.block_image import BlockImage
 from megatrain.passes.interpret import looks_in_backward
 from megatrain.passes.kept_results import kept_results
 from megatrain.passes.program import Program, shared_templates
-from megatrain.runtime.blocks.block import HIDDEN_DRAWS, BlockRunner
-from megatrain.runtime.drawing.draws import Draws
+from megatrain.runtime.block import HIDDEN_DRAWS, BlockRunner
 from megatrain.runtime.engine import Engine
 from megatrain.runtime.gradients.flow import Facts
+from megatrain.runtime.random_calls import Draws
 from megatrain.scheduler.from_program import merge_programs
 from megatrain.scheduler.schedule import Schedule
 

@@ -2,33 +2,165 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any
 
 import torch
 
-from megatrain.passes.program import Block
-from megatrain.runtime.blocks.local_graph import LocalGraph
+from megatrain.errors import DeviceMemoryWarning, ExecuteError
+from megatrain.passes.program import Block, Program
+from megatrain.runtime.block import LocalGraph, Tensors
 from megatrain.runtime.call import Call
-from megatrain.runtime.call_start import Start
+from megatrain.runtime.call_start import Start, sampled
 from megatrain.runtime.engine import Engine
-from megatrain.runtime.forwards import forward_without_graph
 from megatrain.runtime.gradients.landing import KeptLanding, Landing, LandingArena, PlainLanding
-from megatrain.runtime.gradients.sink import GradientSink
-from megatrain.runtime.gradients.sums import added, marked
+from megatrain.runtime.gradients.sink import GradientSink, added, marked
 from megatrain.runtime.loaded import Loaded
 from megatrain.runtime.rank_sums import RankSums, join
-from megatrain.runtime.slots import Slots
-from megatrain.runtime.streams.stopwatch import Watch
+from megatrain.runtime.stores.host_store import BlockImage, HostStore
+from megatrain.runtime.stores.parks import Persisting
+from megatrain.runtime.streams.events import Watch
 from megatrain.runtime.streams.stream_set import Event
-from megatrain.runtime.taken import StepTrainer, Taken, release, without_offload
-from megatrain.runtime.turning import showing, turn
+from megatrain.runtime.taken import StepTrainer, Taken, release, showing, turn, without_offload
 from megatrain.scheduler.effects import kind_of
-from megatrain.scheduler.instructions import Half, Instruction
+from megatrain.scheduler.instructions import Bytes, Half, Instruction
 from megatrain.scheduler.items import Item, Stream
 from megatrain.scheduler.schedule import Schedule
-from megatrain.scheduler.table import Position
+from megatrain.scheduler.table import Position, Table
+
+
+class Slots:
+    """Fills slots from the host store and gives templates views of them, without a copy.
+
+    Args:
+        images: Layout of each block's state.
+        engine: Holds the store and the arena that slots are cut from.
+        program: Whose blocks they are.
+        schedule: Says whose frozen weights stay.
+    """
+
+    def __init__(self, images: Sequence[BlockImage], engine: Engine, program: Program, schedule: Table):
+        self._images = images
+        self._program = program
+        self._engine = engine
+        self._places: dict[str, torch.Tensor] = {}
+        self._at: int | None = None
+        self._sampled: tuple[Mapping[str, torch.Tensor], Mapping[str, torch.Tensor]] | None = None
+        self._frozen = {
+            block: frozenset(k for k in program.blocks[block].binding if not program.state[k].requires_grad)
+            for block in schedule.persistent
+        }
+        self._num_uses = 0
+
+    @property
+    def _store(self) -> HostStore:
+        assert self._engine.store is not None
+        return self._engine.store
+
+    @property
+    def places(self) -> Mapping[str, torch.Tensor]:
+        """The place of each tensor of the blocks' state in the store, by key; for a tensor in parts, of one part."""
+        if self._at != self._store.num_moves:
+            self._at = self._store.num_moves
+            self._places = {
+                entry.owner: place
+                for image in self._images
+                for entry, place in zip(image.entries, self._store.bound(image), strict=True)
+            }
+        return self._places
+
+    def samples(self, keys: Sequence[str]) -> Mapping[str, torch.Tensor]:
+        """Returns some bytes of the state of these keys, the same keys each time, as it is in the store."""
+        places = self.places
+        if self._sampled is None or self._sampled[0] is not places:
+            self._sampled = places, {key: sampled(places[key]) for key in keys if places[key].numel()}
+        return self._sampled[1]
+
+    def prefetch(self, block: int, where: Bytes | None, *, persists: bool = False) -> None:
+        """Copies a block's state to the arena; nothing where state is used in place.
+
+        Args:
+            block: The block.
+            where: The bytes.
+            persists: Its frozen weights may be there from an earlier step.
+
+        Raises:
+            ExecuteError: If frozen weights were changed unseen.
+        """
+        if where is not None and persists:
+            self._prefetch_changing(block, where)
+        elif where is not None:
+            self._store.prefetch(self._images[block], self._engine.arena.write(*where))
+
+    def _prefetch_changing(self, block: int, where: Bytes) -> None:
+        """Copies the part of a block's state that changes from step to step, and the rest if it isn't there."""
+        arena, layout, frozen = self._engine.arena, self._images[block], self._frozen[block]
+        stamp, known, key = self._store.stamp(layout, frozen), arena.persisting(*where), (id(layout), frozen)
+        if known is None or stamp is None or known.key != key or not known.is_same(stamp):
+            self._store.prefetch(layout, arena.write(*where))
+            if stamp is not None:
+                known = arena.remembered(key)
+                if known is None or not known.is_same(stamp):
+                    name, weights = self._program.blocks[block].name, self._store.bytes_of(layout, frozen)
+                    known = Persisting.of(name, layout, frozen, stamp, weights)
+                arena.persist(*where, known)
+            return
+        self._num_uses += 1
+        # Each step checks a part of about one block, of another one each time.
+        if self._num_uses % (len(self._frozen) + 1) == 0:
+            try:
+                known.check_next()
+            except ExecuteError:
+                arena.forget(key)
+                raise
+        self._store.prefetch(layout, arena.slot(*where), without=frozen)
+
+    def state(self, block: int, where: Bytes | None) -> list[torch.Tensor]:
+        """Returns a block's state as views of the arena, or of the host store where state is used in place."""
+        layout, arena = self._images[block], self._engine.arena
+        if where is None:
+            return self._store.bound(layout)
+        # The engine keeps each image for good, so its address is a name.
+        key = (id(layout), where.offset)
+        return arena.kept_views(key, lambda: self._store.views(layout, arena.slot(*where)))
+
+    def poison(self, ranges: Sequence[Bytes]) -> None:
+        """Fills released bytes with NaN, if a test asked for it."""
+        chaos = self._engine.chaos
+        if chaos is not None and chaos.poison:
+            for where in ranges:
+                self._engine.arena.slot(*where).fill_(0xFF)
+
+
+def forward_without_graph(
+    call: Call, block: Block, instruction: Instruction, inputs: Tensors, state: Tensors
+) -> Sequence[torch.Tensor]:
+    """Runs a forward whose backward will repeat it, and keeps the results that the schedule wants.
+
+    If other kernels run than those that were planned, nothing is kept: the backward computes all of it again.
+    """
+    runner, needs_grad = call.loaded.runners[block.index], call.loaded.facts.needs_grad[block.index]
+    names = call.loaded.results.get(block.index, ()) if instruction.keeps else ()
+    notes = runner.noting() if names else None
+    if notes is None:
+        outputs = runner.forward(inputs, state, needs_grad)
+    else:
+        outputs = runner.forward(inputs, state, needs_grad, notes=notes)
+    kept = None if notes is None else runner.kept(notes)
+    if names and kept is None:
+        warnings.warn(_OTHER_KERNELS.format(block.index, block.name), DeviceMemoryWarning, stacklevel=2)
+    call.keep_results(block.index, kept, names)
+    return outputs
+
+
+_OTHER_KERNELS = (
+    "block {} ({}) ran other kernels of attention than it was planned with, and keeps no results: its backward "
+    "computes attention again, and may take more memory than the plan says.\n"
+    "  Which kernels run depends on torch.backends and torch.nn.attention.sdpa_kernel.\n"
+    "  Have the same kernels allowed when a step is planned and when it runs."
+)
 
 
 class Operations:

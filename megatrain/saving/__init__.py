@@ -1,4 +1,4 @@
-from megatrain.files.byte_source import Source
+from megatrain.files.disk import Source
 from megatrain.saving.generators import check_generators, generators_now, restore_generators
 from megatrain.saving.load import Checkpoint, load
 from megatrain.saving.optimizers import OptimizerState

@@ -16,11 +16,9 @@ from megatrain.checks import PATH, checked
 from megatrain.checks.several_optimizers import OPTIMIZERS, Optimizers, check_apart, optimizers_of
 from megatrain.counts import counted
 from megatrain.errors import CheckpointError
-from megatrain.files.byte_source import Source
-from megatrain.files.digest import Digest
+from megatrain.files.disk import Digest, Source, room_to_read
 from megatrain.files.json_file import regular
 from megatrain.files.replace import present, resolved
-from megatrain.files.room import room_to_read
 from megatrain.files.weight_files import PIECE_BYTES
 from megatrain.saving.manifest import FILE, TRAINING, FileRecord, Manifest
 from megatrain.saving.optimizers import destinations, differences, misfitting_options, misfitting_rest, put_back

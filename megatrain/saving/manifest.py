@@ -12,8 +12,7 @@ import torch
 
 from megatrain.checks import shown
 from megatrain.errors import CheckpointError
-from megatrain.files.byte_source import KINDS
-from megatrain.files.digest import digest_of
+from megatrain.files.disk import KINDS, digest_of
 from megatrain.files.json_file import Count, is_inside, of_kind, parse_json, read_json
 from megatrain.files.weight_files import DTYPES
 from megatrain.tracer.spec import TensorSpec

@@ -8,7 +8,7 @@ import torch
 
 from megatrain.errors import CheckpointError
 from megatrain.saving.manifest import Manifest
-from megatrain.tracer.packed.packing import inner_tensors, is_wrapper, packing_text
+from megatrain.tracer.packing import inner_tensors, is_wrapper, packing_text
 from megatrain.tracer.spec import TensorSpec
 
 PACKED = "packed tensor"

@@ -17,8 +17,7 @@ from megatrain.checks.several_optimizers import OPTIMIZERS, Optimizers
 from megatrain.counts import counted
 from megatrain.errors import CheckpointError
 from megatrain.files import disk
-from megatrain.files.byte_source import Source, obstacle, without_ties
-from megatrain.files.digest import digest_of
+from megatrain.files.disk import Source, digest_of, obstacle, without_ties
 from megatrain.files.replace import replaced, resolved
 from megatrain.saving.manifest import FILE, INDEX, TRAINING, FileRecord, Manifest
 from megatrain.saving.optimizers import OptimizerState

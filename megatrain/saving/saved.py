@@ -11,9 +11,7 @@ from torch.autograd.graph import increment_version
 
 from megatrain.device import is_on_host
 from megatrain.errors import CheckpointError
-from megatrain.files.byte_source import bytes_of
-from megatrain.files.digest import Digest
-from megatrain.files.room import room_to_read
+from megatrain.files.disk import Digest, bytes_of, room_to_read
 from megatrain.files.weight_files import PIECE_BYTES, parts
 from megatrain.memory.host_arena import scratch
 from megatrain.tracer.spec import TensorSpec

@@ -10,8 +10,7 @@ from pathlib import Path
 
 from megatrain.errors import CheckpointError
 from megatrain.files import disk
-from megatrain.files.byte_source import KINDS, Source, bytes_of
-from megatrain.files.digest import Digest, digest_of
+from megatrain.files.disk import KINDS, Digest, Source, bytes_of, digest_of
 from megatrain.saving.manifest import FileRecord, TensorRecord
 
 _NO_DIGEST = "0" * 64

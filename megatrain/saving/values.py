@@ -12,7 +12,7 @@ import torch
 
 from megatrain.checks import shown
 from megatrain.errors import CheckpointError
-from megatrain.files.byte_source import Source, obstacle
+from megatrain.files.disk import Source, obstacle
 
 MAX_DEPTH = 40
 """Values in one another; in JSON each is up to three deep, and `json_file.MAX_DEPTH` holds for all of a file."""

@@ -13,8 +13,7 @@ from megatrain.hardware.hardware import Hardware
 from megatrain.hardware.work import UPDATE_TRAFFIC, update_traffic
 from megatrain.passes.interpret import reads_values
 from megatrain.passes.kept_results import kept_results
-from megatrain.passes.program import Block, Program
-from megatrain.passes.trained_blocks import has_backward, trained_holders
+from megatrain.passes.program import Block, Program, has_backward, trained_holders
 from megatrain.scheduler.builder.build import STEP, build
 from megatrain.scheduler.merging import Merged, merge, refuse
 from megatrain.scheduler.schedule import Schedule

@@ -12,16 +12,14 @@ from megatrain.counts import counted
 from megatrain.garbage import paused_collection
 from megatrain.scheduler.check.instruction_rules import check_instructions
 from megatrain.scheduler.check.schedule_rules import check_schedule
+from megatrain.scheduler.costs import Costs
 from megatrain.scheduler.dependency import dependency_graph, derive_waits, weight_bindings
 from megatrain.scheduler.emit import emit
+from megatrain.scheduler.explain import diff, gantt, why
 from megatrain.scheduler.instructions import Instructions
-from megatrain.scheduler.printed.diff import diff
-from megatrain.scheduler.printed.gantt import gantt
-from megatrain.scheduler.printed.table_text import parse_table, table_text
-from megatrain.scheduler.printed.why import why
+from megatrain.scheduler.simulate import Simulation, critical_path, lower_bounds, simulate
 from megatrain.scheduler.table import Position, Table
-from megatrain.scheduler.timing.costs import Costs
-from megatrain.scheduler.timing.simulate import Simulation, critical_path, lower_bounds, simulate
+from megatrain.scheduler.text import parse_table, table_text
 from megatrain.scheduler.workload import Workload
 from megatrain.sizes import format_bytes
 
@@ -120,12 +118,12 @@ class Schedule(Table):
 
     @checked(width=count(1, 10_000))
     def gantt(self, costs: Costs, *, width: int = 100) -> str:
-        """The simulated step as text, a row per stream; see `megatrain.scheduler.printed.gantt.gantt`."""
+        """The simulated step as text, a row per stream; see `megatrain.scheduler.explain.gantt`."""
         return gantt(self, costs, width=width)
 
     @checked()
     def simulate(self, costs: Costs) -> Simulation:
-        """Runs the schedule on paper; see `megatrain.scheduler.timing.simulate.simulate`."""
+        """Runs the schedule on paper; see `megatrain.scheduler.simulate.simulate`."""
         return simulate(self, costs)
 
     @checked()

@@ -12,11 +12,11 @@ from torch import nn
 
 from megatrain.errors import OptionError
 from megatrain.finetune.pretrained import Adapters, longest, model_on_paper, need_libraries, positions_of, read_config
+from megatrain.planning.host_plan import DEPTH, LORA, MICRO_BATCH, SEQUENCE, ExampleSizes, ModelSizes
 from megatrain.planning.model_and_inputs import model_and_inputs
-from megatrain.planning.model_sizes import DEPTH, LORA, MICRO_BATCH, SEQUENCE, ExampleSizes, ModelSizes
 from megatrain.sizing.sizing_options import LENGTH, SizingOptions
 from megatrain.tracer.arguments import Arguments
-from megatrain.tracer.recording.own_code import original
+from megatrain.tracer.source_line import original
 from megatrain.verification.command import importable, target_function, users_failures
 
 # Lists of a configuration with an entry for each layer that can be cut, or repeated from their beginning.

@@ -12,8 +12,8 @@ from megatrain.counts import counted
 from megatrain.errors import OptionError
 from megatrain.hardware.hardware import Hardware
 from megatrain.options import COMPILE, PRECISION
-from megatrain.planning.model_sizes import DEPTH, LORA, MICRO_BATCH, SEQUENCE
-from megatrain.planning.what_if.variation import Spelling, size
+from megatrain.planning.advice import Spelling, size
+from megatrain.planning.host_plan import DEPTH, LORA, MICRO_BATCH, SEQUENCE
 from megatrain.scheduler.builder.build import STEP
 from megatrain.sizes import SIZE
 

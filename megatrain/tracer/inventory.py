@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from megatrain.errors import TraceError
-from megatrain.tracer.packed.packing import Path, UnpackableError, inner_tensors
+from megatrain.tracer.packing import Path, UnpackableError, inner_tensors
 from megatrain.tracer.spec import TensorSpec
 
 

@@ -11,7 +11,7 @@ from torch.nn.parameter import is_lazy
 from megatrain.errors import TraceError
 from megatrain.torch_private import FakeTensor
 from megatrain.tracer.inventory import taken_apart
-from megatrain.tracer.packed.packing import Path, is_wrapper
+from megatrain.tracer.packing import Path, is_wrapper
 
 _PLAIN = (torch.Tensor, nn.Parameter, FakeTensor)
 

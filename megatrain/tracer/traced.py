@@ -15,11 +15,10 @@ from megatrain.tracer.arguments import Structure
 from megatrain.tracer.calls import call_text
 from megatrain.tracer.guards import Guard
 from megatrain.tracer.inventory import StateEntry
-from megatrain.tracer.node_meta import CALLS, check_meta, refuse_meta
 from megatrain.tracer.python.assumptions import Assumptions
 from megatrain.tracer.python.side_outputs import SideOutputs
 from megatrain.tracer.recording.inputs import WrittenInputs
-from megatrain.tracer.spec import TensorSpec
+from megatrain.tracer.spec import CALLS, TensorSpec, check_meta, refuse_meta
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +63,7 @@ class TracedModule:
 
     The graph is straight-line: placeholders (the input tensors, in order), `get_attr` nodes (state, by fully
     qualified name), one call node per torch call, one output. What a node's meta holds is told in
-    `megatrain/tracer/node_meta.py`.
+    `megatrain/tracer/spec.py`.
 
     Args:
         name: Class name of the model.

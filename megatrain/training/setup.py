@@ -9,16 +9,16 @@ from functools import partial
 import torch
 from torch import nn
 
-from megatrain.checks.several_optimizers import check_apart
+from megatrain.checks.several_optimizers import check_apart, parameters_of
 from megatrain.compiled.inside import Compiled, Variant
-from megatrain.errors import OptimizerError
+from megatrain.errors import ExecuteError, OptimizerError
 from megatrain.interrupts import Interrupts
-from megatrain.memory.processors import update_threads
-from megatrain.optim.impostor import Optimizer
+from megatrain.memory.host_limits import update_threads
 from megatrain.optim.per_parameter import check_steps
+from megatrain.optim.proxy import Optimizer
+from megatrain.optim.shared import HostParts, unshareable
 from megatrain.optim.updates import Updates
-from megatrain.passes.program import Program
-from megatrain.passes.trained_blocks import trained_holders
+from megatrain.passes.program import Program, trained_holders
 from megatrain.planning.host_plan import HostPlan, host_plan
 from megatrain.planning.loss_bytes import Loss, measure_loss
 from megatrain.planning.saved_plan import AnyPlan
@@ -31,9 +31,95 @@ from megatrain.tracer.traced import TracedModule
 from megatrain.training.batch import MicroBatch, untrained
 from megatrain.training.modes import without_modes
 from megatrain.training.step_tables import StepTables
-from megatrain.training.updating.held_parameters import check_held, check_no_gradients
-from megatrain.training.updating.host_division import HostDivision
-from megatrain.training.updating.update_times import UpdateTimes
+from megatrain.training.update_times import UpdateTimes
+
+
+def check_held(optimizers: Sequence[Optimizer], blocks: Sequence[Sequence[torch.Tensor]]) -> None:
+    """Refuses optimizers without any of the parameters.
+
+    Args:
+        optimizers: Of a step.
+        blocks: The parameters that are updated with each block.
+
+    Raises:
+        OptimizerError: If there is none.
+    """
+    held = set(map(id, parameters_of(*optimizers)))
+    if not any(id(p) in held for block in blocks for p in block):
+        subject = "the optimizer holds" if len(optimizers) == 1 else "the optimizers hold"
+        raise OptimizerError(
+            f"{subject} none of the parameters that the model trains.\n"
+            "  A step updates only parameters of the optimizer.\n  Make the optimizer from compiled.parameters()."
+        )
+
+
+def check_no_gradients(tensors: Mapping[str, torch.Tensor]) -> None:
+    """Refuses parameters that have a gradient already.
+
+    Args:
+        tensors: By name.
+
+    Raises:
+        ExecuteError: If there are some.
+    """
+    for key, tensor in tensors.items():
+        if isinstance(tensor, nn.Parameter) and tensor.grad is not None:
+            raise ExecuteError(
+                f"parameter `{key}` has a `.grad` already.\n"
+                "  A step uses the gradients of its own batch only, with all micro-batches, and leaves none.\n"
+                "  Call optimizer.zero_grad(), or pass the data of the other backward to the step, as a micro-batch."
+            )
+
+
+class HostDivision:
+    """Whether ranks of one host divide the updates of some optimizers.
+
+    Args:
+        compiled: The model, with its ranks.
+        optimizers: In the order of their steps.
+
+    Attributes:
+        unshared: Why they don't, if there are others on this host; None if they do.
+        shares: Whether this rank shares its store with others.
+    """
+
+    def __init__(self, compiled: Compiled, optimizers: Sequence[Optimizer]):
+        self._compiled, self._optimizers = compiled, optimizers
+        self.unshared: str | None = None
+        has_others = compiled.ranks is not None
+        if has_others and compiled.masters.kind == "rounded":
+            self.unshared = "masters that are rounded at random draw from generators, which can't be shared"
+        elif has_others:
+            self.unshared = next(filter(None, map(unshareable, optimizers)), None)
+        self.shares = has_others and self.unshared is None
+
+    def check(self) -> None:
+        """Refuses updates that every rank would make in a store that another step has the ranks share.
+
+        Raises:
+            OptimizerError: If that is so.
+        """
+        shared = self._compiled.engine.shared
+        if not self.shares and shared is not None and shared.twins:
+            raise OptimizerError(
+                f"the ranks of this host share the model's store, but not this step's updates: {self.unshared}.\n"
+                "  Another TrainStep of this model divides its updates among them; each rank would make all of these.\n"
+                "  Train with one of the two, or in one process."
+            )
+
+    def parts(self, blocks: Sequence[Sequence[torch.Tensor]]) -> HostParts | None:
+        """Which of the updates of some blocks are this rank's; None if all are.
+
+        Args:
+            blocks: The parameters that are updated with each block.
+        """
+        engine, ranks = self._compiled.engine, self._compiled.ranks
+        if not self.shares or engine.shared is None or ranks is None:
+            return None
+        keys = {tensor: key for key, tensor in engine.tensors.items()}
+        known = {parameter: keys[parameter] for block in blocks for parameter in block}
+        of_store = engine.shared, self._optimizers, self._compiled.masters
+        return HostParts(*of_store, blocks, known, ranks.look)
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,22 +20,21 @@ from megatrain.planning.loss_bytes import Loss
 from megatrain.planning.saved_plan import PLAN, AnyPlan, SavedPlan
 from megatrain.progress import ProgressLine
 from megatrain.ranks.apart import refuse_apart
-from megatrain.runtime.streams.stopwatch import RunClock, Stopwatch, Watch
+from megatrain.runtime.streams.events import RunClock, Stopwatch, Watch
+from megatrain.scheduler.costs import Measured
 from megatrain.scheduler.schedule import Schedule
-from megatrain.scheduler.timing.costs import Measured
-from megatrain.scheduler.timing.timed_run import TimedRun
+from megatrain.scheduler.simulate import TimedRun
 from megatrain.sizes import SIZE
 from megatrain.training import saved_step as checkpoint
 from megatrain.training.attempts.host_sharing import HostSharing
 from megatrain.training.attempts.taking import Taking
 from megatrain.training.attempts.together import Together
-from megatrain.training.batch import micro_batches
+from megatrain.training.batch import Counts, Weight, check_reduce, micro_batches
 from megatrain.training.boundary import Boundary, Progress
 from megatrain.training.completion import Completion
-from megatrain.training.given_plan import plan_of
 from megatrain.training.saved_schedulers import SCHEDULERS, Schedulers
 from megatrain.training.setup import Setting, Setup
-from megatrain.training.shares import Counts, Weight, check_reduce
+from megatrain.training.step_tables import plan_of
 
 
 class TrainStep:

@@ -18,9 +18,9 @@ from megatrain.device import Device
 from megatrain.errors import OptionError
 from megatrain.passes.distance import has_nan
 from megatrain.tracer.arguments import Arguments
-from megatrain.tracer.given import MODEL
-from megatrain.tracer.recording.own_code import original
 from megatrain.tracer.recording.random_numbers import kept_rng
+from megatrain.tracer.source_line import original
+from megatrain.tracer.spec import MODEL
 from megatrain.verification.bisect import Owners, find_first_difference
 from megatrain.verification.compare import Tolerance, compare
 from megatrain.verification.report import Difference, FirstDifference, Report

@@ -19,8 +19,7 @@ from megatrain.compiled.module import CompiledModule
 from megatrain.device import HOST, Device, is_on_host
 from megatrain.errors import ExecuteError, OptionError
 from megatrain.tracer.arguments import Arguments
-from megatrain.tracer.python.holders import Attributes
-from megatrain.tracer.python.outer import Outer
+from megatrain.tracer.python.holders import Attributes, Outer
 from megatrain.tracer.recording.random_numbers import HostRng, kept_rng
 from megatrain.verification.compare import Key, named_leaves
 

@@ -11,9 +11,10 @@ import pytest
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from megatrain.device import Cuda, cuda_graphs
-from megatrain.device.cuda_graphs import CudaGraphs
-from megatrain.device.kernel_settings import kernel_settings, replaced_kernel
+from megatrain.device import Cuda
+from megatrain.device import cuda as cuda_graphs
+from megatrain.device.cuda import CudaGraphs
+from megatrain.device.launch_graphs import kernel_settings, replaced_kernel
 from megatrain.errors import ExecuteError
 
 
@@ -69,7 +70,7 @@ def notes(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     monkeypatch.setattr(torch.cuda, "CUDAGraph", Capture)
     monkeypatch.setattr(torch, "zeros", lambda *sizes, device, **options: zeros(*sizes, **options))
     monkeypatch.setattr(
-        "megatrain.device.cuda_graphs.end_capture_of_memory",
+        "megatrain.device.cuda.end_capture_of_memory",
         lambda index, pool: found.append(f"end of memory {index} {pool}"),
     )
     return found
@@ -193,7 +194,7 @@ def test_the_order_of_attentions_kernels_and_kernels_in_python_do_so(monkeypatch
     assert replaced_kernel() == "aten::special_airy_ai of XLA"
     del library
     assert replaced_kernel() == ""
-    monkeypatch.setattr("megatrain.device.kernel_settings._flash", lambda: "FA3")
+    monkeypatch.setattr("megatrain.device.launch_graphs._flash", lambda: "FA3")
     assert kernel_settings() != before
     torch.set_default_dtype(torch.float64)
     try:

@@ -61,7 +61,7 @@ def test_an_error_on_the_launching_thread_passes_with_a_note(monkeypatch: pytest
     def fail(*args: Any, **kwargs: Any) -> Any:
         raise error
 
-    monkeypatch.setattr("megatrain.runtime.blocks.block.BlockRunner._run", fail)
+    monkeypatch.setattr("megatrain.runtime.block.BlockRunner._run", fail)
     with pytest.raises(torch.AcceleratorError) as caught:
         compiled(torch.ones(2, 4))
     assert caught.value is error

@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from megatrain.device import cuda as cuda_module
-from megatrain.device.cuda import Cuda
-from megatrain.device.pci_link import link_share
+from megatrain.device.cuda import Cuda, link_share
 
 CARD, PORT, ROOT = "0000:65:00.0", "0000:64:00.0", "0000:60:01.1"
 PCIE3, PCIE4, PCIE5 = "8.0 GT/s PCIe", "16.0 GT/s PCIe", "32.0 GT/s PCIe"

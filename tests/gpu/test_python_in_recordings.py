@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import megatrain
 from megatrain.errors import EagerKernelsWarning, OptionError
 from megatrain.extending import mark_recordable
-from megatrain.runtime.blocks.replays import Replays
+from megatrain.runtime.replays import Replays
 from tests.comparing import assert_same
 from tests.equal_blocks import EqualBlocks
 from tests.gpu.test_cuda_training import device

@@ -15,8 +15,8 @@ from torch.autograd.graph import saved_tensors_hooks
 import megatrain
 from megatrain.device import LaunchGraphs, find
 from megatrain.errors import EagerKernelsWarning, OptionError, ScheduleError
-from megatrain.runtime.blocks import replays
-from megatrain.runtime.blocks.replays import Replays
+from megatrain.runtime import replays
+from megatrain.runtime.replays import Replays
 from tests.comparing import assert_same
 from tests.equal_blocks import EqualBlocks
 from tests.gpu.test_cuda_training import assert_parity_there, device, moved

@@ -14,7 +14,7 @@ from megatrain.hardware import kernels_alone, measured
 from megatrain.hardware.hardware import Hardware
 from megatrain.hardware.kernels_alone import Product, product_rates
 from megatrain.hardware.measured import Link, cached, elements_beyond, rates_together
-from megatrain.native.adamw_kernels import LANES
+from megatrain.native.native_kernel import LANES
 
 FIGURES = {"h2d_bytes_per_s": 1e9, "d2h_bytes_per_s": 2e9, "flops_per_s": {"fp32": 1e12}, "memory_bytes": 2**30}
 

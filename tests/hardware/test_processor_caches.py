@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from megatrain.memory.processor_caches import cache_bytes
+from megatrain.memory.host_limits import cache_bytes
 
 
 def written(root: Path, processor: int, caches: dict[int, tuple[str, str]]) -> None:

@@ -16,7 +16,7 @@ import megatrain
 from megatrain.errors import ExecuteError, OptionError, ScheduleError, StreamedCallsWarning, TorchError
 from megatrain.integrations.hf import Trainer
 from megatrain.integrations.hf.requirements import refuse_trainer
-from megatrain.integrations.hf.stream_options import StreamOptions
+from megatrain.integrations.hf.streamed import StreamOptions
 from megatrain.integrations.hf.whole_calls import note_where_parts_run
 from tests.comparing import assert_same
 from tests.integrations.runs import GIVEN, ROWS, llama, streamed_kind, with_loss

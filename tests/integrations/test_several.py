@@ -16,9 +16,9 @@ from accelerate import DistributedType
 
 import megatrain
 from megatrain.errors import OptionError
-from megatrain.integrations.hf.accelerated import join
 from megatrain.integrations.hf.newest_whole import newest_whole
 from megatrain.integrations.hf.several import refuse_several
+from megatrain.integrations.hf.streamed import join
 from tests.comparing import assert_same
 from tests.integrations import several
 from tests.integrations.runs import codes, fast_or_nightly, run

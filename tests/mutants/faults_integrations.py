@@ -94,7 +94,7 @@ FAULTS: list[Fault] = [
     ),
     Fault(
         "a buffer that generating writes isn't the model's",
-        "runtime/walk/borrowed.py",
+        "runtime/on_demand.py",
         "return self.tensor._version != self._version",
         "return self.tensor._version < self._version",
         (f"{TOOLS}test_generate.py::test_buffers_that_a_walk_writes_are_the_models",),

@@ -51,7 +51,7 @@ FAULTS: list[Fault] = [
     ),
     Fault(
         "a call that needs a gradient gets the outcome of one that doesn't",
-        "passes/rewriting/known_outcomes.py",
+        "passes/rewriting/rewriter.py",
         'kinds = tuple((node.meta["spec"], node.meta["requires_grad"]) for node in number)',
         'kinds = tuple(node.meta["spec"] for node in number)',
         ("tests/passes/test_known_outcomes.py::test_other_operands_and_modes_are_tried",),

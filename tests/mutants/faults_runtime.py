@@ -68,14 +68,14 @@ FAULTS: list[Fault] = [
     ),
     Fault(
         name="a buffer of a ring is filled while the device still reads it",
-        path="memory/ring.py",
+        path="memory/bus.py",
         old="        end = self._ends[0]\n",
         new="        end = None\n",
         seen_by=("tests/runtime/test_locked_memory.py::test_what_passed_through_a_ring_may_be_overwritten_at_once",),
     ),
     Fault(
         name="buffers that cross in groups come back one byte further",
-        path="runtime/stores/buffer_copies.py",
+        path="runtime/stores/parks.py",
         old="                start = end\n",
         new="                start = end - (end > 64)\n",
         seen_by=("tests/runtime/test_stores.py::test_what_comes_back_is_what_went_there",),
@@ -89,7 +89,7 @@ FAULTS: list[Fault] = [
     ),
     Fault(
         name="a number that turns into another type leaves the old graph in use",
-        path="tracer/equal.py",
+        path="tracer/spec.py",
         old="    if type(left) is not type(right) or isinstance(left, torch.Tensor):\n",
         new="    if isinstance(left, torch.Tensor):\n",
         seen_by=("tests/runtime/test_stale.py::test_values_that_a_forward_can_tell_apart_are_not_the_same",),

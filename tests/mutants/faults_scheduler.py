@@ -34,7 +34,7 @@ FAULTS: list[Fault] = [
     ),
     Fault(
         "the checker misses a weight that is overwritten while it is in use",
-        "scheduler/check/weight_rules.py",
+        "scheduler/check/memory_rules.py",
         "if a < start + nbytes and start < b]",
         "if a < start and start < b]",
         (f"{_CHECK}test_a_weight_overwritten_while_in_use_is_shown_with_its_row",),
@@ -79,7 +79,7 @@ FAULTS: list[Fault] = [
     ),
     Fault(
         "buffers are read on the host before they have come",
-        "runtime/stores/buffer_copies.py",
+        "runtime/stores/parks.py",
         "            self._device.synchronize()\n            for (buffer",
         "            for (buffer",
         (

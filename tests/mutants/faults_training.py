@@ -7,14 +7,14 @@ from tests.mutants.fault import Fault
 FAULTS: list[Fault] = [
     Fault(
         "updates overlap a backward that a hook may end",
-        "training/updating/update_times.py",
+        "training/update_times.py",
         "if not self._overlap or in_turn or waits:",
         "if not self._overlap or in_turn:",
         ("tests/training/test_failures.py::test_updates_wait_for_the_last_gradient_where_a_hook_may_end_the_backward",),
     ),
     Fault(
         "a loss's own parameter is left to the next step, whose loss reads it",
-        "training/updating/update_times.py",
+        "training/update_times.py",
         "not (reports_norm or self._holds_others())",
         "not reports_norm",
         ("tests/training/test_several_optimizers.py::test_an_optimizer_may_hold_only_a_parameter_outside_the_model",),
@@ -35,7 +35,7 @@ FAULTS: list[Fault] = [
     ),
     Fault(
         "a factor on the device is rounded to the loss's dtype before the product",
-        "training/shares.py",
+        "training/batch.py",
         "dtype = torch.promote_types(loss.dtype, torch.float32)",
         "dtype = loss.dtype",
         ("tests/training/test_micro_batches.py::test_factors_that_stay_on_the_device_have_the_bits_of_numbers",),
@@ -77,7 +77,7 @@ FAULTS: list[Fault] = [
     ),
     Fault(
         "frozen weights on the device are stale after a write that torch doesn't count",
-        "runtime/stores/persisting.py",
+        "runtime/stores/parks.py",
         "return stamp == self.stamp and all(torch.equal(now, before) for now, before in self._samples)",
         "return stamp == self.stamp",
         (

@@ -10,8 +10,8 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from megatrain.errors import OptimizerError, OptionError
 from megatrain.optim.blockwise import BlockOptimizer
-from megatrain.optim.impostor import is_same
 from megatrain.optim.per_parameter import is_per_parameter, register, unregister
+from megatrain.optim.proxy import is_same
 
 SHAPES = ((5, 3), (5,), (4, 4), (3,), (6, 2), (1,), (2, 3), ())
 BLOCKS = ((0, 1), (2, 0), (3,), (), (4, 5))  # 0 is tied, 6 is in no block, a block may have none

@@ -15,11 +15,10 @@ from megatrain.hardware.work import UPDATE_TRAFFIC
 from megatrain.optim.block_update import MasterStep
 from megatrain.optim.fast import FastPath, NativeKernel, ParameterUpdate, fast_path, register, unregister
 from megatrain.optim.fast.adamw import AdamWInOnePass
-from megatrain.optim.impostor import Optimizer, step_code
-from megatrain.optim.made_over import OPTIMIZER, made_over
 from megatrain.optim.masters.halves import CHUNK, Master, RoundedMaster, SplitMaster, WholeMaster, read_
-from megatrain.optim.need import Updated, optimizer_need
+from megatrain.optim.need import OPTIMIZER, Updated, made_over, optimizer_need
 from megatrain.optim.per_parameter import register as per_parameter
+from megatrain.optim.proxy import Optimizer, step_code
 from megatrain.optim.updates import Updates
 from megatrain.planning.host_plan import MASTER_OF
 from megatrain.tracer.spec import TensorSpec

@@ -12,9 +12,9 @@ from megatrain.native import native_kernel as native
 from megatrain.optim.block_update import MasterStep
 from megatrain.optim.blockwise import BlockOptimizer
 from megatrain.optim.fast.adamw import AdamWOptions, Kernel, Moments, adamw_, native_reason
-from megatrain.optim.impostor import is_same
 from megatrain.optim.masters.halves import CHUNK, RoundedMaster, SplitMaster, WholeMaster, read_, write_
 from megatrain.optim.norm import GradientNorm
+from megatrain.optim.proxy import is_same
 
 LOW_BITS = (0, 1, 2, 3, 0x7FFE, 0x7FFF, 0x8000, 0x8001, 0x8002, 0xFFFE, 0xFFFF, 0x1234, 0xABCD)
 

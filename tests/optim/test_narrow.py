@@ -14,12 +14,12 @@ from torch import nn
 import megatrain
 from megatrain.errors import TraceError
 from megatrain.optim.masters import halves, narrow_model
-from megatrain.optim.masters.narrow_tensor import Narrowed
+from megatrain.optim.masters.narrow_model import Narrowed
 from tests.comparing import assert_same_bits
 from tests.gradients import grad_of
 from tests.interrupting import Lines
 
-FILES = ("optim/masters/narrow_model.py", "optim/masters/narrow_tensor.py")
+FILES = ("optim/masters/narrow_model.py", "optim/masters/narrow_model.py")
 KINDS = ("exact", "rounded")
 
 

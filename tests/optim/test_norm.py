@@ -7,8 +7,7 @@ import torch
 from torch.nn.utils import clip_grad_norm_
 
 from megatrain.errors import OptimizerError
-from megatrain.native.sums_of_squares import SQUARES, sums_of_squares
-from megatrain.optim.norm import GradientNorm, NonFinite
+from megatrain.optim.norm import SQUARES, GradientNorm, NonFinite, sums_of_squares
 from tests.gradients import grad_of
 
 SHAPES = ((300, 70), (5,), (), (0, 3), (4, 4), (70_001,), (3,))

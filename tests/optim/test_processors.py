@@ -10,7 +10,7 @@ from torch import nn
 
 import megatrain
 from megatrain.device import Accelerator, Cpu, Device
-from megatrain.memory.processors import update_threads
+from megatrain.memory.host_limits import update_threads
 from megatrain.training.setup import Setup
 
 

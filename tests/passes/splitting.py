@@ -11,8 +11,8 @@ from torch import nn
 from megatrain import lower, trace
 from megatrain.passes.canonicalize import canonicalize
 from megatrain.passes.dedup import dedup
-from megatrain.passes.lift_state import lift_state
 from megatrain.passes.partition import partition
+from megatrain.passes.pipeline import lift_state
 from megatrain.passes.split.split_state import split_state
 from tests.tracer.parity import assert_same_step, eager_step, program_step
 

@@ -13,11 +13,11 @@ from torch import nn
 import megatrain
 from megatrain.hardware.work import total_kernels
 from megatrain.passes.cost import TemplateCost
-from megatrain.passes.measuring.kernel_work import KernelWork
+from megatrain.passes.measuring.kernels import KernelWork
 from megatrain.passes.pipeline import Rewrite, lower
-from megatrain.passes.rewrites.alike_parts import AlikeParts, InParts, computed_parts
 from megatrain.passes.rewrites.head.head_loss import chunk_head_loss
 from megatrain.passes.rewrites.masked_attention import banded_attention
+from megatrain.passes.rewrites.parts import AlikeParts, InParts, computed_parts
 from megatrain.passes.rewrites.tile_tokens import tile_tokens
 from tests.rewrites import test_masked_attention as masked
 from tests.rewrites.test_head_loss import FORMS, WEIGHTED, Reader, ids_of

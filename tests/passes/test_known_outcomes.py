@@ -10,10 +10,10 @@ import torch
 from torch import fx, nn
 
 import megatrain
-from megatrain.passes.rewriting import known_outcomes
+from megatrain.passes.rewriting import rewriter as known_outcomes
 from megatrain.passes.rewriting.call_trial import Site
 from megatrain.passes.rewriting.rewriter import Rewriter
-from megatrain.tracer.node_meta import CALLS
+from megatrain.tracer.spec import CALLS
 
 
 class Three(nn.Module):

@@ -8,8 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from megatrain.hardware.work import products, total_flops
-from megatrain.passes.measuring.kernel_buffers import private_bytes
-from megatrain.passes.measuring.live_bytes import LiveBytes
+from megatrain.passes.measuring.kernels import LiveBytes, private_bytes
 from megatrain.passes.pipeline import lower
 from megatrain.passes.program import Program, TemplateCost
 from megatrain.tracer.trace import trace

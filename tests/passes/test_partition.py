@@ -11,10 +11,8 @@ from torch import nn
 
 from megatrain.errors import LowerError
 from megatrain.passes.canonicalize import canonicalize
-from megatrain.passes.intervals import find_intervals
-from megatrain.passes.lift_state import lift_state
-from megatrain.passes.partition import partition
-from megatrain.passes.pipeline import lower
+from megatrain.passes.partition import find_intervals, partition
+from megatrain.passes.pipeline import lift_state, lower
 from megatrain.passes.program import Program
 from megatrain.tracer.trace import trace
 from tests import captures

@@ -12,10 +12,9 @@ import torch
 from megatrain.errors import LowerError, OptionError
 from megatrain.passes.canonicalize import canonicalize, copied_graph
 from megatrain.passes.dedup import dedup
-from megatrain.passes.lift_state import lift_state
 from megatrain.passes.measuring.measure import measure
 from megatrain.passes.partition import partition
-from megatrain.passes.pipeline import lower
+from megatrain.passes.pipeline import lift_state, lower
 from megatrain.passes.program import Program
 from megatrain.tracer.trace import trace
 from megatrain.tracer.traced import TracedModule

@@ -14,9 +14,8 @@ from torch import fx, nn
 
 from megatrain.passes.canonicalize import canonicalize
 from megatrain.passes.dedup import dedup
-from megatrain.passes.lift_state import lift_state
 from megatrain.passes.partition import partition
-from megatrain.passes.pipeline import lower
+from megatrain.passes.pipeline import lift_state, lower
 from megatrain.tracer.calls import call_text
 from megatrain.tracer.trace import trace
 from tests import captures

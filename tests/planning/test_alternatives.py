@@ -10,10 +10,9 @@ from torch import nn
 
 import megatrain
 from megatrain.errors import OptionError
-from megatrain.planning.model_sizes import MICRO_BATCH
+from megatrain.planning.advice import Alternative, Alternatives, Variation, varied
+from megatrain.planning.host_plan import MICRO_BATCH
 from megatrain.planning.planned_step import PlannedStep
-from megatrain.planning.what_if.alternatives import Alternative, Alternatives
-from megatrain.planning.what_if.variation import Variation, varied
 from tests.nightly import nightly
 from tests.planning.steps import IDS, planned
 

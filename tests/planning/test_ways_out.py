@@ -11,8 +11,8 @@ from torch import nn
 import megatrain
 from megatrain.errors import ExecuteError, ScheduleError
 from megatrain.hardware.hardware import Hardware
-from megatrain.planning.model_sizes import MICRO_BATCH, SEQUENCE
-from megatrain.planning.what_if.ways_out import MOST, ways_out
+from megatrain.planning.advice import MOST, ways_out
+from megatrain.planning.host_plan import MICRO_BATCH, SEQUENCE
 from megatrain.sizes import format_bytes
 from tests.planning.steps import IDS, made, planned
 

@@ -15,7 +15,7 @@ from torch import nn
 
 import megatrain
 from megatrain.checks.several_optimizers import parameters_of
-from megatrain.memory.heap import return_free_memory
+from megatrain.memory.host_limits import return_free_memory
 from megatrain.optim.block_update import MasterStep
 from megatrain.runtime.stores.shared_store import STATE, Name
 from tests.ranks.failing import refused

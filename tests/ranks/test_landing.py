@@ -7,8 +7,8 @@ from threading import Thread
 import pytest
 import torch
 
-from megatrain.ranks.channels.landing_channel import LandingChannel
-from megatrain.ranks.host_file import HostFile, can_tell_copies
+from megatrain.ranks.channels import LandingChannel
+from megatrain.ranks.host import HostFile, can_tell_copies
 from megatrain.tracer.spec import TensorSpec
 
 pytestmark = pytest.mark.skipif(not can_tell_copies(), reason="the system has no such memory")

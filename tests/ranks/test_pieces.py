@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatrain.ranks.channels.room_pieces import pieces
+from megatrain.ranks.channels import pieces
 from megatrain.tracer.spec import TensorSpec
 from tests.draws import draws
 

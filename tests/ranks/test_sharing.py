@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import pytest
 
-from megatrain.ranks.host_file import PAGE, HostFile, can_tell_copies
+from megatrain.ranks.host import PAGE, HostFile, can_tell_copies
 from tests.comparing import assert_same
 from tests.nightly import nightly
 from tests.ranks.processes import Processes

@@ -9,13 +9,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatrain.reporting.figures import at_peak, device_curve
+from megatrain.scheduler.costs import Hardware, op_durations
 from megatrain.scheduler.from_program import schedule
-from megatrain.scheduler.lifetimes.books import Books
-from megatrain.scheduler.lifetimes.peak import find_peak
+from megatrain.scheduler.lifetimes import Books, find_peak
 from megatrain.scheduler.schedule import Schedule
+from megatrain.scheduler.simulate import TimedRun
 from megatrain.scheduler.timing.bands import measured_band, planned_band
-from megatrain.scheduler.timing.costs import Hardware, op_durations
-from megatrain.scheduler.timing.timed_run import TimedRun
 from tests.draws import draws
 from tests.reporting.steps import drawn, made
 from tests.scheduler.workloads import trained

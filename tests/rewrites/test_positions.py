@@ -14,7 +14,7 @@ import megatrain
 from megatrain.passes.interpret import Code
 from megatrain.passes.rewrites.masked_attention import SeenBand
 from megatrain.passes.rewrites.positions import Known, PositionProof
-from megatrain.tracer.node_meta import CALLS
+from megatrain.tracer.spec import CALLS
 from tests.nightly import nightly
 
 Mask = Callable[[int, int], torch.Tensor]

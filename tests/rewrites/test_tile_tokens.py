@@ -15,10 +15,10 @@ from torch import nn
 import megatrain
 from megatrain.passes import check_rewrite
 from megatrain.passes.canonicalize import canonicalize
-from megatrain.passes.rewrites import linear_into
+from megatrain.passes.rewrites import tiled_region as linear_into
 from megatrain.passes.rewrites.tile_tokens import tile_tokens
 from megatrain.passes.rewrites.tiled_region import TiledRegion
-from megatrain.planning.printed.pieces_text import piece_lines
+from megatrain.planning.plan_text import piece_lines
 from tests.nightly import nightly
 
 WIDTH, WORDS, TOKENS = 32, 100, 300

@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import megatrain
-from megatrain.runtime.operations import Operations
-from megatrain.runtime.slots import Slots
+from megatrain.runtime.operations import Operations, Slots
 from megatrain.runtime.streams.stream_set import Chaos
 from megatrain.scheduler.instructions import Bytes
 from tests.comparing import assert_same, assert_same_state

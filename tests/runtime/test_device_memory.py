@@ -18,14 +18,12 @@ import megatrain
 from megatrain.device import Accelerator, Cpu, Device, Memory
 from megatrain.device.reserve import MIB, cublas_workspace, of_card
 from megatrain.errors import DeviceMemoryWarning, OptionError
-from megatrain.memory.available import available_bytes
 from megatrain.memory.device_budget import DeviceBudget
+from megatrain.memory.host_limits import available_bytes
 from megatrain.runtime.engine import Engine
-from megatrain.runtime.stores.device_arena import Meter
+from megatrain.runtime.stores.device_arena import LEAST_BYTES, Meter, Segments, fitting, held_sizes, segment_sizes
 from megatrain.runtime.stores.host_store import HostStore
-from megatrain.runtime.stores.segment_sizes import LEAST_BYTES, fitting, held_sizes, segment_sizes
-from megatrain.runtime.stores.segments import Segments
-from megatrain.scheduler.lifetimes.peak import find_peak
+from megatrain.scheduler.lifetimes import find_peak
 from megatrain.scheduler.schedule import Schedule
 from tests.extending.test_device import Toy
 from tests.models import MODELS

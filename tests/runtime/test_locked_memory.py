@@ -20,9 +20,8 @@ import megatrain
 from megatrain.device import Accelerator, Cuda, cuda
 from megatrain.errors import ExecuteError
 from megatrain.memory import bus as buses
-from megatrain.memory.bus import Bus
+from megatrain.memory.bus import BUFFERS, Bus
 from megatrain.memory.host_arena import HostArena
-from megatrain.memory.ring import BUFFERS
 from megatrain.runtime.stores.host_store import HostStore
 from tests.models import MODELS
 from tests.runtime.parity import assert_same, train

@@ -16,10 +16,9 @@ from torch import nn
 from megatrain.device import HOST, Cpu
 from megatrain.errors import ExecuteError
 from megatrain.memory.bus import Bus
-from megatrain.runtime.stores import buffer_copies
-from megatrain.runtime.stores.buffer_copies import BufferCopies
+from megatrain.runtime.stores import parks as buffer_copies
 from megatrain.runtime.stores.host_store import BlockImage, HostStore, image
-from megatrain.runtime.stores.parks import ParkPool
+from megatrain.runtime.stores.parks import BufferCopies, ParkPool
 from megatrain.sizes import aligned
 from megatrain.tracer.spec import TensorSpec
 from tests.extending.test_device import Toy

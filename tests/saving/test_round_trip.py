@@ -189,7 +189,7 @@ def test_weights_of_any_layout(tmp_path_factory: pytest.TempPathFactory, shape, 
     turned = values.permute(dims)
     folder = tmp_path_factory.mktemp("layouts") / "run"
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("megatrain.files.byte_source.PIECE_BYTES", piece_bytes)
+        patch.setattr("megatrain.files.disk.PIECE_BYTES", piece_bytes)
         patch.setattr("megatrain.saving.saved.PIECE_BYTES", piece_bytes)
         save(folder, {"straight": values.clone(), "turned": turned})
         checkpoint = load(folder)

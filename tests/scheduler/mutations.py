@@ -9,9 +9,7 @@ from typing import Any
 
 from megatrain.errors import OptionError, ScheduleError
 from megatrain.scheduler.effects import streams
-from megatrain.scheduler.lifetimes.books import Books, moved_bytes
-from megatrain.scheduler.lifetimes.lifetime import live_bytes
-from megatrain.scheduler.lifetimes.peak import device_moments
+from megatrain.scheduler.lifetimes import Books, device_moments, live_bytes, moved_bytes
 from megatrain.scheduler.op import Op
 from megatrain.scheduler.schedule import Schedule
 from megatrain.scheduler.step_kind import OUTPUTS, UPDATES

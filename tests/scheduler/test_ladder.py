@@ -18,8 +18,8 @@ from megatrain.scheduler.builder.search import Family, Freedom
 from megatrain.scheduler.builder.stays import by_benefit
 from megatrain.scheduler.from_program import schedule
 from megatrain.scheduler.schedule import Schedule, schedule_of
+from megatrain.scheduler.simulate import simulate
 from megatrain.scheduler.step_kind import StepKind
-from megatrain.scheduler.timing.simulate import simulate
 from megatrain.scheduler.workload import Workload
 from tests.draws import draws
 from tests.scheduler.workloads import LAYER, chain, step_schedules, with_updates, workloads

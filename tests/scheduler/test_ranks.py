@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from megatrain.errors import OptionError, ScheduleError
 from megatrain.scheduler.builder.build import build
 from megatrain.scheduler.check.case import Case
+from megatrain.scheduler.check.host_rules import check_shared_store
 from megatrain.scheduler.check.schedule_rules import check_schedule
-from megatrain.scheduler.check.shared_rules import check_shared_store
 from megatrain.scheduler.dependency import dependency_graph, derive_waits
 from megatrain.scheduler.items import Stream
 from megatrain.scheduler.op import Op

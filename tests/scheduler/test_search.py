@@ -9,8 +9,7 @@ from hypothesis import strategies as st
 from megatrain.errors import ScheduleError
 from megatrain.hardware.hardware import Hardware
 from megatrain.hardware.work import products, total_flops
-from megatrain.scheduler.builder.budget import choose_plan
-from megatrain.scheduler.builder.build import build
+from megatrain.scheduler.builder.build import build, choose_plan
 from megatrain.scheduler.builder.draft import Builder, Choices
 from megatrain.scheduler.from_program import schedule
 from megatrain.scheduler.schedule import Schedule

@@ -13,16 +13,15 @@ from hypothesis import strategies as st
 from megatrain.errors import OptionError, ScheduleError
 from megatrain.hardware.hardware import Hardware
 from megatrain.scheduler.builder.build import build
+from megatrain.scheduler.costs import Measured, op_durations
 from megatrain.scheduler.effects import streams
 from megatrain.scheduler.from_program import schedule
 from megatrain.scheduler.items import Stream
 from megatrain.scheduler.op import Op
 from megatrain.scheduler.schedule import Schedule
+from megatrain.scheduler.simulate import TimedRun, link_bound, shared_timeline
 from megatrain.scheduler.step_kind import StepKind
 from megatrain.scheduler.table import Position
-from megatrain.scheduler.timing.costs import Measured, op_durations
-from megatrain.scheduler.timing.shared import link_bound, shared_timeline
-from megatrain.scheduler.timing.timed_run import TimedRun
 from megatrain.scheduler.workload import Workload
 from tests.draws import draws
 from tests.scheduler.workloads import (

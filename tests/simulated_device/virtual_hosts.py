@@ -12,14 +12,14 @@ import torch
 
 import megatrain
 from megatrain.runtime.operations import HANDLERS
-from megatrain.runtime.streams import stopwatch
+from megatrain.runtime.streams import events as stopwatch
 from megatrain.runtime.streams.events import Event, Session
 from megatrain.runtime.streams.stream import Lane, StreamThread
+from megatrain.scheduler.costs import Measured
 from megatrain.scheduler.items import Stream
-from megatrain.scheduler.lifetimes.books import Books
+from megatrain.scheduler.lifetimes import Books
 from megatrain.scheduler.schedule import Schedule
 from megatrain.scheduler.table import Position
-from megatrain.scheduler.timing.costs import Measured
 from tests.simulated_device.simulator import Simulator
 
 

@@ -24,9 +24,8 @@ from megatrain.hardware.hardware import Hardware
 from megatrain.hardware.kernels_alone import launch_s, seconds_of
 from megatrain.hardware.measured import Link, _of_host  # pyright: ignore[reportPrivateUsage]
 from megatrain.memory import bus as buses
-from megatrain.memory.bus import Bus
-from megatrain.memory.ring import BUFFERS
-from megatrain.runtime.streams.chaos import Chaos, InjectedFailure
+from megatrain.memory.bus import BUFFERS, Bus
+from megatrain.runtime.streams.stream import Chaos, InjectedFailure
 from megatrain.runtime.streams.stream_set import StreamSet
 from tests.runtime.stepping import issue
 from tests.simulated_device.adapter import SimulatedDevice

@@ -13,7 +13,7 @@ import torch
 import megatrain
 from megatrain.memory.host_arena import HostArena
 from megatrain.passes.program import Block, Program
-from megatrain.ranks.channels.channel import Channel, GoOn, Room, room_bytes
+from megatrain.ranks.channels import Channel, GoOn, Room, room_bytes
 from megatrain.runtime.rank_sums import RankSums
 from megatrain.scheduler.step_kind import StepKind
 from megatrain.tracer.spec import TensorSpec

@@ -19,9 +19,9 @@ import megatrain
 from megatrain.device import find, reserve
 from megatrain.errors import DeviceMemoryWarning
 from megatrain.memory import bus as buses
+from megatrain.memory.bus import BUFFERS
 from megatrain.memory.out_of_memory import DeviceMemoryError
-from megatrain.memory.ring import BUFFERS
-from megatrain.scheduler.lifetimes.peak import find_peak
+from megatrain.scheduler.lifetimes import find_peak
 from megatrain.sizes import format_bytes
 from tests.attention import EAGER_TO_KEEP, Stack, forwards, kernels_of_attention, text
 from tests.attention import WIDTH as TEXT_WIDTH

@@ -16,7 +16,7 @@ from megatrain import cli
 from megatrain.counts import counted
 from megatrain.device.reserve import of_card
 from megatrain.hardware.presets import PRESETS
-from megatrain.planning.model_sizes import DEPTH, LORA, MICRO_BATCH, SEQUENCE
+from megatrain.planning.host_plan import DEPTH, LORA, MICRO_BATCH, SEQUENCE
 from megatrain.sizing.sized_models import ConfigModel
 from megatrain.sizing.sizing_options import SizingOptions
 from tests.test_bad_command_line import keywords

@@ -12,7 +12,7 @@ from torch import nn
 import megatrain
 from megatrain import ExecuteError, LowerError, OptionError
 from megatrain.passes.rewriting.rewriter import Rewriter
-from megatrain.scheduler.printed.workload_text import workload_text
+from megatrain.scheduler.text import workload_text
 from tests.models import Gpt
 
 IDS = torch.arange(16).reshape(2, 8)

@@ -11,7 +11,7 @@ from torch import nn
 
 import megatrain
 from megatrain.passes.program import Program
-from megatrain.scheduler.printed.workload_text import workload_text
+from megatrain.scheduler.text import workload_text
 from megatrain.tracer.spec import TensorSpec
 from megatrain.tracer.trace import trace
 from megatrain.tracer.traced import TracedModule

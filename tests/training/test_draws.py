@@ -14,7 +14,7 @@ from torch import nn
 import megatrain
 from megatrain.device import Cpu
 from megatrain.errors import DrawsError
-from megatrain.runtime.rng import GlobalGenerators
+from megatrain.runtime.random_calls import GlobalGenerators
 from tests.comparing import assert_same, snapshot
 from tests.training.parity import loop_step
 

@@ -15,9 +15,9 @@ from torch import nn
 
 import megatrain
 from megatrain.errors import ExecuteError, ScheduleError
-from megatrain.passes.measuring.live_bytes import LiveBytes
+from megatrain.passes.measuring.kernels import LiveBytes
 from megatrain.planning.loss_bytes import measure_loss
-from megatrain.scheduler.lifetimes.peak import find_peak
+from megatrain.scheduler.lifetimes import find_peak
 from tests.comparing import assert_same, snapshot
 from tests.stand_in_triton import JITFunction, Scaled, stand_in_triton
 from tests.training.parity import SideBySide, adamw, loop_step, stack_batch

@@ -15,9 +15,8 @@ import megatrain
 from megatrain.errors import ExecuteError, MicroBatchError, OptimizerError, OptionError, ScheduleError
 from megatrain.runtime.stores.host_store import HostStore
 from megatrain.runtime.streams.stream_set import Chaos
-from megatrain.training import shares
-from megatrain.training.batch import MicroBatch
-from megatrain.training.shares import Counts, Shares
+from megatrain.training import batch as shares
+from megatrain.training.batch import Counts, MicroBatch, Shares
 from tests.comparing import assert_same, snapshot
 from tests.training.parity import (
     MODES,

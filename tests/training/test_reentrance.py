@@ -15,7 +15,7 @@ import torch
 
 import megatrain
 from megatrain.errors import ExecuteError
-from megatrain.runtime.streams.turn import Turn
+from megatrain.runtime.streams.events import Turn
 from tests.comparing import assert_same, snapshot
 from tests.interrupting import Lines
 from tests.training.hazards import TRAP
@@ -145,12 +145,12 @@ def test_ctrl_c_at_any_line_of_taking_and_giving_back_a_turn_leaves_it_free() ->
         with turn.hold("save()"), turn.run():
             pass
 
-    turn, counted = Turn(), Lines("runtime/streams/turn.py")
+    turn, counted = Turn(), Lines("runtime/streams/events.py")
     with counted.watched():
         use(turn)
     assert counted.count > 10
     for at in range(1, counted.count + 1):
-        turn, lines = Turn(), Lines("runtime/streams/turn.py", at=at, act=lambda: signal.raise_signal(signal.SIGINT))
+        turn, lines = Turn(), Lines("runtime/streams/events.py", at=at, act=lambda: signal.raise_signal(signal.SIGINT))
         with pytest.raises(KeyboardInterrupt), lines.watched():
             use(turn)
         within(lambda turn=turn: use(turn))

@@ -21,8 +21,7 @@ from megatrain import SavedPlan, TrainStep
 from megatrain.checks.several_optimizers import parameters_of
 from megatrain.errors import ExecuteError, OptionError, ScheduleError
 from megatrain.hardware.hardware import Hardware
-from megatrain.tracer.expectations import Expectation
-from megatrain.tracer.guards import Guard
+from megatrain.tracer.guards import Expectation, Guard
 from tests.comparing import assert_same, snapshot
 from tests.models import Stack
 from tests.planning.steps import IDS, Words

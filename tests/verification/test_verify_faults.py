@@ -13,12 +13,10 @@ from torch import nn
 import megatrain
 import megatrain.planning.step_programs
 from megatrain.passes.interpret import Code
-from megatrain.runtime.blocks.block import BlockRunner
-from megatrain.runtime.blocks.local_graph import LocalGraph
-from megatrain.runtime.executor import Executor
+from megatrain.runtime.block import BlockRunner, LocalGraph
+from megatrain.runtime.executor import Executor, Run
 from megatrain.runtime.gradients.sink import GradientSink
-from megatrain.runtime.run import Run
-from megatrain.runtime.slots import Slots
+from megatrain.runtime.operations import Slots
 from megatrain.runtime.stores.parks import Parks
 from tests.models import MODELS, Block, Stack
 
@@ -153,7 +151,7 @@ def test_a_parked_value_that_comes_back_changed_is_found(monkeypatch):
 
 
 def test_a_recompute_with_other_random_numbers_is_found(monkeypatch):
-    monkeypatch.setattr("megatrain.runtime.blocks.block.repeated_rng", lambda state, device, opaque: nullcontext())
+    monkeypatch.setattr("megatrain.runtime.block.repeated_rng", lambda state, device, opaque: nullcontext())
     found = first(report_of("random_path", activations="recompute"))
     assert (found.culprit, found.phase) == ("runtime", "recompute")
     assert found.what == "random state `cpu`"

@@ -11,14 +11,13 @@ import torch
 
 from megatrain.compiled.module import CompiledModule
 from megatrain.errors import MicroBatchError, OptimizerError, ReadsParameterError, StreamedCallsWarning
-from megatrain.integrations.hf.code_losses import Code, CodeLosses
+from megatrain.integrations.hf.code_losses import AGAIN, Code, CodeLosses, is_same, reason_of
 from megatrain.integrations.hf.several import Several
-from megatrain.integrations.hf.step_obstacles import AGAIN, is_same, reason_of
 from megatrain.integrations.hf.whole_calls import streaming_code
 from megatrain.integrations.paused import SpentError
 from megatrain.optim.block_update import MasterStep
 from megatrain.optim.blockwise import BlockOptimizer
-from megatrain.runtime.rng import GlobalGenerators
+from megatrain.runtime.random_calls import GlobalGenerators
 from megatrain.training.step import TrainStep
 
 

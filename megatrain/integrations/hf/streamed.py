@@ -14,27 +14,127 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Sequence
+import types
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
+from accelerate import DistributedType
+from accelerate.optimizer import AcceleratedOptimizer
 from torch import nn
 
 import megatrain
 from megatrain.compiled.module import CompiledModule
 from megatrain.errors import OptionError, ScheduleError
-from megatrain.integrations.hf.accelerated import join, plain, replace_step
 from megatrain.integrations.hf.newest_whole import clear, newest_whole
 from megatrain.integrations.hf.one_step import OneStep
 from megatrain.integrations.hf.requirements import check_transformers, refuse, refuse_trainer, refuse_unsaved, why_not
 from megatrain.integrations.hf.several import group_of, refuse_group, refuse_several, refuse_trial, with_generators
-from megatrain.integrations.hf.stream_options import StreamOptions
 from megatrain.integrations.hf.whole_calls import check_streams, give_losses, note_where_parts_run
 from megatrain.memory.out_of_memory import DeviceMemoryError
 from megatrain.optim.grad_scaler import host_scaler
 from megatrain.training.step import TrainStep
+
+
+def join(accelerator: Any) -> None:
+    """Has an accelerator leave the gradients of a model that streams to training steps.
+
+    A loss counts as in the stock run, where gradients are the mean over the processes.
+
+    Args:
+        accelerator: The trainer's; one of a single process stays as it is, unless torchrun has started the process.
+    """
+    count = accelerator.num_processes
+    if accelerator.distributed_type == DistributedType.NO:
+        return
+    prepare, backward = accelerator.prepare_model, accelerator.backward
+
+    def prepare_model(model: Any, device_placement: bool | None = None, evaluation_mode: bool = False) -> Any:
+        # What is prepared for training is wrapped in DistributedDataParallel, what is prepared for evaluation isn't.
+        return prepare(model, device_placement, evaluation_mode or _streams(model))
+
+    def backward_of_part(loss: torch.Tensor, **kwargs: Any) -> None:
+        backward(loss / count, **kwargs)
+
+    accelerator.prepare_model, accelerator.backward = prepare_model, backward_of_part
+
+
+def _streams(model: Any) -> bool:
+    return isinstance(model, nn.Module) and any(isinstance(each, CompiledModule) for each in model.modules())
+
+
+def plain(optimizer: Any) -> torch.optim.Optimizer:
+    """The optimizer of torch within accelerate's."""
+    return getattr(optimizer, "optimizer", optimizer)
+
+
+def replace_step(optimizer: Any, has_updated: Callable[[torch.optim.Optimizer], bool]) -> None:
+    """Replaces the step of accelerate's object around an optimizer, not that of the optimizer.
+
+    Args:
+        optimizer: Stays as it is if it isn't accelerate's, or its step was replaced before.
+        has_updated: Says that the update was made, so that nothing is left for a step.
+    """
+    if not isinstance(optimizer, AcceleratedOptimizer) or vars(optimizer).get("step") is not None:
+        return
+    update: Callable[..., Any] = optimizer.step
+
+    def step(optimizer: Any, closure: Any = None) -> Any:
+        return None if has_updated(plain(optimizer)) else update(closure)
+
+    vars(optimizer)["step"] = types.MethodType(step, optimizer)
+
+
+PREFIX = "megatrain_"
+_OF_COMPILE = (
+    "device", "memory", "precision", "activations", "transfer", "block_bytes", "masters", "opaque", "passes",
+    "chunking", "kernels", "hardware", "chaos", "recording",
+)  # fmt: skip
+_OF_STEP = ("overlap", "spread", "on_nonfinite", "plan")
+
+
+@dataclass(frozen=True, slots=True)
+class StreamOptions:
+    """Options of `megatrain.compile` and `megatrain.TrainStep`, under their own names.
+
+    Args:
+        compile: Of the first.
+        step: Of the second.
+    """
+
+    compile: Mapping[str, Any]
+    step: Mapping[str, Any]
+
+    @staticmethod
+    def taken_from(keywords: dict[str, Any], arguments: Any) -> StreamOptions:
+        """Reads the options, and takes them out of the keywords.
+
+        Args:
+            keywords: Of the trainer's constructor. A keyword comes before a training argument of the same name.
+            arguments: The training arguments, or None.
+
+        Raises:
+            OptionError: If there is no such option.
+        """
+        names = [PREFIX + name for name in (*_OF_COMPILE, *_OF_STEP)]
+        found = {name: value for name in names if (value := getattr(arguments, name, None)) is not None}
+        for name in [name for name in keywords if name.startswith(PREFIX)]:
+            if name not in names:
+                raise OptionError(
+                    f"{name}= isn't an option.\n"
+                    "  A trainer takes those of megatrain.compile and megatrain.TrainStep, behind `megatrain_`.\n"
+                    f"  Use one of: {', '.join(names)}."
+                )
+            found[name] = keywords.pop(name)
+        given = {name.removeprefix(PREFIX): value for name, value in found.items()}
+        return StreamOptions(
+            {name: value for name, value in given.items() if name in _OF_COMPILE},
+            {name: value for name, value in given.items() if name in _OF_STEP},
+        )
+
 
 FOLDER = "megatrain"
 """Within a trainer's checkpoint: all that the next training step depends on besides the weights."""

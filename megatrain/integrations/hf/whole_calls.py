@@ -8,8 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from megatrain.compiled.calls_here import taken_by
-from megatrain.compiled.inside import Compiled
+from megatrain.compiled.inside import Compiled, taken_by
 from megatrain.compiled.module import CompiledModule
 from megatrain.errors import ExecuteError
 from megatrain.integrations.hf.for_losses import for_losses

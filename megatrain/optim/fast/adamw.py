@@ -10,11 +10,10 @@ from typing import Any, Literal
 import torch
 
 from megatrain.errors import OptimizerError
-from megatrain.native.adamw_kernels import LANES, SPLIT, WHOLE
-from megatrain.optim.fast.path import FastPath, ParameterUpdate
-from megatrain.optim.fast.pieces import in_pieces
-from megatrain.optim.impostor import Optimizer, runs_torchs_code, step_code
+from megatrain.native.native_kernel import LANES, SPLIT, WHOLE
+from megatrain.optim.fast.path import FastPath, ParameterUpdate, in_pieces
 from megatrain.optim.masters.halves import Master, RoundedMaster, SplitMaster, WholeMaster, read_
+from megatrain.optim.proxy import Optimizer, runs_torchs_code, step_code
 from megatrain.torch_private import fused_adamw
 
 _OF_A_THREAD = 1 << 17  # elements: to wake a thread takes as long as to update some ten thousand

@@ -6,6 +6,7 @@ import weakref
 import zlib
 from collections.abc import Generator, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
@@ -13,15 +14,200 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from megatrain.counts import counted
-from megatrain.files.weight_files import parts
-from megatrain.optim.masters.halves import Master, RoundedMaster, SplitMaster, WholeMaster, set_halves
-from megatrain.optim.masters.held import Aside, Held
-from megatrain.optim.masters.memory_order import dense, in_memory, memory_order
-from megatrain.optim.masters.to_files import PIECE, check_saved, generator_source, low_source, master_source
+from megatrain.errors import CheckpointError, ExecuteError
+from megatrain.files.weight_files import PIECE_BYTES, parts
+from megatrain.optim.masters.halves import (
+    Master,
+    RoundedMaster,
+    SplitMaster,
+    WholeMaster,
+    dense,
+    in_memory,
+    laid_out_like,
+    memory_order,
+    read_,
+    set_halves,
+)
 from megatrain.runtime.call_start import version
+from megatrain.runtime.stores.parks import sums_of_bytes
 from megatrain.saving import Saved, Source
+from megatrain.torch_private import StorageWeakRef, storage_of
 from megatrain.tracer.inventory import inventory
-from megatrain.tracer.packed.packing import unpacked_state
+from megatrain.tracer.packing import unpacked_state
+from megatrain.tracer.spec import TensorSpec
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Aside:
+    """A low half whose parameter has other memory now, while somebody holds the earlier one and may give it back."""
+
+    memory: StorageWeakRef
+    low: torch.Tensor
+    sums: torch.Tensor
+
+
+@dataclass(slots=True, eq=False)
+class Held:
+    """One parameter.
+
+    Attributes:
+        key: Its name in the model.
+        parameter: The object, in fp32 or bf16.
+        low: The bits that it lacks to its master, int16 of its shape; None is zero.
+        mark: Its version and address when `low` was last known to belong to it.
+        generator: Draws for the stochastic rounding of its updates, once it has been asked for.
+        aside: Low halves of memory that parameters of the model had before, by address.
+    """
+
+    key: str
+    parameter: torch.Tensor
+    low: torch.Tensor | None = None
+    mark: tuple[int, int] = (0, 0)
+    generator: torch.Generator | None = None
+    aside: dict[int, Aside] = field(default_factory=dict[int, Aside])
+    _memory: StorageWeakRef | None = None
+
+    def wrote(self) -> None:
+        """Notes that the parameter's present values belong to `low`."""
+        self.mark = self._mark()
+        storage = self.parameter.untyped_storage()
+        if self._memory is None or self._memory.cdata != storage._cdata:
+            self._memory = StorageWeakRef(storage)
+
+    def drop_old_low(self) -> None:
+        """Sets `low` to zero if other code has written the parameter; with other memory it has that memory's `low`."""
+        now = self._mark()
+        if self.mark == now:
+            return
+        if self.has_other_memory:
+            self.put_aside()
+            if self._take_back():
+                return
+        if self.low is not None:
+            self.low.zero_()
+        self.wrote()
+
+    @property
+    def has_other_memory(self) -> bool:
+        """Whether the parameter has other memory than when `low` was last known to belong to it."""
+        return self.mark[1] != self.parameter.data_ptr()
+
+    def put_aside(self) -> None:
+        """Puts `low` aside if the parameter has other memory now, and somebody holds the earlier one."""
+        if self.low is None or self._memory is None or not self.has_other_memory:
+            return
+        memory = storage_of(self._memory.cdata)
+        if memory is not None:
+            sums = sums_of_bytes(_bytes(memory, self.mark[1], 2 * self.low.numel()))
+            self.aside[self.mark[1]] = Aside(self._memory, self.low, sums)
+            self.low = None
+
+    def _take_back(self) -> bool:
+        storage, address = self.parameter.untyped_storage(), self.parameter.data_ptr()
+        known = self.aside.get(address)
+        if known is None or known.memory.cdata != storage._cdata or known.low.shape != self.parameter.shape:
+            return False
+        del self.aside[address]
+        # The holder of the memory may have written into it.
+        if not torch.equal(sums_of_bytes(_bytes(storage, address, self.parameter.nbytes)), known.sums):
+            return False
+        self.low = known.low
+        self.wrote()
+        return True
+
+    def room(self) -> torch.Tensor:
+        """Returns `low`, made if there is none, and laid out like the parameter."""
+        values = self.parameter.detach()
+        if self.low is None:
+            self.low = torch.zeros_like(values, dtype=torch.int16, device="cpu")
+        self.low = laid_out_like(self.low, values)
+        return self.low
+
+    def check_values(self) -> None:
+        """Refuses a parameter without memory.
+
+        Raises:
+            ExecuteError: If it is on meta.
+        """
+        if self.parameter.is_meta:
+            raise ExecuteError(
+                f"parameter `{self.key}` {TensorSpec.of(self.parameter)} is on the meta device and has no values.\n"
+                "  A master is made from the values of its parameter.\n"
+                "  Call load_weights() or the model first."
+            )
+
+    def _mark(self) -> tuple[int, int]:
+        return version(self.parameter), self.parameter.data_ptr()
+
+
+def _bytes(storage: torch.UntypedStorage, address: int, nbytes: int) -> torch.Tensor:
+    with torch.inference_mode(False):
+        return torch.empty(0, dtype=torch.uint8).set_(storage, address - storage.data_ptr(), (nbytes,), (1,))
+
+
+PIECE = PIECE_BYTES // 4
+"""Elements that are worked on at a time."""
+
+
+def low_source(parameter: torch.Tensor, low: torch.Tensor | None) -> Source:
+    """Describes a low half, int16 of the parameter's shape; None is zero."""
+    if low is not None:
+        return Source.of(low)
+    return Source(TensorSpec(tuple(parameter.shape), torch.int16), lambda: _zeros(parameter.numel()))
+
+
+def master_source(parameter: torch.Tensor, low: torch.Tensor | None) -> Source:
+    """Describes the fp32 values of a bf16 parameter with its low half; None is zero."""
+    high = parameter.detach()
+    spec = TensorSpec(tuple(high.shape), torch.float32)
+    place = ("master", high.data_ptr(), high.shape, high.stride()) if high.numel() else None
+    return Source(spec, lambda: _joined(high, low), place)
+
+
+def generator_source(generator: torch.Generator) -> Source:
+    """Describes the state of a generator, uint8."""
+    return Source.of(generator.get_state())
+
+
+def _zeros(numel: int) -> Iterator[torch.Tensor]:
+    piece = torch.zeros(min(numel, PIECE), dtype=torch.int16, device="cpu")
+    for start in range(0, numel, PIECE):
+        yield piece[: numel - start]
+
+
+def _joined(high: torch.Tensor, low: torch.Tensor | None) -> Iterator[torch.Tensor]:
+    if low is None:
+        for part in parts(high, PIECE):
+            yield part.float().contiguous()
+        return
+    for upper, lower in zip(parts(high, PIECE), parts(low, PIECE), strict=True):
+        yield read_(torch.empty(upper.shape, device="cpu"), SplitMaster(upper.contiguous(), lower.contiguous()))
+
+
+def check_saved(expected: Mapping[str, Source], saved: Mapping[str, Saved]) -> None:
+    """Compares the contents of a checkpoint with the sources that the masters would store.
+
+    Raises:
+        CheckpointError: Listing all differences.
+    """
+    problems = [
+        f"missing: `{name}` {expected[name].spec} is not in the checkpoint" for name in expected.keys() - saved.keys()
+    ]
+    problems += [f"unexpected: `{name}` {saved[name]} belongs to no master" for name in saved.keys() - expected.keys()]
+    problems += [
+        f"differs: `{name}` {saved[name]}, but {source.spec} here"
+        for name, source in expected.items()
+        if name in saved and saved[name].spec != source.spec
+    ]
+    if problems:
+        lines = [
+            f"the checkpoint doesn't fit these masters: {counted(len(problems), 'difference')}.",
+            *sorted(problems),
+            "Each trainable bf16 parameter has a low half, or with masters='rounded' a generator.",
+            "Compile the model with the saved precision and masters, and with the same parameters frozen.",
+        ]
+        raise CheckpointError("\n  ".join(lines))
+
 
 Kind = Literal["whole", "exact", "rounded"]
 """Kinds of masters of bf16 parameters: none, with low halves, or the parameters themselves, rounded at random."""

@@ -15,11 +15,10 @@ from megatrain.hardware.work import Works, total_flops
 from megatrain.passes.cost import ResultCost
 from megatrain.passes.interpret import Code
 from megatrain.passes.kept_results import HandedResults, NotedResults, is_kept
-from megatrain.passes.measuring.kernel_work import KernelWork, kernel_flops
-from megatrain.passes.measuring.live_bytes import LiveBytes, is_on
+from megatrain.passes.measuring.kernels import KernelWork, LiveBytes, is_on, kernel_flops
 from megatrain.passes.measuring.runs import measure_backward, storage_sizes
-from megatrain.passes.rewrites.alike_parts import AlikeParts
-from megatrain.tracer.packed.packing import has_wrappers
+from megatrain.passes.rewrites.parts import AlikeParts
+from megatrain.tracer.packing import has_wrappers
 from megatrain.tracer.spec import TensorSpec
 
 # For each byte that it keeps, a call computes at least so many FLOPs. The device with the fastest link to its host

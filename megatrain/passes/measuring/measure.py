@@ -18,16 +18,16 @@ from megatrain.passes.cost import TemplateCost
 from megatrain.passes.exact_fakes import exact_fakes
 from megatrain.passes.interpret import Code, opaque_calls
 from megatrain.passes.measuring.kept_work import KeptRuns, may_be_worth
-from megatrain.passes.measuring.kernel_work import KernelWork
+from megatrain.passes.measuring.kernels import KernelWork
 from megatrain.passes.measuring.known_costs import KnownCosts
 from megatrain.passes.measuring.runs import Workspace, measure_backward, measure_forward
 from megatrain.passes.program import Program, Template
-from megatrain.passes.rewrites.alike_parts import AlikeParts, InParts
+from megatrain.passes.rewrites.parts import AlikeParts, InParts
 from megatrain.passes.rewrites.tiled_region import without_results
 from megatrain.torch_private import pytree
 from megatrain.tracer.calls import applied_function, call_text
-from megatrain.tracer.expectations import Expectation
-from megatrain.tracer.packed.packed_call import PackedCall
+from megatrain.tracer.guards import Expectation
+from megatrain.tracer.packed import PackedCall
 from megatrain.tracer.spec import TensorSpec
 
 

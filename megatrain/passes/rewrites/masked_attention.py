@@ -13,14 +13,13 @@ from torch import fx
 from torch.autograd.function import once_differentiable
 from torch.autograd.graph import saved_tensors_hooks
 
-from megatrain.passes.rewrites.alike_parts import AlikeParts, computed_parts
-from megatrain.passes.rewrites.gradient_sum import GradientSum
+from megatrain.passes.rewrites.parts import AlikeParts, GradientSum, computed_parts
 from megatrain.passes.rewrites.positions import Known, PositionProof
 from megatrain.passes.rewriting.call_trial import Site
 from megatrain.passes.rewriting.rewriter import Rewriter
 from megatrain.sizes import format_bytes
 from megatrain.tracer.calls import target_name
-from megatrain.tracer.node_meta import CALLS
+from megatrain.tracer.spec import CALLS
 from megatrain.tracer.traced import TracedModule
 
 ATTENTION = F.scaled_dot_product_attention

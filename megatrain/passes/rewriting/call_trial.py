@@ -15,13 +15,12 @@ from megatrain.errors import LowerError
 from megatrain.interrupts import Interrupts
 from megatrain.torch_private import FakeTensorMode, disable_current_modes, pytree
 from megatrain.tracer.calls import call_name
-from megatrain.tracer.capture.scripts import scripts_on_values
+from megatrain.tracer.capture.sandbox import scripts_on_values
 from megatrain.tracer.capture.triton_launches import launches_refused
-from megatrain.tracer.node_meta import autocast_state
 from megatrain.tracer.recording.effect_watch import EffectWatch, storage_key
 from megatrain.tracer.recording.random_numbers import GeneratorWatch
 from megatrain.tracer.source_line import SourceLine
-from megatrain.tracer.spec import TensorSpec
+from megatrain.tracer.spec import TensorSpec, autocast_state
 
 Target = str | Callable[..., Any]
 """A function of tensors, or the name of a tensor's method."""
@@ -37,7 +36,7 @@ class Site:
 
     Args:
         after: The node that it follows; it also follows all earlier additions there.
-        modules: See `megatrain/tracer/node_meta.py`, as for the others.
+        modules: See `megatrain/tracer/spec.py`, as for the others.
         source: The user's line.
         grad: Whether gradients are enabled.
         autocast: The autocast regions.

@@ -22,8 +22,7 @@ from megatrain.tracer.calls import (
     named_arguments,
     target_name,
 )
-from megatrain.tracer.equal import is_equal
-from megatrain.tracer.node_meta import CALLS
+from megatrain.tracer.spec import CALLS, is_equal
 
 # A pattern has no values, so Python code can't ask for them.
 _ASKING = frozenset(

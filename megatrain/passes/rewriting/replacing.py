@@ -8,7 +8,7 @@ from typing import NoReturn
 from torch import fx
 
 from megatrain.errors import LowerError
-from megatrain.tracer.node_meta import CALLS
+from megatrain.tracer.spec import CALLS
 
 
 def refuse_rewrite(what: str, rule: str, way_out: str) -> NoReturn:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import replace
 from operator import getitem
 from typing import Any
 
@@ -13,17 +14,62 @@ from torch import fx
 
 from megatrain.checks import checked, count, function, optional, sequence_of, shown
 from megatrain.passes.canonicalize import copied_graph, is_erased, without_dead
-from megatrain.passes.rewriting.call_trial import Site, Target, check_target, operands_of, refuse_call
-from megatrain.passes.rewriting.known_outcomes import KnownOutcomes
+from megatrain.passes.dedup import frozen
+from megatrain.passes.rewriting.call_trial import Outcome, Site, Target, check_target, operands_of, refuse_call, tried
 from megatrain.passes.rewriting.pattern import Match, Pattern
 from megatrain.passes.rewriting.replacing import check_alike, refuse_rewrite, take_over_memory
-from megatrain.torch_private import pytree
+from megatrain.torch_private import FakeTensorMode, pytree
 from megatrain.tracer.calls import call_name
 from megatrain.tracer.inventory import StateEntry
-from megatrain.tracer.node_meta import CALLS
 from megatrain.tracer.recording.effect_watch import storage_key
-from megatrain.tracer.spec import TensorSpec
+from megatrain.tracer.spec import CALLS, TensorSpec
 from megatrain.tracer.traced import TracedModule
+
+
+class KnownOutcomes:
+    """What calls that a pass adds made in their trials.
+
+    Args:
+        device: Where the model computes.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._mode = FakeTensorMode()
+        # With the operands that were tried. The arguments live as long as a key that knows them by identity.
+        self._known: dict[Hashable, tuple[Outcome, list[fx.Node], Any]] = {}
+
+    def of(
+        self, target: Target, args: tuple[Any, ...], kwargs: Mapping[str, Any], site: Site, alike: Hashable
+    ) -> Outcome:
+        """The outcome of a call: of its own trial, or of that of a call that is alike.
+
+        Args:
+            target: As in `tried`.
+            args: See there.
+            kwargs: See there.
+            site: See there.
+            alike: Equal for calls that make results of the same kinds of operands of the same kinds; None if no other
+                call is known to.
+
+        Raises:
+            LowerError: As `tried`.
+        """
+        if alike is None:
+            return tried(target, args, kwargs, site, self._device, self._mode)
+        number: dict[fx.Node, int] = {}
+        fx.map_arg((args, dict(kwargs)), lambda node: number.setdefault(node, len(number)))
+        kinds = tuple((node.meta["spec"], node.meta["requires_grad"]) for node in number)
+        key = alike, frozen(args, number), frozen(kwargs, number), kinds, site.grad, site.autocast
+        if key not in self._known:
+            self._known[key] = tried(target, args, kwargs, site, self._device, self._mode), list(number), (args, kwargs)
+        outcome, operands, _ = self._known[key]
+        stands_for = dict(zip(operands, number, strict=True))
+        return replace(
+            outcome,
+            operands={storage: stands_for[node] for storage, node in outcome.operands.items()},
+            same=None if outcome.same is None else stands_for[outcome.same],
+        )
 
 
 class Rewriter:

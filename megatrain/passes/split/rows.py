@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,6 +11,105 @@ import torch.nn.functional as F
 from torch import fx
 
 from megatrain.tracer.spec import TensorSpec
+
+
+def carried_shape(shape: Sequence[int], stride: Sequence[int]) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
+    """Shape and strides of the elements that lie apart in memory: expanded dimensions have one.
+
+    Returns:
+        None if other elements lie in the same memory.
+    """
+    apart = tuple(1 if jump == 0 and size > 0 else size for size, jump in zip(shape, stride, strict=True))
+    end = 0
+    for size, jump in sorted(zip(apart, stride, strict=True), key=lambda pair: pair[1]):
+        if size > 1 and jump <= end:
+            return None
+        end += max(0, size - 1) * jump
+    return apart, tuple(stride)
+
+
+def span(shape: Sequence[int], stride: Sequence[int]) -> int:
+    """Elements from the first to the last in memory."""
+    if 0 in shape:
+        return 0
+    return 1 + sum((size - 1) * jump for size, jump in zip(shape, stride, strict=True))
+
+
+def span_bytes(spec: TensorSpec) -> int | None:
+    """Bytes of a storage that holds a tensor with its own strides; None if it overlaps itself."""
+    if spec.stride is None:
+        return spec.nbytes
+    if carried_shape(spec.shape, spec.stride) is None:
+        return None
+    return span(spec.shape, spec.stride) * spec.dtype.itemsize
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """A call, the operand of it that is cut, and what it does to that."""
+
+    node: fx.Node
+    operand: fx.Node
+    act: Act
+
+
+@dataclass(frozen=True, slots=True)
+class Use:
+    """One road of a tensor into the data.
+
+    Args:
+        before: Views and casts of the tensor alone.
+        call: Where it meets other data.
+    """
+
+    before: tuple[Cut, ...]
+    call: Cut
+
+    @property
+    def end(self) -> fx.Node:
+        """The call whose result the parts make up."""
+        return self.call.node
+
+    def nodes(self) -> tuple[fx.Node, ...]:
+        """The calls that are rewritten, without the shared views in front."""
+        return (self.call.node,)
+
+
+@dataclass(frozen=True, slots=True)
+class Batch(Use):
+    """A product batched over the rows: each part gives a stretch of the result."""
+
+
+@dataclass(frozen=True, slots=True)
+class Row(Use):
+    """One row, by a number that never changes: one part gives it."""
+
+    row: int
+
+
+@dataclass(frozen=True, slots=True)
+class Selection(Use):
+    """Rows picked by number, and the views and the product that follow."""
+
+    gather: Gather
+    after: tuple[Cut, ...]
+
+    @property
+    def end(self) -> fx.Node:
+        """The call whose result the parts make up."""
+        return self.after[-1].node if self.after else self.call.node
+
+    def nodes(self) -> tuple[fx.Node, ...]:
+        """The calls that are rewritten, without the shared views in front."""
+        return (self.call.node, *(step.node for step in self.after))
+
+
+@dataclass(frozen=True, slots=True)
+class Grouped(Use):
+    """A grouped product: consecutive runs of `tokens`, each with its own row; `ends` tells where the runs end."""
+
+    tokens: fx.Node
+    ends: fx.Node
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,8 +11,7 @@ import torch
 from torch import fx
 
 from megatrain.passes.interpret import has_inner_grad
-from megatrain.passes.program import Block, Program
-from megatrain.passes.trained_blocks import has_backward
+from megatrain.passes.program import Block, Program, has_backward
 from megatrain.tracer.inventory import StateEntry
 
 

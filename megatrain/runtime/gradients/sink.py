@@ -3,17 +3,185 @@
 from __future__ import annotations
 
 import warnings
+from collections import Counter
 from collections.abc import Callable, Collection, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 
+from megatrain import torch_private
 from megatrain.device import Device
 from megatrain.errors import ExecuteError, HookOrderWarning
+from megatrain.passes.interpret import looks_in_backward
+from megatrain.passes.program import Program
 from megatrain.runtime.gradients.landing import KeptLanding, Landed, Landing, PlainLanding
 from megatrain.scheduler.instructions import Bytes
 from megatrain.tracer.inventory import StateEntry
 from megatrain.tracer.spec import TensorSpec
+
+
+def keeps_graph() -> bool:
+    """Tells, inside a backward, whether it was called with `retain_graph`."""
+    return bool(torch_private.keeps_graph())
+
+
+class Demand:
+    """Sends each parameter's gradient where the backward that is running wants it.
+
+    `loss.backward()` wants gradients in `.grad`: they are added there one by one, as they arrive. A gradient with hooks
+    waiting for it, and one that `torch.autograd.grad` asked for, go back to the engine instead: it runs hooks once, on
+    the sum over all calls of the model. `backward(inputs=...)` leaves the others alone.
+
+    Args:
+        keys: Of the parameters.
+        parameters: The tensors themselves.
+        nodes: Their nodes in the caller's graph, one each.
+        program: What runs; it has the order of eager's gradients.
+    """
+
+    def __init__(
+        self,
+        keys: Sequence[str],
+        parameters: Sequence[torch.Tensor],
+        nodes: Sequence[Any],
+        program: Program,
+    ):
+        self._keys = keys
+        self._own: dict[str, torch.Tensor] = {}
+        self._hooked: set[str] = set()
+        self._returned: dict[str, torch.Tensor | None] = {}
+        for key, parameter, node in zip(keys, parameters, nodes, strict=True):
+            if not parameter.is_leaf or _is_captured(node):
+                self._returned[key] = None
+            elif not torch_private.will_execute_node(node) or not parameter.requires_grad:
+                continue
+            elif is_hooked(parameter):
+                self._returned[key] = None
+                self._hooked.add(key)
+            else:
+                self._own[key] = parameter
+        in_backward = partial(any, (looks_in_backward(template.graph) for template in program.templates.values()))
+        warn_of_order(program.gradient_order, self._hooked.__contains__, in_backward)
+
+    def keeps(self, key: str) -> bool:
+        """Tells whether somebody will keep the memory of a parameter's gradient."""
+        return keeps_gradient(self._own[key]) if key in self._own else key in self._returned
+
+    def __call__(self, key: str, gradient: torch.Tensor) -> None:
+        """Takes the whole gradient of a parameter; runs on the stream that brings it to the host."""
+        if key in self._own:
+            accumulate(self._own[key], gradient)
+        elif key in self._returned:
+            self._returned[key] = gradient
+
+    def returned(self) -> list[torch.Tensor | None]:
+        """Returns the gradients for the engine, one per parameter.
+
+        Raises:
+            ExecuteError: If a parameter with hooks got no gradient: the engine would run its hooks all the same.
+        """
+        for key in self._hooked:
+            if self._returned[key] is None:
+                raise ExecuteError(
+                    f"parameter `{key}` has a hook, but this backward has no gradient for it.\n"
+                    "  In eager its hooks would not run; in a compiled model they would run, without a gradient.\n"
+                    "  Remove the hook, or differentiate the outputs that depend on the parameter as well."
+                )
+        return [self._returned.get(key) for key in self._keys]
+
+
+class Once:
+    """Hands each parameter's gradient on once: a backward that is repeated makes those again that came before.
+
+    Attributes:
+        keeps: See `Take`.
+    """
+
+    def __init__(self, take: Take):
+        self._take = take
+        self.keeps = keeps_of(take)
+        self._known: set[str] = set()
+
+    def __call__(self, key: str, gradient: torch.Tensor) -> None:
+        """See `Take`."""
+        if key not in self._known:
+            self._take(key, gradient)
+            self._known.add(key)
+
+
+def _is_captured(node: Any) -> bool:
+    """Tells whether `torch.autograd.grad` asked for the gradient of this leaf; the engine says so by an error."""
+    try:
+        torch_private.will_execute_node(node)
+    except RuntimeError:
+        return True
+    return False
+
+
+ParameterGradient = tuple[torch.Tensor | None, bool]
+"""A parameter's gradient, or None, and whether others hold its memory too."""
+
+
+def marked(
+    gradients: Sequence[torch.Tensor | None], is_held: Callable[[torch.Tensor], bool]
+) -> list[ParameterGradient]:
+    """Marks each gradient whose memory is also that of a value, or of another gradient.
+
+    Args:
+        gradients: Of a block's parameters.
+        is_held: Tells whether a call holds a tensor's memory.
+    """
+    places = [g.untyped_storage().data_ptr() for g in gradients if g is not None and g.layout == torch.strided]
+    count = Counter(places)
+    return [
+        (
+            g,
+            g is not None and (is_held(g) or (g.layout == torch.strided and count[g.untyped_storage().data_ptr()] > 1)),
+        )
+        for g in gradients
+    ]
+
+
+def added(
+    known: Sequence[ParameterGradient] | None, found: Sequence[ParameterGradient]
+) -> tuple[list[ParameterGradient], Callable[[], None]]:
+    """Adds one micro-batch's gradients to the sums of those before, in their order.
+
+    Returns:
+        The new sums, and the rest of the work, which takes no memory: until it runs, the old sums are as they were.
+    """
+    before = known or [(None, False)] * len(found)
+    in_place = [_adds_in_place(*pair) for pair in zip(before, found, strict=True)]
+    sums = [
+        old if is_in_place else _sum(old, new) for old, new, is_in_place in zip(before, found, in_place, strict=True)
+    ]
+
+    def add() -> None:
+        for (total, _), (gradient, _), is_in_place in zip(sums, found, in_place, strict=True):
+            if is_in_place and total is not None and gradient is not None:
+                total.add_(gradient)
+
+    return sums, add
+
+
+def _adds_in_place(before: ParameterGradient, now: ParameterGradient) -> bool:
+    """Tells whether nothing else uses the memory of the sum so far."""
+    (total, is_shared), (gradient, _) = before, now
+    if total is None or gradient is None or is_shared or total.layout != torch.strided:
+        return False
+    return total.untyped_storage().nbytes() == total.nbytes
+
+
+def _sum(before: ParameterGradient, now: ParameterGradient) -> ParameterGradient:
+    """Adds a gradient to the sum of earlier ones, in memory of its own."""
+    total, gradient = before[0], now[0]
+    if total is None or gradient is None:
+        return now if total is None else before
+    # Sparse ones join their parts, and a dense one takes a sparse one up only from the left.
+    is_swapped = total.is_sparse and not gradient.is_sparse
+    return (gradient + total if is_swapped else total + gradient), False
+
 
 Take = Callable[[str, torch.Tensor], None]
 """Takes a parameter's key and its whole gradient, and may keep it. A taker that doesn't keep all has a method
@@ -163,7 +331,7 @@ class GradientSink:
             elif total.layout == gradient.layout == torch.strided and total.dtype == gradient.dtype:
                 in_place.append((total, gradient))
             else:
-                made[key] = _sum(total, gradient)
+                made[key] = _sink_sum(total, gradient)
         self._lent = lent
         for total, gradient in in_place:
             total.add_(gradient)
@@ -226,7 +394,7 @@ def accumulate(parameter: torch.Tensor, gradient: torch.Tensor) -> None:
     if parameter.grad is None:
         parameter.grad = laid_out(gradient, parameter)
     elif parameter.grad.is_sparse and not gradient.is_sparse:
-        parameter.grad = _sum(parameter.grad, gradient)
+        parameter.grad = _sink_sum(parameter.grad, gradient)
     else:
         parameter.grad.add_(gradient)
     post = parameter._post_accumulate_grad_hooks  # pyright: ignore[reportPrivateUsage, reportAttributeAccessIssue]
@@ -306,7 +474,7 @@ def gradient_form(gradient: torch.Tensor) -> str:
     return f"{TensorSpec(tuple(gradient.shape), gradient.dtype)}{layout} on {gradient.device}"
 
 
-def _sum(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+def _sink_sum(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
     """Adds two gradients; torch adds a sparse one to a dense one, but not the other way round."""
     return right + left if left.is_sparse and not right.is_sparse else left + right
 

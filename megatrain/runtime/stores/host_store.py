@@ -9,9 +9,11 @@ from itertools import islice
 import torch
 from torch.autograd.graph import increment_version
 
+from megatrain.errors import ExecuteError
 from megatrain.memory.block_image import BlockImage, Entry, image, is_alike, stored_stride, views
 from megatrain.memory.bus import PIECE_BYTES, Bus
 from megatrain.memory.host_arena import HostArena, together
+from megatrain.memory.host_limits import available_bytes
 from megatrain.memory.unshared import check_unshared
 from megatrain.runtime.stores.homes import (
     Home,
@@ -26,11 +28,57 @@ from megatrain.runtime.stores.homes import (
     staying,
     take_in,
 )
-from megatrain.runtime.stores.moving import check_movable, check_room
-from megatrain.runtime.stores.persisting import Stamp
-from megatrain.runtime.stores.weights import Weights, replace_memory
-from megatrain.sizes import aligned
+from megatrain.runtime.stores.parks import Stamp
+from megatrain.runtime.stores.weights import Weights, check_replaceable, replace_memory
+from megatrain.sizes import aligned, format_bytes
 from megatrain.tracer.spec import TensorSpec
+
+
+def check_movable(
+    tensors: Mapping[str, torch.Tensor], specs: Mapping[str, TensorSpec], weights: Weights | None
+) -> None:
+    """Refuses tensors that can't be moved faithfully: no values, another spec, or memory shared by two keys."""
+    for key, tensor in tensors.items():
+        spec = specs[key]
+        if tensor.is_meta and (weights is None or key not in weights):
+            raise ExecuteError(f"`{key}` is on the meta device and has no values; load it before the first call.")
+        check_replaceable(key, tensor)
+        if tuple(tensor.shape) != spec.shape or tensor.dtype != spec.dtype:
+            raise ExecuteError(f"`{key}` is {TensorSpec.of(tensor)}, but the model was compiled for {spec}.")
+    check_unshared(tensors)
+
+
+def check_room(moves: Sequence[tuple[torch.Tensor, TensorSpec]], alignment: int) -> None:
+    """Compares the memory that moving takes, beyond the tensors' present memory, with the host's.
+
+    Each tensor is copied and then frees its own memory, so that the most that is needed at once is padding
+    plus the largest tensor, unless several tensors share one storage: that is freed with the last of them.
+
+    Raises:
+        ExecuteError: With both numbers.
+    """
+    left: dict[int, list[int]] = {}
+    for tensor, _ in moves:
+        storage = tensor.untyped_storage()
+        nbytes, count = left.setdefault(storage.data_ptr(), [0 if tensor.is_meta else storage.nbytes(), 0])
+        left[storage.data_ptr()] = [nbytes, count + 1]
+    surplus = needed = total = 0
+    for tensor, spec in moves:
+        total += aligned(spec.nbytes, alignment)
+        surplus += aligned(spec.nbytes, alignment)
+        needed = max(needed, surplus)
+        entry = left[tensor.untyped_storage().data_ptr()]
+        entry[1] -= 1
+        surplus -= entry[0] if entry[1] == 0 else 0
+    available = available_bytes()
+    if needed > available:
+        raise ExecuteError(
+            f"moving the model's state into the host store needs {format_bytes(needed)} more host memory, "
+            f"{format_bytes(available)} are available.\n"
+            f"  The store takes {format_bytes(total)}; the present memory of the state is freed tensor by tensor.\n"
+            "  Free host memory, or use a machine with more."
+        )
+
 
 __all__ = ["BlockImage", "Entry", "HostArena", "HostStore", "image", "stored_stride", "views"]
 

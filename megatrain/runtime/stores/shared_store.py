@@ -12,8 +12,7 @@ import torch
 from megatrain.device import is_on_host
 from megatrain.device.host_pages import HostPages
 from megatrain.memory.host_arena import HostArena
-from megatrain.ranks.host import Host
-from megatrain.ranks.host_file import Region
+from megatrain.ranks.host import Host, Region
 from megatrain.runtime.stores.homes import Sent
 
 STATE, LOW = "state", "low"

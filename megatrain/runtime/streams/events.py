@@ -2,13 +2,138 @@
 
 from __future__ import annotations
 
+import os
 import threading
+import time
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from queue import SimpleQueue
 
-from megatrain.device import Device, DeviceEvent, is_late
+from megatrain.device import Device, DeviceEvent, HostMoment, Moment, is_late
 from megatrain.errors import ExecuteError
-from megatrain.runtime.streams.turn import turns_here
+from megatrain.interrupts import Interrupts
+from megatrain.scheduler.instructions import Instruction
+from megatrain.scheduler.items import Stream
+from megatrain.scheduler.table import Position
+from megatrain.torch_private import current_graph_task
+
+
+class _Here(threading.local):
+    """What this thread does."""
+
+    turns: tuple[Turn, ...] = ()
+
+
+_HERE = _Here()
+# A thread that waits for a turn checks for Ctrl-C at this interval, in seconds.
+_POLL_S = 0.1
+
+
+def turns_here() -> tuple[Turn, ...]:
+    """Returns the turns that this thread has, or works for."""
+    return _HERE.turns
+
+
+def work_for(turns: tuple[Turn, ...]) -> None:
+    """Notes for whose run this thread, a stream's, works from now on."""
+    _HERE.turns = turns
+
+
+class Turn:
+    """The right to use a model, for one thread at a time. Others wait.
+
+    Code that a run calls (a hook on a gradient, the loss) must not wait for the end of that run: hooks run on threads
+    of the streams, and the run waits for them. Such code is refused. So is a forked process, which has none of these
+    threads.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()
+        self._owner: int | None = None
+        self._is_running = False
+        self._differentiates = False
+        self._process = os.getpid()
+
+    @contextmanager
+    def hold(self, what: str, *, in_child: bool = False) -> Generator[None]:
+        """Keeps other threads away; the same thread may hold it several times over, but not within `run`.
+
+        Args:
+            what: The name of the called function, for the error.
+            in_child: It needs no other thread, so that a forked process may do it, too.
+
+        Raises:
+            ExecuteError: If it is called from within a run, or in a forked process.
+        """
+        with self._taken(what, in_child=in_child):
+            yield
+
+    @contextmanager
+    def run(self, what: str = "the model", *, in_child: bool = False, differentiates: bool = False) -> Generator[None]:
+        """As `hold`, for the operations of a call or a step: what they call may not use the model.
+
+        Args:
+            what: See `hold`.
+            in_child: See `hold`.
+            differentiates: They use autograd's engine, whose threads may run hooks as well.
+        """
+        with self._taken(what, in_child=in_child, is_running=True, differentiates=differentiates):
+            yield
+
+    @contextmanager
+    def _taken(
+        self, what: str, *, in_child: bool, is_running: bool = False, differentiates: bool = False
+    ) -> Generator[None]:
+        self._check(what, in_child=in_child)
+        # Ctrl-C between the lock and what is noted of it would keep the turn for ever.
+        with Interrupts() as interrupts:
+            self._acquire(what, interrupts)
+            before = self._owner, _HERE.turns
+            try:
+                self._owner, _HERE.turns = threading.get_ident(), (*_HERE.turns, self)
+                self._is_running, self._differentiates = is_running, differentiates
+                with interrupts.released():
+                    yield
+            finally:
+                self._owner, _HERE.turns = before
+                self._is_running = self._differentiates = False  # nothing is taken within a run
+                self._lock.release()
+
+    def _acquire(self, what: str, interrupts: Interrupts) -> None:
+        is_child = os.getpid() != self._process
+        while not self._lock.acquire(timeout=0 if is_child else _POLL_S):
+            if is_child:
+                raise ExecuteError(_FORKED.format(what=what))  # a thread that stayed behind has it, for ever
+            interrupts.check()
+
+    def _check(self, what: str, *, in_child: bool) -> None:
+        if os.getpid() != self._process and not in_child:
+            raise ExecuteError(_FORKED.format(what=what))
+        is_owner = self._owner == threading.get_ident()
+        works_for_it = self in _HERE.turns or (self._differentiates and _is_autograd())
+        if self._is_running if is_owner else works_for_it:
+            it = "it" if what == "the model" else "the model"
+            raise ExecuteError(_RUNNING.format(what=what, it=it))
+
+
+def _is_autograd() -> bool:
+    """Whether this is a thread of autograd's engine, which no code of Python has started."""
+    is_foreign = isinstance(threading.current_thread(), threading._DummyThread)  # pyright: ignore
+    return is_foreign and current_graph_task() != -1
+
+
+_RUNNING = (
+    "{what} was called while {it} runs.\n"
+    "  A run waits for hooks on gradients and for the loss, so these can't wait for the end of the run.\n"
+    "  Call it after the run has returned."
+)
+_FORKED = (
+    "{what} was called in a forked process.\n"
+    "  The threads that run the model stayed in the process that compiled it.\n"
+    "  Read parameters and state, or call the model itself, uncompiled; or compile it in this process."
+)
+
 
 CALLER = "compute"
 """Name under which the caller's thread waits: it runs the compute stream and submits to all the others."""
@@ -174,3 +299,124 @@ class Session:
                 self._abort(Failure(f"{stream}:{label}", ExecuteError(text), is_callers=True))
                 return
             stream = event.stream
+
+
+_OF_DEVICE = (Stream.H2D, Stream.COMPUTE, Stream.D2H, Stream.RECEIVE, Stream.SEND)
+
+
+class Stopwatch:
+    """Times each operation from when it could have begun, its stream free and its waits over, to its end.
+
+    Time between operations thus belongs to the next operation, so a simulation of these times includes it. But in a
+    step that nothing holds up, Python launches an operation while the device still runs the one before: an operation
+    takes as long as Python needs from when it could have begun, or as the device needs once it is launched, whichever
+    is longer.
+
+    Args:
+        device: Where all work but the host's runs.
+
+    Attributes:
+        seconds: By position.
+    """
+
+    def __init__(self, device: Device) -> None:
+        self._device = device
+        self.restart()
+
+    def restart(self) -> None:
+        """Forgets all times."""
+        self.seconds: dict[Position, float] = {}
+        self._ends: dict[Position, float] = {}
+        self._last: dict[Stream, float] = {}
+        self._begin: float | None = None
+
+    def timed(self, instruction: Instruction, work: Callable[[], None]) -> Callable[[], None]:
+        """Returns the work of an operation, with its time taken; on an accelerator its stream waits for the end."""
+        begin = self._begin = time.perf_counter() if self._begin is None else self._begin
+
+        def run() -> None:
+            launching = time.perf_counter()
+            work()
+            launched = time.perf_counter()
+            stream, queue = instruction.position.stream, self._device.current_stream()
+            # Not the whole device: another stream's longer work would count as this one's.
+            if stream != Stream.HOST and queue is not None:
+                queue.synchronize()
+            end = self._ends[instruction.position] = time.perf_counter()
+            free = self._last.get(stream, begin)
+            self._last[stream] = end
+            ready = max([free, *(self._ends[w] for w in instruction.waits)])
+            self.seconds[instruction.position] = max(launched - ready, end - max(ready, launching))
+
+        return run
+
+
+class RunClock:
+    """Takes the moments at which each operation begins and ends, and holds nothing up.
+
+    Work of the host is timed by its clock, work of an accelerator by events of its streams. The two clocks are set
+    once, when the step begins and the device is idle; they may drift apart by some microseconds a second.
+
+    Args:
+        device: Where all work but the host's runs.
+
+    Raises:
+        ExecuteError: If the device's events don't measure time.
+    """
+
+    def __init__(self, device: Device) -> None:
+        self._device = device
+        self.restart()
+        try:
+            self._zero()
+        except (RuntimeError, AttributeError, TypeError) as error:
+            raise ExecuteError(
+                f"events of {device} don't measure time: {error}\n"
+                "  A step is timed as it runs by events of its streams.\n"
+                "  Use step.measure(batch), whose streams wait after each operation."
+            ) from error
+
+    def restart(self) -> None:
+        """Forgets all times."""
+        self._moments: dict[Position, tuple[Moment, Moment]] = {}
+        # The same moment by both clocks.
+        self._zeros: tuple[Moment, HostMoment] | None = None
+
+    def timed(self, instruction: Instruction, work: Callable[[], None]) -> Callable[[], None]:
+        """Returns the work of an operation, with the moments taken at which it begins and ends."""
+        if self._zeros is None:
+            self._zeros = self._zero(), HostMoment(time.perf_counter())
+        is_device = instruction.position.stream in _OF_DEVICE
+
+        def run() -> None:
+            begin = self._moment(is_device)
+            work()
+            self._moments[instruction.position] = begin, self._moment(is_device)
+
+        return run
+
+    def spans(self) -> dict[Position, tuple[float, float]]:
+        """Seconds of the beginning and the end of each operation, from the start of the step; waits for the device."""
+        return {position: (self._seconds(a), self._seconds(b)) for position, (a, b) in self._moments.items()}
+
+    @property
+    def zero_s(self) -> float:
+        """The start of the step by `time.perf_counter`, which all processes of a host share; after the step."""
+        assert self._zeros is not None
+        return self._zeros[1].seconds
+
+    def _zero(self) -> Moment:
+        moment = self._device.moment()
+        moment.seconds_since(moment)  # waits
+        return moment
+
+    def _moment(self, is_device: bool) -> Moment:
+        return self._device.moment() if is_device else HostMoment(time.perf_counter())
+
+    def _seconds(self, moment: Moment) -> float:
+        assert self._zeros is not None
+        of_device, of_host = self._zeros
+        return moment.seconds_since(of_host if isinstance(moment, HostMoment) else of_device)
+
+
+Watch = Stopwatch | RunClock

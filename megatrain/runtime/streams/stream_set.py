@@ -13,9 +13,16 @@ import contextlib
 from collections.abc import Callable, Collection, Generator, Sequence
 
 from megatrain.device import HOST, Device, DeviceEvent, DeviceStream
-from megatrain.runtime.streams.chaos import Chaos, InjectedFailure, Issued, Recording
 from megatrain.runtime.streams.events import Aborted, Event, Failure, Session
-from megatrain.runtime.streams.stream import ComputeStream, Steps, StreamThread
+from megatrain.runtime.streams.stream import (
+    Chaos,
+    ComputeStream,
+    InjectedFailure,
+    Issued,
+    Recording,
+    Steps,
+    StreamThread,
+)
 
 __all__ = [
     "Aborted",

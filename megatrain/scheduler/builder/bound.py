@@ -17,12 +17,12 @@ from math import inf
 from typing import NamedTuple
 
 from megatrain.hardware.hardware import Hardware
-from megatrain.scheduler.builder.results import result_bytes
+from megatrain.scheduler.builder.search import result_bytes
+from megatrain.scheduler.costs import OpSeconds
 from megatrain.scheduler.effects import Effects
 from megatrain.scheduler.items import NO_BLOCK, Stream
 from megatrain.scheduler.parking import turn_block
-from megatrain.scheduler.timing.costs import OpSeconds
-from megatrain.scheduler.timing.shared import link_limits
+from megatrain.scheduler.simulate import link_limits
 
 
 class StepBound(NamedTuple):

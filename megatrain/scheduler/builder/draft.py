@@ -7,19 +7,44 @@ from dataclasses import dataclass, replace
 from math import inf
 from typing import NamedTuple
 
-from megatrain.scheduler.builder.between_ranks import between_ranks
 from megatrain.scheduler.builder.host_ticks import HostTicks, deferred_updates, head_updates, place_host, written
 from megatrain.scheduler.builder.order import Rows, assign_ticks
 from megatrain.scheduler.builder.stays import Stay, compute_stages, giants, place_slots, stays_of
 from megatrain.scheduler.items import NO_BLOCK, Stream
-from megatrain.scheduler.lifetimes.books import Books, moved_bytes, slab_bytes
-from megatrain.scheduler.lifetimes.lifetime import Lifetime, live_bytes, of_ticks
-from megatrain.scheduler.lifetimes.peak import device_moments
+from megatrain.scheduler.lifetimes import Books, Lifetime, device_moments, live_bytes, moved_bytes, of_ticks, slab_bytes
 from megatrain.scheduler.op import Op
 from megatrain.scheduler.parking import Parking, Parks, host_value_bytes, park_bytes
 from megatrain.scheduler.step_kind import StepKind
 from megatrain.scheduler.table import Place, Slot, Table, Tick
 from megatrain.scheduler.workload import Workload
+
+
+def between_ranks(rows: Rows, kind: StepKind) -> Rows:
+    """The rows with an `R` for each block, and with a `P` where its gradients left, ahead of its `G`.
+
+    A sum comes while the first micro-batch's backward is under way, and is added to its gradients.
+    """
+    ticks = rows.ticks
+    order = sorted(ticks.offload, key=ticks.offload.__getitem__)
+    if kind.receives:
+        ticks = replace(ticks, receive=_receiving(order, ticks.backward))
+    if not kind.sends:
+        return replace(rows, ticks=ticks)
+    send: dict[int, int] = {}
+    offload: dict[int, int] = {}
+    left = landed = -1
+    for block in order:
+        send[block] = left = max(left + 1, ticks.offload[block])
+        offload[block] = landed = max(landed, left) + 1
+    return replace(rows, ticks=replace(ticks, send=send, offload=offload), num_ticks=max(rows.num_ticks, landed + 1))
+
+
+def _receiving(order: list[int], backward: dict[int, list[int]]) -> dict[int, int]:
+    found: dict[int, int] = {}
+    at = -1
+    for block in order:
+        found[block] = at = max(at + 1, backward[block][0])
+    return found
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import pairwise
 
 from megatrain.scheduler.check.case import Case
 from megatrain.scheduler.items import NO_BLOCK, Stream
@@ -158,3 +159,125 @@ def _check_update_of_this(case: Case, update: Position, members: tuple[int, ...]
         # Streams keep their order, so the last one to leave stands for all.
         last = max(p for p, op in case.ops if op.what == "G")
         case.require_before(last, update, "follows all gradients, the last of which leaves with", rule)
+
+
+# The checker's rules of several ranks: sums of gradients pass from one to the next, and no two wait for each other.
+#
+# Each rank's table is checked alone. The blocks are the same on all ranks, which compare them before a step. So if each
+# table keeps to one order, an op between ranks waits only for ops that come earlier in this order, on any rank, and the
+# ranks can't wait for each other in a circle: by block, last one first; of a block first `R`, then `P`, then `G`; each
+# by rank.
+
+_OPS = ((Stream.RECEIVE, "R"), (Stream.SEND, "P"), (Stream.D2H, "G"))
+
+
+def check_between_ranks(case: Case) -> None:
+    """Sums begin with those of the rank before, and go on once they are whole here; the total comes back."""
+    rule = (
+        "With several micro-batches, on all ranks but the first, each G has one R, before the second B of its block; "
+        "on all but the last one P, after the last B and before the G."
+    )
+    kind = case.schedule.kind
+    blocks = [b for b in range(len(case.workload.blocks)) if case.at(Stream.D2H, "G", b)]
+    for (stream, what), is_there in zip(_OPS[:2], (kind.receives, kind.sends), strict=True):
+        for block in range(len(case.workload.blocks)):
+            if is_there and block in blocks:
+                case.once(stream, what, block, rule)
+            else:
+                case.never(stream, what, block, "has no other rank", rule)
+    if kind.ranks == "alone":
+        return
+    for block in blocks:
+        backwards = case.backwards(block)
+        for receiving in case.at(Stream.RECEIVE, "R", block):
+            case.require_before(receiving, backwards[1], "adds to the sum that comes with", rule)
+        for sending in case.at(Stream.SEND, "P", block):
+            case.require_before(backwards[-1], sending, "hands on gradients of", rule)
+            case.require_before(sending, case.at(Stream.D2H, "G", block)[0], "waits for what goes on with", rule)
+    _check_one_order(case, blocks[::-1])
+
+
+def _check_one_order(case: Case, blocks: Sequence[int]) -> None:
+    rule = "Ops between ranks come in one order on all ranks, by block, last one first; none waits for a later one."
+    for stream, what in _OPS:
+        found = [position for position, op in case.ops if position.stream == stream and op.what == what]
+        for earlier, later in pairwise(found):
+            if case.op(later).block >= case.op(earlier).block:
+                raise case.fault(f"{case.name(later)} comes too late.", rule, later.tick, "Exchange the two.")
+    for block, later in pairwise(blocks):
+        for mine in _between(case, block):
+            for theirs in _between(case, later):
+                if case.clocks.is_before(theirs, mine):
+                    what = f"{case.name(mine)} waits for {case.name(theirs)}"
+                    raise case.fault(f"{what}, of a later block.", rule, mine.tick, "Move it, or drop the wait.")
+
+
+def _between(case: Case, block: int) -> list[Position]:
+    return [position for stream, what in _OPS for position in case.at(stream, what, block)]
+
+
+# The checker's rules of a store that ranks of one host share: who may write its parts when, and who reads them.
+#
+# Each rank updates a part of every block's parameters with its `U`, and its `V` waits for the `U` of all others. Each
+# table is checked alone; ranks of one host have the same blocks and the same updates, which they compare before a step.
+#
+# - An update of this step, on any rank, follows a `G` of its block, which brings the total; the total is made when the
+#   sum has gone through all ranks. So a reader that comes before this rank hands on its sum comes before the `U` of
+#   every rank.
+# - A deferred update writes what the steps before have read: they are over on all ranks. Its `V` comes before the first
+#   reader of this step.
+# - A `V` waits for other ranks' `U`. Deferred ones wait for nothing of another rank; all others only for totals. So
+#   nobody waits in a circle if no deferred `U` waits for an op between ranks, and neither sums nor any `U` wait for a
+#   `V` of this step's updates.
+
+
+def check_shared_store(case: Case) -> None:
+    """Each update of a shared store has one V; readers come before the updates of all ranks, or after them."""
+    rule = "Where ranks share a store, each U has one V, after it; a store of one process has none."
+    for block, work in enumerate(case.workload.blocks):
+        if not case.schedule.kind.is_shared or not case.at(Stream.HOST, "U", block):
+            case.never(Stream.PEERS, "V", block, "waits for an update that nobody makes", rule)
+            continue
+        (update,) = case.at(Stream.HOST, "U", block)
+        whole = case.once(Stream.PEERS, "V", block, rule)
+        case.require_before(update, whole, "follows", rule)
+        members = (block, *work.shares)
+        if case.is_deferred(block):
+            _check_deferred(case, update, whole, members)
+        else:
+            _check_of_this_step(case, whole, members)
+
+
+def _check_deferred(case: Case, update: Position, whole: Position, members: tuple[int, ...]) -> None:
+    rule = "What other ranks update at the head of a step is read after the V, and their U waits for no other rank."
+    for reader in case.weight_readers(members):
+        case.require_before(whole, reader, "reads what other ranks have written by", rule)
+    for other in _between_ranks(case):
+        if case.clocks.is_before(other, update):
+            what = f"{case.name(update)} waits for {case.name(other)}"
+            raise case.fault(f"{what}, and others wait for it.", rule, update.tick, "Move it, or drop the wait.")
+
+
+def _check_of_this_step(case: Case, whole: Position, members: tuple[int, ...]) -> None:
+    rule = "What other ranks update once they have the totals is read before this rank's sum goes on to them."
+    leaving = [position for member in members for position in case.leaving(member)]
+    for reader in case.weight_readers(members):
+        if not any(case.clocks.is_before(reader, position) for position in leaving):
+            what = f"{case.name(reader)} reads what another rank may be updating"
+            raise case.fault(f"{what}.", rule, reader.tick, "Move it above the tick where its gradients leave.")
+    rule = "Sums of gradients and updates wait for no V of an update of this step."
+    for other in (*_between_ranks(case, is_whole=False), *_updates(case)):
+        if case.clocks.is_before(whole, other):
+            what = f"{case.name(other)} waits for {case.name(whole)}"
+            raise case.fault(f"{what}, which waits for other ranks.", rule, other.tick, "Move it, or drop the wait.")
+
+
+def _between_ranks(case: Case, *, is_whole: bool = True) -> Iterator[Position]:
+    """All ops that wait for another rank; those that wait for its updates only if asked for."""
+    wanted = {(Stream.RECEIVE, "R"), (Stream.SEND, "P"), (Stream.D2H, "G")}
+    wanted |= {(Stream.PEERS, "V")} if is_whole else set()
+    return (position for position, op in case.ops if (op.stream, op.what) in wanted)
+
+
+def _updates(case: Case) -> Iterator[Position]:
+    return (position for position, op in case.ops if op.what == "U")

@@ -15,15 +15,20 @@ import networkx as nx
 from megatrain.counts import counted
 from megatrain.errors import ScheduleError
 from megatrain.scheduler.check.case import Case
-from megatrain.scheduler.check.host_rules import check_norm, check_places, check_updates
+from megatrain.scheduler.check.host_rules import (
+    check_between_ranks,
+    check_norm,
+    check_places,
+    check_shared_store,
+    check_updates,
+)
 from megatrain.scheduler.check.memory_rules import (
     check_figures,
     check_live_bytes,
+    check_persistent,
     check_releases_come_first,
+    check_weights,
 )
-from megatrain.scheduler.check.rank_rules import check_between_ranks
-from megatrain.scheduler.check.shared_rules import check_shared_store
-from megatrain.scheduler.check.weight_rules import check_persistent, check_weights
 from megatrain.scheduler.dependency import dependency_graph
 from megatrain.scheduler.happens import graph_waits
 from megatrain.scheduler.items import Stream

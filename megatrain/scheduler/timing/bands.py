@@ -9,9 +9,8 @@ from typing import NamedTuple
 from megatrain.scheduler.effects import streams
 from megatrain.scheduler.instructions import Instructions
 from megatrain.scheduler.items import Stream
+from megatrain.scheduler.simulate import TimedRun, Timing
 from megatrain.scheduler.table import Position
-from megatrain.scheduler.timing.simulate import Timing
-from megatrain.scheduler.timing.timed_run import TimedRun
 
 GAPS = "the time between ops"
 """What takes time on the path of a measured step besides ops: threads that wake up, Python, launches."""

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import gc
+import weakref
+from collections import UserDict
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from types import FrameType
 from typing import Any
 
 import torch
@@ -13,27 +17,21 @@ from torch import fx, nn
 from megatrain.device import find
 from megatrain.errors import TraceError
 from megatrain.interrupts import Interrupts
-from megatrain.torch_private import FakeTensorMode
+from megatrain.torch_private import FakeTensorMode, pytree
 from megatrain.tracer.arguments import Arguments, Structure
 from megatrain.tracer.calls import call_text
-from megatrain.tracer.capture.containers import Containers
-from megatrain.tracer.capture.hooks import Hooks, running_hooks
-from megatrain.tracer.capture.leaks import Made
-from megatrain.tracer.capture.python_effects import PythonEffects
-from megatrain.tracer.capture.sandbox import fake_state, swapped_state, uncompiled
-from megatrain.tracer.capture.scripts import followed_scripts
+from megatrain.tracer.capture.python_effects import Hooks, PythonEffects, running_hooks
+from megatrain.tracer.capture.sandbox import fake_state, followed_scripts, swapped_state, uncompiled
 from megatrain.tracer.capture.triton_launches import followed_launches
 from megatrain.tracer.inventory import StateEntry, StateValues, inventory
-from megatrain.tracer.packed.packed_state import PackedState
+from megatrain.tracer.packed import PackedState
 from megatrain.tracer.python.assumptions import Assumptions
 from megatrain.tracer.python.collect import Assuming
 from megatrain.tracer.python.contents import Holder, held_in, put_into
-from megatrain.tracer.python.holders import Attributes
-from megatrain.tracer.python.outer import Outer
+from megatrain.tracer.python.holders import Attributes, Outer
 from megatrain.tracer.python.side_outputs import SideOutputs
 from megatrain.tracer.recording.attempt import Attempt, NeedSavedError
 from megatrain.tracer.recording.effect_watch import StrayWatch
-from megatrain.tracer.recording.functions import recorded_functions
 from megatrain.tracer.recording.inputs import WrittenInputs, bind_inputs
 from megatrain.tracer.recording.module_calls import (
     followed_counts,
@@ -41,16 +39,118 @@ from megatrain.tracer.recording.module_calls import (
     host_drawer,
     kept_dtypes,
     opaque_modules,
+    recorded_functions,
     repeated_modules,
 )
 from megatrain.tracer.recording.obstacles import FOLLOW_HOST, RUN_AGAIN, Obstacle
-from megatrain.tracer.recording.own_code import own_code
 from megatrain.tracer.recording.random_numbers import HOST_GENERATORS, kept_rng
 from megatrain.tracer.recording.recorder import Recorder
 from megatrain.tracer.recording.vmap import recorded_maps
-from megatrain.tracer.source_line import user_line
+from megatrain.tracer.source_line import own_code, user_line
 from megatrain.tracer.spec import TensorSpec
 from megatrain.tracer.traced import ReturnedArgument, TracedModule
+from megatrain.tracer.user_dicts import attributes, contents
+
+
+@dataclass(frozen=True, slots=True)
+class Containers:
+    """The arguments of a call, each with what was in it.
+
+    A call of the capture gives the model's code new containers, so that a change of the caller's would be lost. A
+    dictionary (a dict or a UserDict) that is changed and returned is known by the result, and each call changes the
+    caller's in the same way.
+
+    Args:
+        held: Place among the arguments, the argument, its leaves and their layout.
+    """
+
+    held: Sequence[tuple[int | str, Any, Sequence[Any], pytree.TreeSpec]]
+
+    @staticmethod
+    def of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Containers:
+        """Looks into the arguments."""
+        placed: list[tuple[int | str, Any]] = [*enumerate(args), *kwargs.items()]
+        return Containers([(place, value, *pytree.tree_flatten(contents(value))) for place, value in placed])
+
+    def check(self, result: Any) -> ReturnedArgument | None:
+        """Checks that all of them hold what they held, except for a dictionary that is the model's result.
+
+        Returns:
+            What the model has changed in the latter.
+
+        Raises:
+            TraceError: Naming an argument that was changed.
+        """
+        returned: ReturnedArgument | None = None
+        for name, value, leaves, layout in self.held:
+            now, layout_now = pytree.tree_flatten(contents(value))
+            if layout_now != layout or not all(map(_is_same, now, leaves)):
+                before = pytree.tree_unflatten(leaves, layout)
+                entries = _entries(value, before) if value is result else None
+                if entries is not None:
+                    returned = ReturnedArgument.of(name, *entries)
+                    continue
+                raise TraceError(
+                    f"the model changes its argument `{name}`, a {type(value).__qualname__}.\n"
+                    "  In eager, the caller's object would change; a capture knows only the tensors in it.\n"
+                    "  Return what is new instead; or, without gradients, call the model in a walk: "
+                    "with torch.no_grad(), compiled.megatrain.walk()."
+                )
+        return returned
+
+
+def _entries(value: Any, before: Any) -> tuple[Mapping[Any, Any], Mapping[Any, Any]] | None:
+    """The entries of a dictionary before the forward and after it; None if something else of it differs, or is it."""
+    if type(value) is dict:  # pyright: ignore[reportUnknownArgumentType]
+        return before, value  # pyright: ignore[reportUnknownVariableType]
+    others = attributes(value)
+    if not isinstance(value, UserDict) or {*others, "data"} != {*before}:
+        return None
+    is_same = all(_is_same(now, before[name]) for name, now in others.items())
+    return (before["data"], value.data) if is_same else None  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
+
+
+def _is_same(one: Any, other: Any) -> bool:
+    return one is other or (not isinstance(one, torch.Tensor) and type(one) is type(other) and one == other)
+
+
+class Made:
+    """The tensors of one capture, followed weakly, with the place in the model that made each.
+
+    Args:
+        tensors: Tensors and places.
+    """
+
+    def __init__(self, tensors: Iterable[tuple[torch.Tensor, str]]) -> None:
+        self._made = [(weakref.ref(tensor), place) for tensor, place in tensors]
+
+    def check(self) -> None:
+        """Looks for tensors that Python code holds although the capture is over and has let go of them.
+
+        Raises:
+            TraceError: If there are any: the user would find tensors without values, at every later call too.
+        """
+        held = self._held()
+        if held:
+            gc.collect()  # what only refers to itself is nobody's
+            held = self._held()
+        if not held:
+            return
+        place = next(place for ref, place in self._made if id(ref()) in held)
+        raise TraceError(
+            f"the forward leaves a tensor, made {place}, where a capture can't follow it.\n"
+            "  A capture follows attributes of modules, and variables and objects that the model's code or its "
+            "hooks name.\n"
+            "  Keep the tensor in one of these places, or return it from the model."
+        )
+
+    def _held(self) -> set[int]:
+        """Identities of what is held by those who hold one of the tensors."""
+        alive = [tensor for tensor in (ref() for ref, _ in self._made) if tensor is not None]
+        # One look over all objects; autograd, which also keeps tensors, isn't among them.
+        holders = gc.get_referrers(*alive) if alive else []
+        others = [holder for holder in holders if holder is not alive and not isinstance(holder, FrameType)]
+        return {id(item) for holder in others for item in gc.get_referents(holder)}
 
 
 class Capture:

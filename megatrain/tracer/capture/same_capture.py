@@ -10,10 +10,9 @@ from torch import fx
 from torch.fx.node import map_arg
 
 from megatrain.torch_private import pytree
-from megatrain.tracer.equal import is_equal
-from megatrain.tracer.expectations import Expectation
-from megatrain.tracer.guards import Guard
+from megatrain.tracer.guards import Expectation, Guard
 from megatrain.tracer.python.followed_numbers import OnNumbers
+from megatrain.tracer.spec import is_equal
 from megatrain.tracer.traced import TracedModule
 
 # What a node's meta says besides the user's line.

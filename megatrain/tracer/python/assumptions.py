@@ -10,9 +10,8 @@ from typing import Any
 from torch import nn
 
 from megatrain.counts import counted
-from megatrain.tracer.python.contents import MISSING, Missing
-from megatrain.tracer.python.module_tree import ModuleTree
-from megatrain.tracer.python.named import Named
+from megatrain.tracer.python.attributes import ModuleTree
+from megatrain.tracer.python.contents import MISSING, Missing, Named
 from megatrain.tracer.python.snapshot import Contents, Kept, KeptValue, Same, value_text
 from megatrain.tracer.python.unchanged import Watch
 from megatrain.tracer.source_line import SourceLine

@@ -13,12 +13,10 @@ from torch import nn
 
 from megatrain.errors import UnwatchedWarning
 from megatrain.tracer.python.assumptions import Assumption, Assumptions, ClassAttribute, OwnAttribute, Unset
-from megatrain.tracer.python.attributes import Read, Reads, recorded_reads
-from megatrain.tracer.python.contents import MISSING
+from megatrain.tracer.python.attributes import ModuleTree, Read, Reads, recorded_reads
+from megatrain.tracer.python.contents import MISSING, Named
 from megatrain.tracer.python.globals import Variables, named_variables
-from megatrain.tracer.python.keeper import Keeper
-from megatrain.tracer.python.module_tree import ModuleTree
-from megatrain.tracer.python.named import Named
+from megatrain.tracer.python.snapshot import Keeper
 
 
 class Assuming:

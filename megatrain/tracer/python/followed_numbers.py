@@ -16,9 +16,9 @@ import torch
 
 from megatrain.torch_private import FakeTensor, pytree
 from megatrain.tracer.calls import call_name, function_text, literal_text
-from megatrain.tracer.equal import is_equal
-from megatrain.tracer.expectations import GuardFailedError
+from megatrain.tracer.guards import GuardFailedError
 from megatrain.tracer.source_line import SourceLine, user_line
+from megatrain.tracer.spec import is_equal
 
 Number = float | int
 

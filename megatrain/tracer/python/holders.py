@@ -3,28 +3,76 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from operator import is_
+from types import SimpleNamespace
 from typing import Any
 
 from torch import nn
 
-from megatrain.tracer.equal import is_equal
 from megatrain.tracer.python.contents import (
     BUFFERS,
+    CONTAINERS,
     GENERATORS,
     VALUES,
     GeneratorState,
     Holder,
+    Named,
     held_in,
     holders_in,
     identity_of,
     is_unchangeable,
     put_into,
 )
-from megatrain.tracer.python.named import Named
-from megatrain.tracer.python.outer import Outer, is_ours
+from megatrain.tracer.python.globals import named_variables, owned
+from megatrain.tracer.source_line import file_of, is_library
+from megatrain.tracer.spec import is_equal
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Outer:
+    """Where such state lies.
+
+    Args:
+        variables: Globals, variables of closures, attributes of classes, arguments bound to hooks.
+        objects: Names and attributes of objects whose methods are hooks, or that are hooks themselves.
+    """
+
+    variables: Sequence[Named] = ()
+    objects: Sequence[tuple[str, dict[str, Any]]] = ()
+
+    @staticmethod
+    def of(model: nn.Module, without: Collection[int] = ()) -> Outer:
+        """Finds it by looking at code; nothing is run.
+
+        Args:
+            model: The model.
+            without: Identities of forward hooks to leave out.
+        """
+        objects: dict[int, tuple[str, dict[str, Any]]] = {}
+        for module in model.modules():
+            for hook in (*module._forward_pre_hooks.values(), *module._forward_hooks.values()):
+                for found in owned(hook) if id(hook) not in without else ():
+                    if found.is_object:
+                        objects[id(found.values)] = (found.path, found.values)
+        return Outer(named_variables(model, without=without).found, list(objects.values()))
+
+    @staticmethod
+    def of_hook(hook: Any) -> Outer:
+        """Finds what one hook reaches."""
+        module = nn.Module()
+        module._forward_hooks[0] = hook
+        return Outer.of(module)
+
+
+def is_ours(value: Any) -> bool:
+    """Tells whether what an object holds may be the model's state, rather than a library's own affairs."""
+    kind = type(value)
+    if kind is SimpleNamespace or kind.__module__ == "builtins" or isinstance(value, CONTAINERS):
+        return True
+    return not is_library(file_of(kind))
+
 
 # What changes as a whole, however little of it does.
 _WHOLE = (*BUFFERS, GeneratorState)

@@ -14,9 +14,9 @@ from torch import nn
 
 from megatrain.errors import TraceError
 from megatrain.tracer.arguments import Structure
+from megatrain.tracer.python.attributes import HOOKS
 from megatrain.tracer.python.contents import BUFFERS, CONTAINERS, Holder, held_in, items_of, leaves_of, put_into
 from megatrain.tracer.python.holders import Change, HolderPlace
-from megatrain.tracer.python.module_tree import HOOKS
 
 
 @dataclass(frozen=True, slots=True, eq=False)

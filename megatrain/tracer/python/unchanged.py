@@ -13,9 +13,9 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from megatrain.tracer.packed.packing import namespaces, packing_key
+from megatrain.tracer.packing import namespaces, packing_key
+from megatrain.tracer.python.attributes import GLOBAL_HOOKS, HOOKS
 from megatrain.tracer.python.contents import BUFFERS, MISSING, GeneratorState, ObjectSlots, holders_in
-from megatrain.tracer.python.module_tree import GLOBAL_HOOKS, HOOKS
 from megatrain.tracer.python.snapshot import Contents, Kept, parts_of
 
 _REGISTRIES = ("_parameters", "_buffers", "_modules")

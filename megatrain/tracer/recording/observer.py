@@ -14,8 +14,7 @@ from torch.overrides import TorchFunctionMode
 from megatrain.errors import ExecuteError
 from megatrain.torch_private import FakeTensor, pytree
 from megatrain.tracer.calls import call_name
-from megatrain.tracer.python.holders import Attributes
-from megatrain.tracer.python.outer import Outer
+from megatrain.tracer.python.holders import Attributes, Outer
 from megatrain.tracer.recording.obstacles import RUN_AGAIN, check_call, refuse
 
 _here = threading.local()

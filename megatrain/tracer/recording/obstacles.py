@@ -23,7 +23,7 @@ from megatrain.torch_private import (
     pytree,
 )
 from megatrain.tracer.calls import call_name, is_property_get, is_property_set
-from megatrain.tracer.packed.packing import UnfollowedError
+from megatrain.tracer.packing import UnfollowedError
 from megatrain.tracer.recording.effect_watch import has_users_hooks
 from megatrain.tracer.source_line import OURS, SourceLine, user_line
 from megatrain.tracer.spec import TensorSpec

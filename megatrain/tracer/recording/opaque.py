@@ -15,15 +15,13 @@ from megatrain.errors import TraceError
 from megatrain.interrupts import Interrupts
 from megatrain.torch_private import are_transforms_active, pytree
 from megatrain.tracer.arguments import Structure, holds_tensors
-from megatrain.tracer.expectations import GuardFailedError
+from megatrain.tracer.guards import GuardFailedError
 from megatrain.tracer.inventory import with_own_history
-from megatrain.tracer.python.holders import Attributes
-from megatrain.tracer.python.keeper import Keeper
-from megatrain.tracer.python.outer import Outer
-from megatrain.tracer.python.snapshot import Kept
+from megatrain.tracer.python.holders import Attributes, Outer
+from megatrain.tracer.python.snapshot import Keeper, Kept
 from megatrain.tracer.recording.effect_watch import ByteCount, has_users_hooks
 from megatrain.tracer.recording.obstacles import HookSite, check_everywhere
-from megatrain.tracer.recording.own_code import own_code
+from megatrain.tracer.source_line import own_code
 
 # With the latter a module gets to the nodes of autograd's graph, which have hooks too.
 _HOOK_BACKWARD = (torch.Tensor.register_hook, torch.Tensor.grad_fn.__get__)  # pyright: ignore

@@ -12,8 +12,8 @@ from torch.overrides import TorchFunctionMode
 
 from megatrain.patches import original_of, replaced_here
 from megatrain.torch_private import FakeTensor, function_modes, pytree, vmap_home
+from megatrain.tracer.python.attributes import NotFrozenError, frozen
 from megatrain.tracer.python.contents import VALUES
-from megatrain.tracer.python.frozen import NotFrozenError, frozen
 from megatrain.tracer.recording.recorder import Recorder
 
 

@@ -15,8 +15,8 @@ from torch import nn
 
 from megatrain.compiled.inside import Compiled
 from megatrain.errors import RanksError
-from megatrain.optim.impostor import Optimizer
-from megatrain.optim.shared.host_parts import check_moment, share_moments
+from megatrain.optim.proxy import Optimizer
+from megatrain.optim.shared import check_moment, share_moments
 from megatrain.runtime.stores.homes import NewMemory
 from megatrain.runtime.stores.shared_store import LOW, STATE, Name, SharedStore
 from megatrain.scheduler.step_kind import StepKind

@@ -11,9 +11,8 @@ from torch import nn
 from megatrain.checks.several_optimizers import parameters_of
 from megatrain.compiled.inside import Compiled
 from megatrain.errors import ExecuteError, OptimizerError, RanksError
-from megatrain.files.byte_source import bytes_of, obstacle
-from megatrain.files.digest import Digest
-from megatrain.optim.impostor import Optimizer
+from megatrain.files.disk import Digest, bytes_of, obstacle
+from megatrain.optim.proxy import Optimizer
 from megatrain.runtime.executor import Executor
 from megatrain.saving import Source
 from megatrain.tracer.spec import TensorSpec

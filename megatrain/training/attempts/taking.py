@@ -13,19 +13,16 @@ from megatrain.memory.device_budget import DeviceBudget
 from megatrain.memory.out_of_memory import Attempts, free_frames
 from megatrain.planning.loss_bytes import Loss
 from megatrain.runtime.executor import Executor
-from megatrain.runtime.rng import RngState
-from megatrain.runtime.streams.stopwatch import Watch
-from megatrain.tracer.expectations import GuardFailedError
-from megatrain.training.attempts.ranks_room import check_room
-from megatrain.training.attempts.together import AgainError, Together
-from megatrain.training.batch import FollowingLoss, MicroBatch
+from megatrain.runtime.random_calls import RngState
+from megatrain.runtime.streams.events import Watch
+from megatrain.tracer.guards import GuardFailedError
+from megatrain.training.attempts.together import AgainError, Together, check_room
+from megatrain.training.batch import Counts, FollowingLoss, MicroBatch, Shares
 from megatrain.training.boundary import Boundary
 from megatrain.training.completion import Completion
-from megatrain.training.handing import spent
 from megatrain.training.modes import warn_of_dropout
 from megatrain.training.setup import Setting, Setup
-from megatrain.training.shares import Counts, Shares
-from megatrain.training.trainer import Running
+from megatrain.training.trainer import Running, spent
 
 
 class Taking:

@@ -9,27 +9,100 @@ rank that fails ends the training of all: some may have updated what others have
 from __future__ import annotations
 
 import json
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from typing import Any
 
 import torch
 
 from megatrain.compiled.inside import Compiled
+from megatrain.counts import counted
 from megatrain.errors import ExecuteError, RanksError
-from megatrain.files.digest import digest_of
-from megatrain.optim.impostor import Optimizer
-from megatrain.ranks.meeting import check_words, words_of
-from megatrain.ranks.no_collectives import NoCollectives
-from megatrain.ranks.ranks import Ranks
+from megatrain.files.disk import digest_of
+from megatrain.memory.host_limits import available_bytes
+from megatrain.optim.proxy import Optimizer
+from megatrain.planning.host_plan import HostPlan
+from megatrain.ranks.channels import NUM_ROOMS
+from megatrain.ranks.ranks import NoCollectives, Ranks, check_words, words_of
 from megatrain.runtime.executor import Executor
-from megatrain.tracer.expectations import GuardFailedError
+from megatrain.sizes import format_bytes
+from megatrain.tracer.guards import GuardFailedError
 from megatrain.training.attempts.host_sharing import Changed, HostSharing
 from megatrain.training.attempts.rank_facts import Facts, check_supported, facts_of, refuse_difference, values_of
-from megatrain.training.attempts.rank_failures import broken, other_rank
+from megatrain.training.batch import Counts, Shares
 from megatrain.training.boundary import Boundary, NotFiniteError, Progress
 from megatrain.training.setup import Setting
-from megatrain.training.shares import Counts, Shares
+
+
+def broken(error: BaseException) -> str:
+    """Why no further step is possible.
+
+    Args:
+        error: Which ended a step that others had begun.
+    """
+    return (
+        "the ranks are no longer at the same step, because one of them failed in the middle of one.\n"
+        f"  {words_of(error)}\n"
+        "  Start all ranks again, and load the latest checkpoint."
+    )
+
+
+def other_rank(error: BaseException) -> RanksError | None:
+    """The failure of another rank that an error comes from."""
+    cause: BaseException | None = error
+    while cause is not None and not isinstance(cause, RanksError):
+        cause = cause.__cause__
+    return cause
+
+
+Agree = Callable[[Mapping[str, Any]], "list[dict[str, Any]] | None"]
+"""Tells all ranks something, and returns what all tell."""
+# Rows of a host plan that each process has for itself; of the others the ranks share one copy.
+_OWN = ("state of no block", "constants", "slab", "parks", "values on the host", "device memory", "update scratch")
+
+
+def check_room(ranks: Ranks, setting: Setting, plan: HostPlan, agree: Agree, *, is_shared: bool) -> None:
+    """Refuses a step before any rank has allocated something for it; all ranks call it at the same time.
+
+    Each rank by itself would find that its own part fits, and the system would end processes when all have begun.
+
+    Args:
+        ranks: The processes that train together.
+        setting: Of this rank's step.
+        plan: The memory that this rank's steps take.
+        agree: See `Agree`.
+        is_shared: The ranks share the model already: what each of them holds is the same memory.
+
+    Raises:
+        ExecuteError: If the ranks need more than there is.
+        RanksError: If another rank fails.
+    """
+    kind = setting.kind
+    # Gradients that wait for a norm or for serial updates are there once.
+    names = _OWN if kind.keeps_totals else (*_OWN, "gradients")
+    own = sum(map(plan.bytes_of, names)) if kind.is_shared else plan.total_bytes
+    room = max((block.landing_bytes for block in setting.schedule.known_workload().blocks), default=0)
+    held = min(plan.held_bytes, plan.total_bytes)
+    words = agree({"own": own, "shared": plan.total_bytes - own, "room": room, "held": held})
+    assert words is not None
+    shared, room = (max(int(word[name]) for word in words) for name in ("shared", "room"))
+    each, held_by_all = ([int(word[name]) for word in words] for name in ("own", "held"))
+    # From each rank to the next, and back from the last one, unless totals stay where they come.
+    rooms = (ranks.size - 1 + (not kind.keeps_totals)) * NUM_ROOMS * room
+    needed = shared + sum(each) + rooms
+    available = available_bytes() + (max(held_by_all) if is_shared else sum(held_by_all))
+    if needed > available:
+        parts = f"All share {format_bytes(shared)}, each" if shared else "They share nothing, each"
+        further = "" if shared else '; or masters="exact", of which ranks share one copy'
+        raise ExecuteError(
+            f"{counted(ranks.size, 'rank')} of one host need {format_bytes(needed)} of its memory, "
+            f"{format_bytes(available)} are available.\n"
+            f"  {parts} has up to {format_bytes(max(each))}, and {format_bytes(rooms)} are between them; "
+            f"{format_bytes(needed - available)} are missing.\n"
+            f"  Use fewer devices, or smaller or fewer micro-batches, of which less is parked{further}."
+        )
+    agree({})  # nobody allocates before all have looked
+
 
 # The stages of an attempt: before its first meeting, before the second, and from then on.
 _MEETING, _RUNNING_FORWARD, _AGREED = "meeting", "forward", "agreed"

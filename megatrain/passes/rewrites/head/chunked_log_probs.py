@@ -6,12 +6,121 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 
-from megatrain.passes.rewrites.gradient_sum import GradientSum
 from megatrain.passes.rewrites.head.linear_head import Head
-from megatrain.passes.rewrites.head.logits_by_calls import LogitsByCalls
-from megatrain.passes.rewrites.head.logits_in_place import LogitsInPlace
+from megatrain.passes.rewrites.parts import GradientSum
+from megatrain.torch_private import log_softmax_backward
+
+
+class LogitsByCalls:
+    """Log-probabilities of a linear layer's rows, and the gradients of its logits, by autograd.
+
+    Args:
+        head: What is computed.
+        weight: Of the linear layer, of shape [words, width].
+        bias: Likewise, of shape [words]; or None.
+        class_weight: Factors of the words in sums of rows, of shape [words]; None for 1.
+        operands: Further tensors that the calls read; in a backward leaves.
+    """
+
+    def __init__(
+        self,
+        head: Head,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        class_weight: torch.Tensor | None,
+        operands: Sequence[torch.Tensor],
+    ) -> None:
+        self._head, self._weight, self._bias = head, weight, bias
+        self._class_weight, self._operands = class_weight, operands
+
+    def log_probs(self, rows: torch.Tensor) -> torch.Tensor:
+        """See `LogitsInPlace`."""
+        return self._head.log_probs(F.linear(rows, self._weight, self._bias), self._operands)
+
+    def gradients(
+        self, rows: torch.Tensor, labels: torch.Tensor, of_results: Sequence[torch.Tensor]
+    ) -> tuple[torch.Tensor, ...]:
+        """See `LogitsInPlace`; returns those of the operands that need one, too."""
+        with self._head.recomputing():
+            logits = F.linear(rows, self._weight, self._bias).detach().requires_grad_()
+            log_probs = self._head.log_probs(logits, self._operands)
+            results = self._head.results(log_probs, labels, self._class_weight)
+        del log_probs
+        wanted = [logits, *(operand for operand in self._operands if operand.requires_grad)]
+        return torch.autograd.grad(results, wanted, of_results)
+
+
+class LogitsInPlace:
+    """Log-probabilities of a linear layer's rows, and the gradients of its logits, made in memory that stays.
+
+    The memory is that of the logits, and of their log-probabilities where these have another dtype. The results have
+    the bits of torch's own calls. On a CPU new memory for each chunk would take longer than the softmax: the system
+    gives it page by page.
+
+    Args:
+        weight: Of the linear layer, of shape [words, width].
+        bias: Likewise, of shape [words]; or None.
+        class_weight: Factors of the words in sums of rows, of shape [words]; None for 1.
+        dtype: Of the log-probabilities.
+        rows: Of the largest chunk.
+    """
+
+    def __init__(
+        self,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        class_weight: torch.Tensor | None,
+        dtype: torch.dtype,
+        rows: int,
+    ) -> None:
+        self._weight, self._bias, self._class_weight = weight, bias, class_weight
+        self._logits = weight.new_empty(rows, len(weight))
+        is_cast = dtype != weight.dtype
+        self._log_probs = torch.empty_like(self._logits, dtype=dtype) if is_cast else self._logits
+        self._gradients: torch.Tensor | None = None
+
+    def log_probs(self, rows: torch.Tensor) -> torch.Tensor:
+        """Returns the log-probabilities of all words; the next call writes over them.
+
+        Args:
+            rows: Hidden states of a chunk, of shape [rows, width].
+        """
+        logits, log_probs = self._logits[: len(rows)], self._log_probs[: len(rows)]
+        if self._bias is None:
+            torch.mm(rows, self._weight.t(), out=logits)
+        else:
+            torch.addmm(self._bias, rows, self._weight.t(), out=logits)
+        if log_probs.dtype != logits.dtype:
+            log_probs.copy_(logits)
+        return torch.log_softmax(log_probs, -1, out=log_probs)  # pyright: ignore  # the stubs lack `out`
+
+    def gradients(
+        self, rows: torch.Tensor, labels: torch.Tensor, of_results: Sequence[torch.Tensor]
+    ) -> tuple[torch.Tensor]:
+        """Returns the gradient of a chunk's logits, which are computed once more; the next call writes over it.
+
+        Args:
+            rows: As for `log_probs`.
+            labels: Of the chunk, of shape [rows].
+            of_results: Gradients of `Head.results`, each of shape [rows].
+        """
+        log_probs, (of_selected, *of_sums) = self.log_probs(rows), of_results
+        if self._gradients is None:
+            self._gradients = torch.zeros_like(self._log_probs)
+        logits, gradients = self._logits[: len(rows)], self._gradients[: len(rows)]
+        places, marks = labels.unsqueeze(1), of_selected.unsqueeze(1)
+        for of_sum in of_sums:
+            gradients.copy_(of_sum.unsqueeze(1).expand_as(gradients))
+            if self._class_weight is not None:
+                gradients.mul_(self._class_weight)
+            marks = marks + gradients.gather(1, places)
+        gradients.scatter_(1, places, marks)
+        log_softmax_backward(gradients, log_probs, -1, log_probs.dtype, out=log_probs)
+        gradients.scatter_(1, places, 0.0)  # without sums all zeros again, for the next chunk
+        return (log_probs if log_probs.dtype == logits.dtype else logits.copy_(log_probs),)
 
 
 def chunked_log_probs(

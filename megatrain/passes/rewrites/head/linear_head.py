@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from megatrain.passes.rewrites.alike_parts import AlikeParts, computed_parts
+from megatrain.passes.rewrites.parts import AlikeParts, computed_parts
 
 # Ignored rows have been given a word; no other label is ignored.
 _NO_INDEX = -(1 << 62)

@@ -1,0 +1,365 @@
+"""Kernels: the work of each, and the buffers that they hold."""
+
+from __future__ import annotations
+
+import functools
+import math
+import weakref
+from collections.abc import Mapping
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+from torch.utils.flop_counter import flop_registry
+
+from megatrain.device import is_on_host
+from megatrain.hardware.kernels_alone import DTYPES
+from megatrain.hardware.work import MEMORY, Kernels, Works, put_together
+from megatrain.passes.exact_fakes import exact_fakes
+from megatrain.passes.interpret import Code, opaque_calls
+from megatrain.passes.program import Program
+from megatrain.passes.rewrites.parts import AlikeParts
+from megatrain.torch_private import TorchDispatchMode, pytree
+from megatrain.tracer.packing import has_wrappers
+
+_RATES = {dtype: rate for rate, dtype in DTYPES.items()} | {torch.float16: "bf16"}
+# By name, at which arguments the two matrices are.
+_PRODUCTS: Mapping[str, int] = {"aten::mm": 0, "aten::addmm": 1, "aten::linear": 0}
+
+
+def products_of(program: Program) -> tuple[tuple[int, int, int, str], ...]:
+    """The distinct products of the forwards of a program, as `Hardware.measure` takes them, largest first.
+
+    Templates that don't run without values (a module runs its own code) are left out.
+    """
+    found: set[tuple[int, int, int, str]] = set()
+    for template in program.templates.values():
+        cost = template.cost
+        if opaque_calls(template.graph) or (cost is not None and cost.unmeasured):
+            continue
+        with exact_fakes():
+            arguments = [port.spec.empty(program.device) for port in (*template.inputs, *template.state)]
+            with torch.no_grad(), _Products(found):
+                Code(template.graph)(arguments, is_checked=False)
+    return tuple(sorted(found, key=lambda product: (-product[0] * product[1] * product[2], product)))
+
+
+class _Products(TorchDispatchMode):
+    """Notes the shapes of products while it is active."""
+
+    def __init__(self, found: set[tuple[int, int, int, str]]) -> None:
+        super().__init__()
+        self._found = found
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if has_wrappers(types):
+            return NotImplemented  # its class computes with plain tensors, and comes here again with these
+        first = _PRODUCTS.get(func._schema.name)
+        if first is not None:
+            one, other = args[first], args[first + 1]
+            rate = _RATES.get(one.dtype)
+            if rate is not None and one.numel() and other.numel():
+                self._found.add((one.shape[0], one.shape[1], other.shape[1], rate))
+        return func(*args, **(kwargs or {}))
+
+
+_kernel_work_RATES = {
+    torch.bfloat16: "bf16",
+    torch.float16: "bf16",
+    torch.float64: "fp64",
+    torch.complex128: "fp64",
+    torch.int8: "int8",
+    torch.uint8: "int8",
+    torch.float8_e4m3fn: "fp8",
+    torch.float8_e5m2: "fp8",
+}
+# Calls that launch nothing, though their schemas don't say that they return a view.
+_NOTHING = {
+    "aten::_unsafe_view",
+    "aten::alias",
+    "aten::detach",
+    "aten::empty",
+    "aten::empty_like",
+    "aten::empty_strided",
+    "aten::lift_fresh",
+    "aten::new_empty",
+    "aten::new_empty_strided",
+    "aten::_local_scalar_dense",
+    "aten::is_same_size",
+}
+# Calls that write what they are given without reading it.
+_FILLS = {"aten::copy_", "aten::zero_", "aten::fill_", "aten::normal_", "aten::uniform_", "aten::bernoulli_"}
+# Calls that read as much of their first argument as they return.
+_LOOKUPS = {"aten::embedding", "aten::index_select", "aten::gather", "aten::index"}
+# Calls that write as many elements of their first argument as their third, an index, has.
+_SCATTERS = {"aten::scatter_"}
+_CONVOLUTIONS = {"aten::convolution", "aten::convolution_backward", "aten::_convolution"}
+
+
+class KernelWork(TorchDispatchMode):
+    """Notes what each kernel on the compute device computes, reads and writes, while the mode is active.
+
+    Args:
+        device: The compute device.
+        alike: Which parts of what runs are computed; those that are left out count.
+    """
+
+    def __init__(self, device: torch.device, alike: AlikeParts | None = None) -> None:
+        super().__init__()
+        self._device = device
+        self._alike = alike
+        self._found: list[Kernels] = []
+        self._counting = ExitStack()
+
+    def __enter__(self) -> KernelWork:
+        if self._alike is not None:
+            self._counting.enter_context(self._alike.counted_in(self._found))
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        self._counting.close()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if has_wrappers(types):
+            return NotImplemented  # its class computes with plain tensors, and comes here again with these
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        if _launches(func):
+            self._note(func, args, kwargs, result)
+        return result
+
+    def take(self) -> Works:
+        """What was noted since the last call, put together."""
+        found = put_together(self._found)
+        self._found.clear()
+        return found
+
+    def _note(self, func: Any, args: Any, kwargs: Mapping[str, Any], result: Any) -> None:
+        name = func._schema.name
+        operands = [value for key, value in kwargs.items() if key not in _outs(func)]
+        given = [self._there((*args, *operands)), self._there((result,))]
+        if not any(given):
+            return
+        read, written = [list(map(_nbytes, tensors)) for tensors in given]
+        fresh = {id(tensor) for tensor in given[0]}
+        made = [nbytes for tensor, nbytes in zip(given[1], written, strict=True) if id(tensor) not in fresh]
+        changed = sum(written) - sum(made)
+        if name in _LOOKUPS and read:
+            read[0] = min(read[0], sum(written))
+        if name in _SCATTERS:
+            changed = args[2].numel() * args[0].element_size()
+        if name in _FILLS | _SCATTERS:
+            read = [nbytes for tensor, nbytes in zip(given[0], read, strict=True) if tensor is not args[0]]
+        flops = kernel_flops(func, args, kwargs, result)
+        rate = _rate(name, given[0]) if flops else MEMORY
+        self._found.append(Kernels(rate, flops, sum(read) + sum(made) + changed))
+
+    def _there(self, values: Any) -> list[torch.Tensor]:
+        """The tensors among some values that are on the compute device."""
+        found = {id(leaf): leaf for leaf in pytree.tree_leaves(values) if isinstance(leaf, torch.Tensor)}
+        return [tensor for tensor in found.values() if is_on(tensor, self._device)]
+
+
+@functools.cache
+def _launches(func: Any) -> bool:
+    """Whether a call runs a kernel: a view of what it is given runs none."""
+    schema = func._schema
+    is_view = any(r.alias_info is not None and not r.alias_info.is_write for r in schema.returns)
+    return bool(schema.returns) and not is_view and schema.name not in _NOTHING and not schema.name.startswith("prim::")
+
+
+@functools.cache
+def _outs(func: Any) -> frozenset[str]:
+    """The names of arguments that a call writes its results to."""
+    arguments = func._schema.arguments
+    return frozenset(a.name for a in arguments if a.kwarg_only and a.alias_info is not None and a.alias_info.is_write)
+
+
+def _nbytes(tensor: torch.Tensor) -> int:
+    """Bytes of memory that the elements of a tensor are in: what is broadcast is there once."""
+    if tensor.layout != torch.strided:
+        return 0
+    count = math.prod(n for n, stride in zip(tensor.shape, tensor.stride(), strict=True) if stride != 0)
+    return (count if tensor.numel() else 0) * tensor.element_size()
+
+
+def _rate(name: str, given: list[torch.Tensor]) -> str:
+    """Which rate of a machine counts for products of these operands."""
+    dtype = next((t.dtype for t in given if t.is_floating_point() or t.is_complex()), given[0].dtype)
+    kind = _kernel_work_RATES.get(dtype, "fp32")
+    if kind == "fp32" and _allows_tf32(is_convolution=name in _CONVOLUTIONS):
+        kind = "tf32"
+    return f"{kind} attention" if "_attention" in name else kind
+
+
+def _allows_tf32(*, is_convolution: bool) -> bool:
+    """Whether torch lets products of fp32 use fewer bits, as it is set now."""
+    try:
+        if is_convolution:
+            return torch.backends.cudnn.allow_tf32
+        return torch.get_float32_matmul_precision() != "highest"
+    except RuntimeError:  # settings of torch's two interfaces contradict each other
+        return False
+
+
+def kernel_flops(func: Any, args: Any, kwargs: Mapping[str, Any], result: Any) -> int:
+    """Floating-point operations of a kernel."""
+    name = func._schema.name
+    if name == PACKED_PRODUCT:  # of inputs (..., inner) and a weight whose shape is the third argument
+        return 2 * args[0].numel() * args[2][0]
+    if "_attention" in name:
+        found = _attention_flops(func, args, kwargs)
+        if found is not None:
+            return found
+    formula = flop_registry.get(_packet(name))
+    return int(formula(*args, **kwargs, out_val=result)) if formula is not None else 0
+
+
+@functools.cache
+def _packet(name: str) -> Any:
+    """The operator of a name such as `aten::mm`, with all its overloads."""
+    space, _, plain = name.partition("::")
+    return getattr(getattr(torch.ops, space), plain, None)
+
+
+def _attention_flops(func: Any, args: Any, kwargs: Mapping[str, Any]) -> int | None:
+    """Two products for each head of the query: with the keys, and with the values. A backward has five.
+
+    What a causal mask hides isn't computed. torch counts it, and up to version 2.11 refuses heads that share keys.
+    """
+    named = {a.name: value for a, value in zip(func._schema.arguments, args, strict=False)} | dict(kwargs)
+    if not all(isinstance(named.get(part), torch.Tensor) for part in ("query", "key", "value")):
+        return None
+    query, key, value = named["query"], named["key"], named["value"]
+    if query.dim() != 4:  # sequences of several lengths, one after the other
+        return None
+    sequence, head = (1, 2) if func._schema.name.startswith(("aten::_flash", "aten::_efficient")) else (2, 1)
+    rows, columns = query.shape[sequence], key.shape[sequence]
+    pairs = _causal_pairs(rows, columns) if named.get("is_causal") else rows * columns
+    of_heads = 2 * query.shape[0] * query.shape[head] * pairs
+    with_keys, with_values = of_heads * query.shape[3], of_heads * value.shape[3]
+    if "backward" in func._schema.name:  # scores again, then gradients of values, scores, queries and keys
+        return 3 * with_keys + 2 * with_values
+    return with_keys + with_values
+
+
+def _causal_pairs(rows: int, columns: int) -> int:
+    """Pairs of a query and a key that isn't after it."""
+    both = min(rows, columns)
+    return both * (both + 1) // 2 + (rows - both) * columns
+
+
+# Rows of a query are taken in groups of so many, and elements of a head in groups of so many.
+_ROWS = 128
+_ELEMENTS = 32
+_FP32 = 4
+
+# Backwards of attention on accelerators, with the place of the query's sequence among its dimensions.
+_ATTENTION = {
+    "aten::_scaled_dot_product_flash_attention_backward": 2,
+    "aten::_scaled_dot_product_efficient_attention_backward": 2,
+    "aten::_scaled_dot_product_cudnn_attention_backward": 2,
+    "aten::_flash_attention_backward": 1,
+    "aten::_efficient_attention_backward": 1,
+    "aten::_cudnn_attention_backward": 2,
+}
+
+
+PACKED_PRODUCT = "bitsandbytes::gemm_4bit"
+"""Of inputs and a weight of 4 bits: its shape is the third argument, the elements of a block are the fifth."""
+
+
+def private_bytes(func: Any, args: Any) -> int:
+    """Bytes that a kernel takes while it runs, beyond its results; 0 where none are known.
+
+    The backwards of fused attention sum the query's gradient in fp32, with rows and heads rounded up, and have one
+    fp32 number per row for the softmax. Where several heads share keys and values, each has a gradient of its own of
+    these at first. cuDNN's RNNs copy their weights into one piece of memory. A product with 4-bit weights may make them
+    in full, with the scales of their blocks in fp32, twice where these are quantized as well.
+
+    Args:
+        func: The overload of an operator.
+        args: Its arguments; the query, or the list of weights, is the second, then come keys and values.
+    """
+    if func._schema.name == PACKED_PRODUCT:
+        elements = math.prod(args[2])
+        return elements * args[0].element_size() + 2 * _FP32 * (elements // args[4])
+    if func._schema.name == "aten::_cudnn_rnn":
+        return sum(weight.nbytes for weight in args[1])
+    place = _ATTENTION.get(func._schema.name)
+    if place is None:
+        return 0
+    query, key, value = args[1], args[2], args[3]
+    if query.dim() == 3:  # sequences of several lengths, one after the other; their number is that of the bounds less 1
+        (rows, heads, width), batch, kv_heads = query.shape, 1, key.shape[1]
+        rows += _ROWS * max(0, _length(args[6]) - 1)
+    else:
+        batch, rows, heads, width = query.shape[0], query.shape[place], query.shape[3 - place], query.shape[3]
+        kv_heads = key.shape[3 - place]
+    of_rows = batch * heads * _rounded(rows, _ROWS) * _FP32
+    shared = (key.nbytes + value.nbytes) * heads // kv_heads if kv_heads < heads else 0
+    return of_rows * _rounded(width, _ELEMENTS) + of_rows + shared
+
+
+def _rounded(number: int, group: int) -> int:
+    return -(-number // group) * group
+
+
+def _length(bounds: Any) -> int:
+    return bounds.shape[0] if isinstance(bounds, torch.Tensor) and bounds.dim() == 1 else 0
+
+
+class LiveBytes(TorchDispatchMode):
+    """Follows the bytes of storages made on the compute device while it is active, and of kernels' own buffers.
+
+    Args:
+        known: Tensors that don't count.
+        device: The compute device.
+
+    Attributes:
+        current: Bytes alive now.
+        peak: Most bytes alive at once.
+        peak_parts: The bytes of each storage that was alive then, and of a kernel's own buffers.
+    """
+
+    def __init__(self, known: list[torch.Tensor], device: torch.device) -> None:
+        super().__init__()
+        self._device = device
+        self._alive: dict[int, int] = {}  # bytes of each storage
+        self._known = {t.untyped_storage()._cdata for t in known}  # pyright: ignore[reportPrivateUsage]
+        self.current = 0
+        self.peak = 0
+        self.peak_parts: tuple[int, ...] = ()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if has_wrappers(types):
+            return NotImplemented  # its class computes with plain tensors, and comes here again with these
+        result = func(*args, **(kwargs or {}))
+        for item in result if isinstance(result, tuple | list) else (result,):
+            if isinstance(item, torch.Tensor) and item.layout == torch.strided and is_on(item, self._device):
+                self._add(item.untyped_storage())
+        self._note(private_bytes(func, args))
+        return result
+
+    def _add(self, storage: Any) -> None:
+        key, size = storage._cdata, storage.nbytes()
+        if key in self._known or key in self._alive:
+            return
+        weakref.finalize(storage, self._remove, key)
+        self._alive[key] = size
+        self.current += size
+        self._note(0)
+
+    def _note(self, private: int) -> None:
+        if self.current + private > self.peak:
+            self.peak = self.current + private
+            self.peak_parts = (*self._alive.values(), private)
+
+    def _remove(self, key: int) -> None:
+        self.current -= self._alive.pop(key)
+
+
+def is_on(tensor: torch.Tensor, device: torch.device) -> bool:
+    """Tells whether a tensor takes memory of the compute device, rather than of the host beside it."""
+    return is_on_host(device) or not is_on_host(tensor)

@@ -1,1 +1,0 @@
-"""The printed forms of plans."""

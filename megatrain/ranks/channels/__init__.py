@@ -1,1 +1,0 @@
-"""Channels: memory or collectives through which gradients go from rank to rank."""

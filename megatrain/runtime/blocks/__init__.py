@@ -1,1 +1,0 @@
-"""One block at a time: the runner of its template, its kernels, and its autograd graph."""

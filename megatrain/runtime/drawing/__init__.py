@@ -1,1 +1,0 @@
-"""Random numbers: what a forward draws, and the generators that it draws from."""

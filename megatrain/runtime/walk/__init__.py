@@ -1,1 +1,0 @@
-"""A walk: the model's own code runs, without gradients, and its state comes to the device as torch calls read it."""

@@ -1,1 +1,0 @@
-"""Packed state: parameters that consist of several tensors, as quantized weights do; see `packing.py`."""
