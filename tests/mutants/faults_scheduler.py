@@ -55,7 +55,7 @@ FAULTS: list[Fault] = [
     ),
     Fault(
         "a merged storage has the bytes of the last capture, not of the largest",
-        "scheduler/merging.py",
+        "scheduler/from_program.py",
         "self.nbytes[storage] = max(self.nbytes[storage], nbytes)",
         "self.nbytes[storage] = nbytes",
         ("tests/scheduler/test_merged.py::test_a_merged_workload_has_the_largest_of_each_size_and_one_structure",),

@@ -14,10 +14,9 @@ from torch import nn
 import megatrain
 from megatrain.errors import ScheduleError
 from megatrain.hardware.work import products, total_flops
-from megatrain.scheduler.from_program import schedule
+from megatrain.scheduler.from_program import Merged, merge, schedule
 from megatrain.scheduler.from_program import workload as workload_of
 from megatrain.scheduler.lifetimes import slab_bytes
-from megatrain.scheduler.merging import Merged, merge
 from megatrain.scheduler.op import Op
 from megatrain.scheduler.schedule import Schedule
 from megatrain.scheduler.table import Position

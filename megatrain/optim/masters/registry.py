@@ -164,11 +164,6 @@ def master_source(parameter: torch.Tensor, low: torch.Tensor | None) -> Source:
     return Source(spec, lambda: _joined(high, low), place)
 
 
-def generator_source(generator: torch.Generator) -> Source:
-    """Describes the state of a generator, uint8."""
-    return Source.of(generator.get_state())
-
-
 def _zeros(numel: int) -> Iterator[torch.Tensor]:
     piece = torch.zeros(min(numel, PIECE), dtype=torch.int16, device="cpu")
     for start in range(0, numel, PIECE):
@@ -394,7 +389,7 @@ class Masters(Mapping[torch.Tensor, Master]):
         self.find()
         with self.moving():
             found = {f"{held.key}.low": low_source(held.parameter, held.low) for held in self._halved()}
-        found |= {f"{held.key}.generator": generator_source(g) for held, g in self._generators()}
+        found |= {f"{held.key}.generator": Source.of(g.get_state()) for held, g in self._generators()}
         return found
 
     def check(self, saved: Mapping[str, Saved]) -> None:

@@ -21,7 +21,7 @@ from megatrain.passes.rewrites.tiled_region import TiledRegion
 from megatrain.torch_private import pytree
 from megatrain.tracer.calls import applied_function, function_text
 from megatrain.tracer.guards import Expectation
-from megatrain.tracer.packed import PackedCall
+from megatrain.tracer.packed_state import PackedCall
 from megatrain.tracer.packing import plain_tensors
 from megatrain.tracer.python.followed_numbers import OnNumbers
 from megatrain.tracer.recording.observer import Observer

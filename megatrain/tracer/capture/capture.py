@@ -24,7 +24,7 @@ from megatrain.tracer.capture.python_effects import Hooks, PythonEffects, runnin
 from megatrain.tracer.capture.sandbox import fake_state, followed_scripts, swapped_state, uncompiled
 from megatrain.tracer.capture.triton_launches import followed_launches
 from megatrain.tracer.inventory import StateEntry, StateValues, inventory
-from megatrain.tracer.packed import PackedState
+from megatrain.tracer.packed_state import PackedState
 from megatrain.tracer.python.assumptions import Assumptions
 from megatrain.tracer.python.collect import Assuming
 from megatrain.tracer.python.contents import Holder, held_in, put_into

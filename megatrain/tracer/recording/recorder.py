@@ -18,7 +18,7 @@ from megatrain.interrupts import Interrupts
 from megatrain.torch_private import DisableTorchFunction, disable_current_modes, pytree
 from megatrain.tracer.calls import as_call, call_name, is_property_get, is_property_set
 from megatrain.tracer.guards import PLAIN, is_metadata_read
-from megatrain.tracer.packed import check_run, unpacked_result
+from megatrain.tracer.packed_state import check_run, unpacked_result
 from megatrain.tracer.packing import UnfollowedError
 from megatrain.tracer.python.contents import VALUES, GeneratorState
 from megatrain.tracer.python.followed_numbers import (

@@ -20,7 +20,7 @@ from megatrain.interrupts import Interrupts
 from megatrain.torch_private import FakeTensor, FakeTensorMode, pytree, sequence_number
 from megatrain.tracer.calls import call_name
 from megatrain.tracer.inventory import StateValues
-from megatrain.tracer.packed import PackedState
+from megatrain.tracer.packed_state import PackedState
 from megatrain.tracer.python.followed_numbers import Following
 from megatrain.tracer.recording.attempt import Attempt, MakeFakeError, NeedSavedError, WrittenInputError
 from megatrain.tracer.recording.effect_watch import EffectWatch, storage_key
