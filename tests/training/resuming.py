@@ -300,7 +300,7 @@ CASES: dict[str, Case] = {
     "running": Case(lambda: stack(Running), points, compile=({}, PARKED)),
     "noted": Case(lambda: stack(lambda: Noted(as_tensor=False)), points, between=mark),
     "noted-tensor": Case(lambda: stack(lambda: Noted(as_tensor=True)), points, between=mark),
-    "drawing": Case(lambda: stack(Drawing), lambda s: [points(s), points(s + 50)], compile=({}, {"transfer": "copy"})),
+    "drawing": Case(lambda: stack(Drawing), points, compile=({}, {"transfer": "copy"})),
     "hidden-tie": Case(Untied, tokens, step=(CLIP, {**CLIP, **SERIAL})),
     "cryptic": Case(lambda: stack(Cryptic), points, step=(CLIP, CLIP)),
     "meta": Case(Gpt, tokens, step=(CLIP, CLIP), on_meta=True, example=tokens(0)),
