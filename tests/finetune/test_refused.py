@@ -236,10 +236,10 @@ def test_a_folder_of_something_else_is_refused(
     assert "has other files, and no training of this command." in capsys.readouterr().err
     whole = {"version": 1, "settings": {}, "inputs": {}, "is_finished": True}
     for broken, why in (
-        ({"settings": 3}, "megatrain_train.json has no `version`"),
-        ({**whole, "version": 2}, "megatrain_train.json.version is 2"),
-        ({**whole, "is_finished": "no"}, "megatrain_train.json.is_finished is"),
-        ({**whole, "inputs": {"model": 1}}, "megatrain_train.json.inputs.model is 1"),
+        ({"settings": {}}, "`megatrain_train.json` is wrong: object missing required field `version`"),
+        ({**whole, "version": 2}, "`megatrain_train.json.version` is wrong: invalid enum value 2"),
+        ({**whole, "is_finished": "no"}, "`megatrain_train.json.is_finished` is wrong: expected `bool`, got `str`"),
+        ({**whole, "inputs": {"model": 1}}, "`megatrain_train.json.inputs[...]` is wrong: expected `str`, got `int`"),
     ):
         (tmp_path / "megatrain_train.json").write_text(json.dumps(broken))
         assert train(folder / "model", folder / "text.jsonl", "--out", tmp_path, *ON_CPU) == 2
