@@ -46,7 +46,7 @@ def tokens(compiled) -> list[str]:
     return list(dict.fromkeys(f"{p.stream}:{op}" for p, op in schedule.positions()))
 
 
-def test_failure_in_any_operation_surfaces_once_and_the_engine_recovers() -> None:
+def test_a_failure_in_an_operation_surfaces_once_and_the_engine_recovers() -> None:
     compiled = compiled_gpt()
     eager = copy.deepcopy(compiled.megatrain.model)
     for number, token in enumerate(tokens(compiled)[::2]):

@@ -223,7 +223,7 @@ def test_a_change_between_two_calls_is_seen(sides: SideBySide, turn: int) -> Non
 
 
 def test_functions_written_in_c_may_stand_in_attributes() -> None:
-    module = nn.Linear(2, 2)
+    module: Any = nn.Linear(2, 2)
     module.functions = [torch.relu, torch._C._nn.gelu, abs, operator.neg, str.join, type]  # pyright: ignore[reportAttributeAccessIssue]
     assert torch.equal(megatrain.compile(module, device="cpu")(torch.ones(1, 2)), module(torch.ones(1, 2)))
 

@@ -20,6 +20,10 @@ P = nn.Parameter
 class Odd(nn.Module):
     """Its layers have parameters and buffers of each unusual kind; each of them is a block."""
 
+    mask: torch.Tensor
+    index: torch.Tensor
+    expanded: torch.Tensor
+
     def __init__(self) -> None:
         super().__init__()
         self.low, self.wide = nn.Linear(4, 4, dtype=torch.bfloat16), nn.Linear(4, 4, dtype=torch.float64)

@@ -55,6 +55,6 @@ traced Small(x: f32[1, 2], mask: bool[2]) -> (f32[1, 2], i64[])
   linear: f32[1, 2] = F.linear(mul, first.weight, None)  # first
   linear_1: f32[1, 2] = F.linear(linear, first.weight, None)  # second
   write back seen = seen
-  guard __bool__(any_1) == True at test_text.py:70: `if mask.any():`
+  guard __bool__(any_1) == True at test_text.py:41: `if mask.any():`
   return linear_1, add_""",
     )
