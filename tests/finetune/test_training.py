@@ -69,8 +69,8 @@ def stock(kind: type[SFTTrainer], folder: Path, model: Any, name: str, **options
 
 def both(tmp_path: Path, name: str) -> tuple[Path, Path, list[Any]]:
     """The model's folder, where the trained one is to be, and the command."""
-    # Without a padding token a text's end pads, and is learnt all the same.
-    padding = {"pad_token_id": None} if name == "messages" else {}
+    # Without a padding token the end of a text pads, and is learnt all the same.
+    padding = {"pad_token_id": None} if name == "text" else {}
     folder, out = save_model(tmp_path / "model", **padding), tmp_path / "out"
     other = data(tmp_path, name, 6).rename(tmp_path / "other.jsonl")
     return folder, out, [folder, data(tmp_path, name), "--out", out, "--eval", other, *GIVEN]
