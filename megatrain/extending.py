@@ -23,8 +23,7 @@ from megatrain.scheduler.check.schedule_rules import further_rules
 from megatrain.scheduler.effects import BUILT_IN, KINDS, Effects, OpKind
 from megatrain.scheduler.instructions import Instruction
 from megatrain.scheduler.items import Effect, Item, Stream
-from megatrain.scheduler.op import Op
-from megatrain.scheduler.table import Position, Tick
+from megatrain.scheduler.table import Op, Position, Tick
 
 __all__ = [
     "Case",

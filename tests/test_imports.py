@@ -194,7 +194,7 @@ RIGHTWARD = (
     "from megatrain import compile",
     "import megatrain",
     "from ..runtime.host import HostStore",
-    "def late():\n    from megatrain.scheduler.op import Op",
+    "def late():\n    from megatrain.scheduler.table import Op",
     "if TYPE_CHECKING:\n    from megatrain.passes.program import Program",
     "import importlib\nimportlib.import_module('megatrain.cli')",
 )

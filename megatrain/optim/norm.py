@@ -17,7 +17,7 @@ from megatrain.torch_private import group_by_dtype
 
 _PIECE = 1 << 18  # elements: enough for a thread to be worth it
 SQUARES = NativeKernel(
-    Path(__file__).with_name("squares.c"),
+    Path(__file__).parents[1] / "native" / "squares.c",
     "squares",
     ("tensor", "tensor", "tensor", "tensor", "int64", "int64", "int32"),
 )

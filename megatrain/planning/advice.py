@@ -9,9 +9,9 @@ from typing import Any
 
 from megatrain.counts import counted
 from megatrain.errors import ExecuteError, MegatrainError, ScheduleError
+from megatrain.planning.bands import format_s
 from megatrain.planning.host_plan import DEPTH, LORA, MICRO_BATCH, SEQUENCE
 from megatrain.planning.planned_step import PlannedStep
-from megatrain.scheduler.timing.bands import format_s
 from megatrain.sizes import format_bytes, parse_bytes
 
 SAME, ROUNDING, OTHER = NUMBERS = "same", "rounding", "other"

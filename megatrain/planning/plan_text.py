@@ -18,6 +18,7 @@ from megatrain.passes.program import Block, Program
 from megatrain.passes.rewrites.head.head_loss import HeadLoss
 from megatrain.passes.rewrites.masked_attention import ATTENTION, BandedAttention, MaskNote
 from megatrain.passes.rewrites.tiled_region import TiledRegion
+from megatrain.planning.bands import Band, format_s, planned_band
 from megatrain.planning.host_plan import in_columns
 from megatrain.planning.planned_step import PlannedStep
 from megatrain.scheduler.builder.search import result_bytes, spared_seconds
@@ -26,7 +27,6 @@ from megatrain.scheduler.emit import emit
 from megatrain.scheduler.lifetimes import find_peak
 from megatrain.scheduler.schedule import Schedule
 from megatrain.scheduler.text import ranges
-from megatrain.scheduler.timing.bands import Band, format_s, planned_band
 from megatrain.sizes import format_bytes
 
 

@@ -9,10 +9,10 @@ from math import inf
 from megatrain.checks import Rule, checked, count, either, instance_of, number, optional, shown
 from megatrain.errors import MegatrainError, OptionError, ScheduleError
 from megatrain.options import PRECISION
+from megatrain.planning.bands import format_s
 from megatrain.planning.planned_step import PlannedStep
 from megatrain.scheduler.explain import figure_lines, workload_lines
 from megatrain.scheduler.schedule import Schedule
-from megatrain.scheduler.timing.bands import format_s
 from megatrain.scheduler.workload import Workload
 from megatrain.sizes import format_bytes
 

@@ -14,12 +14,12 @@ from typing import Any
 
 from megatrain.counts import counted
 from megatrain.hardware.work import total_flops
+from megatrain.planning.bands import Band, format_s
 from megatrain.reporting.figures import Curve, StepFigures
 from megatrain.scheduler.effects import streams
 from megatrain.scheduler.items import Stream
 from megatrain.scheduler.simulate import Timing
 from megatrain.scheduler.table import Position
-from megatrain.scheduler.timing.bands import Band, format_s
 from megatrain.sizes import format_bytes
 
 _PAGE = Template("""\

@@ -7,13 +7,12 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
+from megatrain.planning.bands import Band
 from megatrain.scheduler.instructions import Instructions
 from megatrain.scheduler.items import ITEMS, Effect, Item
 from megatrain.scheduler.lifetimes import Books, Lifetime, Peak, alive_at, find_peak
-from megatrain.scheduler.op import Op
 from megatrain.scheduler.schedule import Schedule
-from megatrain.scheduler.table import Position
-from megatrain.scheduler.timing.bands import Band
+from megatrain.scheduler.table import Op, Position
 from megatrain.sizes import format_bytes
 
 

@@ -10,13 +10,13 @@ from megatrain.checks import PATH, checked, either, instance_of, optional
 from megatrain.counts import counted
 from megatrain.errors import OptionError, ScheduleError
 from megatrain.passes.program import Program
+from megatrain.planning.bands import measured_band, planned_band
 from megatrain.planning.plan import Plan
 from megatrain.reporting.drawings import page_text, trace_text
 from megatrain.reporting.figures import StepFigures
 from megatrain.scheduler.costs import Costs, Hardware, Measured, op_durations
 from megatrain.scheduler.schedule import Schedule
 from megatrain.scheduler.simulate import TimedRun
-from megatrain.scheduler.timing.bands import measured_band, planned_band
 from megatrain.training.step import TrainStep
 
 _STEP = either(

@@ -15,8 +15,7 @@ from megatrain.hardware.work import Works
 from megatrain.scheduler.effects import KINDS, kind_of, streams
 from megatrain.scheduler.items import Effect, Stream
 from megatrain.scheduler.lifetimes import Books
-from megatrain.scheduler.op import Op
-from megatrain.scheduler.table import Position, Table
+from megatrain.scheduler.table import Op, Position, Table
 
 
 class TimedKind(NamedTuple):

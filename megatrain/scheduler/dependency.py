@@ -16,8 +16,7 @@ import networkx as nx
 from megatrain.scheduler.happens import waited_edges
 from megatrain.scheduler.items import ITEMS, Item, Stream
 from megatrain.scheduler.lifetimes import Books, Uses
-from megatrain.scheduler.op import Op
-from megatrain.scheduler.table import Position, Table
+from megatrain.scheduler.table import Op, Position, Table
 from megatrain.scheduler.workload import Workload
 
 _Edge = tuple[Position, Position, str]

@@ -12,8 +12,7 @@ from megatrain.scheduler.happens import waited_edges
 from megatrain.scheduler.instructions import Bytes, Half, Instruction, Instructions, Parked
 from megatrain.scheduler.items import Item, Stream
 from megatrain.scheduler.lifetimes import Books, Uses
-from megatrain.scheduler.op import Op
-from megatrain.scheduler.table import Position, Table
+from megatrain.scheduler.table import Op, Position, Table
 from megatrain.sizes import aligned
 
 

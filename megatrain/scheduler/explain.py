@@ -19,10 +19,9 @@ from megatrain.scheduler.costs import Costs
 from megatrain.scheduler.dependency import dependency_graph
 from megatrain.scheduler.effects import streams
 from megatrain.scheduler.items import Stream
-from megatrain.scheduler.op import Op
 from megatrain.scheduler.simulate import Timing, critical_path, simulate
 from megatrain.scheduler.step_kind import StepKind
-from megatrain.scheduler.table import Position, Table
+from megatrain.scheduler.table import Op, Position, Table
 from megatrain.scheduler.text import ranges
 from megatrain.scheduler.workload import BlockWork, ValueWork, Workload
 

@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from megatrain.scheduler.items import Item
-from megatrain.scheduler.op import Op
-from megatrain.scheduler.table import Position
+from megatrain.scheduler.table import Op, Position
 
 
 class Bytes(NamedTuple):

@@ -9,9 +9,8 @@ from itertools import accumulate
 
 from megatrain.scheduler.effects import Effects, kind_of
 from megatrain.scheduler.items import ITEMS, Effect, Item, Stream
-from megatrain.scheduler.op import Op
 from megatrain.scheduler.step_kind import StepKind
-from megatrain.scheduler.table import Position, Table
+from megatrain.scheduler.table import Op, Position, Table
 from megatrain.scheduler.workload import Workload
 
 # Lifetime: from when to when an item takes memory, and how many bytes exist at each moment.

@@ -13,9 +13,8 @@ from megatrain.errors import OptionError, ScheduleError
 from megatrain.hardware.work import total_flops, total_kernels
 from megatrain.scheduler.effects import streams
 from megatrain.scheduler.items import Stream
-from megatrain.scheduler.op import Op, parse_op
 from megatrain.scheduler.step_kind import MODES, OUTPUTS, RANKS, STORES, TRANSFERS, UPDATES, StepKind
-from megatrain.scheduler.table import Place, Slot, Table, Tick, columns
+from megatrain.scheduler.table import Op, Place, Slot, Table, Tick, columns, parse_op
 from megatrain.scheduler.workload import BlockWork, ValueWork, Workload
 
 

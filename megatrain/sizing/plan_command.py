@@ -16,6 +16,7 @@ from megatrain.errors import MegatrainError, OptionError
 from megatrain.hardware.hardware import Hardware
 from megatrain.hardware.presets import GIB, PRESETS
 from megatrain.planning.advice import Alternative, Variation, alternatives, refusal
+from megatrain.planning.bands import format_s
 from megatrain.planning.host_plan import LORA, MICRO_BATCH, SEQUENCE, ModelSizes
 from megatrain.planning.largest import missing
 from megatrain.planning.plan import Plan
@@ -24,7 +25,6 @@ from megatrain.planning.planner import Planner, StepOptions
 from megatrain.progress import stage
 from megatrain.reporting.step_report import check_report_path, report
 from megatrain.scheduler.step_kind import MOST_MICRO_BATCHES
-from megatrain.scheduler.timing.bands import format_s
 from megatrain.sizes import format_bytes, parse_bytes
 from megatrain.sizing.sized_models import sized_model
 from megatrain.sizing.sizing_options import ALL, IN_COMMAND, SizingOptions, check_options

@@ -41,14 +41,14 @@ FAULTS: list[Fault] = [
     ),
     Fault(
         "parked values count for one micro-batch",
-        "scheduler/parking.py",
+        "scheduler/effects.py",
         "return kind.micro_batches * sum(aligned(",
         "return sum(aligned(",
         ("tests/scheduler/test_build.py::test_keep_retains_all_graphs_and_offload_parks_all_inputs_but_the_last",),
     ),
     Fault(
         "one value fewer is parked than was chosen",
-        "scheduler/parking.py",
+        "scheduler/effects.py",
         "if block > last or producer in saved",
         "if block >= last or producer in saved",
         ("tests/scheduler/test_text.py::test_printed_forms",),

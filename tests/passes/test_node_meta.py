@@ -44,7 +44,7 @@ def test_a_key_that_is_missing_or_of_another_kind_is_refused_by_both_names(op: s
         before = node.meta.pop(key)
         with pytest.raises(TraceError, match=rf"^node `{node.name}` has no `{key}` in its meta\.\n") as caught:
             traced.check()
-        assert "node_meta.py" in str(caught.value)
+        assert "spec.py" in str(caught.value)
         assert "Rewriter.call" in str(caught.value)
         node.meta[key] = 1.5
         with pytest.raises(TraceError, match=rf"has a float as `{key}` in its meta, not "):

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from megatrain.planning.bands import format_s
 from megatrain.planning.plan_text import band_of
-from megatrain.scheduler.timing.bands import format_s
 from megatrain.sizes import format_bytes
 from tests.planning.steps import planned
 

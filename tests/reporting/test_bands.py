@@ -9,11 +9,11 @@ from expecttest import TestCase
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megatrain.planning.bands import GAPS, Band, measured_band, planned_band
 from megatrain.reporting.figures import compared
 from megatrain.scheduler.costs import Hardware, op_durations
 from megatrain.scheduler.schedule import Schedule
 from megatrain.scheduler.simulate import TimedRun
-from megatrain.scheduler.timing.bands import GAPS, Band, measured_band, planned_band
 from tests.draws import draws
 from tests.reporting.steps import drawn, made, small
 

@@ -8,7 +8,7 @@ from itertools import chain, combinations, product
 from megatrain.hardware.hardware import Hardware
 from megatrain.scheduler.builder.draft import Builder, Choices
 from megatrain.scheduler.builder.stays import alternates, giants
-from megatrain.scheduler.parking import keep_all
+from megatrain.scheduler.effects import keep_all
 from megatrain.scheduler.simulate import simulate
 from megatrain.scheduler.step_kind import StepKind
 from megatrain.scheduler.workload import Workload

@@ -6,8 +6,7 @@ from collections import Counter
 from typing import TYPE_CHECKING
 
 from megatrain.scheduler.items import Stream
-from megatrain.scheduler.op import Op
-from megatrain.scheduler.table import Position
+from megatrain.scheduler.table import Op, Position
 
 if TYPE_CHECKING:
     from tests.scheduler.symbolic import Machine

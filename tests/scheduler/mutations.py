@@ -10,10 +10,9 @@ from typing import Any
 from megatrain.errors import OptionError, ScheduleError
 from megatrain.scheduler.effects import streams
 from megatrain.scheduler.lifetimes import Books, device_moments, live_bytes, moved_bytes
-from megatrain.scheduler.op import Op
 from megatrain.scheduler.schedule import Schedule
 from megatrain.scheduler.step_kind import OUTPUTS, UPDATES
-from megatrain.scheduler.table import Position, Tick
+from megatrain.scheduler.table import Op, Position, Tick
 
 
 def with_cells(schedule: Schedule, cells: dict[Position, Op | None]) -> Schedule:

@@ -12,10 +12,9 @@ from random import Random
 
 from megatrain.scheduler.effects import streams
 from megatrain.scheduler.items import Stream
-from megatrain.scheduler.op import Op
 from megatrain.scheduler.schedule import Schedule
 from megatrain.scheduler.step_kind import StepKind
-from megatrain.scheduler.table import Position
+from megatrain.scheduler.table import Op, Position
 from megatrain.scheduler.workload import Workload
 from tests.scheduler.ledger import Harm, Ledger, op_name
 

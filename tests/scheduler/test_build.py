@@ -16,8 +16,8 @@ from megatrain.errors import OptionError, ScheduleError
 from megatrain.hardware.hardware import Hardware
 from megatrain.scheduler.builder.build import ACTIVATIONS, backward_schedule
 from megatrain.scheduler.builder.stays import Placed, Stay, compute_stages, giants, place_slots, stays_of
+from megatrain.scheduler.effects import keep_all
 from megatrain.scheduler.from_program import schedule
-from megatrain.scheduler.parking import keep_all
 from megatrain.scheduler.step_kind import UPDATES, StepKind
 from megatrain.scheduler.table import Slot
 from megatrain.scheduler.workload import ValueWork, Workload

@@ -16,10 +16,9 @@ from megatrain.scheduler.builder.build import backward_schedule
 from megatrain.scheduler.check.schedule_rules import check_schedule
 from megatrain.scheduler.from_program import schedule
 from megatrain.scheduler.items import Stream
-from megatrain.scheduler.op import Op
 from megatrain.scheduler.schedule import Schedule
 from megatrain.scheduler.step_kind import UPDATES
-from megatrain.scheduler.table import Position
+from megatrain.scheduler.table import Op, Position
 from tests.draws import draws
 from tests.scheduler.mutations import mutants, with_cells, with_figures
 from tests.scheduler.symbolic import Harm, find_harm

@@ -17,9 +17,8 @@ from megatrain.hardware.work import products, total_flops
 from megatrain.scheduler.from_program import Merged, merge, schedule
 from megatrain.scheduler.from_program import workload as workload_of
 from megatrain.scheduler.lifetimes import slab_bytes
-from megatrain.scheduler.op import Op
 from megatrain.scheduler.schedule import Schedule
-from megatrain.scheduler.table import Position
+from megatrain.scheduler.table import Op, Position
 from megatrain.scheduler.workload import ValueWork, Workload
 from tests.draws import draws
 from tests.scheduler.mutations import with_figures

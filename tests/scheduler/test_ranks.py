@@ -17,10 +17,9 @@ from megatrain.scheduler.check.host_rules import check_shared_store
 from megatrain.scheduler.check.schedule_rules import check_schedule
 from megatrain.scheduler.dependency import dependency_graph, derive_waits
 from megatrain.scheduler.items import Stream
-from megatrain.scheduler.op import Op
 from megatrain.scheduler.schedule import Schedule
 from megatrain.scheduler.step_kind import StepKind
-from megatrain.scheduler.table import Position
+from megatrain.scheduler.table import Op, Position
 from megatrain.scheduler.workload import Workload
 from tests.draws import draws
 from tests.scheduler.mutations import with_cells, with_figures

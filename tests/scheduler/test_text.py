@@ -20,11 +20,10 @@ from megatrain.scheduler.costs import Measured
 from megatrain.scheduler.effects import streams
 from megatrain.scheduler.from_program import schedule
 from megatrain.scheduler.items import Stream
-from megatrain.scheduler.op import Op, parse_op
 from megatrain.scheduler.schedule import Schedule
 from megatrain.scheduler.simulate import TimedRun
 from megatrain.scheduler.step_kind import StepKind
-from megatrain.scheduler.table import Tick
+from megatrain.scheduler.table import Op, Tick, parse_op
 from megatrain.scheduler.workload import Workload
 from tests.draws import draws
 from tests.scheduler.workloads import chain, example, schedules, step_schedules, trained

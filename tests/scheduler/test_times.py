@@ -17,11 +17,10 @@ from megatrain.scheduler.costs import Measured, op_durations
 from megatrain.scheduler.effects import streams
 from megatrain.scheduler.from_program import schedule
 from megatrain.scheduler.items import Stream
-from megatrain.scheduler.op import Op
 from megatrain.scheduler.schedule import Schedule
 from megatrain.scheduler.simulate import TimedRun, link_bound, shared_timeline
 from megatrain.scheduler.step_kind import StepKind
-from megatrain.scheduler.table import Position
+from megatrain.scheduler.table import Op, Position
 from megatrain.scheduler.workload import Workload
 from tests.draws import draws
 from tests.scheduler.workloads import (

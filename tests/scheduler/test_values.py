@@ -15,9 +15,9 @@ from megatrain.hardware.hardware import Hardware
 from megatrain.hardware.work import products
 from megatrain.scheduler.builder.draft import Builder, Choices
 from megatrain.scheduler.builder.search import sparing_results
+from megatrain.scheduler.effects import host_value_bytes
 from megatrain.scheduler.from_program import merge, schedule
 from megatrain.scheduler.lifetimes import find_peak
-from megatrain.scheduler.parking import host_value_bytes
 from megatrain.scheduler.schedule import Schedule, schedule_of
 from megatrain.scheduler.step_kind import StepKind
 from megatrain.scheduler.workload import KeptWork, ValueWork, Workload

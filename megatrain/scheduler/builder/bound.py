@@ -19,9 +19,8 @@ from typing import NamedTuple
 from megatrain.hardware.hardware import Hardware
 from megatrain.scheduler.builder.search import result_bytes
 from megatrain.scheduler.costs import OpSeconds
-from megatrain.scheduler.effects import Effects
+from megatrain.scheduler.effects import Effects, turn_block
 from megatrain.scheduler.items import NO_BLOCK, Stream
-from megatrain.scheduler.parking import turn_block
 from megatrain.scheduler.simulate import link_limits
 
 

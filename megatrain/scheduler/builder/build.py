@@ -14,9 +14,9 @@ from megatrain.hardware.machine import usual_machine
 from megatrain.scheduler.builder.draft import Builder, Choices, with_late_offloads
 from megatrain.scheduler.builder.search import Freedom, Search, sparing_results, within
 from megatrain.scheduler.builder.stays import alternates, giants
+from megatrain.scheduler.effects import keep_all
 from megatrain.scheduler.items import NO_BLOCK
 from megatrain.scheduler.lifetimes import find_peak
-from megatrain.scheduler.parking import keep_all
 from megatrain.scheduler.schedule import Schedule, schedule_of
 from megatrain.scheduler.step_kind import KIND_RULES, StepKind
 from megatrain.scheduler.workload import Workload

@@ -10,12 +10,11 @@ from typing import NamedTuple
 from megatrain.scheduler.builder.host_ticks import HostTicks, deferred_updates, head_updates, place_host, written
 from megatrain.scheduler.builder.order import Rows, assign_ticks
 from megatrain.scheduler.builder.stays import Stay, compute_stages, giants, place_slots, stays_of
+from megatrain.scheduler.effects import Parking, Parks, host_value_bytes, park_bytes
 from megatrain.scheduler.items import NO_BLOCK, Stream
 from megatrain.scheduler.lifetimes import Books, Lifetime, device_moments, live_bytes, moved_bytes, of_ticks, slab_bytes
-from megatrain.scheduler.op import Op
-from megatrain.scheduler.parking import Parking, Parks, host_value_bytes, park_bytes
 from megatrain.scheduler.step_kind import StepKind
-from megatrain.scheduler.table import Place, Slot, Table, Tick
+from megatrain.scheduler.table import Op, Place, Slot, Table, Tick
 from megatrain.scheduler.workload import Workload
 
 

@@ -10,8 +10,7 @@ from megatrain.counts import counted
 from megatrain.errors import ScheduleError
 from megatrain.scheduler.happens import Clocks
 from megatrain.scheduler.items import Stream
-from megatrain.scheduler.op import Op
-from megatrain.scheduler.table import Position, Table
+from megatrain.scheduler.table import Op, Position, Table
 from megatrain.scheduler.text import table_rows
 from megatrain.scheduler.workload import Workload
 from megatrain.sizes import SUM_PIECE_BYTES

@@ -32,8 +32,7 @@ from megatrain.scheduler.check.memory_rules import (
 from megatrain.scheduler.dependency import dependency_graph
 from megatrain.scheduler.happens import graph_waits
 from megatrain.scheduler.items import Stream
-from megatrain.scheduler.op import Op
-from megatrain.scheduler.table import Position, Table, columns
+from megatrain.scheduler.table import Op, Position, Table, columns
 from megatrain.scheduler.workload import Workload
 
 
