@@ -8,7 +8,13 @@ import torch
 
 from megatrain.errors import CheckpointError
 from megatrain.integrations.hf.newest_whole import newest_whole
-from tests.integrations.runs import RAGGED, Scenario, llama, run
+from tests.integrations.runs import RAGGED, TWO, Scenario, llama, run
+
+
+def long(steps: int) -> Scenario:
+    saved = {"save_strategy": "steps", "save_steps": 2, "save_total_limit": 2, **TWO, "max_steps": steps}
+    model = lambda: llama(attention_dropout=0.1)  # noqa: E731
+    return Scenario(saved, model=model, rows=RAGGED, streaming={"precision": "bf16"})
 
 
 def train_on(folder: Path, steps: int) -> None:
@@ -21,13 +27,3 @@ def train_on(folder: Path, steps: int) -> None:
     found = run(long(steps), folder, streams=True, resume_from_checkpoint=None if is_new else True)
     torch.save((found.values, [row for row in found.log if "loss" in row]), folder / "end.part")
     (folder / "end.part").rename(folder / "end.pt")  # a kill may come while it is written
-
-
-def long(steps: int) -> Scenario:
-    saved = {"save_strategy": "steps", "save_steps": 2, "save_total_limit": 2, "gradient_accumulation_steps": 2}
-    return Scenario(
-        {**saved, "max_steps": steps},
-        model=lambda: llama(attention_dropout=0.1),
-        rows=RAGGED,
-        streaming={"precision": "bf16"},
-    )

@@ -6,7 +6,8 @@ import copy
 import gc
 import json
 import random
-from collections.abc import Callable, Mapping
+import re
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ import safetensors.torch
 import torch
 from accelerate.state import AcceleratorState
 from torch import nn
-from transformers import LlamaConfig, LlamaForCausalLM, TrainingArguments
+from transformers import LlamaConfig, LlamaForCausalLM, TrainerCallback, TrainingArguments
 from transformers import Trainer as StockTrainer
 
 import megatrain
@@ -30,15 +31,37 @@ RAGGED = [
     for index, ids in enumerate(torch.arange(96).remainder(63).reshape(12, 8) + 1)
     for mask in [(torch.arange(8) < 3 + index % 6).long()]
 ]
+FULL = [{**row, "attention_mask": torch.ones_like(row["input_ids"]), "labels": row["input_ids"]} for row in RAGGED]
+LABELLED = [{"input_ids": row["input_ids"], "labels": torch.tensor(i % 2)} for i, row in enumerate(ROWS)]
+POINTS = [{"x": torch.arange(4.0) + i, "labels": torch.tensor(i % 2)} for i in range(12)]
+TWO: dict[str, Any] = {"gradient_accumulation_steps": 2}
+EVAL: dict[str, Any] = {"eval_strategy": "steps", "eval_steps": 1}
+SAVED: dict[str, Any] = {"save_strategy": "steps", "save_steps": 1}
+REASSOCIATED = 3e-6
+"""What is used twice in a model has its gradients added in another order: the uses first, then the micro-batches. Under
+SGD, three steps leave a few units in the last place; AdamW divides a gradient by its size, were it rounding alone."""
+SUMMED: dict[str, Any] = {**TWO, "optim": "sgd"}
 
 
 def llama(kind: Any = LlamaForCausalLM, **config: Any) -> Any:
     torch.manual_seed(0)
     sizes = {
-        "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 2,
+        "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2,
         "num_key_value_heads": 2, "pad_token_id": 0, "use_cache": False,
     }  # fmt: skip
     return kind(LlamaConfig(**{**sizes, **config}))
+
+
+def fast_or_nightly(names: Iterable[str], fast: tuple[str, ...]) -> list[Any]:
+    """Marks all names but some as nightly."""
+    return [name if name in fast else pytest.param(name, marks=pytest.mark.nightly) for name in names]
+
+
+def codes(page: str, *parts: str) -> list[str]:
+    """The blocks of Python of a page that have all of these parts."""
+    text = (Path(__file__).parents[2] / "docs" / page).read_text()
+    blocks = re.findall(r"^```python\n(.*?)^```$", text, re.DOTALL | re.MULTILINE)
+    return [block for block in blocks if all(part in block for part in parts)]
 
 
 @dataclass(frozen=True)
@@ -70,6 +93,42 @@ class Scenario:
     is_mixed: bool = False
     tolerance: float = 0.0
     after: Callable[[Any], Any] = lambda trainer: None
+
+
+class Loss(StockTrainer):
+    """A loss as a user writes one: `loss_of(model, inputs)` returns the loss and the model's outputs."""
+
+    loss_of: Any
+
+    def compute_loss(
+        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        found = self.loss_of(model, inputs)
+        return found if return_outputs else found[0]
+
+
+def with_loss(loss_of: Callable[[Any, Any, Any], Any]) -> type:
+    """The class of a trainer whose loss a function makes of the trainer, the model and the inputs."""
+    return type(loss_of.__name__, (Loss,), {"loss_of": loss_of})
+
+
+def on(event: str, act: Callable[..., Any]) -> Callable[[Any], Mapping[str, Any]]:
+    """For `more`: a callback that does something at an event, and keeps what that returns; see `kept`."""
+
+    def happens(self: Any, args: Any, state: Any, control: Any, **rest: Any) -> None:
+        self.kept.append(act(args=args, state=state, control=control, **rest))
+
+    def made(model: Any) -> Mapping[str, Any]:
+        callback: Any = type(act.__name__, (TrainerCallback,), {f"on_{event}": happens})()
+        callback.kept = []
+        return {"callbacks": [callback]}
+
+    return made
+
+
+def kept(trainer: Any) -> list[Any]:
+    """For `after`: what the callback of `on` has kept."""
+    return next(callback.kept for callback in trainer.callback_handler.callbacks if hasattr(callback, "kept"))
 
 
 GIVEN: dict[str, Any] = {
@@ -114,7 +173,9 @@ def run(scenario: Scenario, folder: Path, *, streams: bool, **training: Any) -> 
         for row in trainer.state.log_history
     ]
     after = scenario.after(trainer)
-    state = {key: tensor.detach().cpu().clone() for key, tensor in trainer.model.state_dict().items()}
+    tensors = trainer.model.state_dict().items()
+    # torchao's tensors have no bits to compare, but those that they stand for.
+    state = {key: t.dequantize() if hasattr(t, "qdata") else t.detach().cpu().clone() for key, t in tensors}
     drawn = [torch.get_rng_state(), *torch.cuda.get_rng_state_all()]
     return Ran(trainer, log, state, (drawn, random.random(), float(np.random.rand())), after)
 

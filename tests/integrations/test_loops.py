@@ -1,10 +1,9 @@
-"""Loops of other libraries with a compiled model in place of the model, and their trainers that stream."""
+"""Loops of accelerate, Lightning and diffusers with a compiled model in place of the model."""
 
 from __future__ import annotations
 
 import contextlib
 import importlib
-import importlib.util
 import io
 from collections.abc import Callable
 from pathlib import Path
@@ -13,19 +12,18 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from accelerate import Accelerator
+from accelerate import Accelerator, skip_first_batches
 from accelerate.state import AcceleratorState
+from accelerate.utils import GradientAccumulationPlugin
 from torch import nn
-from transformers import BertConfig, BertModel
 
 import megatrain
-from megatrain.integrations.hf import Streamed
 from tests.comparing import assert_same
-from tests.integrations.runs import RAGGED, ROWS, llama
-from tests.integrations.words import text, tokenizer
+from tests.integrations.runs import RAGGED, codes, llama
 
+pytestmark = [pytest.mark.nightly, pytest.mark.filterwarnings("ignore")]
 NEEDS = "needs `pip install -e .[users]`"
-pytestmark = [pytest.mark.users, pytest.mark.filterwarnings("ignore")]
+POINTS = [(torch.randn(8, generator=torch.Generator().manual_seed(i)), torch.tensor(i % 2)) for i in range(12)]
 
 
 def stack() -> nn.Module:
@@ -35,10 +33,7 @@ def stack() -> nn.Module:
     )
 
 
-POINTS = [(torch.randn(8, generator=torch.Generator().manual_seed(i)), torch.tensor(i % 2)) for i in range(12)]
-
-
-def both(make: Callable[[], nn.Module], train: Callable[[Any], Any]) -> None:
+def both(make: Callable[[], nn.Module], train: Callable[[Any, Path], Any], folder: Path) -> None:
     """Trains a model in eager and compiled; what `train` returns, the state and the generators have the same bits."""
     found: list[Any] = []
     recording = megatrain.Recording()
@@ -48,187 +43,325 @@ def both(make: Callable[[], nn.Module], train: Callable[[Any], Any]) -> None:
         used = megatrain.compile(model, device="cpu", transfer="copy", recording=recording) if compiles else model
         torch.manual_seed(1)
         with contextlib.redirect_stdout(io.StringIO()):
-            result = train(used)
+            result = train(used, folder / str(compiles))
         state = {key: tensor.detach().clone() for key, tensor in model.state_dict().items()}
         found.append((result, state, torch.get_rng_state()))
     assert_same(found[1], found[0])
     assert sum(entry.stream == "compute" for entry in recording.issued) > 0
 
 
-# -- accelerate -----------------------------------------------------------------------------------------------------
-
-
 def loader(rows: Any, size: int = 2) -> Any:
     return torch.utils.data.DataLoader(rows, batch_size=size)
 
 
-@pytest.mark.parametrize("precision", ["no", "bf16"])
-@pytest.mark.parametrize("rows", [ROWS, RAGGED], ids=["even", "ragged"])
-@pytest.mark.parametrize("count", [1, 3])
-def test_accelerate(precision: str, rows: Any, count: int):
-    def train(model: Any) -> Any:
-        accelerator = Accelerator(cpu=True, mixed_precision=precision, gradient_accumulation_steps=count)
-        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-        schedule = torch.optim.lr_scheduler.LinearLR(optimizer, total_iters=5)
-        model, optimizer, batches, schedule = accelerator.prepare(model, optimizer, loader(rows), schedule)
-        losses: list[Any] = []
-        for batch in batches:
-            with accelerator.accumulate(model):
-                loss = model(**batch).loss
-                accelerator.backward(loss)
-                if accelerator.sync_gradients:
-                    losses.append(accelerator.clip_grad_norm_(model.parameters(), 0.5))
-                optimizer.step()
+def updated(optimizer: Any, loss: torch.Tensor) -> torch.Tensor:
+    """An update of a plain loop."""
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+    return loss.detach()
+
+
+# -- accelerate -----------------------------------------------------------------------------------------------------
+
+
+def trained_by(accelerator: Any, model: Any, optimizer: Any, batches: Any, schedule: Any = None) -> list[Any]:
+    losses: list[Any] = []
+    for batch in batches:
+        with accelerator.accumulate(model):
+            loss = model(**batch).loss
+            accelerator.backward(loss)
+            if accelerator.sync_gradients:
+                losses.append(accelerator.clip_grad_norm_(model.parameters(), 0.5))
+            optimizer.step()
+            if schedule is not None:
                 schedule.step()
-                optimizer.zero_grad()
-            losses.append(accelerator.gather(loss.detach()))
-        return losses
-
-    both(llama, train)
+            optimizer.zero_grad()
+        losses.append(accelerator.gather(loss.detach()))
+    return losses
 
 
-def test_accelerate_saves_and_loads_every_tensor(tmp_path: Path):
-    def step(accelerator: Any, model: Any, optimizer: Any) -> None:
-        accelerator.backward(model(input_ids=ROWS[0]["input_ids"][None], labels=ROWS[0]["labels"][None]).loss)
-        optimizer.step()
-        optimizer.zero_grad()
+def goes_on(model: Any, folder: Path) -> Any:
+    """Saves all in the middle of an epoch, goes on from there, and saves the model."""
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2, project_dir=str(folder))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 6)
+    model, optimizer, batches, schedule = accelerator.prepare(model, optimizer, loader(RAGGED), schedule)
+    accelerator.register_for_checkpointing(schedule)
+    rows = list(batches)
+    losses = trained_by(accelerator, model, optimizer, rows[:2], schedule)
+    accelerator.save_state(str(folder))
+    trained_by(accelerator, model, optimizer, rows[2:4], schedule)
+    accelerator.load_state(str(folder))
+    losses += trained_by(accelerator, model, optimizer, skip_first_batches(batches, 2), schedule)
+    state: Any = accelerator.get_state_dict(model)
+    plain = accelerator.unwrap_model(model)
+    plain.save_pretrained(folder / "plain", state_dict=state, save_function=accelerator.save)
+    again = type(plain).from_pretrained(folder / "plain").state_dict()
+    names = sorted(path.name for path in folder.rglob("*") if path.is_file())
+    return [losses, names, again, {k: v.clone() for k, v in state.items()}]
 
+
+def synchronizes_each_batch(model: Any, folder: Path) -> Any:
+    plugin = GradientAccumulationPlugin(num_steps=2, sync_each_batch=True, adjust_scheduler=False)
+    accelerator = Accelerator(cpu=True, gradient_accumulation_plugin=plugin, mixed_precision="bf16")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    model, optimizer, batches = accelerator.prepare(model, optimizer, loader(RAGGED))
+    losses: list[Any] = []
+    for number, batch in enumerate(batches):
+        with accelerator.accumulate(model), accelerator.autocast():
+            outputs = model(**batch)
+            loss = outputs["loss"] + 0.01 * outputs["logits"].float().logsumexp(-1).mean()
+            accelerator.backward(loss)
+            accelerator.clip_grad_value_(model.parameters(), 0.01)
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=False)
+        losses.append(loss.detach())
+        if number == 4:
+            accelerator.set_trigger()
+        if accelerator.check_trigger():
+            break
+    return losses
+
+
+def two_models(model: Any, folder: Path) -> Any:
+    """A generator and a discriminator, each with its optimizer."""
+    torch.manual_seed(2)
+    critic: Any = nn.Sequential(nn.Linear(2, 4), nn.Tanh(), nn.Linear(4, 1))
+    if isinstance(model, megatrain.CompiledModule):
+        critic = megatrain.compile(critic, device="cpu", transfer="copy")
     accelerator = Accelerator(cpu=True)
-    recording = megatrain.Recording()
-    compiled = megatrain.compile(llama(), device="cpu", transfer="copy", recording=recording)
-    model, optimizer = accelerator.prepare(compiled, torch.optim.AdamW(compiled.parameters(), lr=0.1))
-    step(accelerator, model, optimizer)
-    accelerator.save_state(str(tmp_path))
-    kept = {key: tensor.detach().clone() for key, tensor in compiled.state_dict().items()}
-    step(accelerator, model, optimizer)
-    expected = {key: tensor.detach().clone() for key, tensor in compiled.state_dict().items()}
-    accelerator.load_state(str(tmp_path))
-    assert_same({k: t.detach() for k, t in compiled.state_dict().items()}, kept)
-    step(accelerator, model, optimizer)
-    assert_same({k: t.detach() for k, t in compiled.state_dict().items()}, expected)
-    assert sum(entry.stream == "compute" for entry in recording.issued) == 3 * 2 * len(compiled.program.blocks)
+    first, second = (torch.optim.Adam(m.parameters(), lr=0.01) for m in (model, critic))
+    model, critic, first, second = accelerator.prepare(model, critic, first, second)
+    losses: list[Any] = []
+    for x, _ in loader(POINTS, 3):
+        loss = critic(model(x).detach()).mean() - critic(torch.ones(3, 2)).mean()
+        losses += [updated(second, loss), updated(first, -critic(model(x)).mean())]
+        second.zero_grad()
+    return losses
 
 
-# -- Lightning --------------------------------------------------------------------------------------------------------
+# -- loops of one's own -----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {},
-        {"accumulate_grad_batches": 2},
-        {"gradient_clip_val": 0.1},
-        {"precision": "bf16-mixed"},
-        {"accumulate_grad_batches": 3, "gradient_clip_val": 0.5, "limit_val_batches": 2},
-    ],
-    ids=str,
-)
-def test_lightning_module(tmp_path: Path, options: dict[str, Any]):
-    lightning = pytest.importorskip("lightning", reason=NEEDS)
+def several_calls_and_one_backward(model: Any, folder: Path) -> Any:
+    """REINFORCE."""
+    optimizer, found = torch.optim.Adam(model.parameters(), lr=0.01), list[Any]()
+    for _ in range(2):
+        state, chances, rewards = torch.randn(1, 8), list[Any](), list[float]()
+        for _ in range(3):
+            choice = torch.distributions.Categorical(logits=model(state))
+            action = choice.sample()
+            chances.append(choice.log_prob(action))
+            rewards.append(float(action))
+            state = state + 0.1 * action
+        weights = torch.tensor(rewards).flip(0).cumsum(0).flip(0)
+        found += [updated(optimizer, -(torch.stack(chances).squeeze(-1) * weights).sum()), rewards]
+    return found
 
+
+@pytest.mark.parametrize("train", [goes_on, synchronizes_each_batch])
+def test_a_loop_of_accelerate_has_the_plain_models_bits(train: Any, tmp_path: Path) -> None:
+    both(lambda: llama(attention_dropout=0.1), train, tmp_path)
+
+
+@pytest.mark.parametrize("train", [two_models, several_calls_and_one_backward])
+def test_calls_of_several_models_or_times_have_the_plain_models_bits(train: Any, tmp_path: Path) -> None:
+    both(stack, train, tmp_path)
+
+
+# -- Lightning ------------------------------------------------------------------------------------------------------
+
+
+def by_itself(lightning: Any) -> Any:
     class Module(lightning.LightningModule):
+        """Logs, and shows gradients."""
+
         def __init__(self, net: nn.Module) -> None:
             super().__init__()
             self.net = net
-            self.losses: list[torch.Tensor] = []
+            self.found: list[Any] = []
 
-        def training_step(self, batch: Any, index: int) -> torch.Tensor:
+        def training_step(self, batch: Any, index: int) -> Any:
             loss = F.cross_entropy(self.net(batch[0]), batch[1])
-            self.losses.append(loss.detach().clone())
-            return loss
+            self.log_dict({"loss": loss, "twice": 2 * loss}, prog_bar=True)
+            self.found.append(loss.detach().clone())
+            return {"loss": loss, "extra": batch[1]}
 
         def validation_step(self, batch: Any, index: int) -> None:
-            self.losses.append(F.cross_entropy(self.net(batch[0]), batch[1]).detach().clone())
+            self.log("held_out", F.cross_entropy(self.net(batch[0]), batch[1]))
+
+        def predict_step(self, batch: Any, index: int) -> Any:
+            return self.net(batch[0])
+
+        def on_before_optimizer_step(self, optimizer: Any) -> None:
+            norms = importlib.import_module("lightning.pytorch.utilities").grad_norm(self.net, norm_type=2)
+            self.found.append({key: float(value) for key, value in norms.items()})
 
         def configure_optimizers(self) -> Any:
             optimizer = torch.optim.AdamW(self.net.parameters(), lr=0.01)
-            return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)]
+            plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0)
+            return {"optimizer": optimizer, "lr_scheduler": {"scheduler": plateau, "monitor": "twice"}}
 
-    def train(net: nn.Module) -> Any:
-        module = Module(net)
-        trainer = lightning.Trainer(
-            accelerator="cpu", max_epochs=2, logger=False, enable_progress_bar=False, enable_model_summary=False,
-            default_root_dir=tmp_path, enable_checkpointing=False, **options,
-        )  # fmt: skip
-        trainer.fit(module, loader(POINTS, 3), loader(POINTS[:6], 3))
-        return module.losses
-
-    both(stack, train)
+    return Module
 
 
-@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
-def test_lightning_fabric(tmp_path: Path, precision: str):
+def by_hand(lightning: Any) -> Any:
+    class ByHand(by_itself(lightning)):
+        """Manual optimization, with two optimizers in turns."""
+
+        def __init__(self, net: nn.Module) -> None:
+            super().__init__(net)
+            self.automatic_optimization = False
+
+        def training_step(self, batch: Any, index: int) -> None:
+            optimizer: Any = self.optimizers()[index % 2]
+            optimizer.zero_grad()
+            self.manual_backward(loss := F.cross_entropy(self.net(batch[0]), batch[1]))
+            self.clip_gradients(optimizer, gradient_clip_val=0.5, gradient_clip_algorithm="norm")
+            optimizer.step()
+            self.found.append(loss.detach().clone())
+
+        def configure_optimizers(self) -> Any:
+            parameters = list(self.net.parameters())
+            return [torch.optim.AdamW(parameters[:4], lr=0.01), torch.optim.SGD(parameters[4:], lr=0.1)]
+
+    return ByHand
+
+
+CALLBACKS: dict[str, dict[str, Any]] = {
+    "StochasticWeightAveraging": {"swa_lrs": 0.01, "swa_epoch_start": 1},
+    "GradientAccumulationScheduler": {"scheduling": {0: 2, 1: 4}},
+    "EarlyStopping": {"monitor": "held_out", "patience": 1},
+}
+LIGHTNING: dict[str, tuple[Any, dict[str, Any]]] = {
+    "accumulated, clipped": (by_itself, {"accumulate_grad_batches": 3, "gradient_clip_val": 0.5}),
+    "in bf16": (by_itself, {"precision": "bf16-mixed", "gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"}),
+    "by hand": (by_hand, {"val_check_interval": 2}),
+    **{name: (by_itself, {"callbacks": name, "max_epochs": 3}) for name in CALLBACKS},
+}
+
+
+@pytest.mark.parametrize("name", LIGHTNING)
+def test_lightning_trains_goes_on_and_predicts_with_the_plain_models_bits(name: str, tmp_path: Path) -> None:
+    lightning = pytest.importorskip("lightning", reason=NEEDS)
+    make, options = LIGHTNING[name]
+
+    def train(net: Any, folder: Path) -> Any:
+        module, results = make(lightning)(net), list[Any]()
+        for epochs, more in ((1, {}), (options.get("max_epochs", 2), {"ckpt_path": folder / "first.ckpt"})):
+            given = {**options, "max_epochs": epochs}
+            if kind := given.pop("callbacks", None):
+                callbacks: Any = importlib.import_module("lightning.pytorch.callbacks")
+                given["callbacks"] = [getattr(callbacks, kind)(**CALLBACKS[kind])]
+            trainer = lightning.Trainer(
+                accelerator="cpu", default_root_dir=folder, logger=False, enable_progress_bar=False,
+                enable_model_summary=False, enable_checkpointing=False, **given,
+            )  # fmt: skip
+            trainer.fit(module, loader(POINTS, 3), loader(POINTS[:6], 3), **more)
+            trainer.save_checkpoint(folder / "first.ckpt")
+            results.append({k: float(v) for k, v in trainer.callback_metrics.items()})
+            results.append([trainer.global_step, trainer.predict(module, loader(POINTS, 6))])
+        saved = torch.load(folder / "first.ckpt", weights_only=False)
+        return [module.found, results, saved["state_dict"], saved["optimizer_states"]]
+
+    both(stack, train, tmp_path)
+
+
+def test_fabric_accumulates_saves_and_loads(tmp_path: Path) -> None:
     fabric_of = pytest.importorskip("lightning.fabric", reason=NEEDS).Fabric
 
-    def train(net: nn.Module) -> Any:
-        fabric = fabric_of(accelerator="cpu", precision=precision)
+    def train(net: Any, folder: Path) -> Any:
+        fabric = fabric_of(accelerator="cpu", precision="bf16-mixed")
+        fabric.seed_everything(3)
         model, optimizer = fabric.setup(net, torch.optim.AdamW(net.parameters(), lr=0.01))
-        losses: list[torch.Tensor] = []
-        for x, y in fabric.setup_dataloaders(loader(POINTS, 3)):
-            loss = F.cross_entropy(model(x), y)
-            fabric.backward(loss)
-            losses.append(torch.as_tensor(fabric.clip_gradients(model, optimizer, max_norm=0.1)))
-            optimizer.step()
-            optimizer.zero_grad()
+        rows, losses = list(fabric.setup_dataloaders(loader(POINTS, 3))), list[Any]()
+        for number, (x, y) in enumerate(rows * 2):
+            with fabric.no_backward_sync(model, enabled=number % 2 == 0):
+                loss = F.cross_entropy(model(x), y)
+                fabric.backward(loss)
+            if number % 2:
+                losses.append(torch.as_tensor(fabric.clip_gradients(model, optimizer, max_norm=0.1)))
+                optimizer.step()
+                optimizer.zero_grad()
             losses.append(loss.detach())
-        path = tmp_path / type(net).__name__
-        fabric.save(path, {"model": model})
-        saved = torch.load(path, weights_only=False)["model"]
-        return [losses, {key: tensor for key, tensor in saved.items()}]
+            if number == 3:
+                fabric.save(folder / "all", {"model": model, "optimizer": optimizer, "count": 4})
+        rest = fabric.load(folder / "all", {"model": model, "optimizer": optimizer})
+        return [losses, rest["count"], torch.load(folder / "all", weights_only=False)["model"]]
 
-    both(stack, train)
-
-
-# -- sentence-transformers --------------------------------------------------------------------------------------------
+    both(stack, train, tmp_path)
 
 
-@pytest.mark.parametrize("loss", ["MultipleNegativesRankingLoss", "CosineSimilarityLoss"])
-@pytest.mark.parametrize("how", ["compiled", "streamed"])
-def test_sentence_transformers(tmp_path: Path, loss: str, how: str):
-    sentences = pytest.importorskip("sentence_transformers", reason=NEEDS)
-    is_new = importlib.util.find_spec("sentence_transformers.sentence_transformer") is not None  # from version 6 on
-    losses: Any = importlib.import_module(f"sentence_transformers{'.sentence_transformer' * is_new}.losses")
-    datasets = pytest.importorskip("datasets", reason=NEEDS)
-    config = BertConfig(
-        vocab_size=64, hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=32,
-        max_position_embeddings=32,
-    )  # fmt: skip
-    torch.manual_seed(0)
-    BertModel(config).save_pretrained(tmp_path / "bert")
-    tokenizer().save_pretrained(tmp_path / "bert")
-    rows: dict[str, Any] = {"one": [text(i, 4) for i in range(12)], "other": [text(i + 1, 5) for i in range(12)]}
-    if loss == "CosineSimilarityLoss":
-        rows["score"] = [i / 12 for i in range(12)]
-    recording = megatrain.Recording()
-    options: dict[str, Any] = {"transfer": "copy", "recording": recording}
+def test_a_lightning_module_of_the_page_trains_and_goes_on_with_the_stock_runs_bits(tmp_path: Path) -> None:
+    lightning = pytest.importorskip("lightning", reason=NEEDS)
+    found: dict[str, Any] = {}
+    exec(compile(codes("tools.md", "import lightning")[0], "tools.md", "exec"), found)
 
-    def train(way: str) -> Any:
-        AcceleratorState._reset_state(reset_partial_state=True)
-        torch.manual_seed(0)
-        model: Any = sentences.SentenceTransformer(str(tmp_path / "bert"), device="cpu")
-        used = megatrain.compile(model, device="cpu", **options) if way == "compiled" else model
-        arguments = sentences.SentenceTransformerTrainingArguments(
-            str(tmp_path / way), max_steps=3, per_device_train_batch_size=4, report_to=[], use_cpu=True,
-            save_strategy="no", logging_steps=1, disable_tqdm=True,
+    class Stock(by_itself(lightning)):
+        """As the page's module trains."""
+
+        def on_before_optimizer_step(self, optimizer: Any) -> None:
+            pass
+
+        def configure_optimizers(self) -> Any:
+            optimizer = torch.optim.AdamW(self.net.parameters(), lr=0.01)
+            return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)]
+
+    def fit(name: str, module: Any, size: int, path: Any = None, **options: Any) -> Any:
+        torch.manual_seed(1)
+        saves = lightning.pytorch.callbacks.ModelCheckpoint(tmp_path / name, save_top_k=-1)
+        trainer = lightning.Trainer(
+            accelerator="cpu", max_epochs=3, logger=False, enable_progress_bar=False, enable_model_summary=False,
+            default_root_dir=tmp_path, callbacks=[saves], **options,
         )  # fmt: skip
-        kind: Any = sentences.SentenceTransformerTrainer
-        more = {f"megatrain_{name}": value for name, value in options.items()} if way == "streamed" else {}
-        kind = type("Streaming", (Streamed, kind), {}) if way == "streamed" else kind
-        given = {"model": used, "args": arguments, "train_dataset": datasets.Dataset.from_dict(rows), **more}
-        trainer = kind(loss=getattr(losses, loss)(used), **given)
-        trainer.train()
-        log = [row["loss"] for row in trainer.state.log_history if "loss" in row]
-        return [log, {key: tensor.detach().clone() for key, tensor in model.state_dict().items()}]
+        rows = torch.utils.data.DataLoader(POINTS, batch_size=size, generator=torch.Generator())  # pyright: ignore
+        trainer.fit(module, rows, loader(POINTS, 3), ckpt_path=path)
+        net = getattr(module.net, "net", module.net)
+        return trainer, {name: tensor.detach().clone() for name, tensor in net.state_dict().items()}
 
-    expected = train("eager")
-    assert_same(train(how), expected)
-    assert sum(entry.stream == "compute" for entry in recording.issued) > 0
+    def streamed(**options: Any) -> Any:
+        return found["Streamed"](stack(), device="cpu", transfer="copy", **options)
+
+    stock, expected = fit("stock", Stock(stack()), 3, gradient_clip_val=0.5, accumulate_grad_batches=2)
+    module = streamed(memory="4KiB")
+    trainer, state = fit("streamed", module, 6)
+    assert_same(state, expected)
+    assert trainer.global_step == stock.global_step == module.train_step.progress.count == 6
+    assert trainer.callback_metrics["held_out"] == stock.callback_metrics["held_out"]
+    _, whole = fit("masters", streamed(precision="bf16"), 6)
+    (path,) = (tmp_path / "masters").glob("*step=4.ckpt")  # the end of an epoch; in the middle batches would repeat
+    trainer, end = fit("again", streamed(precision="bf16"), 6, str(path))
+    assert trainer.global_step == 6
+    assert_same(end, whole)
+
+
+def test_fabric_of_the_page_trains_by_whole_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("lightning", reason=NEEDS)
+    monkeypatch.chdir(tmp_path)
+    eager, net = stack(), stack()
+    torch.manual_seed(1)
+    optimizer = torch.optim.AdamW(eager.parameters(), lr=0.01)
+    for x, y in loader(POINTS, 3):
+        F.cross_entropy(eager(x), y).backward()
+        nn.utils.clip_grad_norm_(eager.parameters(), 0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+    torch.manual_seed(1)
+    found: dict[str, Any] = {"megatrain": megatrain, "torch": torch, "net": net, "loader": loader(POINTS, 3)}
+    for code in codes("tools.md", "lightning"):
+        exec(compile(code, "tools.md", "exec"), found)
+    saved = torch.load("fabric.ckpt", weights_only=False)
+    for state in (net.state_dict(), {name.removeprefix("net."): tensor for name, tensor in saved["model"].items()}):
+        assert_same({name: t.detach() for name, t in state.items()}, dict(eager.state_dict()))
+    assert_same(saved["optimizer"]["state"], optimizer.state_dict()["state"])
+    assert found["step"].progress.count == 4
 
 
 # -- diffusers ------------------------------------------------------------------------------------------------------
 
 
-def unet() -> nn.Module:
+def unet() -> Any:
     diffusers = pytest.importorskip("diffusers", reason=NEEDS)
     torch.manual_seed(0)
     return diffusers.UNet2DModel(
@@ -238,39 +371,31 @@ def unet() -> nn.Module:
     )  # fmt: skip
 
 
-def dit() -> nn.Module:
-    diffusers = pytest.importorskip("diffusers", reason=NEEDS)
-    torch.manual_seed(0)
-    return diffusers.DiTTransformer2DModel(
-        num_attention_heads=2, attention_head_dim=4, in_channels=1, out_channels=1, num_layers=2, norm_num_groups=2,
-        sample_size=8, patch_size=2, num_embeds_ada_norm=10,
-    )  # fmt: skip
-
-
-@pytest.mark.parametrize("make", [unet, dit])
-@pytest.mark.parametrize("has_ema", [False, True])
-def test_diffusers_with_an_average_of_the_weights(make: Callable[[], nn.Module], has_ema: bool):
+def test_diffusers_with_an_average_of_the_weights_and_a_pipeline_between_the_steps(tmp_path: Path) -> None:
     diffusers = pytest.importorskip("diffusers", reason=NEEDS)
     training = pytest.importorskip("diffusers.training_utils")
 
-    def train(model: Any) -> Any:
-        noise = diffusers.DDPMScheduler(10)
+    def train(model: Any, folder: Path) -> Any:
+        noise, losses = diffusers.DDPMScheduler(10), list[Any]()
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-        ema = training.EMAModel(model.parameters(), decay=0.5) if has_ema else None
-        losses: list[torch.Tensor] = []
+        ema = training.EMAModel(model.parameters(), decay=0.5)
         for number in range(3):
             clean, drawn = torch.randn(2, 1, 8, 8), torch.randn(2, 1, 8, 8)
             times = torch.randint(0, 10, (2,))
-            more = {"class_labels": torch.tensor([number, 1])} if make is dit else {}
-            found = model(noise.add_noise(clean, drawn, times), times, **more).sample
-            loss = F.mse_loss(found, drawn)
-            loss.backward()
+            F.mse_loss(model(noise.add_noise(clean, drawn, times), times).sample, drawn).backward()
             losses.append(nn.utils.clip_grad_norm_(model.parameters(), 1.0))
             optimizer.step()
             optimizer.zero_grad()
-            if ema is not None:
-                ema.step(model.parameters())
-            losses.append(loss.detach())
-        return losses + ([t.clone() for t in ema.shadow_params] if ema is not None else [])
+            ema.step(model.parameters())
+            pipeline = diffusers.DDPMPipeline(unet=model, scheduler=diffusers.DDPMScheduler(10))
+            pipeline.set_progress_bar_config(disable=True)
+            seed = torch.Generator().manual_seed(number)
+            made = pipeline(generator=seed, num_inference_steps=2, output_type="np")
+            losses.append(torch.from_numpy(made.images.copy()))
+        ema.store(model.parameters())
+        ema.copy_to(model.parameters())
+        averaged = {k: v.detach().clone() for k, v in model.state_dict().items()}
+        ema.restore(model.parameters())
+        return [losses, averaged]
 
-    both(make, train)
+    both(unet, train, tmp_path)

@@ -1,4 +1,5 @@
-"""Frozen quantized bases under LoRA, and 8-bit optimizers, of torchao and bitsandbytes: the bits of the plain loop."""
+"""Frozen quantized bases under LoRA, and 8-bit optimizers, of torchao and bitsandbytes: the bits of the plain loop, and
+of the stock runs of trainers."""
 
 from __future__ import annotations
 
@@ -11,21 +12,21 @@ import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model, prepare_model_for_kbit_training
 from torch import nn
-from transformers import AutoModelForCausalLM, BitsAndBytesConfig, LlamaConfig, LlamaForCausalLM, TorchAoConfig
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig, TorchAoConfig
 
 import megatrain
-from megatrain.errors import OptimizerError, TraceError
+from megatrain.errors import TraceError
 from tests.comparing import assert_same
+from tests.integrations.runs import RAGGED, TWO, Scenario, assert_streams_as_stock, llama
 
 ao: Any = pytest.importorskip("torchao.quantization")
 ao_optim: Any = pytest.importorskip("torchao.optim")
 ao_nf4: Any = pytest.importorskip("torchao.prototype._nf4tensor_api")
 bnb: Any = pytest.importorskip("bitsandbytes")
 
-pytestmark = [pytest.mark.users, pytest.mark.filterwarnings("ignore")]
+pytestmark = [pytest.mark.nightly, pytest.mark.filterwarnings("ignore")]
 
 WIDTH = 128
-DTYPES = [torch.float32, torch.bfloat16]
 TORCHAO: dict[str, Callable[[], Any]] = {
     "int8": lambda: ao.Int8WeightOnlyConfig(),
     "int8, groups": lambda: ao.Int8WeightOnlyConfig(granularity=ao.PerGroup(32)),
@@ -95,10 +96,10 @@ def assert_trains(model: nn.Sequential, dtype: torch.dtype, **options: Any) -> m
     return compiled
 
 
-@pytest.mark.parametrize("activations", ["keep", "recompute"])
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("kind", TORCHAO)
-def test_torchao(kind: str, dtype: torch.dtype, activations: str) -> None:
+def test_torchao(kind: str, dtype: torch.dtype) -> None:
+    activations = "keep" if dtype == torch.bfloat16 else "recompute"
     compiled = assert_trains(of_torchao(kind, dtype), dtype, memory="640KiB", activations=activations)
     assert len(compiled.program.templates) == 1
     largest = max(compiled.program.state_bytes(block) for block in compiled.program.blocks)
@@ -106,8 +107,7 @@ def test_torchao(kind: str, dtype: torch.dtype, activations: str) -> None:
     assert packed < largest < packed + 9 * 4 * WIDTH + 2 * 4 * 4 * WIDTH
 
 
-@pytest.mark.parametrize("activations", ["keep", "recompute"])
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("dtype", "activations"), [(torch.float32, "keep"), (torch.bfloat16, "recompute")])
 @pytest.mark.parametrize("nested", [False, True])
 def test_bitsandbytes_nf4(nested: bool, dtype: torch.dtype, activations: str) -> None:
     compiled = assert_trains(of_bitsandbytes(nested, dtype), dtype, memory="640KiB", activations=activations)
@@ -115,31 +115,29 @@ def test_bitsandbytes_nf4(nested: bool, dtype: torch.dtype, activations: str) ->
     assert max(map(compiled.program.state_bytes, compiled.program.blocks)) < WIDTH * WIDTH
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    config = LlamaConfig(
-        vocab_size=64, hidden_size=64, intermediate_size=128, num_hidden_layers=3, num_attention_heads=4
-    )
-    path = tmp_path_factory.mktemp("llama")
-    torch.manual_seed(0)
-    LlamaForCausalLM(config).save_pretrained(path)
-    return path
-
-
 def loaded(folder: Path, kind: str) -> Any:
+    if not folder.exists():
+        llama(hidden_size=64, intermediate_size=64).save_pretrained(folder)
     nf4 = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True)
     quantization: Any = TorchAoConfig(ao.Int8WeightOnlyConfig()) if kind == "torchao" else nf4
-    base = AutoModelForCausalLM.from_pretrained(
+    return AutoModelForCausalLM.from_pretrained(
         folder, quantization_config=quantization, dtype=torch.bfloat16, device_map={"": "cpu"}
     )
-    return prepare_model_for_kbit_training(base, use_gradient_checkpointing=False)
 
 
-def with_lora(base: Any) -> Any:
+def lora() -> Any:
+    return LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM", init_lora_weights="gaussian")
+
+
+def prepared(folder: Path, kind: str, checkpointed: bool = False) -> Any:
+    """What the guides for QLoRA say."""
+    return prepare_model_for_kbit_training(loaded(folder, kind), use_gradient_checkpointing=checkpointed)
+
+
+def adapted(folder: Path, kind: str, checkpointed: bool = False) -> Any:
+    model = prepared(folder, kind, checkpointed)
     torch.manual_seed(1)
-    config = LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM", init_lora_weights="gaussian")
-    model: Any = get_peft_model(base, config)
-    return model.train()  # from_pretrained returns a model in eval mode
+    return get_peft_model(model, lora()).train()  # from_pretrained returns a model in eval mode
 
 
 def tokens(number: int) -> dict[str, Any]:
@@ -148,11 +146,13 @@ def tokens(number: int) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("kind", ["torchao", "bitsandbytes"])
-def test_a_pretrained_base_under_peft(kind: str, folder: Path, tmp_path: Path) -> None:
+def test_a_pretrained_base_under_peft(kind: str, tmp_path: Path) -> None:
+    folder = tmp_path / "base"
+
     def stepping(model: Any) -> tuple[megatrain.CompiledModule, torch.optim.Optimizer]:
         return megatrain.compile(model, device="cpu", memory="1MiB"), torch.optim.AdamW(trained(model), lr=1e-2)
 
-    eager, model = with_lora(loaded(folder, kind)), with_lora(loaded(folder, kind))
+    eager, model = adapted(folder, kind), adapted(folder, kind)
     assert_same(trained(eager), trained(model))
     compiled, optimizer = stepping(model)
     step = megatrain.TrainStep(compiled, optimizer, max_grad_norm=0.5)
@@ -166,7 +166,7 @@ def test_a_pretrained_base_under_peft(kind: str, folder: Path, tmp_path: Path) -
         assert_same(loss.detach(), step(tokens(number)).detach().reshape(()))
     step.save(tmp_path / "run")
     assert_same(trained(eager), trained(model))
-    again = with_lora(loaded(folder, kind))
+    again = adapted(folder, kind)
     compiled, optimizer = stepping(again)
     resumed = megatrain.TrainStep.load(tmp_path / "run", compiled, optimizer, max_grad_norm=0.5)
     assert_same(step(tokens(5)), resumed(tokens(5)))
@@ -174,12 +174,8 @@ def test_a_pretrained_base_under_peft(kind: str, folder: Path, tmp_path: Path) -
         each.flush()
     assert_same(trained(model), trained(again))
     model.save_pretrained(tmp_path / "adapters")
-    read = PeftModel.from_pretrained(loaded(folder, kind), tmp_path / "adapters").train()
-    assert_same(eager_logits(model), eager_logits(read))
-
-
-def eager_logits(model: Any) -> torch.Tensor:
-    return model(**tokens(9)).logits.detach()
+    read = PeftModel.from_pretrained(prepared(folder, kind), tmp_path / "adapters").train()
+    assert_same(*(each(**tokens(9)).logits.detach() for each in (model, read)))
 
 
 def test_a_plan_of_torchao_on_meta_is_that_of_the_model() -> None:
@@ -223,6 +219,46 @@ def test_evaluating_4_bit_layers_on_a_cpu_that_repacks_them() -> None:
         assert torch.equal(megatrain.compile(model, device="cpu")(x), expected)
 
 
+# -- trainers ----------------------------------------------------------------------------------------------------------
+
+
+def with_trl(name: str, kind: str, **options: Any) -> Callable[[Path], Scenario]:
+    """TRL makes the adapters."""
+
+    def made(folder: Path) -> Scenario:
+        from tests.integrations import test_trl
+
+        rows, reason = {"SFT": ("texts", None), "DPO": ("preferences", test_trl.AGAIN)}[name]
+        script = test_trl.script(
+            name, getattr(test_trl, rows), more=lambda model: {"peft_config": lora()}, reason=reason,
+            model=lambda: loaded(folder, kind), options={**TWO, **options}, streaming={"memory": "4MiB"},
+        )  # fmt: skip
+        return script()
+
+    return made
+
+
+def with_trainer(kind: str, checkpointed: bool) -> Callable[[Path], Scenario]:
+    saved = {"gradient_checkpointing": checkpointed, "save_strategy": "steps", "save_steps": 2}
+    model: Any = lambda folder: lambda: adapted(folder, kind, checkpointed)  # noqa: E731
+    return lambda folder: Scenario({**TWO, **saved}, model(folder), RAGGED, streaming={"memory": "4MiB"})
+
+
+SCRIPTS: dict[str, Callable[[Path], Scenario]] = {
+    "nf4, trainer, checkpoints": with_trainer("bitsandbytes", True),
+    "int8, trainer": with_trainer("torchao", False),
+    "nf4, sft, packed": with_trl("SFT", "bitsandbytes", packing=True, max_length=16),
+    "int8, sft": with_trl("SFT", "torchao"),
+    "nf4, dpo": with_trl("DPO", "bitsandbytes"),
+}
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_a_script_of_qlora_has_the_stock_runs_bits(name: str, tmp_path: Path) -> None:
+    found = assert_streams_as_stock(SCRIPTS[name](tmp_path / "base"), tmp_path)
+    assert found.trainer.model.megatrain.peak_bytes <= 4 << 20
+
+
 # -- optimizers --------------------------------------------------------------------------------------------------------
 
 OPTIMIZERS: dict[str, Callable[[Any], Any]] = {
@@ -239,9 +275,7 @@ def network() -> nn.Sequential:
     return nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU()) for _ in range(3)))
 
 
-@pytest.mark.parametrize(
-    "options", [{}, {"overlap": False}, {"max_grad_norm": 0.05}], ids=["overlap", "serial", "deferred"]
-)
+@pytest.mark.parametrize("options", [{}, {"max_grad_norm": 0.05}], ids=["at once", "deferred"])
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_optimizers_of_8_bits(name: str, options: dict[str, Any], tmp_path: Path) -> None:
     def stepping(model: nn.Module) -> tuple[megatrain.CompiledModule, Any]:
@@ -273,24 +307,36 @@ def test_optimizers_of_8_bits(name: str, options: dict[str, Any], tmp_path: Path
 
 
 @pytest.mark.parametrize("name", ["torchao AdamW8bit", "bitsandbytes AdamW8bit"])
-def test_a_plan_counts_two_bytes_of_state_a_parameter(name: str) -> None:
+def test_a_plan_counts_two_bytes_of_state_a_parameter_of_a_registered_class(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model = network()
-    plan = megatrain.plan(model, torch.randn(8, WIDTH), optimizer=OPTIMIZERS[name](model.parameters()), loss=square)
+    optimizer = OPTIMIZERS[name](model.parameters())
+    monkeypatch.setattr("megatrain.optim.per_parameter._registered", {type(optimizer)})
+    plan = megatrain.plan(model, torch.randn(8, WIDTH), optimizer=optimizer, loss=square)
+    assert not plan.host.is_estimate
     states = ("exp_avg", "exp_avg_sq") if "torchao" in name else ("state1", "state2")
     for state in states:
         assert WIDTH * WIDTH * 3 <= plan.host.bytes_of(f"AdamW8bit.{state}") < 1.2 * WIDTH * WIDTH * 3
 
 
-def test_overridden_options_of_bitsandbytes_are_refused_and_the_advice_works() -> None:
+def test_options_of_bitsandbytes_for_single_parameters_are_kept() -> None:
+    """bitsandbytes finds them by positions in groups, which an update of one block would change."""
     manager = bnb.optim.GlobalOptimManager.get_instance()
-    model = network()
-    manager.register_module_override(model[0][0], "weight", {"optim_bits": 32})
+    eager, model = network(), network()
+    for each in (eager, model):
+        manager.register_module_override(each[0][0], "weight", {"optim_bits": 32})
     try:
-        compiled = megatrain.compile(model, device="cpu")
-        with pytest.raises(OptimizerError, match="overridden by their positions"):
-            megatrain.TrainStep(compiled, bnb.optim.AdamW8bit(model.parameters()), loss=square)(torch.randn(8, WIDTH))
+        own, optimizer = (bnb.optim.AdamW8bit(each.parameters(), lr=1e-2) for each in (eager, model))
+        step = megatrain.TrainStep(megatrain.compile(model, device="cpu"), optimizer, loss=square)
+        for _ in range(2):
+            batch = torch.randn(8, WIDTH)
+            square(eager(batch), batch).backward()
+            own.step()
+            own.zero_grad()
+            step(batch)
+        assert_same(list(eager.parameters()), list(model.parameters()))
+        first, second = (optimizer.state[model[at][0].weight]["state1"].dtype for at in (0, 1))
+        assert (first, second) == (torch.float32, torch.uint8)
     finally:
         manager.initialize()
-    first, *rest = model.parameters()
-    pair = [bnb.optim.AdamW([first], lr=1e-2), bnb.optim.AdamW8bit(rest, lr=1e-2)]
-    megatrain.TrainStep(compiled, pair, loss=square)(torch.randn(8, WIDTH))

@@ -14,13 +14,13 @@ from transformers import TrainingArguments
 
 import megatrain
 from megatrain.errors import ExecuteError, OptionError, ScheduleError, StreamedCallsWarning, TorchError
-from megatrain.integrations.hf import Trainer, streamed
+from megatrain.integrations.hf import Trainer
 from megatrain.integrations.hf.requirements import refuse_trainer
 from megatrain.integrations.hf.stream_options import StreamOptions
 from megatrain.integrations.hf.whole_calls import note_where_parts_run
 from tests.comparing import assert_same
-from tests.integrations.runs import GIVEN, ROWS, llama
-from tests.integrations.test_trainer import OwnStep, of_model
+from tests.integrations.runs import GIVEN, ROWS, llama, streamed_kind, with_loss
+from tests.integrations.test_trainer import of_model
 
 pytestmark = pytest.mark.usefixtures("lowered_once")  # of few models
 
@@ -73,13 +73,6 @@ def test_options_may_be_training_arguments(tmp_path: Path):
     assert made.model.megatrain.budget.nbytes == 123 << 20
 
 
-def test_what_isnt_one_training_step_is_said_once(tmp_path: Path):
-    kind = type("Mine", (streamed.Streamed, OwnStep), {})
-    with pytest.warns(StreamedCallsWarning, match="OwnStep has a training_step of its own") as said:
-        trainer(tmp_path, kind).train()
-    assert len([one for one in said if one.category is StreamedCallsWarning]) == 1
-
-
 def test_another_transformers_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.delattr(StockTrainer, "_clip_grad_norm")
     with pytest.raises(TorchError, match=r"has no Trainer\._clip_grad_norm"):
@@ -96,12 +89,13 @@ def test_a_model_that_takes_the_place_of_the_streaming_one_is_refused(tmp_path: 
     assert_same({name: p.detach() for name, p in made.model.named_parameters()}, before)
 
 
-class Parts(StockTrainer):
+def parts(self: Any, model: Any, inputs: Any) -> Any:
     """Calls the body and the head by themselves."""
+    hidden = model.model(input_ids=inputs["input_ids"]).last_hidden_state
+    return model.lm_head(hidden).square().mean(), None
 
-    def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-        hidden = model.model(input_ids=inputs["input_ids"]).last_hidden_state
-        return model.lm_head(hidden).square().mean()
+
+Parts: Any = with_loss(parts)
 
 
 class PartsInItsOwnStep(Parts):
@@ -109,19 +103,15 @@ class PartsInItsOwnStep(Parts):
         return super().training_step(*args, **kwargs)
 
 
-class Constant(StockTrainer):
+def constant(self: Any, model: Any, inputs: Any) -> Any:
     """A loss that trains nothing, for some batches."""
-
-    def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-        if self.state.global_step == 1:
-            return torch.zeros((), requires_grad=True)
-        return model(**inputs).loss
+    return torch.zeros((), requires_grad=True) if self.state.global_step == 1 else model(**inputs).loss, None
 
 
 @pytest.mark.parametrize("kind", [Parts, PartsInItsOwnStep])
 @pytest.mark.filterwarnings("ignore::megatrain.errors.StreamedCallsWarning")
 def test_parts_of_the_model_that_are_called_by_themselves_are_refused(kind: Any, tmp_path: Path):
-    made = trainer(tmp_path, type("Streaming", (streamed.Streamed, kind), {}), {"gradient_accumulation_steps": 2})
+    made = trainer(tmp_path, streamed_kind(kind), {"gradient_accumulation_steps": 2})
     before = {name: p.detach().clone() for name, p in made.model.named_parameters()}
     with pytest.raises(ExecuteError, match=r"gives `.*` a gradient, and doesn't call the model"):
         made.train()
@@ -131,7 +121,7 @@ def test_parts_of_the_model_that_are_called_by_themselves_are_refused(kind: Any,
 @pytest.mark.filterwarnings("ignore::megatrain.errors.StreamedCallsWarning")
 def test_a_loss_that_is_a_constant_now_and_then_trains_as_the_stock_run(tmp_path: Path):
     found: list[Any] = []
-    for kind in (Constant, type("Streaming", (streamed.Streamed, Constant), {})):
+    for kind in (with_loss(constant), streamed_kind(with_loss(constant))):
         made = trainer(tmp_path, kind)
         made.train()
         found.append({name: p.detach().clone() for name, p in made.model.named_parameters()})
@@ -152,15 +142,17 @@ def test_a_trainer_that_redirects_the_forward_is_refused():
         refuse_trainer(kind())
 
 
-def test_a_trainer_without_training_steps_saves_its_optimizer(tmp_path: Path):
-    saved = {"save_strategy": "steps", "save_steps": 1, "max_steps": 1}
+def test_what_isnt_one_training_step_is_said_once_and_saves_the_optimizer(tmp_path: Path):
     model = llama()
-    made = trainer(tmp_path, arguments=saved, model=model, **of_model(model))
-    with pytest.warns(StreamedCallsWarning, match="the optimizer can't update in a training step"):
+    made = trainer(tmp_path, arguments={"save_strategy": "steps", "save_steps": 2, "max_steps": 2}, model=model,
+                   **of_model(model))  # fmt: skip
+    with pytest.warns(StreamedCallsWarning, match="the optimizer can't update in a training step") as said:
         made.train()
-    assert (tmp_path / "checkpoint-1" / "optimizer.pt").exists()
+    assert len([one for one in said if one.category is StreamedCallsWarning]) == 1
+    assert (tmp_path / "checkpoint-2" / "optimizer.pt").exists()
 
 
+@pytest.mark.nightly
 def test_a_lack_of_memory_finds_a_smaller_batch_where_that_was_asked_for(tmp_path: Path):
     wide = {"per_device_train_batch_size": 4, "max_steps": 1}
     small: dict[str, Any] = {"megatrain_memory": "110KiB", "megatrain_chunking": "never"}
@@ -176,7 +168,7 @@ def test_another_optimizer_or_clipping_gets_another_training_step(tmp_path: Path
     runs: list[Any] = []
     for kind in (StockTrainer, Trainer):
         torch.manual_seed(0)
-        made = trainer(tmp_path, kind)
+        made = trainer(tmp_path, kind, {"max_steps": 1})
         made.train()
         made.args.max_grad_norm = 0.05
         made.train()

@@ -8,43 +8,48 @@ import multiprocessing
 import shutil
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-import safetensors.torch
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import LlamaForCausalLM
 
 from megatrain.errors import CheckpointError
+from megatrain.integrations.hf.newest_whole import newest_whole
 from tests.comparing import assert_same
 from tests.integrations import killed_run
-from tests.integrations.runs import RAGGED, Ran, Scenario, llama, run
+from tests.integrations.runs import RAGGED, TWO, Ran, Scenario, fast_or_nightly, llama, run
 from tests.integrations.test_trainer import LooksAtGradients, OwnStep
-from tests.tiers import wide
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore"),  # what these libraries warn of is theirs
     pytest.mark.usefixtures("lowered_once"),  # of few models
 ]
-SAVED = {"save_strategy": "steps", "save_steps": 2, "max_steps": 5, "gradient_accumulation_steps": 2, "warmup_steps": 2}
+SAVED = {"save_strategy": "steps", "save_steps": 2, "max_steps": 5, **TWO, "warmup_steps": 2}
+BEST = {**SAVED, "eval_strategy": "steps", "eval_steps": 2, "load_best_model_at_end": True}
+EPOCHS = {**SAVED, "max_steps": -1, "num_train_epochs": 2, "restore_callback_states_from_checkpoint": True}
 
 
-def adapted() -> Any:
+def adapted(dropout: float = 0.1) -> Any:
     torch.manual_seed(0)
-    lora = {"r": 2, "target_modules": ["q_proj", "v_proj"], "init_lora_weights": "gaussian", "lora_dropout": 0.1}
+    lora = {"r": 2, "target_modules": ["q_proj", "v_proj"], "init_lora_weights": "gaussian", "lora_dropout": dropout}
     return get_peft_model(llama(), LoraConfig(task_type="CAUSAL_LM", **lora))  # pyright: ignore
 
 
+def dropping() -> Any:
+    return llama(attention_dropout=0.2)
+
+
 SCENARIOS: dict[str, Scenario] = {
-    "fp32": Scenario(SAVED, rows=RAGGED),
-    "dropout": Scenario(SAVED, model=lambda: llama(attention_dropout=0.2), rows=RAGGED),
+    "dropout": Scenario(SAVED, model=dropping, rows=RAGGED),
     "tied": Scenario({**SAVED, "gradient_accumulation_steps": 1}, model=lambda: llama(tie_word_embeddings=True)),
     "lora": Scenario(SAVED, model=adapted, rows=RAGGED),
-    "best": Scenario({**SAVED, "eval_strategy": "steps", "eval_steps": 2, "load_best_model_at_end": True}),
+    "best": Scenario(BEST),
     "own loop": Scenario({**SAVED, "max_grad_norm": 0.0, "lr_scheduler_type": "cosine", "optim": "adafactor"}),
+    "in the middle of an epoch": Scenario({**EPOCHS, "lr_scheduler_type": "cosine"}, model=dropping, rows=RAGGED),
 }
 SHORT = {**SAVED, "max_steps": 3}
 MASTERS: dict[str, Scenario] = {
@@ -55,51 +60,41 @@ MASTERS: dict[str, Scenario] = {
 
 
 def assert_same_run(found: Ran, expected: Ran) -> None:
-    def last(ran: Ran) -> list[dict[str, Any]]:
-        return [row for row in ran.log if row["step"] > 2 and "train_loss" not in row]
-
-    assert last(found) == last(expected)
+    logs = [[row for row in ran.log if row["step"] > 2 and "train_loss" not in row] for ran in (found, expected)]
+    assert logs[0] == logs[1]
     assert_same(found.values, expected.values)
 
 
-@dataclass(frozen=True)
-class Both:
-    """A script that ran to its end with the stock trainer and with one that streams; checkpoints come every 2 steps."""
-
-    folder: Path
-    stock: Ran
-    streamed: Ran
-
-    def checkpoint(self, number: int, *, of: str = "streamed") -> Path:
-        return self.folder / of / f"checkpoint-{number}"
+Both = Callable[[str], tuple[Path, Ran, Ran]]
 
 
 @pytest.fixture(scope="module")
-def both(tmp_path_factory: pytest.TempPathFactory, lowered_once: None) -> Callable[[str], Both]:
-    """Runs a scenario once; what the runs left is only read."""
+def both(tmp_path_factory: pytest.TempPathFactory, lowered_once: None) -> Both:
+    """Runs a scenario once, with the stock trainer and with one that streams, in folders of these names."""
 
     @functools.cache
-    def ran(name: str) -> Both:
+    def ran(name: str) -> tuple[Path, Ran, Ran]:
         folder = tmp_path_factory.mktemp("both")
-        sides = (run(SCENARIOS[name], folder / side, streams=side == "streamed") for side in ("stock", "streamed"))
-        return Both(folder, *sides)
+        stock, streamed = (run(SCENARIOS[name], folder / side, streams=side == "streamed") for side in SIDES)
+        return folder, stock, streamed
 
     return ran
 
 
-# What "fp32" runs, "dropout" runs too, and draws.
-@pytest.mark.parametrize("name", [wide(name) if name == "fp32" else name for name in SCENARIOS])
-def test_a_resumed_run_has_the_stock_runs_bits(name: str, both: Callable[[str], Both], tmp_path: Path) -> None:
-    ran = both(name)
-    assert ran.streamed.log == ran.stock.log
-    assert_same(ran.streamed.values, ran.stock.values)
-    checkpoint = str(ran.checkpoint(2))
-    again = run(SCENARIOS[name], tmp_path, streams=True, resume_from_checkpoint=checkpoint)
-    assert_same_run(again, ran.stock)
+SIDES = ("stock", "streamed")
 
 
-# Masters of updates that aren't training steps are also in the last test of this file.
-@pytest.mark.parametrize("name", [wide(name) if "no training step" in name else name for name in MASTERS])
+@pytest.mark.parametrize("name", fast_or_nightly(SCENARIOS, ("dropout",)))
+def test_a_resumed_run_has_the_stock_runs_bits(name: str, both: Both, tmp_path: Path) -> None:
+    folder, stock, streamed = both(name)
+    assert streamed.log == stock.log
+    assert_same(streamed.values, stock.values)
+    shutil.copytree(folder / "streamed" / "checkpoint-2", tmp_path / "checkpoint-2")
+    assert_same_run(run(SCENARIOS[name], tmp_path, streams=True, resume_from_checkpoint=True), stock)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", MASTERS)
 def test_masters_are_saved_and_resumed(name: str, tmp_path: Path) -> None:
     scenario = MASTERS[name]
     undisturbed = run(scenario, tmp_path, streams=True)
@@ -107,47 +102,45 @@ def test_masters_are_saved_and_resumed(name: str, tmp_path: Path) -> None:
     assert_same_run(again, undisturbed)
 
 
-@pytest.mark.parametrize("name", [wide("fp32"), "dropout", "tied"])
-def test_from_pretrained_reads_a_trainers_checkpoint(name: str, both: Callable[[str], Both]) -> None:
-    ran = both(name)
-    again = LlamaForCausalLM.from_pretrained(ran.checkpoint(5))
-    assert_same(dict(again.state_dict()), ran.streamed.values)
-    folders = {side: ran.checkpoint(5, of=side) for side in ("stock", "streamed")}
-    names = {side: {path.name for path in folder.iterdir()} for side, folder in folders.items()}
-    assert names["streamed"] - {"megatrain"} == names["stock"] - {"optimizer.pt", "scheduler.pt"}
-    weights = [safetensors.torch.load_file(folder / "model.safetensors") for folder in folders.values()]
-    assert weights[0].keys() == weights[1].keys()
-    assert ran.stock.values.keys() == ran.streamed.values.keys()
+def test_from_pretrained_reads_a_trainers_checkpoint(both: Both) -> None:
+    folder, _, streamed = both("dropout")
+    again = LlamaForCausalLM.from_pretrained(folder / "streamed" / "checkpoint-5")
+    assert_same(dict(again.state_dict()), streamed.values)
+    ours, theirs = ({path.name for path in (folder / side / "checkpoint-5").iterdir()} for side in SIDES[::-1])
+    assert ours - {"megatrain"} == theirs - {"optimizer.pt", "scheduler.pt"}
 
 
-def test_an_adapters_checkpoint_holds_the_adapter_alone(both: Callable[[str], Both]) -> None:
-    ran = both("lora")
-    checkpoint = ran.checkpoint(5)
+@pytest.mark.nightly
+def test_an_adapters_checkpoint_holds_the_adapter_alone(both: Both) -> None:
+    folder, _, streamed = both("lora")
+    checkpoint = folder / "streamed" / "checkpoint-5"
     assert sum(path.stat().st_size for path in checkpoint.rglob("*.safetensors")) < 60_000
     again = PeftModel.from_pretrained(llama(), str(checkpoint))
     ids = torch.arange(8).reshape(1, 8)
-    assert torch.equal(again(input_ids=ids).logits, ran.streamed.trainer.model.eval()(input_ids=ids).logits)
+    assert torch.equal(again(input_ids=ids).logits, streamed.trainer.model.eval()(input_ids=ids).logits)
 
 
-def test_a_checkpoint_of_the_stock_trainer_is_gone_on_from(both: Callable[[str], Both], tmp_path: Path) -> None:
-    ran = both("dropout")
-    checkpoint = str(ran.checkpoint(2, of="stock"))
-    again = run(SCENARIOS["dropout"], tmp_path, streams=True, resume_from_checkpoint=checkpoint)
-    assert_same_run(again, ran.stock)
+@pytest.mark.nightly
+def test_a_checkpoint_of_the_stock_trainer_is_gone_on_from(both: Both, tmp_path: Path) -> None:
+    folder, stock, _ = both("dropout")
+    checkpoint = str(folder / "stock" / "checkpoint-2")
+    assert_same_run(run(SCENARIOS["dropout"], tmp_path, streams=True, resume_from_checkpoint=checkpoint), stock)
 
 
-def test_the_newest_whole_checkpoint_is_taken(both: Callable[[str], Both], tmp_path: Path) -> None:
-    ran = both("dropout")
-    shutil.copytree(ran.folder / "streamed", tmp_path, dirs_exist_ok=True)
+def test_the_newest_whole_checkpoint_is_taken(both: Both, tmp_path: Path) -> None:
+    shutil.copytree(both("dropout")[0] / "streamed", tmp_path, dirs_exist_ok=True)
+    assert newest_whole(tmp_path) == str(tmp_path / "checkpoint-5")
     shutil.rmtree(tmp_path / "checkpoint-4" / "megatrain")
     (tmp_path / "checkpoint-4" / "trainer_state.json").write_text('{"epoch": 1')
     (tmp_path / "checkpoint-5" / "trainer_state.json").unlink()
-    again = run(SCENARIOS["dropout"], tmp_path, streams=True, resume_from_checkpoint=True)
-    assert_same_run(again, ran.stock)
+    assert newest_whole(tmp_path) == str(tmp_path / "checkpoint-2")
     for number in (2, 4, 5):
         (tmp_path / f"checkpoint-{number}" / "trainer_state.json").unlink()
     with pytest.raises(CheckpointError, match=r"no checkpoint in .* is whole"):
         run(SCENARIOS["dropout"], tmp_path, streams=True, resume_from_checkpoint=True)
+
+
+# -- a run that is killed ---------------------------------------------------------------------------------------------
 
 
 def finish(folder: Path, steps: int, waits_s: list[float]) -> int:
@@ -174,8 +167,9 @@ def finish(folder: Path, steps: int, waits_s: list[float]) -> int:
     return kills
 
 
-@pytest.mark.parametrize(("kills", "steps"), [wide((3, 16)), pytest.param(20, 120, marks=pytest.mark.users)])
-def test_a_run_that_is_killed_goes_on_to_the_bits_of_an_undisturbed_one(kills: int, steps: int, tmp_path: Path) -> None:
+@pytest.mark.nightly
+def test_a_run_that_is_killed_goes_on_to_the_bits_of_an_undisturbed_one(tmp_path: Path) -> None:
+    kills, steps = 10, 60
     undisturbed = run(killed_run.long(steps), tmp_path / "undisturbed", streams=True)
     waits = [0.003 * (7 * number % 20) ** 1.5 for number in range(kills)]
     assert finish(tmp_path / "killed", steps, waits) > kills // 2

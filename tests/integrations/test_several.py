@@ -1,7 +1,11 @@
-"""Trainers in several processes: the bits of one process that has all micro-batches, in the order of the ranks."""
+"""Scripts in several processes: the bits of one process that has all micro-batches, in the order of the ranks."""
 
 from __future__ import annotations
 
+import os
+import re
+import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -9,21 +13,22 @@ from typing import Any
 import pytest
 import torch
 from accelerate import DistributedType
-from transformers import Trainer as StockTrainer
 
 import megatrain
 from megatrain.errors import OptionError
 from megatrain.integrations.hf.accelerated import join
+from megatrain.integrations.hf.newest_whole import newest_whole
 from megatrain.integrations.hf.several import refuse_several
 from tests.comparing import assert_same
 from tests.integrations import several
-from tests.integrations.runs import ROWS, run
-from tests.integrations.several import SCENARIOS, loop_here, of_one_process, step_here, stepping, train_here
-from tests.integrations.several_refused import (
+from tests.integrations.runs import codes, fast_or_nightly, run
+from tests.integrations.several import (
     REFUSED,
-    gathers_ahead_here,
+    SCENARIOS,
+    loop_here,
+    of_one_process,
     refused_here,
-    searches_here,
+    train_here,
     without_cpu_here,
 )
 from tests.ranks.processes import Processes
@@ -33,16 +38,10 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore"),  # what these libraries warn of is theirs
     pytest.mark.usefixtures("one_thread"),
 ]
-FAST = ("accumulated", "ragged")
-USERS = pytest.mark.users
-
-
+HERE = Path(__file__).parent
+ROOT = HERE.parents[1]
 two = processes_fixture(2)
 three = processes_fixture(3)
-
-
-def some(names: Any, fast: tuple[str, ...]) -> list[Any]:
-    return [name if name in fast else pytest.param(name, marks=USERS) for name in names]
 
 
 def in_several(processes: Processes, name: str, folder: Path, *, streams: bool = True, **training: Any) -> list[Any]:
@@ -69,19 +68,26 @@ def assert_as_one(found: list[dict[str, Any]], expected: dict[str, Any], start: 
     assert_same(found[0]["generators"], expected["generators"])
 
 
-@pytest.mark.parametrize("name", some([name for name in SCENARIOS if name not in ("saved", "best", "dropout")], FAST))
+def assert_alike(found: list[dict[str, Any]], expected: list[dict[str, Any]]) -> None:
+    for ours, theirs in zip(found, expected, strict=True):
+        assert ours["log"] == theirs["log"]
+        assert_same([ours["values"], ours["after"]], [theirs["values"], theirs["after"]])
+
+
+OF_ONE = [name for name in SCENARIOS if name not in ("saved", "saved, dropout", "best", "evaluated")]
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", OF_ONE)
 def test_two_processes_train_with_the_bits_of_one(name: str, two: Processes, tmp_path: Path):
-    if name == "own loss" and not hasattr(StockTrainer, "loss_is_scaled_for_ga"):
-        pytest.skip("this transformers adds up own losses: more processes with fewer steps aren't the same")
     found = in_several(two, name, tmp_path / "two")
     assert_as_one(found, in_one(name, 2, tmp_path / "one"))
 
 
-@USERS
-@pytest.mark.parametrize("name", ["ragged", "accumulated", "own function"])
-def test_three_processes_train_with_the_bits_of_one(name: str, three: Processes, tmp_path: Path):
-    found = in_several(three, name, tmp_path / "three")
-    expected = in_one(name, 3, tmp_path / "one")
+@pytest.mark.nightly
+def test_three_processes_train_with_the_bits_of_one(three: Processes, tmp_path: Path):
+    found = in_several(three, "own function", tmp_path / "three")
+    expected = in_one("own function", 3, tmp_path / "one")
     for each in found:
         assert_same(each["values"], expected["values"])
         # The trainer multiplies each loss by 3, and the mean of three divides by it.
@@ -90,31 +96,19 @@ def test_three_processes_train_with_the_bits_of_one(name: str, three: Processes,
         assert norms[0] == norms[1]
 
 
-# -- the stock run in as many processes --------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    "name", some(["evaluated", "unclipped", "label smoothing", "own function", "dropout"], ("evaluated", "dropout"))
-)
-def test_two_processes_train_and_evaluate_as_the_stock_run_does(name: str, two: Processes, tmp_path: Path):
+def test_two_processes_train_and_evaluate_as_the_stock_run_does(two: Processes, tmp_path: Path):
     # Of two numbers there is one sum, so an all-reduce of one micro-batch from each process has the same bits.
-    found = in_several(two, name, tmp_path / "streams")
-    stock = in_several(two, name, tmp_path / "stock", streams=False)
-    for ours, theirs in zip(found, stock, strict=True):
-        assert ours["log"] == theirs["log"]
-        assert_same(ours["values"], theirs["values"])
-        assert_same(ours["after"], theirs["after"])
-    if name == "evaluated":
-        assert sum("eval_loss" in row for row in found[0]["log"]) == 3
+    found = in_several(two, "evaluated", tmp_path / "streams")
+    assert_alike(found, in_several(two, "evaluated", tmp_path / "stock", streams=False))
+    assert sum("eval_loss" in row for row in found[0]["log"]) == 3
 
 
-@USERS
-@pytest.mark.parametrize("name", ["accumulated", "own loss", "means", "tied"])
-def test_sums_of_the_stock_run_differ_by_their_order_alone(name: str, two: Processes, tmp_path: Path):
+@pytest.mark.nightly
+def test_sums_of_the_stock_run_differ_by_their_order_alone(two: Processes, tmp_path: Path):
     # DDP adds the sums of two processes, a training step adds four micro-batches one by one: a few roundings of 2**-24
     # in each sum, which AdamW turns into some of its steps of 1e-2 relative to weights of 2e-1.
-    found = in_several(two, name, tmp_path / "streams")
-    stock = in_several(two, name, tmp_path / "stock", streams=False)
+    found = in_several(two, "means", tmp_path / "streams")
+    stock = in_several(two, "means", tmp_path / "stock", streams=False)
     for ours, theirs in zip(found, stock, strict=True):
         assert ours["log"] == [pytest.approx(row, rel=1e-5) for row in theirs["log"]]
         assert_same(ours["values"], theirs["values"], tolerance=1e-4)
@@ -123,7 +117,7 @@ def test_sums_of_the_stock_run_differ_by_their_order_alone(name: str, two: Proce
 # -- checkpoints -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.wide
+@pytest.mark.nightly
 def test_a_run_goes_on_in_as_many_processes_and_in_one(two: Processes, tmp_path: Path):
     folder = tmp_path / "two"
     whole = in_several(two, "saved", folder)
@@ -141,34 +135,40 @@ def test_a_run_goes_on_in_as_many_processes_and_in_one(two: Processes, tmp_path:
     assert_as_one(more, one, start=2)
 
 
-@USERS
-def test_the_best_model_and_the_newest_checkpoint_are_found(two: Processes, tmp_path: Path):
-    folder = tmp_path / "best"
-    found = in_several(two, "best", folder)
-    stock = in_several(two, "best", tmp_path / "stock", streams=False)
-    for ours, theirs in zip(found, stock, strict=True):
-        assert ours["log"] == theirs["log"]
+@pytest.mark.nightly
+def test_each_process_goes_on_with_its_own_generators(two: Processes, tmp_path: Path):
+    whole = in_several(two, "saved, dropout", tmp_path / "whole")
+    checkpoint = str(tmp_path / "whole" / "checkpoint-2")
+    again = in_several(two, "saved, dropout", tmp_path / "again", resume_from_checkpoint=checkpoint)
+    stock = in_several(two, "saved, dropout", tmp_path / "stock", streams=False)
+    for ours, resumed, theirs in zip(whole, again, stock, strict=True):
         assert_same(ours["values"], theirs["values"])
-    again = in_several(two, "best", folder, resume_from_checkpoint=True)
+        assert_same([resumed[key] for key in ("values", "generators")], [ours[key] for key in ("values", "generators")])
+
+
+@pytest.mark.nightly
+def test_the_best_model_and_the_newest_checkpoint_are_found(two: Processes, tmp_path: Path):
+    found = in_several(two, "best", tmp_path / "best")
+    assert_alike(found, in_several(two, "best", tmp_path / "stock", streams=False))
+    again = in_several(two, "best", tmp_path / "best", resume_from_checkpoint=True)
     assert_same(again[1]["values"], found[0]["values"])
 
 
 # -- what is refused, and what fails -----------------------------------------------------------------------------------
 
+OTHER = "RanksError, 0 updates: the ranks differ: "
 SAYS = {
     "auto_find_batch_size": "OptionError, 0 updates: a trainer that streams can't use auto_find_batch_size in several",
-    "save_on_each_node": "OptionError, 0 updates: a trainer that streams can't use save_on_each_node in several",
+    "a search": "OptionError, 0 updates: a trainer that streams can't do hyperparameter_search in several processes",
     "compiled for one": "OptionError, 0 updates: the model was compiled for 1 process, but the trainer has 2.",
-    "uneven": "RanksError, 0 updates: the ranks differ: the number of batches in an epoch is 2 on rank 0, but",
-    "other arguments": "RanksError, 0 updates: the ranks differ: gradient_accumulation_steps is 1 on rank 0, but 2 on",
+    "uneven": OTHER + "the number of batches in an epoch is 2 on rank 0, but",
+    "other arguments": OTHER + "gradient_accumulation_steps is 1 on rank 0, but 2 on",
     "callback": "ExecuteError, 0 updates: the callback Looks may read gradients before the optimizer's step, so",
-    "own step": "ExecuteError, 0 updates: OwnStep has a training_step of its own, so an update isn't one training step",
-    "optimizer": "ExecuteError, 0 updates: the optimizer can't update in a training step",
     "other layers": "ExecuteError, 0 updates: the micro-batches of an update run other layers (the model leaves",
     "draws": "ExecuteError, 0 updates: the loss draws random numbers before it calls the model, so an update isn't one",
     "twice": "ExecuteError, 0 updates: the loss calls the model more than once, so an update isn't one training step",
     "gathers": "ExecuteError, 0 updates: the loss exchanges values with other processes (",
-    "other weights": "RanksError, 0 updates: the ranks differ: the value of ",
+    "other weights": OTHER + "the value of ",
 }
 OF_OTHERS = {
     "bad row": ("RanksError, 1 updates: rank 1 failed: ValueError: a bad row", "ValueError, 1 updates: a bad row"),
@@ -178,18 +178,39 @@ OF_OTHERS = {
 
 
 def test_each_refusal_is_tested():
-    assert SAYS.keys() | OF_OTHERS.keys() == REFUSED.keys()
+    assert SAYS.keys() | OF_OTHERS.keys() | {"nothing"} == REFUSED.keys()
 
 
-@pytest.mark.parametrize("name", some(SAYS, ("gathers", "callback", "uneven")))
+@pytest.mark.parametrize("name", fast_or_nightly(SAYS, ("gathers", "callback", "uneven", "a search")))
 def test_what_cant_be_right_is_refused_before_the_first_update(name: str, two: Processes):
     found = two.run(refused_here, name)
-    others = ["RanksError, 0 updates: rank 0 failed: ", "RanksError, 0 updates: rank 1 failed: "]
+    others = "RanksError, 0 updates: rank 0 failed: ", "RanksError, 0 updates: rank 1 failed: "
     said = [text.startswith(SAYS[name]) for text in found]
     assert any(said), found
-    assert all(
-        is_said or any(text.startswith(each) for each in others) for text, is_said in zip(found, said, strict=True)
-    ), found
+    assert all(is_said or text.startswith(others) for text, is_said in zip(found, said, strict=True)), found
+
+
+@pytest.mark.parametrize("name", fast_or_nightly(OF_OTHERS, ("bad row",)))
+def test_a_process_that_fails_or_stops_is_named_by_the_others(name: str, two: Processes):
+    for text, says in zip(two.run(refused_here, name), OF_OTHERS[name], strict=True):
+        assert text.startswith(says), text
+
+
+@pytest.mark.nightly
+def test_a_loss_may_exchange_values_ahead_of_its_call(two: Processes):
+    found = two.run(refused_here, "nothing")
+    assert found[0] == found[1]
+    assert len(found[0].split(",")) == 3
+
+
+def test_a_script_without_use_cpu_would_train_apart_and_is_refused(two: Processes):
+    for count, text in two.run(without_cpu_here):
+        if count == 2:  # an older accelerate counts what torchrun has started, so the processes train together
+            assert text == "nothing was refused"
+            continue
+        assert count == 1
+        assert text.startswith("accelerate counts one process, but torch.distributed has 2.")
+        assert text.endswith("On CPUs give TrainingArguments(use_cpu=True).")
 
 
 @pytest.mark.parametrize(
@@ -199,6 +220,7 @@ def test_what_cant_be_right_is_refused_before_the_first_update(name: str, two: P
         ("DEEPSPEED", {}, "can't use DEEPSPEED"),
         ("MULTI_CPU", {"parallelism_config": object()}, "can't use parallelism_config"),
         ("MULTI_GPU", {"scaler": object()}, "can't use fp16 in several processes"),
+        ("MULTI_GPU", {"save_on_each_node": True}, "can't use save_on_each_node in several processes"),
     ],
 )
 def test_what_accelerate_is_told_elsewhere_is_refused_by_name(kind: str, given: dict[str, Any], says: str):
@@ -226,51 +248,100 @@ def test_a_single_process_of_torchrun_is_not_wrapped_either():
         wrapped.clear()
 
 
-@pytest.mark.parametrize("name", some(OF_OTHERS, ("bad row",)))
-def test_a_process_that_fails_or_stops_is_named_by_the_others(name: str, two: Processes):
-    for text, says in zip(two.run(refused_here, name), OF_OTHERS[name], strict=True):
-        assert text.startswith(says), text
-
-
-def test_a_script_without_use_cpu_would_train_apart_and_is_refused(two: Processes):
-    for count, text in two.run(without_cpu_here):
-        if count == 2:  # an older accelerate counts what torchrun has started, so the processes train together
-            assert text == "nothing was refused"
-            continue
-        assert count == 1
-        assert text.startswith("accelerate counts one process, but torch.distributed has 2.")
-        assert text.endswith("On CPUs give TrainingArguments(use_cpu=True).")
-
-
-@USERS
-def test_trainings_that_begin_several_times_are_refused(two: Processes):
-    for search in two.run(searches_here):
-        assert search.startswith("a trainer that streams can't do hyperparameter_search in several processes")
-
-
-@USERS
-def test_a_loss_may_exchange_values_ahead_of_its_call(two: Processes):
-    found = two.run(gathers_ahead_here)
-    assert len(found[0]) == 3
-    assert found[0] == found[1]
-
-
-# -- loops of accelerate -----------------------------------------------------------------------------------------------
-
-
-@USERS
+@pytest.mark.nightly
 def test_a_prepared_model_trains_as_in_the_stock_loop(two: Processes):
-    found, stock = two.run(loop_here, True), two.run(loop_here, False)
-    for ours, theirs in zip(found, stock, strict=True):
-        assert_same(ours, theirs)
+    assert_same(two.run(loop_here, True), two.run(loop_here, False))
 
 
-@USERS
-def test_training_steps_take_what_a_prepared_loader_gives(two: Processes):
-    found = two.run(step_here)
-    model, step = stepping(None)
-    rows: Any = torch.utils.data.DataLoader(ROWS, batch_size=2)  # pyright: ignore
-    batches = list(rows)
-    losses = [step(batches[i : i + 2]) for i in range(0, len(batches), 2)]
-    for each in found:
-        assert_same(each, (losses, dict(model.state_dict())))
+# -- torchrun ----------------------------------------------------------------------------------------------------------
+
+
+def torchrun(folder: Path, script: Path, *arguments: str) -> tuple[int, str, str]:
+    """Runs a script in two processes; returns torchrun's exit code, and what all wrote."""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+    launcher = ["-W", "ignore", "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    command = [sys.executable, *launcher, str(script), *arguments]
+    ended = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=600)
+    return ended.returncode, ended.stdout, ended.stderr
+
+
+@pytest.mark.nightly
+def test_a_run_that_a_dying_process_ended_goes_on_with_the_bits_of_one(tmp_path: Path):
+    folder = tmp_path / "two"
+    code, _, said = torchrun(tmp_path, HERE / "several.py", str(folder), "dies")
+    assert code != 0
+    assert "exitcode  : 7" in said
+    found = newest_whole(folder)
+    assert found is not None
+    assert found.endswith("checkpoint-2")  # the last process died while the fourth update's checkpoint was due
+    code, _, said = torchrun(tmp_path, HERE / "several.py", str(folder), "resumed")
+    assert code == 0, said
+    values, log = torch.load(folder / "end.pt", weights_only=False)
+    expected = run(of_one_process(SCENARIOS["saved"], 2), tmp_path / "one", streams=True)
+    assert_same(values, expected.values)
+    assert [row for row in log if "loss" in row] == [row for row in expected.log if "loss" in row]
+
+
+@pytest.mark.nightly
+def test_the_pages_trainer_runs_under_torchrun_with_the_bits_of_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    [code] = codes("trainers.md", "torchrun", "use_cpu=True")
+    script = tmp_path / "train.py"
+    script.write_text(code)
+    status, _, said = torchrun(tmp_path, script)
+    assert status == 0, said
+    alone = tmp_path / "alone"
+    alone.mkdir()
+    monkeypatch.chdir(alone)
+    exec(compile(code.replace("max_steps=4", "max_steps=4, gradient_accumulation_steps=2"), "page", "exec"), {})
+    for name in ("checkpoint-2/model.safetensors", "checkpoint-4/model.safetensors"):
+        assert (tmp_path / "run" / name).read_bytes() == (alone / "run" / name).read_bytes()
+
+
+BUILD = """
+import torch
+import torch.distributed as dist
+
+def build():
+    return torch.nn.Sequential(*(torch.nn.Linear(8, 8) for _ in range(3)), torch.nn.Flatten(0), Square())
+
+class Square(torch.nn.Module):
+    def forward(self, x):
+        return x.square().mean()
+
+rows = torch.randn(16, 8, generator=torch.Generator().manual_seed(1))
+loader = torch.utils.data.DataLoader(rows, batch_size=2)
+
+def batches_of(rank, size):
+    return rows.split(2)[rank::size]
+"""
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("part", ["batches_of", "Accelerator(cpu=True)"], ids=["plain", "accelerate"])
+def test_the_pages_loops_run_under_torchrun(part: str, tmp_path: Path):
+    script = tmp_path / "train.py"
+    end = "print(f'loss {float(loss)}, {step.progress.count} steps', flush=True)"
+    [code] = codes("several-devices.md", part)
+    script.write_text(f"{BUILD}\n{code}\n{end}\n")
+    status, shown, said = torchrun(tmp_path, script)
+    assert status == 0, said
+    lines = re.findall(r"loss [-.e\d]+, \d+ steps", shown)
+    assert len(lines) == 2
+    assert lines[0] == lines[1]
+    assert lines[0].endswith(", 4 steps")
+
+
+@pytest.mark.nightly
+def test_lightning_trains_by_calls_and_by_steps_and_not_apart(tmp_path: Path):
+    pytest.importorskip("lightning", reason="needs `pip install -e .[users]`")
+    found: dict[str, list[str]] = {}
+    for how in ("plain", "calls", "steps", "apart"):
+        status, shown, said = torchrun(tmp_path, HERE / "torchrun_lightning.py", how)
+        assert status == 0, said
+        found[how] = re.findall(r"trained: \d+ steps, [0-9a-f]+|refused: [ \w]+", shown)
+        assert len(found[how]) == 2
+        assert found[how][0] == found[how][1]
+    assert found["plain"][0].startswith("trained: 4 steps")
+    assert found["calls"] == found["plain"]
+    assert found["steps"] == found["plain"]  # of two numbers there is one sum
+    assert found["apart"][0].startswith("refused: this step would train the model apart from the 1 other process")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,66 +11,64 @@ import torch
 from torch import nn
 from transformers import (
     BertConfig,
+    BertForQuestionAnswering,
     BertForSequenceClassification,
-    GPT2Config,
-    GPT2LMHeadModel,
-    LlamaForSequenceClassification,
+    EarlyStoppingCallback,
     Seq2SeqTrainer,
     Seq2SeqTrainingArguments,
     T5Config,
     T5ForConditionalGeneration,
     Trainer,
     TrainerCallback,
-    ViTConfig,
-    ViTForImageClassification,
-    default_data_collator,
     get_cosine_schedule_with_warmup,
 )
 
-from tests.integrations.runs import RAGGED, Scenario, assert_streams_as_stock, llama
-from tests.tiers import wide
+from tests.comparing import assert_same
+from tests.integrations.runs import (
+    EVAL,
+    FULL,
+    LABELLED,
+    POINTS,
+    RAGGED,
+    REASSOCIATED,
+    ROWS,
+    SAVED,
+    SUMMED,
+    TWO,
+    Scenario,
+    assert_streams_as_stock,
+    fast_or_nightly,
+    kept,
+    llama,
+    on,
+    run,
+    with_loss,
+)
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore"),  # what these libraries warn of is theirs
     pytest.mark.usefixtures("lowered_once"),  # of few models
 ]
+FOUR = {**TWO, "max_steps": 4}
+BEST = {**EVAL, **SAVED, "load_best_model_at_end": True, "metric_for_best_model": "loss", "max_steps": 4}
+BERT: dict[str, Any] = {
+    "vocab_size": 64, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32,
+    "max_position_embeddings": 16,
+}  # fmt: skip
 
-EVAL = {"eval_strategy": "steps", "eval_steps": 1}
+
+# -- models and data ------------------------------------------------------------------------------------------------
 
 
-def bert(**config: Any) -> Any:
+def bert(kind: Any = BertForSequenceClassification) -> Any:
     torch.manual_seed(0)
-    sizes = {
-        "vocab_size": 64, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32,
-        "max_position_embeddings": 16, **config,
-    }  # fmt: skip
-    return BertForSequenceClassification(BertConfig(**sizes))
-
-
-def gpt2() -> Any:
-    torch.manual_seed(0)
-    return GPT2LMHeadModel(GPT2Config(vocab_size=64, n_positions=16, n_embd=16, n_layer=2, n_head=2))  # with dropout
+    return kind(BertConfig(**BERT))
 
 
 def t5() -> Any:
     torch.manual_seed(0)
     sizes = {"vocab_size": 64, "d_model": 16, "d_kv": 8, "d_ff": 32, "num_layers": 2, "num_heads": 2}
     return T5ForConditionalGeneration(T5Config(**sizes, decoder_start_token_id=0))  # pyright: ignore
-
-
-def vit() -> Any:
-    torch.manual_seed(0)
-    sizes = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32}
-    return ViTForImageClassification(ViTConfig(**sizes, image_size=8, patch_size=4, num_labels=3))  # pyright: ignore
-
-
-LABELLED = [
-    {"input_ids": row, "labels": torch.tensor(i % 2)} for i, row in enumerate(torch.arange(96).reshape(12, 8) % 64)
-]
-IMAGES = [
-    {"pixel_values": torch.randn(3, 8, 8, generator=torch.Generator().manual_seed(i)), "labels": torch.tensor(i % 3)}
-    for i in range(12)
-]
 
 
 class Plain(nn.Module):
@@ -97,222 +95,17 @@ class Skipping(Plain):
         return {"loss": nn.functional.cross_entropy(logits, labels), "logits": logits}
 
 
-FULL = [{**row, "attention_mask": torch.ones_like(row["input_ids"]), "labels": row["input_ids"]} for row in RAGGED]
-POINTS = [{"x": torch.arange(4.0) + i, "labels": torch.tensor(i % 2)} for i in range(12)]
+class Endless(torch.utils.data.IterableDataset[Any]):
+    """Has no length."""
+
+    def __iter__(self) -> Iterator[Any]:
+        yield from ROWS
 
 
-class TwoTerms(Trainer):
-    """Computes its own loss from the logits."""
-
-    def compute_loss(
-        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
-    ) -> Any:
-        labels = inputs.pop("labels")
-        outputs = model(**inputs)
-        loss = nn.functional.cross_entropy(outputs.logits.flatten(0, 1) / 2, labels.flatten())
-        loss = loss + 0.01 * outputs.logits.square().mean()
-        return (loss, outputs) if return_outputs else loss
-
-
-class InPlace(Trainer):
-    """Writes into the model's results."""
-
-    def compute_loss(
-        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
-    ) -> Any:
-        outputs = model(**inputs)
-        outputs.logits /= 2
-        loss = outputs.logits.logsumexp(-1).mean()
-        loss *= 3
-        return (loss, outputs) if return_outputs else loss
-
-
-class Counted(Trainer):
-    """Keeps counts around its call of the model: this code runs once for each micro-batch."""
-
-    calls = 0
-    kept: tuple[float, ...] = ()
-
-    def compute_loss(
-        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
-    ) -> Any:
-        self.calls += 1
-        found = super().compute_loss(model, inputs, True, num_items_in_batch)
-        self.kept = (*self.kept, float(found[0].detach()) * self.calls)
-        return found if return_outputs else found[0]
-
-
-class Stacked(Trainer):
-    """Puts something onto a stack ahead of the call, and takes it down behind it."""
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self.stack: list[torch.Tensor] = []
-
-    def compute_loss(
-        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
-    ) -> Any:
-        self.stack.append(inputs["labels"] % 3)
-        outputs = model(**inputs)
-        loss = outputs.loss + (outputs.logits.mean(-1) * self.stack.pop()).mean()
-        return (loss, outputs) if return_outputs else loss
-
-
-class Twice(Trainer):
-    """Two views of a batch."""
-
-    def compute_loss(
-        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
-    ) -> Any:
-        first = model(**inputs)
-        second = model(**{**inputs, "input_ids": inputs["input_ids"].flip(0)})
-        loss = first.loss + (first.logits - second.logits).square().mean()
-        return (loss, first) if return_outputs else loss
-
-
-class Guided(Trainer):
-    """Looks without gradients first."""
-
-    def compute_loss(
-        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
-    ) -> Any:
-        with torch.no_grad():
-            before = model(**inputs).logits
-        outputs = model(**inputs)
-        loss = outputs.loss + nn.functional.mse_loss(outputs.logits, before.softmax(-1))
-        return (loss, outputs) if return_outputs else loss
-
-
-class Noisy(Trainer):
-    """Draws before it calls the model, and behind it."""
-
-    def compute_loss(
-        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
-    ) -> Any:
-        ids = inputs["input_ids"]
-        ids = torch.where(torch.rand(ids.shape, device=ids.device) < 0.2, 1, ids)
-        outputs = model(**{**inputs, "input_ids": ids})
-        loss = outputs.loss * (1 + 0.1 * torch.rand(()))
-        return (loss, outputs) if return_outputs else loss
-
-
-class NoisyBehind(Trainer):
-    """Draws behind its call of the model."""
-
-    def compute_loss(
-        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
-    ) -> Any:
-        outputs = model(**inputs)
-        loss = outputs.loss * (1 + 0.1 * torch.rand(()))
-        return (loss, outputs) if return_outputs else loss
-
-
-class UnderAutocast(Trainer):
-    """Chooses a precision for its call."""
-
-    def compute_loss(
-        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
-    ) -> Any:
-        with torch.autocast("cpu", torch.bfloat16):
-            outputs = model(**inputs)
-        return (outputs.loss, outputs) if return_outputs else outputs.loss
-
-
-class OwnStep(Trainer):
-    """Has a training step of its own."""
-
-    def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
-        found = super().training_step(model, inputs, num_items_in_batch)
-        for parameter in model.parameters():
-            if parameter.grad is not None:
-                parameter.grad.clamp_(-0.01, 0.01)
-        return found
-
-
-class Scaled(Trainer):
-    """Has the scaler that accelerate makes for fp16 on a GPU."""
-
-    def create_accelerator_and_postprocess(self) -> None:
-        super().create_accelerator_and_postprocess()
-        self.accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
-
-
-class LooksAtGradients(TrainerCallback):
-    """Notes the largest gradient."""
-
-    def __init__(self) -> None:
-        self.found: list[float] = []
-
-    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self.found.append(max(float(p.grad.abs().max()) for p in kwargs["model"].parameters()))
-
-
-class Notes(TrainerCallback):
-    """Notes the order of events, and a parameter behind each update."""
-
-    def __init__(self) -> None:
-        self.found: list[Any] = []
-
-    def __getattribute__(self, name: str) -> Any:
-        if not name.startswith("on_") or name == "on_pre_optimizer_step":
-            return super().__getattribute__(name)
-
-        def note(args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            norm = kwargs["model"].model.norm.weight if name == "on_step_end" else None
-            self.found.append((name, state.global_step, None if norm is None else norm.detach().sum().item()))
-
-        return note
-
-
-class Stops(TrainerCallback):
-    def on_substep_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
-        control.should_training_stop = state.global_step == 1
-        return control
-
-
-class Samples(TrainerCallback):
-    """Generates between the steps, greedily and at random."""
-
-    def __init__(self) -> None:
-        self.found: list[torch.Tensor] = []
-
-    def on_step_end(self, args: Any, state: Any, control: Any, *, model: Any, **_: Any) -> None:
-        for options in ({"do_sample": False}, {"do_sample": True, "top_k": 8}):
-            ids = model.generate(FULL[state.global_step]["input_ids"][None, :4], max_new_tokens=4, **options)
-            self.found.append(ids)
-
-
-def chosen(found: Any) -> dict[str, float]:
-    """Of the tokens that were generated, not of logits."""
-    return {"rank": float(found.predictions.ndim), "sum": float(found.predictions.sum())}
-
-
-def sgd(model: Any) -> Mapping[str, Any]:
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, nesterov=True)
-    return {"optimizers": (optimizer, get_cosine_schedule_with_warmup(optimizer, 1, 3))}
-
-
-class OfAll(torch.optim.SGD):
-    """Divides by the norm of all gradients, which no block knows alone."""
-
-    def step(self, closure: Any = None) -> Any:
-        gradients = [p.grad for group in self.param_groups for p in group["params"] if p.grad is not None]
-        norm = nn.utils.get_total_norm(gradients)
-        for gradient in gradients:
-            gradient.div_(1 + norm)
-        return super().step(closure)
-
-
-def of_all(model: Any) -> Mapping[str, Any]:
-    optimizer = OfAll(model.parameters(), lr=0.1)
-    return {"optimizers": (optimizer, get_cosine_schedule_with_warmup(optimizer, 1, 3))}
-
-
-def of_model(model: Any) -> Mapping[str, Any]:
-    """An optimizer that holds the model, whose hooks could train it."""
-    optimizer: Any = type("OfModel", (OfAll,), {})(model.parameters(), lr=0.1)
-    optimizer.held = model
-    return {"optimizers": (optimizer, get_cosine_schedule_with_warmup(optimizer, 1, 3))}
+ANSWERED = [
+    {"input_ids": row["input_ids"], "start_positions": torch.tensor(i % 8), "end_positions": torch.tensor((i + 2) % 8)}
+    for i, row in enumerate(ROWS)
+]
 
 
 def frozen() -> Any:
@@ -326,6 +119,126 @@ def in_bf16() -> Any:
     return llama().to(torch.bfloat16)
 
 
+def tied() -> Any:
+    return llama(tie_word_embeddings=True)
+
+
+def hooked_parameters() -> Any:
+    """Hooks on parameters clamp gradients."""
+    model = llama()
+    for parameter in model.model.layers[0].parameters():
+        parameter.register_hook(lambda gradient: gradient.clamp(-1e-3, 1e-3))
+    return model
+
+
+# -- losses ---------------------------------------------------------------------------------------------------------
+
+
+def two_terms(self: Any, model: Any, inputs: Any) -> Any:
+    """Computes its own loss from the logits."""
+    labels = inputs.pop("labels")
+    outputs = model(**inputs)
+    loss = nn.functional.cross_entropy(outputs.logits.flatten(0, 1) / 2, labels.flatten())
+    return loss + 0.01 * outputs.logits.square().mean(), outputs
+
+
+TwoTerms: Any = with_loss(two_terms)
+
+
+def twice(self: Any, model: Any, inputs: Any) -> Any:
+    """Two views of a batch."""
+    first = model(**inputs)
+    second = model(**{**inputs, "input_ids": inputs["input_ids"].flip(0)})
+    return first.loss + (first.logits - second.logits).square().mean(), first
+
+
+def guided(self: Any, model: Any, inputs: Any) -> Any:
+    """Looks without gradients first, in eval mode."""
+    model.eval()
+    with torch.no_grad():
+        before = model(**inputs).logits
+    model.train()
+    outputs = model(**inputs)
+    return outputs.loss + nn.functional.mse_loss(outputs.logits, before.softmax(-1)), outputs
+
+
+def noisy(self: Any, model: Any, inputs: Any) -> Any:
+    """Draws before it calls the model, and behind it."""
+    ids = inputs["input_ids"]
+    ids = torch.where(torch.rand(ids.shape, device=ids.device) < 0.2, 1, ids)
+    outputs = model(**{**inputs, "input_ids": ids})
+    return outputs.loss * (1 + 0.1 * torch.rand(())), outputs
+
+
+def noisy_behind(self: Any, model: Any, inputs: Any) -> Any:
+    """Draws behind its call of the model."""
+    outputs = model(**inputs)
+    return outputs.loss * (1 + 0.1 * torch.rand(())), outputs
+
+
+def under_autocast(self: Any, model: Any, inputs: Any) -> Any:
+    """Chooses a precision for its call."""
+    with torch.autocast("cpu", torch.bfloat16):
+        outputs = model(**inputs)
+    return outputs.loss, outputs
+
+
+def divides_by_norm(self: Any, model: Any, inputs: Any) -> Any:
+    """The loss has a weight by the norm of its own gradient."""
+    outputs = model(**inputs)
+    found: Any = torch.autograd.grad(outputs.loss, list(model.parameters()), retain_graph=True, allow_unused=True)
+    return outputs.loss * (1 + sum(g.detach().square().sum() for g in found if g is not None)), outputs
+
+
+def counted(self: Any, model: Any, inputs: Any) -> Any:
+    """Keeps counts around its call of the model: this code runs once for each micro-batch."""
+    self.calls = getattr(self, "calls", 0) + 1
+    outputs = model(**inputs)
+    self.seen = (*getattr(self, "seen", ()), float(outputs.loss.detach()) * self.calls)
+    return outputs.loss, outputs
+
+
+def embeds(self: Any, model: Any, inputs: Any) -> Any:
+    """Calls the embedding by itself, and gives the model what it returned."""
+    embedded = model.get_input_embeddings()(inputs["input_ids"])
+    outputs = model(inputs_embeds=embedded * 1.5, labels=inputs["labels"])
+    return outputs.loss, outputs
+
+
+def stacked(self: Any, model: Any, inputs: Any) -> Any:
+    """Puts something onto a stack ahead of the call, and takes it down behind it."""
+    self.stack = getattr(self, "stack", [])
+    self.stack.append(inputs["labels"] % 3)
+    outputs = model(**inputs)
+    return outputs.loss + (outputs.logits.mean(-1) * self.stack.pop()).mean(), outputs
+
+
+class OwnStep(Trainer):
+    """Has a training step of its own."""
+
+    def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
+        found = super().training_step(model, inputs, num_items_in_batch)
+        for parameter in model.parameters():
+            if parameter.grad is not None:
+                parameter.grad.clamp_(-0.01, 0.01)
+        return found
+
+
+class OwnClipping(Trainer):
+    """Clips values in place of the norm."""
+
+    def _clip_grad_norm(self, model: Any) -> Any:
+        return torch.nn.utils.clip_grad_value_(model.parameters(), 1e-3)
+
+
+class Scaled(Trainer):
+    """Has the scaler that accelerate makes for fp16 on a GPU."""
+
+    def create_accelerator_and_postprocess(self) -> None:
+        super().create_accelerator_and_postprocess()
+        self.accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+
+
 def squared(outputs: Any, labels: Any, num_items_in_batch: Any = None) -> torch.Tensor:
     return outputs.logits.square().sum() / (labels.numel() if num_items_in_batch is None else num_items_in_batch)
 
@@ -334,134 +247,226 @@ def mean_of(found: Any) -> dict[str, float]:
     return {"mean": float(found.predictions.mean())}
 
 
-ACCUMULATED = {"gradient_accumulation_steps": 2}
+# -- callbacks ------------------------------------------------------------------------------------------------------
+
+
+class LooksAtGradients(TrainerCallback):
+    """Notes the largest gradient."""
+
+    def __init__(self) -> None:
+        self.kept: list[float] = []
+
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.kept.append(max(float(p.grad.abs().max()) for p in kwargs["model"].parameters()))
+
+
+class Notes(TrainerCallback):
+    """Notes the order of events, and a parameter behind each update."""
+
+    def __init__(self) -> None:
+        self.kept: list[Any] = []
+
+    def __getattribute__(self, name: str) -> Any:
+        if not name.startswith("on_") or name == "on_pre_optimizer_step":
+            return super().__getattribute__(name)
+
+        def note(args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            norm = kwargs["model"].model.norm.weight if name == "on_step_end" else None
+            self.kept.append((name, state.global_step, None if norm is None else norm.detach().sum().item()))
+
+        return note
+
+
+def looks_behind(*, model: Any, **_: Any) -> Any:
+    """Reads gradients where the optimizer has used them: a stock run still has them there."""
+    return [float(p.grad.sum()) for p in model.parameters() if p.grad is not None]
+
+
+def stops(*, state: Any, control: Any, **_: Any) -> None:
+    control.should_training_stop = state.global_step == 1
+
+
+def samples(*, state: Any, model: Any, **_: Any) -> Any:
+    """Generates between the steps, greedily and at random."""
+    ids = FULL[state.global_step]["input_ids"][None, :4]
+    ways: Any = {"do_sample": False}, {"do_sample": True, "top_k": 8}
+    return [model.generate(ids, max_new_tokens=4, **options) for options in ways]
+
+
+def unfreezes(*, state: Any, model: Any, **_: Any) -> None:
+    """Trains the head alone in the second step, and everything later."""
+    model.requires_grad_(state.global_step >= 2)
+    model.lm_head.weight.requires_grad_(True)
+
+
+def chosen(found: Any) -> dict[str, float]:
+    """Of the tokens that were generated, not of logits."""
+    return {"rank": float(found.predictions.ndim), "sum": float(found.predictions.sum())}
+
+
+# -- optimizers -----------------------------------------------------------------------------------------------------
+
+
+class OfAll(torch.optim.SGD):
+    """Divides by the norm of all gradients, which no block knows alone."""
+
+    def step(self, closure: Any = None) -> Any:
+        gradients = [p.grad for group in self.param_groups for p in group["params"] if p.grad is not None]
+        norm = nn.utils.get_total_norm(gradients)
+        for gradient in gradients:
+            gradient.div_(1 + norm)
+        return super().step(closure)
+
+
+def of_model(model: Any) -> Mapping[str, Any]:
+    """An optimizer that holds the model, whose hooks could train it."""
+    optimizer: Any = type("OfModel", (OfAll,), {})(model.parameters(), lr=0.1)
+    optimizer.held = model
+    return {"optimizers": (optimizer, get_cosine_schedule_with_warmup(optimizer, 1, 3))}
+
+
+def of_all(model: Any) -> Mapping[str, Any]:
+    optimizer = OfAll(model.parameters(), lr=0.1)
+    return {"optimizers": (optimizer, get_cosine_schedule_with_warmup(optimizer, 1, 3))}
+
+
+def in_groups(model: Any) -> Mapping[str, Any]:
+    """Each layer has its own rate, and norms have no decay."""
+    groups = [
+        {"params": [p], "lr": 0.01 / (1 + i), "weight_decay": 0.1 * (p.ndim > 1)}
+        for i, p in enumerate(model.parameters())
+    ]
+    return {"optimizers": (torch.optim.AdamW(groups), None)}
+
+
+READS, GIVES = "the loss reads the parameter", "the loss gives the model an input that has gradients"
+T5: dict[str, Any] = {"kind": Seq2SeqTrainer, "arguments": Seq2SeqTrainingArguments, "tolerance": REASSOCIATED}
+GENERATED = {"predict_with_generate": True, "generation_max_length": 6, "generation_num_beams": 2}
 DROPS = {"attention_dropout": 0.3}
 
-REASSOCIATED = 3e-6
-"""What is used twice in a model has its gradients added in another order: the uses first, then the micro-batches. Under
-SGD, three steps leave a few units in the last place; AdamW divides a gradient by its size, were it rounding alone."""
-SUMMED = {**ACCUMULATED, "optim": "sgd"}
-
 SCENARIOS: dict[str, Scenario] = {
-    "plain": Scenario(),
-    "accumulation": Scenario(ACCUMULATED),
-    "accumulation, ragged": Scenario({**ACCUMULATED, "max_grad_norm": 0.5}, rows=RAGGED),
-    "accumulation, last update shorter": Scenario({"gradient_accumulation_steps": 4, "max_steps": 4}),
-    "logged every other step": Scenario({**ACCUMULATED, "logging_steps": 2, "max_steps": 4}),
-    "cosine, warm up, clipped": Scenario({"lr_scheduler_type": "cosine", "warmup_steps": 1, "max_grad_norm": 0.1}),
-    "not clipped": Scenario({"max_grad_norm": 0.0}),
-    "plateau": Scenario({**EVAL, "lr_scheduler_type": "reduce_lr_on_plateau", "metric_for_best_model": "loss"}),
-    "evaluated": Scenario(EVAL),
-    "evaluated with metrics": Scenario(EVAL, more=lambda model: {"compute_metrics": mean_of}),
-    "evaluated at the start": Scenario({**EVAL, "eval_on_start": True, "eval_accumulation_steps": 1}),
-    "predicted": Scenario(after=lambda t: torch.tensor(t.predict(t.eval_dataset).predictions)),
-    "evaluated alone": Scenario(after=lambda t: [t.evaluate()["eval_loss"]]),
-    "bf16": Scenario({"bf16": True, **EVAL}),
-    "bf16, accumulation": Scenario({"bf16": True, **ACCUMULATED, "label_smoothing_factor": 0.1}),
+    "accumulation, ragged": Scenario({**TWO, "max_grad_norm": 0.5}, rows=RAGGED),
+    "evaluated": Scenario(
+        {**EVAL, "eval_on_start": True, "eval_accumulation_steps": 1},
+        more=lambda model: {"compute_metrics": mean_of},
+    ),
+    "predicted": Scenario(
+        after=lambda t: [torch.tensor(t.predict(t.eval_dataset).predictions), t.evaluate(RAGGED)["eval_loss"]]
+    ),
+    "bf16, accumulation": Scenario({"bf16": True, **TWO, "label_smoothing_factor": 0.1}),
+    "fp16": Scenario({"fp16": True, **TWO}),  # a CPU has no scaler
+    "a scaler of the loss": Scenario(TWO, kind=Scaled, reason="fp16 scales the loss"),
     "a model in bf16": Scenario(model=in_bf16),
-    "gradient checkpointing": Scenario({"gradient_checkpointing": True}),
     "gradient checkpointing, reentrant": Scenario(
-        {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": True}}
+        {**TWO, "gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": True}}
     ),
-    "label smoothing": Scenario({"label_smoothing_factor": 0.1, **ACCUMULATED}),
-    "dropout": Scenario({**ACCUMULATED}, model=lambda: llama(**DROPS)),
-    "dropout, gpt2": Scenario(model=gpt2),
-    "dropout, gpt2, accumulation": Scenario(SUMMED, model=gpt2, tolerance=REASSOCIATED),
-    "own optimizer": Scenario(more=sgd),
-    "adafactor": Scenario({"optim": "adafactor"}),
-    "sgd, decayed": Scenario({"optim": "sgd", "weight_decay": 0.1, **ACCUMULATED}),
-    "fused adamw, decayed": Scenario({"optim": "adamw_torch_fused", "weight_decay": 0.1, "adam_beta2": 0.9}),
-    "rmsprop": Scenario({"optim": "rmsprop"}),
-    "adagrad": Scenario({"optim": "adagrad"}),
-    "neftune": Scenario({"neftune_noise_alpha": 5.0}),
-    "neftune, accumulation": Scenario({"neftune_noise_alpha": 5.0, **ACCUMULATED}),
-    "two loader workers": Scenario({"dataloader_num_workers": 2, **ACCUMULATED}),
-    "grouped by length": Scenario({"train_sampling_strategy": "group_by_length"}, rows=RAGGED),
-    "epochs": Scenario({"max_steps": -1, "num_train_epochs": 2, "gradient_accumulation_steps": 4}),
-    "tokens counted": Scenario({"include_num_input_tokens_seen": "all", **ACCUMULATED}),
-    "loss function": Scenario(ACCUMULATED, more=lambda model: {"compute_loss_func": squared}),
-    "own loss": Scenario(ACCUMULATED, kind=TwoTerms),
-    "own loss, in place": Scenario(ACCUMULATED, kind=InPlace),
-    "counts around the call": Scenario(ACCUMULATED, kind=Counted, after=lambda t: [t.calls, *t.kept],
-        reason="the code ahead of the call of the model changes `calls`"),
-    "a stack around the call": Scenario(
-        ACCUMULATED, kind=Stacked, reason="the code ahead of the call of the model changes `stack`"
+    "label smoothing, three, ragged": Scenario(
+        {"label_smoothing_factor": 0.1, **EVAL, "gradient_accumulation_steps": 3}, rows=RAGGED
     ),
-    "looks without gradients first": Scenario(ACCUMULATED, kind=Guided),
-    "draws behind the call": Scenario(kind=NoisyBehind),
-    "draws behind the calls": Scenario(ACCUMULATED, kind=NoisyBehind, reason="the loss draws random numbers behind"),
-    "draws before the call": Scenario(kind=Noisy),
-    "callbacks": Scenario(
-        ACCUMULATED,
-        more=lambda model: {"callbacks": [Notes()]},
-        after=lambda t: [str(c.found) for c in t.callback_handler.callbacks if isinstance(c, Notes)],
+    "dropout": Scenario(TWO, model=lambda: llama(**DROPS)),
+    "neftune": Scenario({"neftune_noise_alpha": 5.0, **TWO}),
+    "loader workers, groups of a length": Scenario(
+        {**TWO, "dataloader_num_workers": 2, "train_sampling_strategy": "group_by_length"}, rows=RAGGED
     ),
-    "stopped between micro-batches": Scenario(ACCUMULATED, more=lambda model: {"callbacks": [Stops()]}),
-    "frozen": Scenario(ACCUMULATED, model=frozen),
-    "tied": Scenario(model=lambda: llama(tie_word_embeddings=True)),
-    "tied, accumulation": Scenario(
-        SUMMED, model=lambda: llama(tie_word_embeddings=True), tolerance=REASSOCIATED
+    "epochs, all in each": Scenario(
+        {"max_steps": -1, "num_train_epochs": 2, "logging_strategy": "epoch", "eval_strategy": "epoch",
+         "save_strategy": "epoch", "save_total_limit": 1, "per_device_train_batch_size": 5, **TWO}
     ),
-    "sequence classification": Scenario(
-        model=lambda: llama(LlamaForSequenceClassification, num_labels=2), rows=LABELLED
+    "without a length": Scenario(FOUR, more=lambda model: {"train_dataset": Endless()}),
+    "stops early": Scenario(
+        {**BEST, "learning_rate": 0.5}, more=lambda model: {"callbacks": [EarlyStoppingCallback(1)]}
     ),
-    "bert": Scenario({**ACCUMULATED, **EVAL}, model=bert, rows=LABELLED),
-    "t5": Scenario(
-        SUMMED, model=t5, kind=Seq2SeqTrainer, arguments=Seq2SeqTrainingArguments, tolerance=REASSOCIATED,
-    ),
+    "the best at the end": Scenario({**BEST, "save_total_limit": 1, "learning_rate": 0.3}, rows=RAGGED),
+    "model_init": Scenario(TWO, more=lambda model: {"model": None, "model_init": lambda: llama()}),
+    "tensors on a budget": Scenario(TWO, streaming={"memory": "300KiB"}),
+    # -- models
+    "frozen": Scenario(TWO, model=frozen),
+    "tied": Scenario(SUMMED, model=tied, tolerance=REASSOCIATED),
+    "bert": Scenario({**TWO, **EVAL}, model=bert, rows=LABELLED),
+    "labels of other names": Scenario(EVAL, model=lambda: bert(BertForQuestionAnswering), rows=ANSWERED),
     "t5, generates": Scenario(
-        {
-            **SUMMED, **EVAL, "eval_steps": 2, "predict_with_generate": True, "generation_max_length": 6,
-            "generation_num_beams": 2,
-        },
-        model=t5, kind=Seq2SeqTrainer, arguments=Seq2SeqTrainingArguments, tolerance=REASSOCIATED,
+        {**SUMMED, **EVAL, "eval_steps": 2, **GENERATED}, model=t5, **T5,
         more=lambda model: {"compute_metrics": chosen}, streaming={"memory": "100KiB"},
         after=lambda t: torch.tensor(t.predict(t.eval_dataset, num_beams=1).predictions),
     ),
-    "text between steps": Scenario(
-        ACCUMULATED,
-        more=lambda model: {"callbacks": [Samples()]},
-        after=lambda t: next(c.found for c in t.callback_handler.callbacks if isinstance(c, Samples)),
-        streaming={"memory": "300KiB"},
+    "text between steps": Scenario(TWO, more=on("step_end", samples), after=kept, streaming={"memory": "300KiB"}),
+    "any module": Scenario(TWO, model=Plain, rows=POINTS),
+    "padding in some": Scenario({**TWO, "max_steps": 6}, rows=[*FULL[:8], *RAGGED[:4]]),
+    "other layers in some": Scenario({**TWO, "max_steps": 6}, model=Skipping, rows=POINTS, is_mixed=True),
+    "hooks on parameters, accumulation": Scenario(
+        TWO, model=hooked_parameters, reason="`model.layers.0.self_attn.q_proj.weight` has a hook"
     ),
-    "vit": Scenario({**EVAL, "remove_unused_columns": False}, model=vit, rows=IMAGES),
-    "any module": Scenario(ACCUMULATED, model=Plain, rows=POINTS),
-    "tensors on a budget": Scenario(ACCUMULATED, streaming={"memory": "300KiB"}),
-    "model_init": Scenario(ACCUMULATED, more=lambda model: {"model": None, "model_init": lambda: llama()}),
-    "padding in some": Scenario(
-        {**ACCUMULATED, "max_steps": 6}, rows=[*FULL[:8], *RAGGED[:4]]
-    ),
-    "other layers in some": Scenario({**ACCUMULATED, "max_steps": 6}, model=Skipping, rows=POINTS, is_mixed=True),
-    "an optimizer of all parameters": Scenario(ACCUMULATED, more=of_all),
-    "an optimizer of the model": Scenario(
-        ACCUMULATED, more=of_model, reason="the optimizer can't update in a training step"
-    ),
-    "a scaler of the loss": Scenario(ACCUMULATED, kind=Scaled, reason="fp16 scales the loss"),
-    "fp16": Scenario({"fp16": True, **ACCUMULATED}),  # a CPU has no scaler
+    # -- losses
+    "loss function": Scenario(TWO, more=lambda model: {"compute_loss_func": squared}),
+    "own loss": Scenario(TWO, kind=TwoTerms),
+    "looks without gradients first": Scenario(TWO, kind=with_loss(guided), model=lambda: llama(**DROPS)),
     "calls again": Scenario(
-        SUMMED, kind=Twice, reason="the loss calls the model more than once", tolerance=REASSOCIATED
+        SUMMED, kind=with_loss(twice), reason="the loss calls the model more than once", tolerance=REASSOCIATED
     ),
-    "draws before the calls": Scenario(ACCUMULATED, kind=Noisy, reason="the loss draws random numbers"),
-    "under autocast": Scenario(ACCUMULATED, kind=UnderAutocast, reason="the loss calls the model under autocast"),
-    "own training step": Scenario(ACCUMULATED, kind=OwnStep, reason="OwnStep has a training_step of its own"),
+    "counts around the call": Scenario(
+        TWO, kind=with_loss(counted), after=lambda t: [t.calls, *t.seen],
+        reason="the code ahead of the call of the model changes `calls`",
+    ),
+    "a stack around the call": Scenario(
+        TWO, kind=with_loss(stacked), reason="the code ahead of the call of the model changes `stack`"
+    ),
+    "draws before the call": Scenario(kind=with_loss(noisy)),
+    "draws before the calls": Scenario(TWO, kind=with_loss(noisy), reason="the loss draws random numbers"),
+    "draws behind the calls": Scenario(
+        TWO, kind=with_loss(noisy_behind), reason="the loss draws random numbers behind"
+    ),
+    "under autocast": Scenario(
+        TWO, kind=with_loss(under_autocast), reason="the loss calls the model under autocast"
+    ),
+    "divides by a norm": Scenario(
+        TWO, kind=with_loss(divides_by_norm), reason="the loss asks for gradients that go through the model"
+    ),
+    "the embedding by itself": Scenario(TWO, kind=with_loss(embeds), reason=GIVES),
+    "own training step": Scenario(TWO, kind=OwnStep, reason="OwnStep has a training_step of its own"),
+    "clipping of one's own": Scenario(TWO, kind=OwnClipping, reason="OwnClipping has a _clip_grad_norm of its own"),
+    # -- callbacks
+    "callbacks": Scenario(TWO, more=lambda model: {"callbacks": [Notes()]}, after=lambda t: str(kept(t))),
+    "stopped between micro-batches": Scenario(TWO, more=on("substep_end", stops)),
+    "unfreezes": Scenario(FOUR, more=on("step_end", unfreezes)),
     "reads gradients": Scenario(
-        ACCUMULATED,
-        more=lambda model: {"callbacks": [LooksAtGradients()]},
-        after=lambda t: next(c.found for c in t.callback_handler.callbacks if isinstance(c, LooksAtGradients)),
+        TWO, more=lambda model: {"callbacks": [LooksAtGradients()]}, after=kept,
         reason="the callback LooksAtGradients",
     ),
-    "a collator": Scenario(ACCUMULATED, more=lambda model: {"data_collator": default_data_collator}),
+    "looks behind the step": Scenario(
+        TWO, more=on("optimizer_step", looks_behind), after=kept,
+        reason="the callback looks_behind may read gradients behind",
+    ),
+    # -- optimizers
+    "adafactor": Scenario({"optim": "adafactor", **SAVED, **TWO}, rows=RAGGED),
+    "fused adamw, decayed": Scenario({"optim": "adamw_torch_fused", "weight_decay": 0.1, "adam_beta2": 0.9}),
+    "optimizer in groups": Scenario({**TWO, "max_grad_norm": 0.1}, more=in_groups),
+    "an optimizer of all parameters": Scenario(TWO, more=of_all),
+    "an optimizer of the model": Scenario(TWO, more=of_model, reason="the optimizer can't update in a training step"),
 }  # fmt: skip
 
-FAST = ("accumulation, ragged", "bf16, accumulation", "own loss", "calls again", "reads gradients", "evaluated")
+FAST = ("accumulation, ragged", "bf16, accumulation", "calls again", "reads gradients", "evaluated")
 GENERATES = ("t5, generates", "text between steps")
-OTHERS = [name for name in SCENARIOS if name not in (*FAST, *GENERATES, "t5")]
 
 
-@pytest.mark.parametrize(
-    "name", [*FAST, *GENERATES, wide("t5"), *(pytest.param(name, marks=pytest.mark.users) for name in OTHERS)]
-)
+@pytest.mark.parametrize("name", fast_or_nightly(SCENARIOS, FAST))
 def test_a_trainer_that_streams_has_the_stock_runs_bits(name: str, tmp_path: Path) -> None:
     found = assert_streams_as_stock(SCENARIOS[name], tmp_path)
     walk = found.trainer.model.megatrain.walks.latest
     assert (walk is not None and walk.num_prefetches > 20) == (name in GENERATES)
+
+
+@pytest.mark.nightly
+def test_a_trainer_that_trains_evaluates_and_trains_again_has_the_stock_runs_bits(tmp_path: Path) -> None:
+    found: list[Any] = []
+    scenario = Scenario(TWO, rows=RAGGED, after=lambda t: t.evaluate())
+    for streams in (False, True):
+        trainer = run(scenario, tmp_path / str(streams), streams=streams).trainer
+        trainer.args.max_steps = 5
+        trainer.train_dataset = ROWS
+        trainer.train()
+        losses = [row.get("loss", row.get("eval_loss")) for row in trainer.state.log_history]
+        state = {name: tensor.detach().clone() for name, tensor in trainer.model.state_dict().items()}
+        found.append((losses, state, trainer.predict(RAGGED).metrics["test_loss"]))
+    assert_same(found[1], found[0])
+    assert trainer._one_step.reason is None
+    assert trainer.train_step.progress.count in (5, 8)

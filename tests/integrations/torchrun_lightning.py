@@ -5,11 +5,14 @@ from __future__ import annotations
 import sys
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 
 import megatrain
+
+lightning: Any = pytest.importorskip("lightning")  # pytest looks for doctests here, too
 
 
 class WithLoss(nn.Module):
@@ -25,55 +28,43 @@ class WithLoss(nn.Module):
         return self.net(x).square().mean()
 
 
-def module_of(base: Any, how: str) -> Any:
-    """Makes the module."""
+class Module(lightning.LightningModule):
+    """Trains a plain model, a compiled one by calls, or by training steps with a process group and without."""
 
-    class Module(base):
-        """Trains a plain model, a compiled one by calls, or by training steps with a process group and without."""
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how = how
+        self.net: Any = None
+        self.automatic_optimization = how in ("plain", "calls")
 
-        def __init__(self, how: str) -> None:
-            super().__init__()
-            self.how = how
-            self.made: Any = WithLoss()
-            self.automatic_optimization = how in ("plain", "calls")
-            self.net: Any = None
+    def configure_model(self) -> None:
+        """Compiles the model, once Lightning has set up the processes."""
+        if self.net is None:
+            group: dict[str, Any] = {"process_group": dist.group.WORLD} if self.how == "steps" else {}
+            self.net = WithLoss() if self.how == "plain" else megatrain.compile(WithLoss(), device="cpu", **group)
 
-        def configure_model(self) -> None:
-            """Compiles the model, once Lightning has set up the processes."""
-            if self.net is None:
-                made, self.made = self.made, None
-                group: dict[str, Any] = {"process_group": dist.group.WORLD} if self.how == "steps" else {}
-                self.net = made if self.how == "plain" else megatrain.compile(made, device="cpu", **group)
+    def configure_optimizers(self) -> Any:
+        """Makes the optimizer."""
+        return torch.optim.SGD(self.net.parameters(), lr=0.1)
 
-        def configure_optimizers(self) -> Any:
-            """Makes the optimizer."""
-            return torch.optim.SGD(self.net.parameters(), lr=0.1)
-
-        def training_step(self, batch: Any, index: int) -> Any:
-            """Takes a step."""
-            if self.automatic_optimization:
-                return self.net(batch[0])
-            optimizer: Any = self.optimizers()
-            if index == 0:
-                self.step = megatrain.TrainStep(self.net, optimizer.optimizer)
-            return optimizer.step(lambda: self.step(batch[0]))
-
-    return Module(how)
+    def training_step(self, batch: Any, index: int) -> Any:
+        """Takes a step."""
+        if self.automatic_optimization:
+            return self.net(batch[0])
+        optimizer: Any = self.optimizers()
+        if index == 0:
+            self.step = megatrain.TrainStep(self.net, optimizer.optimizer)
+        return optimizer.step(lambda: self.step(batch[0]))
 
 
 def main(how: str) -> None:
     """Trains, and prints the parameters' bits."""
-    import lightning  # pyright: ignore
-
     rows = torch.utils.data.TensorDataset(torch.randn(16, 8, generator=torch.Generator().manual_seed(1)))
-    quiet = {
-        "logger": False,
-        "enable_checkpointing": False,
-        "enable_progress_bar": False,
-        "enable_model_summary": False,
-    }
-    trainer = lightning.Trainer(accelerator="cpu", devices=2, strategy="ddp", max_epochs=1, **quiet)  # pyright: ignore
-    module = module_of(lightning.LightningModule, how)
+    trainer = lightning.Trainer(
+        accelerator="cpu", devices=2, strategy="ddp", max_epochs=1, logger=False, enable_checkpointing=False,
+        enable_progress_bar=False, enable_model_summary=False,
+    )  # fmt: skip
+    module = Module(how)
     try:
         trainer.fit(module, torch.utils.data.DataLoader(rows, batch_size=2))
     except megatrain.ExecuteError as error:

@@ -36,3 +36,7 @@ def of_bytes(template: str) -> Any:
 
 def text(start: int, count: int) -> str:
     return " ".join(f"w{(start * 7 + i * 3) % 60}" for i in range(count))
+
+
+def ragged_texts() -> list[dict[str, Any]]:
+    return [{"input_ids": tokenizer()(text(i, 3 + i % 6))["input_ids"]} for i in range(12)]

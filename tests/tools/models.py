@@ -12,7 +12,7 @@ IDS = torch.arange(16).reshape(2, 8)
 def llama(*, is_tied: bool = False) -> LlamaForCausalLM:
     torch.manual_seed(0)
     config = LlamaConfig(
-        vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=3, num_attention_heads=2,
+        vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=2,
         num_key_value_heads=2, tie_word_embeddings=is_tied, use_cache=False,
     )  # fmt: skip
     return LlamaForCausalLM(config)

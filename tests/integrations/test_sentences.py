@@ -1,0 +1,213 @@
+"""Scripts of sentence-transformers, its cross-encoders and sparse encoders, in a trainer that streams."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import random
+from pathlib import Path
+from typing import Any
+
+import peft
+import pytest
+import torch
+from accelerate.state import AcceleratorState
+from packaging.version import Version
+from peft import LoraConfig
+from transformers import BertConfig, BertForMaskedLM, BertForSequenceClassification, BertModel
+
+import megatrain
+from tests.comparing import assert_same
+from tests.integrations.runs import REASSOCIATED, streamed_kind
+from tests.integrations.words import text, tokenizer
+
+sentences: Any = pytest.importorskip(
+    "sentence_transformers", reason="needs sentence-transformers: pip install -e .[users]"
+)
+datasets: Any = pytest.importorskip("datasets")
+pytestmark = [pytest.mark.nightly, pytest.mark.filterwarnings("ignore")]
+
+CONFIG: dict[str, Any] = {
+    "vocab_size": 64, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32,
+    "max_position_embeddings": 32,
+}  # fmt: skip
+ONE = [text(i, 4) for i in range(12)]
+PAIRS: dict[str, Any] = {"one": ONE, "other": [text(i + 1, 5) for i in range(12)]}
+TRIPLES = {**PAIRS, "third": [text(i + 4, 3) for i in range(12)]}
+SCORED = {**PAIRS, "score": [i / 12 for i in range(12)]}
+CLASSED = {**PAIRS, "label": [i % 3 for i in range(12)]}
+LABELLED = {"one": ONE, "label": [i % 3 for i in range(12)]}
+TAUGHT = {"one": ONE, "label": [[float(i + j) for j in range(16)] for i in range(12)]}
+LISTED = {
+    "query": ONE, "docs": [[text(i + j, 4) for j in range(3)] for i in range(12)],
+    "labels": [[i % 2, 1 - i % 2, 0] for i in range(12)],
+}  # fmt: skip
+RANKING = "MultipleNegativesRankingLoss"
+AGAIN, REPLACES = "the loss calls the model more than once", "the loss replaces the model's forward"
+
+
+def of(name: str) -> Any:
+    """A loss by the place where this version has it."""
+    for place in ("sentence_transformers.sentence_transformer.losses", "sentence_transformers.losses"):
+        if importlib.util.find_spec(place.rpartition(".")[0]) and hasattr(
+            found := importlib.import_module(place), name
+        ):
+            return getattr(found, name)
+    raise AttributeError(name)
+
+
+def saved(kind: Any, folder: Path, **config: Any) -> str:
+    torch.manual_seed(0)
+    kind(BertConfig(**{**CONFIG, **config})).save_pretrained(folder)
+    tokenizer().save_pretrained(folder)
+    return str(folder)
+
+
+def encoder(folder: Path) -> Any:
+    return sentences.SentenceTransformer(saved(BertModel, folder), device="cpu")
+
+
+def simple(name: str, **options: Any) -> Any:
+    return lambda model: of(name)(model, **options)
+
+
+def nested(outer: str, inner: str, **options: Any) -> Any:
+    if outer.startswith("Matryoshka"):
+        options["matryoshka_dims"] = [16, 8, 4]
+    return lambda model: of(outer)(model, of(inner)(model), **options)
+
+
+def train(folder: Path, name: str, model: Any, loss: Any, rows: Any, *, streams: bool, **options: Any) -> Any:
+    """What a script leaves behind, and why its updates aren't training steps."""
+    packages = {"SentenceTransformer": "", "CrossEncoder": ".cross_encoder", "SparseEncoder": ".sparse_encoder"}
+    place: Any = importlib.import_module(f"sentence_transformers{packages[name]}")
+    kind, arguments = (getattr(place, f"{name}{end}") for end in ("Trainer", "TrainingArguments"))
+    recording = megatrain.Recording()
+    more: dict[str, Any] = {"evaluator": options.pop("evaluator", None)}
+    if streams:
+        more |= {"megatrain_transfer": "copy", "megatrain_recording": recording}
+    made = arguments(
+        str(folder), **{"max_steps": 3, "per_device_train_batch_size": 4, "report_to": [], "use_cpu": True,
+        "save_strategy": "no", "logging_steps": 1, "disable_tqdm": True, "learning_rate": 1e-3, **options},
+    )  # fmt: skip
+    table: Any = datasets.Dataset.from_dict
+    several = {key: table(each) for key, each in rows.items()} if "pairs" in rows else table(rows)
+    trainer = (streamed_kind(kind) if streams else kind)(
+        model=model, args=made, train_dataset=several, loss=loss(model), **more
+    )
+    trainer.train()
+    trainer.save_model(str(folder / "saved"))
+    assert not streams or sum(entry.stream == "compute" for entry in recording.issued) > 0
+    times = ("runtime", "per_second", "flos")
+    log = [{k: v for k, v in row.items() if not any(t in k for t in times)} for row in trainer.state.log_history]
+    known = set(trainer.model.parameters())
+    own = [p.detach().clone() for group in trainer.optimizer.param_groups for p in group["params"] if p not in known]
+    state = {key: tensor.detach().clone() for key, tensor in model.state_dict().items()}
+    return [log, state, own], trainer._one_step.reason if streams else None
+
+
+LOSSES: dict[str, tuple[Any, dict[str, Any], int, str | None]] = {
+    "triplets": (simple("TripletLoss"), TRIPLES, 1, AGAIN),
+    "cosent": (simple("CoSENTLoss"), SCORED, 1, AGAIN),
+    "softmax": (simple("SoftmaxLoss", sentence_embedding_dimension=16, num_labels=3), CLASSED, 1, AGAIN),
+    "triplets of a batch": (simple("BatchHardTripletLoss"), LABELLED, 2, None),
+    "a teacher's": (simple("MSELoss"), TAUGHT, 2, None),
+    "of some layers": (nested("AdaptiveLayerLoss", RANKING), PAIRS, 1, AGAIN),
+    "cached": (simple("CachedMultipleNegativesRankingLoss", mini_batch_size=2), PAIRS, 1, AGAIN),
+    "guided": (lambda model: of("GISTEmbedLoss")(model, guide=model), PAIRS, 1, AGAIN),
+    "widths, one call": (nested("MatryoshkaLoss", "BatchAllTripletLoss"), LABELLED, 1, None),
+    "widths, accumulation": (nested("MatryoshkaLoss", "BatchAllTripletLoss"), LABELLED, 2, REPLACES),
+    "some widths": (nested("MatryoshkaLoss", "CoSENTLoss", n_dims_per_step=2), SCORED, 1, AGAIN),
+    "widths, cached": (nested("MatryoshkaLoss", "CachedMultipleNegativesRankingLoss"), PAIRS, 1, AGAIN),
+    "widths and layers": (nested("Matryoshka2dLoss", RANKING), PAIRS, 1, AGAIN),
+    "two data sets": (
+        lambda model: {"pairs": of(RANKING)(model), "scored": of("CosineSimilarityLoss")(model)},
+        {"pairs": PAIRS, "scored": SCORED}, 1, AGAIN,
+    ),
+    "prompts, evaluated": (simple(RANKING), PAIRS, 1, AGAIN),
+    "an adapter": (simple(RANKING), PAIRS, 1, AGAIN),
+}  # fmt: skip
+"""Loss, rows, micro-batches, and why an update isn't one training step. Where a loss calls the model several times in
+each of several micro-batches, gradients are added in another order, so these have one micro-batch."""
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_a_loss_of_sentence_transformers(name: str, tmp_path: Path) -> None:
+    loss, rows, count, expected = LOSSES[name]
+    if name == "an adapter" and Version(peft.__version__) < Version("0.19.1"):
+        pytest.skip("transformers refuses adapters of an older peft than 0.19.1")
+    found: list[Any] = []
+    for streams in (False, True):
+        AcceleratorState._reset_state(reset_partial_state=True)
+        model = encoder(tmp_path / "bert")
+        options: dict[str, Any] = {"gradient_accumulation_steps": count}
+        if name == "an adapter":
+            torch.manual_seed(1)
+            model.add_adapter(LoraConfig(r=2, target_modules=["query", "value"], init_lora_weights="gaussian"))
+        if name == "two data sets":
+            options["multi_dataset_batch_sampler"] = "round_robin"
+        if name == "prompts, evaluated":
+            kind = importlib.import_module("sentence_transformers.evaluation").EmbeddingSimilarityEvaluator
+            options |= {"evaluator": kind(PAIRS["one"], PAIRS["other"], SCORED["score"]), "eval_strategy": "steps"}
+            options |= {"eval_steps": 1, "prompts": {"one": "w1 w2 ", "other": "w3 "}}
+        random.seed(0)
+        ran, reason = train(
+            tmp_path / str(streams), "SentenceTransformer", model, loss, rows, streams=streams, **options
+        )
+        found.append([str(ran[0]), *ran[1:], model.encode([text(i, 5) for i in range(3)], convert_to_tensor=True)])
+        assert (reason or "").startswith(expected or "") if streams else reason is None
+        assert bool(reason) == bool(streams and expected)
+    assert_same(found[1], found[0])
+
+
+CROSSED: dict[str, tuple[dict[str, Any], int, str | None]] = {
+    "CrossEntropyLoss": (CLASSED, 3, None),
+    "MSELoss": (SCORED, 1, None),
+    "MarginMSELoss": (TRIPLES | {"score": [i / 6 for i in range(12)]}, 1, AGAIN),
+    "LambdaLoss": (LISTED, 1, AGAIN),
+}
+"""Rows, labels of the model, and why an update isn't one training step."""
+
+
+@pytest.mark.parametrize("name", CROSSED)
+def test_a_cross_encoder(name: str, tmp_path: Path) -> None:
+    losses: Any = importlib.import_module("sentence_transformers.cross_encoder.losses")
+    rows, labels, expected = CROSSED[name]
+    found: list[Any] = []
+    for streams in (False, True):
+        AcceleratorState._reset_state(reset_partial_state=True)
+        place = saved(BertForSequenceClassification, tmp_path / "bert", num_labels=labels)
+        model = sentences.CrossEncoder(place, device="cpu")
+        torch.manual_seed(1)
+        folder, count = tmp_path / str(streams), 2 if expected is None else 1
+        ran, reason = train(
+            folder,
+            "CrossEncoder",
+            model,
+            getattr(losses, name),
+            rows,
+            streams=streams,
+            gradient_accumulation_steps=count,
+        )
+        again = sentences.CrossEncoder(str(folder / "saved"), device="cpu")
+        pairs = [(text(1, 4), text(2, 5)), (text(3, 3), text(4, 4))]
+        found.append([str(ran[0]), *ran[1:], [torch.as_tensor(each.predict(pairs)) for each in (model, again)]])
+        assert reason == (expected if streams else None)
+    assert_same(found[1], found[0])
+
+
+def test_a_sparse_encoder(tmp_path: Path) -> None:
+    losses: Any = importlib.import_module("sentence_transformers.sparse_encoder.losses")
+    weights = {"document_regularizer_weight": 0.1, "query_regularizer_weight": 0.1}
+    loss = lambda model: losses.SpladeLoss(model, losses.SparseMultipleNegativesRankingLoss(model), **weights)  # noqa: E731
+    found: list[Any] = []
+    for streams in (False, True):
+        AcceleratorState._reset_state(reset_partial_state=True)
+        model = sentences.SparseEncoder(saved(BertForMaskedLM, tmp_path / "bert"), device="cpu")
+        ran, reason = train(tmp_path / str(streams), "SparseEncoder", model, loss, PAIRS, streams=streams, optim="sgd")
+        found.append(ran)
+        assert reason == (AGAIN if streams else None)
+    # The embedding is tied to the head and the model is called twice: its gradients are added in another order.
+    assert found[1][0][0]["loss"] == found[0][0][0]["loss"]  # the first loss has the same bits
+    assert found[1][0] == [pytest.approx(row, rel=REASSOCIATED) for row in found[0][0]]
+    assert_same(found[1][1:], found[0][1:], tolerance=REASSOCIATED)
