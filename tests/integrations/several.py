@@ -78,11 +78,12 @@ SCENARIOS: dict[str, Scenario] = {
     "own function": Scenario(ACCUMULATED, rows=RAGGED, more=lambda model: {"compute_loss_func": smooth}),
     "means": Scenario(ACCUMULATED, model=plain_llama, rows=RAGGED),
     "tied": Scenario({**ONCE, "max_grad_norm": 0.0}, model=lambda: llama(tie_word_embeddings=True), rows=RAGGED),
-    "lora": Scenario(ONCE, model=adapted, rows=RAGGED),
+    "lora": Scenario(ONCE, model=lambda: adapted(0.0), rows=RAGGED),
     "masters": Scenario(ONCE, rows=RAGGED, streaming={"precision": "bf16"}),
     "without a length": Scenario(ONCE, rows=RAGGED, more=lambda model: {"train_dataset": Endless()}),
     "evaluated": Scenario({**ONCE, **EVALUATED, "eval_on_start": True}, model=dropping, rows=RAGGED, after=predicted),
-    "saved": Scenario(SAVED, model=dropping, rows=RAGGED),
+    "saved": Scenario(SAVED, rows=RAGGED),
+    "saved, dropout": Scenario(SAVED, model=dropping, rows=RAGGED),
     "best": Scenario({**SAVED, **EVALUATED, "load_best_model_at_end": True}, rows=RAGGED),
 }
 

@@ -196,14 +196,11 @@ def with_adamw(act: Any) -> Any:
     return more
 
 
-def by(maker: str, *classes: Any, **options: Any) -> Any:
-    """An optimizer of `peft.optimizers`."""
+def by_lorafa(model: Any) -> Mapping[str, Any]:
+    from peft.optimizers import create_lorafa_optimizer
 
-    def more(model: Any) -> Mapping[str, Any]:
-        optimizer = getattr(peft.optimizers, maker)(model, *classes, lr=0.01, **options)  # pyright: ignore
-        return {"optimizers": (optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.9**step))}
-
-    return more
+    optimizer = create_lorafa_optimizer(model, r=2, lora_alpha=4, lr=0.01)
+    return {"optimizers": (optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.9**step))}
 
 
 ADALORA: dict[str, Any] = {"init_r": 4, "target_r": 2, "total_step": 4, "tinit": 1, "tfinal": 1}
@@ -231,7 +228,7 @@ SCENARIOS: dict[str, Scenario] = {
     ),
     "a classifier": Scenario({**TWO, **EVAL, **SAVED}, lora(classifier, task_type="SEQ_CLS"), LABELLED),
     "t5": Scenario({**EVAL, **SAVED}, lora(t5, task_type="SEQ_2_SEQ_LM", target_modules=["q", "v"]), **T5),
-    "lora-fa": Scenario(TWO, lora(), more=by("create_lorafa_optimizer", r=2, lora_alpha=4)),
+    "lora-fa": Scenario(TWO, lora(), more=by_lorafa),
     "ia3": Scenario(TWO, of("IA3Config", target_modules=MATRICES, feedforward_modules=[])),
     "adalora, allocated": Scenario(
         {"max_steps": 4}, of("AdaLoraConfig", target_modules=MATRICES, **ADALORA),

@@ -20,6 +20,7 @@ from transformers import LlamaForCausalLM
 from megatrain.errors import CheckpointError
 from megatrain.integrations.hf.newest_whole import newest_whole
 from tests.comparing import assert_same
+from tests.integrations import killed_run
 from tests.integrations.runs import RAGGED, TWO, Ran, Scenario, fast_or_nightly, llama, run
 from tests.integrations.test_trainer import LooksAtGradients, OwnStep
 
@@ -32,9 +33,9 @@ BEST = {**SAVED, "eval_strategy": "steps", "eval_steps": 2, "load_best_model_at_
 EPOCHS = {**SAVED, "max_steps": -1, "num_train_epochs": 2, "restore_callback_states_from_checkpoint": True}
 
 
-def adapted() -> Any:
+def adapted(dropout: float = 0.1) -> Any:
     torch.manual_seed(0)
-    lora = {"r": 2, "target_modules": ["q_proj", "v_proj"], "init_lora_weights": "gaussian", "lora_dropout": 0.1}
+    lora = {"r": 2, "target_modules": ["q_proj", "v_proj"], "init_lora_weights": "gaussian", "lora_dropout": dropout}
     return get_peft_model(llama(), LoraConfig(task_type="CAUSAL_LM", **lora))  # pyright: ignore
 
 
@@ -88,8 +89,8 @@ def test_a_resumed_run_has_the_stock_runs_bits(name: str, both: Both, tmp_path: 
     folder, stock, streamed = both(name)
     assert streamed.log == stock.log
     assert_same(streamed.values, stock.values)
-    checkpoint = str(folder / "streamed" / "checkpoint-2")
-    assert_same_run(run(SCENARIOS[name], tmp_path, streams=True, resume_from_checkpoint=checkpoint), stock)
+    shutil.copytree(folder / "streamed" / "checkpoint-2", tmp_path / "checkpoint-2")
+    assert_same_run(run(SCENARIOS[name], tmp_path, streams=True, resume_from_checkpoint=True), stock)
 
 
 @pytest.mark.nightly
@@ -127,12 +128,12 @@ def test_a_checkpoint_of_the_stock_trainer_is_gone_on_from(both: Both, tmp_path:
 
 
 def test_the_newest_whole_checkpoint_is_taken(both: Both, tmp_path: Path) -> None:
-    folder, stock, _ = both("dropout")
-    shutil.copytree(folder / "streamed", tmp_path, dirs_exist_ok=True)
+    shutil.copytree(both("dropout")[0] / "streamed", tmp_path, dirs_exist_ok=True)
+    assert newest_whole(tmp_path) == str(tmp_path / "checkpoint-5")
     shutil.rmtree(tmp_path / "checkpoint-4" / "megatrain")
     (tmp_path / "checkpoint-4" / "trainer_state.json").write_text('{"epoch": 1')
     (tmp_path / "checkpoint-5" / "trainer_state.json").unlink()
-    assert_same_run(run(SCENARIOS["dropout"], tmp_path, streams=True, resume_from_checkpoint=True), stock)
+    assert newest_whole(tmp_path) == str(tmp_path / "checkpoint-2")
     for number in (2, 4, 5):
         (tmp_path / f"checkpoint-{number}" / "trainer_state.json").unlink()
     with pytest.raises(CheckpointError, match=r"no checkpoint in .* is whole"):
@@ -142,34 +143,16 @@ def test_the_newest_whole_checkpoint_is_taken(both: Both, tmp_path: Path) -> Non
 # -- a run that is killed ---------------------------------------------------------------------------------------------
 
 
-def long(steps: int) -> Scenario:
-    saved = {"save_strategy": "steps", "save_steps": 2, "save_total_limit": 2, **TWO, "max_steps": steps}
-    model = lambda: llama(attention_dropout=0.1)  # noqa: E731
-    return Scenario(saved, model=model, rows=RAGGED, streaming={"precision": "bf16"})
-
-
-def train_on(folder: Path, steps: int) -> None:
-    """What a process does that is killed again and again."""
-    # A kill may have come in the middle of the first checkpoint, or of its last file: then there is none to go on from.
-    try:
-        is_new = newest_whole(folder) is None
-    except CheckpointError:
-        is_new = True
-    found = run(long(steps), folder, streams=True, resume_from_checkpoint=None if is_new else True)
-    torch.save((found.values, [row for row in found.log if "loss" in row]), folder / "end.part")
-    (folder / "end.part").rename(folder / "end.pt")  # a kill may come while it is written
-
-
 def finish(folder: Path, steps: int, waits_s: list[float]) -> int:
     """Starts the script again and again, killed after these times; returns how often it was killed."""
     folder.mkdir()
     kills = 0
     # Processes that begin behind all imports: 20 of these take longer than the training, and on a busy machine minutes.
     processes = multiprocessing.get_context("forkserver")
-    processes.set_forkserver_preload([__name__])
+    processes.set_forkserver_preload([killed_run.__name__])
     while not (folder / "end.pt").exists():
         before = {path.name for path in folder.iterdir()}
-        process = processes.Process(target=train_on, args=(folder, steps))
+        process = processes.Process(target=killed_run.train_on, args=(folder, steps))
         process.start()
         while waits_s and process.is_alive() and {path.name for path in folder.iterdir()} == before:
             time.sleep(0.005)  # until the run writes
@@ -187,7 +170,7 @@ def finish(folder: Path, steps: int, waits_s: list[float]) -> int:
 @pytest.mark.nightly
 def test_a_run_that_is_killed_goes_on_to_the_bits_of_an_undisturbed_one(tmp_path: Path) -> None:
     kills, steps = 10, 60
-    undisturbed = run(long(steps), tmp_path / "undisturbed", streams=True)
+    undisturbed = run(killed_run.long(steps), tmp_path / "undisturbed", streams=True)
     waits = [0.003 * (7 * number % 20) ** 1.5 for number in range(kills)]
     assert finish(tmp_path / "killed", steps, waits) > kills // 2
     values, losses = torch.load(tmp_path / "killed" / "end.pt")

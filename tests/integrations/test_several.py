@@ -74,7 +74,7 @@ def assert_alike(found: list[dict[str, Any]], expected: list[dict[str, Any]]) ->
         assert_same([ours["values"], ours["after"]], [theirs["values"], theirs["after"]])
 
 
-OF_ONE = [name for name in SCENARIOS if name not in ("saved", "best", "evaluated")]
+OF_ONE = [name for name in SCENARIOS if name not in ("saved", "saved, dropout", "best", "evaluated")]
 
 
 @pytest.mark.nightly
@@ -133,6 +133,17 @@ def test_a_run_goes_on_in_as_many_processes_and_in_one(two: Processes, tmp_path:
     assert_as_one([alone], one, start=2)
     more = in_several(two, "saved", tmp_path / "more", resume_from_checkpoint=str(tmp_path / "one" / "checkpoint-2"))
     assert_as_one(more, one, start=2)
+
+
+@pytest.mark.nightly
+def test_each_process_goes_on_with_its_own_generators(two: Processes, tmp_path: Path):
+    whole = in_several(two, "saved, dropout", tmp_path / "whole")
+    checkpoint = str(tmp_path / "whole" / "checkpoint-2")
+    again = in_several(two, "saved, dropout", tmp_path / "again", resume_from_checkpoint=checkpoint)
+    stock = in_several(two, "saved, dropout", tmp_path / "stock", streams=False)
+    for ours, resumed, theirs in zip(whole, again, stock, strict=True):
+        assert_same(ours["values"], theirs["values"])
+        assert_same([resumed[key] for key in ("values", "generators")], [ours[key] for key in ("values", "generators")])
 
 
 @pytest.mark.nightly

@@ -46,7 +46,6 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore"),
     pytest.mark.usefixtures("lowered_once"),  # of few models
 ]
-DROPS = {"attention_dropout": 0.2}
 
 
 # -- losses -----------------------------------------------------------------------------------------------------------

@@ -400,7 +400,7 @@ def own() -> tuple[Any, Any]:
     return model, copy.deepcopy(model)
 
 
-@pytest.mark.parametrize("memory", ["4KiB", "1MiB"])
+@pytest.mark.parametrize("memory", ["4KiB", pytest.param("1MiB", marks=pytest.mark.nightly)])
 def test_buffers_that_a_walk_writes_are_the_models(memory: str):
     model, eager = own()
     compiled = compiled_of(model, memory)
