@@ -76,6 +76,7 @@ def test_an_interrupted_and_resumed_demo_is_as_an_undisturbed_one(tmp_path: Path
         demo.demonstrate(folder=folder, resume=True, steps=9)
 
 
+@pytest.mark.nightly
 def test_the_demo_as_a_command_learns_within_its_budget(tmp_path: Path):
     """The whole of it; a shell starts jobs in the background with SIGINT ignored, and the demo hears its own."""
     command = [sys.executable, "-m", "megatrain.cli", "demo", "--device=cpu", "--folder", str(tmp_path / "run")]

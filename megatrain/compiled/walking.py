@@ -14,7 +14,7 @@ from torch import nn
 
 from megatrain.memory.device_budget import DeviceBudget
 from megatrain.options import Options
-from megatrain.runtime import walk
+from megatrain.runtime.walk import walk
 from megatrain.runtime.engine import Engine
 from megatrain.runtime.on_demand import Learned, WalkFigures
 from megatrain.torch_features import check_torch

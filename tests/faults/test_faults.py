@@ -22,6 +22,7 @@ def test_a_small_part_of_the_campaign_holds() -> None:
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
 
 
+@pytest.mark.nightly
 def test_the_campaign_says_what_did_not_hold(tmp_path: Path) -> None:
     """A megatrain whose checkpoints lose the scheduler's state, say, is found out."""
     code = (

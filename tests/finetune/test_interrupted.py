@@ -55,6 +55,7 @@ def assert_same_run(out: Path, undisturbed: Path) -> None:
     assert_same(weights_of(out), weights_of(undisturbed / "out"))
 
 
+@pytest.mark.nightly
 def test_ctrl_c_saves_and_the_same_command_goes_on(
     undisturbed: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
