@@ -37,7 +37,7 @@ FAULTS: list[Fault] = [
         (f"{HERE}test_refused.py::test_another_optimizer_or_clipping_gets_another_training_step",),
     ),
     Fault(
-        "a loss that calls the model again runs on what the first try has drawn",
+        "an update that runs once more forgets all micro-batches but the first",
         "integrations/hf/one_step.py",
         "return [each.code() for each in waiting]",
         "return [each.code() for each in waiting[:1]]",
