@@ -14,9 +14,9 @@ from torch import nn
 
 from megatrain.memory.device_budget import DeviceBudget
 from megatrain.options import Options
-from megatrain.runtime.walk import walk
 from megatrain.runtime.engine import Engine
 from megatrain.runtime.on_demand import Learned, WalkFigures
+from megatrain.runtime.walk import walk
 from megatrain.torch_features import check_torch
 from megatrain.torch_private import pytree
 from megatrain.tracer.plain_tensors import check_plain_state

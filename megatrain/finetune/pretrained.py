@@ -120,11 +120,19 @@ def model_on_paper(name: str, config: Any, precision: str, adapters: Adapters | 
     """Makes the model without memory for its parameters; buffers that it computes are there.
 
     Raises:
-        OptionError: If it isn't a causal language model that transformers knows.
+        OptionError: If it isn't a causal language model that transformers knows, or its weights are quantized.
     """
     from accelerate import init_empty_weights
     from transformers import AutoModelForCausalLM
 
+    if getattr(config, "quantization_config", None):
+        # A model of the configuration alone has plain weights: other bytes than those of the files.
+        raise OptionError(
+            f"the weights of `{name}` are quantized.\n"
+            "  Without its files a model has plain weights, and would be planned with too many bytes.\n"
+            "  Name the folder that it was quantized from, or train it by a script with a trainer, which says its bytes "
+            "(docs/tasks/lora-on-32b.md)."
+        )
     with readable(f"a language model of `{name}`"), init_empty_weights(include_buffers=False):
         model = AutoModelForCausalLM.from_config(config, dtype=_dtype(precision, adapters))
         return model if adapters is None else adapters.onto(model)

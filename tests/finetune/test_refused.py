@@ -31,6 +31,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     save_model(made / "small", vocab_size=20)
     save_model(made / "halved")
     halve(made / "halved" / "model.safetensors")
+    save_model(made / "packed")
+    config = made / "packed" / "config.json"
+    packed = {"quant_method": "bitsandbytes", "load_in_4bit": True}
+    config.write_text(json.dumps({**json.loads(config.read_text()), "quantization_config": packed}))
     (made / "empty").mkdir()
     for kind in ("text", "messages", "prompt"):
         data(made, kind)
@@ -58,6 +62,7 @@ BAD: dict[str, tuple[list[str], str]] = {
     "no answer": (["model", "alone.jsonl"], "the data `alone.jsonl` can't be read: You're using `assistant_only"),
     "nothing to learn": (["model", "long.jsonl"], "has nothing to learn within 16 tokens."),
     "no folder": (["./none", "text.jsonl"], "the configuration of `./none` can't be read: "),
+    "quantized": (["packed", "text.jsonl", "--lora"], "the weights of `packed` are quantized."),
     "no config": (["empty", "text.jsonl"], "the configuration of `empty` can't be read: "),
     "weights missing": (["halved", "text.jsonl"], "lack 9 weights of the model: model.layers.1."),
     "no chat template": (["silent", "messages.jsonl"], "the tokenizer has no chat template"),
