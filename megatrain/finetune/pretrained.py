@@ -130,7 +130,7 @@ def model_on_paper(name: str, config: Any, precision: str, adapters: Adapters | 
         raise OptionError(
             f"the weights of `{name}` are quantized.\n"
             "  Without its files a model has plain weights, and would be planned with too many bytes.\n"
-            "  Name the folder that it was quantized from, or train it by a script with a trainer, which says its bytes "
+            "  Name the folder that it was quantized from, or train it by a script with a trainer "
             "(docs/tasks/lora-on-32b.md)."
         )
     with readable(f"a language model of `{name}`"), init_empty_weights(include_buffers=False):
