@@ -232,6 +232,7 @@ def test_arenas_are_locked_while_others_are_filled(fails: str, monkeypatch: pyte
     model, args, kwargs = MODELS["gpt_loss"]()
     toy, eager, num_filled = StrictToy(lock_bytes=3 * PAGE), copy.deepcopy(model), 0
     lock, move, threads, is_filled = toy.lock, HostStore._move_one, list[str](), threading.Event()
+    num_moved, was_filled = len(list(model.parameters())), list[bool]()
 
     def moving(self: HostStore, *given: Any) -> None:
         nonlocal num_filled
@@ -240,13 +241,13 @@ def test_arenas_are_locked_while_others_are_filled(fails: str, monkeypatch: pyte
         if num_filled == 4 and fails == "is interrupted":
             is_filled.set()
             raise KeyboardInterrupt
-        if num_filled == len(model.state_dict()):
+        if num_filled == num_moved:
             is_filled.set()
 
     def locking(address: int, nbytes: int) -> Any:
         threads.append(threading.current_thread().name)
         if threads[-1].startswith("megatrain-lock"):
-            assert is_filled.wait(10)
+            was_filled.append(is_filled.wait(10))
             if fails == "once" and len(threads) == 2:
                 raise ExecuteError("refused.\n  There is a limit.\n  Raise it.")
         elif fails == "at last":
@@ -263,6 +264,7 @@ def test_arenas_are_locked_while_others_are_filled(fails: str, monkeypatch: pyte
         assert sum(name.startswith("megatrain-lock") for name in threads) <= 1, "no other has begun"
     assert_same(train(eager, eager, args, kwargs), train(compiled, model, args, kwargs))
     assert any(name.startswith("megatrain-lock") for name in threads)
+    assert all(was_filled), "memory was filled only after it was locked"
     assert ("refused" in compiled.megatrain.engine.bus.note) == is_refused
     assert bool(toy.locked) == (not is_refused)
     assert not any(thread.name.startswith("megatrain-lock") for thread in threading.enumerate())
