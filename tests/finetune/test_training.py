@@ -164,6 +164,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
+@pytest.mark.nightly
 def test_the_pages_commands_train_and_what_they_leave_is_read(here: Path) -> None:
     commands = COMMAND.findall(PAGE)
     assert len(commands) == 4

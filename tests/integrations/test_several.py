@@ -96,6 +96,7 @@ def test_three_processes_train_with_the_bits_of_one(three: Processes, tmp_path: 
         assert norms[0] == norms[1]
 
 
+@pytest.mark.nightly
 def test_two_processes_train_and_evaluate_as_the_stock_run_does(two: Processes, tmp_path: Path):
     # Of two numbers there is one sum, so an all-reduce of one micro-batch from each process has the same bits.
     found = in_several(two, "evaluated", tmp_path / "streams")

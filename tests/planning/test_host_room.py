@@ -42,6 +42,7 @@ def test_more_host_memory_is_never_slower(options: Mapping[str, Any], parts: lis
     assert taken == sorted(taken, reverse=True)
 
 
+@pytest.mark.nightly
 @pytest.mark.usefixtures("short_texts")
 def test_more_host_memory_is_never_slower_where_results_are_parked():
     asked = {"hardware": EAGER_TO_KEEP, "optimizer": "SGD", "device": "cpu"}

@@ -26,6 +26,7 @@ def test_the_largest_micro_batch_fits_and_the_next_does_not(hardware: str | None
     assert str(found).startswith(f"largest micro_batch: {found.size}; at {found.size + 1}: ")
 
 
+@pytest.mark.nightly
 def test_the_largest_sequence_has_the_same_rows():
     found = planned(hardware=None).largest("sequence")
     assert found.too_large == found.size + 1 > IDS.shape[1]

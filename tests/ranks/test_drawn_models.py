@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 from hypothesis import event, given
 from hypothesis import strategies as st
 from torch import nn
@@ -72,6 +73,7 @@ def outcome(model: nn.Module, case: Case) -> Any:
         return error
 
 
+@pytest.mark.nightly
 @given(training=trainings())
 @draws(60, usual=4)
 def test_ranks_train_random_models_with_the_bits_of_one_process(training: tuple[nn.Module, Case], four: Processes):

@@ -111,6 +111,7 @@ def test_a_template_that_would_draw_other_numbers_keeps_eagers():
     assert torch.equal(results[0][2], results[1][2])
 
 
+@pytest.mark.nightly
 def test_many_models_of_one_process_are_compiled():
     """torch 2.11 compiles a function at most eight times, and takes functions without a file for one."""
     before = set(linecache.cache)

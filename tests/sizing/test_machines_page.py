@@ -14,6 +14,7 @@ TEXT = PAGE.read_text()
 WRITTEN = TEXT[TEXT.index(START) + len(START) : TEXT.index(END)]
 
 
+@pytest.mark.nightly
 def test_a_cell_planned_anew_is_that_of_the_page():
     (cell,) = cells("8B", 0, ("h200",))
     shown = next(line for line in WRITTEN.splitlines() if line.startswith("| h200 "))

@@ -163,6 +163,7 @@ def test_adapters_and_more_layers_come_from_the_configuration(config: Path, caps
     assert len(model.model.layers) == int(depth) > 1  # pyright: ignore
 
 
+@pytest.mark.nightly
 def test_reasons_and_alternatives_are_in_the_words_of_the_command(config: Path, capsys: pytest.CaptureFixture[str]):
     options = ("--hardware=rtx-4090", "--memory=300KiB", "--micro-batch=1", "--host-memory=1MiB", *STEP)
     said = printed(capsys, config, *options, "--why", "--alternatives")
@@ -173,6 +174,7 @@ def test_reasons_and_alternatives_are_in_the_words_of_the_command(config: Path, 
     assert not keywords(said.partition("alternatives:")[2])
 
 
+@pytest.mark.nightly
 def test_what_does_not_fit_is_refused_with_ways_out(config: Path, capsys: pytest.CaptureFixture[str]):
     said = refused(capsys, config, "--memory=60KiB", "--micro-batch=4", *STEP, "--host-memory=1GiB")
     assert "megatrain: a memory of 61440 B is too small: at least" in said
