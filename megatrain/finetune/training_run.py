@@ -348,6 +348,9 @@ class _Run:
             f"model   {type(model).__name__}, {kind}: {counted(sum(p.numel() for p in trained), 'parameter')} to train"
         )
         print(f"run     {counted(arguments.max_steps, 'step')} of {sizes}; a checkpoint every {arguments.save_steps}")
+        if options.steps is None and arguments.max_steps < _ENOUGH:
+            epochs = math.ceil(_ENOUGH * (options.epochs or 1.0) / arguments.max_steps)
+            print(f"        so few steps hardly change a model: --epochs {epochs} makes {_ENOUGH} or more")
         print(f"device  {self._device}\n", flush=True)
         with stage("planning"):
             found = self._planned(model, trained)
@@ -394,7 +397,11 @@ class _Run:
         record.write()
         losses = [row["eval_loss"] for row in state["log_history"] if "eval_loss" in row]
         if losses:
-            print(f"result  held-out loss {losses[-1]:.4f}; before the training {losses[0]:.4f}")
+            before, after = f"{losses[0]:.4f}", f"{losses[-1]:.4f}"
+            print(f"result  held-out loss {after}; before the training {before}")
+            if before == after:
+                print("warning the held-out loss is what it was: the model has hardly changed.")
+                print("        What trains more: a larger --lr, more --epochs, or fewer --tokens-per-step.")
         print(f"saved   `{record.folder}`, for from_pretrained(); its checkpoints are needed no longer", flush=True)
 
     def _train(self, record: RunRecord, found: tuple[Path, dict[str, Any]] | None) -> None:

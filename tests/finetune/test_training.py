@@ -164,6 +164,15 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
+def test_a_training_that_changes_nothing_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder, rows = save_model(tmp_path / "model"), data(tmp_path, "text")
+    given = ("--device=cpu", "--precision=fp32", "--length=16", "--eval", rows, "--accumulate=99", "--lr=1e-30")
+    assert train(folder, rows, "--out", tmp_path / "out", *given) == 0
+    said = capsys.readouterr().out
+    assert "so few steps hardly change a model: --epochs 20 makes 20 or more" in said
+    assert "warning the held-out loss is what it was: the model has hardly changed." in said
+
+
 @pytest.mark.nightly
 def test_the_pages_commands_train_and_what_they_leave_is_read(here: Path) -> None:
     commands = COMMAND.findall(PAGE)
