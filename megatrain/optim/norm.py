@@ -51,7 +51,7 @@ def sums_of_squares(tensors: Sequence[torch.Tensor], threads: int) -> list[float
 
 
 _LARGE = 1 << 17  # elements: a smaller gradient's norm is taken sooner than threads wake
-_norm_PIECE = 1 << 20  # elements: few enough for a copy in fp32, enough for a thread to be worth it
+_NORM_PIECE = 1 << 20  # elements: few enough for a copy in fp32, enough for a thread to be worth it
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,7 +172,7 @@ class GradientNorm:
             return torch.linalg.vector_norm(gradient, dtype=dtype)
         if self._pool is None:
             self._pool = ThreadPoolExecutor(self._threads, initializer=partial(torch.set_num_threads, 1))
-        pieces = gradient.reshape(-1).split(_norm_PIECE)
+        pieces = gradient.reshape(-1).split(_NORM_PIECE)
         squares = self._pool.map(lambda piece: torch.linalg.vector_norm(piece, dtype=dtype).double() ** 2, pieces)
         return torch.stack(list(squares)).sum().sqrt().to(dtype)
 
@@ -206,4 +206,4 @@ def _is_large(gradient: torch.Tensor) -> bool:
 
 def _is_finite(gradient: torch.Tensor) -> bool:
     # A piece at a time: the mask of a large gradient would be a large tensor.
-    return all(bool(piece.isfinite().all()) for piece in gradient.reshape(-1).split(_norm_PIECE))
+    return all(bool(piece.isfinite().all()) for piece in gradient.reshape(-1).split(_NORM_PIECE))

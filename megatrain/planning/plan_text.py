@@ -218,7 +218,7 @@ GIB = 1 << 30
 
 def reasons(plan: PlannedStep) -> str:
     """Says why a plan is as it is; the next GiB of memory is planned for that."""
-    parts = [_time(plan), *_peak(plan), *_reasons_kept(plan), *_next_gib(plan), *_host(plan)]
+    parts = [_time(plan), *_peak(plan), *_what_is_kept(plan), *_next_gib(plan), *_host(plan)]
     return "\n".join(parts)
 
 
@@ -270,7 +270,7 @@ def _peak(plan: PlannedStep) -> Iterator[str]:
     yield f"The device's peak is {format_bytes(table.device_bytes)}{where}: {parts}."
 
 
-def _reasons_kept(plan: PlannedStep) -> Iterator[str]:
+def _what_is_kept(plan: PlannedStep) -> Iterator[str]:
     table, machine = plan.schedule, plan.hardware
     work = table.known_workload()
     backward, numbers = work.backward_blocks(), table.kind.micro_batches

@@ -310,7 +310,7 @@ class Planner:
             yield
         except MegatrainError:
             raise
-        except Exception as error:
+        except Exception as error:  # the model's own code may raise anything at a size that nobody tried
             others = {name: size for name, size in sizes.items() if size != self._source.sizes[name]}
             if not others:
                 raise

@@ -262,7 +262,7 @@ class Host:
         self.index, self.size = self.ranks.index(rank), len(processes)
         self.file = file
         self._ends = {r: end for r, process in processes.items() if r != rank and (end := _end_of(process)) is not None}
-        self._close = weakref.finalize(self, _host_close, list(self._ends.values()))
+        self._close = weakref.finalize(self, _close, list(self._ends.values()))
 
     def ended(self) -> Sequence[int]:
         """The ranks of this host whose processes have ended."""
@@ -315,8 +315,3 @@ def _end_of(process: int) -> int | None:
     with suppress(OSError):
         return os.pidfd_open(process)
     return None
-
-
-def _host_close(descriptors: Sequence[int]) -> None:
-    for each in descriptors:
-        os.close(each)

@@ -22,7 +22,7 @@ from megatrain.reporting.step_report import StepReport, check_report_path, repor
 from megatrain.sizes import format_bytes
 from megatrain.tracer.arguments import Structure
 from megatrain.training.step import TrainStep
-from megatrain.verification.command import command_target, importable, users_failures
+from megatrain.verification.command import add_compile_options, command_target, importable, users_failures
 
 _OF_COMPILE = ("device", "memory", "activations", "transfer", "block_bytes", "chunking")
 _RULES = {
@@ -40,12 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("page", help="the HTML file to write")
     add("--trace", help="also write the trace for https://ui.perfetto.dev here")
     add("--steps", type=int, default=3, help="training steps, of which the last is measured (default: 3)")
-    add("--device", help="compute device; the accelerator if it has what a run needs, else the CPU")
-    add("--memory", help="device-memory budget, such as 10GiB")
-    add("--activations", help="auto, keep, recompute or offload")
-    add("--transfer", help="auto, copy or bind")
-    add("--block-bytes", help="target size of a block's state, such as 64MiB")
-    add("--chunking", help="auto, always or never: chunks of a head's loss, tiles of tokens")
+    add_compile_options(parser)
     add("--hardware", help="a machine such as rtx-4090: the step is only planned for it, and nothing runs")
     parser.set_defaults(run=run)
 

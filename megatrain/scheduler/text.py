@@ -340,8 +340,8 @@ def workload_text(workload: Workload) -> str:
             f"storages: {storages}",
             *([f"loss: {workload.loss_bytes} B"] if workload.loss_bytes else []),
             *(["Python code reads values of the last block"] if workload.last_reads_values else []),
-            *_workload_text_aligned([_BLOCK, *blocks]),
-            *_workload_text_aligned([_VALUE, *values]),
+            *_in_columns([_BLOCK, *blocks]),
+            *_in_columns([_VALUE, *values]),
         ]
     )
 
@@ -380,7 +380,7 @@ def _listed(blocks: Sequence[int]) -> str:
     return ",".join(map(str, blocks)) or "."
 
 
-def _workload_text_aligned(rows: Sequence[Sequence[str]]) -> list[str]:
+def _in_columns(rows: Sequence[Sequence[str]]) -> list[str]:
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     *_, last = widths
     return [

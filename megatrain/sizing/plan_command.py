@@ -204,7 +204,7 @@ def print_sizing(options: SizingOptions) -> None:
         if path is not None:
             check_report_path(path)
     source = _staged("making the model", lambda: sized_model(options))
-    planner, sizes = Planner(source), _sized_sizes(options, source)
+    planner, sizes = Planner(source), _given_sizes(options, source)
     samples = _samples(options, source)
     if options.hardware == ALL:
         rows = [
@@ -318,7 +318,7 @@ def _step_options(options: SizingOptions, name: str | None) -> StepOptions:
     )
 
 
-def _sized_sizes(options: SizingOptions, source: ModelSizes) -> Mapping[str, int]:
+def _given_sizes(options: SizingOptions, source: ModelSizes) -> Mapping[str, int]:
     """Sizes that are given; the micro-batch is left to the search if it isn't and can change."""
     given = {name: size for name, size in source.sizes.items() if name in (SEQUENCE, LORA)}
     fixed = options.micro_batch is not None or MICRO_BATCH not in source.sizes

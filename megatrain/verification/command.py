@@ -35,6 +35,17 @@ _PACKAGE = Path(__file__).parents[1]
 _NOT_THEIRS = (*(str(Path(str(m.__file__)).parent) for m in (importlib, torch)), str(_PACKAGE), "<frozen")
 
 
+def add_compile_options(parser: argparse.ArgumentParser) -> None:
+    """Adds the options of `megatrain.compile` that commands have."""
+    add = parser.add_argument
+    add("--device", help="compute device; the accelerator if it has what a run needs, else the CPU")
+    add("--memory", help="device-memory budget, such as 10GiB")
+    add("--activations", help="auto, keep, recompute or offload")
+    add("--transfer", help="auto, copy or bind")
+    add("--block-bytes", help="target size of a block's state, such as 64MiB")
+    add("--chunking", help="auto, always or never: chunks of a head's loss, tiles of tokens")
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds what `megatrain verify` takes."""
     add = parser.add_argument
@@ -42,12 +53,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "target",
         help="module:function or path/to/file.py:function; the function returns (model, inputs)",
     )
-    add("--device", help="compute device; the accelerator if it has what a run needs, else the CPU")
-    add("--memory", help="device-memory budget, such as 10GiB")
-    add("--activations", help="auto, keep, recompute or offload")
-    add("--transfer", help="auto, copy or bind")
-    add("--block-bytes", help="target size of a block's state, such as 64MiB")
-    add("--chunking", help="auto, always or never: chunks of a head's loss, tiles of tokens")
+    add_compile_options(parser)
     add("--steps", type=int, help=f"training steps (default: {STEPS})")
     add("--seed", type=int, help="seed of the steps (default: 0)")
     add("--tolerance", type=float, help="relative difference that counts as equal (default: by dtype)")

@@ -169,7 +169,7 @@ def test_timed_copies_take_the_time_of_the_bus_and_nothing_waits_for_a_time(sim:
         step(batch)
     with sim.synchronizations() as found:
         run = step.time(batch)
-    clocks = {"restart", "spans", "zero_s", "_zero", "_moment", "_seconds"}
+    clocks = {"restart", "spans", "_zero", "_moment", "_seconds"}
     own = [one for one in found if any(frame.name in clocks for frame in one.stack[-2:])]
     assert len(on_launching_threads(found)) - len(on_launching_threads(plain)) == len(own)
     assert not any(one.thread.startswith("megatrain-") for one in own)

@@ -22,7 +22,7 @@ from megatrain.passes.rewrites.parts import AlikeParts
 from megatrain.torch_private import TorchDispatchMode, pytree
 from megatrain.tracer.packing import has_wrappers
 
-_RATES = {dtype: rate for rate, dtype in DTYPES.items()} | {torch.float16: "bf16"}
+_MEASURED_RATES = {dtype: rate for rate, dtype in DTYPES.items()} | {torch.float16: "bf16"}
 # By name, at which arguments the two matrices are.
 _PRODUCTS: Mapping[str, int] = {"aten::mm": 0, "aten::addmm": 1, "aten::linear": 0}
 
@@ -57,13 +57,13 @@ class _Products(TorchDispatchMode):
         first = _PRODUCTS.get(func._schema.name)
         if first is not None:
             one, other = args[first], args[first + 1]
-            rate = _RATES.get(one.dtype)
+            rate = _MEASURED_RATES.get(one.dtype)
             if rate is not None and one.numel() and other.numel():
                 self._found.add((one.shape[0], one.shape[1], other.shape[1], rate))
         return func(*args, **(kwargs or {}))
 
 
-_kernel_work_RATES = {
+_RATES = {
     torch.bfloat16: "bf16",
     torch.float16: "bf16",
     torch.float64: "fp64",
@@ -187,7 +187,7 @@ def _nbytes(tensor: torch.Tensor) -> int:
 def _rate(name: str, given: list[torch.Tensor]) -> str:
     """Which rate of a machine counts for products of these operands."""
     dtype = next((t.dtype for t in given if t.is_floating_point() or t.is_complex()), given[0].dtype)
-    kind = _kernel_work_RATES.get(dtype, "fp32")
+    kind = _RATES.get(dtype, "fp32")
     if kind == "fp32" and _allows_tf32(is_convolution=name in _CONVOLUTIONS):
         kind = "tf32"
     return f"{kind} attention" if "_attention" in name else kind

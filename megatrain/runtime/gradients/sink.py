@@ -178,9 +178,7 @@ def _sum(before: ParameterGradient, now: ParameterGradient) -> ParameterGradient
     total, gradient = before[0], now[0]
     if total is None or gradient is None:
         return now if total is None else before
-    # Sparse ones join their parts, and a dense one takes a sparse one up only from the left.
-    is_swapped = total.is_sparse and not gradient.is_sparse
-    return (gradient + total if is_swapped else total + gradient), False
+    return _added(total, gradient), False
 
 
 Take = Callable[[str, torch.Tensor], None]
@@ -331,7 +329,7 @@ class GradientSink:
             elif total.layout == gradient.layout == torch.strided and total.dtype == gradient.dtype:
                 in_place.append((total, gradient))
             else:
-                made[key] = _sink_sum(total, gradient)
+                made[key] = _added(total, gradient)
         self._lent = lent
         for total, gradient in in_place:
             total.add_(gradient)
@@ -394,7 +392,7 @@ def accumulate(parameter: torch.Tensor, gradient: torch.Tensor) -> None:
     if parameter.grad is None:
         parameter.grad = laid_out(gradient, parameter)
     elif parameter.grad.is_sparse and not gradient.is_sparse:
-        parameter.grad = _sink_sum(parameter.grad, gradient)
+        parameter.grad = _added(parameter.grad, gradient)
     else:
         parameter.grad.add_(gradient)
     post = parameter._post_accumulate_grad_hooks  # pyright: ignore[reportPrivateUsage, reportAttributeAccessIssue]
@@ -474,7 +472,7 @@ def gradient_form(gradient: torch.Tensor) -> str:
     return f"{TensorSpec(tuple(gradient.shape), gradient.dtype)}{layout} on {gradient.device}"
 
 
-def _sink_sum(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+def _added(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
     """Adds two gradients; torch adds a sparse one to a dense one, but not the other way round."""
     return right + left if left.is_sparse and not right.is_sparse else left + right
 

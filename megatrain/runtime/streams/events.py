@@ -399,12 +399,6 @@ class RunClock:
         """Seconds of the beginning and the end of each operation, from the start of the step; waits for the device."""
         return {position: (self._seconds(a), self._seconds(b)) for position, (a, b) in self._moments.items()}
 
-    @property
-    def zero_s(self) -> float:
-        """The start of the step by `time.perf_counter`, which all processes of a host share; after the step."""
-        assert self._zeros is not None
-        return self._zeros[1].seconds
-
     def _zero(self) -> Moment:
         moment = self._device.moment()
         moment.seconds_since(moment)  # waits
