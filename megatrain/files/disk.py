@@ -140,12 +140,8 @@ class Digest:
 
     def finish(self) -> str:
         """Returns the digest in hexadecimal."""
-        self.close()
-        return self._hash.hexdigest()
-
-    def close(self) -> None:
-        """Returns when nothing is left to do."""
         self.wait()
+        return self._hash.hexdigest()
 
 
 def digest_of(text: bytes) -> str:

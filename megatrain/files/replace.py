@@ -21,7 +21,7 @@ from pathlib import Path
 
 from megatrain.errors import CheckpointError
 from megatrain.files import disk
-from megatrain.files.weight_index import exists
+from megatrain.files.weight_files import exists
 
 _PARTIAL = ".partial-"
 _OLD = ".old-"

@@ -1,9 +1,8 @@
 from megatrain.files.disk import Source
 from megatrain.saving.generators import check_generators, generators_now, restore_generators
-from megatrain.saving.load import Checkpoint, load
+from megatrain.saving.load import Checkpoint, Saved, load
 from megatrain.saving.optimizers import OptimizerState
 from megatrain.saving.save import save
-from megatrain.saving.saved import Saved
 
 __all__ = [
     "Checkpoint",

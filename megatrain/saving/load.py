@@ -1,9 +1,9 @@
-"""Load: a checkpoint is opened by its manifest and headers; values are read into the caller's tensors."""
+"""Load: a checkpoint is opened by its manifest and headers; values are read piece by piece, with their checksums."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from io import FileIO
@@ -11,21 +11,140 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.autograd.graph import increment_version
 
 from megatrain.checks import PATH, checked
 from megatrain.checks.several_optimizers import OPTIMIZERS, Optimizers, check_apart, optimizers_of
 from megatrain.counts import counted
+from megatrain.device import is_on_host
 from megatrain.errors import CheckpointError
-from megatrain.files.disk import Digest, Source, room_to_read
+from megatrain.files.disk import Digest, Source, bytes_of, room_to_read
 from megatrain.files.json_file import regular
 from megatrain.files.replace import present, resolved
-from megatrain.files.weight_files import PIECE_BYTES
-from megatrain.saving.manifest import FILE, TRAINING, FileRecord, Manifest
-from megatrain.saving.optimizers import destinations, differences, misfitting_options, misfitting_rest, put_back
-from megatrain.saving.packed import filled
-from megatrain.saving.saved import Saved
-from megatrain.saving.values import decoded
+from megatrain.files.weight_files import PIECE_BYTES, parts
+from megatrain.memory.host_arena import scratch
+from megatrain.saving.manifest import FILE, TRAINING, FileRecord, Manifest, decoded
+from megatrain.saving.optimizers import destinations, differences, filled, misfitting_options, misfitting_rest, put_back
 from megatrain.tracer.spec import TensorSpec
+
+
+@dataclass(frozen=True, slots=True)
+class Saved:
+    """One tensor in a file.
+
+    Args:
+        name: Its name there.
+        file: The file.
+        spec: Shape and dtype.
+        start: Its first byte, from the start of the file.
+        digest: SHA-256 of its bytes.
+    """
+
+    name: str
+    file: Path
+    spec: TensorSpec
+    start: int
+    digest: str
+
+    def __str__(self) -> str:
+        return f"{self.spec} in {self.file.name}"
+
+    def pieces(self, piece_bytes: int = PIECE_BYTES) -> Iterator[torch.Tensor]:
+        """Reads the values in the order of the elements.
+
+        Args:
+            piece_bytes: Size of a piece; the last one may be smaller.
+
+        Yields:
+            One-dimensional tensors on the CPU; the memory is used again for the next.
+
+        Raises:
+            CheckpointError: If the file can't be read, or, after the last piece, if the bytes are not those saved.
+        """
+        room = max(1, min(self.spec.numel, piece_bytes // self.spec.dtype.itemsize))
+        buffer = scratch((room,), self.spec.dtype)
+        with _Reader(self, piece_bytes) as reader:
+            for start in range(0, self.spec.numel, room):
+                piece = buffer[: min(room, self.spec.numel - start)]
+                reader.fill(bytes_of(piece))
+                reader.wait()
+                yield piece
+
+    @room_to_read()
+    def read(self, out: torch.Tensor) -> None:
+        """Reads the values into a tensor; takes no memory beyond a piece.
+
+        Args:
+            out: Of this shape and dtype, on any device, with any strides.
+
+        Raises:
+            CheckpointError: As `pieces`; the values of `out` have changed then.
+        """
+        assert (tuple(out.shape), out.dtype) == (self.spec.shape, self.spec.dtype)
+        target = out.detach()
+        is_plain = is_on_host(target) and target.is_contiguous() and not target.is_conj() and not target.is_neg()
+        with _Reader(self, PIECE_BYTES) as reader:
+            for part in [target] if is_plain else parts(target, max(1, PIECE_BYTES // out.dtype.itemsize)):
+                values = part if is_plain else scratch(part.shape, out.dtype)
+                reader.fill(bytes_of(values))
+                if not is_plain:
+                    part.copy_(values)
+        if is_plain and not out.is_inference():
+            increment_version(out)  # numpy wrote to it, which autograd doesn't see
+
+    def check(self) -> None:
+        """Reads all and keeps nothing.
+
+        Raises:
+            CheckpointError: As `pieces`.
+        """
+        for _ in self.pieces():
+            pass
+
+
+class _Reader:
+    """Reads a tensor from its first byte; at the end of the context its checksum must be the saved one."""
+
+    def __init__(self, saved: Saved, piece_bytes: int) -> None:
+        self._saved, self._piece_bytes = saved, piece_bytes
+        self._digest = Digest()
+        try:
+            self._file = saved.file.open("rb", buffering=0)
+        except OSError as error:
+            raise self._failed(str(error)) from error
+        self._file.seek(saved.start)
+
+    def fill(self, target: memoryview) -> None:
+        """Reads the next bytes; they may change after `wait`."""
+        while len(target):
+            try:
+                count = self._file.readinto(target[: self._piece_bytes])
+            except OSError as error:
+                raise self._failed(str(error)) from error
+            if not count:
+                raise self._failed("the file ends too early")
+            self._digest.begin(target[:count])
+            target = target[count:]
+
+    def wait(self) -> None:
+        self._digest.wait()
+
+    def __enter__(self) -> _Reader:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self._file.close()
+        digest = self._digest.finish()
+        if kind is None and digest != self._saved.digest:
+            raise self._failed("its bytes differ from the saved ones")
+
+    def _failed(self, reason: str) -> CheckpointError:
+        return CheckpointError(
+            f"`{self._saved.name}` in `{self._saved.file}` is damaged: {reason}.\n"
+            "  Each tensor is compared with its checksum from the save.\n"
+            "  Copy the file again, or load an older checkpoint. Tensors that were read before this one have new "
+            "values already."
+        )
 
 
 @dataclass(frozen=True)

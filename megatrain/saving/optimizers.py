@@ -1,11 +1,13 @@
-"""Optimizers: the state of one or several by the names of parameters instead of positions and objects."""
+"""The state of optimizers by the names of their parameters, and whether a saved state fits."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import collections
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
+import numpy as np
 import torch
 from torch.optim import Optimizer
 from torch.overrides import TorchFunctionMode
@@ -14,10 +16,10 @@ from megatrain.checks import shown
 from megatrain.checks.several_optimizers import Optimizers, check_apart, optimizers_of
 from megatrain.counts import counted
 from megatrain.errors import CheckpointError
-from megatrain.saving.fitting import misfits
-from megatrain.saving.packed import apart
-from megatrain.saving.values import Encoder
-from megatrain.tracer.spec import dtype_name
+from megatrain.files.json_file import MAX_INT
+from megatrain.saving.manifest import Encoder, Manifest
+from megatrain.tracer.packing import inner_tensors, is_wrapper, packing_text
+from megatrain.tracer.spec import TensorSpec, dtype_name
 
 _ALIGNED = ("params", "param_names")
 """What a group holds per parameter; all else are options."""
@@ -297,3 +299,113 @@ def _kind(optimizers: Sequence[Optimizer]) -> str:
 
 def _class_of(optimizer: Optimizer) -> str:
     return f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"
+
+
+PACKED = "packed tensor"
+"""In a dict that stands for a tensor of several inner ones: how it is made of these; the other entries are these."""
+
+
+def apart(value: Any) -> Any:
+    """Returns what is stored for a state: for a tensor of several inner ones, a dict of these."""
+    if not is_wrapper(value):
+        return value
+    return {PACKED: packing_text(value), **{".".join(path): tensor for path, tensor in inner_tensors(value)}}
+
+
+def filled(value: Any, existing: torch.Tensor | None, place: str) -> Any:
+    """Returns a state as it was before it was stored: what stands for a packed tensor fills the existing one.
+
+    Args:
+        value: What was stored, decoded.
+        existing: The state that the optimizer has there.
+        place: For the error.
+
+    Raises:
+        CheckpointError: If the optimizer has no tensor there that is packed alike.
+    """
+    if not isinstance(value, dict) or PACKED not in value:
+        return value
+    stored: dict[str, Any] = value
+    found = {} if existing is None else {".".join(path): tensor for path, tensor in inner_tensors(existing)}
+    is_alike = existing is not None and packing_text(existing) == stored[PACKED]
+    if not is_alike or any(TensorSpec.of(found[n]) != TensorSpec.of(stored[n]) for n in found):
+        now = "nothing" if existing is None else packing_text(existing) or type(existing).__qualname__
+        raise CheckpointError(
+            f"`{place}` in the state of the optimizer is {stored[PACKED]} in the checkpoint, and {now} here.\n"
+            "  The inner tensors of such a state go into one that the optimizer has made.\n"
+            "  Load with TrainStep.load, with the optimizer made as it was when saved."
+        )
+    with torch.no_grad():
+        for name, tensor in found.items():
+            tensor.copy_(stored[name])
+    return existing
+
+
+def packed_parameters(manifest: Manifest) -> list[str]:
+    """Names the parameters whose saved state has such tensors, which only the optimizer makes."""
+    saved = {} if manifest.optimizer is None else manifest.optimizer["state"]
+    return [name for name, state in saved.items() if any(isinstance(v, dict) and PACKED in v for v in state.values())]
+
+
+_KINDS: Sequence[tuple[type | tuple[type, ...], str]] = (
+    (type(None), "None"),
+    (bool, "flag"),
+    ((int, float), "number"),
+    (str, "text"),
+    (torch.Tensor, "tensor"),
+    (np.ndarray, "array"),
+    (collections.Counter, "counter"),
+    (dict, "dict"),
+    (list, "list"),
+    (tuple, "tuple"),
+)
+_ALSO: Mapping[str, Collection[str]] = {
+    # A new object may have None where a value comes later; a flag that is None lets the optimizer choose.
+    "None": ("flag", "number", "tensor"),
+    "flag": ("None",),
+    "number": ("tensor",),
+    "tensor": ("number",),
+}
+"""Kinds that may replace a kind, besides the kind itself."""
+
+
+def misfits(own: Any, saved: Any, place: str, *, is_whole: bool = False) -> Iterator[str]:
+    """Yields the places where a saved value has another kind than the value that it would replace.
+
+    Args:
+        own: The existing value.
+        saved: The saved value.
+        place: The name of the value.
+        is_whole: Whether dicts within the saved value must have all names of the existing dicts.
+    """
+    here, there = name_of_kind(own), name_of_kind(saved)
+    if there != here and there not in _ALSO.get(here, ()):
+        yield f"`{place}` is a {here} here, but {shown(saved)} in the checkpoint"
+    elif there == "number" and isinstance(saved, int) and abs(saved) > MAX_INT:
+        yield f"`{place}` is {shown(saved)} in the checkpoint, which isn't a valid value"
+    elif "tensor" in (here, there) and {here, there} != {"tensor"} and isinstance(saved, torch.Tensor):
+        if saved.numel() != 1 and here != "None":
+            yield f"`{place}` is a number here, but a tensor of {saved.numel()} in the checkpoint"
+    elif here == there:
+        yield from _inner(own, saved, place, is_whole=is_whole)
+
+
+def _inner(own: Any, saved: Any, place: str, *, is_whole: bool) -> Iterator[str]:
+    length = len(cast(Sequence[Any], own)) if isinstance(own, list | tuple) else 0
+    # A list may have grown since it was made.
+    if len(saved) != length if isinstance(own, tuple) else isinstance(own, list) and len(saved) < length:
+        yield f"`{place}` is {shown(own)} here, but {shown(saved)} in the checkpoint"
+    elif isinstance(own, list | tuple):
+        for i, (one, other) in enumerate(zip(cast(Sequence[Any], own), saved, strict=False)):
+            yield from misfits(one, other, f"{place}.{i}", is_whole=is_whole)
+    elif isinstance(own, dict):
+        for key, value in cast(dict[Any, Any], own).items():
+            if key in saved:
+                yield from misfits(value, saved[key], f"{place}.{key}", is_whole=is_whole)
+            elif is_whole and not isinstance(own, collections.Counter):
+                yield f"`{place}.{key}` is not in the checkpoint"
+
+
+def name_of_kind(value: object) -> str:
+    """Names the kind of a value that a checkpoint can hold; of another one, its class."""
+    return next((name for kinds, name in _KINDS if isinstance(value, kinds)), type(value).__qualname__)

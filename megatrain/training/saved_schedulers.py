@@ -10,7 +10,7 @@ from megatrain import saving
 from megatrain.checks import Rule, named, sequence_of, shown
 from megatrain.counts import counted
 from megatrain.errors import CheckpointError
-from megatrain.saving.fitting import misfits
+from megatrain.saving.optimizers import misfits
 
 
 class Scheduler(Protocol):

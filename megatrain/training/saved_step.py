@@ -29,9 +29,8 @@ from megatrain.optim.per_parameter import give_new_state
 from megatrain.optim.proxy import Optimizer
 from megatrain.ranks.ranks import words_of
 from megatrain.saving.manifest import FileRecord
-from megatrain.saving.packed import packed_parameters
-from megatrain.saving.save import CheckpointDraft
-from megatrain.saving.shards import Shard
+from megatrain.saving.optimizers import packed_parameters
+from megatrain.saving.save import CheckpointDraft, Shard
 from megatrain.training import saved_schedulers
 from megatrain.training.attempts.together import Together
 from megatrain.training.boundary import Progress

@@ -12,7 +12,7 @@ import megatrain
 from megatrain.files.weight_files import open_checkpoint
 from megatrain.saving import load
 from megatrain.saving.manifest import Manifest
-from megatrain.saving.shards import Shard
+from megatrain.saving.save import Shard
 from megatrain.training import saved_step as saving_together
 from tests.ranks.failing import refused
 from tests.ranks.sides import Case, begin, take

@@ -17,6 +17,7 @@ import torch
 from megatrain.errors import CheckpointError
 from megatrain.files import disk, replace
 from megatrain.saving import load, save
+from megatrain.saving.save import Shard
 from tests.saving.training import assert_whole, refusal, save_trained, state_of, trained
 
 OPERATIONS = ("make", "write", "sync", "sync_folder", "rename", "unlink", "rmdir")
@@ -183,7 +184,7 @@ class Usage(NamedTuple):
 def test_a_disk_without_room_is_refused_before_anything_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     save_trained(tmp_path / "run", seed=1)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: Usage(1000))
-    monkeypatch.setattr("megatrain.saving.shards.Shard.write", None)
+    monkeypatch.setattr(Shard, "write", None)
     text = refusal(lambda: save_trained(tmp_path / "run", seed=2))
     assert "the disk has 1000 B (1000 B)." in text.split("\n")[0]
     monkeypatch.undo()

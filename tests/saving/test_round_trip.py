@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import json
 import random
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -190,7 +191,7 @@ def test_weights_of_any_layout(tmp_path_factory: pytest.TempPathFactory, shape, 
     folder = tmp_path_factory.mktemp("layouts") / "run"
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("megatrain.files.disk.PIECE_BYTES", piece_bytes)
-        patch.setattr("megatrain.saving.saved.PIECE_BYTES", piece_bytes)
+        patch.setattr(sys.modules["megatrain.saving.load"], "PIECE_BYTES", piece_bytes)  # not its function `load`
         save(folder, {"straight": values.clone(), "turned": turned})
         checkpoint = load(folder)
         straight = torch.empty(shape, dtype=dtype)
