@@ -5,16 +5,20 @@ from __future__ import annotations
 import argparse
 import platform
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 
 from megatrain import __version__, demo
 from megatrain.errors import MegatrainError
-from megatrain.finetune import train_command as train_command
-from megatrain.reporting import report_command as report_command
-from megatrain.sizing import plan_command as plan_command
+from megatrain.finetune import train_options
+from megatrain.finetune.pretrained import need_libraries
+from megatrain.finetune.train_options import TrainOptions
+from megatrain.reporting import report_command
+from megatrain.sizing import plan_command
 from megatrain.verification import command as verify_command
+from megatrain.verification.command_options import Option, add_options, given_options
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -40,6 +44,40 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 130
 
 
+def _train(**given: Any) -> int:
+    """Trains, or goes on with a training; returns 0. One that is finished already is left as it is."""
+    if any(name.startswith("lora_") for name in given):
+        given["lora"] = True
+    options = TrainOptions(**given)
+    need_libraries("train", "transformers", "accelerate", "datasets", "trl", *(["peft"] if options.lora else []))
+    # It imports transformers, which is there only now for sure, and takes seconds.
+    from megatrain.finetune.training_run import train
+
+    train(options)
+    return 0
+
+
+_COMMANDS: Mapping[str, tuple[str, Mapping[str, Option], Callable[..., int]]] = {
+    "train": ("fine-tune a Hugging Face model, and go on after an interruption", train_options.OPTIONS, _train),
+    "demo": (
+        "train a small language model through the whole compiler, and show what ran",
+        demo.OPTIONS,
+        demo.demonstrate,
+    ),
+    "verify": (
+        "compare a model with eager PyTorch, and find the first block that differs",
+        verify_command.OPTIONS,
+        verify_command.run,
+    ),
+    "report": (
+        "draw a training step as planned and as measured, on one page of HTML",
+        report_command.OPTIONS,
+        report_command.run,
+    ),
+}
+"""What `--help` says, the options, and what runs with those that are given."""
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="megatrain", description="A compiler that trains PyTorch models larger than device memory."
@@ -48,20 +86,12 @@ def _parser() -> argparse.ArgumentParser:
     versions = f"megatrain {__version__}, torch {torch.__version__}, Python {platform.python_version()}"
     parser.add_argument("--version", action="version", version=versions, help="print the versions and exit")
     commands = parser.add_subparsers(title="commands", required=True, metavar="command")
-    train_command.add_arguments(
-        commands.add_parser("train", help="fine-tune a Hugging Face model, and go on after an interruption")
-    )
+    for name, (text, options, run) in _COMMANDS.items():
+        command = commands.add_parser(name, help=text)
+        add_options(command, options)
+        command.set_defaults(run=lambda given, options=options, run=run: run(**given_options(options, given)))
     plan_command.add_arguments(
         commands.add_parser("plan", help="say what a training step takes on a machine, and how long, without weights")
-    )
-    demo.add_arguments(
-        commands.add_parser("demo", help="train a small language model through the whole compiler, and show what ran")
-    )
-    verify_command.add_arguments(
-        commands.add_parser("verify", help="compare a model with eager PyTorch, and find the first block that differs")
-    )
-    report_command.add_arguments(
-        commands.add_parser("report", help="draw a training step as planned and as measured, on one page of HTML")
     )
     return parser
 

@@ -6,13 +6,13 @@ Ctrl-C would; another process goes on from the checkpoint, with the bits of an u
 
 from __future__ import annotations
 
-import argparse
 import hashlib
 import math
 import shlex
 import signal
 import time
 from collections import Counter
+from collections.abc import Mapping
 from pathlib import Path
 from pydoc_data.topics import topics
 from typing import Any
@@ -22,12 +22,13 @@ from torch import nn
 
 import megatrain
 from megatrain import saving
-from megatrain.checks import PATH, checked, count, number, optional
+from megatrain.checks import PATH, count, number
 from megatrain.counts import counted
 from megatrain.errors import CheckpointError, OptionError
 from megatrain.files.replace import present
 from megatrain.sizes import SIZE, format_bytes, parse_bytes
 from megatrain.tracer.spec import DEVICE_NAME
+from megatrain.verification.command_options import Option
 
 FOLDER = Path("megatrain-demo")
 MEMORY, STEPS = "12MiB", 200
@@ -35,34 +36,27 @@ CONTEXT, WIDTH, DEPTH, NUM_BYTES = 128, 256, 6, 256
 MICRO_BATCHES, SAVE_EVERY, SAMPLE_BYTES = 2, 60, 120
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds what `megatrain demo` takes."""
-    add = parser.add_argument
-    add("--folder", type=Path, default=FOLDER, help=f"folder of the checkpoint (default: {FOLDER})")
-    add("--resume", action="store_true", help="continue from the checkpoint")
-    add("--interrupt-at", type=float, metavar="PART", help="press Ctrl-C after this part of the steps, between 0 and 1")
-    add("--device", help="compute device (default: the accelerator if it has what a run needs)")
-    add("--memory", help=f"device-memory budget (default: {MEMORY})")
-    add("--steps", type=int, help=f"training steps (default: {STEPS})")
-    parser.set_defaults(run=lambda options: int(not demonstrate(**{n: getattr(options, n) for n in _OPTIONS})))
+OPTIONS: Mapping[str, Option] = {
+    "folder": Option(PATH, f"folder of the checkpoint (default: {FOLDER})"),
+    "resume": Option(None, "continue from the checkpoint"),
+    "interrupt_at": Option(
+        number(above=0, below=1, example=0.5), "press Ctrl-C after this part of the steps, between 0 and 1", float
+    ),
+    "device": Option(DEVICE_NAME, "compute device (default: the accelerator if it has what a run needs)"),
+    "memory": Option(SIZE, f"device-memory budget (default: {MEMORY})"),
+    "steps": Option(count(1), f"training steps (default: {STEPS})", int),
+}
 
 
-@checked(
-    folder=PATH,
-    interrupt_at=optional(number(above=0, below=1, example=0.5)),
-    device=optional(DEVICE_NAME),
-    memory=optional(SIZE),
-    steps=optional(count(1)),
-)
 def demonstrate(
     *,
-    folder: Path = FOLDER,
+    folder: str | Path = FOLDER,
     resume: bool = False,
     interrupt_at: float | None = None,
     device: str | None = None,
     memory: str | None = None,
     steps: int | None = None,
-) -> bool:
+) -> int:
     """Trains, and shows what ran; prints all of it.
 
     Args:
@@ -74,7 +68,7 @@ def demonstrate(
         steps: Of the training; a resumed one has its own.
 
     Returns:
-        Whether the model learnt, the device stayed within the budget, and the gradients are eager PyTorch's.
+        0 if the model learnt, the device stayed within the budget, and the gradients are eager PyTorch's; else 1.
 
     Raises:
         CheckpointError: If the folder has no checkpoint to resume, or something else than one to replace.
@@ -82,7 +76,7 @@ def demonstrate(
         KeyboardInterrupt: Saying what is saved, if something is.
     """
     print("megatrain demo: a small Llama learns Python's help pages within less memory than its weights", flush=True)
-    training = read_corpus()[0]
+    folder, training = Path(folder), read_corpus()[0]
     found = _recorded(folder, training, is_needed=resume) if resume or present(folder.resolve()).exists() else None
     if resume and found is not None and steps not in (None, found["steps"]):
         raise OptionError(
@@ -90,7 +84,7 @@ def demonstrate(
             "  The learning rate of a step depends on how many there are.\n  Leave --steps out, or begin anew."
         )
     number_of_steps = int(found["steps"]) if resume and found is not None else steps or STEPS
-    return _demonstrate(folder, resume, interrupt_at, device, parse_bytes(memory or MEMORY), number_of_steps)
+    return int(not _demonstrate(folder, resume, interrupt_at, device, parse_bytes(memory or MEMORY), number_of_steps))
 
 
 def _demonstrate(
@@ -134,9 +128,6 @@ def _demonstrate(
     report = megatrain.verify(model, compile_options=same, **batch[0])
     print(f"\n{report}")
     return reached < baseline and peak <= budget and report.ok
-
-
-_OPTIONS = ("folder", "resume", "interrupt_at", "device", "memory", "steps")
 
 
 def _train(

@@ -95,7 +95,7 @@ def ended(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
         return came
     if status == [0]:
         return "accepted"
-    if arguments[0] != "demo" and keywords(said):
+    if keywords(said):
         return f"names {keywords(said)}: {said}"
     is_clear = ("megatrain: " in said and said.count("\n") >= 2) or "error: argument" in said
     return "refused" if status == [2] and is_clear else f"status {status}: {said}"

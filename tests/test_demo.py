@@ -100,7 +100,7 @@ def test_the_demo_as_a_command_learns_within_its_budget(tmp_path: Path):
     ("arguments", "said"),
     [
         (["--steps=0"], "steps=0 is less than 1."),
-        (["--interrupt-at=1"], "interrupt_at=1.0 is not below 1."),
+        (["--interrupt-at=1"], "--interrupt-at=1.0 is not below 1."),
         (["--memory=10 quux"], "10 quux"),
         (["--resume"], "there is no checkpoint in"),
     ],

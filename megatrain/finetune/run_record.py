@@ -14,7 +14,8 @@ from typing import Any
 
 from megatrain.errors import CheckpointError
 from megatrain.files import disk
-from megatrain.finetune.train_options import TrainOptions, flag
+from megatrain.finetune.train_options import TrainOptions
+from megatrain.verification.command_options import flag
 
 NAME = "megatrain_train.json"
 _VERSION = 2

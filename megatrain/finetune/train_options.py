@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from megatrain.options import CHUNKING, PRECISION
 from megatrain.scheduler.builder.build import STEP
 from megatrain.sizes import SIZE
 from megatrain.tracer.spec import DEVICE
+from megatrain.verification.command_options import Option, flag
 
 _MOST = 2**31 - 1
 # Two ways to say the same; each has a default of its own, so both must not be given.
@@ -116,6 +118,14 @@ class TrainOptions:
             )
 
 
-def flag(name: str) -> str:
-    """Returns a field as its option is written on the command line."""
-    return f"--{name.replace('_', '-')}"
+_KINDS = {"int": int, "float": float, "bool": bool, "str": str}
+OPTIONS: Mapping[str, Option] = {
+    each.name: Option(
+        each.metadata["rule"],
+        each.metadata["help"],
+        _KINDS[TrainOptions.__annotations__[each.name].partition(" ")[0]],
+        is_needed=each.name == "out",
+        is_position=each.name in ("model", "data"),
+    )
+    for each in fields(TrainOptions)
+}

@@ -258,6 +258,7 @@ class _Run:
         way = "  Correct the data, or leave such rows out."
         with tempfile.TemporaryDirectory() as nowhere, readable(f"the data `{options.data}`", way):
             first = next(iter(rows))
+            self._check_end(first)
             self._arguments.assistant_only_loss = is_conversational(first) and self._marks_turns()
             self._arguments.packing = "text" in first and not is_conversational(first) and "prompt" not in first
             # TRL writes the tokenizer's padding into it, with which an embedding would be made that never learns it.
@@ -267,6 +268,16 @@ class _Run:
                 args=dataclasses.replace(self._arguments, output_dir=nowhere), processing_class=self._tokenizer,
                 train_dataset=rows, eval_dataset=held_out,
             )  # fmt: skip
+
+    def _check_end(self, first: Any) -> None:
+        """Refuses a tokenizer without an end token where TRL ends texts with one, or pads with one."""
+        words = self._tokenizer
+        if words.eos_token is None and (words.pad_token is None or not is_conversational(first)):
+            raise OptionError(
+                "the tokenizer has no end token.\n"
+                "  Each text and completion ends with one; where there is no padding token, it also pads.\n"
+                "  Name a tokenizer that has one with --tokenizer; or set `eos_token` and save the tokenizer again."
+            )
 
     def _marks_turns(self) -> bool:
         """Whether the chat template says which tokens are the assistant's, or TRL knows one like it that does."""

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import argparse
 import importlib
 import importlib.util
 import os
 import sys
 import traceback
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
@@ -19,49 +18,25 @@ from torch import nn
 
 from megatrain.checks import PATH
 from megatrain.errors import MegatrainError, OptionError
-from megatrain.options import COMPILE
 from megatrain.planning.model_and_inputs import model_and_inputs
+from megatrain.verification.command_options import OF_COMPILE, Option
 from megatrain.verification.side_by_side import CALL, verify_call
 
-STEPS = 2
-_OPTIONS = ("device", "memory", "activations", "transfer", "block_bytes", "chunking")
-_RULES = {
-    **{name: COMPILE[name] for name in _OPTIONS},
-    "steps": CALL["steps"],
-    "seed": CALL["seed"],
-    "tolerance": CALL["tolerance"],
+OPTIONS: Mapping[str, Option] = {
+    "target": Option(
+        None, "module:function or path/to/file.py:function; the function returns (model, inputs)", is_position=True
+    ),
+    **OF_COMPILE,
+    "steps": Option(CALL["steps"], "training steps (default: 2)", int),
+    "seed": Option(CALL["seed"], "seed of the steps (default: 0)", int),
+    "tolerance": Option(CALL["tolerance"], "relative difference that counts as equal (default: by dtype)", float),
+    "json": Option(None, "print the report as JSON"),
 }
 _PACKAGE = Path(__file__).parents[1]
 _NOT_THEIRS = (*(str(Path(str(m.__file__)).parent) for m in (importlib, torch)), str(_PACKAGE), "<frozen")
 
 
-def add_compile_options(parser: argparse.ArgumentParser) -> None:
-    """Adds the options of `megatrain.compile` that commands have."""
-    add = parser.add_argument
-    add("--device", help="compute device; the accelerator if it has what a run needs, else the CPU")
-    add("--memory", help="device-memory budget, such as 10GiB")
-    add("--activations", help="auto, keep, recompute or offload")
-    add("--transfer", help="auto, copy or bind")
-    add("--block-bytes", help="target size of a block's state, such as 64MiB")
-    add("--chunking", help="auto, always or never: chunks of a head's loss, tiles of tokens")
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds what `megatrain verify` takes."""
-    add = parser.add_argument
-    add(
-        "target",
-        help="module:function or path/to/file.py:function; the function returns (model, inputs)",
-    )
-    add_compile_options(parser)
-    add("--steps", type=int, help=f"training steps (default: {STEPS})")
-    add("--seed", type=int, help="seed of the steps (default: 0)")
-    add("--tolerance", type=float, help="relative difference that counts as equal (default: by dtype)")
-    add("--json", action="store_true", help="print the report as JSON")
-    parser.set_defaults(run=run)
-
-
-def run(options: argparse.Namespace) -> int:
+def run(target: str, *, json: bool = False, **given: Any) -> int:
     """Compares and prints the report.
 
     Returns:
@@ -70,23 +45,12 @@ def run(options: argparse.Namespace) -> int:
     Raises:
         OptionError: If the target can't be used; with the user's traceback as a note if their code failed.
     """
-    of_compile = {name: getattr(options, name) for name in _OPTIONS if getattr(options, name) is not None}
-    for name, rule in _RULES.items():
-        if getattr(options, name) is not None:
-            rule.check_flag(f"--{name.replace('_', '-')}", getattr(options, name))
-    with importable(options.target):
-        model, args, kwargs = command_target(options.target)
-        with users_failures(f"a step of the model of `{options.target}`"):
-            report = verify_call(
-                model,
-                args,
-                kwargs,
-                of_compile,
-                steps=STEPS if options.steps is None else options.steps,
-                seed=options.seed or 0,
-                tolerance=options.tolerance,
-            )
-    print(report.to_json() if options.json else report)
+    of_compile = {name: given.pop(name) for name in OF_COMPILE if name in given}
+    with importable(target):
+        model, args, kwargs = command_target(target)
+        with users_failures(f"a step of the model of `{target}`"):
+            report = verify_call(model, args, kwargs, of_compile, **given)
+    print(report.to_json() if json else report)
     return 0 if report.ok else 1
 
 

@@ -70,6 +70,8 @@ def save_model(folder: Path, *, template: str | None = TURNS, **sizes: Any) -> P
     words.chat_template = template
     if sizes.get("pad_token_id", 0) is None:
         words.pad_token = None
+    if sizes.get("eos_token_id", 3) is None:
+        words.eos_token = None
     words.save_pretrained(folder)
     return folder
 

@@ -24,10 +24,11 @@ TURN = {"role": "user", "content": "w1"}
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model, one whose tokenizer has no chat template, a model of half its weights, and data."""
+    """A model, others whose tokenizers have no chat template or no end token, a model of half its weights, and data."""
     made = tmp_path_factory.mktemp("materials")
     save_model(made / "model")
     save_model(made / "silent", template=None)
+    save_model(made / "endless", eos_token_id=None)
     save_model(made / "small", vocab_size=20)
     save_model(made / "halved")
     halve(made / "halved" / "model.safetensors")
@@ -66,6 +67,7 @@ BAD: dict[str, tuple[list[str], str]] = {
     "no config": (["empty", "text.jsonl"], "the configuration of `empty` can't be read: "),
     "weights missing": (["halved", "text.jsonl"], "lack 9 weights of the model: model.layers.1."),
     "no chat template": (["silent", "messages.jsonl"], "the tokenizer has no chat template"),
+    "no end token": (["endless", "text.jsonl"], "the tokenizer has no end token."),
     "a small vocabulary": (["small", "text.jsonl"], "makes token id 63, and the model knows the ids below 20."),
     "no such device": (["model", "text.jsonl", "--device=cuda:9"], "--device='cuda:9' is not available here: there "),
     "too long": (["model", "text.jsonl", "--length=65"], "--length 65 is longer than what the model takes: 64"),
