@@ -11,11 +11,18 @@ import torch
 
 from megatrain.compiled.inside import Variant
 from megatrain.compiled.module import CompiledModule
-from megatrain.passes.program import Block, Program
+from megatrain.passes.program import Block, OutputRef, Program
 from megatrain.tracer.arguments import Structure
 from megatrain.tracer.inventory import StateEntry
 from megatrain.verification.compare import Tolerance, compare, distance, named_leaves, scale_of
-from megatrain.verification.observed import BlocksInOrder, BoundaryWatch, ModuleCall, Truth, WholeGraph, followed_calls
+from megatrain.verification.observed import (
+    BlocksInOrder,
+    Boundaries,
+    BoundaryWatch,
+    ModuleCall,
+    WholeGraph,
+    followed_calls,
+)
 from megatrain.verification.report import Difference, FirstDifference
 from megatrain.verification.trial import Observation, Trial
 
@@ -37,8 +44,10 @@ class _Search:
     def run(self) -> FirstDifference:
         expected, calls = self._eager()
         again, others = self._eager()
-        if self._worst(expected, again) is not None:
-            return self._of_module("model", calls, others, self._worst(expected, again))
+        worst = self._worst(expected, again)
+        if worst is not None:
+            wrong = next((a for a, b in zip(calls, others, strict=False) if a != b), None)
+            return self._at_module("model", wrong, worst, None)
         compiled, streamed = self.trial.compiled()
         self.trial.train(compiled, streamed, self.step)
         args, kwargs, _ = self.trial.fresh_arguments()
@@ -59,11 +68,11 @@ class _Search:
         with followed_calls(eager) as calls:
             return self.trial.observe(eager, eager, self.step).on_host(), calls
 
-    def _blocks(self, variant: Variant) -> tuple[Observation, Truth]:
+    def _blocks(self, variant: Variant) -> tuple[Observation, Boundaries]:
         eager = self.trial.eager(self.step)
         blocks = BlocksInOrder(variant, eager)
         observed = self.trial.observe(blocks, eager, self.step, after_backward=blocks.backward)
-        return observed.on_host(), blocks.truth()
+        return observed.on_host(), blocks.boundaries
 
     # -- the model or its capture ----------------------------------------------------------------------------
 
@@ -73,7 +82,7 @@ class _Search:
         expected: Observation,
         calls: list[ModuleCall],
         blocks: Observation,
-        truth: Truth,
+        truth: Boundaries,
     ) -> FirstDifference:
         eager = self.trial.eager(self.step)
         graph = WholeGraph(variant.traced, variant.program, eager)
@@ -88,26 +97,17 @@ class _Search:
         assert worst is not None
         return found or self._after("passes", worst, Owners(variant, None))
 
-    def _of_module(
-        self, culprit: str, calls: list[ModuleCall], others: list[ModuleCall], worst: Difference | None
-    ) -> FirstDifference:
-        wrong = next((a for a, b in zip(calls, others, strict=False) if a != b), None)
-        return self._at_module(culprit, wrong, worst, None)
-
     def _at_module(
-        self, culprit: str, call: ModuleCall | None, worst: Difference | None, block: int | None
+        self, culprit: str, call: ModuleCall | None, worst: Difference, block: int | None
     ) -> FirstDifference:
-        assert worst is not None
-        name = "" if call is None else call.name
         phase = "backward" if call is None and "gradient" in worst.kind else "forward"
-        what = f"{worst.kind} `{worst.name}`"
-        return FirstDifference(
-            culprit, self.step, block, name, phase, what, worst.absolute, worst.relative, worst.reason
-        )
+        name, what = "" if call is None else call.name, f"{worst.kind} `{worst.name}`"
+        size = (worst.absolute, worst.relative, worst.reason)
+        return FirstDifference(culprit, self.step, block, name, phase, what, *size)
 
     # -- a pass ----------------------------------------------------------------------------------------------
 
-    def _first_wrong_forward(self, variant: Variant, graph: WholeGraph, truth: Truth) -> FirstDifference | None:
+    def _first_wrong_forward(self, variant: Variant, graph: WholeGraph, truth: Boundaries) -> FirstDifference | None:
         for block in variant.program.blocks:
             for name in block.outputs:
                 found = self._beyond(truth.values[name], graph.values(name))
@@ -116,7 +116,7 @@ class _Search:
         return None
 
     def _first_wrong_backward(
-        self, variant: Variant, graph: WholeGraph, truth: Truth, expected: Observation
+        self, variant: Variant, graph: WholeGraph, truth: Boundaries, expected: Observation
     ) -> FirstDifference | None:
         blocks = variant.program.blocks
         readers = variant.program.readers()
@@ -160,7 +160,7 @@ class _Search:
     # -- the runtime -----------------------------------------------------------------------------------------
 
     def _in_the_runtime(
-        self, compiled: CompiledModule, streamed: Any, variant: Variant, blocks: Observation, truth: Truth
+        self, compiled: CompiledModule, streamed: Any, variant: Variant, blocks: Observation, truth: Boundaries
     ) -> FirstDifference:
         # Where eager repeats itself the blocks in order and the compiled step are the same bits, or something is wrong.
         is_exact = self.trial.device.repeats_itself
@@ -206,43 +206,35 @@ class Owners:
 
     Args:
         variant: What was compiled.
-        result: The compiled model's output, whose tensors stand in the order of the program's outputs.
+        result: The compiled model's output, whose tensors are in the order of the program's outputs.
     """
 
     def __init__(self, variant: Variant, result: Any):
-        program = variant.program
-        self._blocks = program.blocks
-        self._of_state = _blocks_of_state(program)
-        readers = program.readers()
+        program = self._program = variant.program
+        state, readers = _blocks_of_state(program), program.readers()
         names = zip(variant.traced.input_names, program.inputs, strict=True)
-        self._of_inputs = {argument: readers[value] for argument, value in names}
         places = {id(t): i for i, t in enumerate(Structure.of(result).placeholders)}
-        self._of_outputs: dict[str, tuple[int, ...]] = {}
-        for path, leaf in named_leaves(result):
-            if id(leaf) in places:
-                self._of_outputs[path] = self._of_output(program, places[id(leaf)])
+        self._found: dict[str, dict[str, tuple[int, ...]]] = dict.fromkeys(("gradient", "parameter", "buffer"), state)
+        self._found["input gradient"] = {argument: readers[value] for argument, value in names}
+        self._found["output"] = {
+            path: self._of_output(program.outputs[places[id(leaf)]], state)
+            for path, leaf in named_leaves(result)
+            if id(leaf) in places
+        }
 
-    def _of_output(self, program: Program, place: int) -> tuple[int, ...]:
-        ref = program.outputs[place]
+    def _of_output(self, ref: OutputRef, state: dict[str, tuple[int, ...]]) -> tuple[int, ...]:
         if ref.kind == "state":
-            return self._of_state.get(ref.name, ())
-        producer = program.values[ref.name].producer
+            return state.get(ref.name, ())
+        producer = self._program.values[ref.name].producer
         return () if producer is None else (producer,)
 
     def blocks(self, kind: str, name: str) -> tuple[Block, ...]:
         """Returns the blocks of a `(kind, name)` that `compare` knows, in order."""
-        return tuple(self._blocks[i] for i in self._indices(kind, name))
+        return tuple(self._program.blocks[i] for i in self._found.get(kind, {}).get(name, ()))
 
     def __call__(self, kind: str, name: str) -> tuple[str, ...]:
         """Returns the blocks' labels, `block 3 layers.2`."""
         return tuple(f"block {block.index} {block.name}".rstrip() for block in self.blocks(kind, name))
-
-    def _indices(self, kind: str, name: str) -> tuple[int, ...]:
-        if kind == "output":
-            return self._of_outputs.get(name, ())
-        if kind == "input gradient":
-            return self._of_inputs.get(name, ())
-        return self._of_state.get(name, ()) if kind in ("gradient", "parameter", "buffer") else ()
 
 
 def _blocks_of_state(program: Program) -> dict[str, tuple[int, ...]]:

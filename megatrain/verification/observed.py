@@ -168,31 +168,36 @@ def _node_name(value: str, producer: int | None) -> str:
 
 # -- the blocks in order -----------------------------------------------------------------------------------------
 
-Place = tuple[str, int, str, str]
-"""`(phase, block, what, name)`, such as `("forward", 3, "output", "add_3")`."""
 
+class Boundaries:
+    """What passes the boundaries of blocks in one step.
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Truth:
-    """What passes every boundary of a program in one step.
-
-    Args:
-        values: By name, as the forward makes them.
+    Attributes:
+        values: By name, on the host, as the forward makes them.
         totals: Gradients of the blocks' outputs, with what they are used for inside their own block.
-        state: Parameters and buffers, and parts of them, by key.
-        seen: Everything else.
     """
 
-    values: dict[str, torch.Tensor]
-    totals: dict[str, torch.Tensor]
-    state: dict[str, torch.Tensor]
-    seen: dict[Place, torch.Tensor | None]
+    def __init__(self) -> None:
+        self.values: dict[str, torch.Tensor] = {}
+        self.totals: dict[str, torch.Tensor] = {}
+        self._state: dict[str, torch.Tensor] = {}
+        self._others: dict[tuple[str, int, str, str], torch.Tensor | None] = {}
+
+    def see(self, phase: str, block: Block, what: str, names: Sequence[str], tensors: _Tensors) -> None:
+        """Keeps the tensors that pass at one place, such as `("forward", block, "output")`."""
+        for name, tensor in zip(names, tensors, strict=True):
+            if what == "state" and tensor is not None:
+                self._state[name] = tensor.detach()
+            elif what in ("input", "output") and tensor is not None:
+                self.values.setdefault(name, on_host(tensor))
+            else:
+                self._others[phase, block.index, what, name] = None if tensor is None else on_host(tensor)
 
     def at(self, phase: str, block: int, what: str, name: str) -> torch.Tensor | None:
         """Looks up what should be there."""
         if what in ("input", "output"):
             return self.values[name]
-        return self.state[name] if what == "state" else self.seen.get((phase, block, what, name))
+        return self._state[name] if what == "state" else self._others.get((phase, block, what, name))
 
 
 @dataclass(slots=True, eq=False)
@@ -222,13 +227,12 @@ class BlocksInOrder:
         self._outputs = variant.traced.outputs
         self._tensors = inventory(model)[1]
         self._codes = {name: Code(t.graph) for name, t in variant.program.templates.items()}
+        self.boundaries = Boundaries()
         self._ran: list[_Ran] = []
         self._values: dict[str, torch.Tensor] = {}
         self._gradients: dict[str, torch.Tensor] = {}
-        self._totals: dict[str, torch.Tensor] = {}
         self._returned: list[torch.Tensor] = []
         self._given: tuple[torch.Tensor, ...] = ()
-        self._seen: dict[Place, torch.Tensor | None] = {}
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the forward and returns the model's output, its differentiable tensors being leaves."""
@@ -254,15 +258,18 @@ class BlocksInOrder:
         inputs = [_leaf(self._values[n], program.values[n].requires_grad) for n in block.inputs]
         entries = [program.state[key] for key in block.binding]
         state = [_leaf(entry.of(self._tensors), entry.requires_grad) for entry in entries]
-        for name, generator in generators(find(program.device)).items():
-            self._seen["forward", block.index, "random state", name] = generator
+        see, random_state = self.boundaries.see, generators(find(program.device))
+        see("forward", block, "input", block.inputs, inputs)
+        see("forward", block, "state", block.binding, state)
+        see("forward", block, "random state", list(random_state), list(random_state.values()))
         outputs = self._codes[block.template]([*inputs, *state])
+        see("forward", block, "output", block.outputs, outputs)
         carries = [torch.ops.aten.alias.default(t) for t in inputs]
         self._ran.append(_Ran(block, inputs, state, carries, outputs))
         for name, tensor in zip(block.outputs, outputs, strict=True):
             self._values[name] = tensor.detach().requires_grad_(tensor.requires_grad)
             if tensor.requires_grad:
-                tensor.register_hook(lambda total, name=name: self._totals.update({name: total}))
+                tensor.register_hook(lambda total, name=name: self.boundaries.totals.update({name: on_host(total)}))
 
     def backward(self) -> None:
         """Takes the gradients that the loss left at the outputs through the blocks, last block first."""
@@ -292,7 +299,8 @@ class BlocksInOrder:
     def _backward(self, ran: _Ran, sums: dict[str, torch.Tensor]) -> None:
         block = ran.block
         roots = [self._gradients.get(n) for n in block.outputs]
-        self._note(block, "gradient of", block.outputs, roots)
+        see = self.boundaries.see
+        see("backward", block, "gradient of", block.outputs, roots)
         carried = [self._gradients.get(n) for n in block.inputs]
         pairs = [
             (root, gradient)
@@ -305,24 +313,12 @@ class BlocksInOrder:
         found = iter(torch.autograd.grad([r for r, _ in pairs], leaves, [g for _, g in pairs], allow_unused=True))
         own = [next(found) if t.requires_grad else None for t in ran.inputs]
         state = [next(found) if t.requires_grad else None for t in ran.state]
-        self._note(block, "gradient of input", block.inputs, own)
-        self._note(block, "gradient of state", block.binding, state)
+        see("backward", block, "gradient of input", block.inputs, own)
+        see("backward", block, "gradient of state", block.binding, state)
         self._gradients |= {n: g for n, g in zip(block.inputs, own, strict=True) if g is not None}
         for key, gradient in zip(block.binding, state, strict=True):
             if gradient is not None:
                 sums[key] = sums[key] + gradient if key in sums else gradient
-
-    def _note(self, block: Block, what: str, names: Sequence[str], tensors: _Tensors) -> None:
-        for name, tensor in zip(names, tensors, strict=True):
-            self._seen["backward", block.index, what, name] = None if tensor is None else on_host(tensor)
-
-    def truth(self) -> Truth:
-        """Returns what was seen, on the host; call it when the step is over."""
-        values = {name: on_host(t) for name, t in self._values.items()}
-        totals = {name: on_host(t) for name, t in self._totals.items()}
-        parts = {key: entry.of(self._tensors) for key, entry in self._program.state.items() if entry.base}
-        state = {k: t.detach() for k, t in {**self._tensors, **parts}.items()}
-        return Truth(values, totals, state, dict(self._seen))
 
 
 def _leaf(tensor: torch.Tensor, needs_grad: bool) -> torch.Tensor:
@@ -333,15 +329,15 @@ def _leaf(tensor: torch.Tensor, needs_grad: bool) -> torch.Tensor:
 
 
 class BoundaryWatch:
-    """Compares passing tensors with the truth, and keeps the first difference.
+    """Compares passing tensors with those that should pass, and keeps the first difference.
 
     Args:
-        truth: The tensors that should pass.
+        truth: Those of the blocks in order.
         step: Number of the step.
         tolerance: Relative difference that counts as equal.
     """
 
-    def __init__(self, truth: Truth, step: int, tolerance: Tolerance):
+    def __init__(self, truth: Boundaries, step: int, tolerance: Tolerance):
         self.first: FirstDifference | None = None
         self._truth, self._step, self._tolerance = truth, step, tolerance
 
