@@ -11,7 +11,7 @@ megatrain_memory: 20GiB
 from __future__ import annotations
 
 import importlib
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from importlib.util import find_spec
 from typing import Any
 
@@ -30,26 +30,9 @@ _OTHERS = ("rl", "reward_model", "process_reward_model", "trainer_cls", "kd_trai
 _OFFLOADS = ("layer_offloading", "activation_offloading", "deepspeed", "fsdp", "fsdp_config")
 
 
-class MegatrainArguments(_Settings):
-    """What axolotl's configuration may have in addition."""
-
-    megatrain_memory: int | str | None = None
-    megatrain_precision: str | None = None
-    megatrain_masters: str | None = None
-    megatrain_activations: str | int | None = None
-    megatrain_block_bytes: int | str | None = None
-    megatrain_chunking: str | None = None
-    megatrain_overlap: bool | None = None
-    megatrain_spread: bool | None = None
-    megatrain_on_nonfinite: str | None = None
-
-
-_NAMES = tuple(MegatrainArguments.__annotations__)
-
-
 @dataclass
 class MegatrainTrainingArguments:
-    """The same, as training arguments: there `Streamed` finds them."""
+    """What axolotl's configuration may have in addition, as training arguments: there `Streamed` finds them."""
 
     megatrain_memory: int | str | None = None
     megatrain_precision: str | None = None
@@ -60,6 +43,16 @@ class MegatrainTrainingArguments:
     megatrain_overlap: bool | None = None
     megatrain_spread: bool | None = None
     megatrain_on_nonfinite: str | None = None
+
+
+_NAMES = tuple(field.name for field in fields(MegatrainTrainingArguments))
+
+
+class MegatrainArguments(_Settings):
+    """The same, as fields of pydantic, which axolotl merges into its own."""
+
+    __annotations__ = MegatrainTrainingArguments.__annotations__
+    locals().update(dict.fromkeys(_NAMES))
 
 
 class MegatrainPlugin(_Plugin):

@@ -326,11 +326,6 @@ def test_a_model_on_the_device_is_refused() -> None:
     made.post_model_load(Settings(), torch.nn.Linear(2, 2, device="meta"))
 
 
-def test_both_classes_of_settings_have_the_same() -> None:
-    one, other = plugin.MegatrainArguments, plugin.MegatrainTrainingArguments
-    assert one.__annotations__ == other.__annotations__
-
-
 # -- a hub ------------------------------------------------------------------------------------------------------------
 
 

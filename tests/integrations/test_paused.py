@@ -13,8 +13,7 @@ from torch import nn
 
 import megatrain
 from megatrain.errors import ExecuteError
-from megatrain.integrations.hf.for_losses import has_forward_replaced
-from megatrain.integrations.hf.whole_calls import give_losses
+from megatrain.integrations.hf.whole_calls import give_losses, has_forward_replaced
 from megatrain.integrations.paused import CallsAgainError, DifferentiatesError, PausedCode, SpentError
 from megatrain.torch_private import FakeTensor
 from tests.comparing import assert_same

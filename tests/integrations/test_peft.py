@@ -14,14 +14,12 @@ import torch
 import transformers
 from packaging.version import Version
 from peft import LoraConfig, PeftModel, get_peft_model
-from transformers import LlamaForSequenceClassification, Seq2SeqTrainer, Seq2SeqTrainingArguments
 
 import megatrain
 from megatrain.errors import TooSmallError, TraceError
 from tests.comparing import assert_same
 from tests.integrations.runs import (
     EVAL,
-    LABELLED,
     RAGGED,
     REASSOCIATED,
     SAVED,
@@ -34,7 +32,7 @@ from tests.integrations.runs import (
     on,
     run,
 )
-from tests.integrations.test_trainer import t5, tied
+from tests.integrations.test_trainer import tied
 
 pytestmark = [
     pytest.mark.nightly,
@@ -84,23 +82,6 @@ def both_active() -> Any:
     return made
 
 
-def weighted() -> Any:
-    made = two()
-    made.add_weighted_adapter(["default", "other"], [0.5, 0.5], "both", combination_type="cat")
-    made.set_adapter("both")
-    return made
-
-
-def merged_then_again() -> Any:
-    made = lora()()
-    torch.manual_seed(1)
-    with torch.no_grad():
-        for name, parameter in made.named_parameters():
-            if "lora_B" in name:
-                parameter.normal_()
-    return get_peft_model(made.merge_and_unload(), other())
-
-
 def by_transformers() -> Any:
     model = llama()
     torch.manual_seed(0)
@@ -116,10 +97,6 @@ def checkpointed() -> Any:
     model = lora()()
     model.enable_input_require_grads()
     return model
-
-
-def classifier() -> Any:
-    return llama(LlamaForSequenceClassification, num_labels=2)
 
 
 SIZES: dict[str, Any] = {
@@ -196,16 +173,7 @@ def with_adamw(act: Any) -> Any:
     return more
 
 
-def by_lorafa(model: Any) -> Mapping[str, Any]:
-    from peft.optimizers import create_lorafa_optimizer
-
-    optimizer = create_lorafa_optimizer(model, r=2, lora_alpha=4, lr=0.01)
-    return {"optimizers": (optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.9**step))}
-
-
 ADALORA: dict[str, Any] = {"init_r": 4, "target_r": 2, "total_step": 4, "tinit": 1, "tfinal": 1}
-T5: dict[str, Any] = {"kind": Seq2SeqTrainer, "arguments": Seq2SeqTrainingArguments}
-
 SCENARIOS: dict[str, Scenario] = {
     "lora, dropout": Scenario(TWO, lora(lora_dropout=0.1), RAGGED[:4] * 3),
     "rslora, all matrices, saved": Scenario({**TWO, **SAVED}, lora(use_rslora=True, target_modules="all-linear")),
@@ -218,25 +186,18 @@ SCENARIOS: dict[str, Scenario] = {
     "both at once": Scenario(TWO, both_active),
     "one, then the other": Scenario(FOUR, two, more=with_adamw(switches)),
     "another adapter, later": Scenario(FOUR, lora(), more=with_adamw(adds)),
-    "a sum of two": Scenario(TWO, weighted),
-    "merged, and adapted again": Scenario(TWO, merged_then_again),
     "by transformers": Scenario(TWO, by_transformers),
     "asked without, and merged": Scenario(TWO, lora(), more=on("step_end", looks), after=kept),
     "a base in bf16, autocast": Scenario({**TWO, "bf16": True}, lora(in_bf16)),
     "checkpointed, reentrant": Scenario(
         {**TWO, "gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": True}}, checkpointed
     ),
-    "a classifier": Scenario({**TWO, **EVAL, **SAVED}, lora(classifier, task_type="SEQ_CLS"), LABELLED),
-    "t5": Scenario({**EVAL, **SAVED}, lora(t5, task_type="SEQ_2_SEQ_LM", target_modules=["q", "v"]), **T5),
-    "lora-fa": Scenario(TWO, lora(), more=by_lorafa),
     "ia3": Scenario(TWO, of("IA3Config", target_modules=MATRICES, feedforward_modules=[])),
     "adalora, allocated": Scenario(
         {"max_steps": 4}, of("AdaLoraConfig", target_modules=MATRICES, **ADALORA),
         more=on("optimizer_step", allocates), reason="the callback allocates may read gradients behind",
     ),
     "prefix tuning": Scenario(TWO, of("PrefixTuningConfig", num_virtual_tokens=3)),
-    "osf": Scenario(TWO, of("OSFConfig", target_modules=MATRICES), reason="`base_model.model.model.layers.0.self_attn"),
-    "shira": Scenario(TWO, of("ShiraConfig", r=2, target_modules=MATRICES)),
     **{f"stacks of {kind}": Scenario(TWO, of_stacks(kind)) for kind in EXPERTS},
     "stacks, evaluated and saved": Scenario({**TWO, **EVAL, **SAVED}, of_stacks(), RAGGED),
     "stacks, with modules and the head": Scenario(
@@ -247,8 +208,8 @@ SCENARIOS: dict[str, Scenario] = {
         streaming={"block_bytes": 1},
     ),
 }  # fmt: skip
-# With an older peft: transformers refuses it for the first, and the other copies state in the forward.
-OF_NEWER = ("by transformers", "shira")
+# transformers refuses an older peft.
+OF_NEWER = ("by transformers",)
 
 
 @pytest.mark.parametrize("name", SCENARIOS)

@@ -2,29 +2,26 @@
 
 from __future__ import annotations
 
-import copy
 import importlib.util
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import transformers
 from torch import nn
 from transformers import (
     DataCollatorWithFlattening,
     LlamaForCausalLM,
     Trainer,
     TrainerCallback,
+    Wav2Vec2Config,
+    Wav2Vec2ForCTC,
 )
-from transformers.utils import ModelOutput
 
 from tests.integrations.runs import (
     EVAL,
     FULL,
-    POINTS,
     RAGGED,
     REASSOCIATED,
     SAVED,
@@ -33,12 +30,10 @@ from tests.integrations.runs import (
     Loss,
     Scenario,
     assert_streams_as_stock,
-    kept,
     llama,
-    on,
     with_loss,
 )
-from tests.integrations.test_trainer import FOUR, READS, Plain
+from tests.integrations.test_trainer import READS
 from tests.integrations.words import ragged_texts
 
 pytestmark = [
@@ -58,22 +53,6 @@ def head_again(self: Any, model: Any, inputs: Any) -> Any:
     return outputs.loss + nn.functional.cross_entropy(early.flatten(0, 1), inputs["labels"].flatten()), outputs
 
 
-def hidden_states(self: Any, model: Any, inputs: Any) -> Any:
-    """A loss of the hidden states and the attention weights."""
-    outputs = model(**inputs, output_hidden_states=True, output_attentions=True)
-    loss = outputs.loss + 0.1 * sum(h.square().mean() for h in outputs.hidden_states)
-    return loss + sum(a.square().mean() for a in outputs.attentions), outputs
-
-
-def logs(self: Any, model: Any, inputs: Any) -> Any:
-    """Logs from within the loss what accelerate gathers."""
-    outputs = model(**inputs)
-    with torch.no_grad():
-        right = (outputs.logits.argmax(-1) == inputs["labels"]).float().mean()
-        self.log({"right": self.accelerator.gather_for_metrics(right).mean().item()})
-    return outputs.loss, outputs
-
-
 def nan_once(self: Any, model: Any, inputs: Any) -> Any:
     """One loss is not a number."""
     outputs = model(**inputs)
@@ -85,12 +64,6 @@ def positional(self: Any, model: Any, inputs: Any) -> Any:
     """Gives positional arguments, and takes a tuple."""
     outputs = model(inputs["input_ids"], inputs.get("attention_mask"), return_dict=False)
     return nn.functional.cross_entropy(outputs[0].mT, inputs["labels"]), {"logits": outputs[0]}
-
-
-def unwraps(self: Any, model: Any, inputs: Any) -> Any:
-    """Calls `forward` by its name, of what accelerate unwraps."""
-    outputs = self.accelerator.unwrap_model(model).forward(**inputs)
-    return outputs.loss, outputs
 
 
 def sharpens_logits(self: Any, model: Any, inputs: Any) -> Any:
@@ -209,22 +182,6 @@ class Averages(TrainerCallback):
             parameter.copy_(self.last[name])
 
 
-def changes_dropout(*, state: Any, control: Any, model: Any, **_: Any) -> None:
-    """Also evaluates, logs and saves when it likes."""
-    for module in model.modules():
-        if hasattr(module, "attention_dropout"):
-            module.attention_dropout = 0.1 * state.global_step
-    control.should_evaluate = control.should_log = control.should_save = state.global_step == 2
-
-
-def clips_less(*, args: Any, state: Any, **_: Any) -> None:
-    args.max_grad_norm = 0.1 * state.global_step
-
-
-def sub_steps(*, state: Any, model: Any, **_: Any) -> Any:
-    return state.global_step, float(model.lm_head.weight.detach().sum())
-
-
 # -- models -----------------------------------------------------------------------------------------------------------
 
 
@@ -237,130 +194,22 @@ def placed() -> Any:
         return LlamaForCausalLM.from_pretrained(folder, device_map={"": "cpu"}, dtype="auto")
 
 
-# -- models of other kinds, and with odd state, inputs and outputs ----------------------------------------------------
-
-SMALL: dict[str, Any] = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32}
-TEXT: dict[str, Any] = {**SMALL, "vocab_size": 64, "max_position_embeddings": 32}
-VISION: dict[str, Any] = {**SMALL, "image_size": 16, "patch_size": 8}
 WAVES: dict[str, Any] = {
-    **SMALL, "conv_dim": (8, 8), "conv_stride": (5, 2), "conv_kernel": (10, 3), "num_conv_pos_embeddings": 16,
-    "num_conv_pos_embedding_groups": 2, "num_feat_extract_layers": 2, "vocab_size": 32, "feat_extract_norm": "layer",
-    "layerdrop": 0.0, "apply_spec_augment": True, "mask_time_prob": 0.3, "mask_time_length": 2, "pad_token_id": 0,
+    "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32, "conv_dim": (8, 8),
+    "conv_stride": (5, 2), "conv_kernel": (10, 3), "num_conv_pos_embeddings": 16, "num_conv_pos_embedding_groups": 2,
+    "num_feat_extract_layers": 2, "vocab_size": 32, "feat_extract_norm": "layer", "layerdrop": 0.0,
+    "apply_spec_augment": True, "mask_time_prob": 0.3, "mask_time_length": 2, "pad_token_id": 0,
 }  # fmt: skip
-WHOLE = {"remove_unused_columns": False}
 
 
-def made(kind: str, **sizes: Any) -> Callable[[], Any]:
-    """Makes a model of transformers, whose configuration has the first part of its name."""
-    config = next(
-        kind[:end] + "Config" for end in range(len(kind), 0, -1) if hasattr(transformers, kind[:end] + "Config")
-    )
-
-    def model() -> Any:
-        torch.manual_seed(0)
-        return getattr(transformers, kind)(getattr(transformers, config)(**copy.deepcopy(sizes)))
-
-    return model
+def of_sound() -> Any:
+    torch.manual_seed(0)
+    return Wav2Vec2ForCTC(Wav2Vec2Config(**WAVES, ctc_loss_reduction="mean"))
 
 
-def rows(make: Callable[[int], dict[str, Any]]) -> list[dict[str, Any]]:
-    return [make(index) for index in range(12)]
-
-
-def noise(index: int, *shape: int) -> torch.Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(index))
-
-
-CAPTIONS = rows(
-    lambda i: {
-        "input_ids": torch.arange(8) + i,
-        "attention_mask": torch.ones(8).long(),
-        "pixel_values": noise(i, 3, 16, 16),
-    }
-)
-
-
-def with_return_loss(batch: list[Any]) -> dict[str, Any]:
-    """As the collator of a model for images and text: `return_loss` is one value of the whole batch."""
-    return {**{key: torch.stack([row[key] for row in batch]) for key in batch[0]}, "return_loss": True}
-
-
-# -- models of one's own ----------------------------------------------------------------------------------------------
-
-
-def seeded(kind: Callable[[], Any]) -> Callable[[], Any]:
-    def make() -> Any:
-        torch.manual_seed(0)
-        return kind()
-
-    return make
-
-
-def answer(logits: torch.Tensor, labels: torch.Tensor) -> dict[str, Any]:
-    return {"loss": nn.functional.cross_entropy(logits, labels), "logits": logits}
-
-
-@dataclass
-class Answer(ModelOutput):
-    """A class of outputs of one's own."""
-
-    loss: Any = None
-    logits: Any = None
-    names: Any = None
-
-
-class OwnOutputs(Plain):
-    """Takes the count of items, and returns a class of its own."""
-
-    accepts_loss_kwargs = True
-
-    def forward(self, x: Any, labels: Any = None, num_items_in_batch: Any = None) -> Any:  # pyright: ignore
-        logits = self.layers(x)
-        loss = nn.functional.cross_entropy(logits, labels, reduction="sum")
-        return Answer(loss / (len(x) if num_items_in_batch is None else num_items_in_batch), logits, None)
-
-
-class NestedInputs(nn.Module):
-    """Two towers with a dictionary and a list as inputs; outputs of many kinds, of which some are for the log."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.left, self.right, self.scale = nn.Linear(4, 4), nn.Linear(4, 4), nn.Parameter(torch.tensor(1.0))
-        self.head = nn.Linear(4, 2)
-
-    def forward(self, pair: Any, parts: Any, labels: Any = None, names: Any = None) -> Any:
-        both = self.left(pair["x"]) * self.scale.exp() + self.right(pair["deep"][0])
-        found = answer(self.head(both + sum(parts)), labels)
-        return {**found, "logits": (found["logits"], both), "parts": {"first": found["loss"].detach(), "none": None}}
-
-
-def nested(batch: list[Any]) -> dict[str, Any]:
-    x = torch.stack([row["x"] for row in batch])
-    labels = torch.stack([row["labels"] for row in batch])
-    names = [f"row {int(row['x'][0])}" for row in batch]
-    return {"pair": {"x": x, "deep": (x.flip(0),)}, "parts": [x * 0.1, x * 0.2], "labels": labels, "names": names}
-
-
-class Odd(nn.Module):
-    """Parameters in lists and dictionaries, of no dimension, unused and frozen; buffers of many kinds."""
-
-    mask: torch.Tensor
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.list = nn.ParameterList([nn.Parameter(torch.randn(4, 4)) for _ in range(2)])
-        self.dict = nn.ParameterDict({"a": nn.Parameter(torch.randn(4)), "b": nn.Parameter(torch.tensor(0.5))})
-        self.last = nn.Parameter(torch.randn(4, 2))
-        self.frozen = nn.Parameter(torch.randn(4), requires_grad=False)
-        self.unused = nn.Parameter(torch.randn(3))
-        self.register_buffer("mask", torch.tensor([True, False, True, True]))
-        self.register_buffer("count", torch.tensor(0), persistent=False)
-
-    def forward(self, x: Any, labels: Any) -> Any:
-        for weight in self.list:
-            x = torch.where(self.mask, x @ weight, x) + self.dict["a"]
-        self.count += 1
-        return answer((x * self.dict["b"] + self.frozen) @ self.last, labels)
+def sound(index: int) -> dict[str, torch.Tensor]:
+    values = torch.randn(800, generator=torch.Generator().manual_seed(index))
+    return {"input_values": values, "labels": torch.arange(4) * 7 % 31 + 1}
 
 
 # -- data and optimizers ----------------------------------------------------------------------------------------------
@@ -370,54 +219,30 @@ def flat(model: Any) -> Mapping[str, Any]:
     return {"data_collator": DataCollatorWithFlattening(return_flash_attn_kwargs=True, return_seq_idx=True)}
 
 
-LINEAR = {"optim_target_modules": "all-linear", "optim_args": "rank=4"}
-ALL = "the optimizer can't update in a training step"
-
 SCENARIOS: dict[str, Scenario] = {
     "the head once more": Scenario(SUMMED, kind=with_loss(head_again), reason=READS, tolerance=REASSOCIATED),
-    "hidden states": Scenario(TWO, kind=with_loss(hidden_states), model=lambda: llama(attn_implementation="eager")),
     "a loss with parameters": Scenario(TWO, kind=WithParameters),
-    "logs in the loss": Scenario(TWO, kind=with_loss(logs)),
     "a loss that is no number": Scenario({**TWO, "logging_nan_inf_filter": False}, kind=with_loss(nan_once)),
     "positional": Scenario(TWO, kind=with_loss(positional), rows=FULL),
-    "unwraps": Scenario(TWO, kind=with_loss(unwraps)),
     "sharpens logits": Scenario(TWO, kind=with_loss(sharpens_logits)),
     "sets its loss": Scenario(TWO, kind=SetsItsLoss),
     "optimizer and rates of one's own": Scenario(TWO, kind=OwnOptimizer),
     "used before it trains": Scenario(TWO, kind=Before),
     "rebuilt before it trains": Scenario(TWO, kind=Rebuilds),
     "averages are trained": Scenario({**EVAL, **TWO}, more=lambda model: {"callbacks": [Averages()]}),
-    "changes dropout": Scenario({**FOUR, "logging_steps": 3}, more=on("step_end", changes_dropout)),
-    "clipping changed": Scenario(FOUR, more=on("step_end", clips_less), is_mixed=True),
-    "sub-steps": Scenario({"gradient_accumulation_steps": 3}, more=on("substep_end", sub_steps), after=kept),
     "placed by device_map": Scenario(TWO, model=placed),
     "flattened, with lengths": Scenario(TWO, rows=ragged_texts(), more=flat),
     "wav2vec2, masked by numpy": Scenario(
-        TWO, made("Wav2Vec2ForCTC", **WAVES, ctc_loss_reduction="mean"),
-        rows(lambda i: {"input_values": noise(i, 800), "labels": torch.arange(4) * 7 % 31 + 1}),
+        TWO, of_sound, [sound(index) for index in range(12)],
         reason="nothing tells ahead how many random numbers the model draws",
     ),
-    "images and captions": Scenario(
-        {**WHOLE, "per_device_train_batch_size": 3},
-        made("CLIPModel", text_config={**TEXT, "projection_dim": 8, "eos_token_id": 2},
-             vision_config={**VISION, "projection_dim": 8}, projection_dim=8),
-        CAPTIONS, lambda model: {"data_collator": with_return_loss},
-    ),
-    "outputs of its own": Scenario({**TWO, **EVAL}, seeded(OwnOutputs), POINTS),
-    "nested inputs": Scenario(
-        {**TWO, **EVAL, **WHOLE}, seeded(NestedInputs), POINTS, lambda model: {"data_collator": nested}
-    ),
-    "odd state": Scenario({**TWO, **SAVED}, seeded(Odd), POINTS),
     "cache in training": Scenario({"use_cache": True, **TWO}, model=lambda: llama(use_cache=True)),
 }  # fmt: skip
 PACKAGED: dict[str, tuple[str, Scenario]] = {
-    "galore, layer by layer": ("galore_torch", Scenario({"optim": "galore_adamw_layerwise", **LINEAR}, reason=ALL)),
-    "lomo": ("lomo_optim", Scenario({"optim": "lomo", "max_grad_norm": 0.0}, reason=ALL)),
     "schedule-free": (
         "schedulefree", Scenario({"optim": "schedule_free_adamw", **TWO, **SAVED, **EVAL,
                                   "lr_scheduler_type": "constant"}),
     ),
-    "adamw of torchao": ("torchao", Scenario({"optim": "adamw_torch_8bit"})),
     "adamw of bitsandbytes": ("bitsandbytes", Scenario({**TWO, **SAVED, "optim": "adamw_bnb_8bit"}, rows=RAGGED)),
 }  # fmt: skip
 """Optimizers of packages that few have."""

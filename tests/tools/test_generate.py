@@ -15,18 +15,12 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils import _pytree as pytree
 from transformers import (
-    BartConfig,
-    BartForConditionalGeneration,
     DynamicCache,
-    Gemma2Config,
-    Gemma2ForCausalLM,
     GPT2Config,
     GPT2LMHeadModel,
     MambaConfig,
     MambaForCausalLM,
     StaticCache,
-    T5Config,
-    T5ForConditionalGeneration,
     WhisperConfig,
     WhisperForConditionalGeneration,
 )
@@ -46,15 +40,10 @@ pytestmark = [
 TIGHT = 64 << 10
 """Of a larger model."""
 SIZES: dict[str, Any] = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2}
-ATTENTION: dict[str, Any] = {"intermediate_size": 48, "num_attention_heads": 2, "num_key_value_heads": 2}
 CODER: dict[str, Any] = {
     "vocab_size": 64, "d_model": 32, "encoder_layers": 2, "decoder_layers": 2, "encoder_attention_heads": 2,
     "decoder_attention_heads": 2, "encoder_ffn_dim": 48, "decoder_ffn_dim": 48, "pad_token_id": 0, "bos_token_id": 1,
     "eos_token_id": 63, "decoder_start_token_id": 1, "forced_eos_token_id": None,
-}  # fmt: skip
-T5: dict[str, Any] = {
-    "vocab_size": 64, "d_model": 32, "d_kv": 16, "d_ff": 48, "num_layers": 2, "num_heads": 2,
-    "decoder_start_token_id": 0,
 }  # fmt: skip
 SUPPRESSED: dict[str, Any] = {"suppress_tokens": None, "begin_suppress_tokens": None}
 
@@ -67,11 +56,6 @@ def whisper() -> Any:
 MAKES: dict[str, Callable[[], Any]] = {
     "llama": llama,
     "gpt2": lambda: GPT2LMHeadModel(GPT2Config(vocab_size=64, n_embd=32, n_layer=2, n_head=2, n_positions=32)),
-    "sliding windows": lambda: Gemma2ForCausalLM(
-        Gemma2Config(**SIZES, **ATTENTION, head_dim=16, sliding_window=4, layer_types=None)  # pyright: ignore
-    ),
-    "t5": lambda: T5ForConditionalGeneration(T5Config(**T5)),
-    "bart": lambda: BartForConditionalGeneration(BartConfig(**CODER, max_position_embeddings=32)),
     "whisper": whisper,
     "mamba": lambda: MambaForCausalLM(MambaConfig(**SIZES, state_size=4)),
 }
@@ -515,36 +499,3 @@ generate() needs more device memory than the budget of 30.00 KiB, for what the m
         ExecuteError, match=r"generate\(\) needs more device memory .* for `model\.embed_tokens\.weight`"
     ):
         generated(compiled)
-
-
-class _AfterPrefix(nn.Module):
-    """A model behind a prefix, whose keys and values it is given as tensors."""
-
-    def __init__(self, model: Any) -> None:
-        super().__init__()
-        self.model = model
-
-    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor, prefix: Any) -> torch.Tensor:
-        cache = DynamicCache()
-        for number, layer in enumerate(prefix):
-            cache.update(*layer, number)
-        return self.model(input_ids=input_ids, labels=labels, past_key_values=cache).loss
-
-
-@pytest.mark.nightly
-def test_a_cache_that_comes_as_tensors_has_gradients():
-    eager, streamed = _AfterPrefix(llama()), _AfterPrefix(llama())
-    compiled = compiled_of(streamed, "256KiB")
-    with torch.no_grad():
-        layers = eager.model(input_ids=IDS, use_cache=True).past_key_values.layers
-    prefixes: list[list[tuple[torch.Tensor, ...]]] = []
-    for module in (eager, compiled):
-        prefixes.append([tuple(t.clone().requires_grad_() for t in (each.keys, each.values)) for each in layers])
-        module(IDS, IDS, prefixes[-1]).backward()
-    assert len(compiled.program.blocks) > 1
-    for (name, one), other in zip(eager.named_parameters(), streamed.parameters(), strict=True):
-        assert torch.equal(grad_of(one), grad_of(other)), name
-    for one, other in zip(*([t for pair in prefix for t in pair] for prefix in prefixes), strict=True):
-        assert torch.equal(grad_of(one), grad_of(other))
-    with pytest.raises(TraceError, match=r"is a DynamicCache.*with tensors in it(.|\n)*Pass the tensors themselves"):
-        compiled_of(llama())(input_ids=IDS, past_key_values=DynamicCache([(each.keys, each.values) for each in layers]))

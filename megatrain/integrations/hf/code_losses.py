@@ -12,9 +12,8 @@ import torch
 
 from megatrain.compiled.module import CompiledModule
 from megatrain.errors import DrawsError
-from megatrain.integrations.hf.for_losses import has_forward_replaced
 from megatrain.integrations.hf.several import Several
-from megatrain.integrations.hf.whole_calls import check_streamed, gradients_of
+from megatrain.integrations.hf.whole_calls import check_streamed, gradients_of, has_forward_replaced
 from megatrain.integrations.paused import CallsAgainError, DifferentiatesError, PausedCall, PausedCode
 from megatrain.runtime.random_calls import GlobalGenerators
 from megatrain.torch_private import FakeTensor
