@@ -170,7 +170,7 @@ def noticed_imports(package: str, then: Callable[[], object]) -> Generator[None]
 
     Args:
         package: The first part of the modules' names.
-        then: Called behind each of them.
+        then: Called after each of them.
     """
     finder = _Noticing(package, then)
     sys.meta_path.insert(0, finder)

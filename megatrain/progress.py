@@ -32,7 +32,7 @@ def quiet() -> Generator[None]:
 
 @contextmanager
 def stage(name: str, *, after_s: float = 1.0, every_s: float = 1.0) -> Generator[None]:
-    """Shows `name: 00:12` while the body runs, and nothing behind it. Off where stderr isn't a terminal.
+    """Shows `name: 00:12` while the body runs, and leaves nothing there. Off where stderr isn't a terminal.
 
     Of stages within each other the outermost is shown.
 
@@ -76,7 +76,7 @@ def _is_terminal() -> bool:
 class ProgressLine:
     """Shows steps, tokens per second, the loss and the device's memory. Off where stderr isn't a terminal.
 
-    A context: `with step.progress_line(...) as line`, then `line.update(loss)` behind each step. A loss is read only to
+    A context: `with step.progress_line(...) as line`, then `line.update(loss)` after each step. A loss is read only to
     be shown, which waits for the device, twice a second at most; where nothing is shown, never.
 
     Args:

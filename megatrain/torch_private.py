@@ -123,7 +123,7 @@ def _found(home: str, name: str) -> Any:
 
 # What `.to()` and its like run on every module: a model must not be moved in mid-capture.
 MODULE_APPLY = nn.Module._apply  # pyright: ignore[reportPrivateUsage]
-# The operation behind `.item()`, `float()` and `if tensor:`.
+# The operation of `.item()`, `float()` and `if tensor:`.
 ITEM = torch.ops.aten._local_scalar_dense.default
 # A look at an attribute of a custom Function asks this class: so calls of Functions are recorded.
 function_class: Any = type(autograd.Function)

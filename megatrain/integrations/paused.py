@@ -25,7 +25,7 @@ from megatrain.torch_private import function_modes
 
 
 class CallsAgainError(Exception):
-    """The code called the model once more, behind the call whose result it got."""
+    """The code called the model once more, after the call whose result it got."""
 
 
 class DifferentiatesError(Exception):
@@ -65,13 +65,13 @@ class _Ended:
 class PausedCode:
     """Code that calls a compiled model once with gradients, and runs the backward of what it makes of the result.
 
-    Calls without gradients ahead of that call run at once. Exceptions of the code come out of the method that lets it
+    Calls without gradients before that call run at once. Exceptions of the code come out of the method that lets it
     go on.
 
     Args:
         compiled: The model.
         code: Runs on a thread of its own.
-        behind: Is entered there, around all that follows the call.
+        after: Is entered there, around all that follows the call.
 
     Attributes:
         call: The call at which the code waits; None before `start`, or if the code ended without one.
@@ -81,12 +81,12 @@ class PausedCode:
         self,
         compiled: Compiled,
         code: Callable[[], Any],
-        behind: Callable[[], AbstractContextManager[object]] = nullcontext,
+        after: Callable[[], AbstractContextManager[object]] = nullcontext,
     ) -> None:
         self.call: PausedCall | None = None
         self._compiled = compiled
         self._code = code
-        self._behind = behind
+        self._after = after
         self._ended: _Ended | None = None
         self._is_alone = False
         self._has_result = False
@@ -135,7 +135,7 @@ class PausedCode:
             enter()
             self._has_result = True
             self._with_result.enter_context(_GradientsOfResults(self._differentiated))
-            self._with_result.enter_context(self._behind())
+            self._with_result.enter_context(self._after())
             return result
 
         return self._to_end(go_on)
@@ -148,7 +148,7 @@ class PausedCode:
         return self._to_end(lambda: self._compiled(*call.args, **call.kwargs))
 
     def abandon(self) -> None:
-        """Ends the code where it waits; nothing of it runs behind that but its `finally`."""
+        """Ends the code where it waits; nothing of it runs after that but its `finally`."""
         if self._thread is not None and self._ended is None:
 
             def leave() -> Any:

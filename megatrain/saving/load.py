@@ -373,8 +373,8 @@ def _problems_of_file(path: Path, record: FileRecord) -> Iterable[str]:
         with path.open("rb", buffering=0) as file:
             size = os.fstat(file.fileno()).st_size
             if size != record.nbytes:
-                behind = [name for name, tensor in record.tensors.items() if tensor.start + tensor.spec.nbytes > size]
-                lost = f": {_listed(behind)}" if behind else ""
+                gone = [name for name, tensor in record.tensors.items() if tensor.start + tensor.spec.nbytes > size]
+                lost = f": {_listed(gone)}" if gone else ""
                 yield f"`{path}` has {size} B, not {record.nbytes} B{lost}"
                 return
             digest, header = _header(file, record)

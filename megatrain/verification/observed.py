@@ -162,7 +162,7 @@ class WholeGraph:
 
 
 def _node_name(value: str, producer: int | None) -> str:
-    """Name of the node behind a value; one that block 3 writes into is called `x_in_3` from there on."""
+    """Name of the node that makes a value; one that block 3 writes into is called `x_in_3` from there on."""
     return value.removesuffix(f"_in_{producer}")
 
 

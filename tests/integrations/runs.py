@@ -1,4 +1,4 @@
-"""The same script with a library's trainer and with one that streams: what both leave behind."""
+"""The same script with a library's trainer and with one that streams: what both leave."""
 
 from __future__ import annotations
 
@@ -140,7 +140,7 @@ _TIMES = ("runtime", "per_sec", "flos", "time")
 
 @dataclass(frozen=True)
 class Ran:
-    """What a script left behind."""
+    """What a script left."""
 
     trainer: Any
     log: list[dict[str, Any]]

@@ -195,7 +195,7 @@ SCENARIOS: dict[str, Scenario] = {
     "ia3": Scenario(TWO, of("IA3Config", target_modules=MATRICES, feedforward_modules=[])),
     "adalora, allocated": Scenario(
         {"max_steps": 4}, of("AdaLoraConfig", target_modules=MATRICES, **ADALORA),
-        more=on("optimizer_step", allocates), reason="the callback allocates may read gradients behind",
+        more=on("optimizer_step", allocates), reason="the callback allocates may read gradients after",
     ),
     "prefix tuning": Scenario(TWO, of("PrefixTuningConfig", num_virtual_tokens=3)),
     **{f"stacks of {kind}": Scenario(TWO, of_stacks(kind)) for kind in EXPERTS},

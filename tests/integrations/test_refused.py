@@ -178,6 +178,6 @@ def test_another_optimizer_or_clipping_gets_another_training_step(tmp_path: Path
         norms = [row["grad_norm"] for row in made.state.log_history if "grad_norm" in row]
         made.optimizer.zero_grad()
         torch.stack([parameter.sum() for parameter in made.model.parameters()]).sum().backward()
-        made.optimizer.step()  # by hand, behind the training
+        made.optimizer.step()  # by hand, after the training
         runs.append((norms, {key: tensor.detach().clone() for key, tensor in made.model.state_dict().items()}))
     assert_same(runs[1], runs[0])

@@ -147,7 +147,7 @@ def finish(folder: Path, steps: int, waits_s: list[float]) -> int:
     """Starts the script again and again, killed after these times; returns how often it was killed."""
     folder.mkdir()
     kills = 0
-    # Processes that begin behind all imports: 20 of these take longer than the training, and on a busy machine minutes.
+    # Processes that begin after all imports: 20 of these take longer than the training, and on a busy machine minutes.
     processes = multiprocessing.get_context("forkserver")
     processes.set_forkserver_preload([killed_run.__name__])
     while not (folder / "end.pt").exists():

@@ -78,7 +78,7 @@ def nested(outer: str, inner: str, **options: Any) -> Any:
 
 
 def train(folder: Path, name: str, model: Any, loss: Any, rows: Any, *, streams: bool, **options: Any) -> Any:
-    """What a script leaves behind, and why its updates aren't training steps."""
+    """What a script leaves, and why its updates aren't training steps."""
     packages = {"SentenceTransformer": "", "CrossEncoder": ".cross_encoder", "SparseEncoder": ".sparse_encoder"}
     place: Any = importlib.import_module(f"sentence_transformers{packages[name]}")
     kind, arguments = (getattr(place, f"{name}{end}") for end in ("Trainer", "TrainingArguments"))

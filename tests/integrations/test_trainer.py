@@ -163,15 +163,15 @@ def guided(self: Any, model: Any, inputs: Any) -> Any:
 
 
 def noisy(self: Any, model: Any, inputs: Any) -> Any:
-    """Draws before it calls the model, and behind it."""
+    """Draws before it calls the model, and after it."""
     ids = inputs["input_ids"]
     ids = torch.where(torch.rand(ids.shape, device=ids.device) < 0.2, 1, ids)
     outputs = model(**{**inputs, "input_ids": ids})
     return outputs.loss * (1 + 0.1 * torch.rand(())), outputs
 
 
-def noisy_behind(self: Any, model: Any, inputs: Any) -> Any:
-    """Draws behind its call of the model."""
+def noisy_after(self: Any, model: Any, inputs: Any) -> Any:
+    """Draws after its call of the model."""
     outputs = model(**inputs)
     return outputs.loss * (1 + 0.1 * torch.rand(())), outputs
 
@@ -206,7 +206,7 @@ def embeds(self: Any, model: Any, inputs: Any) -> Any:
 
 
 def stacked(self: Any, model: Any, inputs: Any) -> Any:
-    """Puts something onto a stack ahead of the call, and takes it down behind it."""
+    """Puts something onto a stack before the call, and takes it down after it."""
     self.stack = getattr(self, "stack", [])
     self.stack.append(inputs["labels"] % 3)
     outputs = model(**inputs)
@@ -261,7 +261,7 @@ class LooksAtGradients(TrainerCallback):
 
 
 class Notes(TrainerCallback):
-    """Notes the order of events, and a parameter behind each update."""
+    """Notes the order of events, and a parameter after each update."""
 
     def __init__(self) -> None:
         self.kept: list[Any] = []
@@ -277,7 +277,7 @@ class Notes(TrainerCallback):
         return note
 
 
-def looks_behind(*, model: Any, **_: Any) -> Any:
+def looks_after(*, model: Any, **_: Any) -> Any:
     """Reads gradients where the optimizer has used them: a stock run still has them there."""
     return [float(p.grad.sum()) for p in model.parameters() if p.grad is not None]
 
@@ -405,15 +405,15 @@ SCENARIOS: dict[str, Scenario] = {
     ),
     "counts around the call": Scenario(
         TWO, kind=with_loss(counted), after=lambda t: [t.calls, *t.seen],
-        reason="the code ahead of the call of the model changes `calls`",
+        reason="the code before the call of the model changes `calls`",
     ),
     "a stack around the call": Scenario(
-        TWO, kind=with_loss(stacked), reason="the code ahead of the call of the model changes `stack`"
+        TWO, kind=with_loss(stacked), reason="the code before the call of the model changes `stack`"
     ),
     "draws before the call": Scenario(kind=with_loss(noisy)),
     "draws before the calls": Scenario(TWO, kind=with_loss(noisy), reason="the loss draws random numbers"),
-    "draws behind the calls": Scenario(
-        TWO, kind=with_loss(noisy_behind), reason="the loss draws random numbers behind"
+    "draws after the calls": Scenario(
+        TWO, kind=with_loss(noisy_after), reason="the loss draws random numbers after"
     ),
     "under autocast": Scenario(
         TWO, kind=with_loss(under_autocast), reason="the loss calls the model under autocast"
@@ -432,9 +432,9 @@ SCENARIOS: dict[str, Scenario] = {
         TWO, more=lambda model: {"callbacks": [LooksAtGradients()]}, after=kept,
         reason="the callback LooksAtGradients",
     ),
-    "looks behind the step": Scenario(
-        TWO, more=on("optimizer_step", looks_behind), after=kept,
-        reason="the callback looks_behind may read gradients behind",
+    "looks after the step": Scenario(
+        TWO, more=on("optimizer_step", looks_after), after=kept,
+        reason="the callback looks_after may read gradients after",
     ),
     # -- optimizers
     "adafactor": Scenario({"optim": "adafactor", **SAVED, **TWO}, rows=RAGGED),

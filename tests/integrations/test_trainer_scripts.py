@@ -234,7 +234,7 @@ SCENARIOS: dict[str, Scenario] = {
     "flattened, with lengths": Scenario(TWO, rows=ragged_texts(), more=flat),
     "wav2vec2, masked by numpy": Scenario(
         TWO, of_sound, [sound(index) for index in range(12)],
-        reason="nothing tells ahead how many random numbers the model draws",
+        reason="nothing says beforehand how many random numbers the model draws",
     ),
     "cache in training": Scenario({"use_cache": True, **TWO}, model=lambda: llama(use_cache=True)),
 }  # fmt: skip

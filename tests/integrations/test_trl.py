@@ -152,7 +152,7 @@ REFERENCE = given(ref_model=llama)
 STREAMED = given(ref_model=lambda: megatrain.compile(llama(), device="cpu", transfer="copy"))
 ADAPTED = given(peft_config=lora)
 AGAIN = "the loss calls the model more than once"
-CHANGES = "the code ahead of the call of the model changes"
+CHANGES = "the code before the call of the model changes"
 SAMPLED = {
     "num_generations": 2, "max_completion_length": 4, "temperature": 1.0, "generation_batch_size": 4, "beta": 0.0,
     **FOUR,

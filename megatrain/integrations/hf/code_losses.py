@@ -23,15 +23,15 @@ from megatrain.tracer.spec import is_equal
 from megatrain.training.batch import Differentiated, FollowingLoss, MicroBatch
 
 
-class DrawsBehindError(Exception):
-    """A loss draws random numbers behind its call of the model, ahead of the next micro-batch's."""
+class DrawsAfterError(Exception):
+    """A loss draws random numbers after its call of the model, before the next micro-batch's."""
 
 
 AGAIN: dict[type[Exception], str] = {
     CallsAgainError: "the loss calls the model more than once",
     DifferentiatesError: "the loss asks for gradients that go through the model",
-    DrawsError: "nothing tells ahead how many random numbers the model draws (a module runs its own code, say)",
-    DrawsBehindError: "the loss draws random numbers behind its call of the model",
+    DrawsError: "nothing says beforehand how many random numbers the model draws (a module runs its own code, say)",
+    DrawsAfterError: "the loss draws random numbers after its call of the model",
 }
 """Errors that end a training step, whose update then runs once more as the trainer would run it."""
 
@@ -97,9 +97,9 @@ class CodeLosses(FollowingLoss):
     Attributes:
         expected: How many micro-batches an update has here.
         waiting: Those that are there.
-        losses: Of all micro-batches of all processes, behind the step.
-        outside: What the optimizer trains besides the model (a loss's own parameters); set ahead of a step.
-        gradients_outside: Their gradients behind the latest loss.
+        losses: Of all micro-batches of all processes, after the step.
+        outside: What the optimizer trains besides the model (a loss's own parameters); set before a step.
+        gradients_outside: Their gradients after the latest loss.
     """
 
     def __init__(
@@ -129,7 +129,7 @@ class CodeLosses(FollowingLoss):
         """The states of the global generators."""
         return GlobalGenerators.now(self._compiled.options.device)
 
-    # -- ahead of a step ---------------------------------------------------------------------------------------
+    # -- before a step ----------------------------------------------------------------------------------------
 
     def start(self, code: Code, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
         """Runs the code of the next micro-batch up to its call of the model.
@@ -157,7 +157,7 @@ class CodeLosses(FollowingLoss):
             if has_forward_replaced(self._of_losses):
                 obstacle = "the loss replaces the model's forward around its call"
             elif changed:
-                obstacle = f"the code ahead of the call of the model changes `{changed[0]}` of the trainer"
+                obstacle = f"the code before the call of the model changes `{changed[0]}` of the trainer"
         if obstacle is None and self.is_one_of_many and not before.is_same(self.generators()):
             obstacle = "the loss draws random numbers before it calls the model"
         return obstacle
@@ -167,7 +167,7 @@ class CodeLosses(FollowingLoss):
         calls = [(each, each.paused.call) for each in self.waiting]
         return [MicroBatch(each, call.args, call.kwargs) for each, call in calls if call is not None]
 
-    # -- within a step, and behind it --------------------------------------------------------------------------
+    # -- within a step, and after it ----------------------------------------------------------------------------
 
     def __call__(self, result: Any, given: Any) -> Any:
         """Has the code of a micro-batch go on with the result of its call.
@@ -182,7 +182,7 @@ class CodeLosses(FollowingLoss):
         before = self.generators()
         loss = self._made(given.paused, result)
         if self.is_one_of_many and not before.is_same(self.generators()):
-            raise DrawsBehindError
+            raise DrawsAfterError
         self.gradients_outside = [p.grad for p in self.outside]
         return Differentiated(loss)
 

@@ -33,8 +33,8 @@ class OneStep:
         make_step: Makes the training step for a loss.
         settings: What `make_step` reads: an optimizer, and plain values. If these change, it makes another.
         is_models_own: Tells whether the loss is the one that the model returns, so that it takes no memory of its own.
-        attributes: The trainer's attributes. Code that sets one ahead of its call of the model would find the value of
-            the last micro-batch behind the call.
+        attributes: The trainer's attributes. Code that sets one before its call of the model would find the value of
+            the last micro-batch after the call.
         of_losses: The model as losses hold it. Code that replaces its `forward` around the call would find the
             replacement of another micro-batch.
 
@@ -83,7 +83,7 @@ class OneStep:
             kwargs: The same, by keywords.
 
         Returns:
-            The losses that are known now, in order: of all micro-batches behind the last, and none before; or one each
+            The losses that are known now, in order: of all micro-batches with the last, and none before; or one each
             time, if the update is no training step. With several processes those of all, each as its part of the sum.
         """
         if self.reason is not None or self.known_step() is None:
@@ -119,7 +119,7 @@ class OneStep:
             self._said.add(reason)
             warnings.warn(
                 f"{reason}, so an update isn't one training step.\n"
-                "  Each call of the model streams its weights anew, and the optimizer runs behind the backward.\n"
+                "  Each call of the model streams its weights anew, and the optimizer runs after the backward.\n"
                 "  The numbers are the same; docs/trainers.md says what makes it one training step.",
                 StreamedCallsWarning,
                 stacklevel=2,
@@ -194,7 +194,7 @@ class OneStep:
         start = [None if p.grad is None else p.grad.clone() for p in outside]
         try:
             self.step(batches)
-        except MicroBatchError as error:  # found ahead of the first operation: the code still waits
+        except MicroBatchError as error:  # found before the first operation: the code still waits
             reason = "the micro-batches of an update run other layers (the model leaves out some at random, say)"
             self._refuse_in_several(reason, error)
             self._say(reason)

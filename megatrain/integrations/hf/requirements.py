@@ -56,7 +56,7 @@ def refuse(arguments: Any) -> None:
 
 
 def why_not(trainer: Any, mixin: type, count: int) -> str | None:
-    """Why an update of so many micro-batches can't be one training step, as far as that is known ahead.
+    """Why an update of so many micro-batches can't be one training step, as far as that is known beforehand.
 
     Args:
         trainer: Which streams.
@@ -70,7 +70,7 @@ def why_not(trainer: Any, mixin: type, count: int) -> str | None:
         if kind.on_pre_optimizer_step is not TrainerCallback.on_pre_optimizer_step:
             return f"the callback {kind.__name__} may read gradients before the optimizer's step"
         if kind.on_optimizer_step is not TrainerCallback.on_optimizer_step:
-            return f"the callback {kind.__name__} may read gradients behind the optimizer's step"
+            return f"the callback {kind.__name__} may read gradients after the optimizer's step"
     if count > 1 and (name := first_hooked(trainer.model)) is not None:
         return f"`{name}` has a hook that gets the gradient of each micro-batch"
     return own_method(type(trainer), mixin)

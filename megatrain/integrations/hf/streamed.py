@@ -125,7 +125,7 @@ class StreamOptions:
             if name not in names:
                 raise OptionError(
                     f"{name}= isn't an option.\n"
-                    "  A trainer takes those of megatrain.compile and megatrain.TrainStep, behind `megatrain_`.\n"
+                    "  A trainer takes those of megatrain.compile and megatrain.TrainStep, after `megatrain_`.\n"
                     f"  Use one of: {', '.join(names)}."
                 )
             found[name] = keywords.pop(name)
@@ -292,7 +292,7 @@ class Streamed(_Base):
 
     def create_scheduler(self, *args: Any, **kwargs: Any) -> Any:
         """Makes the scheduler as always, of an optimizer whose step leaves out what a training step has done."""
-        # Ahead of the scheduler, which notices when a step is replaced behind its back.
+        # Before the scheduler, which notices when a step is replaced later.
         self._replace_step()
         return super().create_scheduler(*args, **kwargs)
 

@@ -258,7 +258,7 @@ def _of_view(call: OperatorCall) -> int:
         if groups and outer * groups == before and size == groups * tokens:
             call.groups = groups
             return dim
-    raise MixesTokensError("the axis of tokens is merged with what lies behind it")
+    raise MixesTokensError("the axis of tokens is merged with the one after it")
 
 
 def _of_permutation(call: OperatorCall) -> int:
