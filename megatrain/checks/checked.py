@@ -91,13 +91,7 @@ def _wrapped(called: Callable[..., Any], annotated: Any, rules: Mapping[str, Rul
 
 
 class _Options:
-    """The parameters of a function with their rules.
-
-    Args:
-        called: The function.
-        annotated: Whose annotations say the types: the function, or the dataclass that it makes.
-        rules: Those given by hand.
-    """
+    """The parameters of a function with their rules."""
 
     def __init__(self, called: Callable[..., Any], annotated: Any, rules: Mapping[str, Rule]):
         parameters = inspect.signature(called).parameters

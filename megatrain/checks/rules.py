@@ -166,13 +166,7 @@ def _takes(called: Callable[..., Any], num_arguments: int) -> bool:
 
 
 def instance_of(kind: type, what: str | None = None, way: str | None = None) -> Rule:
-    """An object of a class.
-
-    Args:
-        kind: The class.
-        what: The class in words; default: its name.
-        way: Where such an object comes from.
-    """
+    """An object of a class."""
     words = what or _with_article(kind.__qualname__)
 
     def fault(value: Any) -> str | None:
@@ -201,13 +195,7 @@ def either(*rules: Rule) -> Rule:
 
 
 def sequence_of(rule: Rule | None = None, kinds: tuple[type, ...] = (Sequence,), what: str = "a list") -> Rule:
-    """A list or tuple of values that obey a rule; a text isn't allowed.
-
-    Args:
-        rule: For each item; None for anything.
-        kinds: Allowed classes.
-        what: These classes in words.
-    """
+    """A list or tuple of values that obey a rule; a text isn't allowed."""
 
     def fault(value: Any) -> str | None:
         if not isinstance(value, kinds) or isinstance(value, str | bytes | bytearray):
@@ -227,12 +215,7 @@ def _first(faults: Iterable[tuple[str, object, str | None]]) -> str | None:
 
 
 def mapping_of(value_rule: Rule | None = None, key_rule: Rule | None = None) -> Rule:
-    """A dict of values that obey a rule, by names.
-
-    Args:
-        value_rule: For each value; None for anything.
-        key_rule: For each key; None for texts.
-    """
+    """A dict of values that obey a rule, by names."""
     keys = key_rule or TEXT
 
     def fault(value: Any) -> str | None:

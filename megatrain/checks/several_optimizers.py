@@ -49,10 +49,6 @@ def parameters_of(*optimizers: Optimizer) -> list[torch.Tensor]:
 def check_apart(optimizers: Sequence[Optimizer], names: Iterable[tuple[str, torch.Tensor]]) -> None:
     """Refuses optimizers of which two hold the same parameter.
 
-    Args:
-        optimizers: Those that take a step together.
-        names: Parameters and their names, for the error.
-
     Raises:
         OptimizerError: Naming the parameter.
     """

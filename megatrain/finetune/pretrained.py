@@ -18,13 +18,7 @@ from megatrain.errors import MegatrainError, OptionError
 
 @dataclass(frozen=True, slots=True)
 class Adapters:
-    """Adapters of peft on all linear layers.
-
-    Args:
-        rank: Of each.
-        alpha: Their scale times the rank.
-        dropout: Before them.
-    """
+    """Adapters of peft on all linear layers."""
 
     rank: int
     alpha: float

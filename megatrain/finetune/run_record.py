@@ -27,14 +27,7 @@ _READ = ("model", "tokenizer", "data", "data_config", "split", "eval", "eval_spl
 
 @dataclass(slots=True)
 class RunRecord:
-    """The settings of a training in its folder, and whether it is finished.
-
-    Args:
-        folder: Of the training.
-        settings: Options that its numbers depend on, by name.
-        inputs: Fingerprints of the model and of the tokens, by what they are.
-        is_finished: The trained model is in the folder.
-    """
+    """The settings of a training in its folder, and whether it is finished."""
 
     folder: Path
     settings: Mapping[str, Any]

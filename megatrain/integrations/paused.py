@@ -68,11 +68,6 @@ class PausedCode:
     Calls without gradients before that call run at once. Exceptions of the code come out of the method that lets it
     go on.
 
-    Args:
-        compiled: The model.
-        code: Runs on a thread of its own.
-        after: Is entered there, around all that follows the call.
-
     Attributes:
         call: The call at which the code waits; None before `start`, or if the code ended without one.
     """

@@ -124,13 +124,7 @@ class _Span(NamedTuple):
 
 
 def device_curve(books: Books, instructions: Instructions, band: Band) -> Curve:
-    """All that a step holds on the device, released where the instructions say so.
-
-    Args:
-        books: Of the schedule.
-        instructions: Of the schedule.
-        band: Whose moments count.
-    """
+    """All that a step holds on the device, released where the instructions say so."""
     times, step_s = {timing.position: timing for timing in band.timeline}, band.step_s
     released = _releases(instructions, band)
     spans = [_Span("weights", books.table.arena_bytes, 0.0, step_s)]
@@ -241,12 +235,7 @@ class AtPeak(NamedTuple):
 
 
 def at_peak(schedule: Schedule, books: Books) -> AtPeak:
-    """Finds the peak and its holders.
-
-    Args:
-        schedule: The schedule.
-        books: Of the schedule.
-    """
+    """Finds the peak and its holders."""
     peak = find_peak(schedule)
     found = [*_weights(schedule, books, peak.tick)]
     for life in alive_at(books, peak.moment):

@@ -114,11 +114,7 @@ def _source(program: Program, index: int) -> str:
 
 @dataclass(frozen=True, slots=True, repr=False)
 class StepReport:
-    """A step in pictures; made by `report`, printed by `str`.
-
-    Args:
-        figures: Everything that it says.
-    """
+    """A step in pictures; made by `report`, printed by `str`."""
 
     figures: StepFigures
 

@@ -330,11 +330,6 @@ class Encoder:
 def decoded(encoded: Any, tensors: Mapping[str, Any], read: Callable[[Any], Any]) -> Any:
     """Returns the value that `encode` made JSON of.
 
-    Args:
-        encoded: The JSON.
-        tensors: What is stored, by name.
-        read: Reads a tensor that is stored.
-
     Raises:
         CheckpointError: If `encode` makes no such JSON, a tensor isn't stored, or its bytes are damaged.
     """

@@ -118,15 +118,7 @@ def differences(
     optimizers: Sequence[Optimizer],
     names: Mapping[str, torch.Tensor],
 ) -> list[str]:
-    """Yields the differences between stored optimizers and these: classes, groups, parameters.
-
-    Args:
-        kind: Stored class.
-        parameters: Stored parameters by name, as `OptimizerState.parameters`.
-        groups: The names in each stored group.
-        optimizers: Those that are to continue.
-        names: Their parameters by name.
-    """
+    """Yields the differences between stored optimizers and these: classes, groups, parameters."""
     named = [members for optimizer in optimizers for members in _named(optimizer, names)]
     found = [] if kind == _kind(optimizers) else [f"class: {kind} in the checkpoint, but {_kind(optimizers)} here"]
     own = {name: i for i, members in enumerate(named) for name in members}
@@ -147,13 +139,7 @@ def differences(
 def misfitting_options(
     groups: Sequence[Mapping[str, Any]], optimizers: Sequence[Optimizer], *, is_whole: bool
 ) -> list[str]:
-    """Yields the stored options of groups that have another kind than these optimizers', or are missing.
-
-    Args:
-        groups: The stored groups, decoded.
-        optimizers: Those for which `differences` yields nothing.
-        is_whole: Whether the stored groups must have all options that the optimizers are made with.
-    """
+    """Yields the stored options of groups that have another kind than these optimizers', or are missing."""
     found: list[str] = []
     groups_here = [(group, optimizer.defaults) for optimizer in optimizers for group in optimizer.param_groups]
     for i, (stored, (own, defaults)) in enumerate(zip(groups, groups_here, strict=True)):
@@ -314,11 +300,6 @@ def apart(value: Any) -> Any:
 
 def filled(value: Any, existing: torch.Tensor | None, place: str) -> Any:
     """Returns a state as it was before it was stored: what stands for a packed tensor fills the existing one.
-
-    Args:
-        value: What was stored, decoded.
-        existing: The state that the optimizer has there.
-        place: For the error.
 
     Raises:
         CheckpointError: If the optimizer has no tensor there that is packed alike.

@@ -29,13 +29,7 @@ _NO_DIGEST = "0" * 64
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """A file that is going to be written.
-
-    Args:
-        file: Its path inside the checkpoint.
-        header: All in front of the first tensor.
-        sources: Its tensors by name, in the order of the file.
-    """
+    """A file that is going to be written."""
 
     file: str
     header: bytes = field(repr=False)
@@ -183,16 +177,7 @@ def write_here(shards: Sequence[Shard], folder: Path) -> Mapping[str, FileRecord
 
 @dataclass(frozen=True, slots=True)
 class CheckpointDraft:
-    """Everything that will be written; tensors are not read yet.
-
-    Args:
-        weights: Files with weights.
-        ties: As in `Manifest`, like `optimizer` and `extra`.
-        training: Files with the optimizer's state, and further tensors.
-        values: Files with tensors of the caller's values.
-        optimizer: See above.
-        extra: See above.
-    """
+    """Everything that will be written; tensors are not read yet."""
 
     weights: Sequence[Shard]
     ties: Mapping[str, str]
@@ -254,13 +239,7 @@ class CheckpointDraft:
     def save(
         self, folder: str | os.PathLike[str], more: Callable[[Path], object] | None, write: Write = write_here
     ) -> None:
-        """Writes it; see `save`.
-
-        Args:
-            folder: See there.
-            more: See there.
-            write: Writes the files with weights and training state.
-        """
+        """Writes it; see `save`."""
         place = resolved(folder)
         if place.exists() and not (place.is_dir() and (Path(place, FILE).exists() or not any(place.iterdir()))):
             raise CheckpointError(

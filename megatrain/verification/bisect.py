@@ -202,12 +202,7 @@ def _block_of_module(variant: Variant, call: ModuleCall | None) -> int | None:
 
 
 class Owners:
-    """Names the blocks of what a step produced.
-
-    Args:
-        variant: What was compiled.
-        result: The compiled model's output, whose tensors are in the order of the program's outputs.
-    """
+    """Names the blocks of what a step produced."""
 
     def __init__(self, variant: Variant, result: Any):
         program = self._program = variant.program

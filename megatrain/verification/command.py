@@ -75,9 +75,6 @@ def command_target(target: str) -> tuple[nn.Module, tuple[Any, ...], dict[str, A
 def target_function(target: str) -> Callable[[], Any]:
     """Finds the function that a target names.
 
-    Args:
-        target: As in `command_target`.
-
     Raises:
         OptionError: If there is no such function.
     """

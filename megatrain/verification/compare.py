@@ -67,15 +67,7 @@ def compare(
     tolerance: Tolerance,
     blocks_of: Callable[[str, str], tuple[str, ...]] = lambda _kind, _name: (),
 ) -> Iterator[Difference]:
-    """Compares two observations entry by entry.
-
-    Args:
-        expected: Of eager PyTorch.
-        found: Of the compiled model.
-        step: Number of the step.
-        tolerance: Differences that count as equal.
-        blocks_of: Names the blocks of a `(kind, name)`.
-    """
+    """Compares two observations entry by entry."""
     scale_of_key = scale_by_kind(expected)
     for key in dict.fromkeys([*expected, *found]):
         kind, name = key

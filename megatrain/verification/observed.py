@@ -87,10 +87,7 @@ def followed_calls(model: nn.Module) -> Generator[list[ModuleCall]]:
 class WholeGraph:
     """Stands for a model in a step: the traced graph on the model's own state, under one autograd graph.
 
-    Args:
-        traced: The capture.
-        program: Made of it; names the values to keep.
-        model: An eager copy on the compute device; its parameters get the gradients, its buffers the new values.
+    The model is an eager copy on the compute device. Its parameters get the gradients, its buffers the new values.
     """
 
     def __init__(self, traced: TracedModule, program: Program, model: nn.Module):
@@ -215,11 +212,7 @@ class BlocksInOrder:
     """Stands for a model in a step: forward block by block, and `backward` in reverse once the loss has been.
 
     Nothing of the runtime takes part, but every partial sum of gradients is formed in its order, so that the two are
-    the same bits.
-
-    Args:
-        variant: What was compiled.
-        model: An eager copy on the compute device; its parameters get the gradients, its buffers the new values.
+    the same bits. The model's parameters get the gradients, its buffers the new values.
     """
 
     def __init__(self, variant: Variant, model: nn.Module):
@@ -329,13 +322,7 @@ def _leaf(tensor: torch.Tensor, needs_grad: bool) -> torch.Tensor:
 
 
 class BoundaryWatch:
-    """Compares passing tensors with those that should pass, and keeps the first difference.
-
-    Args:
-        truth: Those of the blocks in order.
-        step: Number of the step.
-        tolerance: Relative difference that counts as equal.
-    """
+    """Compares passing tensors with those that should pass, and keeps the first difference."""
 
     def __init__(self, truth: Boundaries, step: int, tolerance: Tolerance):
         self.first: FirstDifference | None = None

@@ -28,12 +28,7 @@ Loss = Callable[[Any], torch.Tensor]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Observation:
-    """All that one step produced, before its update.
-
-    Args:
-        values: Tensors, plain values, or None for no gradient, by `(kind, name)`.
-        result: What the model returned.
-    """
+    """All that one step produced, before its update."""
 
     values: Mapping[Key, Any]
     result: Any
@@ -104,14 +99,7 @@ class Trial:
         *,
         after_backward: Callable[[], None] = lambda: None,
     ) -> Observation:
-        """Runs forward and backward of one step.
-
-        Args:
-            call: What to call: the model, or something that stands for it.
-            model: Owner of the parameters and buffers.
-            step: Number of the step.
-            after_backward: Called before anything is read.
-        """
+        """Runs forward and backward of one step."""
         args, kwargs, tensors = self.fresh_arguments()
         model.zero_grad(set_to_none=True)
         self.set_seed(step)

@@ -73,12 +73,7 @@ class _LossUnknownError(Exception):
 
 
 class Waiting:
-    """The code of one micro-batch.
-
-    Args:
-        code: The trainer's, with what it was given.
-        paused: The same, where it waits.
-    """
+    """The code of one micro-batch."""
 
     def __init__(self, code: Callable[[], torch.Tensor], paused: PausedCode) -> None:
         self.code, self.paused = code, paused
@@ -86,13 +81,6 @@ class Waiting:
 
 class CodeLosses(FollowingLoss):
     """Collects the micro-batches of an update, each with its code, and is the loss of their training step.
-
-    Args:
-        compiled: The model.
-        several: The other processes; None if there are none.
-        is_models_own: See `OneStep`.
-        attributes: See `OneStep`.
-        of_losses: See `OneStep`.
 
     Attributes:
         expected: How many micro-batches an update has here.
@@ -133,11 +121,6 @@ class CodeLosses(FollowingLoss):
 
     def start(self, code: Code, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
         """Runs the code of the next micro-batch up to its call of the model.
-
-        Args:
-            code: The trainer's.
-            args: What it gets.
-            kwargs: The same, by keywords.
 
         Returns:
             Why the micro-batch can't be part of a training step; None if it can.

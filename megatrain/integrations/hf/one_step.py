@@ -77,11 +77,6 @@ class OneStep:
     def take(self, code: Code, *args: Any, **kwargs: Any) -> Sequence[torch.Tensor]:
         """Takes the next micro-batch.
 
-        Args:
-            code: The trainer's.
-            args: What it gets.
-            kwargs: The same, by keywords.
-
         Returns:
             The losses that are known now, in order: of all micro-batches with the last, and none before; or one each
             time, if the update is no training step. With several processes those of all, each as its part of the sum.

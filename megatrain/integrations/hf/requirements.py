@@ -56,13 +56,7 @@ def refuse(arguments: Any) -> None:
 
 
 def why_not(trainer: Any, mixin: type, count: int) -> str | None:
-    """Why an update of so many micro-batches can't be one training step, as far as that is known beforehand.
-
-    Args:
-        trainer: Which streams.
-        mixin: Its class that streams.
-        count: How many micro-batches there are.
-    """
+    """Why an update of so many micro-batches can't be one training step, as far as that is known beforehand."""
     if trainer.accelerator.scaler is not None:
         return "fp16 scales the loss"
     for callback in trainer.callback_handler.callbacks:
@@ -77,12 +71,7 @@ def why_not(trainer: Any, mixin: type, count: int) -> str | None:
 
 
 def own_method(kind: type, mixin: type) -> str | None:
-    """Says which method that a training step does without is a user's own; None if there is none.
-
-    Args:
-        kind: The trainer's class.
-        mixin: Its class that streams.
-    """
+    """Says which method that a training step does without is a user's own; None if there is none."""
     for method in _IN_STEP:
         owner = next(each for each in kind.__mro__ if each is not mixin and method in vars(each))
         if owner.__module__.partition(".")[0] not in _KNOWN:
@@ -108,10 +97,6 @@ def refuse_trainer(trainer: Any) -> None:
 
 def refuse_unsaved(precision: str, reason: str | None) -> None:
     """Refuses to save masters of updates that are no training steps.
-
-    Args:
-        precision: Of the model.
-        reason: Why they aren't.
 
     Raises:
         ExecuteError: If the model has masters.

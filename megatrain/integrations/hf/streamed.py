@@ -98,12 +98,7 @@ _OF_STEP = ("overlap", "spread", "on_nonfinite", "plan")
 
 @dataclass(frozen=True, slots=True)
 class StreamOptions:
-    """Options of `megatrain.compile` and `megatrain.TrainStep`, under their own names.
-
-    Args:
-        compile: Of the first.
-        step: Of the second.
-    """
+    """Options of `megatrain.compile` and `megatrain.TrainStep`, under their own names."""
 
     compile: Mapping[str, Any]
     step: Mapping[str, Any]

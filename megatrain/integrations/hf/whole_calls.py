@@ -152,9 +152,6 @@ def has_forward_replaced(made: CompiledModule) -> bool:
 class _ForwardAround:
     """The attribute `forward` of such an object.
 
-    Args:
-        compiled: The model.
-
     Attributes:
         around: What a loss has put in its place; None if nothing has.
     """
