@@ -69,6 +69,7 @@ class PausedCode:
     go on.
 
     Attributes:
+        code: What runs, from its beginning.
         call: The call at which the code waits; None before `start`, or if the code ended without one.
     """
 
@@ -80,7 +81,7 @@ class PausedCode:
     ) -> None:
         self.call: PausedCall | None = None
         self._compiled = compiled
-        self._code = code
+        self.code = code
         self._after = after
         self._ended: _Ended | None = None
         self._is_alone = False
@@ -100,7 +101,7 @@ class PausedCode:
             try:
                 enter()
                 with torch.device(device), taken_by(self._called), self._with_result:
-                    ended = _Ended(context.run(self._code), None)
+                    ended = _Ended(context.run(self.code), None)
             except BaseException as error:  # it is raised on the caller's thread
                 ended = _Ended(None, error)
             self._events.put(ended)

@@ -48,20 +48,6 @@ CHANGES: dict[str, Callable[[Any], Any]] = {
 }
 """What becomes of a value."""
 
-NAMES: dict[str, Callable[[str], str]] = {
-    "renamed": lambda name: name + "x",
-    "up": lambda name: "../run/" + name,
-    "absolute": lambda name: "/tmp/" + name,
-    "here": lambda name: "./" + name,
-    "twice": lambda name: name.replace("/", "//") + "/",
-    "NUL": lambda name: name + "\0",
-    "surrogate": lambda name: name + "\ud800",
-    "long": lambda name: name * 500,
-    "tag": lambda name: "!tuple",
-    "empty": lambda name: "",
-}
-"""What becomes of a key."""
-
 
 def _deep(value: Any, count: int) -> Any:
     for _ in range(count):
@@ -86,16 +72,6 @@ def changed(content: Any, place: Place, change: Callable[[Any], Any]) -> Any:
         del holder[place[-1]]
     else:
         holder[place[-1]] = value
-    return made
-
-
-def renamed(content: Any, place: Place, change: Callable[[str], str]) -> Any:
-    """A copy with another key at a place, the order kept."""
-    made = copy.deepcopy(content)
-    holder = at(made, place[:-1])
-    items = [(change(key) if key == place[-1] else key, value) for key, value in holder.items()]
-    holder.clear()
-    holder.update(items)
     return made
 
 

@@ -72,13 +72,6 @@ class _LossUnknownError(Exception):
     """A loss is made by code of which nothing is known before it runs."""
 
 
-class Waiting:
-    """The code of one micro-batch."""
-
-    def __init__(self, code: Callable[[], torch.Tensor], paused: PausedCode) -> None:
-        self.code, self.paused = code, paused
-
-
 class CodeLosses(FollowingLoss):
     """Collects the micro-batches of an update, each with its code, and is the loss of their training step.
 
@@ -99,7 +92,7 @@ class CodeLosses(FollowingLoss):
         of_losses: CompiledModule,
     ) -> None:
         self.expected = 1
-        self.waiting: list[Waiting] = []
+        self.waiting: list[PausedCode] = []
         self.losses: Sequence[torch.Tensor] = ()
         self.outside: Sequence[torch.Tensor] = ()
         self.gradients_outside: Sequence[torch.Tensor | None] = ()
@@ -127,9 +120,9 @@ class CodeLosses(FollowingLoss):
         """
         before, attributes = self.generators(), noted(self._attributes)
         gradients = gradients_of(self._compiled)
-        run = partial(code, *args, **kwargs)
-        paused = PausedCode(self._compiled, run, nullcontext if self._several is None else self._several.no_collectives)
-        self.waiting.append(Waiting(run, paused))
+        after = nullcontext if self._several is None else self._several.no_collectives
+        paused = PausedCode(self._compiled, partial(code, *args, **kwargs), after)
+        self.waiting.append(paused)
         paused.start()
         if paused.call is None:
             check_streamed(self._compiled, gradients)
@@ -147,7 +140,7 @@ class CodeLosses(FollowingLoss):
 
     def batches(self) -> list[MicroBatch]:
         """The micro-batches that wait."""
-        calls = [(each, each.paused.call) for each in self.waiting]
+        calls = [(each, each.call) for each in self.waiting]
         return [MicroBatch(each, call.args, call.kwargs) for each, call in calls if call is not None]
 
     # -- within a step, and after it ----------------------------------------------------------------------------
@@ -163,7 +156,7 @@ class CodeLosses(FollowingLoss):
                 raise _LossUnknownError
             return result["loss"] if isinstance(result, dict) else result[0]
         before = self.generators()
-        loss = self._made(given.paused, result)
+        loss = self._made(given, result)
         if self.is_one_of_many and not before.is_same(self.generators()):
             raise DrawsAfterError
         self.gradients_outside = [p.grad for p in self.outside]
@@ -183,14 +176,14 @@ class CodeLosses(FollowingLoss):
         place = self._compiled.options.device.torch_device
         self.losses = losses if self._several is None else [loss.to(place) for loss in losses]
 
-    def abandon(self) -> list[Waiting]:
+    def abandon(self) -> list[PausedCode]:
         """Ends code that waits, because its update doesn't come; returns what waited."""
         waiting, self.waiting = self.waiting, []
         for each in waiting:
-            each.paused.abandon()
+            each.abandon()
         return waiting
 
     def run_alone(self) -> list[torch.Tensor]:
         """Runs the micro-batches that wait, each by itself; returns their losses."""
         waiting, self.waiting = self.waiting, []
-        return [each.paused.run_alone() for each in waiting]
+        return [each.run_alone() for each in waiting]
