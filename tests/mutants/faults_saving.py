@@ -9,23 +9,23 @@ FILES, GENERATORS, INTERRUPTED = (f"tests/saving/test_{name}.py" for name in ("f
 FAULTS: list[Fault] = [
     Fault(
         "a tensor isn't compared with its checksum",
-        "saving/saved.py",
-        "        if self._digest.finish() != self._saved.digest:\n",
-        "        if self._digest.finish() is None:\n",
+        "saving/load.py",
+        "if kind is None and digest != self._saved.digest:",
+        "if kind is None and digest is None:",
         (f"{FILES}::test_a_damaged_tensor_is_named_when_it_is_read",),
     ),
     Fault(
         "a tensor is read one byte too late",
-        "saving/saved.py",
+        "saving/load.py",
         "        self._file.seek(saved.start)\n",
         "        self._file.seek(saved.start + 1)\n",
         (f"{FILES}::test_tensors_apart_are_read_one_by_one_and_are_no_weights",),
     ),
     Fault(
         "autograd doesn't see that weights were read",
-        "saving/saved.py",
-        "                increment_version(out)\n",
-        "                pass\n",
+        "saving/load.py",
+        "            increment_version(out)  # numpy",
+        "            pass  # numpy",
         ("tests/saving/test_round_trip.py::test_the_users_parameters_see_that_they_changed",),
     ),
     Fault(
@@ -65,7 +65,7 @@ FAULTS: list[Fault] = [
     ),
     Fault(
         "a text in the place of a number is accepted",
-        "saving/fitting.py",
+        "saving/optimizers.py",
         '    "number": ("tensor",),\n',
         '    "number": ("tensor", "text", "flag"),\n',
         ("tests/saving/test_forged.py::test_options_of_groups_stay_what_they_are",),
