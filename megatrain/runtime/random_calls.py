@@ -17,7 +17,7 @@ from megatrain.errors import DrawsError
 from megatrain.memory.block_image import stored_stride
 from megatrain.passes.interpret import Code
 from megatrain.passes.program import Program
-from megatrain.tracer.python.holders import Attributes
+from megatrain.tracer.python.snapshot import Snapshot
 from megatrain.tracer.recording.observer import Observer, unobserved
 from megatrain.tracer.recording.opaque import Opaque
 from megatrain.tracer.recording.random_numbers import HostRng
@@ -247,7 +247,7 @@ class PythonState:
     """State that the code of opaque modules reads and changes: Python's and NumPy's generators, attributes."""
 
     generators: HostRng
-    attributes: tuple[Attributes, ...]
+    attributes: tuple[Snapshot, ...]
 
     @staticmethod
     def now(opaque: Sequence[Opaque | Observer]) -> PythonState:

@@ -25,11 +25,11 @@ from megatrain.tracer.capture.sandbox import fake_state, followed_scripts, swapp
 from megatrain.tracer.capture.triton_launches import followed_launches
 from megatrain.tracer.inventory import StateEntry, StateValues, inventory
 from megatrain.tracer.packed_state import PackedState
-from megatrain.tracer.python.assumptions import Assumptions
-from megatrain.tracer.python.collect import Assuming
-from megatrain.tracer.python.contents import Holder, held_in, put_into
-from megatrain.tracer.python.holders import Attributes, Outer
+from megatrain.tracer.python.assumptions import Assuming, Assumptions
+from megatrain.tracer.python.names import Outer
 from megatrain.tracer.python.side_outputs import SideOutputs
+from megatrain.tracer.python.snapshot import Snapshot
+from megatrain.tracer.python.values import HOLDERS, held_in, put_into
 from megatrain.tracer.recording.attempt import Attempt, NeedSavedError
 from megatrain.tracer.recording.effect_watch import StrayWatch
 from megatrain.tracer.recording.inputs import WrittenInputs, bind_inputs
@@ -247,7 +247,7 @@ class Capture:
                     "  Clone the input first, or return the result instead."
                 )
 
-    def _left(self, start: Attributes) -> SideOutputs:
+    def _left(self, start: Snapshot) -> SideOutputs:
         changes = self._effects.own(start, self._recorder)
         return SideOutputs.of(changes, {id(self._fakes[key]): t for key, t in self._tensors.items()})
 
@@ -313,7 +313,7 @@ class Capture:
         )
         raise self._stray
 
-    def _refuse_kept_state(self, start: Attributes) -> None:
+    def _refuse_kept_state(self, start: Snapshot) -> None:
         """Runs a forward that changed attributes again, to see whether the next call would do something else.
 
         What an opaque module changes in itself doesn't count: its code runs at each step.
@@ -323,7 +323,7 @@ class Capture:
         """
         for change in start.changes():
             if isinstance(change.before, torch.Tensor) and id(change.before) in self._fake_ids():
-                has_names = isinstance(change.holder, dict | Holder)
+                has_names = isinstance(change.holder, (dict, *HOLDERS))
                 others = {} if has_names else held_in(change.holder)
                 put_into(change.holder, {**others, change.label: change.before})
         changes = self._effects.own(start, self._recorder)

@@ -15,7 +15,8 @@ from torch import nn
 from megatrain.device import is_on_host
 from megatrain.patches import original_of, replaced_elsewhere, replaced_here
 from megatrain.torch_private import FakeTensor, FakeTensorMode, ScriptFunction, ScriptMethod, pytree
-from megatrain.tracer.python.holders import Attributes, Outer
+from megatrain.tracer.python.names import Outer
+from megatrain.tracer.python.snapshot import Snapshot
 from megatrain.tracer.recording.obstacles import ValuesNeededError
 from megatrain.tracer.recording.recorder import Recorder
 from megatrain.tracer.source_line import original
@@ -99,14 +100,14 @@ def fake_state(
 @contextmanager
 def swapped_state(
     module: nn.Module, replacement: dict[int, torch.Tensor], outer: Outer | None = None
-) -> Generator[Attributes]:
+) -> Generator[Snapshot]:
     """Lets this thread find `replacement[id(tensor)]` where `module` holds a tensor.
 
     Modules get registries of their own for the body, so that the model's own ones are never touched: other threads go
     on finding those. At the end all changes are undone. Yields what the modules, and what their code reaches besides,
     held right after the swap.
     """
-    saved = Attributes(module, outer)
+    saved = Snapshot(module, outer)
     own: dict[int, dict[str, dict[str, Any]]] = {
         id(child): {kind: vars(child)[kind] for kind in _REGISTRIES} for child in module.modules()
     }
@@ -131,7 +132,7 @@ def swapped_state(
             for child in module.modules():
                 for kind, held in own[id(child)].items():
                     vars(child)[kind] = stand_ins[id(held)]
-            yield Attributes(module, outer)
+            yield Snapshot(module, outer)
         finally:
             saved.restore()
 

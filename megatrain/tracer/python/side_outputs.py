@@ -14,9 +14,9 @@ from torch import nn
 
 from megatrain.errors import TraceError
 from megatrain.tracer.arguments import Structure
-from megatrain.tracer.python.attributes import HOOKS
-from megatrain.tracer.python.contents import BUFFERS, CONTAINERS, Holder, held_in, items_of, leaves_of, put_into
-from megatrain.tracer.python.holders import Change, HolderPlace
+from megatrain.tracer.python.snapshot import Change, HolderPlace
+from megatrain.tracer.python.values import BUFFERS, CONTAINERS, HOLDERS, held_in, items_of, leaves_of, put_into
+from megatrain.tracer.python.watch import HOOKS
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -144,7 +144,7 @@ class _Collected:
     def held(self, changes: Sequence[Change]) -> HeldObject:
         """Says how to leave what `changes`, all of one holder, have left."""
         holder, place = changes[0].holder, changes[0].place
-        if isinstance(holder, (dict, Holder, *BUFFERS)):
+        if isinstance(holder, (dict, *HOLDERS, *BUFFERS)):
             there = held_in(holder)
             removed = tuple(c.label for c in changes if c.label not in there)
             content = [(c.label, self._slot(c.now)) for c in changes if c.label in there]

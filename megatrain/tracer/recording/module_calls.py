@@ -16,8 +16,8 @@ from torch.utils.checkpoint import CheckpointFunction
 
 from megatrain.patches import original_of, replaced_here
 from megatrain.torch_private import function_class, pytree
-from megatrain.tracer.python.contents import VALUES
-from megatrain.tracer.python.holders import Attributes
+from megatrain.tracer.python.snapshot import Snapshot
+from megatrain.tracer.python.values import VALUES
 from megatrain.tracer.recording.obstacles import RUN_AGAIN, Obstacle
 from megatrain.tracer.recording.random_numbers import HostRng
 from megatrain.tracer.recording.recorder import Recorder
@@ -74,7 +74,7 @@ def opaque_modules(recorder: Recorder, root: nn.Module, opaque: Collection[str])
     """
     original: Any = original_of(nn.Module, "__call__")
     names = {id(root.get_submodule(name)): name for name in opaque}
-    start = {name: Attributes(root.get_submodule(name)) for name in opaque}
+    start = {name: Snapshot(root.get_submodule(name)) for name in opaque}
 
     def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if recorder.is_recording or id(module) not in names:
@@ -87,7 +87,7 @@ def opaque_modules(recorder: Recorder, root: nn.Module, opaque: Collection[str])
         yield
 
 
-def _check_as_found(recorder: Recorder, name: str, start: Attributes) -> None:
+def _check_as_found(recorder: Recorder, name: str, start: Snapshot) -> None:
     """Asks for wider code to run again where captured code has changed an opaque module before it calls the module.
 
     Raises:

@@ -14,7 +14,8 @@ from torch.overrides import TorchFunctionMode
 from megatrain.errors import ExecuteError
 from megatrain.torch_private import FakeTensor, pytree
 from megatrain.tracer.calls import call_name
-from megatrain.tracer.python.holders import Attributes, Outer
+from megatrain.tracer.python.names import Outer
+from megatrain.tracer.python.snapshot import Snapshot
 from megatrain.tracer.recording.obstacles import RUN_AGAIN, check_call, refuse
 
 _here = threading.local()
@@ -59,9 +60,9 @@ class Observer:
         """Prints the call on arguments that are printed already."""
         return f"hook of {self.name or 'the model'}({arguments})"
 
-    def python_state(self) -> Attributes:
+    def python_state(self) -> Snapshot:
         """What the hook may change, as it is now."""
-        return Attributes(_NO_MODULE, self._outer)
+        return Snapshot(_NO_MODULE, self._outer)
 
     def __call__(self, *tensors: torch.Tensor) -> None:
         """Runs the hook, unless the forward is a repetition or tensors have no values.

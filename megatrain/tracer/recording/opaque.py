@@ -17,8 +17,8 @@ from megatrain.torch_private import are_transforms_active, pytree
 from megatrain.tracer.arguments import Structure, holds_tensors
 from megatrain.tracer.guards import GuardFailedError
 from megatrain.tracer.inventory import with_own_history
-from megatrain.tracer.python.holders import Attributes, Outer
-from megatrain.tracer.python.snapshot import Keeper, Kept
+from megatrain.tracer.python.names import Outer
+from megatrain.tracer.python.snapshot import Keeper, Kept, Snapshot
 from megatrain.tracer.recording.effect_watch import ByteCount, has_users_hooks
 from megatrain.tracer.recording.obstacles import HookSite, check_everywhere
 from megatrain.tracer.source_line import own_code
@@ -74,9 +74,9 @@ class Opaque:
         """Prints the call on arguments that are printed already."""
         return f"opaque {self.name or 'the model'}({arguments})"
 
-    def python_state(self) -> Attributes:
+    def python_state(self) -> Snapshot:
         """What the module's code may change, as it is now."""
-        return Attributes(self.module, self._outer)
+        return Snapshot(self.module, self._outer)
 
     def __call__(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Runs the module.
@@ -191,12 +191,12 @@ def without_history(
 
 def _kept_leaves(result: Any) -> list[Kept]:
     """Records what code after the call can tell of its result: it must be the same at each step."""
-    keeper = Keeper(set())
+    keeper = Keeper()
     return [keeper.keep(leaf) for leaf in pytree.tree_leaves(result)]
 
 
 def _is_as_kept(kept: Kept, leaf: Any) -> bool:
-    return kept.difference(leaf, set()) is None
+    return kept.difference(leaf) is None
 
 
 def _listed(kept: list[Kept]) -> str:

@@ -20,7 +20,6 @@ from megatrain.tracer.calls import as_call, call_name, is_property_get, is_prope
 from megatrain.tracer.guards import PLAIN, is_metadata_read
 from megatrain.tracer.packed_state import check_run, unpacked_result
 from megatrain.tracer.packing import UnfollowedError
-from megatrain.tracer.python.contents import VALUES, GeneratorState
 from megatrain.tracer.python.followed_numbers import (
     Followed,
     Following,
@@ -29,6 +28,7 @@ from megatrain.tracer.python.followed_numbers import (
     is_followed,
     refuse_followed,
 )
+from megatrain.tracer.python.values import VALUES, GeneratorState
 from megatrain.tracer.recording.observer import Observer
 from megatrain.tracer.recording.obstacles import (
     RUN_AGAIN,

@@ -5,6 +5,8 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Generator, Sequence
 from contextlib import ExitStack, contextmanager
+from enum import Enum
+from types import BuiltinFunctionType, CellType, FunctionType, ModuleType
 from typing import Any
 
 import torch
@@ -12,8 +14,7 @@ from torch.overrides import TorchFunctionMode
 
 from megatrain.patches import original_of, replaced_here
 from megatrain.torch_private import FakeTensor, function_modes, pytree, vmap_home
-from megatrain.tracer.python.attributes import NotFrozenError, frozen
-from megatrain.tracer.python.contents import VALUES
+from megatrain.tracer.python.values import VALUES
 from megatrain.tracer.recording.recorder import Recorder
 
 
@@ -79,8 +80,8 @@ def recorded_maps(recorder: Recorder) -> Generator[None]:
             return call(*args, **kwargs)
         try:
             # Variables that the function closes over may stand for something else by the time of a step.
-            lasting = functools.partial(original, frozen(function), *call.args[1:])
-        except NotFrozenError:
+            lasting = functools.partial(original, _frozen(function), *call.args[1:])
+        except _NotFrozenError:
             return call(*args, **kwargs)
         hidden = _hidden_tensors(recorder, operands, lambda: lasting(*args, **kwargs))
         if hidden is None:
@@ -116,3 +117,45 @@ def _hidden_tensors(
     with recorder.unrecorded(), torch.no_grad(), _Replaced(see):
         call()
     return list(found.values()) if all(map(_is_plain, found.values())) else None
+
+
+class _NotFrozenError(Exception):
+    """The function holds an object whose later changes no copy can be kept from."""
+
+
+def _frozen(value: Any, met: dict[int, Any] | None = None) -> Any:
+    """Returns a copy of a function, and of the functions and containers that it holds; `met` are copies made already.
+
+    Raises:
+        _NotFrozenError: If it holds anything but functions, containers, tensors and values that never change.
+    """
+    met = {} if met is None else met
+    if id(value) in met:
+        return met[id(value)]
+    if isinstance(value, FunctionType):
+        return _frozen_function(value, met)
+    if isinstance(value, functools.partial):
+        args = [_frozen(x, met) for x in value.args]
+        return functools.partial(_frozen(value.func, met), *args, **_frozen(value.keywords, met))
+    if type(value) in (tuple, list, set, frozenset):
+        return type(value)(_frozen(x, met) for x in value)
+    if type(value) is dict:
+        return {key: _frozen(x, met) for key, x in value.items()}
+    if isinstance(value, (*VALUES, torch.Tensor, torch.Size, Enum, type, BuiltinFunctionType, ModuleType)):
+        return value
+    raise _NotFrozenError(type(value).__qualname__)
+
+
+def _frozen_function(function: FunctionType, met: dict[int, Any]) -> FunctionType:
+    cells = tuple(CellType() for _ in function.__closure__ or ())
+    copied = FunctionType(function.__code__, function.__globals__, function.__name__, None, cells or None)
+    met[id(function)] = copied  # before its cells: a function may close over itself
+    for cell, original in zip(cells, function.__closure__ or (), strict=True):
+        try:
+            held = original.cell_contents
+        except ValueError:
+            raise _NotFrozenError("a variable without a value") from None
+        cell.cell_contents = _frozen(held, met)
+    copied.__defaults__ = _frozen(function.__defaults__, met)
+    copied.__kwdefaults__ = _frozen(function.__kwdefaults__, met)
+    return copied
