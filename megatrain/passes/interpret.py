@@ -16,7 +16,7 @@ from megatrain.torch_private import pytree
 from megatrain.tracer.calls import applied_function
 from megatrain.tracer.guards import Expectation
 from megatrain.tracer.python.names import Outer
-from megatrain.tracer.python.values import leaves_of
+from megatrain.tracer.python.python_values import leaves_of
 from megatrain.tracer.recording.opaque import Opaque
 
 _See = Callable[[fx.Node, Any], None]

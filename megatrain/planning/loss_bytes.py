@@ -27,7 +27,7 @@ from megatrain.passes.program import Program
 from megatrain.runtime.random_calls import kept_generators
 from megatrain.torch_private import pytree
 from megatrain.tracer.python.names import codes_of
-from megatrain.tracer.python.values import (
+from megatrain.tracer.python.python_values import (
     BUFFERS,
     CONTAINERS,
     VALUES,

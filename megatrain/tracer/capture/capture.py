@@ -27,9 +27,9 @@ from megatrain.tracer.inventory import StateEntry, StateValues, inventory
 from megatrain.tracer.packed_state import PackedState
 from megatrain.tracer.python.assumptions import Assuming, Assumptions
 from megatrain.tracer.python.names import Outer
+from megatrain.tracer.python.python_values import HOLDERS, held_in, put_into
 from megatrain.tracer.python.side_outputs import SideOutputs
 from megatrain.tracer.python.snapshot import Snapshot
-from megatrain.tracer.python.values import HOLDERS, held_in, put_into
 from megatrain.tracer.recording.attempt import Attempt, NeedSavedError
 from megatrain.tracer.recording.effect_watch import StrayWatch
 from megatrain.tracer.recording.inputs import WrittenInputs, bind_inputs

@@ -17,8 +17,8 @@ from megatrain.counts import counted
 from megatrain.errors import UnwatchedWarning
 from megatrain.patches import original_of, replaced_here
 from megatrain.tracer.python.names import REGISTRIES, NamedVariables
+from megatrain.tracer.python.python_values import MISSING, Missing, Named
 from megatrain.tracer.python.snapshot import Contents, Keeper, Kept, KeptValue, Same, value_text
-from megatrain.tracer.python.values import MISSING, Missing, Named
 from megatrain.tracer.python.watch import ModuleTree, Watch
 from megatrain.tracer.source_line import OURS, SourceLine, user_line
 

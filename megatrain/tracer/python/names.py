@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from megatrain.tracer.python.values import CONTAINERS, GENERATORS, VALUES, Named, held_in, holders_in, is_plain
+from megatrain.tracer.python.python_values import CONTAINERS, GENERATORS, VALUES, Named, held_in, holders_in, is_plain
 from megatrain.tracer.source_line import OURS, file_of, file_of_function, file_of_module, is_library, package_of
 
 # Torch's own bookkeeping in a module: compared as a whole, whether read or not.

@@ -14,8 +14,8 @@ from torch import nn
 
 from megatrain.errors import TraceError
 from megatrain.tracer.arguments import Structure
+from megatrain.tracer.python.python_values import BUFFERS, CONTAINERS, HOLDERS, held_in, items_of, leaves_of, put_into
 from megatrain.tracer.python.snapshot import Change, HolderPlace
-from megatrain.tracer.python.values import BUFFERS, CONTAINERS, HOLDERS, held_in, items_of, leaves_of, put_into
 from megatrain.tracer.python.watch import HOOKS
 
 

@@ -19,7 +19,7 @@ from torch import nn
 
 from megatrain.torch_private import FakeTensor
 from megatrain.tracer.python.names import Outer
-from megatrain.tracer.python.values import (
+from megatrain.tracer.python.python_values import (
     BUFFERS,
     CONTAINERS,
     GENERATORS,

@@ -16,8 +16,16 @@ from torch.nn.modules import module as torch_module
 from torch.nn.parameter import is_lazy
 
 from megatrain.tracer.packing import namespaces, packing_key
+from megatrain.tracer.python.python_values import (
+    BUFFERS,
+    HOLDERS,
+    MISSING,
+    GeneratorState,
+    held_in,
+    holders_in,
+    is_same,
+)
 from megatrain.tracer.python.snapshot import Contents, Kept, parts_of
-from megatrain.tracer.python.values import BUFFERS, HOLDERS, MISSING, GeneratorState, held_in, holders_in, is_same
 
 _REGISTRIES = ("_parameters", "_buffers", "_modules")
 _registries = itemgetter(*_REGISTRIES)

@@ -16,8 +16,8 @@ from torch.utils.checkpoint import CheckpointFunction
 
 from megatrain.patches import original_of, replaced_here
 from megatrain.torch_private import function_class, pytree
+from megatrain.tracer.python.python_values import VALUES
 from megatrain.tracer.python.snapshot import Snapshot
-from megatrain.tracer.python.values import VALUES
 from megatrain.tracer.recording.obstacles import RUN_AGAIN, Obstacle
 from megatrain.tracer.recording.random_numbers import HostRng
 from megatrain.tracer.recording.recorder import Recorder

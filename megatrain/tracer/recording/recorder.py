@@ -28,7 +28,7 @@ from megatrain.tracer.python.followed_numbers import (
     is_followed,
     refuse_followed,
 )
-from megatrain.tracer.python.values import VALUES, GeneratorState
+from megatrain.tracer.python.python_values import VALUES, GeneratorState
 from megatrain.tracer.recording.observer import Observer
 from megatrain.tracer.recording.obstacles import (
     RUN_AGAIN,

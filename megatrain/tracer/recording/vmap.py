@@ -14,7 +14,7 @@ from torch.overrides import TorchFunctionMode
 
 from megatrain.patches import original_of, replaced_here
 from megatrain.torch_private import FakeTensor, function_modes, pytree, vmap_home
-from megatrain.tracer.python.values import VALUES
+from megatrain.tracer.python.python_values import VALUES
 from megatrain.tracer.recording.recorder import Recorder
 
 
