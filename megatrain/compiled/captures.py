@@ -31,9 +31,8 @@ from megatrain.tracer.python.assumptions import AssumptionCheck
 from megatrain.tracer.python.followed_numbers import DecidedError
 from megatrain.tracer.python.snapshot import KeptValue
 from megatrain.tracer.python.watch import ModelWatch
-from megatrain.tracer.recording.attempt import Attempt
-from megatrain.tracer.recording.observer import Observer
-from megatrain.tracer.recording.opaque import Opaque
+from megatrain.tracer.recording.obstacles import Attempt
+from megatrain.tracer.recording.opaque import Observer, Opaque
 from megatrain.tracer.source_line import SourceLine
 from megatrain.tracer.spec import CALLS, TensorSpec, is_equal
 from megatrain.tracer.trace import traced_call

@@ -18,8 +18,7 @@ from megatrain.memory.block_image import stored_stride
 from megatrain.passes.interpret import Code
 from megatrain.passes.program import Program
 from megatrain.tracer.python.snapshot import Snapshot
-from megatrain.tracer.recording.observer import Observer, unobserved
-from megatrain.tracer.recording.opaque import Opaque
+from megatrain.tracer.recording.opaque import Observer, Opaque, unobserved
 from megatrain.tracer.recording.random_numbers import HostRng
 from megatrain.tracer.spec import TensorSpec
 

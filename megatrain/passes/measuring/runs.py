@@ -24,7 +24,7 @@ from megatrain.tracer.guards import Expectation
 from megatrain.tracer.packed_state import PackedCall
 from megatrain.tracer.packing import plain_tensors
 from megatrain.tracer.python.followed_numbers import OnNumbers
-from megatrain.tracer.recording.observer import Observer
+from megatrain.tracer.recording.opaque import Observer
 from megatrain.tracer.recording.vmap import Mapped
 
 # Whose Python decides by its arguments and by torch's settings alone; and the operators that are torch's own.

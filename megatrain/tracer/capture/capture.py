@@ -6,7 +6,7 @@ import gc
 import weakref
 from collections import UserDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from types import FrameType
 from typing import Any
@@ -21,8 +21,7 @@ from megatrain.torch_private import FakeTensorMode, pytree
 from megatrain.tracer.arguments import Arguments, Structure
 from megatrain.tracer.calls import call_text
 from megatrain.tracer.capture.python_effects import Hooks, PythonEffects, running_hooks
-from megatrain.tracer.capture.sandbox import fake_state, followed_scripts, swapped_state, uncompiled
-from megatrain.tracer.capture.triton_launches import followed_launches
+from megatrain.tracer.capture.sandbox import fake_state, swapped_state, watching
 from megatrain.tracer.inventory import StateEntry, StateValues, inventory
 from megatrain.tracer.packed_state import PackedState
 from megatrain.tracer.python.assumptions import Assuming, Assumptions
@@ -30,23 +29,12 @@ from megatrain.tracer.python.names import Outer
 from megatrain.tracer.python.python_values import HOLDERS, held_in, put_into
 from megatrain.tracer.python.side_outputs import SideOutputs
 from megatrain.tracer.python.snapshot import Snapshot
-from megatrain.tracer.recording.attempt import Attempt, NeedSavedError
-from megatrain.tracer.recording.effect_watch import StrayWatch
 from megatrain.tracer.recording.inputs import WrittenInputs, bind_inputs
-from megatrain.tracer.recording.module_calls import (
-    followed_counts,
-    followed_modules,
-    host_drawer,
-    kept_dtypes,
-    opaque_modules,
-    recorded_functions,
-    repeated_modules,
-)
-from megatrain.tracer.recording.obstacles import FOLLOW_HOST, RUN_AGAIN, Obstacle
+from megatrain.tracer.recording.module_calls import host_drawer, repeated_modules
+from megatrain.tracer.recording.obstacles import FOLLOW_HOST, RUN_AGAIN, Attempt, NeedSavedError, Obstacle
 from megatrain.tracer.recording.random_numbers import HOST_GENERATORS, kept_rng
 from megatrain.tracer.recording.recorder import Recorder
-from megatrain.tracer.recording.vmap import recorded_maps
-from megatrain.tracer.source_line import own_code, user_line
+from megatrain.tracer.source_line import user_line
 from megatrain.tracer.spec import TensorSpec
 from megatrain.tracer.traced import ReturnedArgument, TracedModule
 from megatrain.tracer.user_dicts import attributes, contents
@@ -265,20 +253,7 @@ class Capture:
         for key, fake in self._fakes.items():
             recorder.tape.bind_state(fake, key)
         hooks = Hooks(self._model, recorder, self._attempt, self._outer)
-        with ExitStack() as stack:
-            stack.enter_context(uncompiled())
-            stack.enter_context(hooks.followed())
-            stack.enter_context(StrayWatch(lambda: recorder.is_recording, self._refuse_stray))
-            stack.enter_context(followed_modules(recorder, self._model))
-            stack.enter_context(recorded_functions(recorder))
-            stack.enter_context(followed_scripts(recorder))
-            stack.enter_context(followed_launches(recorder))
-            stack.enter_context(recorded_maps(recorder))
-            stack.enter_context(kept_dtypes(recorder))
-            stack.enter_context(followed_counts(recorder))
-            stack.enter_context(opaque_modules(recorder, self._model, self._attempt.opaque))
-            stack.enter_context(recorder)
-            stack.enter_context(own_code())
+        with watching(recorder, self._model, hooks, self._attempt, self._refuse_stray):
             try:
                 with self._interrupts.released():
                     result = self._model(*args, **kwargs)
@@ -300,7 +275,7 @@ class Capture:
         self._effects.changed_by.update(hooks.changed_by)
         return result, given
 
-    def _refuse_stray(self, func: Any, args: Any) -> None:
+    def _refuse_stray(self, func: Any) -> None:
         if func is torch.ops.aten.lift_fresh.default:
             return  # a tensor is made of a NumPy array or a list: a constant, as its values are
         self._stray = Obstacle(

@@ -13,8 +13,7 @@ from megatrain.errors import TraceError
 from megatrain.tracer.python.names import Outer
 from megatrain.tracer.python.python_values import GeneratorState, ModuleClass, Named, ObjectSlots, leaves_of
 from megatrain.tracer.python.snapshot import Change, Snapshot
-from megatrain.tracer.recording.attempt import Attempt
-from megatrain.tracer.recording.obstacles import OBSERVE, RUN_AGAIN, USE_VALUES, HookSite, Obstacle
+from megatrain.tracer.recording.obstacles import OBSERVE, RUN_AGAIN, USE_VALUES, Attempt, HookSite, Obstacle
 from megatrain.tracer.recording.recorder import Recorder
 
 

@@ -12,8 +12,8 @@ from megatrain.device import HOST, Device, is_on_host
 from megatrain.errors import ExecuteError, TraceError
 from megatrain.torch_private import FakeTensorMode
 from megatrain.tracer.arguments import Arguments, HeldNumber, holds_tensors
-from megatrain.tracer.recording.attempt import Attempt
 from megatrain.tracer.recording.effect_watch import storage_key
+from megatrain.tracer.recording.obstacles import Attempt
 from megatrain.tracer.recording.recorder import Recorder
 from megatrain.tracer.spec import TensorSpec
 from megatrain.tracer.user_dicts import IMMUTABLE

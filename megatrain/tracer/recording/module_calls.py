@@ -40,16 +40,25 @@ def repeated_modules(root: nn.Module) -> frozenset[str]:
 
 
 @contextmanager
-def followed_modules(recorder: Recorder, root: nn.Module) -> Generator[None]:
-    """Keeps `recorder.module_stack` equal to the calls that the running code is in."""
+def followed_calls(recorder: Recorder, root: nn.Module, opaque: Collection[str]) -> Generator[None]:
+    """Follows the calls of modules: keeps `module_stack`, and makes each call of an opaque module one node.
+
+    At a step, an opaque module finds itself as it is between calls, without what captured code has changed in it
+    before. Hooks on it are part of its call.
+    """
     names = {id(module): name for name, module in reversed(list(root.named_modules()))}
+    own_code = {id(root.get_submodule(name)): name for name in opaque}
+    start = {name: Snapshot(root.get_submodule(name)) for name in opaque}
     repeated = repeated_modules(root)
     calls: Counter[int] = Counter()
     stack = recorder.tape.module_stack
-
     original: Any = original_of(nn.Module, "__call__")
 
     def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if id(module) in own_code and not recorder.is_recording:
+            name = own_code[id(module)]
+            _check_as_found(recorder, name, start[name])
+            return recorder.record_module(module, name, args, kwargs)
         name = names.get(id(module))
         if name is None:
             return original(module, *args, **kwargs)
@@ -61,27 +70,6 @@ def followed_modules(recorder: Recorder, root: nn.Module) -> Generator[None]:
             stack.pop()
             if name in repeated:
                 recorder.let_go()
-
-    with replaced_here(nn.Module, "__call__", call):
-        yield
-
-
-@contextmanager
-def opaque_modules(recorder: Recorder, root: nn.Module, opaque: Collection[str]) -> Generator[None]:
-    """Makes each call of the modules named in `opaque` one node, hooks on them included.
-
-    At a step, such a module finds itself as it is between calls, without what captured code has changed in it before.
-    """
-    original: Any = original_of(nn.Module, "__call__")
-    names = {id(root.get_submodule(name)): name for name in opaque}
-    start = {name: Snapshot(root.get_submodule(name)) for name in opaque}
-
-    def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        if recorder.is_recording or id(module) not in names:
-            return original(module, *args, **kwargs)
-        name = names[id(module)]
-        _check_as_found(recorder, name, start[name])
-        return recorder.record_module(module, name, args, kwargs)
 
     with replaced_here(nn.Module, "__call__", call):
         yield

@@ -13,10 +13,17 @@ from torch import fx
 from megatrain.torch_private import FakeTensor, pytree
 from megatrain.tracer.calls import as_call, call_name, is_property_get
 from megatrain.tracer.guards import Expectation, Guard
-from megatrain.tracer.recording.attempt import Site
 from megatrain.tracer.recording.effect_watch import EffectWatch, storage_key
-from megatrain.tracer.recording.obstacles import RUN_AGAIN, Obstacle, refuse_kept, refuse_other_history, refuse_unknown
-from megatrain.tracer.recording.opaque import Escapes, Opaque
+from megatrain.tracer.recording.obstacles import (
+    RUN_AGAIN,
+    HookSite,
+    Obstacle,
+    Site,
+    refuse_kept,
+    refuse_other_history,
+    refuse_unknown,
+)
+from megatrain.tracer.recording.opaque import Opaque
 from megatrain.tracer.source_line import user_line
 from megatrain.tracer.spec import TensorSpec, autocast_state
 
@@ -132,6 +139,22 @@ def place_of(node: fx.Node) -> str:
     modules, source = node.meta.get("modules", ()), node.meta.get("source")
     where = f"in `{modules[-1][0] or 'the model'}`" if modules else "in the model"
     return f"{where} at {source}" if source is not None else where
+
+
+class Escapes:
+    """Remembers, weakly, what opaque modules and observers computed inside: such a tensor may not appear outside."""
+
+    def __init__(self) -> None:
+        self._origins: dict[int, tuple[weakref.ref[torch.Tensor], tuple[tuple[str, ...], frozenset[HookSite]]]] = {}
+
+    def note(self, tensor: torch.Tensor, calls: tuple[str, ...], hooks: frozenset[HookSite] = frozenset()) -> None:
+        """Notes a tensor made while the model was in `calls`, by one of `hooks` if there are any."""
+        self._origins[id(tensor)] = (weakref.ref(tensor), (calls, hooks))
+
+    def origin(self, tensor: torch.Tensor) -> tuple[tuple[str, ...], frozenset[HookSite]] | None:
+        """Returns the module calls and the hooks in which a tensor was made; None if it was made elsewhere."""
+        reference, origin = self._origins.get(id(tensor), (None, None))
+        return origin if reference is not None and reference() is tensor else None
 
 
 class Tape:

@@ -15,6 +15,7 @@ from torch.overrides import TorchFunctionMode
 from megatrain.patches import original_of, replaced_here
 from megatrain.torch_private import FakeTensor, function_modes, pytree, vmap_home
 from megatrain.tracer.python.python_values import VALUES
+from megatrain.tracer.recording.opaque import CallForm
 from megatrain.tracer.recording.recorder import Recorder
 
 
@@ -36,15 +37,12 @@ class Mapped:
         self._call = call
         self._hidden = tuple(hidden)
         self._modes = tuple(modes)
-        leaves, self._tree = pytree.tree_flatten(args)
-        self._is_tensor = [isinstance(x, torch.Tensor) for x in leaves]
-        self._literals = [None if isinstance(x, torch.Tensor) else x for x in leaves]
+        self._form = CallForm(args)
 
     def __call__(self, *tensors: torch.Tensor) -> Any:
         """Runs it on the tensors among the arguments, followed by those that stand for the hidden ones."""
         given = iter(tensors)
-        leaves = [next(given) if t else x for t, x in zip(self._is_tensor, self._literals, strict=True)]
-        args, kwargs = pytree.tree_unflatten(leaves, self._tree)
+        args, kwargs = self._form.filled(given)
         stand_ins = {id(old): new for old, new in zip(self._hidden, given, strict=True)}
         with ExitStack() as stack:
             for mode in self._modes:
