@@ -18,6 +18,7 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
+from megatrain.errors import TraceError
 from megatrain.torch_private import is_traceable_wrapper_subclass
 
 Path = tuple[str, ...]
@@ -34,21 +35,6 @@ _DEPTH = 4
 
 class UnpackableError(Exception):
     """An object around tensors that can't be taken apart; the text says why."""
-
-
-class UnfollowedError(Exception):
-    """What a forward does with packed weights and no graph can repeat.
-
-    Args:
-        what: It, as a predicate of the model.
-        rule: Why it can't be followed.
-        way_out: What the user can do.
-        is_placed: `what` names the user's line already.
-    """
-
-    def __init__(self, what: str, rule: str, way_out: str, *, is_placed: bool = False) -> None:
-        super().__init__(what, rule, way_out)
-        self.is_placed = is_placed
 
 
 def is_wrapper(value: Any) -> bool:
@@ -121,10 +107,18 @@ def is_usual(tensor: torch.Tensor) -> bool:
     return type(tensor) is nn.Parameter or type(tensor) is torch.Tensor
 
 
+def _pairs(value: Any, packing: Packing | None) -> Iterable[tuple[Path, torch.Tensor]]:
+    """Lists the plain tensors of an object, with the path to each; a plain tensor is its own, at an empty path."""
+    return [((), value)] if packing is None else packing.tensors(value)
+
+
+def _pairs_of_wrapper(value: Any) -> Iterable[tuple[Path, torch.Tensor]]:
+    return _pairs(value, Packing.of(value) if is_wrapper(value) else None)
+
+
 def plain_tensors(tensor: torch.Tensor) -> list[torch.Tensor]:
     """Returns the inner tensors of a wrapper at any depth; any other tensor alone."""
-    packing = Packing.of(tensor) if is_wrapper(tensor) else None
-    return [tensor] if packing is None else [inner for _, inner in packing.tensors(tensor)]
+    return [inner for _, inner in _pairs_of_wrapper(tensor)]
 
 
 def attribute_packings(parameter: torch.Tensor) -> Mapping[str, Packing | None]:
@@ -160,25 +154,33 @@ def inner_tensors(tensor: torch.Tensor) -> list[tuple[Path, torch.Tensor]]:
     """
     if is_usual(tensor):
         return [((), tensor)]
-    packing = Packing.of(tensor) if is_wrapper(tensor) else None
-    if packing is not None:
-        return list(packing.tensors(tensor))
+    if is_wrapper(tensor):
+        return list(_pairs_of_wrapper(tensor))
     found: list[tuple[Path, torch.Tensor]] = [((), tensor)]
     for name, packing in attribute_packings(tensor).items():
-        value = vars(tensor)[name]
-        pairs = [((), value)] if packing is None else packing.tensors(value)
-        found += [((name, *path), inner) for path, inner in pairs]
+        found += [((name, *path), inner) for path, inner in _pairs(vars(tensor)[name], packing)]
     return found
+
+
+def taken_apart(name: str, tensor: torch.Tensor) -> list[tuple[Path, torch.Tensor]]:
+    """Lists the plain tensors that a registered tensor consists of, with the path to each.
+
+    Raises:
+        TraceError: If a packed one can't be taken apart.
+    """
+    try:
+        return inner_tensors(tensor)
+    except UnpackableError as error:
+        raise TraceError(
+            f"`{name}` is a {type(tensor).__qualname__}, which {error}.\n"
+            "  A packed (quantized) parameter is taken apart into plain tensors of this process, found in attributes.\n"
+            "  Load these weights in bf16 or fp32, or quantize them by another method."
+        ) from None
 
 
 def unpacked_state(state: Mapping[str, Any]) -> dict[str, Any]:
     """Returns a state dict with the inner tensors of each wrapper in its place, under their own names."""
-    found: dict[str, Any] = {}
-    for name, value in state.items():
-        packing = Packing.of(value) if is_wrapper(value) else None
-        pairs = [((), value)] if packing is None else packing.tensors(value)
-        found.update({".".join((name, *path)): inner for path, inner in pairs})
-    return found
+    return {".".join((name, *path)): inner for name, value in state.items() for path, inner in _pairs_of_wrapper(value)}
 
 
 def packing_text(tensor: torch.Tensor) -> str | None:

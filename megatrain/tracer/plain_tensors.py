@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection
+from typing import NoReturn
 
 import torch
 from torch import nn
@@ -10,8 +11,7 @@ from torch.nn.parameter import is_lazy
 
 from megatrain.errors import TraceError
 from megatrain.torch_private import FakeTensor
-from megatrain.tracer.inventory import taken_apart
-from megatrain.tracer.packing import Path, is_wrapper
+from megatrain.tracer.packing import Path, is_wrapper, taken_apart
 
 _PLAIN = (torch.Tensor, nn.Parameter, FakeTensor)
 
@@ -47,27 +47,32 @@ def check_plain(what: str, tensor: torch.Tensor) -> None:
             "  Only parameters and buffers may be of such a class.\n"
             "  Pass its inner tensors, and make the object around them inside the forward."
         )
-    if isinstance(tensor, nn.Parameter) and _changes_calls(type(tensor)) and not _dispatches(type(tensor)):
-        raise TraceError(
-            f"{what} is a {type(tensor).__qualname__}, a class of parameters with its own behaviour, and holds plain "
-            "values.\n"
-            "  Quantized weights are followed when they are quantized, with scales and tables in their attributes.\n"
-            "  If a later step quantizes this one (with bitsandbytes, `model.to(device)`), take it first; otherwise "
-            "assign a torch.nn.Parameter of its values."
-        )
-    if _changes_calls(type(tensor)) and _dispatches(type(tensor)):
-        raise TraceError(
-            f"{what} is a {type(tensor).__qualname__}, a tensor class that says nowhere where its values are.\n"
+    if _changes_calls(type(tensor)):
+        _refuse_class(what, type(tensor))
+
+
+def _refuse_class(what: str, kind: type) -> NoReturn:
+    if _dispatches(kind):
+        rest = (
+            "a tensor class that says nowhere where its values are.\n"
             "  A class of packed tensors lists its inner tensors in `__tensor_flatten__`; then they can be streamed.\n"
             "  Load the weights in bf16 or fp32 instead (frozen weights too), or replace them by their dequantized "
             "values."
         )
-    if _changes_calls(type(tensor)):
-        raise TraceError(
-            f"{what} is a {type(tensor).__qualname__}, a special tensor class.\n"
+    elif issubclass(kind, nn.Parameter):
+        rest = (
+            "a class of parameters with its own behaviour, and holds plain values.\n"
+            "  Quantized weights are followed when they are quantized, with scales and tables in their attributes.\n"
+            "  If a later step quantizes this one (with bitsandbytes, `model.to(device)`), take it first; otherwise "
+            "assign a torch.nn.Parameter of its values."
+        )
+    else:
+        rest = (
+            "a special tensor class.\n"
             "  This class may change the meaning of every call, and a capture of plain tensors can't show the change.\n"
             "  Use a plain tensor: `.as_subclass(torch.Tensor)`, if its values are ordinary."
         )
+    raise TraceError(f"{what} is a {kind.__qualname__}, {rest}")
 
 
 def check_plain_state(model: nn.Module) -> None:
@@ -99,7 +104,7 @@ def _check_whole(what: str, tensor: torch.Tensor, inner: Collection[tuple[Path, 
     """Refuses quantized parameters whose library moves their values and scales about while it computes."""
     if is_wrapper(tensor) or tensor.is_floating_point() or tensor.is_complex():
         return
-    again = [".".join(path) for path, held in inner if _shares(held, tensor)]
+    again = [".".join(path) for path, held in inner if _storage(held) == _storage(tensor)]
     if again or not inner:
         where = f"again in its attribute `{again[0]}`" if again else "without scales"
         raise TraceError(
@@ -110,8 +115,8 @@ def _check_whole(what: str, tensor: torch.Tensor, inner: Collection[tuple[Path, 
         )
 
 
-def _shares(one: torch.Tensor, other: torch.Tensor) -> bool:
-    return one.untyped_storage()._cdata == other.untyped_storage()._cdata  # pyright: ignore[reportPrivateUsage]
+def _storage(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage()._cdata  # pyright: ignore[reportPrivateUsage]
 
 
 def _check_frozen(what: str, tensor: torch.Tensor) -> None:

@@ -23,7 +23,6 @@ from megatrain.tracer.calls import call_text
 from megatrain.tracer.capture.python_effects import Hooks, PythonEffects, running_hooks
 from megatrain.tracer.capture.sandbox import fake_state, swapped_state, watching
 from megatrain.tracer.inventory import StateEntry, StateValues, inventory
-from megatrain.tracer.packed_state import PackedState
 from megatrain.tracer.python.assumptions import Assuming, Assumptions
 from megatrain.tracer.python.names import Outer
 from megatrain.tracer.python.python_values import HOLDERS, held_in, put_into
@@ -32,6 +31,7 @@ from megatrain.tracer.python.snapshot import Snapshot
 from megatrain.tracer.recording.inputs import WrittenInputs, bind_inputs
 from megatrain.tracer.recording.module_calls import host_drawer, repeated_modules
 from megatrain.tracer.recording.obstacles import FOLLOW_HOST, RUN_AGAIN, Attempt, NeedSavedError, Obstacle
+from megatrain.tracer.recording.packed_state import PackedState
 from megatrain.tracer.recording.random_numbers import HOST_GENERATORS, kept_rng
 from megatrain.tracer.recording.recorder import Recorder
 from megatrain.tracer.source_line import user_line

@@ -24,7 +24,6 @@ from megatrain.torch_private import (
     pytree,
 )
 from megatrain.tracer.calls import call_name, is_property_get, is_property_set
-from megatrain.tracer.packing import UnfollowedError
 from megatrain.tracer.recording.effect_watch import has_users_hooks
 from megatrain.tracer.source_line import OURS, SourceLine, user_line
 from megatrain.tracer.spec import TensorSpec
@@ -306,7 +305,7 @@ def call_on_fakes(func: Any, args: Any, kwargs: Any, line: SourceLine | None, na
             return func(*args, **kwargs)
     except (DataDependentOutputException, DynamicOutputShapeException):
         refuse_read(line, name)
-    except (TraceError, StartAgainError, UnfollowedError):
+    except (TraceError, StartAgainError):
         raise
     except Exception as error:
         is_ours = isinstance(error, ValuesNeededError)

@@ -14,8 +14,6 @@ from megatrain.interrupts import Interrupts
 from megatrain.torch_private import DisableTorchFunction, pytree
 from megatrain.tracer.calls import as_call, call_name, is_property_get, is_property_set
 from megatrain.tracer.guards import PLAIN, is_metadata_read
-from megatrain.tracer.packed_state import check_run, unpacked_result
-from megatrain.tracer.packing import UnfollowedError
 from megatrain.tracer.python.followed_numbers import (
     Followed,
     Following,
@@ -35,6 +33,7 @@ from megatrain.tracer.recording.obstacles import (
     refuse_flag,
 )
 from megatrain.tracer.recording.opaque import Observer, OpaqueCall, without_history
+from megatrain.tracer.recording.packed_state import check_run, unpacked_result
 from megatrain.tracer.recording.runner import CallRunner
 from megatrain.tracer.recording.tape import place_of
 from megatrain.tracer.source_line import user_line
@@ -76,9 +75,6 @@ class Recorder(CallRunner):
             obstacle.calls = obstacle.calls or self.tape.calls()
             obstacle.lacks_large |= self._left_out_large
             raise
-        except UnfollowedError as error:
-            place = None if error.is_placed else self.tape.site[0]
-            raise Obstacle(*error.args, place=place, calls=self.tape.calls()) from None
 
     def over(self) -> list[tuple[torch.Tensor, str]]:
         """Lets go of all tensors; lists the fake ones, with the place that made each."""

@@ -16,7 +16,6 @@ from megatrain.interrupts import Interrupts
 from megatrain.torch_private import FakeTensor, FakeTensorMode, pytree
 from megatrain.tracer.calls import call_name
 from megatrain.tracer.inventory import StateValues
-from megatrain.tracer.packed_state import PackedState
 from megatrain.tracer.python.followed_numbers import Following
 from megatrain.tracer.recording.effect_watch import EffectWatch, storage_key
 from megatrain.tracer.recording.gradient_order import GradientOrder
@@ -31,6 +30,7 @@ from megatrain.tracer.recording.obstacles import (
     refuse_read,
     unprinted_failures,
 )
+from megatrain.tracer.recording.packed_state import PackedState
 from megatrain.tracer.recording.random_numbers import GeneratorWatch
 from megatrain.tracer.recording.tape import Tape
 
