@@ -113,11 +113,6 @@ class StateValues:
 
     Parameters are aliased, or copied to the device while they are in use; buffers are copied once, because a forward
     may write into them.
-
-    Args:
-        fakes: Fake state by key.
-        tensors: The state itself, by key.
-        entries: What is known of it, by key.
     """
 
     def __init__(

@@ -5,8 +5,7 @@ from __future__ import annotations
 import gc
 import weakref
 from collections import UserDict
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import FrameType
 from typing import Any
@@ -29,7 +28,7 @@ from megatrain.tracer.python.python_values import HOLDERS, held_in, put_into
 from megatrain.tracer.python.side_outputs import SideOutputs
 from megatrain.tracer.python.snapshot import Snapshot
 from megatrain.tracer.recording.inputs import WrittenInputs, bind_inputs
-from megatrain.tracer.recording.module_calls import host_drawer, repeated_modules
+from megatrain.tracer.recording.module_calls import repeated_modules
 from megatrain.tracer.recording.obstacles import FOLLOW_HOST, RUN_AGAIN, Attempt, NeedSavedError, Obstacle
 from megatrain.tracer.recording.packed_state import PackedState
 from megatrain.tracer.recording.random_numbers import HOST_GENERATORS, kept_rng
@@ -47,9 +46,6 @@ class Containers:
     A call of the capture gives the model's code new containers, so that a change of the caller's would be lost. A
     dictionary (a dict or a UserDict) that is changed and returned is known by the result, and each call changes the
     caller's in the same way.
-
-    Args:
-        held: Place among the arguments, the argument, its leaves and their layout.
     """
 
     held: Sequence[tuple[int | str, Any, Sequence[Any], pytree.TreeSpec]]
@@ -103,11 +99,7 @@ def _is_same(one: Any, other: Any) -> bool:
 
 
 class Made:
-    """The tensors of one capture, followed weakly, with the place in the model that made each.
-
-    Args:
-        tensors: Tensors and places.
-    """
+    """The tensors of one capture, followed weakly, with the place in the model that made each."""
 
     def __init__(self, tensors: Iterable[tuple[torch.Tensor, str]]) -> None:
         self._made = [(weakref.ref(tensor), place) for tensor, place in tensors]
@@ -199,7 +191,6 @@ class Capture:
         with (
             kept_rng(find(self._device), others_draw=True) as moved,
             swapped_state(self._model, self._by_id, self._outer) as start,
-            self._host_drawer() as drawer,
         ):
             with assuming.reading(self._followed):
                 result, given = self._run_forward(self._recorder)
@@ -208,7 +199,7 @@ class Capture:
             rebound = self._rebound_buffers()
             left = self._left(start)
             self._refuse_kept_state(start)
-        if self._attempt.follows_host and not drawer() and moved == [HOST_GENERATORS]:
+        if self._attempt.follows_host and not self._recorder.host_drawer and moved == [HOST_GENERATORS]:
             moved.clear()  # no module drew: another thread did
         if moved:
             raise Obstacle(
@@ -216,7 +207,7 @@ class Capture:
                 "A capture would repeat the same number in every call.",
                 "Draw with torch instead, unseeded.",
                 remedy=RUN_AGAIN if self._attempt.follows_host else FOLLOW_HOST,
-                calls=drawer(),
+                calls=self._recorder.host_drawer,
             )
         outputs = Structure.of(result)
         written = [given[index] for index in self._written.indices]
@@ -238,9 +229,6 @@ class Capture:
     def _left(self, start: Snapshot) -> SideOutputs:
         changes = self._effects.own(start, self._recorder)
         return SideOutputs.of(changes, {id(self._fakes[key]): t for key, t in self._tensors.items()})
-
-    def _host_drawer(self) -> AbstractContextManager[Callable[[], tuple[str, ...]]]:
-        return host_drawer(self._model) if self._attempt.follows_host else nullcontext(tuple)
 
     def _run_forward(self, recorder: Recorder) -> tuple[Any, list[torch.Tensor]]:
         """Runs the model; returns its result, and what its inputs were bound to."""

@@ -20,11 +20,6 @@ from megatrain.tracer.recording.recorder import Recorder
 class PythonEffects:
     """Judges what a model's forward has changed.
 
-    Args:
-        model: The model.
-        attempt: Which of its code runs again at each step.
-        outer: What its code reaches besides its modules.
-
     Snapshot:
         changed_by: The captured hook that changed something, by `Change.where`.
     """
@@ -152,12 +147,6 @@ class Hooks:
     A hook that returns nothing, and leaves something behind that has no history and that nothing else in the model
     reads, is better run by its own code at each step: a graph would have to be captured anew for each state that it
     finds. It stays in the graph as an observer. All other hooks are captured like the rest of the forward.
-
-    Args:
-        model: The model.
-        recorder: Of this run.
-        attempt: What this run may do.
-        outer: What the model's code reaches besides its modules.
     """
 
     def __init__(self, model: nn.Module, recorder: Recorder, attempt: Attempt, outer: Outer) -> None:

@@ -66,7 +66,7 @@ def watching(
         _StrayWatch(recorder, report),
         # Calls that no function mode sees, each replaced by one that records. Their order among each other doesn't
         # matter: each has functions of its own.
-        followed_calls(recorder, model, attempt.opaque),
+        followed_calls(recorder, model, attempt),
         recorded_functions(recorder),
         followed_kernels(recorder),
         recorded_maps(recorder),

@@ -27,12 +27,7 @@ _TORCH_MODULE_FILE = sys.modules["torch.nn.modules.module"].__file__
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Assumption:
-    """A value of Python state that the forward read; prints as `` model.scale == 2.0 at model.py:41: `...` ``.
-
-    Args:
-        place: Where it is read again.
-        kept: What it was.
-    """
+    """A value of Python state that the forward read; prints as `` model.scale == 2.0 at model.py:41: `...` ``."""
 
     place: Named
     kept: Kept
@@ -140,9 +135,6 @@ def _attribute_lines(parts: list[tuple[str, Kept]]) -> Iterator[str]:
 
 class AssumptionCheck:
     """Compares what a capture assumed about Python state with what there is now.
-
-    Args:
-        assumptions: Of one capture.
 
     Attributes:
         held: Whether they held when they were last compared.
@@ -294,11 +286,7 @@ class Assuming:
             yield
 
     def assumptions(self, constants: Iterable[torch.Tensor]) -> Assumptions:
-        """Returns what was assumed, once the modules are again as they were.
-
-        Args:
-            constants: Tensors that are constants of the graph.
-        """
+        """Returns what was assumed, once the modules are again as they were; `constants` are those of the graph."""
         keeper, paths = Keeper({id(t) for t in constants}), {id(node.module()): node.path for node in self._tree.nodes}
         values: list[Assumption] = []
         unset: list[Unset] = []

@@ -24,11 +24,7 @@ Number = float | int
 
 
 class DecidedError(Exception):
-    """Python did more with a followed number than to compute with it.
-
-    Args:
-        place: The user's line, if there is one.
-    """
+    """Python did more with a followed number than to compute with it."""
 
     def __init__(self, place: SourceLine | None = None):
         super().__init__()

@@ -33,14 +33,7 @@ REGISTRIES = frozenset(
 
 
 class Owned(NamedTuple):
-    """Values that belong to a hook.
-
-    Args:
-        path: How messages name them.
-        values: By name.
-        code: The code of the hook, where it is written in Python.
-        is_object: They are attributes of an object, of which the code may name few.
-    """
+    """Values that belong to a hook, by name; those of an object are its attributes, of which the code may name few."""
 
     path: str
     values: dict[str, Any]

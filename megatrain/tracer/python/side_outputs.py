@@ -79,11 +79,7 @@ class SideOutputs:
 
     @staticmethod
     def of(changes: Sequence[Change], state: dict[int, torch.Tensor]) -> SideOutputs:
-        """Reads what a forward has left.
-
-        Args:
-            changes: What the modules and what they hold have now, other than before.
-            state: The parameter or buffer behind each fake one, by identity of the fake one.
+        """Reads what a forward has left; `state` has the parameter or buffer behind each fake one, by its identity.
 
         Raises:
             TraceError: If tensors are held by an object that can't be made again for each call.

@@ -104,12 +104,7 @@ class HolderPlace:
 
 
 class Snapshot:
-    """What the classes and attributes of modules hold, and what containers and objects in them hold, at one time.
-
-    Args:
-        module: The outermost module.
-        outer: What the modules' code reaches besides.
-    """
+    """What the classes and attributes of modules hold, and what containers and objects in them hold, at one time."""
 
     def __init__(self, module: nn.Module, outer: Outer | None = None) -> None:
         # By identity: its name up to the root, the way from there, itself, and what it holds.
@@ -185,11 +180,7 @@ _MOST = 50_000
 
 
 class Keeper:
-    """Makes `Kept` of values; a value that several places hold is kept once.
-
-    Args:
-        constants: Identities of the tensors that are constants of the graph.
-    """
+    """Makes `Kept` of values; a value that several places hold is kept once."""
 
     def __init__(self, constants: Collection[int] = ()) -> None:
         self._constants = constants

@@ -188,11 +188,7 @@ def _are_same(left: tuple[tuple[Any, ...], ...], right: tuple[tuple[Any, ...], .
 
 
 class ModelWatch:
-    """Notices at little cost when the modules of a model, their classes, registries, hooks or modes have changed.
-
-    Args:
-        model: The model.
-    """
+    """Notices at little cost when the modules of a model, their classes, registries, hooks or modes have changed."""
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model

@@ -31,12 +31,7 @@ class GradientOrder:
 
     @staticmethod
     def ends(operands: Sequence[torch.Tensor], nodes: Sequence[fx.Node]) -> dict[Any, fx.Node | None]:
-        """Returns where the history of a call that is about to run will end; nothing if it uses no trained parameter.
-
-        Args:
-            operands: The tensors of the call.
-            nodes: Their nodes in the graph.
-        """
+        """Returns where the history of a call on `operands` will end; nothing if it uses no trained parameter."""
         pairs = [(x, n) for x, n in zip(operands, nodes, strict=True) if x.requires_grad and not x.is_inference()]
         if not torch.is_grad_enabled() or all(node.op != "get_attr" for _, node in pairs):
             return {}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections import Counter
-from collections.abc import Callable, Collection, Generator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from typing import Any
 
@@ -18,7 +18,7 @@ from megatrain.patches import original_of, replaced_here
 from megatrain.torch_private import function_class, pytree
 from megatrain.tracer.python.python_values import VALUES
 from megatrain.tracer.python.snapshot import Snapshot
-from megatrain.tracer.recording.obstacles import RUN_AGAIN, Obstacle
+from megatrain.tracer.recording.obstacles import RUN_AGAIN, Attempt, Obstacle
 from megatrain.tracer.recording.random_numbers import HostRng
 from megatrain.tracer.recording.recorder import Recorder
 from megatrain.tracer.source_line import user_line
@@ -40,15 +40,17 @@ def repeated_modules(root: nn.Module) -> frozenset[str]:
 
 
 @contextmanager
-def followed_calls(recorder: Recorder, root: nn.Module, opaque: Collection[str]) -> Generator[None]:
+def followed_calls(recorder: Recorder, root: nn.Module, attempt: Attempt) -> Generator[None]:
     """Follows the calls of modules: keeps `module_stack`, and makes each call of an opaque module one node.
+
+    Notes the innermost that draws from Python's or NumPy's generators, if the attempt looks for it.
 
     At a step, an opaque module finds itself as it is between calls, without what captured code has changed in it
     before. Hooks on it are part of its call.
     """
     names = {id(module): name for name, module in reversed(list(root.named_modules()))}
-    own_code = {id(root.get_submodule(name)): name for name in opaque}
-    start = {name: Snapshot(root.get_submodule(name)) for name in opaque}
+    own_code = {id(root.get_submodule(name)): name for name in attempt.opaque}
+    start = {name: Snapshot(root.get_submodule(name)) for name in attempt.opaque}
     repeated = repeated_modules(root)
     calls: Counter[int] = Counter()
     stack = recorder.tape.module_stack
@@ -64,9 +66,13 @@ def followed_calls(recorder: Recorder, root: nn.Module, opaque: Collection[str])
             return original(module, *args, **kwargs)
         stack.append((name, calls[id(module)]))
         calls[id(module)] += 1
+        looks = attempt.follows_host and not recorder.is_recording
+        before = HostRng.now() if looks else None
         try:
             return original(module, *args, **kwargs)
         finally:
+            if looks and not recorder.host_drawer and before != HostRng.now():
+                recorder.host_drawer = recorder.tape.calls()
             stack.pop()
             if name in repeated:
                 recorder.let_go()
@@ -130,30 +136,6 @@ def with_backward_hooks(root: nn.Module) -> dict[str, str]:
         for name, module in root.named_modules()
         if module._backward_hooks or module._backward_pre_hooks
     }
-
-
-@contextmanager
-def host_drawer(root: nn.Module) -> Generator[Callable[[], tuple[str, ...]]]:
-    """Looks for the innermost module call that draws from Python's or NumPy's generators; yields the way to ask."""
-    names = {id(module): name for name, module in root.named_modules()}
-    original: Any = original_of(nn.Module, "__call__")
-    stack: list[str] = []
-    found: list[tuple[str, ...]] = []
-
-    def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        if id(module) not in names:
-            return original(module, *args, **kwargs)
-        stack.append(names[id(module)])
-        before = HostRng.now()
-        try:
-            return original(module, *args, **kwargs)
-        finally:
-            if not found and before != HostRng.now():
-                found.append(tuple(stack))
-            stack.pop()
-
-    with replaced_here(nn.Module, "__call__", call):
-        yield lambda: found[0] if found else ()
 
 
 @contextmanager

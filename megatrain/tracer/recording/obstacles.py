@@ -64,12 +64,7 @@ class NeedSavedError(StartAgainError):
 
 
 class ValuesNeededError(RuntimeError):
-    """A call of the model's that we, not torch, refuse on tensors without values.
-
-    Args:
-        rule: Why it needs values.
-        way_out: What the user can do.
-    """
+    """A call of the model's that we, not torch, refuse on tensors without values."""
 
     def __init__(self, rule: str, way_out: str = "Load the weights before compiling.") -> None:
         super().__init__(f"{rule}.\n  {way_out}")

@@ -385,14 +385,7 @@ def unobserved() -> Generator[None]:
 
 
 class Observer:
-    """Calls a hook that returns nothing; the target of a graph node without a result.
-
-    Args:
-        name: Fully qualified name of the module that has the hook.
-        module: That module.
-        hook: The user's hook.
-        args: What it is called with after the module, positional and keyword arguments.
-    """
+    """Calls a hook that returns nothing; the target of a graph node without a result."""
 
     __name__ = "observer"
 

@@ -27,12 +27,6 @@ def registered(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 class PackedState:
     """Stand-ins of packed parameters, around the fake tensors that stand for their inner tensors.
 
-    Args:
-        model: The model.
-        fakes: By the id of the plain tensor that each stands for.
-        fake_mode: Of these.
-        device: Where the model computes.
-
     Attributes:
         stand_ins: By the id of the registered tensor.
 

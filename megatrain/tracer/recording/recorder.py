@@ -251,15 +251,7 @@ class Recorder(CallRunner):
         return result
 
     def record_hook(self, site: HookSite, hooks: frozenset[HookSite], module: nn.Module, hook: Any, args: Any) -> None:
-        """Records a hook that only looks as one node, and runs it once, so that what it leaves is seen.
-
-        Args:
-            site: The hook.
-            hooks: All that are the same function.
-            module: Its module.
-            hook: The hook itself.
-            args: What it is given behind the module, positional and keyword arguments.
-        """
+        """Records a hook that only looks as one node, and runs it once, so that what it leaves is seen."""
         self.tape.site = (user_line(), site[0])
         with self._located(), self.unrecorded():
             check_transforms()

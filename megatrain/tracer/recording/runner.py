@@ -49,15 +49,6 @@ class CallRunner(TorchFunctionMode):
     and so are values that depend on state or on random numbers. If the attempt uses values, a call runs on the values
     behind the fake state. Modules hold fake state in either case, so that questions about state (device, shape) have
     one answer.
-
-    Args:
-        fake_mode: Mode of the fake tensors.
-        state: Where the values behind fake state come from.
-        originals: Fake state by the id of the real tensor it replaces.
-        device: Where the model computes.
-        attempt: What this run may do.
-        earlier: The recorder of a first run of which this is the repetition.
-        packed: The stand-ins of packed parameters.
     """
 
     def __init__(
@@ -80,7 +71,7 @@ class CallRunner(TorchFunctionMode):
         self.is_recording = False
         self._fake_mode = fake_mode
         self._state = state
-        self._originals = originals
+        self._originals = originals  # fake state, by the id of the real tensor
         self._attempt = attempt
         self._packed = packed
         # What opaque modules and observing hooks changed in Python: their code does it again at each step.
@@ -91,6 +82,7 @@ class CallRunner(TorchFunctionMode):
         self._left_out_large = False
         self._drops_saved = attempt.uses_values and not attempt.keeps_saved
         self.needs_saved = False
+        self.host_drawer: tuple[str, ...] = ()  # the calls around a draw from Python's or NumPy's generators
         self.following = Following()
 
     @contextmanager
@@ -224,13 +216,6 @@ def _makes_large(
 
     Such a call is tried on tensors without values. No result of torch's own functions has more elements than all
     operands and whole numbers multiplied, so nearly all calls need no trial.
-
-    Args:
-        func: The function or method.
-        args: Its arguments.
-        kwargs: Its keyword arguments.
-        operands: The tensors among these; all have values.
-        mode: Makes tensors without values.
     """
     if _most_elements(args, kwargs, operands) * _WIDEST <= MOST_BYTES or not _is_of_torch(func):
         return False

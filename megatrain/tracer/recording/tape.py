@@ -33,9 +33,6 @@ class TensorTable:
 
     Fake tensors are kept alive, so that no other object takes their identity. Real ones may be large: they are followed
     weakly and forgotten with the last name that the user's code, or the capture for a weight's values, has for them.
-
-    Args:
-        device: Where the model computes.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -259,15 +256,7 @@ class Tape:
         return next((n for n in self.graph.nodes if n.op not in ("placeholder", "get_attr")), None)
 
     def append(self, func: Any, args: Any, kwargs: Any, operands: list[fx.Node], result: Any) -> fx.Node:
-        """Appends and returns the node of a call that ran, and binds the tensors in its result.
-
-        Args:
-            func: What was called.
-            args: Its arguments, with tensors.
-            kwargs: Its keyword arguments, likewise.
-            operands: The nodes of these tensors before the call.
-            result: What it returned.
-        """
+        """Appends and returns the node of a call that ran, and binds the tensors in its result."""
         op, target = as_call(func)
         if is_property_get(func):
             op, target, args, kwargs = "call_function", getattr, (args[0], call_name(func)), {}
