@@ -25,7 +25,6 @@ from megatrain.progress import stage
 from megatrain.scheduler.schedule import Schedule
 from megatrain.tracer.arguments import Arguments, NumberAttribute, call_signature
 from megatrain.tracer.calls import call_text
-from megatrain.tracer.capture.same_capture import is_same_but_for_numbers, is_same_capture
 from megatrain.tracer.guards import GuardCheck, GuardFailedError
 from megatrain.tracer.python.assumptions import AssumptionCheck
 from megatrain.tracer.python.followed_numbers import DecidedError
@@ -36,7 +35,7 @@ from megatrain.tracer.recording.opaque import Observer, Opaque
 from megatrain.tracer.source_line import SourceLine
 from megatrain.tracer.spec import CALLS, TensorSpec, is_equal
 from megatrain.tracer.trace import traced_call
-from megatrain.tracer.traced import TracedModule
+from megatrain.tracer.traced import TracedModule, is_same_but_for_numbers, is_same_capture
 
 MOST_OF_ONE = 3
 """So many values of a number have captures: a flag or a mode has two, and stays a constant of each capture."""

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 
 from megatrain.torch_private import FakeTensor, FakeTensorMode, pytree
-from megatrain.tracer.capture.unseen_kernels import kernels_need_values
 from megatrain.tracer.recording.obstacles import unprinted_failures
+from megatrain.tracer.recording.unseen_kernels import kernels_need_values
 
 
 @contextmanager

@@ -15,8 +15,8 @@ from megatrain.errors import TraceError
 from megatrain.interrupts import Interrupts
 from megatrain.torch_features import check_torch
 from megatrain.tracer.arguments import Arguments
-from megatrain.tracer.capture.capture import Capture
-from megatrain.tracer.plain_tensors import check_plain_state
+from megatrain.tracer.packing import check_plain_state
+from megatrain.tracer.recording.capture import Capture
 from megatrain.tracer.recording.inputs import check_arguments, device_of, note_host_inputs
 from megatrain.tracer.recording.module_calls import (
     with_backward_hooks,

@@ -12,7 +12,7 @@ from torch import nn
 
 import megatrain
 from megatrain.torch_private import FakeTensorMode
-from megatrain.tracer.capture.unseen_kernels import kernels_need_values
+from megatrain.tracer.recording.unseen_kernels import kernels_need_values
 from tests import packed
 from tests.comparing import assert_same
 from tests.equal_blocks import EqualBlocks

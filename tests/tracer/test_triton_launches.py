@@ -18,7 +18,7 @@ from megatrain.errors import OpaqueModelWarning, TraceError
 from megatrain.passes.exact_fakes import exact_fakes
 from megatrain.passes.rewrites.tile_tokens import tile_tokens
 from megatrain.tracer.calls import call_text
-from megatrain.tracer.capture.unseen_kernels import kernels_need_values
+from megatrain.tracer.recording.unseen_kernels import kernels_need_values
 from megatrain.tracer.trace import trace
 from tests.stand_in_triton import (
     Autotuner,

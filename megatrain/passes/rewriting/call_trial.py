@@ -15,11 +15,11 @@ from megatrain.errors import LowerError
 from megatrain.interrupts import Interrupts
 from megatrain.torch_private import FakeTensorMode, disable_current_modes, pytree
 from megatrain.tracer.calls import call_name
-from megatrain.tracer.capture.unseen_kernels import kernels_need_values
-from megatrain.tracer.recording.effect_watch import EffectWatch, storage_key
+from megatrain.tracer.recording.effect_watch import EffectWatch
 from megatrain.tracer.recording.random_numbers import GeneratorWatch
+from megatrain.tracer.recording.unseen_kernels import kernels_need_values
 from megatrain.tracer.source_line import SourceLine
-from megatrain.tracer.spec import TensorSpec, autocast_state
+from megatrain.tracer.spec import TensorSpec, autocast_state, storage_key
 
 Target = str | Callable[..., Any]
 """A function of tensors, or the name of a tensor's method."""

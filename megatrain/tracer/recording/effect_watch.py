@@ -37,11 +37,6 @@ _VALUE_DEPENDENT = {
 }
 
 
-def storage_key(tensor: torch.Tensor) -> int:
-    """Identifies the storage behind a strided tensor while that storage is alive."""
-    return tensor.untyped_storage()._cdata  # pyright: ignore[reportPrivateUsage]
-
-
 class EffectWatch(TorchDispatchMode):
     """Collects the effects of one recorded call: what it writes in place, random draws, use of values.
 

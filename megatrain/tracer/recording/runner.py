@@ -17,7 +17,7 @@ from megatrain.torch_private import FakeTensor, FakeTensorMode, pytree
 from megatrain.tracer.calls import call_name
 from megatrain.tracer.inventory import StateValues
 from megatrain.tracer.python.followed_numbers import Following
-from megatrain.tracer.recording.effect_watch import EffectWatch, storage_key
+from megatrain.tracer.recording.effect_watch import EffectWatch
 from megatrain.tracer.recording.gradient_order import GradientOrder
 from megatrain.tracer.recording.obstacles import (
     RUN_AGAIN,
@@ -33,6 +33,7 @@ from megatrain.tracer.recording.obstacles import (
 from megatrain.tracer.recording.packed_state import PackedState
 from megatrain.tracer.recording.random_numbers import GeneratorWatch
 from megatrain.tracer.recording.tape import Tape
+from megatrain.tracer.spec import storage_key
 
 MOST_BYTES = 1 << 30
 """A capture computes nothing larger: a mask of 32768 by 32768 tokens has as much, of one byte each."""

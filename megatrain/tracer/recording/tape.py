@@ -13,7 +13,7 @@ from torch import fx
 from megatrain.torch_private import FakeTensor, pytree
 from megatrain.tracer.calls import as_call, call_name, is_property_get
 from megatrain.tracer.guards import Expectation, Guard
-from megatrain.tracer.recording.effect_watch import EffectWatch, storage_key
+from megatrain.tracer.recording.effect_watch import EffectWatch
 from megatrain.tracer.recording.obstacles import (
     RUN_AGAIN,
     HookSite,
@@ -25,7 +25,7 @@ from megatrain.tracer.recording.obstacles import (
 )
 from megatrain.tracer.recording.opaque import Opaque
 from megatrain.tracer.source_line import user_line
-from megatrain.tracer.spec import TensorSpec, autocast_state
+from megatrain.tracer.spec import TensorSpec, autocast_state, storage_key
 
 
 class TensorTable:

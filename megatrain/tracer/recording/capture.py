@@ -19,23 +19,23 @@ from megatrain.interrupts import Interrupts
 from megatrain.torch_private import FakeTensorMode, pytree
 from megatrain.tracer.arguments import Arguments, Structure
 from megatrain.tracer.calls import call_text
-from megatrain.tracer.capture.python_effects import Hooks, PythonEffects, running_hooks
-from megatrain.tracer.capture.sandbox import fake_state, swapped_state, watching
 from megatrain.tracer.inventory import StateEntry, StateValues, inventory
 from megatrain.tracer.python.assumptions import Assuming, Assumptions
 from megatrain.tracer.python.names import Outer
 from megatrain.tracer.python.python_values import HOLDERS, held_in, put_into
 from megatrain.tracer.python.side_outputs import SideOutputs
 from megatrain.tracer.python.snapshot import Snapshot
-from megatrain.tracer.recording.inputs import WrittenInputs, bind_inputs
+from megatrain.tracer.recording.inputs import bind_inputs
 from megatrain.tracer.recording.module_calls import repeated_modules
 from megatrain.tracer.recording.obstacles import FOLLOW_HOST, RUN_AGAIN, Attempt, NeedSavedError, Obstacle
 from megatrain.tracer.recording.packed_state import PackedState
+from megatrain.tracer.recording.python_effects import Hooks, PythonEffects, running_hooks
 from megatrain.tracer.recording.random_numbers import HOST_GENERATORS, kept_rng
 from megatrain.tracer.recording.recorder import Recorder
+from megatrain.tracer.recording.sandbox import fake_state, swapped_state, watching
 from megatrain.tracer.source_line import user_line
 from megatrain.tracer.spec import TensorSpec
-from megatrain.tracer.traced import ReturnedArgument, TracedModule
+from megatrain.tracer.traced import ReturnedArgument, TracedModule, WrittenInputs
 from megatrain.tracer.user_dicts import attributes, contents
 
 

@@ -14,15 +14,20 @@ from torch import nn
 
 from megatrain.patches import replaced_elsewhere
 from megatrain.torch_private import FakeTensorMode, TorchDispatchMode
-from megatrain.tracer.capture.python_effects import Hooks
-from megatrain.tracer.capture.unseen_kernels import followed_kernels
 from megatrain.tracer.python.names import Outer
 from megatrain.tracer.python.snapshot import Snapshot
 from megatrain.tracer.recording.effect_watch import gives_own_memory
-from megatrain.tracer.recording.module_calls import followed_calls, followed_counts, kept_dtypes, recorded_functions
+from megatrain.tracer.recording.module_calls import (
+    followed_calls,
+    followed_counts,
+    kept_dtypes,
+    recorded_functions,
+    recorded_maps,
+)
 from megatrain.tracer.recording.obstacles import Attempt
+from megatrain.tracer.recording.python_effects import Hooks
 from megatrain.tracer.recording.recorder import Recorder
-from megatrain.tracer.recording.vmap import recorded_maps
+from megatrain.tracer.recording.unseen_kernels import followed_kernels
 from megatrain.tracer.source_line import original, own_code
 
 
