@@ -6,6 +6,9 @@ before the first capture, and so it does where a part on which numbers depend be
 a tensor, a module or an optimizer are read where they are needed; `tests/test_places.py` lists them with reasons.
 """
 
+# ruff: noqa: F401
+# pyright: reportUnusedImport=false
+
 from __future__ import annotations
 
 import importlib
@@ -24,58 +27,6 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 
 from megatrain.errors import TorchError
-
-__all__ = [
-    "GLOBAL_POST_HOOKS",
-    "GLOBAL_PRE_HOOKS",
-    "ITEM",
-    "MODULE_APPLY",
-    "TESTED",
-    "UNTESTED",
-    "DataDependentOutputException",
-    "DisableTorchFunction",
-    "DisableTorchFunctionSubclass",
-    "DropoutNd",
-    "DynamicOutputShapeException",
-    "FakeTensor",
-    "FakeTensorMode",
-    "MissingError",
-    "ScriptFunction",
-    "ScriptMethod",
-    "StorageWeakRef",
-    "TorchDispatchMode",
-    "are_transforms_active",
-    "attention_priority",
-    "current_graph_task",
-    "disable_current_modes",
-    "dispatch_modes",
-    "forbid_memory",
-    "function_class",
-    "function_modes",
-    "fused_adamw",
-    "group_by_dtype",
-    "is_missing",
-    "is_traceable_wrapper_subclass",
-    "keeps_graph",
-    "kernels_of_op",
-    "log_softmax_backward",
-    "make_subclass",
-    "patch_functorch",
-    "pop_function_mode",
-    "preserve_dispatch_keys",
-    "python_kernels",
-    "pytree",
-    "send_to_meta_kernels",
-    "sequence_number",
-    "set_wrap_triton_enabled",
-    "storage_of",
-    "storage_use_count",
-    "top_saved_tensors_hooks",
-    "unset_fake_temporarily",
-    "unsupported",
-    "vmap_home",
-    "will_execute_node",
-]
 
 TESTED = "2.11 to 2.14"
 """The versions of torch that the tests run on, for errors."""

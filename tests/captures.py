@@ -21,9 +21,8 @@ from megatrain.passes.measuring import kept_work
 from megatrain.passes.measuring.known_costs import KnownCosts
 from megatrain.passes.pipeline import lower
 from megatrain.passes.program import Program
-from megatrain.tracer.capture.same_capture import is_same_capture
 from megatrain.tracer.trace import trace
-from megatrain.tracer.traced import TracedModule
+from megatrain.tracer.traced import TracedModule, is_same_capture
 from tests.models import MODELS
 
 

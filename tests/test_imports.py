@@ -24,7 +24,6 @@ GROUPS = (
     "patches",
     "torch_private",
     "torch_allocator",
-    "torch_probes",
     "torch_features",
     "device",
     "tracer",

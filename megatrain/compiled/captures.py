@@ -25,19 +25,17 @@ from megatrain.progress import stage
 from megatrain.scheduler.schedule import Schedule
 from megatrain.tracer.arguments import Arguments, NumberAttribute, call_signature
 from megatrain.tracer.calls import call_text
-from megatrain.tracer.capture.same_capture import is_same_but_for_numbers, is_same_capture
 from megatrain.tracer.guards import GuardCheck, GuardFailedError
-from megatrain.tracer.python.assumptions import AssumptionCheck, OwnAttribute
+from megatrain.tracer.python.assumptions import AssumptionCheck
 from megatrain.tracer.python.followed_numbers import DecidedError
 from megatrain.tracer.python.snapshot import KeptValue
-from megatrain.tracer.python.unchanged import ModelWatch
-from megatrain.tracer.recording.attempt import Attempt
-from megatrain.tracer.recording.observer import Observer
-from megatrain.tracer.recording.opaque import Opaque
+from megatrain.tracer.python.watch import ModelWatch
+from megatrain.tracer.recording.obstacles import Attempt
+from megatrain.tracer.recording.opaque import Observer, Opaque
 from megatrain.tracer.source_line import SourceLine
 from megatrain.tracer.spec import CALLS, TensorSpec, is_equal
 from megatrain.tracer.trace import traced_call
-from megatrain.tracer.traced import TracedModule
+from megatrain.tracer.traced import TracedModule, is_same_but_for_numbers, is_same_capture
 
 MOST_OF_ONE = 3
 """So many values of a number have captures: a flag or a mode has two, and stays a constant of each capture."""
@@ -105,10 +103,9 @@ class ChangingNumbers:
 def _attributes(traced: TracedModule) -> Iterable[NumberAttribute]:
     """The numbers that a forward has read from modules."""
     for value in traced.assumptions.values:
-        place, kept = value.place, value.kept
-        module = place.module() if isinstance(place, OwnAttribute) else None
+        module, kept = value.place.module, value.kept
         if module is not None and isinstance(kept, KeptValue):
-            attribute = NumberAttribute(module, place.name, value.path, type(kept.value))
+            attribute = NumberAttribute(module, value.place.name, value.place.path, type(kept.value))
             if attribute.now() is not None:
                 yield attribute
 

@@ -19,8 +19,7 @@ from megatrain.runtime.executor import Executor
 from megatrain.scheduler.from_program import step_schedule
 from megatrain.scheduler.schedule import Schedule
 from megatrain.scheduler.step_kind import StepKind
-from megatrain.tracer.recording.observer import Observer
-from megatrain.tracer.recording.opaque import Opaque
+from megatrain.tracer.recording.opaque import Observer, Opaque
 from megatrain.tracer.traced import TracedModule
 
 

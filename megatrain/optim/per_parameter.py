@@ -30,8 +30,8 @@ from megatrain.torch_private import (
     pytree,
     unset_fake_temporarily,
 )
-from megatrain.tracer.capture.sandbox import uncompiled
 from megatrain.tracer.packing import is_wrapper, repacked
+from megatrain.tracer.recording.sandbox import uncompiled
 from megatrain.tracer.spec import TensorSpec
 
 __all__ = ["is_per_parameter", "register", "unregister"]

@@ -7,7 +7,7 @@ import dataclasses
 from torch import fx
 
 from megatrain.tracer.guards import Expectation
-from megatrain.tracer.recording.observer import Observer
+from megatrain.tracer.recording.opaque import Observer
 from megatrain.tracer.traced import TracedModule
 
 

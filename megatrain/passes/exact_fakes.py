@@ -10,9 +10,8 @@ from typing import Any
 import torch
 
 from megatrain.torch_private import FakeTensor, FakeTensorMode, pytree
-from megatrain.tracer.capture.sandbox import scripts_on_values
-from megatrain.tracer.capture.triton_launches import launches_refused
 from megatrain.tracer.recording.obstacles import unprinted_failures
+from megatrain.tracer.recording.unseen_kernels import kernels_need_values
 
 
 @contextmanager
@@ -28,7 +27,7 @@ def exact_fakes(*, allow_non_fake_inputs: bool = False) -> Generator[FakeTensorM
     """
     fakes = _ExactFakes(allow_non_fake_inputs=allow_non_fake_inputs)
     try:
-        with unprinted_failures(), scripts_on_values(), launches_refused(), fakes as mode:
+        with unprinted_failures(), kernels_need_values(), fakes as mode:
             yield mode
     finally:
         for tensor, before in reversed(fakes.written):

@@ -15,8 +15,8 @@ from megatrain.device import autocast_kinds
 from megatrain.torch_private import pytree
 from megatrain.tracer.calls import applied_function
 from megatrain.tracer.guards import Expectation
-from megatrain.tracer.python.contents import leaves_of
-from megatrain.tracer.python.holders import Outer
+from megatrain.tracer.python.names import Outer
+from megatrain.tracer.python.python_values import leaves_of
 from megatrain.tracer.recording.opaque import Opaque
 
 _See = Callable[[fx.Node, Any], None]

@@ -15,8 +15,7 @@ from megatrain.passes.interpret import opaque_calls
 from megatrain.sizes import ALIGNMENT
 from megatrain.tracer.calls import call_text
 from megatrain.tracer.inventory import StateEntry
-from megatrain.tracer.recording.observer import Observer
-from megatrain.tracer.recording.opaque import Opaque
+from megatrain.tracer.recording.opaque import Observer, Opaque
 from megatrain.tracer.spec import TensorSpec
 
 

@@ -26,7 +26,8 @@ from megatrain.passes.measuring.kernels import LiveBytes
 from megatrain.passes.program import Program
 from megatrain.runtime.random_calls import kept_generators
 from megatrain.torch_private import pytree
-from megatrain.tracer.python.contents import (
+from megatrain.tracer.python.names import codes_of
+from megatrain.tracer.python.python_values import (
     BUFFERS,
     CONTAINERS,
     VALUES,
@@ -34,11 +35,10 @@ from megatrain.tracer.python.contents import (
     held_in,
     holders_in,
     identity_of,
+    is_same,
     is_unchangeable,
     put_into,
 )
-from megatrain.tracer.python.globals import codes_of
-from megatrain.tracer.python.holders import is_same
 from megatrain.tracer.source_line import OURS, file_of, is_library, package_of
 from megatrain.tracer.spec import TensorSpec
 from megatrain.tracer.traced import TracedModule

@@ -45,8 +45,8 @@ from megatrain.scheduler.from_program import step_schedule
 from megatrain.scheduler.schedule import Schedule
 from megatrain.scheduler.step_kind import StepKind
 from megatrain.tracer.arguments import Arguments
-from megatrain.tracer.capture.sandbox import swapped_state
 from megatrain.tracer.inventory import inventory
+from megatrain.tracer.recording.sandbox import swapped_state
 from megatrain.tracer.source_line import original
 from megatrain.tracer.trace import trace
 from megatrain.tracer.traced import TracedModule

@@ -19,7 +19,7 @@ from megatrain.runtime.streams.stream_set import Event
 from megatrain.sizes import aligned, format_bytes
 from megatrain.torch_private import StorageWeakRef, storage_use_count
 from megatrain.tracer.inventory import StateEntry
-from megatrain.tracer.recording.effect_watch import storage_key
+from megatrain.tracer.spec import storage_key
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,9 +17,8 @@ from megatrain.errors import DrawsError
 from megatrain.memory.block_image import stored_stride
 from megatrain.passes.interpret import Code
 from megatrain.passes.program import Program
-from megatrain.tracer.python.holders import Attributes
-from megatrain.tracer.recording.observer import Observer, unobserved
-from megatrain.tracer.recording.opaque import Opaque
+from megatrain.tracer.python.snapshot import Snapshot
+from megatrain.tracer.recording.opaque import Observer, Opaque, unobserved
 from megatrain.tracer.recording.random_numbers import HostRng
 from megatrain.tracer.spec import TensorSpec
 
@@ -247,7 +246,7 @@ class PythonState:
     """State that the code of opaque modules reads and changes: Python's and NumPy's generators, attributes."""
 
     generators: HostRng
-    attributes: tuple[Attributes, ...]
+    attributes: tuple[Snapshot, ...]
 
     @staticmethod
     def now(opaque: Sequence[Opaque | Observer]) -> PythonState:

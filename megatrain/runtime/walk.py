@@ -18,9 +18,10 @@ from megatrain.runtime.engine import Engine
 from megatrain.runtime.on_demand import Learned, Loans, WalkFigures
 from megatrain.torch_private import are_transforms_active, pytree
 from megatrain.tracer.calls import call_name, is_property_get, is_property_set
-from megatrain.tracer.capture.sandbox import uncompiled
 from megatrain.tracer.inventory import first_packed
-from megatrain.tracer.recording.effect_watch import EffectWatch, storage_key
+from megatrain.tracer.recording.effect_watch import EffectWatch
+from megatrain.tracer.recording.sandbox import uncompiled
+from megatrain.tracer.spec import storage_key
 
 
 @contextmanager

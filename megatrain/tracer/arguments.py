@@ -18,7 +18,7 @@ from megatrain.device import Device
 from megatrain.errors import TraceError
 from megatrain.garbage import paused_collection
 from megatrain.torch_private import pytree
-from megatrain.tracer.plain_tensors import check_plain
+from megatrain.tracer.packing import check_plain
 from megatrain.tracer.spec import TensorSpec
 from megatrain.tracer.user_dicts import opened
 
@@ -94,12 +94,6 @@ def input_names(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any],
 
     The names are distinct, and names that a graph accepts unchanged: what is printed of a call, of its graph, and in
     errors has the same words. A name that Python takes for itself gets an underscore: `input_`.
-
-    Args:
-        model: What is called.
-        args: Positional arguments.
-        kwargs: Keyword arguments.
-        layout: The tree of both, as text.
     """
     positions = positions_of(model)
     key = layout, positions
@@ -268,14 +262,7 @@ class HeldNumber:
 
 @dataclass(frozen=True, slots=True)
 class NumberAttribute:
-    """A number that a module's own `__dict__` holds under a name.
-
-    Args:
-        module: The module; compared by identity.
-        name: Of the attribute.
-        path: Its name from the model on.
-        kind: The number's type.
-    """
+    """A number that a module's own `__dict__` holds under a name."""
 
     module: nn.Module
     name: str
@@ -323,11 +310,6 @@ class Arguments:
     @staticmethod
     def of(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
         """Flattens the arguments of one call; containers are those that `torch.utils._pytree` knows, and UserDicts.
-
-        Args:
-            model: What is called; its signature names the inputs.
-            args: Positional arguments.
-            kwargs: Keyword arguments.
 
         Raises:
             TraceError: If one is a sparse, nested or quantized tensor, or of a tensor class of its own.

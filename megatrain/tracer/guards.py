@@ -20,11 +20,6 @@ class GuardFailedError(Exception):
     """A value in mid-step isn't the one that the capture saw: another graph stands for this call.
 
     Nothing was committed yet; the call starts again with another variant. Users never see it.
-
-    Args:
-        text: What was expected, with the user's line.
-        actual: The value found, as text.
-        calls: The module calls around the check, outermost first.
     """
 
     def __init__(self, text: str, actual: str, calls: tuple[str, ...]):
@@ -149,13 +144,7 @@ class Guard:
 
 
 class GuardCheck:
-    """Computes what guards read, which depends on inputs and constants alone, and compares.
-
-    Args:
-        guards: Of one capture.
-        graph: The captured graph.
-        constants: Its constants, by key.
-    """
+    """Computes what guards read, which depends on inputs and constants alone, and compares."""
 
     def __init__(self, guards: Sequence[Guard], graph: fx.Graph, constants: Mapping[str, torch.Tensor]):
         self._placeholders = [n for n in graph.nodes if n.op == "placeholder"]

@@ -9,8 +9,7 @@ from typing import Any, NoReturn
 import torch
 from torch import nn
 
-from megatrain.errors import TraceError
-from megatrain.tracer.packing import Path, UnpackableError, inner_tensors
+from megatrain.tracer.packing import taken_apart
 from megatrain.tracer.spec import TensorSpec
 
 
@@ -101,22 +100,6 @@ def first_packed(entries: Mapping[str, StateEntry]) -> str | None:
     return next((entry.packed_in for entry in entries.values() if entry.packed_in is not None), None)
 
 
-def taken_apart(name: str, tensor: torch.Tensor) -> list[tuple[Path, torch.Tensor]]:
-    """Lists the plain tensors that a registered tensor consists of, with the path to each; see `inner_tensors`.
-
-    Raises:
-        TraceError: If a packed one can't be taken apart.
-    """
-    try:
-        return inner_tensors(tensor)
-    except UnpackableError as error:
-        raise TraceError(
-            f"`{name}` is a {type(tensor).__qualname__}, which {error}.\n"
-            "  A packed (quantized) parameter is taken apart into plain tensors of this process, found in attributes.\n"
-            "  Load these weights in bf16 or fp32, or quantize them by another method."
-        ) from None
-
-
 def _non_persistent(module: nn.Module) -> set[str]:
     found: set[str] = set()
     for prefix, child in module.named_modules():
@@ -130,11 +113,6 @@ class StateValues:
 
     Parameters are aliased, or copied to the device while they are in use; buffers are copied once, because a forward
     may write into them.
-
-    Args:
-        fakes: Fake state by key.
-        tensors: The state itself, by key.
-        entries: What is known of it, by key.
     """
 
     def __init__(

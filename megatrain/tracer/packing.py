@@ -8,17 +8,19 @@ there (scales, tables of codes). Either way the inner tensors are plain tensors.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from types import FunctionType, MethodType, ModuleType
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from megatrain.torch_private import is_traceable_wrapper_subclass
+from megatrain.errors import TraceError
+from megatrain.torch_private import FakeTensor, is_traceable_wrapper_subclass
+from megatrain.tracer.spec import storage_key
 
 Path = tuple[str, ...]
 """Names of attributes, from a parameter to an inner tensor."""
@@ -34,21 +36,6 @@ _DEPTH = 4
 
 class UnpackableError(Exception):
     """An object around tensors that can't be taken apart; the text says why."""
-
-
-class UnfollowedError(Exception):
-    """What a forward does with packed weights and no graph can repeat.
-
-    Args:
-        what: It, as a predicate of the model.
-        rule: Why it can't be followed.
-        way_out: What the user can do.
-        is_placed: `what` names the user's line already.
-    """
-
-    def __init__(self, what: str, rule: str, way_out: str, *, is_placed: bool = False) -> None:
-        super().__init__(what, rule, way_out)
-        self.is_placed = is_placed
 
 
 def is_wrapper(value: Any) -> bool:
@@ -121,10 +108,18 @@ def is_usual(tensor: torch.Tensor) -> bool:
     return type(tensor) is nn.Parameter or type(tensor) is torch.Tensor
 
 
+def _pairs(value: Any, packing: Packing | None) -> Iterable[tuple[Path, torch.Tensor]]:
+    """Lists the plain tensors of an object, with the path to each; a plain tensor is its own, at an empty path."""
+    return [((), value)] if packing is None else packing.tensors(value)
+
+
+def _pairs_of_wrapper(value: Any) -> Iterable[tuple[Path, torch.Tensor]]:
+    return _pairs(value, Packing.of(value) if is_wrapper(value) else None)
+
+
 def plain_tensors(tensor: torch.Tensor) -> list[torch.Tensor]:
     """Returns the inner tensors of a wrapper at any depth; any other tensor alone."""
-    packing = Packing.of(tensor) if is_wrapper(tensor) else None
-    return [tensor] if packing is None else [inner for _, inner in packing.tensors(tensor)]
+    return [inner for _, inner in _pairs_of_wrapper(tensor)]
 
 
 def attribute_packings(parameter: torch.Tensor) -> Mapping[str, Packing | None]:
@@ -160,25 +155,33 @@ def inner_tensors(tensor: torch.Tensor) -> list[tuple[Path, torch.Tensor]]:
     """
     if is_usual(tensor):
         return [((), tensor)]
-    packing = Packing.of(tensor) if is_wrapper(tensor) else None
-    if packing is not None:
-        return list(packing.tensors(tensor))
+    if is_wrapper(tensor):
+        return list(_pairs_of_wrapper(tensor))
     found: list[tuple[Path, torch.Tensor]] = [((), tensor)]
     for name, packing in attribute_packings(tensor).items():
-        value = vars(tensor)[name]
-        pairs = [((), value)] if packing is None else packing.tensors(value)
-        found += [((name, *path), inner) for path, inner in pairs]
+        found += [((name, *path), inner) for path, inner in _pairs(vars(tensor)[name], packing)]
     return found
+
+
+def taken_apart(name: str, tensor: torch.Tensor) -> list[tuple[Path, torch.Tensor]]:
+    """Lists the plain tensors that a registered tensor consists of, with the path to each.
+
+    Raises:
+        TraceError: If a packed one can't be taken apart.
+    """
+    try:
+        return inner_tensors(tensor)
+    except UnpackableError as error:
+        raise TraceError(
+            f"`{name}` is a {type(tensor).__qualname__}, which {error}.\n"
+            "  A packed (quantized) parameter is taken apart into plain tensors of this process, found in attributes.\n"
+            "  Load these weights in bf16 or fp32, or quantize them by another method."
+        ) from None
 
 
 def unpacked_state(state: Mapping[str, Any]) -> dict[str, Any]:
     """Returns a state dict with the inner tensors of each wrapper in its place, under their own names."""
-    found: dict[str, Any] = {}
-    for name, value in state.items():
-        packing = Packing.of(value) if is_wrapper(value) else None
-        pairs = [((), value)] if packing is None else packing.tensors(value)
-        found.update({".".join((name, *path)): inner for path, inner in pairs})
-    return found
+    return {".".join((name, *path)): inner for name, value in state.items() for path, inner in _pairs_of_wrapper(value)}
 
 
 def packing_text(tensor: torch.Tensor) -> str | None:
@@ -288,3 +291,130 @@ def _told(value: Any) -> tuple[Hashable, str]:
         key, text = _told({f.name: getattr(value, f.name) for f in dataclasses.fields(value)})
         return (type(value), key), f"{type(value).__qualname__}{text}"
     return (type(value), id(value)), type(value).__qualname__
+
+
+# What is neither packed nor plain is refused: no spec describes it, and no arena holds it.
+
+_PLAIN = (torch.Tensor, nn.Parameter, FakeTensor)
+
+
+def check_plain(what: str, tensor: torch.Tensor) -> None:
+    """Checks that a tensor is dense, and that its class changes nothing about what calls on it do.
+
+    Args:
+        what: How messages name it, ``input `x` ``.
+        tensor: The tensor.
+
+    Raises:
+        TraceError: If it isn't.
+    """
+    if type(tensor) in _PLAIN and tensor.layout == torch.strided and not tensor.is_quantized and not tensor.is_nested:
+        return
+    if is_lazy(tensor):
+        raise TraceError(
+            f"{what} is not initialized yet.\n"
+            "  A lazy module takes its shapes from the first batch, but a capture needs them earlier.\n"
+            "  Call the model itself once, uncompiled, then compile it."
+        )
+    if tensor.is_nested or tensor.is_quantized or tensor.layout != torch.strided:
+        kind = "nested" if tensor.is_nested else "quantized" if tensor.is_quantized else f"{tensor.layout}"
+        raise TraceError(
+            f"{what} is a {kind.removeprefix('torch.')} tensor.\n"
+            "  Inputs, parameters and buffers must be dense tensors, described fully by shape, dtype and strides.\n"
+            "  Pass its dense parts, and build the tensor inside the forward."
+        )
+    if is_wrapper(tensor):
+        raise TraceError(
+            f"{what} is a {type(tensor).__qualname__}, a tensor class that keeps its values in inner tensors.\n"
+            "  Only parameters and buffers may be of such a class.\n"
+            "  Pass its inner tensors, and make the object around them inside the forward."
+        )
+    if _changes_calls(type(tensor)):
+        _refuse_class(what, type(tensor))
+
+
+def _refuse_class(what: str, kind: type) -> NoReturn:
+    if _dispatches(kind):
+        rest = (
+            "a tensor class that says nowhere where its values are.\n"
+            "  A class of packed tensors lists its inner tensors in `__tensor_flatten__`; then they can be streamed.\n"
+            "  Load the weights in bf16 or fp32 instead (frozen weights too), or replace them by their dequantized "
+            "values."
+        )
+    elif issubclass(kind, nn.Parameter):
+        rest = (
+            "a class of parameters with its own behaviour, and holds plain values.\n"
+            "  Quantized weights are followed when they are quantized, with scales and tables in their attributes.\n"
+            "  If a later step quantizes this one (with bitsandbytes, `model.to(device)`), take it first; otherwise "
+            "assign a torch.nn.Parameter of its values."
+        )
+    else:
+        rest = (
+            "a special tensor class.\n"
+            "  This class may change the meaning of every call, and a capture of plain tensors can't show the change.\n"
+            "  Use a plain tensor: `.as_subclass(torch.Tensor)`, if its values are ordinary."
+        )
+    raise TraceError(f"{what} is a {kind.__qualname__}, {rest}")
+
+
+def check_plain_state(model: nn.Module) -> None:
+    """Checks all parameters and buffers: each is plain, or frozen and packed of plain tensors.
+
+    Raises:
+        TraceError: Naming the first that is neither.
+    """
+    for what, named in (("parameter", model.named_parameters()), ("buffer", model.named_buffers())):
+        for name, tensor in named:
+            if type(tensor) in _PLAIN:
+                check_plain(f"{what} `{name}`", tensor)
+            else:
+                _check_packed(f"{what} `{name}`", name, tensor)
+
+
+def _check_packed(what: str, name: str, tensor: torch.Tensor) -> None:
+    inner = [] if is_lazy(tensor) else [(path, held) for path, held in taken_apart(name, tensor) if path]
+    if is_wrapper(tensor):
+        _check_frozen(what, tensor)
+    elif not inner:
+        check_plain(what, tensor)
+    _check_whole(what, tensor, inner)
+    for path, held in inner:
+        check_plain(f"the inner tensor `{'.'.join(path)}` of {what}", held)
+
+
+def _check_whole(what: str, tensor: torch.Tensor, inner: Collection[tuple[Path, torch.Tensor]]) -> None:
+    """Refuses quantized parameters whose library moves their values and scales about while it computes."""
+    if is_wrapper(tensor) or tensor.is_floating_point() or tensor.is_complex():
+        return
+    again = [".".join(path) for path, held in inner if storage_key(held) == storage_key(tensor)]
+    if again or not inner:
+        where = f"again in its attribute `{again[0]}`" if again else "without scales"
+        raise TraceError(
+            f"{what} is a {type(tensor).__qualname__} that holds its values {where}.\n"
+            "  Such weights (bitsandbytes' 8-bit layers) move between attributes in each forward, where no capture "
+            "follows.\n"
+            "  Quantize with torchao's Int8WeightOnlyConfig or to bitsandbytes' 4 bit, or load the weights in bf16."
+        )
+
+
+def _check_frozen(what: str, tensor: torch.Tensor) -> None:
+    if tensor.requires_grad:
+        raise TraceError(
+            f"{what} is a {type(tensor).__qualname__} that is trained.\n"
+            "  Its values are in inner tensors, which no gradient reaches: packed (quantized) weights are streamed "
+            "frozen.\n"
+            "  Freeze it with requires_grad_(False) and train adapters (LoRA), or load it in bf16 or fp32."
+        )
+
+
+def _dispatches(kind: type) -> bool:
+    """Tells whether a class computes by itself, so that its dense values say nothing."""
+    return any("__torch_dispatch__" in vars(base) for base in kind.__mro__ if base not in _PLAIN)
+
+
+def _changes_calls(kind: type) -> bool:
+    """Tells whether a class other than torch's own gives its tensors another behaviour (or passes on its type)."""
+    own = [c for c in kind.__mro__ if c not in _PLAIN and issubclass(c, torch.Tensor)]
+    if issubclass(kind, nn.Parameter):
+        return any("__torch_function__" in vars(c) or "__torch_dispatch__" in vars(c) for c in own)
+    return any(not c.__module__.startswith("torch._C") for c in own)

@@ -55,6 +55,11 @@ def _is_same_array(left: np.ndarray[Any, Any], right: np.ndarray[Any, Any]) -> b
     return np.array_equal(left, right) if left.dtype.hasobject else left.tobytes() == right.tobytes()
 
 
+def storage_key(tensor: torch.Tensor) -> int:
+    """Identifies the storage behind a strided tensor while that storage is alive."""
+    return tensor.untyped_storage()._cdata  # pyright: ignore[reportPrivateUsage]
+
+
 _SHORT_NAMES = {
     torch.float64: "f64",
     torch.float32: "f32",

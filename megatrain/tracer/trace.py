@@ -15,16 +15,14 @@ from megatrain.errors import TraceError
 from megatrain.interrupts import Interrupts
 from megatrain.torch_features import check_torch
 from megatrain.tracer.arguments import Arguments
-from megatrain.tracer.capture.capture import Capture
-from megatrain.tracer.plain_tensors import check_plain_state
-from megatrain.tracer.recording.attempt import Attempt
+from megatrain.tracer.packing import check_plain_state
+from megatrain.tracer.recording.capture import Capture
 from megatrain.tracer.recording.inputs import check_arguments, device_of, note_host_inputs
 from megatrain.tracer.recording.module_calls import (
     with_backward_hooks,
 )
-from megatrain.tracer.recording.observer import Observer
-from megatrain.tracer.recording.obstacles import Obstacle, StartAgainError
-from megatrain.tracer.recording.opaque import Opaque
+from megatrain.tracer.recording.obstacles import Attempt, Obstacle, StartAgainError
+from megatrain.tracer.recording.opaque import Observer, Opaque
 from megatrain.tracer.recording.random_numbers import HostRng
 from megatrain.tracer.source_line import original
 from megatrain.tracer.spec import DEVICE, EXAMPLE_ARGS, EXAMPLE_KWARGS, MODEL

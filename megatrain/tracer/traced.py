@@ -3,22 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
 from torch import fx
+from torch.fx.node import map_arg
 
 from megatrain.counts import counted
 from megatrain.errors import TraceError
+from megatrain.torch_private import pytree
 from megatrain.tracer.arguments import Structure
 from megatrain.tracer.calls import call_text
-from megatrain.tracer.guards import Guard
+from megatrain.tracer.guards import Expectation, Guard
 from megatrain.tracer.inventory import StateEntry
 from megatrain.tracer.python.assumptions import Assumptions
+from megatrain.tracer.python.followed_numbers import OnNumbers
 from megatrain.tracer.python.side_outputs import SideOutputs
-from megatrain.tracer.recording.inputs import WrittenInputs
-from megatrain.tracer.spec import CALLS, TensorSpec, check_meta, refuse_meta
+from megatrain.tracer.spec import CALLS, TensorSpec, check_meta, is_equal, refuse_meta, storage_key
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +57,41 @@ class ReturnedArgument:
         parts = [f"{word} {', '.join(map(repr, keys))}" for word, keys in
                  (("sets", self.changed), ("removes", self.removed)) if keys]  # fmt: skip
         return f"argument `{self.place}`: {'; '.join(parts)}"
+
+
+@dataclass(frozen=True, slots=True)
+class WrittenInputs:
+    """Inputs that the forward writes into: it gets a copy of each, whose last content goes back to the caller.
+
+    Args:
+        names: Of these inputs.
+        indices: Their places among the tensor arguments, ascending.
+    """
+
+    names: tuple[str, ...] = ()
+    indices: tuple[int, ...] = ()
+
+    def given(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Returns what a step starts from: the caller's tensors, but copies of those that it will write into.
+
+        Raises:
+            TraceError: If another input shares their memory.
+        """
+        storages = [storage_key(t) for t in tensors] if self.indices else []
+        for name, index in zip(self.names, self.indices, strict=True):
+            if storages.count(storages[index]) > 1:
+                raise TraceError(
+                    f"the model writes into its input `{name}` in place, which shares memory with another input.\n"
+                    "  The other input would change with it, at a moment that a schedule doesn't know.\n"
+                    "  Clone one of them."
+                )
+        return [t.clone() if i in self.indices else t for i, t in enumerate(tensors)]
+
+    def put(self, tensors: Sequence[torch.Tensor], contents: Sequence[torch.Tensor]) -> None:
+        """Writes `contents`, in the order of the indices, into the caller's tensors."""
+        with torch.no_grad():
+            for index, content in zip(self.indices, contents, strict=True):
+                tensors[index].copy_(content)
 
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
@@ -250,3 +287,97 @@ class TracedModule:
             refuse_meta(
                 node, f"reads `{node.target}`: {entry.spec}, but its meta says {node.meta['key']}: {node.meta['spec']}"
             )
+
+
+# What a node's meta says besides the user's line.
+_FACTS = (
+    "spec", "requires_grad", "storage", "storage_bytes", "modules", "grad", "autocast", "is_random", "key", "results",
+)  # fmt: skip
+# Compared below, or of no account for what is computed.
+_SEPARATE = ("graph", "outputs", "side_outputs", "constants", "writes_back", "guards", "assumptions")
+# What else differs where numbers are followed: these are further inputs, and copies of tensors that hold numbers.
+_OF_NUMBERS = ("input_names", "num_numbers")
+
+
+def is_same_capture(left: TracedModule, right: TracedModule) -> bool:
+    """Tells whether two captures of one model, for arguments of one signature, have equal graphs and guards.
+
+    What they assumed, the lines they came from and the objects around their outputs may differ.
+    """
+    if left.constants.keys() != right.constants.keys():
+        return False
+    if any(tensor is not right.constants[key] for key, tensor in left.constants.items()):
+        return False
+    return _are_alike(left, right, list(left.graph.nodes), list(right.graph.nodes), by_numbers=False)
+
+
+def is_same_but_for_numbers(plain: TracedModule, followed: TracedModule) -> bool:
+    """Tells whether a capture that follows numbers computes what one of the same call with the numbers itself does."""
+    more = set(followed.inputs[len(plain.inputs) :])
+    ours = [node for node in plain.graph.nodes if not _is_read(node)]
+    others = [node for node in followed.graph.nodes if node not in more and not node.meta.get("is_read")]
+    return _are_alike(plain, followed, ours, others, by_numbers=True)
+
+
+def _are_alike(
+    left: TracedModule, right: TracedModule, ours: list[fx.Node], others: list[fx.Node], *, by_numbers: bool
+) -> bool:
+    ignored = (*_SEPARATE, *(_OF_NUMBERS if by_numbers else ()))
+    plain = [f.name for f in fields(TracedModule) if f.name not in ignored]
+    nodes = dict(zip(ours, others, strict=False))
+    return (
+        len(ours) == len(others)
+        and all(getattr(left, name) == getattr(right, name) for name in plain)
+        and all(_is_same_node(a, b, nodes, by_numbers=by_numbers) for a, b in nodes.items())
+        and [(k, nodes[n]) for k, n in left.writes_back] == list(right.writes_back)
+        and len(left.guards) == len(right.guards)
+        and all(_is_same_guard(a, b, nodes) for a, b in zip(left.guards, right.guards, strict=True))
+    )
+
+
+def _is_read(node: fx.Node) -> bool:
+    """Tells whether a node compares a number that Python reads; `Arguments.follows_reads` has it followed."""
+    return isinstance(node.target, Expectation) and node.target.target == "item"
+
+
+def _is_same_node(left: fx.Node, right: fx.Node, nodes: Mapping[fx.Node, fx.Node], *, by_numbers: bool) -> bool:
+    op, target, arguments, facts = right.op, right.target, (right.args, right.kwargs), _FACTS
+    if by_numbers:
+        facts = [fact for fact in _FACTS if fact != "storage"]  # further inputs have memory of their own
+        if isinstance(target, OnNumbers) and target != left.target:
+            # With fx's own containers, as a node has them.
+            arguments = map_arg(target.arguments(right.args, lambda number: number.now), lambda node: node)
+            op, target = target.op, target.target
+    return (
+        left.op == op
+        and (by_numbers or left.name == right.name)
+        and (left.target is target or left.target == target)
+        and _is_same_value((left.args, left.kwargs), arguments, nodes)
+        and all(_is_same_value(left.meta.get(fact), right.meta.get(fact), nodes) for fact in facts)
+        and _is_same_value(left.meta.get("writes"), right.meta.get("writes"), nodes)
+    )
+
+
+def _is_same_guard(left: Guard, right: Guard, nodes: Mapping[fx.Node, fx.Node]) -> bool:
+    return (
+        (left.op, left.target) == (right.op, right.target)
+        and _is_same_value((left.args, left.kwargs), (right.args, right.kwargs), nodes)
+        and is_equal(left.expected, right.expected)
+    )
+
+
+def _is_same_value(left: Any, right: Any, nodes: Mapping[fx.Node, fx.Node]) -> bool:
+    if left is None or right is None or isinstance(left, (bool, int, str)):  # most facts, and flattening takes time
+        return is_equal(left, right)
+    leaves, tree = pytree.tree_flatten(left)
+    others, other_tree = pytree.tree_flatten(right)
+    return tree == other_tree and all(_is_same_leaf(a, b, nodes) for a, b in zip(leaves, others, strict=True))
+
+
+def _is_same_leaf(left: Any, right: Any, nodes: Mapping[fx.Node, fx.Node]) -> bool:
+    if isinstance(left, fx.Node):
+        return nodes[left] is right
+    if isinstance(left, slice) and isinstance(right, slice):
+        bounds = ((left.start, left.stop, left.step), (right.start, right.stop, right.step))
+        return _is_same_value(*bounds, nodes)
+    return is_equal(left, right)

@@ -63,14 +63,7 @@ def attributes(value: Mapping[Any, Any]) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class _Shape:
-    """What two objects must have in common for one capture to stand for both.
-
-    Args:
-        kind: Their class.
-        keys: Of the dictionary, in order.
-        constants: Attributes that never change, in order.
-        unread: Names of all others.
-    """
+    """What two objects must have in common for one capture to stand for both."""
 
     kind: type
     keys: tuple[Any, ...]
@@ -79,12 +72,7 @@ class _Shape:
 
 
 class Opened:
-    """A node of a pytree.
-
-    Args:
-        shape: What isn't a leaf.
-        values: Of the dictionary, in order.
-    """
+    """A node of a pytree."""
 
     def __init__(self, shape: _Shape, values: list[Any]) -> None:
         self.shape = shape

@@ -19,7 +19,8 @@ from megatrain.compiled.module import CompiledModule
 from megatrain.device import HOST, Device, is_on_host
 from megatrain.errors import ExecuteError, OptionError
 from megatrain.tracer.arguments import Arguments
-from megatrain.tracer.python.holders import Attributes, Outer
+from megatrain.tracer.python.names import Outer
+from megatrain.tracer.python.snapshot import Snapshot
 from megatrain.tracer.recording.random_numbers import HostRng, kept_rng
 from megatrain.verification.compare import Key, named_leaves
 
@@ -226,7 +227,7 @@ def left_alone(model: nn.Module) -> Generator[None]:
             stack.enter_context(torch.inference_mode(False))
             stack.enter_context(torch.no_grad())
         stack.enter_context(kept_rng(HOST))
-        stack.callback(Attributes(model, Outer.of(model)).restore)
+        stack.callback(Snapshot(model, Outer.of(model)).restore)
         gradients = [(p, p.grad) for p in model.parameters()]
         stack.callback(_give_back, gradients)
         for parameter, _ in gradients:

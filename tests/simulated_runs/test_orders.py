@@ -12,7 +12,7 @@ from torch import nn
 
 import megatrain
 from megatrain.torch_private import FakeTensorMode
-from megatrain.tracer.capture.sandbox import scripts_on_values
+from megatrain.tracer.recording.unseen_kernels import kernels_need_values
 from tests import packed
 from tests.comparing import assert_same
 from tests.equal_blocks import EqualBlocks
@@ -237,11 +237,11 @@ def made() -> nn.Module:
 def test_a_scripted_function_needs_values(sim: Simulator):
     function = torch.jit.script(gate)
     real = torch.ones(2, device=DEVICE)
-    with FakeTensorMode() as mode, scripts_on_values():
+    with FakeTensorMode() as mode, kernels_need_values():
         assert function(torch.ones(2)).shape == (2,)
         with pytest.raises(RuntimeError, match="`gate` may be fused, and needs tensors with values"):
             function(mode.from_tensor(real))
-    with scripts_on_values():
+    with kernels_need_values():
         assert torch.equal(function(real).cpu(), torch.full((2,), 2.0))
 
 

@@ -17,7 +17,7 @@ from megatrain.memory.unshared import PARTED, check_unshared, held_elsewhere, wa
 from megatrain.optim.masters.halves import SplitMaster, dense, in_memory, memory_order, pieces, read_, write_
 from megatrain.optim.masters.registry import Kind, Masters
 from megatrain.tracer.inventory import StateEntry, first_packed, inventory
-from megatrain.tracer.plain_tensors import check_plain_state
+from megatrain.tracer.packing import check_plain_state
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -21,11 +21,11 @@ from megatrain.passes.rewrites.tiled_region import TiledRegion
 from megatrain.torch_private import pytree
 from megatrain.tracer.calls import applied_function, function_text
 from megatrain.tracer.guards import Expectation
-from megatrain.tracer.packed_state import PackedCall
 from megatrain.tracer.packing import plain_tensors
 from megatrain.tracer.python.followed_numbers import OnNumbers
-from megatrain.tracer.recording.observer import Observer
-from megatrain.tracer.recording.vmap import Mapped
+from megatrain.tracer.recording.module_calls import Mapped
+from megatrain.tracer.recording.opaque import Observer
+from megatrain.tracer.recording.packed_state import PackedCall
 
 # Whose Python decides by its arguments and by torch's settings alone; and the operators that are torch's own.
 _KNOWN = frozenset({"torch", "builtins", "_operator", "operator", "math", __name__.partition(".")[0]})

@@ -17,8 +17,7 @@ from torch import fx
 
 from megatrain.passes.rewriting.call_trial import called
 from megatrain.tracer.calls import target_name
-from megatrain.tracer.recording.effect_watch import storage_key
-from megatrain.tracer.spec import CALLS, TensorSpec
+from megatrain.tracer.spec import CALLS, TensorSpec, storage_key
 
 # Up to these numbers each whole number is an element of the dtype, and so are sums of two such elements.
 _EXACT = {torch.int64: 2**61, torch.int32: 2**30, torch.float64: 2**52, torch.float32: 2**23}

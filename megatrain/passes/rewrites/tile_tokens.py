@@ -27,8 +27,7 @@ from megatrain.passes.rewrites.token_rules import FEW, Axes, Trials, is_sized, s
 from megatrain.passes.rewriting.call_trial import Site
 from megatrain.passes.rewriting.rewriter import Rewriter
 from megatrain.torch_private import TorchDispatchMode, pytree
-from megatrain.tracer.recording.effect_watch import storage_key
-from megatrain.tracer.spec import CALLS
+from megatrain.tracer.spec import CALLS, storage_key
 from megatrain.tracer.traced import TracedModule
 
 

@@ -15,12 +15,11 @@ from megatrain.errors import LowerError
 from megatrain.interrupts import Interrupts
 from megatrain.torch_private import FakeTensorMode, disable_current_modes, pytree
 from megatrain.tracer.calls import call_name
-from megatrain.tracer.capture.sandbox import scripts_on_values
-from megatrain.tracer.capture.triton_launches import launches_refused
-from megatrain.tracer.recording.effect_watch import EffectWatch, storage_key
+from megatrain.tracer.recording.effect_watch import EffectWatch
 from megatrain.tracer.recording.random_numbers import GeneratorWatch
+from megatrain.tracer.recording.unseen_kernels import kernels_need_values
 from megatrain.tracer.source_line import SourceLine
-from megatrain.tracer.spec import TensorSpec, autocast_state
+from megatrain.tracer.spec import TensorSpec, autocast_state, storage_key
 
 Target = str | Callable[..., Any]
 """A function of tensors, or the name of a tensor's method."""
@@ -98,8 +97,7 @@ def tried(
     # Ctrl-C waits for the end of the call: an error in a dispatch mode that C++ doesn't expect ends the process.
     with Interrupts(), ExitStack() as stack:
         stack.enter_context(mode)
-        stack.enter_context(scripts_on_values())
-        stack.enter_context(launches_refused())
+        stack.enter_context(kernels_need_values())
         enter_modes(stack, site)
 
         def stand_in(node: fx.Node) -> Any:

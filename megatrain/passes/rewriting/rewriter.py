@@ -21,8 +21,7 @@ from megatrain.passes.rewriting.replacing import check_alike, refuse_rewrite, ta
 from megatrain.torch_private import FakeTensorMode, pytree
 from megatrain.tracer.calls import call_name
 from megatrain.tracer.inventory import StateEntry
-from megatrain.tracer.recording.effect_watch import storage_key
-from megatrain.tracer.spec import CALLS, TensorSpec
+from megatrain.tracer.spec import CALLS, TensorSpec, storage_key
 from megatrain.tracer.traced import TracedModule
 
 

@@ -18,17 +18,13 @@ from megatrain.torch_private import FakeTensor, pytree
 from megatrain.tracer.calls import call_name, function_text, literal_text
 from megatrain.tracer.guards import GuardFailedError
 from megatrain.tracer.source_line import SourceLine, user_line
-from megatrain.tracer.spec import is_equal
+from megatrain.tracer.spec import is_equal, storage_key
 
 Number = float | int
 
 
 class DecidedError(Exception):
-    """Python did more with a followed number than to compute with it.
-
-    Args:
-        place: The user's line, if there is one.
-    """
+    """Python did more with a followed number than to compute with it."""
 
     def __init__(self, place: SourceLine | None = None):
         super().__init__()
@@ -311,9 +307,9 @@ def _is_same(left: Any, right: Any) -> bool:
 
 def alike(result: Any, operands: Sequence[torch.Tensor]) -> list[Any]:
     """What every later result of a call must have in common with one: shapes, dtypes, and the operands' memory."""
-    memory = [t.untyped_storage()._cdata for t in operands]  # pyright: ignore[reportPrivateUsage]
+    memory = list(map(storage_key, operands))
     return [
-        (tuple(t.shape), t.dtype, memory.index(own) if (own := t.untyped_storage()._cdata) in memory else -1)  # pyright: ignore
+        (tuple(t.shape), t.dtype, memory.index(own) if (own := storage_key(t)) in memory else -1)
         if isinstance(t, torch.Tensor)
         else None
         for t in pytree.tree_leaves(result)

@@ -14,9 +14,9 @@ from torch import nn
 
 from megatrain.errors import TraceError
 from megatrain.tracer.arguments import Structure
-from megatrain.tracer.python.attributes import HOOKS
-from megatrain.tracer.python.contents import BUFFERS, CONTAINERS, Holder, held_in, items_of, leaves_of, put_into
-from megatrain.tracer.python.holders import Change, HolderPlace
+from megatrain.tracer.python.python_values import BUFFERS, CONTAINERS, HOLDERS, held_in, items_of, leaves_of, put_into
+from megatrain.tracer.python.snapshot import Change, HolderPlace
+from megatrain.tracer.python.watch import HOOKS
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -79,11 +79,7 @@ class SideOutputs:
 
     @staticmethod
     def of(changes: Sequence[Change], state: dict[int, torch.Tensor]) -> SideOutputs:
-        """Reads what a forward has left.
-
-        Args:
-            changes: What the modules and what they hold have now, other than before.
-            state: The parameter or buffer behind each fake one, by identity of the fake one.
+        """Reads what a forward has left; `state` has the parameter or buffer behind each fake one, by its identity.
 
         Raises:
             TraceError: If tensors are held by an object that can't be made again for each call.
@@ -144,7 +140,7 @@ class _Collected:
     def held(self, changes: Sequence[Change]) -> HeldObject:
         """Says how to leave what `changes`, all of one holder, have left."""
         holder, place = changes[0].holder, changes[0].place
-        if isinstance(holder, (dict, Holder, *BUFFERS)):
+        if isinstance(holder, (dict, *HOLDERS, *BUFFERS)):
             there = held_in(holder)
             removed = tuple(c.label for c in changes if c.label not in there)
             content = [(c.label, self._slot(c.now)) for c in changes if c.label in there]

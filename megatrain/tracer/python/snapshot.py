@@ -1,12 +1,13 @@
-"""What a Python value was when a capture read it, and whether another value stands for the same."""
+"""What Python state was at one time: which places hold something else now, put back; which values are equal still."""
 
 from __future__ import annotations
 
 import copy
+import functools
 import io
 import weakref
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 from enum import Enum
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType, SimpleNamespace
@@ -17,19 +18,159 @@ import torch
 from torch import nn
 
 from megatrain.torch_private import FakeTensor
-from megatrain.tracer.python.contents import (
+from megatrain.tracer.python.names import Outer
+from megatrain.tracer.python.python_values import (
     BUFFERS,
     CONTAINERS,
+    GENERATORS,
     LARGEST,
     MISSING,
     VALUES,
+    WHOLE,
     Missing,
+    ModuleClass,
+    Named,
+    held_in,
+    holders_in,
+    identity_of,
     is_copied,
     is_plain,
+    is_same,
+    is_unchangeable,
     items_of,
+    put_into,
     vars_of,
 )
+from megatrain.tracer.source_line import file_of, is_library
 from megatrain.tracer.spec import TensorSpec, is_equal
+
+
+def _is_ours(value: Any) -> bool:
+    """Tells whether what an object holds may be the model's state, rather than a library's own affairs."""
+    kind = type(value)
+    if kind is SimpleNamespace or kind.__module__ == "builtins" or isinstance(value, (*CONTAINERS, *GENERATORS)):
+        return True
+    return not is_library(file_of(kind))
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """An attribute, or an item of a container in one, that holds another object; None for nothing.
+
+    Attributes:
+        place: The way to `holder`.
+        is_added: Nothing was held there before, not even None.
+    """
+
+    name: str
+    holder: Any
+    label: Any
+    before: Any
+    now: Any
+    place: HolderPlace
+    is_added: bool
+
+    @property
+    def where(self) -> tuple[Any, Any]:
+        """Tells places apart: equal for equal places, however they were found."""
+        return identity_of(self.holder), self.label
+
+    @property
+    def is_plain(self) -> bool:
+        """Tells whether a plain value was replaced by another: a number, a text, a flag, the numbers of an array."""
+        values = (self.before, self.now)
+        is_plain = isinstance(self.holder, BUFFERS) or all(isinstance(x, VALUES) for x in values)
+        return is_plain and not is_equal(*values)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class HolderPlace:
+    """The way to a namespace or container: what holds what by which label, from something that stays.
+
+    Args:
+        root: The attributes of a module or of a hook's object, or a variable.
+        labels: From there on, each with which of the holders in what is found there.
+    """
+
+    root: Any
+    labels: tuple[tuple[Any, int], ...] = ()
+
+    def find(self) -> Any:
+        """Returns what is there now: the user may have put another list there."""
+        holder = self.root
+        for label, which in self.labels:
+            holder = holders_in(held_in(holder)[label])[which]
+        return holder
+
+
+class Snapshot:
+    """What the classes and attributes of modules hold, and what containers and objects in them hold, at one time."""
+
+    def __init__(self, module: nn.Module, outer: Outer | None = None) -> None:
+        # By identity: its name up to the root, the way from there, itself, and what it holds.
+        self._saved: dict[Any, tuple[str, HolderPlace, Any, dict[Any, Any]]] = {}
+        for prefix, child in module.named_modules():
+            kind = ModuleClass(child)
+            self._saved[identity_of(kind)] = prefix, HolderPlace(kind), kind, held_in(kind)
+            self._walk(prefix, child.__dict__, None)
+        for path, holder in outer.objects if outer else ():
+            self._saved.setdefault(id(holder), (path, HolderPlace(holder), holder, held_in(holder)))
+        for variable in outer.variables if outer else ():
+            self._walk(variable.path.rpartition(".")[0], variable, _is_ours)
+
+    def _walk(self, name: str, root: Any, follows: Callable[[Any], bool] | None) -> None:
+        stack: list[tuple[tuple[tuple[Any, int], ...], Any]] = [((), root)]
+        passed = set[Any]()
+        while stack:
+            way, holder = stack.pop()
+            identity = identity_of(holder)
+            if identity in self._saved or identity in passed:
+                continue
+            content = held_in(holder)
+            is_in_namespace = isinstance(holder, Named) and id(holder.holder) in self._saved
+            if is_in_namespace or is_unchangeable(holder):
+                passed.add(identity)
+            else:
+                self._saved[identity] = name, HolderPlace(root, way), holder, content
+            for label, item in content.items() if not isinstance(holder, WHOLE) else ():
+                inner = holders_in(item)
+                if inner and (follows is None or follows(item)):
+                    stack += [((*way, (label, which)), found) for which, found in enumerate(inner)]
+
+    @property
+    def holders(self) -> frozenset[Any]:
+        """Identities of the namespaces, containers and variables."""
+        return frozenset(self._saved)
+
+    def restore(self) -> None:
+        """Puts everything back in place."""
+        for _, _, holder, content in self._saved.values():
+            now = held_in(holder)
+            if not is_same(holder, content, now):
+                put_into(holder, content, [label for label in now if label not in content])
+
+    def changes(self) -> list[Change]:
+        """Lists what is held differently now."""
+        found: list[Change] = []
+        for name, place, holder, before in self._saved.values():
+            now = held_in(holder)
+            if is_same(holder, before, now):
+                continue
+            path = functools.reduce(_joined, (label for label, _ in place.labels), name)
+            for label in dict.fromkeys([*before, *now]):
+                old, new = before.get(label), now.get(label)
+                if old is not new:
+                    found.append(Change(_joined(path, label), holder, label, old, new, place, label not in before))
+        return found
+
+
+def _joined(name: str, label: Any) -> str:
+    if label is ...:
+        return name
+    return f"{name}.{label}" if name else str(label)
+
+
+# A value that another may stand for later.
 
 _CODE = (type, ModuleType, FunctionType, BuiltinFunctionType, MethodType, staticmethod, classmethod, property)
 # How many objects may lie in each other, and how many containers count as one.
@@ -39,13 +180,9 @@ _MOST = 50_000
 
 
 class Keeper:
-    """Makes `Kept` of values; a value that several places hold is kept once.
+    """Makes `Kept` of values; a value that several places hold is kept once."""
 
-    Args:
-        constants: Identities of the tensors that are constants of the graph.
-    """
-
-    def __init__(self, constants: set[int]) -> None:
+    def __init__(self, constants: Collection[int] = ()) -> None:
         self._constants = constants
         self._known: dict[int, tuple[Any, Kept]] = {}
 
@@ -94,9 +231,6 @@ _BRACKETS: dict[type, tuple[str, str]] = {
 }  # fmt: skip
 _LONGEST_TEXT = 80
 
-Seen = set[tuple[int, int]]
-Pairs = Iterator[tuple[Any, Any]]
-
 
 @dataclass(frozen=True, slots=True)
 class Mismatch:
@@ -118,27 +252,23 @@ class Kept:
 
     __slots__ = ()
 
-    def difference(self, now: Any, seen: Seen) -> Mismatch | None:
-        """Returns where `now` is something else, or None; pairs in `seen` are known to be equal."""
-        return None if self.is_same(now) else Mismatch("", self, now)
-
     def is_same(self, now: Any) -> bool:
         """Tells whether `now` is the same as far as this alone can tell."""
         raise NotImplementedError
 
-    def inner(self, now: Any) -> Pairs:
-        """Yields `(kept, value)` for what `now` holds."""
-        return iter(())
+    def difference(self, now: Any, seen: set[tuple[int, int]] | None = None) -> Mismatch | None:
+        """Returns where `now` is something else, or None; pairs of identities in `seen` are known to be equal."""
+        return None if self.is_same(now) else Mismatch("", self, now)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class KeptValue(Kept):
-    """A number, a text, a dtype, a copy of an array: equal values of one type are the same."""
+    """A number, a text, a dtype, a copy of an array."""
 
     value: Any
 
     def is_same(self, now: Any) -> bool:
-        """See `Kept.is_same`."""
+        """Equal values of one type are the same."""
         return type(now) is type(self.value) and is_equal(now, self.value)
 
     def __str__(self) -> str:
@@ -171,7 +301,7 @@ class Same(Kept):
         self._text = name_of(value)
 
     def is_same(self, now: Any) -> bool:
-        """See `Kept.is_same`."""
+        """Itself, of the same size if it is a container."""
         return now is not None and self._ref() is now and (self._size is None or len(now) == self._size)
 
     def __str__(self) -> str:
@@ -182,33 +312,32 @@ class Same(Kept):
 class TensorLike(Kept):
     """A tensor that no module registers: its values matter only where it is a constant of the graph."""
 
-    spec: TensorSpec
-    device: torch.device
-    requires_grad: bool
-    kind: type
+    described: tuple[Any, ...]
     constant: Same | None
 
     @staticmethod
     def of(tensor: torch.Tensor, is_constant: bool) -> TensorLike:
         """Reads what Python code can ask of `tensor` without its values."""
-        constant = Same(tensor) if is_constant else None
         kind = torch.Tensor if isinstance(tensor, FakeTensor) else type(tensor)  # it stands for a tensor of a step
-        return TensorLike(TensorSpec.of(tensor), tensor.device, tensor.requires_grad, kind, constant)
+        return TensorLike(_described(tensor, kind), Same(tensor) if is_constant else None)
 
     def is_same(self, now: Any) -> bool:
-        """See `Kept.is_same`."""
-        if type(now) is not self.kind or (self.constant is not None and not self.constant.is_same(now)):
+        """One of the same class, shape and device."""
+        if self.constant is not None and not self.constant.is_same(now):
             return False
-        described = (TensorSpec.of(now), now.device, now.requires_grad)
-        return described == (self.spec, self.device, self.requires_grad)
+        return isinstance(now, torch.Tensor) and _described(now, type(now)) == self.described
 
     def __str__(self) -> str:
-        return f"is {'the' if self.constant else 'a'} tensor {self.spec}"
+        return f"is {'the' if self.constant else 'a'} tensor {self.described[1]}"
+
+
+def _described(tensor: torch.Tensor, kind: type) -> tuple[Any, ...]:
+    return kind, TensorSpec.of(tensor), tensor.device, tensor.requires_grad
 
 
 @dataclass(slots=True, eq=False)
 class Contents(Kept):
-    """A container or a plain object: another of its type that holds the same stands for it.
+    """A container or a plain object.
 
     Args:
         kind: Its type.
@@ -223,7 +352,7 @@ class Contents(Kept):
     attributes: dict[str, Kept] = field(default_factory=dict[str, Kept])
 
     def is_same(self, now: Any) -> bool:
-        """See `Kept.is_same`."""
+        """Another of its type with the same keys."""
         if type(now) is not self.kind or (self.itself is not None and not self.itself.is_same(now)):
             return False
         if isinstance(now, set | frozenset):
@@ -231,8 +360,9 @@ class Contents(Kept):
         keys = list(items_of(now))
         return keys == list(self.items) and list(map(type, keys)) == list(map(type, self.items))
 
-    def difference(self, now: Any, seen: Seen) -> Mismatch | None:
-        """See `Kept.difference`."""
+    def difference(self, now: Any, seen: set[tuple[int, int]] | None = None) -> Mismatch | None:
+        """Returns the first place where `now` holds something else, at any depth, or None."""
+        seen = set() if seen is None else seen
         if (id(self), id(now)) in seen:
             return None
         seen.add((id(self), id(now)))
@@ -254,17 +384,26 @@ class Contents(Kept):
         for held, form in ((self.items, "[{!r}]"), (self.attributes, ".{}")):
             yield from ((form.format(label), kept) for label, kept in held.items())
 
-    def inner(self, now: Any) -> Pairs:
-        """See `Kept.inner`."""
-        for held, there in ((self.items, items_of(now)), (self.attributes, vars_of(now))):
-            yield from ((kept, there[label]) for label, kept in held.items() if label in there)
-
     def __str__(self) -> str:
         literal = _literal(self)
         if literal is not None and len(literal) <= _LONGEST_TEXT:
             return f"== {literal}"
         size = f" of {len(self.items)}" if issubclass(self.kind, CONTAINERS) else ""
         return f"is {_article(self.kind.__qualname__)}{size}"
+
+
+def parts_of(pairs: Iterable[tuple[Kept, Any]]) -> Iterator[tuple[Kept, Any]]:
+    """Yields what `pairs` compare, and all that it holds and that may change, each object once."""
+    stack, met = list(pairs), set[int]()
+    while stack:
+        kept, value = stack.pop()
+        can_change = not isinstance(kept, KeptValue | Same) or isinstance(value, BUFFERS)
+        if can_change and id(value) not in met:
+            met.add(id(value))
+            yield kept, value
+            if isinstance(kept, Contents):
+                for held, there in ((kept.items, items_of(value)), (kept.attributes, vars_of(value))):
+                    stack += [(inner, there[label]) for label, inner in held.items() if label in there]
 
 
 def _told_apart(value: Any) -> tuple[type, Any]:
@@ -312,15 +451,3 @@ def _literal(kept: Kept) -> str | None:
         texts.sort()
     left, right = _BRACKETS[kept.kind]
     return f"{left}{', '.join(texts)}{',' if kept.kind is tuple and len(texts) == 1 else ''}{right}"
-
-
-def parts_of(pairs: Iterable[tuple[Kept, Any]]) -> Iterator[tuple[Kept, Any]]:
-    """Yields what `pairs` compare and whatever that holds, each object once."""
-    stack, met = list(pairs), set[int]()
-    while stack:
-        kept, value = stack.pop()
-        can_change = not isinstance(kept, KeptValue | Same) or isinstance(value, BUFFERS)
-        if can_change and id(value) not in met:
-            met.add(id(value))
-            yield kept, value
-            stack.extend(kept.inner(value))

@@ -37,11 +37,6 @@ _VALUE_DEPENDENT = {
 }
 
 
-def storage_key(tensor: torch.Tensor) -> int:
-    """Identifies the storage behind a strided tensor while that storage is alive."""
-    return tensor.untyped_storage()._cdata  # pyright: ignore[reportPrivateUsage]
-
-
 class EffectWatch(TorchDispatchMode):
     """Collects the effects of one recorded call: what it writes in place, random draws, use of values.
 
@@ -89,7 +84,7 @@ class EffectWatch(TorchDispatchMode):
         schema = func._schema
         # An empty tensor that takes over a storage writes nothing into it: cuDNN's RNNs look at their weights so.
         takes_over = schema.name == "aten::set_" and args[0].numel() == 0
-        if schema.is_mutable and not takes_over and not _gives_own_memory(func, args):
+        if schema.is_mutable and not takes_over and not gives_own_memory(func, args):
             self._collect(schema.arguments, args, kwargs)
         statistics = _WRITES_STATISTICS.get(schema.name.removeprefix("aten::"))
         if statistics is not None and args[statistics[2]]:
@@ -138,27 +133,7 @@ def _given(func: Any, args: Any, kwargs: Any, name: str) -> Any:
     raise AssertionError(f"{func} has no {name}")
 
 
-class StrayWatch(TorchDispatchMode):
-    """Reports operations that run while no torch function is being recorded.
-
-    Such results (TorchScript, C++ extensions) would become silent constants of the graph.
-    """
-
-    def __init__(self, is_recording: Any, report: Any) -> None:
-        super().__init__()
-        self._is_recording = is_recording
-        self._report = report
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if _gives_own_memory(func, args):
-            return args[0]
-        # `prim` holds questions (`x.is_cuda` of a fake tensor arrives here) that have no tensor as an answer.
-        if not self._is_recording() and func.namespace != "prim":
-            self._report(func, args)
-        return func(*args, **(kwargs or {}))
-
-
-def _gives_own_memory(func: Any, args: Any) -> bool:
+def gives_own_memory(func: Any, args: Any) -> bool:
     """Tells whether a tensor is given the memory that it has: `torch.nn.utils.parametrize` does so to parameters."""
     return func is torch.ops.aten.set_.source_Tensor and args[0] is args[1]
 

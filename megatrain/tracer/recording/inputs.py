@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
 from enum import Enum
 
 import torch
@@ -12,10 +10,10 @@ from megatrain.device import HOST, Device, is_on_host
 from megatrain.errors import ExecuteError, TraceError
 from megatrain.torch_private import FakeTensorMode
 from megatrain.tracer.arguments import Arguments, HeldNumber, holds_tensors
-from megatrain.tracer.recording.attempt import Attempt
-from megatrain.tracer.recording.effect_watch import storage_key
+from megatrain.tracer.recording.obstacles import Attempt
 from megatrain.tracer.recording.recorder import Recorder
 from megatrain.tracer.spec import TensorSpec
+from megatrain.tracer.traced import WrittenInputs
 from megatrain.tracer.user_dicts import IMMUTABLE
 
 
@@ -94,41 +92,6 @@ def device_of(arguments: Arguments) -> torch.device:
     """Returns the device of the first real input that isn't on the host, else the CPU."""
     places = (t.device for t in arguments.tensors if not t.is_meta and not is_on_host(t))
     return next(places, HOST.torch_device)
-
-
-@dataclass(frozen=True, slots=True)
-class WrittenInputs:
-    """Inputs that the forward writes into: it gets a copy of each, whose last content goes back to the caller.
-
-    Args:
-        names: Of these inputs.
-        indices: Their places among the tensor arguments, ascending.
-    """
-
-    names: tuple[str, ...] = ()
-    indices: tuple[int, ...] = ()
-
-    def given(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Returns what a step starts from: the caller's tensors, but copies of those that it will write into.
-
-        Raises:
-            TraceError: If another input shares their memory.
-        """
-        storages = [storage_key(t) for t in tensors] if self.indices else []
-        for name, index in zip(self.names, self.indices, strict=True):
-            if storages.count(storages[index]) > 1:
-                raise TraceError(
-                    f"the model writes into its input `{name}` in place, which shares memory with another input.\n"
-                    "  The other input would change with it, at a moment that a schedule doesn't know.\n"
-                    "  Clone one of them."
-                )
-        return [t.clone() if i in self.indices else t for i, t in enumerate(tensors)]
-
-    def put(self, tensors: Sequence[torch.Tensor], contents: Sequence[torch.Tensor]) -> None:
-        """Writes `contents`, in the order of the indices, into the caller's tensors."""
-        with torch.no_grad():
-            for index, content in zip(self.indices, contents, strict=True):
-                tensors[index].copy_(content)
 
 
 def bind_inputs(

@@ -1,24 +1,28 @@
-"""Follows module calls during a capture, and knows which modules are repeated."""
+"""Follows calls that no mode of torch sees during a capture: of modules, of Functions, of `torch.vmap`."""
 
 from __future__ import annotations
 
 import functools
 import inspect
 from collections import Counter
-from collections.abc import Callable, Collection, Generator
-from contextlib import contextmanager
+from collections.abc import Callable, Generator, Sequence
+from contextlib import ExitStack, contextmanager
+from enum import Enum
+from types import BuiltinFunctionType, CellType, FunctionType, ModuleType
 from typing import Any
 
 import torch
 from torch import autograd, nn
 from torch.nn.modules import batchnorm
+from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import CheckpointFunction
 
 from megatrain.patches import original_of, replaced_here
-from megatrain.torch_private import function_class, pytree
-from megatrain.tracer.python.contents import VALUES
-from megatrain.tracer.python.holders import Attributes
-from megatrain.tracer.recording.obstacles import RUN_AGAIN, Obstacle
+from megatrain.torch_private import FakeTensor, function_class, function_modes, pytree, vmap_home
+from megatrain.tracer.python.python_values import VALUES
+from megatrain.tracer.python.snapshot import Snapshot
+from megatrain.tracer.recording.obstacles import RUN_AGAIN, Attempt, Obstacle
+from megatrain.tracer.recording.opaque import CallForm
 from megatrain.tracer.recording.random_numbers import HostRng
 from megatrain.tracer.recording.recorder import Recorder
 from megatrain.tracer.source_line import user_line
@@ -40,24 +44,39 @@ def repeated_modules(root: nn.Module) -> frozenset[str]:
 
 
 @contextmanager
-def followed_modules(recorder: Recorder, root: nn.Module) -> Generator[None]:
-    """Keeps `recorder.module_stack` equal to the calls that the running code is in."""
+def followed_calls(recorder: Recorder, root: nn.Module, attempt: Attempt) -> Generator[None]:
+    """Follows the calls of modules: keeps `module_stack`, and makes each call of an opaque module one node.
+
+    Notes the innermost that draws from Python's or NumPy's generators, if the attempt looks for it.
+
+    At a step, an opaque module finds itself as it is between calls, without what captured code has changed in it
+    before. Hooks on it are part of its call.
+    """
     names = {id(module): name for name, module in reversed(list(root.named_modules()))}
+    own_code = {id(root.get_submodule(name)): name for name in attempt.opaque}
+    start = {name: Snapshot(root.get_submodule(name)) for name in attempt.opaque}
     repeated = repeated_modules(root)
     calls: Counter[int] = Counter()
     stack = recorder.tape.module_stack
-
     original: Any = original_of(nn.Module, "__call__")
 
     def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if id(module) in own_code and not recorder.is_recording:
+            name = own_code[id(module)]
+            _check_as_found(recorder, name, start[name])
+            return recorder.record_module(module, name, args, kwargs)
         name = names.get(id(module))
         if name is None:
             return original(module, *args, **kwargs)
         stack.append((name, calls[id(module)]))
         calls[id(module)] += 1
+        looks = attempt.follows_host and not recorder.is_recording
+        before = HostRng.now() if looks else None
         try:
             return original(module, *args, **kwargs)
         finally:
+            if looks and not recorder.host_drawer and before != HostRng.now():
+                recorder.host_drawer = recorder.tape.calls()
             stack.pop()
             if name in repeated:
                 recorder.let_go()
@@ -66,28 +85,7 @@ def followed_modules(recorder: Recorder, root: nn.Module) -> Generator[None]:
         yield
 
 
-@contextmanager
-def opaque_modules(recorder: Recorder, root: nn.Module, opaque: Collection[str]) -> Generator[None]:
-    """Makes each call of the modules named in `opaque` one node, hooks on them included.
-
-    At a step, such a module finds itself as it is between calls, without what captured code has changed in it before.
-    """
-    original: Any = original_of(nn.Module, "__call__")
-    names = {id(root.get_submodule(name)): name for name in opaque}
-    start = {name: Attributes(root.get_submodule(name)) for name in opaque}
-
-    def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        if recorder.is_recording or id(module) not in names:
-            return original(module, *args, **kwargs)
-        name = names[id(module)]
-        _check_as_found(recorder, name, start[name])
-        return recorder.record_module(module, name, args, kwargs)
-
-    with replaced_here(nn.Module, "__call__", call):
-        yield
-
-
-def _check_as_found(recorder: Recorder, name: str, start: Attributes) -> None:
+def _check_as_found(recorder: Recorder, name: str, start: Snapshot) -> None:
     """Asks for wider code to run again where captured code has changed an opaque module before it calls the module.
 
     Raises:
@@ -142,30 +140,6 @@ def with_backward_hooks(root: nn.Module) -> dict[str, str]:
         for name, module in root.named_modules()
         if module._backward_hooks or module._backward_pre_hooks
     }
-
-
-@contextmanager
-def host_drawer(root: nn.Module) -> Generator[Callable[[], tuple[str, ...]]]:
-    """Looks for the innermost module call that draws from Python's or NumPy's generators; yields the way to ask."""
-    names = {id(module): name for name, module in root.named_modules()}
-    original: Any = original_of(nn.Module, "__call__")
-    stack: list[str] = []
-    found: list[tuple[str, ...]] = []
-
-    def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        if id(module) not in names:
-            return original(module, *args, **kwargs)
-        stack.append(names[id(module)])
-        before = HostRng.now()
-        try:
-            return original(module, *args, **kwargs)
-        finally:
-            if not found and before != HostRng.now():
-                found.append(tuple(stack))
-            stack.pop()
-
-    with replaced_here(nn.Module, "__call__", call):
-        yield lambda: found[0] if found else ()
 
 
 @contextmanager
@@ -273,3 +247,143 @@ def _is_inherited(function: Any, name: str) -> bool:
     """Tells whether a Function has torch's own method of that name, not the user's."""
     owner = next(kind for kind in function.__mro__ if name in vars(kind))
     return issubclass(autograd.Function, owner)
+
+
+class Mapped:
+    """Repeats a call of `vmap`; the target of a graph node.
+
+    Args:
+        call: Takes positional and keyword arguments.
+        args: These arguments at capture.
+        hidden: Tensors that the mapped function reads from closures: other tensors stand for them at each call.
+        modes: The user's modes for torch functions that were active, outermost first.
+    """
+
+    __name__ = "vmap"
+
+    def __init__(
+        self, call: Callable[..., Any], args: Any, hidden: Sequence[torch.Tensor], modes: Sequence[TorchFunctionMode]
+    ):
+        self._call = call
+        self._hidden = tuple(hidden)
+        self._modes = tuple(modes)
+        self._form = CallForm(args)
+
+    def __call__(self, *tensors: torch.Tensor) -> Any:
+        """Runs it on the tensors among the arguments, followed by those that stand for the hidden ones."""
+        given = iter(tensors)
+        args, kwargs = self._form.filled(given)
+        stand_ins = {id(old): new for old, new in zip(self._hidden, given, strict=True)}
+        with ExitStack() as stack:
+            for mode in self._modes:
+                stack.enter_context(mode)
+            stack.enter_context(_Replaced(lambda t: stand_ins.get(id(t), t)))
+            return self._call(*args, **kwargs)
+
+
+class _Replaced(TorchFunctionMode):
+    """Passes every tensor in every call through a function."""
+
+    def __init__(self, replace: Callable[[torch.Tensor], torch.Tensor]):
+        super().__init__()
+        self._replace = replace
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        args, kwargs = pytree.tree_map_only(torch.Tensor, self._replace, (args, kwargs or {}))
+        return func(*args, **kwargs)
+
+
+@contextmanager
+def recorded_maps(recorder: Recorder) -> Generator[None]:
+    """Makes each outermost call of `vmap` one node, where nothing in it is random or needs a gradient."""
+    original: Any = original_of(vmap_home, "vmap_impl")
+
+    def vmap(
+        function: Any, in_dims: Any, out_dims: Any, randomness: str, chunk_size: Any, *args: Any, **kwargs: Any
+    ) -> Any:
+        operands = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
+        call = functools.partial(original, function, in_dims, out_dims, randomness, chunk_size)
+        leaves = pytree.tree_leaves((args, kwargs))
+        if recorder.is_recording or randomness != "error" or not all(map(_is_lasting, leaves)):
+            return call(*args, **kwargs)
+        try:
+            # Variables that the function closes over may stand for something else by the time of a step.
+            lasting = functools.partial(original, _frozen(function), *call.args[1:])
+        except _NotFrozenError:
+            return call(*args, **kwargs)
+        hidden = _hidden_tensors(recorder, operands, lambda: lasting(*args, **kwargs))
+        if hidden is None:
+            return call(*args, **kwargs)
+        modes = function_modes()
+        users = modes[modes.index(recorder) + 1 :]
+        return recorder.record(Mapped(lasting, (args, kwargs), hidden, users), (*operands, *hidden), {})
+
+    with replaced_here(vmap_home, "vmap_impl", vmap):
+        yield
+
+
+def _is_lasting(leaf: Any) -> bool:
+    return _is_plain(leaf) if isinstance(leaf, torch.Tensor) else isinstance(leaf, VALUES)
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    return not isinstance(tensor, FakeTensor) and not tensor.requires_grad
+
+
+def _hidden_tensors(
+    recorder: Recorder, operands: list[torch.Tensor], call: Callable[[], Any]
+) -> list[torch.Tensor] | None:
+    """Runs a call to find what it reads besides its operands; None if it reads what isn't known before the step."""
+    found: dict[int, torch.Tensor] = {}
+    met = {id(t) for t in operands}
+
+    def see(tensor: torch.Tensor) -> torch.Tensor:
+        if recorder.tape.table.node(tensor) is not None and id(tensor) not in met:
+            found[id(tensor)] = tensor
+        return tensor
+
+    with recorder.unrecorded(), torch.no_grad(), _Replaced(see):
+        call()
+    return list(found.values()) if all(map(_is_plain, found.values())) else None
+
+
+class _NotFrozenError(Exception):
+    """The function holds an object whose later changes no copy can be kept from."""
+
+
+def _frozen(value: Any, met: dict[int, Any] | None = None) -> Any:
+    """Returns a copy of a function, and of the functions and containers that it holds; `met` are copies made already.
+
+    Raises:
+        _NotFrozenError: If it holds anything but functions, containers, tensors and values that never change.
+    """
+    met = {} if met is None else met
+    if id(value) in met:
+        return met[id(value)]
+    if isinstance(value, FunctionType):
+        return _frozen_function(value, met)
+    if isinstance(value, functools.partial):
+        args = [_frozen(x, met) for x in value.args]
+        return functools.partial(_frozen(value.func, met), *args, **_frozen(value.keywords, met))
+    if type(value) in (tuple, list, set, frozenset):
+        return type(value)(_frozen(x, met) for x in value)
+    if type(value) is dict:
+        return {key: _frozen(x, met) for key, x in value.items()}
+    if isinstance(value, (*VALUES, torch.Tensor, torch.Size, Enum, type, BuiltinFunctionType, ModuleType)):
+        return value
+    raise _NotFrozenError(type(value).__qualname__)
+
+
+def _frozen_function(function: FunctionType, met: dict[int, Any]) -> FunctionType:
+    cells = tuple(CellType() for _ in function.__closure__ or ())
+    copied = FunctionType(function.__code__, function.__globals__, function.__name__, None, cells or None)
+    met[id(function)] = copied  # before its cells: a function may close over itself
+    for cell, original in zip(cells, function.__closure__ or (), strict=True):
+        try:
+            held = original.cell_contents
+        except ValueError:
+            raise _NotFrozenError("a variable without a value") from None
+        cell.cell_contents = _frozen(held, met)
+    copied.__defaults__ = _frozen(function.__defaults__, met)
+    copied.__kwdefaults__ = _frozen(function.__kwdefaults__, met)
+    return copied

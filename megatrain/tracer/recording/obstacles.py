@@ -1,11 +1,12 @@
-"""What a capture can't follow, said with the user's line, the rule and the way out."""
+"""What a capture can't follow, said with the user's line, the rule and the way out; and what it tries next."""
 
 from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Generator
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from threading import get_ident
 from typing import Any, NoReturn
 
@@ -23,7 +24,6 @@ from megatrain.torch_private import (
     pytree,
 )
 from megatrain.tracer.calls import call_name, is_property_get, is_property_set
-from megatrain.tracer.packing import UnfollowedError
 from megatrain.tracer.recording.effect_watch import has_users_hooks
 from megatrain.tracer.source_line import OURS, SourceLine, user_line
 from megatrain.tracer.spec import TensorSpec
@@ -39,13 +39,32 @@ class StartAgainError(Exception):
     """This attempt at a capture is over, and it is known how the next one begins."""
 
 
-class ValuesNeededError(RuntimeError):
-    """A call of the model's that we, not torch, refuse on tensors without values.
+# A call in the user's code, wherever it stands in a loop: its line and its name.
+Site = tuple[SourceLine | None, str]
 
-    Args:
-        rule: Why it needs values.
-        way_out: What the user can do.
-    """
+
+class MakeFakeError(StartAgainError):
+    """A real tensor is written into; the capture starts again with the outputs of this call fake."""
+
+    def __init__(self, site: Site):
+        super().__init__(site)
+        self.site = site
+
+
+class WrittenInputError(StartAgainError):
+    """The model writes into an input; the capture starts again with a copy of it, written back after each call."""
+
+    def __init__(self, name: str):
+        super().__init__(name)
+        self.name = name
+
+
+class NeedSavedError(StartAgainError):
+    """A call needs what autograd saved in an earlier one; the capture starts again and keeps it."""
+
+
+class ValuesNeededError(RuntimeError):
+    """A call of the model's that we, not torch, refuse on tensors without values."""
 
     def __init__(self, rule: str, way_out: str = "Load the weights before compiling.") -> None:
         super().__init__(f"{rule}.\n  {way_out}")
@@ -281,7 +300,7 @@ def call_on_fakes(func: Any, args: Any, kwargs: Any, line: SourceLine | None, na
             return func(*args, **kwargs)
     except (DataDependentOutputException, DynamicOutputShapeException):
         refuse_read(line, name)
-    except (TraceError, StartAgainError, UnfollowedError):
+    except (TraceError, StartAgainError):
         raise
     except Exception as error:
         is_ours = isinstance(error, ValuesNeededError)
@@ -295,3 +314,105 @@ def call_on_fakes(func: Any, args: Any, kwargs: Any, line: SourceLine | None, na
             error.add_note(f"`{name}` was captured on fake tensors, at {line}")
             obstacle.cause = error
         raise obstacle from error
+
+
+_AS_IN_EAGER = (
+    "The forward reads values of its weights and differentiates inside itself.\n"
+    "  Its capture takes the device memory that the forward takes in eager, all weights included.\n"
+    "  Make the first call with a smaller batch, or compute the gradient outside the model."
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Attempt:
+    """How a capture treats the model.
+
+    Args:
+        make_fake: Calls whose results are fake although they could be computed from inputs alone.
+        written_inputs: Names of the inputs that the model writes into.
+        uses_values: Runs on the values of the weights instead of fake ones.
+        keeps_saved: On values, keeps what autograd saves for a backward, because the forward itself differentiates.
+        computes_large: Runs calls on inputs alone for real even if their results are very large.
+        opaque: Modules that run their own code at each step, with the reason; by name.
+        follows_host: Looks for the module that draws from Python's or NumPy's generators.
+        observed: Forward hooks that run by their own code at each step, beside the graph.
+        kept: Forward hooks that can't: they are captured.
+        follows_reads: Follows the numbers that Python reads from tensors of one element; with `uses_values`.
+    """
+
+    make_fake: frozenset[Site] = frozenset()
+    written_inputs: frozenset[str] = frozenset()
+    uses_values: bool = False
+    keeps_saved: bool = False
+    computes_large: bool = False
+    opaque: Mapping[str, str] = field(default_factory=dict[str, str])
+    follows_host: bool = False
+    observed: frozenset[HookSite] = frozenset()
+    kept: frozenset[HookSite] = frozenset()
+    follows_reads: bool = False
+
+    def runs_again(self, name: str) -> bool:
+        """Tells whether a module, or an attribute of one, belongs to an opaque module."""
+        return any(not module or name == module or name.startswith(f"{module}.") for module in self.opaque)
+
+    def again(self, error: StartAgainError) -> Attempt:
+        """Returns the attempt that follows an error which asks for another."""
+        match error:
+            case MakeFakeError():
+                assert error.site not in self.make_fake, "a call that was made fake gave real tensors"
+                return replace(self, make_fake=self.make_fake | {error.site})
+            case WrittenInputError():
+                assert error.name not in self.written_inputs, "a copy of an input was taken for the input"
+                return replace(self, written_inputs=self.written_inputs | {error.name})
+            case _:
+                assert not self.keeps_saved, "what autograd saved was thrown away although it is needed"
+                return replace(self, keeps_saved=True)
+
+    def note_memory(self, error: torch.OutOfMemoryError) -> None:
+        """Notes on an error of the device's memory why this attempt takes more of it than others."""
+        if self.keeps_saved:
+            error.add_note(_AS_IN_EAGER)
+
+    def after(self, obstacle: Obstacle, model: nn.Module) -> Attempt | None:
+        """Returns the attempt that may get past an obstacle in `model`, or None if there is none."""
+        following = self._with_hooks(obstacle)
+        if following is not None:
+            return following
+        if obstacle.remedy == USE_VALUES and obstacle.lacks_large and not self.computes_large:
+            return replace(self, computes_large=True)
+        if obstacle.remedy == USE_VALUES and not self.uses_values and _has_values(model):
+            return replace(self, uses_values=True)
+        if obstacle.remedy == FOLLOW_HOST and not self.follows_host:
+            return replace(self, follows_host=True)
+        if obstacle.remedy == RUN_AGAIN:
+            return self.with_opaque(obstacle.calls, obstacle.reason, model)
+        return None
+
+    def _with_hooks(self, obstacle: Obstacle) -> Attempt | None:
+        """Returns the attempt that treats the hooks that an obstacle is about in another way, or None."""
+        if obstacle.remedy not in (OBSERVE, USE_VALUES, RUN_AGAIN):
+            return None
+        fresh = obstacle.hooks - self.observed - self.kept
+        if fresh:
+            return replace(self, observed=self.observed | fresh)
+        given_up = obstacle.hooks & self.observed if obstacle.remedy == RUN_AGAIN else frozenset[HookSite]()
+        return replace(self, observed=self.observed - given_up, kept=self.kept | given_up) if given_up else None
+
+    def with_opaque(self, calls: Sequence[str], reason: str, model: nn.Module) -> Attempt | None:
+        """Makes the innermost of `calls` opaque that isn't yet, with the modules that run the same code."""
+        name = next((name for name in reversed(calls) if name not in self.opaque), None)
+        if name is None:
+            return None
+        return replace(self, opaque={**self.opaque, **dict.fromkeys(_of_one_class(model, name), reason)})
+
+
+def _has_values(model: nn.Module) -> bool:
+    return not any(t.is_meta for t in (*model.parameters(), *model.buffers()))
+
+
+def _of_one_class(model: nn.Module, name: str) -> list[str]:
+    """Lists the modules of a user's class: each would meet the same obstacle, and cost an attempt of its own."""
+    kind = type(model.get_submodule(name))
+    if not name or kind.__module__.partition(".")[0] == "torch":
+        return [name]
+    return [other for other, module in model.named_modules() if type(module) is kind]

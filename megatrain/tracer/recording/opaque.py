@@ -1,33 +1,66 @@
-"""Opaque: a module whose own code runs at each step, because no graph can stand for it."""
+"""Code of the user's that runs again at each step: modules that no graph can stand for, and hooks that only look."""
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Callable, Generator, Sequence
+import threading
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from enum import Enum
+from types import BuiltinFunctionType
 from typing import Any, NoReturn
 
+import numpy as np
 import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from megatrain.errors import TraceError
+from megatrain.device import used_device
+from megatrain.errors import ExecuteError, TraceError
 from megatrain.interrupts import Interrupts
-from megatrain.torch_private import are_transforms_active, pytree
+from megatrain.torch_private import FakeTensor, are_transforms_active, disable_current_modes, pytree
 from megatrain.tracer.arguments import Structure, holds_tensors
+from megatrain.tracer.calls import call_name
 from megatrain.tracer.guards import GuardFailedError
 from megatrain.tracer.inventory import with_own_history
-from megatrain.tracer.python.holders import Attributes, Outer
-from megatrain.tracer.python.snapshot import Keeper, Kept
+from megatrain.tracer.python.names import Outer
+from megatrain.tracer.python.python_values import VALUES, GeneratorState
+from megatrain.tracer.python.snapshot import Keeper, Kept, Snapshot
 from megatrain.tracer.recording.effect_watch import ByteCount, has_users_hooks
-from megatrain.tracer.recording.obstacles import HookSite, check_everywhere
-from megatrain.tracer.source_line import own_code
+from megatrain.tracer.recording.obstacles import (
+    RUN_AGAIN,
+    Obstacle,
+    check_call,
+    check_everywhere,
+    refuse,
+    refuse_flag,
+)
+from megatrain.tracer.recording.random_numbers import kept_rng
+from megatrain.tracer.source_line import own_code, user_line
 
 # With the latter a module gets to the nodes of autograd's graph, which have hooks too.
 _HOOK_BACKWARD = (torch.Tensor.register_hook, torch.Tensor.grad_fn.__get__)  # pyright: ignore
+# Calls of a hook that tie something to a tensor which outlives the hook, or change the tensor itself.
+_TIES = frozenset({"register_hook", "register_post_accumulate_grad_hook", "retain_grad", "requires_grad_", "backward"})
+# Arguments that are at each step what they were at the capture, whatever the module does with them.
+_LASTING = (*VALUES, torch.Size, np.generic, Enum, type, BuiltinFunctionType)
 
 Holder = tuple[nn.Module, str, str]
 """A module, which of its registries (`_parameters` or `_buffers`), and a name in it."""
+
+
+class CallForm:
+    """Nested arguments of a call without their tensors."""
+
+    def __init__(self, args: Any) -> None:
+        leaves, self._tree = pytree.tree_flatten(args)
+        self._is_tensor = [isinstance(x, torch.Tensor) for x in leaves]
+        self._literals = [None if isinstance(x, torch.Tensor) else x for x in leaves]
+        self.num_tensors = sum(self._is_tensor)
+
+    def filled(self, tensors: Iterator[Any]) -> Any:
+        """Returns the arguments with the next tensors in place of those that they had."""
+        leaves = [next(tensors) if t else x for t, x in zip(self._is_tensor, self._literals, strict=True)]
+        return pytree.tree_unflatten(leaves, self._tree)
 
 
 class Opaque:
@@ -62,9 +95,7 @@ class Opaque:
         self.runs_in_backward = False  # hooks of the user's, which may look at anything
         self.inner_bytes = 0
         self._calls = calls
-        leaves, self._tree = pytree.tree_flatten(args)
-        self._is_tensor = [isinstance(x, torch.Tensor) for x in leaves]
-        self._literals = [None if isinstance(x, torch.Tensor) else x for x in leaves]
+        self._form = CallForm(args)
         self._holders = holders
         self._rebound: list[int] | None = None
         self._expected: list[Kept] = []
@@ -74,9 +105,9 @@ class Opaque:
         """Prints the call on arguments that are printed already."""
         return f"opaque {self.name or 'the model'}({arguments})"
 
-    def python_state(self) -> Attributes:
+    def python_state(self) -> Snapshot:
         """What the module's code may change, as it is now."""
-        return Attributes(self.module, self._outer)
+        return Snapshot(self.module, self._outer)
 
     def __call__(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Runs the module.
@@ -92,7 +123,9 @@ class Opaque:
         """
         found, rebound, result = self._run(tensors, {}, None)
         leaves = pytree.tree_leaves(result)
-        is_alike = len(leaves) == len(self._expected) and all(map(_is_as_kept, self._expected, leaves))
+        is_alike = len(leaves) == len(self._expected) and all(
+            kept.difference(leaf) is None for kept, leaf in zip(self._expected, leaves, strict=True)
+        )
         if rebound != self._rebound or not is_alike:
             text = f"{self.call_text('...')} returns {_listed(self._expected)}"
             raise GuardFailedError(text, _listed(_kept_leaves(result)), self._calls)
@@ -101,16 +134,7 @@ class Opaque:
     def capture(
         self, tensors: Sequence[torch.Tensor], more: dict[int, torch.Tensor], seen: Callable[[torch.Tensor], None]
     ) -> tuple[tuple[torch.Tensor, ...], Any, list[tuple[Holder, torch.Tensor]]]:
-        """Runs the module for the first time and notes what its result looks like.
-
-        Args:
-            tensors: As for a call.
-            more: Further stand-ins, by the id of what they replace.
-            seen: Called with each tensor that the module's own code computes.
-
-        Returns:
-            The tensors as from a call, the module's result around them, and the buffers that it re-assigned.
-        """
+        """Runs the module for the first time, and notes what its result looks like; see `OpaqueCall.run`."""
         found, self._rebound, result = self._run(tensors, more, seen)
         self._expected = _kept_leaves(result)
         num_results = len(found) - len(self._rebound)
@@ -123,11 +147,8 @@ class Opaque:
         more: dict[int, torch.Tensor],
         seen: Callable[[torch.Tensor], None] | None,
     ) -> tuple[list[torch.Tensor], list[int], Any]:
-        num_arguments = sum(self._is_tensor)
-        given = iter(tensors[:num_arguments])
-        leaves = [next(given) if t else x for t, x in zip(self._is_tensor, self._literals, strict=True)]
-        args, kwargs = pytree.tree_unflatten(leaves, self._tree)
-        state = tensors[num_arguments:]
+        args, kwargs = self._form.filled(iter(tensors))
+        state = tensors[self._form.num_tensors :]
         with (
             Interrupts() as interrupts,
             _installed(self._holders, state) as stand_ins,
@@ -171,16 +192,13 @@ def tensors_in(value: Any) -> list[torch.Tensor]:
 def without_history(
     result: Any, results: Sequence[torch.Tensor], operands: Sequence[torch.Tensor], refuse: Callable[[], NoReturn]
 ) -> tuple[Any, tuple[torch.Tensor, ...]]:
-    """Frees what autograd saved while the module ran: it may be as large as all that the module computed.
+    """Frees what autograd saved while a module ran: it may be as large as all that the module computed.
 
     Args:
         result: What the module returned.
         results: The tensors that its node gives.
         operands: What the module was given: it may return such a tensor.
         refuse: Called by a backward that gets to the module; raises.
-
-    Returns:
-        `result` and `results`; tensors that the module's code gave a history have another.
     """
     given = {id(tensor) for tensor in operands}
     made = {id(t): t for t in pytree.tree_leaves(result) if isinstance(t, torch.Tensor) and t.grad_fn is not None}
@@ -191,12 +209,8 @@ def without_history(
 
 def _kept_leaves(result: Any) -> list[Kept]:
     """Records what code after the call can tell of its result: it must be the same at each step."""
-    keeper = Keeper(set())
+    keeper = Keeper()
     return [keeper.keep(leaf) for leaf in pytree.tree_leaves(result)]
-
-
-def _is_as_kept(kept: Kept, leaf: Any) -> bool:
-    return kept.difference(leaf, set()) is None
 
 
 def _listed(kept: list[Kept]) -> str:
@@ -251,17 +265,226 @@ class _Substitution(TorchFunctionMode):
         return result
 
 
-class Escapes:
-    """Remembers, weakly, what opaque modules and observers computed inside: such a tensor may not appear outside."""
+class OpaqueCall:
+    """One call of an opaque module during a capture; the arguments are those of `Opaque`, the module holds fake state.
 
-    def __init__(self) -> None:
-        self._origins: dict[int, tuple[weakref.ref[torch.Tensor], tuple[tuple[str, ...], frozenset[HookSite]]]] = {}
+    Attributes:
+        has_drawn: Whether its run moved a random generator: torch's on the CPU, Python's, NumPy's, or one of its own.
+    """
 
-    def note(self, tensor: torch.Tensor, calls: tuple[str, ...], hooks: frozenset[HookSite] = frozenset()) -> None:
-        """Notes a tensor made while the model was in `calls`, by one of `hooks` if there are any."""
-        self._origins[id(tensor)] = (weakref.ref(tensor), (calls, hooks))
+    def __init__(self, name: str, reason: str, module: nn.Module, args: Any, kwargs: Any, calls: tuple[str, ...]):
+        self._name = name
+        self._place = f"`{name}`" if name else "the model"
+        self._calls = calls
+        self._arguments = (args, kwargs)
+        leaves = pytree.tree_leaves((args, kwargs))
+        strange = [x for x in leaves if not isinstance(x, (torch.Tensor, *_LASTING))]
+        if strange:
+            self._refuse(f"is given a {type(strange[0]).__qualname__}, which may contain tensors or change")
+        state = _state_of(module)
+        self._num_state = len(state)
+        self.operands = [*(x for x in leaves if isinstance(x, torch.Tensor)), *(tensor for tensor, _ in state)]
+        self.opaque = Opaque(name, reason, module, (args, kwargs), [places for _, places in state], calls)
+        self._attributes = self.opaque.python_state()
+        self.changed: set[tuple[Any, Any]] = set()
+        self.has_drawn = False
 
-    def origin(self, tensor: torch.Tensor) -> tuple[tuple[str, ...], frozenset[HookSite]] | None:
-        """Returns the module calls and the hooks in which a tensor was made; None if it was made elsewhere."""
-        reference, origin = self._origins.get(id(tensor), (None, None))
-        return origin if reference is not None and reference() is tensor else None
+    def run(
+        self, tensors: Sequence[torch.Tensor], more: Mapping[int, torch.Tensor], seen: Callable[[torch.Tensor], None]
+    ) -> tuple[Any, tuple[torch.Tensor, ...], list[tuple[Holder, torch.Tensor]]]:
+        """Runs the module.
+
+        Args:
+            tensors: Stand-ins for the operands.
+            more: Further stand-ins, by the id of what they replace.
+            seen: Called with each tensor that the module's own code computes.
+
+        Returns:
+            The module's result, the tensors that its node gives, and the buffers that it re-assigned.
+
+        Raises:
+            Obstacle: If the module does something that would be lost, or wrong, when it runs again.
+        """
+        memory = [_memory(t) for t in tensors]
+        state = tensors[len(tensors) - self._num_state :]
+        flags = [t.requires_grad for t in state]
+        before = pytree.tree_flatten(self._arguments)
+        cpu = _cpu_state()
+        with kept_rng(used_device(tensors)) as moved:
+            results, result, rebound = self.opaque.capture(tensors, dict(more), seen)
+            self.has_drawn = cpu != _cpu_state()
+        self.has_drawn |= bool(moved)
+        after = pytree.tree_flatten(self._arguments)
+        if before[1] != after[1] or any(a is not b for a, b in zip(before[0], after[0], strict=True)):
+            self._refuse("changes a container that it is given")
+        for change in self._attributes.changes():
+            self.changed.add(change.where)
+            self.has_drawn |= isinstance(change.holder, GeneratorState)
+            if any(t.requires_grad for t in tensors_in(change.now)):
+                self._refuse(f"keeps a tensor with a history in the attribute `{change.name}`")
+        if any(now != then for now, then in zip(map(_memory, tensors), memory, strict=True)):
+            raise Obstacle(
+                f"gives a parameter other memory in the forward of {self._place}",
+                "The parameter stays in host memory; the module gets a stand-in.",
+                "Change parameters outside the forward.",
+            )
+        if [t.requires_grad for t in state] != flags:
+            refuse_flag(f" in the forward of {self._place}")
+        if any(t.is_leaf and t.grad is not None for t in tensors):
+            raise Obstacle(
+                f"runs a backward in the forward of {self._place}",
+                "The gradients that this backward leaves in `.grad` would be lost.",
+                "Use torch.autograd.grad, or run the backward outside the model.",
+            )
+        return result, results, rebound
+
+    def _refuse(self, what: str) -> None:
+        raise Obstacle(
+            f"runs the module `{self._name}` again at each step, which {what},",
+            "All tensors that enter or leave such a module must be in its arguments or its result.",
+            "Pass and return tensors.",
+            remedy=RUN_AGAIN,
+            place=user_line(),
+            calls=self._calls,
+        )
+
+
+def _cpu_state() -> bytes:
+    """The state of torch's generator on the CPU."""
+    with disable_current_modes():
+        return torch.get_rng_state().numpy().tobytes()
+
+
+def _memory(tensor: torch.Tensor) -> tuple[Any, ...]:
+    return tensor.dtype, tensor.shape, tensor.untyped_storage()._cdata  # pyright: ignore[reportPrivateUsage]
+
+
+def _state_of(module: nn.Module) -> list[tuple[torch.Tensor, list[Holder]]]:
+    """Lists the state of a module with every place that holds it, tied tensors once."""
+    found: dict[int, tuple[torch.Tensor, list[Holder]]] = {}
+    for child in module.modules():
+        for kind in ("_parameters", "_buffers"):
+            for name, tensor in vars(child)[kind].items():
+                if tensor is not None:
+                    found.setdefault(id(tensor), (tensor, []))[1].append((child, kind, name))
+    return list(found.values())
+
+
+_repeating = threading.local()
+
+
+@contextmanager
+def unobserved() -> Generator[None]:
+    """Keeps observers quiet while a forward is repeated: in eager there is only one."""
+    before = getattr(_repeating, "is_repeating", False)
+    _repeating.is_repeating = True
+    try:
+        yield
+    finally:
+        _repeating.is_repeating = before
+
+
+class Observer:
+    """Calls a hook that returns nothing; the target of a graph node without a result."""
+
+    __name__ = "observer"
+
+    def __init__(self, name: str, module: nn.Module, hook: Callable[..., Any], args: Any):
+        self.name = name
+        self._module = module
+        self._hook = hook
+        self._outer = Outer.of_hook(hook)
+        self._form = CallForm(args)
+
+    def call_text(self, arguments: str) -> str:
+        """Prints the call on arguments that are printed already."""
+        return f"hook of {self.name or 'the model'}({arguments})"
+
+    def python_state(self) -> Snapshot:
+        """What the hook may change, as it is now."""
+        return Snapshot(nn.Module(), self._outer)
+
+    def __call__(self, *tensors: torch.Tensor) -> None:
+        """Runs the hook, unless the forward is a repetition or tensors have no values.
+
+        Raises:
+            ExecuteError: If the hook does what an observer doesn't: return something, write into a tensor.
+        """
+        if getattr(_repeating, "is_repeating", False) or any(isinstance(t, FakeTensor) for t in tensors):
+            return
+        before = [t._version for t in tensors]
+        result = self._called([_Observed.apply(t) if t.requires_grad else t for t in tensors])
+        if result is not None:
+            raise ExecuteError(_changes(self.name, "returns a value"))
+        if [t._version for t in tensors] != before:
+            raise ExecuteError(_changes(self.name, "writes into a tensor in place"))
+
+    def first_run(self, tensors: Sequence[torch.Tensor], seen: Callable[[torch.Tensor], None]) -> None:
+        """Runs the hook during a capture.
+
+        Args:
+            tensors: As for a call.
+            seen: Called with each tensor that the hook is given or computes.
+
+        Raises:
+            Obstacle: If the hook does more than look.
+        """
+        given = [t.view_as(t) for t in tensors]
+        for tensor in given:
+            seen(tensor)
+        with _Looking(seen):
+            result = self._called(given)
+        if result is not None:
+            _refuse("returns a value")
+
+    def _called(self, tensors: Sequence[Any]) -> Any:
+        args, kwargs = self._form.filled(iter(tensors))
+        return self._hook(self._module, *args, **kwargs)
+
+
+class _Observed(torch.autograd.Function):
+    """What a hook sees of a tensor with a history: the same values, and no way to differentiate through them."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        raise ExecuteError(
+            "a backward reached a tensor that a forward hook has kept.\n"
+            "  In the capture, the hook kept no tensor that requires a gradient, so the hook runs outside the graph.\n"
+            "  Detach the tensors that the hook keeps, or let it keep tensors with a gradient at every call."
+        )
+
+
+class _Looking(TorchFunctionMode):
+    """Follows what a hook calls during a capture."""
+
+    def __init__(self, seen: Callable[[torch.Tensor], None]):
+        super().__init__()
+        self._seen = seen
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        check_call(func, args, kwargs)
+        if call_name(func) in _TIES:
+            _refuse(f"calls `{call_name(func)}`")
+        result = func(*args, **kwargs)
+        for leaf in pytree.tree_leaves(result):
+            if isinstance(leaf, torch.Tensor):
+                self._seen(leaf)
+        return result
+
+
+def _refuse(what: str) -> NoReturn:
+    refuse(f"has a forward hook that {what}", "Such a hook is part of the graph.", "Only look.", remedy=RUN_AGAIN)
+
+
+def _changes(name: str, what: str) -> str:
+    return (
+        f"a forward hook of `{name or 'the model'}` {what}, but didn't when the model was captured.\n"
+        "  A hook that changes only its own Python state runs outside the graph, and can't change the graph's "
+        "tensors.\n"
+        "  Let the hook do the same at every call, or do it in the module's forward."
+    )

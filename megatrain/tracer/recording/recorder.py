@@ -3,24 +3,17 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
-from enum import Enum
-from types import BuiltinFunctionType
 from typing import Any, NoReturn
 
-import numpy as np
 import torch
 from torch import fx, nn
 
-from megatrain.device import used_device
 from megatrain.interrupts import Interrupts
-from megatrain.torch_private import DisableTorchFunction, disable_current_modes, pytree
+from megatrain.torch_private import DisableTorchFunction, pytree
 from megatrain.tracer.calls import as_call, call_name, is_property_get, is_property_set
 from megatrain.tracer.guards import PLAIN, is_metadata_read
-from megatrain.tracer.packed_state import check_run, unpacked_result
-from megatrain.tracer.packing import UnfollowedError
-from megatrain.tracer.python.contents import VALUES, GeneratorState
 from megatrain.tracer.python.followed_numbers import (
     Followed,
     Following,
@@ -29,7 +22,6 @@ from megatrain.tracer.python.followed_numbers import (
     is_followed,
     refuse_followed,
 )
-from megatrain.tracer.recording.observer import Observer
 from megatrain.tracer.recording.obstacles import (
     RUN_AGAIN,
     HookSite,
@@ -40,130 +32,11 @@ from megatrain.tracer.recording.obstacles import (
     refuse,
     refuse_flag,
 )
-from megatrain.tracer.recording.opaque import Escapes, Holder, Opaque, tensors_in, without_history
-from megatrain.tracer.recording.random_numbers import kept_rng
+from megatrain.tracer.recording.opaque import Observer, OpaqueCall, without_history
+from megatrain.tracer.recording.packed_state import check_run, unpacked_result
 from megatrain.tracer.recording.runner import CallRunner
 from megatrain.tracer.recording.tape import place_of
 from megatrain.tracer.source_line import user_line
-
-# Arguments that are at each step what they were at the capture, whatever the module does with them.
-_LASTING = (*VALUES, torch.Size, np.generic, Enum, type, BuiltinFunctionType)
-
-
-class OpaqueCall:
-    """One call of an opaque module during a capture.
-
-    Args:
-        name: Fully qualified name of the module.
-        reason: Why it is opaque.
-        module: The module, holding fake state.
-        args: Positional arguments.
-        kwargs: Keyword arguments.
-        calls: Names of the module calls around it and itself, outermost first.
-
-    Attributes:
-        has_drawn: Whether its run moved a random generator: torch's on the CPU, Python's, NumPy's, or one of its own.
-    """
-
-    def __init__(self, name: str, reason: str, module: nn.Module, args: Any, kwargs: Any, calls: tuple[str, ...]):
-        self._name = name
-        self._place = f"`{name}`" if name else "the model"
-        self._calls = calls
-        self._arguments = (args, kwargs)
-        leaves = pytree.tree_leaves((args, kwargs))
-        strange = [x for x in leaves if not isinstance(x, (torch.Tensor, *_LASTING))]
-        if strange:
-            self._refuse(f"is given a {type(strange[0]).__qualname__}, which may contain tensors or change")
-        state = _state_of(module)
-        self._num_state = len(state)
-        self.operands = [*(x for x in leaves if isinstance(x, torch.Tensor)), *(tensor for tensor, _ in state)]
-        self.opaque = Opaque(name, reason, module, (args, kwargs), [places for _, places in state], calls)
-        self._attributes = self.opaque.python_state()
-        self.changed: set[tuple[Any, Any]] = set()
-        self.has_drawn = False
-
-    def run(
-        self, tensors: Sequence[torch.Tensor], more: Mapping[int, torch.Tensor], escapes: Escapes
-    ) -> tuple[Any, tuple[torch.Tensor, ...], list[tuple[Holder, torch.Tensor]]]:
-        """Runs the module.
-
-        Args:
-            tensors: Stand-ins for the operands.
-            more: Further stand-ins, by the id of what they replace.
-            escapes: Gets to know what the module's own code computes.
-
-        Returns:
-            The module's result, the tensors that its node gives, and the buffers that it re-assigned.
-
-        Raises:
-            Obstacle: If the module does something that would be lost, or wrong, when it runs again.
-        """
-        memory = [_memory(t) for t in tensors]
-        state = tensors[len(tensors) - self._num_state :]
-        flags = [t.requires_grad for t in state]
-        before = pytree.tree_flatten(self._arguments)
-        cpu = _cpu_state()
-        with kept_rng(used_device(tensors)) as moved:
-            results, result, rebound = self.opaque.capture(
-                tensors, dict(more), lambda tensor: escapes.note(tensor, self._calls)
-            )
-            self.has_drawn = cpu != _cpu_state()
-        self.has_drawn |= bool(moved)
-        after = pytree.tree_flatten(self._arguments)
-        if before[1] != after[1] or any(a is not b for a, b in zip(before[0], after[0], strict=True)):
-            self._refuse("changes a container that it is given")
-        for change in self._attributes.changes():
-            self.changed.add(change.where)
-            self.has_drawn |= isinstance(change.holder, GeneratorState)
-            if any(t.requires_grad for t in tensors_in(change.now)):
-                self._refuse(f"keeps a tensor with a history in the attribute `{change.name}`")
-        if any(now != then for now, then in zip(map(_memory, tensors), memory, strict=True)):
-            raise Obstacle(
-                f"gives a parameter other memory in the forward of {self._place}",
-                "The parameter stays in host memory; the module gets a stand-in.",
-                "Change parameters outside the forward.",
-            )
-        if [t.requires_grad for t in state] != flags:
-            refuse_flag(f" in the forward of {self._place}")
-        if any(t.is_leaf and t.grad is not None for t in tensors):
-            raise Obstacle(
-                f"runs a backward in the forward of {self._place}",
-                "The gradients that this backward leaves in `.grad` would be lost.",
-                "Use torch.autograd.grad, or run the backward outside the model.",
-            )
-        return result, results, rebound
-
-    def _refuse(self, what: str) -> None:
-        raise Obstacle(
-            f"runs the module `{self._name}` again at each step, which {what},",
-            "All tensors that enter or leave such a module must be in its arguments or its result.",
-            "Pass and return tensors.",
-            remedy=RUN_AGAIN,
-            place=user_line(),
-            calls=self._calls,
-        )
-
-
-def _cpu_state() -> bytes:
-    """The state of torch's generator on the CPU."""
-    with disable_current_modes():
-        return torch.get_rng_state().numpy().tobytes()
-
-
-def _memory(tensor: torch.Tensor) -> tuple[Any, ...]:
-    return tensor.dtype, tensor.shape, tensor.untyped_storage()._cdata  # pyright: ignore[reportPrivateUsage]
-
-
-def _state_of(module: nn.Module) -> list[tuple[torch.Tensor, list[Holder]]]:
-    """Lists the state of a module with every place that holds it, tied tensors once."""
-    found: dict[int, tuple[torch.Tensor, list[Holder]]] = {}
-    for child in module.modules():
-        for kind in ("_parameters", "_buffers"):
-            for name, tensor in vars(child)[kind].items():
-                if tensor is not None:
-                    found.setdefault(id(tensor), (tensor, []))[1].append((child, kind, name))
-    return list(found.values())
-
 
 _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 _RECORDED_PROPERTIES = {"data", "T", "mT", "H", "mH", "real", "imag"}
@@ -202,9 +75,6 @@ class Recorder(CallRunner):
             obstacle.calls = obstacle.calls or self.tape.calls()
             obstacle.lacks_large |= self._left_out_large
             raise
-        except UnfollowedError as error:
-            place = None if error.is_placed else self.tape.site[0]
-            raise Obstacle(*error.args, place=place, calls=self.tape.calls()) from None
 
     def over(self) -> list[tuple[torch.Tensor, str]]:
         """Lets go of all tensors; lists the fake ones, with the place that made each."""
@@ -364,7 +234,7 @@ class Recorder(CallRunner):
             more = {key: self._value(fake, is_leaf=True) for key, fake in self._originals.items() if id(fake) in fakes}
 
             def run(*tensors: torch.Tensor) -> Any:
-                return call.run(tensors, more, self.tape.escapes)
+                return call.run(tensors, more, lambda tensor: self.tape.escapes.note(tensor, calls))
 
             ends = self.gradient_order.ends(operands, nodes)
             with self._generator.free():
@@ -381,15 +251,7 @@ class Recorder(CallRunner):
         return result
 
     def record_hook(self, site: HookSite, hooks: frozenset[HookSite], module: nn.Module, hook: Any, args: Any) -> None:
-        """Records a hook that only looks as one node, and runs it once, so that what it leaves is seen.
-
-        Args:
-            site: The hook.
-            hooks: All that are the same function.
-            module: Its module.
-            hook: The hook itself.
-            args: What it is given behind the module, positional and keyword arguments.
-        """
+        """Records a hook that only looks as one node, and runs it once, so that what it leaves is seen."""
         self.tape.site = (user_line(), site[0])
         with self._located(), self.unrecorded():
             check_transforms()

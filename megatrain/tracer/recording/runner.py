@@ -2,172 +2,38 @@
 
 from __future__ import annotations
 
-import heapq
 import math
-from collections import Counter
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from functools import cache
 from types import BuiltinFunctionType, FunctionType, MethodDescriptorType, WrapperDescriptorType
 from typing import Any, NoReturn
 
 import torch
-from torch import fx
-from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
+from torch.autograd.graph import saved_tensors_hooks
 from torch.overrides import TorchFunctionMode
 
 from megatrain.interrupts import Interrupts
-from megatrain.torch_private import FakeTensor, FakeTensorMode, pytree, sequence_number
+from megatrain.torch_private import FakeTensor, FakeTensorMode, pytree
 from megatrain.tracer.calls import call_name
 from megatrain.tracer.inventory import StateValues
-from megatrain.tracer.packed_state import PackedState
 from megatrain.tracer.python.followed_numbers import Following
-from megatrain.tracer.recording.attempt import Attempt, MakeFakeError, NeedSavedError, WrittenInputError
-from megatrain.tracer.recording.effect_watch import EffectWatch, storage_key
+from megatrain.tracer.recording.effect_watch import EffectWatch
+from megatrain.tracer.recording.gradient_order import GradientOrder
 from megatrain.tracer.recording.obstacles import (
     RUN_AGAIN,
+    Attempt,
+    MakeFakeError,
+    NeedSavedError,
+    WrittenInputError,
     call_on_fakes,
     refuse,
     refuse_read,
     unprinted_failures,
 )
+from megatrain.tracer.recording.packed_state import PackedState
 from megatrain.tracer.recording.random_numbers import GeneratorWatch
 from megatrain.tracer.recording.tape import Tape
-
-_Ready = list[fx.Node | None]
-"""What waits when one of autograd's nodes has run: parameters that it has completed, and None for any other node."""
-
-
-class GradientOrder:
-    """Finds the order from a forward that is captured, without a backward.
-
-    Autograd's engine runs nodes in reverse order of creation, and a parameter's accumulation as soon as the last term
-    of its gradient is there. So a parameter is complete with the first call that uses it, calls in reverse order. If
-    one call uses several, the nodes of its own history tell their order.
-    """
-
-    def __init__(self) -> None:
-        self._ready: dict[fx.Node, list[_Ready]] = {}
-
-    @staticmethod
-    def ends(operands: Sequence[torch.Tensor], nodes: Sequence[fx.Node]) -> dict[Any, fx.Node | None]:
-        """Returns where the history of a call that is about to run will end; nothing if it uses no trained parameter.
-
-        Args:
-            operands: The tensors of the call.
-            nodes: Their nodes in the graph.
-        """
-        pairs = [(x, n) for x, n in zip(operands, nodes, strict=True) if x.requires_grad and not x.is_inference()]
-        if not torch.is_grad_enabled() or all(node.op != "get_attr" for _, node in pairs):
-            return {}
-        return {get_gradient_edge(x).node: node if node.op == "get_attr" else None for x, node in pairs}
-
-    def note(self, call: fx.Node, ends: dict[Any, fx.Node | None], result: Any) -> None:
-        """Reads the history of a call that has run: what `ends` returned before, and its result."""
-        tensors = [x for x in pytree.tree_leaves(result) if isinstance(x, torch.Tensor)] if ends else []
-        made = [x.grad_fn for x in tensors if x.grad_fn is not None]
-        if made:
-            self._ready[call] = _made_ready([node for node in dict.fromkeys(made) if node not in ends], ends)
-
-    def groups(self, graph: fx.Graph) -> tuple[tuple[str, ...], ...]:
-        """Returns the keys of the parameters that the graph's results depend on, in the order of their gradients.
-
-        Each group is of one parameter, except where one node of autograd completes three or more at once: their order
-        also depends on which other nodes are waiting then, and the group has the most likely one.
-        """
-        calls = [call for call in _reached(graph) if call.op != "get_attr"]
-        completed_by: dict[fx.Node, fx.Node] = {}
-        for call in calls:
-            completed_by.update((n, call) for ready in self._of(call) for n in ready if n is not None)
-        found: list[tuple[str, ...]] = []
-        for call in calls:
-            for ready in self._of(call):
-                is_here = [None if n is None or completed_by[n] is not call else str(n.target) for n in ready]
-                places = _order_at_once(tuple(key is not None for key in is_here))
-                keys = tuple(key for key in (is_here[place] for place in places) if key is not None)
-                found += [keys] if len(keys) > 2 else [(key,) for key in keys]
-        return tuple(found)
-
-    def _of(self, call: fx.Node) -> list[_Ready]:
-        """What each node of a call's history makes ready; a Function gets its history only after its forward."""
-        if call in self._ready or not call.meta.get("grad"):
-            return self._ready.get(call, [])
-        results = (call,) if "requires_grad" in call.meta else call.users
-        if not any(node.meta.get("requires_grad") for node in results):
-            return []
-        return [[n for n in call.all_input_nodes if n.op == "get_attr" and n.meta["requires_grad"]]]
-
-
-def _made_ready(roots: Sequence[Any], ends: dict[Any, fx.Node | None]) -> list[_Ready]:
-    """Goes through a history as the engine does; returns what each node makes ready, where this is a parameter."""
-    waits: Counter[Any] = Counter()
-    inner, stack = set(roots), list(roots)
-    while stack:
-        for following, _ in stack.pop().next_functions:
-            waits[following] += 1
-            if following is not None and following not in ends and following not in inner:
-                inner.add(following)
-                stack.append(following)
-    queue = [(-sequence_number(node), place, node) for place, node in enumerate(roots) if not waits[node]]
-    heapq.heapify(queue)
-    found: list[_Ready] = []
-    while queue:
-        node = heapq.heappop(queue)[2]
-        ready: _Ready = [None] * len(queue)
-        for following, _ in node.next_functions:
-            waits[following] -= 1
-            if following is None or waits[following]:
-                continue
-            ready.append(ends.get(following))
-            if following not in ends:
-                heapq.heappush(queue, (-sequence_number(following), len(waits) + len(queue), following))
-        if any(n is not None for n in ready):
-            found.append(ready)
-    return found
-
-
-def _reached(graph: fx.Graph) -> list[fx.Node]:
-    """Lists the nodes through which a gradient may flow to the results, in reverse order."""
-    reached: set[fx.Node] = set(graph.output_node().all_input_nodes)
-    found: list[fx.Node] = []
-    for node in reversed(graph.nodes):
-        if (node in reached or not reached.isdisjoint(node.meta.get("writes", ()))) and node.meta.get("grad", True):
-            found.append(node)
-            reached.update(node.all_input_nodes if node.meta.get("requires_grad", True) else ())
-    return found
-
-
-@cache
-def _order_at_once(is_parameter: tuple[bool, ...]) -> tuple[int, ...]:
-    """Asks autograd's engine in which order it runs accumulations that one node makes ready at once.
-
-    The engine's queue puts accumulations before all else, and has no order among them: for four or more it isn't
-    that in which they came.
-    """
-    if sum(is_parameter) < 3:
-        return tuple(range(len(is_parameter)))
-    seen: list[int] = []
-    with torch.enable_grad():
-        leaves = [torch.zeros((), requires_grad=True) for _ in is_parameter]
-        for place, leaf in enumerate(leaves):
-            leaf.register_hook(lambda _, place=place: seen.append(place))
-        pairs = zip(leaves, is_parameter, strict=True)
-        _Together.apply(*(leaf if is_one else leaf + 0 for leaf, is_one in pairs)).backward()
-    return tuple(seen)
-
-
-class _Together(torch.autograd.Function):
-    """Gives all its operands their gradients at once."""
-
-    @staticmethod
-    def forward(ctx: Any, *operands: torch.Tensor) -> torch.Tensor:
-        ctx.count = len(operands)
-        return operands[0].clone()
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
-        return gradients * ctx.count
-
+from megatrain.tracer.spec import storage_key
 
 MOST_BYTES = 1 << 30
 """A capture computes nothing larger: a mask of 32768 by 32768 tokens has as much, of one byte each."""
@@ -184,15 +50,6 @@ class CallRunner(TorchFunctionMode):
     and so are values that depend on state or on random numbers. If the attempt uses values, a call runs on the values
     behind the fake state. Modules hold fake state in either case, so that questions about state (device, shape) have
     one answer.
-
-    Args:
-        fake_mode: Mode of the fake tensors.
-        state: Where the values behind fake state come from.
-        originals: Fake state by the id of the real tensor it replaces.
-        device: Where the model computes.
-        attempt: What this run may do.
-        earlier: The recorder of a first run of which this is the repetition.
-        packed: The stand-ins of packed parameters.
     """
 
     def __init__(
@@ -215,7 +72,7 @@ class CallRunner(TorchFunctionMode):
         self.is_recording = False
         self._fake_mode = fake_mode
         self._state = state
-        self._originals = originals
+        self._originals = originals  # fake state, by the id of the real tensor
         self._attempt = attempt
         self._packed = packed
         # What opaque modules and observing hooks changed in Python: their code does it again at each step.
@@ -226,6 +83,7 @@ class CallRunner(TorchFunctionMode):
         self._left_out_large = False
         self._drops_saved = attempt.uses_values and not attempt.keeps_saved
         self.needs_saved = False
+        self.host_drawer: tuple[str, ...] = ()  # the calls around a draw from Python's or NumPy's generators
         self.following = Following()
 
     @contextmanager
@@ -359,13 +217,6 @@ def _makes_large(
 
     Such a call is tried on tensors without values. No result of torch's own functions has more elements than all
     operands and whole numbers multiplied, so nearly all calls need no trial.
-
-    Args:
-        func: The function or method.
-        args: Its arguments.
-        kwargs: Its keyword arguments.
-        operands: The tensors among these; all have values.
-        mode: Makes tensors without values.
     """
     if _most_elements(args, kwargs, operands) * _WIDEST <= MOST_BYTES or not _is_of_torch(func):
         return False

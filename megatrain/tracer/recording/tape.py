@@ -13,12 +13,19 @@ from torch import fx
 from megatrain.torch_private import FakeTensor, pytree
 from megatrain.tracer.calls import as_call, call_name, is_property_get
 from megatrain.tracer.guards import Expectation, Guard
-from megatrain.tracer.recording.attempt import Site
-from megatrain.tracer.recording.effect_watch import EffectWatch, storage_key
-from megatrain.tracer.recording.obstacles import RUN_AGAIN, Obstacle, refuse_kept, refuse_other_history, refuse_unknown
-from megatrain.tracer.recording.opaque import Escapes, Opaque
+from megatrain.tracer.recording.effect_watch import EffectWatch
+from megatrain.tracer.recording.obstacles import (
+    RUN_AGAIN,
+    HookSite,
+    Obstacle,
+    Site,
+    refuse_kept,
+    refuse_other_history,
+    refuse_unknown,
+)
+from megatrain.tracer.recording.opaque import Opaque
 from megatrain.tracer.source_line import user_line
-from megatrain.tracer.spec import TensorSpec, autocast_state
+from megatrain.tracer.spec import TensorSpec, autocast_state, storage_key
 
 
 class TensorTable:
@@ -26,9 +33,6 @@ class TensorTable:
 
     Fake tensors are kept alive, so that no other object takes their identity. Real ones may be large: they are followed
     weakly and forgotten with the last name that the user's code, or the capture for a weight's values, has for them.
-
-    Args:
-        device: Where the model computes.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -134,6 +138,22 @@ def place_of(node: fx.Node) -> str:
     return f"{where} at {source}" if source is not None else where
 
 
+class Escapes:
+    """Remembers, weakly, what opaque modules and observers computed inside: such a tensor may not appear outside."""
+
+    def __init__(self) -> None:
+        self._origins: dict[int, tuple[weakref.ref[torch.Tensor], tuple[tuple[str, ...], frozenset[HookSite]]]] = {}
+
+    def note(self, tensor: torch.Tensor, calls: tuple[str, ...], hooks: frozenset[HookSite] = frozenset()) -> None:
+        """Notes a tensor made while the model was in `calls`, by one of `hooks` if there are any."""
+        self._origins[id(tensor)] = (weakref.ref(tensor), (calls, hooks))
+
+    def origin(self, tensor: torch.Tensor) -> tuple[tuple[str, ...], frozenset[HookSite]] | None:
+        """Returns the module calls and the hooks in which a tensor was made; None if it was made elsewhere."""
+        reference, origin = self._origins.get(id(tensor), (None, None))
+        return origin if reference is not None and reference() is tensor else None
+
+
 class Tape:
     """Appends nodes and binds their results.
 
@@ -236,15 +256,7 @@ class Tape:
         return next((n for n in self.graph.nodes if n.op not in ("placeholder", "get_attr")), None)
 
     def append(self, func: Any, args: Any, kwargs: Any, operands: list[fx.Node], result: Any) -> fx.Node:
-        """Appends and returns the node of a call that ran, and binds the tensors in its result.
-
-        Args:
-            func: What was called.
-            args: Its arguments, with tensors.
-            kwargs: Its keyword arguments, likewise.
-            operands: The nodes of these tensors before the call.
-            result: What it returned.
-        """
+        """Appends and returns the node of a call that ran, and binds the tensors in its result."""
         op, target = as_call(func)
         if is_property_get(func):
             op, target, args, kwargs = "call_function", getattr, (args[0], call_name(func)), {}

@@ -1,8 +1,9 @@
-"""Launches of Triton kernels, which no mode of torch sees, and which take the addresses of tensors as they are.
+"""Kernels that no mode of torch sees: those of Triton, and those that TorchScript fuses.
 
-A tensor without values has the address 0: a launch on it is an access to memory that isn't there, which ends CUDA for
-the process. So a launch is an error there, and the capture begins again on the values of the weights. Nothing tells
-what a kernel writes: its tensors are compared before and after. Triton itself is never imported here: it is optional.
+A tensor without values has the address 0: a kernel on it reads memory that isn't there, which ends CUDA for the
+process. So such a launch is an error there, and the capture begins again on the values of the weights. Nothing tells
+what a kernel of Triton writes: its tensors are compared before and after. Triton itself is never imported here: it is
+optional.
 """
 
 from __future__ import annotations
@@ -16,8 +17,16 @@ from typing import Any, NoReturn
 import torch
 from torch.autograd.grad_mode import set_multithreading_enabled
 
+from megatrain.device import is_on_host
 from megatrain.patches import noticed_imports, original_of, replaced_here
-from megatrain.torch_private import FakeTensor, disable_current_modes, pytree, set_wrap_triton_enabled
+from megatrain.torch_private import (
+    FakeTensor,
+    ScriptFunction,
+    ScriptMethod,
+    disable_current_modes,
+    pytree,
+    set_wrap_triton_enabled,
+)
 from megatrain.tracer.recording.obstacles import ValuesNeededError
 from megatrain.tracer.recording.recorder import Recorder
 
@@ -26,12 +35,21 @@ _Launch = Callable[[Any, Callable[[], Any], tuple[Any, ...], dict[str, Any]], An
 
 
 @contextmanager
-def followed_launches(recorder: Recorder) -> Generator[None]:
-    """Follows launches in a forward that is captured.
+def followed_kernels(recorder: Recorder) -> Generator[None]:
+    """Follows them in a forward that is captured.
 
-    Between recorded calls a launch is refused, since it would be lost. Inside one (an `autograd.Function`, a module
-    that runs its own code) the kernel runs if all its tensors have values.
+    Between recorded calls a launch or a call of TorchScript is refused, since it would be lost. Inside one (an
+    `autograd.Function`, a module that runs its own code) the kernel runs if all its tensors have values.
     """
+
+    def check_script(function: Any, tensors: list[torch.Tensor]) -> None:
+        if tensors and not recorder.is_recording:
+            recorder.refuse(
+                f"calls the TorchScript function `{function.name}`",
+                "A capture records torch functions; results of TorchScript would become constants.",
+                "Call the function that was scripted.",
+            )
+        _check_values(function, tensors)
 
     def launch(kernel: Any, run: Callable[[], Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         tensors = _tensors_in((args, kwargs))
@@ -51,14 +69,43 @@ def followed_launches(recorder: Recorder) -> Generator[None]:
             _refuse(kernel)
         return _run_and_compare(run, tensors)
 
-    with _replaced(launch):
+    with _scripts_checked(check_script), _launches_replaced(launch):
         yield
 
 
 @contextmanager
-def launches_refused() -> Generator[None]:
-    """Refuses all launches: the body has no tensors with values, or may not change those that it has."""
-    with _replaced(lambda kernel, *_: _refuse(kernel)):
+def kernels_need_values() -> Generator[None]:
+    """Refuses launches of Triton, and TorchScript on an accelerator's tensors without values.
+
+    The body has no tensors with values, or may not change those that it has.
+    """
+    with _scripts_checked(_check_values), _launches_replaced(lambda kernel, *_: _refuse(kernel)):
+        yield
+
+
+def _check_values(function: Any, tensors: list[torch.Tensor]) -> None:
+    # A kernel that TorchScript has fused on earlier calls asks nothing about its tensors.
+    if any(isinstance(tensor, FakeTensor) and not is_on_host(tensor) for tensor in tensors):
+        raise ValuesNeededError(
+            f"the TorchScript function `{function.name}` may be fused, and needs tensors with values"
+        )
+
+
+@contextmanager
+def _scripts_checked(check: Callable[[Any, list[torch.Tensor]], None]) -> Generator[None]:
+    def checking(kind: Any) -> Callable[..., Any]:
+        original: Any = original_of(kind, "__call__")
+
+        def call(function: Any, *args: Any, **kwargs: Any) -> Any:
+            check(function, [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)])
+            return original(function, *args, **kwargs)
+
+        return call
+
+    with (
+        replaced_here(ScriptFunction, "__call__", checking(ScriptFunction)),
+        replaced_here(ScriptMethod, "__call__", checking(ScriptMethod)),
+    ):
         yield
 
 
@@ -117,7 +164,7 @@ def _launching_methods() -> list[tuple[Any, str]]:
 
 
 @contextmanager
-def _replaced(launch: _Launch) -> Generator[None]:
+def _launches_replaced(launch: _Launch) -> Generator[None]:
     """Makes `launch` what this thread's launches are, also those of a Triton that the body is the first to import.
 
     What is replaced is what launchers (`kernel[grid]`) call in the end. So it doesn't matter when a launcher was made.

@@ -1,21 +1,30 @@
-"""Tells at little cost whether anything that a capture read has changed since it was last compared."""
+"""Tells at little cost whether anything that a capture read, or the modules themselves, changed since a comparison."""
 
 from __future__ import annotations
 
+import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterable
+from dataclasses import dataclass
 from itertools import chain
 from operator import attrgetter, is_, itemgetter, methodcaller
-from types import CellType
 from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.modules import module as torch_module
 from torch.nn.parameter import is_lazy
 
 from megatrain.tracer.packing import namespaces, packing_key
-from megatrain.tracer.python.attributes import GLOBAL_HOOKS, HOOKS
-from megatrain.tracer.python.contents import BUFFERS, MISSING, GeneratorState, ObjectSlots, holders_in
+from megatrain.tracer.python.python_values import (
+    BUFFERS,
+    HOLDERS,
+    MISSING,
+    GeneratorState,
+    held_in,
+    holders_in,
+    is_same,
+)
 from megatrain.tracer.python.snapshot import Contents, Kept, parts_of
 
 _REGISTRIES = ("_parameters", "_buffers", "_modules")
@@ -36,15 +45,14 @@ class Watch:
         self._namespaces: list[dict[str, Any]] = []
         self._names: list[str] = []
         self._named: list[Any] = []
-        self._cells: list[tuple[CellType, Any]] = []
-        # Of all containers one behind the other: what they yield, and what dictionaries hold under these keys.
+        # Of all containers one after the other: what they yield, and what dictionaries hold under these keys.
         self._containers: list[Any] = []
         self._sizes: list[int] = []
         self._yielded: list[Any] = []
         self._mappings: list[Any] = []
         self._values: list[Any] = []
         self._empty: list[Any] = []
-        self._slots: list[tuple[ObjectSlots, list[Any]]] = []
+        self._others: list[tuple[Any, dict[Any, Any]]] = []
         self._compared: list[tuple[Kept, Any]] = []
 
     def add_name(self, namespace: dict[str, Any], name: str) -> None:
@@ -53,37 +61,30 @@ class Watch:
         self._names.append(name)
         self._named.append(namespace.get(name, MISSING))
 
-    def add_cell(self, cell: CellType, value: Any) -> None:
-        """Watches a variable of a closure, which holds `value`."""
-        self._cells.append((cell, value))
-
-    def add_container(self, container: Any) -> None:
-        """Watches all keys and values of a dictionary, or all items of another container."""
-        if not container:
-            self._empty.append(container)
-            return
-        self._containers.append(container)
-        self._sizes.append(len(container))
-        self._yielded += container
-        if hasattr(container, "values"):
-            self._mappings.append(container)
-            self._values += container.values()
+    def add(self, holder: Any) -> None:
+        """Watches all that a holder holds."""
+        if isinstance(holder, HOLDERS):
+            self._others.append((holder, held_in(holder)))
+        elif not holder:
+            self._empty.append(holder)
+        else:
+            self._containers.append(holder)
+            self._sizes.append(len(holder))
+            self._yielded += holder
+            if hasattr(holder, "values"):
+                self._mappings.append(holder)
+                self._values += holder.values()
 
     def add_parts(self, pairs: Iterable[tuple[Kept, Any]]) -> None:
         """Watches what these values hold, at any depth."""
         for kept, value in parts_of(pairs):
-            if not isinstance(kept, Contents):
-                self._compared.append((kept, value))
-                continue
             is_odd = isinstance(value, BUFFERS) or type(getattr(value, "__dict__", {})) is not dict
-            if is_odd or (type(value) is OrderedDict and kept.attributes):
+            if not isinstance(kept, Contents) or is_odd or (type(value) is OrderedDict and kept.attributes):
                 self._compared.append((kept, value))
                 continue
             for holder in holders_in(value):
-                if isinstance(holder, ObjectSlots):
-                    self._slots.append((holder, list(holder.held().values())))
-                elif not isinstance(holder, tuple | frozenset | GeneratorState):
-                    self.add_container(holder)
+                if not isinstance(holder, tuple | frozenset | GeneratorState):
+                    self.add(holder)
 
     def is_unchanged(self) -> bool:
         """Tells whether everything is the same object still."""
@@ -94,29 +95,100 @@ class Watch:
             and list(map(len, self._containers)) == self._sizes
             and all(map(is_, chain.from_iterable(self._containers), self._yielded))
             and all(map(is_, chain.from_iterable(map(_values, self._mappings)), self._values))
-            and all(_contents(cell) is value for cell, value in self._cells)
-            and all(_is_same_list(list(slots.held().values()), values) for slots, values in self._slots)
-            and all(kept.difference(value, set()) is None for kept, value in self._compared)
+            and all(is_same(holder, held, held_in(holder)) for holder, held in self._others)
+            and all(kept.difference(value) is None for kept, value in self._compared)
         )
 
 
-def _contents(cell: CellType) -> Any:
-    try:
-        return cell.cell_contents
-    except ValueError:
-        return MISSING
+# Hooks that change what a forward does, by the attribute that holds them.
+HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+_HOOK_OPTIONS = ("_forward_pre_hooks_with_kwargs", "_forward_hooks_with_kwargs", "_forward_hooks_always_called")
+GLOBAL_HOOKS: tuple[dict[int, Any], ...] = tuple(
+    getattr(torch_module, f"_global{name}") for name in (*HOOKS, *_HOOK_OPTIONS[1:])
+)
 
 
-def _is_same_list(left: list[Any], right: list[Any]) -> bool:
-    return len(left) == len(right) and all(map(is_, left, right))
+@dataclass(frozen=True, slots=True, eq=False)
+class ModuleNode:
+    """One module of a tree, which isn't kept alive, with the names of what it registers, its children and hooks."""
+
+    path: str
+    module: weakref.ref[nn.Module]
+    kind: type
+    registered: tuple[tuple[str, ...], tuple[str, ...]]
+    children: tuple[tuple[str, Any], ...]
+    hooks: tuple[tuple[Any, ...], ...]
+
+    @staticmethod
+    def of(path: str, module: nn.Module) -> ModuleNode:
+        """Reads what `module` has now."""
+        children = tuple((n, None if c is None else weakref.ref(c)) for n, c in module._modules.items())
+        registered = tuple(module._parameters), tuple(module._buffers)
+        return ModuleNode(path, weakref.ref(module), type(module), registered, children, _hooks(module))
+
+    def failure(self) -> str | None:
+        """Returns what is different now, or None."""
+        module = self.module()
+        if module is None:
+            return f"{self.path} is another module now"
+        if type(module) is not self.kind:
+            return f"{self.path} is of class {type(module).__qualname__} now, not {self.kind.__qualname__}"
+        now = list(module._modules.items())
+        for (name, child), (name_now, child_now) in zip(self.children, now, strict=False):
+            if name != name_now or (child_now is not None if child is None else child() is not child_now):
+                return f"{self.path}.{name} is another module now"
+        if len(now) != len(self.children):
+            return f"{self.path} has {len(now)} children, not {len(self.children)}"
+        if (tuple(module._parameters), tuple(module._buffers)) != self.registered:
+            return f"{self.path} registers other parameters or buffers now"
+        return f"{self.path} has other hooks now" if not _are_same(_hooks(module), self.hooks) else None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ModuleTree:
+    """All modules of a model, parents first, and the hooks that torch runs for every module."""
+
+    nodes: tuple[ModuleNode, ...]
+    global_hooks: tuple[tuple[Any, ...], ...]
+
+    @staticmethod
+    def of(model: nn.Module) -> ModuleTree:
+        """Reads the modules of `model` as they are now."""
+        named = ((f"model.{name}" if name else "model", module) for name, module in model.named_modules())
+        nodes = (ModuleNode.of(path, module) for path, module in named)
+        return ModuleTree(tuple(nodes), _global_hooks())
+
+    def failure(self) -> str | None:
+        """Returns what is different now, or None."""
+        if not _are_same(_global_hooks(), self.global_hooks):
+            return "torch runs other hooks for every module now"
+        return next((f for f in map(ModuleNode.failure, self.nodes) if f is not None), None)
+
+    def paths(self) -> dict[int, str]:
+        """Returns the first path of each module, by identity."""
+        return {id(node.module()): node.path for node in self.nodes}
+
+
+def _hooks(module: nn.Module) -> tuple[tuple[Any, ...], ...]:
+    held = [getattr(module, name) for name in HOOKS]
+    if not any(held):
+        return ()
+    return (*(tuple(h.values()) for h in held), *(tuple(getattr(module, name)) for name in _HOOK_OPTIONS))
+
+
+def _global_hooks() -> tuple[tuple[Any, ...], ...]:
+    return tuple(tuple(hooks.values()) for hooks in GLOBAL_HOOKS)
+
+
+def _are_same(left: tuple[tuple[Any, ...], ...], right: tuple[tuple[Any, ...], ...]) -> bool:
+    return len(left) == len(right) and all(
+        len(a) == len(b) and all(x is y or (isinstance(x, int) and x == y) for x, y in zip(a, b, strict=True))
+        for a, b in zip(left, right, strict=True)
+    )
 
 
 class ModelWatch:
-    """Notices at little cost when the modules of a model, their classes, registries, hooks or modes have changed.
-
-    Args:
-        model: The model.
-    """
+    """Notices at little cost when the modules of a model, their classes, registries, hooks or modes have changed."""
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
@@ -149,17 +221,17 @@ class ModelWatch:
         self._watch = Watch()
         for own in self._own:
             for name in (*_REGISTRIES, *HOOKS):
-                self._watch.add_container(own[name])
+                self._watch.add(own[name])
             for name in HOOKS:
                 if own[name]:
                     self._watch.add_name(own, name)
         self._registries = list(chain.from_iterable(map(_registries, self._own)))
         for hooks in GLOBAL_HOOKS:
-            self._watch.add_container(hooks)
+            self._watch.add(hooks)
         self._registered = [x for own in self._own for name in _REGISTRIES[:2] for x in own[name].values()]
         for tensor in self._registered:
             for namespace in () if tensor is None else namespaces(tensor):
-                self._watch.add_container(namespace)
+                self._watch.add(namespace)
         # Those of lazy modules have no shape yet; a capture refuses them.
         self._tensors = [x for x in self._registered if isinstance(x, torch.Tensor) and not is_lazy(x)]
         self._read()

@@ -8,7 +8,8 @@ classes don't come from are not looked into.
 from __future__ import annotations
 
 import functools
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from enum import Enum
 from types import CodeType, FunctionType, MethodType, ModuleType, WrapperDescriptorType
 from typing import Any, NamedTuple
@@ -17,69 +18,95 @@ import numpy as np
 import torch
 from torch import nn
 
-from megatrain.tracer.python.attributes import REGISTRIES
-from megatrain.tracer.python.contents import (
-    CONTAINERS,
-    GENERATORS,
-    VALUES,
-    Named,
-    held_in,
-    holders_in,
-    is_plain,
-)
+from megatrain.tracer.python.python_values import CONTAINERS, GENERATORS, VALUES, Named, held_in, holders_in, is_plain
 from megatrain.tracer.source_line import OURS, file_of, file_of_function, file_of_module, is_library, package_of
+
+# Torch's own bookkeeping in a module: compared as a whole, whether read or not.
+REGISTRIES = frozenset(
+    """
+    _parameters _buffers _modules _non_persistent_buffers_set _backward_pre_hooks _backward_hooks
+    _is_full_backward_hook _forward_hooks _forward_hooks_with_kwargs _forward_hooks_always_called
+    _forward_pre_hooks _forward_pre_hooks_with_kwargs _state_dict_hooks _state_dict_pre_hooks
+    _load_state_dict_pre_hooks _load_state_dict_post_hooks __class__ _call_impl _wrapped_call_impl _compiled_call_impl
+    """.split()
+)
 
 
 class Owned(NamedTuple):
-    """Values that belong to a hook.
-
-    Args:
-        path: How messages name them.
-        values: By name.
-        code: The code of the hook, where it is written in Python.
-        is_object: They are attributes of an object, of which the code may name few.
-    """
+    """Values that belong to a hook, by name; those of an object are its attributes, of which the code may name few."""
 
     path: str
     values: dict[str, Any]
     code: CodeType | None
-    is_object: bool
+    is_object: bool = False
 
 
-def owned(hook: Any) -> Iterator[Owned]:
-    """Yields what belongs to a hook."""
+def _owned(hook: Any) -> Iterator[Owned]:
     if isinstance(hook, functools.partial):
         name = getattr(hook.func, "__qualname__", "partial")
         code = getattr(hook.func, "__code__", None)
-        yield Owned(name, hook.keywords, code, False)
-        yield Owned(name, {f"argument {i}": value for i, value in enumerate(hook.args)}, code, False)
-        yield from owned(hook.func)
+        yield Owned(name, hook.keywords, code)
+        yield Owned(name, {f"argument {i}": value for i, value in enumerate(hook.args)}, code)
+        yield from _owned(hook.func)
     elif isinstance(hook, FunctionType):
-        yield Owned(hook.__qualname__, _defaults(hook), hook.__code__, False)
-        yield Owned(hook.__qualname__, vars(hook), hook.__code__, True)
+        yield Owned(hook.__qualname__, _defaults(hook), hook.__code__)
+        yield Owned(hook.__qualname__, vars(hook), hook.__code__, is_object=True)
     elif isinstance(hook, MethodType):
-        yield from owned(hook.__func__)
+        yield from _owned(hook.__func__)
         yield from _object(hook.__self__, getattr(hook.__func__, "__code__", None))
     else:
         yield from _object(hook, getattr(vars(type(hook)).get("__call__"), "__code__", None))
 
 
-def can_change(value: Any) -> bool:
-    """Tells whether other code could change what a value holds."""
-    return isinstance(value, CONTAINERS) or (
-        hasattr(value, "__dict__") and not isinstance(value, type | FunctionType | nn.Module | torch.Tensor)
-    )
-
-
 def _object(value: Any, code: CodeType | None) -> Iterator[Owned]:
     if hasattr(value, "__dict__") and not isinstance(value, type | nn.Module):
-        yield Owned(type(value).__qualname__, vars(value), code, True)
+        yield Owned(type(value).__qualname__, vars(value), code, is_object=True)
 
 
 def _defaults(function: FunctionType) -> dict[str, Any]:
     code, given = function.__code__, function.__defaults__ or ()
     positional = code.co_varnames[: code.co_argcount][code.co_argcount - len(given) :]
     return {**dict(zip(positional, given, strict=True)), **(function.__kwdefaults__ or {})}
+
+
+def _can_change(value: Any) -> bool:
+    """Tells whether other code could change what a value holds."""
+    return isinstance(value, CONTAINERS) or (
+        hasattr(value, "__dict__") and not isinstance(value, type | FunctionType | nn.Module | torch.Tensor)
+    )
+
+
+def _hooks(model: nn.Module, without: Collection[int]) -> list[Any]:
+    """Lists the forward hooks of a model except some, by identity."""
+    found = (h for m in model.modules() for h in (*m._forward_hooks.values(), *m._forward_pre_hooks.values()))
+    return [hook for hook in found if id(hook) not in without]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Outer:
+    """What a model's code reaches besides its modules.
+
+    Args:
+        variables: Globals, variables of closures, attributes of classes, arguments bound to hooks.
+        objects: Names and attributes of objects whose methods are hooks, or that are hooks themselves.
+    """
+
+    variables: Sequence[Named] = ()
+    objects: Sequence[tuple[str, dict[str, Any]]] = ()
+
+    @staticmethod
+    def of(model: nn.Module, without: Collection[int] = ()) -> Outer:
+        """Finds it by looking at code, except that of the forward hooks in `without`, by identity; nothing is run."""
+        objects = [found for hook in _hooks(model, without) for found in _owned(hook) if found.is_object]
+        named = {id(found.values): (found.path, found.values) for found in objects}
+        return Outer(NamedVariables(model, without=without).found, list(named.values()))
+
+    @staticmethod
+    def of_hook(hook: Any) -> Outer:
+        """Finds what one hook reaches."""
+        module = nn.Module()
+        module._forward_hooks[0] = hook
+        return Outer.of(module)
 
 
 # What runs without being named.
@@ -92,37 +119,22 @@ _DEEPEST = 3
 _OWNED = object()
 
 
-class Variables(NamedTuple):
-    """What code names.
-
-    Args:
-        found: What may be a setting or state of the model.
-        skipped: What belongs to a library: tables and objects that grow whenever anybody uses it.
-    """
-
-    found: list[Named]
-    skipped: list[Named]
-
-
-def named_variables(
-    model: nn.Module, read: Mapping[type, set[str]] | None = None, *, without: Collection[int] = ()
-) -> Variables:
-    """Lists the variables that the code of `model` and of its hooks names, in a fixed order.
+class NamedVariables:
+    """The variables that the code of a model and of its hooks names, in a fixed order.
 
     Args:
         model: The model.
         read: The methods that were looked up, by class of module; None takes every method that is named anywhere.
         without: Identities of forward hooks to leave out.
+
+    Attributes:
+        found: What may be a setting or state of the model.
+        skipped: What belongs to a library: tables and objects that grow whenever anybody uses it.
     """
-    search = _NameSearch(model, read, without)
-    search.run()
-    return Variables(search.found, search.skipped)
 
-
-class _NameSearch:
-    """A walk over functions and classes, each once."""
-
-    def __init__(self, model: nn.Module, read: Mapping[type, set[str]] | None, without: Collection[int]) -> None:
+    def __init__(
+        self, model: nn.Module, read: Mapping[type, set[str]] | None = None, *, without: Collection[int] = ()
+    ) -> None:
         self.found: list[Named] = []
         self.skipped: list[Named] = []
         self._met: dict[tuple[int, Any], Any] = {}
@@ -131,7 +143,6 @@ class _NameSearch:
         self._methods: dict[str, list[Any]] = {}
         self._inherited: dict[str, list[Any]] = {}
         self._stack: list[Any] = []
-        self._owned: list[Owned] = []
         kinds = dict.fromkeys(type(module) for module in model.modules())
         self._packages = {package_of(file_of(k)) for kind in kinds for k in kind.__mro__} - {None}
         for kind in kinds:
@@ -140,19 +151,18 @@ class _NameSearch:
             for name, value in vars(module).items():
                 if name not in REGISTRIES:
                     self._look_into(value)
-            hooks = (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
-            hooks = [hook for hook in hooks if id(hook) not in without]
-            self._stack += hooks
-            self._owned += [found for hook in hooks for found in owned(hook)]
+        self._stack += (hooks := _hooks(model, without))
+        self._owned = [found for hook in hooks for found in _owned(hook)]
+        self._run()
 
-    def run(self) -> None:
-        """Follows what is known until nothing new is named."""
+    def _run(self) -> None:
+        """Follows what is known until nothing new is named; each function and class once."""
         while self._stack:
             self._drain()
             for path, values, own_code, is_object in self._owned:
                 for name, value in list(values.items()):
                     code = self._names.get(name) if is_object else own_code
-                    if code is None or not (is_object or can_change(value)):
+                    if code is None or not (is_object or _can_change(value)):
                         continue
                     if self._is_new(values, (_OWNED, name)):
                         self._take(Named(f"{path}.{name}", values, name, code), {})
@@ -167,7 +177,7 @@ class _NameSearch:
                     if self._is_new(function):
                         self._follow(function)
             if is_users and isinstance(value, _CODE) and self._is_new(value, _OWNED):
-                self._owned += owned(value)
+                self._owned += _owned(value)
 
     def _is_new(self, value: Any, part: Any = None) -> bool:
         is_new = (id(value), part) not in self._met
@@ -252,7 +262,8 @@ class _NameSearch:
         if isinstance(value, _CODE):
             self._stack.append(value)
             return any(self._is_users(file_of_function(f)) for f in _functions(value))
-        is_setting = self._is_setting(value, is_installed=package_of(variable.code.co_filename) is not None)
+        is_installed = variable.code is not None and package_of(variable.code.co_filename) is not None
+        is_setting = self._is_setting(value, is_installed=is_installed)
         if not is_setting and not callable(value) and self._is_new(variable.holder, variable.name):
             self.skipped.append(variable)
         return is_setting

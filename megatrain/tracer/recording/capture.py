@@ -5,8 +5,7 @@ from __future__ import annotations
 import gc
 import weakref
 from collections import UserDict
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import FrameType
 from typing import Any
@@ -20,35 +19,23 @@ from megatrain.interrupts import Interrupts
 from megatrain.torch_private import FakeTensorMode, pytree
 from megatrain.tracer.arguments import Arguments, Structure
 from megatrain.tracer.calls import call_text
-from megatrain.tracer.capture.python_effects import Hooks, PythonEffects, running_hooks
-from megatrain.tracer.capture.sandbox import fake_state, followed_scripts, swapped_state, uncompiled
-from megatrain.tracer.capture.triton_launches import followed_launches
 from megatrain.tracer.inventory import StateEntry, StateValues, inventory
-from megatrain.tracer.packed_state import PackedState
-from megatrain.tracer.python.assumptions import Assumptions
-from megatrain.tracer.python.collect import Assuming
-from megatrain.tracer.python.contents import Holder, held_in, put_into
-from megatrain.tracer.python.holders import Attributes, Outer
+from megatrain.tracer.python.assumptions import Assuming, Assumptions
+from megatrain.tracer.python.names import Outer
+from megatrain.tracer.python.python_values import HOLDERS, held_in, put_into
 from megatrain.tracer.python.side_outputs import SideOutputs
-from megatrain.tracer.recording.attempt import Attempt, NeedSavedError
-from megatrain.tracer.recording.effect_watch import StrayWatch
-from megatrain.tracer.recording.inputs import WrittenInputs, bind_inputs
-from megatrain.tracer.recording.module_calls import (
-    followed_counts,
-    followed_modules,
-    host_drawer,
-    kept_dtypes,
-    opaque_modules,
-    recorded_functions,
-    repeated_modules,
-)
-from megatrain.tracer.recording.obstacles import FOLLOW_HOST, RUN_AGAIN, Obstacle
+from megatrain.tracer.python.snapshot import Snapshot
+from megatrain.tracer.recording.inputs import bind_inputs
+from megatrain.tracer.recording.module_calls import repeated_modules
+from megatrain.tracer.recording.obstacles import FOLLOW_HOST, RUN_AGAIN, Attempt, NeedSavedError, Obstacle
+from megatrain.tracer.recording.packed_state import PackedState
+from megatrain.tracer.recording.python_effects import Hooks, PythonEffects, running_hooks
 from megatrain.tracer.recording.random_numbers import HOST_GENERATORS, kept_rng
 from megatrain.tracer.recording.recorder import Recorder
-from megatrain.tracer.recording.vmap import recorded_maps
-from megatrain.tracer.source_line import own_code, user_line
+from megatrain.tracer.recording.sandbox import fake_state, swapped_state, watching
+from megatrain.tracer.source_line import user_line
 from megatrain.tracer.spec import TensorSpec
-from megatrain.tracer.traced import ReturnedArgument, TracedModule
+from megatrain.tracer.traced import ReturnedArgument, TracedModule, WrittenInputs
 from megatrain.tracer.user_dicts import attributes, contents
 
 
@@ -59,9 +46,6 @@ class Containers:
     A call of the capture gives the model's code new containers, so that a change of the caller's would be lost. A
     dictionary (a dict or a UserDict) that is changed and returned is known by the result, and each call changes the
     caller's in the same way.
-
-    Args:
-        held: Place among the arguments, the argument, its leaves and their layout.
     """
 
     held: Sequence[tuple[int | str, Any, Sequence[Any], pytree.TreeSpec]]
@@ -115,11 +99,7 @@ def _is_same(one: Any, other: Any) -> bool:
 
 
 class Made:
-    """The tensors of one capture, followed weakly, with the place in the model that made each.
-
-    Args:
-        tensors: Tensors and places.
-    """
+    """The tensors of one capture, followed weakly, with the place in the model that made each."""
 
     def __init__(self, tensors: Iterable[tuple[torch.Tensor, str]]) -> None:
         self._made = [(weakref.ref(tensor), place) for tensor, place in tensors]
@@ -211,7 +191,6 @@ class Capture:
         with (
             kept_rng(find(self._device), others_draw=True) as moved,
             swapped_state(self._model, self._by_id, self._outer) as start,
-            self._host_drawer() as drawer,
         ):
             with assuming.reading(self._followed):
                 result, given = self._run_forward(self._recorder)
@@ -220,7 +199,7 @@ class Capture:
             rebound = self._rebound_buffers()
             left = self._left(start)
             self._refuse_kept_state(start)
-        if self._attempt.follows_host and not drawer() and moved == [HOST_GENERATORS]:
+        if self._attempt.follows_host and not self._recorder.host_drawer and moved == [HOST_GENERATORS]:
             moved.clear()  # no module drew: another thread did
         if moved:
             raise Obstacle(
@@ -228,7 +207,7 @@ class Capture:
                 "A capture would repeat the same number in every call.",
                 "Draw with torch instead, unseeded.",
                 remedy=RUN_AGAIN if self._attempt.follows_host else FOLLOW_HOST,
-                calls=drawer(),
+                calls=self._recorder.host_drawer,
             )
         outputs = Structure.of(result)
         written = [given[index] for index in self._written.indices]
@@ -247,12 +226,9 @@ class Capture:
                     "  Clone the input first, or return the result instead."
                 )
 
-    def _left(self, start: Attributes) -> SideOutputs:
+    def _left(self, start: Snapshot) -> SideOutputs:
         changes = self._effects.own(start, self._recorder)
         return SideOutputs.of(changes, {id(self._fakes[key]): t for key, t in self._tensors.items()})
-
-    def _host_drawer(self) -> AbstractContextManager[Callable[[], tuple[str, ...]]]:
-        return host_drawer(self._model) if self._attempt.follows_host else nullcontext(tuple)
 
     def _run_forward(self, recorder: Recorder) -> tuple[Any, list[torch.Tensor]]:
         """Runs the model; returns its result, and what its inputs were bound to."""
@@ -265,20 +241,7 @@ class Capture:
         for key, fake in self._fakes.items():
             recorder.tape.bind_state(fake, key)
         hooks = Hooks(self._model, recorder, self._attempt, self._outer)
-        with ExitStack() as stack:
-            stack.enter_context(uncompiled())
-            stack.enter_context(hooks.followed())
-            stack.enter_context(StrayWatch(lambda: recorder.is_recording, self._refuse_stray))
-            stack.enter_context(followed_modules(recorder, self._model))
-            stack.enter_context(recorded_functions(recorder))
-            stack.enter_context(followed_scripts(recorder))
-            stack.enter_context(followed_launches(recorder))
-            stack.enter_context(recorded_maps(recorder))
-            stack.enter_context(kept_dtypes(recorder))
-            stack.enter_context(followed_counts(recorder))
-            stack.enter_context(opaque_modules(recorder, self._model, self._attempt.opaque))
-            stack.enter_context(recorder)
-            stack.enter_context(own_code())
+        with watching(recorder, self._model, hooks, self._attempt, self._refuse_stray):
             try:
                 with self._interrupts.released():
                     result = self._model(*args, **kwargs)
@@ -300,7 +263,7 @@ class Capture:
         self._effects.changed_by.update(hooks.changed_by)
         return result, given
 
-    def _refuse_stray(self, func: Any, args: Any) -> None:
+    def _refuse_stray(self, func: Any) -> None:
         if func is torch.ops.aten.lift_fresh.default:
             return  # a tensor is made of a NumPy array or a list: a constant, as its values are
         self._stray = Obstacle(
@@ -313,7 +276,7 @@ class Capture:
         )
         raise self._stray
 
-    def _refuse_kept_state(self, start: Attributes) -> None:
+    def _refuse_kept_state(self, start: Snapshot) -> None:
         """Runs a forward that changed attributes again, to see whether the next call would do something else.
 
         What an opaque module changes in itself doesn't count: its code runs at each step.
@@ -323,7 +286,7 @@ class Capture:
         """
         for change in start.changes():
             if isinstance(change.before, torch.Tensor) and id(change.before) in self._fake_ids():
-                has_names = isinstance(change.holder, dict | Holder)
+                has_names = isinstance(change.holder, (dict, *HOLDERS))
                 others = {} if has_names else held_in(change.holder)
                 put_into(change.holder, {**others, change.label: change.before})
         changes = self._effects.own(start, self._recorder)

@@ -10,22 +10,17 @@ import torch
 from torch import nn
 
 from megatrain.errors import TraceError
-from megatrain.tracer.python.contents import GeneratorState, Named, ObjectSlots, leaves_of
-from megatrain.tracer.python.holders import Attributes, Change, ModuleClass, Outer
-from megatrain.tracer.recording.attempt import Attempt
-from megatrain.tracer.recording.obstacles import OBSERVE, RUN_AGAIN, USE_VALUES, HookSite, Obstacle
+from megatrain.tracer.python.names import Outer
+from megatrain.tracer.python.python_values import GeneratorState, ModuleClass, Named, ObjectSlots, leaves_of
+from megatrain.tracer.python.snapshot import Change, Snapshot
+from megatrain.tracer.recording.obstacles import OBSERVE, RUN_AGAIN, USE_VALUES, Attempt, HookSite, Obstacle
 from megatrain.tracer.recording.recorder import Recorder
 
 
 class PythonEffects:
     """Judges what a model's forward has changed.
 
-    Args:
-        model: The model.
-        attempt: Which of its code runs again at each step.
-        outer: What its code reaches besides its modules.
-
-    Attributes:
+    Snapshot:
         changed_by: The captured hook that changed something, by `Change.where`.
     """
 
@@ -36,11 +31,11 @@ class PythonEffects:
         self._of_hooks = {id(holder) for _, holder in outer.objects}
         self.changed_by: dict[Any, HookSite] = {}
 
-    def now(self) -> Attributes:
+    def now(self) -> Snapshot:
         """Reads all that may change."""
-        return Attributes(self._model, self._outer)
+        return Snapshot(self._model, self._outer)
 
-    def own(self, start: Attributes, recorder: Recorder) -> list[Change]:
+    def own(self, start: Snapshot, recorder: Recorder) -> list[Change]:
         """Lists what the captured code changed since, not the code that runs again at each step.
 
         Raises:
@@ -59,7 +54,7 @@ class PythonEffects:
                 )
         return own
 
-    def refuse_unregistered(self, start: Attributes) -> None:
+    def refuse_unregistered(self, start: Snapshot) -> None:
         """Refuses a forward that leaves a module with another class, or without one of its parameters.
 
         What is back at the end of the forward (a parametrization that it removes) has only made other calls.
@@ -152,12 +147,6 @@ class Hooks:
     A hook that returns nothing, and leaves something behind that has no history and that nothing else in the model
     reads, is better run by its own code at each step: a graph would have to be captured anew for each state that it
     finds. It stays in the graph as an observer. All other hooks are captured like the rest of the forward.
-
-    Args:
-        model: The model.
-        recorder: Of this run.
-        attempt: What this run may do.
-        outer: What the model's code reaches besides its modules.
     """
 
     def __init__(self, model: nn.Module, recorder: Recorder, attempt: Attempt, outer: Outer) -> None:
@@ -193,7 +182,7 @@ class Hooks:
             if self._attempt.observed:
                 wrap(found for found in sites if found[0] in self._attempt.observed)
                 mine = {id(hook) for hook in self._hooks.values()}
-                self._others = Attributes(self._model, Outer.of(self._model, without=mine)).holders
+                self._others = Snapshot(self._model, Outer.of(self._model, without=mine)).holders
             wrap(found for found in sites if found[0] not in self._attempt.observed)
             yield
         finally:
@@ -220,7 +209,7 @@ class Hooks:
 
     def _wrapped(self, site: HookSite, module: nn.Module, hook: Callable[..., Any]) -> Callable[..., Any]:
         def run(_: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            before = Attributes(module, self._outer)
+            before = Snapshot(module, self._outer)
             try:
                 if site in self._attempt.observed:
                     self._recorder.record_hook(site, self._alike({site}), module, hook, (args, kwargs))

@@ -1,4 +1,4 @@
-"""Runs a model's forward on fake state and leaves no trace of it in the model."""
+"""Runs a model's forward on fake state, watched by a recorder, and leaves no trace of it in the model."""
 
 from __future__ import annotations
 
@@ -12,64 +12,75 @@ from typing import Any
 import torch
 from torch import nn
 
-from megatrain.device import is_on_host
-from megatrain.patches import original_of, replaced_elsewhere, replaced_here
-from megatrain.torch_private import FakeTensor, FakeTensorMode, ScriptFunction, ScriptMethod, pytree
-from megatrain.tracer.python.holders import Attributes, Outer
-from megatrain.tracer.recording.obstacles import ValuesNeededError
+from megatrain.patches import replaced_elsewhere
+from megatrain.torch_private import FakeTensorMode, TorchDispatchMode
+from megatrain.tracer.python.names import Outer
+from megatrain.tracer.python.snapshot import Snapshot
+from megatrain.tracer.recording.effect_watch import gives_own_memory
+from megatrain.tracer.recording.module_calls import (
+    followed_calls,
+    followed_counts,
+    kept_dtypes,
+    recorded_functions,
+    recorded_maps,
+)
+from megatrain.tracer.recording.obstacles import Attempt
+from megatrain.tracer.recording.python_effects import Hooks
 from megatrain.tracer.recording.recorder import Recorder
-from megatrain.tracer.source_line import original
+from megatrain.tracer.recording.unseen_kernels import followed_kernels
+from megatrain.tracer.source_line import original, own_code
+
+
+class _StrayWatch(TorchDispatchMode):
+    """Reports operations that run while no torch function is being recorded."""
+
+    def __init__(self, recorder: Recorder, report: Callable[[Any], None]) -> None:
+        super().__init__()
+        self._recorder = recorder
+        self._report = report
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if gives_own_memory(func, args):
+            return args[0]
+        # `prim` holds questions (`x.is_cuda` of a fake tensor arrives here) that have no tensor as an answer.
+        if not self._recorder.is_recording and func.namespace != "prim":
+            self._report(func)
+        return func(*args, **(kwargs or {}))
 
 
 @contextmanager
-def followed_scripts(recorder: Recorder) -> Generator[None]:
-    """Refuses calls of TorchScript in code that is recorded, whether it runs op by op or in kernels of its own."""
+def watching(
+    recorder: Recorder, model: nn.Module, hooks: Hooks, attempt: Attempt, report: Callable[[Any], None]
+) -> Generator[None]:
+    """Has the recorder see all that the body, one run of the model's forward on this thread, does.
 
-    def check(function: Any, tensors: list[torch.Tensor]) -> None:
-        if tensors and not recorder.is_recording:
-            recorder.refuse(
-                f"calls the TorchScript function `{function.name}`",
-                "A capture records torch functions; results of TorchScript would become constants.",
-                "Call the function that was scripted.",
-            )
-        _check_values(function, tensors)
-
-    with _checked(check):
-        yield
-
-
-@contextmanager
-def scripts_on_values() -> Generator[None]:
-    """Refuses TorchScript on an accelerator's tensors without values.
-
-    A kernel that it has fused on earlier calls would read the memory that these tensors lack; nothing in torch asks
-    what kind of tensors they are.
+    Args:
+        recorder: Gets each torch call.
+        model: The model, holding fake state.
+        hooks: The user's forward hooks.
+        attempt: Which modules run their own code.
+        report: Called with each operation that no torch function has called: results of TorchScript and of C++
+            extensions would become constants.
     """
-    with _checked(_check_values):
-        yield
-
-
-def _check_values(function: Any, tensors: list[torch.Tensor]) -> None:
-    if any(isinstance(tensor, FakeTensor) and not is_on_host(tensor) for tensor in tensors):
-        raise ValuesNeededError(
-            f"the TorchScript function `{function.name}` may be fused, and needs tensors with values"
-        )
-
-
-@contextmanager
-def _checked(check: Callable[[Any, list[torch.Tensor]], None]) -> Generator[None]:
-    def checking(kind: Any) -> Callable[..., Any]:
-        original: Any = original_of(kind, "__call__")
-
-        def call(function: Any, *args: Any, **kwargs: Any) -> Any:
-            check(function, [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)])
-            return original(function, *args, **kwargs)
-
-        return call
-
     with (
-        replaced_here(ScriptFunction, "__call__", checking(ScriptFunction)),
-        replaced_here(ScriptMethod, "__call__", checking(ScriptMethod)),
+        # First what changes which Python code runs: code that was compiled, and hooks, which are put around the
+        # user's while modules still call the originals.
+        uncompiled(),
+        hooks.followed(),
+        # A dispatch mode lies below all function modes, so it sees what these have let pass.
+        _StrayWatch(recorder, report),
+        # Calls that no function mode sees, each replaced by one that records. Their order among each other doesn't
+        # matter: each has functions of its own.
+        followed_calls(recorder, model, attempt),
+        recorded_functions(recorder),
+        followed_kernels(recorder),
+        recorded_maps(recorder),
+        kept_dtypes(recorder),
+        followed_counts(recorder),
+        # Then the recorder: modes of the user's are entered in the body, so they come before it, as in eager.
+        recorder,
+        # Last, because what it replaces is torch's own, and meant for the user's code alone.
+        own_code(),
     ):
         yield
 
@@ -99,14 +110,14 @@ def fake_state(
 @contextmanager
 def swapped_state(
     module: nn.Module, replacement: dict[int, torch.Tensor], outer: Outer | None = None
-) -> Generator[Attributes]:
+) -> Generator[Snapshot]:
     """Lets this thread find `replacement[id(tensor)]` where `module` holds a tensor.
 
     Modules get registries of their own for the body, so that the model's own ones are never touched: other threads go
     on finding those. At the end all changes are undone. Yields what the modules, and what their code reaches besides,
     held right after the swap.
     """
-    saved = Attributes(module, outer)
+    saved = Snapshot(module, outer)
     own: dict[int, dict[str, dict[str, Any]]] = {
         id(child): {kind: vars(child)[kind] for kind in _REGISTRIES} for child in module.modules()
     }
@@ -131,7 +142,7 @@ def swapped_state(
             for child in module.modules():
                 for kind, held in own[id(child)].items():
                     vars(child)[kind] = stand_ins[id(held)]
-            yield Attributes(module, outer)
+            yield Snapshot(module, outer)
         finally:
             saved.restore()
 
