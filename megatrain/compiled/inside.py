@@ -23,7 +23,7 @@ from megatrain.memory.out_of_memory import Attempts, free_frames
 from megatrain.optim.masters.from_files import MasterWeights
 from megatrain.optim.masters.narrow_model import explained, masters_of
 from megatrain.optim.masters.registry import Masters
-from megatrain.options import Options
+from megatrain.options import Limits
 from megatrain.passes.program import Program
 from megatrain.ranks.apart import Group, note_apart
 from megatrain.ranks.ranks import Ranks
@@ -137,17 +137,17 @@ class Compiled(LatestCapture):
     """
 
     def __init__(
-        self, model: nn.Module, options: Options, chaos: Chaos | None, recording: Recording | None, group: Group
+        self, model: nn.Module, options: Limits, chaos: Chaos | None, recording: Recording | None, group: Group
     ):
         self.model = model
         self.ranks, self.has_group = Ranks.of(group), group is not None
         self.options = options
         self._chaos, self._recording = chaos, recording
-        self._masters = masters_of(model, options.masters)
+        self._masters = masters_of(model, options.master_kind)
         files = options.weights
         self._weights = None if files is None else MasterWeights(model, files, self._masters)
         self._engine: Engine | None = None
-        self.budget = DeviceBudget(options.device, options.memory)
+        self.budget = DeviceBudget(options.device, options.device_memory)
         self._variants = Variants(model, options, self.budget)
         super().__init__()
         self._bound_version = 0

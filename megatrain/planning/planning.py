@@ -9,19 +9,20 @@ import torch
 from torch import nn
 
 from megatrain.checks import checked, number, optional
-from megatrain.device import Device, find
+from megatrain.device import HOST, Device, find
 from megatrain.errors import OptionError
 from megatrain.hardware.hardware import Hardware
 from megatrain.hardware.machine import HARDWARE, machine_of
 from megatrain.optim.need import OPTIMIZER
-from megatrain.options import COMPILE, PRECISION, check_masters
+from megatrain.options import COMPILE, PRECISION, check_masters, given_bytes
 from megatrain.passes.pipeline import PASSES, Rewrite
 from megatrain.planning.host_plan import ExampleSizes, OptimizerLike
 from megatrain.planning.loss_bytes import Loss
 from megatrain.planning.plan import Plan
-from megatrain.planning.planner import Planner, StepOptions
+from megatrain.planning.planned_step import StepLimits
+from megatrain.planning.planner import Planner
 from megatrain.scheduler.builder.build import STEP
-from megatrain.sizes import SIZE, parse_bytes
+from megatrain.sizes import SIZE
 from megatrain.tracer.arguments import Arguments
 from megatrain.tracer.source_line import original
 from megatrain.tracer.spec import DEVICE, EXAMPLE_ARGS, EXAMPLE_KWARGS, MODEL
@@ -105,10 +106,12 @@ def plan(  # noqa: PLR0913  # as for `compile`
         OptimizerError: If an optimizer's `step` needs a closure, or two hold the same parameter.
     """
     model = original(model)
-    device_limit = None if device_memory is None else parse_bytes(device_memory, "device_memory")
-    host_limit = None if host_memory is None else parse_bytes(host_memory, "host_memory")
+    sizes = {
+        "device_memory": given_bytes(device_memory, "device_memory"),
+        "host_memory": given_bytes(host_memory, "host_memory"),
+        "block_bytes": given_bytes(block_bytes, "block_bytes"),
+    }
     check_masters(masters, precision)
-    target = None if block_bytes is None else parse_bytes(block_bytes, "block_bytes")
     if not (args or example_args or example_kwargs):
         raise OptionError(
             "plan needs an example of a call.\n  A capture needs inputs; on meta they take no memory.\n"
@@ -121,10 +124,10 @@ def plan(  # noqa: PLR0913  # as for `compile`
             "  Leave out `example_args`, or the arguments after the model."
         )
     arguments = Arguments.of(model, args or example_args, dict(example_kwargs or {}))
-    options = StepOptions(
-        device=None if device is None else find(device),
-        device_memory=device_limit,
-        host_memory=host_limit,
+    limits = StepLimits(
+        **sizes,
+        device=HOST if device is None else find(device),
+        has_device=device is not None,
         optimizer=tuple(optimizer) if isinstance(optimizer, Sequence) and not isinstance(optimizer, str) else optimizer,
         precision=precision,
         masters=masters,
@@ -132,10 +135,9 @@ def plan(  # noqa: PLR0913  # as for `compile`
         max_grad_norm=max_grad_norm,
         overlap=overlap,
         activations=activations,
-        block_bytes=target,
         passes=tuple(passes),
         chunking=chunking,
         loss=loss,
         hardware=None if hardware is None else machine_of(hardware, device),
     )
-    return Planner(ExampleSizes(model, arguments)).plan(options)
+    return Planner(ExampleSizes(model, arguments)).plan(limits)

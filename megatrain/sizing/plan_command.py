@@ -15,13 +15,12 @@ from megatrain.device.reserve import of_card
 from megatrain.errors import MegatrainError, OptionError
 from megatrain.hardware.hardware import Hardware
 from megatrain.hardware.presets import GIB, PRESETS
-from megatrain.planning.advice import Alternative, Variation, alternatives, refusal
+from megatrain.planning.advice import alternatives, missing, refusal
 from megatrain.planning.bands import format_s
 from megatrain.planning.host_plan import LORA, MICRO_BATCH, SEQUENCE, ModelSizes
-from megatrain.planning.largest import missing
 from megatrain.planning.plan import Plan
-from megatrain.planning.planned_step import UNBOUNDED
-from megatrain.planning.planner import Planner, StepOptions
+from megatrain.planning.planned_step import UNBOUNDED, StepLimits
+from megatrain.planning.planner import Planner
 from megatrain.progress import stage
 from megatrain.reporting.step_report import check_report_path, report
 from megatrain.scheduler.step_kind import MOST_MICRO_BATCHES
@@ -119,7 +118,7 @@ class StepSplit:
     tried: tuple[StepSplit, ...] = ()
 
 
-def best_batch(planner: Planner, options: StepOptions, sizes: Mapping[str, int], num_samples: int) -> StepSplit:
+def best_batch(planner: Planner, options: StepLimits, sizes: Mapping[str, int], num_samples: int) -> StepSplit:
     """Plans each way to split the samples of a step, and takes the shortest step that fits.
 
     If none fits, it is the one that lacks least.
@@ -146,15 +145,11 @@ def _is_better(one: Plan, other: Plan) -> bool:
         return one.fits
     if not one.fits:
         return _lacking(one) < _lacking(other)
-    return _seconds(one) < _seconds(other) * (1 - _NEAR)
+    return (one.step_s or 0.0) < (other.step_s or 0.0) * (1 - _NEAR)
 
 
 def _lacking(plan: Plan) -> int:
     return plan.missing_device_bytes + plan.missing_host_bytes
-
-
-def _seconds(plan: Plan) -> float:
-    return Alternative.of(Variation(), plan).step_s or 0.0
 
 
 def _sizes(sizes: Mapping[str, int], num_samples: int) -> list[int]:
@@ -266,7 +261,7 @@ def batch_on(
     return _shared(planner, step, sizes, samples, min(step.device_memory, given))
 
 
-def _shared(planner: Planner, options: StepOptions, sizes: Mapping[str, int], samples: int, total: int) -> StepSplit:
+def _shared(planner: Planner, options: StepLimits, sizes: Mapping[str, int], samples: int, total: int) -> StepSplit:
     """The best way on a machine whose device and host share one memory: what the host holds, the device can't have.
 
     Args:
@@ -294,7 +289,7 @@ def _shared(planner: Planner, options: StepOptions, sizes: Mapping[str, int], sa
     return split(total - host, host)
 
 
-def _step_options(options: SizingOptions, name: str | None) -> StepOptions:
+def _step_options(options: SizingOptions, name: str | None) -> StepLimits:
     machine = None if name is None else Hardware.preset(name)
     if machine is not None and options.host_bandwidth is not None:
         machine = replace(machine, host_bytes_per_s=float(parse_bytes(options.host_bandwidth, "host_bandwidth")))
@@ -303,7 +298,7 @@ def _step_options(options: SizingOptions, name: str | None) -> StepOptions:
         assert machine is not None
         assert machine.memory_bytes is not None
         memory = machine.memory_bytes - of_card(machine.memory_bytes)
-    return StepOptions(
+    return StepLimits(
         device_memory=memory,
         host_memory=UNBOUNDED if options.host_memory is None else parse_bytes(options.host_memory, "host_memory"),
         optimizer=options.torch_optimizer,
