@@ -1,4 +1,4 @@
-"""The options of compile(), read and checked before any work."""
+"""Limits: what is given for the plans of a model; the options of compile(), checked before any work."""
 
 from __future__ import annotations
 

@@ -19,7 +19,6 @@ from megatrain.passes.interpret import looks_in_backward
 from megatrain.passes.measuring.known_costs import KnownCosts
 from megatrain.passes.program import Program
 from megatrain.passes.rewrites.loss_only import loss_only
-from megatrain.planning import step_programs
 from megatrain.planning.plan_step import scheduled, with_true_hint
 from megatrain.planning.step_programs import StepPrograms, undisturbed
 from megatrain.progress import stage
@@ -67,10 +66,10 @@ class Lowered:
         self._of_steps: dict[tuple[str, ...] | None, StepPrograms] = {}
         self.executor: Executor | None = None
 
-    @cached_property
+    @property
     def program(self) -> Program:
         """The blocks of a call."""
-        return step_programs.lowered(self._traced, self._options, costs=self._costs)
+        return self.for_step(self._traced).at(0)
 
     @property
     def is_planned(self) -> bool:
@@ -92,12 +91,10 @@ class Lowered:
         try:
             planned = plan([program])
         except TooSmallError as error:
-            raise with_true_hint(error, program, lambda size: plan([self._with_blocks(size)])) from None
+            smaller = partial(self.for_step(self._traced).with_blocks, in_pieces=False)
+            raise with_true_hint(error, program, lambda size: plan([smaller(size)])) from None
         planned.check()
         return planned
-
-    def _with_blocks(self, block_bytes: int) -> Program:
-        return step_programs.lowered(self._traced, replace(self._options, block_bytes=block_bytes), costs=self._costs)
 
     @cached_property
     def opaque(self) -> tuple[Opaque | Observer, ...]:
@@ -119,8 +116,7 @@ class Lowered:
         names = tuple(node.name for node in traced.results)  # equal in captures that computed the same
         key = None if len(names) == len(self._traced.results) else names
         if key not in self._of_steps:
-            plain = (lambda: self.program) if key is None else None
-            self._of_steps[key] = StepPrograms(traced, self._options, self._costs, plain)
+            self._of_steps[key] = StepPrograms(traced, self._options, self._costs)
         return self._of_steps[key]
 
 
@@ -153,7 +149,7 @@ class Variant:
 
     @property
     def schedule(self) -> Schedule:
-        """The schedule of a call; see `Lowered`."""
+        """The schedule of a call."""
         return self.lowered.schedule
 
     @property

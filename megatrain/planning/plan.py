@@ -30,6 +30,8 @@ class Plan(PlannedStep):
         too_small: Why the device's memory isn't enough, or None.
         reserve: What the device needs besides, in words.
         hardware: The machine whose time is predicted, or None.
+        step_s: Seconds of a step, predicted; None without `hardware`.
+        tokens_per_s: Tokens a second, predicted; None without `hardware`, or if the example has no token ids.
     """
 
     def check(self) -> None:

@@ -96,13 +96,7 @@ def time_text(plan: PlannedStep) -> list[str]:
 
 
 class _Kept(NamedTuple):
-    """What is kept in a step.
-
-    Attributes:
-        nbytes: Of all results.
-        parked_bytes: The part that is on the host between forward and backward.
-        seconds: By which compute gets shorter; None without a machine.
-    """
+    """The results that are kept in a step, the part that is parked, and the seconds of compute that this spares."""
 
     nbytes: int
     parked_bytes: int

@@ -69,20 +69,7 @@ class Asked:
 
 @dataclass(frozen=True)
 class PlannedStep:
-    """A training step on paper.
-
-    Args:
-        program: The model's blocks.
-        schedule: Of the whole step. If `device_memory` is too small, the schedule that takes the least memory.
-        host: The host memory that the step takes.
-        device_memory: Bytes of the device for the step, or None.
-        host_memory: Bytes of the host for the step, or None.
-        precision: `"fp32"` or `"bf16"`.
-        too_small: Why the device's memory isn't enough, or None.
-        reserve: What the device needs besides, in words.
-        hardware: The machine whose time is predicted, or None.
-        asked: What it was planned for; None if it can't be planned again.
-    """
+    """A training step on paper; `Plan` says what its parts are."""
 
     program: Program
     schedule: Schedule

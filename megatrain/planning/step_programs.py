@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
@@ -78,7 +78,6 @@ class StepPrograms:
         limits: With chunking `"always"` level 0 has chunks and tiles already; with `"never"` there is no other, and
             blocks are never cut, nor are they where `block_bytes` says their size.
         costs: Known ones of templates.
-        plain: Returns the program of level 0, where somebody else has it.
 
     Attributes:
         least: The first level that is tried. A capture that was rewritten stays so: its numbers would differ from one
@@ -86,11 +85,8 @@ class StepPrograms:
         width: The number of levels with blocks of one size.
     """
 
-    def __init__(
-        self, traced: TracedModule, limits: Limits, costs: KnownCosts, plain: Callable[[], Program] | None = None
-    ):
+    def __init__(self, traced: TracedModule, limits: Limits, costs: KnownCosts):
         self._traced, self._limits, self._costs = traced, limits, costs
-        self._plain = plain or self._lowered
         self._pieces = (None, *_LEVELS[limits.chunking])
         self._made: dict[int, Program] = {}
         self.least = 0
@@ -98,7 +94,7 @@ class StepPrograms:
 
     def at(self, level: int) -> Program:
         """The program of a level, or of the last there is."""
-        level = min(level, self.last)
+        level = min(level, self.last) if level else 0  # the last depends on the first
         if level not in self._made:
             self._made[level] = self._of(*divmod(level, self.width))
         return self._made[level]
@@ -118,9 +114,9 @@ class StepPrograms:
         """Those of the model's own blocks, and that of the smallest blocks: one of them needs the least memory."""
         return [*self.in_own_blocks, self.at(self.last)]
 
-    def with_blocks(self, block_bytes: int) -> Program:
-        """Another program, of blocks of so many bytes, in the smallest pieces."""
-        return self._lowered(self._pieces[-1], block_bytes)
+    def with_blocks(self, block_bytes: int, *, in_pieces: bool = True) -> Program:
+        """Another program, of blocks of so many bytes, in the smallest pieces or as it is."""
+        return self._lowered(self._pieces[-1] if in_pieces else None, block_bytes)
 
     def _lowered(self, pieces: Pieces | None = None, block_bytes: int | None = None) -> Program:
         limits = self._limits if block_bytes is None else replace(self._limits, block_bytes=block_bytes)
@@ -129,20 +125,14 @@ class StepPrograms:
     @cached_property
     def _sizes(self) -> Sequence[int]:
         may_cut = self._limits.block_bytes is None and self._limits.chunking != "never"
-        return _smaller_sizes(self._first()) if may_cut else ()
-
-    def _first(self) -> Program:
-        """The capture as it is; asks for no size of blocks."""
-        if 0 not in self._made:
-            self._made[0] = self._plain()
-        return self._made[0]
+        return _smaller_sizes(self.at(0)) if may_cut else ()
 
     def _of(self, cut: int, number: int) -> Program:
         pieces = self._pieces[number]
         if cut > 0:
             return self._lowered(pieces, self._sizes[cut - 1])
         if number == 0:
-            return self._first()
+            return self._lowered()
         before = self.at(number - 1)
         if pieces == Pieces(chunks=None) and not _has_masks(before):
             return before

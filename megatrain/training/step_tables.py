@@ -120,7 +120,8 @@ class StepTables:
         return _latest(executors, order)
 
 
-_Key, _Value = TypeVar("_Key"), TypeVar("_Value")
+_Key = TypeVar("_Key")
+_Value = TypeVar("_Value")
 
 
 def _latest(known: OrderedDict[_Key, _Value], key: _Key) -> _Value:
