@@ -48,7 +48,7 @@ from megatrain.passes.program import Block, Program, Template
 from megatrain.passes.rewriting.rewriter import Rewriter
 from megatrain.planning.host_plan import HostPlan
 from megatrain.planning.plan import Plan
-from megatrain.planning.planning import plan
+from megatrain.planning.planner import plan
 from megatrain.planning.saved_plan import SavedPlan
 from megatrain.reporting.step_report import report
 from megatrain.runtime.engine import Engine

@@ -1,17 +1,15 @@
-"""The options of compile(), read and checked before any work."""
+"""Limits: what is given for the plans of a model; the options of compile(), checked before any work."""
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Generator, Iterable, Mapping, Sequence
+from collections.abc import Generator, Iterable, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-import torch
-
 from megatrain.checks import PATHS, Rule, one_of, optional
-from megatrain.device import Device, usable
+from megatrain.device import HOST, Device
 from megatrain.errors import OpaqueModelWarning, OptionError, TooSmallError, TraceError
 from megatrain.files.replace import present
 from megatrain.files.weight_files import WeightFiles, read_paths
@@ -54,124 +52,109 @@ COMPILE: Mapping[str, Rule] = {
 
 
 @dataclass(frozen=True, slots=True)
-class Options:
-    """The user's options, resolved: only `activations` can still be "auto".
+class Limits:
+    """What is given for the plans of a model: sizes are bytes, a machine is its rates.
 
     Args:
         device: Compute device.
-        memory: Device-memory budget in bytes, as given; None for what is free before the first schedule.
+        device_memory: Bytes that a schedule may take of it; None for what is free before the first schedule.
         precision: `"fp32"` or `"bf16"`.
+        masters: Masters of bf16 parameters: `"exact"` or `"rounded"`.
         activations: What happens to saved values.
         transfer: `"copy"` or `"bind"`.
         block_bytes: Target bytes of a block's state, or None.
-        weights: Files and folders with the model's state, or None.
-        masters: Kind of masters of bf16 parameters: `"whole"` (none, as precision is fp32), `"exact"` or `"rounded"`.
-        opaque: What happens if the model is one opaque block: `"warn"`, `"refuse"` or `"allow"`.
         passes: The user's own rewrites of captured graphs.
-        hardware: The machine for which training steps are planned; None weighs copies and compute as a usual one does.
         chunking: When heads compute their losses in chunks of rows, and other calls run in tiles of tokens.
+        hardware: The machine whose step is to be short; None weighs copies and compute as a usual one does.
         kernels: What computes a block: `"eager"`, `"graphs"` or `"inductor"`.
+        most_result_bytes: Bytes of kernels' results that may be kept for a backward; None is any number.
+        weights: Files and folders with the model's state, or None.
+        opaque: What happens if the model is one opaque block: `"warn"`, `"refuse"` or `"allow"`.
     """
 
-    device: Device
-    memory: int | None
-    precision: str
-    activations: str
-    transfer: str
-    block_bytes: int | None
-    weights: tuple[Path, ...] | None = None
-    masters: Kind = "whole"
-    opaque: str = "warn"
+    device: Device = HOST
+    device_memory: int | None = None
+    precision: str = "fp32"
+    masters: str = "exact"
+    activations: str = "auto"
+    transfer: str = "copy"
+    block_bytes: int | None = None
     passes: tuple[Rewrite, ...] = ()
-    hardware: Hardware | None = None
     chunking: str = "auto"
+    hardware: Hardware | None = None
     kernels: str = "eager"
+    most_result_bytes: int | None = None
+    weights: tuple[Path, ...] | None = None
+    opaque: str = "warn"
 
     @property
-    def keeps_results(self) -> bool:
-        """Whether results of a block's kernels may be kept for its backward: other kernels than eager's return none."""
-        return self.kernels == "eager"
+    def master_kind(self) -> Kind:
+        """Kind of masters: `"whole"`, which are the parameters themselves, as precision is fp32; or those asked for."""
+        return "whole" if self.precision == "fp32" else "rounded" if self.masters == "rounded" else "exact"
 
     @contextmanager
-    def memory_for(self, budget: int, programs: Iterable[Program]) -> Generator[int]:
-        """Gives the bytes of a budget that a schedule of these programs may take: recordings of kernels take the rest.
+    def memory_for(self, programs: Iterable[Program]) -> Generator[int | None]:
+        """Gives the bytes that a schedule of these programs may take: recordings of kernels take the rest.
 
         Raises:
             TooSmallError: If the body does; with what recordings take.
         """
+        budget = self.device_memory
         taken = launch_graph_bytes(programs) if self.kernels == "graphs" else 0
+        if budget is None or not taken:
+            yield budget
+            return
         try:
             yield max(0, budget - taken)
         except TooSmallError as error:
-            if not taken:
-                raise
             text = f"{error.text}\n  Recorded kernels take {format_bytes(taken)} of the {format_bytes(budget)}."
             raise TooSmallError(text, error.least_bytes, [*error.helps, 'kernels="eager"']) from None
 
-    @staticmethod
-    def read(
-        device: Device | torch.device | str | None,
-        memory: int | str | None,
-        precision: str,
-        activations: str,
-        transfer: str,
-        block_bytes: int | str | None,
-        weights: WeightFiles | None = None,
-        masters: str = "exact",
-        opaque: str = "warn",
-        passes: Sequence[Rewrite] = (),
-        hardware: Hardware | str | None = None,
-        chunking: str = "auto",
-        kernels: str = "eager",
-    ) -> Options:
-        """Resolves the options of `compile`; each option has been checked alone.
+    def resolved(self, hardware: Hardware | str | None) -> Limits:
+        """Resolves the options of `compile`, each checked alone: afterwards only `activations` can be "auto".
 
         Raises:
-            OptionError: If two of them exclude each other; if the device isn't there, lacks something, or has less
-                memory.
+            OptionError: If two of them exclude each other; if the device lacks something, or has less memory.
         """
-        target = usable(device)
-        check_masters(masters, precision)
-        if kernels == "inductor" and not target.has_inductor:
+        device, activations, transfer = self.device, self.activations, self.transfer
+        check_masters(self.masters, self.precision)
+        if self.kernels == "inductor" and not device.has_inductor:
             raise OptionError(
-                f'kernels="inductor" makes no kernels for {target}.\n  Inductor compiles for CPU and CUDA.\n'
+                f'kernels="inductor" makes no kernels for {device}.\n  Inductor compiles for CPU and CUDA.\n'
                 '  Leave kernels out: "eager" runs everywhere.'
             )
-        if kernels == "graphs":
-            _check_graphs(target, activations)
+        if self.kernels == "graphs":
+            _check_graphs(device, activations)
             activations = "recompute" if activations == "auto" else activations
-        if transfer == "bind" and not target.can_bind:
+        if transfer == "bind" and not device.can_bind:
             raise OptionError(
-                f'transfer="bind" needs the compute device to be the host, but it is {target}.\n'
+                f'transfer="bind" needs the compute device to be the host, but it is {device}.\n'
                 '  Weights are used in place, in host memory.\n  Use transfer="copy" or "auto".'
             )
-        budget = None if memory is None else parse_bytes(memory, "memory")
-        _check_budget(budget, target)
+        _check_budget(self.device_memory, device)
         if transfer == "auto":
             # A budget on the host is a rehearsal of a device: only copies into slots can respect it.
-            transfer = "bind" if target.can_bind and budget is None else "copy"
-        size = None if block_bytes is None else parse_bytes(block_bytes, "block_bytes")
-        # If a save was ended between its two renames, the checkpoint is next to its final place.
-        paths = None if weights is None else tuple(present(path) for path in read_paths(weights))
-        kind: Kind = "whole" if precision == "fp32" else "rounded" if masters == "rounded" else "exact"
-        machine = None if hardware is None else machine_of(hardware, target)
-        if machine is not None and kernels == "graphs":
+            transfer = "bind" if device.can_bind and self.device_memory is None else "copy"
+        machine = None if hardware is None else machine_of(hardware, device)
+        if machine is not None and self.kernels == "graphs":
             machine = replace(machine, issue_s=0.0)  # blocks whose kernels Python launches one by one have few
-        return Options(
-            target,
-            budget,
-            precision,
-            activations,
-            transfer,
-            size,
-            paths,
-            kind,
-            opaque,
-            tuple(passes),
-            machine,
-            chunking,
-            kernels,
-        )
+        # Kernels other than eager's return no results that could be kept.
+        results = None if self.kernels == "eager" else 0
+        return replace(self, activations=activations, transfer=transfer, hardware=machine, most_result_bytes=results)
+
+
+def given_bytes(size: int | str | None, name: str) -> int | None:
+    """Reads the bytes of an option that may be left out.
+
+    Raises:
+        OptionError: If it is no size.
+    """
+    return None if size is None else parse_bytes(size, name)
+
+
+def given_paths(weights: WeightFiles | None) -> tuple[Path, ...] | None:
+    """The files that are given; of a save that was ended between its two renames, those next to the final place."""
+    return None if weights is None else tuple(present(path) for path in read_paths(weights))
 
 
 def _check_graphs(device: Device, activations: str) -> None:

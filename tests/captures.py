@@ -14,13 +14,13 @@ import pytest
 import torch
 
 from megatrain.checks.several_optimizers import parameters_of
-from megatrain.compiled import lowered as lowering
 from megatrain.optim import need
 from megatrain.optim.need import Updated
 from megatrain.passes.measuring import kept_work
 from megatrain.passes.measuring.known_costs import KnownCosts
 from megatrain.passes.pipeline import lower
 from megatrain.passes.program import Program
+from megatrain.planning import step_programs as lowering
 from megatrain.tracer.trace import trace
 from megatrain.tracer.traced import TracedModule, is_same_capture
 from tests.models import MODELS

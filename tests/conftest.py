@@ -12,9 +12,9 @@ import torch
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis.internal.conjecture import engine
 
-from megatrain.compiled import lowered as lowering
+from megatrain.compiled import captures as compiled_captures
 from megatrain.passes.measuring import kept_work
-from megatrain.training import step_tables
+from megatrain.planning import plan_step
 from tests import captures
 from tests.garbage import Frozen
 from tests.hidden_accelerators import hide_accelerators
@@ -106,7 +106,7 @@ def short_texts(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def no_smaller_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """For tests that are refused and ask nothing of `block_bytes`: the planning of smaller blocks takes seconds."""
-    for module in (step_tables, lowering):
+    for module in (plan_step, compiled_captures):
         assert hasattr(module, "with_true_hint")
         monkeypatch.setattr(module, "with_true_hint", lambda error, *_: error)
 

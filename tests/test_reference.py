@@ -26,7 +26,7 @@ FURTHER = (
     "megatrain.optim.masters.registry.Masters",
     "megatrain.planning.advice.Alternative",
     "megatrain.planning.advice.Alternatives",
-    "megatrain.planning.largest.Largest",
+    "megatrain.planning.advice.Largest",
     "megatrain.reporting.step_report.StepReport",
     "megatrain.scheduler.builder.bound.StepBound",
     "megatrain.scheduler.instructions.Instructions",

@@ -11,12 +11,12 @@ from torch import nn
 from megatrain.checks import checked, optional
 from megatrain.compiled.inside import Compiled
 from megatrain.compiled.module import CompiledModule, compiled_module
-from megatrain.device import Device
+from megatrain.device import Device, usable
 from megatrain.errors import OptionError
 from megatrain.files.weight_files import WeightFiles
 from megatrain.hardware.hardware import Hardware
 from megatrain.optim.masters.narrow_model import narrowed
-from megatrain.options import COMPILE, Options
+from megatrain.options import COMPILE, Limits, given_bytes, given_paths
 from megatrain.passes.pipeline import Rewrite
 from megatrain.ranks.ranks import PROCESS_GROUP, ProcessGroup, check_cards, check_ranks
 from megatrain.runtime.streams.stream_set import Chaos, Recording
@@ -112,21 +112,20 @@ def compile(  # noqa: PLR0913  # the name torch users expect; all but the model 
             "the model is compiled already.\n  A compiled model already holds its parameters in a host store.\n"
             "  Use it as it is, or compile the plain model again: compile(compiled.megatrain.model, ...)."
         )
-    options = Options.read(
-        device,
-        memory,
-        precision,
-        activations,
-        transfer,
-        block_bytes,
-        weights,
-        masters,
-        opaque,
-        passes,
-        hardware,
-        chunking,
-        kernels,
-    )
+    options = Limits(
+        device=usable(device),
+        device_memory=given_bytes(memory, "memory"),
+        precision=precision,
+        masters=masters,
+        activations=activations,
+        transfer=transfer,
+        block_bytes=given_bytes(block_bytes, "block_bytes"),
+        passes=tuple(passes),
+        chunking=chunking,
+        kernels=kernels,
+        weights=given_paths(weights),
+        opaque=opaque,
+    ).resolved(hardware)
     check_ranks(process_group, kernels)
     compiled = Compiled(model, options, chaos, recording, process_group)
     if compiled.ranks is not None:

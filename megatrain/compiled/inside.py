@@ -23,7 +23,7 @@ from megatrain.memory.out_of_memory import Attempts, free_frames
 from megatrain.optim.masters.from_files import MasterWeights
 from megatrain.optim.masters.narrow_model import explained, masters_of
 from megatrain.optim.masters.registry import Masters
-from megatrain.options import Options
+from megatrain.options import Limits
 from megatrain.passes.program import Program
 from megatrain.ranks.apart import Group, note_apart
 from megatrain.ranks.ranks import Ranks
@@ -44,11 +44,76 @@ if TYPE_CHECKING:
     from megatrain.compiled.inside import Compiled
 
 
-class LatestCapture:
-    """The part of `Compiled` that users look at."""
+Taker = Callable[["Compiled", tuple[Any, ...], dict[str, Any]], Any]
+"""Gets a call of a compiled model, and returns its result."""
 
-    def __init__(self) -> None:
+
+class _CallsHere(threading.local):
+    taker: Taker | None = None
+
+
+_HERE = _CallsHere()
+
+
+@contextmanager
+def taken_by(taker: Taker) -> Generator[None]:
+    """Within the body `taker` gets this thread's calls of compiled models."""
+    before, _HERE.taker = _HERE.taker, taker
+    try:
+        yield
+    finally:
+        _HERE.taker = before
+
+
+def run_here(compiled: Compiled, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Runs a call of a compiled model, or hands it to the taker of this thread's calls."""
+    taker = _HERE.taker
+    return compiled(*args, **kwargs) if taker is None else taker(compiled, args, kwargs)
+
+
+class Compiled:
+    """A model bound to its schedules: the attribute `megatrain` of the result of `compile`.
+
+    Args:
+        model: The user's model; its own call stays eager, on the host.
+        options: The options of `compile`.
+        chaos: Random delays, poisoned slots and injected faults, for tests.
+        recording: Log of the issued operations and their waits, for tests.
+        group: The processes that train the model together; None for one that trains alone.
+
+    Attributes:
+        model: The user's model.
+        options: The options of `compile`.
+        ranks: The group's; None for a process that trains alone.
+        has_group: Whether there is a group, also one of a single process.
+        budget: The bound of the device memory that schedules take.
+    """
+
+    def __init__(
+        self, model: nn.Module, options: Limits, chaos: Chaos | None, recording: Recording | None, group: Group
+    ):
+        self.model = model
+        self.ranks, self.has_group = Ranks.of(group), group is not None
+        self.options = options
+        self._chaos, self._recording = chaos, recording
+        self._masters = masters_of(model, options.master_kind)
+        files = options.weights
+        self._weights = None if files is None else MasterWeights(model, files, self._masters)
+        self._engine: Engine | None = None
+        self.budget = DeviceBudget(options.device, options.device_memory)
+        self._variants = Variants(model, options, self.budget)
         self._latest: Variant | None = None
+        self._bound_version = 0
+        self._turn = Turn()
+        self.walks = Walks(model, options, self.budget)
+        self._before_reads: WeakSet[Callable[[], object]] = WeakSet()
+
+    def __str__(self) -> str:
+        """Lists the options of the model and its captures; see `megatrain.compiled.printed`."""
+        latest = self._latest, self._engine, self.walks.latest
+        return compiled_text(self.options, self.budget, list(self._variants), *latest)
+
+    # -- what was compiled --------------------------------------------------------------------------------
 
     @property
     def variant(self) -> Variant:
@@ -89,78 +154,6 @@ class LatestCapture:
     def recompiled_because(self) -> tuple[str, ...]:
         """Why earlier captures of the same signature didn't fit the latest call, when its capture was made."""
         return self.variant.reasons
-
-
-Taker = Callable[["Compiled", tuple[Any, ...], dict[str, Any]], Any]
-"""Gets a call of a compiled model, and returns its result."""
-
-
-class _CallsHere(threading.local):
-    taker: Taker | None = None
-
-
-_HERE = _CallsHere()
-
-
-@contextmanager
-def taken_by(taker: Taker) -> Generator[None]:
-    """Within the body `taker` gets this thread's calls of compiled models."""
-    before, _HERE.taker = _HERE.taker, taker
-    try:
-        yield
-    finally:
-        _HERE.taker = before
-
-
-def run_here(compiled: Compiled, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Runs a call of a compiled model, or hands it to the taker of this thread's calls."""
-    taker = _HERE.taker
-    return compiled(*args, **kwargs) if taker is None else taker(compiled, args, kwargs)
-
-
-class Compiled(LatestCapture):
-    """A model bound to its schedules: the attribute `megatrain` of the result of `compile`.
-
-    Args:
-        model: The user's model; its own call stays eager, on the host.
-        options: The options of `compile`.
-        chaos: Random delays, poisoned slots and injected faults, for tests.
-        recording: Log of the issued operations and their waits, for tests.
-        group: The processes that train the model together; None for one that trains alone.
-
-    Attributes:
-        model: The user's model.
-        options: The options of `compile`.
-        ranks: The group's; None for a process that trains alone.
-        has_group: Whether there is a group, also one of a single process.
-        budget: The bound of the device memory that schedules take.
-    """
-
-    def __init__(
-        self, model: nn.Module, options: Options, chaos: Chaos | None, recording: Recording | None, group: Group
-    ):
-        self.model = model
-        self.ranks, self.has_group = Ranks.of(group), group is not None
-        self.options = options
-        self._chaos, self._recording = chaos, recording
-        self._masters = masters_of(model, options.masters)
-        files = options.weights
-        self._weights = None if files is None else MasterWeights(model, files, self._masters)
-        self._engine: Engine | None = None
-        self.budget = DeviceBudget(options.device, options.memory)
-        self._variants = Variants(model, options, self.budget)
-        super().__init__()
-        self._bound_version = 0
-        self._turn = Turn()
-        self.walks = Walks(model, options, self.budget)
-        self._before_reads: WeakSet[Callable[[], object]] = WeakSet()
-
-    def __str__(self) -> str:
-        """Lists the options of the model and its captures; see `megatrain.compiled.printed`."""
-        latest = self._latest, self._engine, self.walks.latest
-        return compiled_text(self.options, self.budget, list(self._variants), *latest)
-
-    # -- what was compiled --------------------------------------------------------------------------------
 
     @property
     def peak_bytes(self) -> int:

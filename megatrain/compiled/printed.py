@@ -10,16 +10,16 @@ from pathlib import Path
 from torch import nn
 
 from megatrain.compiled.captures import Variant
-from megatrain.compiled.lowered import lowered
 from megatrain.counts import counted
 from megatrain.errors import LowerError, OptionError, ScheduleError
 from megatrain.hardware.machine import slot_share, unknown_card
 from megatrain.memory.device_budget import DeviceBudget
 from megatrain.optim.masters.registry import Masters
-from megatrain.options import Options
+from megatrain.options import Limits
 from megatrain.passes.program import Program
 from megatrain.planning.host_plan import host_plan
 from megatrain.planning.plan import Plan
+from megatrain.planning.step_programs import lowered
 from megatrain.runtime.engine import Engine
 from megatrain.runtime.on_demand import WalkFigures
 from megatrain.scheduler.text import workload_text
@@ -29,7 +29,7 @@ NOTHING = "nothing is captured yet: call the model once, or give compile(example
 
 
 def compiled_text(
-    options: Options,
+    options: Limits,
     budget: DeviceBudget,
     variants: Sequence[Variant],
     latest: Variant | None,
@@ -92,7 +92,7 @@ _OURS = re.compile(r"capture-\d+-\d\d-[\w.-]+\.txt")
 
 
 def dump(
-    folder: str | os.PathLike[str], variants: Sequence[Variant], model: nn.Module, options: Options, masters: Masters
+    folder: str | os.PathLike[str], variants: Sequence[Variant], model: nn.Module, options: Limits, masters: Masters
 ) -> list[Path]:
     """Writes the stages of each variant, numbered; files of an earlier dump in the folder are removed.
 
@@ -142,7 +142,7 @@ def _written(place: Path, texts: dict[str, str]) -> list[Path]:
     return [place / name for name in texts]
 
 
-def _stages(variant: Variant, model: nn.Module, options: Options, masters: Masters) -> Iterator[tuple[str, str]]:
+def _stages(variant: Variant, model: nn.Module, options: Limits, masters: Masters) -> Iterator[tuple[str, str]]:
     """Yields name and text of each stage, from the capture to the plan of memory."""
     yield "traced", str(variant.traced)
     passes: list[tuple[str, str]] = []
@@ -177,4 +177,4 @@ def _stages(variant: Variant, model: nn.Module, options: Options, masters: Maste
         masters=masters,
         on_host=options.device.is_host,
     )
-    yield "plan", str(Plan(variant.program, schedule, host, options.memory, None, options.precision))
+    yield "plan", str(Plan(variant.program, schedule, host, options.device_memory, None, options.precision))

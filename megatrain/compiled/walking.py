@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from megatrain.memory.device_budget import DeviceBudget
-from megatrain.options import Options
+from megatrain.options import Limits
 from megatrain.runtime.engine import Engine
 from megatrain.runtime.on_demand import Learned, WalkFigures
 from megatrain.runtime.walk import walk
@@ -59,7 +59,7 @@ class Walks:
         peak_bytes: Most bytes of the device that a walk held.
     """
 
-    def __init__(self, model: nn.Module, options: Options, budget: DeviceBudget) -> None:
+    def __init__(self, model: nn.Module, options: Limits, budget: DeviceBudget) -> None:
         self.latest: WalkFigures | None = None
         self.peak_bytes = 0
         self._model = model

@@ -42,7 +42,7 @@ from megatrain.memory.device_budget import DeviceBudget
 from megatrain.planning.advice import Spelling, refusal, size
 from megatrain.planning.host_plan import MICRO_BATCH, SEQUENCE
 from megatrain.planning.planned_step import PlannedStep
-from megatrain.planning.planning import plan
+from megatrain.planning.planner import plan
 from megatrain.progress import is_hidden, stage
 from megatrain.sizes import parse_bytes
 from megatrain.training.boundary import NotFiniteError

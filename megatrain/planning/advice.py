@@ -1,4 +1,4 @@
-"""Advice: what another machine, budget or option would change, and ways out where nothing fits."""
+"""Advice: what another machine, budget or option would change, the largest size that fits, and ways out."""
 
 from __future__ import annotations
 
@@ -8,14 +8,20 @@ from itertools import combinations
 from typing import Any
 
 from megatrain.counts import counted
-from megatrain.errors import ExecuteError, MegatrainError, ScheduleError
+from megatrain.errors import ExecuteError, MegatrainError, OptionError, ScheduleError
 from megatrain.planning.bands import format_s
-from megatrain.planning.host_plan import DEPTH, LORA, MICRO_BATCH, SEQUENCE
-from megatrain.planning.planned_step import PlannedStep
+from megatrain.planning.host_plan import DEPTH, LORA, MICRO_BATCH, SEQUENCE, ExampleSizes
+from megatrain.planning.model_and_inputs import model_and_inputs
+from megatrain.planning.planned_step import PlannedStep, StepLimits
 from megatrain.sizes import format_bytes, parse_bytes
+from megatrain.tracer.arguments import Arguments
+from megatrain.tracer.source_line import original
 
 SAME, ROUNDING, OTHER = NUMBERS = "same", "rounding", "other"
 """What becomes of a training's numbers: they stay, sums are rounded in another order, or it is another training."""
+
+Changes = Mapping[str, Any]
+"""Other values of some options and sizes, by name, in the order in which they are written."""
 
 Spelling = Mapping[str, Callable[[Any], str]]
 """How an option or a size is written with a value, by name; what is missing can't be given there."""
@@ -41,42 +47,16 @@ IN_PYTHON: Spelling = {
 _KEEPS = {"device_memory": SAME, "host_memory": SAME, "activations": SAME, "overlap": SAME, "block_bytes": ROUNDING}
 
 
-@dataclass(frozen=True, slots=True)
-class Variation:
-    """Other values of some options and sizes.
-
-    Args:
-        values: By name, in the order in which they are written.
-    """
-
-    values: tuple[tuple[str, Any], ...] = ()
-
-    @property
-    def numbers(self) -> str:
-        """One of `NUMBERS`. Micro-batches of another size, as many that a step has the same samples, only round."""
-        names = dict(self.values).keys()
-        split = {MICRO_BATCH, "micro_batches"}
-        found = [_KEEPS.get(name, OTHER) for name in names if not (name in split and split <= names)]
-        found += [ROUNDING] if split <= names else []
-        return max([SAME, *found], key=NUMBERS.index)
-
-    def words(self, spelling: Spelling = IN_PYTHON) -> str:
-        """The variation as it is written."""
-        words = (spelling[name](value) for name, value in self.values)
-        return ", ".join(filter(None, words)) or "as planned"
-
-    def can_be_given(self, spelling: Spelling) -> bool:
-        """Whether there is a way to write it."""
-        return all(name in spelling for name, _ in self.values)
-
-    def __add__(self, other: Variation) -> Variation:
-        """Both, which have no name in common."""
-        return Variation((*self.values, *other.values))
+def words(changes: Changes, spelling: Spelling = IN_PYTHON) -> str:
+    """The changes as they are written."""
+    return ", ".join(filter(None, (spelling[name](value) for name, value in changes.items()))) or "as planned"
 
 
-def varied(**values: Any) -> Variation:
-    """A variation by the names of options and sizes."""
-    return Variation(tuple(values.items()))
+def numbers_after(changes: Changes) -> str:
+    """One of `NUMBERS`. Micro-batches of another size, as many that a step has the same samples, only round."""
+    split = {MICRO_BATCH, "micro_batches"}
+    known = {**_KEEPS, **dict.fromkeys(split, ROUNDING)} if split <= changes.keys() else _KEEPS
+    return max((known.get(name, OTHER) for name in changes), key=NUMBERS.index, default=SAME)
 
 
 def size(nbytes: int) -> str:
@@ -88,47 +68,29 @@ def size(nbytes: int) -> str:
     return format_bytes(nbytes).replace(" ", "")
 
 
-def as_printed(nbytes: int) -> int:
+def _as_printed(nbytes: int) -> int:
     """The size that `size` writes, so that a plan is of exactly what is printed; at least a byte."""
     return parse_bytes(size(max(1, nbytes)))
 
 
-def splits(micro_batch: int, micro_batches: int, factors: tuple[int, ...]) -> Iterator[Variation]:
-    """The same samples in larger micro-batches (factors above 1), or smaller ones (divisors, as negative numbers)."""
-    for factor in factors:
-        if factor > 0 and micro_batches % factor == 0:
-            yield varied(micro_batch=micro_batch * factor, micro_batches=micro_batches // factor)
-        if factor < 0 and micro_batch % -factor == 0:
-            yield varied(micro_batch=micro_batch // -factor, micro_batches=micro_batches * -factor)
-
-
-# Parts of what the step takes, and of a budget that it fills.
-_LESS, _MORE = (0.25, 0.5, 0.75), (1.25, 1.5, 2.0)
-_FULL = 0.8
-_RANK = 16
-
-
 @dataclass(frozen=True, slots=True)
 class Alternative:
-    """One step of a table of alternatives.
+    """A step with other options or sizes.
 
     Args:
-        change: What is other than in the plan; nothing in the row of the plan itself.
+        change: What is other than in the plan, by name; nothing in the row of the plan itself.
         plan: The step; None if it can't be planned.
-        step_s: Seconds of a step; None without a machine.
         refused: Why it can't be planned, in a line; or None.
     """
 
-    change: Variation
+    change: Changes
     plan: PlannedStep | None = field(repr=False)
-    step_s: float | None = None
     refused: str | None = None
 
-    @staticmethod
-    def of(change: Variation, plan: PlannedStep) -> Alternative:
-        """The row of a planned step."""
-        simulation = plan.simulation
-        return Alternative(change, plan, None if simulation is None else simulation.step_s)
+    @property
+    def numbers(self) -> str:
+        """What becomes of the training's numbers: `"same"`, `"rounding"` or `"other"`."""
+        return numbers_after(self.change)
 
     @property
     def fits(self) -> bool:
@@ -136,10 +98,14 @@ class Alternative:
         return self.plan is not None and self.plan.fits
 
     @property
+    def step_s(self) -> float | None:
+        """Seconds of a step; None without a machine."""
+        return None if self.plan is None else self.plan.step_s
+
+    @property
     def tokens_per_s(self) -> float | None:
         """Tokens a second; None without a machine, or without token ids."""
-        tokens, seconds = None if self.plan is None else self.plan.tokens_per_step, self.step_s
-        return None if tokens is None or not seconds else tokens / seconds
+        return None if self.plan is None else self.plan.tokens_per_s
 
     def cost(self) -> tuple[float, int, int]:
         """Seconds (of a token, if known), bytes of the device and of the host."""
@@ -175,35 +141,55 @@ class Alternatives:
         front = {id(row) for row in self.front()}
         heads = ("", "change", "numbers", "fits", "device", "host", "a step", "tokens/s")
         cells = [heads, *(self._cells(row, is_on_front=id(row) in front) for row in self.rows)]
-        has_time = any(row.step_s is not None for row in self.rows)
         columns = [c for c in zip(*cells, strict=True) if any(c[1:]) or c[0] in heads[1:5]]
         widths = [max(map(len, column)) for column in columns]
         lines = [
             "  ".join(
-                text.rjust(width) if head in heads[4:] else text.ljust(width)
-                for text, width, head in zip(row, widths, [column[0] for column in columns], strict=True)
+                text.rjust(width) if column[0] in heads[4:] else text.ljust(width)
+                for text, width, column in zip(row, widths, columns, strict=True)
             ).rstrip()
             for row in zip(*columns, strict=True)
         ]
         notes = ["numbers: same; rounding: sums in another order; other: another training"]
-        if has_time:
+        if any(row.step_s is not None for row in self.rows):
             notes.append("*: nothing else here that changes the numbers no more is as fast with as little memory")
-        notes += [f"{row.change.words(self.spelling)}: {row.refused}" for row in self.rows if row.refused]
+        notes += [f"{words(row.change, self.spelling)}: {row.refused}" for row in self.rows if row.refused]
         return "\n".join([f"alternatives: {len(self.rows) - 1}", *lines, *notes])
 
     def _cells(self, row: Alternative, *, is_on_front: bool) -> tuple[str, ...]:
-        head = "*" if is_on_front else "", row.change.words(self.spelling), row.change.numbers
+        head = "*" if is_on_front else "", words(row.change, self.spelling), row.numbers
         if row.plan is None:
             return *head, "refused", "", "", "", ""
-        step_s, tokens = row.step_s, row.tokens_per_s
         return (
             *head,
             "yes" if row.fits else "no",
             format_bytes(row.plan.schedule.device_bytes),
             format_bytes(row.plan.host.total_bytes),
-            "" if step_s is None else format_s(step_s),
-            "" if tokens is None else f"{tokens:.0f}",
+            "" if row.step_s is None else format_s(row.step_s),
+            "" if row.tokens_per_s is None else f"{row.tokens_per_s:.0f}",
         )
+
+
+def _beats(one: Alternative, other: Alternative) -> bool:
+    if NUMBERS.index(one.numbers) > NUMBERS.index(other.numbers):
+        return False
+    here, there = one.cost(), other.cost()
+    return here != there and all(a <= b for a, b in zip(here, there, strict=True))
+
+
+def tried(plan: PlannedStep, changes: Changes) -> Alternative:
+    """Plans a step, one that can be planned again, with changes."""
+    assert plan.asked is not None
+    try:
+        return Alternative(changes, plan.asked.again(changes))
+    except MegatrainError as error:
+        return Alternative(changes, None, refused=str(error).splitlines()[0])
+
+
+# Parts of what the step takes, and of a budget that it fills.
+_LESS, _MORE = (0.25, 0.5, 0.75), (1.25, 1.5, 2.0)
+_FULL = 0.8
+_RANK = 16
 
 
 def alternatives(plan: PlannedStep, spelling: Spelling = IN_PYTHON) -> Alternatives:
@@ -213,68 +199,55 @@ def alternatives(plan: PlannedStep, spelling: Spelling = IN_PYTHON) -> Alternati
         plan: One that can be planned again.
         spelling: How options are written; what can't be written isn't tried.
     """
-    rows = [Alternative.of(Variation(), plan)]
-    for each in dict.fromkeys(_candidates(plan)):
-        if each.can_be_given(spelling):
-            rows.append(planned(plan, each))
+    changes = {tuple(each.items()): each for each in _candidates(plan) if each.keys() <= spelling.keys()}
+    rows = [Alternative({}, plan), *(tried(plan, each) for each in changes.values())]
     return Alternatives(tuple(rows), spelling)
 
 
-def planned(plan: PlannedStep, other: Variation) -> Alternative:
-    """Plans a step with a change."""
+def _candidates(plan: PlannedStep) -> Iterator[Changes]:
     assert plan.asked is not None
-    try:
-        return Alternative.of(other, plan.asked.again(dict(other.values)))
-    except MegatrainError as error:
-        return Alternative(other, None, refused=str(error).splitlines()[0])
+    limits, sizes = plan.asked.limits, plan.asked.sizes
+    taken, budget = plan.schedule.device_bytes, plan.device_memory
+    yield from ({"device_memory": _as_printed(int(part * min(taken, budget or taken)))} for part in _LESS)
+    if budget is not None and taken > _FULL * budget:
+        yield from ({"device_memory": _as_printed(int(part * budget))} for part in _MORE)
+    if MICRO_BATCH in sizes:
+        yield from _splits(sizes[MICRO_BATCH], limits.micro_batches, (-4, -2, 2, 4))
+    if limits.activations != "auto":
+        yield {"activations": "auto"}
+    if limits.optimizer is not None:
+        yield {"overlap": not limits.overlap}
+    yield from _other_trainings(plan)
+    if plan.precision == "bf16":
+        yield {"precision": "fp32", **({} if limits.masters == "exact" else {"masters": "exact"})}
+    if sizes.get(LORA):
+        yield {LORA: 0}
 
 
-def other_trainings(plan: PlannedStep) -> Iterator[Variation]:
+def _splits(micro_batch: int, micro_batches: int, factors: Sequence[int]) -> Iterator[Changes]:
+    """The same samples in larger micro-batches (factors above 1), or smaller ones (divisors, as negative numbers)."""
+    for factor in factors:
+        if factor > 0 and micro_batches % factor == 0:
+            yield {MICRO_BATCH: micro_batch * factor, "micro_batches": micro_batches // factor}
+        if factor < 0 and micro_batch % -factor == 0:
+            yield {MICRO_BATCH: micro_batch // -factor, "micro_batches": micro_batches * -factor}
+
+
+def _other_trainings(plan: PlannedStep) -> Iterator[Changes]:
     """Changes of precision, masters, updates and of what is trained: those that take less memory, or less time."""
     assert plan.asked is not None
-    options, sizes = plan.asked.options, plan.asked.sizes
-    if options["max_grad_norm"] is not None and options["optimizer"] is not None:
-        yield varied(max_grad_norm=None, overlap=True)
+    limits, given = plan.asked.limits, plan.asked.limits.optimizer
+    if limits.max_grad_norm is not None and given is not None:
+        yield {"max_grad_norm": None, "overlap": True}
     if plan.precision == "fp32":
-        yield varied(precision="bf16")
-    elif options["masters"] == "exact" and options["optimizer"] is not None:
-        yield varied(masters="rounded")
-    if sizes.get(LORA) == 0:
-        yield varied(lora=_RANK)
-    given = options["optimizer"]
+        yield {"precision": "bf16"}
+    elif limits.masters == "exact" and given is not None:
+        yield {"masters": "rounded"}
+    if plan.asked.sizes.get(LORA) == 0:
+        yield {LORA: _RANK}
     if isinstance(given, str | type):
-        yield from (
-            varied(optimizer=name)
-            for name in ("Adafactor", "SGD")
-            if name != (given if isinstance(given, str) else given.__name__)
-        )
-
-
-def _candidates(plan: PlannedStep) -> Iterator[Variation]:
-    assert plan.asked is not None
-    options, sizes = plan.asked.options, plan.asked.sizes
-    taken, budget = plan.schedule.device_bytes, plan.device_memory
-    yield from (varied(device_memory=as_printed(int(part * min(taken, budget or taken)))) for part in _LESS)
-    if budget is not None and taken > _FULL * budget:
-        yield from (varied(device_memory=as_printed(int(part * budget))) for part in _MORE)
-    if MICRO_BATCH in sizes:
-        yield from splits(sizes[MICRO_BATCH], plan.schedule.kind.micro_batches, (-4, -2, 2, 4))
-    if options["activations"] != "auto":
-        yield varied(activations="auto")
-    if options["optimizer"] is not None:
-        yield varied(overlap=not options["overlap"])
-    yield from other_trainings(plan)
-    if plan.precision == "bf16":
-        yield varied(precision="fp32", **({} if options["masters"] == "exact" else {"masters": "exact"}))
-    if sizes.get(LORA):
-        yield varied(lora=0)
-
-
-def _beats(one: Alternative, other: Alternative) -> bool:
-    if NUMBERS.index(one.change.numbers) > NUMBERS.index(other.change.numbers):
-        return False
-    here, there = one.cost(), other.cost()
-    return here != there and all(a <= b for a, b in zip(here, there, strict=True))
+        own = given if isinstance(given, str) else given.__name__
+        yield from ({"optimizer": name} for name in ("Adafactor", "SGD") if name != own)
 
 
 MOST = 3
@@ -284,7 +257,7 @@ _HELPS = "What helps:"
 _HALVINGS = 10
 _MOST_OF_PAIRS = 4
 # What changes nothing on the device.
-_OF_HOST = frozenset({"max_grad_norm", "overlap", "masters", "optimizer"})
+_OF_HOST = {"max_grad_norm", "overlap", "masters", "optimizer"}
 
 
 def ways_out(plan: PlannedStep, spelling: Spelling = IN_PYTHON) -> tuple[Alternative, ...]:
@@ -298,23 +271,66 @@ def ways_out(plan: PlannedStep, spelling: Spelling = IN_PYTHON) -> tuple[Alterna
         spelling: How options are written; what can't be written isn't tried.
     """
     found: list[Alternative] = []
-    nearest: list[Variation] = []
-    for degrees in _families(plan):
-        tried = [each for each in degrees if each.can_be_given(spelling)]
-        way = _first_that_fits(plan, tried)
+    nearest: list[Changes] = []
+    for family in _families(plan):
+        degrees = [each for each in family if each.keys() <= spelling.keys()]
+        way = _first_that_fits(plan, degrees)
         if way is not None:
             found.append(way)
-        elif tried:
-            nearest.append(tried[-1])
+        elif degrees:
+            nearest.append(degrees[-1])
         if plan.hardware is None and len(found) == MOST:
             break
     if len(found) < MOST:
         for one, other in combinations(nearest[:_MOST_OF_PAIRS], 2):
-            if not dict(one.values).keys().isdisjoint(dict(other.values)):
+            if not one.keys().isdisjoint(other):
                 continue  # fewer samples a step, say, and the same samples split in another way
-            way = _first_that_fits(plan, [one + other])
+            way = _first_that_fits(plan, [{**one, **other}])
             found += [] if way is None or len(found) == MOST else [way]
-    return tuple(sorted(found, key=_rank)[:MOST])
+
+    def order(way: Alternative) -> tuple[float, int]:
+        return 0.0 if way.step_s is None else way.cost()[0], NUMBERS.index(way.numbers)
+
+    return tuple(sorted(found, key=order)[:MOST])
+
+
+def _families(plan: PlannedStep) -> Iterator[Sequence[Changes]]:
+    """Changes that may help, each with its degrees, the mildest first."""
+    assert plan.asked is not None
+    limits, sizes = plan.asked.limits, plan.asked.sizes
+    needs_host = plan.missing_host_bytes > 0
+    if limits.activations in ("keep", "recompute"):
+        yield [{"activations": "auto"}]
+    if MICRO_BATCH in sizes and plan.too_small is not None:
+        divisors = [-(2**n) for n in range(1, _HALVINGS)]
+        yield list(_splits(sizes[MICRO_BATCH], limits.micro_batches, divisors))
+    is_cut = limits.block_bytes is None and limits.chunking != "never"  # by the planner itself
+    if plan.too_small is not None and not is_cut:
+        largest = max((block.state_bytes for block in plan.schedule.known_workload().blocks), default=0)
+        yield [{"block_bytes": _as_printed(largest >> n)} for n in range(1, 5)]
+    if needs_host and not limits.overlap and limits.max_grad_norm is None and limits.optimizer is not None:
+        yield [{"overlap": True}]
+    yield from ([each] for each in _other_trainings(plan) if needs_host or not each.keys() <= _OF_HOST)
+    if limits.micro_batches > 1:
+        yield _halves("micro_batches", limits.micro_batches)
+    if SEQUENCE in sizes:
+        yield _halves(SEQUENCE, sizes[SEQUENCE])
+
+
+def _halves(name: str, number: int) -> list[Changes]:
+    return [{name: number >> n} for n in range(1, _HALVINGS) if number >> n]
+
+
+def _first_that_fits(plan: PlannedStep, degrees: Sequence[Changes]) -> Alternative | None:
+    """The first degree that fits; if the last doesn't, which takes least, none is."""
+
+    def fits(changes: Changes) -> bool:  # which shows without times, for which plans are searched longer
+        return tried(plan, {**changes, "hardware": None}).fits
+
+    if not degrees or not fits(degrees[-1]):
+        return None
+    way = tried(plan, next(each for each in degrees if each is degrees[-1] or fits(each)))
+    return way if way.fits else None
 
 
 def refusal(plan: PlannedStep, spelling: Spelling = IN_PYTHON) -> ScheduleError | ExecuteError | None:
@@ -327,93 +343,155 @@ def refusal(plan: PlannedStep, spelling: Spelling = IN_PYTHON) -> ScheduleError 
     error = plan.refused()
     if error is None or plan.asked is None:
         return error
-    return type(error)(f"{str(error).partition(_HELPS)[0]}{_HELPS} {ways_text(plan, spelling)}")
+    return type(error)(f"{str(error).partition(_HELPS)[0]}{_HELPS} {_ways_text(plan, spelling)}")
 
 
-def ways_text(plan: PlannedStep, spelling: Spelling = IN_PYTHON) -> str:
+def _ways_text(plan: PlannedStep, spelling: Spelling) -> str:
     """The ways out as the end of an error: each with its step, and what that takes."""
-    ways = ways_out(plan, spelling)
-    here = Alternative.of(Variation(), plan)
-    more = _more_memory(plan, spelling)
+    ways, here = ways_out(plan, spelling), Alternative({}, plan)
+    more = " and ".join(f"{format_bytes(nbytes)} more of the {name}" for name, nbytes in _lacking(plan))
     if not ways:
         return f"{more}; no other change that was tried makes it fit."
     order = "" if here.step_s is None else ", the shortest step first"
-    lines = [f"    {_line(way, here, spelling)}" for way in ways]
+    lines = [f"    {words(way.change, spelling)}: {_cost_text(way, here)}" for way in ways]
     return "\n".join([f"{more}, or one of these, each planned{order}:", *lines])
 
 
-def _more_memory(plan: PlannedStep, spelling: Spelling) -> str:
-    device, host = plan.missing_device_bytes, plan.missing_host_bytes
-    found = [
-        f"{format_bytes(nbytes)} more of the {name}" for name, nbytes in (("device", device), ("host", host)) if nbytes
-    ]
-    return " and ".join(found)
-
-
-def _line(way: Alternative, here: Alternative, spelling: Spelling) -> str:
+def _cost_text(way: Alternative, here: Alternative) -> str:
     assert way.plan is not None
     device, host = format_bytes(way.plan.schedule.device_bytes), format_bytes(way.plan.host.total_bytes)
     numbers = {"same": "", "rounding": "; sums round in another order", "other": "; another training"}
     time = ""
     if way.step_s is not None and here.step_s:
-        ratio = way.cost()[0] / here.cost()[0]
-        time = f"{format_s(way.step_s)} a step ({ratio:.2f} x this one's time{_per(way)}), "
-    return (
-        f"{way.change.words(spelling)}: {time}{device} of the device, {host} of the host{numbers[way.change.numbers]}"
-    )
+        ratio, per = way.cost()[0] / here.cost()[0], " a token" if way.tokens_per_s else ""
+        time = f"{format_s(way.step_s)} a step ({ratio:.2f} x this one's time{per}), "
+    return f"{time}{device} of the device, {host} of the host{numbers[way.numbers]}"
 
 
-def _per(way: Alternative) -> str:
-    return " a token" if way.tokens_per_s else ""
+def _lacking(plan: PlannedStep) -> list[tuple[str, int]]:
+    parts = [("device", plan.missing_device_bytes), ("host", plan.missing_host_bytes)]
+    return [(name, nbytes) for name, nbytes in parts if nbytes]
 
 
-def _families(plan: PlannedStep) -> Iterator[list[Variation]]:
-    """Changes that may help, each with its degrees, the mildest first."""
+def missing(plan: PlannedStep) -> str | None:
+    """What a plan lacks, in words; None if it fits."""
+    lacks = [f"{format_bytes(nbytes)} of the {name}" for name, nbytes in _lacking(plan)]
+    if plan.too_small is not None and not lacks:
+        return plan.too_small.splitlines()[0]
+    return f"{' and '.join(lacks)} are missing" if lacks else None
+
+
+MOST_OF_A_SIZE = 2**30
+# A capture takes as long as there are layers, so many more of them aren't tried.
+_MOST_TIMES_DEEPER = 8
+# Sequences are tried in steps of so many tokens: each needs a capture.
+_OF_SEQUENCE = 128
+
+
+@dataclass(frozen=True, slots=True)
+class Largest:
+    """The largest size that fits, and why the next doesn't; prints itself.
+
+    Args:
+        name: Of the size.
+        size: The largest.
+        plan: Of this size.
+        too_large: The smallest size that was planned and doesn't fit; None if all fit.
+        refused: Why it doesn't fit, in a line.
+        num_planned: How many sizes were planned.
+    """
+
+    name: str
+    size: int
+    plan: PlannedStep = field(repr=False)
+    too_large: int | None
+    refused: str
+    num_planned: int
+
+    def __str__(self) -> str:
+        text = f"largest {self.name}: {self.size}"
+        if self.too_large is None:
+            return f"{text}, and no larger one was planned; all {self.num_planned} that were fit"
+        return f"{text}; at {self.too_large}: {self.refused} ({counted(self.num_planned, 'size')} planned)"
+
+
+def largest(
+    plan: PlannedStep, what: str | Callable[[int], Any], multiple: int | None = None, most: int | None = None
+) -> Largest:
+    """Doubles a size while it fits, then halves the gap.
+
+    Args:
+        plan: One that can be planned again.
+        what: The size, or a function that makes a model and its inputs of a size.
+        multiple: Sizes are multiples of it; None is 1, or 128 of sequences that are as long.
+        most: No larger size is tried; None is eight times the depth, and no bound of other sizes.
+
+    Raises:
+        OptionError: If the size can't change.
+        ScheduleError: If the smallest doesn't fit.
+    """
+    name, start = (what, _size_of(plan, what)) if isinstance(what, str) else ("size", 1)
+    multiple = multiple or (_OF_SEQUENCE if name == SEQUENCE and start >= _OF_SEQUENCE else 1)
+    most = most or (_MOST_TIMES_DEEPER * start if name == DEPTH else MOST_OF_A_SIZE)
+    plans: dict[int, PlannedStep] = {}
+    refused: dict[int, str | None] = {}
+
+    def fits(number: int) -> bool:  # which shows without times, for which plans are searched longer
+        if number not in refused:
+            try:
+                plans[number] = _of_size(plan, what, number * multiple, {"hardware": None})
+                refused[number] = missing(plans[number])
+            except MegatrainError as error:
+                if not refused:
+                    raise  # nothing that fits is known yet, and this has nothing to do with memory
+                refused[number] = str(error).splitlines()[0]
+        return refused[number] is None
+
+    low, high, end = 0, max(1, min(start, most) // multiple), most // multiple
+    while fits(high) and low < end:
+        low, high = high, min(2 * high, end)
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    reason = refused[high]
+    if reason is None:
+        low = high
+    if low == 0:
+        raise ScheduleError(
+            f"no {name} fits: at {high * multiple} {reason}.\n  Each was planned with the other options of this plan.\n"
+            "  Give it more memory; plan.check() of a step that doesn't fit says what else helps."
+        )
+    best = plans[low] if plan.hardware is None else _of_size(plan, what, low * multiple, {})
+    too_large = None if reason is None else high * multiple
+    return Largest(name, low * multiple, best, too_large, reason or "", len(refused))
+
+
+def _size_of(plan: PlannedStep, name: str) -> int:
     assert plan.asked is not None
-    options, sizes = plan.asked.options, plan.asked.sizes
-    needs_host = plan.missing_host_bytes > 0
-    micro_batches = plan.schedule.kind.micro_batches
-    if options["activations"] in ("keep", "recompute"):
-        yield [varied(activations="auto")]
-    if MICRO_BATCH in sizes and plan.too_small is not None:
-        factors = tuple(-(2**n) for n in range(1, _HALVINGS))
-        yield list(splits(sizes[MICRO_BATCH], micro_batches, factors))
-    # By the planner itself.
-    is_cut = options["block_bytes"] is None and options["chunking"] != "never" and options["ranks"] == "alone"
-    if plan.too_small is not None and not is_cut:
-        largest = max((block.state_bytes for block in plan.schedule.known_workload().blocks), default=0)
-        yield [varied(block_bytes=as_printed(largest >> n)) for n in range(1, 5)]
-    if needs_host and not options["overlap"] and options["max_grad_norm"] is None and options["optimizer"] is not None:
-        yield [varied(overlap=True)]
-    for each in other_trainings(plan):
-        if needs_host or not _OF_HOST.issuperset(dict(each.values)):
-            yield [each]
-    if micro_batches > 1:
-        yield [varied(micro_batches=n) for n in _halves(micro_batches)]
-    if SEQUENCE in sizes:
-        yield [varied(sequence=n) for n in _halves(sizes[SEQUENCE])]
+    sizes, fixed = plan.asked.sizes, plan.asked.fixed
+    if name not in sizes:
+        raise OptionError(
+            f"the {name} of this plan can't change: {fixed.get(name, 'it has no such size')}.\n"
+            f"  What can change is {' and '.join(sizes) or 'nothing'}.\n"
+            "  Give a function that makes the model and its inputs of a size: plan.largest(lambda n: (model, inputs))."
+        )
+    return sizes[name]
 
 
-def _halves(number: int) -> list[int]:
-    return list(dict.fromkeys(number >> n for n in range(1, _HALVINGS) if number >> n))
-
-
-def _first_that_fits(plan: PlannedStep, degrees: Sequence[Variation]) -> Alternative | None:
-    """The first degree that fits; if the last doesn't, which takes least, none is."""
-    if not degrees or not _fits(plan, degrees[-1]):
-        return None
-    way = planned(plan, next(each for each in degrees if each is degrees[-1] or _fits(plan, each)))
-    return way if way.fits else None
-
-
-def _fits(plan: PlannedStep, other: Variation) -> bool:
-    """Whether a step fits, which shows without times: for these, plans are searched longer."""
+def _of_size(plan: PlannedStep, what: str | Callable[[int], Any], number: int, changes: Changes) -> PlannedStep:
+    """Plans the step at a size, or of the model that somebody's function makes for it."""
     assert plan.asked is not None
-    try:
-        return plan.asked.again({**dict(other.values), "hardware": None}).fits
-    except MegatrainError:
-        return False
+    if isinstance(what, str):
+        return plan.asked.again({what: number, **changes})
+    model, args, kwargs = model_and_inputs(what(number), "the function")
+    _check_any_model(plan.asked.limits)
+    model = original(model)
+    return plan.asked.again(changes, ExampleSizes(model, Arguments.of(model, args, kwargs)))
 
 
-def _rank(way: Alternative) -> tuple[float, int]:
-    return (0.0 if way.step_s is None else way.cost()[0]), NUMBERS.index(way.change.numbers)
+def _check_any_model(limits: StepLimits) -> None:
+    if not (limits.optimizer is None or isinstance(limits.optimizer, str | type)):
+        raise OptionError(
+            "the optimizer of this plan has the parameters of its own model, not those of another one.\n"
+            '  Each size is another model.\n  Plan with the optimizer\'s class or its name, optimizer="AdamW".'
+        )

@@ -8,9 +8,8 @@ from typing import Any
 from megatrain.checks import Rule, checked, count, either, function, one_of, optional
 from megatrain.counts import counted
 from megatrain.errors import OptionError
-from megatrain.planning.advice import Alternatives, alternatives, refusal
+from megatrain.planning.advice import MOST_OF_A_SIZE, Alternatives, Largest, alternatives, largest, refusal
 from megatrain.planning.host_plan import DEPTH, MICRO_BATCH, SEQUENCE
-from megatrain.planning.largest import MOST_OF_A_SIZE, Largest, largest
 from megatrain.planning.plan_text import device_lines, piece_lines, reasons, time_text, verdict
 from megatrain.planning.planned_step import UNBOUNDED, PlannedStep
 from megatrain.planning.saved_plan import PLAN, SavedPlan, saved_plan
@@ -31,9 +30,9 @@ class Plan(PlannedStep):
         too_small: Why the device's memory isn't enough, or None.
         reserve: What the device needs besides, in words.
         hardware: The machine whose time is predicted, or None.
+        step_s: Seconds of a step, predicted; None without `hardware`.
+        tokens_per_s: Tokens a second, predicted; None without `hardware`, or if the example has no token ids.
     """
-
-    __slots__ = ()
 
     def check(self) -> None:
         """Refuses a step that doesn't fit. Without `host_memory` it must fit into this machine's free memory.

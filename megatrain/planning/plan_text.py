@@ -85,8 +85,8 @@ def time_text(plan: PlannedStep) -> list[str]:
     found = plan.simulation
     if found is None or plan.hardware is None:
         return []
-    tokens, step_s, bound = plan.tokens_per_step, found.step_s, plan.lower_bound
-    rate = f"; {tokens / step_s:.0f} tokens/s" if tokens and step_s else ""
+    step_s, bound = found.step_s, plan.lower_bound
+    rate = f"; {plan.tokens_per_s:.0f} tokens/s" if plan.tokens_per_s else ""
     lines = [f"time: {found}; predicted for {plan.hardware.name}{rate}"]
     if bound is not None:
         lines.append(
@@ -96,13 +96,7 @@ def time_text(plan: PlannedStep) -> list[str]:
 
 
 class _Kept(NamedTuple):
-    """What is kept in a step.
-
-    Attributes:
-        nbytes: Of all results.
-        parked_bytes: The part that is on the host between forward and backward.
-        seconds: By which compute gets shorter; None without a machine.
-    """
+    """The results that are kept in a step, the part that is parked, and the seconds of compute that this spares."""
 
     nbytes: int
     parked_bytes: int
@@ -227,8 +221,8 @@ def _time(plan: PlannedStep) -> str:
         return (
             "No time is known without hardware=: graphs are retained first, then weights stay, as far as memory goes."
         )
-    tokens, step_s = plan.tokens_per_step, plan.simulation.step_s
-    rate = f", {tokens / step_s:.0f} tokens/s" if tokens and step_s else ""
+    step_s = plan.simulation.step_s
+    rate = f", {plan.tokens_per_s:.0f} tokens/s" if plan.tokens_per_s else ""
     machine = plan.hardware.name if plan.hardware is not None and plan.hardware.name else "this machine"
     return f"On {machine} a step takes {format_s(step_s)}{rate}. {_bound(plan)}{_least(plan, step_s)}"
 
@@ -338,8 +332,8 @@ def _next_gib(plan: PlannedStep) -> Iterator[str]:
         yield "With 1 GiB more of the device nothing would change."
         return
     text = f"With 1 GiB more of the device there would be {', '.join(gains)}"
-    if plan.simulation is not None and more.simulation is not None:
-        here, there = plan.simulation.step_s, more.simulation.step_s
+    here, there = plan.step_s, more.step_s
+    if here is not None and there is not None:
         less = f"{1 - there / here:.1%}"
         is_shorter = there < here and less != "0.0%"
         text += f": a step would take {format_s(there)}, {less} less" if is_shorter else ", and a step no shorter"

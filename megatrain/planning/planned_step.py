@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, replace
+from functools import cached_property
 from typing import Any
 
 from megatrain.errors import ExecuteError, ScheduleError
 from megatrain.hardware.hardware import Hardware
+from megatrain.options import Limits
 from megatrain.passes.program import Program
-from megatrain.planning.host_plan import HostPlan
+from megatrain.planning.host_plan import HostPlan, ModelSizes, OptimizerLike
+from megatrain.planning.loss_bytes import Loss
 from megatrain.scheduler.builder.bound import StepBound, step_bound
 from megatrain.scheduler.schedule import Schedule
 from megatrain.scheduler.simulate import Simulation
@@ -19,42 +22,54 @@ UNBOUNDED = 1 << 60
 
 
 @dataclass(frozen=True, slots=True)
-class PlannedFor:
-    """What a step was planned for, besides what the plan itself says.
+class StepLimits(Limits):
+    """What is given for the plan of a step; the other arguments are those of `megatrain.plan`.
 
     Args:
-        options: The options, by the names that `plan` gives them, and those that a planner's source adds.
-        sizes: The sizes that can change, such as `micro_batch` and `sequence`.
-        fixed: Of the sizes that can't change: why, in words.
-        num_tokens: Tokens of a micro-batch; None if its example has no token ids.
-        again: Plans the same step with some of these replaced.
-        of: Plans the same step of another model and inputs, `(model, inputs)`, with some options replaced.
+        has_device: Whether a device was named.
     """
 
-    options: Mapping[str, Any]
-    sizes: Mapping[str, int]
-    fixed: Mapping[str, str]
-    num_tokens: int | None
-    again: Callable[[Mapping[str, Any]], PlannedStep]
-    of: Callable[[Any, Mapping[str, Any]], PlannedStep]
+    has_device: bool = False
+    host_memory: int | None = None
+    optimizer: OptimizerLike | None = None
+    micro_batches: int = 1
+    max_grad_norm: float | None = None
+    overlap: bool = True
+    loss: Loss | None = None
 
 
 @dataclass(frozen=True, slots=True)
-class PlannedStep:
-    """A training step on paper.
+class Asked:
+    """What a step was planned for, and how it is planned again.
 
     Args:
-        program: The model's blocks.
-        schedule: Of the whole step. If `device_memory` is too small, the schedule that takes the least memory.
-        host: The host memory that the step takes.
-        device_memory: Bytes of the device for the step, or None.
-        host_memory: Bytes of the host for the step, or None.
-        precision: `"fp32"` or `"bf16"`.
-        too_small: Why the device's memory isn't enough, or None.
-        reserve: What the device needs besides, in words.
-        hardware: The machine whose time is predicted, or None.
-        asked: What it was planned for; None if it can't be planned again.
+        limits: What was given.
+        sizes: The sizes that can change, such as `micro_batch` and `sequence`.
+        fixed: Of the sizes that can't change: why, in words.
+        num_tokens: Tokens of a micro-batch; None if its example has no token ids.
+        plan: Plans a step of these sizes, of the same model or of that of another source.
     """
+
+    limits: StepLimits
+    sizes: Mapping[str, int]
+    fixed: Mapping[str, str]
+    num_tokens: int | None
+    plan: Callable[[StepLimits, Mapping[str, int], ModelSizes | None], PlannedStep]
+
+    def again(self, changes: Mapping[str, Any], source: ModelSizes | None = None) -> PlannedStep:
+        """Plans the same step with other limits and sizes, by name; of another model with its own sizes."""
+        names = {part.name for part in fields(self.limits)}
+        limits = replace(self.limits, **{name: value for name, value in changes.items() if name in names})
+        others = {name: value for name, value in changes.items() if name not in names}
+        if source is not None:
+            return self.plan(limits, source.sizes, source)
+        assert set(others) <= set(self.sizes), f"nothing is called {set(others) - set(self.sizes)}"
+        return self.plan(limits, {**self.sizes, **others}, None)
+
+
+@dataclass(frozen=True)
+class PlannedStep:
+    """A training step on paper; `Plan` says what its parts are."""
 
     program: Program
     schedule: Schedule
@@ -65,14 +80,24 @@ class PlannedStep:
     too_small: str | None = field(default=None, repr=False)
     reserve: str = ""
     hardware: Hardware | None = None
-    asked: PlannedFor | None = field(default=None, repr=False, compare=False)
+    asked: Asked | None = field(default=None, repr=False, compare=False)
 
-    @property
+    @cached_property
     def simulation(self) -> Simulation | None:
         """The step on paper, with its seconds; None without `hardware`."""
         return None if self.hardware is None else self.schedule.simulate(self.hardware)
 
-    @property
+    @cached_property
+    def step_s(self) -> float | None:
+        """Seconds of a step, predicted; None without `hardware`."""
+        return None if self.simulation is None else self.simulation.step_s
+
+    @cached_property
+    def tokens_per_s(self) -> float | None:
+        """Tokens a second, predicted; None without `hardware`, or if the example has no token ids."""
+        return self.tokens_per_step / self.step_s if self.tokens_per_step and self.step_s else None
+
+    @cached_property
     def lower_bound(self) -> StepBound | None:
         """Seconds that no plan of the same blocks and micro-batches takes less than in `device_memory`.
 

@@ -8,6 +8,7 @@ from math import inf
 
 from megatrain.checks import Rule, checked, count, either, instance_of, number, optional, shown
 from megatrain.errors import MegatrainError, OptionError, ScheduleError
+from megatrain.hardware.hardware import Hardware
 from megatrain.options import PRECISION
 from megatrain.planning.bands import format_s
 from megatrain.planning.planned_step import PlannedStep
@@ -43,6 +44,16 @@ class SavedPlan:
 
     def __post_init__(self) -> None:
         self.schedule.known_workload()
+
+    @staticmethod
+    def of(
+        model: str, precision: str, schedule: Schedule, device_memory: int | None, hardware: Hardware | None
+    ) -> SavedPlan:
+        """The choices of a step, with its time on a machine."""
+        if hardware is None:
+            return SavedPlan(model, precision, schedule, device_memory)
+        step_s = schedule.simulate(hardware).step_s
+        return SavedPlan(model, precision, schedule, device_memory, hardware.name, step_s)
 
     def to_json(self) -> str:
         """The plan as JSON; `from_json` reads the same plan."""
@@ -114,9 +125,7 @@ def saved_plan(plan: AnyPlan) -> SavedPlan:
         return plan
     if plan.too_small is not None:
         raise ScheduleError(plan.too_small)
-    hardware = "" if plan.hardware is None else plan.hardware.name
-    step_s = None if plan.simulation is None else plan.simulation.step_s
-    return SavedPlan(plan.program.name, plan.precision, plan.schedule, plan.device_memory, hardware, step_s)
+    return SavedPlan.of(plan.program.name, plan.precision, plan.schedule, plan.device_memory, plan.hardware)
 
 
 _NAMES = ("model", "precision", "device_memory", "hardware", "step_s")

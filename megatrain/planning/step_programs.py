@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Generator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 
 import torch
 
 from megatrain.garbage import paused_collection
+from megatrain.options import Limits
 from megatrain.passes.measuring.known_costs import KnownCosts
 from megatrain.passes.pipeline import AfterPass, Rewrite, lowered_with
 from megatrain.passes.program import Program
@@ -73,12 +74,10 @@ class StepPrograms:
     Then come the same pieces with smaller blocks, and so on for each size of blocks.
 
     Args:
-        chunking: The option of `compile`. With `"always"` level 0 has chunks and tiles already; with `"never"` there is
-            no other, and blocks are never cut.
-        lower: Lowers the capture in pieces, or with None as it is.
-        plain: The program of level 0, where there is one already.
-        finer: Lowers the capture with another `block_bytes`.
-        may_cut: Whether levels have smaller blocks.
+        traced: The capture.
+        limits: With chunking `"always"` level 0 has chunks and tiles already; with `"never"` there is no other, and
+            blocks are never cut, nor are they where `block_bytes` says their size.
+        costs: Known ones of templates.
 
     Attributes:
         least: The first level that is tried. A capture that was rewritten stays so: its numbers would differ from one
@@ -86,27 +85,16 @@ class StepPrograms:
         width: The number of levels with blocks of one size.
     """
 
-    def __init__(
-        self,
-        chunking: str,
-        lower: Callable[[Pieces | None], Program],
-        plain: Callable[[], Program] | None = None,
-        finer: Callable[[int, Pieces | None], Program] | None = None,
-        *,
-        may_cut: bool = False,
-    ):
-        self._lower = lower
-        self._finer = finer
-        self._plain = plain or partial(lower, None)
-        self._pieces = (None, *_LEVELS[chunking])
-        self._may_cut = may_cut and chunking != "never"
+    def __init__(self, traced: TracedModule, limits: Limits, costs: KnownCosts):
+        self._traced, self._limits, self._costs = traced, limits, costs
+        self._pieces = (None, *_LEVELS[limits.chunking])
         self._made: dict[int, Program] = {}
         self.least = 0
         self.width = len(self._pieces)
 
     def at(self, level: int) -> Program:
         """The program of a level, or of the last there is."""
-        level = min(level, self.last)
+        level = min(level, self.last) if level else 0  # the last depends on the first
         if level not in self._made:
             self._made[level] = self._of(*divmod(level, self.width))
         return self._made[level]
@@ -126,32 +114,29 @@ class StepPrograms:
         """Those of the model's own blocks, and that of the smallest blocks: one of them needs the least memory."""
         return [*self.in_own_blocks, self.at(self.last)]
 
-    def with_blocks(self, block_bytes: int) -> Program:
-        """Another program, of blocks of so many bytes, in the smallest pieces."""
-        assert self._finer is not None
-        return self._finer(block_bytes, self._pieces[-1])
+    def with_blocks(self, block_bytes: int, *, in_pieces: bool = True) -> Program:
+        """Another program, of blocks of so many bytes, in the smallest pieces or as it is."""
+        return self._lowered(self._pieces[-1] if in_pieces else None, block_bytes)
+
+    def _lowered(self, pieces: Pieces | None = None, block_bytes: int | None = None) -> Program:
+        limits = self._limits if block_bytes is None else replace(self._limits, block_bytes=block_bytes)
+        return lowered(self._traced, limits, pieces, costs=self._costs)
 
     @cached_property
     def _sizes(self) -> Sequence[int]:
-        return _smaller_sizes(self._first()) if self._may_cut else ()
-
-    def _first(self) -> Program:
-        """The capture as it is; asks for no size of blocks."""
-        if 0 not in self._made:
-            self._made[0] = self._plain()
-        return self._made[0]
+        may_cut = self._limits.block_bytes is None and self._limits.chunking != "never"
+        return _smaller_sizes(self.at(0)) if may_cut else ()
 
     def _of(self, cut: int, number: int) -> Program:
         pieces = self._pieces[number]
         if cut > 0:
-            assert self._finer is not None
-            return self._finer(self._sizes[cut - 1], pieces)
+            return self._lowered(pieces, self._sizes[cut - 1])
         if number == 0:
-            return self._first()
+            return self._lowered()
         before = self.at(number - 1)
         if pieces == Pieces(chunks=None) and not _has_masks(before):
             return before
-        made = self._lower(pieces)
+        made = self._lowered(pieces)
         return made if _in_pieces(made) != _in_pieces(before) else before
 
 
@@ -169,28 +154,24 @@ def _smaller_sizes(program: Program) -> tuple[int, ...]:
     return tuple(size for size in (layer >> shift for shift in _OF_LAYERS) if 0 < size < largest)
 
 
-def lowered_for(
+def lowered(
     traced: TracedModule,
-    block_bytes: int | None,
-    passes: Sequence[Rewrite],
-    chunking: str,
-    alignment: int,
+    limits: Limits,
     pieces: Pieces | None = None,
     after_pass: AfterPass | None = None,
-    *,
     costs: KnownCosts | None = None,
 ) -> Program:
-    """Lowers a capture by options of `compile`, in pieces behind the user's `passes`; see `lower`."""
-    pieces = _ALWAYS if pieces is None and chunking == "always" else pieces
-    rewrites = passes if pieces is None else (*passes, *pieces.rewrites(block_bytes))
+    """Lowers a capture, in pieces after the user's passes; see `lower`."""
+    pieces = _ALWAYS if pieces is None and limits.chunking == "always" else pieces
+    rewrites = limits.passes if pieces is None else (*limits.passes, *pieces.rewrites(limits.block_bytes))
     with undisturbed():
         return lowered_with(
             KnownCosts() if costs is None else costs,
             traced,
-            block_bytes=block_bytes,
+            block_bytes=limits.block_bytes,
             rewrites=rewrites,
             after_pass=after_pass,
-            alignment=alignment,
+            alignment=limits.device.alignment,
         )
 
 

@@ -14,7 +14,7 @@ from tqdm import tqdm
 from megatrain.checks import PATH, count, one_of
 from megatrain.compiled.compiling import compile as compile_model
 from megatrain.hardware.hardware import Hardware
-from megatrain.planning.planning import plan
+from megatrain.planning.planner import plan
 from megatrain.progress import stage
 from megatrain.reporting.step_report import StepReport, check_report_path, report
 from megatrain.sizes import format_bytes

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, fields
+from typing import Any
 
 import torch
 
@@ -16,6 +17,7 @@ from megatrain.planning.advice import Spelling, size
 from megatrain.planning.host_plan import DEPTH, LORA, MICRO_BATCH, SEQUENCE
 from megatrain.scheduler.builder.build import STEP
 from megatrain.sizes import SIZE
+from megatrain.verification.command_options import Option
 
 ALL = "all"
 LENGTH, TOKENS_PER_STEP = 4096, 65536
@@ -25,27 +27,6 @@ _OPTIMIZERS: Mapping[str, str] = {
     if isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer) and kind is not torch.optim.Optimizer
 }
 """Those of torch by their names in small letters."""
-
-RULES: Mapping[str, Rule] = {
-    "config": PATH,
-    "hardware": optional(one_of(ALL, *Hardware.presets())),
-    "memory": optional(SIZE),
-    "host_memory": optional(SIZE),
-    "sequence": optional(count(2, 2**24)),
-    "tokens_per_step": count(1, 2**40),
-    "host_bandwidth": optional(SIZE),
-    "micro_batch": optional(count(1, 2**16)),
-    "lora": count(0, 2**16),
-    "optimizer": one_of(*_OPTIMIZERS),
-    "precision": PRECISION,
-    "masters": COMPILE["masters"],
-    "activations": STEP["activations"],
-    "block_bytes": optional(SIZE),
-    "chunking": COMPILE["chunking"],
-    "largest": optional(one_of(MICRO_BATCH, SEQUENCE, DEPTH)),
-    "report": optional(PATH),
-    "trace": optional(PATH),
-}
 
 IN_COMMAND: Spelling = {
     "device_memory": lambda value: f"--memory {size(value)}",
@@ -64,60 +45,69 @@ IN_COMMAND: Spelling = {
 """Options of a plan as the command has them."""
 
 
+def _of(default: object, rule: Rule | None, text: str, kind: type = str, *, is_position: bool = False) -> Any:
+    option = Option(rule, text, kind, is_position=is_position)
+    return field(default=default, metadata={"option": option})
+
+
 @dataclass(frozen=True, slots=True)
 class SizingOptions:
     """Which model is planned for which machine.
 
-    Args:
-        config: A `config.json`, a folder with one, or `module:function`.
-        hardware: A machine of the table, or `"all"`; None plans for `memory` alone.
-        memory: Device memory of the step; None is what the machine has, less a reserve.
-        host_memory: Memory of the host; None is as much as it takes.
-        sequence: Tokens of a sequence; None is 4096, or what the model takes if that is less.
-        tokens_per_step: Tokens of a step.
-        micro_batch: Sequences in a micro-batch; None takes the number with the shortest step.
-        host_bandwidth: Bytes a second that the host's memory reads and writes; None is that of the machine.
-        lora: Rank of adapters; 0 trains all weights.
-        optimizer: A class of torch.optim, in small letters.
-        precision: `"bf16"` or `"fp32"`.
-        masters: As for `compile`.
-        no_clipping: Gradients aren't clipped.
-        no_overlap: Updates run after the backward.
-        activations: As for `compile`.
-        block_bytes: As for `compile`.
-        chunking: As for `compile`.
-        why: Reasons are printed.
-        alternatives: A table of alternatives is.
-        largest: The largest of this size that fits is.
-        report: The page on which the step is drawn, or None.
-        trace: The file of its trace for Perfetto, or None.
-
     Raises:
-        OptionError: If an option is wrong, or two of them exclude each other.
+        OptionError: If two options exclude each other.
     """
 
-    config: str
-    hardware: str | None = None
-    memory: int | str | None = None
-    host_memory: int | str | None = None
-    sequence: int | None = None
-    tokens_per_step: int = TOKENS_PER_STEP
-    micro_batch: int | None = None
-    host_bandwidth: int | str | None = None
-    lora: int = 0
-    optimizer: str = "adamw"
-    precision: str = "bf16"
-    masters: str = "exact"
-    no_clipping: bool = False
-    no_overlap: bool = False
-    activations: str = "auto"
-    block_bytes: int | str | None = None
-    chunking: str = "auto"
-    why: bool = False
-    alternatives: bool = False
-    largest: str | None = None
-    report: str | None = None
-    trace: str | None = None
+    config: str = _of(
+        "", PATH, "config.json of a Hugging Face model, a folder with one, or module:function (or file.py:function), "
+        "which returns a model, or (model, inputs); no weights are read", is_position=True,
+    )  # fmt: skip
+    hardware: str | None = _of(
+        None, optional(one_of(ALL, *Hardware.presets())), f"a machine such as rtx-4090, or {ALL} for a table of all"
+    )
+    memory: int | str | None = _of(
+        None, optional(SIZE), "device memory of a step (default: the machine's, less a reserve)"
+    )
+    host_memory: int | str | None = _of(
+        None, optional(SIZE), "memory of the host, such as 128GiB (default: as much as it takes)"
+    )
+    sequence: int | None = _of(
+        None, optional(count(2, 2**24)),
+        f"tokens of a sequence (default: {LENGTH}, or what the model takes if that is less)", int,
+    )  # fmt: skip
+    tokens_per_step: int = _of(TOKENS_PER_STEP, count(1, 2**40), f"tokens of a step (default: {TOKENS_PER_STEP})", int)
+    micro_batch: int | None = _of(
+        None, optional(count(1, 2**16)),
+        "sequences in a micro-batch (default: those with the shortest step that fits)", int,
+    )  # fmt: skip
+    host_bandwidth: int | str | None = _of(
+        None, optional(SIZE), "what the host's memory reads and writes in a second, such as 400GB"
+    )
+    lora: int = _of(
+        0, count(0, 2**16), "train adapters of this rank on all linear layers, and leave the model's own weights", int
+    )
+    optimizer: str = _of("adamw", one_of(*_OPTIMIZERS), "an optimizer of torch.optim (default: adamw)")
+    precision: str = _of("bf16", PRECISION, "bf16, which computes in bf16 over fp32 masters, or fp32 (default: bf16)")
+    masters: str = _of(
+        "exact", COMPILE["masters"], "exact, or rounded, which takes 2 bytes a parameter less (default: exact)"
+    )
+    no_clipping: bool = _of(False, None, "gradients aren't clipped by their norm, so updates don't wait for it")
+    no_overlap: bool = _of(False, None, "updates run after the backward")
+    activations: str = _of("auto", STEP["activations"], "auto, keep, recompute or offload (default: auto)")
+    block_bytes: int | str | None = _of(
+        None, optional(SIZE), "target size of a block's state, such as 64MiB (default: a repeated module)"
+    )
+    chunking: str = _of(
+        "auto", COMPILE["chunking"], "auto, always or never: chunks of a head's loss, tiles of tokens (default: auto)"
+    )
+    why: bool = _of(False, None, "also say why the plan is as it is, and what 1 GiB more would buy")
+    alternatives: bool = _of(False, None, "also print other budgets, micro-batches, precisions and updates")
+    largest: str | None = _of(
+        None, optional(one_of(MICRO_BATCH, SEQUENCE, DEPTH)),
+        "also find the largest micro_batch, sequence or depth that fits",
+    )  # fmt: skip
+    report: str | None = _of(None, optional(PATH), "also draw the step on one page of HTML, this file")
+    trace: str | None = _of(None, optional(PATH), "also write its trace for https://ui.perfetto.dev here")
 
     def __post_init__(self) -> None:
         if self.hardware is None and self.memory is None:
@@ -156,13 +146,4 @@ class SizingOptions:
         return _OPTIMIZERS[self.optimizer]
 
 
-def check_options(given: Mapping[str, object]) -> None:
-    """Checks options of the command, by the names of fields, in the words of the command.
-
-    Raises:
-        OptionError: Naming the option as it is written on the command line.
-    """
-    for name, value in given.items():
-        if name in RULES:
-            flag = name if name == "config" else f"--{name.replace('_', '-')}"
-            RULES[name].check_flag(flag, value, has_default=name != "config")
+OPTIONS: Mapping[str, Option] = {each.name: each.metadata["option"] for each in fields(SizingOptions)}

@@ -34,7 +34,6 @@ from megatrain.training.boundary import Boundary, Progress
 from megatrain.training.completion import Completion
 from megatrain.training.saved_schedulers import SCHEDULERS, Schedulers
 from megatrain.training.setup import Setting, Setup
-from megatrain.training.step_tables import plan_of
 
 
 class TrainStep:
@@ -134,7 +133,9 @@ class TrainStep:
     @property
     def plan(self) -> SavedPlan:
         """The choices of the latest call, as for `schedule`: to write with `to_json`, or to give to another step."""
-        return plan_of(self.program, self.schedule, self._compiled.options)
+        options = self._compiled.options
+        parts = self.program.name, options.precision, self.schedule, options.device_memory, options.hardware
+        return SavedPlan.of(*parts)
 
     @property
     def program(self) -> Program:

@@ -9,11 +9,10 @@ import torch
 from torch import nn
 
 import megatrain
-from megatrain.compiled import lowered
 from megatrain.device import HOST, Device
 from megatrain.hardware.hardware import Hardware
 from megatrain.hardware.machine import usual_machine
-from megatrain.training import step_tables
+from megatrain.planning import plan_step
 
 CARDS = {
     "rtx-3080": "NVIDIA GeForce RTX 3080, NVIDIA GeForce RTX 3080 Ti",
@@ -124,8 +123,7 @@ def test_steps_and_calls_weigh_by_the_card_that_is_there(monkeypatch: pytest.Mon
         return usual_machine(device)
 
     monkeypatch.setattr(Device, "card", lambda _: "NVIDIA H200")
-    for module in (step_tables, lowered):
-        monkeypatch.setattr(module, "usual_machine", noting)
+    monkeypatch.setattr(plan_step, "usual_machine", noting)
     model, x = Layers(8), torch.ones(2, 8)
     compiled = megatrain.compile(model, device="cpu", memory="1MiB")
     megatrain.TrainStep(compiled, torch.optim.SGD(model.parameters(), lr=0.1)).prepare(x)

@@ -12,12 +12,13 @@ from torch import nn
 from torch.nn import functional as F
 
 import megatrain
+from megatrain.options import Limits
 from megatrain.passes.measuring import known_costs
 from megatrain.passes.measuring import measure as measuring
 from megatrain.passes.measuring.known_costs import KnownCosts
 from megatrain.passes.pipeline import lower
 from megatrain.passes.program import Program
-from megatrain.planning.step_programs import StepPrograms, lowered_for
+from megatrain.planning.step_programs import StepPrograms, lowered
 from megatrain.tracer.trace import trace
 from tests.captures import traced
 
@@ -35,22 +36,25 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return names
 
 
+class Forgetful(KnownCosts):
+    """Measures each template anew."""
+
+    def of(self, template: Any, needs: Any, device: Any, measure: Any) -> Any:
+        return measure()
+
+
 def test_costs_of_all_levels_are_those_that_measuring_anew_gives(measured: list[str]):
-    made, costs = traced("gpt_loss"), KnownCosts()
-
-    def lower_by(pieces: Any, costs: KnownCosts | None = None) -> Any:
-        return lowered_for(made, 4096, (), "auto", 64, pieces, costs=costs)
-
-    anew = StepPrograms("auto", lower_by).in_own_blocks
+    made, costs, limits = traced("gpt_loss"), KnownCosts(), Limits(block_bytes=4096)
+    anew = StepPrograms(made, limits, Forgetful()).in_own_blocks
     count = len(measured)
     measured.clear()
-    shared = StepPrograms("auto", lambda pieces: lower_by(pieces, costs)).in_own_blocks
+    shared = StepPrograms(made, limits, costs).in_own_blocks
     assert len(anew) == len(shared)
     for one, other in zip(anew, shared, strict=True):
         assert {n: t.cost for n, t in one.templates.items()} == {n: t.cost for n, t in other.templates.items()}
     assert len(measured) <= count
     measured.clear()
-    lower_by(None, costs)
+    lowered(made, limits, costs=costs)
     assert measured == []
 
 
@@ -69,7 +73,7 @@ def layers(width: int = 8, function: Any = F.silu, frozen: bool = False) -> nn.M
 
 
 def shared(model: nn.Module, x: torch.Tensor, costs: KnownCosts) -> Program:
-    return lowered_for(trace(model, (x,)), None, (), "never", 64, costs=costs)
+    return lowered(trace(model, (x,)), Limits(chunking="never"), costs=costs)
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from torch import nn
 
 import megatrain
 from megatrain.errors import OptionError
-from megatrain.planning.advice import Alternative, Alternatives, Variation, varied
+from megatrain.planning.advice import Alternative, Alternatives, Changes, numbers_after, words
 from megatrain.planning.host_plan import MICRO_BATCH
 from megatrain.planning.planned_step import PlannedStep
 from tests.nightly import nightly
@@ -22,9 +22,9 @@ def table() -> Alternatives:
     return planned().alternatives
 
 
-def again(variation: Variation) -> PlannedStep:
+def again(changes: Changes) -> PlannedStep:
     """The step of a row, planned anew by the public function."""
-    values: dict[str, Any] = dict(variation.values)
+    values: dict[str, Any] = dict(changes)
     size = values.pop(MICRO_BATCH, len(IDS))
     return planned(ids=torch.zeros(size, IDS.shape[1], dtype=torch.long), **values)
 
@@ -35,7 +35,7 @@ def test_each_row_is_the_plan_of_its_options(table: Alternatives, which: slice):
     assert len(table.rows) > 10
     kinds: dict[frozenset[str], list[Alternative]] = {}
     for row in table.rows:
-        kinds.setdefault(frozenset(name for name, _ in row.change.values), []).append(row)
+        kinds.setdefault(frozenset(row.change), []).append(row)
     assert len(kinds) > 5
     for row in (row for rows in kinds.values() for row in rows[which]):
         expected = again(row.change)
@@ -49,19 +49,19 @@ def test_each_row_is_the_plan_of_its_options(table: Alternatives, which: slice):
 
 def test_the_first_row_is_the_plan_and_the_others_differ_from_it(table: Alternatives):
     first, *others = table.rows
-    assert first.change == Variation()
+    assert first.change == {}
     assert str(first.plan) == str(planned())
-    assert len({row.change for row in table.rows}) == len(table.rows)
-    assert all(row.change.values for row in others)
+    assert len({tuple(row.change.items()) for row in table.rows}) == len(table.rows)
+    assert all(row.change for row in others)
 
 
 def test_a_step_that_is_split_in_another_way_has_the_same_samples(table: Alternatives):
-    split = [dict(row.change.values) for row in table.rows if row.change.numbers == "rounding"]
+    split = [row.change for row in table.rows if row.numbers == "rounding"]
     assert {(values[MICRO_BATCH], values["micro_batches"]) for values in split} == {(1, 8), (2, 4), (8, 1)}
 
 
 def test_every_kind_of_change_is_there(table: Alternatives):
-    names = {name for row in table.rows for name, _ in row.change.values}
+    names = {name for row in table.rows for name in row.change}
     assert names == {
         "device_memory",
         "micro_batch",
@@ -72,7 +72,7 @@ def test_every_kind_of_change_is_there(table: Alternatives):
         "optimizer",
     }
     other = planned(precision="bf16", activations="keep", hardware=None).alternatives
-    assert {"masters", "activations"} <= {name for row in other.rows for name, _ in row.change.values}
+    assert {"masters", "activations"} <= {name for row in other.rows for name in row.change}
 
 
 def test_the_front_is_what_nothing_beats(table: Alternatives):
@@ -82,7 +82,7 @@ def test_the_front_is_what_nothing_beats(table: Alternatives):
             other
             for other in table.rows
             if other.fits
-            and order.index(other.change.numbers) <= order.index(row.change.numbers)
+            and order.index(other.numbers) <= order.index(row.numbers)
             and other.cost() != row.cost()
             and all(a <= b for a, b in zip(other.cost(), row.cost(), strict=True))
         ]
@@ -95,22 +95,22 @@ def test_the_front_is_what_nothing_beats(table: Alternatives):
 
 
 @pytest.mark.parametrize(
-    ("variation", "numbers"),
+    ("changes", "numbers"),
     [
-        (varied(), "same"),
-        (varied(device_memory=1), "same"),
-        (varied(overlap=False), "same"),
-        (varied(micro_batch=2, micro_batches=4), "rounding"),
-        (varied(block_bytes=1), "rounding"),
-        (varied(micro_batch=2), "other"),
-        (varied(micro_batches=2), "other"),
-        (varied(max_grad_norm=None, overlap=True), "other"),
-        (varied(precision="bf16", device_memory=1), "other"),
-        (varied(micro_batch=2, micro_batches=4, masters="rounded"), "other"),
+        ({}, "same"),
+        ({"device_memory": 1}, "same"),
+        ({"overlap": False}, "same"),
+        ({"micro_batch": 2, "micro_batches": 4}, "rounding"),
+        ({"block_bytes": 1}, "rounding"),
+        ({"micro_batch": 2}, "other"),
+        ({"micro_batches": 2}, "other"),
+        ({"max_grad_norm": None, "overlap": True}, "other"),
+        ({"precision": "bf16", "device_memory": 1}, "other"),
+        ({"micro_batch": 2, "micro_batches": 4, "masters": "rounded"}, "other"),
     ],
 )
-def test_what_becomes_of_the_numbers(variation: Variation, numbers: str):
-    assert variation.numbers == numbers
+def test_what_becomes_of_the_numbers(changes: Changes, numbers: str):
+    assert numbers_after(changes) == numbers
 
 
 def test_the_text_has_a_line_for_each_row_and_stars_on_the_front(table: Alternatives):
@@ -118,7 +118,7 @@ def test_the_text_has_a_line_for_each_row_and_stars_on_the_front(table: Alternat
     head, rows = lines[0].split(), lines[1 : 1 + len(table.rows)]
     assert head == ["change", "numbers", "fits", "device", "host", "a", "step", "tokens/s"]
     for row, line in zip(table.rows, rows, strict=True):
-        assert row.change.words() in line
+        assert words(row.change) in line
         assert line.startswith("*") == (row in table.front())
 
 
@@ -131,7 +131,7 @@ def test_a_size_that_an_example_does_not_have_is_no_alternative():
 
 
 def test_what_can_not_be_planned_says_why(table: Alternatives):
-    row = Alternative(varied(optimizer="LBFGS"), None, refused="it needs all parameters at once.")
+    row = Alternative({"optimizer": "LBFGS"}, None, refused="it needs all parameters at once.")
     text = str(Alternatives((table.rows[0], row)))
     assert 'optimizer="LBFGS"  other    refused' in text
     assert 'optimizer="LBFGS": it needs all parameters at once.' in text

@@ -11,7 +11,7 @@ from torch import nn
 import megatrain
 from megatrain.errors import ExecuteError, ScheduleError
 from megatrain.hardware.hardware import Hardware
-from megatrain.planning.advice import MOST, ways_out
+from megatrain.planning.advice import MOST, ways_out, words
 from megatrain.planning.host_plan import MICRO_BATCH, SEQUENCE
 from megatrain.sizes import format_bytes
 from tests.planning.steps import IDS, made, planned
@@ -38,7 +38,7 @@ def test_each_way_out_fits_and_is_what_plan_gives(options: dict[str, Any]):
     ways = ways_out(plan)
     assert 1 <= len(ways) <= MOST
     for way in ways:
-        found = again(dict(way.change.values), **options)
+        found = again(dict(way.change), **options)
         assert found.fits, way.change
         assert str(found) == str(way.plan)
     times = [way.cost()[0] for way in ways]
@@ -46,14 +46,14 @@ def test_each_way_out_fits_and_is_what_plan_gives(options: dict[str, Any]):
     with pytest.raises((ScheduleError, ExecuteError)) as caught:
         plan.check()
     for way in ways:
-        assert f"\n    {way.change.words()}: " in str(caught.value)
+        assert f"\n    {words(way.change)}: " in str(caught.value)
 
 
 @pytest.mark.nightly
 def test_of_degrees_the_first_that_fits_is_taken():
     ids = torch.zeros(64, 8, dtype=torch.long)
     plan = planned(ids=ids, device_memory="1MiB", **OWN_BLOCKS)
-    ways = [dict(way.change.values) for way in ways_out(plan)]
+    ways = [dict(way.change) for way in ways_out(plan)]
     assert {"sequence": 2} in ways
     for length in (2, 3, 4):
         found = planned(ids=ids[:, :length], device_memory="1MiB", **OWN_BLOCKS)

@@ -18,8 +18,8 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 import megatrain
-from megatrain.compiled import lowered
 from megatrain.passes.program import Program
+from megatrain.planning.step_programs import lowered
 from megatrain.tracer.arguments import Structure
 from tests.captures import lowered_once
 from tests.comparing import difference
@@ -142,7 +142,7 @@ def _streamed(compiled: Any) -> dict[str, Any]:
     options = {"activations": "recompute", "transfer": "copy"}
     known = compiled.megatrain._variants
     cut = replace(known._options, block_bytes=block_bytes)
-    least = max(_least_memory(lowered.lowered(variant.traced, cut), options) for variant in known)
+    least = max(_least_memory(lowered(variant.traced, cut), options) for variant in known)
     return options | {"block_bytes": block_bytes, "memory": least * 21 // 20 + 1024}
 
 

@@ -1,0 +1,390 @@
+"""plan_step(): the schedule of a step within limits, with pieces and blocks as large as fit.
+
+`megatrain.plan` and `TrainStep` both plan here; so does a step whose plan was given.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, fields, replace
+from functools import partial
+
+from megatrain.errors import ExecuteError, ScheduleError, TooSmallError
+from megatrain.hardware.hardware import Hardware
+from megatrain.hardware.machine import usual_machine
+from megatrain.options import Limits
+from megatrain.passes.program import Program
+from megatrain.planning.saved_plan import SavedPlan
+from megatrain.planning.step_programs import StepPrograms
+from megatrain.progress import stage
+from megatrain.scheduler.builder.bound import step_bound
+from megatrain.scheduler.builder.build import SMALLER_BLOCKS
+from megatrain.scheduler.explain import workload_lines
+from megatrain.scheduler.from_program import check_buffers, merge_programs, step_schedule
+from megatrain.scheduler.schedule import Schedule
+from megatrain.scheduler.step_kind import StepKind
+from megatrain.scheduler.workload import Workload
+from megatrain.sizes import format_bytes
+
+# Fractions of the largest block's state. The last is of single calls: nothing is smaller, but activations may be more.
+_SHIFTS = (1, 3, 63)
+# Above the bound of all plans of the same blocks: nearer ones gain nothing by smaller blocks.
+_FAR = 0.15
+# The last resort of "auto" and "recompute" is to do the same as "offload".
+_LEAST = {"auto": "offload", "recompute": "offload"}
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StepChoices:
+    """What was chosen for a step.
+
+    Args:
+        captures: One per micro-batch.
+        level: Of their rewrites.
+        programs: Of each capture at this level. The schedule serves them in any order.
+        schedule: Of the step, checked.
+        too_small: Why it doesn't fit; None if it does.
+    """
+
+    captures: Sequence[StepPrograms]
+    level: int
+    programs: Sequence[Program]
+    schedule: Schedule
+    too_small: str | None = None
+
+    def programs_of(self, captures: Sequence[StepPrograms]) -> Sequence[Program]:
+        """Returns the programs of these captures, in their order."""
+        known = dict(zip(map(id, self.captures), self.programs, strict=True))
+        return [known[id(capture)] for capture in captures]
+
+
+class StepPlans:
+    """Plans steps, and keeps the choices used last.
+
+    Args:
+        most: How many are kept.
+        given: A plan whose choices all steps take, or None.
+    """
+
+    def __init__(self, most: int, given: SavedPlan | None = None) -> None:
+        self._most, self._given = most, given
+        self._known: OrderedDict[tuple[Hashable, ...], StepChoices] = OrderedDict()
+
+    def plan(
+        self,
+        captures: Sequence[StepPrograms],
+        kind: StepKind,
+        limits: Limits,
+        loss_bytes: Callable[[], int],
+        *,
+        or_least: bool = False,
+    ) -> StepChoices:
+        """Plans a step, unless its choices are known.
+
+        Args:
+            captures: One per micro-batch.
+            kind: Of the step.
+            limits: What is given.
+            loss_bytes: Measures the loss; not called again for the same captures.
+            or_least: As in `plan_step`.
+
+        Raises:
+            ScheduleError: If the step doesn't fit, isn't the one of the given plan, or can't be planned.
+        """
+        machine = None if limits.device_memory is None else limits.hardware
+        asked = limits.device_memory, limits.activations, machine, limits.master_kind, limits.most_result_bytes
+        key = frozenset(map(id, captures)), kind, *asked
+        if key not in self._known:
+            alike = (known for (others, *_), known in self._known.items() if others == key[0])
+            other = next(alike, None)
+            nbytes = loss_bytes() if other is None else other.schedule.known_workload().loss_bytes
+            if self._given is not None and _is_of(self._given, kind):
+                found = _given_choices(self._given, captures, limits, nbytes)
+            else:
+                with nullcontext() if or_least else stage("planning"):
+                    found = plan_step(captures, kind, limits, nbytes, or_least=or_least)
+            if not or_least:
+                self._keep_rewritten(found, key)
+            self._known[key] = found
+            if len(self._known) > self._most:
+                self._known.popitem(last=False)
+        self._known.move_to_end(key)
+        return self._known[key]
+
+    def _keep_rewritten(self, found: StepChoices, key: tuple[Hashable, ...]) -> None:
+        """Has later steps begin at this level, and forgets the step of another budget, which may have been lower."""
+        for capture in found.captures:
+            capture.least = found.level
+        for other in [known for known in self._known if known[:2] == key[:2]]:
+            del self._known[other]
+
+
+def plan_step(
+    captures: Sequence[StepPrograms], kind: StepKind, limits: Limits, loss_bytes: int = 0, *, or_least: bool = False
+) -> StepChoices:
+    """Plans a step, with as little rewritten as fits.
+
+    Args:
+        captures: One per micro-batch; all are rewritten at the same level.
+        kind: Of the step.
+        limits: What is given.
+        loss_bytes: As in `Workload`.
+        or_least: Returns the step that takes the least memory where none fits.
+
+    Raises:
+        TooSmallError: If none fits: of the programs that need the least. It names smaller blocks if they help.
+        ScheduleError: If the micro-batches can't share blocks.
+        ExecuteError: If there is nothing to train.
+    """
+    plan = partial(scheduled, kind=kind, limits=limits, loss_bytes=loss_bytes)
+    machine = None if limits.device_memory is None else limits.hardware
+    may_cut = not kind.has_other_ranks  # ranks that train together have the same blocks, and plan apart
+    try:
+        level, programs, schedule = first_that_fits(captures, plan, machine, limits.device_memory, may_cut=may_cut)
+        found = StepChoices(tuple(captures), level, programs, schedule)
+    except TooSmallError as error:
+        if not or_least:
+            raise with_true_hint(error, captures[0].at(0), partial(_with_blocks, captures, plan)) from None
+        found = _least(captures, plan, limits, str(error))
+    if kind.is_training_step and not any(op.what == "G" for op in found.schedule.ops):
+        raise ExecuteError(
+            "no parameter of the model gets a gradient.\n  A step trains parameters that require grad and that "
+            "the outputs depend on.\n  Unfreeze some, or call the model without a TrainStep."
+        )
+    found.schedule.check()
+    return found
+
+
+def scheduled(
+    programs: Sequence[Program],
+    kind: StepKind,
+    limits: Limits,
+    loss_bytes: int = 0,
+    *,
+    num_slots: int | None = None,
+) -> Schedule:
+    """Schedules a step of these programs within limits; the schedule isn't checked yet.
+
+    Raises:
+        ScheduleError: If the memory is too small, or the micro-batches can't share blocks.
+    """
+    with limits.memory_for(programs) as memory:
+        return step_schedule(
+            programs,
+            kind,
+            num_slots=num_slots,
+            memory=memory,
+            activations=limits.activations,
+            loss_bytes=loss_bytes,
+            hardware=limits.hardware,
+            usual=usual_machine(limits.device),
+            masters=limits.master_kind,
+            most_result_bytes=limits.most_result_bytes,
+        )
+
+
+_Plan = Callable[..., Schedule]
+_Found = tuple[int, Sequence[Program], Schedule]
+
+
+def _least(captures: Sequence[StepPrograms], plan: _Plan, limits: Limits, why: str) -> StepChoices:
+    """The step that takes the least memory, of micro-batches of one capture."""
+    activations = _LEAST.get(limits.activations, limits.activations)
+    least = replace(limits, device_memory=None, activations=activations)
+    programs = [[program] * len(captures) for program in captures[0].extremes]
+    tables = [(each, plan(each, limits=least, num_slots=1)) for each in programs]
+    chosen, table = min(tables, key=lambda pair: pair[1].device_bytes)
+    return StepChoices(tuple(captures), captures[0].last, chosen, table, why)
+
+
+def _with_blocks(captures: Sequence[StepPrograms], plan: _Plan, block_bytes: int) -> Schedule:
+    made = {id(each): each for each in captures}
+    programs = {key: each.with_blocks(block_bytes) for key, each in made.items()}
+    return plan([programs[id(each)] for each in captures])
+
+
+def first_that_fits(
+    captures: Sequence[StepPrograms],
+    plan: Callable[[Sequence[Program]], Schedule],
+    machine: Hardware | None = None,
+    memory: int | None = None,
+    *,
+    may_cut: bool = True,
+) -> _Found:
+    """Rewrites programs as little as their step needs to fit; returns the level, its programs, and their plan.
+
+    Blocks get smaller where nothing fits otherwise. On a known machine they also get smaller where a step takes 15 %
+    longer than its bound, as with a single slot for weights, in which copies wait for compute, and gets shorter so.
+
+    Args:
+        captures: One per micro-batch.
+        plan: Makes a plan of programs.
+        machine: The machine, if plans are made for its times.
+        memory: Bytes of the device that plans are made for, if they are.
+        may_cut: Whether blocks may get smaller.
+
+    Raises:
+        TooSmallError: If none fits: of the programs that need the least.
+    """
+    tries = _Tries(captures, plan, may_cut=may_cut)
+    found = tries.first(tries.start)
+    if found is None:
+        # If the smallest blocks don't fit, others won't.
+        others = range(tries.start + tries.width, tries.end, tries.width)
+        if not others or tries.at(tries.end - 1) is None:
+            raise min(tries.errors, key=lambda error: error.least_bytes)
+        found = next(each for each in map(tries.first_of_last, others) if each is not None)
+    return found if machine is None else tries.faster(found, machine, memory)
+
+
+class _Tries:
+    """Plans of levels.
+
+    Attributes:
+        start: The first level.
+        width: The number of levels with blocks of one size.
+        end: The level after the last.
+        errors: Why levels don't fit.
+    """
+
+    def __init__(
+        self, captures: Sequence[StepPrograms], plan: Callable[[Sequence[Program]], Schedule], *, may_cut: bool
+    ):
+        self._captures, self._plan = captures, plan
+        self._known: dict[tuple[int, ...], Schedule | None] = {}
+        self.start = max(each.least for each in captures)
+        self.width = captures[0].width
+        last = max(each.last for each in captures)
+        self.end = 1 + last if may_cut else (self.start // self.width + 1) * self.width
+        self.errors: list[TooSmallError] = []
+
+    def first(self, level: int) -> _Found | None:
+        """The first that fits, of this level and those after it with blocks of its size."""
+        end = (level // self.width + 1) * self.width
+        return next((found for found in map(self.at, range(level, end)) if found is not None), None)
+
+    def first_of_last(self, level: int) -> _Found | None:
+        """As `first`, if the smallest pieces fit in blocks of this size."""
+        last = level - level % self.width + self.width - 1
+        return None if self.at(last) is None else self.first(level)
+
+    def at(self, level: int) -> _Found | None:
+        """The plan of a level; None if it doesn't fit."""
+        programs = [each.at(level) for each in self._captures]
+        key = tuple(map(id, programs))
+        if key not in self._known:
+            try:
+                self._known[key] = self._plan(programs)
+            except TooSmallError as error:
+                self._known[key] = None
+                self.errors.append(error)
+            except ScheduleError:
+                if level < self.width:
+                    raise
+                self._known[key] = None  # two parts of a block may have to stay in one
+        found = self._known[key]
+        return None if found is None else (level, programs, found)
+
+    def faster(self, found: _Found, machine: Hardware, memory: int | None) -> _Found:
+        """Smaller blocks, in the same or smaller pieces, where that makes a step shorter."""
+        schedule = found[2]
+        bound = step_bound(schedule.effects(), memory, machine)
+        if bound.above(schedule.simulate(machine).step_s) < _FAR:
+            return found
+        smaller = map(self.first, range(found[0] + self.width, self.end, self.width))
+        fits = [found, *(each for each in smaller if each is not None)]
+        return min(fits, key=lambda each: each[2].simulate(machine).step_s)
+
+
+def with_true_hint(error: TooSmallError, program: Program, plan: Callable[[int], object]) -> TooSmallError:
+    """Returns the error with what a smaller `block_bytes` does: it fits, it needs less, or it isn't named.
+
+    Not every tensor can be cut: the weight of one linear layer can't, nor stacked experts that an adapter is added to.
+
+    Args:
+        error: Of the program as it is.
+        program: The program.
+        plan: Plans it anew with blocks of so many bytes; raises a `ScheduleError` if that doesn't fit.
+    """
+    if SMALLER_BLOCKS not in error.helps:
+        return error
+    largest = max(map(program.state_bytes, program.blocks), default=0)
+    least = error.least_bytes
+    for size in sorted({max(1, largest >> shift) for shift in _SHIFTS}, reverse=True):
+        try:
+            plan(size)
+        except TooSmallError as finer:
+            least = min(least, finer.least_bytes)
+        except ScheduleError:
+            continue  # two parts of a block may have to stay in one
+        else:
+            return error
+    smaller = [] if least == error.least_bytes else [f"{SMALLER_BLOCKS} ({least} B are needed then)"]
+    helps = [each for hint in error.helps for each in (smaller if hint == SMALLER_BLOCKS else [hint])]
+    return TooSmallError(error.text, error.least_bytes, helps)
+
+
+def _is_of(plan: SavedPlan, kind: StepKind) -> bool:
+    """Tells whether a step of this kind takes a plan; the first of deferred updates has none to run, so no plan.
+
+    Raises:
+        ScheduleError: If training has no such step.
+    """
+    planned = plan.schedule.kind
+    if kind == planned:
+        return True
+    if planned.updates == "deferred" and kind == replace(planned, updates="none"):
+        return False
+    pairs = [(part.name, getattr(planned, part.name), getattr(kind, part.name)) for part in fields(StepKind)]
+    raise _refused([f"{name}: {here} -> {there}" for name, here, there in pairs if here != there])
+
+
+def _given_choices(plan: SavedPlan, captures: Sequence[StepPrograms], limits: Limits, loss_bytes: int) -> StepChoices:
+    """The choices of a plan for captures whose step was planned.
+
+    Raises:
+        ScheduleError: If the step isn't the one that was planned, or there is less memory, with the difference.
+    """
+    planned, schedule, budget = plan.schedule.known_workload(), plan.schedule, limits.device_memory
+    if budget is not None and schedule.device_bytes > budget:
+        sizes = f"{format_bytes(schedule.device_bytes)} -> {format_bytes(budget)}"
+        raise _refused([f"memory of the device: {sizes}"])
+    others: list[Workload] = []
+    for level, programs in _levels(captures, planned):
+        for program in {id(each): each for each in programs}.values() if len(programs) > 1 else ():
+            check_buffers(program)
+        merged = merge_programs(programs, limits.master_kind).workload
+        # Whether code reads values matters to ranks alone, and plans saved by an earlier version don't say it.
+        found = replace(merged, loss_bytes=loss_bytes, last_reads_values=planned.last_reads_values)
+        if found == planned:
+            with limits.memory_for(programs) as left:
+                if left is not None and schedule.device_bytes > left:
+                    sizes = f"{format_bytes(schedule.device_bytes)} -> {format_bytes(left)}"
+                    raise _refused([f"memory of the device, without that of recorded kernels: {sizes}"])
+            if schedule.results and limits.most_result_bytes == 0:
+                raise _refused(["results of attention that are kept: compiled and recorded kernels return none"])
+            schedule.check()
+            return StepChoices(tuple(captures), level, programs, schedule)
+        others.append(found)
+    nearest = min(others, key=lambda other: len(other.blocks) != len(planned.blocks))
+    raise _refused(workload_lines(planned, nearest))
+
+
+def _levels(captures: Sequence[StepPrograms], planned: Workload) -> Iterator[tuple[int, Sequence[Program]]]:
+    """The levels whose blocks may be those of the plan; pieces change no state."""
+    wanted = sum(block.state_bytes > 0 for block in planned.blocks)
+    for level in range(max(each.least for each in captures), 1 + max(each.last for each in captures)):
+        plain = captures[0].at(level - level % captures[0].width)
+        if level < captures[0].width or sum(map(bool, map(plain.state_bytes, plain.blocks))) == wanted:
+            yield level, [each.at(level) for each in captures]
+
+
+def _refused(differences: Sequence[str]) -> ScheduleError:
+    listed = "\n".join(f"    {difference}" for difference in differences)
+    return ScheduleError(
+        f"the plan that was given isn't one of this step: {differences[0]}.\n"
+        f"  A step takes exactly its plan's choices. As planned -> here:\n{listed}\n"
+        "  Plan this step, with megatrain.plan and the same model, shapes, device and options, or leave out plan=."
+    )
