@@ -10,6 +10,7 @@ from typing import Any
 
 from megatrain.errors import ExecuteError, ScheduleError, TooSmallError
 from megatrain.hardware.machine import usual_machine
+from megatrain.memory.bus import GrowingArena
 from megatrain.memory.device_budget import DeviceBudget
 from megatrain.options import Options
 from megatrain.passes.program import Program
@@ -20,7 +21,6 @@ from megatrain.progress import stage
 from megatrain.ranks.ranks import Ranks
 from megatrain.runtime.engine import Engine
 from megatrain.runtime.executor import Executor
-from megatrain.runtime.gradients.landing import LandingArena
 from megatrain.scheduler.explain import workload_lines
 from megatrain.scheduler.from_program import check_buffers, merge_programs, step_schedule
 from megatrain.scheduler.schedule import Schedule
@@ -178,7 +178,7 @@ class StepTables:
         self._options = options
         self._budget = budget
         self._given = None if plan is None else GivenPlan(saved_plan(plan), options)
-        self._arena: LandingArena | None = None
+        self._arena: GrowingArena | None = None
         self._tables: OrderedDict[tuple[frozenset[int], StepKind], _Table] = OrderedDict()
 
     @property
@@ -248,7 +248,7 @@ class StepTables:
         if order not in known.executors:
             programs = known.programs_of(captures)
             if self._arena is None:
-                self._arena = LandingArena(engine.bus)
+                self._arena = GrowingArena(engine.bus)
                 engine.gradients.clear()  # gradients land there from now on
             made = Executor(programs, known.schedule, engine, arena=self._arena, merged=known.programs)
             known.executors[order] = made
