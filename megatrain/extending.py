@@ -16,8 +16,7 @@ from megatrain.checks import Rule, checked
 from megatrain.checks import function as callable_with
 from megatrain.errors import OptionError
 from megatrain.passes.measuring.runs import recordable
-from megatrain.runtime.operations import HANDLERS, Handler, Operations
-from megatrain.runtime.taken import Taken
+from megatrain.runtime.operations import HANDLERS, Handler, Operations, Run
 from megatrain.scheduler.check.case import Case
 from megatrain.scheduler.check.schedule_rules import further_rules
 from megatrain.scheduler.effects import BUILT_IN, KINDS, Effects, OpKind
@@ -35,8 +34,8 @@ __all__ = [
     "OpKind",
     "Operations",
     "Position",
+    "Run",
     "Stream",
-    "Taken",
     "Tick",
     "mark_recordable",
     "register_op",
@@ -94,7 +93,7 @@ def register_op(kind: OpKind, *, handler: Handler, rule: Callable[[Case], None])
     Args:
         kind: Its row: stream, letter, and the effect of an op. A new stream works on the host, on its own thread, and
             has a column after the others.
-        handler: Runs an op; gets the operations, the calls that they run on, and the instruction. It runs on the
+        handler: Runs an op; gets the operations, the run on whose calls it works, and the instruction. It runs on the
             stream's thread, after everything that the op waits for. An error in it stops the run.
         rule: Raises a `ScheduleError` (make it with `case.fault`) unless all ops of this kind are at right places of a
             table. The checker doesn't use the row, so the rule must state everything again.

@@ -17,9 +17,9 @@ from torch import nn
 
 import megatrain
 from megatrain.errors import ExecuteError
+from megatrain.memory.bus import GrowingArena
 from megatrain.optim.blockwise import BlockOptimizer
 from megatrain.planning.host_plan import HostPlan, HostRow, host_plan
-from megatrain.runtime.gradients.landing import LandingArena
 from tests.models import MODELS, Gpt
 from tests.runtime.parity import loss_of
 
@@ -178,7 +178,7 @@ def test_gradients_are_the_arena_where_they_land(step_options: dict[str, Any]):
     for _ in range(2):
         step(torch.ones(8, 64))
     plan = host_plan(compiled.program, step.schedule, model, optimizer, on_host=True)
-    arenas = [found for found in gc.get_objects() if type(found) is LandingArena and found.nbytes]
+    arenas = [found for found in gc.get_objects() if type(found) is GrowingArena and found.nbytes]
     assert plan.bytes_of("gradients") in [arena.nbytes for arena in arenas]
 
 

@@ -227,6 +227,38 @@ class Bus:
             self._rings[0].to_device(to, of)
 
 
+class GrowingArena:
+    """Host memory for transfers that is kept from use to use, and grows if one needs more.
+
+    Args:
+        bus: Page-locks it, where copies gain from that.
+    """
+
+    def __init__(self, bus: Bus) -> None:
+        self.bus = bus
+        self._memory = HostArena(0)
+
+    @property
+    def nbytes(self) -> int:
+        """Its size."""
+        return self._memory.nbytes
+
+    def ensure(self, nbytes: int) -> HostArena:
+        """Returns the memory, at least `nbytes`; other memory than before if it had to grow.
+
+        Raises:
+            ExecuteError: If the host can't give it.
+        """
+        if nbytes > self.nbytes:
+            self.clear()  # the old one goes first, unless a tensor views it
+            self._memory = self.bus.arena(nbytes)
+        return self._memory
+
+    def clear(self) -> None:
+        """Lets go of the memory."""
+        self._memory = HostArena(0)
+
+
 def _lock(arenas: Sequence[HostArena], device: Device) -> None:
     """Locks all or none."""
     try:

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence, Set
+from collections.abc import Mapping, Sequence, Set
+from contextlib import nullcontext
 from itertools import chain
 from typing import Any
 
 import torch
 
+from megatrain.checks.several_optimizers import parameters_of
 from megatrain.errors import OptimizerError
 from megatrain.memory.host_limits import return_free_memory
 from megatrain.optim.per_parameter import check_steps, is_per_parameter
-from megatrain.optim.proxy import Optimizer, OptimizerStep, StepCode, step_code
+from megatrain.optim.proxy import Optimizer, OptimizerStep, StepCode, Undo, own_state, step_code
 from megatrain.torch_features import check_torch
 from megatrain.torch_private import GLOBAL_POST_HOOKS, GLOBAL_PRE_HOOKS
 
@@ -41,6 +43,12 @@ class BlockOptimizer:
         optimizer: The user's.
         blocks: The parameters of each block. Those that the optimizer doesn't have stay as they are.
         code: Updates the parameters in an optimizer's groups; None is the optimizer's own `step`.
+        undo: Restores the parameters whose update failed; None leaves them as they are then.
+
+    Attributes:
+        optimizer: See above.
+        is_waiting: A step has begun, in which this optimizer's turn is to come.
+        is_at_once: The step under way updates all parameters at once, in `finish`; all blocks are left until then.
 
     Raises:
         OptimizerError: If its `step` can't be called without arguments; see `check_steps`.
@@ -52,63 +60,69 @@ class BlockOptimizer:
         blocks: Sequence[Sequence[torch.Tensor]],
         *,
         code: StepCode | None = None,
+        undo: Undo | None = None,
     ):
         check_torch()
         check_steps(optimizer)
-        self._optimizer = optimizer
+        self.optimizer = optimizer
+        self.is_waiting = self.is_at_once = False
         self._code = code or step_code(type(optimizer))
-        self._owned: list[set[torch.Tensor]] = []
+        self._undo = undo
+        self._blocks: list[set[torch.Tensor]] = []
         seen: set[torch.Tensor] = set()
         for block in blocks:
-            self._owned.append(set(block) - seen)
-            seen |= self._owned[-1]
+            self._blocks.append(set(block) - seen)
+            seen |= self._blocks[-1]
         self._seen = seen
+        self._held: set[torch.Tensor] = set()
         self._step: OptimizerStep | None = None
         self._after: list[Any] = []
         self._left: set[int] = set()
-        self._is_at_once = self._has_rest = False
+        self._has_rest = False
 
-    def __len__(self) -> int:
-        """Returns the number of blocks."""
-        return len(self._owned)
-
-    def owned(self, block: int) -> Set[torch.Tensor]:
-        """The parameters that are updated with a block."""
-        return self._owned[block]
+    def owned(self, block: int) -> list[torch.Tensor]:
+        """The parameters of a block that this optimizer updates, once `wait` or `begin` has looked."""
+        return [parameter for parameter in self._blocks[block] if parameter in self._held]
 
     @property
     def left(self) -> Set[int]:
         """The blocks that are not updated yet in the step under way."""
-        return self._left
+        return frozenset(range(len(self._blocks))) if self.is_waiting else self._left
 
     @property
-    def is_under_way(self) -> bool:
-        """Whether a step has begun and not ended."""
+    def has_begun(self) -> bool:
+        """Whether the optimizer's own step has begun and not ended."""
         return self._step is not None
 
     @property
-    def is_at_once(self) -> bool:
-        """Whether the step under way updates all parameters at once, in `finish`; all blocks are left until then."""
-        return self._is_at_once
+    def is_under_way(self) -> bool:
+        """Whether a step has begun, and this optimizer's isn't over."""
+        return self.is_waiting or self.has_begun
 
     @property
     def has_hooks(self) -> bool:
         """See `has_hooks`."""
-        return has_hooks(self._optimizer)
+        return has_hooks(self.optimizer)
+
+    def wait(self) -> None:
+        """Notes that a step has begun, in which this optimizer's turn is to come."""
+        self.is_waiting = True
+        self._held = set(parameters_of(self.optimizer))
 
     def begin(self) -> None:
-        """Starts a step: runs the hooks before it and reads the options.
+        """Starts the optimizer's own step: runs the hooks before it and reads the options.
 
         Raises:
             OptimizerError: If a step is under way, `optimizer.step` was replaced, or a hook adds arguments to it.
         """
+        optimizer = self.optimizer
         if self._step is not None:
             raise OptimizerError(
                 "a step is under way.\n  A step must end before the next begins.\n  Call finish() first."
             )
-        _check_not_replaced(self._optimizer)
-        for hook in _pre_hooks(self._optimizer):
-            result: Any = hook(self._optimizer, (self._optimizer,), {})
+        _check_not_replaced(optimizer)
+        for hook in _pre_hooks(optimizer):
+            result: Any = hook(optimizer, (optimizer,), {})
             if result is not None and (len(result[0]) > 1 or result[1]):
                 raise OptimizerError(
                     "a hook of register_step_pre_hook gives `step` arguments.\n"
@@ -116,17 +130,26 @@ class BlockOptimizer:
                     "  Remove the hook, or call optimizer.step() yourself."
                 )
         # In a plain loop, a due step would have been over before this hook was registered.
-        self._after = _post_hooks(self._optimizer)
-        self._step = OptimizerStep(self._optimizer, self._code)
-        self._left = set(range(len(self._owned)))
-        self._is_at_once, self._has_rest = not is_per_parameter(self._optimizer), True
-        if "step" in vars(self._optimizer):
+        self._after = _post_hooks(optimizer)
+        self._step = OptimizerStep(optimizer, self._code)
+        self._left = set(range(len(self._blocks)))
+        self._held = set(parameters_of(optimizer))  # hooks may have added some
+        self.is_at_once, self._has_rest, self.is_waiting = not is_per_parameter(optimizer), True, False
+        if "step" in vars(optimizer):
             # A scheduler's patch of `step` sets this mark. Without the mark the scheduler warns that it steps before
             # the optimizer.
-            self._optimizer._opt_called = True  # pyright: ignore[reportAttributeAccessIssue]
+            optimizer._opt_called = True  # pyright: ignore[reportAttributeAccessIssue]
 
-    def update(self, block: int) -> None:
+    def update(self, block: int, gradients: Mapping[torch.Tensor, torch.Tensor] | None = None) -> bool:
         """Updates the parameters of a block, unless all are updated at once; those without a gradient stay as they are.
+
+        Args:
+            block: The block.
+            gradients: What the parameters are updated with, if that isn't their `.grad`. Its memory is used again, so
+                state that is a part of it becomes a copy.
+
+        Returns:
+            Whether one of these gradients was used.
 
         Raises:
             OptimizerError: If no step has begun, or the block was updated in it.
@@ -134,35 +157,46 @@ class BlockOptimizer:
         if self._step is None or block not in self._left:
             why = "no step has begun" if self._step is None else f"block {block} has no update left in this step"
             raise OptimizerError(f"{why}.\n  A step is begin(), update() once for each block, finish().")
-        if self._is_at_once:
-            return
-        if self._owned[block]:
-            num_states = len(self._optimizer.state)
-            self._step.update(self._owned[block])
-            if len(self._optimizer.state) > num_states:
+        if self.is_at_once:
+            return False
+        given = gradients or {}
+        used = [parameter for parameter in self.owned(block) if parameter in given]
+        if self._blocks[block]:
+            num_states = len(self.optimizer.state)
+            with nullcontext() if self._undo is None else self._undo.undoing(self.optimizer, used):
+                self._step.update(self._blocks[block])
+            if len(self.optimizer.state) > num_states:
                 return_free_memory()  # otherwise temporary memory between new states would never be free again
         self._left.remove(block)
+        for parameter in used:
+            own_state(self.optimizer.state.get(parameter, {}), given[parameter])
+        return bool(used)
 
     def reopen(self, block: int) -> None:
         """Lets a block be updated again, because a part of its update is left that somebody else was to make."""
         self._left.add(block)
 
-    def update_rest(self) -> None:
+    def update_rest(self) -> bool:
         """Updates the parameters that are in no block, or all at once; `finish` does if nobody has.
+
+        Returns:
+            Whether all were updated at once.
 
         Raises:
             OptimizerError: If no step has begun, or blocks were not updated.
         """
-        if self._step is None or (self._left and not self._is_at_once):
+        if self._step is None or (self._left and not self.is_at_once):
             why = "no step has begun" if self._step is None else f"blocks {sorted(self._left)} were not updated"
             raise OptimizerError(f"{why}.\n  A step is begin(), update() once for each block, finish().")
         rest = set(self._step.parameters) - self._seen
-        if self._is_at_once and self._has_rest:
-            self._step.update_at_once()
+        if self.is_at_once and self._has_rest:
+            with nullcontext() if self._undo is None else self._undo.undoing_all(self.optimizer):
+                self._step.update_at_once()
         elif rest and self._has_rest:
             self._step.update(rest)
         self._has_rest = False
         self._left.clear()
+        return self.is_at_once
 
     def finish(self) -> None:
         """Ends a step: updates what is left, and runs the hooks after it.
@@ -172,18 +206,18 @@ class BlockOptimizer:
         """
         self.update_rest()
         assert self._step is not None
-        if not self._is_at_once:
+        if not self.is_at_once:
             self._step.commit()
         self._step = None
         for hook in self._after:
-            hook(self._optimizer, (self._optimizer,), {})
+            hook(self.optimizer, (self.optimizer,), {})
 
     def abandon(self) -> None:
         """Ends a step early: no further update runs, and no hook.
 
         Blocks already updated stay so; options and attributes are as they were when the step began.
         """
-        self._step = None
+        self.is_waiting, self._step = False, None
         self._left.clear()
 
 

@@ -12,22 +12,20 @@ import torch
 from megatrain.checks import Rule
 from megatrain.checks.several_optimizers import several_fault
 from megatrain.device import HOST
-from megatrain.errors import OptimizerError, OptionError
+from megatrain.errors import OptionError
 from megatrain.optim.fast import FastPath, fast_path
 from megatrain.optim.masters.halves import Master, RoundedMaster, WholeMaster
-from megatrain.optim.per_parameter import (
+from megatrain.optim.per_parameter import check_steps, is_per_parameter
+from megatrain.optim.proxy import (
+    Optimizer,
     WithoutValues,
-    check_steps,
-    corner,
     empty,
     faked,
-    is_per_parameter,
     over_stand_ins,
-    random_gradient,
+    own_copy,
+    step_code,
     unnoticed,
-    with_gradients_it_takes,
 )
-from megatrain.optim.proxy import Optimizer, own_copy, step_code
 from megatrain.passes.measuring.kernels import LiveBytes
 from megatrain.torch_features import check_torch
 from megatrain.torch_private import FakeTensorMode, forbid_memory, pytree
@@ -122,8 +120,7 @@ class OptimizerNeed:
         state: Bytes by their name in a parameter's state (`exp_avg`), in order of first appearance.
         scratch_bytes: The largest temporary memory of one block's update, with the copies made before it.
         undo_bytes: Of these the copies; their memory stays from block to block.
-        is_estimate: The optimizer's code ran on corners of parameters only, for it needs memory behind its tensors; or
-            it wasn't run at all.
+        is_estimate: The optimizer's code wasn't run, or failed on tensors without memory.
     """
 
     state: Mapping[str, int]
@@ -139,8 +136,8 @@ def optimizer_need(
 
     A fast path makes its state on fake tensors of the real shapes. Else the class's own code takes two steps on them,
     once for each kind of block. A number that it reads is one half where no fake tensor can know it. State that exists
-    already counts as it is. Code that needs memory behind its tensors steps on small corners of the parameters
-    instead; its state is then taken to grow with the parameter. Code that isn't known to be per parameter isn't run.
+    already counts as it is. Of code that fails there, for it needs memory behind its tensors, and of code that isn't
+    known to be per parameter, which isn't run, new state is taken to be that of AdamW.
 
     Args:
         optimizer: The user's; left as it is.
@@ -149,7 +146,7 @@ def optimizer_need(
         scales: Gradients are scaled.
 
     Raises:
-        OptimizerError: If its `step` can't be called without arguments, or steps on no stand-ins.
+        OptimizerError: If its `step` can't be called without arguments.
     """
     check_steps(optimizer)
     groups = {parameter: index for index, group in enumerate(optimizer.param_groups) for parameter in group["params"]}
@@ -167,7 +164,9 @@ def optimizer_need(
     is_at_once = not is_per_parameter(optimizer)
     if is_at_once:
         members = [member for block in blocks for member in block if member.parameter in groups]
-        state, scratch = _guessed(optimizer, members)
+        state = dict(_guessed(optimizer, members))
+        # The code gets copies of all gradients, and of halves the values.
+        scratch = _prepared_bytes(members, scales=True) + 2 * max((m.spec.nbytes for m in members), default=0)
         undo = sum(member.written_bytes for member in members) + sum(state.values()) if undoes else 0
     for block in () if is_at_once else blocks:
         paths = {m: _path(optimizer, m, groups[m.parameter]) for m in block if m.parameter in groups}
@@ -189,16 +188,13 @@ def optimizer_need(
     return OptimizerNeed(state, scratch + undo, undo, is_estimate)
 
 
-def _guessed(optimizer: Optimizer, members: Sequence[Updated]) -> tuple[dict[str, int], int]:
-    """State and temporary memory of code that may do anything, so that nothing but a step runs it.
-
-    State that doesn't exist yet is that of AdamW. The code gets copies of all gradients, and of halves the values.
-    """
+def _guessed(optimizer: Optimizer, members: Sequence[Updated]) -> Mapping[str, int]:
+    """State of code that isn't run: what exists, and of other parameters that of AdamW."""
     state: dict[str, int] = {}
     for member in members:
         held = optimizer.state.get(member.parameter)
         _add(state, _bytes_by_name(held) if held else {"state": 2 * member.spec.nbytes})
-    return state, _prepared_bytes(members, scales=True) + 2 * max((m.spec.nbytes for m in members), default=0)
+    return state
 
 
 def joint_need(
@@ -258,14 +254,15 @@ def _kind_of(optimizer: Optimizer, member: Updated, group: int) -> Hashable:
 
 
 def _step_on_stand_ins(optimizer: Optimizer, members: Sequence[Updated]) -> OptimizerNeed:
-    """Takes two steps on tensors without memory; or on corners of the parameters, if the code needs memory."""
+    """Takes two steps on tensors without memory."""
     check_torch()
     with unnoticed():
         try:
             with unprinted_failures():
                 return _on_fakes(optimizer, members)
-        except Exception as error:  # the optimizer's code may raise anything on tensors without memory
-            return _on_corners(optimizer, members, error)
+        except Exception:  # the optimizer's code may raise anything on tensors without memory
+            scratch = 2 * max(member.spec.nbytes for member in members)
+            return OptimizerNeed(_guessed(optimizer, members), scratch, is_estimate=True)
 
 
 def _on_fakes(optimizer: Optimizer, members: Sequence[Updated]) -> OptimizerNeed:
@@ -294,42 +291,6 @@ def _on_fakes(optimizer: Optimizer, members: Sequence[Updated]) -> OptimizerNeed
     return OptimizerNeed(total, max(0, live.peak - live.current))
 
 
-def _on_corners(optimizer: Optimizer, members: Sequence[Updated], cause: Exception) -> OptimizerNeed:
-    """Steps on corners of the parameters, one by one, for code that fails on fake tensors."""
-    total: dict[str, int] = {}
-    for member in members:
-        if held := optimizer.state.get(member.parameter):
-            _add(total, _bytes_by_name(held))
-            continue
-        try:
-            _add(total, _bytes_by_corner(optimizer, member))
-        except Exception:  # again of the optimizer's code; the first cause is the one to tell
-            raise _unknown(optimizer, cause) from cause
-    return OptimizerNeed(total, 0, is_estimate=True)
-
-
-def _bytes_by_corner(optimizer: Optimizer, member: Updated) -> dict[str, int]:
-    def stepped(sparse: bool) -> dict[str, int]:
-        stand_in = _stand_in(corner(torch.empty(member.spec.shape, dtype=member.spec.dtype, device="meta")), member)
-        runner = over_stand_ins(optimizer, {member.parameter: stand_in}, of_state=corner, keeps_packed=False)
-        generator = torch.Generator().manual_seed(0)
-        for _ in range(_STEPS):
-            stand_in.grad = random_gradient(stand_in, generator, sparse=sparse)
-            step_code(type(optimizer))(runner)
-        ratio = member.spec.numel / max(1, stand_in.numel())
-        return _bytes_by_name(runner.state.get(stand_in, {}), ratio)
-
-    return with_gradients_it_takes(optimizer, stepped)
-
-
-def _unknown(optimizer: Optimizer, cause: Exception) -> OptimizerError:
-    return OptimizerError(
-        f"the state of {type(optimizer).__name__} can't be found out: {cause}\n"
-        "  Its step runs on stand-ins for the parameters, on the host: first without memory, then on small ones.\n"
-        "  Fix this error, or take a step first: existing state is counted as it is."
-    )
-
-
 def _stand_in(values: torch.Tensor, member: Updated) -> torch.nn.Parameter:
     return torch.nn.Parameter(values, requires_grad=member.parameter.requires_grad)
 
@@ -339,8 +300,8 @@ def _tensors(value: Mapping[Any, Any]) -> list[torch.Tensor]:
     return [tensor for leaf in leaves for tensor in plain_tensors(leaf)]
 
 
-def _bytes_by_name(state: Any, ratio: float = 1.0) -> dict[str, int]:
-    """Returns the bytes of a parameter's state, each memory once, under the first of its names; of scalars unscaled."""
+def _bytes_by_name(state: Any) -> dict[str, int]:
+    """Returns the bytes of a parameter's state, each memory once, under the first of its names."""
     found: dict[str, int] = {}
     seen: set[int] = set()
     for name, value in state.items() if isinstance(state, Mapping) else [("state", state)]:
@@ -348,7 +309,5 @@ def _bytes_by_name(state: Any, ratio: float = 1.0) -> dict[str, int]:
             storage = tensor.untyped_storage()
             if storage._cdata not in seen:
                 seen.add(storage._cdata)
-                found[str(name)] = found.get(str(name), 0) + int(
-                    storage.nbytes() * (ratio if tensor.numel() > 1 else 1)
-                )
+                found[str(name)] = found.get(str(name), 0) + storage.nbytes()
     return found

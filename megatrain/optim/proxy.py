@@ -1,21 +1,34 @@
-"""Proxy: stands for the parameters of one block before the user's optimizer, and undoes a step."""
+"""The user's optimizer over some parameters: what its code sees, a dry run of it, and how a step is undone."""
 
 from __future__ import annotations
 
 import copy
-from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterable, Mapping, Set
+import warnings
+from collections import OrderedDict, defaultdict
+from collections.abc import Callable, Collection, Generator, Iterable, Mapping, Sequence, Set
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 
+from megatrain.checks.several_optimizers import parameters_of
 from megatrain.device import is_on_host
 from megatrain.errors import OptimizerError
 from megatrain.optim.masters.halves import Master, SplitMaster
 from megatrain.optim.masters.registry import Masters
 from megatrain.sizes import aligned
-from megatrain.torch_private import pytree
+from megatrain.torch_private import (
+    ITEM,
+    DataDependentOutputException,
+    FakeTensor,
+    TorchDispatchMode,
+    forbid_memory,
+    pytree,
+    unset_fake_temporarily,
+)
+from megatrain.tracer.recording.sandbox import uncompiled
 from megatrain.tracer.packing import is_wrapper, packing_key, plain_tensors, repacked
+from megatrain.tracer.spec import TensorSpec
 
 Optimizer = torch.optim.Optimizer
 StepCode = Callable[[Optimizer], object]
@@ -83,7 +96,7 @@ def attributes(optimizer: Optimizer) -> dict[str, Any]:
     return {name: value for name, value in vars(optimizer).items() if name not in _OWN}
 
 
-def impostor(optimizer: Optimizer, held: Mapping[str, Any], groups: list[dict[str, Any]], state: Any) -> Optimizer:
+def proxy_of(optimizer: Optimizer, held: Mapping[str, Any], groups: list[dict[str, Any]], state: Any) -> Optimizer:
     """Makes an optimizer of the same class with other attributes, groups and state, and no hooks."""
     made: Optimizer = object.__new__(type(optimizer))
     vars(made).update(held)
@@ -130,7 +143,7 @@ def _has_same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
 class OptimizerStep:
     """A step that has begun: its options stay the same, even if the user changes options in the meantime.
 
-    Each call of `update` runs the optimizer's own code on an impostor that shares the state, but has only some
+    Each call of `update` runs the optimizer's own code on a proxy that shares the state, but has only some
     parameters in its groups. Each call computes new options and attributes (a count of steps) from the same initial
     values; `commit` writes them to the optimizer, once.
     """
@@ -158,7 +171,7 @@ class OptimizerStep:
             OptimizerError: If the code leaves other options or attributes than it did for other parameters.
         """
         groups = [_narrowed(group, chosen) for group in self._groups]
-        runner = impostor(self._optimizer, self._held, groups, self._optimizer.state)
+        runner = proxy_of(self._optimizer, self._held, groups, self._optimizer.state)
         self._code(runner)
         for before, after, noted in zip(self._groups, groups, self._of_groups, strict=True):
             _note(before, after, noted)
@@ -214,6 +227,139 @@ def _note(before: Mapping[str, Any], after: Mapping[str, Any], noted: dict[str, 
         noted[key] = value
 
 
+# A dry run: an optimizer's own code steps on stand-ins for its parameters, to show what it does. The optimizer stays as
+# it is: the code runs on a proxy over the stand-ins, with state, options and attributes of its own.
+
+
+@contextmanager
+def unnoticed() -> Generator[None]:
+    """Hides the body: no warning is shown, generators stay as they were, and new tensors are on the CPU.
+
+    What `torch.compile` made runs its own Python code: nothing can be compiled for tensors without memory.
+    """
+    with warnings.catch_warnings(), torch.random.fork_rng(devices=[]), torch.device("cpu"), uncompiled():
+        warnings.simplefilter("ignore")
+        yield
+
+
+def over_stand_ins(
+    optimizer: Optimizer,
+    stand_ins: Mapping[torch.Tensor, torch.Tensor],
+    *,
+    of_state: Callable[[torch.Tensor], torch.Tensor],
+    of_option: Callable[[Any], Any] = own_copy,
+) -> Optimizer:
+    """Makes an optimizer of the same class over stand-ins, which shares nothing with the one it is made of.
+
+    Args:
+        optimizer: The user's.
+        stand_ins: By parameter. Parameters without one are left out.
+        of_state: Makes the stand-in for a tensor in a parameter's state.
+        of_option: Makes the stand-in for an option of a group.
+    """
+    groups: list[dict[str, Any]] = []
+    for group in optimizer.param_groups:
+        kept = [index for index, parameter in enumerate(group["params"]) if parameter in stand_ins]
+        made = {key: of_option(value) for key, value in group.items() if key not in ALIGNED}
+        made.update({key: [group[key][i] for i in kept] for key in ALIGNED if key in group})
+        made["params"] = [stand_ins[parameter] for parameter in made["params"]]
+        groups.append(made)
+    state: Any = defaultdict(dict)
+    for parameter, stand_in in stand_ins.items():
+        if parameter in optimizer.state:
+            held: Any = optimizer.state[parameter]
+            held = dict(held) if isinstance(held, Mapping) else held
+            state[stand_in] = pytree.tree_map(
+                lambda leaf: of_state(leaf) if isinstance(leaf, torch.Tensor) else copy.deepcopy(leaf), held
+            )
+    state.update(copy.deepcopy(shared_state(optimizer)))
+    return proxy_of(optimizer, copy.deepcopy(attributes(optimizer)), groups, state)
+
+
+def give_new_state(optimizers: Sequence[Optimizer], parameter: torch.Tensor, dtype: torch.dtype) -> None:
+    """Gives a parameter the state that its optimizer makes in a first step, unless it has some; for a load to fill.
+
+    Args:
+        optimizers: Of which one holds the parameter.
+        parameter: Of a model.
+        dtype: Of the values that an update sees.
+    """
+    optimizer = next(o for o in optimizers if any(parameter is p for group in o.param_groups for p in group["params"]))
+    if optimizer.state.get(parameter):
+        return
+    with unnoticed(), torch.no_grad():
+        stand_in = torch.nn.Parameter(torch.zeros_like(parameter, dtype=dtype))
+        stand_in.grad = torch.zeros_like(stand_in)
+        runner = over_stand_ins(optimizer, {parameter: stand_in}, of_state=torch.clone)
+        step_code(type(optimizer))(runner)
+    optimizer.state[parameter] = runner.state[stand_in]
+
+
+def shared_state(optimizer: Optimizer) -> dict[Any, Any]:
+    """Returns the entries of an optimizer's state that belong to no parameter; some optimizers keep such."""
+    state: Any = optimizer.state
+    return {key: value for key, value in state.items() if not isinstance(key, torch.Tensor)}
+
+
+def empty(spec: TensorSpec) -> torch.Tensor:
+    """Returns a tensor of this spec on the host."""
+    if spec.stride is None:
+        return torch.empty(spec.shape, dtype=spec.dtype)
+    return torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype)
+
+
+def faked(tensor: torch.Tensor) -> torch.Tensor:
+    """Returns a tensor like this one without its memory, in the body of a `FakeTensorMode`.
+
+    A number, such as the count of steps, keeps its value.
+    """
+    if is_wrapper(tensor):
+        return repacked(tensor, faked)
+    if tensor.numel() != 1 or tensor.is_meta or isinstance(tensor, FakeTensor):
+        return empty(TensorSpec.of(tensor))
+    with unset_fake_temporarily():
+        number = tensor.item()
+    return torch.tensor(number, dtype=tensor.dtype).reshape(tensor.shape)
+
+
+class WithoutValues(TorchDispatchMode):
+    """Lets code run on fake tensors: unknown numbers are one half, and memory behind a tensor can't be asked for."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        try:
+            result = func(*args, **(kwargs or {}))
+        except DataDependentOutputException:
+            if func is not ITEM:
+                raise
+            return _one(args[0].dtype)
+        # Else `data_ptr()` is 0, and code of C that trusts it ends the process.
+        pytree.tree_map_only(FakeTensor, forbid_memory, result)
+        return result
+
+
+def _one(dtype: torch.dtype) -> Any:
+    if dtype == torch.bool:
+        return True
+    # Neither end of the range of a decay: `1 - x` and `1 / x` exist.
+    return 0.5 if dtype.is_floating_point else 1
+
+
+def own_state(state: dict[Any, Any], gradient: torch.Tensor) -> None:
+    """Copies what an optimizer kept of a gradient by reference: its memory will be that of the next step's."""
+    if gradient.layout != torch.strided:
+        return
+    place = gradient.untyped_storage().data_ptr()
+
+    def own(value: Any) -> Any:
+        if is_wrapper(value):
+            return value  # of tensors of its own: no optimizer packs a gradient as it is
+        is_kept = isinstance(value, torch.Tensor) and value.layout == torch.strided
+        return value.clone() if is_kept and value.untyped_storage().data_ptr() == place else value
+
+    for name, value in state.items():
+        state[name] = pytree.tree_map(own, value)
+
+
 class Undo:
     """Copies of some parameters, their masters and their state; those of one update at a time.
 
@@ -222,25 +368,46 @@ class Undo:
 
     Args:
         masters: Parameters that have halves have more to copy.
+        is_sure: Whether an update of some parameters, once it writes, is sure to reach its end.
     """
 
-    def __init__(self, masters: Mapping[torch.Tensor, Master]):
-        self._optimizer: Optimizer | None = None
+    def __init__(
+        self,
+        masters: Mapping[torch.Tensor, Master],
+        is_sure: Callable[[Optimizer, Collection[torch.Tensor]], bool] = lambda *_: False,
+    ):
         self._masters = masters
+        self._is_sure = is_sure
         self._memory = torch.empty(0, dtype=torch.uint8)
         self._used = 0
         self._values: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._state: dict[Any, Any] = {}
 
-    def note(self, optimizer: Optimizer, parameters: Collection[torch.Tensor], keys: Iterable[Any] = ()) -> None:
-        """Copies the tensors that an optimizer's update of these parameters may write; replaces earlier copies.
+    @contextmanager
+    def undoing(self, optimizer: Optimizer, parameters: Collection[torch.Tensor]) -> Generator[None]:
+        """Puts parameters and their state back if the body, an update of theirs, fails."""
+        if not parameters or self._is_sure(optimizer, parameters):
+            yield
+            return
+        self._note(optimizer, parameters)
+        try:
+            yield
+        except BaseException:
+            self._restore(optimizer)
+            raise
 
-        Args:
-            optimizer: The user's.
-            parameters: Some of its parameters.
-            keys: Other keys of its state.
-        """
-        self._optimizer = optimizer
+    @contextmanager
+    def undoing_all(self, optimizer: Optimizer) -> Generator[None]:
+        """As `undoing`, of all parameters and all state of an optimizer."""
+        self._note(optimizer, parameters_of(optimizer), shared_state(optimizer))
+        try:
+            yield
+        except BaseException:
+            self._restore(optimizer)
+            raise
+
+    def _note(self, optimizer: Optimizer, parameters: Collection[torch.Tensor], keys: Iterable[Any] = ()) -> None:
+        """Copies what an update of these parameters may write, and other keys of state; replaces earlier copies."""
         masters = (self._masters.get(parameter) for parameter in parameters)
         lows = [master.low for master in masters if isinstance(master, SplitMaster)]
         written = [*(parameter.detach() for parameter in parameters), *lows]
@@ -265,16 +432,14 @@ class Undo:
         return place.copy_(value.detach())
 
     @torch.no_grad()
-    def restore(self) -> None:
-        """Puts everything back."""
-        assert self._optimizer is not None, "nothing was noted"
+    def _restore(self, optimizer: Optimizer) -> None:
         for tensor, before in self._values:
             tensor.copy_(before)
         for key, state in self._state.items():
             if state is None:
-                self._optimizer.state.pop(key, None)
+                optimizer.state.pop(key, None)
             else:
-                self._optimizer.state[key] = pytree.tree_map(own_copy, state)
+                optimizer.state[key] = pytree.tree_map(own_copy, state)
             if isinstance(self._masters, Masters) and isinstance(key, torch.Tensor):
                 self._masters.wrote(key)  # both halves
 

@@ -6,7 +6,7 @@ import copy
 import os
 from collections.abc import Callable, Collection, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch.autograd.graph import increment_version
@@ -15,15 +15,8 @@ from megatrain.device import is_on_host
 from megatrain.errors import ExecuteError, OptimizerError
 from megatrain.memory.host_limits import return_free_memory
 from megatrain.optim.masters.registry import Masters
-from megatrain.optim.per_parameter import (
-    corner,
-    is_per_parameter,
-    over_stand_ins,
-    random_gradient,
-    unnoticed,
-    with_gradients_it_takes,
-)
-from megatrain.optim.proxy import ALIGNED, Optimizer, attributes, is_same, step_code
+from megatrain.optim.per_parameter import is_per_parameter
+from megatrain.optim.proxy import ALIGNED, Optimizer, attributes, is_same, over_stand_ins, step_code, unnoticed
 from megatrain.ranks.signs_of_life import wait_until
 from megatrain.runtime.stores.shared_store import STATE, Name, SharedStore
 from megatrain.tracer.packing import is_wrapper
@@ -78,7 +71,7 @@ def unshareable(optimizer: Optimizer) -> str | None:
 
 def _reason(optimizer: Optimizer, chosen: list[torch.Tensor], *, sparse: bool) -> str | None:
     stand_ins = {p: torch.nn.Parameter(corner(p).float(), requires_grad=p.requires_grad) for p in chosen}
-    runner = over_stand_ins(optimizer, stand_ins, of_state=corner, keeps_packed=False)
+    runner = over_stand_ins(optimizer, stand_ins, of_state=corner)
     kind, before = type(optimizer).__name__, _options(runner)
     generator = torch.Generator().manual_seed(0)
     for _ in range(_STEPS):
@@ -330,3 +323,46 @@ def check_moment(optimizer: Optimizer, name: Name, value: object) -> None:
             "  Ranks of one host share the optimizer's state, and each updates a part of the parameters.\n"
             "  Leave such state out, or train in one process."
         )
+
+
+Result = TypeVar("Result")
+
+_EDGE = 4
+
+
+def corner(tensor: torch.Tensor) -> torch.Tensor:
+    """Returns a copy of the first few elements along each dimension; of a tensor on meta zeros on the host."""
+    if tensor.is_meta:
+        return torch.zeros([min(size, _EDGE) for size in tensor.shape], dtype=tensor.dtype)
+    return tensor.detach()[tuple(slice(0, _EDGE) for _ in tensor.shape)].clone()
+
+
+def random_gradient(parameter: torch.Tensor, generator: torch.Generator, *, sparse: bool) -> torch.Tensor:
+    """Returns a gradient for a stand-in, of its shape and dtype."""
+    gradient = torch.randn(parameter.shape, generator=generator).to(parameter.dtype)
+    return gradient.to_sparse(1) if sparse and gradient.dim() else gradient
+
+
+def with_gradients_it_takes(optimizer: Optimizer, attempt: Callable[[bool], Result]) -> Result:
+    """Tries something with gradients such as the parameters have now, and then with the other kind.
+
+    Some optimizers take sparse gradients only.
+
+    Args:
+        optimizer: The user's.
+        attempt: Is told whether gradients are sparse.
+
+    Raises:
+        OptimizerError: If an attempt does.
+        Exception: The error of the first attempt, if both fail: any error of the optimizer's code on its stand-ins.
+    """
+    is_sparse = any(p.grad is not None and p.grad.is_sparse for g in optimizer.param_groups for p in g["params"])
+    causes: list[Exception] = []
+    for sparse in (is_sparse, not is_sparse):
+        try:
+            return attempt(sparse)
+        except OptimizerError:
+            raise
+        except Exception as error:  # an optimizer that takes only one kind may raise anything at the other
+            causes.append(error)
+    raise causes[0]

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterable, Mapping, Sequence, Set
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 
@@ -14,11 +13,8 @@ from megatrain.optim.block_update import MasterStep
 from megatrain.optim.blockwise import BlockOptimizer, takes_turns
 from megatrain.optim.masters.halves import Master
 from megatrain.optim.norm import GradientNorm, NonFinite
-from megatrain.optim.per_parameter import shared_state
 from megatrain.optim.proxy import Optimizer, Undo
 from megatrain.optim.shared import GoOn, HostParts, OtherFailedError
-from megatrain.torch_private import pytree
-from megatrain.tracer.packing import is_wrapper
 
 
 @dataclass(slots=True, eq=False)
@@ -33,23 +29,37 @@ class Gradients:
         nonfinite: The first that isn't finite, if somebody looked.
     """
 
-    by_parameter: dict[torch.Tensor, torch.Tensor]
+    by_parameter: dict[torch.Tensor, torch.Tensor] = field(default_factory=dict[torch.Tensor, torch.Tensor])
     received: set[torch.Tensor] = field(default_factory=set[torch.Tensor])
     norm: torch.Tensor | None = None
     scale: float = 1.0
     nonfinite: NonFinite | None = None
 
-    @staticmethod
-    def none() -> Gradients:
-        """Returns those of a step that begins."""
-        return Gradients({})
+    def show(self, *, besides: Iterable[torch.Tensor] = ()) -> None:
+        """Lets code of the user's see gradients where it looks for them, clipped; except those of some parameters."""
+        others = set(besides)
+        for parameter, gradient in self.by_parameter.items():
+            if parameter not in others and parameter.grad is not gradient:
+                # A copy, which the hooks may keep: gradients lie where the next step's will.
+                parameter.grad = gradient.clone().mul_(self.scale)
+
+    def take_shown(self) -> None:
+        """Reads the gradients back after the hooks."""
+        shown: list[tuple[torch.Tensor, torch.Tensor | None]] = [(p, p.grad) for p in self.by_parameter]
+        self.by_parameter = {parameter: gradient for parameter, gradient in shown if gradient is not None}
+        self.scale = 1.0
+
+    def hide(self) -> None:
+        """Takes all of them out of `.grad`."""
+        for parameter in self.by_parameter:
+            parameter.grad = None
 
 
 class GradientSource:
     """Where the optimizer's code finds gradients. An object of its own, so that nothing here needs the collector."""
 
     def __init__(self, known: Mapping[torch.Tensor, int]):
-        self.using = Gradients.none()
+        self.using = Gradients()
         self.chosen: set[torch.Tensor] | None = None  # the only ones to be updated now; None is all
         self._known = known
 
@@ -61,139 +71,6 @@ class GradientSource:
         if found is None and parameter not in self._known:
             return parameter.grad  # of a parameter outside the model
         return found
-
-
-def show_gradients(found: Gradients, *, besides: Iterable[torch.Tensor] = ()) -> None:
-    """Lets code of the user's see gradients where it looks for them, clipped; but those of some parameters."""
-    others = set(besides)
-    for parameter, gradient in found.by_parameter.items():
-        if parameter not in others and parameter.grad is not gradient:
-            # A copy, which the hooks may keep: gradients lie where the next step's will.
-            parameter.grad = gradient.clone().mul_(found.scale)
-
-
-def take_shown_gradients(found: Gradients) -> None:
-    """Reads the gradients back after the hooks."""
-    shown: list[tuple[torch.Tensor, torch.Tensor | None]] = [(p, p.grad) for p in found.by_parameter]
-    found.by_parameter = {parameter: gradient for parameter, gradient in shown if gradient is not None}
-    found.scale = 1.0
-
-
-def hide_gradients(found: Gradients) -> None:
-    """The reverse."""
-    for parameter in found.by_parameter:
-        parameter.grad = None
-
-
-class Updater:
-    """Takes the steps of one optimizer, among those that take each step together; a single optimizer has the only one.
-
-    A step waits until `begin`, and is over after `blocks.finish`.
-
-    Args:
-        optimizer: The user's.
-        blocks: The parameters that are updated with each block, by any optimizer.
-        code: Updates parameters; of all updaters.
-        undo: Restores the block whose update failed; of all updaters.
-
-    Attributes:
-        optimizer: See above.
-        blocks: Takes the optimizer's step.
-        is_waiting: A step has begun, but not this optimizer's.
-    """
-
-    def __init__(self, optimizer: Optimizer, blocks: Sequence[Sequence[torch.Tensor]], code: MasterStep, undo: Undo):
-        self.optimizer = optimizer
-        self.blocks = BlockOptimizer(optimizer, blocks, code=code)
-        self.is_waiting = False
-        self._code = code
-        self._undo = undo
-        self._held: set[torch.Tensor] = set()
-
-    @property
-    def is_under_way(self) -> bool:
-        """Whether a step has begun, and this optimizer's isn't over."""
-        return self.is_waiting or self.blocks.is_under_way
-
-    @property
-    def left(self) -> Set[int]:
-        """The blocks that this optimizer hasn't updated yet in the step under way."""
-        return frozenset(range(len(self.blocks))) if self.is_waiting else self.blocks.left
-
-    def owned(self, block: int) -> list[torch.Tensor]:
-        """The parameters of a block that this optimizer updates."""
-        return [parameter for parameter in self.blocks.owned(block) if parameter in self._held]
-
-    def wait(self) -> None:
-        """Notes that a step has begun, in which this optimizer's turn is to come."""
-        self.is_waiting = True
-        self._held = set(parameters_of(self.optimizer))
-
-    def begin(self) -> None:
-        """Starts the optimizer's own step; see `BlockOptimizer.begin`."""
-        self.blocks.begin()
-        self.is_waiting = False
-        self._held = set(parameters_of(self.optimizer))  # hooks may have added some
-
-    def update(self, block: int, gradients: Mapping[torch.Tensor, torch.Tensor]) -> bool:
-        """Updates this optimizer's parameters of a block; if that fails they are as before, and it may be tried again.
-
-        Returns:
-            Whether there was a parameter to update.
-        """
-        if self.blocks.is_at_once:
-            return False
-        owned = [parameter for parameter in self.owned(block) if parameter in gradients]
-        can_fail = bool(owned) and not self._code.cannot_fail(self.optimizer, owned)
-        if can_fail:
-            self._undo.note(self.optimizer, owned)
-        try:
-            self.blocks.update(block)
-        except BaseException:
-            if can_fail:
-                self._undo.restore()
-            raise
-        for parameter in owned:
-            _own(self.optimizer.state.get(parameter, {}), gradients[parameter])
-        return bool(owned)
-
-    def update_rest(self) -> bool:
-        """Updates what no block has, or all parameters at once; if the latter fails, all are as before.
-
-        Returns:
-            Whether all were updated at once.
-        """
-        if self.blocks.is_at_once:
-            self._undo.note(self.optimizer, parameters_of(self.optimizer), shared_state(self.optimizer))
-            try:
-                self.blocks.update_rest()
-            except BaseException:
-                self._undo.restore()
-                raise
-        else:
-            self.blocks.update_rest()
-        return self.blocks.is_at_once
-
-    def abandon(self) -> None:
-        """Ends the step without a further update; see `BlockOptimizer.abandon`."""
-        self.is_waiting = False
-        self.blocks.abandon()
-
-
-def _own(state: dict[Any, Any], gradient: torch.Tensor) -> None:
-    """Copies what an optimizer kept of a gradient by reference: its memory will be that of the next step's."""
-    if gradient.layout != torch.strided:
-        return
-    place = gradient.untyped_storage().data_ptr()
-
-    def own(value: Any) -> Any:
-        if is_wrapper(value):
-            return value  # of tensors of its own: no optimizer packs a gradient as it is
-        is_kept = isinstance(value, torch.Tensor) and value.layout == torch.strided
-        return value.clone() if is_kept and value.untyped_storage().data_ptr() == place else value
-
-    for name, value in state.items():
-        state[name] = pytree.tree_map(own, value)
 
 
 class Updates:
@@ -240,12 +117,12 @@ class Updates:
         self._block_of = {parameter: index for index, block in enumerate(blocks) for parameter in block}
         self._source = GradientSource(self._block_of)
         self._code = MasterStep(masters, gradient_of=self._source, threads=threads, scaled=self._block_of)
-        self._undo = Undo(masters)
-        self._updaters = [Updater(optimizer, blocks, self._code, self._undo) for optimizer in optimizers]
+        self._undo = Undo(masters, self._code.cannot_fail)
+        self._updaters = [BlockOptimizer(each, blocks, code=self._code, undo=self._undo) for each in optimizers]
         self._names = list(names.values())
         self._norm = GradientNorm(names, masters, threads=norm_threads)
         self._max_norm = max_norm
-        self.arriving = Gradients.none()
+        self.arriving = Gradients()
         self.has_updated = self.sums_squares = False
 
     @property
@@ -265,7 +142,7 @@ class Updates:
 
     def drop_arriving(self) -> None:
         """Forgets all gradients that have arrived, and those of parameters outside the model that no step waits for."""
-        self.arriving = Gradients.none()
+        self.arriving = Gradients()
         self._norm.begin()
         for parameter in self._parameters() if not self.is_under_way else ():
             if parameter not in self._block_of:
@@ -317,18 +194,18 @@ class Updates:
     def _begin_waiting(self) -> None:
         """Begins the steps whose turn has come: all that wait, or the first of them."""
         waiting = [updater for updater in self._updaters if updater.is_waiting]
-        has_hooks = any(updater.blocks.has_hooks for updater in waiting)
+        has_hooks = any(updater.has_hooks for updater in waiting)
         in_turn = any(takes_turns(updater.optimizer) for updater in waiting)
         try:
             if has_hooks:
-                show_gradients(self._source.using)
+                self._source.using.show()
             for updater in waiting[:1] if in_turn else waiting:
                 updater.begin()
         except BaseException:
-            hide_gradients(self._source.using)
+            self._source.using.hide()
             raise
         if has_hooks:
-            take_shown_gradients(self._source.using)
+            self._source.using.take_shown()
         self._code.scale = self._source.using.scale
 
     def update(self, block: int, *, takes_over: bool = False, keeps: bool = False) -> None:
@@ -341,14 +218,14 @@ class Updates:
             takes_over: Other ranks' parts as well; see `HostParts`.
             keeps: Where other ranks have parts, their gradients stay until these are updated: they may be taken over.
         """
-        updaters = [updater for updater in self._updaters if block in updater.blocks.left]
+        updaters = [updater for updater in self._updaters if updater.has_begun and block in updater.left]
         assert updaters, f"block {block} has no update left"
         if self.sums_squares:  # but what an update that failed has summed already
             self.take_squares(p for p in self._blocks[block] if not self._norm.has(p))
         with self._chosen(updaters, block, takes_over=takes_over) as gradients:
             for updater in updaters:
                 self.has_updated |= updater.update(block, gradients)
-        if any(block in updater.blocks.left for updater in updaters):
+        if any(block in updater.left for updater in updaters):
             return  # one that updates all at once needs the gradients in the end
         if not (keeps and self._parts is not None):
             self._drop(block)
@@ -356,14 +233,14 @@ class Updates:
     def _drop(self, block: int) -> None:
         """Lets go of the gradients of a block that is updated."""
         # A hook may look at all gradients until the last optimizer has begun, and after the step.
-        if not self._has_waiting and not any(updater.blocks.has_hooks for updater in self._updaters):
+        if not self._has_waiting and not any(updater.has_hooks for updater in self._updaters):
             for parameter in self._blocks[block]:
                 if self._source.using.by_parameter.pop(parameter, None) is not None:
                     parameter.grad = None
 
     @contextmanager
     def _chosen(
-        self, updaters: Sequence[Updater], block: int, *, takes_over: bool
+        self, updaters: Sequence[BlockOptimizer], block: int, *, takes_over: bool
     ) -> Generator[Mapping[torch.Tensor, torch.Tensor]]:
         """The gradients with which some updaters update a block here, in the body."""
         gradients = self._source.using.by_parameter
@@ -381,7 +258,7 @@ class Updates:
     def wait(self, block: int, go_on: GoOn = lambda: None, *, is_of_before: bool = True) -> None:
         """Waits until other ranks have updated their parts of a block; see `HostParts.wait`."""
         if self._parts is not None:
-            begun = [updater for updater in self._updaters if updater.blocks.is_under_way]
+            begun = [updater for updater in self._updaters if updater.has_begun]
             held = {p for updater in begun for p in updater.owned(block)}
             self._parts.wait(held & self._source.using.received, go_on, is_of_before=is_of_before)
             self._drop(block)
@@ -392,11 +269,11 @@ class Updates:
             try:
                 return self.wait(block)
             except OtherFailedError:
-                begun = [updater for updater in self._updaters if updater.blocks.is_under_way]
+                begun = [updater for updater in self._updaters if updater.has_begun]
                 if not any(p in self._source.using.by_parameter for u in begun for p in u.owned(block)):
                     raise
                 for updater in begun:
-                    updater.blocks.reopen(block)
+                    updater.reopen(block)
                 self.update(block, takes_over=True, keeps=True)
 
     def finish(self) -> None:
@@ -408,22 +285,22 @@ class Updates:
                 self._finish_begun()
         finally:
             if not self.is_under_way:  # a hook behind the last update may have failed
-                hide_gradients(self._source.using)
-                self._source.using = Gradients.none()
+                self._source.using.hide()
+                self._source.using = Gradients()
                 for parameter in self._parameters():
                     parameter.grad = None
 
     def _finish_begun(self) -> None:
-        for block in sorted({block for updater in self._updaters for block in updater.blocks.left}):
+        for block in sorted({block for updater in self._updaters if updater.has_begun for block in updater.left}):
             self.update(block, takes_over=True, keeps=True)
         for block in range(len(self._blocks)):
             self._wait_or_take_over(block)
         for updater in self._updaters:
-            if updater.blocks.is_under_way:
-                if updater.blocks.is_at_once:  # its code may look at gradients of others, too
-                    show_gradients(self._source.using, besides=parameters_of(updater.optimizer))
+            if updater.has_begun:
+                if updater.is_at_once:  # its code may look at gradients of others, too
+                    self._source.using.show(besides=parameters_of(updater.optimizer))
                 self.has_updated |= updater.update_rest()
-                updater.blocks.finish()
+                updater.finish()
 
     @property
     def _has_waiting(self) -> bool:
@@ -433,8 +310,8 @@ class Updates:
         """Ends the optimizers' step without a further update; see `BlockOptimizer.abandon`."""
         for updater in self._updaters:
             updater.abandon()
-        hide_gradients(self._source.using)
-        self._source.using = Gradients.none()
+        self._source.using.hide()
+        self._source.using = Gradients()
 
     def _parameters(self) -> list[torch.Tensor]:
         return parameters_of(*(updater.optimizer for updater in self._updaters))

@@ -22,7 +22,7 @@ from megatrain.optim.masters.registry import Masters
 from megatrain.optim.need import OptimizerNeed, Updated, joint_need, made_over
 from megatrain.optim.per_parameter import is_per_parameter
 from megatrain.passes.program import Program
-from megatrain.runtime.gradients.flow import Facts
+from megatrain.runtime.loaded import Facts
 from megatrain.scheduler.schedule import Schedule
 from megatrain.sizes import aligned, format_bytes
 from megatrain.torch_private import FakeTensor

@@ -21,11 +21,12 @@ from megatrain.passes.dedup import template_key
 from megatrain.passes.program import Program, Template
 from megatrain.ranks.ranks import Ranks
 from megatrain.runtime.block import BlockRunner
-from megatrain.runtime.gradients.landing import GradientMemory
-from megatrain.runtime.stores.device_arena import DeviceArena, Meter, Segments
+from megatrain.runtime.gradients import GradientMemory
+from megatrain.runtime.stores.device_memory import Meter, Segments
 from megatrain.runtime.stores.host_store import BlockImage, HostStore
-from megatrain.runtime.stores.parks import BufferCopies, ParkPool
+from megatrain.runtime.stores.offload_buffers import BufferCopies, OffloadPool
 from megatrain.runtime.stores.shared_store import SharedStore
+from megatrain.runtime.stores.slots import DeviceArena
 from megatrain.runtime.stores.weights import Weights
 from megatrain.runtime.streams.events import Turn
 from megatrain.runtime.streams.stream_set import Chaos, Recording, StreamSet
@@ -135,7 +136,7 @@ class Engine:
         self.arena = DeviceArena(self.device)
         self.store: HostStore | None = None
         self.bus = Bus(self.device)
-        self.parks = ParkPool(self.bus)
+        self.offload = OffloadPool(self.bus)
         self.buffers = BufferCopies(self.bus)
         self.gradients = GradientMemory(self.bus)
         self.segments = Segments(self.device)

@@ -3,145 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import pairwise
 
 import torch
 from torch import nn
 
 from megatrain.checks import checked, shown
 from megatrain.counts import counted
-from megatrain.device import Device
 from megatrain.errors import ExecuteError, ScheduleError
+from megatrain.memory.bus import GrowingArena
 from megatrain.memory.out_of_memory import Attempts, MemoryFigures
 from megatrain.passes.program import Program
+from megatrain.runtime.accumulation import Take
 from megatrain.runtime.call import DONE, FAILED, OPEN, Call
-from megatrain.runtime.call_start import Start
 from megatrain.runtime.engine import Engine
-from megatrain.runtime.gradients.landing import LandingArena
-from megatrain.runtime.gradients.sink import Once, Take
 from megatrain.runtime.loaded import Loaded, check_fits
-from megatrain.runtime.operations import Operations
-from megatrain.runtime.random_calls import MicroBatchGenerators, repeated_rng
+from megatrain.runtime.operations import Operations, Run
+from megatrain.runtime.random_calls import repeated_rng
 from megatrain.runtime.streams.events import Watch
-from megatrain.runtime.taken import StepTrainer
+from megatrain.runtime.versions import Start
 from megatrain.scheduler.builder.build import backward_schedule
 from megatrain.scheduler.effects import BUILT_IN
-from megatrain.scheduler.instructions import Half, Instructions
+from megatrain.scheduler.instructions import Instructions
 from megatrain.scheduler.schedule import Schedule
-from megatrain.scheduler.table import Position
-
-
-class Run:
-    """One run of a schedule. After a failure a training step can continue, or be dropped.
-
-    Only the trainer's work outlives a run, and buffers: each micro-batch's are written when its backward begins, as its
-    loss may look at them, at the latest by `commit`.
-
-    Args:
-        operations: Runs the instructions.
-        starts: The starting state of each micro-batch; a call has one.
-        can_repeat: A backward may be attempted again.
-        watch: Takes the time of each operation.
-
-    Attributes:
-        calls: One per micro-batch.
-    """
-
-    def __init__(
-        self,
-        operations: Operations,
-        starts: Sequence[Start],
-        *,
-        can_repeat: bool = False,
-        watch: Watch | None = None,
-    ):
-        self._operations = operations
-        self._watch = watch
-        if watch is not None:
-            watch.restart()  # an attempt that failed may have left times
-        self._done: set[Position] = set()
-        engine = operations.engine
-        self.calls: list[Call] = []
-        parked = engine.parks.take(operations.instructions.park_bytes, len(starts))
-        draws, are_random = [each.draws for each in operations.loaded], [start.rng is not None for start in starts]
-        generators = MicroBatchGenerators.of(draws, are_random, engine.device)
-        for loaded, start, parks, own in zip(operations.loaded, starts, parked, generators, strict=True):
-            self.calls.append(Call(engine.meter, parks, start, loaded, generators=own, can_repeat=can_repeat))
-
-    @property
-    def device(self) -> Device:
-        """The compute device."""
-        return self._operations.engine.device
-
-    def begin(self) -> None:
-        """Makes everything that the forward starts from ready."""
-        engine = self._operations.engine
-        engine.give_slots(None)  # another size loses what they hold, also if it fails
-        operations = self._operations
-        scheduled = operations.schedule.device_bytes
-        engine.reserve_slots(operations.instructions.slot_bytes, scheduled)
-        if engine.is_tight(scheduled):
-            operations.segments.make()
-        for number, call in enumerate(self.calls):
-            call.begin(engine.buffers if number == 0 else None)
-        for call, later in pairwise(self.calls):
-            call.pass_on(call.loaded.program.inputs, later)
-
-    def forward(self) -> None:
-        """Runs a call until it has its outputs.
-
-        Raises:
-            ExecuteError: If an operation on a stream's own thread fails. What compute raises passes unchanged.
-        """
-        self.begin()
-        self._go(self._operations.instructions.forward, None)
-
-    def go(self, trainer: StepTrainer) -> None:
-        """Runs a training step.
-
-        Raises:
-            ExecuteError: See `forward`.
-        """
-        self.begin()
-        self._operations.sink.begin(trainer.receive)
-        self._go(self._operations.instructions.backward, trainer)
-
-    def complete(self, trainer: StepTrainer) -> None:
-        """Runs the rest of a training step after a failure, except the work of the host, which the trainer does itself.
-
-        Raises:
-            ExecuteError: See `forward`.
-        """
-        instructions = self._operations.instructions.all
-        self._done.update(instruction.position for instruction in instructions if instruction.op.stream == "host")
-        self._operations.sink.stop_reuse()
-        self._go(self._operations.instructions.backward, trainer, is_recovery=True)
-
-    def _go(self, half: Half, trainer: StepTrainer | None, *, is_recovery: bool = False) -> None:
-        self._operations.run(
-            self.calls, half, trainer=trainer, done=self._done, is_recovery=is_recovery, watch=self._watch
-        )
-
-    def write_buffers(self) -> None:
-        """Writes the buffers as the last micro-batch left them, unless its backward has begun and they are written."""
-        self.calls[-1].write_buffers(self._operations.engine)
-
-    def leave_generators(self) -> None:
-        """Sets the global generators to the end of the last forward, from which code after a training step draws."""
-        self.calls[-1].generators.leave(self.device)
-
-    def commit(self) -> None:
-        """Writes the buffers, and ends a training step."""
-        self.write_buffers()
-        self.close(DONE)
-
-    def close(self, status: str = FAILED) -> None:
-        """Ends the run and releases everything that it held; one that failed leaves buffers as they were before it."""
-        self._operations.sink.end()
-        for call in self.calls:
-            if status == FAILED:
-                call.restore_buffers()
-            call.close(status)
 
 
 class Executor:
@@ -166,7 +49,7 @@ class Executor:
         schedule: Schedule,
         model: nn.Module | Engine,
         *,
-        arena: LandingArena | None = None,
+        arena: GrowingArena | None = None,
         merged: Sequence[Program] | None = None,
     ):
         programs = [program] if isinstance(program, Program) else list(program)
@@ -177,7 +60,7 @@ class Executor:
         self.engine = engine
         loaded = Loaded.of_each(programs, merged, engine, is_training=schedule.kind.mode == "train")
         if schedule.kind.is_training_step and arena is None:
-            arena = LandingArena(engine.bus)
+            arena = GrowingArena(engine.bus)
         for each in loaded:
             each.check_recomputed(schedule.saves)
         self._operations = Operations(loaded, schedule, engine, arena)
@@ -224,7 +107,7 @@ class Executor:
             _check_number("inputs", tensors, loaded.program.inputs)
         self.engine.refresh()
         starts = [self._operations.start(tensors, number) for number, tensors in enumerate(inputs)]
-        return Run(self._operations, starts, can_repeat=True, watch=watch)
+        return self._operations.begin(starts, can_repeat=True, watch=watch)
 
     # -- calls ---------------------------------------------------------------------------------------------
 
@@ -257,7 +140,7 @@ class Executor:
             return self._run_forward(self._operations.start(inputs), commits=True)
 
     def _run_forward(self, start: Start, *, commits: bool) -> Call:
-        run = Run(self._operations, [start])
+        run = self._operations.begin([start])
         try:
             run.forward()
             (call,) = run.calls
@@ -324,12 +207,12 @@ class Executor:
         take: Take | None,
     ) -> list[torch.Tensor | None]:
         """Runs a backward; if it runs out of memory again from the start of the call, which needs no retained graph."""
-        once = Once(take or self._operations.sink.accumulation)
+        handed = set[str]()  # a backward that is repeated makes those again that came before
         attempts = Attempts("the backward", self.engine.device)
         while True:
             try:
                 running = self._replay(start) if running is None else running
-                found = self._run_backward(running, gradients, once)
+                found = self._run_backward(running, gradients, take, handed)
             except BaseException as error:
                 for failed in (call, running):
                     if failed is not None:
@@ -349,21 +232,21 @@ class Executor:
             return self._run_forward(start, commits=False)
 
     def _run_backward(
-        self, call: Call, gradients: Sequence[torch.Tensor | None], take: Take | None
+        self, call: Call, gradients: Sequence[torch.Tensor | None], take: Take | None, handed: set[str]
     ) -> list[torch.Tensor | None]:
         for ref, gradient in zip(self.program.outputs, gradients, strict=True):
             if gradient is not None:
                 call.add_gradient(ref.name, gradient)
-        self._operations.sink.begin(take)
+        self._operations.gradients.begin(take, handed)
         is_warm = self.engine.has_slots(call)
         self.engine.give_slots(None)
         warm = self._operations.instructions, self.schedule.device_bytes
         instructions, device_bytes = warm if is_warm else self._cold()
         self.engine.reserve_slots(instructions.slot_bytes, device_bytes)
         try:
-            self._operations.run([call], instructions.backward)
+            Run(self._operations, [call]).backward(instructions)
         finally:
-            self._operations.sink.end()
+            self._operations.gradients.end()
         return [call.gradients.get(self.program.inputs[i]) for i in self.differentiable_inputs]
 
     def _cold(self) -> tuple[Instructions, int]:

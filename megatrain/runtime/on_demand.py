@@ -101,7 +101,7 @@ class HeldBytes:
 
 
 @dataclass(slots=True, eq=False)
-class Borrowed:
+class CachedWeight:
     """A copy of a parameter or buffer in device memory of its own.
 
     Args:
@@ -123,7 +123,7 @@ class Borrowed:
     _version: int = 0
 
     @staticmethod
-    def of(entry: StateEntry, device: torch.device) -> tuple[Borrowed, torch.Tensor]:
+    def of(entry: StateEntry, device: torch.device) -> tuple[CachedWeight, torch.Tensor]:
         """Takes memory; also returns the tensor for the transfer, whose writes the copy doesn't count as the model's.
 
         The copy of a trained parameter requires a gradient, as kernels look at that: they round differently.
@@ -131,7 +131,7 @@ class Borrowed:
         spec = entry.spec
         memory = torch.empty_strided(spec.shape, stored_stride(spec), dtype=spec.dtype, device=device)
         copy = memory.data.requires_grad_(entry.requires_grad)
-        return Borrowed(entry.key, copy, Event(f"W {entry.key}")), memory
+        return CachedWeight(entry.key, copy, Event(f"W {entry.key}")), memory
 
     @property
     def is_written(self) -> bool:
@@ -175,7 +175,7 @@ class Learned:
     growth: int = 0
 
 
-class Loans:
+class WeightCache:
     """Brings state to the device when a call is about to read it, and some before that; makes room within the budget.
 
     State that was read once goes at once: nothing tells yet how much the model's results will take. State that comes
@@ -201,8 +201,8 @@ class Loans:
         self._learned = learned
         self._held = HeldBytes(engine.device)
         self._others = engine.meter.current  # of calls whose backward is still to come
-        self._here: dict[str, Borrowed] = {}
-        self._lent_bytes = 0
+        self._here: dict[str, CachedWeight] = {}
+        self._cached_bytes = 0
         self._clock = 0
         self._reads: Counter[str] = Counter()
         self._latest_key: str | None = None
@@ -215,14 +215,14 @@ class Loans:
 
     @property
     def _total(self) -> int:
-        return self._others + self._held.nbytes + self._lent_bytes
+        return self._others + self._held.nbytes + self._cached_bytes
 
     @property
     def _room(self) -> int:
         """The bound for state that isn't needed at once: caches grow, so a call may add more than any before."""
         return self._budget - 2 * self._learned.growth
 
-    def borrow(self, keys: Sequence[str]) -> list[torch.Tensor]:
+    def get(self, keys: Sequence[str]) -> list[torch.Tensor]:
         """Returns state on the device, for one call.
 
         Raises:
@@ -236,9 +236,9 @@ class Loans:
             if key not in self._here:
                 self._bring(key, keys)
         for key in keys:
-            borrowed = self._here[key]
-            self._wait(borrowed)
-            borrowed.latest = self._clock
+            cached = self._here[key]
+            self._wait(cached)
+            cached.latest = self._clock
             self._reads[key] += 1
         if len(self._here) < len(self._learned.successors):  # else all that is known is here
             self._look_ahead(keys)
@@ -262,11 +262,11 @@ class Loans:
                 touched[key] = None
         growth = self._held.nbytes - before
         for key in touched:
-            borrowed = self._here.get(key)
-            if borrowed is not None:
-                self._keep_written(borrowed, is_known=storage_key(borrowed.tensor) in written)
-                if self._reads[key] == 1 and borrowed.is_alone:
-                    self._give_back(borrowed)
+            cached = self._here.get(key)
+            if cached is not None:
+                self._keep_written(cached, is_known=storage_key(cached.tensor) in written)
+                if self._reads[key] == 1 and cached.is_alone:
+                    self._give_back(cached)
         if growth:
             self._learned.growth = max(self._learned.growth, growth)
             # The next call may add as much again. What comes ahead keeps to the lower bound, so as not to go unread.
@@ -283,10 +283,10 @@ class Loans:
 
     def end(self, *, has_failed: bool = False) -> None:
         """Gives everything back; what the model wrote is kept."""
-        for borrowed in list(self._here.values()):
+        for cached in list(self._here.values()):
             if has_failed:  # the streams have stopped, and the device has done what it was given
-                borrowed.is_waited_for = True
-            self._give_back(borrowed)
+                cached.is_waited_for = True
+            self._give_back(cached)
 
     # -- one tensor ------------------------------------------------------------------------------------------
 
@@ -302,53 +302,53 @@ class Loans:
         engine, streams, entry = self._engine, self._engine.streams, self._entries[key]
         assert engine.store is not None
         bus, (source, arena) = engine.bus, engine.store.source(key)
-        taken, box = Event(f"take {key}"), list[tuple[Borrowed, torch.Tensor]]()
+        taken, box = Event(f"take {key}"), list[tuple[CachedWeight, torch.Tensor]]()
 
         def copy() -> None:
             bus.to_device(box.pop()[1], source, arena)
 
         # Memory is taken in the order of compute: work that it gets there may have used the same bytes until now.
         place = engine.device.torch_device
-        streams.submit("compute", taken.label, lambda: box.append(Borrowed.of(entry, place)), (), taken)
-        borrowed = self._here[key] = box[0][0]
-        self._lent_bytes += self._sizes[key]
-        self._held.leave_out(borrowed.tensor, key)
+        streams.submit("compute", taken.label, lambda: box.append(CachedWeight.of(entry, place)), (), taken)
+        cached = self._here[key] = box[0][0]
+        self._cached_bytes += self._sizes[key]
+        self._held.leave_out(cached.tensor, key)
         self._copies += 1
         self._copied_bytes += entry.spec.nbytes
-        streams.submit("h2d", borrowed.arrived.label, copy, (taken,), borrowed.arrived)
+        streams.submit("h2d", cached.arrived.label, copy, (taken,), cached.arrived)
         self._measure()
 
-    def _wait(self, borrowed: Borrowed) -> None:
-        if not borrowed.is_waited_for:
-            label = f"read {borrowed.key}"
-            self._engine.streams.submit("compute", label, lambda: None, (borrowed.arrived,), Event(label))
-            borrowed.is_waited_for = True
-            borrowed.note()
+    def _wait(self, cached: CachedWeight) -> None:
+        if not cached.is_waited_for:
+            label = f"read {cached.key}"
+            self._engine.streams.submit("compute", label, lambda: None, (cached.arrived,), Event(label))
+            cached.is_waited_for = True
+            cached.note()
 
-    def _give_back(self, borrowed: Borrowed) -> None:
-        self._wait(borrowed)  # its memory must not be used again before the copy is done
-        self._keep_written(borrowed)
-        del self._here[borrowed.key]
-        self._lent_bytes -= self._sizes[borrowed.key]
+    def _give_back(self, cached: CachedWeight) -> None:
+        self._wait(cached)  # its memory must not be used again before the copy is done
+        self._keep_written(cached)
+        del self._here[cached.key]
+        self._cached_bytes -= self._sizes[cached.key]
 
-    def _keep_written(self, borrowed: Borrowed, *, is_known: bool = False) -> None:
-        if borrowed.latest and (is_known or borrowed.is_written or self._differs(borrowed)):
-            entry = self._entries[borrowed.key]
-            borrowed.note_version()
+    def _keep_written(self, cached: CachedWeight, *, is_known: bool = False) -> None:
+        if cached.latest and (is_known or cached.is_written or self._differs(cached)):
+            entry = self._entries[cached.key]
+            cached.note_version()
             if not entry.is_writable:
                 raise ExecuteError(
                     f"the model writes into its parameter `{entry.key}`.\n"
                     "  Only buffers and untrained parameters can be written by a forward.\n"
                     "  Update trained parameters outside the forward."
                 )
-            self._engine.buffers.download([(self._engine.tensors[entry.key], borrowed.tensor)])
+            self._engine.buffers.download([(self._engine.tensors[entry.key], cached.tensor)])
 
-    def _differs(self, borrowed: Borrowed) -> bool:
+    def _differs(self, cached: CachedWeight) -> bool:
         """Whether somebody has written into it past its version, where that is possible."""
-        if not borrowed.is_compared:
+        if not cached.is_compared:
             return False
-        device, kept = self._engine.device, self._engine.tensors[borrowed.key]
-        pair = (t.detach().contiguous().flatten().view(torch.uint8) for t in (device.to_host(borrowed.tensor), kept))
+        device, kept = self._engine.device, self._engine.tensors[cached.key]
+        pair = (t.detach().contiguous().flatten().view(torch.uint8) for t in (device.to_host(cached.tensor), kept))
         return not torch.equal(*pair)
 
     # -- room ------------------------------------------------------------------------------------------------
@@ -364,13 +364,13 @@ class Loans:
             self._give_back(victim)
         return True
 
-    def _victim(self, pinned: Collection[str], *, only_read: bool) -> Borrowed | None:
+    def _victim(self, pinned: Collection[str], *, only_read: bool) -> CachedWeight | None:
         """The state that will not be read for longest: what was read last, then what was brought ahead last."""
-        present = [borrowed for borrowed in self._here.values() if borrowed.key not in pinned]
-        read = [borrowed for borrowed in present if borrowed.latest and borrowed.is_alone]
+        present = [cached for cached in self._here.values() if cached.key not in pinned]
+        read = [cached for cached in present if cached.latest and cached.is_alone]
         if read:
-            return max(read, key=lambda borrowed: borrowed.latest)
-        ahead = [borrowed for borrowed in present if not borrowed.latest]
+            return max(read, key=lambda cached: cached.latest)
+        ahead = [cached for cached in present if not cached.latest]
         return ahead[-1] if ahead and not only_read else None
 
     def _look_ahead(self, pinned: Sequence[str]) -> None:
@@ -405,6 +405,6 @@ class Loans:
             f"{self._figures.what} needs more device memory than the budget of {format_bytes(self._budget)}, "
             f"for {what}.\n"
             f"  {format_bytes(self._held.nbytes)} are held by inputs, results and caches, "
-            f"{format_bytes(self._lent_bytes)} by weights in use, {others}.\n"
+            f"{format_bytes(self._cached_bytes)} by weights in use, {others}.\n"
             "  Give a larger memory=, a smaller batch, fewer tokens, or a cache that stays on the host."
         )

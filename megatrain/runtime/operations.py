@@ -1,137 +1,36 @@
-"""Operations: the handler of each kind of instruction, and the loop that runs instructions."""
+"""Operations: the handler of each kind of instruction; and Run, the instructions under way on calls."""
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from itertools import pairwise
 from typing import Any
 
 import torch
 
-from megatrain.errors import DeviceMemoryWarning, ExecuteError
-from megatrain.passes.program import Block, Program
+from megatrain.device import Device
+from megatrain.errors import DeviceMemoryWarning
+from megatrain.memory.bus import GrowingArena
+from megatrain.passes.program import Block
+from megatrain.runtime.accumulation import added, marked
 from megatrain.runtime.block import LocalGraph, Tensors
-from megatrain.runtime.call import Call
-from megatrain.runtime.call_start import Start, sampled
+from megatrain.runtime.call import DONE, FAILED, Call, StepTrainer, showing, turn
 from megatrain.runtime.engine import Engine
-from megatrain.runtime.gradients.landing import KeptLanding, Landing, LandingArena, PlainLanding
-from megatrain.runtime.gradients.sink import GradientSink, added, marked
+from megatrain.runtime.gradients import CallPlaces, GradientBuffer, KeptPlaces, PlacePolicy, StepPlaces
 from megatrain.runtime.loaded import Loaded
+from megatrain.runtime.random_calls import MicroBatchGenerators
 from megatrain.runtime.rank_sums import RankSums, join
-from megatrain.runtime.stores.host_store import BlockImage, HostStore
-from megatrain.runtime.stores.parks import Persisting
+from megatrain.runtime.stores.slots import Slots
 from megatrain.runtime.streams.events import Watch
 from megatrain.runtime.streams.stream_set import Event
-from megatrain.runtime.taken import StepTrainer, Taken, release, showing, turn, without_offload
+from megatrain.runtime.versions import Start
 from megatrain.scheduler.effects import kind_of
-from megatrain.scheduler.instructions import Bytes, Half, Instruction
+from megatrain.scheduler.instructions import Bytes, Half, Instruction, Instructions
 from megatrain.scheduler.items import Item, Stream
 from megatrain.scheduler.schedule import Schedule
-from megatrain.scheduler.table import Position, Table
-
-
-class Slots:
-    """Fills slots from the host store and gives templates views of them, without a copy.
-
-    Args:
-        images: Layout of each block's state.
-        engine: Holds the store and the arena that slots are cut from.
-        program: Whose blocks they are.
-        schedule: Says whose frozen weights stay.
-    """
-
-    def __init__(self, images: Sequence[BlockImage], engine: Engine, program: Program, schedule: Table):
-        self._images = images
-        self._program = program
-        self._engine = engine
-        self._places: dict[str, torch.Tensor] = {}
-        self._at: int | None = None
-        self._sampled: tuple[Mapping[str, torch.Tensor], Mapping[str, torch.Tensor]] | None = None
-        self._frozen = {
-            block: frozenset(k for k in program.blocks[block].binding if not program.state[k].requires_grad)
-            for block in schedule.persistent
-        }
-        self._num_uses = 0
-
-    @property
-    def _store(self) -> HostStore:
-        assert self._engine.store is not None
-        return self._engine.store
-
-    @property
-    def places(self) -> Mapping[str, torch.Tensor]:
-        """The place of each tensor of the blocks' state in the store, by key; for a tensor in parts, of one part."""
-        if self._at != self._store.num_moves:
-            self._at = self._store.num_moves
-            self._places = {
-                entry.owner: place
-                for image in self._images
-                for entry, place in zip(image.entries, self._store.bound(image), strict=True)
-            }
-        return self._places
-
-    def samples(self, keys: Sequence[str]) -> Mapping[str, torch.Tensor]:
-        """Returns some bytes of the state of these keys, the same keys each time, as it is in the store."""
-        places = self.places
-        if self._sampled is None or self._sampled[0] is not places:
-            self._sampled = places, {key: sampled(places[key]) for key in keys if places[key].numel()}
-        return self._sampled[1]
-
-    def prefetch(self, block: int, where: Bytes | None, *, persists: bool = False) -> None:
-        """Copies a block's state to the arena; nothing where state is used in place.
-
-        Args:
-            block: The block.
-            where: The bytes.
-            persists: Its frozen weights may be there from an earlier step.
-
-        Raises:
-            ExecuteError: If frozen weights were changed unseen.
-        """
-        if where is not None and persists:
-            self._prefetch_changing(block, where)
-        elif where is not None:
-            self._store.prefetch(self._images[block], self._engine.arena.write(*where))
-
-    def _prefetch_changing(self, block: int, where: Bytes) -> None:
-        """Copies the part of a block's state that changes from step to step, and the rest if it isn't there."""
-        arena, layout, frozen = self._engine.arena, self._images[block], self._frozen[block]
-        stamp, known, key = self._store.stamp(layout, frozen), arena.persisting(*where), (id(layout), frozen)
-        if known is None or stamp is None or known.key != key or not known.is_same(stamp):
-            self._store.prefetch(layout, arena.write(*where))
-            if stamp is not None:
-                known = arena.remembered(key)
-                if known is None or not known.is_same(stamp):
-                    name, weights = self._program.blocks[block].name, self._store.bytes_of(layout, frozen)
-                    known = Persisting.of(name, layout, frozen, stamp, weights)
-                arena.persist(*where, known)
-            return
-        self._num_uses += 1
-        # Each step checks a part of about one block, of another one each time.
-        if self._num_uses % (len(self._frozen) + 1) == 0:
-            try:
-                known.check_next()
-            except ExecuteError:
-                arena.forget(key)
-                raise
-        self._store.prefetch(layout, arena.slot(*where), without=frozen)
-
-    def state(self, block: int, where: Bytes | None) -> list[torch.Tensor]:
-        """Returns a block's state as views of the arena, or of the host store where state is used in place."""
-        layout, arena = self._images[block], self._engine.arena
-        if where is None:
-            return self._store.bound(layout)
-        # The engine keeps each image for good, so its address is a name.
-        key = (id(layout), where.offset)
-        return arena.kept_views(key, lambda: self._store.views(layout, arena.slot(*where)))
-
-    def poison(self, ranges: Sequence[Bytes]) -> None:
-        """Fills released bytes with NaN, if a test asked for it."""
-        chaos = self._engine.chaos
-        if chaos is not None and chaos.poison:
-            for where in ranges:
-                self._engine.arena.slot(*where).fill_(0xFF)
+from megatrain.scheduler.table import Position
 
 
 def forward_without_graph(
@@ -164,7 +63,7 @@ _OTHER_KERNELS = (
 
 
 class Operations:
-    """Runs operations of one schedule on the calls of its micro-batches, one handler per kind: instructions decide.
+    """Does operations of one schedule on the calls of its micro-batches, one handler per kind: instructions decide.
 
     Args:
         loaded: The programs, one per micro-batch.
@@ -173,79 +72,62 @@ class Operations:
         arena: Host memory where gradients wait for their updates; None if none wait.
 
     Attributes:
-        slots, sink: The places of state on the device, and where the gradients of parameters go.
+        slots, gradients: The places of state on the device, and of the gradients of parameters.
     """
 
-    def __init__(self, loaded: Sequence[Loaded], schedule: Schedule, engine: Engine, arena: LandingArena | None = None):
+    def __init__(self, loaded: Sequence[Loaded], schedule: Schedule, engine: Engine, arena: GrowingArena | None = None):
         self.loaded, self.schedule, self.engine = loaded, schedule, engine
         self.instructions = schedule.instructions
         self.segments = engine.segments.of(schedule, [each.program for each in loaded])
-        self.slots = Slots(loaded[0].images, engine, loaded[0].program, schedule)
-        landing = KeptLanding() if schedule.kind.keeps_totals else self._landing(arena)
-        parts = loaded[0].facts.parts
-        self.sink = GradientSink(lambda key: engine.tensors[key], engine.device, parts=parts, landing=landing)
-        self._rank_sums = RankSums(engine, loaded[0].program, schedule.kind)
-        self._alone, self._is_serial = without_offload(self.instructions), schedule.kind.updates == "serial"
-        self._offloads = {each.op.block: each.position for each in self.instructions.all if each.op.what == "G"}
+        first = loaded[0]
+        assert engine.store is not None
+        self.slots = Slots(first.images, engine.store, engine.arena, first.program, schedule)
+        places = KeptPlaces() if schedule.kind.keeps_totals else self._places(arena)
+        parts = first.facts.parts
+        self.gradients = GradientBuffer(lambda key: engine.tensors[key], engine.bus, parts=parts, places=places)
+        self.rank_sums = RankSums(engine, first.program, schedule.kind)
+        all_ = self.instructions.all
+        self._offloads = {each.op.block: each.position for each in all_ if each.op.what == "G"}
+        # The last B of each block that has no G: its gradients stay where they are made, or have no elements.
+        backwards = [each for each in all_ if each.op.what == "B" and each.op.block not in self._offloads]
+        self._alone = {each.op.block: each.position for each in backwards}
+        self._is_serial = schedule.kind.updates == "serial"
 
-    def _landing(self, arena: LandingArena | None) -> Landing | PlainLanding | None:
-        """Returns where gradients land; None for calls whose gradients are made on the host, and stay there."""
+    def _places(self, arena: GrowingArena | None) -> PlacePolicy | None:
+        """Returns where gradients go; None for calls whose gradients are made on the host, and stay there."""
         loaded, engine, nbytes = self.loaded[0], self.engine, self.instructions.landing_bytes
         if arena is not None:
-            return Landing(nbytes, loaded.program, arena, are_totals=self.schedule.kind.has_other_ranks)
+            return StepPlaces(nbytes, loaded.program, arena, are_totals=self.schedule.kind.has_other_ranks)
         if engine.device.can_bind:
             return None
-        return PlainLanding(loaded.program, loaded.facts, engine.gradients, engine.bus, nbytes)
+        return CallPlaces(loaded.program, loaded.facts.trained, loaded.facts.parts, engine.gradients, nbytes)
 
     def start(self, inputs: Sequence[torch.Tensor], number: int = 0) -> Start:
         """Returns a micro-batch's starting state: its inputs, and the present model."""
         places = {} if self.schedule.kind.is_training_step else self.slots.places  # `turn` notes those of a step
         return Start.of(self.loaded[number].program, inputs, self.engine.tensors, places, self.engine.device)
 
-    def run(
-        self,
-        calls: Sequence[Call],
-        half: Half,
-        *,
-        trainer: StepTrainer | None = None,
-        done: set[Position] | None = None,
-        is_recovery: bool = False,
-        watch: Watch | None = None,
-    ) -> None:
-        """Hands transfers and work of the host to their streams and runs compute here, in the table's order.
+    def begin(self, starts: Sequence[Start], *, can_repeat: bool = False, watch: Watch | None = None) -> Run:
+        """Makes the calls of a run.
 
         Args:
-            calls: One per micro-batch.
-            half: The instructions to run. Ops outside of this half that they wait for are already done.
-            trainer: Of a training step; None for a call.
-            done: Operations that are over, and are left out; the others are added as they succeed.
-            is_recovery: This run completes an earlier one that failed; tests inject no failures.
+            starts: The starting state of each micro-batch; a call has one.
+            can_repeat: A backward may be attempted again.
             watch: Takes the time of each operation.
         """
-        done = set() if done is None else done
-        left = [instruction for instruction in half.instructions if instruction.position not in done]
-        events = {instruction.position: Event(str(instruction.op)) for instruction in left}
-        streams, taken = self.engine.streams, Taken(calls, trainer)
-        self._take(calls, half.takes)
-        # Transfers first: each starts as soon as its waits are over, while compute runs on this thread.
-        in_order = sorted(left, key=lambda instruction: instruction.op.stream == "compute")
-        # In a training step a G waits on its own thread behind the last weights that somebody reads.
-        waits_for = ("h2d",) if trainer is None else ()
-        try:
-            with streams.step(waits_for=waits_for, is_recovery=is_recovery):
-                for instruction in in_order:
-                    if trainer is not None and instruction.turns and instruction.micro_batch == 0:
-                        trainer.before_backward()
-                    waits, over = self._waits(instruction, events), events[instruction.position]
-                    work = self._work(taken, instruction)
-                    work = work if watch is None else watch.timed(instruction, work)
-                    streams.submit(instruction.op.stream, str(instruction.op), work, waits, over)
-        finally:
-            done.update(position for position, event in events.items() if event.host_done and not event.has_failed)
-        release(calls, half.frees)
+        engine = self.engine
+        buffers = engine.offload.take(self.instructions.park_bytes, len(starts))
+        draws, are_random = [each.draws for each in self.loaded], [start.rng is not None for start in starts]
+        generators = MicroBatchGenerators.of(draws, are_random, engine.device)
+        given = zip(self.loaded, starts, buffers, generators, strict=True)
+        calls = [
+            Call(engine.meter, buffer, start, loaded, generators=own, can_repeat=can_repeat)
+            for loaded, start, buffer, own in given
+        ]
+        return Run(self, calls, watch=watch)
 
-    def _waits(self, instruction: Instruction, events: Mapping[Position, Event]) -> list[Event]:
-        """Events of these operations; others are over. All gradients are those that no G brings, too."""
+    def waits(self, instruction: Instruction) -> Sequence[Position]:
+        """What an instruction waits for. All gradients are those that no G brings, too."""
         waits, op = list(instruction.waits), instruction.op
         if op.what == "N" or (op.what == "U" and self._is_serial):
             waits += self._alone.values()
@@ -254,58 +136,38 @@ class Operations:
             has_own = bool(self.loaded[0].facts.completes[op.block])
             later = [block for block in self._offloads if block > op.block] if has_own else []
             waits += [self._offloads[min(later)]] if later else []
-        return [events[wait] for wait in waits if wait in events]
+        return waits
 
-    def _work(self, taken: Taken, instruction: Instruction) -> Callable[[], None]:
-        kind = kind_of(instruction.op.stream, instruction.op.what)
-        handler = HANDLERS[kind.stream, kind.what]
-        calls, trainer = taken
+    def poison(self, ranges: Sequence[Bytes]) -> None:
+        """Fills released bytes with NaN, if a test asked for it."""
+        chaos = self.engine.chaos
+        if chaos is not None and chaos.poison:
+            for where in ranges:
+                self.engine.arena.slot(*where).fill_(0xFF)
 
-        def work() -> None:
-            if trainer is not None and instruction.op.stream == Stream.COMPUTE:
-                trainer.before_compute(instruction.micro_batch)
-            release(calls, instruction.frees_before)
-            if trainer is not None and instruction.turns:
-                turn(calls, instruction.micro_batch, trainer, self.engine)
-            handler(self, taken, instruction)
-            release(calls, instruction.frees_after)
-            self._take(calls, instruction.takes)  # without the op's workspace, and what it was the last to use
-            self.slots.poison(instruction.leaves)
-
-        return work
-
-    def _take(self, calls: Sequence[Call], items: Sequence[Item]) -> None:
-        """Takes device memory for what transfers will bring; on the thread of compute, in the order of its stream."""
-        for kind, number, micro_batch in items:
-            call = calls[micro_batch]
-            if kind == "received":
-                call.set_received(number, self._rank_sums.empty(number))
-            elif (name := call.loaded.names[number]) is not None:
-                call.take(name, self.engine.device)
-
-    def prefetch(self, taken: Taken, instruction: Instruction) -> None:
+    def prefetch(self, run: Run, instruction: Instruction) -> None:
         """W: copies weights into a slot."""
         self.slots.prefetch(instruction.op.block, instruction.state, persists=instruction.persists)
 
-    def park(self, taken: Taken, instruction: Instruction) -> None:
+    def park(self, run: Run, instruction: Instruction) -> None:
         """A to the host."""
-        call = taken.calls[instruction.micro_batch]
+        call = run.calls[instruction.micro_batch]
         for value, place in instruction.parked:
             name = call.loaded.names[value]
             if name is not None and not call.lacks(name):
-                call.parks.put(name, call.values[name], place.offset)
+                call.offload.put(name, call.values[name], place.offset)
 
-    def unpark(self, taken: Taken, instruction: Instruction) -> None:
+    def unpark(self, run: Run, instruction: Instruction) -> None:
         """A to the device."""
-        call = taken.calls[instruction.micro_batch]
+        call = run.calls[instruction.micro_batch]
         for value, _ in instruction.parked:
             name = call.loaded.names[value]
             if name is not None and not call.lacks(name):
-                call.parks.get(name, call.returned[name])
+                call.offload.get(name, call.returned[name])
 
-    def forward(self, taken: Taken, instruction: Instruction) -> None:
+    def forward(self, run: Run, instruction: Instruction) -> None:
         """F: with its graph retained, or without."""
-        call = taken.calls[instruction.micro_batch]
+        call = run.calls[instruction.micro_batch]
         block = call.loaded.program.blocks[instruction.op.block]
         runner = call.loaded.runners[block.index]
         inputs = [call.values[name] for name in block.inputs]
@@ -322,8 +184,8 @@ class Operations:
         for name, tensor in zip(block.outputs, outputs, strict=True):
             call.set_value(name, tensor)
         call.hold("saved", block.index, saved)
-        if instruction.micro_batch + 1 < len(taken.calls):
-            call.pass_on(block.outputs, taken.calls[instruction.micro_batch + 1])
+        if instruction.micro_batch + 1 < len(run.calls):
+            call.pass_on(block.outputs, run.calls[instruction.micro_batch + 1])
 
     def _graph(
         self, call: Call, block: Block, instruction: Instruction, inputs: Any, state: Any, **repeated: Any
@@ -340,30 +202,30 @@ class Operations:
             **repeated,
         )
 
-    def backward(self, taken: Taken, instruction: Instruction) -> None:
+    def backward(self, run: Run, instruction: Instruction) -> None:
         """B: from the retained graph, or recomputed. If it fails it has added nothing, so it may run again."""
-        call = taken.calls[instruction.micro_batch]
+        call = run.calls[instruction.micro_batch]
         block = call.loaded.program.blocks[instruction.op.block]
         if block.index not in call.differentiated:
             if instruction.micro_batch == 1:
-                join(taken.calls[0], block.index)
-            with showing(taken.calls, instruction.micro_batch, block.index, self.engine):
-                self._differentiate(taken, call, block, instruction)
+                join(run.calls[0], block.index)
+            with showing(run.calls, instruction.micro_batch, block.index, self.engine):
+                self._differentiate(run, call, block, instruction)
             call.differentiated.add(block.index)
-        if block.index in self._alone and instruction.micro_batch == len(taken.calls) - 1:
-            self.offload(taken, instruction)  # there is nothing to move, so there is no G
+        if block.index in self._alone and instruction.micro_batch == len(run.calls) - 1:
+            self.offload(run, instruction)  # there is nothing to move, so there is no G
 
-    def _differentiate(self, taken: Taken, call: Call, block: Block, instruction: Instruction) -> None:
+    def _differentiate(self, run: Run, call: Call, block: Block, instruction: Instruction) -> None:
         call.state_of[block.index] = instruction.state
         output_gradients = [call.gradients.get(name) for name in block.outputs]
         carried = [call.gradients.get(name) for name in block.inputs]
         if all(g is None for g in output_gradients):
-            self._added(taken, block, [None] * len(block.binding))()
+            self._added(run, block, [None] * len(block.binding))()
             return
         graph = call.graphs.get(block.index) or self._recomputed(call, block, instruction)
         try:
             own, parameters = graph.gradients(output_gradients, carried)
-            add = self._added(taken, block, parameters)
+            add = self._added(run, block, parameters)
         except BaseException:
             call.drop("saved", block.index)  # half of it is gone; a second attempt, if there is one, recomputes
             raise
@@ -380,13 +242,13 @@ class Operations:
             found = call.results(block.index)
             return self._graph(call, block, instruction, inputs, state, is_repeated=True, kept=found)[0]
 
-    def _added(self, taken: Taken, block: Block, gradients: Sequence[torch.Tensor | None]) -> Callable[[], None]:
+    def _added(self, run: Run, block: Block, gradients: Sequence[torch.Tensor | None]) -> Callable[[], None]:
         """Adds one micro-batch's gradients of a block's parameters to those before.
 
         Returns:
             The rest of the work, which takes no memory: until it runs, the sums are as they were.
         """
-        first, index = taken.calls[0], block.index
+        first, index = run.calls[0], block.index
         # Memory that others hold too must not become a `.grad`; looked up before this call holds the gradient as well.
         sums, add_in_place = added(first.parameter_gradients.get(index), marked(gradients, self.engine.meter.has))
 
@@ -396,43 +258,220 @@ class Operations:
 
         return add
 
-    def offload(self, taken: Taken, instruction: Instruction) -> None:
+    def offload(self, run: Run, instruction: Instruction) -> None:
         """G: of the total of all ranks, where there are several."""
-        first, block = taken.calls[0], taken.calls[0].loaded.program.blocks[instruction.op.block]
+        first, block = run.calls[0], run.calls[0].loaded.program.blocks[instruction.op.block]
         completes = first.loaded.facts.completes[block.index]
         if instruction.op.what == "G" and self.schedule.kind.has_other_ranks:
-            found = self._rank_sums.totals(first, block.index)
+            found = self.rank_sums.totals(first, block.index)
         else:
             found = nullcontext(first.parameter_gradients[block.index])
         with found as gradients:
-            self.sink.receive(block.index, block.binding, gradients, completes, instruction.landing)
+            self.gradients.receive(block.index, block.binding, gradients, completes, instruction.landing)
 
-    def receive(self, taken: Taken, instruction: Instruction) -> None:
+    def receive(self, run: Run, instruction: Instruction) -> None:
         """R: the sum of the ranks before, to which this rank adds."""
-        self._rank_sums.receive(taken.calls[0], instruction.op.block)
+        self.rank_sums.receive(run.calls[0], instruction.op.block)
 
-    def pass_on(self, taken: Taken, instruction: Instruction) -> None:
+    def pass_on(self, run: Run, instruction: Instruction) -> None:
         """P."""
-        self._rank_sums.pass_on(taken.calls[0], instruction.op.block)
+        self.rank_sums.pass_on(run.calls[0], instruction.op.block)
 
-    def squares(self, taken: Taken, instruction: Instruction) -> None:
+    def squares(self, run: Run, instruction: Instruction) -> None:
         """S."""
-        taken.step_trainer.squares(taken.calls[0].loaded.facts.completes[instruction.op.block])
+        run.step_trainer.squares(run.calls[0].loaded.facts.completes[instruction.op.block])
 
-    def norm(self, taken: Taken, instruction: Instruction) -> None:
+    def norm(self, run: Run, instruction: Instruction) -> None:
         """N."""
-        taken.step_trainer.norm()
+        run.step_trainer.norm()
 
-    def update(self, taken: Taken, instruction: Instruction) -> None:
+    def update(self, run: Run, instruction: Instruction) -> None:
         """U."""
-        taken.step_trainer.update(instruction.op.block)
+        run.step_trainer.update(instruction.op.block)
 
-    def wait(self, taken: Taken, instruction: Instruction) -> None:
+    def wait(self, run: Run, instruction: Instruction) -> None:
         """V: until other ranks have updated the block."""
-        taken.step_trainer.wait(instruction.op.block, self._rank_sums.go_on)
+        run.step_trainer.wait(instruction.op.block, self.rank_sums.go_on)
 
 
-Handler = Callable[[Operations, Taken, Instruction], None]
+class Run:
+    """One run of a schedule. After a failure a training step can continue, or be dropped.
+
+    Only the trainer's work outlives a run, and buffers: each micro-batch's are written when its backward begins, as its
+    loss may look at them, at the latest by `commit`.
+
+    Args:
+        operations: Runs the instructions.
+        calls: One per micro-batch.
+        watch: Takes the time of each operation.
+
+    Attributes:
+        calls: See above.
+    """
+
+    def __init__(self, operations: Operations, calls: Sequence[Call], *, watch: Watch | None = None):
+        self.calls = calls
+        self._trainer: StepTrainer | None = None
+        self._operations = operations
+        self._watch = watch
+        if watch is not None:
+            watch.restart()  # an attempt that failed may have left times
+        self._done: set[Position] = set()
+
+    @property
+    def device(self) -> Device:
+        """The compute device."""
+        return self._operations.engine.device
+
+    @property
+    def step_trainer(self) -> StepTrainer:
+        """The trainer, which a training step has."""
+        assert self._trainer is not None
+        return self._trainer
+
+    def forward(self) -> None:
+        """Runs a call until it has its outputs.
+
+        Raises:
+            ExecuteError: If an operation on a stream's own thread fails. What compute raises passes unchanged.
+        """
+        self._begin()
+        self._go(self._operations.instructions.forward)
+
+    def go(self, trainer: StepTrainer) -> None:
+        """Runs a training step.
+
+        Raises:
+            ExecuteError: See `forward`.
+        """
+        self._begin()
+        self._operations.gradients.begin(trainer.receive)
+        self._trainer = trainer
+        self._go(self._operations.instructions.backward)
+
+    def complete(self, trainer: StepTrainer) -> None:
+        """Runs the rest of a training step after a failure, except the work of the host, which the trainer does itself.
+
+        Raises:
+            ExecuteError: See `forward`.
+        """
+        instructions = self._operations.instructions.all
+        self._done.update(instruction.position for instruction in instructions if instruction.op.stream == "host")
+        self._operations.gradients.stop_reuse()
+        self._trainer = trainer
+        self._go(self._operations.instructions.backward, is_recovery=True)
+
+    def backward(self, instructions: Instructions) -> None:
+        """Runs the backward half of a call.
+
+        Args:
+            instructions: Those of the schedule, or others that prefetch anew what the forward left in slots.
+        """
+        self._go(instructions.backward)
+
+    def _begin(self) -> None:
+        """Makes everything that the forward starts from ready."""
+        operations, engine = self._operations, self._operations.engine
+        engine.give_slots(None)  # another size loses what they hold, also if it fails
+        scheduled = operations.schedule.device_bytes
+        engine.reserve_slots(operations.instructions.slot_bytes, scheduled)
+        if engine.is_tight(scheduled):
+            operations.segments.make()
+        for number, call in enumerate(self.calls):
+            call.begin(engine.buffers if number == 0 else None)
+        for call, later in pairwise(self.calls):
+            call.pass_on(call.loaded.program.inputs, later)
+
+    def _go(self, half: Half, *, is_recovery: bool = False) -> None:
+        """Hands transfers and work of the host to their streams and runs compute here, in the table's order.
+
+        Args:
+            half: The instructions to run, but those that are done. Ops outside of it that they wait for are over.
+            is_recovery: This completes an earlier attempt that failed; tests inject no failures.
+        """
+        operations, trainer = self._operations, self._trainer
+        left = [instruction for instruction in half.instructions if instruction.position not in self._done]
+        events = {instruction.position: Event(str(instruction.op)) for instruction in left}
+        streams = operations.engine.streams
+        self._take(half.takes)
+        # Transfers first: each starts as soon as its waits are over, while compute runs on this thread.
+        in_order = sorted(left, key=lambda instruction: instruction.op.stream == "compute")
+        # In a training step a G waits on its own thread for the last weights that somebody reads.
+        waits_for = ("h2d",) if trainer is None else ()
+        try:
+            with streams.step(waits_for=waits_for, is_recovery=is_recovery):
+                for instruction in in_order:
+                    if trainer is not None and instruction.turns and instruction.micro_batch == 0:
+                        trainer.before_backward()
+                    waits = [events[wait] for wait in operations.waits(instruction) if wait in events]
+                    work = self._work(instruction)
+                    work = work if self._watch is None else self._watch.timed(instruction, work)
+                    over = events[instruction.position]
+                    streams.submit(instruction.op.stream, str(instruction.op), work, waits, over)
+        finally:
+            self._done.update(at for at, event in events.items() if event.host_done and not event.has_failed)
+        self._release(half.frees)
+
+    def _work(self, instruction: Instruction) -> Callable[[], None]:
+        kind = kind_of(instruction.op.stream, instruction.op.what)
+        handler, operations, trainer = HANDLERS[kind.stream, kind.what], self._operations, self._trainer
+
+        def work() -> None:
+            if trainer is not None and instruction.op.stream == Stream.COMPUTE:
+                trainer.before_compute(instruction.micro_batch)
+            self._release(instruction.frees_before)
+            if trainer is not None and instruction.turns:
+                turn(self.calls, instruction.micro_batch, trainer, operations.engine)
+            handler(operations, self, instruction)
+            self._release(instruction.frees_after)
+            self._take(instruction.takes)  # without the op's workspace, and what it was the last to use
+            operations.poison(instruction.leaves)
+
+        return work
+
+    def _take(self, items: Sequence[Item]) -> None:
+        """Takes device memory for what transfers will bring; on the thread of compute, in the order of its stream."""
+        for kind, number, micro_batch in items:
+            call = self.calls[micro_batch]
+            if kind == "received":
+                call.set_received(number, self._operations.rank_sums.empty(number))
+            elif (name := call.loaded.names[number]) is not None:
+                call.take(name, self.device)
+
+    def _release(self, items: Sequence[Item]) -> None:
+        """Lets go of items."""
+        for kind, number, micro_batch in items:
+            call = self.calls[micro_batch]
+            name = call.loaded.names[number] if kind in _OF_VALUES else number
+            if name is not None:  # otherwise it is a value of other micro-batches
+                call.drop(kind, name)
+
+    def write_buffers(self) -> None:
+        """Writes the buffers as the last micro-batch left them, unless its backward has begun and they are written."""
+        self.calls[-1].write_buffers(self._operations.engine)
+
+    def leave_generators(self) -> None:
+        """Sets the global generators to the end of the last forward, from which code after a training step draws."""
+        self.calls[-1].generators.leave(self.device)
+
+    def commit(self) -> None:
+        """Writes the buffers, and ends a training step."""
+        self.write_buffers()
+        self.close(DONE)
+
+    def close(self, status: str = FAILED) -> None:
+        """Ends the run and releases everything that it held; one that failed leaves buffers as they were before it."""
+        self._operations.gradients.end()
+        for call in self.calls:
+            if status == FAILED:
+                call.restore_buffers()
+            call.close(status)
+
+
+_OF_VALUES = ("value", "gradient", "original", "returned")
+
+
+Handler = Callable[[Operations, Run, Instruction], None]
 
 HANDLERS: dict[tuple[str, str], Handler] = {
     (Stream.H2D, "W"): Operations.prefetch,

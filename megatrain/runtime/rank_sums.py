@@ -12,9 +12,9 @@ from megatrain.errors import ExecuteError
 from megatrain.passes.program import Program
 from megatrain.ranks.channels import Channel, Room
 from megatrain.ranks.ranks import Ranks
+from megatrain.runtime.accumulation import ParameterGradient, added
 from megatrain.runtime.call import Call
 from megatrain.runtime.engine import Engine
-from megatrain.runtime.gradients.sink import ParameterGradient, added
 from megatrain.runtime.streams.events import Aborted
 from megatrain.scheduler.step_kind import StepKind
 from megatrain.sizes import SUM_PIECE_BYTES

@@ -15,7 +15,7 @@ from torch.overrides import TorchFunctionMode
 from megatrain.device import is_on_host
 from megatrain.errors import ExecuteError
 from megatrain.runtime.engine import Engine
-from megatrain.runtime.on_demand import Learned, Loans, WalkFigures
+from megatrain.runtime.on_demand import Learned, WalkFigures, WeightCache
 from megatrain.torch_private import are_transforms_active, pytree
 from megatrain.tracer.calls import call_name, is_property_get, is_property_set
 from megatrain.tracer.inventory import first_packed
@@ -56,15 +56,15 @@ def walk(
             "  Run it eagerly, on the host: compiled.megatrain.model has the same weights."
         )
     engine.release_slots()
-    loans = Loans(what, engine, entries, budget_bytes, learned)
+    cache = WeightCache(what, engine, entries, budget_bytes, learned)
     keys: Mapping[int, str] = {id(tensor): key for key, tensor in engine.tensors.items()}
     try:
         with uncompiled(), engine.streams.step(waits_for=("h2d",)):
-            with WalkMode(loans, keys, engine.device.torch_device):
-                yield lambda: loans.figures
-            loans.end()
+            with WalkMode(cache, keys, engine.device.torch_device):
+                yield lambda: cache.figures
+            cache.end()
     finally:
-        loans.end(has_failed=True)
+        cache.end(has_failed=True)
         bring_buffers_home(model, engine)
 
 
@@ -112,14 +112,14 @@ class WalkMode(TorchFunctionMode):
     answered with the compute device. All else passes unchanged.
 
     Args:
-        loans: Brings the state.
+        cache: Brings the state.
         keys: Of the state, by the id of the model's own tensors.
         device: The compute device.
     """
 
-    def __init__(self, loans: Loans, keys: Mapping[int, str], device: torch.device) -> None:
+    def __init__(self, cache: WeightCache, keys: Mapping[int, str], device: torch.device) -> None:
         super().__init__()
-        self._loans = loans
+        self._cache = cache
         self._keys = keys
         self._device = device
 
@@ -143,12 +143,12 @@ class WalkMode(TorchFunctionMode):
             given = [t for t in given if id(t) not in self._keys]
         result, written = self._run(func, kind, args, kwargs, keys)
         if kind is _Kind.UNCOUNTED:
-            self._loans.compare_values(keys)
+            self._cache.compare_values(keys)
         if are_transforms_active():
             given = []  # nobody can look at the memory of their tensors
         else:
             _collect((result,), given)
-        self._loans.after(keys, given, written)
+        self._cache.after(keys, given, written)
         return result
 
     def _run(self, func: Any, kind: _Kind, args: Any, kwargs: Any, keys: list[str]) -> tuple[Any, set[int]]:
@@ -159,7 +159,7 @@ class WalkMode(TorchFunctionMode):
         run = _watched if kind is _Kind.BATCH_NORM else _plain
         if not keys:
             return run(func, args, kwargs)
-        copies = dict(zip(keys, self._loans.borrow(keys), strict=True))
+        copies = dict(zip(keys, self._cache.get(keys), strict=True))
         args = tuple(self._copied(value, copies) for value in args)
         kwargs = {name: self._copied(value, copies) for name, value in kwargs.items()}
         has_cache = torch.is_autocast_cache_enabled()

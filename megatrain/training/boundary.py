@@ -9,7 +9,7 @@ import torch
 from megatrain.errors import ExecuteError
 from megatrain.memory.out_of_memory import let_go, ran_out
 from megatrain.optim.updates import Updates
-from megatrain.runtime.executor import Run
+from megatrain.runtime.operations import Run
 from megatrain.runtime.random_calls import RngState, moving_in_turn
 from megatrain.training.trainer import Running
 

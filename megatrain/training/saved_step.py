@@ -25,8 +25,7 @@ from megatrain.files import disk
 from megatrain.files.disk import room_to_read
 from megatrain.files.json_file import Count, of_kind
 from megatrain.optim.masters.halves import WholeMaster
-from megatrain.optim.per_parameter import give_new_state
-from megatrain.optim.proxy import Optimizer
+from megatrain.optim.proxy import Optimizer, give_new_state
 from megatrain.ranks.ranks import words_of
 from megatrain.saving.manifest import FileRecord
 from megatrain.saving.optimizers import packed_parameters

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TypeVar
 
+from megatrain.memory.bus import GrowingArena
 from megatrain.memory.device_budget import DeviceBudget
 from megatrain.options import Limits
 from megatrain.passes.program import Program
@@ -16,7 +17,6 @@ from megatrain.planning.step_programs import StepPrograms
 from megatrain.ranks.ranks import Ranks
 from megatrain.runtime.engine import Engine
 from megatrain.runtime.executor import Executor
-from megatrain.runtime.gradients.landing import LandingArena
 from megatrain.scheduler.schedule import Schedule
 from megatrain.scheduler.step_kind import RANKS, STORES, StepKind
 
@@ -56,7 +56,7 @@ class StepTables:
         self._budget = budget
         self._plans = StepPlans(_MOST, None if plan is None else saved_plan(plan))
         self.is_planned = plan is not None
-        self._arena: LandingArena | None = None
+        self._arena: GrowingArena | None = None
         self._executors: OrderedDict[tuple[frozenset[int], StepKind], tuple[StepChoices, _Executors]] = OrderedDict()
 
     def kind(self, micro_batches: int, updates: str, *, clip: bool, reports_norm: bool) -> StepKind:
@@ -113,7 +113,7 @@ class StepTables:
         order = tuple(map(id, captures))
         if order not in executors:
             if self._arena is None:
-                self._arena = LandingArena(engine.bus)
+                self._arena = GrowingArena(engine.bus)
                 engine.gradients.clear()  # gradients land there from now on
             programs = choices.programs_of(captures)
             executors[order] = Executor(programs, choices.schedule, engine, arena=self._arena, merged=choices.programs)

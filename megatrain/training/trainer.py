@@ -15,9 +15,9 @@ from megatrain.errors import ExecuteError, ReadsParameterError
 from megatrain.interrupts import Interrupts
 from megatrain.optim.updates import Updates
 from megatrain.planning.loss_bytes import Loss
-from megatrain.runtime.gradients.sink import check_kind, gradient_form, hooked, is_hooked, laid_out, warn_of_order
+from megatrain.runtime.accumulation import check_kind, gradient_form, hooked, is_hooked, laid_out, warn_of_order
+from megatrain.runtime.call import Versions
 from megatrain.runtime.random_calls import GlobalGenerators
-from megatrain.runtime.taken import Versions
 from megatrain.training.batch import Differentiated, Shares, loss_of
 from megatrain.training.setup import Setting
 

@@ -14,7 +14,7 @@ from megatrain.checks.several_optimizers import parameters_of
 from megatrain.errors import ExecuteError
 from megatrain.optim.blockwise import takes_turns
 from megatrain.optim.proxy import Optimizer
-from megatrain.runtime.gradients.sink import is_hooked
+from megatrain.runtime.accumulation import is_hooked
 
 # Updates that somebody waits for after each of so many steps in a row are no longer left to the next step.
 _MOST_LOOKS = 3

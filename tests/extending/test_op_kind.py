@@ -21,8 +21,8 @@ from megatrain.extending import (  # fmt: skip
     Op,
     Operations,
     OpKind,
+    Run,
     Stream,
-    Taken,
     Tick,
     register_op,
     unregister_op,
@@ -48,8 +48,8 @@ class FromFiles:
     def effect(effects: Effects, block: int, micro_batch: int) -> Effect:
         return Effect(makes=(Item("state", block),), moves=effects.workload.blocks[block].state_bytes)
 
-    def read(self, operations: Operations, taken: Taken, instruction: Instruction) -> None:
-        for name in taken.calls[0].loaded.program.blocks[instruction.op.block].binding:
+    def read(self, operations: Operations, run: Run, instruction: Instruction) -> None:
+        for name in run.calls[0].loaded.program.blocks[instruction.op.block].binding:
             # A new version of a parameter's values is the file's, not the user's: `.data` counts no write.
             operations.engine.tensors[name].data.copy_(torch.load(self.folder / name))
             self.num_read += 1

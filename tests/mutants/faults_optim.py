@@ -18,14 +18,14 @@ FAULTS: list[Fault] = [
     Fault(
         "a parameter of two blocks is updated with both",
         "optim/blockwise.py",
-        "            self._owned.append(set(block) - seen)\n",
-        "            self._owned.append(set(block))\n",
+        "            self._blocks.append(set(block) - seen)\n",
+        "            self._blocks.append(set(block))\n",
         (f"{BLOCKWISE}::test_steps_leave_the_same_bits_in_any_order",),
     ),
     Fault(
         "what a step counts in attributes and groups is lost",
         "optim/blockwise.py",
-        "        if not self._is_at_once:\n            self._step.commit()\n",
+        "        if not self.is_at_once:\n            self._step.commit()\n",
         "        pass\n",
         (f"{BLOCKWISE}::test_steps_leave_the_same_bits_in_any_order",),
     ),

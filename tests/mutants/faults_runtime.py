@@ -50,16 +50,16 @@ FAULTS: list[Fault] = [
     ),
     Fault(
         name="the second of several gradients in a slab overwrites the first",
-        path="runtime/gradients/landing.py",
-        old="                    offset += aligned(gradient.nbytes)\n",
-        new="                    offset += 0\n",
+        path="runtime/gradients.py",
+        old="                offset += aligned(gradient.nbytes)\n",
+        new="                offset += 0\n",
         seen_by=(
             "tests/runtime/test_gradients.py::test_whatever_the_user_does_with_gradients_they_are_those_of_eager",
         ),
     ),
     Fault(
         name="a gradient is added into memory that somebody else holds",
-        path="runtime/gradients/sink.py",
+        path="runtime/gradients.py",
         old="            is_own = not is_shared and storage.data_ptr() not in seen",
         new="            is_own = storage.data_ptr() not in seen",
         seen_by=(
@@ -75,7 +75,7 @@ FAULTS: list[Fault] = [
     ),
     Fault(
         name="buffers that cross in groups come back one byte further",
-        path="runtime/stores/parks.py",
+        path="runtime/stores/offload_buffers.py",
         old="                start = end\n",
         new="                start = end - (end > 64)\n",
         seen_by=("tests/runtime/test_stores.py::test_what_comes_back_is_what_went_there",),

@@ -79,7 +79,7 @@ FAULTS: list[Fault] = [
     ),
     Fault(
         "buffers are read on the host before they have come",
-        "runtime/stores/parks.py",
+        "runtime/stores/offload_buffers.py",
         "            self._device.synchronize()\n            for (buffer",
         "            for (buffer",
         (

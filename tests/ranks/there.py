@@ -44,11 +44,11 @@ def locked_there(rank: int, case: Case) -> dict[str, Any]:
     take(case, rank, step, range(len(case.deal)))
     step.flush()
     engine = compiled.megatrain.engine
-    homes = engine.store.homes.values()
+    residencies = engine.store.residencies.values()
     return {
         "store": step.schedule.kind.store,
-        "sent": all(home.sent is not None and home.sent.arena.is_locked for home in homes),
-        "private": any(home.arena.is_locked for home in homes),
+        "sent": all(home.sent is not None and home.sent.arena.is_locked for home in residencies),
+        "private": any(home.arena.is_locked for home in residencies),
         "copies": sorted(name.key for name, twin in engine.shared.twins.items() if twin.is_written),
     }
 

@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from torch import nn
 
 import megatrain
-from megatrain.runtime.operations import Operations, Slots
+from megatrain.runtime.operations import Operations
+from megatrain.runtime.stores.slots import Slots
 from megatrain.runtime.streams.stream_set import Chaos
-from megatrain.scheduler.instructions import Bytes
 from tests.comparing import assert_same, assert_same_state
 from tests.draws import draws
 from tests.models import MODELS
@@ -126,20 +126,13 @@ def test_calls_whose_backwards_come_late_under_chaos(seed: int) -> None:
     assert_same_state(eager, streamed)
 
 
-class WithoutWaits(Operations):
-    """Operations that forget what they wait for."""
-
-    def _waits(self, step, events):
-        return []
-
-
 @pytest.mark.parametrize("slow", ["h2d", "d2h"])
 def test_a_runtime_without_waits_is_caught(slow: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The adversarial half: chaos must turn a missing wait into wrong numbers or an error."""
     model, args, kwargs = MODELS["gpt_loss"]()
     eager, streamed = copy.deepcopy(model), copy.deepcopy(model)
     expected = train(eager, eager, args, kwargs)
-    monkeypatch.setattr(Operations, "_waits", WithoutWaits._waits)
+    monkeypatch.setattr(Operations, "waits", lambda self, instruction: [])
     chaos = Chaos(seed=1, max_delay_s=0.01, slow=slow)
     compiled = megatrain.compile(streamed, device="cpu", transfer="copy", activations="offload", chaos=chaos)
     with pytest.raises((AssertionError, KeyError, megatrain.ExecuteError)):
@@ -153,7 +146,7 @@ def test_poison_reaches_a_reader_that_comes_late(monkeypatch: pytest.MonkeyPatch
 
     def too_early(self, block, where):
         views = original(self, block, where)
-        self.poison([Bytes(0, self._engine.arena.nbytes)])
+        self._arena.slot(0, self._arena.nbytes).fill_(0xFF)
         return views
 
     monkeypatch.setattr(Slots, "state", too_early)

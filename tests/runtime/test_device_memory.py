@@ -21,7 +21,7 @@ from megatrain.errors import DeviceMemoryWarning, OptionError
 from megatrain.memory.device_budget import DeviceBudget
 from megatrain.memory.host_limits import available_bytes
 from megatrain.runtime.engine import Engine
-from megatrain.runtime.stores.device_arena import LEAST_BYTES, Meter, Segments, fitting, held_sizes, segment_sizes
+from megatrain.runtime.stores.device_memory import LEAST_BYTES, Meter, Segments, fitting, held_sizes, segment_sizes
 from megatrain.runtime.stores.host_store import HostStore
 from megatrain.scheduler.lifetimes import find_peak
 from megatrain.scheduler.schedule import Schedule

@@ -12,7 +12,8 @@ from torch import nn
 import megatrain
 from megatrain.device import HOST
 from megatrain.memory.block_image import state_image
-from megatrain.runtime.gradients.sink import GradientSink
+from megatrain.memory.bus import Bus
+from megatrain.runtime.gradients import GradientBuffer
 from megatrain.runtime.streams.stream_set import Chaos
 from megatrain.scheduler.instructions import Bytes
 from megatrain.tracer.inventory import StateEntry
@@ -193,7 +194,7 @@ def test_the_sink_completes_a_parameter_with_its_last_part():
     parameter = nn.Parameter(torch.zeros(6, 2))
     whole = StateEntry("w", "parameter", TensorSpec((6, 2), torch.float32), True)
     parts = [whole.part(0, 2), whole.part(2, 6)]
-    sink = GradientSink(lambda _: parameter, HOST, parts)
+    sink = GradientBuffer(lambda _: parameter, Bus(HOST), parts)
     landing = Bytes(0, 64)
     sink.begin()
     sink.receive(0, ["w[2:6]"], [(None, False)], ["w[2:6]"], landing)

@@ -13,8 +13,9 @@ from torch import nn
 
 import megatrain
 from megatrain.device import HOST
+from megatrain.memory.bus import Bus
 from megatrain.passes.pipeline import lower
-from megatrain.runtime.gradients.sink import GradientSink
+from megatrain.runtime.gradients import GradientBuffer
 from megatrain.scheduler.instructions import Bytes
 from megatrain.tracer.trace import trace
 from tests.extending.test_device import Toy
@@ -53,13 +54,13 @@ def test_gradients_stay_where_they_land_and_the_memory_is_used_anew():
 
 
 def test_a_gradient_that_is_only_added_is_not_copied_first(monkeypatch: pytest.MonkeyPatch):
-    receive, kept = GradientSink.receive, list[bool]()
+    receive, kept = GradientBuffer.receive, list[bool]()
 
-    def receiving(self: GradientSink, block: int, keys: Any, *rest: Any) -> None:
+    def receiving(self: GradientBuffer, block: int, keys: Any, *rest: Any) -> None:
         kept.extend(map(self._keeps, keys))
         receive(self, block, keys, *rest)
 
-    monkeypatch.setattr(GradientSink, "receive", receiving)
+    monkeypatch.setattr(GradientBuffer, "receive", receiving)
     model, _, compiled, _ = made()
     for is_first in (True, False):
         kept.clear()
@@ -196,8 +197,8 @@ class Taker:
 COPIED = Bytes(0, 64)
 
 
-def sink(take: Any) -> GradientSink:
-    made = GradientSink(lambda _: nn.Parameter(torch.zeros(3)), HOST)
+def sink(take: Any) -> GradientBuffer:
+    made = GradientBuffer(lambda _: nn.Parameter(torch.zeros(3)), Bus(HOST))
     made.begin(take)
     return made
 

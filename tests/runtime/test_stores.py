@@ -16,9 +16,9 @@ from torch import nn
 from megatrain.device import HOST, Cpu
 from megatrain.errors import ExecuteError
 from megatrain.memory.bus import Bus
-from megatrain.runtime.stores import parks as buffer_copies
+from megatrain.runtime.stores import offload_buffers as buffer_copies
 from megatrain.runtime.stores.host_store import BlockImage, HostStore, image
-from megatrain.runtime.stores.parks import BufferCopies, ParkPool
+from megatrain.runtime.stores.offload_buffers import BufferCopies, OffloadPool
 from megatrain.sizes import aligned
 from megatrain.tracer.spec import TensorSpec
 from tests.extending.test_device import Toy
@@ -157,7 +157,7 @@ def test_what_has_no_values_or_another_spec_is_refused():
 
 def test_the_largest_memory_is_kept_and_calls_take_parts_of_it():
     toy = StrictToy()
-    pool = ParkPool(Bus(toy))
+    pool = OffloadPool(Bus(toy))
     for _ in range(3):
         for length, num_calls in ((1, 4), (5, 1), (2, 3), (5, 2), (11, 1)):
             calls = pool.take(length * 64, num_calls)

@@ -13,7 +13,7 @@ from torch import nn
 
 import megatrain
 from megatrain.passes.program import Program
-from megatrain.runtime.gradients.flow import Facts
+from megatrain.runtime.loaded import Facts
 from megatrain.scheduler.from_program import schedule, workload
 from megatrain.scheduler.step_kind import UPDATES
 from tests.experts import Layers

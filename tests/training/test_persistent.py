@@ -12,7 +12,7 @@ from torch import nn
 
 from megatrain.errors import ExecuteError
 from megatrain.memory.bus import Bus
-from megatrain.runtime.stores import parks as persisting
+from megatrain.runtime.stores import slots as persisting
 from megatrain.runtime.streams.stream_set import Chaos
 from tests.training.parity import SideBySide, adamw, labelled
 

@@ -14,10 +14,11 @@ import megatrain
 import megatrain.planning.step_programs
 from megatrain.passes.interpret import Code
 from megatrain.runtime.block import BlockRunner, LocalGraph
-from megatrain.runtime.executor import Executor, Run
-from megatrain.runtime.gradients.sink import GradientSink
-from megatrain.runtime.operations import Slots
-from megatrain.runtime.stores.parks import Parks
+from megatrain.runtime.executor import Executor
+from megatrain.runtime.gradients import GradientBuffer
+from megatrain.runtime.operations import Run
+from megatrain.runtime.stores.offload_buffers import OffloadBuffer
+from megatrain.runtime.stores.slots import Slots
 from tests.models import MODELS, Block, Stack
 
 STREAMED = {"device": "cpu", "memory": "1MiB"}
@@ -113,7 +114,7 @@ def test_a_slot_that_holds_another_blocks_weights_is_found(monkeypatch):
     def prefetch(self, block, where, **options):
         real(self, block, where, **options)
         if block == 2:
-            self._engine.arena.slot(*where)[:4] = 0
+            self._arena.slot(*where)[:4] = 0
 
     monkeypatch.setattr(Slots, "prefetch", prefetch)
     found = first(report_of("stack"))
@@ -128,8 +129,8 @@ def test_weights_of_before_an_update_are_found_in_the_second_step(monkeypatch):
     def prefetch(self, block, where, **options):
         real(self, block, where, **options)
         if block == 1:
-            buffer = self._engine.arena.slot(*where)
-            buffer.copy_(kept.setdefault(id(self._engine), buffer.clone()))
+            buffer = self._arena.slot(*where)
+            buffer.copy_(kept.setdefault(id(self._arena), buffer.clone()))
 
     monkeypatch.setattr(Slots, "prefetch", prefetch)
     found = first(report_of("stack"))
@@ -137,13 +138,13 @@ def test_weights_of_before_an_update_are_found_in_the_second_step(monkeypatch):
 
 
 def test_a_parked_value_that_comes_back_changed_is_found(monkeypatch):
-    real = Parks.get
+    real = OffloadBuffer.get
 
     def get(self, name, out):
         real(self, name, out)
         out += 1e-3 if name == "add_1" else 0
 
-    monkeypatch.setattr(Parks, "get", get)
+    monkeypatch.setattr(OffloadBuffer, "get", get)
     report = report_of("stack", activations="offload")
     found = first(report)
     assert (found.culprit, found.phase, found.what) == ("runtime", "recompute", "input `add_1`")
@@ -158,7 +159,7 @@ def test_a_recompute_with_other_random_numbers_is_found(monkeypatch):
 
 
 def test_gradients_lost_behind_the_last_block_are_found(monkeypatch):
-    real = GradientSink.receive
+    real = GradientBuffer.receive
 
     def receive(self, block, keys, gradients, completes, landing):
         real(
@@ -170,7 +171,7 @@ def test_gradients_lost_behind_the_last_block_are_found(monkeypatch):
             landing,
         )
 
-    monkeypatch.setattr(GradientSink, "receive", receive)
+    monkeypatch.setattr(GradientBuffer, "receive", receive)
     report = report_of("stack")
     worst = report.differences[0]
     assert (worst.kind, worst.name, worst.reason) == ("gradient", "blocks.1.fc.bias", "None instead of a tensor")

@@ -28,8 +28,7 @@ from megatrain.optim.masters.halves import (
     read_,
     set_halves,
 )
-from megatrain.runtime.call_start import version
-from megatrain.runtime.stores.parks import sums_of_bytes
+from megatrain.runtime.versions import sums_of_bytes, version
 from megatrain.saving import Saved, Source
 from megatrain.torch_private import StorageWeakRef, storage_of
 from megatrain.tracer.inventory import inventory

@@ -15,20 +15,19 @@ from megatrain.memory.bus import PIECE_BYTES, Bus
 from megatrain.memory.host_arena import HostArena, together
 from megatrain.memory.host_limits import available_bytes
 from megatrain.memory.unshared import check_unshared
-from megatrain.runtime.stores.homes import (
-    Home,
+from megatrain.runtime.stores.residency import (
     NewMemory,
     OneCopy,
+    Residency,
     Sent,
     StorePlace,
     copies_of,
-    home_of,
     in_place,
     lend,
+    residency_of,
     staying,
     take_in,
 )
-from megatrain.runtime.stores.parks import Stamp
 from megatrain.runtime.stores.weights import Weights, check_replaceable, replace_memory
 from megatrain.sizes import aligned, format_bytes
 from megatrain.tracer.spec import TensorSpec
@@ -83,6 +82,10 @@ def check_room(moves: Sequence[tuple[torch.Tensor, TensorSpec]], alignment: int)
 __all__ = ["BlockImage", "Entry", "HostArena", "HostStore", "image", "stored_stride", "views"]
 
 
+Writes = tuple[tuple[int, int], ...]
+"""Of each of some tensors: which memory it has had, and torch's count of the writes into it."""
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class _Placed:
     layout: BlockImage
@@ -121,7 +124,7 @@ class HostStore:
     ) -> None:
         self._bus = bus
         self._tensors = dict(tensors)
-        self._homes: dict[str, Home] = {}
+        self._residencies: dict[str, Residency] = {}
         self._arenas: list[HostArena] = []
         self._by_id: dict[int, _Placed] = {}
         self._by_value: dict[BlockImage, _Placed] = {}
@@ -152,9 +155,9 @@ class HostStore:
         for layout in images:
             num_known = len(fresh)
             for entry in layout.entries:
-                home = self._homes.get(entry.owner)
+                residency = self._residencies.get(entry.owner)
                 spec = entry.spec if entry.base is None else TensorSpec.of(self._tensors[entry.base])
-                known = fresh.setdefault(entry.owner, spec) if home is None else home.spec
+                known = fresh.setdefault(entry.owner, spec) if residency is None else residency.spec
                 assert is_alike(known, spec), f"{entry.owner} is {known} in one block and {spec} in another"
             blocks.append(list(islice(fresh, num_known, None)))
         if fresh:
@@ -175,18 +178,22 @@ class HostStore:
         Its old bytes stay allocated with their arena; images that contain it can't be prefetched any more.
         """
         now = {key: (tensor.shape, tensor.dtype) for key, tensor in tensors.items()}
-        gone = {k: home for k, home in self._homes.items() if k in now and now[k] != (home.shape, home.view.dtype)}
-        for key, home in gone.items():
-            del self._homes[key]
-            increment_version(home.view)  # a backward that is still to come sees that its weights were changed
+        gone = {
+            k: residency
+            for k, residency in self._residencies.items()
+            if k in now and now[k] != (residency.shape, residency.view.dtype)
+        }
+        for key, residency in gone.items():
+            del self._residencies[key]
+            increment_version(residency.view)  # a backward that is still to come sees that its weights were changed
         for placed in [p for p in self._by_value.values() if any(e.owner in gone for e in p.layout.entries)]:
             del self._by_value[placed.layout]
             self._by_id = {key: p for key, p in self._by_id.items() if p.layout != placed.layout}
 
     @property
-    def homes(self) -> Mapping[str, Home]:
+    def residencies(self) -> Mapping[str, Residency]:
         """Where the state is, by key."""
-        return self._homes
+        return self._residencies
 
     def move(self, places: Mapping[str, NewMemory]) -> None:
         """Gives state that is here other memory, which has the same values.
@@ -195,15 +202,15 @@ class HostStore:
             places: By key.
         """
         for key, place in places.items():
-            home = self._homes[key]
-            replace_memory(key, home.tensor, place.view)
-            home.places = [StorePlace(place.arena, place.offset, place.view, lambda: None)]
-            home.use(place.arena, place.offset, place.view, place.sent)
+            residency = self._residencies[key]
+            replace_memory(key, residency.tensor, place.view)
+            residency.places = [StorePlace(place.arena, place.offset, place.view, lambda: None)]
+            residency.use(place.arena, place.offset, place.view, place.sent)
         self._place_anew()
 
     def _place_anew(self) -> None:
         """Finds the copies of all blocks again, and lets go of arenas in which nothing is any more."""
-        used = {id(each.arena) for home in self._homes.values() for each in (home, *home.places)}
+        used = {id(each.arena) for residency in self._residencies.values() for each in (residency, *residency.places)}
         self._arenas = [arena for key, arena in {id(arena): arena for arena in self._arenas}.items() if key in used]
         layouts = [*self._by_value, *[placed.layout for placed in self._by_id.values()]]
         self._by_value, self._by_id = {}, {}
@@ -248,7 +255,7 @@ class HostStore:
         else:
             place.view.copy_(tensor.detach())
         replace_memory(key, tensor, given)
-        self._homes[key] = Home(key, spec, arena, offset, tensor, place.view, [place])
+        self._residencies[key] = Residency(key, spec, arena, offset, tensor, place.view, [place])
 
     def _stay(self, key: str, spec: TensorSpec, weights: Weights | None) -> None:
         tensor = self._tensors[key]
@@ -256,15 +263,15 @@ class HostStore:
             weights.read(key, tensor.data)
         arena, view = in_place(tensor)
         self._arenas.append(arena)
-        self._homes[key] = Home(key, spec, arena, 0, tensor, view, [])
+        self._residencies[key] = Residency(key, spec, arena, 0, tensor, view, [])
 
     def _place(self, layout: BlockImage) -> None:
         placed = self._by_value.get(layout)
         if placed is None:
-            homes = [home_of(entry, self._homes) for entry in layout.entries]
-            runs = tuple(copies_of(layout.entries, homes, layout.alignment))
-            sent = tuple(home.sent for home in homes if home.sent is not None)
-            placed = _Placed(layout, runs, tuple(home.view for home in homes), sent)
+            residencies = [residency_of(entry, self._residencies) for entry in layout.entries]
+            runs = tuple(copies_of(layout.entries, residencies, layout.alignment))
+            sent = tuple(residency.sent for residency in residencies if residency.sent is not None)
+            placed = _Placed(layout, runs, tuple(residency.view for residency in residencies), sent)
             self._by_value[layout] = placed
         # Hashing an image costs more than a small copy; a caller that keeps its image pays for a lookup only.
         if placed.layout is not layout:
@@ -294,29 +301,34 @@ class HostStore:
         own = any(sent.is_stale() for sent in placed.sent)
         if without or own:
             entries = [entry for entry in layout.entries if entry.key not in without]
-            runs = list(copies_of(entries, [home_of(e, self._homes) for e in entries], layout.alignment, own=own))
+            runs = list(
+                copies_of(entries, [residency_of(e, self._residencies) for e in entries], layout.alignment, own=own)
+            )
         for run in runs:
             self._bus.to_device(out[run.start : run.end], run.source, run.arena)
 
-    def stamp(self, layout: BlockImage, keys: Collection[str]) -> Stamp | None:
+    def stamp(self, layout: BlockImage, keys: Collection[str]) -> Writes | None:
         """What changes with each write into entries of an image that torch counts; None where it counts none."""
-        homes = [self._homes[entry.owner] for entry in layout.entries if entry.key in keys]
-        if any(home.tensor.is_inference() for home in homes):
+        residencies = [self._residencies[entry.owner] for entry in layout.entries if entry.key in keys]
+        if any(residency.tensor.is_inference() for residency in residencies):
             return None
-        return tuple((home.memory, home.tensor._version) for home in homes)
+        return tuple((residency.memory, residency.tensor._version) for residency in residencies)
 
     def bytes_of(self, layout: BlockImage, keys: Collection[str]) -> list[torch.Tensor]:
         """The bytes of entries of an image, in the arena."""
-        homes = [home_of(e, self._homes) for e in layout.entries if e.key in keys and e.spec.nbytes]
-        return [home.arena.tensor[home.offset : home.offset + home.spec.nbytes] for home in homes]
+        residencies = [residency_of(e, self._residencies) for e in layout.entries if e.key in keys and e.spec.nbytes]
+        return [
+            residency.arena.tensor[residency.offset : residency.offset + residency.spec.nbytes]
+            for residency in residencies
+        ]
 
     def has(self, key: str) -> bool:
         """Tells whether a tensor of the model is here."""
-        return key in self._homes
+        return key in self._residencies
 
     def source(self, key: str) -> tuple[torch.Tensor, HostArena]:
         """Returns a tensor of the model as a view that needs no gradient, and the arena that it views."""
-        return self._homes[key].view, self._homes[key].arena
+        return self._residencies[key].view, self._residencies[key].arena
 
     def bound(self, layout: BlockImage) -> list[torch.Tensor]:
         """Returns a block's state in place: views of the arena that need no gradient, in image order."""
@@ -340,13 +352,13 @@ class HostStore:
             ExecuteError: If shape, dtype or device changed.
         """
         for key, tensor in (tensors or {}).items():
-            home = self._homes.get(key)
+            residency = self._residencies.get(key)
             self._tensors[key] = tensor
-            if home is not None and home.tensor is not tensor:
-                home.replace(tensor)
-        changed = [home for home in self._homes.values() if home.has_changed]
+            if residency is not None and residency.tensor is not tensor:
+                residency.replace(tensor)
+        changed = [residency for residency in self._residencies.values() if residency.has_changed]
         if changed:
-            check_unshared({key: home.tensor for key, home in self._homes.items()})
+            check_unshared({key: residency.tensor for key, residency in self._residencies.items()})
             self._arenas += take_in(changed)
             self._place_anew()
             self.lock()

@@ -13,7 +13,7 @@ from megatrain.device import is_on_host
 from megatrain.device.host_pages import HostPages
 from megatrain.memory.host_arena import HostArena
 from megatrain.ranks.host import Host, Region
-from megatrain.runtime.stores.homes import Sent
+from megatrain.runtime.stores.residency import Sent
 
 STATE, LOW = "state", "low"
 _WORDS = 3  # the latest update that was claimed, by which rank, and the latest that is over

@@ -17,7 +17,7 @@ from megatrain.compiled.inside import Compiled
 from megatrain.errors import RanksError
 from megatrain.optim.proxy import Optimizer
 from megatrain.optim.shared import check_moment, share_moments
-from megatrain.runtime.stores.homes import NewMemory
+from megatrain.runtime.stores.residency import NewMemory
 from megatrain.runtime.stores.shared_store import LOW, STATE, Name, SharedStore
 from megatrain.scheduler.step_kind import StepKind
 from megatrain.training.attempts.rank_facts import digest_text
@@ -67,11 +67,11 @@ class HostSharing:
         engine = self._compiled.engine
         engine.refresh()
         assert engine.store is not None
-        if not all(key in engine.store.homes for key in engine.tensors):
+        if not all(key in engine.store.residencies for key in engine.tensors):
             engine.adopt_state()
         found: dict[str, str] = {}
         self._places, self._moments, self._written = {}, set(), set()
-        for key, home in engine.store.homes.items():
+        for key, home in engine.store.residencies.items():
             twin = self._store.twins.get(Name(STATE, key))
             if home.spec.nbytes == 0:
                 continue

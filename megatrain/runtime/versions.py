@@ -1,4 +1,4 @@
-"""Start: the starting state of a call, enough to run its forward again."""
+"""Whether tensors were written since: by torch's counts, by samples of their bytes, and by sums of all of them."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from megatrain.torch_private import StorageWeakRef, storage_of
 from megatrain.tracer.spec import TensorSpec
 
 _SAMPLES = 64  # bytes of each tensor
+_COLUMNS = 4096
 
 
 class Stamp(NamedTuple):
@@ -80,14 +81,26 @@ def _joined(parts: Mapping[str, torch.Tensor]) -> torch.Tensor:
     return torch.cat(list(parts.values())) if parts else torch.empty(0)
 
 
-def sampled(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns some bytes of a tensor, `uint8`: as a view, if the tensor is dense."""
+def sampled(tensor: torch.Tensor, count: int = _SAMPLES) -> torch.Tensor:
+    """Returns some `count` bytes of a tensor, `uint8`: as a view, if the tensor is dense."""
     flat = tensor.detach().resolve_conj().resolve_neg()
     is_dense = flat.stride() == stored_stride(TensorSpec.of(flat))
     flat = flat.as_strided((flat.numel(),), (1,)) if is_dense else flat.reshape(-1)
     bytes_ = flat.view(torch.uint8)
     # An odd distance meets all bytes of the elements in turn: a small change may leave the high ones as they are.
-    return bytes_[:: bytes_.numel() // _SAMPLES | 1]
+    return bytes_[:: bytes_.numel() // count | 1]
+
+
+def sums_of_bytes(piece: torch.Tensor) -> torch.Tensor:
+    """Sums of the bytes in many columns, of whole numbers that wrap around, and the bytes of the rest as they are.
+
+    One changed byte changes a sum.
+    """
+    row = 8 * _COLUMNS
+    piece = piece if piece.storage_offset() % 8 == 0 else piece.clone()  # else it has no view as larger numbers
+    whole = piece.numel() // row * row
+    columns = piece[:whole].view(torch.int64).view(-1, _COLUMNS).sum(0)
+    return torch.cat([columns.view(torch.uint8), piece[whole:]])
 
 
 class Given:

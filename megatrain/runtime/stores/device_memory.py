@@ -1,17 +1,16 @@
-"""Device memory: the arena that slots are cut from, and the meter that counts the bytes really held."""
+"""Device memory from torch's allocator: the segments of a step, and the meter that counts the bytes really held."""
 
 from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from megatrain.device import Device, is_on_host
 from megatrain.passes.program import Program
-from megatrain.runtime.stores.parks import Persisting
 from megatrain.scheduler.lifetimes import Books, alive_at, find_peak
 from megatrain.scheduler.schedule import Schedule
 
@@ -176,89 +175,6 @@ class Segments:
             if not self._device.ran_out(error):
                 raise
         self._nbytes, self._num_emptied = sum(sizes), self._device.num_emptied
-
-
-class DeviceArena:
-    """One range of device memory, allocated at its exact size, from which slots are cut.
-
-    Views handed out before a new size keep the old memory alive and do not see the new one. So the size changes between
-    runs only, and views that outlast a run are kept here, where they end with their memory.
-
-    Args:
-        device: The device of the memory.
-    """
-
-    def __init__(self, device: Device) -> None:
-        self.device = device
-        self._views: dict[Hashable, list[torch.Tensor]] = {}
-        self._persisting: dict[tuple[int, int], Persisting] = {}
-        # Of all frozen weights that were ever here: to read them anew takes longer than to copy them.
-        self._remembered: dict[Hashable, Persisting] = {}
-        self._buffer = self._none()
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes allocated."""
-        return self._buffer.numel()
-
-    def resize(self, nbytes: int) -> None:
-        """Gives the arena another size; its contents are lost."""
-        # The old memory is freed first: both at once may not fit. If the new allocation fails, the arena is empty.
-        self.release()
-        self._buffer = self.device.allocate(nbytes)
-        assert self._buffer.data_ptr() % self.device.alignment == 0
-
-    def _none(self) -> torch.Tensor:
-        return torch.empty(0, dtype=torch.uint8, device=self.device.torch_device)
-
-    def slot(self, offset: int, nbytes: int) -> torch.Tensor:
-        """Returns the bytes `offset` (inclusive) to `offset + nbytes` (exclusive) as a `uint8` view.
-
-        Each view has a version counter of its own: a prefetch into one slot must not look to autograd like a
-        write into the weights of another.
-        """
-        assert 0 <= offset <= offset + nbytes <= self.nbytes, f"slot {offset}+{nbytes} is outside the arena"
-        return self._buffer.data[offset : offset + nbytes]
-
-    def kept_views(self, key: Hashable, make: Callable[[], list[torch.Tensor]]) -> list[torch.Tensor]:
-        """Returns views of the memory that were made once, until the memory is another.
-
-        Args:
-            key: What they are.
-            make: Makes them, from `slot`.
-        """
-        if key not in self._views:
-            self._views[key] = make()
-        return self._views[key]
-
-    def persisting(self, offset: int, nbytes: int) -> Persisting | None:
-        """Returns what is known of the frozen weights that lie in these bytes."""
-        return self._persisting.get((offset, nbytes))
-
-    def write(self, offset: int, nbytes: int) -> torch.Tensor:
-        """Returns `slot` to be filled: of frozen weights that lay there nothing is known any more."""
-        for start, size in [(a, n) for a, n in self._persisting if a < offset + nbytes and offset < a + n]:
-            del self._persisting[start, size]
-        return self.slot(offset, nbytes)
-
-    def persist(self, offset: int, nbytes: int, known: Persisting) -> None:
-        """Notes which frozen weights lie in these bytes, once they are copied."""
-        self._persisting[offset, nbytes] = self._remembered[known.key] = known
-
-    def forget(self, key: Hashable) -> None:
-        """Drops all that is known of some frozen weights: they have changed."""
-        self._remembered.pop(key, None)
-        self._persisting = {where: known for where, known in self._persisting.items() if known.key != key}
-
-    def remembered(self, key: Hashable) -> Persisting | None:
-        """Returns what was known last of some frozen weights, wherever they lay."""
-        return self._remembered.get(key)
-
-    def release(self) -> None:
-        """Gives the memory back; the next `resize` allocates anew."""
-        self._views.clear()
-        self._persisting.clear()
-        self._buffer = self._none()
 
 
 _Name = tuple[Hashable, ...]

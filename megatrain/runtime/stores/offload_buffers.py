@@ -1,23 +1,21 @@
-"""Parks: host memory for activations that leave the device between forward and backward."""
+"""Offload buffers: host memory for activations that leave the device, and the image through which buffers cross."""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Hashable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
 from queue import Empty, SimpleQueue
 
 import torch
 
-from megatrain.errors import ExecuteError
-from megatrain.memory.block_image import BlockImage, image, stored_stride, views
-from megatrain.memory.bus import Bus
+from megatrain.memory.block_image import image, stored_stride, views
+from megatrain.memory.bus import Bus, GrowingArena
 from megatrain.memory.host_arena import HostArena
 from megatrain.sizes import aligned
 from megatrain.tracer.spec import TensorSpec
 
 
-class ParkPool:
+class OffloadPool:
     """Host memory for parked activations, reused from call to call.
 
     The largest memory is kept: a call that parks less takes a part of it, so that calls of several shapes in turn don't
@@ -42,8 +40,8 @@ class ParkPool:
             self._collect()
             return sum(arena.nbytes for arena in self._idle)
 
-    def take(self, nbytes: int, num_calls: int) -> list[Parks]:
-        """Returns the parks of the calls of one run; they come back with `Parks.give`, or when dropped.
+    def take(self, nbytes: int, num_calls: int) -> list[OffloadBuffer]:
+        """Returns the buffers of the calls of one run; they come back with `OffloadBuffer.give`, or when dropped.
 
         Args:
             nbytes: Bytes of all values that each call will park.
@@ -54,7 +52,7 @@ class ParkPool:
         """
         share = aligned(nbytes)
         lease = _Lease(self._arena(share * num_calls), self._returned)
-        return [Parks(lease, range(n * share, n * share + nbytes), self._bus) for n in range(num_calls)]
+        return [OffloadBuffer(lease, range(n * share, n * share + nbytes), self._bus) for n in range(num_calls)]
 
     def _arena(self, nbytes: int) -> HostArena:
         if not nbytes:
@@ -90,10 +88,10 @@ class _Lease:
             self._pool.put(self.arena)
 
 
-class Parks:
+class OffloadBuffer:
     """The parked activations of one call, in one range of host memory of their exact size.
 
-    Made by `ParkPool.take`. Give it back only when no copy out of it or into it is under way.
+    Made by `OffloadPool.take`. Give it back only when no copy out of it or into it is under way.
     """
 
     def __init__(self, lease: _Lease, where: range, bus: Bus) -> None:
@@ -109,7 +107,7 @@ class Parks:
 
     @property
     def _arena(self) -> HostArena:
-        assert self._lease is not None, "the parks were given back already"
+        assert self._lease is not None, "the buffer was given back already"
         return self._lease.arena
 
     def put(self, name: str, tensor: torch.Tensor, offset: int) -> None:
@@ -159,7 +157,8 @@ class BufferCopies:
     def __init__(self, bus: Bus) -> None:
         self._bus = bus
         self._device = bus.device
-        self._image = HostArena(0)
+        self._memory = GrowingArena(bus)
+        self._image = self._memory.ensure(0)
 
     def upload(self, buffers: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Returns copies on the device, as work of the calling thread's current stream.
@@ -186,8 +185,7 @@ class BufferCopies:
 
     def _image_of(self, sizes: Sequence[int]) -> torch.Tensor:
         nbytes = sum(sizes)
-        if nbytes > self._image.nbytes:
-            self._image = self._bus.arena(nbytes)
+        self._image = self._memory.ensure(nbytes)
         return self._image.tensor[:nbytes]
 
     def _spread(self, image: torch.Tensor, sizes: Sequence[int]) -> list[torch.Tensor]:
@@ -261,98 +259,3 @@ def _shaped(data: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     if data.storage_offset() % like.element_size():
         data = data.clone()
     return data.view(like.dtype).as_strided(like.shape, like.stride())
-
-
-# Bytes of each tensor that every step compares, and bytes of all of them of which one step takes the sums.
-_SAMPLES = 256
-_PIECE = 64 << 20
-_COLUMNS = 4096
-
-Stamp = tuple[tuple[int, int], ...]
-"""Of each tensor: which memory it has had, and torch's count of the writes into it."""
-
-
-@dataclass(slots=True, eq=False)
-class Persisting:
-    """The frozen weights of one block as they were copied to the device.
-
-    A write that torch counts, and new memory, change the stamp. Writes through `.data` and NumPy aren't counted. Most
-    of them write whole tensors, so each step compares a sample of each tensor. The others are found by sums of all
-    bytes, of which every step takes a part.
-
-    Args:
-        name: Of the block, for the error.
-        layout: The image in which they are.
-        keys: Its entries that are frozen.
-        stamp: When they were copied.
-    """
-
-    name: str
-    layout: BlockImage
-    keys: frozenset[str]
-    stamp: Stamp
-    _samples: list[tuple[torch.Tensor, torch.Tensor]]
-    _sums: list[tuple[torch.Tensor, torch.Tensor]]
-    _next: int = 0
-
-    @staticmethod
-    def of(
-        name: str, layout: BlockImage, keys: frozenset[str], stamp: Stamp, tensors: Sequence[torch.Tensor]
-    ) -> Persisting:
-        """Reads the weights once.
-
-        Args:
-            name: See above, like the next three.
-            layout: See there.
-            keys: See there.
-            stamp: See there.
-            tensors: Their bytes on the host, `uint8`.
-        """
-        # An odd distance meets all bytes of the elements in turn: a small change may leave the high ones as they are.
-        samples = [tensor[:: tensor.numel() // _SAMPLES | 1] for tensor in tensors]
-        pieces = [piece for tensor in tensors for piece in tensor.split(_PIECE)]
-        return Persisting(
-            name,
-            layout,
-            keys,
-            stamp,
-            [(s, s.clone()) for s in samples],
-            [(piece, sums_of_bytes(piece)) for piece in pieces],
-        )
-
-    @property
-    def key(self) -> Hashable:
-        """Which weights they are: an engine keeps each image for good, so its address is a name."""
-        return id(self.layout), self.keys
-
-    def is_same(self, stamp: Stamp) -> bool:
-        """Tells whether the host still has these weights, as far as a look at each tensor says."""
-        return stamp == self.stamp and all(torch.equal(now, before) for now, before in self._samples)
-
-    def check_next(self) -> None:
-        """Compares the sums of the next part of the bytes.
-
-        Raises:
-            ExecuteError: If something was written that torch doesn't count, and `is_same` can't see.
-        """
-        piece, before = self._sums[self._next]
-        if not torch.equal(sums_of_bytes(piece), before):
-            raise ExecuteError(
-                f"frozen weights of block {self.name} have changed in a way that torch doesn't count.\n"
-                "  Frozen weights stay on the device across training steps; steps since then had the old values.\n"
-                "  Write with `with torch.no_grad(): parameter.copy_(...)`, which torch counts, not through `.data` or "
-                "NumPy; or don't freeze them."
-            )
-        self._next = (self._next + 1) % len(self._sums)
-
-
-def sums_of_bytes(piece: torch.Tensor) -> torch.Tensor:
-    """Sums of the bytes in many columns, of whole numbers that wrap around, and the bytes of the rest as they are.
-
-    One changed byte changes a sum.
-    """
-    row = 8 * _COLUMNS
-    piece = piece if piece.storage_offset() % 8 == 0 else piece.clone()  # else it has no view as larger numbers
-    whole = piece.numel() // row * row
-    columns = piece[:whole].view(torch.int64).view(-1, _COLUMNS).sum(0)
-    return torch.cat([columns.view(torch.uint8), piece[whole:]])

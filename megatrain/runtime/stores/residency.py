@@ -93,8 +93,8 @@ def lend(key: str, spec: TensorSpec, arena: HostArena, offset: int) -> tuple[Sto
 
 
 @dataclass(slots=True, eq=False)
-class Home:
-    """The home of a key: the user's tensor, and a view of the memory that this tensor names.
+class Residency:
+    """The residency of a key: the user's tensor, and a view of the memory that this tensor names.
 
     `memory` is another number whenever the values come from another memory. `sent` is where the same values can be
     copied to the device from; None for the arena itself. `places` are those of the store's own that the tensor had, the
@@ -175,15 +175,15 @@ class OneCopy:
     arena: HostArena
 
 
-def home_of(entry: Entry, homes: Mapping[str, Home]) -> Home:
-    """Returns the home of an entry; a part is inside its whole, which is placed, moved and refreshed as one."""
-    home = homes[entry.owner]
+def residency_of(entry: Entry, residencies: Mapping[str, Residency]) -> Residency:
+    """Returns the residency of an entry; a part is inside its whole, which is placed, moved and refreshed as one."""
+    residency = residencies[entry.owner]
     if entry.base is None:
-        return home
-    view = home.view.narrow(0, entry.first_row, entry.spec.shape[0])
-    start = view.data_ptr() - home.view.data_ptr()
-    sent = None if home.sent is None else replace(home.sent, offset=home.sent.offset + start)
-    return replace(home, key=entry.key, spec=entry.spec, offset=home.offset + start, view=view, sent=sent)
+        return residency
+    view = residency.view.narrow(0, entry.first_row, entry.spec.shape[0])
+    start = view.data_ptr() - residency.view.data_ptr()
+    sent = None if residency.sent is None else replace(residency.sent, offset=residency.sent.offset + start)
+    return replace(residency, key=entry.key, spec=entry.spec, offset=residency.offset + start, view=view, sent=sent)
 
 
 def in_place(tensor: torch.Tensor) -> tuple[HostArena, torch.Tensor]:
@@ -212,13 +212,13 @@ def staying(
     return stay
 
 
-def take_in(changed: Sequence[Home]) -> list[HostArena]:
+def take_in(changed: Sequence[Residency]) -> list[HostArena]:
     """Goes on with the memory that the user gave to tensors, or copies its values into memory of the store.
 
     Nothing is ever written that somebody else may hold. Memory that the tensor alone names is copied, and so freed.
 
     Args:
-        changed: The homes of these tensors.
+        changed: The residencies of these tensors.
 
     Returns:
         New arenas.
@@ -226,53 +226,58 @@ def take_in(changed: Sequence[Home]) -> list[HostArena]:
     Raises:
         ExecuteError: If shape, dtype or device changed, before anything is taken in.
     """
-    for home in changed:
-        home.check_alike()
-    known = {home.key: place for home in changed for place in home.places if place.has(home.tensor)}
-    others = [home for home in changed if home.key not in known]
-    stay = set(staying({home.key: home.tensor for home in others}, {home.key: home.spec for home in others}))
+    for residency in changed:
+        residency.check_alike()
+    known = {residency.key: place for residency in changed for place in residency.places if place.has(residency.tensor)}
+    others = [residency for residency in changed if residency.key not in known]
+    stay = set(
+        staying(
+            {residency.key: residency.tensor for residency in others},
+            {residency.key: residency.spec for residency in others},
+        )
+    )
     arenas: list[HostArena] = []
-    for home in changed:
-        if home.key in stay:
-            arena, view = in_place(home.tensor)
-            home.use(arena, 0, view)
+    for residency in changed:
+        if residency.key in stay:
+            arena, view = in_place(residency.tensor)
+            residency.use(arena, 0, view)
             arenas.append(arena)
             continue
-        place = known.get(home.key) or _copied_in(home)
+        place = known.get(residency.key) or _copied_in(residency)
         arenas.append(place.arena)
-        home.use(place.arena, place.offset, place.view)
-        home.places = [place, *(p for p in home.places if p is not place and p.lent() is not None)]
+        residency.use(place.arena, place.offset, place.view)
+        residency.places = [place, *(p for p in residency.places if p is not place and p.lent() is not None)]
     return arenas
 
 
-def _copied_in(home: Home) -> StorePlace:
+def _copied_in(residency: Residency) -> StorePlace:
     """Copies the values of a tensor into a place that nobody else holds."""
-    tensor = home.tensor
+    tensor = residency.tensor
     values = tensor.detach()
-    free = next((place for place in home.places if place.lent() is None), None)
-    mine = next((place for place in home.places if place.is_of(tensor)), None)
-    if free is None and mine is not None and not held_elsewhere({home.key: tensor}):
+    free = next((place for place in residency.places if place.lent() is None), None)
+    mine = next((place for place in residency.places if place.is_of(tensor)), None)
+    if free is None and mine is not None and not held_elsewhere({residency.key: tensor}):
         free, values = mine, values.clone()  # another view of the very same memory (`p.data = p.data.t()`)
     if free is not None:
-        home.places.remove(free)
-    arena, offset = (HostArena(home.spec.nbytes), 0) if free is None else (free.arena, free.offset)
-    place, given = lend(home.key, home.spec, arena, offset)
+        residency.places.remove(free)
+    arena, offset = (HostArena(residency.spec.nbytes), 0) if free is None else (free.arena, free.offset)
+    place, given = lend(residency.key, residency.spec, arena, offset)
     place.view.copy_(values)
     tensor.data = given
     return place
 
 
 def copies_of(
-    entries: Iterable[Entry], homes: Iterable[Home], alignment: int, *, own: bool = False
+    entries: Iterable[Entry], residencies: Iterable[Residency], alignment: int, *, own: bool = False
 ) -> Iterable[OneCopy]:
-    """Joins neighbours that have the same distance in the arena as in the image; for `own` see `Home.place`."""
+    """Joins neighbours that have the same distance in the arena as in the image; for `own` see `Residency.place`."""
     start = end = source = 0
     arena: HostArena | None = None
-    for entry, home in zip(entries, homes, strict=True):
+    for entry, residency in zip(entries, residencies, strict=True):
         if not entry.spec.nbytes:
             continue
         is_next = entry.offset <= aligned(end, alignment)
-        found, offset = home.place(own=own)
+        found, offset = residency.place(own=own)
         if arena is not found or offset - entry.offset != source - start or not is_next:
             if arena is not None:
                 yield OneCopy(start, end, arena.tensor[source : source + end - start], arena)

@@ -1,0 +1,463 @@
+"""The gradients of parameters: their sums over micro-batches and blocks, and where on the host they lie."""
+
+from __future__ import annotations
+
+import weakref
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+import torch
+
+from megatrain.memory.block_image import BlockImage, image, views
+from megatrain.memory.bus import Bus, GrowingArena
+from megatrain.memory.host_arena import HostArena, together
+from megatrain.passes.program import Program
+from megatrain.runtime.accumulation import Accumulation, ParameterGradient, Take, summed
+from megatrain.scheduler.instructions import Bytes
+from megatrain.sizes import aligned
+from megatrain.tracer.inventory import StateEntry
+from megatrain.tracer.spec import TensorSpec
+
+
+@dataclass(slots=True, eq=False)
+class _Room:
+    spec: TensorSpec
+    arena: HostArena
+    offset: int
+    holder: weakref.ref[Any] | None = None
+
+
+class GradientMemory:
+    """A room for the gradient of each parameter, and a slab for gradients that don't stay where they land.
+
+    The memory is made once, and page-locked where transfers gain from that. A room is given out as a tensor with a
+    storage of its own, and again when nobody holds that storage any more: a gradient that the user keeps is never
+    overwritten.
+
+    Args:
+        bus: Brings gradients to the host.
+
+    Attributes:
+        slab: Of the size of the largest block's gradients, once they pass through it.
+    """
+
+    def __init__(self, bus: Bus) -> None:
+        self._bus = bus
+        self._rooms: dict[str, _Room] = {}
+        self.slab = GrowingArena(bus)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all rooms and the slab."""
+        return self.slab.nbytes + sum(arena.nbytes for arena in {room.arena for room in self._rooms.values()})
+
+    def reserve(self, specs: Mapping[str, TensorSpec]) -> None:
+        """Makes rooms for gradients that have none.
+
+        Args:
+            specs: Of the parameters, by key.
+
+        Raises:
+            ExecuteError: If the host can't give the memory.
+        """
+        fresh = {key: spec for key, spec in specs.items() if not self._has_room(key, spec)}
+        keys, sizes = list(fresh), [aligned(spec.nbytes) for spec in fresh.values()]
+        for group in together(sizes, self._bus.device.lock_bytes):
+            arena, offset = self._bus.arena(sum(sizes[index] for index in group)), 0
+            for index in group:
+                self._rooms[keys[index]] = _Room(fresh[keys[index]], arena, offset)
+                offset += sizes[index]
+
+    def _has_room(self, key: str, spec: TensorSpec) -> bool:
+        return key in self._rooms and self._rooms[key].spec == spec
+
+    def is_free(self, key: str, spec: TensorSpec) -> bool:
+        """Tells whether there is a room for a gradient that nobody holds."""
+        holder = self._rooms[key].holder if self._has_room(key, spec) else None
+        return self._has_room(key, spec) and (holder is None or holder() is None)
+
+    def room(self, key: str, spec: TensorSpec) -> tuple[torch.Tensor, HostArena] | None:
+        """Returns the room of a gradient, and the arena that it is in; None if somebody holds it, or there is none."""
+        if not self.is_free(key, spec):
+            return None
+        room = self._rooms[key]
+        memory, room.holder = room.arena.lent_part(room.offset, room.offset + spec.nbytes)
+        (tensor,) = views(image([(key, spec)]), memory)
+        return tensor.data, room.arena  # what autograd takes for a view has rules of its own
+
+    def clear(self) -> None:
+        """Lets go of all memory; gradients that somebody holds stay."""
+        self._rooms.clear()
+        self.slab.clear()
+
+
+class GradientPlace(NamedTuple):
+    """Where a gradient goes on the host.
+
+    Args:
+        tensor: None for new memory.
+        arena: That it is in; None if it isn't memory for transfers.
+        is_lent: Its memory takes the next block's gradients.
+    """
+
+    tensor: torch.Tensor | None = None
+    arena: HostArena | None = None
+    is_lent: bool = False
+
+
+class PlacePolicy(Protocol):
+    """Chooses where gradients go."""
+
+    def begin(self, keeps: Callable[[str], bool]) -> None:
+        """Has all memory there before the backward begins.
+
+        Args:
+            keeps: Whether somebody will keep the memory of a parameter's gradient.
+
+        Raises:
+            ExecuteError: If the host can't give it.
+        """
+
+    def of(
+        self,
+        block: int,
+        where: Bytes | None,
+        gradients: Mapping[str, torch.Tensor | None],
+        stays: Callable[[str], bool],
+    ) -> Mapping[str, GradientPlace] | None:
+        """Returns the places of a block's gradients; of one without an entry new memory. None: they stay as they are.
+
+        Args:
+            block: Whose gradients.
+            where: The bytes that the schedule has for them.
+            gradients: By key.
+            stays: Whether the memory of a gradient may be the taker's.
+        """
+        ...
+
+
+class StepPlaces:
+    """Those of a training step: each block's gradients have a place, where they wait for their updates.
+
+    Args:
+        nbytes: Bytes of all of them; some may use the same bytes one after another.
+        program: What runs.
+        arena: Where they are, kept from step to step.
+        are_totals: They are totals of several ranks, which are on the host already.
+    """
+
+    def __init__(self, nbytes: int, program: Program, arena: GrowingArena, *, are_totals: bool = False):
+        self._arena = arena
+        self._are_totals = are_totals
+        self._nbytes = nbytes
+        self._layouts = _layouts(program)
+        self._memory: HostArena | None = None
+        self._places: dict[int, dict[str, GradientPlace]] = {}
+
+    def begin(self, keeps: Callable[[str], bool]) -> None:
+        """See `PlacePolicy`."""
+        memory = self._arena.ensure(self._nbytes)
+        if memory is not self._memory:
+            self._memory = memory
+            self._places.clear()
+
+    def of(
+        self,
+        block: int,
+        where: Bytes | None,
+        gradients: Mapping[str, torch.Tensor | None],
+        stays: Callable[[str], bool],
+    ) -> Mapping[str, GradientPlace] | None:
+        """See `PlacePolicy`; a block has the same bytes each time."""
+        if where is None:
+            return None
+        if block not in self._places:
+            assert self._memory is not None
+            layout, arena = self._layouts[block], None if self._are_totals else self._memory
+            found = views(layout, self._memory.tensor[where.offset : where.offset + layout.nbytes])
+            self._places[block] = {
+                e.key: GradientPlace(tensor, arena) for e, tensor in zip(layout.entries, found, strict=True)
+            }
+        return self._places[block]
+
+
+class CallPlaces:
+    """Those of a call: gradients that stay go to rooms of their own, all others through the slab.
+
+    Args:
+        program: What runs.
+        trained: Keys of the parameters that a backward can reach.
+        parts: Parts of parameters, which have gradients of their own.
+        memory: Has the rooms and the slab.
+        slab_bytes: The largest block's gradients.
+    """
+
+    def __init__(
+        self,
+        program: Program,
+        trained: Sequence[str],
+        parts: Sequence[StateEntry],
+        memory: GradientMemory,
+        slab_bytes: int,
+    ):
+        self._memory = memory
+        self._slab_bytes = slab_bytes
+        self._slab = HostArena(0)
+        state = program.state
+        owners = {part.owner for part in parts}
+        self._specs: Mapping[str, TensorSpec] = {key: state[key].spec for key in trained if key not in owners}
+        uses = Counter(key for block in program.blocks for key in block.binding)
+        # Only the first of several terms can stay where it lands.
+        self._has_sums = bool(owners) or any(uses[key] > 1 for key in self._specs)
+
+    def begin(self, keeps: Callable[[str], bool]) -> None:
+        """See `PlacePolicy`."""
+        kept = {key: spec for key, spec in self._specs.items() if keeps(key)}
+        self._memory.reserve(kept)
+        is_slab_used = self._has_sums or any(
+            key not in kept or not self._memory.is_free(key, spec) for key, spec in self._specs.items()
+        )
+        self._slab = self._memory.slab.ensure(self._slab_bytes) if is_slab_used else HostArena(0)
+
+    def of(
+        self,
+        block: int,
+        where: Bytes | None,
+        gradients: Mapping[str, torch.Tensor | None],
+        stays: Callable[[str], bool],
+    ) -> Mapping[str, GradientPlace] | None:
+        """See `PlacePolicy`."""
+        found: dict[str, GradientPlace] = {}
+        offset = 0
+        for key, gradient in gradients.items():
+            if gradient is None or gradient.layout != torch.strided:
+                continue
+            spec = self._specs.get(key)
+            room = self._memory.room(key, spec) if spec is not None and stays(key) else None
+            if room is not None:
+                found[key] = GradientPlace(*room)
+            elif offset + gradient.nbytes <= self._slab.nbytes:
+                found[key] = GradientPlace(_flat(self._slab, offset, gradient), self._slab, is_lent=True)
+                offset += aligned(gradient.nbytes)
+        return found
+
+
+class KeptPlaces:
+    """Those of a step whose gradients stay where they came: totals, in memory that ranks of a host share."""
+
+    def begin(self, keeps: Callable[[str], bool]) -> None:
+        """Takes no memory."""
+
+    def of(
+        self,
+        block: int,
+        where: Bytes | None,
+        gradients: Mapping[str, torch.Tensor | None],
+        stays: Callable[[str], bool],
+    ) -> Mapping[str, GradientPlace] | None:
+        """See `PlacePolicy`."""
+        return {key: GradientPlace(gradient) for key, gradient in gradients.items()}
+
+
+def _flat(slab: HostArena, offset: int, gradient: torch.Tensor) -> torch.Tensor:
+    """The bytes of a slab from `offset` on, as a contiguous tensor like a gradient."""
+    return slab.tensor[offset : offset + gradient.nbytes].view(gradient.dtype).view(gradient.shape)
+
+
+def _brought(bus: Bus, gradient: torch.Tensor | None, place: GradientPlace) -> torch.Tensor | None:
+    """Issues the copy of a gradient to its place. Sparse ones, and those of another dtype, get new memory at once."""
+    if gradient is None or gradient is place.tensor or (gradient.layout != torch.strided and bus.device.can_bind):
+        return gradient
+    if place.tensor is None or gradient.layout != torch.strided or place.tensor.dtype != gradient.dtype:
+        return bus.device.to_host(gradient)
+    # The place of a tensor doesn't tell: a device's own memory may be the host's.
+    return place.tensor.copy_(gradient) if place.arena is None else bus.to_host(place.tensor, gradient, place.arena)
+
+
+def _layouts(program: Program) -> list[BlockImage]:
+    state = program.state
+    return [
+        image([(key, state[key].spec) for key in dict.fromkeys(block.binding) if state[key].requires_grad])
+        for block in program.blocks
+    ]
+
+
+class GradientBuffer:
+    """Collects the gradients of one backward, and hands each parameter's on when it is whole.
+
+    A parameter that several blocks use (tied, or a block called twice) gets one sum, in the order in which the
+    blocks' gradients arrive, and is handed on once, with the last of them.
+
+    Args:
+        parameter_of: Returns the parameter of a key, which the user may replace between calls.
+        bus: Brings gradients to the host.
+        parts: Parts of parameters; the gradient of each becomes rows of the parameter's, whose other rows are zero.
+        places: Where gradients go; None if they are made in host memory, and stay there.
+    """
+
+    def __init__(
+        self,
+        parameter_of: Callable[[str], torch.Tensor],
+        bus: Bus,
+        parts: Sequence[StateEntry] = (),
+        *,
+        places: PlacePolicy | None = None,
+    ):
+        self._parameter_of = parameter_of
+        self._bus = bus
+        self._parts = {part.key: part for part in parts}
+        self._places = places
+        self._reuses_places = True
+        self._sums: dict[str, torch.Tensor] = {}
+        # Of these sums the memory takes the next block's gradients.
+        self._lent: set[str] = set()
+        self._received: set[int] = set()
+        # Of these nothing may follow: it would be lost.
+        self._taken: set[str] = set()
+        self._accumulation = Accumulation(parameter_of)
+        self.end()
+
+    def begin(self, take: Take | None = None, handed: set[str] | None = None) -> None:
+        """Starts a backward.
+
+        Args:
+            take: Gets the gradients; None adds them to `.grad`.
+            handed: Keys of gradients that were handed on before, by a backward that this one repeats; extended.
+
+        Raises:
+            ExecuteError: If the host lacks the memory where they land.
+        """
+        self.end()
+        self._reuses_places = True
+        self._take = take or self._accumulation
+        self._keeps = getattr(self._take, "keeps", lambda _: True)
+        self._handed = set[str]() if handed is None else handed
+        if self._places is not None:
+            self._places.begin(self._keeps)
+
+    def end(self) -> None:
+        """Lets go of who takes gradients, and of the sums of a backward that failed."""
+        self._sums.clear()
+        self._received.clear()
+        self._taken.clear()
+        self._take: Take = self._accumulation
+        self._keeps: Callable[[str], bool] = self._accumulation.keeps
+        self._handed: set[str] = set()
+
+    def stop_reuse(self) -> None:
+        """Lets all further gradients of this backward have new memory: updates don't keep up with them any more."""
+        self._reuses_places = isinstance(self._places, KeptPlaces)
+
+    def receive(
+        self,
+        block: int,
+        keys: Sequence[str],
+        gradients: Sequence[ParameterGradient],
+        completes: Collection[str],
+        where: Bytes | None,
+    ) -> None:
+        """Takes one block's gradients. If a hook on a parameter fails, the same block may come again.
+
+        Args:
+            block: Which it is.
+            keys: Parameters, in the order of `gradients`.
+            gradients: On the compute device.
+            completes: Keys whose sum is complete with this block.
+            where: Where the gradients land on the host; None if they stay where they are made, to be adopted there.
+        """
+        if block not in self._received:
+            self._add(keys, self._land(block, keys, gradients, where), completes)
+            self._received.add(block)
+        for key in completes:
+            total = self._sums.get(key)
+            if total is None:
+                continue
+            if key in self._lent and self._keeps(key):
+                total = self._sums[key] = total.clone()
+                self._lent.remove(key)
+            if key in self._parts:
+                self._fill_rows(self._parts[key], total)
+            elif key not in self._handed:
+                self._take(key, total)
+                self._handed.add(key)
+            del self._sums[key]
+            self._taken.add(key)
+
+    def _land(
+        self, block: int, keys: Sequence[str], gradients: Sequence[ParameterGradient], where: Bytes | None
+    ) -> Sequence[tuple[torch.Tensor | None, bool]]:
+        """Brings a block's gradients to the host, and waits for them; each with whether its memory is lent."""
+        places = None
+        if self._places is not None and self._reuses_places:
+            tensors = {key: gradient for key, (gradient, _) in zip(keys, gradients, strict=True)}
+            places = self._places.of(block, where, tensors, self._stays)
+        if places is None:
+            return self._as_made(gradients, is_elsewhere=where is not None)
+        landed = [
+            (_brought(self._bus, gradient, place), place.is_lent)
+            for key, (gradient, _) in zip(keys, gradients, strict=True)
+            for place in (places.get(key, GradientPlace()),)
+        ]
+        self._bus.device.synchronize()
+        return landed
+
+    def _as_made(
+        self, gradients: Sequence[ParameterGradient], *, is_elsewhere: bool
+    ) -> list[tuple[torch.Tensor | None, bool]]:
+        """Gradients in new memory; or those that are made on the host, if nothing else uses their memory."""
+        if not self._bus.device.can_bind:
+            return [
+                (None if gradient is None else self._bus.device.to_host(gradient), False) for gradient, _ in gradients
+            ]
+        seen: set[int] = set()
+        landed: list[tuple[torch.Tensor | None, bool]] = []
+        for gradient, is_shared in gradients:
+            if gradient is None or gradient.layout != torch.strided:
+                landed.append((gradient, False))
+                continue
+            storage = gradient.untyped_storage()
+            is_own = not is_shared and storage.data_ptr() not in seen and storage.nbytes() == gradient.nbytes
+            seen.add(storage.data_ptr())
+            landed.append((gradient if is_own and not is_elsewhere else gradient.clone(), False))
+        return landed
+
+    def _add(
+        self, keys: Sequence[str], landed: Sequence[tuple[torch.Tensor | None, bool]], completes: Collection[str]
+    ) -> None:
+        """Adds gradients to the sums, in place where that gives the same; if it fails, none is added."""
+        made: dict[str, torch.Tensor] = {}
+        assert self._taken.isdisjoint(k for k, (found, _) in zip(keys, landed, strict=True) if found is not None)
+        in_place: list[tuple[torch.Tensor, torch.Tensor]] = []
+        lent: set[str] = set()
+        for key, (gradient, is_lent) in zip(keys, landed, strict=True):
+            if gradient is None:
+                continue
+            total = made.get(key, self._sums.get(key))
+            if total is None:
+                # What is lent lasts until this block's sums are taken.
+                is_last = key in completes
+                made[key] = gradient.clone() if is_lent and not is_last else gradient
+                lent.update([key] if is_lent and is_last else [])
+            elif total.layout == gradient.layout == torch.strided and total.dtype == gradient.dtype:
+                in_place.append((total, gradient))
+            else:
+                made[key] = summed(total, gradient)
+        self._lent = lent
+        for total, gradient in in_place:
+            total.add_(gradient)
+        self._sums.update(made)
+
+    def _fill_rows(self, part: StateEntry, gradient: torch.Tensor) -> None:
+        """Puts a part's gradient into the whole, which counts as one once all its parts are complete."""
+        whole = self._sums.get(part.owner)
+        if whole is None:
+            parameter = self._parameter_of(part.owner)
+            whole = self._sums[part.owner] = torch.zeros(parameter.shape, dtype=parameter.dtype)
+        start, end = part.rows
+        whole[start:end] = gradient.to_dense() if gradient.layout != torch.strided else gradient
+
+    def _stays(self, key: str) -> bool:
+        """Whether a gradient may stay where it lands: it is kept, and neither a part nor added to others."""
+        return key not in self._parts and key not in self._sums and self._keeps(key)

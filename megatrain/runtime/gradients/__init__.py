@@ -1,1 +1,0 @@
-"""Gradients of parameters: where they flow, how they add up, where they land on the host, and who takes them."""
