@@ -358,11 +358,7 @@ def _refuse_class(what: str, kind: type) -> NoReturn:
 
 
 def check_plain_state(model: nn.Module) -> None:
-    """Checks all parameters and buffers: each is plain, or frozen and packed of plain tensors.
-
-    Raises:
-        TraceError: Naming the first that is neither.
-    """
+    """Checks all parameters and buffers: each is plain, or frozen and packed of plain tensors."""
     for what, named in (("parameter", model.named_parameters()), ("buffer", model.named_buffers())):
         for name, tensor in named:
             if type(tensor) in _PLAIN:

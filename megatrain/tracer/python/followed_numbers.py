@@ -42,11 +42,7 @@ class Following:
         self.error: DecidedError | None = None
 
     def decide(self, *_: Any, **__: Any) -> NoReturn:
-        """Gives up.
-
-        Raises:
-            DecidedError: Always.
-        """
+        """Gives up."""
         self.error = self.error or DecidedError(user_line())
         raise self.error
 
@@ -138,11 +134,7 @@ def is_followed(value: Any) -> bool:
 
 
 def refuse_followed(values: Any) -> None:
-    """Gives up followed numbers that code which runs anew at each step is given.
-
-    Raises:
-        DecidedError: If there are any.
-    """
+    """Gives up followed numbers that code which runs anew at each step is given."""
     for value in pytree.tree_leaves(values):
         if is_followed(value):
             (value.following if isinstance(value, Followed) else Following()).decide()

@@ -115,11 +115,7 @@ class _Collected:
         self._state = state
 
     def is_repeatable(self, change: Change) -> bool:
-        """Tells whether a change is one that a later call makes too, rather than a trace of the capture itself.
-
-        Raises:
-            TraceError: If it holds tensors and can't be repeated.
-        """
+        """Tells whether a change is one that a later call makes too, rather than a trace of the capture itself."""
         leaves = list(leaves_of(change.now))
         tensors = [x for x in leaves if isinstance(x, torch.Tensor)]
         computed = [x for x in tensors if id(x) not in self._state]

@@ -168,11 +168,7 @@ class Capture:
         return recorder
 
     def check_over(self) -> None:
-        """Checks, after the run, that nobody has got hold of tensors that stand for others.
-
-        Raises:
-            TraceError: If somebody has.
-        """
+        """Checks, after the run, that nobody has got hold of tensors that stand for others."""
         made = Made(pair for recorder in self._recorders for pair in recorder.over())
         self._fakes.clear()
         self._by_id.clear()
@@ -180,11 +176,7 @@ class Capture:
         made.check()
 
     def run(self) -> TracedModule:
-        """Runs the model once, and again where it changes attributes.
-
-        Raises:
-            Obstacle: If it does what this attempt can't follow.
-        """
+        """Runs the model once, and again where it changes attributes."""
         assuming = Assuming(
             self._model, self._attempt.runs_again, running_hooks(self._model, self._attempt), self._outer.variables
         )
@@ -280,9 +272,6 @@ class Capture:
         """Runs a forward that changed attributes again, to see whether the next call would do something else.
 
         What an opaque module changes in itself doesn't count: its code runs at each step.
-
-        Raises:
-            Obstacle: If it would: then one graph can't stand for all calls.
         """
         for change in start.changes():
             if isinstance(change.before, torch.Tensor) and id(change.before) in self._fake_ids():

@@ -23,11 +23,7 @@ def is_plain(leaf: object) -> bool:
 
 
 def check_arguments(arguments: Arguments) -> None:
-    """Refuses what may hide tensors, or change unseen between calls.
-
-    Raises:
-        TraceError: Naming the argument.
-    """
+    """Refuses what may hide tensors, or change unseen between calls."""
     for name, leaf in zip(arguments.leaf_names, arguments.leaves, strict=True):
         if is_plain(leaf):
             continue
@@ -57,9 +53,6 @@ def check_device(arguments: Arguments, device: Device) -> None:
     """Refuses a call whose tensors are neither where it computes nor on the host.
 
     Whether the model takes a tensor of the host as it is, a capture finds out: the model's own calls do or don't.
-
-    Raises:
-        ExecuteError: Naming the input.
     """
     for name, tensor in zip(arguments.names, arguments.tensors, strict=True):
         if tensor.device != device.torch_device and not is_on_host(tensor):

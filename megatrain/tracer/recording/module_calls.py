@@ -86,11 +86,7 @@ def followed_calls(recorder: Recorder, root: nn.Module, attempt: Attempt) -> Gen
 
 
 def _check_as_found(recorder: Recorder, name: str, start: Snapshot) -> None:
-    """Asks for wider code to run again where captured code has changed an opaque module before it calls the module.
-
-    Raises:
-        Obstacle: If it has.
-    """
+    """Asks for wider code to run again where captured code has changed an opaque module before it calls the module."""
     for change in start.changes():
         is_equal_value = isinstance(change.now, VALUES) and not change.is_plain
         # Other tensors are operands of the node; a parametrization takes the name itself away.

@@ -165,11 +165,7 @@ def refuse_other_history(tensor: torch.Tensor, calls: tuple[str, ...]) -> NoRetu
 
 
 def check_strided(result: Any) -> None:
-    """Refuses sparse and nested results.
-
-    Raises:
-        Obstacle: If a call returned one.
-    """
+    """Refuses sparse and nested results."""
     for tensor in pytree.tree_leaves(result):
         if isinstance(tensor, torch.Tensor) and (tensor.layout != torch.strided or tensor.is_nested):
             refuse(
@@ -181,11 +177,7 @@ def check_strided(result: Any) -> None:
 
 
 def check_call(func: Any, args: Any, kwargs: dict[str, Any]) -> None:
-    """Refuses calls whose effect no node of a graph can repeat.
-
-    Raises:
-        Obstacle: If `func` is one of them.
-    """
+    """Refuses calls whose effect no node of a graph can repeat."""
     check_everywhere(func, kwargs)
     name = call_name(func)
     is_leaf = isinstance(args[0], nn.Parameter) if args else False
@@ -229,11 +221,7 @@ def _changes_nothing(name: str, tensor: torch.Tensor, value: Any) -> bool:
 
 
 def check_transforms() -> None:
-    """Refuses what runs inside a transform of torch.func.
-
-    Raises:
-        Obstacle: If one is active.
-    """
+    """Refuses what runs inside a transform of torch.func."""
     if are_transforms_active():
         refuse(
             "uses a transform of torch.func",
@@ -244,11 +232,7 @@ def check_transforms() -> None:
 
 
 def check_everywhere(func: Any, kwargs: dict[str, Any]) -> None:
-    """Refuses calls that have no meaning in a step, neither in a graph nor in a module that runs again.
-
-    Raises:
-        Obstacle: If `func` is one of them.
-    """
+    """Refuses calls that have no meaning in a step, neither in a graph nor in a module that runs again."""
     if is_property_get(func) and call_name(func) == "grad" and not _is_applied():
         refuse(
             "reads `.grad` of a tensor",

@@ -425,9 +425,6 @@ class Observer:
         Args:
             tensors: As for a call.
             seen: Called with each tensor that the hook is given or computes.
-
-        Raises:
-            Obstacle: If the hook does more than look.
         """
         given = [t.view_as(t) for t in tensors]
         for tensor in given:

@@ -73,11 +73,7 @@ class PackedState:
                 )
 
     def check_opaque(self, name: str, module: nn.Module, reason: str) -> None:
-        """Refuses a module that runs its own code, if it holds a stand-in: it is given plain tensors.
-
-        Raises:
-            Obstacle: If it does.
-        """
+        """Refuses a module that runs its own code, if it holds a stand-in: it is given plain tensors."""
         packed = set(map(id, self.stand_ins.values()))
         if any(id(tensor) in packed for _, tensor in registered(module)):
             raise Obstacle(  # the reason has the user's line
@@ -184,11 +180,7 @@ def _told(value: Any) -> Any:
 
 
 def check_run(run: Any) -> None:
-    """Refuses a call of an autograd.Function whose forward torch has begun to run: its arguments can't be made anew.
-
-    Raises:
-        Obstacle: If it is one.
-    """
+    """Refuses a call of an autograd.Function whose forward torch has begun to run: its arguments can't be made anew."""
     if run is not None:
         refuse(
             "calls an autograd.Function on packed weights through an `apply` that it looked up earlier",

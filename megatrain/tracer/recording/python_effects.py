@@ -191,11 +191,7 @@ class Hooks:
                     registry[key] = hook
 
     def check(self) -> None:
-        """Asks for an attempt in which hooks that keep books of their own are observers.
-
-        Raises:
-            Obstacle: If there are any.
-        """
+        """Asks for an attempt in which hooks that keep books of their own are observers."""
         busy = self._busy - self._returning
         if busy:
             sites = self._alike(busy) - self._attempt.kept - self._returning

@@ -129,9 +129,6 @@ class CallRunner(TorchFunctionMode):
         """Throws away what autograd saves for a backward: for all blocks at once, the device may have no room.
 
         Tensors still require grad as in eager, because kernels look at that.
-
-        Raises:
-            NeedSavedError: If this call can't do without.
         """
         is_saving = torch.is_grad_enabled() and any(x.requires_grad for x in operands)
         if not is_saving or not self._drops_saved:
