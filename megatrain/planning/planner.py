@@ -121,8 +121,8 @@ class Planner:
 
         def plan(updates: str, **changes: Any) -> tuple[StepChoices, HostPlan]:
             kind = _step_kind(found.programs.at(0), limits, updates)
-            captures, least = [found.programs] * kind.micro_batches, replace(limits, **changes)
-            made = self._plans.plan(captures, kind, least, lambda: found.loss_bytes, or_least=True)
+            captures, changed = [found.programs] * kind.micro_batches, replace(limits, **changes)
+            made = self._plans.plan(captures, kind, changed, lambda: found.loss_bytes, or_least=True)
             return made, _host_plan(found, made, limits)
 
         def missing(host: HostPlan) -> int:
