@@ -45,12 +45,6 @@ MOST_STATES = 8
 class Lowered:
     """Everything that is made of a capture, each on first use; captures that computed the same share one.
 
-    Args:
-        traced: The capture.
-        options: The options of `compile`.
-        budget: Of the schedules of calls.
-        is_training: Whether gradients were enabled.
-
     Attributes:
         executor: Runs the schedule of a call; made at the first call.
     """
@@ -106,11 +100,7 @@ class Lowered:
         return looks_in_backward(self._traced.graph)
 
     def for_step(self, traced: TracedModule) -> StepPrograms:
-        """Returns the programs of training steps.
-
-        Args:
-            traced: A capture of this object, or what `loss_only` makes of it.
-        """
+        """Returns the programs of training steps of a capture of this object, or of what `loss_only` makes of it."""
         names = tuple(node.name for node in traced.results)  # equal in captures that computed the same
         key = None if len(names) == len(self._traced.results) else names
         if key not in self._of_steps:
@@ -172,12 +162,12 @@ class Variant:
 def first_fitting(
     variants: list[Variant], inputs: Sequence[torch.Tensor], tree_version: int, failed: Mapping[Variant, str]
 ) -> tuple[Variant | None, tuple[str, ...]]:
-    """Finds the variant whose assumptions and guards hold, and moves it to the front.
+    """Finds the variant of a signature whose assumptions and guards hold, and moves it to the front.
 
     Args:
-        variants: Of the call's signature, latest used first.
+        variants: Latest used first.
         inputs: The call's tensors.
-        tree_version: See `AssumptionCheck.first_failure`.
+        tree_version: Of the model; assumptions that held for it aren't read again.
         failed: Variants that failed in the middle of a step for this call, with the failures.
 
     Returns:
@@ -208,11 +198,6 @@ def add_variant(variants: list[Variant], variant: Variant) -> None:
 
 class Variants:
     """All captures of one model.
-
-    Args:
-        model: The model.
-        options: The options of `compile`.
-        budget: Of the schedules of calls.
 
     Attributes:
         written: State that forwards write, by key: in any capture so far, including dropped ones.

@@ -109,7 +109,7 @@ class Compiled:
         self._before_reads: WeakSet[Callable[[], object]] = WeakSet()
 
     def __str__(self) -> str:
-        """Lists the options of the model and its captures; see `megatrain.compiled.printed`."""
+        """Lists the options of the model and its captures."""
         latest = self._latest, self._engine, self.walks.latest
         return compiled_text(self.options, self.budget, list(self._variants), *latest)
 
@@ -203,7 +203,7 @@ class Compiled:
 
     @contextmanager
     def exclusively(self, what: str = "the model", *, in_child: bool = False) -> Generator[None]:
-        """Keeps other threads from calling the model during the body; see `Turn.hold`."""
+        """Keeps other threads from calling the model during the body."""
         with self._turn.hold(what, in_child=in_child), ordinary_tensors(), explained(self._masters):
             yield
 
@@ -226,7 +226,7 @@ class Compiled:
         return self._latest, given
 
     def learn(self, failure: GuardFailedError, arguments: Arguments, failed: Mapping[Variant, str]) -> None:
-        """See `Variants.learn`."""
+        """Makes the code around a check opaque after the check has selected too many variants."""
         self._variants.learn(failure, arguments, failed)
 
     @property

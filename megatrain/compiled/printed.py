@@ -36,14 +36,14 @@ def compiled_text(
     engine: Engine | None = None,
     walk: WalkFigures | None = None,
 ) -> str:
-    """Prints a line for the options, and two for each capture.
+    """Prints a line for the options, and two for each capture, in the order of their making.
 
     Args:
         options: Of `compile`.
         budget: The bound of the device memory that schedules take.
-        variants: The captures that are kept, in the order of their making.
-        latest: The capture of the latest call.
-        engine: Runs the captures; None if nothing has run yet.
+        variants: The captures that are kept.
+        latest: That of the latest call.
+        engine: None if nothing has run yet.
         walk: The latest run of the model's own code, which has no capture.
     """
     precision = f"{options.precision}, masters rounded" if options.masters == "rounded" else options.precision
@@ -94,17 +94,7 @@ _OURS = re.compile(r"capture-\d+-\d\d-[\w.-]+\.txt")
 def dump(
     folder: str | os.PathLike[str], variants: Sequence[Variant], model: nn.Module, options: Limits, masters: Masters
 ) -> list[Path]:
-    """Writes the stages of each variant, numbered; files of an earlier dump in the folder are removed.
-
-    Args:
-        folder: The folder to write; made if it doesn't exist.
-        variants: The captures.
-        model: The captured model.
-        options: The options of `compile`.
-        masters: The masters of its bf16 parameters.
-
-    Returns:
-        The files, in order.
+    """Writes the stages of each variant, numbered, and returns the files; those of an earlier dump are removed.
 
     Raises:
         OptionError: If `folder` can't be written, or holds other files.

@@ -49,11 +49,6 @@ def walks_here(model: nn.Module) -> bool:
 class Walks:
     """The walks of one model.
 
-    Args:
-        model: The model.
-        options: Of `compile`.
-        budget: Of the device's memory.
-
     Attributes:
         latest: The figures of the latest walk.
         peak_bytes: Most bytes of the device that a walk held.

@@ -10,7 +10,7 @@ from typing import Any
 from megatrain.counts import counted
 from megatrain.errors import ExecuteError, MegatrainError, OptionError, ScheduleError
 from megatrain.planning.bands import format_s
-from megatrain.planning.host_plan import DEPTH, LORA, MICRO_BATCH, SEQUENCE, ExampleSizes
+from megatrain.planning.host_plan import DEPTH, LORA, MICRO_BATCH, SEQUENCE, ExampleSizes, in_columns
 from megatrain.planning.model_and_inputs import model_and_inputs
 from megatrain.planning.planned_step import PlannedStep, StepLimits
 from megatrain.sizes import format_bytes, parse_bytes
@@ -142,14 +142,8 @@ class Alternatives:
         heads = ("", "change", "numbers", "fits", "device", "host", "a step", "tokens/s")
         cells = [heads, *(self._cells(row, is_on_front=id(row) in front) for row in self.rows)]
         columns = [c for c in zip(*cells, strict=True) if any(c[1:]) or c[0] in heads[1:5]]
-        widths = [max(map(len, column)) for column in columns]
-        lines = [
-            "  ".join(
-                text.rjust(width) if column[0] in heads[4:] else text.ljust(width)
-                for text, width, column in zip(row, widths, columns, strict=True)
-            ).rstrip()
-            for row in zip(*columns, strict=True)
-        ]
+        num_texts = sum(column[0] in heads[:4] for column in columns)
+        lines = in_columns(list(zip(*columns, strict=True)), num_texts)
         notes = ["numbers: same; rounding: sums in another order; other: another training"]
         if any(row.step_s is not None for row in self.rows):
             notes.append("*: nothing else here that changes the numbers no more is as fast with as little memory")

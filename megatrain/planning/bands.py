@@ -94,7 +94,7 @@ def planned_band(instructions: Instructions, durations: Mapping[Position, float]
     Args:
         instructions: Of the schedule.
         durations: Seconds of each op, in table order.
-        origin: As in `Band`.
+        origin: Where they come from, in words.
     """
     order = _Order.of(instructions)
     return _band("plan", origin, order, order.replayed(list(durations.values())))

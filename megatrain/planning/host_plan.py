@@ -220,14 +220,15 @@ class HostPlan:
         return [*in_columns(rows), *([note] if self.is_estimate else [])]
 
 
-def in_columns(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Returns lines of a table: names on the left, numbers aligned at their ends."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines: list[str] = []
-    for name, *numbers in rows:
-        cells = (number.rjust(width) for number, width in zip(numbers, widths[1:], strict=True))
-        lines.append("  ".join([name.ljust(widths[0]), *cells]))
-    return lines
+def in_columns(rows: Sequence[Sequence[str]], num_texts: int = 1) -> list[str]:
+    """Returns lines of a table: so many texts on the left, then numbers, aligned at their ends."""
+    columns = list(zip(*rows, strict=True))
+    widths = [max(map(len, column)) for column in columns]
+    padded = [
+        [cell.ljust(width) if index < num_texts else cell.rjust(width) for cell in column]
+        for index, (column, width) in enumerate(zip(columns, widths, strict=True))
+    ]
+    return ["  ".join(row).rstrip() for row in zip(*padded, strict=True)]
 
 
 MASTER_OF: Mapping[str, type[Master]] = {"whole": WholeMaster, "exact": SplitMaster, "rounded": RoundedMaster}

@@ -36,6 +36,22 @@ _FAR = 0.15
 _LEAST = {"auto": "offload", "recompute": "offload"}
 
 
+def updates_allowed(*, overlap: bool, waits: bool, clip: bool, spread: bool) -> tuple[str, ...]:
+    """When the updates of a step may run, the fastest way first; later ways need less memory of the host.
+
+    Args:
+        overlap: Whether they may run at the same time as the device's work.
+        waits: Whether the user's code may look at all gradients before the first: an optimizer's, or a hook.
+        clip: Whether they wait for a norm.
+        spread: Whether some of them may run in the next step.
+    """
+    if not overlap or waits:
+        return ("serial",)
+    if clip:
+        return ("deferred",)
+    return ("spread", "overlap") if spread else ("overlap",)
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class StepChoices:
     """What was chosen for a step.
@@ -88,7 +104,7 @@ class StepPlans:
             kind: Of the step.
             limits: What is given.
             loss_bytes: Measures the loss; not called again for the same captures.
-            or_least: As in `plan_step`.
+            or_least: Plans the step that takes the least memory where none fits.
 
         Raises:
             ScheduleError: If the step doesn't fit, isn't the one of the given plan, or can't be planned.
@@ -130,7 +146,7 @@ def plan_step(
         captures: One per micro-batch; all are rewritten at the same level.
         kind: Of the step.
         limits: What is given.
-        loss_bytes: As in `Workload`.
+        loss_bytes: Device memory of the caller's loss, besides the model's results and their gradients.
         or_least: Returns the step that takes the least memory where none fits.
 
     Raises:
@@ -266,7 +282,7 @@ class _Tries:
         return next((found for found in map(self.at, range(level, end)) if found is not None), None)
 
     def first_of_last(self, level: int) -> _Found | None:
-        """As `first`, if the smallest pieces fit in blocks of this size."""
+        """The first that fits with blocks of its size, if the smallest pieces do."""
         last = level - level % self.width + self.width - 1
         return None if self.at(last) is None else self.first(level)
 

@@ -39,7 +39,7 @@ from megatrain.planning.host_plan import (
 )
 from megatrain.planning.loss_bytes import Loss, measure_loss
 from megatrain.planning.plan import Plan
-from megatrain.planning.plan_step import StepChoices, StepPlans
+from megatrain.planning.plan_step import StepChoices, StepPlans, updates_allowed
 from megatrain.planning.plan_text import reserve_text
 from megatrain.planning.planned_step import Asked, StepLimits
 from megatrain.planning.step_programs import StepPrograms, undisturbed
@@ -121,8 +121,8 @@ class Planner:
 
         def plan(updates: str, **changes: Any) -> tuple[StepChoices, HostPlan]:
             kind = _step_kind(found.programs.at(0), limits, updates)
-            captures, least = [found.programs] * kind.micro_batches, replace(limits, **changes)
-            made = self._plans.plan(captures, kind, least, lambda: found.loss_bytes, or_least=True)
+            captures, changed = [found.programs] * kind.micro_batches, replace(limits, **changes)
+            made = self._plans.plan(captures, kind, changed, lambda: found.loss_bytes, or_least=True)
             return made, _host_plan(found, made, limits)
 
         def missing(host: HostPlan) -> int:
@@ -235,15 +235,14 @@ def _result_bytes(made: StepChoices) -> int:
 
 
 def _updates(limits: StepLimits, model: nn.Module) -> tuple[str, ...]:
-    """When updates may run, the fastest way first, as in `megatrain.TrainStep`; later ways need less host memory."""
     if limits.optimizer is None:
         return ("none",)
-    # Code of the user's may look at all gradients: an optimizer's, or hooks on its step.
-    if not limits.overlap or any(map(takes_turns, over(limits.optimizer, *inventory(model))[0])):
-        return ("serial",)
-    if limits.max_grad_norm is not None:
-        return ("deferred",)
-    return ("overlap",) if limits.has_device and limits.device.is_host else ("spread", "overlap")
+    return updates_allowed(
+        overlap=limits.overlap,
+        waits=any(map(takes_turns, over(limits.optimizer, *inventory(model))[0])),
+        clip=limits.max_grad_norm is not None,
+        spread=not (limits.has_device and limits.device.is_host),
+    )
 
 
 def _step_kind(program: Program, limits: StepLimits, updates: str) -> StepKind:

@@ -161,7 +161,7 @@ def lowered(
     after_pass: AfterPass | None = None,
     costs: KnownCosts | None = None,
 ) -> Program:
-    """Lowers a capture, in pieces after the user's passes; see `lower`."""
+    """Lowers a capture, in pieces after the user's passes."""
     pieces = _ALWAYS if pieces is None and limits.chunking == "always" else pieces
     rewrites = limits.passes if pieces is None else (*limits.passes, *pieces.rewrites(limits.block_bytes))
     with undisturbed():

@@ -52,7 +52,7 @@ class StepTables:
     ):
         self._place = RANKS[0] if ranks is None else ranks.place
         self._store = STORES[is_shared]
-        self._options = options
+        self._limits = options
         self._budget = budget
         self._plans = StepPlans(_MOST, None if plan is None else saved_plan(plan))
         self.is_planned = plan is not None
@@ -62,7 +62,7 @@ class StepTables:
     def kind(self, micro_batches: int, updates: str, *, clip: bool, reports_norm: bool) -> StepKind:
         """Returns the kind of a training step of the compiled model."""
         return StepKind(
-            transfer=self._options.transfer,
+            transfer=self._limits.transfer,
             micro_batches=micro_batches,
             updates=updates,
             clip=clip,
@@ -96,8 +96,9 @@ class StepTables:
         self, captures: Sequence[StepPrograms], kind: StepKind, loss_bytes: Callable[[], int] = lambda: 0
     ) -> StepChoices:
         # The budget may have been lowered since the last step, or restored.
-        limits = replace(self._options, device_memory=self._budget.nbytes)
-        return self._plans.plan(captures, kind, limits, loss_bytes)
+        if self._limits.device_memory != self._budget.nbytes:
+            self._limits = replace(self._limits, device_memory=self._budget.nbytes)
+        return self._plans.plan(captures, kind, self._limits, loss_bytes)
 
     def has_executor(self, captures: Sequence[StepPrograms], kind: StepKind) -> bool:
         """Tells whether `executor` was called for these, in any order."""

@@ -14,6 +14,7 @@ from megatrain.checks.several_optimizers import parameters_of
 from megatrain.errors import ExecuteError
 from megatrain.optim.blockwise import takes_turns
 from megatrain.optim.proxy import Optimizer
+from megatrain.planning.plan_step import updates_allowed
 from megatrain.runtime.accumulation import is_hooked
 
 # Updates that somebody waits for after each of so many steps in a row are no longer left to the next step.
@@ -93,12 +94,10 @@ class UpdateTimes:
         looks = runs_in_backward or has_gradient_hooks(self._model)
         waits = self._holds_others() if self._needs_norm else looks
         reports_norm = self._reports_norm and not clip
-        if not self._overlap or in_turn or waits:
-            return Times("serial", clip, reports_norm)
-        if clip:
-            return Times("deferred", clip, reports_norm)
-        spreads = self._spread and self._looks < self._most_looks and not (reports_norm or self._holds_others())
-        return Times("spread" if spreads else "overlap", clip, reports_norm)
+        may_spread = self._spread and not clip and self._looks < self._most_looks
+        spreads = may_spread and not (reports_norm or self._holds_others())
+        updates, *_ = updates_allowed(overlap=self._overlap, waits=in_turn or waits, clip=clip, spread=spreads)
+        return Times(updates, clip, reports_norm)
 
     def _holds_others(self) -> bool:
         """Whether an optimizer has parameters outside the model, such as a loss's own: the next loss reads them."""

@@ -8,8 +8,8 @@ FAULTS: list[Fault] = [
     Fault(
         "updates overlap a backward that a hook may end",
         "training/update_times.py",
-        "if not self._overlap or in_turn or waits:",
-        "if not self._overlap or in_turn:",
+        "waits=in_turn or waits",
+        "waits=in_turn",
         ("tests/training/test_failures.py::test_updates_wait_for_the_last_gradient_where_a_hook_may_end_the_backward",),
     ),
     Fault(

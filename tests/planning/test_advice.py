@@ -1,0 +1,412 @@
+"""Advice about a plan: each step that it names is what megatrain.plan gives for the options that it names."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import megatrain
+from megatrain.errors import ExecuteError, OptionError, ScheduleError
+from megatrain.hardware.hardware import Hardware
+from megatrain.planning.advice import MOST, Alternative, Alternatives, Changes, numbers_after, ways_out, words
+from megatrain.planning.bands import format_s
+from megatrain.planning.host_plan import MICRO_BATCH, SEQUENCE
+from megatrain.planning.plan_text import band_of
+from megatrain.sizes import format_bytes
+from tests.nightly import nightly
+from tests.planning.steps import IDS, made, on_meta, planned
+
+# -- alternatives ---------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def table() -> Alternatives:
+    return planned().alternatives
+
+
+def again(changes: Changes, **options: Any) -> megatrain.Plan:
+    """The step with changes, planned anew by the public function."""
+    values = {**options, **changes}
+    rows, columns = values.pop(MICRO_BATCH, IDS.shape[0]), values.pop(SEQUENCE, IDS.shape[1])
+    return planned(ids=torch.zeros(rows, columns, dtype=torch.long), **values)
+
+
+@pytest.mark.parametrize("which", [slice(1), nightly(slice(1, None))], ids=["first of its kind", "others"])
+def test_each_row_is_the_plan_of_its_options(table: Alternatives, which: slice):
+    """Rows are of a kind if they change the same options."""
+    assert len(table.rows) > 10
+    kinds: dict[frozenset[str], list[Alternative]] = {}
+    for row in table.rows:
+        kinds.setdefault(frozenset(row.change), []).append(row)
+    assert len(kinds) > 5
+    for row in (row for rows in kinds.values() for row in rows[which]):
+        expected = again(row.change)
+        assert str(row.plan) == str(expected), row.change
+        assert row.plan is not None
+        assert row.plan.schedule == expected.schedule
+        assert row.fits == expected.fits
+        assert expected.simulation is not None
+        assert row.step_s == expected.simulation.step_s
+
+
+def test_the_first_row_is_the_plan_and_the_others_differ_from_it(table: Alternatives):
+    first, *others = table.rows
+    assert first.change == {}
+    assert str(first.plan) == str(planned())
+    assert len({tuple(row.change.items()) for row in table.rows}) == len(table.rows)
+    assert all(row.change for row in others)
+
+
+def test_a_step_that_is_split_in_another_way_has_the_same_samples(table: Alternatives):
+    split = [row.change for row in table.rows if row.numbers == "rounding"]
+    assert {(values[MICRO_BATCH], values["micro_batches"]) for values in split} == {(1, 8), (2, 4), (8, 1)}
+
+
+def test_every_kind_of_change_is_there(table: Alternatives):
+    names = {name for row in table.rows for name in row.change}
+    assert names == {
+        "device_memory",
+        "micro_batch",
+        "micro_batches",
+        "overlap",
+        "max_grad_norm",
+        "precision",
+        "optimizer",
+    }
+    other = planned(precision="bf16", activations="keep", hardware=None).alternatives
+    assert {"masters", "activations"} <= {name for row in other.rows for name in row.change}
+
+
+def test_the_front_is_what_nothing_beats(table: Alternatives):
+    order = ("same", "rounding", "other")
+    for row in table.rows:
+        beaten = [
+            other
+            for other in table.rows
+            if other.fits
+            and order.index(other.numbers) <= order.index(row.numbers)
+            and other.cost() != row.cost()
+            and all(a <= b for a, b in zip(other.cost(), row.cost(), strict=True))
+        ]
+        if row in table.front():
+            assert row.fits
+            assert not beaten
+        elif row.fits and not beaten:
+            assert any(other.cost() == row.cost() for other in table.front())
+    assert table.front()
+
+
+@pytest.mark.parametrize(
+    ("changes", "numbers"),
+    [
+        ({}, "same"),
+        ({"device_memory": 1}, "same"),
+        ({"overlap": False}, "same"),
+        ({"micro_batch": 2, "micro_batches": 4}, "rounding"),
+        ({"block_bytes": 1}, "rounding"),
+        ({"micro_batch": 2}, "other"),
+        ({"micro_batches": 2}, "other"),
+        ({"max_grad_norm": None, "overlap": True}, "other"),
+        ({"precision": "bf16", "device_memory": 1}, "other"),
+        ({"micro_batch": 2, "micro_batches": 4, "masters": "rounded"}, "other"),
+    ],
+)
+def test_what_becomes_of_the_numbers(changes: Changes, numbers: str):
+    assert numbers_after(changes) == numbers
+
+
+def test_the_text_has_a_line_for_each_row_and_stars_on_the_front(table: Alternatives):
+    lines = str(table).splitlines()[1:]
+    head, rows = lines[0].split(), lines[1 : 1 + len(table.rows)]
+    assert head == ["change", "numbers", "fits", "device", "host", "a", "step", "tokens/s"]
+    for row, line in zip(table.rows, rows, strict=True):
+        assert words(row.change) in line
+        assert line.startswith("*") == (row in table.front())
+
+
+def test_a_size_that_an_example_does_not_have_is_no_alternative():
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 1))
+    plan = megatrain.plan(model, torch.ones(4, 8), optimizer="SGD", micro_batches=2)
+    assert "sequence" not in str(plan.alternatives)
+    assert "tokens/s" not in str(plan.alternatives)
+    assert plan.alternatives.front() == (), "no machine, no times"
+
+
+def test_what_can_not_be_planned_says_why(table: Alternatives):
+    row = Alternative({"optimizer": "LBFGS"}, None, refused="it needs all parameters at once.")
+    text = str(Alternatives((table.rows[0], row)))
+    assert 'optimizer="LBFGS"  other    refused' in text
+    assert 'optimizer="LBFGS": it needs all parameters at once.' in text
+
+
+def test_a_model_that_has_changed_is_refused():
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 1))
+    plan = megatrain.plan(model, torch.ones(4, 8), optimizer="SGD")
+    model[0].requires_grad_(False)
+    _, *others = plan.alternatives.rows
+    assert {row.refused for row in others} == {
+        "the model has changed since it was planned: other parameters, or others of them are trained."
+    }
+    with pytest.raises(OptionError, match="the model has changed since it was planned"):
+        plan.largest("micro_batch")
+
+
+def test_a_plan_without_its_model_has_no_alternatives():
+    plan = planned()
+    bare = megatrain.Plan(plan.program, plan.schedule, plan.host, None, None, "fp32")
+    with pytest.raises(OptionError, match="this plan has no alternatives: it doesn't know its model"):
+        _ = bare.alternatives
+    with pytest.raises(OptionError, match="this plan can't change its sizes"):
+        bare.largest("micro_batch")
+    assert str(bare.why()).startswith("No time is known")
+
+
+# -- ways out -------------------------------------------------------------------------------------------------
+
+
+# Steps whose blocks aren't cut where they don't fit.
+OWN_BLOCKS: dict[str, Any] = {"chunking": "never"}
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"device_memory": "480KiB", **OWN_BLOCKS},
+        {"host_memory": "1800KiB"},
+    ],
+)
+def test_each_way_out_fits_and_is_what_plan_gives(options: dict[str, Any]):
+    plan = made(**options)
+    assert not plan.fits
+    ways = ways_out(plan)
+    assert 1 <= len(ways) <= MOST
+    for way in ways:
+        found = again(way.change, **options)
+        assert found.fits, way.change
+        assert str(found) == str(way.plan)
+    times = [way.cost()[0] for way in ways]
+    assert times == sorted(times)
+    with pytest.raises((ScheduleError, ExecuteError)) as caught:
+        plan.check()
+    for way in ways:
+        assert f"\n    {words(way.change)}: " in str(caught.value)
+
+
+@pytest.mark.nightly
+def test_of_degrees_the_first_that_fits_is_taken():
+    ids = torch.zeros(64, 8, dtype=torch.long)
+    plan = planned(ids=ids, device_memory="1MiB", **OWN_BLOCKS)
+    ways = [dict(way.change) for way in ways_out(plan)]
+    assert {"sequence": 2} in ways
+    for length in (2, 3, 4):
+        found = planned(ids=ids[:, :length], device_memory="1MiB", **OWN_BLOCKS)
+        assert found.fits == (length == 2)
+    for values in ways:
+        assert values.get("micro_batch", 64) * values.get("micro_batches", 2) in (128, 64), "no way does both at once"
+
+
+def test_the_error_says_how_much_is_missing_and_what_sets_it():
+    plan = made(device_memory="480KiB", **OWN_BLOCKS)
+    with pytest.raises(ScheduleError) as caught:
+        plan.check()
+    text = str(caught.value)
+    assert text.startswith(f"a memory of 491520 B is too small: at least {plan.schedule.device_bytes} B are needed")
+    assert "set by block 3 (layers.2)" in text
+    assert f"What helps: {format_bytes(plan.missing_device_bytes)} more of the device, or one of these, each" in text
+    assert " x this one's time a token), " in text
+
+
+def test_what_fits_has_no_error():
+    made().check()
+    assert made().refused() is None
+
+
+def test_a_step_that_nothing_rescues_says_so():
+    with pytest.raises(ScheduleError, match="no other change that was tried makes it fit"):
+        planned(device_memory="4KiB", host_memory="40KiB", hardware=None).check()
+
+
+def test_a_time_is_said_only_for_a_machine():
+    with pytest.raises(ScheduleError) as caught:
+        made(device_memory="480KiB", **OWN_BLOCKS, hardware=None).check()
+    assert " a step (" not in str(caught.value)
+
+
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(32, 64), nn.Linear(64, 32)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(torch.relu(self.up(x)))
+
+
+class Layers(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Layer() for _ in range(8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x.square().mean()
+
+
+@pytest.mark.nightly
+def test_the_plan_that_parks_less_is_taken_where_the_host_needs_it():
+    """Where compute is slow, graphs save more time than activations that stay; but the host has to have the room."""
+    slow = Hardware(1e11, 1e11, 1e9)
+
+    def on_slow(host_memory: int | str, hardware: Hardware | None = slow) -> megatrain.Plan:
+        options: dict[str, Any] = {"device_memory": 2_500_000, "optimizer": "AdamW", "host_memory": host_memory}
+        return megatrain.plan(Layers(), torch.zeros(1024, 32), hardware=hardware, **options)
+
+    fast, frugal = on_slow("1GiB"), on_slow("1GiB", None)
+    assert fast.host.total_bytes > frugal.host.total_bytes
+    tight = on_slow(frugal.host.total_bytes)
+    assert tight.fits
+    assert tight.schedule == frugal.schedule
+    assert on_slow(fast.host.total_bytes).schedule == fast.schedule
+
+
+# -- the largest size -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("hardware", ["rtx-4090", nightly(None)])  # the largest sequence has none
+def test_the_largest_micro_batch_fits_and_the_next_does_not(hardware: str | None):
+    found = planned(hardware=hardware).largest("micro_batch")
+    assert found.size > 1
+    largest, next_one = (
+        planned(ids=torch.zeros(size, 8, dtype=torch.long), hardware=hardware) for size in (found.size, found.size + 1)
+    )
+    assert largest.fits
+    assert not next_one.fits
+    assert found.too_large == found.size + 1
+    assert str(found.plan) == str(largest)
+    assert str(found).startswith(f"largest micro_batch: {found.size}; at {found.size + 1}: ")
+
+
+@pytest.mark.nightly
+def test_the_largest_sequence_has_the_same_rows():
+    found = planned(hardware=None).largest("sequence")
+    assert found.too_large == found.size + 1 > IDS.shape[1]
+    for size in (found.size, found.size + 1):
+        assert planned(ids=torch.zeros(4, size, dtype=torch.long), hardware=None).fits == (size == found.size)
+
+
+def test_multiples_and_a_bound_are_kept():
+    found = planned(hardware=None).largest("micro_batch", multiple=2)
+    assert found.size % 2 == 0
+    assert found.too_large == found.size + 2
+    bounded = planned(device_memory="1GiB", host_memory="1GiB", hardware=None).largest("micro_batch", most=7)
+    assert (bounded.size, bounded.too_large) == (7, None)
+    assert "no larger one was planned" in str(bounded)
+
+
+def test_a_function_makes_the_model_of_each_size():
+    asked: list[int] = []
+
+    def deep(depth: int) -> tuple[nn.Module, tuple[torch.Tensor]]:
+        asked.append(depth)
+        with torch.device("meta"):
+            return nn.Sequential(*(nn.Linear(64, 64) for _ in range(depth))), (torch.ones(4, 64),)
+
+    options = {"optimizer": "AdamW", "device_memory": "1MiB", "host_memory": "300KiB"}
+    found = megatrain.plan(*deep(1)[:1], torch.ones(4, 64), **options).largest(deep)  # type: ignore[arg-type]
+    assert found.too_large == found.size + 1
+    for depth in (found.size, found.size + 1):
+        model, args = deep(depth)
+        assert megatrain.plan(model, *args, **options).fits == (depth == found.size)  # type: ignore[arg-type]
+    assert set(range(1, 3)) <= set(asked)
+
+
+def test_what_can_not_change_is_refused_with_the_way_out():
+    plan = planned()
+    with pytest.raises(
+        OptionError, match=r"(?s)the depth of this plan can't change: a model .*plan\.largest\(lambda n"
+    ):
+        plan.largest("depth")
+    flat = megatrain.plan(nn.Linear(8, 8), torch.ones(4, 8))
+    with pytest.raises(OptionError, match="the sequence of this plan can't change: the example has neither token ids"):
+        flat.largest("sequence")
+    two = megatrain.plan(nn.Bilinear(8, 8, 8), torch.ones(4, 3, 8), torch.ones(4, 3, 8))
+    assert two.asked is not None
+    assert two.asked.sizes == {"micro_batch": 4, "sequence": 3}
+    with pytest.raises(OptionError, match="what='width' is a str"):
+        plan.largest("width")
+    with pytest.raises(OptionError, match="the function returned a Linear"):
+        plan.largest(lambda size: nn.Linear(size, size))
+    own = on_meta()
+    with pytest.raises(OptionError, match="the optimizer of this plan has the parameters of its own model"):
+        planned(own, optimizer=torch.optim.SGD(own.parameters())).largest(lambda size: (on_meta(), (IDS,)))
+
+
+def test_a_step_of_which_no_size_fits_is_refused():
+    with pytest.raises(ScheduleError, match=r"no micro_batch fits: at 1 .* of the device are missing"):
+        planned(device_memory="100KiB").largest("micro_batch")
+
+
+def test_a_model_that_can_not_run_at_a_size_says_so():
+    class Fixed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(8, 8)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.layer(x) + torch.ones(4, 8)
+
+    found = megatrain.plan(Fixed(), torch.ones(4, 8)).largest("micro_batch")
+    assert (found.size, found.too_large) == (4, 5)
+    assert found.refused.startswith("the model can't run at micro_batch 5: RuntimeError: ")
+
+
+# -- reasons --------------------------------------------------------------------------------------------------
+
+
+def test_the_figures_of_the_reasons_are_those_of_the_plan():
+    plan = planned()
+    simulation, text = plan.simulation, plan.why()
+    assert simulation is not None
+    lines = text.splitlines()
+    assert lines[0].startswith(
+        f"On rtx-4090 a step takes {format_s(simulation.step_s)}, {64 / simulation.step_s:.0f} tokens/s. "
+    )
+    band = band_of(plan)
+    assert abs(band.step_s - simulation.step_s) < 1e-9
+    assert f"It is bound by {next(iter(band.shares))}, " in lines[0]
+    assert band.then is not None
+    assert f"would take {format_s(band.then.step_s)}, bound by {band.then.name}." in lines[0]
+    bound = plan.lower_bound
+    assert bound is not None
+    above = f"{simulation.step_s / bound.seconds - 1:.1%}"
+    least = f"No plan of these blocks in 600.00 KiB takes less than {format_s(bound.seconds)} ({bound.reason}): "
+    assert lines[0].endswith(f"{least}this one takes {above} more.")
+    assert f"The device's peak is {format_bytes(plan.schedule.device_bytes)} at B" in text
+    assert f"The graphs of {len(plan.schedule.saves)} of 5 blocks are retained" in text
+    assert f"The host holds {format_bytes(plan.host.total_bytes)}, " in text
+
+
+def test_the_next_gib_is_planned():
+    plan, more = planned(), planned(device_memory=f"{2**20 + 600}KiB")
+    (line,) = (line for line in plan.why().splitlines() if line.startswith("With 1 GiB more"))
+    assert plan.simulation is not None
+    assert more.simulation is not None
+    assert f"{len(more.schedule.saves)} retained graphs in place of {len(plan.schedule.saves)}" in line
+    gain = 1 - more.simulation.step_s / plan.simulation.step_s
+    assert f"a step would take {format_s(more.simulation.step_s)}, {gain:.1%} less." in line
+    ample = planned(device_memory="1GiB").why()
+    assert "With 1 GiB more of the device nothing would change." in ample
+    assert "isn't bounded" in planned(device_memory=None).why()
+    assert "No plan of these blocks takes less than " in planned(device_memory=None).why()
+    too_small = planned(device_memory="64KiB")
+    assert too_small.lower_bound is None
+    assert "With 1 GiB more of the device the step would fit." in too_small.why()
+
+
+def test_without_a_machine_no_time_is_said():
+    text = planned(hardware=None).why()
+    assert text.startswith("No time is known without hardware=")
+    assert "tokens/s" not in text
