@@ -20,8 +20,7 @@ from megatrain.compiled.walking import Walks, narrowed_inputs, walks
 from megatrain.errors import ExecuteError
 from megatrain.memory.device_budget import DeviceBudget
 from megatrain.memory.out_of_memory import Attempts, free_frames
-from megatrain.optim.masters.from_files import MasterWeights
-from megatrain.optim.masters.narrow_model import explained, masters_of
+from megatrain.optim.masters.narrow_model import MasterWeights, explained, masters_of
 from megatrain.optim.masters.registry import Masters
 from megatrain.options import Limits
 from megatrain.passes.program import Program

@@ -13,6 +13,7 @@ from megatrain.device.interface import (
     DeviceEvent,
     DeviceStream,
     HostMoment,
+    LaunchGraphs,
     Memory,
     Moment,
     is_late,
@@ -32,7 +33,6 @@ from megatrain.device.kinds import (
     usable,
     used_device,
 )
-from megatrain.device.launch_graphs import LaunchGraphs
 
 __all__ = [
     "HOST",

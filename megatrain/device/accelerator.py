@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Generator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -9,8 +10,43 @@ from typing import Any, cast
 
 import torch
 
-from megatrain.device import reserve
 from megatrain.device.interface import Device, DeviceStream, Memory, Moment
+
+GIB = 1 << 30
+MIB = 1 << 20
+# The reserve: memory that is taken during a step, but that no schedule can count.
+
+SEGMENTS = 3 * (2 * MIB + 20 * MIB)
+"""torch's allocator cuts small tensors from segments of 2 MiB and larger ones from segments of 20 MiB; each stream has
+a pool of both, and the last segment of a pool is partly empty. Three streams have pools: compute has one always, a
+transfer only where it has to rearrange a tensor."""
+
+
+def of_card(nbytes: int) -> int:
+    """How much of an accelerator's memory stays free of schedules.
+
+    That is for the context, libraries' workspaces, rounding (each tensor to 512 bytes, large ones to 2 MiB), holes
+    between tensors, and private buffers of kernels.
+    """
+    return max(nbytes // 10, min(GIB, nbytes // 4))
+
+
+def beside(nbytes: int) -> int:
+    """The reserve of the smallest card on which a schedule may take `nbytes`."""
+    return max(-(-nbytes // 9), GIB)
+
+
+def cublas_workspace(capability: tuple[int, int], config: str | None) -> int:
+    """Bytes of a workspace of cuBLAS, as torch makes it.
+
+    Args:
+        capability: Of the GPU, such as `(9, 0)`.
+        config: `CUBLAS_WORKSPACE_CONFIG`, such as `":4096:2:16:8"`: pairs of KiB and a count; None for torch's default.
+    """
+    pairs = re.findall(r":(\d+):(\d+)", config or "")
+    if pairs:
+        return sum(1024 * int(kib) * int(count) for kib, count in pairs)
+    return 32 * MIB if capability[0] >= 9 else 8 * MIB + 128 * 1024
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -133,11 +169,11 @@ class Accelerator(Device):
 
     def reserve(self, nbytes: int) -> int:
         """A tenth, and at least 1 GiB; of a device with less than 4 GiB, which no accelerator is, a quarter."""
-        return reserve.of_card(nbytes)
+        return of_card(nbytes)
 
     def uncounted(self) -> tuple[tuple[str, int], ...]:
         """What torch's allocator keeps in parts of segments, in the pools of up to three streams."""
-        return (("allocator's segments", reserve.SEGMENTS),)
+        return (("allocator's segments", SEGMENTS),)
 
     def empty_cache(self) -> None:
         """Empties the cache of torch's allocator."""

@@ -17,10 +17,9 @@ from typing import Any
 
 import torch
 
-from megatrain.device import reserve
-from megatrain.device.accelerator import Accelerator
+from megatrain.device.accelerator import Accelerator, cublas_workspace
 from megatrain.device.host_pages import populate
-from megatrain.device.launch_graphs import LaunchGraphs
+from megatrain.device.interface import LaunchGraphs
 from megatrain.errors import ExecuteError
 from megatrain.sizes import format_bytes
 from megatrain.torch_allocator import end_capture_of_memory
@@ -235,7 +234,7 @@ class Cuda(Accelerator):
         """Adds the workspaces of cuBLAS, one for each thread that computes: the caller's and autograd's."""
         capability = torch.cuda.get_device_capability(self.torch_device)
         config = os.environ.get("CUBLAS_WORKSPACE_CONFIG")  # noqa: TID251  # torch reads it, so it says what torch takes
-        nbytes = reserve.cublas_workspace(capability, config)
+        nbytes = cublas_workspace(capability, config)
         return (("cuBLAS workspaces", 2 * nbytes), *super().uncounted())
 
     def ran_out(self, error: BaseException) -> bool:

@@ -10,7 +10,7 @@ from torch import fx
 
 from megatrain.counts import counted
 from megatrain.device import Device
-from megatrain.device.reserve import beside
+from megatrain.device.accelerator import beside
 from megatrain.hardware.hardware import Hardware
 from megatrain.hardware.machine import unknown_card
 from megatrain.hardware.work import Works

@@ -392,7 +392,8 @@ class GradientBuffer:
         places = None
         if self._places is not None and self._reuses_places:
             tensors = {key: gradient for key, (gradient, _) in zip(keys, gradients, strict=True)}
-            places = self._places.of(block, where, tensors, self._stays)
+            if len(tensors) == len(keys):  # else two gradients of one key would have one place
+                places = self._places.of(block, where, tensors, self._stays)
         if places is None:
             return self._as_made(gradients, is_elsewhere=where is not None)
         landed = [

@@ -15,7 +15,7 @@ import torch
 from torch import fx
 
 from megatrain.device import Device, LaunchGraphs
-from megatrain.device.launch_graphs import replaced_kernel
+from megatrain.device.interface import replaced_kernel
 from megatrain.errors import EagerKernelsWarning
 from megatrain.garbage import paused_collection
 from megatrain.passes.distance import largest, tensor_distance

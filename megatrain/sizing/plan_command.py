@@ -11,7 +11,7 @@ from typing import Any
 from tqdm import tqdm
 
 from megatrain.counts import counted
-from megatrain.device.reserve import of_card
+from megatrain.device.accelerator import of_card
 from megatrain.errors import MegatrainError, OptionError
 from megatrain.hardware.hardware import Hardware
 from megatrain.hardware.presets import GIB, PRESETS

@@ -14,7 +14,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from megatrain.device import Cuda
 from megatrain.device import cuda as cuda_graphs
 from megatrain.device.cuda import CudaGraphs
-from megatrain.device.launch_graphs import kernel_settings, replaced_kernel
+from megatrain.device.interface import kernel_settings, replaced_kernel
 from megatrain.errors import ExecuteError
 
 
@@ -194,7 +194,7 @@ def test_the_order_of_attentions_kernels_and_kernels_in_python_do_so(monkeypatch
     assert replaced_kernel() == "aten::special_airy_ai of XLA"
     del library
     assert replaced_kernel() == ""
-    monkeypatch.setattr("megatrain.device.launch_graphs._flash", lambda: "FA3")
+    monkeypatch.setattr("megatrain.device.interface._flash", lambda: "FA3")
     assert kernel_settings() != before
     torch.set_default_dtype(torch.float64)
     try:

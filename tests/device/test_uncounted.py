@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from megatrain.device import Accelerator, Cuda
-from megatrain.device.reserve import MIB
+from megatrain.device.accelerator import MIB
 
 
 def test_both_threads_that_compute_have_a_workspace_of_cublas(monkeypatch: pytest.MonkeyPatch):

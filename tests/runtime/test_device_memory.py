@@ -16,7 +16,7 @@ from torch import nn
 
 import megatrain
 from megatrain.device import Accelerator, Cpu, Device, Memory
-from megatrain.device.reserve import MIB, cublas_workspace, of_card
+from megatrain.device.accelerator import MIB, cublas_workspace, of_card
 from megatrain.errors import DeviceMemoryWarning, OptionError
 from megatrain.memory.device_budget import DeviceBudget
 from megatrain.memory.host_limits import available_bytes

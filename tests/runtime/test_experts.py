@@ -190,21 +190,21 @@ def trained_once(model: nn.Module, **options):
     return compiled
 
 
-def test_the_sink_completes_a_parameter_with_its_last_part():
+def test_the_buffer_completes_a_parameter_with_its_last_part():
     parameter = nn.Parameter(torch.zeros(6, 2))
     whole = StateEntry("w", "parameter", TensorSpec((6, 2), torch.float32), True)
     parts = [whole.part(0, 2), whole.part(2, 6)]
-    sink = GradientBuffer(lambda _: parameter, Bus(HOST), parts)
-    landing = Bytes(0, 64)
-    sink.begin()
-    sink.receive(0, ["w[2:6]"], [(None, False)], ["w[2:6]"], landing)
-    sink.receive(1, ["w[0:2]"], [(torch.ones(2, 2), False)], [], landing)
+    buffer = GradientBuffer(lambda _: parameter, Bus(HOST), parts)
+    where = Bytes(0, 64)
+    buffer.begin()
+    buffer.receive(0, ["w[2:6]"], [(None, False)], ["w[2:6]"], where)
+    buffer.receive(1, ["w[0:2]"], [(torch.ones(2, 2), False)], [], where)
     assert parameter.grad is None
-    sink.receive(2, ["w[0:2]"], [(torch.ones(2, 2), False)], ["w[0:2]", "w"], landing)
+    buffer.receive(2, ["w[0:2]"], [(torch.ones(2, 2), False)], ["w[0:2]", "w"], where)
     assert torch.equal(grad_of(parameter), torch.tensor([2.0, 2, 0, 0, 0, 0])[:, None].expand(6, 2))
     parameter.grad = None
-    sink.begin()
-    sink.receive(0, ["w[2:6]", "w[0:2]"], [(None, False)] * 2, ["w[2:6]", "w[0:2]", "w"], landing)
+    buffer.begin()
+    buffer.receive(0, ["w[2:6]", "w[0:2]"], [(None, False)] * 2, ["w[2:6]", "w[0:2]", "w"], where)
     assert parameter.grad is None
 
 

@@ -197,7 +197,7 @@ class Taker:
 COPIED = Bytes(0, 64)
 
 
-def sink(take: Any) -> GradientBuffer:
+def buffer(take: Any) -> GradientBuffer:
     made = GradientBuffer(lambda _: nn.Parameter(torch.zeros(3)), Bus(HOST))
     made.begin(take)
     return made
@@ -205,7 +205,7 @@ def sink(take: Any) -> GradientBuffer:
 
 def test_a_block_that_comes_again_is_not_added_again() -> None:
     take = Taker(refusals=2)
-    sums = sink(take)
+    sums = buffer(take)
     sums.receive(1, ["tied", "other"], [(torch.ones(3), False), (torch.full((3,), 5.0), False)], [], COPIED)
     last = ([(torch.full((3,), 2.0), False), (torch.ones(3), False)], ["tied", "other"])
     for _ in range(2):
@@ -218,7 +218,7 @@ def test_a_block_that_comes_again_is_not_added_again() -> None:
 
 def test_a_sum_takes_the_memory_of_its_first_term_and_leaves_what_others_hold() -> None:
     take = Taker()
-    sums = sink(take)
+    sums = buffer(take)
     own, shared, added = torch.ones(3), torch.full((3,), 2.0), torch.full((3,), 4.0)
     sums.receive(1, ["own", "shared"], [(own, False), (shared, True)], [], None)
     sums.receive(0, ["own", "shared"], [(added, True), (added, True)], ["own", "shared"], None)
@@ -231,7 +231,7 @@ def test_a_sum_takes_the_memory_of_its_first_term_and_leaves_what_others_hold() 
 def test_sparse_and_dense_terms() -> None:
     for order in (1, -1):
         take = Taker()
-        sums = sink(take)
+        sums = buffer(take)
         terms = [torch.tensor([1.0, 0, 2]).to_sparse(), torch.ones(3)]
         for block, term in zip((1, 0), terms[::order], strict=True):
             sums.receive(block, ["w"], [(term, False)], ["w"] if block == 0 else [], COPIED)

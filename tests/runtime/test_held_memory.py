@@ -21,7 +21,6 @@ from tests.comparing import assert_same
 from tests.runtime.parity import PATHS
 
 Held = dict[str, Any]
-Act = Callable[[Callable[..., Any], nn.Module, torch.optim.Optimizer, Held], None]
 
 
 def build() -> Any:
@@ -49,10 +48,6 @@ def exchange(tensors: Sequence[torch.Tensor], others: list[torch.Tensor]) -> Non
         tensor.data, others[index] = others[index], tensor.data
 
 
-def moments_of(optimizer: torch.optim.Optimizer) -> list[Any]:
-    return [optimizer.state[p] for p in optimizer.param_groups[0]["params"] if p in optimizer.state]
-
-
 def evaluate(call: Callable[..., Any], held: Held) -> None:
     with torch.no_grad():
         held["result"] = call(batch(7))
@@ -65,10 +60,6 @@ def swap_by_pointer(call: Any, model: nn.Module, optimizer: Any, held: Held) -> 
     exchange(state_of(model), others)
 
 
-def train_the_others(call: Any, model: nn.Module, optimizer: Any, held: Held) -> None:
-    exchange(state_of(model), held.setdefault("others", [t.detach().clone() / 2 for t in state_of(model)]))
-
-
 def swap_tensors(call: Any, model: nn.Module, optimizer: Any, held: Held) -> None:
     parameters = list(model.parameters())
     others = held.setdefault("swapped", [nn.Parameter(p.detach() * 0, p.requires_grad) for p in parameters])
@@ -78,89 +69,8 @@ def swap_tensors(call: Any, model: nn.Module, optimizer: Any, held: Held) -> Non
         evaluate(call, held)
 
 
-def lend_an_average(call: Any, model: nn.Module, optimizer: Any, held: Held) -> None:
-    """The average is a clone, or shares the parameter's memory where the last swap has left it there."""
-    average = held.setdefault("average", [p.detach().clone() for p in model.parameters()])
-    own = [p.data for p in model.parameters()]
-    for p, s in zip(model.parameters(), average, strict=True):
-        s.mul_(0.5).add_(p.detach(), alpha=0.5)
-        p.data = s
-    evaluate(call, held)
-    for p, values in zip(model.parameters(), own, strict=True):
-        p.data = values
-
-
-def use_one_vector(call: Any, model: nn.Module, optimizer: Any, held: Held) -> None:
-    held["vector"] = nn.utils.parameters_to_vector(model.parameters()).detach() * 1.1
-    nn.utils.vector_to_parameters(held["vector"], model.parameters())
-
-
-def set_other_storages(call: Any, model: nn.Module, optimizer: Any, held: Held) -> None:
-    held["set"] = [p.detach() * 1.05 for p in model.parameters()]
-    with torch.no_grad():
-        for p, values in zip(model.parameters(), held["set"], strict=True):
-            p.set_(values)  # pyright: ignore[reportArgumentType]
-
-
 def exchange_two(call: Any, model: Any, optimizer: Any, held: Held) -> None:
     model[0].weight.data, model[2].weight.data = model[2].weight.data, model[0].weight.data
-
-
-def keep_the_state(call: Any, model: nn.Module, optimizer: Any, held: Held) -> None:
-    held["state"] = list(model.state_dict().values())
-
-
-def write_the_state(call: Any, model: nn.Module, optimizer: Any, held: Held) -> None:
-    for tensor in held.get("state", []):
-        tensor.copy_(tensor * 0.9)
-
-
-SEQUENCES: dict[str, list[Act | None]] = {
-    "swaps": [swap_by_pointer, swap_tensors, lend_an_average, exchange_two, train_the_others, swap_by_pointer, None],
-    "held": [use_one_vector, set_other_storages, lend_an_average, None],
-    "state": [keep_the_state, write_the_state, swap_by_pointer, write_the_state, None],
-}
-
-
-def snapshot(model: nn.Module, optimizer: torch.optim.Optimizer, held: Held) -> dict[str, torch.Tensor]:
-    found = {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
-    for name, values in held.items():
-        for index, value in enumerate(values if isinstance(values, list) else [values]):
-            found[f"{name} {index}"] = value.detach().clone()
-    for index, state in enumerate(moments_of(optimizer)):
-        found |= {f"{name} of {index}": value.clone() for name, value in state.items()}
-    return found
-
-
-def train(way: str, acts: list[Act | None], options: Any) -> list[dict[str, torch.Tensor]]:
-    """Trains by the eager loop, a loop over a compiled model, or a TrainStep; returns what each step leaves."""
-    model, held, found = build(), Held(), list[dict[str, torch.Tensor]]()
-    call, step = model, None
-    if way != "eager":
-        call = megatrain.compile(model, device="cpu", **options)
-    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2, fused=True)
-    if way == "overlap":
-        step = megatrain.TrainStep(call, optimizer, loss=lambda result, _: result.square().mean())
-    for number, act in enumerate(acts):
-        if step is None:
-            optimizer.zero_grad()
-            call(batch(number)).square().mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        else:
-            step(batch(number))
-            step.flush()  # before one uses memory that was held
-        if act is not None:
-            act(call, model, optimizer, held)
-        if step is not None:
-            step.flush()
-        found.append(snapshot(model, optimizer, held))
-    return found
-
-
-@pytest.mark.parametrize(("name", "way"), [("swaps", "overlap"), ("held", "loop"), ("state", "overlap")])
-def test_memory_that_others_hold_is_as_in_eager(name: str, way: str) -> None:
-    assert_same(train("eager", SEQUENCES[name], {}), train(way, SEQUENCES[name], PATHS["offload"]))
 
 
 @pytest.mark.parametrize("how", ["swap_tensors", "two parameters", "both are trained"])

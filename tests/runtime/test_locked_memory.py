@@ -26,7 +26,6 @@ from megatrain.runtime.stores.host_store import HostStore
 from tests.models import MODELS
 from tests.runtime.parity import assert_same, train
 from tests.runtime.strict_toy import PAGE, StrictToy
-from tests.training.parity import MODES, TASKS, SideBySide, adamw
 
 ROOT = Path(__file__).parent.parent.parent
 
@@ -134,27 +133,6 @@ def through_a_ring() -> StrictToy:
 
 def in_pieces_through_a_ring() -> StrictToy:
     return StrictToy(lock_bytes=PAGE, limit=2 * LEAST, num_refusals=1)
-
-
-def refused() -> StrictToy:
-    toy = StrictToy(limit=0)
-    toy.allows_pageable = True
-    return toy
-
-
-@pytest.mark.filterwarnings("ignore::megatrain.PageLockWarning")
-@pytest.mark.usefixtures("small_rings")
-@pytest.mark.parametrize(("make", "mode"), [(in_pieces, "deferred"), (through_a_ring, "overlap")])
-def test_training_steps_have_the_bits_of_eager(make: Any, mode: str):
-    task = TASKS["gpt"]
-    model, eager = task.build(), task.build()
-    compiled = megatrain.compile(model, device=make(), activations="offload")
-    own, clip = adamw(model), MODES[mode].get("max_grad_norm")
-    step = megatrain.TrainStep(compiled, own, loss=task.loss, **MODES[mode])
-    sides = SideBySide(eager, model, compiled, [adamw(eager)], [own], step, task.loss, clip)
-    for seed in range(3):
-        sides.take([task.batch(seed, 2)], seed=seed)
-    sides.assert_same()
 
 
 @pytest.mark.usefixtures("small_rings")

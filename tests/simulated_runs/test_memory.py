@@ -16,7 +16,8 @@ from torch import nn
 from torch.nn import functional
 
 import megatrain
-from megatrain.device import find, reserve
+from megatrain.device import find
+from megatrain.device.accelerator import beside
 from megatrain.errors import DeviceMemoryWarning
 from megatrain.memory import bus as buses
 from megatrain.memory.bus import BUFFERS
@@ -361,7 +362,7 @@ def runs_on_the_smallest_card(
     needed = made().prepare(batch).device_bytes
     gc.collect()
     torch.accelerator.empty_cache()
-    sim.configure(capacity=torch.accelerator.memory_reserved() + needed + reserve.beside(needed))
+    sim.configure(capacity=torch.accelerator.memory_reserved() + needed + beside(needed))
     step = made()
     for _ in range(2):
         step(batch)

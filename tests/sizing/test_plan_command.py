@@ -14,7 +14,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import megatrain
 from megatrain import cli
 from megatrain.counts import counted
-from megatrain.device.reserve import of_card
+from megatrain.device.accelerator import of_card
 from megatrain.hardware.presets import PRESETS
 from megatrain.planning.host_plan import DEPTH, LORA, MICRO_BATCH, SEQUENCE
 from megatrain.sizing.sized_models import ConfigModel

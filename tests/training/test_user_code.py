@@ -16,7 +16,7 @@ RUNS_WITHOUT_EFFECT = (
     "exact_fakes(",
     "FakeTensorMode(",
     "unnoticed(",
-    "impostor(",
+    "proxy_of(",
     "over_stand_ins(",
     "graphs.record(",
 )

@@ -1,10 +1,11 @@
-"""Narrowing: the fp32 parameters of a model become bf16, and the lost bits are kept as low halves."""
+"""The fp32 parameters of a model become bf16, and the lost bits low halves; or files are read into both halves."""
 
 from __future__ import annotations
 
-from collections.abc import Generator, Mapping
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from weakref import WeakKeyDictionary
 
 import torch
@@ -12,10 +13,21 @@ from torch import nn
 
 from megatrain.device import is_on_host
 from megatrain.errors import ExecuteError, OptionError
+from megatrain.files.weight_files import Stored, parts
 from megatrain.interrupts import Interrupts
 from megatrain.memory.unshared import PARTED, check_unshared, held_elsewhere, warn_of_holders
-from megatrain.optim.masters.halves import SplitMaster, dense, in_memory, memory_order, pieces, read_, write_
+from megatrain.optim.masters.halves import (
+    SplitMaster,
+    dense,
+    in_memory,
+    memory_order,
+    pieces,
+    read_,
+    set_halves,
+    write_,
+)
 from megatrain.optim.masters.registry import Kind, Masters
+from megatrain.runtime.stores.weights import Weights
 from megatrain.tracer.inventory import StateEntry, first_packed, inventory
 from megatrain.tracer.packing import check_plain_state
 
@@ -253,3 +265,39 @@ def _give(parameter: torch.Tensor, values: torch.Tensor, gradient: torch.Tensor 
     parameter.grad = None  # it must have the dtype of its parameter
     parameter.data = values
     parameter.grad = gradient
+
+
+class MasterWeights(Weights):
+    """Values in files for a model whose bf16 parameters have masters.
+
+    fp32 values give both halves, bf16 values the high half. Only one piece at a time exists in fp32.
+
+    Args:
+        model: As of `Weights`.
+        paths: As of `Weights`.
+        masters: Of the model.
+    """
+
+    def __init__(self, model: nn.Module, paths: Sequence[Path], masters: Masters) -> None:
+        super().__init__(model, paths)
+        self._masters = masters
+
+    def _fill(self, source: Stored, key: str, out: torch.Tensor) -> None:
+        low = self._masters.room_for(key)
+        if low is None:
+            super()._fill(source, key, out)
+            return
+        for (high, values), part in zip(source.pieces(out), parts(low, source.piece_numel), strict=True):
+            set_halves(high, part, values)
+
+    def _is_same(self, source: Stored, key: str, out: torch.Tensor) -> bool:
+        low = self._masters.room_for(key)
+        if low is None:
+            return super()._is_same(source, key, out)
+        for (high, values), part in zip(source.pieces(out), parts(low, source.piece_numel), strict=True):
+            master = SplitMaster(high.contiguous(), part.contiguous())
+            found = read_(torch.empty(high.shape), master)
+            expected = read_(torch.empty(high.shape), SplitMaster.of(values.to(torch.float32)))
+            if not torch.equal(found.view(-1).view(torch.int32), expected.view(-1).view(torch.int32)):
+                return False
+        return True

@@ -53,15 +53,7 @@ class Persisting:
         stamp: Writes,
         tensors: Sequence[torch.Tensor],
     ) -> Persisting:
-        """Reads the weights once.
-
-        Args:
-            name: See above, like the next three.
-            layout: See there.
-            keys: See there.
-            stamp: See there.
-            tensors: Their bytes on the host, `uint8`.
-        """
+        """Reads the weights once; `tensors` are their bytes on the host, `uint8`. For the others see the class."""
         samples = {str(index): sampled(tensor, _SAMPLES) for index, tensor in enumerate(tensors)}
         pieces = [piece for tensor in tensors for piece in tensor.split(_PIECE)]
         return Persisting(
