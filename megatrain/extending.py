@@ -19,7 +19,7 @@ from megatrain.passes.measuring.runs import recordable
 from megatrain.runtime.operations import HANDLERS, Handler, Operations, Run
 from megatrain.scheduler.check.case import Case
 from megatrain.scheduler.check.schedule_rules import further_rules
-from megatrain.scheduler.effects import BUILT_IN, KINDS, Effects, OpKind
+from megatrain.scheduler.effects import BUILT_IN, KINDS, Effects, OpKind, register_kind, unregister_kind
 from megatrain.scheduler.instructions import Instruction
 from megatrain.scheduler.items import Effect, Item, Stream
 from megatrain.scheduler.table import Op, Position, Tick
@@ -113,7 +113,8 @@ def register_op(kind: OpKind, *, handler: Handler, rule: Callable[[Case], None])
             f"the {kind.stream} stream has an op `{kind.what}` already.\n"
             "  Each kind of op of a stream has its own letter.\n  Take another letter, or unregister_op first."
         )
-    KINDS[key], HANDLERS[key], further_rules[key] = kind, handler, rule
+    HANDLERS[key], further_rules[key] = handler, rule
+    register_kind(kind)
 
 
 @checked()
@@ -129,5 +130,5 @@ def unregister_op(kind: OpKind) -> None:
             f"`{kind.what}` of the {kind.stream} stream was not added by register_op.\n"
             "  Only a registered kind can be removed.\n  Give the OpKind that was registered."
         )
-    for registry in (KINDS, HANDLERS, further_rules):
-        del registry[key]
+    unregister_kind(kind)
+    del HANDLERS[key], further_rules[key]

@@ -140,7 +140,7 @@ def device_curve(books: Books, instructions: Instructions, band: Band) -> Curve:
                 shared.setdefault((life.storage, life.item.micro_batch, life.nbytes), []).append(span)
     for position, op in books.table.positions():
         timing = times[position]
-        spans.append(_Span("workspace", books.effects.workspace(*op.key), timing.start_s, timing.end_s))
+        spans.append(_Span("workspace", books.effects.of(*op.key).workspace, timing.start_s, timing.end_s))
     return _curve([*spans, *(span for lives in shared.values() for span in _apart(lives))])
 
 
@@ -241,7 +241,7 @@ def at_peak(schedule: Schedule, books: Books) -> AtPeak:
     for life in alive_at(books, peak.moment):
         found.append(PeakHolder(_name(schedule, life), ITEMS[life.item.kind].part, life.nbytes))
     for op in () if peak.is_after else schedule.ticks[peak.tick].values():
-        nbytes = books.effects.workspace(*op.key)
+        nbytes = books.effects.of(*op.key).workspace
         of_loss = 0 < nbytes == books.effects.loss_workspace(*op.key[1:])
         name = "the loss" if of_loss else f"workspace of {op}"
         found.append(PeakHolder(name, "loss" if of_loss else "workspace", nbytes))

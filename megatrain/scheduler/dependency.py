@@ -6,9 +6,8 @@ no cycle; whether it says enough is for the checker to prove.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import groupby
 from typing import Any
 
 import networkx as nx
@@ -69,15 +68,19 @@ def _edges(books: Books) -> Iterator[_Edge]:
     yield from ((taker, position, "memory") for taker, position, _ in books.brought() if taker is not None)
 
 
-def all_waits(books: Books) -> dict[Position, set[Position]]:
-    """For each op, all ops of other streams that it depends on, in table order: more than `derive_waits` leaves.
+def latest_waits(books: Books) -> dict[Position, dict[Stream, Position]]:
+    """For each op, in table order, the last op of each other stream that it depends on.
 
-    A simulated step is the same with both, and this takes a fraction of the time.
+    That implies the earlier ones. It is more than `derive_waits` leaves; a simulated step is the same with both, and
+    this takes a fraction of the time.
     """
-    found: dict[Position, set[Position]] = {position: set() for position, _ in books.ops}
+    found: dict[Position, dict[Stream, Position]] = {position: {} for position, _ in books.ops}
     for before, after, _ in _edges(books):
-        if before.stream != after.stream:
-            found[after].add(before)
+        stream = before.stream
+        if stream != after.stream:
+            latest = found[after]
+            if stream not in latest or latest[stream].tick < before.tick:
+                latest[stream] = before
     return found
 
 
@@ -126,7 +129,7 @@ class _Contents:
     _made: dict[Item, _Version] = field(default_factory=dict[Item, _Version])
     _added: list[tuple[Item, Position]] = field(default_factory=list[tuple[Item, Position]])
 
-    def read(self, item: Item, position: Position) -> Iterable[Position]:
+    def read(self, item: Item, position: Position) -> Sequence[Position]:
         """Notes a reader; returns the ops that made the item."""
         version = self._versions.get(item)
         if version is None:  # there since the step began
@@ -135,17 +138,18 @@ class _Contents:
         self._read.append((version, position))
         return version.makers
 
-    def make(self, item: Item, position: Position, where: _Range) -> Iterator[Position]:
+    def make(self, item: Item, position: Position, where: _Range) -> Sequence[Position]:
         """Notes a maker; returns who has read what it overwrites. What overlaps only later ones follows them."""
         version = self._made[item] = _Version([position])
         arena, start, stop = where
-        lying, rest = self._lying.get(arena, ()), list[tuple[int, int, _Version]]()
-        for low, high, other in lying:
-            if low < stop and start < high:
-                yield from other.readers.values()
-            else:
-                rest.append((low, high, other))
-        self._lying[arena] = [*rest, (start, stop, version)]
+        lying = self._lying.get(arena)
+        if lying is None:
+            self._lying[arena] = [(start, stop, version)]
+            return ()
+        overwritten = [other for low, high, other in lying if low < stop and start < high]
+        lying[:] = [(low, high, other) for low, high, other in lying if low >= stop or start >= high]
+        lying.append((start, stop, version))
+        return [reader for other in overwritten for reader in other.readers.values()]
 
     def add(self, item: Item, position: Position) -> None:
         """Notes one more maker of a sum."""
@@ -163,18 +167,19 @@ class _Contents:
 
 def _item_edges(books: Books) -> Iterator[_Edge]:
     """Walks the table: an op reads what earlier ticks made, and overwrites what earlier ticks have read."""
-    contents, ops = _Contents(), dict(books.table.positions())
-    for _, row in groupby(books.ops, key=lambda op: op[0].tick):
-        for position, effect in row:
-            for item in effect.reads:
-                kind = ITEMS[item.kind].edge
-                yield from ((maker, position, kind) for maker in contents.read(item, position))
-            for item in effect.makes:
-                readers = contents.make(item, position, _range(books, ops[position], item))
-                yield from ((reader, position, "resource") for reader in readers)
-            for item in effect.adds:
-                contents.add(item, position)
-        contents.end_tick()
+    contents, tick = _Contents(), 0
+    for (position, effect), op in zip(books.ops, books.table.ops, strict=True):
+        if position.tick > tick:
+            contents.end_tick()
+            tick = position.tick
+        for item in effect.reads:
+            for maker in contents.read(item, position):
+                yield maker, position, ITEMS[item.kind].edge
+        for item in effect.makes:
+            for reader in contents.make(item, position, _range(books, op, item)):
+                yield reader, position, "resource"
+        for item in effect.adds:
+            contents.add(item, position)
 
 
 def _range(books: Books, op: Op, item: Item) -> _Range:
@@ -189,13 +194,19 @@ def _memory_edges(books: Books, memory: str) -> Iterator[_Edge]:
     """An op that takes memory waits, in each other stream, for the last op of earlier ticks that releases some."""
     uses = Uses(books, memory)
     taking = {position for positions in uses.takers.values() for position in positions}
-    last: dict[Stream, Position] = {}
-    for tick, row in enumerate(books.table.ticks):
-        here = [Position(tick, stream) for stream in row]
-        for position in here:
-            if position in taking:
-                yield from ((other, position, "memory") for stream, other in last.items() if stream != position.stream)
-        last.update((position.stream, position) for position in here if position in uses.releasers)
+    last: dict[Stream, Position] = {}  # by stream, what released some in earlier ticks
+    here: list[Position] = []  # what releases some in this tick
+    tick = 0
+    for position, _ in books.ops:
+        if position.tick > tick:
+            last.update((released.stream, released) for released in here)
+            tick, here = position.tick, []
+        if position in taking:
+            for stream, other in last.items():
+                if stream != position.stream:
+                    yield other, position, "memory"
+        if position in uses.releasers:
+            here.append(position)
 
 
 def _stream_edges(table: Table) -> Iterator[_Edge]:

@@ -7,10 +7,13 @@ of the runtime, and a rule of the checker, which shares nothing with this file.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from copy import copy
+from dataclasses import replace
+from typing import NamedTuple
 
 from megatrain.errors import ScheduleError
-from megatrain.scheduler.items import NO_BLOCK, Effect, Item, OpKind, Stream
+from megatrain.scheduler.items import ITEMS, NO_BLOCK, Effect, Item, OpKind, Stream
 from megatrain.scheduler.step_kind import StepKind
 from megatrain.scheduler.workload import Workload
 from megatrain.sizes import SUM_PIECE_BYTES, aligned
@@ -87,6 +90,41 @@ def host_value_bytes(workload: Workload, kind: StepKind) -> int:
     return kind.micro_batches * held
 
 
+class ItemFacts(NamedTuple):
+    """What holds for an item that takes bytes, in any table of a step.
+
+    Attributes:
+        item: The item.
+        memory: Where it takes bytes; see `ItemKind`.
+        nbytes: Bytes that it takes there.
+        storage: The storage that it shares with other values; None if it shares none.
+        outlives: Whether it still exists when the step is over.
+    """
+
+    item: Item
+    memory: str
+    nbytes: int
+    storage: int | None
+    outlives: bool
+
+
+_RANKS = {kind: rank for rank, kind in enumerate(ITEMS)}
+
+
+class KnownOp(NamedTuple):
+    """The effect of an op, and its items that take bytes of a memory, by their numbers in `Effects.items`.
+
+    Attributes:
+        effect: The effect.
+        takes: What it makes, or adds to.
+        uses: What it reads.
+    """
+
+    effect: Effect
+    takes: tuple[int, ...]
+    uses: tuple[int, ...]
+
+
 class Effects:
     """The effects of the ops of one step.
 
@@ -110,18 +148,11 @@ class Effects:
         persistent: Collection[int],
         deferred: Collection[int],
     ) -> None:
-        self.workload, self.kind = workload, kind
-        self.saves, self.results = frozenset(saves), frozenset(results)
-        self.parked = parked
-        self.persistent, self.deferred = frozenset(persistent), frozenset(deferred)
+        self.workload, self.kind, self.deferred = workload, kind, frozenset(deferred)
         self.inputs, self.outputs, self.kept = workload.inputs(), workload.outputs(), workload.results()
         goes_back = kind.mode != "forward"
         self.has_gradient = [goes_back and workload.has_value_gradient(i) for i in range(len(workload.values))]
         self.gradient_blocks = workload.gradient_blocks()
-        self._parked_values = frozenset(value for values in parked.values() for value in values)
-        self.parked_bytes = {
-            block: self.copied(sum(workload.values[v].nbytes for v in values)) for block, values in parked.items()
-        }
         turn = turn_block(workload) if goes_back else None
         # The op that follows the caller's loss: it reads the outputs, and finds their gradients.
         self.turn = ("B", turn) if turn is not None else ("F", len(workload.blocks) - 1)
@@ -130,15 +161,70 @@ class Effects:
             for member in workload.update_group(block):
                 self.owners[member].append(block)
         self._sharers = Counter(value.storage for value in workload.values)
+        # What is known so far: the steps of `chosen` share it. Ops by all choices on which they depend.
+        self._known: dict[tuple[str, str, int, int, object], KnownOp] = {}
+        self.items: list[ItemFacts] = []
+        self.ranks: list[tuple[int, int, int]] = []  # of the items: by micro-batch, in the order of `ITEMS`, by number
+        self._numbers: dict[Item, int] = {}
+        self._choose(saves, results, parked, persistent)
+
+    def chosen(
+        self, saves: Collection[int], results: Collection[int], parked: Parks, persistent: Collection[int]
+    ) -> Effects:
+        """The same step under other choices; ops that these don't concern keep the effects that are known."""
+        found = copy(self)
+        found._choose(saves, results, parked, persistent)
+        return found
+
+    def _choose(
+        self, saves: Collection[int], results: Collection[int], parked: Parks, persistent: Collection[int]
+    ) -> None:
+        self.saves, self.results, self.persistent = frozenset(saves), frozenset(results), frozenset(persistent)
+        self.parked = parked
+        self._parked_values = frozenset(value for values in parked.values() for value in values)
+        concerned: list[list[int]] = [[] for _ in self.workload.blocks]
+        for index in sorted(self._parked_values):
+            value = self.workload.values[index]
+            for block in value.readers if value.producer is None else (value.producer, *value.readers):
+                concerned[block].append(index)
+        # All choices that concern a block's ops; none concerns ops of all blocks, whose number is the last.
+        self._choices: list[object] = [
+            (b in self.saves, b in self.results, b in self.persistent, tuple(values), tuple(parked.get(b, ())))
+            for b, values in enumerate(concerned)
+        ]
+        self._choices.append(None)
 
     def of(self, stream: str, what: str, block: int, micro_batch: int = 0) -> Effect:
         """The effect of an op."""
-        return kind_of(stream, what).effect(self, block, micro_batch)
+        return self.known(stream, what, block, micro_batch).effect
 
-    def workspace(self, stream: str, what: str, block: int, micro_batch: int = 0) -> int:
-        """Device bytes that an op takes while it runs, beyond the items that it makes."""
-        found = kind_of(stream, what).workspace
-        return 0 if found is None else found(self, block, micro_batch)
+    def known(self, stream: str, what: str, block: int, micro_batch: int = 0) -> KnownOp:
+        """The effect of an op, with the numbers of its items."""
+        key = stream, what, block, micro_batch, self._choices[block]
+        found = self._known.get(key)
+        if found is None:
+            kind = kind_of(stream, what)
+            effect = kind.effect(self, block, micro_batch)
+            if kind.workspace is not None:
+                effect = replace(effect, workspace=kind.workspace(self, block, micro_batch))
+            found = KnownOp(effect, self.numbers((*effect.makes, *effect.adds)), self.numbers(effect.reads))
+            if (stream, what) in BUILT_IN:  # others may depend on all choices
+                self._known[key] = found
+        return found
+
+    def numbers(self, items: Iterable[Item]) -> tuple[int, ...]:
+        """The places in `items` of those that take bytes of a memory."""
+        return tuple(self._number(item) for item in items if ITEMS[item.kind].memory is not None)
+
+    def _number(self, item: Item) -> int:
+        found = self._numbers.get(item)
+        if found is None:
+            found = self._numbers[item] = len(self.items)
+            memory = str(ITEMS[item.kind].memory)
+            facts = ItemFacts(item, memory, self._nbytes(item), self._shared_storage(item), self._outlives(item))
+            self.items.append(facts)
+            self.ranks.append((item.micro_batch, _RANKS[item.kind], item.number))
+        return found
 
     def value(self, index: int, micro_batch: int, *, is_forward: bool) -> Item:
         """A value as forward or backward finds it on the device: a parked one goes and comes back."""
@@ -156,8 +242,7 @@ class Effects:
                     yield Item("gradient", index, number)
         yield from (Item("waiting", b) for b in self.gradient_blocks if self._waits(b))
 
-    def outlives(self, item: Item) -> bool:
-        """Tells whether an item still exists when the step is over."""
+    def _outlives(self, item: Item) -> bool:
         if item.kind == "value":
             value = self.workload.values[item.number]
             return value.is_output and (self.kind.outputs == "keep" or value.is_committed)
@@ -169,11 +254,11 @@ class Effects:
         """Whether a block's gradients wait for an update in the next step."""
         return not self.deferred.isdisjoint(self.owners[block])
 
-    def nbytes(self, item: Item) -> int:
-        """Bytes that an item takes in its memory.
+    def _nbytes(self, item: Item) -> int:
+        """Of a value the bytes of its storage, which aliases share and which counts once.
 
-        Of a value those of its storage, which aliases share and which counts once; after a return, and of gradients,
-        those of the value itself. A value on the host takes none here, nor does its gradient: see `host_value_bytes`.
+        After a return, and of gradients, those of the value itself. A value on the host takes none here, nor does its
+        gradient: see `host_value_bytes`.
         """
         if item.kind in ("value", "original", "returned", "gradient"):
             value = self.workload.values[item.number]
@@ -185,8 +270,7 @@ class Effects:
         received = min(SUM_PIECE_BYTES, work.gradient_bytes) if self.kind.adds_in_pieces else work.gradient_bytes
         return {"parameters": work.gradient_bytes, "saved": work.saved_bytes, "received": received}[item.kind]
 
-    def shared_storage(self, item: Item) -> int | None:
-        """The storage that a value shares with others; None if it shares none."""
+    def _shared_storage(self, item: Item) -> int | None:
         if item.kind not in ("value", "original"):
             return None
         storage = self.workload.values[item.number].storage
@@ -204,6 +288,10 @@ class Effects:
         if self.kind.mode != "train" or self.kind.outputs == "keep" or not is_turn:
             return 0
         return max(0, self.workload.loss_bytes - _gradients_made(self, block, micro_batch)[0])
+
+    def parked_bytes(self, block: int) -> int:
+        """Bytes that an `A` of a block moves."""
+        return self.copied(sum(self.workload.values[value].nbytes for value in self.parked.get(block, ())))
 
     def copied(self, nbytes: int) -> int:
         """Bytes that a transfer moves: none where weights are used in place."""
@@ -286,12 +374,12 @@ def _parked(step: Effects, kind: str, block: int, micro_batch: int) -> tuple[Ite
 
 def _park(step: Effects, block: int, micro_batch: int) -> Effect:
     values = _parked(step, "original", block, micro_batch)
-    return Effect(values, (Item("parked", block, micro_batch),), moves=step.parked_bytes.get(block, 0))
+    return Effect(values, (Item("parked", block, micro_batch),), moves=step.parked_bytes(block))
 
 
 def _return(step: Effects, block: int, micro_batch: int) -> Effect:
     values = _parked(step, "returned", block, micro_batch)
-    return Effect((Item("parked", block, micro_batch),), values, moves=step.parked_bytes.get(block, 0))
+    return Effect((Item("parked", block, micro_batch),), values, moves=step.parked_bytes(block))
 
 
 def _offload(step: Effects, block: int, micro_batch: int) -> Effect:
@@ -375,6 +463,28 @@ def kind_of(stream: str, what: str) -> OpKind:
     return KINDS[stream, what]
 
 
+def register_kind(kind: OpKind) -> None:
+    """Adds a row to the table."""
+    KINDS[kind.stream, kind.what] = kind
+    _order_streams()
+
+
+def unregister_kind(kind: OpKind) -> None:
+    """Removes a row of the table."""
+    del KINDS[kind.stream, kind.what]
+    _order_streams()
+
+
+_STREAMS: list[Stream] = []
+
+
+def _order_streams() -> None:
+    _STREAMS[:] = dict.fromkeys(kind.stream for kind in KINDS.values())
+
+
+_order_streams()
+
+
 def streams() -> tuple[Stream, ...]:
     """All streams, in the order of a table's columns."""
-    return tuple(dict.fromkeys(kind.stream for kind in KINDS.values()))
+    return tuple(_STREAMS)

@@ -75,6 +75,7 @@ class Effect:
         adds: Items that are sums: it makes the first summand, or adds another.
         moves: Bytes that it moves or, on the host, reads and writes.
         work: What its kernels compute and move on the device.
+        workspace: Device bytes that it takes while it runs, beyond the items that it makes.
     """
 
     reads: tuple[Item, ...] = ()
@@ -82,6 +83,7 @@ class Effect:
     adds: tuple[Item, ...] = ()
     moves: int = 0
     work: Works = ()
+    workspace: int = 0
 
 
 @dataclass(frozen=True, slots=True)

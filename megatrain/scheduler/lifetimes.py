@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate
+from itertools import accumulate, chain
+from typing import NamedTuple
 
-from megatrain.scheduler.effects import Effects, kind_of
+from megatrain.scheduler.effects import Effects, KnownOp, kind_of
 from megatrain.scheduler.items import ITEMS, Effect, Item, Stream
 from megatrain.scheduler.step_kind import StepKind
 from megatrain.scheduler.table import Op, Position, Table
@@ -22,40 +22,31 @@ from megatrain.scheduler.workload import Workload
 MOMENTS = 2
 
 
-@dataclass(frozen=True, slots=True)
-class Lifetime:
+class Lifetime(NamedTuple):
     """One life of an item, between two moments.
 
-    Args:
+    Attributes:
         item: The item.
-        nbytes: Bytes that it takes in its memory.
+        memory: Where it lives; see `ItemKind`.
+        nbytes: Bytes that it takes there.
+        first: The first moment.
+        last: The last moment, inclusive.
         start: The op with which its memory is taken; None if it exists, or its memory is taken, when the step begins.
-        ends: The item is released when all these ops are done; empty if it outlives the step.
+        ends: The item is released when all these ops are done: the last of each stream that uses it. Empty if it
+            outlives the step.
         storage: The storage that it shares with other items of its micro-batch, whose bytes count once.
         is_brought: A transfer makes it: its memory is taken when the op of `start` is over, not when it begins.
     """
 
     item: Item
+    memory: str
     nbytes: int
+    first: int
+    last: int
     start: Position | None
     ends: tuple[Position, ...]
-    storage: int | None = None
-    is_brought: bool = False
-
-    @property
-    def memory(self) -> str | None:
-        """Where it lives; see `ItemKind`."""
-        return ITEMS[self.item.kind].memory
-
-
-def begin_of(tick: int, *, is_brought: bool) -> int:
-    """The moment from which on memory is taken that an op of compute takes: for itself, or for a transfer."""
-    return MOMENTS * tick + is_brought
-
-
-def end_of(tick: int, stream: Stream) -> int:
-    """The last moment of what an op is the last to use; what a transfer used is released by later ticks."""
-    return MOMENTS * tick + (stream != Stream.COMPUTE)
+    storage: int | None
+    is_brought: bool
 
 
 def live_moments(lives: Iterable[Lifetime], num_ticks: int, base: int = 0) -> tuple[int, ...]:
@@ -73,13 +64,12 @@ def live_moments(lives: Iterable[Lifetime], num_ticks: int, base: int = 0) -> tu
     change = [0] * (MOMENTS * num_ticks + 1)
     change[0] = base
     shared: dict[tuple[int, int, int], list[tuple[int, int]]] = {}
-    for life in lives:
-        start, end = span(life, num_ticks)
-        if life.storage is not None:
-            shared.setdefault((life.storage, life.item.micro_batch, life.nbytes), []).append((start, end))
+    for item, _, nbytes, first, last, _, _, storage, _ in lives:
+        if storage is not None:
+            shared.setdefault((storage, item.micro_batch, nbytes), []).append((first, last))
         else:
-            change[start] += life.nbytes
-            change[end + 1] -= life.nbytes
+            change[first] += nbytes
+            change[last + 1] -= nbytes
     for (_, _, nbytes), spans in shared.items():
         for start, end in union(spans):
             change[start] += nbytes
@@ -95,14 +85,6 @@ def live_bytes(lives: Iterable[Lifetime], num_ticks: int, base: int = 0) -> tupl
 def of_ticks(moments: Sequence[int]) -> tuple[int, ...]:
     """The larger figure of each tick, of figures for each moment."""
     return tuple(map(max, moments[::MOMENTS], moments[1::MOMENTS]))
-
-
-def span(life: Lifetime, num_ticks: int) -> tuple[int, int]:
-    """First and last moment of a lifetime, both inclusive."""
-    start = 0 if life.start is None else begin_of(life.start.tick, is_brought=life.is_brought)
-    if not life.ends:
-        return start, MOMENTS * num_ticks - 1
-    return start, max(start, *[end_of(end.tick, end.stream) for end in life.ends])
 
 
 def union(spans: list[tuple[int, int]]) -> list[tuple[int, int]]:
@@ -127,6 +109,7 @@ class Books:
     Args:
         table: The table.
         workload: What it runs; by default the table's own.
+        effects: What its kinds of ops do, if that is known.
 
     Attributes:
         table: The table.
@@ -139,93 +122,103 @@ class Books:
         ScheduleError: If no workload is known.
     """
 
-    def __init__(self, table: Table, workload: Workload | None = None) -> None:
+    def __init__(self, table: Table, workload: Workload | None = None, effects: Effects | None = None) -> None:
         self.table = table if workload is None else replace(table, workload=workload)
         self.workload = self.table.known_workload()
-        self.effects = self.table.effects()
-        self.ops = [(position, self.effects.of(*op.key)) for position, op in table.positions()]
-        self.lifetimes = item_lifetimes(self.effects, self.ops)
+        self.effects = self.table.effects() if effects is None else effects
+        known = self.effects.known
+        ops = [(position, known(*op.key)) for position, op in table.positions()]
+        self.ops = [(position, op.effect) for position, op in ops]
+        self.lifetimes = item_lifetimes(self.effects, ops, len(table.ticks))
 
     def brought(self) -> Iterator[tuple[Position | None, Position, tuple[Item, ...]]]:
         """What transfers bring to the device: with which op its memory is taken, the transfer, and the items."""
-        takers = Takers(position for position, _ in self.ops)
-        for position, effect in self.ops:
-            items = tuple(item for item in (*effect.makes, *effect.adds) if ITEMS[item.kind].memory == "device")
-            if items and position.stream != Stream.COMPUTE:
-                yield takers.of(position), position, items
+        for taker, (position, effect) in zip(takers(position for position, _ in self.ops), self.ops, strict=True):
+            made = () if position.stream == Stream.COMPUTE else (*effect.makes, *effect.adds)
+            items = tuple([item for item in made if ITEMS[item.kind].memory == "device"])
+            if items:
+                yield taker, position, items
 
 
-class Takers:
-    """The ops with which device memory is taken.
+def takers(positions: Iterable[Position]) -> Iterator[Position | None]:
+    """Per op, the op with which the device memory of what it makes is taken; None for the start of the step.
 
     All of it comes from compute's allocator, where memory that compute releases can be taken at once, in the order of
     the stream. So what a transfer brings to the device takes its memory when the last op of compute of an earlier
     tick is over, and the transfer waits for this op.
 
     Args:
-        positions: Of all ops, in any order.
+        positions: In the order of `Table.positions`.
     """
+    earlier: Position | None = None  # the last op of compute of an earlier tick
+    latest: Position | None = None  # and of a tick so far
+    for position in positions:
+        if latest is not None and latest.tick < position.tick:
+            earlier = latest
+        if position.stream == Stream.COMPUTE:
+            latest = position
+            yield position
+        else:
+            yield earlier
 
-    def __init__(self, positions: Iterable[Position]) -> None:
-        self._ticks = sorted(position.tick for position in positions if position.stream == Stream.COMPUTE)
 
-    def of(self, maker: Position) -> Position | None:
-        """The op with which the memory of what an op makes on the device is taken; None for the start of the step."""
-        if maker.stream == Stream.COMPUTE:
-            return maker
-        earlier = bisect_left(self._ticks, maker.tick)
-        return Position(self._ticks[earlier - 1], Stream.COMPUTE) if earlier else None
-
-
-def item_lifetimes(
-    effects: Effects, ops: Collection[tuple[Position, Effect]], memory: str | None = None
-) -> tuple[Lifetime, ...]:
+def item_lifetimes(effects: Effects, ops: Sequence[tuple[Position, KnownOp]], num_ticks: int) -> tuple[Lifetime, ...]:
     """All lifetimes: by micro-batch, then in the order of `ITEMS`, then by number.
 
     Args:
         effects: Of the step.
-        ops: What each op does, in any order.
-        memory: As in `ItemKind`: only lifetimes in this memory; None is all.
+        ops: What each op does, in the order of `Table.positions`.
+        num_ticks: Rows of the table.
     """
-    kinds = {kind for kind, item in ITEMS.items() if item.memory is not None and memory in (None, item.memory)}
-    begin = None, False
-    starts: dict[Item, tuple[Position | None, bool]]
-    starts = dict.fromkeys((item for item in effects.standing() if item.kind in kinds), begin)
-    uses: dict[Item, list[Position]] = {}
-    takers = Takers(position for position, _ in ops)
-    for position, effect in ops:
-        made = [item for item in (*effect.makes, *effect.adds) if item.kind in kinds]
-        if made:
-            taker = takers.of(position)
-            brought = taker, taker is not None and taker != position
-            for item in made:
-                life = brought if ITEMS[item.kind].memory == "device" else (position, False)
-                if item not in starts or _since(life) < _since(starts[item]):
-                    starts[item] = life
-        for item in effect.reads:
-            if item.kind in kinds:
-                uses.setdefault(item, []).append(position)
+    starts, uses = _starts(effects, ops), _last_uses(ops)
     found: list[Lifetime] = []
-    for item in sorted({*starts, *uses}, key=_rank):
-        start, is_brought = starts.get(item, begin)
-        ends = () if effects.outlives(item) else tuple(sorted(uses.get(item, ())))
-        if not ends and start is not None and not effects.outlives(item):
-            ends = (start,)  # nobody reads it: it dies with the op that makes it
-        storage = effects.shared_storage(item)
-        found.append(Lifetime(item, effects.nbytes(item), start, ends, storage, is_brought))
+    for number in sorted({*starts, *chain(*uses)}, key=effects.ranks.__getitem__):
+        item, memory, nbytes, storage, outlives = effects.items[number]
+        first, start, is_brought = starts.get(number, _AT_START)
+        last, ends = MOMENTS * num_ticks - 1, list[Position]()
+        if not outlives:
+            ends = [of_stream[number] for of_stream in uses if number in of_stream]
+            if not ends and start is not None:
+                ends = [start]  # nobody reads it: it dies with the op that makes it
+            if ends:
+                last = max(first, *[_end(position) for position in ends])
+        found.append(Lifetime(item, memory, nbytes, first, last, start, tuple(ends), storage, is_brought))
     return tuple(found)
 
 
-def _since(life: tuple[Position | None, bool]) -> int:
-    start, is_brought = life
-    return 0 if start is None else begin_of(start.tick, is_brought=is_brought)
+# How a life begins: its first moment, with which op, and whether a transfer brings it.
+_Start = tuple[int, Position | None, bool]
+_AT_START: _Start = 0, None, False
 
 
-_RANKS = {kind: rank for rank, kind in enumerate(ITEMS)}
+def _starts(effects: Effects, ops: Sequence[tuple[Position, KnownOp]]) -> dict[int, _Start]:
+    """How the lives of items begin that are made, or are there when the step begins."""
+    items = effects.items
+    starts = dict.fromkeys(effects.numbers(effects.standing()), _AT_START)
+    for taker, (position, op) in zip(takers(position for position, _ in ops), ops, strict=True):
+        for number in op.takes:
+            start: _Start = MOMENTS * position.tick, position, False
+            if taker is not position and items[number].memory == "device":
+                start = _AT_START if taker is None else (MOMENTS * taker.tick + 1, taker, True)
+            if number not in starts or start[0] < starts[number][0]:
+                starts[number] = start
+    return starts
 
 
-def _rank(item: Item) -> tuple[int, int, int]:
-    return item.micro_batch, _RANKS[item.kind], item.number
+def _last_uses(ops: Iterable[tuple[Position, KnownOp]]) -> list[dict[int, Position]]:
+    """By stream: the last op that uses each item."""
+    uses: dict[Stream, dict[int, Position]] = {}
+    for position, op in ops:
+        if op.uses:
+            of_stream = uses.setdefault(position.stream, {})
+            for number in op.uses:
+                of_stream[number] = position
+    return list(uses.values())
+
+
+def _end(position: Position) -> int:
+    """The last moment of what an op is the last to use; what a transfer used is released by later ticks."""
+    return MOMENTS * position.tick + (position.stream != Stream.COMPUTE)
 
 
 class Uses:
@@ -251,8 +244,9 @@ class Uses:
             self.releasers |= taking
         for life in books.lifetimes:
             if life.memory == memory:
-                taking |= {life.start} if life.start is not None else set()
-                self.releasers |= set({end.stream: end for end in life.ends}.values())
+                if life.start is not None:
+                    taking.add(life.start)
+                self.releasers.update(life.ends)
         self.takers: dict[str, list[Position]] = {}
         for position in sorted(taking):
             self.takers.setdefault(position.stream, []).append(position)
@@ -306,9 +300,8 @@ def alive_at(books: Books, moment: int) -> Iterator[Lifetime]:
     """The lives that take bytes of the device at a moment; of those that share a storage, the first."""
     storages: set[tuple[int, int]] = set()
     for life in books.lifetimes:
-        start, end = span(life, len(books.table.ticks))
         shared = None if life.storage is None else (life.storage, life.item.micro_batch)
-        if life.memory == "device" and start <= moment <= end and shared not in storages:
+        if life.memory == "device" and life.first <= moment <= life.last and shared not in storages:
             yield life
             storages |= set() if shared is None else {shared}
 
@@ -318,8 +311,8 @@ def device_moments(books: Books) -> tuple[tuple[int, ...], tuple[int, ...]]:
     lives = (life for life in books.lifetimes if life.memory == "device")
     live = live_moments(lives, len(books.table.ticks), books.table.arena_bytes)
     needed = list(live)
-    for op, (position, _) in zip(books.table.ops, books.ops, strict=True):
-        needed[begin_of(position.tick, is_brought=False)] += books.effects.workspace(*op.key)
+    for position, effect in books.ops:
+        needed[MOMENTS * position.tick] += effect.workspace
     return live, tuple(needed)
 
 
@@ -335,8 +328,8 @@ def find_peak(table: Table) -> Peak:
     peak = Peak(moment, None, ())
     row = table.ticks[peak.tick]
     ops = [] if peak.is_after else [op.key for op in row.values()]
-    workspace = sum(books.effects.workspace(*op) for op in ops)
-    is_loss = any(0 < books.effects.workspace(*op) == books.effects.loss_workspace(*op[1:]) for op in ops)
+    workspace = sum(books.effects.of(*op).workspace for op in ops)
+    is_loss = any(0 < books.effects.of(*op).workspace == books.effects.loss_workspace(*op[1:]) for op in ops)
     parts = {"weights": table.arena_bytes, "loss" if is_loss else "workspace": workspace}
     for life in alive_at(books, moment):
         part = ITEMS[life.item.kind].part

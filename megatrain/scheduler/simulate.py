@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from math import isfinite
 from typing import NamedTuple
@@ -13,7 +13,7 @@ from megatrain.counts import counted
 from megatrain.errors import ScheduleError
 from megatrain.hardware.hardware import Hardware
 from megatrain.scheduler.costs import Costs, Measured, books_durations, op_durations
-from megatrain.scheduler.dependency import all_waits, dependency_graph, derive_waits
+from megatrain.scheduler.dependency import dependency_graph, derive_waits, latest_waits
 from megatrain.scheduler.effects import streams
 from megatrain.scheduler.items import Stream
 from megatrain.scheduler.lifetimes import Books
@@ -30,21 +30,6 @@ class Timing:
     position: Position
     start_s: float
     end_s: float
-
-
-class QueuedOp(NamedTuple):
-    """An op in the queue of its stream.
-
-    Attributes:
-        tick: Its tick, by which other ops know it.
-        seconds: How long it takes alone.
-        waits: Streams, and ticks of ops in them, that must be done before. An op is done when a later one of its
-            stream is.
-    """
-
-    tick: int
-    seconds: float
-    waits: Sequence[tuple[Stream, int]]
 
 
 def speed(hardware: Hardware, stream: str, busy: Collection[str]) -> float:
@@ -65,71 +50,46 @@ def speed(hardware: Hardware, stream: str, busy: Collection[str]) -> float:
 
 
 def shared_timeline(
-    durations: Mapping[Position, float], waits: Mapping[Position, Collection[Position]], hardware: Hardware
+    durations: Mapping[Position, float], waits: Mapping[Position, Iterable[Position]], hardware: Hardware
 ) -> tuple[Timing, ...]:
     """Runs every op as soon as its stream is free and its dependencies are done, as fast as the others let it.
 
     Args:
         durations: Seconds of each op alone, in table order.
         waits: For each op, the ops of other streams that it waits for.
-        hardware: The machine.
-    """
-    queues: dict[Stream, list[QueuedOp]] = {}
-    for position, seconds in durations.items():
-        before = [(other.stream, other.tick) for other in waits[position]]
-        queues.setdefault(position.stream, []).append(QueuedOp(position.tick, seconds, before))
-    times = run_queues(queues, hardware)
-    done = {
-        Position(op.tick, stream): time
-        for stream, queue in queues.items()
-        for op, time in zip(queue, times[stream], strict=True)
-    }
-    return tuple(Timing(position, *done[position]) for position in durations)
-
-
-def run_queues(
-    queues: Mapping[Stream, Sequence[QueuedOp]], hardware: Hardware
-) -> dict[Stream, list[tuple[float, float]]]:
-    """Runs the ops of each stream in their order; returns when each begins and ends.
-
-    Args:
-        queues: The ops of each stream.
         hardware: The machine, which says how streams slow each other down.
     """
-    names, ops = list(queues), list(queues.values())
-    place = {stream: number for number, stream in enumerate(names)}
-    waits = [[[(place[stream], tick) for stream, tick in op.waits] for op in queue] for queue in ops]
-    speeds: dict[int, list[float]] = {}
-    latest = [-1] * len(names)  # the tick of the last op that is done
-    times: list[list[tuple[float, float]]] = [[] for _ in names]
-    begun, left = [0.0] * len(names), [0.0] * len(names)  # seconds that take place if nothing slows them down
-    now, running = 0.0, list[int]()
-    idle = [number for number, queue in enumerate(ops) if queue]
-    while idle or running:
-        for number in idle:
-            op = len(times[number])
-            if all([latest[other] >= tick for other, tick in waits[number][op]]):
-                begun[number], left[number] = now, ops[number][op].seconds
-                running.append(number)
+    number = {stream: n for n, stream in enumerate(dict.fromkeys(position.stream for position in durations))}
+    queues: list[list[Position]] = [[] for _ in number]
+    for position in durations:
+        queues[number[position.stream]].append(position)
+    needs = [[[(number[w.stream], w.tick) for w in waits[position]] for position in queue] for queue in queues]
+    done = [-1] * len(queues)  # by stream, the tick of the last op that is done
+    at, begun = [0] * len(queues), [0.0] * len(queues)
+    left: dict[int, float] = {}  # of the ops under way: seconds that they take if nothing slows them down
+    shares: dict[tuple[int, ...], list[float]] = {}  # by the streams at work
+    now, found = 0.0, dict[Position, Timing]()
+    while len(found) < len(durations):
+        for n, queue in enumerate(queues):
+            if n not in left and at[n] < len(queue) and all([done[m] >= tick for m, tick in needs[n][at[n]]]):
+                begun[n], left[n] = now, durations[queue[at[n]]]
         # An op that moves nothing doesn't slow others down.
-        busy = sum([1 << number for number in running if left[number] > 0])
-        if busy not in speeds:
-            streams = [stream for number, stream in enumerate(names) if busy >> number & 1]
-            speeds[busy] = [speed(hardware, stream, streams) for stream in names]
-        share = speeds[busy]
-        needed = [left[number] / share[number] for number in running]
-        passed = min(needed)
+        busy = tuple([n for n, seconds in left.items() if seconds > 0])
+        if busy not in shares:
+            streams_at_work = [stream for stream, n in number.items() if n in busy]
+            shares[busy] = [speed(hardware, stream, streams_at_work) for stream in number]
+        share = shares[busy]
+        passed = min([seconds / share[n] for n, seconds in left.items()])
         now += passed
-        for number, seconds in zip(running, needed, strict=True):
-            if seconds <= passed * _ROUNDING:
-                latest[number] = ops[number][len(times[number])].tick
-                times[number].append((begun[number], now))
-                left[number] = -1.0
+        for n, seconds in [*left.items()]:
+            if seconds / share[n] <= passed * _ROUNDING:
+                position = queues[n][at[n]]
+                found[position] = Timing(position, begun[n], now)
+                done[n], at[n] = position.tick, at[n] + 1
+                del left[n]
             else:
-                left[number] -= passed * share[number]
-        running = [number for number in running if left[number] >= 0]
-        idle = [n for n, queue in enumerate(ops) if n not in running and len(times[n]) < len(queue)]
-    return dict(zip(names, times, strict=True))
+                left[n] = seconds - passed * share[n]
+    return tuple(found[position] for position in durations)
 
 
 def link_bound(h2d_s: float, d2h_s: float, hardware: Hardware) -> float:
@@ -281,7 +241,12 @@ def simulate(schedule: Table, costs: Costs) -> Simulation:
     Raises:
         ScheduleError: If the schedule doesn't know its workload, or the measurement lacks one of its ops.
     """
-    timeline = _timeline(schedule, costs)
+    return simulate_books(Books(schedule), costs)
+
+
+def simulate_books(books: Books, costs: Costs) -> Simulation:
+    """The same as `simulate`, of what is known of a table."""
+    timeline = _timeline(books, costs)
     total = dict.fromkeys(streams(), 0.0)
     for timing in timeline:
         total[timing.position.stream] += timing.end_s - timing.start_s
@@ -291,16 +256,15 @@ def simulate(schedule: Table, costs: Costs) -> Simulation:
     return Simulation(step_s, busy, max(streams(), key=lambda s: total[s]), timeline)
 
 
-def _timeline(schedule: Table, costs: Costs) -> tuple[Timing, ...]:
-    books = Books(schedule)
-    durations, waits = books_durations(books, costs), all_waits(books)
+def _timeline(books: Books, costs: Costs) -> tuple[Timing, ...]:
+    durations, waits = books_durations(books, costs), latest_waits(books)
     if isinstance(costs, Hardware) and costs.is_shared:
-        return shared_timeline(durations, waits, costs)
+        return shared_timeline(durations, {op: latest.values() for op, latest in waits.items()}, costs)
     free = dict.fromkeys(streams(), 0.0)
     ends: dict[Position, float] = {}
     timeline: list[Timing] = []
     for position, seconds in durations.items():
-        start = max([free[position.stream], *(ends[before] for before in waits[position])])
+        start = max([free[position.stream], *(ends[before] for before in waits[position].values())])
         free[position.stream] = ends[position] = start + seconds
         timeline.append(Timing(position, start, start + seconds))
     return tuple(timeline)
@@ -313,7 +277,7 @@ def critical_path(schedule: Table, costs: Costs) -> tuple[float, tuple[Position,
     step takes, and why.
     """
     if isinstance(costs, Hardware) and costs.is_shared:
-        durations = {timing.position: timing.end_s - timing.start_s for timing in _timeline(schedule, costs)}
+        durations = {timing.position: timing.end_s - timing.start_s for timing in _timeline(Books(schedule), costs)}
     else:
         durations = op_durations(schedule, costs)
     return _longest_path(dependency_graph(schedule), durations)

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Iterator
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from math import inf
 from typing import NamedTuple
 
 from megatrain.scheduler.builder.host_ticks import HostTicks, deferred_updates, head_updates, place_host, written
 from megatrain.scheduler.builder.order import Rows, assign_ticks
 from megatrain.scheduler.builder.stays import Stay, compute_stages, giants, place_slots, stays_of
-from megatrain.scheduler.effects import Parking, Parks, host_value_bytes, park_bytes
+from megatrain.scheduler.effects import Effects, Parking, Parks, host_value_bytes, park_bytes
 from megatrain.scheduler.items import NO_BLOCK, Stream
 from megatrain.scheduler.lifetimes import Books, Lifetime, device_moments, live_bytes, moved_bytes, of_ticks, slab_bytes
 from megatrain.scheduler.step_kind import StepKind
@@ -102,8 +103,9 @@ class Builder:
         self.stages = compute_stages(workload, kind)
         self._deferred = deferred_updates(workload, kind)
         self._parking = Parking(workload, kind)
+        self._step = Effects(workload, kind, (), (), {}, (), self._deferred)
         self._placed: dict[Hashable, _Weights] = {}
-        self._ticks: dict[Hashable, tuple[Rows, HostTicks]] = {}
+        self._ticks: dict[Hashable, tuple[Tick, ...]] = {}
         self._tables: dict[Choices, Table] = {}
 
     def table(self, plan: Choices) -> Table:
@@ -112,16 +114,14 @@ class Builder:
             self._tables[plan] = self._made(plan)
         return self._tables[plan]
 
+    def books(self, plan: Choices) -> Books:
+        """What the ops of a plan's table do, and its lifetimes."""
+        return Books(self.table(plan), effects=self._effects(plan, self._parked(plan)))
+
     def _made(self, plan: Choices) -> Table:
         placed, parked = self._place(plan), self._parked(plan)
-        rows, host = self._placed_ops(plan, placed, parked)
-        cells: list[list[Op]] = [[] for _ in range(max(rows.num_ticks, host.num_ticks))]
-        for stay, slot, tick in zip(placed.stays, placed.slot_of, rows.loads, strict=True):
-            cells[tick].append(Op(Stream.H2D, "W", stay.block, slot))
-        for tick, op in _ops(rows, host, has_micro_batches=self.kind.micro_batches > 1):
-            cells[tick].append(op)
         table = Table(
-            ticks=tuple(Tick(*ops) for ops in cells),
+            ticks=self._ticks_of(plan, placed, parked),
             slots=placed.slots,
             keep=plan.keep,
             saves=plan.saves,
@@ -137,7 +137,13 @@ class Builder:
             results=plan.results,
             workload=self.workload,
         )
-        return self._with_bytes(table, Books(table), parked)
+        return self._with_bytes(table, Books(table, effects=self._effects(plan, parked)), parked)
+
+    def _parked(self, plan: Choices) -> Parks:
+        return self._parking.values(keep=plan.keep, saves=plan.saves, results=plan.results)
+
+    def _effects(self, plan: Choices, parked: Parks) -> Effects:
+        return self._step.chosen(plan.saves, plan.results, parked, plan.persistent)
 
     def _with_bytes(self, table: Table, books: Books, parked: Parks) -> Table:
         """The table with the figures of its header."""
@@ -182,8 +188,8 @@ class Builder:
             self._placed[chosen] = _Weights(head, stays, *place_slots(stays))
         return self._placed[chosen]
 
-    def _placed_ops(self, plan: Choices, placed: _Weights, parked: Parks) -> tuple[Rows, HostTicks]:
-        """The ticks of all ops, which don't depend on the graphs that are retained."""
+    def _ticks_of(self, plan: Choices, placed: _Weights, parked: Parks) -> tuple[Tick, ...]:
+        """The rows, which don't depend on the graphs that are retained."""
         known_by = _placing(plan), plan.has_late_offloads, tuple(parked.items())
         if known_by not in self._ticks:
             rows = assign_ticks(
@@ -196,11 +202,14 @@ class Builder:
                 written=written(self.workload, self.kind, placed.head),
             )
             rows = between_ranks(rows, self.kind)
-            self._ticks[known_by] = rows, place_host(self.workload, self.kind, rows.ticks, placed.head)
+            host = place_host(self.workload, self.kind, rows.ticks, placed.head)
+            cells: list[list[Op]] = [[] for _ in range(max(rows.num_ticks, host.num_ticks))]
+            for stay, slot, tick in zip(placed.stays, placed.slot_of, rows.loads, strict=True):
+                cells[tick].append(_op(Stream.H2D, "W", stay.block, slot))
+            for tick, op in _ops(rows, host, has_micro_batches=self.kind.micro_batches > 1):
+                cells[tick].append(op)
+            self._ticks[known_by] = tuple(Tick(*ops) for ops in cells)
         return self._ticks[known_by]
-
-    def _parked(self, plan: Choices) -> Parks:
-        return self._parking.values(keep=plan.keep, saves=plan.saves, results=plan.results)
 
 
 def _placing(plan: Choices) -> Hashable:
@@ -218,7 +227,7 @@ def _ops(rows: Rows, host: HostTicks, *, has_micro_batches: bool) -> Iterator[tu
     ):
         for block, ticks in of_blocks.items():
             for number, tick in enumerate(ticks):
-                yield tick, Op(stream, what, block, None, number if has_micro_batches else None)
+                yield tick, _op(stream, what, block, None, number if has_micro_batches else None)
     for stream, what, of_block in (
         (Stream.D2H, "G", rows.ticks.offload),
         (Stream.RECEIVE, "R", rows.ticks.receive),
@@ -227,9 +236,13 @@ def _ops(rows: Rows, host: HostTicks, *, has_micro_batches: bool) -> Iterator[tu
         (Stream.PEERS, "V", host.whole),
         (Stream.HOST, "S", host.squares),
     ):
-        yield from ((tick, Op(stream, what, block)) for block, tick in of_block.items())
+        yield from ((tick, _op(stream, what, block)) for block, tick in of_block.items())
     if host.norm is not None:
-        yield host.norm, Op(Stream.HOST, "N", NO_BLOCK)
+        yield host.norm, _op(Stream.HOST, "N", NO_BLOCK)
+
+
+# Tables of one workload have most ops in common.
+_op = lru_cache(1 << 16)(Op)
 
 
 def place_gradients(lives: Iterable[Lifetime]) -> tuple[Place, ...]:

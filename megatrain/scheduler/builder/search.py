@@ -19,7 +19,7 @@ from megatrain.scheduler.builder.draft import Builder, Choices, with_late_offloa
 from megatrain.scheduler.builder.stays import by_benefit
 from megatrain.scheduler.costs import OpSeconds
 from megatrain.scheduler.effects import keep_all, parked_values
-from megatrain.scheduler.simulate import simulate
+from megatrain.scheduler.simulate import simulate_books
 from megatrain.scheduler.step_kind import StepKind
 from megatrain.scheduler.workload import Workload
 
@@ -327,33 +327,29 @@ class Search:
     def _most_uses(self, family: Family, taken: tuple[MemoryUse, ...], left: tuple[MemoryUse, ...]) -> int:
         """How many of the uses that are left fit, where none does and more of them take more memory.
 
-        A use takes about its own bytes at the peak, or none there. So the guess between two known numbers is good; each
-        fourth halves what is left.
+        A use takes about its own bytes at the peak, or none there. So the guess between two known numbers is good; a
+        guess that leaves more than half of the numbers is followed by one in their middle.
         """
 
-        def plan(count: int) -> Choices:
-            return family.plan((*taken, *left[:count]))
-
         def nbytes(count: int) -> int:
-            return self._builder.table(plan(count)).device_bytes
+            return self._builder.table(family.plan((*taken, *left[:count]))).device_bytes
 
         sizes = [0, *accumulate(use.nbytes for use in left)]
         low, high = 0, len(left) + 1
-        turn = 0
-        while high - low > 1:
-            turn += 1
+        halves = False
+        while (width := high - low) > 1:
             room = float(self._memory - nbytes(low))
             if high <= len(left):
-                needed = nbytes(high) - nbytes(low)
-                room *= (sizes[high] - sizes[low]) / needed
-            guess = bisect_right(sizes, sizes[low] + room) - 1 if turn % 4 else (low + high) // 2
+                room *= (sizes[high] - sizes[low]) / (nbytes(high) - nbytes(low))
+            guess = (low + high) // 2 if halves else bisect_right(sizes, sizes[low] + room) - 1
             guess = min(high - 1, max(low + 1, guess))
             low, high = (guess, high) if nbytes(guess) <= self._memory else (low, guess)
+            halves = not halves and 2 * (high - low) > width
         return low
 
     def _time(self, plan: Choices) -> float:
         if plan not in self._seconds:
-            self._seconds[plan] = simulate(self._builder.table(plan), self._machine).step_s
+            self._seconds[plan] = simulate_books(self._builder.books(plan), self._machine).step_s
         return self._seconds[plan]
 
 
