@@ -19,8 +19,8 @@ import megatrain
 from megatrain.device import Cuda
 from megatrain.errors import DeviceMemoryWarning, ExecuteError
 from megatrain.memory.out_of_memory import DeviceMemoryError, let_go, ran_out
-from megatrain.runtime import operations
 from megatrain.runtime import accumulation as sums
+from megatrain.runtime import operations
 from megatrain.runtime.operations import HANDLERS
 from megatrain.sizes import format_bytes
 from tests.models import MODELS
