@@ -26,8 +26,8 @@ from megatrain.torch_private import (
     pytree,
     unset_fake_temporarily,
 )
-from megatrain.tracer.recording.sandbox import uncompiled
 from megatrain.tracer.packing import is_wrapper, packing_key, plain_tensors, repacked
+from megatrain.tracer.recording.sandbox import uncompiled
 from megatrain.tracer.spec import TensorSpec
 
 Optimizer = torch.optim.Optimizer
