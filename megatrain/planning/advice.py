@@ -379,7 +379,7 @@ def _families(plan: PlannedStep) -> Iterator[list[Variation]]:
         factors = tuple(-(2**n) for n in range(1, _HALVINGS))
         yield list(splits(sizes[MICRO_BATCH], micro_batches, factors))
     # By the planner itself.
-    is_cut = options["block_bytes"] is None and options["chunking"] != "never" and options["ranks"] == "alone"
+    is_cut = options["block_bytes"] is None and options["chunking"] != "never"
     if plan.too_small is not None and not is_cut:
         largest = max((block.state_bytes for block in plan.schedule.known_workload().blocks), default=0)
         yield [varied(block_bytes=as_printed(largest >> n)) for n in range(1, 5)]

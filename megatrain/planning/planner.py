@@ -186,7 +186,6 @@ class StepOptions:
     hardware: Hardware | None = None
     chunking: str = "auto"
     most_result_bytes: int | None = None
-    ranks: str = "alone"
 
 
 class _Capture(NamedTuple):
@@ -329,7 +328,7 @@ class Planner:
         results = {"most_result_bytes": options.most_result_bytes}
         of_machine = hardware if memory else None, usual
         key = found.key, kind, memory, activations, *of_machine, options.masters, *results.values()
-        captures, is_alone = [found.programs] * kind.micro_batches, not kind.has_other_ranks
+        captures = [found.programs] * kind.micro_batches
         masters = options.masters if options.precision == "bf16" else "whole"
         own = {"loss_bytes": found.loss_bytes, "usual": usual, "masters": masters}
         made = partial(step_schedule, kind=kind, **own)
@@ -341,10 +340,10 @@ class Planner:
                 return plain[0], free, None
             fits = partial(made, memory=memory, activations=activations, hardware=hardware, **results)
             try:
-                _, programs, table = first_that_fits(captures, fits, hardware, memory, may_cut=is_alone)
+                _, programs, table = first_that_fits(captures, fits, hardware, memory)
             except TooSmallError as error:
                 least = partial(made, num_slots=1, activations=_LEAST.get(activations, activations))
-                programs = found.programs.extremes if is_alone else found.programs.in_own_blocks
+                programs = found.programs.extremes
                 tables = [(program, least([program] * kind.micro_batches)) for program in programs]
                 return (*min(tables, key=lambda pair: pair[1].device_bytes), str(error))
             return programs[0], table, None
@@ -424,6 +423,4 @@ def _step_kind(program: Program, options: StepOptions, updates: str) -> StepKind
         updates=updates,
         clip=options.max_grad_norm is not None,
         outputs="release",
-        ranks=options.ranks,
-        store="own" if options.ranks == "alone" or options.masters == "rounded" else "shared",
     )

@@ -67,8 +67,6 @@ class Call:
         self._left: dict[str, TensorSpec] = {}
         self.gradients: dict[str, torch.Tensor] = {}
         self.parameter_gradients: dict[int, list[ParameterGradient]] = {}
-        # Sums of the rank before, until they are added.
-        self.received: dict[int, list[torch.Tensor | None]] = {}
         self.graphs: dict[int, LocalGraph] = {}
         self.differentiated: set[int] = set()
         self.state_of: dict[int, Bytes | None] = {}
@@ -193,11 +191,6 @@ class Call:
         self.parameter_gradients[block] = sums
         self.hold("parameters", block, [gradient for gradient, _ in sums])
 
-    def set_received(self, block: int, tensors: list[torch.Tensor | None]) -> None:
-        """Keeps memory for sums of the rank before."""
-        self.received[block] = tensors
-        self.hold("received", block, tensors)
-
     def drop(self, kind: str, name: str | int) -> None:
         """Drops the tensors of a `hold`; an `original` is the value of that name, which was parked."""
         if kind == "original":
@@ -213,7 +206,6 @@ class Call:
             "returned": self.returned,
             "gradient": self.gradients,
             "parameters": self.parameter_gradients,
-            "received": self.received,
             "saved": self.graphs,
         }[kind]
 
@@ -300,7 +292,7 @@ class Call:
         self.status = status
         if status == FAILED:
             self.start = None
-        for kind in ("returned", "value", "gradient", "parameters", "received", "saved"):
+        for kind in ("returned", "value", "gradient", "parameters", "saved"):
             for name in list(self._registry(kind)):
                 self.drop(kind, name)
         self.rng.clear()

@@ -103,7 +103,7 @@ class Run:
             ExecuteError: See `forward`.
         """
         self.begin()
-        self._operations.sink.begin(trainer.receive)
+        self._operations.sink.begin(trainer.receive, trainer.exchange.land)
         self._go(self._operations.instructions.backward, trainer)
 
     def complete(self, trainer: StepTrainer) -> None:

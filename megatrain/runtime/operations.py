@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -15,10 +14,9 @@ from megatrain.runtime.block import LocalGraph, Tensors
 from megatrain.runtime.call import Call
 from megatrain.runtime.call_start import Start, sampled
 from megatrain.runtime.engine import Engine
-from megatrain.runtime.gradients.landing import KeptLanding, Landing, LandingArena, PlainLanding
+from megatrain.runtime.gradients.landing import Landing, LandingArena, PlainLanding
 from megatrain.runtime.gradients.sink import GradientSink, added, marked
 from megatrain.runtime.loaded import Loaded
-from megatrain.runtime.rank_sums import RankSums, join
 from megatrain.runtime.stores.host_store import BlockImage, HostStore
 from megatrain.runtime.stores.parks import Persisting
 from megatrain.runtime.streams.events import Watch
@@ -181,10 +179,8 @@ class Operations:
         self.instructions = schedule.instructions
         self.segments = engine.segments.of(schedule, [each.program for each in loaded])
         self.slots = Slots(loaded[0].images, engine, loaded[0].program, schedule)
-        landing = KeptLanding() if schedule.kind.keeps_totals else self._landing(arena)
-        parts = loaded[0].facts.parts
+        parts, landing = loaded[0].facts.parts, self._landing(arena)
         self.sink = GradientSink(lambda key: engine.tensors[key], engine.device, parts=parts, landing=landing)
-        self._rank_sums = RankSums(engine, loaded[0].program, schedule.kind)
         self._alone, self._is_serial = without_offload(self.instructions), schedule.kind.updates == "serial"
         self._offloads = {each.op.block: each.position for each in self.instructions.all if each.op.what == "G"}
 
@@ -192,7 +188,7 @@ class Operations:
         """Returns where gradients land; None for calls whose gradients are made on the host, and stay there."""
         loaded, engine, nbytes = self.loaded[0], self.engine, self.instructions.landing_bytes
         if arena is not None:
-            return Landing(nbytes, loaded.program, arena, are_totals=self.schedule.kind.has_other_ranks)
+            return Landing(nbytes, loaded.program, arena)
         if engine.device.can_bind:
             return None
         return PlainLanding(loaded.program, loaded.facts, engine.gradients, engine.bus, nbytes)
@@ -276,11 +272,9 @@ class Operations:
 
     def _take(self, calls: Sequence[Call], items: Sequence[Item]) -> None:
         """Takes device memory for what transfers will bring; on the thread of compute, in the order of its stream."""
-        for kind, number, micro_batch in items:
+        for _, number, micro_batch in items:
             call = calls[micro_batch]
-            if kind == "received":
-                call.set_received(number, self._rank_sums.empty(number))
-            elif (name := call.loaded.names[number]) is not None:
+            if (name := call.loaded.names[number]) is not None:
                 call.take(name, self.engine.device)
 
     def prefetch(self, taken: Taken, instruction: Instruction) -> None:
@@ -345,8 +339,6 @@ class Operations:
         call = taken.calls[instruction.micro_batch]
         block = call.loaded.program.blocks[instruction.op.block]
         if block.index not in call.differentiated:
-            if instruction.micro_batch == 1:
-                join(taken.calls[0], block.index)
             with showing(taken.calls, instruction.micro_batch, block.index, self.engine):
                 self._differentiate(taken, call, block, instruction)
             call.differentiated.add(block.index)
@@ -397,23 +389,10 @@ class Operations:
         return add
 
     def offload(self, taken: Taken, instruction: Instruction) -> None:
-        """G: of the total of all ranks, where there are several."""
+        """G."""
         first, block = taken.calls[0], taken.calls[0].loaded.program.blocks[instruction.op.block]
-        completes = first.loaded.facts.completes[block.index]
-        if instruction.op.what == "G" and self.schedule.kind.has_other_ranks:
-            found = self._rank_sums.totals(first, block.index)
-        else:
-            found = nullcontext(first.parameter_gradients[block.index])
-        with found as gradients:
-            self.sink.receive(block.index, block.binding, gradients, completes, instruction.landing)
-
-    def receive(self, taken: Taken, instruction: Instruction) -> None:
-        """R: the sum of the ranks before, to which this rank adds."""
-        self._rank_sums.receive(taken.calls[0], instruction.op.block)
-
-    def pass_on(self, taken: Taken, instruction: Instruction) -> None:
-        """P."""
-        self._rank_sums.pass_on(taken.calls[0], instruction.op.block)
+        gradients, completes = first.parameter_gradients[block.index], first.loaded.facts.completes[block.index]
+        self.sink.receive(block.index, block.binding, gradients, completes, instruction.landing)
 
     def squares(self, taken: Taken, instruction: Instruction) -> None:
         """S."""
@@ -426,10 +405,6 @@ class Operations:
     def update(self, taken: Taken, instruction: Instruction) -> None:
         """U."""
         taken.step_trainer.update(instruction.op.block)
-
-    def wait(self, taken: Taken, instruction: Instruction) -> None:
-        """V: until other ranks have updated the block."""
-        taken.step_trainer.wait(instruction.op.block, self._rank_sums.go_on)
 
 
 Handler = Callable[[Operations, Taken, Instruction], None]
@@ -444,8 +419,5 @@ HANDLERS: dict[tuple[str, str], Handler] = {
     (Stream.HOST, "S"): Operations.squares,
     (Stream.HOST, "N"): Operations.norm,
     (Stream.HOST, "U"): Operations.update,
-    (Stream.RECEIVE, "R"): Operations.receive,
-    (Stream.SEND, "P"): Operations.pass_on,
-    (Stream.PEERS, "V"): Operations.wait,
 }
 """What does each kind of op, by stream and letter; `megatrain.extending.register_op` adds more."""

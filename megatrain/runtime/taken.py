@@ -13,6 +13,7 @@ from megatrain.errors import ExecuteError
 from megatrain.runtime.call import Call
 from megatrain.runtime.call_start import version
 from megatrain.runtime.engine import Engine
+from megatrain.runtime.exchange import Exchange
 from megatrain.scheduler.instructions import Instructions
 from megatrain.scheduler.items import Item
 from megatrain.scheduler.table import Position
@@ -129,6 +130,8 @@ class StepTrainer(Protocol):
 
     has_loss: bool
     """Whether the user's code makes losses."""
+    exchange: Exchange
+    """Who else has gradients of the step's blocks."""
 
     def before_compute(self, micro_batch: int) -> None:
         """Called before each F and B, on the caller's thread; an error in it stops the step."""
@@ -156,7 +159,7 @@ class StepTrainer(Protocol):
         """Updates the parameters that belong to a block."""
 
     def wait(self, block: int, go_on: Callable[[], object]) -> None:
-        """Waits until other ranks have updated their parts of a block; on a thread of its own.
+        """Waits until all processes have updated their parts of a block; on a thread of its own.
 
         Args:
             block: The block.

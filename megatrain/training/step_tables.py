@@ -17,14 +17,14 @@ from megatrain.planning.fitting_blocks import first_that_fits, with_true_hint
 from megatrain.planning.saved_plan import AnyPlan, SavedPlan, saved_plan
 from megatrain.planning.step_programs import StepPrograms
 from megatrain.progress import stage
-from megatrain.ranks.ranks import Ranks
 from megatrain.runtime.engine import Engine
+from megatrain.runtime.exchange import Exchange
 from megatrain.runtime.executor import Executor
 from megatrain.runtime.gradients.landing import LandingArena
 from megatrain.scheduler.explain import workload_lines
 from megatrain.scheduler.from_program import check_buffers, merge_programs, step_schedule
 from megatrain.scheduler.schedule import Schedule
-from megatrain.scheduler.step_kind import RANKS, STORES, StepKind
+from megatrain.scheduler.step_kind import StepKind
 from megatrain.scheduler.workload import Workload
 from megatrain.sizes import format_bytes
 
@@ -160,8 +160,7 @@ class StepTables:
         options: The options of `compile`.
         budget: The bound of the device memory that schedules take.
         plan: A plan whose schedule all steps take, or None.
-        ranks: The processes that train together; None for one that trains alone.
-        is_shared: Whether others of its host share its store.
+        exchange: Who else takes the steps; its ops go into their schedules.
     """
 
     def __init__(
@@ -169,12 +168,9 @@ class StepTables:
         options: Options,
         budget: DeviceBudget,
         plan: AnyPlan | None = None,
-        ranks: Ranks | None = None,
-        *,
-        is_shared: bool = False,
+        exchange: Exchange | None = None,
     ):
-        self._place = RANKS[0] if ranks is None else ranks.place
-        self._store = STORES[is_shared]
+        self._exchange = Exchange() if exchange is None else exchange
         self._options = options
         self._budget = budget
         self._given = None if plan is None else GivenPlan(saved_plan(plan), options)
@@ -195,8 +191,6 @@ class StepTables:
             clip=clip,
             outputs="release",
             reports_norm=reports_norm,
-            ranks=self._place,
-            store=self._store,
         )
 
     def schedule(
@@ -248,7 +242,7 @@ class StepTables:
         if order not in known.executors:
             programs = known.programs_of(captures)
             if self._arena is None:
-                self._arena = LandingArena(engine.bus)
+                self._arena = self._exchange.landing(engine.bus)
                 engine.gradients.clear()  # gradients land there from now on
             made = Executor(programs, known.schedule, engine, arena=self._arena, merged=known.programs)
             known.executors[order] = made
@@ -274,7 +268,7 @@ class StepTables:
         """As `first_that_fits`; an error about the budget names smaller blocks if they help."""
         machine, memory = self._options.hardware, self._budget.nbytes
         try:
-            return first_that_fits(captures, plan, machine, memory, may_cut=not kind.has_other_ranks)
+            return first_that_fits(captures, plan, machine, memory, may_cut=self._exchange.is_alone)
         except TooSmallError as error:
             raise with_true_hint(error, captures[0].at(0), partial(_with_blocks, captures, plan)) from None
 
@@ -289,7 +283,7 @@ class StepTables:
                 "masters": self._options.masters,
                 "most_result_bytes": None if self._options.keeps_results else 0,
             }
-            planned = step_schedule(programs, kind, **own)
+            planned = self._exchange.scheduled(step_schedule(programs, kind, **own))
         if not any(op.what == "G" for op in planned.ops):
             raise ExecuteError(
                 "no parameter of the model gets a gradient.\n  A step trains parameters that require grad and that "

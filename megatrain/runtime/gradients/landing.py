@@ -146,14 +146,12 @@ class Landing:
         nbytes: Bytes of all of them; some may use the same bytes one after another.
         program: What runs.
         arena: Where they are.
-        are_totals: They are totals of several ranks, which are on the host already.
     """
 
-    def __init__(self, nbytes: int, program: Program, arena: LandingArena, *, are_totals: bool = False):
+    def __init__(self, nbytes: int, program: Program, arena: LandingArena):
         self._arena = arena
-        self._are_totals = are_totals
         self._nbytes = nbytes
-        self._layouts = _layouts(program)
+        self._layouts = block_layouts(program)
         self._keys = [block.binding for block in program.blocks]
         self._memory: HostArena | None = None
         self._places: dict[int, list[torch.Tensor | None]] = {}
@@ -178,10 +176,7 @@ class Landing:
             gradients: Of the block's state, in its order.
         """
         bus, places = self._arena.bus, self.places(block, where)
-        found = [
-            Landed(_brought(bus, g, place, self._memory, is_total=self._are_totals))
-            for place, g in zip(places, gradients, strict=True)
-        ]
+        found = [Landed(_brought(bus, g, place, self._memory)) for place, g in zip(places, gradients, strict=True)]
         bus.device.synchronize()
         return found
 
@@ -194,18 +189,6 @@ class Landing:
             by_key = {entry.key: tensor for entry, tensor in zip(layout.entries, found, strict=True)}
             self._places[block] = [by_key.get(key) for key in self._keys[block]]
         return self._places[block]
-
-
-class KeptLanding:
-    """The gradients of a training step that stay where they came: totals, in memory that ranks of a host share."""
-
-    def begin(self) -> None:
-        """Takes no memory."""
-
-    def land(self, block: int, where: Bytes | None, gradients: Sequence[torch.Tensor | None]) -> list[Landed]:
-        """Gives the gradients as they are; see `Landing`."""
-        del block, where
-        return [Landed(gradient) for gradient in gradients]
 
 
 class PlainLanding:
@@ -278,23 +261,18 @@ def _flat(slab: HostArena, offset: int, gradient: torch.Tensor) -> torch.Tensor:
 
 
 def _brought(
-    bus: Bus,
-    gradient: torch.Tensor | None,
-    place: torch.Tensor | None,
-    arena: HostArena | None,
-    *,
-    is_total: bool = False,
+    bus: Bus, gradient: torch.Tensor | None, place: torch.Tensor | None, arena: HostArena | None
 ) -> torch.Tensor | None:
     """Issues the copy of a gradient to its place. Sparse ones, and those of another dtype, get new memory at once."""
     if gradient is None or (gradient.layout != torch.strided and bus.device.can_bind):
         return gradient
     if place is None or arena is None or gradient.layout != torch.strided or place.dtype != gradient.dtype:
         return bus.device.to_host(gradient)
-    # The place of a tensor doesn't tell: a device's own memory may be the host's.
-    return place.copy_(gradient) if is_total else bus.to_host(place, gradient, arena)
+    return bus.to_host(place, gradient, arena)
 
 
-def _layouts(program: Program) -> list[BlockImage]:
+def block_layouts(program: Program) -> list[BlockImage]:
+    """The layout of each block's gradients: those of its trained state, each once."""
     state = program.state
     return [
         image([(key, state[key].spec) for key in dict.fromkeys(block.binding) if state[key].requires_grad])

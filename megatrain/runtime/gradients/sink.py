@@ -15,7 +15,7 @@ from megatrain.device import Device
 from megatrain.errors import ExecuteError, HookOrderWarning
 from megatrain.passes.interpret import looks_in_backward
 from megatrain.passes.program import Program
-from megatrain.runtime.gradients.landing import KeptLanding, Landed, Landing, PlainLanding
+from megatrain.runtime.gradients.landing import Landed, Landing, PlainLanding
 from megatrain.scheduler.instructions import Bytes
 from megatrain.tracer.inventory import StateEntry
 from megatrain.tracer.spec import TensorSpec
@@ -185,6 +185,10 @@ Take = Callable[[str, torch.Tensor], None]
 """Takes a parameter's key and its whole gradient, and may keep it. A taker that doesn't keep all has a method
 `keeps(key) -> bool`: whether it, or somebody that it gives them to, will keep the memory of the next gradient."""
 
+Land = Callable[[int, Bytes | None, Sequence[Landed]], "Sequence[Landed] | None"]
+"""Takes a block, where its gradients land, and the gradients there. Returns what is to be collected at once; None if
+`GradientSink.collect` will get the gradients later."""
+
 
 class Accumulation:
     """Takes gradients into `.grad`.
@@ -232,7 +236,7 @@ class GradientSink:
         device: Device,
         parts: Sequence[StateEntry] = (),
         *,
-        landing: Landing | KeptLanding | PlainLanding | None = None,
+        landing: Landing | PlainLanding | None = None,
     ):
         self._parameter_of = parameter_of
         self._device = device
@@ -248,9 +252,14 @@ class GradientSink:
         self.accumulation = Accumulation(parameter_of)
         self._take: Take = self.accumulation
         self._keeps = keeps_of(self._take)
+        self._land_first: Land | None = None
 
-    def begin(self, take: Take | None = None) -> None:
+    def begin(self, take: Take | None = None, land: Land | None = None) -> None:
         """Starts a backward, whose gradients `take` gets; None adds them to `.grad`.
+
+        Args:
+            take: See `Take`.
+            land: Gets what lands of each block first; None where nobody else has gradients of it.
 
         Raises:
             ExecuteError: If the host lacks the memory where they land.
@@ -258,6 +267,7 @@ class GradientSink:
         self.end()
         self._reuses_places = True
         self._take = take or self.accumulation
+        self._land_first = land
         self._keeps = keeps_of(self._take)
         if isinstance(self._landing, PlainLanding):
             self._landing.begin(self._keeps)
@@ -294,8 +304,27 @@ class GradientSink:
             completes: Keys whose sum is complete with this block.
             landing: Where the gradients land on the host; None if they stay where they are made, to be adopted there.
         """
+        landed: Sequence[Landed] | None = None
         if block not in self._received:
-            self._add(keys, self._land(block, keys, landing, gradients), completes)
+            landed = self._land(block, keys, landing, gradients)
+            if self._land_first is not None and (landed := self._land_first(block, landing, landed)) is None:
+                return
+        self.collect(block, keys, landed, completes)
+
+    def collect(
+        self, block: int, keys: Sequence[str], landed: Sequence[Landed] | None, completes: Collection[str]
+    ) -> None:
+        """Takes one block's gradients, where they are; the second half of `receive`, or what follows a `Land`.
+
+        Args:
+            block: Which it is.
+            keys: Parameters, in the order of `landed`.
+            landed: The gradients; None if the block came before.
+            completes: Keys whose sum is complete with this block.
+        """
+        if block not in self._received:
+            assert landed is not None
+            self._add(keys, landed, completes)
             self._received.add(block)
         for key in completes:
             total = self._sums.get(key)
@@ -354,8 +383,6 @@ class GradientSink:
         tensors = [gradient for gradient, _ in gradients]
         if isinstance(self._landing, PlainLanding):
             return self._landing.land(keys, tensors, self._stays)
-        if isinstance(self._landing, KeptLanding):
-            return self._landing.land(block, where, tensors)
         if self._landing is not None and self._reuses_places and where is not None:
             return self._landing.land(block, where, tensors)
         if not self._device.can_bind:
