@@ -470,7 +470,8 @@ class Updates:
         """The parameters and optimizer state that the remaining updates will change."""
         gradients = self._source.using.by_parameter
         for updater in self._updaters:
-            for parameter in (p for block in sorted(updater.left) for p in updater.owned(block) if p in gradients):
+            held = (p for block in sorted(updater.left) for p in updater.owned(block))
+            for parameter in (p for p in held if p in gradients or self._exchange.shares):
                 yield parameter
                 state = updater.optimizer.state.get(parameter, {})
                 yield from (value for value in state.values() if isinstance(value, torch.Tensor))

@@ -15,8 +15,8 @@ from torch import nn
 
 from megatrain.errors import RanksError
 from megatrain.optim.proxy import Optimizer
+from megatrain.ranks.division import check_moment, share_moments
 from megatrain.ranks.facts import Trained, digest_text
-from megatrain.ranks.parts import check_moment, share_moments
 from megatrain.ranks.shared_store import LOW, STATE, Name, SharedStore
 from megatrain.runtime.stores.homes import NewMemory
 

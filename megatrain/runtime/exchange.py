@@ -39,7 +39,7 @@ class Room(Protocol):
 class Exchange:
     """What a training step asks of other processes that train the same model; this one has none.
 
-    `megatrain.ranks.exchange` has the one of several processes.
+    `megatrain.ranks.rank_exchange` has the one of several processes.
 
     Attributes:
         is_alone: There are no others.

@@ -18,7 +18,7 @@ from megatrain.runtime.call import DONE, FAILED, OPEN, Call
 from megatrain.runtime.call_start import Start
 from megatrain.runtime.engine import Engine
 from megatrain.runtime.gradients.landing import LandingArena
-from megatrain.runtime.gradients.sink import Once, Take
+from megatrain.runtime.gradients.sink import Take, keeps_of
 from megatrain.runtime.loaded import Loaded, check_fits
 from megatrain.runtime.operations import Operations
 from megatrain.runtime.random_calls import MicroBatchGenerators, repeated_rng
@@ -142,6 +142,25 @@ class Run:
             if status == FAILED:
                 call.restore_buffers()
             call.close(status)
+
+
+class _Once:
+    """Hands each parameter's gradient on once: a backward that is repeated makes those again that came before.
+
+    Attributes:
+        keeps: See `Take`.
+    """
+
+    def __init__(self, take: Take):
+        self._take = take
+        self.keeps = keeps_of(take)
+        self._known: set[str] = set()
+
+    def __call__(self, key: str, gradient: torch.Tensor) -> None:
+        """See `Take`."""
+        if key not in self._known:
+            self._take(key, gradient)
+            self._known.add(key)
 
 
 class Executor:
@@ -324,7 +343,7 @@ class Executor:
         take: Take | None,
     ) -> list[torch.Tensor | None]:
         """Runs a backward; if it runs out of memory again from the start of the call, which needs no retained graph."""
-        once = Once(take or self._operations.sink.accumulation)
+        once = _Once(take or self._operations.sink.accumulation)
         attempts = Attempts("the backward", self.engine.device)
         while True:
             try:

@@ -141,7 +141,7 @@ class Setup:
         loss: Loss | None = None,
         reads: str = "all",
         plan: AnyPlan | None = None,
-        exchange: Exchange,
+        exchange: Exchange | None = None,
     ):
         for optimizer in optimizers:
             check_steps(optimizer)
@@ -149,7 +149,7 @@ class Setup:
         self.optimizers = optimizers
         self._check_apart()
         self._max_norm = max_norm
-        self._exchange = exchange
+        self._exchange = exchange = Exchange() if exchange is None else exchange
         self._times = UpdateTimes(
             compiled.model,
             optimizers,

@@ -20,7 +20,7 @@ from megatrain.planning.loss_bytes import Loss
 from megatrain.planning.saved_plan import PLAN, AnyPlan, SavedPlan
 from megatrain.progress import ProgressLine
 from megatrain.ranks.apart import refuse_apart
-from megatrain.ranks.exchange import exchange_of
+from megatrain.ranks.rank_exchange import exchange_of
 from megatrain.runtime.streams.events import RunClock, Stopwatch, Watch
 from megatrain.scheduler.costs import Measured
 from megatrain.scheduler.schedule import Schedule

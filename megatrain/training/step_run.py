@@ -49,8 +49,8 @@ class StepRules:
 
 
 @dataclass(slots=True)
-class _Attempt:
-    """One attempt at a step, as far as it came.
+class _Try:
+    """One try at a step, as far as it came.
 
     Args:
         batches: The micro-batches.
@@ -128,7 +128,7 @@ class StepRun:
             with self._completion.suspended():
                 self._compiled.complete_updates(besides=self._completion)  # of other steps over this model
                 while True:
-                    attempt = _Attempt(batches, counts, failed, watch, shares)
+                    attempt = _Try(batches, counts, failed, watch, shares)
                     try:
                         loss = self._run(attempt)
                     except Exception as error:
@@ -141,7 +141,7 @@ class StepRun:
                         self._completion.has_stepped = True
                         return spent(loss)
 
-    def _run(self, attempt: _Attempt) -> torch.Tensor:
+    def _run(self, attempt: _Try) -> torch.Tensor:
         """Runs a step; what is refused before it has an executor leaves no trace."""
         attempt.setting = setting = self._setup.setting(attempt.batches, attempt.failed)
         if not self._exchange.is_alone:
@@ -172,7 +172,7 @@ class StepRun:
         own = [loss.device for loss in running.losses] or [engine.device.torch_device]
         return reduce(torch.add, losses).to(own[0])  # added where they are, and moved to the device once
 
-    def _agreed(self, attempt: _Attempt, setting: Setting) -> Shares:
+    def _agreed(self, attempt: _Try, setting: Setting) -> Shares:
         """All processes take this step next; returns the shares of this one's micro-batches."""
         if self._exchange.is_alone:
             assert attempt.shares is not None
@@ -191,7 +191,7 @@ class StepRun:
         assert attempt.shares is not None
         return attempt.shares
 
-    def _may_repeat(self, error: Exception, attempt: _Attempt, repeated: Attempts) -> bool:
+    def _may_repeat(self, error: Exception, attempt: _Try, repeated: Attempts) -> bool:
         """Tells whether the step may be tried again after an error, once that is prepared."""
         setting, executor = attempt.setting, attempt.executor
         if isinstance(error, GuardFailedError):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from megatrain.ranks.ranks import NoCollectives
+from megatrain.ranks.processes import NoCollectives
 from tests.comparing import assert_same
 from tests.ranks.apart import calls, collective_in_loss, compiled_here, said_by, step_of, steps
 from tests.ranks.processes import Processes

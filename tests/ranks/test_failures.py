@@ -15,7 +15,7 @@ from tests.nightly import nightly
 from tests.ranks.failing import differing, dying, failing_early, failing_late, failing_op, impossible, saving_alone
 from tests.ranks.processes import Processes
 from tests.ranks.shared_processes import processes_fixture
-from tests.ranks.sides import Case, train_drawn
+from tests.ranks.sides import Case, eager_drawn, train_drawn
 from tests.strategies import Branch, Start, WritesInput
 from tests.training.parity import seeded_stack, stack_batch
 
@@ -66,7 +66,7 @@ def test_a_rank_that_fails_in_the_middle_ends_the_training_of_all(three: Process
         assert texts[2].startswith("ExecuteError: the ranks are no longer at the same step")
 
 
-@pytest.mark.parametrize("op", ["F1", "P1", *map(nightly, ("B1", "R1", "R3", "G0", "G3", "U0", "U2"))])
+@pytest.mark.parametrize("op", ["F1", "T1", *map(nightly, ("B1", "T3", "G0", "G3", "U0", "U2", "V1"))])
 def test_an_op_that_fails_is_named_on_all_ranks(op: str, three: Processes):
     found = three.run(failing_op, op)
     assert f"{op} fail" in found[1][0]
@@ -78,25 +78,27 @@ def test_an_op_that_fails_is_named_on_all_ranks(op: str, three: Processes):
         assert (f"{op} fail" in then) if early else then.startswith("ExecuteError: the ranks are no longer at the same")
 
 
-@pytest.mark.parametrize("deal", [(1, 2, 1), nightly(((1, 1, 1),))])
-def test_a_last_block_that_reads_other_values_than_its_capture_runs_again_on_all_ranks(
+@pytest.mark.parametrize("deal", [nightly(((1, 2, 1),)), nightly(((1, 1, 1),))])
+def test_a_last_block_that_reads_other_values_than_its_capture_runs_again_by_itself(
     deal: tuple[int, ...], three: Processes
 ):
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(1)
         model = Start(Branch(WritesInput()))
     case = Case("drawn", "deferred", [deal] * 3)
-    expected = train_drawn(None, case, model)
-    for each in three.run(train_drawn, case, model):
+    found = three.run(train_drawn, case, model)
+    expected = eager_drawn(case, model)
+    for each in found:
         assert not isinstance(each, BaseException), each
-        assert_same({name: value for name, value in expected.items() if name in each}, each)
+        names = expected.keys() & each.keys()
+        assert_same({name: expected[name] for name in names}, {name: each[name] for name in names})
 
 
-@pytest.mark.parametrize("when", [nightly("loss"), "update", nightly("between"), nightly("still")])
-def test_a_rank_that_is_killed_or_stands_still_is_named(when: str, processes: Processes):
-    found = processes.run(dying, when, 6.0, of=(0, 2))
+@pytest.mark.parametrize("when", [nightly("loss"), "update", nightly("between")])
+def test_a_rank_that_is_killed_is_named(when: str, processes: Processes):
+    found = processes.run(dying, when, of=(0, 2))
     for text in found:
-        named = "rank 1 ended: no sign of life", "rank 1 ended.", "rank 1 failed: it ended"
+        named = "rank 1 ended.", "rank 1 failed: it ended"
         assert text.removeprefix("RanksError: ").startswith(named), text
 
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 import os
 import re
 import signal
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
 
-from megatrain.ranks.host import PAGE, HostFile, can_tell_copies
+from megatrain.ranks.shared_memory import PAGE, SharedMemory, can_tell_copies
 from tests.comparing import assert_same
 from tests.nightly import nightly
 from tests.ranks.processes import Processes
@@ -21,9 +22,9 @@ needs_files = pytest.mark.skipif(not can_tell_copies(), reason="the system has n
 pytestmark = needs_files
 
 
-def test_a_host_file_is_one_memory_with_copies_of_what_each_writes_on_its_own():
-    one = HostFile.made()
-    other = HostFile.opened(one.address)
+def test_shared_memory_is_one_with_copies_of_what_each_writes_on_its_own():
+    one = SharedMemory.made()
+    other = SharedMemory.opened(one.address)
     with one.locked():
         offset, start = one.take(PAGE + 1)
         one.post({"at": [offset, start]})
@@ -42,7 +43,7 @@ def test_a_host_file_is_one_memory_with_copies_of_what_each_writes_on_its_own():
 def test_ranks_of_one_host_share_parameters_moments_and_masters(three: Processes):
     found = three.run(held, CASE)
     for each in found:
-        assert (each["kind"], each["parameters"], each["moments"]) == ("shared", True, True)
+        assert (each["shares"], each["parameters"], each["moments"]) == (True, True, True)
         assert each["lows"] > 0
     updated = [name for each in found for name in each["updated"]]
     assert len(updated) == len(set(updated)), "each parameter is updated by one rank"
@@ -51,7 +52,7 @@ def test_ranks_of_one_host_share_parameters_moments_and_masters(three: Processes
 
 def test_state_that_cannot_be_shared_leaves_each_rank_its_own_store(three: Processes):
     rounded = replace(CASE, compile={"precision": "bf16", "masters": "rounded"})
-    assert [each["kind"] for each in three.run(held, rounded)] == ["own"] * 3
+    assert [each["shares"] for each in three.run(held, rounded)] == [False] * 3
 
 
 @pytest.mark.parametrize("mode", ["overlap", "spread", nightly("serial"), nightly("deferred")])
@@ -96,31 +97,24 @@ def test_a_forked_process_makes_no_update_that_others_would_see_and_sees_none(th
 
 @pytest.mark.nightly
 @pytest.mark.parametrize(
-    ("transfer", "options", "apart", "together"),
-    [("auto", {}, 0, 0), ("auto", SERIAL_CLIPPED, 0, 1), ("copy", SERIAL_CLIPPED, 1, 1)],
-    ids=["overlap", "serial-clipped", "serial-clipped-copied"],
+    ("transfer", "options"),
+    [("auto", {}), ("copy", SERIAL_CLIPPED)],
+    ids=["overlap", "serial-clipped-copied"],
 )
-def test_host_memory_of_three_ranks_is_that_of_one_and_what_is_per_device(
-    transfer: str, options: dict[str, object], apart: int, together: int
+def test_host_memory_of_three_ranks_is_that_of_one_and_their_landed_gradients(
+    transfer: str, options: dict[str, object], three_anew: Callable[[], Processes]
 ):
-    """Where all gradients wait for a norm, ranks that share have one copy of them; each of those apart has its own.
-
-    Gradients that are made on the host, and updates that are over, leave nothing there.
-    """
     num, size = 256, 3  # what the C library keeps of freed memory, some MB more or less, is far below 3 % of that
     totals: dict[bool, int] = {}
     for is_apart in (True, False):
-        processes = Processes(size)
-        try:
-            totals[is_apart], shared = (
-                sum(each) for each in zip(*processes.run(measured, num, transfer, options, is_apart), strict=True)
-            )
-        finally:
-            processes.close()
+        processes = three_anew()
+        found = processes.run(measured, num, transfer, options, is_apart)
+        totals[is_apart], shared = (sum(each) for each in zip(*found, strict=True))
     state = 3 * sum(p.nbytes for p in Wide(num).parameters())
-    per_device = (totals[True] - size * state) / size
     gradients = state // 3
-    expected = state + together * gradients + size * (per_device - apart * gradients)
+    # A process alone has its gradients where they land, if copies bring them there; else they go as they are used.
+    per_device = (totals[True] - size * state) / size - gradients * (transfer == "copy")
+    expected = state + size * (per_device + gradients)
     print(f"state {state}, per device {per_device:.0f}; {totals}, of which {shared} shared; expected {expected:.0f}")
     assert abs(shared - state) <= 0.03 * state
     assert abs(totals[False] - expected) <= 0.03 * expected

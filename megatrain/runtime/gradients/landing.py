@@ -112,6 +112,11 @@ class Landed(NamedTuple):
     is_lent: bool = False
 
 
+Land = Callable[[int, Bytes | None, Sequence[Landed]], "Sequence[Landed] | None"]
+"""Takes a block, where its gradients land, and the gradients there. Returns what is to be collected at once; None if
+`GradientSink.collect` will get the gradients later."""
+
+
 class LandingArena:
     """The memory where gradients of training steps wait, kept from step to step; grows if a later schedule needs more.
 

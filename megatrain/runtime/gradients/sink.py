@@ -15,7 +15,7 @@ from megatrain.device import Device
 from megatrain.errors import ExecuteError, HookOrderWarning
 from megatrain.passes.interpret import looks_in_backward
 from megatrain.passes.program import Program
-from megatrain.runtime.gradients.landing import Landed, Landing, PlainLanding
+from megatrain.runtime.gradients.landing import Land, Landed, Landing, PlainLanding
 from megatrain.scheduler.instructions import Bytes
 from megatrain.tracer.inventory import StateEntry
 from megatrain.tracer.spec import TensorSpec
@@ -89,25 +89,6 @@ class Demand:
                     "  Remove the hook, or differentiate the outputs that depend on the parameter as well."
                 )
         return [self._returned.get(key) for key in self._keys]
-
-
-class Once:
-    """Hands each parameter's gradient on once: a backward that is repeated makes those again that came before.
-
-    Attributes:
-        keeps: See `Take`.
-    """
-
-    def __init__(self, take: Take):
-        self._take = take
-        self.keeps = keeps_of(take)
-        self._known: set[str] = set()
-
-    def __call__(self, key: str, gradient: torch.Tensor) -> None:
-        """See `Take`."""
-        if key not in self._known:
-            self._take(key, gradient)
-            self._known.add(key)
 
 
 def _is_captured(node: Any) -> bool:
@@ -184,10 +165,6 @@ def _sum(before: ParameterGradient, now: ParameterGradient) -> ParameterGradient
 Take = Callable[[str, torch.Tensor], None]
 """Takes a parameter's key and its whole gradient, and may keep it. A taker that doesn't keep all has a method
 `keeps(key) -> bool`: whether it, or somebody that it gives them to, will keep the memory of the next gradient."""
-
-Land = Callable[[int, Bytes | None, Sequence[Landed]], "Sequence[Landed] | None"]
-"""Takes a block, where its gradients land, and the gradients there. Returns what is to be collected at once; None if
-`GradientSink.collect` will get the gradients later."""
 
 
 class Accumulation:
@@ -314,13 +291,13 @@ class GradientSink:
     def collect(
         self, block: int, keys: Sequence[str], landed: Sequence[Landed] | None, completes: Collection[str]
     ) -> None:
-        """Takes one block's gradients, where they are; the second half of `receive`, or what follows a `Land`.
+        """Takes one block's gradients, where they are: the second half of `receive`, or what follows a `Land`.
 
         Args:
             block: Which it is.
             keys: Parameters, in the order of `landed`.
             landed: The gradients; None if the block came before.
-            completes: Keys whose sum is complete with this block.
+            completes: See `receive`.
         """
         if block not in self._received:
             assert landed is not None

@@ -16,10 +16,10 @@ from megatrain.memory.bus import Bus
 from megatrain.memory.host_limits import available_bytes
 from megatrain.optim.proxy import Optimizer
 from megatrain.passes.program import Program
+from megatrain.ranks.division import Parts, unshareable
 from megatrain.ranks.facts import Facts, Trained, check_supported, facts_of, refuse_difference, values_of
 from megatrain.ranks.landings import Landings, blocks_text
 from megatrain.ranks.ops import TOTAL, WHOLE, check_totals, check_whole, with_others
-from megatrain.ranks.parts import Parts, unshareable
 from megatrain.ranks.processes import NoCollectives, Ranks, check_words, words_of
 from megatrain.ranks.sharing import Changed, Sharing, check_changed
 from megatrain.runtime.exchange import Exchange, Room, Word
