@@ -305,8 +305,7 @@ def eager(case: Case) -> dict[str, Any]:
             made = list[torch.Tensor]()
             for batch, count in zip(each, their, strict=True):
                 result = model(**batch) if isinstance(batch, dict) else model(batch)
-                assert task.loss is not None
-                made.append(task.loss(result, batch) * (count / total))
+                made.append((task.loss or own)(result, batch) * (count / total))
             generators[rank] = torch.get_rng_state()
             for loss in made:
                 loss.backward()

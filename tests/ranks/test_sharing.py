@@ -40,6 +40,7 @@ def test_shared_memory_is_one_with_copies_of_what_each_writes_on_its_own():
     assert (theirs.private[start + PAGE], theirs.is_written(start, PAGE + 1)) == (0, 0)
 
 
+@pytest.mark.nightly
 def test_ranks_of_one_host_share_parameters_moments_and_masters(three: Processes):
     found = three.run(held, CASE)
     for each in found:
@@ -50,11 +51,13 @@ def test_ranks_of_one_host_share_parameters_moments_and_masters(three: Processes
     assert all(each["updated"] for each in found), "each rank updates some"
 
 
+@pytest.mark.nightly
 def test_state_that_cannot_be_shared_leaves_each_rank_its_own_store(three: Processes):
     rounded = replace(CASE, compile={"precision": "bf16", "masters": "rounded"})
     assert [each["shares"] for each in three.run(held, rounded)] == [False] * 3
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("mode", ["overlap", "spread", nightly("serial"), nightly("deferred")])
 def test_ranks_wait_for_a_slow_update_of_another(mode: str, three: Processes):
     case = Case("tied", mode, [(1, 1, 1)] * 3)
@@ -63,6 +66,7 @@ def test_ranks_wait_for_a_slow_update_of_another(mode: str, three: Processes):
         assert_same(expected, found, "losses")
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("times", [1, 2])
 def test_an_update_that_fails_leaves_no_trace_and_is_made_with_the_next_step(times: int, three: Processes):
     found = three.run(failing_update, times)
@@ -76,6 +80,7 @@ def test_an_update_that_fails_leaves_no_trace_and_is_made_with_the_next_step(tim
         assert_same({name: expected[name] for name in state}, state, "state")
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("what", ["parameter", "moment"])
 def test_what_one_rank_alone_writes_is_refused_and_named(what: str, three: Processes):
     for first, then in three.run(writing_alone, what):
@@ -86,6 +91,7 @@ def test_what_one_rank_alone_writes_is_refused_and_named(what: str, three: Proce
         assert then == ""
 
 
+@pytest.mark.nightly
 def test_a_forked_process_makes_no_update_that_others_would_see_and_sees_none(three: Processes):
     for (text, status), (_, later) in three.run(forking):
         assert (text.partition("\n")[0], status) == (
