@@ -12,10 +12,6 @@ ALIGNMENT = 64
 """Tensors begin at multiples of this many bytes in host memory: a cache line, and enough for vector loads of any dtype.
 The state of blocks has the alignment of its program, which is the device's."""
 
-SUM_PIECE_BYTES = 8 << 20
-"""Sums of gradients go from rank to rank in pieces of at most so many bytes, so that the next rank begins early. At
-25 GB/s one takes a third of a millisecond."""
-
 ALIGNMENTS = Rule(
     "a power of two, from 64 to 4096 bytes",
     "{name}=512",

@@ -18,7 +18,7 @@ from megatrain.hardware.hardware import Hardware
 from megatrain.optim.masters.narrow_model import narrowed
 from megatrain.options import COMPILE, Limits, given_bytes, given_paths
 from megatrain.passes.pipeline import Rewrite
-from megatrain.ranks.ranks import PROCESS_GROUP, ProcessGroup, check_cards, check_ranks
+from megatrain.ranks.processes import PROCESS_GROUP, ProcessGroup, check_cards, check_ranks
 from megatrain.runtime.streams.stream_set import Chaos, Recording
 
 

@@ -25,7 +25,7 @@ from megatrain.optim.masters.registry import Masters
 from megatrain.options import Limits
 from megatrain.passes.program import Program
 from megatrain.ranks.apart import Group, note_apart
-from megatrain.ranks.ranks import Ranks
+from megatrain.ranks.processes import NO_BACKWARD, Ranks
 from megatrain.runtime.autograd import run_step
 from megatrain.runtime.engine import Engine, ordinary_tensors
 from megatrain.runtime.executor import Executor
@@ -364,7 +364,7 @@ class Compiled:
                 turn=self._turn,
                 budget=self.budget,
                 kernels=self.options.kernels,
-                ranks=self.ranks,
+                why_no_backward="" if self.ranks is None else NO_BACKWARD,
             )
             self._weights = None
         return self._engine

@@ -236,12 +236,12 @@ class GrowingArena:
 
     def __init__(self, bus: Bus) -> None:
         self.bus = bus
-        self._memory = HostArena(0)
+        self.memory = HostArena(0)
 
     @property
     def nbytes(self) -> int:
         """Its size."""
-        return self._memory.nbytes
+        return self.memory.nbytes
 
     def ensure(self, nbytes: int) -> HostArena:
         """Returns the memory, at least `nbytes`; other memory than before if it had to grow.
@@ -251,12 +251,12 @@ class GrowingArena:
         """
         if nbytes > self.nbytes:
             self.clear()  # the old one goes first, unless a tensor views it
-            self._memory = self.bus.arena(nbytes)
-        return self._memory
+            self.memory = self.bus.arena(nbytes)
+        return self.memory
 
     def clear(self) -> None:
         """Lets go of the memory."""
-        self._memory = HostArena(0)
+        self.memory = HostArena(0)
 
 
 def _lock(arenas: Sequence[HostArena], device: Device) -> None:

@@ -176,6 +176,17 @@ class GradientNorm:
         squares = self._pool.map(lambda piece: torch.linalg.vector_norm(piece, dtype=dtype).double() ** 2, pieces)
         return torch.stack(list(squares)).sum().sqrt().to(dtype)
 
+    def told(self) -> dict[int, tuple[float, str]]:
+        """The norm of each gradient that was added, and its dtype, by the place of its parameter."""
+        return {place: (norm.item(), str(dtype)) for place, (norm, dtype) in self._norms.items()}
+
+    def hear(self, told: Sequence[Mapping[int, tuple[float, str]]]) -> None:
+        """Takes in what other processes have `told` of gradients that were added there."""
+        for place, (norm, name) in ((place, each) for one in told for place, each in one.items()):
+            if place not in self._norms:
+                dtype: torch.dtype = getattr(torch, name.removeprefix("torch."))
+                self._norms[place] = torch.tensor(norm, dtype=dtype), dtype
+
     @torch.no_grad()
     def total(self) -> torch.Tensor:
         """Returns the norm of all gradients, a tensor without dimensions; 0 if there are none."""

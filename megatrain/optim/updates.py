@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch
 
 from megatrain.checks.several_optimizers import parameters_of
+from megatrain.errors import ExecuteError
 from megatrain.optim.block_update import MasterStep
 from megatrain.optim.blockwise import BlockOptimizer, takes_turns
 from megatrain.optim.masters.halves import Master
 from megatrain.optim.norm import GradientNorm, NonFinite
 from megatrain.optim.proxy import Optimizer, Undo
-from megatrain.optim.shared import GoOn, HostParts, OtherFailedError
+from megatrain.runtime.exchange import Exchange
 
 
 @dataclass(slots=True, eq=False)
@@ -93,7 +94,7 @@ class Updates:
         max_norm: Largest norm of all gradients; None doesn't clip.
         threads: How many threads a native kernel takes; None is as many as torch.
         norm_threads: See `GradientNorm`.
-        parts: Which of the updates are this rank's, where ranks share the parameters; None if all are.
+        exchange: Who else updates parts of the parameters.
 
     Attributes:
         has_updated: The latest step has updated a parameter.
@@ -110,9 +111,9 @@ class Updates:
         max_norm: float | None = None,
         threads: int | None = None,
         norm_threads: int | None = None,
-        parts: HostParts | None = None,
+        exchange: Exchange | None = None,
     ):
-        self._parts = parts
+        self._exchange = Exchange() if exchange is None else exchange
         self._blocks = blocks
         self._block_of = {parameter: index for index, block in enumerate(blocks) for parameter in block}
         self._source = GradientSource(self._block_of)
@@ -137,7 +138,7 @@ class Updates:
 
     def receive(self, parameter: torch.Tensor, gradient: torch.Tensor) -> None:
         """Takes a whole gradient."""
-        self.arriving.by_parameter[parameter] = gradient
+        self.arriving.by_parameter[parameter] = self._exchange.kept(parameter, gradient)
         self.arriving.received.add(parameter)
 
     def drop_arriving(self) -> None:
@@ -167,6 +168,7 @@ class Updates:
         left = [parameter for parameter in found.received if not self._norm.has(parameter)]
         assert not any(parameter.numel() for parameter in left), "each gradient's squares are summed before"
         self.take_squares(left)  # without an element: a block that has no other has no op for them
+        self._norm.hear(self._exchange.norms(self._norm.told()))
         found.norm = self._norm.total()
         found.nonfinite = self._norm.first_nonfinite
         if self._max_norm is not None:
@@ -179,8 +181,9 @@ class Updates:
             OptimizerError: See `BlockOptimizer.begin`.
         """
         assert not self.is_under_way, "a step must end before the next begins"
-        if self._parts is not None:
-            self._parts.begin()
+        if self._exchange.shares:
+            self._check_no_hooks()
+        self._exchange.begin_updates()
         self.has_updated = False
         self._source.using = self.arriving
         for updater in self._updaters:
@@ -208,15 +211,14 @@ class Updates:
             self._source.using.take_shown()
         self._code.scale = self._source.using.scale
 
-    def update(self, block: int, *, takes_over: bool = False, keeps: bool = False) -> None:
-        """Updates the parameters of a block, or this rank's part, with each optimizer that has begun and not done so.
+    def update(self, block: int, *, takes_over: bool = False) -> None:
+        """Updates the parameters of a block, or this process's part, with each optimizer that has begun and hasn't yet.
 
         If one of them fails, its parameters are as before; only what is left of the block may be tried again.
 
         Args:
             block: The block.
-            takes_over: Other ranks' parts as well; see `HostParts`.
-            keeps: Where other ranks have parts, their gradients stay until these are updated: they may be taken over.
+            takes_over: Other processes' parts as well; see `Exchange.updating`.
         """
         updaters = [updater for updater in self._updaters if updater.has_begun and block in updater.left]
         assert updaters, f"block {block} has no update left"
@@ -227,8 +229,7 @@ class Updates:
                 self.has_updated |= updater.update(block, gradients)
         if any(block in updater.left for updater in updaters):
             return  # one that updates all at once needs the gradients in the end
-        if not (keeps and self._parts is not None):
-            self._drop(block)
+        self._drop(block)
 
     def _drop(self, block: int) -> None:
         """Lets go of the gradients of a block that is updated."""
@@ -244,37 +245,58 @@ class Updates:
     ) -> Generator[Mapping[torch.Tensor, torch.Tensor]]:
         """The gradients with which some updaters update a block here, in the body."""
         gradients = self._source.using.by_parameter
-        if self._parts is None:
+        if self._exchange.is_alone:
             yield gradients
             return
-        held = [p for updater in updaters for p in updater.owned(block) if p in gradients]
-        with self._parts.updating(held, takes_over=takes_over) as chosen:
-            self._source.chosen = chosen
+        held = [p for updater in updaters for p in updater.owned(block)]
+        with self._exchange.updating(held, gradients, takes_over=takes_over) as found:
+            if found is None:
+                yield gradients
+                return
+            gradients.update(found)
+            self._source.chosen = set(found)
             try:
-                yield {parameter: gradients[parameter] for parameter in chosen}
+                yield found
             finally:
                 self._source.chosen = None
 
-    def wait(self, block: int, go_on: GoOn = lambda: None, *, is_of_before: bool = True) -> None:
-        """Waits until other ranks have updated their parts of a block; see `HostParts.wait`."""
-        if self._parts is not None:
-            begun = [updater for updater in self._updaters if updater.has_begun]
-            held = {p for updater in begun for p in updater.owned(block)}
-            self._parts.wait(held & self._source.using.received, go_on, is_of_before=is_of_before)
-            self._drop(block)
+    def _check_no_hooks(self) -> None:
+        """Refuses hooks on an optimizer's step where it has the gradients of this process's part alone."""
+        if any(updater.has_hooks for updater in self._updaters):
+            raise ExecuteError(
+                "a hook on the optimizer's step would see the gradients of this rank's part alone.\n"
+                "  Ranks that share a store divide the updates among them.\n"
+                "  Give the hook to the parameters (register_post_accumulate_grad_hook), or train in one process."
+            )
+
+    def wait(self, block: int, go_on: Callable[[], object], *, is_of_before: bool) -> None:
+        """Waits until all processes have updated their parts of a block.
+
+        Args:
+            block: The block.
+            go_on: Called now and then; raises an error to give the wait up.
+            is_of_before: The update is one of the step before, so that processes may still go back to its end.
+
+        Raises:
+            ExecuteError: If such an update failed elsewhere.
+        """
+        if not self._exchange.wait(self._begun(block), go_on, gives_up=is_of_before):
+            raise ExecuteError(
+                f"another rank has failed to update its part of block {block}.\n"
+                "  Ranks share the parameters, and each updates a part of them.\n  The other rank says why."
+            )
+
+    def _begun(self, block: int) -> set[torch.Tensor]:
+        """The parameters of a block that optimizers hold whose steps have begun."""
+        return {p for updater in self._updaters if updater.has_begun for p in updater.owned(block)}
 
     def _wait_or_take_over(self, block: int) -> None:
-        """As `wait`, but makes updates that have failed on other ranks."""
-        while True:
-            try:
-                return self.wait(block)
-            except OtherFailedError:
-                begun = [updater for updater in self._updaters if updater.has_begun]
-                if not any(p in self._source.using.by_parameter for u in begun for p in u.owned(block)):
-                    raise
-                for updater in begun:
+        """Waits until all processes have updated their parts; makes updates that have failed elsewhere."""
+        while not self._exchange.wait(self._begun(block), lambda: None, gives_up=True):
+            for updater in self._updaters:
+                if updater.has_begun:
                     updater.reopen(block)
-                self.update(block, takes_over=True, keeps=True)
+            self.update(block, takes_over=True)
 
     def finish(self) -> None:
         """Runs the rest of the optimizers' steps, and ends them."""
@@ -292,8 +314,8 @@ class Updates:
 
     def _finish_begun(self) -> None:
         for block in sorted({block for updater in self._updaters if updater.has_begun for block in updater.left}):
-            self.update(block, takes_over=True, keeps=True)
-        for block in range(len(self._blocks)):
+            self.update(block, takes_over=True)
+        for block in range(0 if self._exchange.is_alone else len(self._blocks)):
             self._wait_or_take_over(block)
         for updater in self._updaters:
             if updater.has_begun:
@@ -325,7 +347,8 @@ class Updates:
         """The parameters and optimizer state that the remaining updates will change."""
         gradients = self._source.using.by_parameter
         for updater in self._updaters:
-            for parameter in (p for block in sorted(updater.left) for p in updater.owned(block) if p in gradients):
+            held = (p for block in sorted(updater.left) for p in updater.owned(block))
+            for parameter in (p for p in held if p in gradients or self._exchange.shares):
                 yield parameter
                 state = updater.optimizer.state.get(parameter, {})
                 yield from (value for value in state.values() if isinstance(value, torch.Tensor))

@@ -10,6 +10,7 @@ from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, fields, replace
 from functools import partial
+from typing import Any
 
 from megatrain.errors import ExecuteError, ScheduleError, TooSmallError
 from megatrain.hardware.hardware import Hardware
@@ -19,6 +20,7 @@ from megatrain.passes.program import Program
 from megatrain.planning.saved_plan import SavedPlan
 from megatrain.planning.step_programs import StepPrograms
 from megatrain.progress import stage
+from megatrain.runtime.exchange import Exchange
 from megatrain.scheduler.builder.bound import step_bound
 from megatrain.scheduler.builder.build import SMALLER_BLOCKS
 from megatrain.scheduler.explain import workload_lines
@@ -82,10 +84,12 @@ class StepPlans:
     Args:
         most: How many are kept.
         given: A plan whose choices all steps take, or None.
+        exchange: Who else takes the steps; None for a process alone.
     """
 
-    def __init__(self, most: int, given: SavedPlan | None = None) -> None:
+    def __init__(self, most: int, given: SavedPlan | None = None, exchange: Exchange | None = None) -> None:
         self._most, self._given = most, given
+        self._exchange = Exchange() if exchange is None else exchange
         self._known: OrderedDict[tuple[Hashable, ...], StepChoices] = OrderedDict()
 
     def plan(
@@ -117,10 +121,11 @@ class StepPlans:
             other = next(alike, None)
             nbytes = loss_bytes() if other is None else other.schedule.known_workload().loss_bytes
             if self._given is not None and _is_of(self._given, kind):
-                found = _given_choices(self._given, captures, limits, nbytes)
+                given = self._exchange.scheduled(self._given.schedule)
+                found = _given_choices(given, captures, limits, nbytes)
             else:
                 with nullcontext() if or_least else stage("planning"):
-                    found = plan_step(captures, kind, limits, nbytes, or_least=or_least)
+                    found = plan_step(captures, kind, limits, nbytes, self._exchange, or_least=or_least)
             if not or_least:
                 self._keep_rewritten(found, key)
             self._known[key] = found
@@ -138,7 +143,13 @@ class StepPlans:
 
 
 def plan_step(
-    captures: Sequence[StepPrograms], kind: StepKind, limits: Limits, loss_bytes: int = 0, *, or_least: bool = False
+    captures: Sequence[StepPrograms],
+    kind: StepKind,
+    limits: Limits,
+    loss_bytes: int = 0,
+    exchange: Exchange | None = None,
+    *,
+    or_least: bool = False,
 ) -> StepChoices:
     """Plans a step, with as little rewritten as fits.
 
@@ -147,6 +158,7 @@ def plan_step(
         kind: Of the step.
         limits: What is given.
         loss_bytes: Device memory of the caller's loss, besides the model's results and their gradients.
+        exchange: Who else takes the step; None for a process alone. All have the same blocks, so none are cut smaller.
         or_least: Returns the step that takes the least memory where none fits.
 
     Raises:
@@ -154,9 +166,14 @@ def plan_step(
         ScheduleError: If the micro-batches can't share blocks.
         ExecuteError: If there is nothing to train.
     """
-    plan = partial(scheduled, kind=kind, limits=limits, loss_bytes=loss_bytes)
+    exchange = Exchange() if exchange is None else exchange
+    may_cut = exchange.is_alone
+
+    def plan(programs: Sequence[Program], **others: Any) -> Schedule:
+        given: dict[str, Any] = {"kind": kind, "limits": limits, "loss_bytes": loss_bytes, **others}
+        return exchange.scheduled(scheduled(programs, **given))
+
     machine = None if limits.device_memory is None else limits.hardware
-    may_cut = not kind.has_other_ranks  # ranks that train together have the same blocks, and plan apart
     try:
         level, programs, schedule = first_that_fits(captures, plan, machine, limits.device_memory, may_cut=may_cut)
         found = StepChoices(tuple(captures), level, programs, schedule)
@@ -357,13 +374,15 @@ def _is_of(plan: SavedPlan, kind: StepKind) -> bool:
     raise _refused([f"{name}: {here} -> {there}" for name, here, there in pairs if here != there])
 
 
-def _given_choices(plan: SavedPlan, captures: Sequence[StepPrograms], limits: Limits, loss_bytes: int) -> StepChoices:
-    """The choices of a plan for captures whose step was planned.
+def _given_choices(
+    schedule: Schedule, captures: Sequence[StepPrograms], limits: Limits, loss_bytes: int
+) -> StepChoices:
+    """The choices of a plan with this schedule for captures whose step was planned.
 
     Raises:
         ScheduleError: If the step isn't the one that was planned, or there is less memory, with the difference.
     """
-    planned, schedule, budget = plan.schedule.known_workload(), plan.schedule, limits.device_memory
+    planned, budget = schedule.known_workload(), limits.device_memory
     if budget is not None and schedule.device_bytes > budget:
         sizes = f"{format_bytes(schedule.device_bytes)} -> {format_bytes(budget)}"
         raise _refused([f"memory of the device: {sizes}"])

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from megatrain.errors import ApartWarning, ExecuteError
-from megatrain.ranks.ranks import ProcessGroup
+from megatrain.ranks.processes import ProcessGroup
 
 Group = ProcessGroup | None
 

@@ -117,8 +117,8 @@ class _CallNode(torch.autograd.Function):
         executor: Executor = ctx.executor
         if torch.is_grad_enabled():
             raise ExecuteError(_CREATE_GRAPH)
-        if executor.engine.ranks is not None:
-            raise ExecuteError(_RANKS)
+        if executor.engine.why_no_backward:
+            raise ExecuteError(executor.engine.why_no_backward)
         if all(gradient is None for gradient in gradients):
             return tuple(None for _ in range(4 + len(ctx.next_functions)))
         everything: list[torch.Tensor | None] = [None] * len(executor.program.outputs)
@@ -184,11 +184,6 @@ def _handed_through(
         yield executor.state_output(ref.name) if ref.kind == "state" else own.get(ref.name, output)
 
 
-_RANKS = (
-    "loss.backward() of a model that was compiled with process_group= isn't possible.\n"
-    "  Its gradients would be those of this rank alone; a TrainStep makes those of all ranks.\n"
-    "  Train with megatrain.TrainStep, or compile without process_group."
-)
 _CREATE_GRAPH = (
     "backward ran with create_graph=True.\n"
     "  A compiled model has first derivatives only: its backward is a schedule, and autograd can't differentiate a "

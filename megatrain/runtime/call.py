@@ -16,6 +16,7 @@ from megatrain.passes.kept_results import KeptResults
 from megatrain.runtime.accumulation import ParameterGradient
 from megatrain.runtime.block import LocalGraph
 from megatrain.runtime.engine import Engine
+from megatrain.runtime.exchange import Exchange
 from megatrain.runtime.loaded import Loaded
 from megatrain.runtime.random_calls import MicroBatchGenerators, RngState
 from megatrain.runtime.stores.device_memory import Meter
@@ -68,8 +69,6 @@ class Call:
         self._left: dict[str, TensorSpec] = {}
         self.gradients: dict[str, torch.Tensor] = {}
         self.parameter_gradients: dict[int, list[ParameterGradient]] = {}
-        # Sums of the rank before, until they are added.
-        self.received: dict[int, list[torch.Tensor | None]] = {}
         self.graphs: dict[int, LocalGraph] = {}
         self.differentiated: set[int] = set()
         self.state_of: dict[int, Bytes | None] = {}
@@ -194,11 +193,6 @@ class Call:
         self.parameter_gradients[block] = sums
         self.hold("parameters", block, [gradient for gradient, _ in sums])
 
-    def set_received(self, block: int, tensors: list[torch.Tensor | None]) -> None:
-        """Keeps memory for sums of the rank before."""
-        self.received[block] = tensors
-        self.hold("received", block, tensors)
-
     def drop(self, kind: str, name: str | int) -> None:
         """Drops the tensors of a `hold`; an `original` is the value of that name, which was parked."""
         if kind == "original":
@@ -214,7 +208,6 @@ class Call:
             "returned": self.returned,
             "gradient": self.gradients,
             "parameters": self.parameter_gradients,
-            "received": self.received,
             "saved": self.graphs,
         }[kind]
 
@@ -301,7 +294,7 @@ class Call:
         self.status = status
         if status == FAILED:
             self.start = None
-        for kind in ("returned", "value", "gradient", "parameters", "received", "saved"):
+        for kind in ("returned", "value", "gradient", "parameters", "saved"):
             for name in list(self._registry(kind)):
                 self.drop(kind, name)
         self.rng.clear()
@@ -363,6 +356,8 @@ class StepTrainer(Protocol):
 
     has_loss: bool
     """Whether the user's code makes losses."""
+    exchange: Exchange
+    """Who else has gradients of the step's blocks."""
 
     def before_compute(self, micro_batch: int) -> None:
         """Called before each F and B, on the caller's thread; an error in it stops the step."""
@@ -390,7 +385,7 @@ class StepTrainer(Protocol):
         """Updates the parameters that belong to a block."""
 
     def wait(self, block: int, go_on: Callable[[], object]) -> None:
-        """Waits until other ranks have updated their parts of a block; on a thread of its own.
+        """Waits until all processes have updated their parts of a block; on a thread of its own.
 
         Args:
             block: The block.

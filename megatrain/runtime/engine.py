@@ -19,13 +19,11 @@ from megatrain.memory.device_budget import DeviceBudget
 from megatrain.memory.out_of_memory import MemoryFigures
 from megatrain.passes.dedup import template_key
 from megatrain.passes.program import Program, Template
-from megatrain.ranks.ranks import Ranks
 from megatrain.runtime.block import BlockRunner
 from megatrain.runtime.gradients import GradientMemory
 from megatrain.runtime.stores.device_memory import Meter, Segments
 from megatrain.runtime.stores.host_store import BlockImage, HostStore
 from megatrain.runtime.stores.offload_buffers import BufferCopies, OffloadPool
-from megatrain.runtime.stores.shared_store import SharedStore
 from megatrain.runtime.stores.slots import DeviceArena
 from megatrain.runtime.stores.weights import Weights
 from megatrain.runtime.streams.events import Turn
@@ -99,10 +97,7 @@ class Engine:
         turn: Of the model.
         budget: The bound of the device memory that schedules take; for errors.
         kernels: What computes a block: `"eager"`, `"graphs"` or `"inductor"`.
-        ranks: The processes that train the model together; None for one that trains alone.
-
-    Attributes:
-        shared: What this rank shares with others of its host; None if it has its host to itself.
+        why_no_backward: Why `loss.backward()` is refused; empty if it isn't.
     """
 
     @checked(device=_DEVICE, kernels=one_of("eager", "graphs", "inductor"))
@@ -118,11 +113,10 @@ class Engine:
         turn: Turn | None = None,
         budget: DeviceBudget | None = None,
         kernels: str = "eager",
-        ranks: Ranks | None = None,
+        why_no_backward: str = "",
     ):
         self._model = model
-        self.ranks = ranks
-        self.shared = None if ranks is None else SharedStore(ranks.host)
+        self.why_no_backward = why_no_backward
         self._budget = budget
         self._moving = moving
         self._weights = weights
@@ -231,7 +225,7 @@ class Engine:
     def set_chaos(self, chaos: Chaos | None) -> None:
         """Replaces the streams by new ones, disturbed by `chaos` or not at all; for tests, between calls."""
         self.chaos = chaos
-        self.streams = StreamSet(self.device, chaos=chaos, recording=self._recording, has_ranks=self.ranks is not None)
+        self.streams = StreamSet(self.device, chaos=chaos, recording=self._recording)
 
     def adopt(self, program: Program) -> list[BlockImage]:
         """Brings the state of a program's blocks into the host store and returns each block's image.

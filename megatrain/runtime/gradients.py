@@ -107,6 +107,23 @@ class GradientPlace(NamedTuple):
     is_lent: bool = False
 
 
+class Landed(NamedTuple):
+    """A gradient on the host.
+
+    Args:
+        gradient: None if there is none.
+        is_lent: Its memory takes the next block's gradients.
+    """
+
+    gradient: torch.Tensor | None
+    is_lent: bool = False
+
+
+Land = Callable[[int, Bytes | None, Sequence[Landed]], "Sequence[Landed] | None"]
+"""Takes a block, where its gradients land, and the gradients there. Returns what is to be collected at once; None if
+`GradientBuffer.collect` will get the gradients later."""
+
+
 class PlacePolicy(Protocol):
     """Chooses where gradients go."""
 
@@ -145,14 +162,12 @@ class StepPlaces:
         nbytes: Bytes of all of them; some may use the same bytes one after another.
         program: What runs.
         arena: Where they are, kept from step to step.
-        are_totals: They are totals of several ranks, which are on the host already.
     """
 
-    def __init__(self, nbytes: int, program: Program, arena: GrowingArena, *, are_totals: bool = False):
+    def __init__(self, nbytes: int, program: Program, arena: GrowingArena):
         self._arena = arena
-        self._are_totals = are_totals
         self._nbytes = nbytes
-        self._layouts = _layouts(program)
+        self._layouts = block_layouts(program)
         self._memory: HostArena | None = None
         self._places: dict[int, dict[str, GradientPlace]] = {}
 
@@ -175,10 +190,10 @@ class StepPlaces:
             return None
         if block not in self._places:
             assert self._memory is not None
-            layout, arena = self._layouts[block], None if self._are_totals else self._memory
+            layout = self._layouts[block]
             found = views(layout, self._memory.tensor[where.offset : where.offset + layout.nbytes])
             self._places[block] = {
-                e.key: GradientPlace(tensor, arena) for e, tensor in zip(layout.entries, found, strict=True)
+                e.key: GradientPlace(tensor, self._memory) for e, tensor in zip(layout.entries, found, strict=True)
             }
         return self._places[block]
 
@@ -244,23 +259,6 @@ class CallPlaces:
         return found
 
 
-class KeptPlaces:
-    """Those of a step whose gradients stay where they came: totals, in memory that ranks of a host share."""
-
-    def begin(self, keeps: Callable[[str], bool]) -> None:
-        """Takes no memory."""
-
-    def of(
-        self,
-        block: int,
-        where: Bytes | None,
-        gradients: Mapping[str, torch.Tensor | None],
-        stays: Callable[[str], bool],
-    ) -> Mapping[str, GradientPlace] | None:
-        """See `PlacePolicy`."""
-        return {key: GradientPlace(gradient) for key, gradient in gradients.items()}
-
-
 def _flat(slab: HostArena, offset: int, gradient: torch.Tensor) -> torch.Tensor:
     """The bytes of a slab from `offset` on, as a contiguous tensor like a gradient."""
     return slab.tensor[offset : offset + gradient.nbytes].view(gradient.dtype).view(gradient.shape)
@@ -268,15 +266,16 @@ def _flat(slab: HostArena, offset: int, gradient: torch.Tensor) -> torch.Tensor:
 
 def _brought(bus: Bus, gradient: torch.Tensor | None, place: GradientPlace) -> torch.Tensor | None:
     """Issues the copy of a gradient to its place. Sparse ones, and those of another dtype, get new memory at once."""
-    if gradient is None or gradient is place.tensor or (gradient.layout != torch.strided and bus.device.can_bind):
+    if gradient is None or (gradient.layout != torch.strided and bus.device.can_bind):
         return gradient
-    if place.tensor is None or gradient.layout != torch.strided or place.tensor.dtype != gradient.dtype:
+    tensor, arena = place.tensor, place.arena
+    if tensor is None or arena is None or gradient.layout != torch.strided or tensor.dtype != gradient.dtype:
         return bus.device.to_host(gradient)
-    # The place of a tensor doesn't tell: a device's own memory may be the host's.
-    return place.tensor.copy_(gradient) if place.arena is None else bus.to_host(place.tensor, gradient, place.arena)
+    return bus.to_host(tensor, gradient, arena)
 
 
-def _layouts(program: Program) -> list[BlockImage]:
+def block_layouts(program: Program) -> list[BlockImage]:
+    """The layout of each block's gradients: those of its trained state, each once."""
     state = program.state
     return [
         image([(key, state[key].spec) for key in dict.fromkeys(block.binding) if state[key].requires_grad])
@@ -319,12 +318,13 @@ class GradientBuffer:
         self._accumulation = Accumulation(parameter_of)
         self.end()
 
-    def begin(self, take: Take | None = None, handed: set[str] | None = None) -> None:
+    def begin(self, take: Take | None = None, handed: set[str] | None = None, *, land: Land | None = None) -> None:
         """Starts a backward.
 
         Args:
             take: Gets the gradients; None adds them to `.grad`.
             handed: Keys of gradients that were handed on before, by a backward that this one repeats; extended.
+            land: Gets what lands of each block first; None where nobody else has gradients of it.
 
         Raises:
             ExecuteError: If the host lacks the memory where they land.
@@ -332,6 +332,7 @@ class GradientBuffer:
         self.end()
         self._reuses_places = True
         self._take = take or self._accumulation
+        self._land_first = land
         self._keeps = getattr(self._take, "keeps", lambda _: True)
         self._handed = set[str]() if handed is None else handed
         if self._places is not None:
@@ -344,11 +345,12 @@ class GradientBuffer:
         self._taken.clear()
         self._take: Take = self._accumulation
         self._keeps: Callable[[str], bool] = self._accumulation.keeps
+        self._land_first: Land | None = None
         self._handed: set[str] = set()
 
     def stop_reuse(self) -> None:
         """Lets all further gradients of this backward have new memory: updates don't keep up with them any more."""
-        self._reuses_places = isinstance(self._places, KeptPlaces)
+        self._reuses_places = False
 
     def receive(
         self,
@@ -367,8 +369,27 @@ class GradientBuffer:
             completes: Keys whose sum is complete with this block.
             where: Where the gradients land on the host; None if they stay where they are made, to be adopted there.
         """
+        landed: Sequence[Landed] | None = None
         if block not in self._received:
-            self._add(keys, self._land(block, keys, gradients, where), completes)
+            landed = self._land(block, keys, gradients, where)
+            if self._land_first is not None and (landed := self._land_first(block, where, landed)) is None:
+                return
+        self.collect(block, keys, landed, completes)
+
+    def collect(
+        self, block: int, keys: Sequence[str], landed: Sequence[Landed] | None, completes: Collection[str]
+    ) -> None:
+        """Takes one block's gradients, where they are: the second half of `receive`, or what follows a `Land`.
+
+        Args:
+            block: Which it is.
+            keys: Parameters, in the order of `landed`.
+            landed: The gradients; None if the block came before.
+            completes: See `receive`.
+        """
+        if block not in self._received:
+            assert landed is not None
+            self._add(keys, landed, completes)
             self._received.add(block)
         for key in completes:
             total = self._sums.get(key)
@@ -387,7 +408,7 @@ class GradientBuffer:
 
     def _land(
         self, block: int, keys: Sequence[str], gradients: Sequence[ParameterGradient], where: Bytes | None
-    ) -> Sequence[tuple[torch.Tensor | None, bool]]:
+    ) -> Sequence[Landed]:
         """Brings a block's gradients to the host, and waits for them; each with whether its memory is lent."""
         places = None
         if self._places is not None and self._reuses_places:
@@ -397,36 +418,32 @@ class GradientBuffer:
         if places is None:
             return self._as_made(gradients, is_elsewhere=where is not None)
         landed = [
-            (_brought(self._bus, gradient, place), place.is_lent)
+            Landed(_brought(self._bus, gradient, place), place.is_lent)
             for key, (gradient, _) in zip(keys, gradients, strict=True)
             for place in (places.get(key, GradientPlace()),)
         ]
         self._bus.device.synchronize()
         return landed
 
-    def _as_made(
-        self, gradients: Sequence[ParameterGradient], *, is_elsewhere: bool
-    ) -> list[tuple[torch.Tensor | None, bool]]:
+    def _as_made(self, gradients: Sequence[ParameterGradient], *, is_elsewhere: bool) -> list[Landed]:
         """Gradients in new memory; or those that are made on the host, if nothing else uses their memory."""
         if not self._bus.device.can_bind:
             return [
-                (None if gradient is None else self._bus.device.to_host(gradient), False) for gradient, _ in gradients
+                Landed(None if gradient is None else self._bus.device.to_host(gradient)) for gradient, _ in gradients
             ]
         seen: set[int] = set()
-        landed: list[tuple[torch.Tensor | None, bool]] = []
+        landed: list[Landed] = []
         for gradient, is_shared in gradients:
             if gradient is None or gradient.layout != torch.strided:
-                landed.append((gradient, False))
+                landed.append(Landed(gradient))
                 continue
             storage = gradient.untyped_storage()
             is_own = not is_shared and storage.data_ptr() not in seen and storage.nbytes() == gradient.nbytes
             seen.add(storage.data_ptr())
-            landed.append((gradient if is_own and not is_elsewhere else gradient.clone(), False))
+            landed.append(Landed(gradient if is_own and not is_elsewhere else gradient.clone()))
         return landed
 
-    def _add(
-        self, keys: Sequence[str], landed: Sequence[tuple[torch.Tensor | None, bool]], completes: Collection[str]
-    ) -> None:
+    def _add(self, keys: Sequence[str], landed: Sequence[Landed], completes: Collection[str]) -> None:
         """Adds gradients to the sums, in place where that gives the same; if it fails, none is added."""
         made: dict[str, torch.Tensor] = {}
         assert self._taken.isdisjoint(k for k, (found, _) in zip(keys, landed, strict=True) if found is not None)

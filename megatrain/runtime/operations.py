@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from itertools import pairwise
 from typing import Any
 
@@ -18,10 +17,9 @@ from megatrain.runtime.accumulation import added, marked
 from megatrain.runtime.block import LocalGraph, Tensors
 from megatrain.runtime.call import DONE, FAILED, Call, StepTrainer, showing, turn
 from megatrain.runtime.engine import Engine
-from megatrain.runtime.gradients import CallPlaces, GradientBuffer, KeptPlaces, PlacePolicy, StepPlaces
+from megatrain.runtime.gradients import CallPlaces, GradientBuffer, PlacePolicy, StepPlaces
 from megatrain.runtime.loaded import Loaded
 from megatrain.runtime.random_calls import MicroBatchGenerators
-from megatrain.runtime.rank_sums import RankSums, join
 from megatrain.runtime.stores.slots import Slots
 from megatrain.runtime.streams.events import Watch
 from megatrain.runtime.streams.stream_set import Event
@@ -82,10 +80,8 @@ class Operations:
         first = loaded[0]
         assert engine.store is not None
         self.slots = Slots(first.images, engine.store, engine.arena, first.program, schedule)
-        places = KeptPlaces() if schedule.kind.keeps_totals else self._places(arena)
-        parts = first.facts.parts
+        parts, places = first.facts.parts, self._places(arena)
         self.gradients = GradientBuffer(lambda key: engine.tensors[key], engine.bus, parts=parts, places=places)
-        self.rank_sums = RankSums(engine, first.program, schedule.kind)
         all_ = self.instructions.all
         self._offloads = {each.op.block: each.position for each in all_ if each.op.what == "G"}
         # The last B of each block that has no G: its gradients stay where they are made, or have no elements.
@@ -97,7 +93,7 @@ class Operations:
         """Returns where gradients go; None for calls whose gradients are made on the host, and stay there."""
         loaded, engine, nbytes = self.loaded[0], self.engine, self.instructions.landing_bytes
         if arena is not None:
-            return StepPlaces(nbytes, loaded.program, arena, are_totals=self.schedule.kind.has_other_ranks)
+            return StepPlaces(nbytes, loaded.program, arena)
         if engine.device.can_bind:
             return None
         return CallPlaces(loaded.program, loaded.facts.trained, loaded.facts.parts, engine.gradients, nbytes)
@@ -207,8 +203,6 @@ class Operations:
         call = run.calls[instruction.micro_batch]
         block = call.loaded.program.blocks[instruction.op.block]
         if block.index not in call.differentiated:
-            if instruction.micro_batch == 1:
-                join(run.calls[0], block.index)
             with showing(run.calls, instruction.micro_batch, block.index, self.engine):
                 self._differentiate(run, call, block, instruction)
             call.differentiated.add(block.index)
@@ -259,23 +253,10 @@ class Operations:
         return add
 
     def offload(self, run: Run, instruction: Instruction) -> None:
-        """G: of the total of all ranks, where there are several."""
+        """G."""
         first, block = run.calls[0], run.calls[0].loaded.program.blocks[instruction.op.block]
-        completes = first.loaded.facts.completes[block.index]
-        if instruction.op.what == "G" and self.schedule.kind.has_other_ranks:
-            found = self.rank_sums.totals(first, block.index)
-        else:
-            found = nullcontext(first.parameter_gradients[block.index])
-        with found as gradients:
-            self.gradients.receive(block.index, block.binding, gradients, completes, instruction.landing)
-
-    def receive(self, run: Run, instruction: Instruction) -> None:
-        """R: the sum of the ranks before, to which this rank adds."""
-        self.rank_sums.receive(run.calls[0], instruction.op.block)
-
-    def pass_on(self, run: Run, instruction: Instruction) -> None:
-        """P."""
-        self.rank_sums.pass_on(run.calls[0], instruction.op.block)
+        gradients, completes = first.parameter_gradients[block.index], first.loaded.facts.completes[block.index]
+        self.gradients.receive(block.index, block.binding, gradients, completes, instruction.landing)
 
     def squares(self, run: Run, instruction: Instruction) -> None:
         """S."""
@@ -288,10 +269,6 @@ class Operations:
     def update(self, run: Run, instruction: Instruction) -> None:
         """U."""
         run.step_trainer.update(instruction.op.block)
-
-    def wait(self, run: Run, instruction: Instruction) -> None:
-        """V: until other ranks have updated the block."""
-        run.step_trainer.wait(instruction.op.block, self.rank_sums.go_on)
 
 
 class Run:
@@ -345,7 +322,7 @@ class Run:
             ExecuteError: See `forward`.
         """
         self._begin()
-        self._operations.gradients.begin(trainer.receive)
+        self._operations.gradients.begin(trainer.receive, land=trainer.exchange.land)
         self._trainer = trainer
         self._go(self._operations.instructions.backward)
 
@@ -431,11 +408,9 @@ class Run:
 
     def _take(self, items: Sequence[Item]) -> None:
         """Takes device memory for what transfers will bring; on the thread of compute, in the order of its stream."""
-        for kind, number, micro_batch in items:
+        for _, number, micro_batch in items:
             call = self.calls[micro_batch]
-            if kind == "received":
-                call.set_received(number, self._operations.rank_sums.empty(number))
-            elif (name := call.loaded.names[number]) is not None:
+            if (name := call.loaded.names[number]) is not None:
                 call.take(name, self.device)
 
     def _release(self, items: Sequence[Item]) -> None:
@@ -483,8 +458,5 @@ HANDLERS: dict[tuple[str, str], Handler] = {
     (Stream.HOST, "S"): Operations.squares,
     (Stream.HOST, "N"): Operations.norm,
     (Stream.HOST, "U"): Operations.update,
-    (Stream.RECEIVE, "R"): Operations.receive,
-    (Stream.SEND, "P"): Operations.pass_on,
-    (Stream.PEERS, "V"): Operations.wait,
 }
 """What does each kind of op, by stream and letter; `megatrain.extending.register_op` adds more."""

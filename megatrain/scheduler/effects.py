@@ -16,7 +16,7 @@ from megatrain.errors import ScheduleError
 from megatrain.scheduler.items import ITEMS, NO_BLOCK, Effect, Item, OpKind, Stream
 from megatrain.scheduler.step_kind import StepKind
 from megatrain.scheduler.workload import Workload
-from megatrain.sizes import SUM_PIECE_BYTES, aligned
+from megatrain.sizes import aligned
 
 Parks = Mapping[int, Sequence[int]]
 """Values that leave the device between forward and backward, by the block of their `A`."""
@@ -267,8 +267,7 @@ class Effects:
         work = self.workload.blocks[item.number]
         if item.kind in ("landed", "waiting"):
             return work.gradient_bytes if self.kind.transfer == "bind" else work.landing_bytes
-        received = min(SUM_PIECE_BYTES, work.gradient_bytes) if self.kind.adds_in_pieces else work.gradient_bytes
-        return {"parameters": work.gradient_bytes, "saved": work.saved_bytes, "received": received}[item.kind]
+        return {"parameters": work.gradient_bytes, "saved": work.saved_bytes}[item.kind]
 
     def _shared_storage(self, item: Item) -> int | None:
         if item.kind not in ("value", "original"):
@@ -336,7 +335,6 @@ def _backward(step: Effects, block: int, micro_batch: int) -> Effect:
     adds = [Item("gradient", index, micro_batch) for index in step.inputs[block] if step.has_gradient[index]]
     if work.gradient_bytes > 0:
         adds.append(Item("parameters", block))
-        reads += [Item("received", block)] * (step.kind.receives and micro_batch == 1)
     # The caller hands in the gradients of the outputs when the backward of their micro-batch starts.
     values = step.workload.values if step.turn == ("B", block) and step.kind.mode == "train" else ()
     handed = (index for index, value in enumerate(values) if value.is_output and step.has_gradient[index])
@@ -384,23 +382,8 @@ def _return(step: Effects, block: int, micro_batch: int) -> Effect:
 
 def _offload(step: Effects, block: int, micro_batch: int) -> Effect:
     makes = (Item("landed", block), Item("left", NO_BLOCK)) if step.kind.holds_gradients else ()
-    if step.kind.sends:
-        return Effect((Item("passed", block),), makes)  # the total comes from the last rank, to the host
-    return _leaving(step, block, makes, step.copied(step.workload.blocks[block].gradient_bytes))
-
-
-def _leaving(step: Effects, block: int, makes: tuple[Item, ...], moves: int) -> Effect:
-    """Pieces of a sum may pass through the device while gradients leave; their memory is this op's alone."""
-    pieces = (Item("received", block),) * step.kind.adds_in_pieces
-    return Effect((Item("parameters", block), *pieces), (*makes, *pieces), moves=moves)
-
-
-def _receive(step: Effects, block: int, micro_batch: int) -> Effect:
-    return Effect(makes=(Item("received", block),), moves=step.workload.blocks[block].gradient_bytes)
-
-
-def _pass(step: Effects, block: int, micro_batch: int) -> Effect:
-    return _leaving(step, block, (Item("passed", block),), step.workload.blocks[block].gradient_bytes)
+    moves = step.copied(step.workload.blocks[block].gradient_bytes)
+    return Effect((Item("parameters", block),), makes, moves=moves)
 
 
 def _squares(step: Effects, block: int, micro_batch: int) -> Effect:
@@ -418,13 +401,9 @@ def _update(step: Effects, block: int, micro_batch: int) -> Effect:
     group, blocks = step.workload.update_group(block), step.workload.blocks
     reads = [Item(kind, b) for b in group if blocks[b].has_backward and blocks[b].gradient_bytes > 0]
     reads += [Item("norm", NO_BLOCK)] * step.kind.clip + [Item("left", NO_BLOCK)] * (step.kind.updates == "serial")
-    also = ["squares"] * step.kind.reports_norm + ["part"] * step.kind.is_shared
+    also = ["squares"] * step.kind.reports_norm
     moves = blocks[block].update_bytes + blocks[block].gradient_bytes * step.kind.reports_norm
     return Effect(tuple(reads), tuple(Item(what, block) for what in ["state", *also]), moves=moves)
-
-
-def _whole(step: Effects, block: int, micro_batch: int) -> Effect:
-    return Effect((Item("part", block),), (Item("state", block),))
 
 
 KINDS: dict[tuple[str, str], OpKind] = {
@@ -442,11 +421,6 @@ KINDS: dict[tuple[str, str], OpKind] = {
         OpKind(Stream.HOST, "S", _squares),
         OpKind(Stream.HOST, "N", _norm, has_block=False),
         OpKind(Stream.HOST, "U", _update),
-        # Sums of gradients of parameters: from the rank before, and to the next one.
-        OpKind(Stream.RECEIVE, "R", _receive),
-        OpKind(Stream.SEND, "P", _pass),
-        # The updates of a block by the other ranks that share its state, for all of which its readers wait.
-        OpKind(Stream.PEERS, "V", _whole),
     )
 }
 """Every kind of op, by stream and letter; `megatrain.extending.register_op` adds more."""

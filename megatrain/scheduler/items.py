@@ -20,15 +20,9 @@ class Stream(str):
     COMPUTE: ClassVar[Stream]
     D2H: ClassVar[Stream]
     HOST: ClassVar[Stream]
-    RECEIVE: ClassVar[Stream]
-    SEND: ClassVar[Stream]
-    PEERS: ClassVar[Stream]
 
 
 Stream.H2D, Stream.COMPUTE, Stream.D2H, Stream.HOST = map(Stream, ("h2d", "compute", "d2h", "host"))
-Stream.RECEIVE, Stream.SEND, Stream.PEERS = map(Stream, ("receive", "send", "peers"))
-BETWEEN_RANKS = (Stream.RECEIVE, Stream.SEND, Stream.PEERS)
-"""Streams that only the steps of several ranks have."""
 
 
 class Item(NamedTuple):
@@ -123,18 +117,12 @@ ITEMS: dict[str, ItemKind] = {
     # What a B must know of its F besides: the state of random generators.
     "record": ItemKind(),
     "parameters": ItemKind("device", part="gradients of parameters"),
-    # The sum of the ranks before, or a piece of it, until it is added to the gradients of this rank.
-    "received": ItemKind("device", part="gradients of parameters"),
-    # That the sum of these so far has gone to the next rank.
-    "passed": ItemKind(),
     # Gradients on the host, of this step and, where updates are deferred, of the step before.
     "landed": ItemKind("landing"),
     "waiting": ItemKind("landing"),
     # A block's state in a slot, and in host memory.
     "weights": ItemKind(edge="weight"),
     "state": ItemKind(edge="weight"),
-    # That this rank has updated its part of a block's state, which other ranks of this host update as well.
-    "part": ItemKind(),
     # The sum of the squares of the gradients that are whole with a block.
     "squares": ItemKind(),
     # Of all blocks together: the norm of the gradients, and that the gradients so far have left.

@@ -14,10 +14,6 @@ TRANSFERS = ("copy", "bind")
 UPDATES = ("none", "overlap", "serial", "deferred", "spread")
 # Until when outputs of the model stay: the step ends; the backward of their micro-batch has begun.
 OUTPUTS = ("keep", "release")
-# Where a process stands in the chain of ranks along which sums of gradients go; one process has none.
-RANKS = ("alone", "first", "middle", "last")
-# Whose host memory holds the state: this process's own, or that of several ranks of one host, which divide the updates.
-STORES = ("own", "shared")
 # A table has some rows for each micro-batch and block, and takes longer to check the more rows it has: this many take
 # minutes.
 MOST_MICRO_BATCHES = 10_000
@@ -31,11 +27,7 @@ KIND_RULES = {
 }
 
 
-@checked(
-    **KIND_RULES,
-    ranks=one_of(*RANKS),
-    store=one_of(*STORES),
-)
+@checked(**KIND_RULES)
 @dataclass(frozen=True, slots=True)
 class StepKind:
     """The kind of a step besides its blocks: a plain call, or a training step with micro-batches and updates.
@@ -54,12 +46,6 @@ class StepKind:
             end, for the log: no update waits for it. Only with updates of this step, and without `clip`.
         outputs: `"keep"`: outputs of the model stay until the step ends. `"release"`: until the first B of their
             micro-batch, before which the caller has computed a loss from them, or until their last reader.
-        ranks: `"alone"`, or where this process stands among those that share a training step: `"first"`, `"middle"` or
-            `"last"`. All but the first add their gradients of a block to the sum of the rank before; with several
-            micro-batches an `R` brings this sum. All but the last hand the sum on with a `P`, and their `G` brings the
-            total of all ranks from the last one.
-        store: `"own"`, or `"shared"`: the ranks of this host share one store, a `U` updates this rank's part of a
-            block's parameters, and a `V` after it waits until the other ranks have updated theirs.
 
     Raises:
         OptionError: If a part has another value, or belongs to a training step but the mode isn't `"train"`.
@@ -75,26 +61,12 @@ class StepKind:
     clip: bool = False
     outputs: str = OUTPUTS[0]
     reports_norm: bool = False
-    ranks: str = RANKS[0]
-    store: str = STORES[0]
 
     def __post_init__(self) -> None:
         if self.mode != "train" and self.is_training_step:
             raise OptionError(
                 f'mode="{self.mode}" with micro-batches, updates, a norm or released outputs is impossible.\n'
                 '  These belong to a training step.\n  Use mode="train".'
-            )
-        if self.has_other_ranks and (self.mode != "train" or not self.is_training_step):
-            raise OptionError(
-                f'ranks="{self.ranks}" needs a training step.\n'
-                "  Only training steps are shared by several processes.\n"
-                '  Give updates, a norm or outputs="release" as well, or leave ranks out.'
-            )
-        if self.is_shared and not self.has_other_ranks:
-            raise OptionError(
-                f'store="{self.store}" with ranks="{self.ranks}" is impossible.\n'
-                "  A process alone shares its store with nobody.\n"
-                "  Say where this rank stands, or leave store out."
             )
         if self.reports_norm and (self.clip or self.updates not in ("overlap", "serial")):
             raise OptionError(
@@ -113,51 +85,6 @@ class StepKind:
     def is_training_step(self) -> bool:
         """Whether it is more than one call: it has micro-batches, updates, a norm or released outputs."""
         return self.micro_batches > 1 or self.updates != "none" or self.clip or self.outputs != "keep"
-
-    @property
-    def has_other_ranks(self) -> bool:
-        """Whether several processes take it together."""
-        return self.ranks != RANKS[0]
-
-    @property
-    def adding_op(self) -> str | None:
-        """The op that adds the gradients of the first micro-batch to the sum of the rank before.
-
-        No rank's first micro-batch waits for another rank. So it is the `B` of the second one; where there is none, the
-        op with which gradients leave, piece by piece as the sum comes. None where no rank comes before.
-        """
-        if self.ranks not in ("middle", "last"):
-            return None
-        return "B" if self.micro_batches > 1 else "P" if self.sends else "G"
-
-    @property
-    def receives(self) -> bool:
-        """Whether sums of the rank before come with an `R`."""
-        return self.adding_op == "B"
-
-    @property
-    def adds_in_pieces(self) -> bool:
-        """Whether a sum of the rank before passes through the device in pieces, while gradients leave."""
-        return self.adding_op in ("P", "G") and self.transfer == "copy"
-
-    @property
-    def sends(self) -> bool:
-        """Whether sums of gradients go on to the next rank, and totals come back from the last one."""
-        return self.ranks in ("first", "middle")
-
-    @property
-    def is_shared(self) -> bool:
-        """Whether other ranks update parts of the state that this one reads."""
-        return self.store == "shared"
-
-    @property
-    def keeps_totals(self) -> bool:
-        """Whether totals stay in memory that the ranks of a host share, until all of them have used them.
-
-        So it is where those of all blocks wait at the same time, for a norm or for serial updates. Ranks find the same:
-        which updates are due may differ from rank to rank, these properties don't.
-        """
-        return self.is_shared and (self.clip or self.updates == "serial")
 
     @property
     def holds_gradients(self) -> bool:

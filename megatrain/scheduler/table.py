@@ -8,8 +8,17 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from megatrain.errors import ScheduleError
-from megatrain.scheduler.effects import KINDS, Effects, host_value_bytes, kind_of, park_bytes, parked_values, streams
-from megatrain.scheduler.items import BETWEEN_RANKS, NO_BLOCK, Stream
+from megatrain.scheduler.effects import (
+    BUILT_IN,
+    KINDS,
+    Effects,
+    host_value_bytes,
+    kind_of,
+    park_bytes,
+    parked_values,
+    streams,
+)
+from megatrain.scheduler.items import NO_BLOCK, Stream
 from megatrain.scheduler.step_kind import StepKind
 from megatrain.scheduler.workload import Workload
 
@@ -194,7 +203,7 @@ class Tick(Mapping[Stream, Op]):
 def columns(ticks: Iterable[Tick]) -> tuple[Stream, ...]:
     """All streams in the order of the columns, once it is known that they hold every op.
 
-    Those between ranks only where they have one.
+    Those of ops that `register_op` has added only where they have one.
 
     Raises:
         ScheduleError: If the kind of an op is no longer registered.
@@ -204,7 +213,10 @@ def columns(ticks: Iterable[Tick]) -> tuple[Stream, ...]:
         for op in tick.values():
             kind_of(op.stream, op.what)
             used.add(op.stream)
-    return tuple(stream for stream in streams() if stream in used or stream not in BETWEEN_RANKS)
+    return tuple(stream for stream in streams() if stream in used or stream in _OWN_STREAMS)
+
+
+_OWN_STREAMS = frozenset(stream for stream, _ in BUILT_IN)
 
 
 @dataclass(frozen=True, slots=True)

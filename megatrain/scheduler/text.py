@@ -13,7 +13,7 @@ from megatrain.errors import OptionError, ScheduleError
 from megatrain.hardware.work import total_flops, total_kernels
 from megatrain.scheduler.effects import streams
 from megatrain.scheduler.items import Stream
-from megatrain.scheduler.step_kind import MODES, OUTPUTS, RANKS, STORES, TRANSFERS, UPDATES, StepKind
+from megatrain.scheduler.step_kind import MODES, OUTPUTS, TRANSFERS, UPDATES, StepKind
 from megatrain.scheduler.table import Op, Place, Slot, Table, Tick, columns, parse_op
 from megatrain.scheduler.workload import BlockWork, ValueWork, Workload
 
@@ -284,8 +284,6 @@ _LINES: dict[str, _Line] = {
     "updates": _Line(_updates, _read_updates),
     "places": _Line(lambda s: [f"{x.block} = {x.offset}+{x.nbytes}" for x in s.places], _read_places, "; "),
     "outputs": _choice("outputs", OUTPUTS),
-    "ranks": _choice("ranks", RANKS),
-    "store": _choice("store", STORES),
 }
 
 

@@ -9,6 +9,7 @@ import torch
 from megatrain.errors import ExecuteError
 from megatrain.memory.out_of_memory import let_go, ran_out
 from megatrain.optim.updates import Updates
+from megatrain.runtime.exchange import Exchange
 from megatrain.runtime.operations import Run
 from megatrain.runtime.random_calls import RngState, moving_in_turn
 from megatrain.training.trainer import Running
@@ -32,12 +33,14 @@ class Progress:
 
 
 class NotFiniteError(ExecuteError):
-    """A gradient isn't finite, and nothing was updated.
+    """A gradient isn't finite, and nothing was updated; all processes that train together find the same.
 
     Args:
         what: The gradient.
         way: The way out.
     """
+
+    is_on_all = True
 
     def __init__(self, what: str, way: str) -> None:
         super().__init__(
@@ -53,6 +56,7 @@ class Boundary:
 
     Args:
         on_nonfinite: As in `TrainStep`.
+        exchange: Who else takes the steps.
 
     Attributes:
         progress: The progress of training.
@@ -61,8 +65,8 @@ class Boundary:
         has_recovered: The latest step ran out of the device's memory behind its first update, and was completed.
     """
 
-    def __init__(self, on_nonfinite: str | None):
-        self._on_nonfinite = on_nonfinite
+    def __init__(self, on_nonfinite: str | None, exchange: Exchange):
+        self._on_nonfinite, self._exchange = on_nonfinite, exchange
         self.progress = Progress()
         self.broken: str | None = None
         self.is_undone = self.has_recovered = False
@@ -73,8 +77,9 @@ class Boundary:
         Raises:
             ExecuteError: If an earlier step left the model in the middle of a step.
         """
-        if self.broken is not None:
-            raise ExecuteError(self.broken)
+        broken = self._exchange.broken or self.broken
+        if broken is not None:
+            raise ExecuteError(broken)
 
     def run(self, run: Run, running: Running, updates: Updates, before: RngState) -> None:
         """Runs a step. One that runs out of the device's memory behind its first update is completed, without an error.
@@ -106,8 +111,8 @@ class Boundary:
                 if running.shares.fault is not None:
                     raise running.shares.fault from None  # found on a transfer's thread
                 raise
-            if running.is_shared:
-                self._give_up(run, updates, error)  # what passed between ranks can't pass again
+            if not running.exchange.is_alone:
+                self._give_up(run, updates, error)  # others have used its gradients, and don't wait for new ones
                 raise
             if lacks_memory:
                 let_go(error, run.device)

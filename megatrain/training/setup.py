@@ -16,13 +16,13 @@ from megatrain.interrupts import Interrupts
 from megatrain.memory.host_limits import update_threads
 from megatrain.optim.per_parameter import check_steps
 from megatrain.optim.proxy import Optimizer
-from megatrain.optim.shared import HostParts, unshareable
 from megatrain.optim.updates import Updates
 from megatrain.passes.program import Program, trained_holders
 from megatrain.planning.host_plan import HostPlan, host_plan
 from megatrain.planning.loss_bytes import Loss, measure_loss
 from megatrain.planning.saved_plan import AnyPlan
 from megatrain.planning.step_programs import StepPrograms
+from megatrain.runtime.exchange import Exchange
 from megatrain.runtime.executor import Executor
 from megatrain.scheduler.schedule import Schedule
 from megatrain.scheduler.step_kind import StepKind
@@ -71,57 +71,6 @@ def check_no_gradients(tensors: Mapping[str, torch.Tensor]) -> None:
             )
 
 
-class HostDivision:
-    """Whether ranks of one host divide the updates of some optimizers.
-
-    Args:
-        compiled: The model, with its ranks.
-        optimizers: In the order of their steps.
-
-    Attributes:
-        unshared: Why they don't, if there are others on this host; None if they do.
-        shares: Whether this rank shares its store with others.
-    """
-
-    def __init__(self, compiled: Compiled, optimizers: Sequence[Optimizer]):
-        self._compiled, self._optimizers = compiled, optimizers
-        self.unshared: str | None = None
-        has_others = compiled.ranks is not None
-        if has_others and compiled.masters.kind == "rounded":
-            self.unshared = "masters that are rounded at random draw from generators, which can't be shared"
-        elif has_others:
-            self.unshared = next(filter(None, map(unshareable, optimizers)), None)
-        self.shares = has_others and self.unshared is None
-
-    def check(self) -> None:
-        """Refuses updates that every rank would make in a store that another step has the ranks share.
-
-        Raises:
-            OptimizerError: If that is so.
-        """
-        shared = self._compiled.engine.shared
-        if not self.shares and shared is not None and shared.twins:
-            raise OptimizerError(
-                f"the ranks of this host share the model's store, but not this step's updates: {self.unshared}.\n"
-                "  Another TrainStep of this model divides its updates among them; each rank would make all of these.\n"
-                "  Train with one of the two, or in one process."
-            )
-
-    def parts(self, blocks: Sequence[Sequence[torch.Tensor]]) -> HostParts | None:
-        """Which of the updates of some blocks are this rank's; None if all are.
-
-        Args:
-            blocks: The parameters that are updated with each block.
-        """
-        engine, ranks = self._compiled.engine, self._compiled.ranks
-        if not self.shares or engine.shared is None or ranks is None:
-            return None
-        keys = {tensor: key for key, tensor in engine.tensors.items()}
-        known = {parameter: keys[parameter] for block in blocks for parameter in block}
-        of_store = engine.shared, self._optimizers, self._compiled.masters
-        return HostParts(*of_store, blocks, known, ranks.look)
-
-
 @dataclass(frozen=True, slots=True)
 class Setting:
     """Everything that one attempt at a step runs.
@@ -167,12 +116,12 @@ class Setup:
         loss: The caller's, or None if the model's result is the loss.
         reads: What the loss reads, as in `TrainStep`.
         plan: The choices that all steps take, or None.
+        exchange: Who else takes the steps.
 
     Raises:
         OptimizerError: If an optimizer's `step` needs a closure, or two hold the same parameter.
 
     Attributes:
-        division: Whether ranks of this host divide the updates.
         optimizers: The user's.
         tables: The schedules of steps.
         updates: Take the gradients of the blocks; None before the first step.
@@ -192,6 +141,7 @@ class Setup:
         loss: Loss | None = None,
         reads: str = "all",
         plan: AnyPlan | None = None,
+        exchange: Exchange | None = None,
     ):
         for optimizer in optimizers:
             check_steps(optimizer)
@@ -199,7 +149,7 @@ class Setup:
         self.optimizers = optimizers
         self._check_apart()
         self._max_norm = max_norm
-        self.division = HostDivision(compiled, optimizers)
+        self._exchange = exchange = Exchange() if exchange is None else exchange
         self._times = UpdateTimes(
             compiled.model,
             optimizers,
@@ -207,12 +157,10 @@ class Setup:
             spread=not compiled.options.device.is_host if spread is None else spread,
             needs_norm=needs_norm,
             reports_norm=reports_norm,
-            is_fixed=plan is not None or self.division.shares,
+            is_fixed=plan is not None or not exchange.is_alone,
         )
         self._loss, self._is_own_loss = loss, loss is None or reads == "loss"
-        self.tables = StepTables(
-            compiled.options, compiled.budget, plan, compiled.ranks, is_shared=self.division.shares
-        )
+        self.tables = StepTables(compiled.options, compiled.budget, plan, exchange)
         self._blocks: list[list[torch.Tensor]] = []
         self._shapes: dict[str, torch.Size] = {}
         self.updates: Updates | None = None
@@ -329,13 +277,12 @@ class Setup:
         """
         if not self.tables.has_executor(setting.captures, setting.kind):
             plan = self.host_plan(setting)
-            may_change = not self.tables.is_planned and not self.division.shares
+            may_change = not self.tables.is_planned and self._exchange.is_alone
             if setting.kind.updates == "spread" and may_change and plan.missing_bytes():
                 self._times.spread_no_more()
                 return None
             plan.check()
         engine = self._compiled.engine
-        self.division.check()
         executor = self.tables.executor(setting.captures, setting.kind, engine)
         self._compiled.bind()
         engine.find_replaced()
@@ -356,7 +303,7 @@ class Setup:
                 threads=self.threads,
                 # On the CPU, where the loop's own norm is taken by torch, the bits are torch's.
                 norm_threads=None if engine.device.is_host else self.threads,
-                parts=self.division.parts(blocks),
+                exchange=self._exchange,
             )
         if self.is_due:
             self._times.note_due()

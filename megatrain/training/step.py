@@ -20,20 +20,19 @@ from megatrain.planning.loss_bytes import Loss
 from megatrain.planning.saved_plan import PLAN, AnyPlan, SavedPlan
 from megatrain.progress import ProgressLine
 from megatrain.ranks.apart import refuse_apart
+from megatrain.ranks.rank_exchange import exchange_of
 from megatrain.runtime.streams.events import RunClock, Stopwatch, Watch
 from megatrain.scheduler.costs import Measured
 from megatrain.scheduler.schedule import Schedule
 from megatrain.scheduler.simulate import TimedRun
 from megatrain.sizes import SIZE
 from megatrain.training import saved_step as checkpoint
-from megatrain.training.attempts.host_sharing import HostSharing
-from megatrain.training.attempts.taking import Taking
-from megatrain.training.attempts.together import Together
-from megatrain.training.batch import Counts, Weight, check_reduce, micro_batches
+from megatrain.training.batch import Weight, check_reduce, micro_batches
 from megatrain.training.boundary import Boundary, Progress
 from megatrain.training.completion import Completion
 from megatrain.training.saved_schedulers import SCHEDULERS, Schedulers
 from megatrain.training.setup import Setting, Setup
+from megatrain.training.step_run import StepRules, StepRun
 
 
 class TrainStep:
@@ -108,27 +107,36 @@ class TrainStep:
         compiled.megatrain.complete_updates()  # of other steps: the trials below look at the optimizers' state
         self._optimizers = optimizers_of(optimizer)
         self._compiled = compiled.megatrain
-        self._loss, self._weight, self._is_sum, looks = loss, weight, reduce == "sum", on_nonfinite is not None
-        norms: dict[str, Any] = {"max_norm": max_grad_norm, "needs_norm": max_grad_norm is not None or looks}
-        times: dict[str, Any] = {"reports_norm": report_norm, "overlap": overlap, "spread": spread}
-        self._setup = Setup(self._compiled, self._optimizers, loss=loss, reads=reads, **norms, **times, plan=plan)
-        self._boundary = Boundary(on_nonfinite)
+        looks = on_nonfinite is not None
+        self._exchange = exchange_of(self._compiled.ranks, self._compiled, self._optimizers)
+        self._setup = Setup(
+            self._compiled,
+            self._optimizers,
+            loss=loss,
+            reads=reads,
+            max_norm=max_grad_norm,
+            needs_norm=max_grad_norm is not None or looks,
+            reports_norm=report_norm,
+            overlap=overlap,
+            spread=spread,
+            plan=plan,
+            exchange=self._exchange,
+        )
+        self._boundary = Boundary(on_nonfinite, self._exchange)
         self.user: Mapping[str, Any] = {}
         self._completion = Completion(self._complete, self._setup.changing)
-        rules = {"max_grad_norm": max_grad_norm, "report_norm": report_norm, "on_nonfinite": on_nonfinite}
-        rules |= {"reduce": reduce, "weight": "none" if weight is None else "given", "overlap": overlap, "reads": reads}
-        sharing = HostSharing(self._compiled, self._optimizers, shares=self._setup.division.shares)
-        self._together = Together(self._compiled, self._optimizers, rules, sharing, self._boundary)
-        parts = self._compiled, self._setup, self._boundary, self._completion, self._together
+        facts = {"max_grad_norm": max_grad_norm, "report_norm": report_norm, "on_nonfinite": on_nonfinite}
+        facts |= {"reduce": reduce, "weight": "none" if weight is None else "given", "overlap": overlap, "reads": reads}
         budget = self._compiled.budget if plan is None else None
-        self._taking = Taking(*parts, loss=loss, looks=looks, budget=budget)
+        rules = StepRules(loss, weight, reduce == "sum", looks, budget, facts)
+        self._run = StepRun(self._compiled, self._setup, self._boundary, self._completion, self._exchange, rules)
         self._compiled.before_reads(self._completion)
         self._completion.attach(self._optimizers)
 
     @property
     def schedule(self) -> Schedule:
         """The schedule of the latest call, or of `prepare`; before the first of them an `ExecuteError`."""
-        return _known(self._taking.setting).schedule
+        return _known(self._run.setting).schedule
 
     @property
     def plan(self) -> SavedPlan:
@@ -140,7 +148,7 @@ class TrainStep:
     @property
     def program(self) -> Program:
         """The blocks that the schedule runs, as for `schedule`; of several captures those of the first micro-batch."""
-        return _known(self._taking.setting).programs[0]
+        return _known(self._run.setting).programs[0]
 
     @property
     def progress(self) -> Progress:
@@ -150,11 +158,11 @@ class TrainStep:
     @property
     def host_plan(self) -> HostPlan:
         """The host memory that steps like the latest, or like the prepared one, take; as for `schedule`."""
-        return self._setup.host_plan(_known(self._taking.setting))
+        return self._setup.host_plan(_known(self._run.setting))
 
     def prepare(self, batch: Any) -> Schedule:
         """Makes the schedule of a batch like this one, without running or allocating anything."""
-        self._taking.prepare(micro_batches(batch))
+        self._run.prepare(micro_batches(batch))
         return self.schedule
 
     def __call__(self, batch: Any) -> torch.Tensor:
@@ -179,7 +187,7 @@ class TrainStep:
 
         The first step isn't typical where blocks are persistent: it brings what then stays.
         """
-        self._together.refuse("step.measure", "Use step.time, which holds no stream up.")
+        self._exchange.refuse("step.measure", "Use step.time, which holds no stream up.")
         self._take(batch, watch := Stopwatch(self._compiled.options.device))
         return Measured.of(self.schedule, watch.seconds)
 
@@ -188,7 +196,7 @@ class TrainStep:
 
         All ranks of a process group time the same step, each its own operations.
         """
-        with self._together.refusing():
+        with self._exchange.taking():
             clock = RunClock(self._compiled.options.device)
         self._take(batch, clock)
         return TimedRun.of(self.schedule, clock.spans())
@@ -197,9 +205,7 @@ class TrainStep:
         if not self._compiled.has_group:
             refuse_apart()
         self._boundary.check_whole()
-        with self._together.refusing():
-            counts = Counts(batches := micro_batches(batch), self._weight, is_sum=self._is_sum)
-        return self._taking.take(batches, counts, watch)
+        return self._run.take(batch, watch)
 
     @checked(num_steps=count(1, 1 << 40), tokens_per_step=count(1, 1 << 40))
     def progress_line(self, num_steps: int, tokens_per_step: int) -> ProgressLine:
@@ -216,13 +222,13 @@ class TrainStep:
 
     def flush(self) -> None:
         """Runs the due updates, so that parameters have their values after the latest step."""
-        if self._taking.running is not None or self._setup.is_due:
+        if self._run.running is not None or self._setup.is_due:
             with self._compiled.exclusively("flush()", in_child=True), self._completion.suspended():
                 self._setup.look()
 
     def _complete(self) -> None:
         """Like `flush`, for a use of a marked object. Nothing is due within a step; hooks must not look then."""
-        running = self._taking.running  # another thread may end it meanwhile
+        running = self._run.running  # another thread may end it meanwhile
         if running is not None:
             running.check_no_hook()
         elif not self._setup.is_completing:
@@ -258,10 +264,11 @@ class TrainStep:
         """
         with self._compiled.exclusively("save()", in_child=True), torch.device("cpu"):
             self._boundary.check_whole()
-            self.flush()
+            with self._exchange.taking("save()"):
+                self.flush()
             values = self.user if user is None else user
             options: dict[str, Any] = {"shard_bytes": shard_bytes, "more": more, "weights": weights, "user": values}
-            parts = self._together, self._compiled, self._optimizers, self.progress
+            parts = self._exchange, self._compiled, self._optimizers, self.progress
             checkpoint.save(folder, *parts, scheduler=scheduler, **options)
 
     @classmethod

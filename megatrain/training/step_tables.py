@@ -14,11 +14,11 @@ from megatrain.passes.program import Program
 from megatrain.planning.plan_step import StepChoices, StepPlans
 from megatrain.planning.saved_plan import AnyPlan, saved_plan
 from megatrain.planning.step_programs import StepPrograms
-from megatrain.ranks.ranks import Ranks
 from megatrain.runtime.engine import Engine
+from megatrain.runtime.exchange import Exchange
 from megatrain.runtime.executor import Executor
 from megatrain.scheduler.schedule import Schedule
-from megatrain.scheduler.step_kind import RANKS, STORES, StepKind
+from megatrain.scheduler.step_kind import StepKind
 
 # Steps may differ in sizes and numbers of micro-batches: the schedules used last are kept.
 _MOST = 16
@@ -34,8 +34,7 @@ class StepTables:
         options: The options of `compile`.
         budget: The bound of the device memory that schedules take.
         plan: A plan whose schedule all steps take, or None.
-        ranks: The processes that train together; None for one that trains alone.
-        is_shared: Whether others of its host share its store.
+        exchange: Who else takes the steps; its ops go into their schedules.
 
     Attributes:
         is_planned: Whether a plan was given.
@@ -46,15 +45,12 @@ class StepTables:
         options: Limits,
         budget: DeviceBudget,
         plan: AnyPlan | None = None,
-        ranks: Ranks | None = None,
-        *,
-        is_shared: bool = False,
+        exchange: Exchange | None = None,
     ):
-        self._place = RANKS[0] if ranks is None else ranks.place
-        self._store = STORES[is_shared]
+        self._exchange = Exchange() if exchange is None else exchange
         self._limits = options
         self._budget = budget
-        self._plans = StepPlans(_MOST, None if plan is None else saved_plan(plan))
+        self._plans = StepPlans(_MOST, None if plan is None else saved_plan(plan), self._exchange)
         self.is_planned = plan is not None
         self._arena: GrowingArena | None = None
         self._executors: OrderedDict[tuple[frozenset[int], StepKind], tuple[StepChoices, _Executors]] = OrderedDict()
@@ -68,8 +64,6 @@ class StepTables:
             clip=clip,
             outputs="release",
             reports_norm=reports_norm,
-            ranks=self._place,
-            store=self._store,
         )
 
     def schedule(
@@ -114,7 +108,7 @@ class StepTables:
         order = tuple(map(id, captures))
         if order not in executors:
             if self._arena is None:
-                self._arena = GrowingArena(engine.bus)
+                self._arena = self._exchange.landing(engine.bus)
                 engine.gradients.clear()  # gradients land there from now on
             programs = choices.programs_of(captures)
             executors[order] = Executor(programs, choices.schedule, engine, arena=self._arena, merged=choices.programs)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, Protocol
+from contextlib import contextmanager, nullcontext
+from typing import Any
 
 import torch
 from torch import nn
@@ -17,6 +17,7 @@ from megatrain.optim.updates import Updates
 from megatrain.planning.loss_bytes import Loss
 from megatrain.runtime.accumulation import check_kind, gradient_form, hooked, is_hooked, laid_out, warn_of_order
 from megatrain.runtime.call import Versions
+from megatrain.runtime.exchange import Exchange
 from megatrain.runtime.random_calls import GlobalGenerators
 from megatrain.training.batch import Differentiated, Shares, loss_of
 from megatrain.training.setup import Setting
@@ -71,22 +72,6 @@ def _refuse_backward(*_: object, **__: object) -> None:
     )
 
 
-class Agrees(Protocol):
-    """Agrees with other ranks that all of them take the step; see `Together`."""
-
-    @property
-    def is_shared(self) -> bool:
-        """Whether there are other ranks."""
-        ...
-
-    def vote(self) -> None:
-        """Waits until all ranks have run the forward."""
-
-    def watching_loss(self) -> AbstractContextManager[object]:
-        """Runs the code of a loss, which must not draw what other ranks would draw after it."""
-        ...
-
-
 class Running:
     """Computes losses from outputs, takes gradients, and updates parameters when the schedule says so.
 
@@ -98,7 +83,7 @@ class Running:
         tensors: The model's state, by key.
         threads: How many threads the work of the host may take.
         looks: Whether a gradient that isn't finite prevents the updates.
-        together: Agrees with other ranks once the forward is over.
+        exchange: Who else takes this step.
 
     Attributes:
         has_begun: The optimizers have begun the step with this step's gradients.
@@ -109,6 +94,7 @@ class Running:
         interrupts: Lets Ctrl-C through between operations.
         drawing: Held by hooks on gradients, and by this step's compute while it repeats earlier draws.
         shares: See above.
+        exchange: See above.
     """
 
     def __init__(
@@ -121,7 +107,7 @@ class Running:
         threads: int,
         *,
         looks: bool,
-        together: Agrees,
+        exchange: Exchange,
     ):
         self.kind = setting.kind
         self.interrupts = Interrupts()
@@ -142,7 +128,7 @@ class Running:
         self._parameters = {key: tensor for key, tensor in tensors.items() if isinstance(tensor, nn.Parameter)}
         self._threads = threads
         self._looks_for_nonfinite = looks
-        self._together = together
+        self.exchange = exchange
         runs_in_backward = self._has_hooks
         warn_of_order(
             setting.programs[0].gradient_order, lambda key: is_hooked(self._parameters[key]), lambda: runs_in_backward
@@ -158,11 +144,6 @@ class Running:
         """The micro-batches' losses, each times its share."""
         return self._losses
 
-    @property
-    def is_shared(self) -> bool:
-        """Whether other ranks take this step too."""
-        return self._together.is_shared
-
     # -- on the caller's thread -----------------------------------------------------------------------------
 
     def before_compute(self, micro_batch: int) -> None:
@@ -173,7 +154,7 @@ class Running:
 
     def before_backward(self) -> None:
         """See `StepTrainer`."""
-        self._together.vote()
+        self.exchange.vote()
 
     def differentiate(self, micro_batch: int, outputs: Sequence[torch.Tensor]) -> Sequence[torch.Tensor | None]:
         """See `StepTrainer`."""
@@ -188,7 +169,7 @@ class Running:
             next(of_results) if trained else t.requires_grad_(b)
             for t, trained, b in zip(outputs, is_trained, returned, strict=True)
         ]
-        with torch.enable_grad(), self._together.watching_loss():
+        with torch.enable_grad(), self.exchange.watching_loss():
             traced.leave(given, own.tensors)
             result = traced.result(given, own.tensors)
             loss = loss_of(result, self._setting.batches[micro_batch], self._loss)
@@ -326,7 +307,7 @@ class Running:
         torch.set_num_threads(self._threads)
         if block in self._deferred:
             if self._updates.is_under_way:  # otherwise nothing is due: in the first step, and after a look
-                self._updates.update(block, keeps=True)
+                self._updates.update(block)
             return
         if self.is_skipped:
             return
@@ -340,9 +321,10 @@ class Running:
         """See `StepTrainer`."""
         if block in self._deferred:
             if self._updates.is_under_way:
-                self._updates.wait(block, go_on)
+                self._updates.wait(block, go_on, is_of_before=True)
         elif not self.is_skipped:
             self._updates.wait(block, go_on, is_of_before=False)
+            self.has_updated = True  # a part of it, on some process
 
     def _begin(self) -> None:
         """Begins the optimizers' step with this step's gradients; the previous step ends first."""

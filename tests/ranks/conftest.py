@@ -2,17 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 
 import pytest
 
 from tests.captures import OF_MANY_FILES, lowered_once, rehearsed_once
+from tests.ranks.processes import Processes
 from tests.ranks.shared_processes import processes_fixture
 
 three = processes_fixture(3, "package")
-four = processes_fixture(4)
 devices = processes_fixture(3, simulated=True)
-four_devices = processes_fixture(4, simulated=True)
+
+
+@pytest.fixture
+def three_anew() -> Generator[Callable[[], Processes]]:
+    """Makes three new processes each time; they end with the test."""
+    made: list[Processes] = []
+
+    def new() -> Processes:
+        for each in made:
+            each.close()
+        made.append(Processes(3))
+        return made[-1]
+
+    yield new
+    for each in made:
+        each.close()
 
 
 @pytest.fixture(scope="package", autouse=True)

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 import megatrain
 from megatrain.optim.block_update import MasterStep
-from megatrain.ranks import host, signs_of_life
+from megatrain.ranks import shared_memory
 from megatrain.runtime.streams.stream_set import Chaos
 from tests.models import Stack
 from tests.ranks.sides import Case, begin
@@ -68,7 +68,7 @@ def failing_early(rank: int) -> tuple[list[str], int]:
 def failing_late(rank: int) -> list[str]:
     """The second loss of rank 1 raises."""
     step = begin(CASE, dist.group.WORLD)[2]
-    own = step._taking._loss
+    own = step._run._rules.loss
 
     def loss(result: Any, given: Any) -> torch.Tensor:
         if rank == 1 and step.progress.count == 1:
@@ -76,27 +76,24 @@ def failing_late(rank: int) -> list[str]:
         assert own is not None
         return own(result, given)
 
-    step._taking._loss = loss
+    step._run._rules = replace(step._run._rules, loss=loss)
     return [refused(lambda number=number: step(batch(number, rank))) for number in range(3)]
 
 
-def dying(rank: int, when: str, silent_s: float) -> str:
-    """Rank 1 is killed at some place, or stands still."""
-    signs_of_life.SILENT_S = silent_s
+def dying(rank: int, when: str) -> str:
+    """Rank 1 is killed at some place."""
     case = replace(CASE, mode="spread" if when == "update" else "overlap")
     step = begin(case, dist.group.WORLD)[2]
     step(case.batches(0)[rank])
     if rank == 1:
         if when == "loss":
             kill: Any = lambda *_: os.kill(os.getpid(), signal.SIGKILL)  # noqa: E731
-            step._taking._loss = kill
+            step._run._rules = replace(step._run._rules, loss=kill)
         elif when == "update":
             killed: Any = lambda *_: os.kill(os.getpid(), signal.SIGKILL)  # noqa: E731
             MasterStep.__call__ = killed
         elif when == "between":
             os.kill(os.getpid(), signal.SIGKILL)
-        elif when == "still":
-            os.kill(os.getpid(), signal.SIGSTOP)
     return refused(lambda: step(case.batches(1)[rank]))
 
 
@@ -113,11 +110,11 @@ def impossible(rank: int) -> list[str]:
     inductor = {"kernels": "inductor", "process_group": group}
 
     def on_two_hosts() -> None:
-        host.NAME = "ab"[rank == 2]
+        shared_memory.NAME = "ab"[rank == 2]
         try:
             megatrain.compile(seeded_stack(1), device="cpu", process_group=group)
         finally:
-            host.NAME = None
+            shared_memory.NAME = None
 
     return [
         refused(lambda: compiled(given).sum().backward()),
@@ -143,6 +140,5 @@ def failing_op(rank: int, op: str) -> tuple[str, str]:
     chaos = Chaos(max_delay_s=0, fail=op) if rank == 1 else None
     case = replace(CASE, compile={"chaos": chaos, "transfer": "copy", "block_bytes": "100B"})
     _, _, step = begin(case, dist.group.WORLD)
-    # Sums come with an op of their own where a second micro-batch is added to them.
-    steps = [case.batches(number)[rank] * (2 if op.startswith("R") else 1) for number in range(2)]
+    steps = [case.batches(number)[rank] for number in range(2)]
     return refused(lambda: step(steps[0])), refused(lambda: step(steps[1]))

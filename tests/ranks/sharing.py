@@ -17,7 +17,7 @@ import megatrain
 from megatrain.checks.several_optimizers import parameters_of
 from megatrain.memory.host_limits import return_free_memory
 from megatrain.optim.block_update import MasterStep
-from megatrain.runtime.stores.shared_store import STATE, Name
+from megatrain.ranks.shared_store import STATE, Name
 from tests.ranks.failing import refused
 from tests.ranks.sides import OURS, Case, begin, state_of, take
 from tests.training.parity import MODES, square
@@ -32,20 +32,18 @@ def held(rank: int, case: Case) -> dict[str, Any]:
     compiled, optimizer, step = begin(case, dist.group.WORLD)
     take(case, rank, step, range(2))
     step.flush()
-    shared = compiled.megatrain.engine.shared
-    if shared is None or not shared.twins:
-        return {"kind": step.schedule.kind.store}
+    shared = compiled.megatrain.ranks.store
+    if not shared.twins:
+        return {"shares": step._exchange.shares}
     twins, names = shared.twins, dict(compiled.megatrain.model.named_parameters())
-    updates: Any = step._setup.updates
-    ranks = updates._parts._rank_of
     moments = [(name, what) for name, p in names.items() for what in optimizer.state.get(p, {})]
     return {
-        "kind": step.schedule.kind.store,
+        "shares": step._exchange.shares,
         "parameters": all(twins[Name(STATE, key)].holds(p) for key, p in names.items()),
         "moments": bool(moments)
         and all(twins[Name("0", key, what)].holds(optimizer.state[names[key]][what]) for key, what in moments),
         "lows": sum(name.kind == "low" for name in twins),
-        "updated": sorted(name for name, p in names.items() if ranks.get(p) == shared.host.index),
+        "updated": sorted(name for name, owner in shared.owners.items() if owner == rank),
     }
 
 

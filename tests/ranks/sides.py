@@ -1,8 +1,9 @@
-"""The same training in one process and in several: what each rank runs, and what is compared."""
+"""The same training in one process, in several, and in eager PyTorch: what each rank runs, and what is compared."""
 
 from __future__ import annotations
 
 import copy
+import functools
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -91,26 +92,6 @@ class Deciding(nn.Module):
         return x * 2 if x.mean() > 0 else x.cos()
 
 
-class Broad(nn.Module):
-    """Gradients of its weights go from rank to rank in several pieces; some of their rows are larger than one."""
-
-    def __init__(self):
-        super().__init__()
-        self.first = nn.Linear(3, 1500)
-        self.second = nn.Linear(1500, 1500)
-        self.third = nn.Parameter(torch.randn(1, 2200, 1024) / 50)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = self.second(self.first(x).tanh()).tanh()
-        return (self.third[0, :1500].T @ x.unsqueeze(-1)).squeeze(-1).tanh()
-
-
-def broad() -> nn.Module:
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(1234)
-        return Broad()
-
-
 def branching_batch(step: int, size: int) -> Any:
     return stack_batch(step, size).abs() * (1 if step % 3 else -1)
 
@@ -150,7 +131,6 @@ OURS: dict[str, Task] = {
     **TASKS,
     "branching": Task(branching, branching_batch, square),
     "deciding": Task(deciding, branching_batch, square),
-    "broad": Task(broad, stack_batch, square),
     "tied": Task(seeded, tied_batch, own),
     "adapted": Task(lambda: seeded(is_adapted=True), tied_batch, own),
     "lora": Task(lambda: adapted_llama(("q_proj", "v_proj"), rank=4, scale=2.0, dropout=0.0), labelled),
@@ -242,7 +222,7 @@ def state_of(compiled: Any, optimizer: Any, step: megatrain.TrainStep) -> dict[s
     """Everything that training has changed, and the masters' lower halves."""
     step.flush()
     found = snapshot(compiled.megatrain.model, *listed(optimizer))
-    pieces = {name: [p.clone() for p in source.pieces()] for name, source in compiled.masters.sources().items()}
+    pieces = {name: [p.flatten() for p in source.pieces()] for name, source in compiled.masters.sources().items()}
     return {**found, "masters": pieces, "progress": asdict(step.progress)}
 
 
@@ -302,10 +282,59 @@ def train(case: Case, group: Any, rank: int | None) -> dict[str, Any]:
     return found
 
 
+def eager(case: Case) -> dict[str, Any]:
+    """What ranks compute, in eager PyTorch: each adds up its own micro-batches, then all are added in their order."""
+    torch.manual_seed(5)
+    task, options = OURS[case.task], {**MODES[case.mode], **case.options}
+    model = task.build()
+    for module in model.modules():
+        if isinstance(module, nn.Dropout) and not case.draws:
+            module.p = 0.0
+    optimizer = OPTIMIZERS[case.optimizer](model)
+    generators = [torch.Generator().manual_seed(6 + rank).get_state() for rank in range(len(case.deal[0]))]
+    losses, norms = list[torch.Tensor](), list[Any]()
+    for number in range(len(case.deal)):
+        batches = case.batches(number)
+        counts = [[float(rows(b)) if case.is_weighted else 1.0 for b in each] for each in batches]
+        total = sum(map(sum, counts)) if options.get("reduce") != "sum" else 1.0
+        sums: dict[Any, torch.Tensor] = {}
+        terms: list[torch.Tensor] = []
+        for rank, (each, their) in enumerate(zip(batches, counts, strict=True)):
+            model.zero_grad()
+            torch.set_rng_state(generators[rank])
+            made = list[torch.Tensor]()
+            for batch, count in zip(each, their, strict=True):
+                result = model(**batch) if isinstance(batch, dict) else model(batch)
+                made.append((task.loss or own)(result, batch) * (count / total))
+            generators[rank] = torch.get_rng_state()
+            for loss in made:
+                loss.backward()
+                terms.append(loss.detach())
+            for p in model.parameters():
+                if p.grad is not None:
+                    sums[p] = p.grad.clone() if p not in sums else sums[p] + p.grad
+        for p in model.parameters():
+            p.grad = sums.get(p)
+        clip = options.get("max_grad_norm")
+        norms.append(None if clip is None else nn.utils.clip_grad_norm_(model.parameters(), clip))
+        optimizer.step()
+        losses.append(functools.reduce(torch.add, terms))
+    model.zero_grad()
+    found = snapshot(model, *listed(optimizer))
+    del found["generator"]
+    return {**found, "losses": losses, "norms": norms}
+
+
 def train_drawn(rank: int | None, case: Case, model: nn.Module) -> Any:
     """What a rank runs, or one process, of a case whose task is a model of its own."""
     OURS[case.task] = Task(lambda: copy.deepcopy(model), wide_batch, square)
     return train(case, None, None) if rank is None else train_here(rank, case)
+
+
+def eager_drawn(case: Case, model: nn.Module) -> dict[str, Any]:
+    """The same in eager PyTorch."""
+    OURS[case.task] = Task(lambda: copy.deepcopy(model), wide_batch, square)
+    return eager(case)
 
 
 def train_here(rank: int, case: Case) -> Any:

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
-from megatrain.ranks.ranks import NoCollectives
+from megatrain.ranks.processes import NoCollectives
 from tests.comparing import assert_same
 from tests.ranks.apart import calls, collective_in_loss, compiled_here, said_by, step_of, steps
 from tests.ranks.processes import Processes
 from tests.training.parity import seeded_stack, square, stack_batch
 
 
+@pytest.mark.nightly
 def test_a_step_that_others_know_nothing_of_is_refused(three: Processes):
     found = three.run(steps)
     for rank, each in enumerate(found):
@@ -24,6 +26,7 @@ def test_a_step_that_others_know_nothing_of_is_refused(three: Processes):
         assert_same([p.detach() for p in expected.parameters()], each["values"])
 
 
+@pytest.mark.nightly
 def test_a_backward_that_nobody_exchanges_is_noted_once(three: Processes):
     found = three.run(calls)
     eager = seeded_stack(3)
@@ -39,6 +42,7 @@ def test_a_backward_that_nobody_exchanges_is_noted_once(three: Processes):
         assert_same([p.grad for p in eager.parameters()], each["gradients"], tolerance=1e-6)
 
 
+@pytest.mark.nightly
 def test_a_loss_that_waits_for_others_is_refused_and_nobody_waits(three: Processes):
     for said in three.run(collective_in_loss):
         assert len(said) == 1

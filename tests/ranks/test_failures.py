@@ -15,7 +15,7 @@ from tests.nightly import nightly
 from tests.ranks.failing import differing, dying, failing_early, failing_late, failing_op, impossible, saving_alone
 from tests.ranks.processes import Processes
 from tests.ranks.shared_processes import processes_fixture
-from tests.ranks.sides import Case, train_drawn
+from tests.ranks.sides import Case, eager_drawn, train_drawn
 from tests.strategies import Branch, Start, WritesInput
 from tests.training.parity import seeded_stack, stack_batch
 
@@ -33,6 +33,7 @@ DIFFERENCES = {
 }
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("what", DIFFERENCES)
 def test_ranks_that_differ_are_refused_on_each_with_the_difference(what: str, three: Processes):
     texts = three.run(differing, what)
@@ -43,6 +44,7 @@ def test_ranks_that_differ_are_refused_on_each_with_the_difference(what: str, th
 # -- before all have agreed ----------------------------------------------------------------------------------
 
 
+@pytest.mark.nightly
 def test_a_rank_that_fails_before_the_step_leaves_all_as_they_were(three: Processes):
     found = three.run(failing_early)
     assert [count for _, count in found] == [2, 2, 2]
@@ -56,6 +58,7 @@ def test_a_rank_that_fails_before_the_step_leaves_all_as_they_were(three: Proces
 # -- in the middle -------------------------------------------------------------------------------------------
 
 
+@pytest.mark.nightly
 def test_a_rank_that_fails_in_the_middle_ends_the_training_of_all(three: Processes):
     found = three.run(failing_late)
     assert [texts[0] for texts in found] == ["", "", ""]
@@ -66,7 +69,8 @@ def test_a_rank_that_fails_in_the_middle_ends_the_training_of_all(three: Process
         assert texts[2].startswith("ExecuteError: the ranks are no longer at the same step")
 
 
-@pytest.mark.parametrize("op", ["F1", "P1", *map(nightly, ("B1", "R1", "R3", "G0", "G3", "U0", "U2"))])
+@pytest.mark.nightly
+@pytest.mark.parametrize("op", ["F1", "T1", *map(nightly, ("B1", "T3", "G0", "G3", "U0", "U2", "V1"))])
 def test_an_op_that_fails_is_named_on_all_ranks(op: str, three: Processes):
     found = three.run(failing_op, op)
     assert f"{op} fail" in found[1][0]
@@ -78,28 +82,32 @@ def test_an_op_that_fails_is_named_on_all_ranks(op: str, three: Processes):
         assert (f"{op} fail" in then) if early else then.startswith("ExecuteError: the ranks are no longer at the same")
 
 
-@pytest.mark.parametrize("deal", [(1, 2, 1), nightly(((1, 1, 1),))])
-def test_a_last_block_that_reads_other_values_than_its_capture_runs_again_on_all_ranks(
+@pytest.mark.nightly
+@pytest.mark.parametrize("deal", [nightly(((1, 2, 1),)), nightly(((1, 1, 1),))])
+def test_a_last_block_that_reads_other_values_than_its_capture_runs_again_by_itself(
     deal: tuple[int, ...], three: Processes
 ):
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(1)
         model = Start(Branch(WritesInput()))
     case = Case("drawn", "deferred", [deal] * 3)
-    expected = train_drawn(None, case, model)
-    for each in three.run(train_drawn, case, model):
+    found = three.run(train_drawn, case, model)
+    expected = eager_drawn(case, model)
+    for each in found:
         assert not isinstance(each, BaseException), each
-        assert_same({name: value for name, value in expected.items() if name in each}, each)
+        names = expected.keys() & each.keys()
+        assert_same({name: expected[name] for name in names}, {name: each[name] for name in names})
 
 
-@pytest.mark.parametrize("when", [nightly("loss"), "update", nightly("between"), nightly("still")])
-def test_a_rank_that_is_killed_or_stands_still_is_named(when: str, processes: Processes):
-    found = processes.run(dying, when, 6.0, of=(0, 2))
+@pytest.mark.parametrize("when", [nightly("loss"), "update", nightly("between")])
+def test_a_rank_that_is_killed_is_named(when: str, processes: Processes):
+    found = processes.run(dying, when, of=(0, 2))
     for text in found:
-        named = "rank 1 ended: no sign of life", "rank 1 ended.", "rank 1 failed: it ended"
+        named = "rank 1 ended.", "rank 1 failed: it ended"
         assert text.removeprefix("RanksError: ").startswith(named), text
 
 
+@pytest.mark.nightly
 def test_ranks_in_different_calls_are_refused(three: Processes, tmp_path: Path):
     found = three.run(saving_alone, str(tmp_path / "run"))
     text = "RanksError: the ranks are in different calls: rank 0 in save(), rank 1 in a step, rank 2 in a step."
@@ -112,6 +120,7 @@ def test_ranks_in_different_calls_are_refused(three: Processes, tmp_path: Path):
 # -- what isn't possible yet ---------------------------------------------------------------------------------
 
 
+@pytest.mark.nightly
 def test_what_several_ranks_cannot_do_is_refused_by_name(three: Processes):
     texts = (
         "ExecuteError: loss.backward() of a model that was compiled with process_group= isn't possible.",

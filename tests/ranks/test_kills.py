@@ -36,7 +36,7 @@ def test_a_rank_that_is_killed_at_any_moment_leaves_nothing_and_costs_nothing(se
     # LayerNorm of the simulated device has no backward in bf16.
     on_devices = seed % 3 == 2 and unavailable() is None
     options: dict[str, Any] = {"order": "seeded"} if on_devices else {"compile": {"precision": "bf16"}}
-    case = Case("tied", mode, [(1, 2, 1)] * NUM_STEPS, **options)
+    case = Case("tied", mode, [(1, 1, 1)] * NUM_STEPS, **options)
     made = Processes(3, simulated=on_devices)
     try:
         for inbox in made.inboxes:

@@ -5,11 +5,12 @@ from __future__ import annotations
 import os
 import re
 import signal
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
 
-from megatrain.ranks.host import PAGE, HostFile, can_tell_copies
+from megatrain.ranks.shared_memory import PAGE, SharedMemory, can_tell_copies
 from tests.comparing import assert_same
 from tests.nightly import nightly
 from tests.ranks.processes import Processes
@@ -21,9 +22,9 @@ needs_files = pytest.mark.skipif(not can_tell_copies(), reason="the system has n
 pytestmark = needs_files
 
 
-def test_a_host_file_is_one_memory_with_copies_of_what_each_writes_on_its_own():
-    one = HostFile.made()
-    other = HostFile.opened(one.address)
+def test_shared_memory_is_one_with_copies_of_what_each_writes_on_its_own():
+    one = SharedMemory.made()
+    other = SharedMemory.opened(one.address)
     with one.locked():
         offset, start = one.take(PAGE + 1)
         one.post({"at": [offset, start]})
@@ -39,21 +40,24 @@ def test_a_host_file_is_one_memory_with_copies_of_what_each_writes_on_its_own():
     assert (theirs.private[start + PAGE], theirs.is_written(start, PAGE + 1)) == (0, 0)
 
 
+@pytest.mark.nightly
 def test_ranks_of_one_host_share_parameters_moments_and_masters(three: Processes):
     found = three.run(held, CASE)
     for each in found:
-        assert (each["kind"], each["parameters"], each["moments"]) == ("shared", True, True)
+        assert (each["shares"], each["parameters"], each["moments"]) == (True, True, True)
         assert each["lows"] > 0
     updated = [name for each in found for name in each["updated"]]
     assert len(updated) == len(set(updated)), "each parameter is updated by one rank"
     assert all(each["updated"] for each in found), "each rank updates some"
 
 
+@pytest.mark.nightly
 def test_state_that_cannot_be_shared_leaves_each_rank_its_own_store(three: Processes):
     rounded = replace(CASE, compile={"precision": "bf16", "masters": "rounded"})
-    assert [each["kind"] for each in three.run(held, rounded)] == ["own"] * 3
+    assert [each["shares"] for each in three.run(held, rounded)] == [False] * 3
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("mode", ["overlap", "spread", nightly("serial"), nightly("deferred")])
 def test_ranks_wait_for_a_slow_update_of_another(mode: str, three: Processes):
     case = Case("tied", mode, [(1, 1, 1)] * 3)
@@ -62,6 +66,7 @@ def test_ranks_wait_for_a_slow_update_of_another(mode: str, three: Processes):
         assert_same(expected, found, "losses")
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("times", [1, 2])
 def test_an_update_that_fails_leaves_no_trace_and_is_made_with_the_next_step(times: int, three: Processes):
     found = three.run(failing_update, times)
@@ -75,6 +80,7 @@ def test_an_update_that_fails_leaves_no_trace_and_is_made_with_the_next_step(tim
         assert_same({name: expected[name] for name in state}, state, "state")
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("what", ["parameter", "moment"])
 def test_what_one_rank_alone_writes_is_refused_and_named(what: str, three: Processes):
     for first, then in three.run(writing_alone, what):
@@ -85,6 +91,7 @@ def test_what_one_rank_alone_writes_is_refused_and_named(what: str, three: Proce
         assert then == ""
 
 
+@pytest.mark.nightly
 def test_a_forked_process_makes_no_update_that_others_would_see_and_sees_none(three: Processes):
     for (text, status), (_, later) in three.run(forking):
         assert (text.partition("\n")[0], status) == (
@@ -96,31 +103,24 @@ def test_a_forked_process_makes_no_update_that_others_would_see_and_sees_none(th
 
 @pytest.mark.nightly
 @pytest.mark.parametrize(
-    ("transfer", "options", "apart", "together"),
-    [("auto", {}, 0, 0), ("auto", SERIAL_CLIPPED, 0, 1), ("copy", SERIAL_CLIPPED, 1, 1)],
-    ids=["overlap", "serial-clipped", "serial-clipped-copied"],
+    ("transfer", "options"),
+    [("auto", {}), ("copy", SERIAL_CLIPPED)],
+    ids=["overlap", "serial-clipped-copied"],
 )
-def test_host_memory_of_three_ranks_is_that_of_one_and_what_is_per_device(
-    transfer: str, options: dict[str, object], apart: int, together: int
+def test_host_memory_of_three_ranks_is_that_of_one_and_their_landed_gradients(
+    transfer: str, options: dict[str, object], three_anew: Callable[[], Processes]
 ):
-    """Where all gradients wait for a norm, ranks that share have one copy of them; each of those apart has its own.
-
-    Gradients that are made on the host, and updates that are over, leave nothing there.
-    """
     num, size = 256, 3  # what the C library keeps of freed memory, some MB more or less, is far below 3 % of that
     totals: dict[bool, int] = {}
     for is_apart in (True, False):
-        processes = Processes(size)
-        try:
-            totals[is_apart], shared = (
-                sum(each) for each in zip(*processes.run(measured, num, transfer, options, is_apart), strict=True)
-            )
-        finally:
-            processes.close()
+        processes = three_anew()
+        found = processes.run(measured, num, transfer, options, is_apart)
+        totals[is_apart], shared = (sum(each) for each in zip(*found, strict=True))
     state = 3 * sum(p.nbytes for p in Wide(num).parameters())
-    per_device = (totals[True] - size * state) / size
     gradients = state // 3
-    expected = state + together * gradients + size * (per_device - apart * gradients)
+    # A process alone has its gradients where they land, if copies bring them there; else they go as they are used.
+    per_device = (totals[True] - size * state) / size - gradients * (transfer == "copy")
+    expected = state + size * (per_device + gradients)
     print(f"state {state}, per device {per_device:.0f}; {totals}, of which {shared} shared; expected {expected:.0f}")
     assert abs(shared - state) <= 0.03 * state
     assert abs(totals[False] - expected) <= 0.03 * expected

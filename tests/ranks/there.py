@@ -46,10 +46,10 @@ def locked_there(rank: int, case: Case) -> dict[str, Any]:
     engine = compiled.megatrain.engine
     residencies = engine.store.residencies.values()
     return {
-        "store": step.schedule.kind.store,
+        "shares": step._exchange.shares,
         "sent": all(home.sent is not None and home.sent.arena.is_locked for home in residencies),
         "private": any(home.arena.is_locked for home in residencies),
-        "copies": sorted(name.key for name, twin in engine.shared.twins.items() if twin.is_written),
+        "copies": sorted(name.key for name, twin in compiled.megatrain.ranks.store.twins.items() if twin.is_written),
     }
 
 

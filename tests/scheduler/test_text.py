@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from megatrain.errors import ScheduleError
 from megatrain.hardware.hardware import Hardware
+from megatrain.ranks.ops import with_others
 from megatrain.scheduler.builder.build import backward_schedule, build
 from megatrain.scheduler.costs import Measured
 from megatrain.scheduler.effects import streams
@@ -36,15 +37,13 @@ def test_printed_forms(golden: Callable[[str, str], None]):
     plan, bound = schedule(example(), keep=1), schedule(example(), activations="keep", transfer="bind")
     step = schedule(trained(4, tied=True), keep=1, micro_batches=2, updates="deferred", clip=True)
     short = schedule(trained(3), keep=0, micro_batches=2, updates="overlap", outputs="release")
-    rank = StepKind(updates="overlap", ranks="middle", micro_batches=2)
     seconds = {p: (1 + i) * 1e-3 for i, (p, _) in enumerate(step.positions())}
     run = TimedRun.of(short, {t.position: (t.start_s, t.end_s) for t in short.simulate(CARD).timeline})
     forms = {
         "the example of the design": schedule(example(), num_slots=2, keep=2),
         "a backward alone without copies": backward_schedule(bound),
         "deferred updates of tied weights with two micro-batches": step,
-        "a middle rank receives, adds and passes on": build(trained(3), rank, num_slots=3),
-        "ranks that share a store": build(trained(3), replace(rank, micro_batches=1, store="shared"), num_slots=3),
+        "one of several ranks": with_others(build(trained(3), StepKind(updates="overlap"), num_slots=3)),
         "a step and its instructions": f"{short}\n\n{short.instructions}",
         "one slot fewer": schedule(example(), num_slots=2).diff(schedule(example(), num_slots=1)),
         "two micro-batches and updates": schedule(trained(2)).diff(

@@ -32,7 +32,6 @@ from tests.simulated_device.adapter import SimulatedDevice
 from tests.simulated_device.simulator import GIB, HardwareProfile, Simulator
 from tests.simulated_device.virtual_hosts import VirtualHosts
 from tests.simulated_runs.on_device import DEVICE, Chain, compiled_copy, on_device
-from tests.simulated_runs.passed_sums import passed
 from tests.simulated_runs.test_virtual_time import BUS, HOST_BYTES_PER_S, made
 from tests.training.parity import TASKS
 
@@ -324,7 +323,6 @@ RUNS: dict[str, Callable[[Simulator], Found]] = {
     "walked": lambda _: walked(),
     "failed": lambda _: failed(),
     "waited for as CUDA": lambda _: waited_for_as_cuda(),
-    "passed": lambda _: passed(),
     "ringed": ringed,
     "timed": timed,
     "measured": measured,

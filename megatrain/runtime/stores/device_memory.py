@@ -60,7 +60,7 @@ def held_sizes(schedule: Schedule, programs: Sequence[Program], moment: int) -> 
         if kind == "saved":
             cost = program.templates[program.blocks[number].template].cost
             found += () if cost is None else cost.saved_parts
-        elif kind == "parameters" or (kind == "received" and schedule.kind.receives):
+        elif kind == "parameters":
             states = (program.state[key] for key in program.blocks[number].binding)
             found += (state.spec.nbytes for state in states if state.requires_grad)
         else:

@@ -301,7 +301,7 @@ class Session:
             stream = event.stream
 
 
-_OF_DEVICE = (Stream.H2D, Stream.COMPUTE, Stream.D2H, Stream.RECEIVE, Stream.SEND)
+_OF_DEVICE = (Stream.H2D, Stream.COMPUTE, Stream.D2H)
 
 
 class Stopwatch:

@@ -39,7 +39,6 @@ __all__ = [
 
 
 TRANSFERS = ("h2d", "d2h")
-BETWEEN_RANKS = ("receive", "send")
 
 
 class StreamSet:
@@ -52,7 +51,6 @@ class StreamSet:
         device: Where compute runs; transfers get streams of their own there if it has any.
         chaos: Disturbance of all streams, for tests.
         recording: Log of what ran, for tests.
-        has_ranks: There are other ranks: what comes from them and goes to them passes through streams of its own.
 
     Attributes:
         h2d: Host to device: prefetches.
@@ -67,7 +65,6 @@ class StreamSet:
         *,
         chaos: Chaos | None = None,
         recording: Recording | None = None,
-        has_ranks: bool = False,
     ) -> None:
         self.device = device
         self.chaos = chaos
@@ -76,8 +73,7 @@ class StreamSet:
         self.h2d, self.d2h = (self._thread(name, device) for name in TRANSFERS)
         self.host = self._thread("host", HOST)
         self.compute = ComputeStream(device, chaos=chaos, recording=recording, steps=self._steps)
-        others = [self._thread(name, device) for name in BETWEEN_RANKS] if has_ranks else []
-        self._queues = {stream.name: stream for stream in (self.h2d, self.d2h, self.host, *others)}
+        self._queues = {stream.name: stream for stream in (self.h2d, self.d2h, self.host)}
         self._end_of_latest: DeviceEvent | None = None  # on the stream that was the caller's then
 
     def _thread(self, name: str, device: Device) -> StreamThread:

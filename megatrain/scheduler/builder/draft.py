@@ -19,34 +19,6 @@ from megatrain.scheduler.table import Op, Place, Slot, Table, Tick
 from megatrain.scheduler.workload import Workload
 
 
-def between_ranks(rows: Rows, kind: StepKind) -> Rows:
-    """The rows with an `R` for each block, and with a `P` where its gradients left, ahead of its `G`.
-
-    A sum comes while the first micro-batch's backward is under way, and is added to its gradients.
-    """
-    ticks = rows.ticks
-    order = sorted(ticks.offload, key=ticks.offload.__getitem__)
-    if kind.receives:
-        ticks = replace(ticks, receive=_receiving(order, ticks.backward))
-    if not kind.sends:
-        return replace(rows, ticks=ticks)
-    send: dict[int, int] = {}
-    offload: dict[int, int] = {}
-    left = landed = -1
-    for block in order:
-        send[block] = left = max(left + 1, ticks.offload[block])
-        offload[block] = landed = max(landed, left) + 1
-    return replace(rows, ticks=replace(ticks, send=send, offload=offload), num_ticks=max(rows.num_ticks, landed + 1))
-
-
-def _receiving(order: list[int], backward: dict[int, list[int]]) -> dict[int, int]:
-    found: dict[int, int] = {}
-    at = -1
-    for block in order:
-        found[block] = at = max(at + 1, backward[block][0])
-    return found
-
-
 @dataclass(frozen=True, slots=True)
 class Choices:
     """The choices that determine a schedule.
@@ -137,39 +109,13 @@ class Builder:
             results=plan.results,
             workload=self.workload,
         )
-        return self._with_bytes(table, Books(table, effects=self._effects(plan, parked)), parked)
+        return with_figures(table, parked, Books(table, effects=self._effects(plan, parked)))
 
     def _parked(self, plan: Choices) -> Parks:
         return self._parking.values(keep=plan.keep, saves=plan.saves, results=plan.results)
 
     def _effects(self, plan: Choices, parked: Parks) -> Effects:
         return self._step.chosen(plan.saves, plan.results, parked, plan.persistent)
-
-    def _with_bytes(self, table: Table, books: Books, parked: Parks) -> Table:
-        """The table with the figures of its header."""
-        num_ticks = len(table.ticks)
-        landing = [life for life in books.lifetimes if life.memory == "landing"]
-        places: tuple[Place, ...] = ()
-        if self.kind.transfer == "bind":  # gradients wait where they are made
-            waiting = max(live_bytes(landing, num_ticks), default=0)
-        else:
-            places = place_gradients(life for life in landing if life.item.kind == "landed")
-            waiting = max((place.offset + place.nbytes for place in places), default=0)
-        moments, needed = device_moments(books)
-        live = of_ticks(moments)
-        h2d, d2h = moved_bytes(books.ops)
-        parks = park_bytes(self.workload, self.kind, parked)
-        values = host_value_bytes(self.workload, self.kind)
-        return replace(
-            table,
-            live_bytes=live,
-            h2d_bytes=h2d,
-            d2h_bytes=d2h,
-            peak_bytes=max(live, default=0),
-            device_bytes=max(needed, default=0),
-            host_bytes=parks + waiting + slab_bytes(self.workload, self.kind) + values,
-            places=places,
-        )
 
     def _place(self, plan: Choices) -> _Weights:
         chosen = _placing(plan)
@@ -199,9 +145,8 @@ class Builder:
                 parked,
                 num_slots=plan.num_slots,
                 has_late_offloads=plan.has_late_offloads,
-                written=written(self.workload, self.kind, placed.head),
+                written=written(self.workload, placed.head),
             )
-            rows = between_ranks(rows, self.kind)
             host = place_host(self.workload, self.kind, rows.ticks, placed.head)
             cells: list[list[Op]] = [[] for _ in range(max(rows.num_ticks, host.num_ticks))]
             for stay, slot, tick in zip(placed.stays, placed.slot_of, rows.loads, strict=True):
@@ -217,6 +162,41 @@ def _placing(plan: Choices) -> Hashable:
     return plan.num_slots, plan.resident, plan.persistent, plan.has_giants_alone
 
 
+def with_figures(table: Table, parked: Parks | None = None, books: Books | None = None) -> Table:
+    """The table with the places of its gradients and the figures of its header, which follow from its ticks.
+
+    Args:
+        table: Of a known workload.
+        parked: The values that it parks, if they are known already.
+        books: Its effects and lifetimes, likewise.
+    """
+    books = Books(table) if books is None else books
+    workload, kind = table.known_workload(), table.kind
+    num_ticks = len(table.ticks)
+    landing = [life for life in books.lifetimes if life.memory == "landing"]
+    places: tuple[Place, ...] = ()
+    if kind.transfer == "bind":  # gradients wait where they are made
+        waiting = max(live_bytes(landing, num_ticks), default=0)
+    else:
+        places = place_gradients(life for life in landing if life.item.kind == "landed")
+        waiting = max((place.offset + place.nbytes for place in places), default=0)
+    moments, needed = device_moments(books)
+    live = of_ticks(moments)
+    h2d, d2h = moved_bytes(books.ops)
+    parks = park_bytes(workload, kind, table.parked() if parked is None else parked)
+    values = host_value_bytes(workload, kind)
+    return replace(
+        table,
+        live_bytes=live,
+        h2d_bytes=h2d,
+        d2h_bytes=d2h,
+        peak_bytes=max(live, default=0),
+        device_bytes=max(needed, default=0),
+        host_bytes=parks + waiting + slab_bytes(workload, kind) + values,
+        places=places,
+    )
+
+
 def _ops(rows: Rows, host: HostTicks, *, has_micro_batches: bool) -> Iterator[tuple[int, Op]]:
     """All ops but `W`, each with its tick."""
     for stream, what, of_blocks in (
@@ -230,10 +210,7 @@ def _ops(rows: Rows, host: HostTicks, *, has_micro_batches: bool) -> Iterator[tu
                 yield tick, _op(stream, what, block, None, number if has_micro_batches else None)
     for stream, what, of_block in (
         (Stream.D2H, "G", rows.ticks.offload),
-        (Stream.RECEIVE, "R", rows.ticks.receive),
-        (Stream.SEND, "P", rows.ticks.send),
         (Stream.HOST, "U", host.update),
-        (Stream.PEERS, "V", host.whole),
         (Stream.HOST, "S", host.squares),
     ):
         yield from ((tick, _op(stream, what, block)) for block, tick in of_block.items())

@@ -22,24 +22,16 @@ class HostTicks:
         update: Of each `U`, by block.
         squares: Of each `S`, by block; none without `N`.
         norm: Of `N`; None if there is none.
-        is_shared: Each `U` has a `V`.
     """
 
     update: Mapping[int, int]
     squares: Mapping[int, int]
     norm: int | None
-    is_shared: bool = False
-
-    @property
-    def whole(self) -> Mapping[int, int]:
-        """Of each `V`, by block: after its `U`."""
-        return {block: tick + 1 for block, tick in self.update.items() if self.is_shared}
 
     @property
     def num_ticks(self) -> int:
         """Rows that they take."""
-        last = max(self.update.values(), default=-1) + self.is_shared
-        return 1 + max(last, -1 if self.norm is None else self.norm)
+        return 1 + max(*self.update.values(), -1, -1 if self.norm is None else self.norm)
 
 
 # A forward is shorter than the backward, and so is the host's time for deferred updates. See decision 56.
@@ -90,13 +82,13 @@ def head_updates(workload: Workload, deferred: Collection[int], loads: Iterable[
     return {block: tick for tick, block in enumerate(order)}
 
 
-def written(workload: Workload, kind: StepKind, head: Mapping[int, int]) -> dict[int, Written]:
-    """When the last update at the head has written a block's weights, on all ranks."""
+def written(workload: Workload, head: Mapping[int, int]) -> dict[int, Written]:
+    """When the last update at the head has written a block's weights."""
     found: dict[int, Written] = {}
     done = 0
     for block, begun in head.items():
         done += workload.blocks[block].update_bytes
-        found.update(dict.fromkeys((block, *workload.blocks[block].shares), Written(begun + kind.is_shared, done)))
+        found.update(dict.fromkeys((block, *workload.blocks[block].shares), Written(begun, done)))
     return found
 
 
@@ -121,7 +113,7 @@ def place_host(workload: Workload, kind: StepKind, ticks: OpTicks, head: Mapping
         free += 1
     norm = max(last + 1, free) if kind.clip else None
     if kind.updates in ("none", "deferred"):
-        return HostTicks(head, squares, norm, kind.is_shared)
+        return HostTicks(head, squares, norm)
     at_least = last if kind.updates == "serial" else -1
     at_least = at_least if norm is None else norm
     arrivals = sorted(ticks.offload.values())
@@ -133,7 +125,7 @@ def place_host(workload: Workload, kind: StepKind, ticks: OpTicks, head: Mapping
         overlapped = arrivals[following] if following < len(arrivals) else max(ready, *arrivals[-1:]) + 1
         placed[block] = free = max(free, overlapped, at_least + 1)
         free += 1
-    return HostTicks(placed, squares, max(free, last + 1) if kind.reports_norm else norm, kind.is_shared)
+    return HostTicks(placed, squares, max(free, last + 1) if kind.reports_norm else norm)
 
 
 def _by_readiness(workload: Workload, ticks: OpTicks) -> Sequence[tuple[int, int]]:

@@ -88,8 +88,6 @@ class OpTicks:
     park: dict[int, list[int]] = field(default_factory=dict[int, list[int]])
     restore: dict[int, list[int]] = field(default_factory=dict[int, list[int]])
     offload: dict[int, int] = field(default_factory=dict[int, int])
-    receive: dict[int, int] = field(default_factory=dict[int, int])
-    send: dict[int, int] = field(default_factory=dict[int, int])
 
 
 @dataclass(frozen=True, slots=True)

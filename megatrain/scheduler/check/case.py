@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import NamedTuple
 
 from megatrain.counts import counted
 from megatrain.errors import ScheduleError
@@ -13,29 +12,10 @@ from megatrain.scheduler.items import Stream
 from megatrain.scheduler.table import Op, Position, Table
 from megatrain.scheduler.text import table_rows
 from megatrain.scheduler.workload import Workload
-from megatrain.sizes import SUM_PIECE_BYTES
 
 _WINDOW = 2
 # Stated a second time, because the checker shares nothing with the table of effects.
 _PER_MICRO_BATCH = "FBAXD"
-
-
-class Received(NamedTuple):
-    """Memory of the device for a sum of the rank before.
-
-    Attributes:
-        comes: The op that fills it.
-        ends: The op that is the last to use it.
-        is_whole: Whether it holds the sum of the block, or a piece at a time.
-    """
-
-    comes: Position
-    ends: Position
-    is_whole: bool
-
-    def part(self, nbytes: int) -> int:
-        """The bytes that it takes, of a sum of so many."""
-        return nbytes if self.is_whole else min(SUM_PIECE_BYTES, nbytes)
 
 
 class Case:
@@ -92,20 +72,6 @@ class Case:
         """Whether the step has a value at all: results it has only of blocks that keep theirs."""
         work = self.workload.values[value]
         return not work.is_result or work.producer in self.keeping
-
-    def leaving(self, block: int) -> list[Position]:
-        """The op with which a block's gradients leave the device: its G, or its P where they go on to another rank."""
-        return self.at(Stream.SEND, "P", block) if self.schedule.kind.sends else self.at(Stream.D2H, "G", block)
-
-    def received(self, block: int) -> Received | None:
-        """Where a sum of the rank before is on the device; None where there is none, or it doesn't get there."""
-        kind = self.schedule.kind
-        if kind.ranks not in ("middle", "last"):
-            return None
-        if len(self.micro_batches) > 1:
-            return Received(self.at(Stream.RECEIVE, "R", block)[0], self.backward(block, 1), is_whole=True)
-        leaving = self.leaving(block)[0]
-        return Received(leaving, leaving, is_whole=False) if kind.transfer == "copy" else None
 
     def weight_readers(self, members: Iterable[int]) -> Iterator[Position]:
         """All that reads the parameters of some blocks in host memory: W, or F and B where they are used in place."""

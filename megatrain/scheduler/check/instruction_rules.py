@@ -199,18 +199,14 @@ def _check_frees(case: Case, instructions: Instructions) -> None:
 
 def _check_takes(case: Case, instructions: Instructions) -> None:
     """Memory for what returns is taken in the order of compute, before its transfer starts."""
-    rule = "Memory for what returns, or comes from another rank, is taken after compute of an earlier tick."
+    rule = "Memory for what returns is taken after compute of an earlier tick."
     split = _split(instructions)
     expected: dict[Position, set[Item]] = {}
     starts: tuple[set[Item], set[Item]] = (set(), set())
     for position, op in case.ops:
-        received = case.received(op.block) if op.what in ("R", "P", "G") else None
-        if received is not None and position == received.comes:
-            items = {Item("received", op.block)}
-        elif position.stream == Stream.H2D and op.what == "A":
-            items = {Item("returned", value, op.micro_batch or 0) for value in case.parked[op.block]}
-        else:
+        if position.stream != Stream.H2D or op.what != "A":
             continue
+        items = {Item("returned", value, op.micro_batch or 0) for value in case.parked[op.block]}
         taker, half = case.taker_of(position), 0 if position.tick <= split else 1
         if taker is None or (half == 1 and taker.tick <= split):
             starts[half].update(items)
@@ -255,10 +251,7 @@ def _uses(case: Case) -> Iterator[tuple[Item, list[Position]]]:
             yield Item("saved", block, number), [case.backward(block, number)]
     for block in backwards:
         if workload.blocks[block].gradient_bytes > 0:
-            yield Item("parameters", block), case.leaving(block)
-            received = case.received(block)
-            if received is not None:
-                yield Item("received", block), [received.ends]
+            yield Item("parameters", block), case.at(Stream.D2H, "G", block)
 
 
 def _value_uses(

@@ -274,21 +274,14 @@ def _other_spans(case: Case, number: int) -> Iterator[tuple[int, range]]:
 
 
 def _gradient_spans(case: Case) -> Iterator[tuple[int, range]]:
-    """Gradients of parameters: from the first B of a block, to which the others add, until they have left.
-
-    Sums that come from another rank have memory of their own until they are added, as a whole or piece by piece.
-    """
+    """Gradients of parameters: from the first B of a block, to which the others add, until they have left."""
     if case.schedule.kind.mode == "forward":
         return
     for block in case.workload.backward_blocks():
         work = case.workload.blocks[block]
         if work.gradient_bytes > 0:
-            backwards, leaving = case.backwards(block), case.leaving(block)[0]
-            yield work.gradient_bytes, range(_while(min(backwards)), _while(leaving) + 1)
-            received = case.received(block)
-            if received is not None:
-                taken = _taken(case, received.comes)
-                yield received.part(work.gradient_bytes), range(taken, max(taken, _while(received.ends)) + 1)
+            leaving = case.at(Stream.D2H, "G", block)[0]
+            yield work.gradient_bytes, range(_while(min(case.backwards(block))), _while(leaving) + 1)
 
 
 def needed_moments(case: Case) -> Iterator[int]:
@@ -356,22 +349,18 @@ def check_releases_come_first(case: Case) -> None:
     consumed = consumed_bytes(case)
     for tick, row in enumerate(case.schedule.ticks):
         for stream, op in row.items():
-            for other in _OF_COMPUTE if stream == Stream.COMPUTE else _RELEASING.get((stream, op.what), ()):
+            for other in (Stream.D2H,) if stream == Stream.COMPUTE else _RELEASING.get((stream, op.what), ()):
                 if other in last:
                     case.require_before(last[other], Position(tick, stream), "takes memory released by", rule)
-        for stream, op in row.items():
-            # A total that comes from another rank frees nothing here.
-            frees_nothing = op.what == "G" and case.schedule.kind.sends
-            if not frees_nothing and (stream != Stream.HOST or tick in consumed):
+        for stream in row:
+            if stream != Stream.HOST or tick in consumed:
                 last[stream] = Position(tick, stream)
 
 
 # Ops that take memory, and the streams that release some of it.
-_OF_COMPUTE = (Stream.D2H, Stream.SEND)
 _RELEASING: dict[tuple[Stream, str], tuple[Stream, ...]] = {
     (Stream.H2D, "A"): (Stream.COMPUTE,),
     (Stream.D2H, "G"): (Stream.HOST,),
-    (Stream.RECEIVE, "R"): (Stream.COMPUTE,),
 }
 
 
@@ -414,7 +403,7 @@ def _recount_moved(case: Case) -> tuple[int, int]:
         for position, op in case.ops:
             if op.what == "A":
                 moved[position.stream] += sum(case.workload.values[v].nbytes for v in case.parked[op.block])
-            elif op.what == "W" or (op.what == "G" and not case.schedule.kind.sends):
+            elif op.what in ("W", "G"):
                 is_load = op.what == "W"
                 nbytes = loaded_bytes(case, op.block) if is_load else case.workload.blocks[op.block].gradient_bytes
                 moved[position.stream] += nbytes

@@ -15,13 +15,7 @@ import networkx as nx
 from megatrain.counts import counted
 from megatrain.errors import ScheduleError
 from megatrain.scheduler.check.case import Case
-from megatrain.scheduler.check.host_rules import (
-    check_between_ranks,
-    check_norm,
-    check_places,
-    check_shared_store,
-    check_updates,
-)
+from megatrain.scheduler.check.host_rules import check_norm, check_places, check_updates
 from megatrain.scheduler.check.memory_rules import (
     check_figures,
     check_live_bytes,
@@ -265,10 +259,8 @@ RULES: tuple[Callable[[Case], None], ...] = (
     check_weights,
     check_persistent,
     check_gradients,
-    check_between_ranks,
     check_norm,
     check_updates,
-    check_shared_store,
     check_places,
     check_releases_come_first,
     check_live_bytes,

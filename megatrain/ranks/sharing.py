@@ -1,7 +1,7 @@
-"""HostSharing: what the ranks of a host do before each step so that they share one store.
+"""Sharing: what ranks do before each step so that they share one store.
 
 Before the first step each rank has the model in memory of its own. Once ranks have found the same values, the first
-rank of each host copies them to memory that all its ranks share, and the others let go of theirs. From then on the
+one copies them to memory that all share, and the others let go of theirs. From then on the
 user's code of each rank still writes on its own (`Twin`). What it wrote between two steps is found here, must be the
 same on all ranks, and is then given to all by the first one.
 """
@@ -13,57 +13,34 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import nn
 
-from megatrain.compiled.inside import Compiled
 from megatrain.errors import RanksError
 from megatrain.optim.proxy import Optimizer
-from megatrain.optim.shared import check_moment, share_moments
+from megatrain.ranks.division import check_moment, share_moments
+from megatrain.ranks.facts import Trained, digest_text
+from megatrain.ranks.shared_store import LOW, STATE, Name, SharedStore
 from megatrain.runtime.stores.residency import NewMemory
-from megatrain.runtime.stores.shared_store import LOW, STATE, Name, SharedStore
-from megatrain.scheduler.step_kind import StepKind
-from megatrain.training.attempts.rank_facts import digest_text
 
-_TIMES = "when updates run"
 Changed = Mapping[str, str]
 """What isn't shared yet, or was written by this rank's user: a text of its value, by its name."""
 
 
-class HostSharing:
+class Sharing:
     """Shares what isn't shared yet, and what users have written.
 
     Args:
         compiled: The model.
         optimizers: In the order of their steps.
-        shares: Whether this rank shares its store with others.
+        store: What ranks share.
     """
 
-    def __init__(self, compiled: Compiled, optimizers: Sequence[Optimizer], *, shares: bool):
-        self._compiled, self._optimizers, self._shares = compiled, optimizers, shares
+    def __init__(self, compiled: Trained, optimizers: Sequence[Optimizer], store: SharedStore):
+        self._compiled, self._optimizers, self._store = compiled, optimizers, store
         self._places: dict[str, torch.Tensor] = {}
         self._moments: set[Name] = set()
         self._written: set[Name] = set()
 
-    @property
-    def _store(self) -> SharedStore:
-        store = self._compiled.engine.shared
-        assert store is not None
-        return store
-
-    def told(self, kind: StepKind) -> Changed | None:
-        """Finds what this rank has to share, as it tells the others; None if it shares nothing.
-
-        Args:
-            kind: Of the step. Ranks that share a store make its updates at the same places.
-        """
-        # After a look nothing is left of the step before.
-        updates = "deferred" if kind.updates == "none" else kind.updates
-        times = {_TIMES: f"{updates}, {'clipped' if kind.clip else 'not clipped'}"}
-        changed = self.changed()
-        return None if changed is None else {**times, **changed}
-
-    def changed(self) -> Changed | None:
-        """Finds what this rank has to share; None if it shares nothing."""
-        if not self._shares:
-            return None
+    def changed(self) -> Changed:
+        """Finds what this rank has to share."""
         engine = self._compiled.engine
         engine.refresh()
         assert engine.store is not None
@@ -112,42 +89,19 @@ class HostSharing:
         tensors = self._compiled.engine.tensors
         return {key: tensor for key, tensor in tensors.items() if isinstance(tensor, nn.Parameter)}
 
-    def check(self, words: Sequence[Changed | None]) -> bool:
-        """Tells whether there is something to share, once it is the same on all ranks.
-
-        Raises:
-            RanksError: Naming what isn't.
-        """
-        told = [(rank, word) for rank, word in enumerate(words) if word is not None]
-        for rank, word in told[1:]:
-            first, ours = told[0]
-            for name in {**ours, **word}:
-                if ours.get(name) != word.get(name):
-                    mine, theirs = (each.get(name, "as it was") for each in (ours, word))
-                    raise RanksError(
-                        f"the ranks differ: {name} is {mine} on rank {first}, but {theirs} on rank {rank}.\n"
-                        "  Code that writes parameters, buffers or an optimizer's state between two steps must do the "
-                        "same on\n  each rank, although ranks of one host share the memory.\n"
-                        "  Write on all ranks, then take the step."
-                    )
-        return any(set(word) - {_TIMES} for _, word in told)
-
     def share(self, meet: Callable[[], object]) -> None:
         """Shares it; all ranks call this at the same time.
 
         Args:
             meet: Waits until all ranks have called it.
         """
-        if not self._shares:
-            meet()
-            return
-        if self._store.host.index == 0:
+        if self._store.rank == 0:
             self._give()
         meet()
         self._take()
 
     def _give(self) -> None:
-        """The first rank of a host writes for all of them."""
+        """The first rank writes for all of them."""
         parameters = self._trained()
         masters = self._compiled.masters
         masters.find()
@@ -168,7 +122,7 @@ class HostSharing:
             share_moments(self._store, kind, optimizer, {n.key: parameters[n.key] for n in mine})
 
     def _take(self) -> None:
-        """Each rank of a host goes on with what the first one wrote."""
+        """Each rank goes on with what the first one wrote."""
         self._store.hear()
         engine, twins = self._compiled.engine, self._store.twins
         assert engine.store is not None
@@ -194,3 +148,22 @@ class HostSharing:
                     continue
                 twins[name].drop()
                 state[name.what] = twins[name].private
+
+
+def check_changed(words: Sequence[Changed]) -> bool:
+    """Tells whether there is something to share, once it is the same on all ranks.
+
+    Raises:
+        RanksError: Naming what isn't.
+    """
+    for rank, word in enumerate(words[1:], start=1):
+        for name in {**words[0], **word}:
+            if words[0].get(name) != word.get(name):
+                mine, theirs = (each.get(name, "as it was") for each in (words[0], word))
+                raise RanksError(
+                    f"the ranks differ: {name} is {mine} on rank 0, but {theirs} on rank {rank}.\n"
+                    "  Code that writes parameters, buffers or an optimizer's state between two steps must do the "
+                    "same on\n  each rank, although ranks of one host share the memory.\n"
+                    "  Write on all ranks, then take the step."
+                )
+    return any(words)

@@ -1,12 +1,16 @@
-"""Ranks: the processes that train one model together, and everything that passes between them."""
+"""Ranks: the processes of one host that train one model together, how they meet, and how they find one that ended."""
 
 from __future__ import annotations
 
 import json
+import os
+import select
 import threading
 import time
+import weakref
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -16,9 +20,8 @@ import torch.distributed as dist
 from megatrain.checks import Rule
 from megatrain.device import Device
 from megatrain.errors import ExecuteError, OptionError, RanksError
-from megatrain.ranks.channels import Channel, GoOn, HostChannel, LandingChannel
-from megatrain.ranks.host import host_of
-from megatrain.ranks.signs_of_life import LOOK_S, SignsOfLife
+from megatrain.ranks.shared_memory import PAGE, SharedMemory, can_tell_copies, close_all, end_of, host_name
+from megatrain.ranks.shared_store import SharedStore
 from megatrain.torch_private import TorchDispatchMode
 
 if TYPE_CHECKING:
@@ -63,8 +66,7 @@ def check_ranks(group: ProcessGroup | None, kernels: str) -> None:
 class NoCollectives(TorchDispatchMode):
     """Refuses collectives of `torch.distributed` in the body, on this thread.
 
-    The losses of a step are such code: a rank computes its own when the sum of the rank before has come, which that
-    rank hands on after its own losses.
+    The losses of a step are such code: ranks have other numbers of micro-batches, and wait for each other's gradients.
     """
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -72,10 +74,8 @@ class NoCollectives(TorchDispatchMode):
             name = func.name().partition("::")[2].strip("_")
             raise ExecuteError(
                 f"the loss exchanges values with other processes ({name}), within a training step of all.\n"
-                "  A rank computes its loss when the sums of the rank before have come, so that one waits for this "
-                "rank's loss\n"
-                "  here, and would wait for ever.\n"
-                "  Exchange them ahead of the model's call or behind the step: in a callback, or where they are logged."
+                "  Ranks take their losses at other moments, and wait for each other's gradients: maybe for ever.\n"
+                "  Exchange them before the model's call or after the step: in a callback, or where they are logged."
             )
         return func(*args, **(kwargs or {}))
 
@@ -143,9 +143,15 @@ def words_of(error: BaseException) -> str:
 
 MEETING_S = 600.0
 """How long a rank waits for the others to call `compile`."""
-_MEETING = timedelta(seconds=MEETING_S)
-_TRANSFER = timedelta(days=7)  # ranks that live are waited for; see `SignsOfLife`
+LOOK_S = 0.5
+"""How often a rank that waits looks whether another one has failed or ended."""
+ENDED_S = 5.0
+"""How long to look for the rank because of which a connection broke."""
+POLL_S = 5e-5
+"""How often a rank looks whether another one is done."""
+_TRANSFER = timedelta(days=7)  # ranks that live are waited for
 _made: Counter[str] = Counter()
+_GONE = "Look at the output of that process. Start all ranks again, and load the latest checkpoint."
 
 PROCESS_GROUP = Rule(
     "a process group of torch.distributed",
@@ -157,90 +163,121 @@ PROCESS_GROUP = Rule(
 class Ranks:
     """The processes of one host that train one model together; all of them make it at the same time.
 
-    Ranks meet by collectives of Gloo. Sums of gradients go through channels, memory that the ranks share.
+    They meet by collectives of Gloo, and share memory.
 
     Args:
         group: The process group of the user.
 
     Raises:
-        RanksError: If another rank doesn't come, or ends meanwhile; if ranks can't share memory, as on several hosts.
+        RanksError: If another rank doesn't come; if ranks can't share memory, as on several hosts.
 
     Attributes:
         rank: This rank, from 0.
         size: How many ranks there are.
-        agreed: Set while all ranks take a step that none of them takes back.
-        host: The ranks, and the memory that they share.
-        place: Where this rank stands in the chain along which sums go, as in `StepKind`.
-        before: From the rank before this one; None for the first.
-        after: To the rank after this one; None for the last.
-        totals: From the last rank to all others.
-        kept_totals: The same, into memory where they stay.
+        memory: What they share.
+        store: The model's state there.
+        count: How many steps all ranks have begun.
+        num_areas: How many kinds of landings have their place in `memory`.
+        board_bytes: Bytes there of what ranks tell each other of landings.
     """
 
     def __init__(self, group: ProcessGroup):
         self.rank, self.size = group.rank(), group.size()
-        self.agreed = threading.Event()
         name = f"{group.group_name}/{_made[group.group_name]}"
         _made[group.group_name] += 1
         of_group: Any = group.get_group_store()
-        store = self._store = dist.PrefixStore(f"megatrain/{name}", of_group.clone())
-        self._signs = SignsOfLife(store, self.rank, self.size)
-        self._meet()
-
+        store = dist.PrefixStore(f"megatrain/{name}", of_group.clone())
+        self.count = self.num_areas = self.board_bytes = 0
         self._groups: list[Any] = []  # what `_abandon` keeps
-        self._is_abandoned = False
-        place = dist.PrefixStore("meetings", store), self.rank, self.size
-        self._meetings: Any = dist.ProcessGroupGloo(*place, _MEETING)
+        self._ends: dict[int, int] = {}
+        self._failures: torch.Tensor | None = None
+        self._wait_for_all(store)
+        self._meetings: Any = dist.ProcessGroupGloo(
+            dist.PrefixStore("meetings", store), self.rank, self.size, timedelta(seconds=MEETING_S)
+        )
         self._groups.append(self._meetings)
-        host = host_of(self.rank, self.exchange)
-        if host is None or host.size < self.size:
-            raise RanksError(
-                f"the {self.size} ranks share no memory: they are on several hosts, or the system has none to share.\n"
-                "  Ranks that train together are processes of one Linux host, with one store for all of them.\n"
-                "  On several hosts take FSDP2 or DeepSpeed; or train on one host."
-            )
-        self.host, last = host, self.size - 1
-        self.place = "first" if self.rank == 0 else "last" if self.rank == last else "middle"
-
-        def channel(kind: type[HostChannel], number: int, giver: int, takers: Sequence[int]) -> Channel:
-            taker = takers.index(self.rank) if self.rank in takers else None
-            return kind(host.file, number, len(takers), taker, self.look)
-
-        def pair(first: int) -> Channel | None:
-            return channel(HostChannel, first, first, [first + 1]) if 0 <= first < last else None
-
-        self.before, self.after = pair(self.rank - 1), pair(self.rank)
-        self.totals = channel(HostChannel, self.size, last, range(last))
-        self.kept_totals = channel(LandingChannel, self.size + 1, last, range(last))
+        self.memory = self._shared_memory()
+        self.store = SharedStore(self.memory, self.rank, self.size)
+        # The first pages: why each rank has failed, a text after its length.
+        self._failures = torch.frombuffer(self.memory.landing(0, self.size * PAGE), dtype=torch.uint8)
 
     @staticmethod
     def of(group: ProcessGroup | None) -> Ranks | None:
         """The ranks of a group; None for a process that trains alone."""
         return None if group is None or group.size() == 1 else Ranks(group)
 
-    def _meet(self) -> None:
-        until = time.monotonic() + MEETING_S
-        while missing := self._signs.missing():
-            self._signs.look()
-            if time.monotonic() > until:
-                names = ", ".join(map(str, missing))
+    def _wait_for_all(self, store: Any) -> None:
+        store.set(f"here/{self.rank}", "")
+        keys = [f"here/{rank}" for rank in range(self.size)]
+        try:
+            store.wait(keys, timedelta(seconds=MEETING_S))
+        except RuntimeError as error:
+            with suppress(RuntimeError):
+                missing = [str(rank) for rank, key in enumerate(keys) if not store.check([key])]
                 raise RanksError(
-                    f"rank {names} didn't come within {MEETING_S:.0f} s.\n"
+                    f"rank {', '.join(missing)} didn't come within {MEETING_S:.0f} s.\n"
                     "  All ranks of the process group compile the model, in the same order among several models.\n"
                     "  Call megatrain.compile(model, process_group=...) on each rank."
-                )
-            time.sleep(LOOK_S / 10)
+                ) from error
+            raise RanksError(f"the store of the process group can't be reached.\n  {_GONE}") from error
 
-    def announce(self, text: str) -> None:
-        """Tells all ranks that wait for this one that it has failed."""
-        self._signs.announce(text)
+    def _shared_memory(self) -> SharedMemory:
+        """Memory that all ranks map; all of them call this at the same time."""
+        told = self.exchange([host_name(), os.getpid(), can_tell_copies()])
+        is_able = len({name for name, *_ in told}) == 1 and all(can for *_, can in told)
+        file = SharedMemory.made() if is_able and self.rank == 0 else None
+        addresses = self.exchange(None if file is None else file.address)
+        if is_able and file is None:
+            with suppress(OSError):  # nobody shares then: each finds that out below
+                file = SharedMemory.opened(addresses[0])
+        if not all(self.exchange(file is not None)) or file is None:
+            raise RanksError(
+                f"the {self.size} ranks share no memory: they are on several hosts, or the system has none to share.\n"
+                "  Ranks that train together are processes of one Linux host, with one store for all of them.\n"
+                "  On several hosts take FSDP2 or DeepSpeed; or train on one host."
+            )
+        ends = {rank: end_of(process) for rank, (_, process, _) in enumerate(told) if rank != self.rank}
+        self._ends = {rank: end for rank, end in ends.items() if end is not None}
+        weakref.finalize(self, close_all, list(self._ends.values()))
+        return file
 
-    def exchange(self, value: Any, go_on: GoOn = lambda: None) -> list[Any]:
+    def announce(self, text: str, rank: int | None = None) -> None:
+        """Tells all ranks that wait that this one has failed, or that another one was found to have ended."""
+        if self._failures is None:
+            return
+        content = text.encode()[: PAGE - 8]
+        page = self._failures[(own := self.rank if rank is None else rank) * PAGE : (own + 1) * PAGE]
+        with self.memory.locked():
+            page[8 : 8 + len(content)] = torch.frombuffer(bytearray(content), dtype=torch.uint8)
+            page[:8].view(torch.int64)[0] = len(content)
+
+    def look(self) -> None:
+        """Looks for a rank that can't go on.
+
+        Raises:
+            RanksError: Naming the rank.
+        """
+        if self._failures is None:
+            return
+        for rank in range(self.size):
+            page = self._failures[rank * PAGE : (rank + 1) * PAGE]
+            if rank != self.rank and (nbytes := int(page[:8].view(torch.int64)[0])):
+                raise RanksError(f"rank {rank} failed: {bytes(page[8 : 8 + nbytes].tolist()).decode(errors='replace')}")
+        poll = select.poll()
+        for end in self._ends.values():
+            poll.register(end, select.POLLIN)
+        found = {descriptor for descriptor, _ in poll.poll(0)}
+        for rank, end in self._ends.items():
+            if end in found:
+                self.announce(f"it ended.\n  {_GONE}", rank)
+                raise RanksError(f"rank {rank} ended.\n  {_GONE}")
+
+    def exchange(self, value: Any, go_on: Callable[[], object] = lambda: None) -> list[Any]:
         """Gives a value to all ranks; returns those of all, by rank.
 
         Args:
             value: Numbers, texts, lists and dictionaries.
-            go_on: See `GoOn`.
+            go_on: Called now and then; raises an error to give the wait up.
 
         Raises:
             RanksError: If another rank can't answer.
@@ -253,55 +290,75 @@ class Ranks:
         texts = self._gathered(padded, go_on)
         return [json.loads(bytes(t[: int(n)].numpy())) for t, n in zip(texts, sizes, strict=True)]
 
-    def _gathered(self, own: torch.Tensor, go_on: GoOn) -> list[torch.Tensor]:
+    def _gathered(self, own: torch.Tensor, go_on: Callable[[], object]) -> list[torch.Tensor]:
         found = [torch.zeros_like(own) for _ in range(self.size)]
         options: Any = dist.distributed_c10d.AllgatherOptions()
         options.timeout = _TRANSFER
-        self._wait(lambda: self._meetings.allgather([found], [own], options), go_on)
-        return found
-
-    def look(self) -> None:
-        """Looks for a rank that can't go on.
-
-        Raises:
-            RanksError: Naming the rank.
-        """
-        self._signs.look()
-        if ended := self.host.ended():
-            raise self._signs.ended(ended)
-
-    def wait_until_agreed(self, go_on: GoOn) -> None:
-        """Returns once all ranks take the step."""
-        while not self.agreed.wait(LOOK_S):
-            go_on()
-
-    def _wait(self, begin: Callable[[], Any], go_on: GoOn = lambda: None) -> None:
-        """Begins a transfer and waits for its end.
-
-        Raises:
-            RanksError: If another rank can't go on. The group of this transfer is of no use then.
-        """
         over = threading.Event()
         try:
-            future = begin().get_future()
+            future = self._meetings.allgather([found], [own], options).get_future()
             future.add_done_callback(lambda _: over.set())
             while not over.wait(LOOK_S):
                 go_on()
-                self._signs.look()
+                try:
+                    self.look()
+                except RanksError:
+                    if not over.wait(LOOK_S):  # a rank may end as soon as it has answered
+                        raise
             future.value()
         except BaseException as error:
             self._abandon()
             if isinstance(error, RuntimeError):
-                raise self._signs.reason(error) from error
+                raise self._reason(error) from error
             raise
+        return found
+
+    def _reason(self, error: BaseException) -> RanksError:
+        """The rank because of which a meeting failed: as a rule it ended, and its connections with it."""
+        until = time.monotonic() + ENDED_S
+        try:
+            while time.monotonic() < until:
+                self.look()
+                time.sleep(LOOK_S / 10)
+        except RanksError as found:
+            return found
+        return RanksError(f"a meeting of the ranks failed: {type(error).__name__}: {error}\n  {_GONE}")
+
+    def wait_until(self, is_over: Callable[[], bool], go_on: Callable[[], object]) -> None:
+        """Returns once something of other ranks is over.
+
+        Args:
+            is_over: Asked again and again.
+            go_on: Called as often; raises an error if this rank has given up.
+
+        Raises:
+            RanksError: If another rank can't go on.
+        """
+        looked = time.monotonic()
+        while not is_over():
+            go_on()
+            if time.monotonic() - looked > LOOK_S:
+                self.look()
+                looked = time.monotonic()
+            time.sleep(POLL_S)
+        with self.memory.locked():
+            pass  # what others have written before is read after
 
     def _abandon(self) -> None:
         """Keeps the groups for the life of the process: the end of a group waits for its transfers, maybe for ever."""
-        if not self._is_abandoned:
-            self._is_abandoned = True
+        if self._groups:
             # What a thread that never ends holds isn't let go of when Python ends.
             threading.Thread(target=_hold, args=self._groups, name="megatrain-abandoned", daemon=True).start()
+            self._groups = []
 
 
 def _hold(*_: object) -> None:
     threading.Event().wait()
+
+
+NO_BACKWARD = (
+    "loss.backward() of a model that was compiled with process_group= isn't possible.\n"
+    "  Its gradients would be those of this rank alone; a TrainStep makes those of all ranks.\n"
+    "  Train with megatrain.TrainStep, or compile without process_group."
+)
+"""Why `loss.backward()` of such a model is refused."""

@@ -1,4 +1,4 @@
-"""Host: which ranks run on one host, and the memory that they share."""
+"""SharedMemory: memory that the processes of one host share, and news that they leave for each other in it."""
 
 from __future__ import annotations
 
@@ -6,23 +6,20 @@ import fcntl
 import json
 import mmap
 import os
-import select
 import socket
 import threading
 import weakref
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from megatrain.device.host_pages import HostPages
 from megatrain.sizes import aligned
 
-# HostFile: memory that the processes of one host share, and news that they leave for each other in it.
-#
 # The file has no name, so that nothing is left of it when its processes have ended, however they did: the others open
 # it by the process that made it. Each region of it is mapped twice. What one process writes into the shared mapping is
 # seen by all of them, in both mappings. What it writes into its private one stays its own: that process has a copy of
@@ -34,6 +31,18 @@ _REGION = 256 << 20
 _MAP_NORESERVE = 0x4000
 _SCANNED = 1 << 20
 """Pages whose state is read in one piece."""
+
+
+class GradientPlace(NamedTuple):
+    """A gradient that a rank has for all of them.
+
+    Attributes:
+        rank: The rank.
+        offset: Its first byte in the rank's landings.
+    """
+
+    rank: int
+    offset: int
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -59,25 +68,25 @@ class Region:
         self.private.madvise(mmap.MADV_DONTNEED, start, aligned(nbytes, PAGE))
 
 
-class HostFile:
-    """Memory that the processes of one host share; see the module.
+class SharedMemory:
+    """Memory that the processes of one host share; see above.
 
     Args:
         contents: A descriptor of the memory.
         journal: A descriptor of the news.
-        channels: A descriptor of the memory of channels.
+        landings: A descriptor of the memory in which gradients land.
     """
 
-    def __init__(self, contents: int, journal: int, channels: int):
-        self._contents, self._journal, self._channels = contents, journal, channels
+    def __init__(self, contents: int, journal: int, landings: int):
+        self._contents, self._journal, self._landings = contents, journal, landings
         self._read = 0
         self._lock = threading.Lock()
         self._regions: dict[int, Region] = {}
         self._region, self._free = 0, range(0)
-        self._end = weakref.finalize(self, _close, (contents, journal, channels))
+        self._end = weakref.finalize(self, close_all, (contents, journal, landings))
 
     @staticmethod
-    def made() -> HostFile:
+    def made() -> SharedMemory:
         """Makes one, without a name.
 
         Raises:
@@ -85,16 +94,16 @@ class HostFile:
         """
         if not hasattr(os, "memfd_create"):
             raise OSError("the system has no memory without a name that processes share (memfd_create)")
-        return HostFile(*(os.memfd_create(f"megatrain-{name}") for name in ("store", "journal", "channels")))
+        return SharedMemory(*(os.memfd_create(f"megatrain-{name}") for name in ("store", "journal", "landings")))
 
     @property
     def address(self) -> list[int]:
         """Where other processes find it: the process, its descriptors there, and the identity of each."""
-        descriptors = [self._contents, self._journal, self._channels]
+        descriptors = [self._contents, self._journal, self._landings]
         return [os.getpid(), *descriptors, *(os.fstat(each).st_ino for each in descriptors)]
 
     @staticmethod
-    def opened(address: Sequence[int]) -> HostFile:
+    def opened(address: Sequence[int]) -> SharedMemory:
         """Opens one that another process of this host has made.
 
         Raises:
@@ -103,9 +112,9 @@ class HostFile:
         process, *descriptors = address[:4]
         found = [os.open(f"/proc/{process}/fd/{each}", os.O_RDWR | os.O_CLOEXEC) for each in descriptors]
         if [os.fstat(each).st_ino for each in found] != list(address[4:]):
-            _close(found)
+            close_all(found)
             raise OSError(f"process {process} has other files")
-        return HostFile(*found)
+        return SharedMemory(*found)
 
     @contextmanager
     def locked(self) -> Generator[None]:
@@ -148,20 +157,13 @@ class HostFile:
         """Maps bytes from the start of a page on, shared."""
         return HostPages(self._contents, aligned(nbytes, PAGE), flags=mmap.MAP_SHARED | _MAP_NORESERVE, offset=offset)
 
-    def channel(self, offset: int, nbytes: int) -> HostPages:
-        """Maps bytes of the memory of channels, zeroed at first, as `mapped`."""
-        self._extend_channels(offset + nbytes)
-        return HostPages(self._channels, aligned(nbytes, PAGE), flags=mmap.MAP_SHARED | _MAP_NORESERVE, offset=offset)
-
-    def channel_region(self, offset: int, nbytes: int) -> Region:
-        """Maps bytes of the memory of channels, zeroed at first, both ways."""
-        self._extend_channels(offset + nbytes)
-        return self._mapped(self._channels, offset, aligned(nbytes, PAGE))
-
-    def _extend_channels(self, end: int) -> None:
+    def landing(self, offset: int, nbytes: int) -> HostPages:
+        """Maps bytes of the memory of landings, zeroed at first, from the start of a page on."""
+        nbytes = aligned(nbytes, PAGE)
         with self.locked():
-            if os.fstat(self._channels).st_size < end:
-                os.ftruncate(self._channels, aligned(end, PAGE))
+            if os.fstat(self._landings).st_size < offset + nbytes:
+                os.ftruncate(self._landings, offset + nbytes)
+        return HostPages(self._landings, nbytes, flags=mmap.MAP_SHARED | _MAP_NORESERVE, offset=offset)
 
     def _mapped(self, descriptor: int, offset: int, nbytes: int) -> Region:
         kinds = mmap.MAP_SHARED, mmap.MAP_PRIVATE
@@ -195,7 +197,8 @@ class HostFile:
             yield from map(json.loads, lines.splitlines())
 
 
-def _close(descriptors: Sequence[int]) -> None:
+def close_all(descriptors: Sequence[int]) -> None:
+    """Closes descriptors."""
     for each in descriptors:
         os.close(each)
 
@@ -207,7 +210,7 @@ def _address(pages: HostPages) -> int:
 def can_tell_copies() -> bool:
     """Whether this system tells which pages of a private mapping are copies, and shows what others write elsewhere."""
     try:
-        file = HostFile.made()
+        file = SharedMemory.made()
         with file.locked():
             offset, start = file.take(2 * PAGE)
         region = file.region(offset, 0)
@@ -239,62 +242,6 @@ def _has_copies(address: int, nbytes: int) -> bool:
 
 NAME: str | None = None
 """What a test says for the host of this process: ranks that say the same count as on one host, others as apart."""
-Exchange = Callable[[Any], list[Any]]
-
-
-class Host:
-    """The ranks of one host.
-
-    Args:
-        rank: This rank.
-        processes: The process of each of them, by rank.
-        file: The memory that they share.
-
-    Attributes:
-        ranks: Theirs, ascending.
-        index: The place of this rank among them, from 0.
-        size: How many they are, at least two.
-        file: See above.
-    """
-
-    def __init__(self, rank: int, processes: dict[int, int], file: HostFile):
-        self.ranks = sorted(processes)
-        self.index, self.size = self.ranks.index(rank), len(processes)
-        self.file = file
-        self._ends = {r: end for r, process in processes.items() if r != rank and (end := _end_of(process)) is not None}
-        self._close = weakref.finalize(self, _close, list(self._ends.values()))
-
-    def ended(self) -> Sequence[int]:
-        """The ranks of this host whose processes have ended."""
-        poll = select.poll()
-        for end in self._ends.values():
-            poll.register(end, select.POLLIN)
-        found = {descriptor for descriptor, _ in poll.poll(0)}
-        return [rank for rank, end in self._ends.items() if end in found]
-
-
-def host_of(rank: int, exchange: Exchange) -> Host | None:
-    """Finds the ranks of this host and opens memory for all of them; all ranks call it at the same time.
-
-    Args:
-        rank: This rank.
-        exchange: Gives a value to all ranks; returns those of all, by rank.
-
-    Returns:
-        None if there are no others here, or memory can't be shared: then each has its own.
-    """
-    name = host_name()
-    told = exchange([name, os.getpid(), can_tell_copies()])
-    mates = {r: process for r, (other, process, _) in enumerate(told) if other == name}
-    is_able = len(mates) > 1 and all(told[r][2] for r in mates)
-    made = HostFile.made() if is_able and rank == min(mates) else None
-    addresses = exchange(None if made is None else made.address)
-    file = made
-    if is_able and made is None:
-        with suppress(OSError):  # no rank shares then: each finds that out below
-            file = HostFile.opened(addresses[min(mates)])
-    has_file = exchange(file is not None)
-    return Host(rank, mates, file) if file is not None and all(has_file[r] for r in mates) else None
 
 
 def host_name() -> str:
@@ -308,7 +255,7 @@ def host_name() -> str:
     return "/".join(parts)
 
 
-def _end_of(process: int) -> int | None:
+def end_of(process: int) -> int | None:
     """A descriptor that can be read once a process has ended; None where the system has none."""
     if not hasattr(os, "pidfd_open"):
         return None

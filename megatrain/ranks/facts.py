@@ -3,34 +3,58 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
 
 from megatrain.checks.several_optimizers import parameters_of
-from megatrain.compiled.inside import Compiled
 from megatrain.errors import ExecuteError, OptimizerError, RanksError
 from megatrain.files.disk import Digest, bytes_of, obstacle
+from megatrain.optim.masters.registry import Masters
 from megatrain.optim.proxy import Optimizer
-from megatrain.runtime.executor import Executor
+from megatrain.options import Limits
+from megatrain.passes.program import Program
+from megatrain.runtime.engine import Engine
 from megatrain.saving import Source
+from megatrain.tracer.inventory import inventory
 from megatrain.tracer.spec import TensorSpec
-from megatrain.training.boundary import Progress
-from megatrain.training.model_state import State
-from megatrain.training.setup import Setting
 
 Facts = dict[str, str]
 
 
-def check_supported(setting: Setting, compiled: Compiled, optimizers: Sequence[Optimizer]) -> None:
-    """Refuses a step that several ranks can't take with the bits of one process.
+class Trained(Protocol):
+    """A compiled model; see `Compiled`."""
+
+    @property
+    def model(self) -> nn.Module:
+        """The user's."""
+        ...
+
+    @property
+    def options(self) -> Limits:
+        """Of `compile`."""
+        ...
+
+    @property
+    def engine(self) -> Engine:
+        """Has the tensors."""
+        ...
+
+    @property
+    def masters(self) -> Masters:
+        """Of its parameters."""
+        ...
+
+
+def check_supported(programs: Sequence[Program], compiled: Trained, optimizers: Sequence[Optimizer]) -> None:
+    """Refuses a step that several ranks can't take with the numbers of one process.
 
     Raises:
         ExecuteError: If the model writes buffers, or runs its own code.
         OptimizerError: If an optimizer has parameters outside the model.
     """
-    for program in setting.programs:
+    for program in programs:
         written = [key for key, _ in program.commits]
         if written:
             raise ExecuteError(
@@ -54,21 +78,13 @@ def check_supported(setting: Setting, compiled: Compiled, optimizers: Sequence[O
         )
 
 
-def facts_of(
-    executor: Executor,
-    compiled: Compiled,
-    optimizers: Sequence[Optimizer],
-    rules: Mapping[str, object],
-    progress: Progress,
-) -> Facts:
-    """Everything that must be the same on all ranks in each step.
+def facts_of(compiled: Trained, optimizers: Sequence[Optimizer], rules: Mapping[str, object]) -> Facts:
+    """Everything that must be the same on all ranks in each step, besides the blocks.
 
     Args:
-        executor: Runs the step.
         compiled: The model.
         optimizers: In the order of their steps.
-        rules: Options of the step.
-        progress: Of the training so far.
+        rules: Options of the step, and the progress of training.
     """
     options, device = compiled.options, compiled.options.device
     found: Facts = {
@@ -81,19 +97,10 @@ def facts_of(
         or "none",
         "the number of modules in training mode": str(sum(module.training for module in compiled.model.modules())),
         **{name: str(value) for name, value in rules.items()},
-        "the number of steps": str(progress.count),
-        "the number of skipped steps": str(progress.skipped),
-        "the norm of the latest gradients": "none" if progress.grad_norm is None else float(progress.grad_norm).hex(),
     }
     if device.is_host:
         # Kernels split sums among threads.
         found["the number of threads (OMP_NUM_THREADS)"] = str(torch.get_num_threads())
-    program, sent = executor.program, {op.block for op in executor.schedule.ops if op.what == "G"}
-    for block in program.blocks:
-        if block.index in sent:
-            entries = [program.state[key] for key in block.binding]
-            texts = [f"{entry.key} {_text(entry.spec)}" for entry in entries if entry.requires_grad]
-            found[f"what block {block.index} trains"] = ", ".join(texts)
     return found | _settings(compiled, optimizers)
 
 
@@ -118,7 +125,7 @@ def refuse_difference(facts: Sequence[Facts]) -> None:
             )
 
 
-def _settings(compiled: Compiled, optimizers: Sequence[Optimizer]) -> Facts:
+def _settings(compiled: Trained, optimizers: Sequence[Optimizer]) -> Facts:
     names = {id(p): name for name, p in nn.Module.named_parameters(compiled.model)}
     found: Facts = {}
     for index, optimizer in enumerate(optimizers):
@@ -130,10 +137,9 @@ def _settings(compiled: Compiled, optimizers: Sequence[Optimizer]) -> Facts:
     return found
 
 
-def values_of(compiled: Compiled, optimizers: Sequence[Optimizer]) -> Facts:
+def values_of(compiled: Trained, optimizers: Sequence[Optimizer]) -> Facts:
     """Digests of everything that an update reads and writes: parameters, buffers, masters and optimizers' state."""
-    state = State.of(compiled)
-    sources = {name: Source.of(tensor) for name, tensor in {**state.weights, **state.hidden}.items()}
+    sources = {name: Source.of(tensor.detach()) for name, tensor in inventory(compiled.model)[1].items()}
     sources |= compiled.masters.sources()
     found = {f"the value of `{name}`": _source_digest(source) for name, source in sources.items()}
     for name, tensor in nn.Module.named_parameters(compiled.model):

@@ -12,11 +12,14 @@ import torch
 from megatrain.device import is_on_host
 from megatrain.device.host_pages import HostPages
 from megatrain.memory.host_arena import HostArena
-from megatrain.ranks.host import Host, Region
+from megatrain.ranks.shared_memory import GradientPlace, Region, SharedMemory
 from megatrain.runtime.stores.residency import Sent
 
 STATE, LOW = "state", "low"
-_WORDS = 3  # the latest update that was claimed, by which rank, and the latest that is over
+# The latest update that was claimed, by which rank, and the latest that is over; the step of the latest whole gradient,
+# the rank that has it, and where.
+_CLAIMED, _BY, _DONE, _STEP, _AT, _OFFSET = range(6)
+_WORDS = 6
 _FAILED = -1
 
 
@@ -96,16 +99,23 @@ class SharedStore:
     Every tensor begins a page of its own, so that writes into its neighbours concern nobody.
 
     Args:
-        host: The ranks that share it.
+        memory: Of the ranks that share it.
+        rank: This one.
+        size: How many there are.
 
     Attributes:
-        host: See above.
+        memory: See above.
+        rank: See above.
+        owners: The rank that updates each parameter.
+        shares: The bytes of the parameters that each rank updates.
         twins: The tensors that this rank knows.
         number: How many updates of all parameters have begun. Ranks begin each at their own time, all the same ones.
     """
 
-    def __init__(self, host: Host):
-        self.host = host
+    def __init__(self, memory: SharedMemory, rank: int, size: int):
+        self.memory, self.rank = memory, rank
+        self.owners: dict[str, int] = {}
+        self.shares = [0] * size
         self.twins: dict[Name, Twin] = {}
         self.number = 0
         self._words: dict[str, torch.Tensor] = {}
@@ -129,12 +139,12 @@ class SharedStore:
             tensors: Dense ones, by their names; each replaces one of this name.
             parameters: Keys of parameters that will be updated.
         """
-        with self.host.file.locked():
+        with self.memory.locked():
             items: list[Any] = []
             for name, tensor in tensors.items():
                 # A tensor without elements has a page, too: moments of a parameter without any are told as all are.
-                offset, start = self.host.file.take(max(tensor.nbytes, tensor.itemsize))
-                nbytes = self.host.file.region_bytes(offset)
+                offset, start = self.memory.take(max(tensor.nbytes, tensor.itemsize))
+                nbytes = self.memory.region_bytes(offset)
                 dtype = str(tensor.dtype).removeprefix("torch.")
                 items.append([*name, offset, nbytes, start, dtype, list(tensor.shape), list(tensor.stride())])
                 twin = self._made(offset, nbytes, start, dtype, tensor.shape, tensor.stride())
@@ -142,17 +152,17 @@ class SharedStore:
                 self.twins[name] = twin
             words: list[int] = []
             if parameters:
-                offset, start = self.host.file.take(_WORDS * 8 * len(parameters))
-                words = [offset, self.host.file.region_bytes(offset), start]
+                offset, start = self.memory.take(_WORDS * 8 * len(parameters))
+                words = [offset, self.memory.region_bytes(offset), start]
                 self._take_words(words, parameters)
-            self.host.file.post({"by": self.host.index, "items": items, "words": words, "keys": list(parameters)})
+            self.memory.post({"by": self.rank, "items": items, "words": words, "keys": list(parameters)})
 
     def hear(self) -> list[Name]:
         """Learns which tensors other ranks have placed; returns their names."""
         found: list[Name] = []
-        with self.host.file.locked():
-            for news in self.host.file.news():
-                if news["by"] == self.host.index:
+        with self.memory.locked():
+            for news in self.memory.news():
+                if news["by"] == self.rank:
                     continue
                 for kind, key, what, *place in news["items"]:
                     found.append(Name(kind, key, what))
@@ -171,7 +181,7 @@ class SharedStore:
             start, end = spans.get(twin.region.offset, (twin.start, 0))
             spans[twin.region.offset] = min(start, twin.start), max(end, twin.start + twin.private.nbytes)
         arenas = {
-            offset: HostArena.over(self.host.file.mapped(offset + start, end - start))
+            offset: HostArena.over(self.memory.mapped(offset + start, end - start))
             for offset, (start, end) in spans.items()
         }
         return {
@@ -182,7 +192,7 @@ class SharedStore:
     def _made(
         self, offset: int, nbytes: int, start: int, dtype: str, shape: Iterable[int], stride: Iterable[int]
     ) -> Twin:
-        region, kind = self.host.file.region(offset, nbytes), getattr(torch, dtype)
+        region, kind = self.memory.region(offset, nbytes), getattr(torch, dtype)
         arena = self._arenas.setdefault(offset, HostArena.over(region.private))
         shape, stride = tuple(shape), tuple(stride)
         end = start + kind.itemsize * max(1, torch.Size(shape).numel())
@@ -195,7 +205,7 @@ class SharedStore:
 
     def _take_words(self, place: list[int], keys: Iterable[str]) -> None:
         offset, nbytes, start = place
-        pages = self.host.file.region(offset, nbytes).shared
+        pages = self.memory.region(offset, nbytes).shared
         for index, key in enumerate(keys):
             at = start + index * _WORDS * 8
             self._words[key] = torch.frombuffer(memoryview(pages)[at : at + _WORDS * 8], dtype=torch.int64)
@@ -209,40 +219,46 @@ class SharedStore:
     def claim(self, keys: Iterable[str]) -> list[str]:
         """Claims parameters for the present update; returns those that no rank has claimed or updated."""
         found: list[str] = []
-        with self.host.file.locked():
+        with self.memory.locked():
             for key in keys:
-                claimed, by, done = self._words[key].tolist()
+                claimed, by, done = self._words[key][:3].tolist()
                 if done < self.number and (claimed < self.number or by == _FAILED):
-                    self._words[key][0], self._words[key][1] = self.number, self.host.index
+                    self._words[key][_CLAIMED], self._words[key][_BY] = self.number, self.rank
                     found.append(key)
         return found
 
     def finish(self, keys: Iterable[str]) -> None:
         """Tells all ranks that parameters claimed by this rank are updated."""
-        with self.host.file.locked():
+        with self.memory.locked():
             for key in keys:
-                self._words[key][2] = self.number
-
-    def updated(self, keys: Iterable[str]) -> list[str]:
-        """Which parameters the present update has updated, on any rank."""
-        with self.host.file.locked():
-            return [key for key in keys if key in self._words and int(self._words[key][2]) == self.number]
+                self._words[key][_DONE] = self.number
 
     def give_back(self, keys: Iterable[str]) -> None:
         """Tells all ranks that the update of parameters claimed by this rank has failed, and left no trace."""
-        with self.host.file.locked():
+        with self.memory.locked():
             for key in keys:
-                self._words[key][1] = _FAILED
+                self._words[key][_BY] = _FAILED
 
     def left(self, keys: Iterable[str]) -> dict[str, bool]:
         """Which parameters aren't updated yet, and whether the rank that claimed each has failed to."""
-        with self.host.file.locked():
-            found = {key: self._words[key].tolist() for key in keys}
+        with self.memory.locked():
+            found = {key: self._words[key][:3].tolist() for key in keys}
         return {
             key: claimed == self.number and by == _FAILED
             for key, (claimed, by, done) in found.items()
             if done < self.number
         }
+
+    def show(self, key: str, step: int, owned: GradientPlace) -> None:
+        """Tells all ranks where the whole gradient of a parameter is."""
+        with self.memory.locked():
+            self._words[key][_STEP:] = torch.tensor([step, *owned])
+
+    def shown(self, key: str, step: int) -> GradientPlace | None:
+        """Where the whole gradient of a parameter is; None if no rank has one of this step."""
+        with self.memory.locked():
+            of_step, rank, offset = self._words[key][_STEP:].tolist()
+        return GradientPlace(rank, offset) if of_step == step else None
 
 
 def _place(tensor: torch.Tensor) -> tuple[Any, ...]:

@@ -1,4 +1,4 @@
-"""Division: which of several ranks updates which parameters."""
+"""Parts: which of several ranks updates which parameters, in memory that all of them share."""
 
 from __future__ import annotations
 
@@ -17,36 +17,10 @@ from megatrain.memory.host_limits import return_free_memory
 from megatrain.optim.masters.registry import Masters
 from megatrain.optim.per_parameter import is_per_parameter
 from megatrain.optim.proxy import ALIGNED, Optimizer, attributes, is_same, over_stand_ins, step_code, unnoticed
-from megatrain.ranks.signs_of_life import wait_until
-from megatrain.runtime.stores.shared_store import STATE, Name, SharedStore
+from megatrain.ranks.landings import Landings
+from megatrain.ranks.processes import Ranks
+from megatrain.ranks.shared_store import STATE, Name, SharedStore
 from megatrain.tracer.packing import is_wrapper
-
-
-def rank_of_each(blocks: Sequence[Sequence[int]], num_ranks: int) -> list[list[int]]:
-    """Gives each parameter to one rank, the largest of a block first, each to the rank that has the least so far.
-
-    The ranks' shares differ by no more than the largest parameter.
-
-    Args:
-        blocks: Bytes of the parameters of each block, in the order in which blocks are updated.
-        num_ranks: How many ranks there are.
-
-    Returns:
-        The rank of each parameter.
-
-    >>> rank_of_each([[4, 4], [1, 9]], 2)
-    [[0, 1], [1, 0]]
-    """
-    shares = [0] * num_ranks
-    found: list[list[int]] = []
-    for block in blocks:
-        ranks = [0] * len(block)
-        for index in sorted(range(len(block)), key=lambda index: -block[index]):
-            ranks[index] = min(range(num_ranks), key=shares.__getitem__)
-            shares[ranks[index]] += block[index]
-        found.append(ranks)
-    return found
-
 
 _STEPS = 2
 
@@ -106,67 +80,77 @@ def _few(parameters: list[torch.Tensor]) -> list[torch.Tensor]:
     return list({parameter.dim(): parameter for parameter in parameters}.values())
 
 
-POLL_S = 0.001
-"""How often a rank looks whether the others have made their updates."""
-GoOn = Callable[[], object]
+class Parts:
+    """The part of the updates that this rank makes, and those of the other ranks.
 
-
-class OtherFailedError(ExecuteError):
-    """An update of the step before failed on another rank and left no trace, so that any rank may make it."""
-
-
-class HostParts:
-    """The parts of the updates that this rank makes, and those of the other ranks of its host.
-
-    Each parameter has one rank that updates it in a step. A rank that completes due updates on its own, because the
-    user's code looks at them, also makes those of others: the rank that first claims a parameter updates it,
-    and all others wait.
+    Each parameter has one rank that updates it. A rank that completes due updates on its own, because the user's code
+    looks at them, also makes those of others: the rank that first claims a parameter updates it, and all others wait.
 
     While a parameter is updated, it and its moments use the memory that all ranks see; at all other times the memory
     where this rank's user writes on its own.
 
     Args:
-        store: What the ranks share.
+        ranks: All of them.
+        store: What they share.
         optimizers: In the order of their steps.
         masters: Of the parameters.
-        blocks: The parameters that are updated with each block, by any optimizer.
-        keys: Of the parameters, as the store has them.
-        look: Raises an error if a rank can't go on.
     """
 
-    def __init__(
-        self,
-        store: SharedStore,
-        optimizers: Sequence[Optimizer],
-        masters: Masters,
-        blocks: Sequence[Sequence[torch.Tensor]],
-        keys: Mapping[torch.Tensor, str],
-        look: Callable[[], None],
-    ):
-        self._store, self._masters, self._keys, self._look = store, masters, keys, look
+    def __init__(self, ranks: Ranks, store: SharedStore, optimizers: Sequence[Optimizer], masters: Masters):
+        self._ranks, self._store, self._masters = ranks, store, masters
         self._kinds = {store.kind_of(optimizer): optimizer for optimizer in optimizers}
-        self._parameters = {key: parameter for parameter, key in self._keys.items()}
-        ranks = rank_of_each([[p.nbytes for p in block] for block in blocks], store.host.size)
-        pairs = zip(blocks, ranks, strict=True)
-        self._rank_of = {p: rank for block, of in pairs for p, rank in zip(block, of, strict=True)}
+        self._keys: dict[torch.Tensor, str] = {}
+        self._parameters: dict[str, torch.Tensor] = {}
         self._updated: set[torch.Tensor] = set()
         self._process = os.getpid()
+        self._using = 0
+
+    def know(self, tensors: Mapping[str, torch.Tensor], blocks: Iterable[Iterable[str]]) -> None:
+        """Notes the model's tensors, and gives each parameter that has no rank yet to one.
+
+        Args:
+            tensors: By key.
+            blocks: The parameters whose gradients are whole with each block. The largest of a block is dealt first,
+                each to the rank that has the least so far: what ranks have differs by no more than the largest.
+        """
+        self._parameters = dict(tensors)
+        self._keys = {tensor: key for key, tensor in tensors.items()}
+        owners, shares = self._store.owners, self._store.shares
+        for block in blocks:
+            for key in sorted((key for key in block if key not in owners), key=lambda key: -tensors[key].nbytes):
+                owners[key] = min(range(len(shares)), key=shares.__getitem__)
+                shares[owners[key]] += tensors[key].nbytes
+
+    def is_mine(self, key: str) -> bool:
+        """Whether this rank updates a parameter."""
+        return self._store.owners.get(key) == self._ranks.rank
 
     def begin(self) -> None:
-        """Notes that the next update of all parameters begins."""
+        """Notes that the next update of all parameters begins, with the gradients of the present step."""
         self._store.number += 1
+        self._using = self._ranks.count
         self._updated.clear()
 
+    def keep(self, parameter: torch.Tensor, gradient: torch.Tensor, landings: Landings) -> torch.Tensor:
+        """Puts a whole gradient where all ranks find it; returns it there."""
+        owned, gradient = landings.place_of(parameter, gradient)
+        self._store.show(self._keys[parameter], self._ranks.count, owned)
+        return gradient
+
     @contextmanager
-    def updating(self, parameters: Iterable[torch.Tensor], *, takes_over: bool) -> Generator[set[torch.Tensor]]:
+    def updating(
+        self, held: Collection[torch.Tensor], gradients: Mapping[torch.Tensor, torch.Tensor], others: Landings | None
+    ) -> Generator[dict[torch.Tensor, torch.Tensor]]:
         """Updates some parameters in its body.
 
         Args:
-            parameters: Those that have an update left.
-            takes_over: Those of other ranks as well, unless these have begun.
+            held: Parameters of a block.
+            gradients: Of this rank's part.
+            others: Has the gradients of other ranks' parts, which are updated as well unless these have begun; None
+                leaves them out.
 
         Yields:
-            The parameters to update.
+            The gradients of the parameters to update.
 
         Raises:
             ExecuteError: In a forked process, which would update what its parent goes on with.
@@ -177,53 +161,54 @@ class HostParts:
                 "  Ranks share the parameters, so that all of them would see the update.\n"
                 "  Call flush() on the TrainStep before you fork."
             )
-        mine = [p for p in parameters if takes_over or self._rank_of[p] == self._store.host.index]
-        claimed = self._store.claim([self._keys[p] for p in mine])
-        chosen = {self._parameters[key] for key in claimed}
+        own = [self._keys[p] for p in held if self.is_mine(self._keys[p])]
+        shown = {self._keys[p]: self._store.shown(self._keys[p], self._using) for p in held if others is not None}
+        found = {p: gradients[p] for p in held if p in gradients}
+        claimed = self._store.claim([*own, *(key for key, at in shown.items() if at is not None and key not in own)])
+        chosen = {self._parameters[key]: shown.get(key) for key in claimed}
         try:
             try:
                 self.hear()
-                for parameter in chosen:
+                for parameter, owned in chosen.items():
                     self._lend(parameter)
-                yield chosen
+                    if parameter not in found and owned is not None and others is not None:
+                        found[parameter] = others.gradient_at(owned, parameter)
+                yield {p: found[p] for p in chosen if p in found}
             finally:
                 self._take_back(chosen)
         except BaseException:
             self._store.give_back(claimed)
             raise
-        self._updated |= chosen
+        self._updated |= chosen.keys()
         self._store.finish(claimed)
 
-    def wait(self, parameters: Collection[torch.Tensor], go_on: GoOn, *, is_of_before: bool) -> None:
+    def wait(self, held: Collection[torch.Tensor], go_on: Callable[[], object], *, gives_up: bool) -> bool:
         """Waits until all ranks have updated their parts of some parameters; these are as if they were updated here.
 
         Args:
-            parameters: Those that are updated.
+            held: The parameters.
             go_on: Called now and then; raises an error to give the wait up.
-            is_of_before: The update is one of the step before, so that ranks may still go back to its end.
+            gives_up: See `Exchange.wait`.
 
         Raises:
-            OtherFailedError: If the update of another rank failed.
             RanksError: If another rank can't go on.
         """
+        left: dict[str, bool] = {}
 
         def is_over() -> bool:
-            left = self._store.left([self._keys[p] for p in parameters])
-            failed = [key for key, has_failed in left.items() if has_failed]
-            if failed and is_of_before:
-                raise OtherFailedError(
-                    f"another rank of this host has failed to update `{failed[0]}`.\n"
-                    "  Ranks share the parameters, and each updates a part of them.\n"
-                    "  The other rank says why."
-                )
-            return not left
+            nonlocal left
+            left = self._store.left([self._keys[p] for p in held if self._keys[p] in self._store.owners])
+            return not left or (gives_up and any(left.values()))
 
-        wait_until(is_over, go_on, self._look, POLL_S)
+        self._ranks.wait_until(is_over, go_on)
+        if left:
+            return False
         self.hear()
-        for parameter in parameters:
+        for parameter in held:
             if parameter not in self._updated:
                 self._updated.add(parameter)
                 self._note_update(parameter)
+        return True
 
     def _note_update(self, parameter: torch.Tensor) -> None:
         for twin in (self._store.twins[name] for name in self._names(parameter)):

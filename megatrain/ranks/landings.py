@@ -1,0 +1,208 @@
+"""Landings: the gradients of each rank in memory that all ranks of a host see, and the sums over ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+
+from megatrain.errors import ExecuteError
+from megatrain.memory.block_image import BlockImage, stored_stride, views
+from megatrain.memory.bus import Bus, GrowingArena
+from megatrain.memory.host_arena import HostArena
+from megatrain.passes.program import Program
+from megatrain.ranks.processes import Ranks
+from megatrain.ranks.shared_memory import PAGE, GradientPlace
+from megatrain.runtime.gradients import Landed, block_layouts
+from megatrain.scheduler.instructions import Bytes
+from megatrain.sizes import aligned
+from megatrain.tracer.spec import TensorSpec
+
+_AREA_BYTES = 1 << 42
+"""Bytes from the landings of one rank to the next: what nobody touches takes no memory."""
+_KEPT = 1 << 41
+"""Where gradients are that didn't land: sums over parts of a parameter, and what hooks have made."""
+_PIECE = 1 << 18  # elements: few enough for the caches, enough for threads
+_LANDED, _PLACE, _SUMMED, _PRESENT = range(4)
+GoOn = Callable[[], object]
+
+
+class Landings(GrowingArena):
+    """Where the gradients of a rank land, step by step, and where those of the others are.
+
+    Args:
+        ranks: All of them.
+        bus: Brings gradients to the host.
+    """
+
+    def __init__(self, ranks: Ranks, bus: Bus) -> None:
+        super().__init__(bus)
+        self._ranks = ranks
+        self._first_area = 1 + ranks.num_areas * ranks.size
+        ranks.num_areas += 1
+        self._maps: dict[tuple[int, bool], HostArena] = {}
+        self._kept: dict[torch.Tensor, int] = {}
+        self._kept_bytes = 0
+        self._boards: dict[tuple[tuple[str, ...], ...], torch.Tensor] = {}
+        self._board_bytes = 0
+        self.least = 0
+
+    # -- memory ----------------------------------------------------------------------------------------------
+
+    def ensure(self, nbytes: int) -> HostArena:
+        """See `GrowingArena`. Memory that grows keeps what is there."""
+        nbytes = max(nbytes, self.least)
+        if nbytes > self.memory.nbytes:
+            self.memory = self._mapped(self._ranks.rank, 0, nbytes)
+            self.bus.lock([self.memory])
+        return self.memory
+
+    def _mapped(self, rank: int, offset: int, nbytes: int) -> HostArena:
+        start = (self._first_area + rank) * _AREA_BYTES + offset
+        return HostArena.over(self._ranks.memory.landing(start, max(nbytes, 1)))
+
+    def bytes_of(self, owned: GradientPlace, nbytes: int) -> torch.Tensor:
+        """Bytes of a rank's landings."""
+        rank, offset = owned
+        is_kept = offset >= _KEPT
+        start = offset - _KEPT * is_kept
+        known = self._maps.get((rank, is_kept))
+        if known is None or known.nbytes < start + nbytes:
+            known = self._maps[rank, is_kept] = self._mapped(rank, _KEPT * is_kept, start + nbytes)
+        return known.tensor[start : start + nbytes]
+
+    def place_of(self, parameter: torch.Tensor, gradient: torch.Tensor) -> tuple[GradientPlace, torch.Tensor]:
+        """Where others find a whole gradient of this rank, and the gradient there."""
+        start = gradient.data_ptr() - self.memory.tensor.data_ptr() if self.memory.nbytes else -1
+        if 0 <= start < self.memory.nbytes:
+            return GradientPlace(self._ranks.rank, start), gradient
+        if parameter not in self._kept:
+            self._kept[parameter] = _KEPT + self._kept_bytes
+            self._kept_bytes += aligned(gradient.nbytes, PAGE)
+        owned = GradientPlace(self._ranks.rank, self._kept[parameter])
+        return owned, self.gradient_at(owned, parameter).copy_(gradient)
+
+    def gradient_at(self, owned: GradientPlace, parameter: torch.Tensor) -> torch.Tensor:
+        """The gradient of a parameter, laid out like it."""
+        held = self.bytes_of(owned, parameter.nbytes).view(parameter.dtype)
+        return held.as_strided(parameter.shape, parameter.stride())
+
+    # -- a step ----------------------------------------------------------------------------------------------
+
+    def begin(self, program: Program, *, lands: bool) -> None:
+        """A step of some blocks begins, on all ranks.
+
+        Args:
+            program: Has the blocks.
+            lands: Whether the schedule has a place for each block; otherwise each has one here.
+        """
+        self._program = program
+        self._layouts = block_layouts(program)
+        key = tuple(tuple(entry.key for entry in layout.entries) for layout in self._layouts)
+        if key not in self._boards:
+            most = max((len(keys) for keys in key), default=0)
+            shape = self._ranks.size, len(key), _PRESENT + most
+            start = self._ranks.size * PAGE + self._ranks.board_bytes
+            nbytes = aligned(8 * torch.Size(shape).numel(), PAGE)
+            self._ranks.board_bytes += nbytes
+            words = torch.frombuffer(self._ranks.memory.landing(start, max(nbytes, PAGE)), dtype=torch.int64)
+            self._boards[key] = words[: torch.Size(shape).numel()].view(shape)
+        self._board = self._boards[key]
+        self._offsets: list[int] = []
+        self.least = 0
+        for layout in self._layouts if not lands else ():
+            self._offsets.append(self.least)
+            self.least += aligned(layout.nbytes, PAGE)
+
+    def land(self, block: int, where: Bytes | None, landed: Sequence[Landed]) -> None:
+        """Shows all ranks the gradients of a block of this one.
+
+        Raises:
+            ExecuteError: If one is sparse, or of another dtype than its parameter.
+        """
+        offset = self._offsets[block] if where is None else where.offset
+        layout, board = self._layouts[block], self._board[self._ranks.rank, block]
+        found = dict(zip(self._program.blocks[block].binding, landed, strict=True))
+        places = views(layout, self.memory.tensor[offset : offset + layout.nbytes])
+        for number, (entry, place) in enumerate(zip(layout.entries, places, strict=True)):
+            gradient = found[entry.key].gradient
+            if gradient is not None:
+                _check(entry.key, gradient, entry.spec)
+                if gradient.data_ptr() != place.data_ptr():
+                    place.copy_(gradient)
+            board[_PRESENT + number] = gradient is not None
+        board[_PLACE] = offset
+        self._say(block, _LANDED)
+
+    def wait_for(self, block: int, *, summed: bool, go_on: GoOn) -> None:
+        """Returns once all ranks have landed a block's gradients, or summed them."""
+        words = self._board[:, block, _SUMMED if summed else _LANDED]
+        self._ranks.wait_until(lambda: int(words.min()) >= self._ranks.count, go_on)
+
+    def totals(self, block: int, is_mine: Callable[[str], bool], *, in_place: bool) -> list[Landed]:
+        """Adds the gradients of all ranks, in their order, once they have landed.
+
+        Args:
+            block: The block.
+            is_mine: Whether this rank takes the total of a state's gradient.
+            in_place: Whether the total replaces this rank's gradient, which no other reads.
+
+        Returns:
+            The totals of the block's state, in its order; none of what isn't this rank's.
+        """
+        layout, found = self._layouts[block], dict[str, torch.Tensor]()
+        board = self._board[:, block]
+        for number, entry in enumerate(layout.entries):
+            there = [rank for rank in range(self._ranks.size) if board[rank, _PRESENT + number]]
+            if not there or not is_mine(entry.key):
+                continue
+            terms = [self._flat(layout, number, rank, block) for rank in there]
+            own = self._flat(layout, number, self._ranks.rank, block)
+            out = own if in_place else torch.empty_like(own)
+            _add(out, terms)
+            found[entry.key] = out.as_strided(entry.spec.shape, stored_stride(entry.spec))
+        self._say(block, _SUMMED)
+        return [Landed(found.get(key)) for key in self._program.blocks[block].binding]
+
+    def _flat(self, layout: BlockImage, number: int, rank: int, block: int) -> torch.Tensor:
+        """The elements of a gradient of a rank, in the order of their memory."""
+        entry = layout.entries[number]
+        start = int(self._board[rank, block, _PLACE]) + entry.offset
+        if rank == self._ranks.rank:
+            held = self.memory.tensor[start : start + entry.spec.nbytes]
+        else:
+            held = self.bytes_of(GradientPlace(rank, start), entry.spec.nbytes)
+        return held.view(entry.spec.dtype)
+
+    def _say(self, block: int, what: int) -> None:
+        with self._ranks.memory.locked():  # which also orders what was written before for other processors
+            self._board[self._ranks.rank, block, what] = self._ranks.count
+
+
+def blocks_text(program: Program) -> Mapping[str, str]:
+    """What each block trains, in words."""
+    found: dict[str, str] = {}
+    for block, layout in zip(program.blocks, block_layouts(program), strict=True):
+        if layout.nbytes:
+            entries = (f"{entry.key} {TensorSpec(entry.spec.shape, entry.spec.dtype)}" for entry in layout.entries)
+            found[f"what block {block.index} trains"] = ", ".join(entries)
+    return found
+
+
+def _add(out: torch.Tensor, terms: Sequence[torch.Tensor]) -> None:
+    """Adds dense terms of one size in their order; `out` may be one of them."""
+    for start in range(0, out.numel(), _PIECE):
+        total, *others = (term[start : start + _PIECE] for term in terms)
+        for other in others:
+            total = total + other
+        if (place := out[start : start + _PIECE]).data_ptr() != total.data_ptr():
+            place.copy_(total)
+
+
+def _check(key: str, gradient: torch.Tensor, spec: TensorSpec) -> None:
+    if gradient.layout != torch.strided or gradient.dtype != spec.dtype:
+        raise ExecuteError(
+            f"the gradient of `{key}` is {gradient.dtype}, {gradient.layout}.\n"
+            f"  Ranks add dense gradients of their parameter's dtype, {spec.dtype}.\n"
+            "  Build an embedding with sparse=False, or train it in one process."
+        )

@@ -1,0 +1,212 @@
+"""StepRun: takes steps: an attempt for each capture that fails in the middle, and more where memory runs out."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import reduce
+from typing import Any
+
+import torch
+
+from megatrain.compiled.inside import Compiled, Variant
+from megatrain.errors import ExecuteError
+from megatrain.memory.device_budget import DeviceBudget
+from megatrain.memory.out_of_memory import Attempts, free_frames
+from megatrain.planning.loss_bytes import Loss
+from megatrain.runtime.exchange import Exchange
+from megatrain.runtime.executor import Executor
+from megatrain.runtime.random_calls import RngState
+from megatrain.runtime.streams.events import Watch
+from megatrain.tracer.guards import GuardFailedError
+from megatrain.training.batch import Counts, FollowingLoss, MicroBatch, Shares, Weight, micro_batches
+from megatrain.training.boundary import Boundary
+from megatrain.training.completion import Completion
+from megatrain.training.modes import warn_of_dropout
+from megatrain.training.setup import Setting, Setup
+from megatrain.training.trainer import Running, spent
+
+
+@dataclass(frozen=True, slots=True)
+class StepRules:
+    """What is the same in all steps of a `TrainStep`.
+
+    Args:
+        loss: The user's.
+        weight: How much a micro-batch counts.
+        is_sum: Losses are added up as they are.
+        looks: Whether a gradient that isn't finite prevents the updates.
+        budget: Of the schedules that are made for steps; None where a given plan has the schedule.
+        facts: Options that must be the same in all processes that train together.
+    """
+
+    loss: Loss | None
+    weight: Weight | None
+    is_sum: bool
+    looks: bool
+    budget: DeviceBudget | None
+    facts: Mapping[str, object]
+
+
+@dataclass(slots=True)
+class _Try:
+    """One try at a step, as far as it came.
+
+    Args:
+        batches: The micro-batches.
+        counts: How much each counts.
+        failed: Of each, the captures that failed in the middle of this step, with the failures.
+        watch: Takes the time of each operation.
+    """
+
+    batches: Sequence[MicroBatch]
+    counts: Counts
+    failed: Sequence[dict[Variant, str]]
+    watch: Watch | None
+    shares: Shares | None = None
+    setting: Setting | None = None
+    executor: Executor | None = None
+
+
+class StepRun:
+    """Takes the steps of a `TrainStep`.
+
+    Args:
+        compiled: The model.
+        setup: Finds what runs.
+        boundary: Makes each step end between two steps.
+        completion: Looks after due updates.
+        exchange: Who else takes the steps.
+        rules: What is the same in all steps.
+
+    Attributes:
+        setting: Of the latest step, or the prepared one.
+        running: The step that runs.
+    """
+
+    def __init__(
+        self,
+        compiled: Compiled,
+        setup: Setup,
+        boundary: Boundary,
+        completion: Completion,
+        exchange: Exchange,
+        rules: StepRules,
+    ):
+        self._compiled, self._setup, self._boundary, self._completion = compiled, setup, boundary, completion
+        self._exchange, self._rules = exchange, rules
+        self.setting: Setting | None = None
+        self.running: Running | None = None
+        self._failed_at = 0
+        self._is_mode_known = False
+
+    def prepare(self, batches: Sequence[MicroBatch]) -> None:
+        """Finds what a step with some micro-batches runs, without running or allocating anything."""
+        with self._compiled.exclusively("prepare()"), torch.enable_grad(), self._completion.suspended():
+            self.setting = self._setup.setting(batches, [{} for _ in batches]).without_tensors()
+
+    def take(self, batch: Any, watch: Watch | None) -> torch.Tensor:
+        """Takes a step; returns its loss. See `TrainStep.__call__`.
+
+        Args:
+            batch: The micro-batches of this process.
+            watch: Takes the time of each operation.
+        """
+        if not self._is_mode_known:
+            self._is_mode_known = True
+            warn_of_dropout(self._compiled.model)
+        rules, repeated = self._rules, Attempts("the step", self._compiled.options.device, self._rules.budget)
+        with (
+            self._compiled.exclusively("the step"),
+            torch.enable_grad(),
+            self._exchange.taking(),
+        ):
+            batches = micro_batches(batch)
+            counts = Counts(batches, rules.weight, is_sum=rules.is_sum)
+            shares = Shares(counts) if self._exchange.is_alone else None
+            failed: list[dict[Variant, str]] = [{} for _ in batches]
+            with self._completion.suspended():
+                self._compiled.complete_updates(besides=self._completion)  # of other steps over this model
+                while True:
+                    attempt = _Try(batches, counts, failed, watch, shares)
+                    try:
+                        loss = self._run(attempt)
+                    except Exception as error:
+                        if not self._may_repeat(error, attempt, repeated):
+                            raise
+                        shares = attempt.shares
+                    else:
+                        assert attempt.executor is not None
+                        repeated.over(attempt.executor.memory_figures, is_half=self._boundary.has_recovered)
+                        self._completion.has_stepped = True
+                        return spent(loss)
+
+    def _run(self, attempt: _Try) -> torch.Tensor:
+        """Runs a step; what is refused before it has an executor leaves no trace."""
+        attempt.setting = setting = self._setup.setting(attempt.batches, attempt.failed)
+        if not self._exchange.is_alone:
+            self._exchange.check_room(setting.schedule, self._setup.host_plan(setting))
+        while (executor := self._setup.executor(setting)) is None:
+            self._setup.complete()
+            attempt.setting = setting = self._setup.setting(attempt.batches, attempt.failed)
+        attempt.executor = executor
+        shares = self._agreed(attempt, setting)
+        self.setting = setting.without_tensors()
+        engine, updates = executor.engine, self._setup.updates
+        assert updates is not None
+        parts = setting, shares, self._rules.loss, updates, engine.tensors, self._setup.threads
+        running = Running(*parts, looks=self._rules.looks, exchange=self._exchange)
+        before = RngState.now(engine.device, [call for variant in setting.variants for call in variant.opaque])
+        with engine.turn.run(differentiates=True), running.interrupts:
+            self.running = running
+            try:
+                # No name keeps the run alive: it must end while Ctrl-C is held back, as a `__del__` loses one.
+                self._boundary.run(executor.begin(running.inputs(), watch=attempt.watch), running, updates, before)
+                self._completion.mark()  # here, where Ctrl-C is held back
+            finally:
+                self.running = None
+                self._failed_at = running.micro_batch
+        losses = self._exchange.losses(running.losses)
+        if isinstance(self._rules.loss, FollowingLoss):
+            self._rules.loss.hear(losses)
+        own = [loss.device for loss in running.losses] or [engine.device.torch_device]
+        return reduce(torch.add, losses).to(own[0])  # added where they are, and moved to the device once
+
+    def _agreed(self, attempt: _Try, setting: Setting) -> Shares:
+        """All processes take this step next; returns the shares of this one's micro-batches."""
+        if self._exchange.is_alone:
+            assert attempt.shares is not None
+            return attempt.shares
+        progress = self._boundary.progress
+        facts = {
+            **self._rules.facts,
+            "the call": "step(batch)" if attempt.watch is None else "step.time(batch)",
+            "the number of steps": progress.count,
+            "the number of skipped steps": progress.skipped,
+            "the norm of the latest gradients": "none" if progress.grad_norm is None else progress.grad_norm.item(),
+        }
+        told = self._exchange.agree(setting.programs, setting.schedule, facts, attempt.counts.said())
+        if told:
+            attempt.shares = Shares(attempt.counts, others=told, rank=self._exchange.rank)
+        assert attempt.shares is not None
+        return attempt.shares
+
+    def _may_repeat(self, error: Exception, attempt: _Try, repeated: Attempts) -> bool:
+        """Tells whether the step may be tried again after an error, once that is prepared."""
+        setting, executor = attempt.setting, attempt.executor
+        if isinstance(error, GuardFailedError):
+            if setting is None or executor is None:
+                return False
+            if not self._exchange.may_repeat():
+                raise ExecuteError(
+                    "a value that the model's Python code reads has changed after other ranks had used gradients of "
+                    "this step.\n  Such a step can't run again.\n  Give this rank one micro-batch, or train alone."
+                ) from error
+            free_frames(error)
+            at = self._failed_at
+            attempt.failed[at][setting.variants[at]] = str(error)
+            self._compiled.learn(error, setting.arguments[at], attempt.failed[at])
+            return True
+        is_known = setting is not None and executor is not None and self._exchange.is_alone
+        figures = executor.memory_figures if executor is not None and is_known else None
+        return repeated.may_repeat(error, figures, is_undone=self._boundary.is_undone)
