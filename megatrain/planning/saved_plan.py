@@ -45,16 +45,6 @@ class SavedPlan:
     def __post_init__(self) -> None:
         self.schedule.known_workload()
 
-    @staticmethod
-    def of(
-        model: str, precision: str, schedule: Schedule, device_memory: int | None, hardware: Hardware | None
-    ) -> SavedPlan:
-        """The choices of a step, with its time on a machine."""
-        if hardware is None:
-            return SavedPlan(model, precision, schedule, device_memory)
-        step_s = schedule.simulate(hardware).step_s
-        return SavedPlan(model, precision, schedule, device_memory, hardware.name, step_s)
-
     def to_json(self) -> str:
         """The plan as JSON; `from_json` reads the same plan."""
         named = {name: getattr(self, name) for name in _NAMES}
@@ -115,6 +105,16 @@ PLAN: Rule = either(
 AnyPlan = PlannedStep | SavedPlan
 
 
+def timed_choices(
+    model: str, precision: str, schedule: Schedule, device_memory: int | None, hardware: Hardware | None
+) -> SavedPlan:
+    """The choices of a step, with its time on a machine."""
+    if hardware is None:
+        return SavedPlan(model, precision, schedule, device_memory)
+    step_s = schedule.simulate(hardware).step_s
+    return SavedPlan(model, precision, schedule, device_memory, hardware.name, step_s)
+
+
 def saved_plan(plan: AnyPlan) -> SavedPlan:
     """The choices of a plan, or the saved plan itself.
 
@@ -125,7 +125,7 @@ def saved_plan(plan: AnyPlan) -> SavedPlan:
         return plan
     if plan.too_small is not None:
         raise ScheduleError(plan.too_small)
-    return SavedPlan.of(plan.program.name, plan.precision, plan.schedule, plan.device_memory, plan.hardware)
+    return timed_choices(plan.program.name, plan.precision, plan.schedule, plan.device_memory, plan.hardware)
 
 
 _NAMES = ("model", "precision", "device_memory", "hardware", "step_s")

@@ -17,7 +17,7 @@ from megatrain.errors import ExecuteError
 from megatrain.passes.program import Program
 from megatrain.planning.host_plan import HostPlan
 from megatrain.planning.loss_bytes import Loss
-from megatrain.planning.saved_plan import PLAN, AnyPlan, SavedPlan
+from megatrain.planning.saved_plan import PLAN, AnyPlan, SavedPlan, timed_choices
 from megatrain.progress import ProgressLine
 from megatrain.ranks.apart import refuse_apart
 from megatrain.ranks.rank_exchange import exchange_of
@@ -143,7 +143,7 @@ class TrainStep:
         """The choices of the latest call, as for `schedule`: to write with `to_json`, or to give to another step."""
         options = self._compiled.options
         parts = self.program.name, options.precision, self.schedule, options.device_memory, options.hardware
-        return SavedPlan.of(*parts)
+        return timed_choices(*parts)
 
     @property
     def program(self) -> Program:
