@@ -107,6 +107,16 @@ def weight_bindings(schedule: Table) -> dict[Position, Position]:
     return found
 
 
+def resident_blocks(schedule: Table) -> tuple[int, ...]:
+    """Blocks whose weights stay on the device from their forward to their backward: both read one `W`."""
+    loads: dict[tuple[str, int], Position] = {}
+    for position, load in weight_bindings(schedule).items():
+        op = schedule.ticks[position.tick].compute
+        assert op is not None
+        loads[op.what, op.block] = load
+    return tuple(b for what, b in sorted(loads) if what == "F" and loads["F", b] == loads.get(("B", b)))
+
+
 @dataclass(slots=True)
 class _Version:
     """What some bytes hold: who made it, and the last op of each stream that has read it."""

@@ -74,7 +74,7 @@ class _Maker:
         self._places = {place.block: Bytes(place.offset, place.nbytes) for place in table.places}
         self._leaves = self._last_readers()
         backwards = [(position, op) for position, op in table.positions() if op.what == "B"]
-        self._recomputed = {op.block for _, op in backwards}.difference(table.saves)
+        self._recomputed = table.recomputed
         self._turns = {op.micro_batch: position for position, op in reversed(backwards)}
 
     def instruction(self, position: Position, op: Op) -> Instruction:

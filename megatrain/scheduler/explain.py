@@ -250,26 +250,14 @@ def _counts(schedule: Table, other: Table) -> Iterator[str]:
     for noun, what, before, after in (
         ("block", "", schedule.num_blocks, other.num_blocks),
         ("graph", " kept", len(schedule.saves), len(other.saves)),
-        ("block", " recomputed", _recomputed(schedule), _recomputed(other)),
-        ("park", "", _parks(schedule), _parks(other)),
+        ("block", " recomputed", len(schedule.recomputed), len(other.recomputed)),
+        ("park", "", schedule.num_parks, other.num_parks),
         ("slot", "", schedule.num_slots, other.num_slots),
         ("tick", "", len(schedule.ticks), len(other.ticks)),
     ):
         count = abs(after - before)
         if count:
             yield f"{counted(count, noun)} {'more' if after > before else 'fewer'}{what}"
-
-
-def _recomputed(table: Table) -> int:
-    """How many blocks run their forward again before their backward."""
-    if table.kind.mode == "forward":
-        return 0
-    return len({op.block for op in table.ops if op.what == "B"}.difference(table.saves))
-
-
-def _parks(table: Table) -> int:
-    """How many times activations leave the device between forward and backward."""
-    return sum(op.what == "A" and op.stream == Stream.D2H for op in table.ops)
 
 
 def _figures(schedule: Table, other: Table) -> Iterator[str]:

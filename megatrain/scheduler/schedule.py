@@ -13,7 +13,7 @@ from megatrain.garbage import paused_collection
 from megatrain.scheduler.check.instruction_rules import check_instructions
 from megatrain.scheduler.check.schedule_rules import check_schedule
 from megatrain.scheduler.costs import Costs
-from megatrain.scheduler.dependency import dependency_graph, derive_waits, weight_bindings
+from megatrain.scheduler.dependency import dependency_graph, derive_waits, resident_blocks, weight_bindings
 from megatrain.scheduler.emit import emit
 from megatrain.scheduler.explain import diff, gantt, why
 from megatrain.scheduler.instructions import Instructions
@@ -66,12 +66,7 @@ class Schedule(Table):
 
     def resident(self) -> tuple[int, ...]:
         """Blocks whose weights stay on the device from their forward to their backward: both read one `W`."""
-        loads: dict[tuple[str, int], Position] = {}
-        for position, load in self.bindings().items():
-            op = self.ticks[position.tick].compute
-            assert op is not None
-            loads[op.what, op.block] = load
-        return tuple(b for what, b in sorted(loads) if what == "F" and loads["F", b] == loads.get(("B", b)))
+        return resident_blocks(self)
 
     def waits(self) -> Mapping[Position, tuple[Position, ...]]:
         """For each op, the ops of other streams whose completion it waits for; none follows from another."""

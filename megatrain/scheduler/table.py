@@ -60,6 +60,11 @@ class Op:
             raise ScheduleError(f"`{self}` must {'name' if kind.has_block else 'not name'} a block.")
 
     @property
+    def is_forward(self) -> bool:
+        """Whether it runs a block's forward."""
+        return self.what == "F"
+
+    @property
     def key(self) -> tuple[Stream, str, int, int]:
         """Stream, letter, block, and micro-batch, which is 0 where the op serves all."""
         return self.stream, self.what, self.block, self.micro_batch or 0
@@ -280,6 +285,16 @@ class Table:
             return ()
         computed = {op.block for op in self.ops if op.what in "FB"}
         return tuple(sorted(computed.difference(op.block for op in self.ops if op.what == "G")))
+
+    @property
+    def recomputed(self) -> frozenset[int]:
+        """Blocks whose backward runs their forward again."""
+        return frozenset(op.block for op in self.ops if op.what == "B").difference(self.saves)
+
+    @property
+    def num_parks(self) -> int:
+        """How many times activations leave the device between forward and backward."""
+        return sum(op.what == "A" and op.stream == Stream.D2H for op in self.ops)
 
     @property
     def deferred(self) -> tuple[int, ...]:

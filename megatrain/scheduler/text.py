@@ -74,7 +74,7 @@ def table_rows(ticks: Sequence[Tick], live_bytes: Sequence[int], saves: Sequence
 def _token(op: Op | None, saved: frozenset[int]) -> str:
     if op is None:
         return "."
-    return f"{op}*" if op.what == "F" and op.block in saved else str(op)
+    return f"{op}*" if op.is_forward and op.block in saved else str(op)
 
 
 def _aligned(cells: Sequence[str], *, right: bool = False) -> list[str]:
@@ -311,7 +311,7 @@ def _read_cell(cell: str, stream: Stream, read: _Read) -> Op | None:
     if cell == ".":
         return None
     op = parse_op(cell.removesuffix("*"), stream)
-    is_saved = op.what == "F" and op.block in read.of("saves")
+    is_saved = op.is_forward and op.block in read.of("saves")
     if cell.endswith("*") != is_saved:
         raise ScheduleError(f"`{cell}` must {'' if is_saved else 'not '}have a star: see the line `saves:`.")
     return op

@@ -56,7 +56,7 @@ def arrivals(
         found.append(Arrival(after, starts[stay.needed], True, stay.block, 0, index))
     for start, stage in zip(starts, stages, strict=False):
         for step, work in enumerate(stage, start):
-            if work.what == "B" and work.block in parked:
+            if work.is_backward and work.block in parked:
                 found.append(Arrival(step - num_slots, step, False, work.block, work.micro_batch, None))
     return sorted(found)
 
@@ -156,8 +156,8 @@ class _Placer:
         """
         compute, needs, ready, leaving = self._compute, self._needs, self._ready, self._leaving
         block = stage[0].block
-        forward = self._ticks.forward.setdefault(block, []) if stage[0].what == "F" else []
-        backward = self._ticks.backward.setdefault(block, []) if stage[-1].what == "B" else []
+        forward = self._ticks.forward.setdefault(block, []) if not stage[0].is_backward else []
+        backward = self._ticks.backward.setdefault(block, []) if stage[-1].is_backward else []
         tick = compute[-1] if compute else -1
         for step, work in enumerate(stage, len(compute)):
             if step in needs:
@@ -167,7 +167,7 @@ class _Placer:
             compute.append(tick)
             if leaving:
                 self._place_d2h(previous if self._num_slots == 1 else after, step=step)
-            if work.what == "F":
+            if not work.is_backward:
                 forward.append(tick)
                 if parks:
                     leaving += [_Leaving(park, work.micro_batch, 0) for park in parks]
@@ -264,7 +264,7 @@ def assign_ticks(
     queue = first_at_once(arrivals(stages, stays, parked, num_slots), workload, written)
     placer = _Placer(num_slots, written, queue, len(stays))
     parks = _parks_by_producer(workload, parked)
-    trained = (work for stage in stages for work in stage if work.what == "B")
+    trained = (work for stage in stages for work in stage if work.is_backward)
     last = {work.block: work for work in trained if workload.blocks[work.block].gradient_bytes > 0}
     ends = [end - 1 for end in accumulate(map(len, stages))]
     for number, stage in enumerate(stages):

@@ -16,7 +16,7 @@ from megatrain.scheduler.workload import Workload
 class Work(NamedTuple):
     """One F or B of one micro-batch."""
 
-    what: str
+    is_backward: bool
     block: int
     micro_batch: int
 
@@ -63,11 +63,11 @@ def compute_stages(workload: Workload, kind: StepKind) -> tuple[Stage, ...]:
     turn: list[Stage] = []
     if kind.micro_batches > 1 and alternates(workload, kind):
         forward, backward = forward[:-1], backward[:-1]
-        turn = [tuple(Work(what, last, m) for m in numbers for what in "FB")]
+        turn = [tuple(Work(is_backward, last, m) for m in numbers for is_backward in (False, True))]
     return (
-        *(tuple(Work("F", block, m) for m in numbers) for block in forward),
+        *(tuple(Work(False, block, m) for m in numbers) for block in forward),
         *turn,
-        *(tuple(Work("B", block, m) for m in numbers) for block in reversed(backward)),
+        *(tuple(Work(True, block, m) for m in numbers) for block in reversed(backward)),
     )
 
 
