@@ -364,8 +364,8 @@ class Compiled:
                 turn=self._turn,
                 budget=self.budget,
                 kernels=self.options.kernels,
-                why_no_backward="" if self.ranks is None else NO_BACKWARD,
             )
+            self._engine.why_no_backward = "" if self.ranks is None else NO_BACKWARD
             self._weights = None
         return self._engine
 

@@ -97,6 +97,8 @@ class Engine:
         turn: Of the model.
         budget: The bound of the device memory that schedules take; for errors.
         kernels: What computes a block: `"eager"`, `"graphs"` or `"inductor"`.
+
+    Attributes:
         why_no_backward: Why `loss.backward()` is refused; empty if it isn't.
     """
 
@@ -113,10 +115,9 @@ class Engine:
         turn: Turn | None = None,
         budget: DeviceBudget | None = None,
         kernels: str = "eager",
-        why_no_backward: str = "",
     ):
         self._model = model
-        self.why_no_backward = why_no_backward
+        self.why_no_backward = ""
         self._budget = budget
         self._moving = moving
         self._weights = weights

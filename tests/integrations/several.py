@@ -128,7 +128,7 @@ def train_here(rank: int, name: str, folder: str, streams: bool, training: dict[
     if streams:
         step = found.trainer.train_step
         assert step.progress.count == found.trainer.state.global_step
-        assert "ranks: " in str(step.schedule)
+        assert " sums " in str(step.schedule)
     return left(found)
 
 

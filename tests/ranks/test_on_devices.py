@@ -26,13 +26,12 @@ CASES = {"tied-spread-late": Case("tied", "spread", THREE, order="late", is_weig
 FURTHER = (
     {
         "stack-deferred-clipped-bf16": Case("stack", "deferred", TWO, order="seeded", compile={"precision": "bf16"}),
-        "llama-deferred-clipped-bf16": Case("llama", "deferred", TWO, order="seeded", compile={"precision": "bf16"}),
         "deciding-deferred-late": Case("deciding", "deferred", TWO, order="late"),
         "tied-spread-late-unseen": Case("tied", "spread", THREE, order="late", edits="unseen", looks=True),
     }
     | {
         f"{task}-{mode}-{order}": Case(task, mode, THREE, order=order)
-        for task in ("tied", "adapted", "lora")
+        for task in ("tied", "adapted")
         for mode in MODES
         for order in ORDERS
     }

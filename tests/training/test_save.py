@@ -118,7 +118,7 @@ def test_saves_in_a_row_change_nothing(tmp_path: Path):
 
 def again(run: Run, folder: Path, **options: Any) -> None:
     """Reads a checkpoint into the model and the optimizer that are in use."""
-    settings = {"loss": run.step._loss, **run.case.step[0], **options}
+    settings = {"loss": run.step._run._rules.loss, **run.case.step[0], **options}
     run.step = megatrain.TrainStep.load(folder, run.compiled, run.optimizer, scheduler=run.scheduler, **settings)
 
 

@@ -42,7 +42,7 @@ def resumed(case: Case) -> Run:
 
 def load(run: Run, folder: Path) -> None:
     run.step = megatrain.TrainStep.load(
-        folder, run.compiled, run.optimizer, scheduler=run.scheduler, loss=run.step._loss, **CLIP
+        folder, run.compiled, run.optimizer, scheduler=run.scheduler, loss=run.step._run._rules.loss, **CLIP
     )
 
 

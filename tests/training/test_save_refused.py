@@ -55,7 +55,7 @@ def resumed(case: Case) -> Run:
 
 
 def load(run: Run, folder: Path, **options: Any) -> None:
-    loaded = {"scheduler": run.scheduler, "loss": run.step._loss, **options}
+    loaded = {"scheduler": run.scheduler, "loss": run.step._run._rules.loss, **options}
     run.step = megatrain.TrainStep.load(folder, run.compiled, run.optimizer, **loaded)
 
 
