@@ -32,9 +32,9 @@ def with_others(schedule: Schedule) -> Schedule:
     >>> layer = BlockWork("layer", 1024, 1024, 0, 0, 0, True, update_bytes=64)
     >>> alone = build(Workload((layer, layer), (), ()), StepKind(updates="overlap", outputs="release"), num_slots=2)
     >>> print(*alone.ops)
-    W0@0 F0 W1@1 F1 B1 B0 G1 G0 U1 U0
+    W0@0 W1@1 F0 F1 B1 B0 G1 G0 U1 U0
     >>> print(*with_others(alone).ops)
-    W0@0 F0 W1@1 F1 B1 B0 G1 G0 T1 T0 U1 V1 U0 V0
+    W0@0 W1@1 F0 F1 B1 B0 G1 G0 T1 U1 T0 U0 V1 V0
     """
     head, cells = frozenset(schedule.deferred), dict[int, list[Op]]()
     later = 1 if head else 0
