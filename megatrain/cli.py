@@ -16,7 +16,7 @@ from megatrain.finetune import train_options
 from megatrain.finetune.pretrained import need_libraries
 from megatrain.finetune.train_options import TrainOptions
 from megatrain.reporting import report_command
-from megatrain.sizing import plan_command
+from megatrain.sizing import plan_command, sizing_options
 from megatrain.verification import command as verify_command
 from megatrain.verification.command_options import Option, add_options, given_options
 
@@ -59,6 +59,11 @@ def _train(**given: Any) -> int:
 
 _COMMANDS: Mapping[str, tuple[str, Mapping[str, Option], Callable[..., int]]] = {
     "train": ("fine-tune a Hugging Face model, and go on after an interruption", train_options.OPTIONS, _train),
+    "plan": (
+        "say what a training step takes on a machine, and how long, without weights",
+        sizing_options.OPTIONS,
+        plan_command.run,
+    ),
     "demo": (
         "train a small language model through the whole compiler, and show what ran",
         demo.OPTIONS,
@@ -90,9 +95,6 @@ def _parser() -> argparse.ArgumentParser:
         command = commands.add_parser(name, help=text)
         add_options(command, options)
         command.set_defaults(run=lambda given, options=options, run=run: run(**given_options(options, given)))
-    plan_command.add_arguments(
-        commands.add_parser("plan", help="say what a training step takes on a machine, and how long, without weights")
-    )
     return parser
 
 

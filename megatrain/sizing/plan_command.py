@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -27,8 +26,7 @@ from megatrain.reporting.step_report import check_report_path, report
 from megatrain.scheduler.step_kind import MOST_MICRO_BATCHES
 from megatrain.sizes import format_bytes
 from megatrain.sizing.sized_models import sized_model
-from megatrain.sizing.sizing_options import ALL, IN_COMMAND, OPTIONS, SizingOptions
-from megatrain.verification.command_options import add_options, given_options
+from megatrain.sizing.sizing_options import ALL, IN_COMMAND, SizingOptions
 
 _HEADS = ("machine", "memory", "micro-batches", "device", "host", "a step", "tokens/s", "bound by")
 # Of the sizes with which the samples of a step can be split, so many are planned, the smallest first.
@@ -38,12 +36,6 @@ _NEAR = 0.002
 _MAX_GRAD_NORM = 1.0
 # A unified memory is shared out between device and host so often, until both parts fit.
 _SHARINGS = 4
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds what `megatrain plan` takes."""
-    add_options(parser, OPTIONS)
-    parser.set_defaults(run=lambda given: run(**given_options(OPTIONS, given)))
 
 
 def run(**given: Any) -> int:
