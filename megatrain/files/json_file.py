@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import math
 import os
 import stat
 from pathlib import Path
@@ -36,9 +38,16 @@ def read_json(path: Path) -> Any:
 def parse_json(content: bytes) -> Any:
     """Reads JSON as `read_json` does."""
     try:
-        return msgspec.json.decode(content)
+        # Not msgspec: users' texts may have surrogates, which it refuses.
+        return json.loads(content.decode(), parse_constant=_finite, parse_float=_finite)
     except RecursionError as error:
         raise ValueError("lists or objects are nested too deep") from error
+
+
+def _finite(written: str) -> float:
+    if not math.isfinite(value := float(written)):
+        raise ValueError(f"{written} isn't a finite number")
+    return value
 
 
 def of_kind(value: Any, kind: type[_T] | Any, place: str) -> _T:
