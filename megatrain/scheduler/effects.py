@@ -162,7 +162,8 @@ class Effects:
                 self.owners[member].append(block)
         self._sharers = Counter(value.storage for value in workload.values)
         # What is known so far: the steps of `chosen` share it. Ops by all choices on which they depend.
-        self._known: dict[tuple[str, str, int, int, object], KnownOp] = {}
+        self._known: dict[tuple[str, str, int, int, int], KnownOp] = {}
+        self._choice_numbers: dict[object, int] = {}
         self.items: list[ItemFacts] = []
         self.ranks: list[tuple[int, int, int]] = []  # of the items: by micro-batch, in the order of `ITEMS`, by number
         self._numbers: dict[Item, int] = {}
@@ -187,12 +188,15 @@ class Effects:
             value = self.workload.values[index]
             for block in value.readers if value.producer is None else (value.producer, *value.readers):
                 concerned[block].append(index)
-        # All choices that concern a block's ops; none concerns ops of all blocks, whose number is the last.
-        self._choices: list[object] = [
-            (b in self.saves, b in self.results, b in self.persistent, tuple(values), tuple(parked.get(b, ())))
-            for b, values in enumerate(concerned)
+        # A number for all choices that concern a block's ops; the last is for ops of all blocks, which none concerns.
+        self._choices: list[int] = [
+            self._choice_numbers.setdefault(choices, len(self._choice_numbers))
+            for choices in (
+                (b in self.saves, b in self.results, b in self.persistent, tuple(values), tuple(parked.get(b, ())))
+                for b, values in enumerate(concerned)
+            )
         ]
-        self._choices.append(None)
+        self._choices.append(-1)
 
     def of(self, stream: str, what: str, block: int, micro_batch: int = 0) -> Effect:
         """The effect of an op."""

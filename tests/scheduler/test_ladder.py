@@ -124,6 +124,18 @@ def test_an_embedding_and_a_head_share_a_slot_while_layers_stay():
     assert next(plan for plan in plans if 0 in plan.resident()).resident() == tuple(range(10))
 
 
+def test_a_second_ladder_keeps_the_weights_of_the_first_two_blocks_first():
+    builder = Builder(frozen(8), STEP)
+    family = Family.of(builder, Choices(2, 0, (7,)), FREE, Hardware(1e9, 1e9, 1e12))
+
+    def persistent(found: Family) -> list[int]:
+        return [use.number for use in found.stays if use.choice == "persistent"]
+
+    assert persistent(family) == [0, 4, 2, 6, 1, 5, 3, 7]
+    assert persistent(family.first_blocks_first()) == [0, 1, 4, 2, 6, 5, 3, 7]
+    assert sorted(family.first_blocks_first().stays) == sorted(family.stays)
+
+
 def test_the_ladder_takes_turns_so_that_both_streams_get_shorter():
     builder = Builder(frozen(8), STEP)
     start = Choices(2, 0, (7,))

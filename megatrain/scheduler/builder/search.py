@@ -184,6 +184,21 @@ class Family:
             persistent=tuple(sorted(numbers["persistent"])),
         )
 
+    def first_blocks_first(self) -> Family:
+        """The same plans, but of persistent weights of one size those of the first two blocks come first.
+
+        Nothing runs at the beginning of a step while these weights come.
+        """
+        sizes = {use.nbytes: place for place, use in reversed([*enumerate(self.stays)]) if use.choice == "persistent"}
+
+        def place(at: int, use: MemoryUse) -> tuple[int, bool, int]:
+            if use.choice != "persistent":
+                return at, True, at
+            return sizes[use.nbytes], use.number > 1, at
+
+        order = sorted(enumerate(self.stays), key=lambda each: place(*each))
+        return replace(self, stays=tuple(use for _, use in order))
+
     def ladder(self, weight: float = 1.0) -> Iterator[MemoryUse]:
         """Yields all uses of memory: the next one is always of the stream that is the longer one by then.
 
@@ -290,6 +305,7 @@ class Search:
         """
         best = self.shortest(known)
         families = [self._family(start) for start in starts if self.fits(start)]
+        families += [family.first_blocks_first() for family in families]
         nearest: Family | None = None
         for family in families:
             # With all the memory that it can use, a family is as fast as it gets.
@@ -299,7 +315,10 @@ class Search:
                 if nearest is None or self._time(found) < self._time(best):
                     nearest = family
                 best = self.shortest([best, found])
-        return self.shortest([best, *([] if nearest is None else [self._climbed(nearest, w) for w in _WEIGHTS])])
+        if nearest is None:
+            return best
+        ways = dict.fromkeys([nearest, nearest.first_blocks_first()])
+        return self.shortest([best, *(self._climbed(way, weight) for way in ways for weight in _WEIGHTS)])
 
     def _family(self, start: Choices) -> Family:
         return Family.of(self._builder, start, self._freedom, self._machine)
