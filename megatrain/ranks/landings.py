@@ -12,7 +12,7 @@ from megatrain.memory.bus import Bus, GrowingArena
 from megatrain.memory.host_arena import HostArena
 from megatrain.passes.program import Program
 from megatrain.ranks.processes import Ranks
-from megatrain.ranks.shared_memory import PAGE, GradientPlace
+from megatrain.ranks.shared_memory import PAGE, SharedPlace
 from megatrain.runtime.gradients import Landed, block_layouts
 from megatrain.scheduler.instructions import Bytes
 from megatrain.sizes import aligned
@@ -61,7 +61,7 @@ class Landings(GrowingArena):
         start = (self._first_area + rank) * _AREA_BYTES + offset
         return HostArena.over(self._ranks.memory.landing(start, max(nbytes, 1)))
 
-    def bytes_of(self, owned: GradientPlace, nbytes: int) -> torch.Tensor:
+    def bytes_of(self, owned: SharedPlace, nbytes: int) -> torch.Tensor:
         """Bytes of a rank's landings."""
         rank, offset = owned
         is_kept = offset >= _KEPT
@@ -71,18 +71,18 @@ class Landings(GrowingArena):
             known = self._maps[rank, is_kept] = self._mapped(rank, _KEPT * is_kept, start + nbytes)
         return known.tensor[start : start + nbytes]
 
-    def place_of(self, parameter: torch.Tensor, gradient: torch.Tensor) -> tuple[GradientPlace, torch.Tensor]:
+    def place_of(self, parameter: torch.Tensor, gradient: torch.Tensor) -> tuple[SharedPlace, torch.Tensor]:
         """Where others find a whole gradient of this rank, and the gradient there."""
         start = gradient.data_ptr() - self.memory.tensor.data_ptr() if self.memory.nbytes else -1
         if 0 <= start < self.memory.nbytes:
-            return GradientPlace(self._ranks.rank, start), gradient
+            return SharedPlace(self._ranks.rank, start), gradient
         if parameter not in self._kept:
             self._kept[parameter] = _KEPT + self._kept_bytes
             self._kept_bytes += aligned(gradient.nbytes, PAGE)
-        owned = GradientPlace(self._ranks.rank, self._kept[parameter])
+        owned = SharedPlace(self._ranks.rank, self._kept[parameter])
         return owned, self.gradient_at(owned, parameter).copy_(gradient)
 
-    def gradient_at(self, owned: GradientPlace, parameter: torch.Tensor) -> torch.Tensor:
+    def gradient_at(self, owned: SharedPlace, parameter: torch.Tensor) -> torch.Tensor:
         """The gradient of a parameter, laid out like it."""
         held = self.bytes_of(owned, parameter.nbytes).view(parameter.dtype)
         return held.as_strided(parameter.shape, parameter.stride())
@@ -171,7 +171,7 @@ class Landings(GrowingArena):
         if rank == self._ranks.rank:
             held = self.memory.tensor[start : start + entry.spec.nbytes]
         else:
-            held = self.bytes_of(GradientPlace(rank, start), entry.spec.nbytes)
+            held = self.bytes_of(SharedPlace(rank, start), entry.spec.nbytes)
         return held.view(entry.spec.dtype)
 
     def _say(self, block: int, what: int) -> None:

@@ -96,7 +96,7 @@ def check_totals(case: Case) -> None:
         users += [p for b in case.updates_of(block) if not case.is_deferred(b) for p in case.at(Stream.HOST, "U", b)]
         for user in users:
             case.require_before(total, user, "uses the total of", rule)
-        for norm in case.at(Stream.HOST, "N", NO_BLOCK):
+        for norm in case.at(Stream.HOST, "N", NO_BLOCK) if users else ():
             case.require_before(total, norm, "takes the norm of the total of", rule)
         if previous is not None:
             case.require_before(previous, total, "follows", rule)

@@ -33,7 +33,7 @@ _SCANNED = 1 << 20
 """Pages whose state is read in one piece."""
 
 
-class GradientPlace(NamedTuple):
+class SharedPlace(NamedTuple):
     """A gradient that a rank has for all of them.
 
     Attributes:

@@ -12,7 +12,7 @@ import torch
 from megatrain.device import is_on_host
 from megatrain.device.host_pages import HostPages
 from megatrain.memory.host_arena import HostArena
-from megatrain.ranks.shared_memory import GradientPlace, Region, SharedMemory
+from megatrain.ranks.shared_memory import Region, SharedMemory, SharedPlace
 from megatrain.runtime.stores.residency import Sent
 
 STATE, LOW = "state", "low"
@@ -249,16 +249,16 @@ class SharedStore:
             if done < self.number
         }
 
-    def show(self, key: str, step: int, owned: GradientPlace) -> None:
+    def show(self, key: str, step: int, owned: SharedPlace) -> None:
         """Tells all ranks where the whole gradient of a parameter is."""
         with self.memory.locked():
             self._words[key][_STEP:] = torch.tensor([step, *owned])
 
-    def shown(self, key: str, step: int) -> GradientPlace | None:
+    def shown(self, key: str, step: int) -> SharedPlace | None:
         """Where the whole gradient of a parameter is; None if no rank has one of this step."""
         with self.memory.locked():
             of_step, rank, offset = self._words[key][_STEP:].tolist()
-        return GradientPlace(rank, offset) if of_step == step else None
+        return SharedPlace(rank, offset) if of_step == step else None
 
 
 def _place(tensor: torch.Tensor) -> tuple[Any, ...]:

@@ -26,8 +26,8 @@ FAULTS: list[Fault] = [
     Fault(
         "weights may overwrite the beginning of others that are read",
         "scheduler/dependency.py",
-        "if low < stop and start < high:",
-        "if low <= start and start < high:",
+        "if low < stop and start < high]",
+        "if low <= start and start < high]",
         (
             "tests/scheduler/test_build.py::test_weights_take_as_many_slots_as_there_are_and_no_more_bytes_than_they_need",
         ),

@@ -153,7 +153,7 @@ class OneStep:
         parameters = [[p] for group in optimizer.param_groups for p in group["params"]]
         blocks = BlockOptimizer(optimizer, parameters, code=MasterStep(compiled.masters))
         blocks.begin()
-        for number in range(len(blocks)):
+        for number in range(len(parameters)):
             blocks.update(number)
         blocks.finish()
         return True
