@@ -163,8 +163,11 @@ class MasterStep:
 
     def _wrote(self, parameter: torch.Tensor) -> None:
         """Counts up the parameter's version; its masters know that this write was an update."""
-        if not parameter.is_inference():
+        try:
             increment_version(parameter)
+        except RuntimeError:
+            if not parameter.is_inference():  # which has none; asked only here, as torch lets other threads run for it
+                raise
         if isinstance(self._masters, Masters):
             self._masters.wrote(parameter)
 

@@ -14,7 +14,7 @@ from megatrain.native.native_kernel import ADAMW, LANES
 from megatrain.optim.fast.path import FastPath, ParameterUpdate, in_pieces
 from megatrain.optim.masters.halves import Master, RoundedMaster, SplitMaster, WholeMaster, read_
 from megatrain.optim.proxy import Optimizer, runs_torchs_code, step_code
-from megatrain.torch_private import fused_adamw
+from megatrain.torch_private import add_each, fused_adamw
 
 _OF_A_THREAD = 1 << 17  # elements: to wake a thread takes as long as to update some ten thousand
 Kernel = Literal["auto", "plain", "fused", "native"]
@@ -251,17 +251,20 @@ class AdamWInOnePass(FastPath):
 
     def update_all(self, given: Sequence[ParameterUpdate]) -> None:
         """Updates the parameters of a block by one call of the native kernel, as far as it knows them."""
-        native: list[_Native] = []
+        native: list[ParameterUpdate] = []
         for each in given:
             if each.gradient.numel() % LANES or not self.is_sure(type(each.master), each.gradient.dtype):
                 self.update(each)
-                continue
-            (step,) = each.numbers
-            step.add_(1)
-            scalars = _scalars(int(step.item()), each.options, each.scale)
-            native.append((each.master, each.gradient, Moments(*each.moments), scalars))
-        if native:
-            _in_c(native, given[0].threads)
+            else:
+                native.append(each)
+        if not native:
+            return
+        add_each([each.numbers[0] for each in native], 1)
+        rows: list[_Native] = []
+        for each in native:
+            scalars = _scalars(int(each.numbers[0].item()), each.options, each.scale)
+            rows.append((each.master, each.gradient, Moments(*each.moments), scalars))
+        _in_c(rows, given[0].threads)
 
     def is_sure(self, master: type[Master], gradient: torch.dtype) -> bool:
         """Whether the native kernel does it, which takes no memory."""
