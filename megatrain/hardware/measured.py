@@ -35,7 +35,7 @@ from megatrain.hardware.kernels_alone import (
 )
 from megatrain.memory.host_arena import HostArena
 from megatrain.memory.host_limits import available_bytes, cache_bytes, update_threads
-from megatrain.native.native_kernel import LANES, WHOLE
+from megatrain.native.native_kernel import ADAMW, LANES
 from megatrain.tracer.spec import DEVICE
 
 _LARGEST_SIZE = 1 << 31
@@ -282,8 +282,10 @@ class Update:
         values, gradient, *moments = (torch.full((number,), 1e-3) for _ in range(4))
         self._nbytes = _TOUCHED * number
         self._run = _torchs(values, gradient, moments)
-        if WHOLE.fault() is None:
-            self._run = lambda: WHOLE(values, gradient, 0, *moments, _SCALARS, number, threads)
+        if ADAMW.fault() is None:
+            self._held = values, gradient, *moments  # the kernel gets addresses alone
+            at, of, *both = (tensor.data_ptr() for tensor in self._held)
+            self._run = lambda: ADAMW((at, 0, of, 0, *both, number), _SCALARS, 1, threads)
 
     def __call__(self) -> None:
         """One update."""

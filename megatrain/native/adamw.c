@@ -1,11 +1,13 @@
-/* One AdamW step over fp32 parameters, or over fp32 masters stored as a bf16 high half and a 16-bit low half.
+/* One AdamW step over several tensors: fp32 parameters, or fp32 masters stored as a bf16 high half and a 16-bit low half.
 
    Each state is read once and written once. The arithmetic is that of the vectorised body of torch's fused AdamW on
    the CPU, operation by operation, so that the bits are the same; it is built without contraction, so that only
-   `fmaf` fuses. `n` is a multiple of 16: torch rounds the rest of a tensor otherwise, and does it itself.
+   `fmaf` fuses. All tensors are one loop over pieces: to wake threads takes longer than to update a small tensor.
 
-   `gradient` is fp32, or bf16 where `is_narrow`. `scalars`: gradient scale, 1 - lr * weight_decay, lerp weight
-   (1 - beta1), beta2, 1 - beta2, sqrt(1 - beta2^t), eps, -lr / (1 - beta1^t). */
+   `tensors` has for each tensor: the address of its values or high half, that of its low half (0 where it is whole),
+   its gradient's, whether the gradient is bf16, the addresses of both moments, and the number of elements, a multiple
+   of 16: torch rounds the rest of a tensor otherwise, and does it itself. `scalars` has for each tensor: gradient scale,
+   1 - lr * weight_decay, lerp weight (1 - beta1), beta2, 1 - beta2, sqrt(1 - beta2^t), eps, -lr / (1 - beta1^t). */
 
 #include <math.h>
 #include <stdint.h>
@@ -23,19 +25,14 @@ static inline uint32_t as_bits(float value) {
     return bits;
 }
 
-#define SCALARS                                                                                                \
-    const float scale = scalars[0], decay = scalars[1], weight = scalars[2], beta2 = scalars[3];               \
-    const float rest2 = scalars[4], correction = scalars[5], eps = scalars[6], size = scalars[7];              \
-    const int is_near = weight < 0.5f;                                                                         \
-    const float *restrict wide = (const float *)gradient;                                                      \
-    const uint16_t *restrict narrow = (const uint16_t *)gradient;
+enum { NUMBERS = 7, SCALARS = 8, PIECE = 1 << 16 };
 
 #define NARROW as_float((uint32_t)narrow[i] << 16)
 #define WIDE wide[i]
 
 /* LOAD is an expression for the parameter, STORE a statement that takes `p`. */
 #define UPDATE(LOAD, GRADIENT, STORE)                                                                          \
-    _Pragma("omp parallel for simd schedule(static) num_threads(threads)") for (int64_t i = 0; i < n; i++) {   \
+    _Pragma("omp simd") for (int64_t i = start; i < end; i++) {                                                \
         float g = (GRADIENT) * scale;                                                                          \
         float p = (LOAD) * decay;                                                                              \
         float m = is_near ? fmaf(weight, g - mean[i], mean[i]) : fmaf(weight - 1.0f, g - mean[i], g);          \
@@ -61,25 +58,40 @@ static inline float join(uint16_t high, int16_t low) {
     high[i] = (uint16_t)((is_nan ? bits : bits + 0x8000u) >> 16);                                              \
     low[i] = (int16_t)(uint16_t)bits;
 
-void adamw_split(uint16_t *restrict high, int16_t *restrict low, const void *restrict gradient, int is_narrow,
-                 float *restrict mean, float *restrict square, const float *restrict scalars, int64_t n,
-                 int threads) {
-    SCALARS
-    if (is_narrow) {
-        UPDATE(JOIN, NARROW, SPLIT)
-    } else {
-        UPDATE(JOIN, WIDE, SPLIT)
-    }
-}
-
 #define KEEP values[i] = p;
 
-void adamw_whole(float *restrict values, const void *restrict gradient, int is_narrow, float *restrict mean,
-                 float *restrict square, const float *restrict scalars, int64_t n, int threads) {
-    SCALARS
-    if (is_narrow) {
+static void piece_of(const int64_t *tensor, const float *scalars, int64_t start, int64_t end) {
+    float *restrict values = (float *)(intptr_t)tensor[0];
+    uint16_t *restrict high = (uint16_t *)(intptr_t)tensor[0];
+    int16_t *restrict low = (int16_t *)(intptr_t)tensor[1];
+    const float *restrict wide = (const float *)(intptr_t)tensor[2];
+    const uint16_t *restrict narrow = (const uint16_t *)(intptr_t)tensor[2];
+    float *restrict mean = (float *)(intptr_t)tensor[4];
+    float *restrict square = (float *)(intptr_t)tensor[5];
+    const float scale = scalars[0], decay = scalars[1], weight = scalars[2], beta2 = scalars[3];
+    const float rest2 = scalars[4], correction = scalars[5], eps = scalars[6], size = scalars[7];
+    const int is_near = weight < 0.5f;
+    if (low && tensor[3]) {
+        UPDATE(JOIN, NARROW, SPLIT)
+    } else if (low) {
+        UPDATE(JOIN, WIDE, SPLIT)
+    } else if (tensor[3]) {
         UPDATE(values[i], NARROW, KEEP)
     } else {
         UPDATE(values[i], WIDE, KEEP)
+    }
+}
+
+void adamw(const int64_t *restrict tensors, const float *restrict scalars, int64_t number, int threads) {
+    int64_t pieces = 0;
+    for (int64_t t = 0; t < number; t++) pieces += (tensors[NUMBERS * t + 6] + PIECE - 1) / PIECE;
+    _Pragma("omp parallel for schedule(static) num_threads(threads)") for (int64_t at = 0; at < pieces; at++) {
+        int64_t t = 0, index = at, n = tensors[6];
+        while (index >= (n + PIECE - 1) / PIECE) {
+            index -= (n + PIECE - 1) / PIECE;
+            n = tensors[NUMBERS * ++t + 6];
+        }
+        const int64_t start = index * PIECE, end = start + PIECE < n ? start + PIECE : n;
+        piece_of(tensors + NUMBERS * t, scalars + SCALARS * t, start, end);
     }
 }

@@ -7,17 +7,24 @@ import functools
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 
-Argument = Literal["tensor", "floats", "int32", "int64"]
-"""What a function of C takes: a pointer to a tensor's elements or to fp32 numbers, or a whole number."""
+Argument = Literal["tensor", "floats", "int64s", "int32", "int64"]
+"""What a function of C takes: a pointer to a tensor's elements, to fp32 or to whole numbers, or a whole number."""
 
-_TYPES = {"tensor": ctypes.c_void_p, "floats": ctypes.c_void_p, "int32": ctypes.c_int32, "int64": ctypes.c_int64}
+_TYPES = {
+    "tensor": ctypes.c_void_p,
+    "floats": ctypes.c_void_p,
+    "int64s": ctypes.c_void_p,
+    "int32": ctypes.c_int32,
+    "int64": ctypes.c_int64,
+}
+_ELEMENTS = {"floats": ctypes.c_float, "int64s": ctypes.c_int64}
 _COMPILERS = ("cc", "gcc", "clang")
 # No contraction and no reassociation: the bits follow from the source.
 _FLAGS = ("-O3", "-march=native", "-ffp-contract=off", "-fno-math-errno", "-fopenmp", "-std=c11", "-shared", "-fPIC")
@@ -42,16 +49,17 @@ class NativeKernel:
         library = build(self.source)
         return library if isinstance(library, str) else None
 
-    def __call__(self, *arguments: torch.Tensor | int | tuple[float, ...]) -> None:
+    def __call__(self, *arguments: torch.Tensor | int | Sequence[float]) -> None:
         """Calls the function. Tensors are contiguous and on the host; it writes into them what its source says."""
-        _loaded(self)(*map(_as_c, arguments))
+        _loaded(self)(*map(_as_c, self.signature, arguments))
 
 
-def _as_c(argument: Any) -> Any:
+def _as_c(kind: Argument, argument: Any) -> Any:
     if isinstance(argument, torch.Tensor):
         assert argument.is_contiguous()
         return argument.data_ptr()
-    return (ctypes.c_float * len(argument))(*argument) if isinstance(argument, tuple) else argument
+    element = _ELEMENTS.get(kind)
+    return argument if element is None else (element * len(argument))(*argument)
 
 
 @functools.cache
@@ -88,8 +96,4 @@ def build(source: Path, compilers: tuple[str, ...] = _COMPILERS) -> ctypes.CDLL 
 LANES = 16
 """`adamw.c` takes multiples of this many elements."""
 
-_SOURCE = Path(__file__).with_name("adamw.c")
-# Gradient and whether it is bf16, two moments, scalars, number of elements, threads.
-_OTHERS: tuple[Argument, ...] = ("tensor", "int32", "tensor", "tensor", "floats", "int64", "int32")
-SPLIT = NativeKernel(_SOURCE, "adamw_split", ("tensor", "tensor", *_OTHERS))
-WHOLE = NativeKernel(_SOURCE, "adamw_whole", ("tensor", *_OTHERS))
+ADAMW = NativeKernel(Path(__file__).with_name("adamw.c"), "adamw", ("int64s", "floats", "int64", "int32"))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Any, NamedTuple
 
 import torch
@@ -70,8 +71,8 @@ class MasterStep:
         fast = list(self._fast(optimizer)) if is_per_parameter(optimizer) else []
         # All work that can fail comes before the first write.
         with torch.no_grad():
-            for item in _prepared(optimizer, fast):
-                self._in_one_pass(item, optimizer.state[item.parameter])
+            for path, items in groupby(_prepared(optimizer, fast), key=lambda item: item.path):
+                self._in_one_pass(path, [*items], optimizer.state)
         _without(optimizer, [item.parameter for item in fast], self._by_its_own_code)
 
     def cannot_fail(self, optimizer: Optimizer, parameters: Iterable[torch.Tensor]) -> bool:
@@ -101,23 +102,19 @@ class MasterStep:
                 if (found := known[is_whole]) is not None:
                     yield _Fast(parameter, master, gradient, *found)
 
-    def _in_one_pass(self, item: _Fast, state: Mapping[str, Any]) -> None:
-        path, order = item.path, memory_order(item.parameter)
-        moments = tuple(in_memory(state[name], order) for name in path.moments)
-        numbers = tuple(state[name] for name in path.numbers)
-        given = ParameterUpdate(
-            item.master,
-            item.gradient,
-            moments,
-            numbers,
-            item.options,
-            scale=self._scale_of(item.parameter),
-            threads=self._threads,
-        )
+    def _in_one_pass(self, path: FastPath, items: Sequence[_Fast], states: Mapping[torch.Tensor, Any]) -> None:
+        given: list[ParameterUpdate] = []
+        for parameter, master, gradient, _, options in items:
+            state, order = states[parameter], memory_order(parameter)
+            moments = tuple(in_memory(state[name], order) for name in path.moments)
+            numbers = tuple(state[name] for name in path.numbers)
+            scale = self._scale_of(parameter)
+            given.append(ParameterUpdate(master, gradient, moments, numbers, options, scale, self._threads))
         try:
-            path.update(given)
+            path.update_all(given)
         finally:
-            self._wrote(item.parameter)
+            for item in items:
+                self._wrote(item.parameter)
 
     def _scale_of(self, parameter: torch.Tensor) -> float:
         return self.scale if self._scaled is None or parameter in self._scaled else 1.0
@@ -166,8 +163,11 @@ class MasterStep:
 
     def _wrote(self, parameter: torch.Tensor) -> None:
         """Counts up the parameter's version; its masters know that this write was an update."""
-        if not parameter.is_inference():
+        try:
             increment_version(parameter)
+        except RuntimeError:
+            if not parameter.is_inference():  # which has none; asked only here, as torch lets other threads run for it
+                raise
         if isinstance(self._masters, Masters):
             self._masters.wrote(parameter)
 

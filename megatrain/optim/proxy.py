@@ -156,6 +156,7 @@ class OptimizerStep:
             {key: list(value) if key in ALIGNED else own_copy(value) for key, value in group.items()}
             for group in optimizer.param_groups
         ]
+        self._places = [_places(group["params"]) for group in self._groups]
         self._of_groups: list[dict[str, Any]] = [{} for _ in self._groups]
         self._of_attributes: dict[str, Any] = {}
 
@@ -170,7 +171,7 @@ class OptimizerStep:
         Raises:
             OptimizerError: If the code leaves other options or attributes than it did for other parameters.
         """
-        groups = [_narrowed(group, chosen) for group in self._groups]
+        groups = [_narrowed(*of_group, chosen) for of_group in zip(self._groups, self._places, strict=True)]
         runner = proxy_of(self._optimizer, self._held, groups, self._optimizer.state)
         self._code(runner)
         for before, after, noted in zip(self._groups, groups, self._of_groups, strict=True):
@@ -202,9 +203,20 @@ class OptimizerStep:
         vars(self._optimizer).update(self._of_attributes)
 
 
-def _narrowed(group: Mapping[str, Any], chosen: Set[torch.Tensor]) -> dict[str, Any]:
+def _places(parameters: Iterable[torch.Tensor]) -> dict[torch.Tensor, list[int]]:
+    """The places of each parameter; torch warns of one that is there twice."""
+    found: dict[torch.Tensor, list[int]] = {}
+    for place, parameter in enumerate(parameters):
+        found.setdefault(parameter, []).append(place)
+    return found
+
+
+def _narrowed(
+    group: Mapping[str, Any], places: Mapping[torch.Tensor, Sequence[int]], chosen: Iterable[torch.Tensor]
+) -> dict[str, Any]:
     """Returns a group with only the chosen parameters, and options that may be written into."""
-    kept = [index for index, parameter in enumerate(group["params"]) if parameter in chosen]
+    # Each block asks, so not by looking at all parameters of the group.
+    kept = sorted(place for parameter in set(chosen) for place in places.get(parameter, ()))
     return {key: [v[i] for i in kept] if key in ALIGNED else own_copy(v) for key, v in group.items()}
 
 
@@ -357,7 +369,7 @@ def own_state(state: dict[Any, Any], gradient: torch.Tensor) -> None:
         return value.clone() if is_kept and value.untyped_storage().data_ptr() == place else value
 
     for name, value in state.items():
-        state[name] = pytree.tree_map(own, value)
+        state[name] = own(value) if type(value) is torch.Tensor else pytree.tree_map(own, value)
 
 
 class Undo:

@@ -250,4 +250,9 @@ def check_handed(changed: Iterable[str]) -> None:
 
 def version(tensor: torch.Tensor) -> int:
     """The tensor's version counter; tensors made in inference mode have none."""
-    return 0 if tensor.is_inference() else tensor._version
+    try:
+        return tensor._version
+    except RuntimeError:  # not by `is_inference`, for which torch lets other threads run: each update asks often
+        if tensor.is_inference():
+            return 0
+        raise

@@ -11,10 +11,12 @@ from megatrain.errors import OptimizerError
 from megatrain.native import native_kernel as native
 from megatrain.optim.block_update import MasterStep
 from megatrain.optim.blockwise import BlockOptimizer
-from megatrain.optim.fast.adamw import AdamWOptions, Kernel, Moments, adamw_, native_reason
+from megatrain.optim.fast import ParameterUpdate
+from megatrain.optim.fast.adamw import AdamWInOnePass, AdamWOptions, Kernel, Moments, adamw_, native_reason
 from megatrain.optim.masters.halves import CHUNK, RoundedMaster, SplitMaster, WholeMaster, read_, write_
 from megatrain.optim.norm import GradientNorm
 from megatrain.optim.proxy import is_same
+from tests.comparing import assert_same
 
 LOW_BITS = (0, 1, 2, 3, 0x7FFE, 0x7FFF, 0x8000, 0x8001, 0x8002, 0xFFFE, 0xFFFF, 0x1234, 0xABCD)
 
@@ -365,3 +367,28 @@ def test_stochastic_rounding_follows_the_exact_masters_on_average():
     # The error of each weight has mean 0; the mean of all has a standard error of std / sqrt(n).
     assert abs(apart.mean()) < 4 * apart.std() / start.numel() ** 0.5
     assert (rounded.high != start).any()
+
+
+def test_one_call_for_several_parameters_has_the_bits_of_one_call_each():
+    """Of masters of both kinds, gradients of both dtypes, sizes with and without a rest, and several threads."""
+    generator = torch.Generator().manual_seed(7)
+    sizes = (16, 17, 1, 3 * (1 << 16) + 48, 0, 1 << 16, 160)
+    sides: list[list[ParameterUpdate]] = [[], []]
+    for number, size in enumerate(sizes):
+        values, gradient = (torch.randn(size, generator=generator) for _ in range(2))
+        options = AdamWOptions(1e-3 * (number + 1), weight_decay=0.1, maximize=number == 2)
+        for side in sides:
+            master = SplitMaster.of(values) if number % 2 else WholeMaster(values.clone())
+            given = gradient.bfloat16() if number % 3 == 0 else gradient.clone()
+            moments = Moments.zeros(master).both
+            side.append(ParameterUpdate(master, given, moments, (torch.tensor(2.0),), options, 0.5, threads=3))
+    path = AdamWInOnePass()
+    for _ in range(3):
+        path.update_all(sides[0])
+        for each in sides[1]:
+            path.update(each)
+    for one, other in zip(*sides, strict=True):
+        assert_same(
+            (read_(torch.empty(one.master.shape), one.master), *one.moments, *one.numbers),
+            (read_(torch.empty(other.master.shape), other.master), *other.moments, *other.numbers),
+        )

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
 
 from megatrain.errors import OptimizerError
-from megatrain.native.native_kernel import LANES, SPLIT, WHOLE
+from megatrain.native.native_kernel import ADAMW, LANES
 from megatrain.optim.fast.path import FastPath, ParameterUpdate, in_pieces
 from megatrain.optim.masters.halves import Master, RoundedMaster, SplitMaster, WholeMaster, read_
 from megatrain.optim.proxy import Optimizer, runs_torchs_code, step_code
-from megatrain.torch_private import fused_adamw
+from megatrain.torch_private import add_each, fused_adamw
 
 _OF_A_THREAD = 1 << 17  # elements: to wake a thread takes as long as to update some ten thousand
 Kernel = Literal["auto", "plain", "fused", "native"]
@@ -72,6 +72,10 @@ class Moments:
         return Moments(self.exp_avg.view(-1)[start:end], self.exp_avg_sq.view(-1)[start:end])
 
 
+_Native = tuple[Master, torch.Tensor, Moments, tuple[float, ...]]
+"""What the kernel updates: a master, its contiguous gradient and moments, and the scalars that `adamw.c` lists."""
+
+
 @torch.no_grad()
 def adamw_(
     master: Master,
@@ -103,15 +107,11 @@ def adamw_(
         OptimizerError: If `"native"` was asked for and isn't available.
     """
     assert gradient.shape == master.shape
-    done = 0
+    scalars, done = _scalars(step, options, scale), 0
     if kernel in ("auto", "native") and _is_native(type(master), gradient.dtype):
         reason = native_reason()
         if reason is None:
-            done = gradient.numel() // LANES * LANES
-            part, stretch = master.part(0, done), gradient.reshape(-1)[:done]
-            scalars = _scalars(step, options, scale)
-            most = max(1, done // _OF_A_THREAD)
-            _in_c(part, stretch, moments.part(0, done), scalars, min(most, threads or torch.get_num_threads()))
+            done = _in_c([(master, gradient, moments, scalars)], threads)
         elif kernel == "native":
             raise OptimizerError(f"kernel='native' isn't available: {reason}.\n  Use kernel='auto'.")
     update = _plain if kernel == "plain" else _fused
@@ -129,7 +129,7 @@ def native_reason() -> str | None:
 
     The kernel is built, and its bits compared with torch's: processors differ in what torch fuses.
     """
-    reason = SPLIT.fault()
+    reason = ADAMW.fault()
     if reason is not None:
         return reason
     generator = torch.Generator().manual_seed(0)
@@ -143,21 +143,29 @@ def native_reason() -> str | None:
             gradient = torch.randn(values.shape, generator=generator).to(torch.bfloat16 if narrow else torch.float32)
             _fused(values, gradient.float(), theirs, step, options)
             for master, mine in states:
-                _in_c(master, gradient, mine, _scalars(step, options, 1.0), 1)
+                _in_c([(master, gradient, mine, _scalars(step, options, 1.0))], 1)
         if not all(torch.equal(read_(torch.empty_like(values), master), values) for master in masters):
             return "its bits differ from those of torch's fused AdamW on this processor"
     return None
 
 
-def _in_c(master: Master, gradient: torch.Tensor, moments: Moments, scalars: tuple[float, ...], threads: int) -> None:
-    """Updates contiguous tensors of equal length in place; `scalars` are those that `adamw.c` lists."""
-    assert gradient.numel() % LANES == 0
-    others = (gradient, int(gradient.dtype == torch.bfloat16), *moments.both, scalars, gradient.numel(), threads)
-    if isinstance(master, SplitMaster):
-        SPLIT(master.high, master.low, *others)
-    else:
-        assert isinstance(master, WholeMaster)
-        WHOLE(master.values, *others)
+def _in_c(updates: Sequence[_Native], threads: int | None) -> int:
+    """Updates tensors in place by one call, each as far as whole lanes go; returns how far, of the last one."""
+    numbers, scalars, total, done = list[int](), list[float](), 0, 0
+    for master, gradient, moments, own in updates:
+        assert all([tensor.is_contiguous() for tensor in (gradient, *moments.both)])
+        if isinstance(master, SplitMaster):
+            values, low = master.high.data_ptr(), master.low.data_ptr()
+        else:
+            assert isinstance(master, WholeMaster)
+            values, low = master.values.data_ptr(), 0
+        done = gradient.numel() // LANES * LANES
+        is_narrow = int(gradient.dtype == torch.bfloat16)
+        numbers += (values, low, gradient.data_ptr(), is_narrow, *(m.data_ptr() for m in moments.both), done)
+        scalars += own
+        total += done
+    ADAMW(numbers, scalars, len(updates), min(max(1, total // _OF_A_THREAD), threads or torch.get_num_threads()))
+    return done
 
 
 def _plain(values: torch.Tensor, gradient: torch.Tensor, moments: Moments, step: int, options: AdamWOptions) -> None:
@@ -240,6 +248,23 @@ class AdamWInOnePass(FastPath):
             scale=given.scale,
             threads=given.threads,
         )
+
+    def update_all(self, given: Sequence[ParameterUpdate]) -> None:
+        """Updates the parameters of a block by one call of the native kernel, as far as it knows them."""
+        native: list[ParameterUpdate] = []
+        for each in given:
+            if each.gradient.numel() % LANES or not self.is_sure(type(each.master), each.gradient.dtype):
+                self.update(each)
+            else:
+                native.append(each)
+        if not native:
+            return
+        add_each([each.numbers[0] for each in native], 1)
+        rows: list[_Native] = []
+        for each in native:
+            scalars = _scalars(int(each.numbers[0].item()), each.options, each.scale)
+            rows.append((each.master, each.gradient, Moments(*each.moments), scalars))
+        _in_c(rows, given[0].threads)
 
     def is_sure(self, master: type[Master], gradient: torch.dtype) -> bool:
         """Whether the native kernel does it, which takes no memory."""

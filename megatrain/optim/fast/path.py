@@ -128,6 +128,11 @@ class FastPath(ABC):
     def update(self, given: ParameterUpdate) -> None:
         """Updates one parameter and its state in place; gradients are not recorded."""
 
+    def update_all(self, given: Sequence[ParameterUpdate]) -> None:
+        """Updates parameters of a block, at least one: one after the other, unless it is overridden."""
+        for each in given:
+            self.update(each)
+
     def is_sure(self, master: type[Master], gradient: torch.dtype) -> bool:
         """Tells whether an update, once it writes, is sure to reach its end.
 
