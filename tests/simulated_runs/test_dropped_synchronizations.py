@@ -77,7 +77,7 @@ UNNOTICED: dict[str, str] = {
     "processes._hold: threading.Event().wait": _OF_RANKS,
     "sharing.changed: self._compiled.masters.settle": _OF_RANKS,
     "processes._wait_for_all: store.wait": _OF_RANKS,
-    "rank_exchange._wait: taken.step_trainer.wait": _OF_RANKS,
+    "rank_exchange._wait: run.step_trainer.wait": _OF_RANKS,
     "rank_exchange.totals: self._here.wait_for": _OF_RANKS,
     "rank_exchange.wait: self._parts.wait": _OF_RANKS,
     "rank_exchange.wait_summed: self._here.wait_for": _OF_RANKS,
