@@ -47,6 +47,23 @@ def held(rank: int, case: Case) -> dict[str, Any]:
     }
 
 
+def planned(rank: int, case: Case) -> list[Any]:
+    """Losses and the end of a training without a plan, with that of these ranks, and with that of a process alone."""
+    apart = dist.new_subgroups(1)[0]
+    plans: list[Any] = [None]
+    for group in (dist.group.WORLD, apart):
+        _, _, step = begin(case, group)
+        take(case, rank, step, range(2))
+        plans.append(step.plan)
+    found: list[Any] = []
+    for plan in plans:
+        torch.manual_seed(5)
+        compiled, optimizer, step = begin(case, dist.group.WORLD, plan=plan)
+        found.append({**take(case, rank, step, range(3)), **state_of(compiled, optimizer, step)})
+        del found[-1]["generator"]
+    return found
+
+
 def slow(rank: int, mode: str) -> list[torch.Tensor]:
     """Rank 1 takes its time for each update; the losses tell whether others waited for it."""
     case = Case("tied", mode, [(1, 1, 1)] * 3)

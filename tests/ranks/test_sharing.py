@@ -14,7 +14,18 @@ from megatrain.ranks.shared_memory import PAGE, SharedMemory, can_tell_copies
 from tests.comparing import assert_same
 from tests.nightly import nightly
 from tests.ranks.processes import Processes
-from tests.ranks.sharing import CASE, UPDATED, Wide, failing_update, forking, held, measured, slow, writing_alone
+from tests.ranks.sharing import (
+    CASE,
+    UPDATED,
+    Wide,
+    failing_update,
+    forking,
+    held,
+    measured,
+    planned,
+    slow,
+    writing_alone,
+)
 from tests.ranks.sides import Case, begin, state_of, take
 
 SERIAL_CLIPPED: dict[str, object] = {"max_grad_norm": 1.0, "overlap": False}
@@ -49,6 +60,15 @@ def test_ranks_of_one_host_share_parameters_moments_and_masters(three: Processes
     updated = [name for each in found for name in each["updated"]]
     assert len(updated) == len(set(updated)), "each parameter is updated by one rank"
     assert all(each["updated"] for each in found), "each rank updates some"
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("mode", ["overlap", "deferred"])
+def test_a_plan_of_these_ranks_or_of_a_process_alone_is_taken_by_ranks(mode: str, three: Processes):
+    """The ops that wait for others are put into a plan that has none."""
+    for plain, *others in three.run(planned, replace(CASE, mode=mode)):
+        for other in others:
+            assert_same(plain, other, "a step with a plan")
 
 
 @pytest.mark.nightly
