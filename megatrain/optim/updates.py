@@ -181,8 +181,6 @@ class Updates:
             OptimizerError: See `BlockOptimizer.begin`.
         """
         assert not self.is_under_way, "a step must end before the next begins"
-        if self._exchange.shares:
-            self._check_no_hooks()
         self._exchange.begin_updates()
         self.has_updated = False
         self._source.using = self.arriving
@@ -259,15 +257,6 @@ class Updates:
                 yield found
             finally:
                 self._source.chosen = None
-
-    def _check_no_hooks(self) -> None:
-        """Refuses hooks on an optimizer's step where it has the gradients of this process's part alone."""
-        if any(updater.has_hooks for updater in self._updaters):
-            raise ExecuteError(
-                "a hook on the optimizer's step would see the gradients of this rank's part alone.\n"
-                "  Ranks that share a store divide the updates among them.\n"
-                "  Give the hook to the parameters (register_post_accumulate_grad_hook), or train in one process."
-            )
 
     def wait(self, block: int, go_on: Callable[[], object], *, is_of_before: bool) -> None:
         """Waits until all processes have updated their parts of a block.

@@ -11,6 +11,7 @@ from torch import nn
 from megatrain.checks.several_optimizers import parameters_of
 from megatrain.errors import ExecuteError, OptimizerError, RanksError
 from megatrain.files.disk import Digest, bytes_of, obstacle
+from megatrain.optim.blockwise import has_hooks
 from megatrain.optim.masters.registry import Masters
 from megatrain.optim.proxy import Optimizer
 from megatrain.options import Limits
@@ -47,11 +48,19 @@ class Trained(Protocol):
         ...
 
 
-def check_supported(programs: Sequence[Program], compiled: Trained, optimizers: Sequence[Optimizer]) -> None:
+def check_supported(
+    programs: Sequence[Program], compiled: Trained, optimizers: Sequence[Optimizer], *, shares: bool
+) -> None:
     """Refuses a step that several ranks can't take with the numbers of one process.
 
+    Args:
+        programs: What runs, one per micro-batch.
+        compiled: The model.
+        optimizers: The user's.
+        shares: Whether the ranks divide the updates among them.
+
     Raises:
-        ExecuteError: If the model writes buffers, or runs its own code.
+        ExecuteError: If the model writes buffers, or runs its own code; or if a hook would see a part of the gradients.
         OptimizerError: If an optimizer has parameters outside the model.
     """
     for program in programs:
@@ -68,6 +77,12 @@ def check_supported(programs: Sequence[Program], compiled: Trained, optimizers: 
                 "  Nobody knows what that code keeps from one micro-batch for the next.\n"
                 "  print(compiled.program) says why a module is opaque; or train in one process."
             )
+    if shares and any(map(has_hooks, optimizers)):
+        raise ExecuteError(
+            "a hook on the optimizer's step would see the gradients of this rank's part alone.\n"
+            "  Ranks that share a store divide the updates among them.\n"
+            "  Give the hook to the parameters (register_post_accumulate_grad_hook), or train in one process."
+        )
     own = set(compiled.model.parameters())
     others = sum(parameter not in own for parameter in parameters_of(*optimizers))
     if others:

@@ -213,7 +213,7 @@ class RankExchange(Exchange):
         program, told = programs[0], list[Word]()
         blocks = blocks_text(program)
         if self._stage == _ALONE:
-            check_supported(programs, self._compiled, self._optimizers)
+            check_supported(programs, self._compiled, self._optimizers, shares=self.shares)
             told = self._meet(blocks, schedule, facts, word)
             self._blocks = _digest(blocks)
             self._ranks.count = 1 + max(word["count"] for word in told)

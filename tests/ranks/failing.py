@@ -107,6 +107,8 @@ def impossible(rank: int) -> list[str]:
         torch.optim.SGD(normed.parameters(), lr=0.1),
         loss=square,
     )
+    _, hooked, watched = begin(CASE, group)
+    hooked.register_step_post_hook(lambda *_: None)
     inductor = {"kernels": "inductor", "process_group": group}
 
     def on_two_hosts() -> None:
@@ -120,6 +122,7 @@ def impossible(rank: int) -> list[str]:
         refused(lambda: compiled(given).sum().backward()),
         refused(lambda: step.measure([given])),
         refused(lambda: writes(stack_batch(rank, 2))),
+        refused(lambda: watched([given])),
         refused(lambda: megatrain.compile(seeded_stack(1), device="cpu", **inductor)),
         refused(on_two_hosts),
     ]

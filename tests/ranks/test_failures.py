@@ -126,6 +126,7 @@ def test_what_several_ranks_cannot_do_is_refused_by_name(three: Processes):
         "ExecuteError: loss.backward() of a model that was compiled with process_group= isn't possible.",
         "ExecuteError: step.measure isn't possible with a process_group of 3 ranks.",
         "ExecuteError: the forward writes the buffer `1.running_mean`, which can't be trained by several ranks.",
+        "ExecuteError: a hook on the optimizer's step would see the gradients of this rank's part alone.",
         'OptionError: process_group= has 3 ranks, but kernels="inductor".',
         "RanksError: the 3 ranks share no memory: they are on several hosts, or the system has none to share.",
     )
