@@ -145,7 +145,7 @@ class Accelerator(Device):
         return f"{self.torch_device} {self.card()} {self._software()}; {super().described()}"
 
     def _software(self) -> str:
-        """What drives the device, beside torch."""
+        """What drives the device, besides torch."""
         return ""
 
     def allocate(self, nbytes: int) -> torch.Tensor:

@@ -33,7 +33,7 @@ _LEAST_GT_PER_S = 8.0
 def link_share(address: str, devices: Path = _DEVICES) -> float:
     """The part of a card's own link that its way to the host has: half for a card of 16 lanes in a slot of 8.
 
-    A link is as fast as the slower of its ends (PCIe 3 beside PCIe 4), and has the lanes that its ends agreed on. A
+    A link is as fast as the slower of its ends (PCIe 3 and PCIe 4), and has the lanes that its ends agreed on. A
     switch on the way has a link of its own. A card at rest lowers its current speed, so the highest one counts.
 
     Args:

@@ -128,7 +128,7 @@ class DeviceStream(Protocol):
     """A queue of work that runs in order, at the same time as the host; `torch.Stream` is one."""
 
     def record_event(self) -> Any:
-        """Returns the `DeviceEvent` behind all work that the stream has now."""
+        """Returns the `DeviceEvent` after all work that the stream has now."""
 
     def wait_event(self, event: Any) -> object:
         """Has all work that the stream gets from now on wait for a `DeviceEvent`, also one of another stream."""

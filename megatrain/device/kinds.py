@@ -18,7 +18,7 @@ class Cpu(Device):
     """The host. There is only one, so every number means the same device.
 
     Args:
-        index: Number behind the colon, as in `"cpu:0"`.
+        index: Number after the colon, as in `"cpu:0"`.
     """
 
     can_bind = True
@@ -50,7 +50,7 @@ def register(kind: str, make: Callable[[int | None], Device]) -> None:
 
     Args:
         kind: The name, of lower-case letters; one of torch's own kinds gets another class.
-        make: The class, or a function; called with the number behind the colon, or None.
+        make: The class, or a function; called with the number after the colon, or None.
 
     Raises:
         OptionError: If the kind is registered already.

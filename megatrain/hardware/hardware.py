@@ -55,7 +55,7 @@ class Hardware:
     """Rates of a machine: measured by `measure`, from the table by `preset`, or given.
 
     All rates are what work reaches, not what a data sheet says. Of a stream whose speed depends on what runs at the
-    same time, the rate is that of the stream alone, and a share says what is left of it beside others.
+    same time, the rate is that of the stream alone, and a share says what is left of it next to others.
 
     Args:
         h2d_bytes_per_s: Copies to the device, from page-locked memory.

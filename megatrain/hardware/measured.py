@@ -135,7 +135,7 @@ def _of_link(device: Device, link: Link) -> dict[str, Any]:
 
 
 def _of_host(device: Device, link: Link, update: Update) -> dict[str, Any]:
-    """Updates alone, updates beside copies, and where the host computes, compute beside updates and copies."""
+    """Updates alone, updates during copies, and where the host computes, compute during updates and copies."""
     alone = update.rate(0.15)
 
     def copies() -> None:

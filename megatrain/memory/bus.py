@@ -48,7 +48,7 @@ class Ring:
             self._note()
 
     def to_host(self, out: torch.Tensor, source: torch.Tensor) -> None:
-        """Copies `uint8` to the host, behind the current stream's work. On return it is there."""
+        """Copies `uint8` to the host, after the current stream's work. On return it is there."""
         arriving: deque[tuple[torch.Tensor, torch.Tensor, DeviceEvent | None]] = deque()
         for start, end in self._pieces(source):
             if len(arriving) == len(self._buffers):

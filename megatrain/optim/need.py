@@ -136,7 +136,7 @@ def optimizer_need(
 
     A fast path makes its state on fake tensors of the real shapes. Else the class's own code takes two steps on them,
     once for each kind of block. A number that it reads is one half where no fake tensor can know it. State that exists
-    already counts as it is. Of code that fails there, for it needs memory behind its tensors, and of code that isn't
+    already counts as it is. Of code that fails there, for it needs its tensors' memory, and of code that isn't
     known to be per parameter, which isn't run, new state is taken to be that of AdamW.
 
     Args:

@@ -335,7 +335,7 @@ def faked(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class WithoutValues(TorchDispatchMode):
-    """Lets code run on fake tensors: unknown numbers are one half, and memory behind a tensor can't be asked for."""
+    """Lets code run on fake tensors: unknown numbers are one half, and a tensor's memory can't be asked for."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         try:

@@ -295,7 +295,7 @@ class Updates:
                 self._begin_waiting()
                 self._finish_begun()
         finally:
-            if not self.is_under_way:  # a hook behind the last update may have failed
+            if not self.is_under_way:  # a hook after the last update may have failed
                 self._source.using.hide()
                 self._source.using = Gradients()
                 for parameter in self._parameters():

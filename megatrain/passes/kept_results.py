@@ -167,7 +167,7 @@ class HandedResults(TorchDispatchMode):
 
 
 def kept_results(program: Program) -> Iterator[tuple[Block, Sequence[tuple[str, TensorSpec]]]]:
-    """Yields the blocks that may keep results, with the names and specs of these: values behind the program's own."""
+    """Yields the blocks that may keep results, with the names and specs of these: values after the program's own."""
     for block in program.blocks:
         cost = program.templates[block.template].cost
         if cost is not None and cost.results is not None and has_backward(program, block):

@@ -145,7 +145,7 @@ def _merge_small(intervals: list[Interval], limit: int) -> list[Interval]:
 def _merge_inner_gradients(intervals: list[Interval]) -> list[Interval]:
     """Undoes cuts between the tensors that the forward itself differentiates by and the call that does it.
 
-    A block sees what another made as a leaf, without the graph behind it.
+    A block sees what another made as a leaf, without the graph that made it.
     """
     home = {n: i for i, interval in enumerate(intervals) for n in interval.nodes}
     target = list(range(len(intervals)))

@@ -385,7 +385,7 @@ def _wholes_bytes(program: Program, entries: Mapping[str, StateEntry]) -> int:
 
 
 def _held_bytes(tensors: Iterable[torch.Tensor]) -> int:
-    """Bytes of the host's memory behind tensors, each memory once."""
+    """Bytes of the host's memory of tensors, each memory once."""
     plain = (inner for tensor in tensors for inner in plain_tensors(tensor))
     real = [t for t in plain if is_on_host(t) and not isinstance(t, FakeTensor)]
     strided = [t.untyped_storage() for t in real if t.layout == torch.strided]

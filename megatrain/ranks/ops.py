@@ -21,7 +21,7 @@ SUMS, PEERS = Stream("sums"), Stream("peers")
 
 
 def with_others(schedule: Schedule) -> Schedule:
-    """Puts a T behind each G, and a V behind each U.
+    """Puts a T after each G, and a V after each U.
 
     Other ops keep their order. Updates at the head stay there, and all that may read what they write comes a tick
     later; so does what the host does with gradients, once more.

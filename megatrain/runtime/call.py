@@ -363,7 +363,7 @@ class StepTrainer(Protocol):
         """Called before each F and B, on the caller's thread; an error in it stops the step."""
 
     def before_backward(self) -> None:
-        """Called before the first B of all, on the caller's thread, ahead of what the B waits for."""
+        """Called before the first B of all, on the caller's thread, before what the B waits for."""
 
     def differentiate(self, micro_batch: int, outputs: Sequence[torch.Tensor]) -> Sequence[torch.Tensor | None]:
         """Returns the gradients of a micro-batch's outputs, in their order; on the caller's thread."""
@@ -394,7 +394,7 @@ class StepTrainer(Protocol):
 
 
 def turn(calls: Sequence[Call], micro_batch: int, trainer: StepTrainer, engine: Engine) -> None:
-    """Hands the trainer a micro-batch's outputs, and takes their gradients, ahead of its first B.
+    """Hands the trainer a micro-batch's outputs, and takes their gradients, before its first B.
 
     Raises:
         ExecuteError: If the loss writes what the rest of the step reads.

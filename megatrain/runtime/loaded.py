@@ -184,7 +184,7 @@ class Loaded:
         runners: The runner of each block.
         facts: Where gradients flow.
         names: The values' names, by their index in the schedule's workload; None for those of other micro-batches.
-            Behind the program's values come the results that blocks may keep.
+            After the program's values come the results that blocks may keep.
         entering: The value with which each buffer that the forward writes begins.
         written: The buffers that take a value, by the value's name.
         draws: The random calls of a whole forward, on all devices; None if they can't be made without it.

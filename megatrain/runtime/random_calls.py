@@ -384,7 +384,7 @@ class GlobalGenerators:
 
 @contextmanager
 def kept_generators(device: Device) -> Generator[None]:
-    """Puts the global generators back behind the body."""
+    """Puts the global generators back after the body."""
     present = GlobalGenerators.now(device)
     try:
         yield

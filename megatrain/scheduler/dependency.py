@@ -33,7 +33,7 @@ def dependency_graph(schedule: Table, workload: Workload | None = None) -> nx.Di
     - `"memory"`: an op that releases, and one that takes memory in a later tick. The accounting of memory
       relies on these: F and B wait for what d2h did in earlier ticks; an `A` that returns waits for the op of compute
       after which the memory that it fills is taken; a `G` waits for each `U` that releases gradients on the host, so it
-      never runs far ahead of slow updates;
+      never runs far before slow updates;
     - `"stream"`: the next op of the same stream.
 
     An edge with several reasons has the first of these as its kind.

@@ -43,7 +43,7 @@ def emit(table: Table) -> Instructions:
     )
 
 
-# The starts of the halves, as keys beside positions.
+# The starts of the halves, as keys next to positions.
 FORWARD, BACKWARD = "forward", "backward"
 
 

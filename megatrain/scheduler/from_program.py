@@ -258,7 +258,7 @@ def schedule(
         OptionError: If an option is unknown, a count isn't one, or options exclude each other.
         ScheduleError: If the workload is inconsistent, or `memory` too small; the message says how much is
             needed at least, and by which block. Or if a buffer can't go from one micro-batch to the next, because a
-            block reads it ahead of the one that computes its new value.
+            block reads it before the one that computes its new value.
     """
     kind = StepKind(mode, transfer, micro_batches, updates, clip, outputs, reports_norm)
     size = None if memory is None else parse_bytes(memory, "memory")

@@ -249,7 +249,7 @@ def _updates(schedule: Table) -> Iterable[str]:
 
 @dataclass(frozen=True, slots=True)
 class _Line:
-    """A line of the header behind its first two: what it says of a schedule, in parts, and how it is read."""
+    """A line of the header after its first two: what it says of a schedule, in parts, and how it is read."""
 
     parts: Callable[[Table], Iterable[str]]
     read: Callable[[str, _Read], None]

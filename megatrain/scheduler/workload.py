@@ -139,7 +139,7 @@ class BlockWork:
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """Blocks in execution order, the values between them, and the storages behind the values.
+    """Blocks in execution order, the values between them, and the storages of the values.
 
     Of a step with several micro-batches this describes one, the largest; each has values of its own. `merging.merge`
     makes it of several.

@@ -56,7 +56,7 @@ def _is_same_array(left: np.ndarray[Any, Any], right: np.ndarray[Any, Any]) -> b
 
 
 def storage_key(tensor: torch.Tensor) -> int:
-    """Identifies the storage behind a strided tensor while that storage is alive."""
+    """Identifies the storage of a strided tensor while that storage is alive."""
     return tensor.untyped_storage()._cdata  # pyright: ignore[reportPrivateUsage]
 
 
@@ -145,14 +145,14 @@ class TensorSpec:
 #
 # Every tensor (an input, state, the result of a call) has
 #
-# * `spec`, a `TensorSpec`: its shape, dtype and strides, and whether it is on the host beside the compute device;
+# * `spec`, a `TensorSpec`: its shape, dtype and strides, and whether it is on the host next to the compute device;
 # * `requires_grad`, a bool: whether a gradient flows back through it;
 # * `has_history`, a bool: whether it did when the call was over. A later write may make a tensor require a gradient
 #   that the call itself gave none. `measure` refuses a program in which a result has lost its history. May be missing;
 # * `storage`, an int: the number of its memory. Two tensors with one number may alias;
 # * `storage_bytes`, an int: the size of that memory, of which the tensor may be a view.
 #
-# State has, beside these,
+# State has, besides these,
 #
 # * `key`, a str: its fully qualified name, which is the node's target too.
 #

@@ -113,7 +113,7 @@ class TracedModule:
         returned_argument: A dictionary of the caller's that the forward changed and returned; None if it did neither.
         num_numbers: How many inputs, the last ones, hold numbers that the forward computes with.
         state: Everything the forward read, by key.
-        constants: The tensors behind entries of kind `"constant"`.
+        constants: The tensors of entries of kind `"constant"`.
         writes_back: `(buffer key, node)`: buffers that hold another value after the forward.
         rebinds: Those of them that are another tensor then (`self.mean = ...`).
         guards: What Python code read from the inputs.

@@ -62,7 +62,7 @@ class Boundary:
         progress: The progress of training.
         broken: Why no step can follow; None as long as one can.
         is_undone: The latest step failed and left no trace, so that it may run again.
-        has_recovered: The latest step ran out of the device's memory behind its first update, and was completed.
+        has_recovered: The latest step ran out of the device's memory after its first update, and was completed.
     """
 
     def __init__(self, on_nonfinite: str | None, exchange: Exchange):
@@ -82,7 +82,7 @@ class Boundary:
             raise ExecuteError(broken)
 
     def run(self, run: Run, running: Running, updates: Updates, before: RngState) -> None:
-        """Runs a step. One that runs out of the device's memory behind its first update is completed, without an error.
+        """Runs a step. One that runs out of the device's memory after its first update is completed, without an error.
 
         Args:
             run: The operations.

@@ -69,7 +69,7 @@ def _refuse_apart(arguments: Any) -> None:
         raise OptionError(
             f"accelerate counts one process, but torch.distributed has {others + 1}.\n"
             "  Each would train on all data, apart from the others.\n"
-            "  " + ("Set up torch.distributed behind TrainingArguments, or start by torchrun."
+            "  " + ("Set up torch.distributed after TrainingArguments, or start by torchrun."
                     if arguments.use_cpu else "On CPUs give TrainingArguments(use_cpu=True).")
         )  # fmt: skip
 

@@ -361,5 +361,5 @@ class LiveBytes(TorchDispatchMode):
 
 
 def is_on(tensor: torch.Tensor, device: torch.device) -> bool:
-    """Tells whether a tensor takes memory of the compute device, rather than of the host beside it."""
+    """Tells whether a tensor takes memory of the compute device, rather than of the host."""
     return is_on_host(device) or not is_on_host(tensor)

@@ -246,7 +246,7 @@ class _Finder:
         """Tells whether a call of no region ends the open one.
 
         It does if it reads a result of it. It also does if both send gradients to one tensor: the sum would be added up
-        in another order if the region went on behind this call.
+        in another order if the region went on after this call.
         """
         own = set(self._open)
         shared = {a for n in self._open for a in n.all_input_nodes if a.meta.get("requires_grad") and a not in own}
@@ -254,7 +254,7 @@ class _Finder:
 
     def _closed(self) -> Iterator[TokenRegion]:
         nodes, self._open = self._without_outer_views(self._open), []
-        while nodes and "spec" not in nodes[-1].meta:  # several results, of which one is taken out behind the region
+        while nodes and "spec" not in nodes[-1].meta:  # several results, of which one is taken out after the region
             nodes.pop()
         own = set(nodes)
         outputs = tuple(n for n in nodes if not own.issuperset(n.users))

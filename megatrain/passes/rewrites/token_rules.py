@@ -244,7 +244,7 @@ def _of_elements(call: OperatorCall) -> int:
 
 
 def _of_view(call: OperatorCall) -> int:
-    """Elements stay in order: as many must come before a group of all tokens as did, and as many behind each token.
+    """Elements stay in order: as many must come before a group of all tokens as did, and as many after each token.
 
     The dimensions before the axis may be merged with it, which makes groups, and parted again.
     """

@@ -191,7 +191,7 @@ def operands_of(
         end: The last node that stands there until now.
 
     Raises:
-        LowerError: If one is no tensor of the graph, or is made behind `end`.
+        LowerError: If one is no tensor of the graph, or is made after `end`.
     """
     found: list[fx.Node] = []
     for leaf in pytree.tree_leaves((args, kwargs)):

@@ -48,7 +48,7 @@ class Part:
 
 
 class PartWriter:
-    """Adds the calls of parts, behind the call that they replace.
+    """Adds the calls of parts, after the call that they replace.
 
     Args:
         rewriter: Has the graph.

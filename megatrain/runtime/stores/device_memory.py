@@ -286,7 +286,7 @@ class Meter:
 
 
 def _storages(tensor: torch.Tensor) -> Iterator[tuple[_Name, int]]:
-    """Yields identity and size of the storages behind a tensor: one, or those of a sparse tensor's parts."""
+    """Yields identity and size of the storages of a tensor: one, or those of a sparse tensor's parts."""
     if tensor.layout == torch.sparse_coo:
         yield from _storages(tensor._indices())
         yield from _storages(tensor._values())

@@ -104,7 +104,7 @@ class Turn:
         is_child = os.getpid() != self._process
         while not self._lock.acquire(timeout=0 if is_child else _POLL_S):
             if is_child:
-                raise ExecuteError(_FORKED.format(what=what))  # a thread that stayed behind has it, for ever
+                raise ExecuteError(_FORKED.format(what=what))  # a thread of the parent has it, for ever
             interrupts.check()
 
     def _check(self, what: str, *, in_child: bool) -> None:
@@ -151,7 +151,7 @@ class Event:
     """Tells that an operation is done, across threads and streams.
 
     On the CPU, `host_done` means that the work is complete. On an accelerator it means *issued*: `mark` is
-    then the event of the device recorded behind the work, and a stream that waits for this event waits for that
+    then the event of the device recorded after the work, and a stream that waits for this event waits for that
     mark as well; `device` knows how the host does. An event belongs to one operation of one step and is settled exactly
     once, by that operation.
     """
@@ -268,7 +268,7 @@ class Session:
             patient: Keeps waiting although the step is aborted; only for events that are settled regardless.
 
         Raises:
-            Aborted: If the step failed, or the operation behind `event` did.
+            Aborted: If the step failed, or the operation that `event` tells of did.
         """
         if not event.host_done:
             gate: Gate = SimpleQueue()

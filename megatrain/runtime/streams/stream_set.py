@@ -130,7 +130,7 @@ class StreamSet:
         Args:
             waits_for: On an accelerator, the transfers that must be complete on return; the caller's current stream
                 waits for all. Once `h2d` is, nothing reads the host's memory any more, so the caller may write into
-                weights at once. In eager the same write would come behind the step in the order of the device's stream.
+                weights at once. In eager the same write would come after the step in the order of the device's stream.
 
         Raises:
             ExecuteError: `d2h:G3 failed: ...`, from what an operation raised on a stream's own thread.

@@ -54,7 +54,7 @@ def choose_plan(
     freedom = Freedom(
         keep=streams and keep is None and activations in ("auto", "recompute"),
         saves=kind.mode != "forward" and activations == "auto",
-        # A call's caller has tensors of their own beside it; all that a training step has counts.
+        # A call's caller has tensors of their own besides; all that a training step has counts.
         stays=streams and kind.is_training_step and num_slots is None,
         parks=False,
     )

@@ -31,9 +31,9 @@ class Choices:
             blocks the last ones, as many as there are slots, do so anyway: at the turn they are there.
         persistent: As in `Table`.
         has_giants_alone: Weights that are much larger than most are alone on the device: neither they nor those of
-            other blocks come ahead of need while the others are there.
-        has_late_offloads: With several micro-batches, a block's gradients leave beside the whole backward of the block
-            before it, rather than beside that of one micro-batch. They take device memory longer.
+            other blocks come before they are needed, while the others are there.
+        has_late_offloads: With several micro-batches, a block's gradients leave during the whole backward of the block
+            before it, rather than during that of one micro-batch. They take device memory longer.
         results: As in `Schedule`.
     """
 

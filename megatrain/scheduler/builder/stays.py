@@ -38,7 +38,7 @@ class Stay:
         first: Stage from which its bytes are reserved; may be negative.
         last: Stage that reads it last, inclusive.
         nbytes: Bytes it takes; 0 if weights are used in place.
-        ahead: How many stages ahead of `needed` its `W` may come, mostly one less than there are slots.
+        ahead: How many stages before `needed` its `W` may come, mostly one less than there are slots.
     """
 
     block: int
@@ -97,7 +97,7 @@ def stays_of(
     Resident blocks stay from their forward to their backward, which saves their second prefetch. The last `num_slots`
     of the other blocks do so in any case: together they are no more than what the slots hold at the turn. The bytes of
     persistent blocks are reserved for the whole step. If the first blocks are resident, theirs are reserved from its
-    start: their weights come while the host still updates others. Beside blocks that are `alone` only those lie.
+    start: their weights come while the host still updates others. Next to blocks that are `alone` only those are there.
     """
     uses: dict[int, list[int]] = {}
     for number, stage in enumerate(stages):
@@ -161,7 +161,7 @@ def giants(workload: Workload) -> tuple[int, ...]:
 def by_benefit(block: int, nbytes: int) -> tuple[int, float]:
     """The order in which blocks get to stay on the device: the largest first, equal ones evenly spread over the model.
 
-    Where those that stay lie between others, copies of the others run beside the compute of both. Each beginning of
+    Where those that stay lie between others, copies of the others run during the compute of both. Each beginning of
     the order is spread evenly: equal sizes follow each other by their numbers with reversed bits.
     """
     return -nbytes, sum(2.0 ** -(place + 1) for place in range(block.bit_length()) if block >> place & 1)

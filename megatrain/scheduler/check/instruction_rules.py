@@ -282,7 +282,7 @@ def _value_uses(
 
 
 def _losses(case: Case) -> dict[int, Position]:
-    """The first B of each micro-batch, ahead of which the caller has made a loss of the outputs; else its last F."""
+    """The first B of each micro-batch, before which the caller has made a loss of the outputs; else its last F."""
     found: dict[int, Position] = {}
     for position, op in case.ops:
         known = found.get(op.micro_batch or 0)

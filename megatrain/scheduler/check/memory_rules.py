@@ -215,7 +215,7 @@ def _uses(case: Case, index: int, number: int) -> tuple[list[int], list[int]]:
 
 
 def _storage_spans(case: Case, number: int) -> Iterator[tuple[int, range]]:
-    """When the storage of each value of a micro-batch is held, ahead of parking."""
+    """When the storage of each value of a micro-batch is held, before parking."""
     parked = {v: block for block, values in case.parked.items() for v in values}
     handed_in = _turn(case, number)
     for index, value in enumerate(case.workload.values):
@@ -315,7 +315,7 @@ def _measured(case: Case, block: int) -> BlockWork | KeptWork:
 
 
 def _with_loss(case: Case, block: int, number: int, *, is_first: bool) -> int:
-    """Bytes of the loss ahead of the first backward of a micro-batch, less the gradients that this one begins."""
+    """Bytes of the loss before the first backward of a micro-batch, less the gradients that this one begins."""
     kind, moment = case.schedule.kind, _while(case.backward(block, number))
     if kind.mode != "train" or kind.outputs == "keep" or moment != _turn(case, number):
         return 0

@@ -81,7 +81,7 @@ class Obstacle(TraceError):
         way_out: What the user can do.
         remedy: `REFUSE`; `USE_VALUES`: capture on the values of the weights; `RUN_AGAIN`: let the module that does
             it run its own code at each step, opaque to the graph; `FOLLOW_HOST`: find that module first;
-            `OBSERVE`: let hooks run their own code at each step, beside the graph.
+            `OBSERVE`: let hooks run their own code at each step, next to the graph.
         place: The user's line.
         calls: Names of the modules whose calls the model was in, outermost first.
         hooks: The forward hooks that it was met in, if any.
@@ -142,7 +142,7 @@ def refuse_flag(where: str = "") -> NoReturn:
 
 
 def refuse_kept() -> NoReturn:
-    """Raises the obstacle for a tensor that an earlier call of the model left behind."""
+    """Raises the obstacle for a tensor that an earlier call of the model left."""
     refuse(
         "uses a tensor of an earlier call, kept in an attribute,",
         "A capture would use the tensor of the first call for ever.",
@@ -319,7 +319,7 @@ class Attempt:
         computes_large: Runs calls on inputs alone for real even if their results are very large.
         opaque: Modules that run their own code at each step, with the reason; by name.
         follows_host: Looks for the module that draws from Python's or NumPy's generators.
-        observed: Forward hooks that run by their own code at each step, beside the graph.
+        observed: Forward hooks that run by their own code at each step, next to the graph.
         kept: Forward hooks that can't: they are captured.
         follows_reads: Follows the numbers that Python reads from tensors of one element; with `uses_values`.
     """

@@ -144,7 +144,7 @@ def running_hooks(model: nn.Module, attempt: Attempt) -> set[int]:
 class Hooks:
     """The user's hooks in one run of a capture.
 
-    A hook that returns nothing, and leaves something behind that has no history and that nothing else in the model
+    A hook that returns nothing, and leaves something that has no history and that nothing else in the model
     reads, is better run by its own code at each step: a graph would have to be captured anew for each state that it
     finds. It stays in the graph as an observer. All other hooks are captured like the rest of the forward.
     """

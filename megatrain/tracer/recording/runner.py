@@ -101,7 +101,7 @@ class CallRunner(TorchFunctionMode):
         if has_fakes and self.tape.site[1] in _VALUE_READS:
             refuse_read(*self.tape.site)
         self._operands = {storage_key(x) for x in operands if x.layout == torch.strided}
-        # A backward reads what the graph behind its arguments saved.
+        # A backward reads what the graph of its arguments saved.
         self._reads_graph = func is torch.autograd.grad
         if self._reads_graph and self._drops_saved:
             self._refuse_saved()
