@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.torch_version import TorchVersion
 
 from megatrain import torch_private as private
@@ -151,10 +152,21 @@ def _engine_tells() -> bool:
     return _Asking.answers == answers
 
 
-def _transforms_are_told() -> bool:
-    seen = list[bool]()
-    torch.vmap(lambda x: seen.append(private.are_transforms_active()) or x + 1)(torch.ones(2))
-    return seen == [True] and not private.are_transforms_active()
+def _vmap_can_be_replaced() -> bool:
+    seen, original = list[Any](), original_of(private.vmap_home, "vmap_impl")
+
+    def vmap(*args: Any, **kwargs: Any) -> Any:
+        seen.append((callable(args[0]), *args[1:5], len(args)))
+        return original(*args, **kwargs)
+
+    def mapped(x: torch.Tensor) -> torch.Tensor:
+        seen.append(private.are_transforms_active())
+        return x + 1
+
+    with replaced_here(private.vmap_home, "vmap_impl", vmap):
+        result = torch.vmap(mapped)(torch.ones(2, 1))
+    is_told = seen == [(True, 0, 0, "error", None, 6), True] and not private.are_transforms_active()
+    return is_told and result.tolist() == [[2], [2]]
 
 
 def _saved_hooks_are_told() -> bool:
@@ -164,6 +176,19 @@ def _saved_hooks_are_told() -> bool:
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
         found = private.top_saved_tensors_hooks(False)
     return private.top_saved_tensors_hooks(False) is None and found[0] is pack
+
+
+def _meta_gets_memory() -> bool:
+    parameter, seen = nn.Parameter(torch.empty(2, device="meta")), list[torch.Tensor]()
+    parameter.register_hook(seen.append)
+    hooks: Any = parameter._backward_hooks
+    real = private.make_subclass(nn.Parameter, torch.ones(2), True)
+    vars(real).update(vars(parameter))
+    torch.utils.swap_tensors(parameter, real)
+    parameter._backward_hooks = hooks
+    (parameter * 2).sum().backward()
+    is_right = parameter.is_leaf and parameter.grad is not None and parameter.grad.tolist() == [2, 2]
+    return is_right and parameter.tolist() == [1, 1] and len(seen) == 1
 
 
 def _fused_adamw_updates() -> bool:
@@ -240,11 +265,29 @@ def _donation_can_be_forbidden() -> bool:
     return is_set and config.donated_buffer is before
 
 
+def _priorities_are_told() -> bool:
+    before = list(private.attention_priority())
+    with sdpa_kernel([SDPBackend.MATH, SDPBackend.FLASH_ATTENTION], set_priority=True):
+        return list(private.attention_priority()) != before
+
+
+def _python_kernels_are_told() -> bool:
+    library = torch.library.Library("megatrain_probe", "FRAGMENT")
+    library.define("f(Tensor x) -> Tensor")
+    library.impl("f", lambda x: x, "CPU")
+    kernels = private.kernels_of_op("megatrain_probe::f").splitlines()
+    is_named = "megatrain_probe/f/CPU" in private.python_kernels
+    return is_named and any(line.startswith("CPU: ") and f" {__file__}:" in line for line in kernels)
+
+
 _PROBES: tuple[tuple[str, str, Callable[[], bool]], ...] = (
     ("autograd.Function.apply", "look a Function's methods up in its class", _functions_are_looked_up),
-    ("torch._C._are_functorch_transforms_active", "tell of a transform", _transforms_are_told),
+    ("torch._functorch.apis.vmap_impl", "run every call of torch.vmap", _vmap_can_be_replaced),
     ("torch._C._autograd._top_saved_tensors_default_hooks", "return the hooks", _saved_hooks_are_told),
     ("torch._C._will_engine_execute_node", "tell of the running backward, as `keep_graph`", _engine_tells),
+    ("torch.Tensor._make_subclass", "give memory to a parameter on meta", _meta_gets_memory),
+    ("torch._C._get_sdp_priority_order", "list kernels of attention", _priorities_are_told),
+    ("torch._C._dispatch_dump", "name the files of kernels in Python", _python_kernels_are_told),
     ("torch._fused_adamw_", "take a step of AdamW", _fused_adamw_updates),
     ("torch.ops.aten._log_softmax_backward_data", "write over log-probabilities", _softmaxes_work_in_place),
     ("_foreach_utils._group_tensors_by_device_and_dtype", "group by dtype", _norms_are_grouped),

@@ -18,6 +18,14 @@ from megatrain.errors import TorchError, UntestedTorchWarning
 from megatrain.optim.blockwise import BlockOptimizer
 
 
+class Unused:
+    """Another module in the place of one whose function torch calls."""
+
+    @staticmethod
+    def vmap_impl(*args: Any) -> None:
+        """Never called."""
+
+
 class Fixed(torch.nn.Identity):
     """A module whose calls aren't those of all modules."""
 
@@ -28,11 +36,16 @@ class Fixed(torch.nn.Identity):
 # What stands in the place of each name, doing something else.
 BROKEN: dict[str, Any] = {
     "function_class": type("Other", (type,), {}),
+    "vmap_home": Unused,
     "are_transforms_active": lambda: True,
     "patch_functorch": lambda **_: nullcontext(),
     "top_saved_tensors_hooks": lambda _: None,
     "keeps_graph": lambda: False,
     "will_execute_node": lambda _: True,
+    "make_subclass": lambda kind, data, _: data.clone(),
+    "attention_priority": list,
+    "python_kernels": set[str](),
+    "kernels_of_op": lambda _: "",
     "fused_adamw": lambda *args, **kwargs: args[0][0].mul_(0.9),
     "group_by_dtype": lambda tensors, with_indices: {0: (tensors, [0, 1, 2])},
     "log_softmax_backward": lambda grad, output, dim, dtype, out: out.copy_(grad),
