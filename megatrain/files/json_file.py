@@ -6,10 +6,13 @@ import json
 import math
 import os
 import stat
+from collections import Counter
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
 import msgspec
+
+from megatrain.checks import shown
 
 _T = TypeVar("_T")
 
@@ -20,7 +23,7 @@ Count = Annotated[int, msgspec.Meta(ge=0, le=MAX_INT)]
 
 
 def read_json(path: Path) -> Any:
-    """Reads a file of JSON, strictly: no NaN, no number beyond a float, nothing after the value.
+    """Reads a file of JSON, strictly: no name twice, no NaN, no number beyond a float, nothing after the value.
 
     Raises:
         OSError: If it can't be read.
@@ -39,9 +42,17 @@ def parse_json(content: bytes) -> Any:
     """Reads JSON as `read_json` does."""
     try:
         # Not msgspec: users' texts may have surrogates, which it refuses.
-        return json.loads(content.decode(), parse_constant=_finite, parse_float=_finite)
+        return json.loads(content.decode(), object_pairs_hook=_distinct, parse_constant=_finite, parse_float=_finite)
     except RecursionError as error:
         raise ValueError("lists or objects are nested too deep") from error
+
+
+def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    made = dict(pairs)
+    if len(made) < len(pairs):
+        twice = next(name for name, number in Counter(name for name, _ in pairs).items() if number > 1)
+        raise ValueError(f"{shown(twice)} is in one object twice")
+    return made
 
 
 def _finite(written: str) -> float:

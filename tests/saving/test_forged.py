@@ -174,6 +174,16 @@ def test_pipes_folders_devices_and_loops_are_no_files(tmp_path: Path):
     load(tmp_path / "run").check()
 
 
+def test_a_name_twice_in_the_manifest_is_refused(whole: Path):
+    manifest = whole / "checkpoint.json"
+    before = manifest.read_bytes()
+    manifest.write_bytes(before.replace(b'"ties":{', b'"ties":{"head.weight":"frozen",'))
+    try:
+        assert "'head.weight' is in one object twice" in refusal(lambda: load(whole))
+    finally:
+        manifest.write_bytes(before)
+
+
 def test_headers_must_say_what_the_manifest_says(tmp_path: Path):
     """Other readers go by the header."""
     save(tmp_path / "run", {"a": torch.ones(2, 3), "b": torch.zeros(2, 3)})

@@ -499,3 +499,36 @@ generate() needs more device memory than the budget of 30.00 KiB, for what the m
         ExecuteError, match=r"generate\(\) needs more device memory .* for `model\.embed_tokens\.weight`"
     ):
         generated(compiled)
+
+
+class _AfterPrefix(nn.Module):
+    """A model after a prefix, whose keys and values it is given as tensors."""
+
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor, prefix: Any) -> torch.Tensor:
+        cache = DynamicCache()
+        for number, layer in enumerate(prefix):
+            cache.update(*layer, number)
+        return self.model(input_ids=input_ids, labels=labels, past_key_values=cache).loss
+
+
+@pytest.mark.nightly
+def test_a_cache_that_comes_as_tensors_has_gradients():
+    eager, streamed = _AfterPrefix(llama()), _AfterPrefix(llama())
+    compiled = compiled_of(streamed, "256KiB")
+    with torch.no_grad():
+        layers = eager.model(input_ids=IDS, use_cache=True).past_key_values.layers
+    prefixes: list[list[tuple[torch.Tensor, ...]]] = []
+    for module in (eager, compiled):
+        prefixes.append([tuple(t.clone().requires_grad_() for t in (each.keys, each.values)) for each in layers])
+        module(IDS, IDS, prefixes[-1]).backward()
+    assert len(compiled.program.blocks) > 1
+    for (name, one), other in zip(eager.named_parameters(), streamed.parameters(), strict=True):
+        assert torch.equal(grad_of(one), grad_of(other)), name
+    for one, other in zip(*([t for pair in prefix for t in pair] for prefix in prefixes), strict=True):
+        assert torch.equal(grad_of(one), grad_of(other))
+    with pytest.raises(TraceError, match=r"is a DynamicCache.*with tensors in it(.|\n)*Pass the tensors themselves"):
+        compiled_of(llama())(input_ids=IDS, past_key_values=DynamicCache([(each.keys, each.values) for each in layers]))

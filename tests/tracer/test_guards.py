@@ -32,6 +32,13 @@ def test_a_branch_on_a_mask_is_guarded_with_its_line():
     assert _failure(traced, args[0], torch.zeros(3, dtype=torch.bool)) is None
 
 
+def test_both_answers_have_their_own_graph():
+    masked, _, _ = MODELS["mask_read"]()
+    full, args, _ = MODELS["mask_read_true"]()
+    assert "mul" in str(trace(masked, MODELS["mask_read"]()[1]))
+    assert "mul" not in str(trace(full, args))
+
+
 def test_padding_is_guarded_in_an_unmodified_llama():
     model, args, kwargs = MODELS["llama_unpadded"]()
     traced = trace(model, args, kwargs)
