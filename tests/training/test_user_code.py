@@ -57,7 +57,7 @@ def of_telling(test: Any) -> Any:
     return test
 
 
-@draws(200, usual=10)
+@draws(200, usual=25)
 @given(it=trainings())
 @of_telling
 def test_user_code_has_eagers_results_or_is_refused_by_name(it: Training) -> None:
