@@ -391,7 +391,7 @@ def _given_choices(
         for program in {id(each): each for each in programs}.values() if len(programs) > 1 else ():
             check_buffers(program)
         merged = merge_programs(programs, limits.master_kind).workload
-        # Whether code reads values matters to ranks alone, and plans saved by an earlier version don't say it.
+        # Plans saved by an earlier version don't say whether code reads values.
         found = replace(merged, loss_bytes=loss_bytes, last_reads_values=planned.last_reads_values)
         if found == planned:
             with limits.memory_for(programs) as left:

@@ -78,8 +78,7 @@ def _whole(step: Effects, block: int, micro_batch: int) -> Effect:
 
 def check_totals(case: Case) -> None:
     """Every gradient is added up over the ranks, before anybody uses it, and in one order."""
-    totals = [position for position, op in case.ops if position.stream == SUMS and op.what == "T"]
-    if not totals and not any(position.stream == PEERS for position, _ in case.ops):
+    if not _has_others(case):
         return
     rule = (
         "With other ranks each G has one T, after it and before all that uses the gradients; T come in the order of G."
@@ -105,8 +104,7 @@ def check_totals(case: Case) -> None:
 
 def check_whole(case: Case) -> None:
     """Every update is waited for on all ranks; readers come before or after it on all of them, nobody in a circle."""
-    totals = {op.block: position for position, op in case.ops if position.stream == SUMS}
-    if not totals and not any(position.stream == PEERS for position, _ in case.ops):
+    if not _has_others(case):
         return
     rule = "With other ranks each U has one V; what reads the block follows it, or comes before the gradients leave."
     for block in range(len(case.workload.blocks)):
@@ -126,6 +124,11 @@ def check_whole(case: Case) -> None:
                 raise case.fault(f"{what}.", rule, reader.tick, "Move it above the tick where its gradients leave.")
         _check_landings(case, block, whole, members)
     _check_one_order(case)
+
+
+def _has_others(case: Case) -> bool:
+    """Whether the table is that of one of several ranks."""
+    return any(position.stream in (SUMS, PEERS) for position, _ in case.ops)
 
 
 def _check_landings(case: Case, block: int, whole: Position, members: tuple[int, ...]) -> None:

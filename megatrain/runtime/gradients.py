@@ -144,7 +144,7 @@ class PlacePolicy(Protocol):
         gradients: Mapping[str, torch.Tensor | None],
         stays: Callable[[str], bool],
     ) -> Mapping[str, GradientPlace] | None:
-        """Returns the places of a block's gradients; of one without an entry new memory. None: they stay as they are.
+        """Returns the places of a block's gradients; of one without an entry new memory. None: where they are made.
 
         Args:
             block: Whose gradients.

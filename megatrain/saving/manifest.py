@@ -75,11 +75,6 @@ class FileRecord(
         """Returns the record as JSON."""
         return msgspec.to_builtins(self)
 
-    @staticmethod
-    def of_json(entry: Any) -> FileRecord:
-        """Reads a result of `to_json`."""
-        return of_kind(entry, FileRecord, "record")
-
     def fits(self, header: bytes) -> bool:
         """Tells whether the header of the file, which other readers go by, says the same of each tensor."""
         try:

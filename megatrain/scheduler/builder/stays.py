@@ -75,7 +75,7 @@ def alternates(workload: Workload, kind: StepKind) -> bool:
     """Tells whether forward and backward meet in the last block, with the losses between them.
 
     They don't where the forward of this block may have to run again with another capture: no loss, which is the user's
-    code and may keep something, is made by then, and no rank has begun a backward.
+    code and may keep something, is made by then.
     """
     if workload.last_reads_values:
         return False
