@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from megatrain import __version__, demo
+from megatrain.command_options import Option, add_options, given_options
 from megatrain.errors import MegatrainError
 from megatrain.finetune import train_options
 from megatrain.finetune.pretrained import need_libraries
@@ -18,7 +19,6 @@ from megatrain.finetune.train_options import TrainOptions
 from megatrain.reporting import report_command
 from megatrain.sizing import plan_command, sizing_options
 from megatrain.verification import command as verify_command
-from megatrain.verification.command_options import Option, add_options, given_options
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

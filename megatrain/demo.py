@@ -23,12 +23,12 @@ from torch import nn
 import megatrain
 from megatrain import saving
 from megatrain.checks import PATH, count, number
+from megatrain.command_options import Option
 from megatrain.counts import counted
 from megatrain.errors import CheckpointError, OptionError
 from megatrain.files.replace import present
 from megatrain.sizes import SIZE, format_bytes, parse_bytes
 from megatrain.tracer.spec import DEVICE_NAME
-from megatrain.verification.command_options import Option
 
 FOLDER = Path("megatrain-demo")
 MEMORY, STEPS = "12MiB", 200

@@ -42,6 +42,7 @@ GROUPS = (
     "planning",
     "compiled",
     "training",
+    "command_options",
     "verification",
     "reporting",
 )

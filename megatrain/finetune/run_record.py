@@ -12,10 +12,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from megatrain.command_options import flag
 from megatrain.errors import CheckpointError
 from megatrain.files import disk
 from megatrain.finetune.train_options import TrainOptions
-from megatrain.verification.command_options import flag
 
 NAME = "megatrain_train.json"
 _VERSION = 2

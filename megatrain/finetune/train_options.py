@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import Any
 
 from megatrain.checks import PATH, TEXT, Rule, count, number, optional
+from megatrain.command_options import Option, flag
 from megatrain.errors import OptionError
 from megatrain.options import CHUNKING, PRECISION
 from megatrain.scheduler.builder.build import STEP
 from megatrain.sizes import SIZE
 from megatrain.tracer.spec import DEVICE
-from megatrain.verification.command_options import Option, flag
 
 _MOST = 2**31 - 1
 # Two ways to say the same; each has a default of its own, so both must not be given.

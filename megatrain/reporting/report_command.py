@@ -12,6 +12,7 @@ from torch import nn
 from tqdm import tqdm
 
 from megatrain.checks import PATH, count, one_of
+from megatrain.command_options import OF_COMPILE, Option
 from megatrain.compiled.compiling import compile as compile_model
 from megatrain.hardware.hardware import Hardware
 from megatrain.planning.planner import plan
@@ -21,7 +22,6 @@ from megatrain.sizes import format_bytes
 from megatrain.tracer.arguments import Structure
 from megatrain.training.step import TrainStep
 from megatrain.verification.command import command_target, importable, users_failures
-from megatrain.verification.command_options import OF_COMPILE, Option
 
 OPTIONS: Mapping[str, Option] = {
     "target": Option(None, "module:function or file.py:function, which returns (model, inputs)", is_position=True),

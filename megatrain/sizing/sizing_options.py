@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from megatrain.checks import PATH, Rule, count, one_of, optional
+from megatrain.command_options import Option
 from megatrain.counts import counted
 from megatrain.errors import OptionError
 from megatrain.hardware.hardware import Hardware
@@ -17,7 +18,6 @@ from megatrain.planning.advice import Spelling, size
 from megatrain.planning.host_plan import DEPTH, LORA, MICRO_BATCH, SEQUENCE
 from megatrain.scheduler.builder.build import STEP
 from megatrain.sizes import SIZE
-from megatrain.verification.command_options import Option
 
 ALL = "all"
 LENGTH, TOKENS_PER_STEP = 4096, 65536

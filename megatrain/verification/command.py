@@ -17,9 +17,9 @@ import torch
 from torch import nn
 
 from megatrain.checks import PATH
+from megatrain.command_options import OF_COMPILE, Option
 from megatrain.errors import MegatrainError, OptionError
 from megatrain.planning.model_and_inputs import model_and_inputs
-from megatrain.verification.command_options import OF_COMPILE, Option
 from megatrain.verification.side_by_side import CALL, verify_call
 
 OPTIONS: Mapping[str, Option] = {

@@ -18,10 +18,10 @@ from transformers import AutoTokenizer, LlamaForCausalLM, set_seed
 from trl import SFTConfig, SFTTrainer
 from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
+from megatrain.command_options import flag
 from megatrain.finetune import training_run
 from megatrain.finetune.pretrained import Adapters
 from megatrain.finetune.train_options import TrainOptions
-from megatrain.verification.command_options import flag
 from tests.comparing import assert_same
 from tests.finetune.commands import ROOT, data, log_of, rows, rows_of, save_model, train, weights_of
 from tests.nightly import nightly
