@@ -128,8 +128,6 @@ unset_fake_temporarily = _found("torch._subclasses.fake_tensor", "unset_fake_tem
 forbid_memory = _found("torch", "_C._set_throw_on_mutable_data_ptr")
 # Torch's own AdamW kernel: the bits of `AdamW(fused=True)`.
 fused_adamw = _found("torch", "_fused_adamw_")
-# Adds a number to each of several tensors by one call.
-add_each = _found("torch", "_foreach_add_")
 # The backward of a softmax, into memory that is there.
 log_softmax_backward = _found("torch", "ops.aten._log_softmax_backward_data.out")
 # The order in which `clip_grad_norm_` combines norms of several dtypes.

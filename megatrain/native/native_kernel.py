@@ -49,8 +49,11 @@ class NativeKernel:
         library = build(self.source)
         return library if isinstance(library, str) else None
 
-    def __call__(self, *arguments: torch.Tensor | int | Sequence[float]) -> None:
-        """Calls the function. Tensors are contiguous and on the host; it writes into them what its source says."""
+    def __call__(self, *arguments: torch.Tensor | int | Sequence[float] | ctypes.Array[Any]) -> None:
+        """Calls the function. Tensors are contiguous and on the host; it writes into them what its source says.
+
+        Arrays of ctypes are passed as they are; other sequences of numbers are copied into one.
+        """
         _loaded(self)(*map(_as_c, self.signature, arguments))
 
 
@@ -59,7 +62,7 @@ def _as_c(kind: Argument, argument: Any) -> Any:
         assert argument.is_contiguous()
         return argument.data_ptr()
     element = _ELEMENTS.get(kind)
-    return argument if element is None else (element * len(argument))(*argument)
+    return argument if element is None or isinstance(argument, ctypes.Array) else (element * len(argument))(*argument)
 
 
 @functools.cache

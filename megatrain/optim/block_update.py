@@ -24,6 +24,7 @@ from megatrain.optim.masters.halves import (
 )
 from megatrain.optim.masters.registry import Masters
 from megatrain.optim.per_parameter import is_per_parameter
+from megatrain.optim.prepared import FastGroups, PreparedBlock
 from megatrain.optim.proxy import Optimizer, StepCode, step_code
 
 GradientOf = Callable[[torch.Tensor], torch.Tensor | None]
@@ -112,11 +113,40 @@ class MasterStep:
             numbers = tuple(state[name] for name in path.numbers)
             scale = self._scale_of(parameter)
             given.append(ParameterUpdate(master, gradient, moments, numbers, options, scale, self._threads))
+        prepared = path.prepare(given)
         try:
-            path.update_all(given)
+            if prepared is not None:
+                gradients, options, scales = zip(*((g.gradient, g.options, g.scale) for g in given), strict=True)
+                prepared(gradients, options, scales)
+                increment_version([number for each in given for number in each.numbers])
+            else:
+                for each in given:
+                    path.update(each)
         finally:
             for item in items:
                 self._wrote(item.parameter)
+
+    def prepare(
+        self, parameters: Sequence[torch.Tensor], groups: FastGroups, states: Mapping[torch.Tensor, Any]
+    ) -> PreparedBlock | None:
+        """Prepares the next update of parameters that have just been updated; None if their update can't be."""
+        if not isinstance(self._masters, Masters):
+            return None
+        is_scaled = lambda parameter: self._scaled is None or parameter in self._scaled  # noqa: E731
+        return PreparedBlock.of(
+            parameters, groups, states, self._masters, self._gradient_of, is_scaled, self._threads
+        )
+
+    def run(
+        self,
+        prepared: PreparedBlock,
+        parameters: Sequence[torch.Tensor],
+        groups: FastGroups,
+        states: Mapping[torch.Tensor, Any],
+    ) -> bool:
+        """Runs a prepared update; returns whether it still holds, else nothing is done."""
+        assert isinstance(self._masters, Masters)
+        return prepared.run(parameters, groups, states, self._masters, self._gradient_of, self.scale)
 
     def _scale_of(self, parameter: torch.Tensor) -> float:
         return self.scale if self._scaled is None or parameter in self._scaled else 1.0

@@ -12,7 +12,9 @@ import torch
 from megatrain.checks.several_optimizers import parameters_of
 from megatrain.errors import OptimizerError
 from megatrain.memory.host_limits import return_free_memory
+from megatrain.optim.block_update import MasterStep
 from megatrain.optim.per_parameter import check_steps, is_per_parameter
+from megatrain.optim.prepared import FastGroups, PreparedBlock
 from megatrain.optim.proxy import Optimizer, OptimizerStep, StepCode, Undo, own_state, step_code
 from megatrain.torch_features import check_torch
 from megatrain.torch_private import GLOBAL_POST_HOOKS, GLOBAL_PRE_HOOKS
@@ -79,6 +81,8 @@ class BlockOptimizer:
         self._after: list[Any] = []
         self._left: set[int] = set()
         self._has_rest = False
+        self._fast: FastGroups | None = None
+        self._prepared: dict[int, PreparedBlock | None] = {}
 
     def owned(self, block: int) -> list[torch.Tensor]:
         """The parameters of a block that this optimizer updates, once `wait` or `begin` has looked."""
@@ -132,6 +136,7 @@ class BlockOptimizer:
         # In a plain loop, a due step would have been over before this hook was registered.
         self._after = _post_hooks(optimizer)
         self._step = OptimizerStep(optimizer, self._code)
+        self._fast = FastGroups(optimizer, self._step.groups)
         self._left = set(range(len(self._blocks)))
         self._held = set(parameters_of(optimizer))  # hooks may have added some
         self.is_at_once, self._has_rest, self.is_waiting = not is_per_parameter(optimizer), True, False
@@ -161,6 +166,9 @@ class BlockOptimizer:
             return False
         given = gradients or {}
         used = [parameter for parameter in self.owned(block) if parameter in given]
+        if used and self._run_prepared(block):
+            self._left.remove(block)
+            return True
         if self._blocks[block]:
             num_states = len(self.optimizer.state)
             with nullcontext() if self._undo is None else self._undo.undoing(self.optimizer, used):
@@ -170,7 +178,16 @@ class BlockOptimizer:
         self._left.remove(block)
         for parameter in used:
             own_state(self.optimizer.state.get(parameter, {}), given[parameter])
+        if used and self._fast is not None and isinstance(self._code, MasterStep):
+            self._prepared[block] = self._code.prepare(self.owned(block), self._fast, self.optimizer.state)
         return bool(used)
+
+    def _run_prepared(self, block: int) -> bool:
+        """Updates a block as it was updated before, if nothing but its gradients has changed; tells whether it has."""
+        prepared = self._prepared.get(block)
+        if prepared is None or self._fast is None or not isinstance(self._code, MasterStep):
+            return False
+        return self._code.run(prepared, self.owned(block), self._fast, self.optimizer.state)
 
     def reopen(self, block: int) -> None:
         """Lets a block be updated again, because a part of its update is left that somebody else was to make."""
@@ -208,7 +225,7 @@ class BlockOptimizer:
         assert self._step is not None
         if not self.is_at_once:
             self._step.commit()
-        self._step = None
+        self._step = self._fast = None
         for hook in self._after:
             hook(self.optimizer, (self.optimizer,), {})
 
@@ -217,7 +234,7 @@ class BlockOptimizer:
 
         Blocks already updated stay so; options and attributes are as they were when the step began.
         """
-        self.is_waiting, self._step = False, None
+        self.is_waiting, self._step, self._fast = False, None, None
         self._left.clear()
 
 

@@ -161,6 +161,11 @@ class OptimizerStep:
         self._of_attributes: dict[str, Any] = {}
 
     @property
+    def groups(self) -> Sequence[Mapping[str, Any]]:
+        """The groups as they were when the step began."""
+        return self._groups
+
+    @property
     def parameters(self) -> list[torch.Tensor]:
         """All parameters of the step, in the order of the groups."""
         return [parameter for group in self._groups for parameter in group["params"]]

@@ -369,10 +369,15 @@ def test_stochastic_rounding_follows_the_exact_masters_on_average():
     assert (rounded.high != start).any()
 
 
+def _of_rest() -> ParameterUpdate:
+    master = WholeMaster(torch.randn(17))
+    return ParameterUpdate(master, torch.ones(17), Moments.zeros(master).both, (torch.tensor(2.0),), AdamWOptions(1e-3))
+
+
 def test_one_call_for_several_parameters_has_the_bits_of_one_call_each():
-    """Of masters of both kinds, gradients of both dtypes, sizes with and without a rest, and several threads."""
+    """Of masters of both kinds, gradients of both dtypes, and several threads; a rest of a lane isn't prepared."""
     generator = torch.Generator().manual_seed(7)
-    sizes = (16, 17, 1, 3 * (1 << 16) + 48, 0, 1 << 16, 160)
+    sizes = (16, 32, 3 * (1 << 16) + 48, 0, 1 << 16, 160)
     sides: list[list[ParameterUpdate]] = [[], []]
     for number, size in enumerate(sizes):
         values, gradient = (torch.randn(size, generator=generator) for _ in range(2))
@@ -383,8 +388,11 @@ def test_one_call_for_several_parameters_has_the_bits_of_one_call_each():
             moments = Moments.zeros(master).both
             side.append(ParameterUpdate(master, given, moments, (torch.tensor(2.0),), options, 0.5, threads=3))
     path = AdamWInOnePass()
+    prepared = path.prepare(sides[0])
+    assert prepared is not None
+    assert path.prepare([*sides[0], _of_rest()]) is None
     for _ in range(3):
-        path.update_all(sides[0])
+        prepared(*zip(*((each.gradient, each.options, each.scale) for each in sides[0]), strict=True))
         for each in sides[1]:
             path.update(each)
     for one, other in zip(*sides, strict=True):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -9,14 +10,16 @@ from typing import Any, Literal
 
 import torch
 
+from megatrain.device import is_on_host
 from megatrain.errors import OptimizerError
 from megatrain.native.native_kernel import ADAMW, LANES
-from megatrain.optim.fast.path import FastPath, ParameterUpdate, in_pieces
+from megatrain.optim.fast.path import FastPath, ParameterUpdate, PreparedUpdate, in_pieces
 from megatrain.optim.masters.halves import Master, RoundedMaster, SplitMaster, WholeMaster, read_
 from megatrain.optim.proxy import Optimizer, runs_torchs_code, step_code
-from megatrain.torch_private import add_each, fused_adamw
+from megatrain.torch_private import fused_adamw
 
 _OF_A_THREAD = 1 << 17  # elements: to wake a thread takes as long as to update some ten thousand
+_NUMBERS, _SCALARS = 7, 8  # of a tensor, as `adamw.c` lists them
 Kernel = Literal["auto", "plain", "fused", "native"]
 
 
@@ -72,10 +75,6 @@ class Moments:
         return Moments(self.exp_avg.view(-1)[start:end], self.exp_avg_sq.view(-1)[start:end])
 
 
-_Native = tuple[Master, torch.Tensor, Moments, tuple[float, ...]]
-"""What the kernel updates: a master, its contiguous gradient and moments, and the scalars that `adamw.c` lists."""
-
-
 @torch.no_grad()
 def adamw_(
     master: Master,
@@ -111,7 +110,8 @@ def adamw_(
     if kernel in ("auto", "native") and _is_native(type(master), gradient.dtype):
         reason = native_reason()
         if reason is None:
-            done = _in_c([(master, gradient, moments, scalars)], threads)
+            done = gradient.numel() // LANES * LANES
+            _InC([(master, moments, gradient)])([gradient], [scalars], threads)
         elif kernel == "native":
             raise OptimizerError(f"kernel='native' isn't available: {reason}.\n  Use kernel='auto'.")
     update = _plain if kernel == "plain" else _fused
@@ -143,29 +143,63 @@ def native_reason() -> str | None:
             gradient = torch.randn(values.shape, generator=generator).to(torch.bfloat16 if narrow else torch.float32)
             _fused(values, gradient.float(), theirs, step, options)
             for master, mine in states:
-                _in_c([(master, gradient, mine, _scalars(step, options, 1.0))], 1)
+                _InC([(master, mine, gradient)])([gradient], [_scalars(step, options, 1.0)], 1)
         if not all(torch.equal(read_(torch.empty_like(values), master), values) for master in masters):
             return "its bits differ from those of torch's fused AdamW on this processor"
     return None
 
 
-def _in_c(updates: Sequence[_Native], threads: int | None) -> int:
-    """Updates tensors in place by one call, each as far as whole lanes go; returns how far, of the last one."""
-    numbers, scalars, total, done = list[int](), list[float](), 0, 0
-    for master, gradient, moments, own in updates:
-        assert all([tensor.is_contiguous() for tensor in (gradient, *moments.both)])
-        if isinstance(master, SplitMaster):
-            values, low = master.high.data_ptr(), master.low.data_ptr()
-        else:
-            assert isinstance(master, WholeMaster)
-            values, low = master.values.data_ptr(), 0
-        done = gradient.numel() // LANES * LANES
-        is_narrow = int(gradient.dtype == torch.bfloat16)
-        numbers += (values, low, gradient.data_ptr(), is_narrow, *(m.data_ptr() for m in moments.both), done)
-        scalars += own
-        total += done
-    ADAMW(numbers, scalars, len(updates), min(max(1, total // _OF_A_THREAD), threads or torch.get_num_threads()))
-    return done
+class _InC:
+    """Updates of tensors by one call into C, each as far as whole lanes go.
+
+    Args:
+        given: Masters, moments, and gradients like those to come; all contiguous.
+    """
+
+    def __init__(self, given: Sequence[tuple[Master, Moments, torch.Tensor]]):
+        numbers, total = list[int](), 0
+        for master, moments, gradient in given:
+            assert all([tensor.is_contiguous() for tensor in (gradient, *moments.both)])
+            if isinstance(master, SplitMaster):
+                values, low = master.high.data_ptr(), master.low.data_ptr()
+            else:
+                assert isinstance(master, WholeMaster)
+                values, low = master.values.data_ptr(), 0
+            done = gradient.numel() // LANES * LANES
+            is_narrow = int(gradient.dtype == torch.bfloat16)
+            numbers += (values, low, gradient.data_ptr(), is_narrow, *(m.data_ptr() for m in moments.both), done)
+            total += done
+        self._numbers = (ctypes.c_int64 * len(numbers))(*numbers)
+        self._scalars = (ctypes.c_float * (_SCALARS * len(given)))()
+        self._most_threads = max(1, total // _OF_A_THREAD)
+
+    def __call__(
+        self, gradients: Sequence[torch.Tensor], scalars: Sequence[tuple[float, ...]], threads: int | None
+    ) -> None:
+        for index, gradient in enumerate(gradients):
+            self._numbers[_NUMBERS * index + 2] = gradient.data_ptr()
+            self._scalars[_SCALARS * index : _SCALARS * (index + 1)] = scalars[index]
+        ADAMW(self._numbers, self._scalars, len(gradients), min(self._most_threads, threads or torch.get_num_threads()))
+
+
+class _PreparedAdamW:
+    """`AdamWInOnePass.prepare`: see `PreparedUpdate`."""
+
+    def __init__(self, given: Sequence[ParameterUpdate]):
+        self._in_c = _InC([(each.master, Moments(*each.moments), each.gradient) for each in given])
+        self._steps = [ctypes.c_float.from_address(each.numbers[0].data_ptr()) for each in given]
+        self._threads = given[0].threads
+
+    def __call__(self, gradients: Sequence[torch.Tensor], options: Sequence[Any], scales: Sequence[float]) -> None:
+        known: dict[tuple[float, int, float], tuple[float, ...]] = {}
+        scalars: list[tuple[float, ...]] = []
+        for step, own, scale in zip(self._steps, options, scales, strict=True):
+            step.value += 1
+            key = step.value, id(own), scale
+            if key not in known:
+                known[key] = _scalars(int(step.value), own, scale)
+            scalars.append(known[key])
+        self._in_c(gradients, scalars, self._threads)
 
 
 def _plain(values: torch.Tensor, gradient: torch.Tensor, moments: Moments, step: int, options: AdamWOptions) -> None:
@@ -249,22 +283,14 @@ class AdamWInOnePass(FastPath):
             threads=given.threads,
         )
 
-    def update_all(self, given: Sequence[ParameterUpdate]) -> None:
-        """Updates the parameters of a block by one call of the native kernel, as far as it knows them."""
-        native: list[ParameterUpdate] = []
-        for each in given:
-            if each.gradient.numel() % LANES or not self.is_sure(type(each.master), each.gradient.dtype):
-                self.update(each)
-            else:
-                native.append(each)
-        if not native:
-            return
-        add_each([each.numbers[0] for each in native], 1)
-        rows: list[_Native] = []
-        for each in native:
-            scalars = _scalars(int(each.numbers[0].item()), each.options, each.scale)
-            rows.append((each.master, each.gradient, Moments(*each.moments), scalars))
-        _in_c(rows, given[0].threads)
+    def prepare(self, given: Sequence[ParameterUpdate]) -> PreparedUpdate | None:
+        """Prepares one call of the native kernel, if the kernel does all of it."""
+        return _PreparedAdamW(given) if all(map(self._is_native, given)) else None
+
+    def _is_native(self, given: ParameterUpdate) -> bool:
+        (step,) = given.numbers
+        is_sure = self.is_sure(type(given.master), given.gradient.dtype)
+        return is_sure and not given.gradient.numel() % LANES and step.dtype == torch.float32 and is_on_host(step)
 
     def is_sure(self, master: type[Master], gradient: torch.dtype) -> bool:
         """Whether the native kernel does it, which takes no memory."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -80,6 +80,14 @@ class ParameterUpdate:
         return in_pieces(self.master, self.gradient, self.moments, scale=self.scale)
 
 
+class PreparedUpdate(Protocol):
+    """Updates the parameters for which it was prepared, and their state, in place; see `FastPath.prepare`."""
+
+    def __call__(self, gradients: Sequence[torch.Tensor], options: Sequence[Any], scales: Sequence[float]) -> None:
+        """Takes gradients, options and scale of each parameter, as of `ParameterUpdate`, in the order of `given`."""
+        ...
+
+
 class FastPath(ABC):
     """An optimizer's fused update of one parameter, in one object; `register` puts it to use.
 
@@ -128,10 +136,14 @@ class FastPath(ABC):
     def update(self, given: ParameterUpdate) -> None:
         """Updates one parameter and its state in place; gradients are not recorded."""
 
-    def update_all(self, given: Sequence[ParameterUpdate]) -> None:
-        """Updates parameters of a block, at least one: one after the other, unless it is overridden."""
-        for each in given:
-            self.update(each)
+    def prepare(self, given: Sequence[ParameterUpdate]) -> PreparedUpdate | None:
+        """Prepares the updates of several parameters, for this step and later ones; None (the default) if it doesn't.
+
+        Only for updates that, once they write, are sure to reach their end. The tensors of `given` keep their memory as
+        long as the result is called, but for gradients, of which each call gets its own.
+        """
+        del given
+        return None
 
     def is_sure(self, master: type[Master], gradient: torch.dtype) -> bool:
         """Tells whether an update, once it writes, is sure to reach its end.

@@ -75,8 +75,7 @@ class Held:
 
     def drop_old_low(self) -> None:
         """Sets `low` to zero if other code has written the parameter; with other memory it has that memory's `low`."""
-        now = self._mark()
-        if self.mark == now:
+        if self.is_as_left:
             return
         if self.has_other_memory:
             self.put_aside()
@@ -85,6 +84,11 @@ class Held:
         if self.low is not None:
             self.low.zero_()
         self.wrote()
+
+    @property
+    def is_as_left(self) -> bool:
+        """Whether nobody has written the parameter since `low` was last known to belong to it."""
+        return self.mark == self._mark()
 
     @property
     def has_other_memory(self) -> bool:
@@ -207,6 +211,10 @@ Kind = Literal["whole", "exact", "rounded"]
 """Kinds of masters of bf16 parameters: none, with low halves, or the parameters themselves, rounded at random."""
 
 
+Stamp = tuple[int, int, int]
+"""Which parameter it is, and the addresses of both its halves; 0 for a half that it doesn't have."""
+
+
 class Masters(Mapping[torch.Tensor, Master]):
     """The master of each trainable parameter; `compiled.masters`.
 
@@ -290,6 +298,13 @@ class Masters(Mapping[torch.Tensor, Master]):
         held = self._held.get(id(parameter))
         if held is not None:
             held.wrote()
+
+    def stamp(self, parameter: torch.Tensor) -> Stamp | None:
+        """Identifies the memory of a master to which nobody else has written; None if somebody has, or if none is."""
+        held = self._held.get(id(parameter))
+        if held is None or not held.is_as_left or not self._has_master(held):
+            return None
+        return id(held), held.mark[1], 0 if held.low is None else held.low.data_ptr()
 
     def move(self, parameter: torch.Tensor, view: torch.Tensor) -> None:
         """Gives a parameter other memory with the same values."""
