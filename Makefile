@@ -40,7 +40,7 @@ help:
 	@echo 'make fix     rewrite what ruff can mend'
 	@echo 'make accept  rewrite the golden texts, to be read as a diff'
 	@echo 'make bench   compare with eager PyTorch under activation checkpointing; PEERS=folder: with other trainers too'
-	@echo 'make gpu-report   these, and all benchmarks of a machine with a GPU, in one report (docs/gpu.md)'
+	@echo 'make gpu-report PART=A   tests and benchmarks of a machine with a GPU; parts A to E, nine minutes each (docs/gpu.md)'
 	@echo 'make zoo     hundreds of models against eager PyTorch; writes docs/models.md'
 	@echo 'make docs    the pages and the API reference as a site, in site/; a broken link or a missing name fails'
 	@echo 'make faults  kills, interrupts at each line and random configurations, about 20 minutes; ARGS chooses pieces'
@@ -93,9 +93,9 @@ gpu: $(READY)
 	@$(PY) -c 'import sys, torch; sys.exit(0 if torch.accelerator.is_available() else "make gpu: torch finds no accelerator here")'
 	$(PY) -m pytest tests/gpu -m 'nightly or not nightly' $(ARGS)
 
-# Tests, benchmarks and figures of a machine with a GPU, in one file: docs/gpu.md.
+# Tests, benchmarks and figures of a machine with a GPU, in five parts: docs/gpu.md.
 gpu-report: $(READY)
-	$(PY) -m benchmarks.gpu $(ARGS)
+	$(PY) -m benchmarks.gpu $(if $(PART),--part $(PART)) $(ARGS)
 
 # Models of diffusers and peft are skipped where those aren't installed; `pip install -e .[zoo]` adds them.
 zoo: $(READY)

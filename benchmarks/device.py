@@ -253,7 +253,7 @@ def main() -> None:
     """Prints a table in Markdown."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     parser.add_argument("--cards", nargs="+", choices=Hardware.presets(), default=_CARDS)
-    parser.add_argument("--sizes", nargs="+", choices=list(SIZES), default=[name for name in SIZES if name != "tiny"])
+    parser.add_argument("--sizes", nargs="+", choices=list(SIZES), default=["1.5B", "3B", "8B", "14B"])
     parser.add_argument("--ways", nargs="+", choices=list(OF_UPDATES), default=list(OF_UPDATES))
     parser.add_argument("--micro-batches", nargs="+", type=int, default=[1, 8], help=f"each of {CONTEXT} tokens")
     options = parser.parse_args()

@@ -22,6 +22,7 @@ class LlamaShape:
     groups: int
     vocabulary: int
     is_tied: bool = False
+    head_width: int | None = None  # None is width / heads
 
     def model(self) -> nn.Module:
         """Returns the model; its parameters are in memory that nobody has written."""
@@ -32,6 +33,7 @@ class LlamaShape:
             num_hidden_layers=self.depth,
             num_attention_heads=self.heads,
             num_key_value_heads=self.groups,
+            head_dim=self.head_width,
             max_position_embeddings=CONTEXT,
             tie_word_embeddings=self.is_tied,
             use_cache=False,
@@ -49,6 +51,7 @@ SIZES = {
     "tiny": LlamaShape(2, 64, 128, 2, 2, 256),
     "1.5B": LlamaShape(28, 1536, 8960, 12, 2, 151936, is_tied=True),
     "3B": LlamaShape(28, 3072, 8192, 24, 8, 128256, is_tied=True),
+    "4B": LlamaShape(36, 2560, 9728, 32, 8, 151936, is_tied=True, head_width=128),
     "8B": LlamaShape(32, 4096, 14336, 32, 8, 128256),
     "14B": LlamaShape(48, 5120, 13824, 40, 8, 152064),
 }

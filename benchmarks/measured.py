@@ -38,13 +38,42 @@ def rows(options: argparse.Namespace) -> Iterator[str]:
         for count in options.micro_batches:
             batch = [{"input_ids": one, "labels": one} for one in ids[:count]]
             for way in options.ways:
+                if way == CALLS:
+                    taken = _calls(compiled, batch, options.steps)
+                    yield f"| {name} | {count * CONTEXT} | {way} | {taken:.3f} s | | | | |"
+                    continue
                 step = OF_UPDATES[way].step(compiled, lr=1e-5)
                 head = f"| {name} | {count * CONTEXT} | {way} |"
                 try:
                     yield f"{head} {_measured(compiled, step, batch, options.steps)} |"
                 except MegatrainError as error:
                     yield f"{head} {str(error).splitlines()[0]} | | | | |"
+                if options.profile:
+                    yield _profile(step, batch)
                 step.flush()
+
+
+CALLS = "calls"
+"""A way without updates: forward and backward, whose gradients go to the host."""
+
+
+def _calls(compiled: megatrain.CompiledModule, batch: list[Any], count: int) -> float:
+    seconds: list[float] = []
+    for _ in range(count + 2):
+        begin = time.perf_counter()
+        for one in batch:
+            compiled(**one).loss.backward()
+        seconds.append(time.perf_counter() - begin)
+        compiled.zero_grad()
+    return statistics.median(seconds[2:])
+
+
+def _profile(step: megatrain.TrainStep, batch: Any) -> str:
+    """What takes one step's time, as torch's profiler counts: kernels where there is a card, and calls that launch."""
+    with torch.profiler.profile() as profiler:
+        float(step(batch))
+    order = "self_cuda_time_total" if torch.cuda.is_available() else "self_cpu_time_total"
+    return profiler.key_averages().table(sort_by=order, row_limit=12, max_name_column_width=48)
 
 
 def _measured(compiled: megatrain.CompiledModule, step: megatrain.TrainStep, batch: Any, count: int) -> str:
@@ -69,8 +98,9 @@ def main() -> None:
     parser.add_argument("--memory", default=None, help="as for megatrain.compile")
     parser.add_argument("--kernels", default="eager", help="as for megatrain.compile")
     parser.add_argument("--sizes", nargs="+", choices=list(SIZES), default=["1.5B"])
-    parser.add_argument("--ways", nargs="+", choices=list(OF_UPDATES), default=list(OF_UPDATES))
+    parser.add_argument("--ways", nargs="+", choices=[*OF_UPDATES, CALLS], default=list(OF_UPDATES))
     parser.add_argument("--micro-batches", nargs="+", type=int, default=[1, 8], help=f"each of {CONTEXT} tokens")
+    parser.add_argument("--profile", action="store_true", help="one step more of each way under torch's profiler")
     parser.add_argument("--steps", type=int, default=3, help="measured steps of each way")
     for line in rows(parser.parse_args()):
         print(line, flush=True)

@@ -18,7 +18,17 @@ import megatrain
 _Trainer = tuple[Callable[[torch.Tensor], torch.Tensor], dict[str, Any]]
 
 
-def train(ctx: Any, transfer: str = "auto", kernels: str = "eager") -> _Trainer:
+def train(ctx: Any, *, kernels: str = "eager", transfer: str = "auto") -> _Trainer:
+    """Each layer is recomputed, as the others do."""
+    return _trainer(ctx, activations="recompute", kernels=kernels, transfer=transfer)
+
+
+def train_default(ctx: Any) -> _Trainer:
+    """The same with the options that a user gets: megatrain chooses what is recomputed, and which kernels run."""
+    return _trainer(ctx)
+
+
+def _trainer(ctx: Any, **options: Any) -> _Trainer:
     """Returns the step function and facts about the run.
 
     Where the compute device is the host, weights are used in place, as FSDP2 does.
@@ -31,9 +41,7 @@ def train(ctx: Any, transfer: str = "auto", kernels: str = "eager") -> _Trainer:
         raise ValueError(f"megatrain {megatrain.__version__} computes in fp32 or bf16, not in {ctx.compute}")
     precision = precisions[ctx.compute]
     model = ctx.model(torch.float32)
-    compiled = megatrain.compile(
-        model, device=ctx.device, transfer=transfer, activations="recompute", precision=precision, kernels=kernels
-    )
+    compiled = megatrain.compile(model, device=ctx.device, precision=precision, **options)
     optimizer = torch.optim.AdamW(compiled.parameters(), fused=True, **ctx.adamw)
     train_step = megatrain.TrainStep(compiled, optimizer, max_grad_norm=ctx.clip or None)
 
@@ -42,6 +50,11 @@ def train(ctx: Any, transfer: str = "auto", kernels: str = "eager") -> _Trainer:
         return train_step({"input_ids": on_device, "labels": on_device, "use_cache": False})
 
     return step, {"optimizer": "torch AdamW fused, block by block", "megatrain": megatrain.__version__}
+
+
+def train_graphs(ctx: Any) -> _Trainer:
+    """The same with eager's kernels, recorded."""
+    return train(ctx, kernels="graphs")
 
 
 def train_inductor(ctx: Any) -> _Trainer:

@@ -20,6 +20,8 @@ from tqdm import tqdm
 ROOT = Path(__file__).resolve().parent.parent
 PLUGINS = {
     "ours": "train",
+    "ours-default": "train_default",
+    "ours-graphs": "train_graphs",
     "ours-copy": "train_copy",
     "ours-inductor": "train_inductor",
     "eager-inductor": "train_eager_inductor",

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import gpu
-from benchmarks.gpu import Stage, run, stages
+from benchmarks.gpu import LIMIT_S, PARTS, Options, Stage, run
 
 CHILD = """
 import subprocess, sys, time
@@ -55,23 +55,24 @@ def test_long_output_keeps_its_end():
     assert text.endswith("499\n```")
 
 
-def test_all_commands_fit_into_45_minutes():
-    found = list(stages("cuda", ["1.5B"], "folder", is_small=False))
-    assert [stage.command[2] for stage in found] == [
-        "pytest", "benchmarks.steps", "benchmarks.measured", "benchmarks.bench", "benchmarks.peers",
-    ]  # fmt: skip
-    assert sum(stage.limit_s for stage in found) <= 45 * 60
+@pytest.mark.parametrize("part", sorted(PARTS))
+@pytest.mark.parametrize("harness", [Path("folder"), None])
+def test_all_commands_of_a_part_fit_into_nine_minutes(part: str, harness: Path | None):
+    for is_small in (False, True):
+        found = list(PARTS[part](Options("cuda", harness, is_small)))
+        assert found
+        assert sum(stage.limit_s for stage in found) <= LIMIT_S
 
 
 def test_the_report_is_written_after_each_stage(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
-    report = tmp_path / "report.md"
+    report = tmp_path / "reports" / "A.md"
 
-    def two(*_: object, **__: object) -> list[Stage]:
+    def two(_: Options) -> list[Stage]:
         look = f"import os, sys; sys.exit(0 if os.path.exists({os.fspath(report)!r}) else 4)"
         return [python(look), python(look)]
 
-    monkeypatch.setattr(gpu, "stages", two)
-    monkeypatch.setattr(sys, "argv", ["gpu", "--device", "cpu", "--report", str(report)])
+    monkeypatch.setitem(PARTS, "A", two)
+    monkeypatch.setattr(sys, "argv", ["gpu", "--device", "cpu", "--part", "A", "--reports", str(report.parent)])
     with pytest.raises(SystemExit) as ended:
         gpu.main()
     assert "status 4" in report.read_text(), "of the first stage, which found no report"
@@ -80,8 +81,8 @@ def test_the_report_is_written_after_each_stage(monkeypatch: pytest.MonkeyPatch,
 
 
 def test_a_device_that_is_not_there_is_refused_before_any_stage(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
-    report = tmp_path / "report.md"
-    monkeypatch.setattr(sys, "argv", ["gpu", "--device", "nonsense", "--report", str(report)])
+    report = tmp_path / "reports"
+    monkeypatch.setattr(sys, "argv", ["gpu", "--device", "nonsense", "--reports", str(report)])
     with pytest.raises(SystemExit, match=r"'nonsense' is not a device\.\n.*see docs/gpu\.md"):
         gpu.main()
     assert not report.exists()

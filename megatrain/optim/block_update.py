@@ -133,9 +133,7 @@ class MasterStep:
         if not isinstance(self._masters, Masters):
             return None
         is_scaled = lambda parameter: self._scaled is None or parameter in self._scaled  # noqa: E731
-        return PreparedBlock.of(
-            parameters, groups, states, self._masters, self._gradient_of, is_scaled, self._threads
-        )
+        return PreparedBlock.of(parameters, groups, states, self._masters, self._gradient_of, is_scaled, self._threads)
 
     def run(
         self,

@@ -28,6 +28,7 @@ def main() -> int:
     parser.add_argument("--only", default="", help="cases whose name or family contains one of these, by commas")
     parser.add_argument("--jobs", type=int, default=2, help="processes (default: 2)")
     parser.add_argument("--device", default="cpu", help="where both sides compute: cpu (default), cuda, sim")
+    parser.add_argument("--kernels", help="as for megatrain.compile")
     parser.add_argument("--json", type=Path, help="write the rows to this file")
     parser.add_argument("--merge", type=Path, nargs="+", help="run nothing, read these files instead")
     parser.add_argument("--markdown", type=Path, help="write the table, a column for each environment, to this file")
@@ -35,7 +36,7 @@ def main() -> int:
     if options.merge:
         measured = [json.loads(path.read_text()) for path in options.merge]
     else:
-        measured = [_measure(options.only.split(","), options.jobs, options.device)]
+        measured = [_measure(options.only.split(","), options.jobs, options.device, options.kernels)]
         if options.json:
             options.json.write_text(json.dumps(measured[0], indent=1) + "\n")
     if options.markdown:
@@ -44,7 +45,7 @@ def main() -> int:
     return int(any(row.result in ("WRONG", "error") for row in found))
 
 
-def _measure(only: list[str], jobs: int, device: str) -> dict[str, Any]:
+def _measure(only: list[str], jobs: int, device: str, kernels: str | None) -> dict[str, Any]:
     if device != "sim" and (reason := fault(device)) is not None:
         sys.exit(f"--device {device} {reason}")
     os.environ["OMP_NUM_THREADS"] = "1"  # read by the processes that run the cases
@@ -54,7 +55,7 @@ def _measure(only: list[str], jobs: int, device: str) -> dict[str, Any]:
     order = {name: index for index, (name, _) in enumerate(chosen)}
     found: list[Row] = []
     start = time.perf_counter()
-    for row in rows(chosen, jobs, device):
+    for row in rows(chosen, jobs, device, kernels):
         found.append(row)
         print(text_line(row), flush=True)
     found.sort(key=lambda row: order[row.case])
@@ -62,6 +63,8 @@ def _measure(only: list[str], jobs: int, device: str) -> dict[str, Any]:
     versions = {name: importlib.metadata.version(name) for name in ("torch", "transformers")}
     if device != "cpu":
         versions["device"] = "simulated" if device == "sim" else torch.get_device_module(device).get_device_name()
+    if kernels is not None:
+        versions["kernels"] = kernels
     print(f"{summary(found)}; {minutes:.1f} min; {_named(versions)}")
     return {"versions": versions | {"python": platform.python_version()}, "rows": [asdict(row) for row in found]}
 

@@ -69,8 +69,14 @@ class Trained:
     rng: tuple[Any, ...]
 
 
-def run(case: Case, device: str = "cpu") -> Row:
-    """Compares a case with eager on a device: once with default options, once in small blocks and recomputed."""
+def run(case: Case, device: str = "cpu", kernels: str | None = None) -> Row:
+    """Compares a case with eager on a device: once with default options, once in small blocks and recomputed.
+
+    Args:
+        case: The case.
+        device: Where both sides compute.
+        kernels: See `megatrain.compile`; None is its default.
+    """
     start = time.perf_counter()
     missing = [p for p in case.needs if importlib.util.find_spec(p) is None]
     if missing:
@@ -83,10 +89,11 @@ def run(case: Case, device: str = "cpu") -> Row:
     except Exception as error:
         result = "error" if isinstance(error, AssertionError) else "skipped"  # the case is at fault, or its package
         return replace(row, result=result, detail=f"eager fails: {_brief(error)}")
+    options: dict[str, Any] = {"device": device} | ({} if kernels is None else {"kernels": kernels})
     with lowered_once():
-        row, compiled = _compare(case, expected, row, {"device": device})
+        row, compiled = _compare(case, expected, row, options)
         if compiled is not None:
-            streamed, _ = _compare(case, expected, row, {"device": device} | _streamed(compiled))
+            streamed, _ = _compare(case, expected, row, options | _streamed(compiled))
             row = max(row, streamed, key=lambda r: RESULTS.index(r.result))
     if row.result in ("close", "WRONG") and judge(expected, eager(case, device))[0] != "exact":
         result = "error" if device == "cpu" else "skipped"  # some kernels of an accelerator sum in any order

@@ -18,13 +18,13 @@ from tests.zoo.run import Row
 TIME_LIMIT = 120.0
 
 
-def rows(names: list[tuple[str, str]], jobs: int, device: str = "cpu") -> Iterator[Row]:
-    """Yields a row for each `(case, family)` on a device, in the order in which they end."""
+def rows(names: list[tuple[str, str]], jobs: int, device: str = "cpu", kernels: str | None = None) -> Iterator[Row]:
+    """Yields a row for each `(case, family)` on a device, in the order in which they end; None is default kernels."""
     queue = list(reversed(names))
     workers: list[Worker] = []
     while queue or workers:
         while queue and len(workers) < jobs:
-            workers.append(Worker(device))
+            workers.append(Worker(device, kernels))
         for worker in workers:
             if worker.at is None and queue:
                 worker.give(*queue.pop())
@@ -45,10 +45,10 @@ def rows(names: list[tuple[str, str]], jobs: int, device: str = "cpu") -> Iterat
 class Worker:
     """One process, which runs one case at a time."""
 
-    def __init__(self, device: str) -> None:
+    def __init__(self, device: str, kernels: str | None = None) -> None:
         context = multiprocessing.get_context("spawn")
         self.pipe, theirs = context.Pipe()
-        self.process = context.Process(target=_serve, args=(theirs, device), daemon=True)
+        self.process = context.Process(target=_serve, args=(theirs, device, kernels), daemon=True)
         self.process.start()
         theirs.close()
         self.at: tuple[str, str] | None = None
@@ -91,7 +91,7 @@ class Worker:
         return Row(*self.at, "error", why, seconds=round(time.monotonic() - self.since, 1))
 
 
-def _serve(pipe: Connection[Any, Any], device: str) -> None:
+def _serve(pipe: Connection[Any, Any], device: str, kernels: str | None) -> None:
     from dataclasses import asdict
 
     from tests.zoo.collect import cases
@@ -109,4 +109,4 @@ def _serve(pipe: Connection[Any, Any], device: str) -> None:
                 name = pipe.recv()
             except EOFError:
                 return
-            pipe.send(asdict(run(known[name], device)))
+            pipe.send(asdict(run(known[name], device, kernels)))
