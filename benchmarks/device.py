@@ -90,6 +90,7 @@ def host_of_any_size() -> Generator[None]:
             (host_plan, "available_now", lambda: _PLENTY),
             (SplitMaster, "store", lambda self, values, spare: None),
             (MasterStep, "__call__", lambda self, optimizer: None),
+            (MasterStep, "prepare", lambda self, parameters, groups, states: None),
             (GradientNorm, "_norm_of", lambda self, gradient, dtype: torch.ones(())),
             (GradientNorm, "total", lambda self: torch.ones(())),
         ):

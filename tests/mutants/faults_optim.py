@@ -5,7 +5,9 @@ from __future__ import annotations
 from tests.mutants.fault import Fault
 
 BLOCKWISE, MASTERS, NORM = "tests/optim/test_blockwise.py", "tests/optim/test_masters.py", "tests/optim/test_norm.py"
-PATHS, REGISTRY, NARROW = (f"tests/optim/test_{name}.py" for name in ("fast_paths", "registry", "narrow"))
+PATHS, REGISTRY, NARROW, PREPARED = (
+    f"tests/optim/test_{name}.py" for name in ("fast_paths", "registry", "narrow", "prepared")
+)
 
 FAULTS: list[Fault] = [
     Fault(
@@ -77,6 +79,27 @@ FAULTS: list[Fault] = [
         "not math.isfinite(norm.item()) and not _is_finite(gradient):",
         "not math.isfinite(norm.item()):",
         (f"{NORM}::test_without_gradients_the_norm_is_zero_and_one_that_overflows_is_no_element_that_is_not_finite",),
+    ),
+    Fault(
+        "a prepared update writes into a moment that the user replaced",
+        "optim/prepared.py",
+        "state.get(name) is tensor and tensor.data_ptr() == address",
+        "tensor.data_ptr() == address",
+        (f"{PREPARED}::test_prepared_updates_leave_what_updates_made_anew_leave",),
+    ),
+    Fault(
+        "a prepared update doesn't see that other code wrote a parameter",
+        "optim/masters/registry.py",
+        "        if held is None or not held.is_as_left or not self._has_master(held):\n",
+        "        if held is None or not self._has_master(held):\n",
+        (f"{PREPARED}::test_prepared_updates_leave_what_updates_made_anew_leave",),
+    ),
+    Fault(
+        "a prepared update reads a gradient in the dtype of an earlier one",
+        "optim/prepared.py",
+        "(gradient.dtype, gradient.stride()) == self.gradient",
+        "gradient.stride() == self.gradient[1]",
+        (f"{PREPARED}::test_prepared_updates_leave_what_updates_made_anew_leave",),
     ),
     Fault(
         "what is copied to undo an update isn't planned",

@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -68,18 +69,29 @@ def slow(rank: int, mode: str) -> list[torch.Tensor]:
     """Rank 1 takes its time for each update; the losses tell whether others waited for it."""
     case = Case("tied", mode, [(1, 1, 1)] * 3)
     _, _, step = begin(case, dist.group.WORLD)
-    own = MasterStep.__call__
 
-    def slowly(self: MasterStep, optimizer: Any) -> None:
-        time.sleep(0.1)
-        own(self, optimizer)
+    def slowly(own: Any, step: MasterStep, optimizer: Any) -> None:
+        if rank == 1:
+            time.sleep(0.1)
+        own(step, optimizer)
 
-    if rank == 1:
-        MasterStep.__call__ = slowly
-    try:
+    with updating_by(slowly):
         return take(case, rank, step, range(3))["losses"]
+
+
+@contextmanager
+def updating_by(code: Callable[[Any, MasterStep, Any], None]) -> Generator[None]:
+    """Has other code run each update of a block in the body, prepared ones too; it gets the own code first."""
+    own, run = MasterStep.__call__, MasterStep.run
+
+    def call(self: MasterStep, optimizer: Any) -> None:
+        code(own, self, optimizer)
+
+    MasterStep.__call__, MasterStep.run = call, lambda *_: False
+    try:
+        yield
     finally:
-        MasterStep.__call__ = own
+        MasterStep.__call__, MasterStep.run = own, run
 
 
 UPDATED = Case("tied", "spread", [(1, 1, 1)] * 3)
@@ -89,19 +101,16 @@ def failing_update(rank: int, times: int) -> tuple[str, dict[str, Any]]:
     """An update of rank 1 at the head of a step fails once it has written; all try again."""
     compiled, optimizer, step = begin(UPDATED, dist.group.WORLD)
     take(UPDATED, rank, step, [0])
-    own, left = MasterStep.__call__, [times if rank == 1 else 0]
+    left = [times if rank == 1 else 0]
 
-    def failing(self: MasterStep, optimizer: Any) -> None:
-        own(self, optimizer)
-        if left[0] and any(self._gradient_of(p) is not None for p in parameters_of(optimizer)):
+    def failing(own: Any, step: MasterStep, optimizer: Any) -> None:
+        own(step, optimizer)
+        if left[0] and any(step._gradient_of(p) is not None for p in parameters_of(optimizer)):
             left[0] -= 1
             raise ValueError("no update today")
 
-    MasterStep.__call__ = failing
-    try:
+    with updating_by(failing):
         text = refused(lambda: take(UPDATED, rank, step, [1]))
-    finally:
-        MasterStep.__call__ = own
     taken = take(UPDATED, rank, step, [1, 2])
     found = {**taken, **state_of(compiled, optimizer, step)}
     del found["generator"]
