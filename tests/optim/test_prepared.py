@@ -34,6 +34,7 @@ class Side:
             {"params": self.parameters[3:], "weight_decay": 0.0},
         ]
         self.optimizer = torch.optim.AdamW(groups, lr=1e-2, fused=True)
+        self.held: torch.Tensor | None = None
         self.gradients: dict[torch.Tensor, torch.Tensor] = {}
         self.code = MasterStep(Masters(self.model, "exact"), gradient_of=self.gradients.get)
         self.blocks = BlockOptimizer(self.optimizer, [self.parameters[:2], self.parameters[2:]], code=self.code)
@@ -68,6 +69,7 @@ def _moves(side: Side) -> None:
 
 def _replaces_moment(side: Side) -> None:
     state = side.optimizer.state[side.parameters[0]]
+    side.held = state["exp_avg"]  # so that its memory stays as it is
     state["exp_avg"] = state["exp_avg"] * 2
 
 

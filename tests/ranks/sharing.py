@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -82,12 +82,12 @@ def slow(rank: int, mode: str) -> list[torch.Tensor]:
 @contextmanager
 def updating_by(code: Callable[[Any, MasterStep, Any], None]) -> Generator[None]:
     """Has other code run each update of a block in the body, prepared ones too; it gets the own code first."""
-    own, run = MasterStep.__call__, MasterStep.run
+    own, run, anew = MasterStep.__call__, MasterStep.run, cast(Any, lambda *_: False)
 
     def call(self: MasterStep, optimizer: Any) -> None:
         code(own, self, optimizer)
 
-    MasterStep.__call__, MasterStep.run = call, lambda *_: False
+    MasterStep.__call__, MasterStep.run = call, anew
     try:
         yield
     finally:
