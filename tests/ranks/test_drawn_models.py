@@ -17,7 +17,6 @@ from tests.ranks.sides import MODES, Case, train_drawn
 from tests.strategies import (
     WIDTH,
     Branch,
-    Dead,
     Frozen,
     Halves,
     NoGrad,
@@ -39,7 +38,8 @@ LEAVES = (
     Frozen,
     Odd,
 )
-WRAPPERS = (Skip, Dead, Halves, WritesView, NoGrad, Branch)
+# Nor `Dead`, which draws: each rank draws from its own generators.
+WRAPPERS = (Skip, Halves, WritesView, NoGrad, Branch)
 # What ranks can't do, and say so: micro-batches that run other layers, on one rank or on several.
 REFUSED = "differs from micro-batch 0", "the ranks differ: what block"
 
