@@ -176,19 +176,6 @@ def test_what_the_engine_lacks_is_refused(page: dict[str, Any]) -> None:
         engine.initialize()
 
 
-@pytest.mark.nightly
-def test_the_names_that_the_page_takes_over_are_verls(monkeypatch: pytest.MonkeyPatch) -> None:
-    engines: Any = pytest.importorskip("verl.workers.engine.fsdp.transformer_impl", reason="needs verl")
-    base: Any = pytest.importorskip("verl.workers.engine.base")
-    monkeypatch.setattr(base.EngineRegistry, "_engines", {})  # a name is registered once in a process
-    names: dict[str, Any] = {"__name__": "plugins"}
-    exec(compile(CODE["verl"], "plugins.md", "exec", dont_inherit=True), names)
-    kind = base.EngineRegistry.get_engine_cls("language_model", "megatrain")
-    assert kind is names["Megatrain"]
-    own = [name for name in vars(kind) if not name.startswith("__")]
-    assert [name for name in own if not hasattr(engines.FSDPEngineWithLMHead, name)] == []
-
-
 # -- LLaMA-Factory ----------------------------------------------------------------------------------------------------
 
 
@@ -301,17 +288,6 @@ def test_axolotls_trainer_has_the_stock_runs_bits(
     # What the plugin returns, in place of what `assert_streams_as_stock` would make of the stock class.
     monkeypatch.setattr("tests.integrations.runs.streamed_kind", lambda stock: kind)
     assert_streams_as_stock(scenario, tmp_path)
-
-
-@pytest.mark.nightly
-def test_settings_reach_the_training_arguments(manager: Any) -> None:
-    config = pytest.importorskip("axolotl.integrations.config", reason=NEEDS)
-    given = Settings(megatrain_memory="3GiB", megatrain_precision="bf16", other=1)
-    assert manager.get_training_args(given) == {"megatrain_memory": "3GiB", "megatrain_precision": "bf16"}
-    assert manager.get_input_args() == [f"{plugin.__name__}.MegatrainArguments"]
-    mixin = config.merge_training_args()
-    assert issubclass(mixin, plugin.MegatrainTrainingArguments)
-    assert plugin.MegatrainArguments(megatrain_memory="3GiB").megatrain_overlap is None
 
 
 @pytest.mark.parametrize("name", ["rl", "reward_model", "trainer_cls", "layer_offloading", "deepspeed"])

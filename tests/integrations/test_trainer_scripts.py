@@ -12,7 +12,6 @@ import torch
 from torch import nn
 from transformers import (
     DataCollatorWithFlattening,
-    LlamaForCausalLM,
     Trainer,
     TrainerCallback,
     Wav2Vec2Config,
@@ -21,19 +20,14 @@ from transformers import (
 
 from tests.integrations.runs import (
     EVAL,
-    FULL,
     RAGGED,
-    REASSOCIATED,
     SAVED,
-    SUMMED,
     TWO,
     Loss,
     Scenario,
     assert_streams_as_stock,
     llama,
-    with_loss,
 )
-from tests.integrations.test_trainer import READS
 from tests.integrations.words import ragged_texts
 
 pytestmark = [
@@ -44,33 +38,6 @@ pytestmark = [
 
 
 # -- losses -----------------------------------------------------------------------------------------------------------
-
-
-def head_again(self: Any, model: Any, inputs: Any) -> Any:
-    """Applies the head once more, to an inner layer."""
-    outputs = model(**inputs, output_hidden_states=True)
-    early = model.lm_head(outputs.hidden_states[1])
-    return outputs.loss + nn.functional.cross_entropy(early.flatten(0, 1), inputs["labels"].flatten()), outputs
-
-
-def nan_once(self: Any, model: Any, inputs: Any) -> Any:
-    """One loss is not a number."""
-    outputs = model(**inputs)
-    is_nan = self.state.global_step == 1 and model.training
-    return outputs.loss * (float("nan") if is_nan else 1.0), outputs
-
-
-def positional(self: Any, model: Any, inputs: Any) -> Any:
-    """Gives positional arguments, and takes a tuple."""
-    outputs = model(inputs["input_ids"], inputs.get("attention_mask"), return_dict=False)
-    return nn.functional.cross_entropy(outputs[0].mT, inputs["labels"]), {"logits": outputs[0]}
-
-
-def sharpens_logits(self: Any, model: Any, inputs: Any) -> Any:
-    """A penalty of a gradient by the model's result, which is differentiated itself."""
-    outputs = model(**inputs)
-    [found] = torch.autograd.grad(outputs.logits.logsumexp(-1).sum(), outputs.logits, create_graph=True)
-    return outputs.loss + found.square().sum(), outputs
 
 
 class WithParameters(Loss):
@@ -96,20 +63,6 @@ class WithParameters(Loss):
         return loss + (outputs.logits - self.centre).square().mean(), outputs
 
 
-class SetsItsLoss(Trainer):
-    """A script sets another compute_loss on the object, which reads logits."""
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self.compute_loss = self.entropy  # pyright: ignore[reportAttributeAccessIssue]
-
-    def entropy(self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None) -> Any:
-        """Returns the loss, and a part of the entropy of all predictions."""
-        outputs = model(**inputs)
-        loss = outputs.loss - 0.1 * torch.distributions.Categorical(logits=outputs.logits).entropy().mean()
-        return (loss, outputs) if return_outputs else loss
-
-
 # -- trainers ---------------------------------------------------------------------------------------------------------
 
 
@@ -131,18 +84,6 @@ class OwnOptimizer(Trainer):
             self.optimizer if optimizer is None else optimizer, [0.03, 0.01], total_steps=num_training_steps + 1
         )
         return self.lr_scheduler
-
-
-class Before(Trainer):
-    """A script's calls between the constructor and train()."""
-
-    def train(self, *args: Any, **kwargs: Any) -> Any:
-        self.evaluate()
-        self.create_optimizer_and_scheduler(num_training_steps=self.args.max_steps)
-        self.model.model.embed_tokens.requires_grad_(False)  # pyright: ignore
-        assert self.get_num_trainable_parameters() > 0
-        assert self.get_learning_rates()
-        return super().train(*args, **kwargs)
 
 
 class Rebuilds(Trainer):
@@ -185,15 +126,6 @@ class Averages(TrainerCallback):
 # -- models -----------------------------------------------------------------------------------------------------------
 
 
-def placed() -> Any:
-    """As `from_pretrained(device_map=...)` leaves a model."""
-    import tempfile
-
-    with tempfile.TemporaryDirectory() as folder:
-        llama().save_pretrained(folder)
-        return LlamaForCausalLM.from_pretrained(folder, device_map={"": "cpu"}, dtype="auto")
-
-
 WAVES: dict[str, Any] = {
     "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32, "conv_dim": (8, 8),
     "conv_stride": (5, 2), "conv_kernel": (10, 3), "num_conv_pos_embeddings": 16, "num_conv_pos_embedding_groups": 2,
@@ -220,23 +152,15 @@ def flat(model: Any) -> Mapping[str, Any]:
 
 
 SCENARIOS: dict[str, Scenario] = {
-    "the head once more": Scenario(SUMMED, kind=with_loss(head_again), reason=READS, tolerance=REASSOCIATED),
     "a loss with parameters": Scenario(TWO, kind=WithParameters),
-    "a loss that is no number": Scenario({**TWO, "logging_nan_inf_filter": False}, kind=with_loss(nan_once)),
-    "positional": Scenario(TWO, kind=with_loss(positional), rows=FULL),
-    "sharpens logits": Scenario(TWO, kind=with_loss(sharpens_logits)),
-    "sets its loss": Scenario(TWO, kind=SetsItsLoss),
     "optimizer and rates of one's own": Scenario(TWO, kind=OwnOptimizer),
-    "used before it trains": Scenario(TWO, kind=Before),
     "rebuilt before it trains": Scenario(TWO, kind=Rebuilds),
     "averages are trained": Scenario({**EVAL, **TWO}, more=lambda model: {"callbacks": [Averages()]}),
-    "placed by device_map": Scenario(TWO, model=placed),
     "flattened, with lengths": Scenario(TWO, rows=ragged_texts(), more=flat),
     "wav2vec2, masked by numpy": Scenario(
         TWO, of_sound, [sound(index) for index in range(12)],
         reason="nothing says beforehand how many random numbers the model draws",
     ),
-    "cache in training": Scenario({"use_cache": True, **TWO}, model=lambda: llama(use_cache=True)),
 }  # fmt: skip
 PACKAGED: dict[str, tuple[str, Scenario]] = {
     "schedule-free": (
