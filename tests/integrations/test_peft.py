@@ -246,5 +246,3 @@ def test_a_budget_below_a_stack_names_only_blocks_that_help() -> None:
     least = usual.least_bytes if said is None else int(said[1])
     assert finest.least_bytes >= least > 8 << 10
     assert "block_bytes" not in str(finest)
-
-

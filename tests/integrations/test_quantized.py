@@ -289,5 +289,3 @@ def test_a_plan_counts_two_bytes_of_state_a_parameter_of_a_registered_class(
     states = ("exp_avg", "exp_avg_sq") if "torchao" in name else ("state1", "state2")
     for state in states:
         assert WIDTH * WIDTH * 3 <= plan.host.bytes_of(f"AdamW8bit.{state}") < 1.2 * WIDTH * WIDTH * 3
-
-

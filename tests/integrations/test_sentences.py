@@ -170,5 +170,3 @@ def test_a_cross_encoder(name: str, tmp_path: Path) -> None:
         found.append([str(ran[0]), *ran[1:], [torch.as_tensor(each.predict(pairs)) for each in (model, again)]])
         assert reason == (expected if streams else None)
     assert_same(found[1], found[0])
-
-

@@ -39,6 +39,8 @@ pytestmark = [
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 two = processes_fixture(2)
+
+
 def in_several(processes: Processes, name: str, folder: Path, *, streams: bool = True, **training: Any) -> list[Any]:
     found = processes.run(train_here, name, str(folder), streams, training)
     for each in found:

@@ -132,6 +132,8 @@ SAMPLED = {
     "num_generations": 2, "max_completion_length": 4, "temperature": 1.0, "generation_batch_size": 4, "beta": 0.0,
     **FOUR,
 }  # fmt: skip
+
+
 def sft(rows: Any = texts, more: Any = None, model: Any = llama, **options: Any) -> Any:
     return script("SFT", rows, more=more, model=model, options={**TWO, **options})
 

@@ -210,24 +210,6 @@ def test_autocast_around_the_forward_alone() -> None:
     assert_parity_of(seeded(Trunk), drive)
 
 
-def test_scaled_losses() -> None:
-    def drive(call, model):
-        optimizer = torch.optim.SGD(model.parameters(), 0.1)
-        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=1)
-        for step in range(3):
-            optimizer.zero_grad()
-            left, right, _ = call(batch())
-            loss = left.square().sum() + right.sum()
-            scaler.scale(loss * float("inf") if step == 1 else loss).backward()
-            scaler.unscale_(optimizer)
-            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-            scaler.step(optimizer)
-            scaler.update()
-        return torch.tensor(scaler.get_scale())
-
-    assert_parity_of(seeded(Trunk), drive)
-
-
 @pytest.mark.filterwarnings("ignore:Anomaly Detection")
 def test_anomaly_mode() -> None:
     def drive(call, model):

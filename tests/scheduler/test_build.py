@@ -49,12 +49,6 @@ def test_keep_retains_all_graphs_and_offload_parks_all_inputs_but_the_last():
     assert [str(op) for op in parked.ops if op.what == "A"] == ["A1", "A2", "A2", "A1"]
 
 
-def test_the_last_blocks_stay_from_forward_to_backward():
-    assert loads(schedule(example(), num_slots=1)) == ["W0@0", "W1@0", "W2@0", "W3@0", "W2@0", "W1@0", "W0@0"]
-    assert len(loads(schedule(example(), num_slots=2))) == 6
-    assert len(loads(schedule(example(), num_slots=4))) == 4
-
-
 def test_bound_weights_take_no_bytes_and_move_none():
     plan = schedule(example(), transfer="bind", activations="offload")
     assert plan.slots == (Slot(0, 0),)
@@ -308,30 +302,6 @@ def test_a_backward_needs_a_schedule_that_trains():
     tight = backward_schedule(schedule(example()), memory=480_000)
     assert tight.num_slots == 1
     assert tight.device_bytes <= 480_000
-
-
-def test_a_backward_alone_starts_without_weights():
-    alone = backward_schedule(schedule(example(), keep=2))
-    assert loads(alone) == ["W3@1", "W2@0", "W1@1", "W0@0"]
-    assert {op.what for op in alone.ops} == {"W", "A", "B", "G"}
-
-
-def test_a_model_without_backward_only_runs_forward():
-    frozen = Workload(
-        tuple(replace(b, has_backward=False, gradient_bytes=0) for b in example().blocks),
-        tuple(replace(v, has_gradient=False) for v in example().values),
-        example().storages,
-    )
-    plan = schedule(frozen, memory=10**6)
-    plan.check()
-    assert {op.what for op in plan.ops} == {"W", "F"}
-    assert (plan.keep, plan.saves) == (0, ())
-
-
-def test_no_blocks_make_an_empty_schedule():
-    plan = schedule(Workload((), (), ()))
-    plan.check()
-    assert plan.ticks == ()
 
 
 @pytest.mark.nightly

@@ -122,5 +122,3 @@ def test_freed_memory_is_poisoned_in_each_run(graphs: LaunchGraphs):
 
     graphs.record(work)()
     assert graphs.memory(addresses[0], 4000).view(torch.float32).isnan().all()
-
-

@@ -115,5 +115,3 @@ def test_the_host_pays_for_issue_and_for_waits(sim: Simulator):
     x.add_(1)
     torch.accelerator.synchronize()
     assert sim.host_clock == close(2.8125 + 0.5 + 0.25 + 0.0625)
-
-

@@ -116,19 +116,6 @@ def test_a_capture_leaves_the_numbers_of_a_loader_alone():
     assert torch.equal(after, torch.rand(3))
 
 
-def test_a_model_that_seeds_is_still_found_while_a_loader_draws():
-    class Seeding(Held):
-        def forward(self, x):
-            x = nn.functional.dropout(x)
-            torch.manual_seed(3)
-            return super().forward(x)
-
-    model = Seeding()
-    model.meet.append(Meeting(lambda: _loads(model)))
-    traced = trace(model, (torch.randn(5, 3),))
-    assert "opaque the model" in str(traced)
-
-
 def test_a_reader_sees_the_models_own_parameters():
     def read(model: Any) -> Any:
         found = [*model.parameters(), *model.buffers(), model.first.weight, model._parameters, *vars(model.first)]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Generator
 from functools import partial
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -24,7 +23,6 @@ from tests.training.parity import (
     TASKS,
     SideBySide,
     adamw,
-    emptied,
     fresh,
     generator_of,
     loop_step,
@@ -134,26 +132,6 @@ def test_weights_without_elements_train_as_in_the_loop(make: Any, options: dict[
         assert_same(expected if found[1] is not None else (expected[0], None), found, "loss and norm")
     sides.assert_same()
     assert not any(parameter.numel() for parameter in (sides.streamed.rows, sides.streamed.shift))
-
-
-def test_weights_without_elements_change_nothing_in_bf16(tmp_path: Path) -> None:
-    """The layers train as in a model without such weights, and from a checkpoint too."""
-    ends: list[Any] = []
-    bf16: dict[str, Any] = {"device": "cpu", "transfer": "copy", "precision": "bf16", "masters": "rounded"}
-    settings: dict[str, Any] = {"loss": square, "max_grad_norm": 0.5}
-    for has_some in (True, False):
-        model = emptied(has_some=has_some)
-        step = megatrain.TrainStep(megatrain.compile(model, **bf16), adamw(model), **settings)
-        for number in range(3):
-            if has_some and number == 2:
-                step.save(tmp_path / "run")
-                model = emptied()
-                compiled = megatrain.compile(model, **bf16)
-                step = megatrain.TrainStep.load(tmp_path / "run", compiled, adamw(model), **settings)
-            step([stack_batch(number, 2), stack_batch(number + 10, 2)])
-        step.flush()
-        ends.append([parameter for parameter in model.parameters() if parameter.numel()])
-    assert_same(*ends)
 
 
 # -- optimizers whose code nobody knows ------------------------------------------------------------------------------
