@@ -27,7 +27,6 @@ from tests.runtime.parity import seeded
 from tests.training.parity import (
     MODES,
     TASKS,
-    TELLING_MODES,
     SideBySide,
     adamw,
     fresh,
@@ -224,26 +223,6 @@ def test_backwards_by_hand_between_steps_and_one_that_comes_too_late() -> None:
         loss.backward()
     assert all(p.grad is None for p in sides.streamed.parameters())
     sides.step(batch(3))
-
-
-@pytest.mark.parametrize("mode", TELLING_MODES)
-def test_groups_freezing_and_sizes_that_change_between_steps(mode: str) -> None:
-    """Updates that are due are taken by a step of another schedule."""
-
-    def of_layers(model: Any) -> torch.optim.Optimizer:
-        return torch.optim.AdamW(model.layers.parameters(), lr=1e-2)
-
-    sides = SideBySide.of("hazardous", of_layers, **MODES[mode])
-    for number, (size, count) in enumerate(((2, 1), (3, 1), (2, 2), (3, 1), (2, 1))):
-        for model in (sides.eager, sides.streamed):
-            model.layers[0].requires_grad_(not 2 <= number < 4)
-        given = [torch.randn(size, 4, generator=torch.Generator().manual_seed(number + i)) for i in range(count)]
-        sides.take(given, seed=number)
-        for model, optimizer in ((sides.eager, sides.eager_optimizer), (sides.streamed, sides.optimizer)):
-            if number == 1:
-                optimizer.add_param_group({"params": model.head.parameters(), "lr": 0.1})
-            optimizer.param_groups[0]["betas"] = (0.5 + 0.1 * number, 0.99)
-    sides.assert_same()
 
 
 def test_a_second_step_over_an_optimizer_whose_very_first_updates_are_due() -> None:

@@ -241,30 +241,6 @@ def test_a_failure_of_any_operation_leaves_a_whole_norm(monkeypatch: pytest.Monk
     assert "host:N" in completed
 
 
-def test_an_update_that_fails_and_runs_again_sums_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fails() -> None:
-        raise OSError("once")
-
-    monkeypatch.setitem(MODES, "reported", {"report_norm": True})
-    run = Run("reported")
-    for after in range(2):
-        torch.manual_seed(run.number)
-        given = batches(run.number)
-        optimizers = run.sides.eager_optimizers
-        _, norm = loop_step(run.sides.eager, optimizers, given, loss=run.sides.loss, max_norm=math.inf)
-        torch.manual_seed(run.number)
-        TRAP.arm("update", fails, after=after)
-        with pytest.raises(ExecuteError, match="OSError: once"):
-            run.sides.step(given)
-        TRAP.clear()
-        if not after:  # no update came before it, so the step left no trace
-            torch.manual_seed(run.number)
-            run.sides.step(given)
-        run.number += 1
-        assert_same(norm, run.sides.step.progress.grad_norm)
-        run.sides.assert_same(after)
-
-
 @pytest.mark.parametrize("other", [{"clip": True, "updates": "overlap"}, {"updates": "deferred"}, {"updates": "none"}])
 def test_a_norm_that_nothing_waits_for_belongs_to_updates_of_its_own_step(other: dict[str, Any]) -> None:
     with pytest.raises(OptionError, match="reports_norm=True with clip="):
