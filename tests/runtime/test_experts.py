@@ -235,7 +235,7 @@ def test_parts_lie_in_their_whole_and_a_prefetch_is_one_copy_per_tensor():
     store = compiled.megatrain.engine.store
     image = state_image([compiled.program.state["layers.0.up[4:8]"]])
     store.extend([image])
-    assert store.num_copies(image) == 1
+    assert len(store._placed(image).runs) == 1
     (view,) = store.bound(image)
     assert view.data_ptr() == model.layers[0].up[4:8].data_ptr()
     slot = torch.zeros(image.nbytes, dtype=torch.uint8)
@@ -243,7 +243,7 @@ def test_parts_lie_in_their_whole_and_a_prefetch_is_one_copy_per_tensor():
     assert torch.equal(store.views(image, slot)[0], model.layers[0].up[4:8])
     joined = state_image([compiled.program.state[f"layers.0.up[{a}:{a + 4}]"] for a in (0, 4)])
     store.extend([joined])
-    assert store.num_copies(joined) == 1
+    assert len(store._placed(joined).runs) == 1
     total = sum(-(-t.numel() * t.element_size() // 64) * 64 for t in compiled.megatrain.engine.tensors.values())
     assert store.nbytes <= total
 
