@@ -27,6 +27,7 @@ NAMES = [
     "vit_labels",
 ]
 
+
 def device() -> torch.device:
     return find(None).torch_device
 

@@ -106,5 +106,3 @@ def test_a_failure_in_each_kind_of_operation_leaves_a_step_boundary(mode: str) -
         if step.progress.count == count:
             assert all(torch.equal(tensor, before[key]) for key, tensor in model.state_dict().items())
         step(batch)
-
-
