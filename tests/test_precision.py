@@ -251,6 +251,21 @@ def test_files_give_a_model_on_meta_exact_masters(tmp_path: Path, stored: torch.
     assert all(a is b for a, b in zip(optimizer.param_groups[0]["params"], model.parameters(), strict=True))
 
 
+def test_tied_names_must_agree_in_every_bit_of_the_master(tmp_path: Path):
+    reference, args = small_gpt()
+    state = {name: t.clone() for name, t in reference.state_dict().items()}
+    state["embed.weight"][0, 0] = state["head.weight"][0, 0] = 1.0 + 2**-8  # a tie, which torch rounds otherwise
+    save_file(state, tmp_path / "a.safetensors")
+    megatrain.compile(meta_gpt(), device="cpu", precision="bf16", weights=tmp_path)(*args)
+    state["head.weight"][0, 0] += 2**-20
+    save_file(state, tmp_path / "a.safetensors")
+    compiled = megatrain.compile(meta_gpt(), device="cpu", precision="bf16", weights=tmp_path)
+    with pytest.raises(
+        WeightsError, match=r"`embed.weight` and `head.weight` are one tensor in the model, but differ in the files"
+    ):
+        compiled(*args)
+
+
 def test_a_model_on_meta_is_planned_and_loaded_later():
     reference, args = small_gpt()
     model = meta_gpt()

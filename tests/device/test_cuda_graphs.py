@@ -135,6 +135,13 @@ def test_an_interrupt_ends_a_capture_as_usual(notes: list[str]):
     assert cuda_graphs._broken == []
 
 
+def test_memory_of_the_graphs_comes_from_a_recording(notes: list[str]):
+    graphs = CudaGraphs(torch.device("cuda", 0))
+    del notes[:]
+    assert graphs.allocate(12).nbytes == 12
+    assert notes == ["begin", "end"]
+
+
 SETTINGS: dict[str, tuple[Any, str, Sequence[Any]]] = {
     "fp16 accumulation": (torch.backends.cuda.matmul, "allow_fp16_accumulation", (False, True)),
     "reduced precision": (torch.backends.cuda.matmul, "allow_bf16_reduced_precision_reduction", (False, True)),

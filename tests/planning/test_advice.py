@@ -131,6 +131,16 @@ def test_a_model_that_has_changed_is_refused():
         plan.largest("micro_batch")
 
 
+def test_a_plan_without_its_model_has_no_alternatives():
+    plan = planned()
+    bare = megatrain.Plan(plan.program, plan.schedule, plan.host, None, None, "fp32")
+    with pytest.raises(OptionError, match="this plan has no alternatives: it doesn't know its model"):
+        _ = bare.alternatives
+    with pytest.raises(OptionError, match="this plan can't change its sizes"):
+        bare.largest("micro_batch")
+    assert str(bare.why()).startswith("No time is known")
+
+
 # -- ways out -------------------------------------------------------------------------------------------------
 
 
@@ -247,6 +257,20 @@ def test_a_step_of_which_no_size_fits_is_refused():
         planned(device_memory="100KiB").largest("micro_batch")
 
 
+def test_a_model_that_can_not_run_at_a_size_says_so():
+    class Fixed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(8, 8)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.layer(x) + torch.ones(4, 8)
+
+    found = megatrain.plan(Fixed(), torch.ones(4, 8)).largest("micro_batch")
+    assert (found.size, found.too_large) == (4, 5)
+    assert found.refused.startswith("the model can't run at micro_batch 5: RuntimeError: ")
+
+
 # -- reasons --------------------------------------------------------------------------------------------------
 
 
@@ -288,3 +312,9 @@ def test_the_next_gib_is_planned():
     too_small = planned(device_memory="64KiB")
     assert too_small.lower_bound is None
     assert "With 1 GiB more of the device the step would fit." in too_small.why()
+
+
+def test_without_a_machine_no_time_is_said():
+    text = planned(hardware=None).why()
+    assert text.startswith("No time is known without hardware=")
+    assert "tokens/s" not in text

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from hypothesis import strategies as st
 import megatrain
 from megatrain.errors import ScheduleError
 from megatrain.hardware.hardware import Hardware
+from megatrain.scheduler.builder.build import backward_schedule
 from megatrain.scheduler.builder.host_ticks import DEFERRED_SHARE, deferred_updates
 from megatrain.scheduler.from_program import schedule
 from megatrain.scheduler.from_program import workload as workload_of
@@ -79,6 +81,13 @@ def test_gradients_leave_beside_the_whole_backward_of_the_next_block_if_they_fit
     assert early.saves == late.saves
     for plan in (late, early):
         plan.check()
+
+
+def test_a_whole_step_can_not_be_split():
+    options: Any
+    for options in ({"micro_batches": 2}, {"updates": "overlap"}, {"clip": True}, {"outputs": "release"}):
+        with pytest.raises(ScheduleError, match="can't be split"):
+            backward_schedule(schedule(trained(3), **options))
 
 
 class Tied(torch.nn.Module):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
 import pytest
@@ -12,11 +13,13 @@ from hypothesis import given
 from megatrain.errors import ScheduleError
 from megatrain.hardware.hardware import Hardware
 from megatrain.hardware.work import products
+from megatrain.scheduler.builder.draft import Builder, Choices
 from megatrain.scheduler.builder.search import sparing_results
 from megatrain.scheduler.effects import host_value_bytes
 from megatrain.scheduler.from_program import merge, schedule
 from megatrain.scheduler.lifetimes import find_peak
-from megatrain.scheduler.schedule import Schedule
+from megatrain.scheduler.schedule import Schedule, schedule_of
+from megatrain.scheduler.step_kind import StepKind
 from megatrain.scheduler.workload import KeptWork, ValueWork, Workload
 from tests.draws import draws
 from tests.scheduler.symbolic import find_harm
@@ -133,6 +136,18 @@ def test_results_are_printed_read_back_and_refused_where_a_block_has_none():
     for change in changes:
         with pytest.raises(ScheduleError, match="isn't a result that a block keeps"):
             replace(workload, values=(*others, replace(last, **change))).check()
+
+
+@pytest.mark.parametrize(("num_slots", "micro_batches"), [(2, 1), (3, 2), (5, 3)])
+def test_results_return_after_they_have_left_however_soon_that_is(num_slots: int, micro_batches: int):
+    """Other parked values are made a block earlier, so they have always left by then."""
+    for count, keep in product((2, 3, 4), (0, 1)):
+        builder = Builder(keepers(count=count), StepKind(micro_batches=micro_batches, outputs="release"))
+        saves = () if micro_batches > 1 else (count - 1,)
+        results = tuple(block for block in range(count) if block not in saves)
+        plan = schedule_of(builder.table(Choices(num_slots, keep, saves, results=results)))
+        plan.check()
+        find_harm(plan, builder.workload, runs=3)
 
 
 LENGTHS = ValueWork("lengths", 40, 4, 0, (1, 2), False, False, False, on_host=True)

@@ -85,6 +85,25 @@ def test_a_forward_that_a_tool_put_in_place_gives_the_names_of_the_one_it_stands
     assert _names(model, X, X) == ("tokens", "more_0")
 
 
+def test_a_signature_that_python_cant_read_leaves_numbers():
+    model = _module(_plain)
+    model.forward = torch.add  # of C: it has no signature
+    assert _names(model, X, X) == ("arg0", "arg1")
+    model.forward = functools.partial(_plain, None)
+    assert _names(model, X, X) == ("ids", "labels")
+
+    class Odd:
+        __slots__ = ()
+        __hash__ = None  # pyright: ignore[reportAssignmentType]
+        __signature__ = "none"
+
+        def __call__(self, left: Any, right: Any) -> Any:
+            return left + right
+
+    model.forward = Odd()
+    assert _names(model, X, X) == ("arg0", "arg1")
+
+
 def test_an_input_given_by_position_and_then_by_keyword_gives_the_same_numbers():
     class Model(nn.Module):
         def __init__(self) -> None:

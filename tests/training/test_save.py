@@ -293,6 +293,17 @@ def test_a_config_of_any_library_is_written_unless_the_caller_did(tmp_path: Path
     assert not (tmp_path / "other/config.json").exists()
 
 
+def test_a_config_that_can_not_be_written_is_refused_and_the_checkpoint_stays(tmp_path: Path):
+    run = Run(Case(Configured, lambda step: torch.ones(2, 4)))
+    run.save(tmp_path / "run")
+    run.model.config.width = object()
+    text = refusal(lambda: run.save(tmp_path / "run"))
+    assert text.startswith("the model's config can't be written to `config.json`: Object of type object is not JSON")
+    assert "more=lambda folder" in text
+    load(tmp_path / "run").check()
+    run.save(tmp_path / "run", more=lambda folder: (folder / "config.json").write_text("mine"))
+
+
 def test_no_name_is_taken_for_one_of_ours(tmp_path: Path):
     class Named(nn.Module):
         def __init__(self):

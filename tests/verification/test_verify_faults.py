@@ -121,6 +121,21 @@ def test_a_slot_that_holds_another_blocks_weights_is_found(monkeypatch):
     assert found.what == "state `blocks.1.fc.weight`"
 
 
+def test_weights_of_before_an_update_are_found_in_the_second_step(monkeypatch):
+    real = Slots.prefetch
+    kept: dict[int, torch.Tensor] = {}
+
+    def prefetch(self, block, where, **options):
+        real(self, block, where, **options)
+        if block == 1:
+            buffer = self._arena.slot(*where)
+            buffer.copy_(kept.setdefault(id(self._arena), buffer.clone()))
+
+    monkeypatch.setattr(Slots, "prefetch", prefetch)
+    found = first(report_of("stack"))
+    assert (found.step, found.block, found.phase, found.what) == (1, 1, "forward", "state `blocks.0.fc.weight`")
+
+
 def test_a_parked_value_that_comes_back_changed_is_found(monkeypatch):
     real = OffloadBuffer.get
 
@@ -210,6 +225,18 @@ def test_a_template_with_another_literal_names_its_block(monkeypatch):
     assert (found.culprit, found.block, found.phase) == ("passes", block, "forward")
     assert found.name == f"blocks.{block - 1}"
     assert found.relative == pytest.approx(0.01 / (1 + (block - 1) / 8), rel=1e-3)
+
+
+def test_a_template_with_a_wrong_gradient_names_its_block(monkeypatch):
+    def mutate(graph):
+        (node,) = (n for n in graph.nodes if n.name.startswith("tanh"))
+        node.meta["grad"] = False
+
+    mutate_template(monkeypatch, 2, mutate)
+    report = megatrain.verify(scaled_stack(), torch.ones(2, 3), device="cpu")
+    assert not [d for d in report.differences if d.kind == "output" and not d.ok]
+    found = first(report)
+    assert (found.culprit, found.block, found.phase) == ("passes", 2, "backward")
 
 
 # -- the capture and the model -----------------------------------------------------------------------------
