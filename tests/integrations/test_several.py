@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -248,19 +247,3 @@ def test_the_pages_trainer_runs_under_torchrun_with_the_bits_of_one(tmp_path: Pa
     exec(compile(code.replace("max_steps=4", "max_steps=4, gradient_accumulation_steps=2"), "page", "exec"), {})
     for name in ("checkpoint-2/model.safetensors", "checkpoint-4/model.safetensors"):
         assert (tmp_path / "run" / name).read_bytes() == (alone / "run" / name).read_bytes()
-
-
-@pytest.mark.nightly
-def test_lightning_trains_by_calls_and_by_steps_and_not_apart(tmp_path: Path):
-    pytest.importorskip("lightning", reason="needs `pip install -e .[users]`")
-    found: dict[str, list[str]] = {}
-    for how in ("plain", "calls", "steps", "apart"):
-        status, shown, said = torchrun(tmp_path, HERE / "torchrun_lightning.py", how)
-        assert status == 0, said
-        found[how] = re.findall(r"trained: \d+ steps, [0-9a-f]+|refused: [ \w]+", shown)
-        assert len(found[how]) == 2
-        assert found[how][0] == found[how][1]
-    assert found["plain"][0].startswith("trained: 4 steps")
-    assert found["calls"] == found["plain"]
-    assert found["steps"] == found["plain"]  # of two numbers there is one sum
-    assert found["apart"][0].startswith("refused: this step would train the model apart from the 1 other process")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -13,15 +12,11 @@ from torch import nn
 from transformers import (
     DataCollatorWithFlattening,
     Trainer,
-    TrainerCallback,
     Wav2Vec2Config,
     Wav2Vec2ForCTC,
 )
 
 from tests.integrations.runs import (
-    EVAL,
-    RAGGED,
-    SAVED,
     TWO,
     Loss,
     Scenario,
@@ -102,27 +97,6 @@ class Rebuilds(Trainer):
 # -- callbacks ------------------------------------------------------------------------------------------------------
 
 
-class Averages(TrainerCallback):
-    """Trains an average of the weights, and swaps the last ones in for evaluations."""
-
-    def __init__(self) -> None:
-        self.shadow: dict[str, torch.Tensor] = {}
-        self.last: dict[str, torch.Tensor] = {}
-
-    @torch.no_grad()
-    def on_step_end(self, args: Any, state: Any, control: Any, *, model: Any, **_: Any) -> None:
-        for name, parameter in model.named_parameters():
-            self.shadow.setdefault(name, parameter.detach().clone()).lerp_(parameter.detach(), 0.5)
-        self.last = {name: p.detach().clone() for name, p in model.named_parameters()}
-        for name, parameter in model.named_parameters():
-            parameter.copy_(self.shadow[name])
-
-    @torch.no_grad()
-    def on_evaluate(self, args: Any, state: Any, control: Any, *, model: Any, **_: Any) -> None:
-        for name, parameter in model.named_parameters():
-            parameter.copy_(self.last[name])
-
-
 # -- models -----------------------------------------------------------------------------------------------------------
 
 
@@ -155,36 +129,14 @@ SCENARIOS: dict[str, Scenario] = {
     "a loss with parameters": Scenario(TWO, kind=WithParameters),
     "optimizer and rates of one's own": Scenario(TWO, kind=OwnOptimizer),
     "rebuilt before it trains": Scenario(TWO, kind=Rebuilds),
-    "averages are trained": Scenario({**EVAL, **TWO}, more=lambda model: {"callbacks": [Averages()]}),
     "flattened, with lengths": Scenario(TWO, rows=ragged_texts(), more=flat),
     "wav2vec2, masked by numpy": Scenario(
         TWO, of_sound, [sound(index) for index in range(12)],
         reason="nothing says beforehand how many random numbers the model draws",
     ),
 }  # fmt: skip
-PACKAGED: dict[str, tuple[str, Scenario]] = {
-    "schedule-free": (
-        "schedulefree", Scenario({"optim": "schedule_free_adamw", **TWO, **SAVED, **EVAL,
-                                  "lr_scheduler_type": "constant"}),
-    ),
-    "adamw of bitsandbytes": ("bitsandbytes", Scenario({**TWO, **SAVED, "optim": "adamw_bnb_8bit"}, rows=RAGGED)),
-}  # fmt: skip
-"""Optimizers of packages that few have."""
 
 
 @pytest.mark.parametrize("name", SCENARIOS)
 def test_a_script_that_streams_has_the_stock_runs_bits(name: str, tmp_path: Path) -> None:
     assert_streams_as_stock(SCENARIOS[name], tmp_path)
-
-
-@pytest.mark.parametrize("name", PACKAGED)
-def test_an_optimizer_of_another_package_has_the_stock_runs_bits(name: str, tmp_path: Path) -> None:
-    package, scenario = PACKAGED[name]
-    if importlib.util.find_spec(package) is None:
-        pytest.skip(f"needs {package}")
-    manager: Any = pytest.importorskip("bitsandbytes").optim.GlobalOptimManager.get_instance()
-    manager.initialize()  # it keeps options of single parameters for the whole process
-    try:
-        assert_streams_as_stock(scenario, tmp_path)
-    finally:
-        manager.initialize()

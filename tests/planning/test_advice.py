@@ -104,6 +104,15 @@ def test_what_becomes_of_the_numbers(changes: Changes, numbers: str):
     assert numbers_after(changes) == numbers
 
 
+def test_the_text_has_a_line_for_each_row_and_stars_on_the_front(table: Alternatives):
+    lines = str(table).splitlines()[1:]
+    head, rows = lines[0].split(), lines[1 : 1 + len(table.rows)]
+    assert head == ["change", "numbers", "fits", "device", "host", "a", "step", "tokens/s"]
+    for row, line in zip(table.rows, rows, strict=True):
+        assert words(row.change) in line
+        assert line.startswith("*") == (row in table.front())
+
+
 def test_a_size_that_an_example_does_not_have_is_no_alternative():
     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 1))
     plan = megatrain.plan(model, torch.ones(4, 8), optimizer="SGD", micro_batches=2)

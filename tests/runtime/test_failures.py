@@ -81,35 +81,6 @@ def _num_tensors() -> int:
     return sum(issubclass(type(o), torch.Tensor) for o in gc.get_objects())
 
 
-class Raises(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x):
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, gradient):
-        raise KeyError("my own backward")
-
-
-def test_exception_of_the_models_own_backward_comes_with_the_backward_unharmed() -> None:
-    class Model(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
-
-        def forward(self, x, fails):
-            x = self.layers[0](x)
-            return self.layers[2](self.layers[1](Raises.apply(x) if fails else x))
-
-    model = Model()
-    compiled = megatrain.compile(model, device="cpu", transfer="copy", activations="offload")
-    loss = compiled(torch.ones(2, 4), fails=True).sum()
-    with pytest.raises(KeyError, match="my own backward"):
-        loss.backward()
-    compiled(torch.ones(2, 4), fails=False).sum().backward()
-    assert model.layers[0].weight.grad is not None
-
-
 def test_reentrant_call_is_refused() -> None:
     """A hook that runs inside the backward calls the model again."""
 

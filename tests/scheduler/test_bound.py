@@ -8,7 +8,6 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from megatrain.errors import ScheduleError
 from megatrain.hardware.hardware import Hardware
 from megatrain.scheduler.builder.bound import step_bound
 from megatrain.scheduler.builder.build import build
@@ -78,11 +77,3 @@ def test_the_plan_of_a_step_with_one_slow_part_is_at_the_bound(machine: Hardware
     bound = step_bound(plan.effects(), 100 << 20, machine)
     assert reason in bound.reason
     assert bound.above(plan.simulate(machine).step_s) < 0.001
-
-
-def test_a_memory_that_is_too_small_for_any_plan_gives_the_bound_of_no_memory_at_all():
-    works, machine = chain([2**20] * 4), Hardware(1e6, 1e6, 1e6)
-    with pytest.raises(ScheduleError):
-        schedule(works, memory=1, outputs="release")
-    effects = build(works, StepKind(outputs="release")).effects()
-    assert step_bound(effects, 1, machine).seconds >= step_bound(effects, None, machine).seconds

@@ -49,14 +49,6 @@ def test_keep_retains_all_graphs_and_offload_parks_all_inputs_but_the_last():
     assert [str(op) for op in parked.ops if op.what == "A"] == ["A1", "A2", "A2", "A1"]
 
 
-def test_bound_weights_take_no_bytes_and_move_none():
-    plan = schedule(example(), transfer="bind", activations="offload")
-    assert plan.slots == (Slot(0, 0),)
-    assert (plan.h2d_bytes, plan.d2h_bytes, plan.host_bytes, plan.arena_bytes) == (0, 0, 0, 0)
-    assert all(op.what != "A" for op in plan.ops)
-    assert len(loads(plan)) == 6
-
-
 def test_weights_take_as_many_slots_as_there_are_and_no_more_bytes_than_they_need():
     for count, num_slots in [(2, 4), (3, 2), (5, 1), (7, 3), (11, 4)]:
         plan = schedule(chain([LAYER] * count), num_slots=num_slots)
@@ -196,33 +188,6 @@ def test_what_a_step_leaves_of_its_budget_holds_as_many_weights_as_fit(layers, m
         assert found.device_bytes + max(works.blocks[b].state_bytes for b in range(len(layers))) > memory
     call = schedule(works, activations="recompute", memory=memory)
     assert len(call.resident()) <= 2, "a caller has tensors of their own beside a call"
-
-
-def test_less_memory_means_fewer_graphs_and_more_parking_then_one_slot():
-    """Step by step, and no step with less memory is faster on the machine that the choices are weighed for."""
-    workload = chain([LAYER] * 12)
-    full, least = (
-        schedule(workload, num_slots=n, activations=a).device_bytes for n, a in ((2, "keep"), (1, "offload"))
-    )
-    plans = [schedule(workload, memory=memory) for memory in [*range(full, least, -3 * ACT // 2), least]]
-    seen = [(plan.num_slots, len(plan.saves), plan.keep) for plan in plans]
-    assert seen[0] == (2, 12, 12)
-    assert [s[:2] for s in seen] == sorted((s[:2] for s in seen), reverse=True)
-    assert {s[1] for s in seen if s[0] == 2} >= {12, 8, 4, 1}
-    assert {s[2] for s in seen if s[0] == 2} >= {12, 6}
-    assert seen[-1] == (1, 1, 2)
-    usual = Hardware.preset("rtx-4090")
-    for count in (1, 2):
-        steps = [plan.simulate(usual).step_s for plan in plans if plan.num_slots == count]
-        assert all(more <= less * (1 + 1e-9) for more, less in pairwise(steps))
-
-
-def test_explicit_choices_are_honoured_under_a_budget():
-    roomy = 10**9
-    plan = schedule(example(), memory=roomy, num_slots=1, keep=1)
-    assert (plan.num_slots, plan.keep) == (1, 1)
-    with pytest.raises(ScheduleError, match="too small"):
-        schedule(example(), memory=schedule(example(), num_slots=2).device_bytes - 1, num_slots=2, keep=4)
 
 
 def test_too_little_memory_is_explained():

@@ -12,12 +12,10 @@ from hypothesis import strategies as st
 from megatrain.errors import ScheduleError
 from megatrain.hardware.hardware import Hardware
 from megatrain.scheduler.builder.build import build
-from megatrain.scheduler.builder.draft import Builder, Choices
 from megatrain.scheduler.builder.search import Freedom
 from megatrain.scheduler.builder.stays import by_benefit
 from megatrain.scheduler.from_program import schedule
 from megatrain.scheduler.schedule import Schedule
-from megatrain.scheduler.simulate import simulate
 from megatrain.scheduler.step_kind import StepKind
 from megatrain.scheduler.workload import Workload
 from tests.draws import draws
@@ -43,17 +41,6 @@ def test_each_beginning_of_the_order_is_spread_over_the_model():
     for count in (2, 4, 8, 16):
         assert {after - before for before, after in pairwise(sorted(order[:count]))} == {32 // count}
     assert sorted(range(4), key=lambda block: by_benefit(block, [1, 5, 1, 9][block])) == [3, 1, 0, 2]
-
-
-def test_copies_run_beside_the_compute_of_blocks_that_stay():
-    """Half of the blocks stay. Between the others they hide copies; behind the others they hide none."""
-    builder = Builder(frozen(16), STEP)
-    machine = Hardware(1e8, 1e8, 5e9)
-
-    def seconds(stay: range) -> float:
-        return simulate(builder.table(Choices(2, 16, (15,), persistent=tuple(stay))), machine).step_s
-
-    assert seconds(range(0, 16, 2)) < 0.85 * seconds(range(8, 16))
 
 
 @given(step_schedules())
@@ -82,15 +69,6 @@ def test_without_a_machine_as_little_is_parked_as_without_anything_else(
         assume(False)
         raise
     assert plan.park_bytes <= least.park_bytes
-
-
-def test_what_is_too_large_keeps_nothing_else_out():
-    works = frozen(8)
-    large = replace(works, blocks=tuple(replace(block, saved_bytes=10 * LAYER) for block in works.blocks))
-    least = schedule(large, updates="overlap", outputs="release", num_slots=2).device_bytes
-    plan = schedule(large, updates="overlap", outputs="release", memory=least + 5 * LAYER)
-    assert plan.saves == (7,)
-    assert len(plan.persistent) >= 4
 
 
 def test_a_plan_by_time_is_never_slower_than_the_one_that_parks_as_little_as_it_can():

@@ -70,19 +70,6 @@ def test_a_turn_without_a_backward_retains_graphs_only_if_they_fit():
     roomy.check()
 
 
-def test_gradients_leave_beside_the_whole_backward_of_the_next_block_if_they_fit():
-    def beside(plan: Schedule) -> dict[str, str]:
-        return {str(row.d2h): str(row.compute) for row in plan.ticks if row.d2h is not None}
-
-    late = schedule(trained(4), micro_batches=3, keep=4)
-    assert beside(late) == {"G3": "B2.2", "G2": "B1.2", "G1": "B0.2", "G0": "None"}
-    early = schedule(trained(4), micro_batches=3, keep=4, memory=late.device_bytes - 1, activations="recompute")
-    assert beside(early) == {"G3": "B2.0", "G2": "B1.0", "G1": "B0.0", "G0": "None"}
-    assert early.saves == late.saves
-    for plan in (late, early):
-        plan.check()
-
-
 def test_a_whole_step_can_not_be_split():
     options: Any
     for options in ({"micro_batches": 2}, {"updates": "overlap"}, {"clip": True}, {"outputs": "release"}):
@@ -200,21 +187,6 @@ def test_gradients_that_no_update_needs_wait_until_the_step_ends():
     assert waiting(late) == 6 * LAYER
     assert str(late.ticks[0].host) == "U0"
     assert most_at_once(late, Hardware(1e9, 1e9, 1e9)) == 6 * LAYER
-
-
-def test_an_update_that_releases_nothing_holds_nothing_back():
-    """Two updates of one block's parameters: its gradients wait for the later one, so only that one is waited for."""
-    workload = trained(6)
-    shared = (replace(workload.blocks[0], shares=(5,)), *workload.blocks[1:])
-    plan = schedule(replace(workload, blocks=shared), updates="overlap")
-    positions = {str(op): p for p, op in plan.positions()}
-    graph = plan.to_networkx()
-    later = [p for name, p in positions.items() if name[0] == "G" and p.tick > positions["U5"].tick]
-    assert later
-    assert not any(graph.has_edge(positions["U5"], p) for p in later)
-    assert waiting(plan) == 3 * LAYER
-    plan.check()
-    find_harm(plan, plan.known_workload())
 
 
 # -- spread updates ----------------------------------------------------------------------------------------------

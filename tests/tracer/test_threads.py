@@ -133,30 +133,6 @@ def test_a_reader_sees_the_models_own_parameters():
         assert all(torch.equal(state[k], expected[1][k]) for k in state)
 
 
-class Cubed(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-        return x**3
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> Any:
-        return grad * 11
-
-
-early_cubed = Cubed.apply
-
-
-def test_functions_in_another_thread_go_on_as_ever():
-    def run(_: nn.Module) -> tuple[torch.Tensor, torch.Tensor]:
-        x = torch.full((2,), 2.0, requires_grad=True)
-        y = early_cubed(x)
-        return y.detach(), torch.autograd.grad(y.sum(), x)[0]
-
-    for value, gradient in _captured(run):
-        assert value.tolist() == [8, 8]
-        assert gradient.tolist() == [11, 11]
-
-
 def test_two_models_captured_at_once_both_come_out_right():
     samples = [MODELS[name]() for name in ("custom_function", "random_path")]
     alone = [str(trace(*sample[:1], *sample[1:])) for sample in samples]

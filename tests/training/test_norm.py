@@ -190,24 +190,6 @@ def test_gradients_wait_no_longer_than_without_a_norm() -> None:
     assert rows(reported) == rows(plain)
 
 
-def test_it_is_the_norm_of_a_step_that_waits_for_it_in_bf16_too() -> None:
-    found: list[Any] = []
-    ways: list[dict[str, Any]] = [{"report_norm": True}, INFINITE, {"report_norm": True, "max_grad_norm": 1e9}]
-    for options in ways:
-        torch.manual_seed(0)
-        model = TASKS["llama"].build()
-        step = megatrain.TrainStep(megatrain.compile(model, device="cpu", precision="bf16"), adamw(model), **options)
-        norms = []
-        for number in range(2):
-            step(TASKS["llama"].batch(number, 2))
-            norms.append(step.progress.grad_norm)
-        step.flush()
-        assert step.schedule.kind.clip == ("max_grad_norm" in options)
-        found.append((norms, {name: p.detach().clone() for name, p in model.named_parameters()}))
-    for other in found[1:]:
-        assert_same(found[0], other)
-
-
 def test_hooks_on_a_step_make_the_updates_wait_for_the_norm() -> None:
     """They may change gradients, after the loop has taken its norm."""
     sides = SideBySide.of("stack", adamw, report_norm=True)

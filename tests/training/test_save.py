@@ -141,14 +141,6 @@ def test_a_model_in_the_middle_of_a_step_goes_on_from_a_checkpoint(tmp_path: Pat
     assert not (tmp_path / "broken").exists()
 
 
-def test_a_save_from_within_a_step_is_refused(tmp_path: Path):
-    run = Run(replace(SMALL, step=({}, {})))
-    run.optimizer.register_step_post_hook(lambda *_: run.save(tmp_path / "run"))
-    with pytest.raises(ExecuteError, match=r"^save\(\) was called while the model runs"):
-        run.train(1)
-    assert not (tmp_path / "run").exists()
-
-
 def test_progress_comes_back(tmp_path: Path):
     run = Run(replace(SMALL, step=({"on_nonfinite": "skip", **CLIP}, {"on_nonfinite": "skip", **CLIP}), scheduler=None))
     run.train(2)
@@ -231,17 +223,6 @@ def test_files_of_compile_that_are_read_later_do_not_undo_a_checkpoint(tmp_path:
         again = megatrain.TrainStep.load(tmp_path / folder, *made(), **loss)
         losses = [again(points(step)).item() for step in range(first, 4)]
         assert losses[-2:] == expected
-
-
-def test_a_checkpoint_between_its_two_renames_is_resumed_on_meta(tmp_path: Path):
-    """A process was killed just there: `weights=` and `load` both find the new one."""
-    run = Run(CASES["meta"])
-    run.train(1)
-    run.save(tmp_path / "run")
-    expected = after(run)
-    (tmp_path / "run").rename(tmp_path / "run.partial-0123456789ab")
-    (tmp_path / "run.old-0123456789ab").mkdir()
-    assert differences(expected, after(Run(CASES["meta"], tmp_path / "run"))) == []
 
 
 def test_parameters_beside_the_model_are_refused(tmp_path: Path):
