@@ -1,4 +1,4 @@
-"""Random models, budgets, modes and orders of the streams: the bits of eager. Memory: test_capacity_there."""
+"""Random models, budgets, modes and orders of the streams: the bits of eager. Memory: test_memory.py."""
 
 from __future__ import annotations
 
