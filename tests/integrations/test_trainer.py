@@ -10,8 +10,6 @@ import pytest
 import torch
 from torch import nn
 from transformers import (
-    BertConfig,
-    BertForSequenceClassification,
     EarlyStoppingCallback,
     Seq2SeqTrainer,
     Seq2SeqTrainingArguments,
@@ -56,11 +54,6 @@ BERT: dict[str, Any] = {
 
 
 # -- models and data ------------------------------------------------------------------------------------------------
-
-
-def bert(kind: Any = BertForSequenceClassification) -> Any:
-    torch.manual_seed(0)
-    return kind(BertConfig(**BERT))
 
 
 def t5() -> Any:
@@ -258,7 +251,6 @@ def of_model(model: Any) -> Mapping[str, Any]:
     return {"optimizers": (optimizer, get_cosine_schedule_with_warmup(optimizer, 1, 3))}
 
 
-READS = "the loss reads the parameter"
 T5: dict[str, Any] = {"kind": Seq2SeqTrainer, "arguments": Seq2SeqTrainingArguments, "tolerance": REASSOCIATED}
 GENERATED = {"predict_with_generate": True, "generation_max_length": 6, "generation_num_beams": 2}
 DROPS = {"attention_dropout": 0.3}

@@ -123,10 +123,6 @@ def small_rings(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(buses, "LEAST_BYTES", LEAST)
 
 
-def in_pieces() -> StrictToy:
-    return StrictToy(lock_bytes=PAGE)
-
-
 def through_a_ring() -> StrictToy:
     return StrictToy(limit=2 * LEAST, num_refusals=1)
 

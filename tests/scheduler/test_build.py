@@ -36,10 +36,6 @@ from tests.scheduler.workloads import (
 )
 
 
-def loads(plan):
-    return [str(op) for op in plan.ops if op.what == "W"]
-
-
 def test_keep_retains_all_graphs_and_offload_parks_all_inputs_but_the_last():
     assert schedule(example(), activations="keep").saves == (0, 1, 2, 3)
     parked = schedule(example(), activations="offload")

@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from megatrain.errors import ScheduleError
 from megatrain.hardware.hardware import Hardware
 from megatrain.scheduler.builder.build import build
-from megatrain.scheduler.builder.search import Freedom
 from megatrain.scheduler.builder.stays import by_benefit
 from megatrain.scheduler.from_program import schedule
 from megatrain.scheduler.schedule import Schedule
@@ -21,7 +20,6 @@ from megatrain.scheduler.workload import Workload
 from tests.draws import draws
 from tests.scheduler.workloads import LAYER, chain, step_schedules, workloads
 
-FREE = Freedom(keep=True, saves=True, stays=True, parks=True)
 STEP = StepKind(updates="overlap", outputs="release")
 
 

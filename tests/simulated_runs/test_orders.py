@@ -16,7 +16,6 @@ from tests import packed
 from tests.comparing import assert_same
 from tests.equal_blocks import EqualBlocks
 from tests.packed import Boxed, Form, Quantized, adapted
-from tests.parametrized import WIDTH as PARAMETRIZED_WIDTH
 from tests.runtime.parity import train
 from tests.simulated_device.simulator import Simulator
 from tests.simulated_runs.on_device import (
@@ -110,9 +109,6 @@ def test_packed_weights_train_as_in_eager(sim: Simulator, kind: str) -> None:
         assert_same(expected.outputs, found.outputs)
         assert_same(expected.gradients, found.gradients)
     assert sim.violations() == []
-
-
-X = torch.randn(5, PARAMETRIZED_WIDTH, generator=torch.Generator().manual_seed(1))
 
 
 TORCHSCRIPT = pytest.mark.filterwarnings("ignore:`torch.jit.script")

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 import torch
 from torch import nn
@@ -85,31 +83,3 @@ def test_a_write_of_something_unknown_is_followed():
     model, x = Written(), torch.randn(200)
     compiled = megatrain.compile(model, device="cpu")
     assert torch.equal(compiled(x), model(x))
-
-
-ROOT = Path(__file__).parent.parent.parent
-
-# A process of its own, because the peak of resident memory belongs to a process.
-SCRIPT = """
-import json, resource, time
-import torch, transformers
-from megatrain.passes.pipeline import lower
-from megatrain.tracer.trace import trace
-transformers.logging.set_verbosity_error()
-config = transformers.LlamaConfig(
-    vocab_size=128256, hidden_size=12288, intermediate_size=32768, num_hidden_layers=78,
-    num_attention_heads=96, num_key_value_heads=8, use_cache=False,
-)
-with torch.device("meta"):
-    model = transformers.LlamaForCausalLM(config)
-ids = torch.randint(0, 1000, (1, 4096))
-start = time.perf_counter()
-traced = trace(model, (), {"input_ids": ids, "labels": ids})
-program = lower(traced)
-seconds = time.perf_counter() - start
-print(json.dumps({
-    "parameters": sum(p.numel() for p in model.parameters()), "blocks": len(program.blocks),
-    "templates": len(program.templates), "seconds": seconds,
-    "peak_bytes": 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss,
-}))
-"""

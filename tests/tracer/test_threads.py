@@ -12,7 +12,6 @@ import numpy as np
 import torch
 from torch import nn
 
-from megatrain import patches
 from megatrain.tracer.trace import trace
 from tests.models import MODELS
 from tests.tracer.parity import assert_same_step, eager_step, graph_step
@@ -85,19 +84,6 @@ def _held(work: Callable[[nn.Module], Any]) -> tuple[Held, Meeting, tuple[torch.
     meeting = Meeting(lambda: work(model))
     model.meet.append(meeting)
     return model, meeting, (torch.randn(5, 3),)
-
-
-def _captured(work: Callable[[nn.Module], Any]) -> list[Any]:
-    """Captures a model while another thread works; checks the capture, and returns the results of the work."""
-    model, meeting, args = _held(work)
-    traced = trace(model, args)
-    assert "opaque" not in str(traced)
-    results = list(meeting.results)
-    assert len(results) >= 2
-    assert not patches._patches
-    model.meet.clear()
-    assert_same_step(graph_step(traced, model, args, {}), eager_step(model, args, {}))
-    return results
 
 
 def _loads(_: nn.Module) -> torch.Tensor:

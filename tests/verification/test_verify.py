@@ -111,14 +111,6 @@ def test_nan_in_eager_is_pointed_out():
     assert "eager PyTorch itself has NaN, which equals NaN, in output result" in str(report)
 
 
-class Kinds(Stack):
-    """Outputs of many dtypes."""
-
-    def forward(self, x):
-        y = super().forward(x)
-        return torch.complex(y, y * 2), y.argmax(-1), y > 0, y.double(), y.half(), y.detach()
-
-
 # -- options -------------------------------------------------------------------------------------------------
 
 
@@ -286,13 +278,6 @@ def test_copies_that_reach_the_model_itself_are_refused_and_its_gradients_kept()
 
 
 # -- parts ---------------------------------------------------------------------------------------------------
-
-
-class Slotted:
-    __slots__ = ("inner", "missing")
-
-    def __init__(self, inner):
-        self.inner = inner
 
 
 @pytest.mark.parametrize(
