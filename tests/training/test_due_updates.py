@@ -97,6 +97,8 @@ READS: dict[str, Callable[[View], Any]] = {
     "a moving average": averaged,
     "a tensor held since before": lambda v: v.held.detach(),
     "its numbers": lambda v: torch.from_numpy(v.held.detach().numpy()),
+    "state, values": lambda v: [dict(value) for value in v.optimizer.state.values()],
+    "a copied optimizer": lambda v: copy.deepcopy(v.optimizer).state_dict(),
     "a pickled optimizer": lambda v: pickle.loads(pickle.dumps(v.optimizer)).state_dict(),
     "torch.save": stored,
 }
