@@ -227,16 +227,6 @@ def llama_unpadded() -> Sample:
     return _llama(), (), {"input_ids": _ids(), "attention_mask": torch.ones(2, 7, dtype=torch.int64)}
 
 
-@register
-def llama_cache() -> Sample:
-    return _llama(use_cache=True), (), {"input_ids": _ids()}
-
-
-@register
-def llama_hidden_states() -> Sample:
-    return _llama(), (), {"input_ids": _ids(), "output_hidden_states": True}
-
-
 def _qwen2() -> nn.Module:
     tf = _transformers()
     return tf.Qwen2ForCausalLM(tf.Qwen2Config(**_DECODER, tie_word_embeddings=True)).train()
@@ -674,17 +664,6 @@ class Nested(Stack):
 @register
 def nested_outputs() -> Sample:
     return Nested(), (_x(),), {}
-
-
-class DictOutput(Stack):
-    def forward(self, x):
-        y = super().forward(x)
-        return {"loss": y.pow(2).mean(), "logits": y}
-
-
-@register
-def dict_output() -> Sample:
-    return DictOutput(), (_x(),), {}
 
 
 class Collecting(Stack):

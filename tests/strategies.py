@@ -223,3 +223,11 @@ def module_trees(
 def block_limits() -> st.SearchStrategy[int | None]:
     """Values of `block_bytes`: the model's own modules, everything apart, and sizes between."""
     return st.none() | st.sampled_from((1, 40, 100, 400, 10**6))
+
+
+def has_shared_modules(model: nn.Module) -> bool:
+    """Tells whether a module with parameters is registered, or called, in two places."""
+    owned = [
+        m for _, m in model.named_modules(remove_duplicate=False) if any(True for _ in m.parameters(recurse=False))
+    ]
+    return len({id(m) for m in owned}) < len(owned)

@@ -113,14 +113,6 @@ def test_a_wrong_value_ends_with_status_2_and_the_rule(
     assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.parametrize("arguments", [["demo", "--steps", "two"], ["nonsense"], []])
-def test_a_wrong_command_line_ends_with_status_2(arguments: list[str], capsys: pytest.CaptureFixture[str]):
-    with pytest.raises(SystemExit) as caught:
-        cli.main(arguments)
-    assert caught.value.code == 2
-    assert "usage: megatrain" in capsys.readouterr().err
-
-
 def test_what_the_demo_did_not_write_is_neither_resumed_nor_replaced(tmp_path: Path):
     foreign, stray = tmp_path / "foreign", tmp_path / "stray"
     saving.save(foreign, {"weight": torch.ones(2)}, extra={"user": {"demo": 3}})

@@ -82,6 +82,7 @@ def test_several_processes_have_the_bits_of_one(size: int, tmp_path: Path):
     assert f"{size} processes, {36 // size} steps; the bits of one: True" in shown
 
 
+@pytest.mark.nightly
 @pytest.mark.skipif(is_missing("transformers"), reason="transformers isn't installed")
 def test_hf_llama_learns_and_its_checkpoint_is_a_hugging_face_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     shown = printed_here("hf_llama", tmp_path, monkeypatch)

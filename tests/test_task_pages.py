@@ -150,8 +150,9 @@ def test_a_long_text_without_chunks_takes_what_the_page_says():
 
 @pytest.mark.parametrize(
     ("name", "precision"),
-    [pytest.param("eight-billion-on-24-gb", "bf16", marks=pytest.mark.nightly), ("lora-on-32b", "fp32")],
+    [("eight-billion-on-24-gb", "bf16"), ("lora-on-32b", "fp32")],
 )
+@pytest.mark.nightly
 @pytest.mark.filterwarnings("ignore")
 def test_a_script_trains_with_the_step_that_a_plan_of_its_model_has(name: str, precision: str, machine: Path):
     script = blocks(name, "python")[1]
@@ -179,6 +180,7 @@ def test_a_script_trains_with_the_step_that_a_plan_of_its_model_has(name: str, p
         assert dtypes == {(True, torch.float32), (False, torch.bfloat16)}
 
 
+@pytest.mark.nightly
 @pytest.mark.filterwarnings("ignore")
 def test_a_long_text_trains_in_chunks(machine: Path, capsys: pytest.CaptureFixture[str]):
     found = execute(

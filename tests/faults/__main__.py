@@ -11,7 +11,6 @@ from pathlib import Path
 import torch
 
 from tests.faults.configurations import configurations
-from tests.faults.interrupts import interrupts
 from tests.faults.kills import kills
 from tests.faults.lines import BEGUN, lines_of_beginnings, lines_of_operations
 from tests.faults.tally import Tally
@@ -21,8 +20,8 @@ from tests.simulated_device.loading import load
 OPERATIONS = ("step", "flush", "read", "save", "load")
 BEGINNINGS = ("compile", "first step")
 # How many trials; of lines, every so-maniest of each case: cases take turns, so that each line has its trial.
-COUNTS = {"kills": 300, "interrupts": 300, "lines": len(CASES), "beginnings": 8 * len(BEGUN), "configurations": 2000}
-SMALL = {"kills": 3, "interrupts": 12, "lines": 200, "configurations": 8}
+COUNTS = {"kills": 300, "lines": len(CASES), "beginnings": 8 * len(BEGUN), "configurations": 2000}
+SMALL = {"kills": 3, "lines": 200, "configurations": 8}
 SMALL_CASES = ("fp32 clipped", "bf16 overlap")
 """What `make test` tries, in one process; of lines, every other kind of operation in one run, the rest in the other."""
 
@@ -58,8 +57,6 @@ def run(part: str, tally: Tally, folder: Path, options: argparse.Namespace) -> N
     first, count = options.first, options.count or (SMALL if options.small else COUNTS)[part]
     if part == "kills":
         kills(tally, folder, seed=options.seed, first=first, count=count)
-    elif part == "interrupts":
-        interrupts(tally, folder, seed=options.seed, first=first, count=count)
     elif part == "lines":
         names, kinds = options.cases or tuple(CASES), options.kinds or OPERATIONS
         parts = [(names, kinds)]

@@ -21,7 +21,7 @@ from megatrain.errors import CheckpointError
 from megatrain.files import disk
 from megatrain.saving import load
 from tests.faults.children import asked
-from tests.faults.interrupts import ctrl_c
+from tests.faults.lines import ctrl_c
 from tests.faults.tally import Tally
 from tests.faults.world import CASES, layers, points
 from tests.training.resuming import BF16, CLIP, Case, Run, differences, warm_up

@@ -6,7 +6,8 @@ import random
 import signal
 import sys
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -16,7 +17,6 @@ import torch
 import megatrain
 from megatrain.errors import MegatrainError
 from tests.faults.children import Trial, asked, in_children
-from tests.faults.interrupts import PER_WORLD, Finalizers, ctrl_c
 from tests.faults.tally import Tally
 from tests.faults.world import CASES, Undisturbed, World
 from tests.training.resuming import OPTIMIZERS, Case, Run, differences, scalar, text_of
@@ -26,6 +26,37 @@ ROOT = str(Path(megatrain.__file__).parent)
 BEGUN = ("fp32 clipped", "bf16 overlap", "bf16 clipped")
 # A place: file, line, and how often the line runs before.
 Place = tuple[str, int, int]
+PER_WORLD = 60
+
+
+@contextmanager
+def ctrl_c() -> Generator[None]:
+    """Makes SIGINT raise KeyboardInterrupt, also where a shell has it ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+class Finalizers:
+    """Counts the interrupts that Python lost because they came in a `__del__`: nobody else hears of those."""
+
+    def __init__(self) -> None:
+        self.lost = 0
+
+    def __enter__(self) -> Finalizers:
+        self._before, sys.unraisablehook = sys.unraisablehook, self._note
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        sys.unraisablehook = self._before
+
+    def _note(self, found: Any) -> None:
+        if isinstance(found.exc_value, KeyboardInterrupt):
+            self.lost += 1
+        else:
+            self._before(found)
 
 
 class Tracer:

@@ -27,7 +27,7 @@ def test_the_campaign_says_what_did_not_hold(tmp_path: Path) -> None:
     """A megatrain whose checkpoints lose the scheduler's state, say, is found out."""
     code = (
         "import sys; from megatrain.files import disk, replace; disk.rename = lambda source, target: None\n"
-        "sys.argv = ['faults', '--only', 'interrupts', '--count', '2', '--seed', '1']\n"
+        "sys.argv = ['faults', '--only', 'kills', '--count', '2', '--seed', '1']\n"
         "from tests.faults.__main__ import main; sys.exit(main())"
     )
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}

@@ -71,6 +71,7 @@ def test_ctrl_c_saves_and_the_same_command_goes_on(
     assert_same_run(out, undisturbed)
 
 
+@pytest.mark.nightly
 def test_a_killed_training_goes_on_from_the_newest_whole_checkpoint(
     undisturbed: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

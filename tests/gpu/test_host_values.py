@@ -177,7 +177,7 @@ def test_a_call_is_like_eager(name: str) -> None:
     assert compiled.peak_bytes <= compiled.schedule.peak_bytes
 
 
-@pytest.mark.parametrize("activations", ["offload", "auto"])
+@pytest.mark.parametrize("activations", ["offload", pytest.param("auto", marks=pytest.mark.nightly)])
 def test_packed_sequences_are_like_eager(activations: str) -> None:
     torch.manual_seed(0)
     model = PackedStack()

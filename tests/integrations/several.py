@@ -8,19 +8,17 @@ from __future__ import annotations
 import os
 import sys
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from transformers import TrainerCallback, default_data_collator
 
-import megatrain
 from megatrain.errors import MegatrainError, OptionError
 from tests.integrations.runs import (
     GIVEN,
@@ -34,21 +32,6 @@ from tests.integrations.runs import (
     streamed_kind,
     with_loss,
 )
-from tests.integrations.test_resume import adapted
-from tests.integrations.test_trainer import Plain, noisy, twice
-
-
-def smooth(outputs: Any, labels: Any, num_items_in_batch: Any = None) -> Any:
-    """A loss of the user's, with the number of targets of all processes."""
-    loss = F.cross_entropy(outputs.logits.flatten(0, 1), labels.flatten(), reduction="sum", label_smoothing=0.2)
-    return loss / num_items_in_batch
-
-
-class Endless(torch.utils.data.IterableDataset[Any]):
-    """Rows without a length, of which accelerate reads all on the first process."""
-
-    def __iter__(self) -> Iterator[Any]:
-        yield from RAGGED * 3
 
 
 def predicted(trainer: Any) -> Any:
@@ -75,16 +58,11 @@ EVALUATED = {"eval_strategy": "steps", "eval_steps": 2}
 SAVED = {**IN_ORDER, "max_steps": 5, "save_strategy": "steps", "save_steps": 2}
 SCENARIOS: dict[str, Scenario] = {
     "ragged": Scenario(ONCE, rows=RAGGED),
-    "own function": Scenario(ACCUMULATED, rows=RAGGED, more=lambda model: {"compute_loss_func": smooth}),
     "means": Scenario(ACCUMULATED, model=plain_llama, rows=RAGGED),
-    "tied": Scenario({**ONCE, "max_grad_norm": 0.0}, model=lambda: llama(tie_word_embeddings=True), rows=RAGGED),
-    "lora": Scenario(ONCE, model=lambda: adapted(0.0), rows=RAGGED),
     "masters": Scenario(ONCE, rows=RAGGED, streaming={"precision": "bf16"}),
-    "without a length": Scenario(ONCE, rows=RAGGED, more=lambda model: {"train_dataset": Endless()}),
     "evaluated": Scenario({**ONCE, **EVALUATED, "eval_on_start": True}, model=dropping, rows=RAGGED, after=predicted),
     "saved": Scenario(SAVED, rows=RAGGED),
     "saved, dropout": Scenario(SAVED, model=dropping, rows=RAGGED),
-    "best": Scenario({**SAVED, **EVALUATED, "load_best_model_at_end": True}, rows=RAGGED),
 }
 
 
@@ -135,29 +113,6 @@ def train_here(rank: int, name: str, folder: str, streams: bool, training: dict[
 # -- loops of accelerate ---------------------------------------------------------------------------------------------
 
 
-def loop_here(rank: int, compiles: bool) -> Any:
-    """A loop of accelerate with autograd; accelerate wraps what it prepares in DistributedDataParallel."""
-    as_torchrun(rank)
-    accelerator, plain, recording = Accelerator(cpu=True), llama(), megatrain.Recording()
-    used = megatrain.compile(plain, device="cpu", transfer="copy", recording=recording) if compiles else plain
-    optimizer = torch.optim.AdamW(used.parameters(), lr=0.01)
-    loader: Any = torch.utils.data.DataLoader(ROWS, batch_size=2)  # pyright: ignore
-    model, optimizer, batches = accelerator.prepare(used, optimizer, loader)
-    assert type(model) is torch.nn.parallel.DistributedDataParallel
-    losses: list[Any] = []
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", megatrain.ApartWarning)
-        for batch in batches:
-            loss = model(**batch).loss
-            accelerator.backward(loss)
-            losses.append(accelerator.clip_grad_norm_(model.parameters(), 0.5))
-            optimizer.step()
-            optimizer.zero_grad()
-            losses.append(accelerator.gather(loss.detach()))
-    assert bool(recording.issued) == compiles
-    return losses, {name: tensor.detach().clone() for name, tensor in plain.state_dict().items()}
-
-
 # -- what is refused -------------------------------------------------------------------------------------------------
 
 
@@ -166,26 +121,6 @@ def gathers(self: Any, model: Any, inputs: Any) -> Any:
     outputs = model(**inputs)
     self.accelerator.gather(outputs.loss.detach())
     return outputs.loss, outputs
-
-
-def gathers_ahead(self: Any, model: Any, inputs: Any) -> Any:
-    """Its loss tells how large the batch is, ahead of the model's call."""
-    size = torch.tensor(inputs["labels"].numel())
-    scale = self.accelerator.gather(size).sum() / size
-    outputs = model(**inputs)
-    return outputs.loss * scale, outputs
-
-
-class OtherLayers(Plain):
-    """A batch leaves a layer out."""
-
-    def forward(self, x: Any, labels: Any) -> Any:
-        """Looks at a value."""
-        first, act, middle, _, last = self.layers
-        x = act(first(x))
-        x = x if labels.sum() > 0 else act(middle(x))
-        logits = last(x)
-        return {"loss": F.cross_entropy(logits, labels), "logits": logits}
 
 
 class Looks(TrainerCallback):
@@ -213,24 +148,15 @@ def failing_collator(rank: int) -> Any:
     return collate
 
 
-IN_PAIRS = [{"x": torch.arange(4.0), "labels": torch.tensor(i // 4 % 2)} for i in range(16)]
 REFUSED: dict[str, Any] = {
     "auto_find_batch_size": lambda rank: {"auto_find_batch_size": True},
-    "compiled for one": lambda rank: {"model": megatrain.compile(llama(), device="cpu")},
     "uneven": lambda rank: {"train_dataset": ROWS[:6], "accelerator_config": {"even_batches": False}},
-    "other arguments": lambda rank: {"gradient_accumulation_steps": 1 + rank},
     "callback": lambda rank: {"callbacks": [Looks()]},
-    "other layers": lambda rank: {
-        "model": OtherLayers(), "train_dataset": IN_PAIRS, "gradient_accumulation_steps": 2
-    },
-    "draws": lambda rank: {"kind": with_loss(noisy)},
-    "twice": lambda rank: {"kind": with_loss(twice)},
     "gathers": lambda rank: {"kind": with_loss(gathers)},
     "other weights": lambda rank: {"model": llama() if rank == 0 else llama(initializer_range=0.1)},
     "stops one": lambda rank: on("step_end", stops_one)(None),
     "bad row": lambda rank: {"data_collator": failing_collator(rank)},
     "a search": lambda rank: {"trial": {"learning_rate": 1.0}},
-    "nothing": lambda rank: {"kind": with_loss(gathers_ahead)},
 }  # fmt: skip
 
 

@@ -1,22 +1,18 @@
-"""The code of docs/trainers.md and docs/plugins.md runs (verl, LLaMA-Factory), axolotl's plugin, and a hub.
+"""The code of docs/trainers.md and docs/plugins.md runs (verl), and what axolotl's plugin refuses.
 
-verl's engine has a stand-in here, which needs none of verl's libraries; that its names are verl's own is what a test
-says that runs where verl is installed.
+verl's engine has a stand-in here, which needs none of verl's libraries.
 """
 
 from __future__ import annotations
 
-import fnmatch
 import sys
-from collections.abc import Callable, Iterator
-from concurrent.futures import Future
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
 from typing import Any
 
 import pytest
-import safetensors.torch
 import torch
 from torch import nn
 from transformers import LlamaForCausalLM
@@ -25,14 +21,12 @@ import megatrain
 from megatrain.errors import OptionError
 from megatrain.integrations import axolotl as plugin
 from tests.comparing import assert_same
-from tests.integrations.runs import RAGGED, SAVED, TWO, Scenario, assert_streams_as_stock, codes, llama, run
-from tests.integrations.test_peft import lora
-from tests.integrations.words import tokenizer
+from tests.integrations.runs import codes, llama
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 
-CODE = {name: codes("plugins.md", f"from {name}.")[0] for name in ("llamafactory", "verl")}
+CODE = codes("plugins.md", "from verl.")[0]
 
 
 def test_the_snippets_train_save_and_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -136,8 +130,8 @@ def page(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     names: dict[str, Any] = {"__name__": "plugins", "registered": registered}
     monkeypatch.setitem(sys.modules, "plugins", ModuleType("plugins"))  # a dataclass looks its module up
     # In a budget of the page's size nothing of a model this small would have to stream.
-    assert 'memory="20GiB"' in CODE["verl"]
-    exec(compile(CODE["verl"].replace('memory="20GiB"', "**options"), "plugins.md", "exec", dont_inherit=True), names)
+    assert 'memory="20GiB"' in CODE
+    exec(compile(CODE.replace('memory="20GiB"', "**options"), "plugins.md", "exec", dont_inherit=True), names)
     return names
 
 
@@ -176,91 +170,7 @@ def test_what_the_engine_lacks_is_refused(page: dict[str, Any]) -> None:
         engine.initialize()
 
 
-@pytest.mark.nightly
-def test_the_names_that_the_page_takes_over_are_verls(monkeypatch: pytest.MonkeyPatch) -> None:
-    engines: Any = pytest.importorskip("verl.workers.engine.fsdp.transformer_impl", reason="needs verl")
-    base: Any = pytest.importorskip("verl.workers.engine.base")
-    monkeypatch.setattr(base.EngineRegistry, "_engines", {})  # a name is registered once in a process
-    names: dict[str, Any] = {"__name__": "plugins"}
-    exec(compile(CODE["verl"], "plugins.md", "exec", dont_inherit=True), names)
-    kind = base.EngineRegistry.get_engine_cls("language_model", "megatrain")
-    assert kind is names["Megatrain"]
-    own = [name for name in vars(kind) if not name.startswith("__")]
-    assert [name for name in own if not hasattr(engines.FSDPEngineWithLMHead, name)] == []
-
-
-# -- LLaMA-Factory ----------------------------------------------------------------------------------------------------
-
-
-class Steps:
-    """Two micro-batches in each of three steps."""
-
-    num_micro_batch = 2
-
-    def __len__(self) -> int:
-        return 3
-
-    def set_epoch(self, epoch: int) -> None:
-        pass
-
-    def state_dict(self) -> dict[str, int]:
-        return {}
-
-    def __iter__(self) -> Iterator[list[dict[str, torch.Tensor]]]:
-        rows = [{**row, "loss_weights": (row["labels"] != -100).float()} for row in RAGGED]
-        batches = [{key: value[None] for key, value in row.items()} for row in rows]
-        yield from (batches[at : at + 2] for at in (0, 2, 4))
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("options", [{"max_grad_norm": 0.5}, {"save_steps": 2}])
-def test_llama_factorys_trainer_has_the_stock_runs_bits(options: dict[str, Any], tmp_path: Path) -> None:
-    trainers: Any = pytest.importorskip(
-        "llamafactory.v1.trainers.sft_trainer", reason="needs a checkout of LLaMA-Factory: PYTHONPATH=LLaMA-Factory/src"
-    )
-    arguments: Any = pytest.importorskip("llamafactory.v1.config.training_args")
-    interface: Any = pytest.importorskip("llamafactory.v1.accelerator.interface")
-    callbacks: Any = pytest.importorskip("llamafactory.v1.utils.callbacks")
-    exec(compile(CODE["llamafactory"], "plugins.md", "exec"), {"__name__": "plugins"})
-    log: list[Any] = []
-
-    class Notes(callbacks.TrainerCallback):
-        def on_log(self, args: Any, state: Any, logs: Any, **_: Any) -> None:
-            log.append(dict(logs))
-
-    class Trainer(trainers.SFTTrainer):
-        def _create_batch_generator(self) -> None:
-            self.train_batch_generator = Steps()
-
-    found: list[Any] = []
-    recording = megatrain.Recording()
-    streamed = {"name": "megatrain", "memory": "300KiB", "device": "cpu", "transfer": "copy", "recording": recording}
-    for backend in (None, streamed):
-        log.clear()
-        folder = tmp_path / str(backend is None)
-        given = {"max_steps": 3, "learning_rate": 1e-2, "bf16": False, "logging_steps": 1, "output_dir": str(folder)}
-        args = arguments.TrainingArguments(
-            **given, dist_config=None if backend is None else {"name": "megatrain"}, **options
-        )
-        if backend is not None:
-            args.dist_config.update(backend)
-        interface.DistributedInterface(args)
-        words = SimpleNamespace(processor=tokenizer())
-        trainer = Trainer(args=args, model=llama(), renderer=words, train_dataset=None, callbacks=[Notes()])
-        trainer.fit()
-        trainer.save_model()
-        folders = [folder, *sorted(folder.glob("checkpoint-*/model"))]
-        found.append((list(log), [dict(LlamaForCausalLM.from_pretrained(each).state_dict()) for each in folders]))
-    assert len(found[0][0]) == 3
-    assert_same(found[1], found[0])
-    assert (
-        sum(entry.stream == "compute" for entry in recording.issued) >= 3 * 2 * 4 * 2
-    )  # forwards and backwards of four blocks
-
-
 # -- axolotl ----------------------------------------------------------------------------------------------------------
-
-NEEDS = "needs axolotl: pip install axolotl, in an environment of its own"
 
 
 class Settings(dict[str, Any]):
@@ -268,50 +178,6 @@ class Settings(dict[str, Any]):
 
     def __getattr__(self, name: str) -> Any:
         return self.get(name)
-
-
-@pytest.fixture
-def manager() -> Any:
-    """axolotl's own manager of plugins, with ours."""
-    base = pytest.importorskip("axolotl.integrations.base", reason=NEEDS)
-    found = base.PluginManager.get_instance()
-    found.plugins.clear()
-    found.register(f"{plugin.__name__}.MegatrainPlugin")
-    return found
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize(
-    ("options", "make"),
-    [({**TWO, "max_grad_norm": 0.5}, lora()), ({**SAVED, "embedding_lr": 1e-3, "include_tkps": True}, llama)],
-)
-def test_axolotls_trainer_has_the_stock_runs_bits(
-    options: dict[str, Any], make: Any, manager: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    trainers = pytest.importorskip("axolotl.core.trainers", reason=NEEDS)
-    arguments = pytest.importorskip("axolotl.core.training_args", reason=NEEDS)
-    datasets = pytest.importorskip("datasets", reason=NEEDS)
-    kind = manager.get_trainer_cls(Settings())
-    assert kind.__mro__[2] is trainers.AxolotlTrainer
-    rows = datasets.Dataset.from_list([{key: value.tolist() for key, value in row.items()} for row in RAGGED])
-    scenario = Scenario(
-        {"model_type": "llama", **options}, make, rows.with_format("torch"), kind=trainers.AxolotlTrainer,
-        arguments=arguments.AxolotlTrainingArguments,
-    )  # fmt: skip
-    # What the plugin returns, in place of what `assert_streams_as_stock` would make of the stock class.
-    monkeypatch.setattr("tests.integrations.runs.streamed_kind", lambda stock: kind)
-    assert_streams_as_stock(scenario, tmp_path)
-
-
-@pytest.mark.nightly
-def test_settings_reach_the_training_arguments(manager: Any) -> None:
-    config = pytest.importorskip("axolotl.integrations.config", reason=NEEDS)
-    given = Settings(megatrain_memory="3GiB", megatrain_precision="bf16", other=1)
-    assert manager.get_training_args(given) == {"megatrain_memory": "3GiB", "megatrain_precision": "bf16"}
-    assert manager.get_input_args() == [f"{plugin.__name__}.MegatrainArguments"]
-    mixin = config.merge_training_args()
-    assert issubclass(mixin, plugin.MegatrainTrainingArguments)
-    assert plugin.MegatrainArguments(megatrain_memory="3GiB").megatrain_overlap is None
 
 
 @pytest.mark.parametrize("name", ["rl", "reward_model", "trainer_cls", "layer_offloading", "deepspeed"])
@@ -324,62 +190,3 @@ def test_a_model_on_the_device_is_refused() -> None:
     made = plugin.MegatrainPlugin()
     made.post_model_load(Settings(), llama())
     made.post_model_load(Settings(), torch.nn.Linear(2, 2, device="meta"))
-
-
-# -- a hub ------------------------------------------------------------------------------------------------------------
-
-
-OWN = ("optimizer.pt", "scheduler.pt", "megatrain/")
-"""What differs in a checkpoint: docs/trainers.md."""
-
-
-class Hub:
-    """Notes what is uploaded, in the place of a hub on the network."""
-
-    def __init__(self) -> None:
-        self.pushed: list[Any] = []
-
-    def create_repo(self, name: str, **_: Any) -> Any:
-        return SimpleNamespace(repo_id=f"somebody/{name}")
-
-    def upload_folder(
-        self, *, folder_path: str, commit_message: str, path_in_repo: str = "", ignore_patterns: Any = (), **_: Any
-    ) -> Any:
-        folder = Path(folder_path)
-        names = sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
-        names = [name for name in names if not any(fnmatch.fnmatch(name, each) for each in ignore_patterns)]
-        tensors = {
-            name: safetensors.torch.load_file(folder / name)
-            for name in names
-            if name.endswith(".safetensors") and not name.startswith(OWN)
-        }
-        kept = [name for name in names if not name.startswith(OWN) and not name.startswith("runs/")]
-        self.pushed.append((path_in_repo, commit_message, kept, tensors))
-        done: Future[str] = Future()
-        done.set_result("pushed")
-        return done
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize(("strategy", "make"), [("end", llama), ("every_save", lora()), ("all_checkpoints", llama)])
-def test_the_files_of_the_stock_trainer_are_pushed(
-    strategy: str, make: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    options = {
-        "push_to_hub": True, "hub_strategy": strategy, "hub_model_id": "mine", **SAVED, "save_steps": 2, **TWO,
-        "max_steps": 4,
-    }  # fmt: skip
-    pushes, recording = list[Any](), megatrain.Recording()
-    for streams in (False, True):
-        hub = Hub()
-        monkeypatch.setattr("transformers.trainer.hf_api", lambda hub=hub: hub)
-        scenario = Scenario(
-            options, model=make, rows=RAGGED, more=lambda model: {"processing_class": tokenizer()},
-            streaming={"transfer": "copy", "recording": recording}, after=lambda t: t.push_to_hub("the last") and None,
-        )  # fmt: skip
-        run(scenario, tmp_path / str(streams), streams=streams)
-        pushes.append(hub.pushed)
-    assert len(pushes[0]) >= (1 if strategy == "end" else 3)
-    assert any("safetensors" in name for _, _, names, _ in pushes[0] for name in names)
-    assert_same(pushes[1], pushes[0])
-    assert sum(entry.stream == "compute" for entry in recording.issued) > 0

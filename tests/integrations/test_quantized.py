@@ -29,8 +29,6 @@ pytestmark = [pytest.mark.nightly, pytest.mark.filterwarnings("ignore")]
 WIDTH = 128
 TORCHAO: dict[str, Callable[[], Any]] = {
     "int8": lambda: ao.Int8WeightOnlyConfig(),
-    "int8, groups": lambda: ao.Int8WeightOnlyConfig(granularity=ao.PerGroup(32)),
-    "int4 in int8": lambda: ao.IntxWeightOnlyConfig(getattr(torch, "int4")),  # noqa: B009  # unknown to pyright
     "fp8": lambda: ao.Float8WeightOnlyConfig(),
     "nf4": lambda: ao_nf4.NF4WeightOnlyConfig(),
     "int8, dynamic inputs": lambda: ao.Int8DynamicActivationInt8WeightConfig(),
@@ -178,15 +176,6 @@ def test_a_pretrained_base_under_peft(kind: str, tmp_path: Path) -> None:
     assert_same(*(each(**tokens(9)).logits.detach() for each in (model, read)))
 
 
-def test_a_plan_of_torchao_on_meta_is_that_of_the_model() -> None:
-    with torch.device("meta"):
-        paper = nn.Sequential(*(Lora(nn.Linear(WIDTH, WIDTH)) for _ in range(4)))
-    ao.quantize_(paper, TORCHAO["int8"](), filter_fn=lambda module, name: name.endswith("base"))
-    x = torch.randn(4, WIDTH)
-    plans = [megatrain.plan(m, x, optimizer="AdamW") for m in (paper, of_torchao("int8", torch.float32))]
-    assert str(plans[0]) == str(plans[1])
-
-
 def test_what_bitsandbytes_moves_about_is_refused_and_the_advice_works() -> None:
     torch.manual_seed(0)
     layers = [bnb.nn.Linear8bitLt(WIDTH, WIDTH, has_fp16_weights=False) for _ in range(2)]
@@ -204,19 +193,6 @@ def test_what_bitsandbytes_moves_about_is_refused_and_the_advice_works() -> None
         megatrain.compile(unquantized, device="cpu")(x)
     unquantized.to("cpu")
     assert torch.equal(megatrain.compile(unquantized, device="cpu")(x), copy.deepcopy(unquantized)(x))
-
-
-def test_evaluating_4_bit_layers_on_a_cpu_that_repacks_them() -> None:
-    model: Any = of_bitsandbytes(True, torch.float32).eval()
-    x = torch.randn(4, WIDTH)
-    if model[0].base.support_avx512bf16_for_cpu:
-        with torch.no_grad(), pytest.raises(TraceError, match=r"docs/limits\.md"):
-            megatrain.compile(copy.deepcopy(model), device="cpu")(x)
-    for layer in model:
-        layer.base.support_avx512bf16_for_cpu = False
-    with torch.no_grad():
-        expected = copy.deepcopy(model)(x)
-        assert torch.equal(megatrain.compile(model, device="cpu")(x), expected)
 
 
 # -- trainers ----------------------------------------------------------------------------------------------------------
@@ -248,8 +224,6 @@ SCRIPTS: dict[str, Callable[[Path], Scenario]] = {
     "nf4, trainer, checkpoints": with_trainer("bitsandbytes", True),
     "int8, trainer": with_trainer("torchao", False),
     "nf4, sft, packed": with_trl("SFT", "bitsandbytes", packing=True, max_length=16),
-    "int8, sft": with_trl("SFT", "torchao"),
-    "nf4, dpo": with_trl("DPO", "bitsandbytes"),
 }
 
 
@@ -263,10 +237,7 @@ def test_a_script_of_qlora_has_the_stock_runs_bits(name: str, tmp_path: Path) ->
 
 OPTIMIZERS: dict[str, Callable[[Any], Any]] = {
     "torchao AdamW8bit": lambda ps: ao_optim.AdamW8bit(ps, lr=1e-2),
-    "torchao AdamWFp8": lambda ps: ao_optim.AdamWFp8(ps, lr=1e-2),
     "bitsandbytes AdamW8bit": lambda ps: bnb.optim.AdamW8bit(ps, lr=1e-2),
-    "bitsandbytes PagedAdamW8bit": lambda ps: bnb.optim.PagedAdamW8bit(ps, lr=1e-2),
-    "bitsandbytes Lion8bit": lambda ps: bnb.optim.Lion8bit(ps, lr=1e-3),
 }
 
 
@@ -318,25 +289,3 @@ def test_a_plan_counts_two_bytes_of_state_a_parameter_of_a_registered_class(
     states = ("exp_avg", "exp_avg_sq") if "torchao" in name else ("state1", "state2")
     for state in states:
         assert WIDTH * WIDTH * 3 <= plan.host.bytes_of(f"AdamW8bit.{state}") < 1.2 * WIDTH * WIDTH * 3
-
-
-def test_options_of_bitsandbytes_for_single_parameters_are_kept() -> None:
-    """bitsandbytes finds them by positions in groups, which an update of one block would change."""
-    manager = bnb.optim.GlobalOptimManager.get_instance()
-    eager, model = network(), network()
-    for each in (eager, model):
-        manager.register_module_override(each[0][0], "weight", {"optim_bits": 32})
-    try:
-        own, optimizer = (bnb.optim.AdamW8bit(each.parameters(), lr=1e-2) for each in (eager, model))
-        step = megatrain.TrainStep(megatrain.compile(model, device="cpu"), optimizer, loss=square)
-        for _ in range(2):
-            batch = torch.randn(8, WIDTH)
-            square(eager(batch), batch).backward()
-            own.step()
-            own.zero_grad()
-            step(batch)
-        assert_same(list(eager.parameters()), list(model.parameters()))
-        first, second = (optimizer.state[model[at][0].weight]["state1"].dtype for at in (0, 1))
-        assert (first, second) == (torch.float32, torch.uint8)
-    finally:
-        manager.initialize()

@@ -45,17 +45,14 @@ def dropping() -> Any:
 
 SCENARIOS: dict[str, Scenario] = {
     "dropout": Scenario(SAVED, model=dropping, rows=RAGGED),
-    "tied": Scenario({**SAVED, "gradient_accumulation_steps": 1}, model=lambda: llama(tie_word_embeddings=True)),
     "lora": Scenario(SAVED, model=adapted, rows=RAGGED),
     "best": Scenario(BEST),
-    "own loop": Scenario({**SAVED, "max_grad_norm": 0.0, "lr_scheduler_type": "cosine", "optim": "adafactor"}),
     "in the middle of an epoch": Scenario({**EPOCHS, "lr_scheduler_type": "cosine"}, model=dropping, rows=RAGGED),
 }
 SHORT = {**SAVED, "max_steps": 3}
 MASTERS: dict[str, Scenario] = {
     "exact, no training step": Scenario(SHORT, rows=RAGGED, kind=OwnStep, streaming={"precision": "bf16"}),
     "exact": Scenario(SHORT, rows=RAGGED, streaming={"precision": "bf16"}),
-    "rounded": Scenario(SHORT, rows=RAGGED, streaming={"precision": "bf16", "masters": "rounded"}),
 }
 
 

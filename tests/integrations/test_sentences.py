@@ -8,17 +8,14 @@ import random
 from pathlib import Path
 from typing import Any
 
-import peft
 import pytest
 import torch
 from accelerate.state import AcceleratorState
-from packaging.version import Version
-from peft import LoraConfig
-from transformers import BertConfig, BertForMaskedLM, BertForSequenceClassification, BertModel
+from transformers import BertConfig, BertForSequenceClassification, BertModel
 
 import megatrain
 from tests.comparing import assert_same
-from tests.integrations.runs import REASSOCIATED, streamed_kind
+from tests.integrations.runs import streamed_kind
 from tests.integrations.words import text, tokenizer
 
 sentences: Any = pytest.importorskip(
@@ -37,11 +34,6 @@ TRIPLES = {**PAIRS, "third": [text(i + 4, 3) for i in range(12)]}
 SCORED = {**PAIRS, "score": [i / 12 for i in range(12)]}
 CLASSED = {**PAIRS, "label": [i % 3 for i in range(12)]}
 LABELLED = {"one": ONE, "label": [i % 3 for i in range(12)]}
-TAUGHT = {"one": ONE, "label": [[float(i + j) for j in range(16)] for i in range(12)]}
-LISTED = {
-    "query": ONE, "docs": [[text(i + j, 4) for j in range(3)] for i in range(12)],
-    "labels": [[i % 2, 1 - i % 2, 0] for i in range(12)],
-}  # fmt: skip
 RANKING = "MultipleNegativesRankingLoss"
 AGAIN, REPLACES = "the loss calls the model more than once", "the loss replaces the model's forward"
 
@@ -108,24 +100,14 @@ def train(folder: Path, name: str, model: Any, loss: Any, rows: Any, *, streams:
 
 LOSSES: dict[str, tuple[Any, dict[str, Any], int, str | None]] = {
     "triplets": (simple("TripletLoss"), TRIPLES, 1, AGAIN),
-    "cosent": (simple("CoSENTLoss"), SCORED, 1, AGAIN),
-    "softmax": (simple("SoftmaxLoss", sentence_embedding_dimension=16, num_labels=3), CLASSED, 1, AGAIN),
-    "triplets of a batch": (simple("BatchHardTripletLoss"), LABELLED, 2, None),
-    "a teacher's": (simple("MSELoss"), TAUGHT, 2, None),
-    "of some layers": (nested("AdaptiveLayerLoss", RANKING), PAIRS, 1, AGAIN),
     "cached": (simple("CachedMultipleNegativesRankingLoss", mini_batch_size=2), PAIRS, 1, AGAIN),
-    "guided": (lambda model: of("GISTEmbedLoss")(model, guide=model), PAIRS, 1, AGAIN),
     "widths, one call": (nested("MatryoshkaLoss", "BatchAllTripletLoss"), LABELLED, 1, None),
     "widths, accumulation": (nested("MatryoshkaLoss", "BatchAllTripletLoss"), LABELLED, 2, REPLACES),
-    "some widths": (nested("MatryoshkaLoss", "CoSENTLoss", n_dims_per_step=2), SCORED, 1, AGAIN),
-    "widths, cached": (nested("MatryoshkaLoss", "CachedMultipleNegativesRankingLoss"), PAIRS, 1, AGAIN),
-    "widths and layers": (nested("Matryoshka2dLoss", RANKING), PAIRS, 1, AGAIN),
     "two data sets": (
         lambda model: {"pairs": of(RANKING)(model), "scored": of("CosineSimilarityLoss")(model)},
         {"pairs": PAIRS, "scored": SCORED}, 1, AGAIN,
     ),
     "prompts, evaluated": (simple(RANKING), PAIRS, 1, AGAIN),
-    "an adapter": (simple(RANKING), PAIRS, 1, AGAIN),
 }  # fmt: skip
 """Loss, rows, micro-batches, and why an update isn't one training step. Where a loss calls the model several times in
 each of several micro-batches, gradients are added in another order, so these have one micro-batch."""
@@ -134,16 +116,13 @@ each of several micro-batches, gradients are added in another order, so these ha
 @pytest.mark.parametrize("name", LOSSES)
 def test_a_loss_of_sentence_transformers(name: str, tmp_path: Path) -> None:
     loss, rows, count, expected = LOSSES[name]
-    if name == "an adapter" and Version(peft.__version__) < Version("0.19.1"):
-        pytest.skip("transformers refuses adapters of an older peft than 0.19.1")
+
     found: list[Any] = []
     for streams in (False, True):
         AcceleratorState._reset_state(reset_partial_state=True)
         model = encoder(tmp_path / "bert")
         options: dict[str, Any] = {"gradient_accumulation_steps": count}
-        if name == "an adapter":
-            torch.manual_seed(1)
-            model.add_adapter(LoraConfig(r=2, target_modules=["query", "value"], init_lora_weights="gaussian"))
+
         if name == "two data sets":
             options["multi_dataset_batch_sampler"] = "round_robin"
         if name == "prompts, evaluated":
@@ -162,9 +141,6 @@ def test_a_loss_of_sentence_transformers(name: str, tmp_path: Path) -> None:
 
 CROSSED: dict[str, tuple[dict[str, Any], int, str | None]] = {
     "CrossEntropyLoss": (CLASSED, 3, None),
-    "MSELoss": (SCORED, 1, None),
-    "MarginMSELoss": (TRIPLES | {"score": [i / 6 for i in range(12)]}, 1, AGAIN),
-    "LambdaLoss": (LISTED, 1, AGAIN),
 }
 """Rows, labels of the model, and why an update isn't one training step."""
 
@@ -194,20 +170,3 @@ def test_a_cross_encoder(name: str, tmp_path: Path) -> None:
         found.append([str(ran[0]), *ran[1:], [torch.as_tensor(each.predict(pairs)) for each in (model, again)]])
         assert reason == (expected if streams else None)
     assert_same(found[1], found[0])
-
-
-def test_a_sparse_encoder(tmp_path: Path) -> None:
-    losses: Any = importlib.import_module("sentence_transformers.sparse_encoder.losses")
-    weights = {"document_regularizer_weight": 0.1, "query_regularizer_weight": 0.1}
-    loss = lambda model: losses.SpladeLoss(model, losses.SparseMultipleNegativesRankingLoss(model), **weights)  # noqa: E731
-    found: list[Any] = []
-    for streams in (False, True):
-        AcceleratorState._reset_state(reset_partial_state=True)
-        model = sentences.SparseEncoder(saved(BertForMaskedLM, tmp_path / "bert"), device="cpu")
-        ran, reason = train(tmp_path / str(streams), "SparseEncoder", model, loss, PAIRS, streams=streams, optim="sgd")
-        found.append(ran)
-        assert reason == (AGAIN if streams else None)
-    # The embedding is tied to the head and the model is called twice: its gradients are added in another order.
-    assert found[1][0][0]["loss"] == found[0][0][0]["loss"]  # the first loss has the same bits
-    assert found[1][0] == [pytest.approx(row, rel=REASSOCIATED) for row in found[0][0]]
-    assert_same(found[1][1:], found[0][1:], tolerance=REASSOCIATED)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -23,9 +22,7 @@ from tests.comparing import assert_same
 from tests.integrations import several
 from tests.integrations.runs import codes, fast_or_nightly, run
 from tests.integrations.several import (
-    REFUSED,
     SCENARIOS,
-    loop_here,
     of_one_process,
     refused_here,
     train_here,
@@ -41,7 +38,6 @@ pytestmark = [
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 two = processes_fixture(2)
-three = processes_fixture(3)
 
 
 def in_several(processes: Processes, name: str, folder: Path, *, streams: bool = True, **training: Any) -> list[Any]:
@@ -74,8 +70,7 @@ def assert_alike(found: list[dict[str, Any]], expected: list[dict[str, Any]]) ->
         assert_same([ours["values"], ours["after"]], [theirs["values"], theirs["after"]])
 
 
-ACCUMULATED = "own function", "means"
-OF_ONE = [name for name in SCENARIOS if name not in ("saved", "saved, dropout", "best", "evaluated", *ACCUMULATED)]
+OF_ONE = "ragged", "masters"
 
 
 @pytest.mark.nightly
@@ -83,18 +78,6 @@ OF_ONE = [name for name in SCENARIOS if name not in ("saved", "saved, dropout", 
 def test_two_processes_train_with_the_bits_of_one(name: str, two: Processes, tmp_path: Path):
     found = in_several(two, name, tmp_path / "two")
     assert_as_one(found, in_one(name, 2, tmp_path / "one"))
-
-
-@pytest.mark.nightly
-def test_three_processes_train_with_the_bits_of_one(three: Processes, tmp_path: Path):
-    found = in_several(three, "ragged", tmp_path / "three")
-    expected = in_one("ragged", 3, tmp_path / "one")
-    for each in found:
-        assert_same(each["values"], expected["values"])
-        # The trainer multiplies each loss by 3, and the mean of three divides by it.
-        assert trained(each) == [pytest.approx(row, rel=3e-7) for row in trained(expected)]
-        norms = [[row.get("grad_norm") for row in trained(one)] for one in (each, expected)]
-        assert norms[0] == norms[1]
 
 
 @pytest.mark.nightly
@@ -106,11 +89,10 @@ def test_two_processes_train_and_evaluate_as_the_stock_run_does(two: Processes, 
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("name", ACCUMULATED)
-def test_two_processes_that_accumulate_have_the_bits_of_the_stock_run(name: str, two: Processes, tmp_path: Path):
+def test_two_processes_that_accumulate_have_the_bits_of_the_stock_run(two: Processes, tmp_path: Path):
     # Each adds up its own micro-batches, and then there is one sum of two numbers.
-    found = in_several(two, name, tmp_path / "streams")
-    assert_alike(found, in_several(two, name, tmp_path / "stock", streams=False))
+    found = in_several(two, "means", tmp_path / "streams")
+    assert_alike(found, in_several(two, "means", tmp_path / "stock", streams=False))
 
 
 # -- checkpoints -------------------------------------------------------------------------------------------------------
@@ -145,27 +127,14 @@ def test_each_process_goes_on_with_its_own_generators(two: Processes, tmp_path: 
         assert_same([resumed[key] for key in ("values", "generators")], [ours[key] for key in ("values", "generators")])
 
 
-@pytest.mark.nightly
-def test_the_best_model_and_the_newest_checkpoint_are_found(two: Processes, tmp_path: Path):
-    found = in_several(two, "best", tmp_path / "best")
-    assert_alike(found, in_several(two, "best", tmp_path / "stock", streams=False))
-    again = in_several(two, "best", tmp_path / "best", resume_from_checkpoint=True)
-    assert_same(again[1]["values"], found[0]["values"])
-
-
 # -- what is refused, and what fails -----------------------------------------------------------------------------------
 
 OTHER = "RanksError, 0 updates: the ranks differ: "
 SAYS = {
     "auto_find_batch_size": "OptionError, 0 updates: a trainer that streams can't use auto_find_batch_size in several",
     "a search": "OptionError, 0 updates: a trainer that streams can't do hyperparameter_search in several processes",
-    "compiled for one": "OptionError, 0 updates: the model was compiled for 1 process, but the trainer has 2.",
     "uneven": OTHER + "the number of batches in an epoch is 2 on rank 0, but",
-    "other arguments": OTHER + "gradient_accumulation_steps is 1 on rank 0, but 2 on",
     "callback": "ExecuteError, 0 updates: the callback Looks may read gradients before the optimizer's step, so",
-    "other layers": "ExecuteError, 0 updates: the micro-batches of an update run other layers (the model leaves",
-    "draws": "ExecuteError, 0 updates: the loss draws random numbers before it calls the model, so an update isn't one",
-    "twice": "ExecuteError, 0 updates: the loss calls the model more than once, so an update isn't one training step",
     "gathers": "ExecuteError, 0 updates: the loss exchanges values with other processes (",
     "other weights": OTHER + "the value of ",
 }
@@ -174,10 +143,6 @@ OF_OTHERS = {
     "stops one": ("RanksError, 1 updates: the ranks differ: control.should_training_stop, which callbacks set, is",)
     * 2,
 }
-
-
-def test_each_refusal_is_tested():
-    assert SAYS.keys() | OF_OTHERS.keys() | {"nothing"} == REFUSED.keys()
 
 
 @pytest.mark.parametrize("name", fast_or_nightly(SAYS, ("gathers", "callback", "uneven", "a search")))
@@ -193,13 +158,6 @@ def test_what_cant_be_right_is_refused_before_the_first_update(name: str, two: P
 def test_a_process_that_fails_or_stops_is_named_by_the_others(name: str, two: Processes):
     for text, says in zip(two.run(refused_here, name), OF_OTHERS[name], strict=True):
         assert text.startswith(says), text
-
-
-@pytest.mark.nightly
-def test_a_loss_may_exchange_values_ahead_of_its_call(two: Processes):
-    found = two.run(refused_here, "nothing")
-    assert found[0] == found[1]
-    assert len(found[0].split(",")) == 3
 
 
 def test_a_script_without_use_cpu_would_train_apart_and_is_refused(two: Processes):
@@ -247,11 +205,6 @@ def test_a_single_process_of_torchrun_is_not_wrapped_either():
         wrapped.clear()
 
 
-@pytest.mark.nightly
-def test_a_prepared_model_trains_as_in_the_stock_loop(two: Processes):
-    assert_same(two.run(loop_here, True), two.run(loop_here, False))
-
-
 # -- torchrun ----------------------------------------------------------------------------------------------------------
 
 
@@ -294,53 +247,3 @@ def test_the_pages_trainer_runs_under_torchrun_with_the_bits_of_one(tmp_path: Pa
     exec(compile(code.replace("max_steps=4", "max_steps=4, gradient_accumulation_steps=2"), "page", "exec"), {})
     for name in ("checkpoint-2/model.safetensors", "checkpoint-4/model.safetensors"):
         assert (tmp_path / "run" / name).read_bytes() == (alone / "run" / name).read_bytes()
-
-
-BUILD = """
-import torch
-import torch.distributed as dist
-
-def build():
-    return torch.nn.Sequential(*(torch.nn.Linear(8, 8) for _ in range(3)), torch.nn.Flatten(0), Square())
-
-class Square(torch.nn.Module):
-    def forward(self, x):
-        return x.square().mean()
-
-rows = torch.randn(16, 8, generator=torch.Generator().manual_seed(1))
-loader = torch.utils.data.DataLoader(rows, batch_size=2)
-
-def batches_of(rank, size):
-    return rows.split(2)[rank::size]
-"""
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("part", ["batches_of", "Accelerator(cpu=True)"], ids=["plain", "accelerate"])
-def test_the_pages_loops_run_under_torchrun(part: str, tmp_path: Path):
-    script = tmp_path / "train.py"
-    end = "print(f'loss {float(loss)}, {step.progress.count} steps', flush=True)"
-    [code] = codes("several-devices.md", part)
-    script.write_text(f"{BUILD}\n{code}\n{end}\n")
-    status, shown, said = torchrun(tmp_path, script)
-    assert status == 0, said
-    lines = re.findall(r"loss [-.e\d]+, \d+ steps", shown)
-    assert len(lines) == 2
-    assert lines[0] == lines[1]
-    assert lines[0].endswith(", 4 steps")
-
-
-@pytest.mark.nightly
-def test_lightning_trains_by_calls_and_by_steps_and_not_apart(tmp_path: Path):
-    pytest.importorskip("lightning", reason="needs `pip install -e .[users]`")
-    found: dict[str, list[str]] = {}
-    for how in ("plain", "calls", "steps", "apart"):
-        status, shown, said = torchrun(tmp_path, HERE / "torchrun_lightning.py", how)
-        assert status == 0, said
-        found[how] = re.findall(r"trained: \d+ steps, [0-9a-f]+|refused: [ \w]+", shown)
-        assert len(found[how]) == 2
-        assert found[how][0] == found[how][1]
-    assert found["plain"][0].startswith("trained: 4 steps")
-    assert found["calls"] == found["plain"]
-    assert found["steps"] == found["plain"]  # of two numbers there is one sum
-    assert found["apart"][0].startswith("refused: this step would train the model apart from the 1 other process")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +10,6 @@ import pytest
 import torch
 from torch import nn
 from transformers import (
-    BertConfig,
-    BertForQuestionAnswering,
-    BertForSequenceClassification,
     EarlyStoppingCallback,
     Seq2SeqTrainer,
     Seq2SeqTrainingArguments,
@@ -27,7 +24,6 @@ from tests.comparing import assert_same
 from tests.integrations.runs import (
     EVAL,
     FULL,
-    LABELLED,
     POINTS,
     RAGGED,
     REASSOCIATED,
@@ -60,11 +56,6 @@ BERT: dict[str, Any] = {
 # -- models and data ------------------------------------------------------------------------------------------------
 
 
-def bert(kind: Any = BertForSequenceClassification) -> Any:
-    torch.manual_seed(0)
-    return kind(BertConfig(**BERT))
-
-
 def t5() -> Any:
     torch.manual_seed(0)
     sizes = {"vocab_size": 64, "d_model": 16, "d_kv": 8, "d_ff": 32, "num_layers": 2, "num_heads": 2}
@@ -93,30 +84,6 @@ class Skipping(Plain):
         x = x if x.sum() > 8 else act(middle(x))
         logits = last(x)
         return {"loss": nn.functional.cross_entropy(logits, labels), "logits": logits}
-
-
-class Endless(torch.utils.data.IterableDataset[Any]):
-    """Has no length."""
-
-    def __iter__(self) -> Iterator[Any]:
-        yield from ROWS
-
-
-ANSWERED = [
-    {"input_ids": row["input_ids"], "start_positions": torch.tensor(i % 8), "end_positions": torch.tensor((i + 2) % 8)}
-    for i, row in enumerate(ROWS)
-]
-
-
-def frozen() -> Any:
-    model = llama()
-    for name, parameter in model.named_parameters():
-        parameter.requires_grad_("layers.1" in name or "norm" in name)
-    return model
-
-
-def in_bf16() -> Any:
-    return llama().to(torch.bfloat16)
 
 
 def tied() -> Any:
@@ -170,19 +137,6 @@ def noisy(self: Any, model: Any, inputs: Any) -> Any:
     return outputs.loss * (1 + 0.1 * torch.rand(())), outputs
 
 
-def noisy_after(self: Any, model: Any, inputs: Any) -> Any:
-    """Draws after its call of the model."""
-    outputs = model(**inputs)
-    return outputs.loss * (1 + 0.1 * torch.rand(())), outputs
-
-
-def under_autocast(self: Any, model: Any, inputs: Any) -> Any:
-    """Chooses a precision for its call."""
-    with torch.autocast("cpu", torch.bfloat16):
-        outputs = model(**inputs)
-    return outputs.loss, outputs
-
-
 def divides_by_norm(self: Any, model: Any, inputs: Any) -> Any:
     """The loss has a weight by the norm of its own gradient."""
     outputs = model(**inputs)
@@ -196,21 +150,6 @@ def counted(self: Any, model: Any, inputs: Any) -> Any:
     outputs = model(**inputs)
     self.seen = (*getattr(self, "seen", ()), float(outputs.loss.detach()) * self.calls)
     return outputs.loss, outputs
-
-
-def embeds(self: Any, model: Any, inputs: Any) -> Any:
-    """Calls the embedding by itself, and gives the model what it returned."""
-    embedded = model.get_input_embeddings()(inputs["input_ids"])
-    outputs = model(inputs_embeds=embedded * 1.5, labels=inputs["labels"])
-    return outputs.loss, outputs
-
-
-def stacked(self: Any, model: Any, inputs: Any) -> Any:
-    """Puts something onto a stack before the call, and takes it down after it."""
-    self.stack = getattr(self, "stack", [])
-    self.stack.append(inputs["labels"] % 3)
-    outputs = model(**inputs)
-    return outputs.loss + (outputs.logits.mean(-1) * self.stack.pop()).mean(), outputs
 
 
 class OwnStep(Trainer):
@@ -237,10 +176,6 @@ class Scaled(Trainer):
     def create_accelerator_and_postprocess(self) -> None:
         super().create_accelerator_and_postprocess()
         self.accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
-
-
-def squared(outputs: Any, labels: Any, num_items_in_batch: Any = None) -> torch.Tensor:
-    return outputs.logits.square().sum() / (labels.numel() if num_items_in_batch is None else num_items_in_batch)
 
 
 def mean_of(found: Any) -> dict[str, float]:
@@ -275,15 +210,6 @@ class Notes(TrainerCallback):
             self.kept.append((name, state.global_step, None if norm is None else norm.detach().sum().item()))
 
         return note
-
-
-def looks_after(*, model: Any, **_: Any) -> Any:
-    """Reads gradients where the optimizer has used them: a stock run still has them there."""
-    return [float(p.grad.sum()) for p in model.parameters() if p.grad is not None]
-
-
-def stops(*, state: Any, control: Any, **_: Any) -> None:
-    control.should_training_stop = state.global_step == 1
 
 
 def samples(*, state: Any, model: Any, **_: Any) -> Any:
@@ -325,21 +251,6 @@ def of_model(model: Any) -> Mapping[str, Any]:
     return {"optimizers": (optimizer, get_cosine_schedule_with_warmup(optimizer, 1, 3))}
 
 
-def of_all(model: Any) -> Mapping[str, Any]:
-    optimizer = OfAll(model.parameters(), lr=0.1)
-    return {"optimizers": (optimizer, get_cosine_schedule_with_warmup(optimizer, 1, 3))}
-
-
-def in_groups(model: Any) -> Mapping[str, Any]:
-    """Each layer has its own rate, and norms have no decay."""
-    groups = [
-        {"params": [p], "lr": 0.01 / (1 + i), "weight_decay": 0.1 * (p.ndim > 1)}
-        for i, p in enumerate(model.parameters())
-    ]
-    return {"optimizers": (torch.optim.AdamW(groups), None)}
-
-
-READS, GIVES = "the loss reads the parameter", "the loss gives the model an input that has gradients"
 T5: dict[str, Any] = {"kind": Seq2SeqTrainer, "arguments": Seq2SeqTrainingArguments, "tolerance": REASSOCIATED}
 GENERATED = {"predict_with_generate": True, "generation_max_length": 6, "generation_num_beams": 2}
 DROPS = {"attention_dropout": 0.3}
@@ -354,25 +265,16 @@ SCENARIOS: dict[str, Scenario] = {
         after=lambda t: [torch.tensor(t.predict(t.eval_dataset).predictions), t.evaluate(RAGGED)["eval_loss"]]
     ),
     "bf16, accumulation": Scenario({"bf16": True, **TWO, "label_smoothing_factor": 0.1}),
-    "fp16": Scenario({"fp16": True, **TWO}),  # a CPU has no scaler
     "a scaler of the loss": Scenario(TWO, kind=Scaled, reason="fp16 scales the loss"),
-    "a model in bf16": Scenario(model=in_bf16),
     "gradient checkpointing, reentrant": Scenario(
         {**TWO, "gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": True}}
     ),
-    "label smoothing, three, ragged": Scenario(
-        {"label_smoothing_factor": 0.1, **EVAL, "gradient_accumulation_steps": 3}, rows=RAGGED
-    ),
     "dropout": Scenario(TWO, model=lambda: llama(**DROPS)),
     "neftune": Scenario({"neftune_noise_alpha": 5.0, **TWO}),
-    "loader workers, groups of a length": Scenario(
-        {**TWO, "dataloader_num_workers": 2, "train_sampling_strategy": "group_by_length"}, rows=RAGGED
-    ),
     "epochs, all in each": Scenario(
         {"max_steps": -1, "num_train_epochs": 2, "logging_strategy": "epoch", "eval_strategy": "epoch",
          "save_strategy": "epoch", "save_total_limit": 1, "per_device_train_batch_size": 5, **TWO}
     ),
-    "without a length": Scenario(FOUR, more=lambda model: {"train_dataset": Endless()}),
     "stops early": Scenario(
         {**BEST, "learning_rate": 0.5}, more=lambda model: {"callbacks": [EarlyStoppingCallback(1)]}
     ),
@@ -380,24 +282,18 @@ SCENARIOS: dict[str, Scenario] = {
     "model_init": Scenario(TWO, more=lambda model: {"model": None, "model_init": lambda: llama()}),
     "tensors on a budget": Scenario(TWO, streaming={"memory": "300KiB"}),
     # -- models
-    "frozen": Scenario(TWO, model=frozen),
-    "tied": Scenario(SUMMED, model=tied, tolerance=REASSOCIATED),
-    "bert": Scenario({**TWO, **EVAL}, model=bert, rows=LABELLED),
-    "labels of other names": Scenario(EVAL, model=lambda: bert(BertForQuestionAnswering), rows=ANSWERED),
     "t5, generates": Scenario(
         {**SUMMED, **EVAL, "eval_steps": 2, **GENERATED}, model=t5, **T5,
         more=lambda model: {"compute_metrics": chosen}, streaming={"memory": "100KiB"},
         after=lambda t: torch.tensor(t.predict(t.eval_dataset, num_beams=1).predictions),
     ),
     "text between steps": Scenario(TWO, more=on("step_end", samples), after=kept, streaming={"memory": "300KiB"}),
-    "any module": Scenario(TWO, model=Plain, rows=POINTS),
     "padding in some": Scenario({**TWO, "max_steps": 6}, rows=[*FULL[:8], *RAGGED[:4]]),
     "other layers in some": Scenario({**TWO, "max_steps": 6}, model=Skipping, rows=POINTS, is_mixed=True),
     "hooks on parameters, accumulation": Scenario(
         TWO, model=hooked_parameters, reason="`model.layers.0.self_attn.q_proj.weight` has a hook"
     ),
     # -- losses
-    "loss function": Scenario(TWO, more=lambda model: {"compute_loss_func": squared}),
     "own loss": Scenario(TWO, kind=TwoTerms),
     "looks without gradients first": Scenario(TWO, kind=with_loss(guided), model=lambda: llama(**DROPS)),
     "calls again": Scenario(
@@ -407,40 +303,22 @@ SCENARIOS: dict[str, Scenario] = {
         TWO, kind=with_loss(counted), after=lambda t: [t.calls, *t.seen],
         reason="the code before the call of the model changes `calls`",
     ),
-    "a stack around the call": Scenario(
-        TWO, kind=with_loss(stacked), reason="the code before the call of the model changes `stack`"
-    ),
     "draws before the call": Scenario(kind=with_loss(noisy)),
     "draws before the calls": Scenario(TWO, kind=with_loss(noisy), reason="the loss draws random numbers"),
-    "draws after the calls": Scenario(
-        TWO, kind=with_loss(noisy_after), reason="the loss draws random numbers after"
-    ),
-    "under autocast": Scenario(
-        TWO, kind=with_loss(under_autocast), reason="the loss calls the model under autocast"
-    ),
     "divides by a norm": Scenario(
         TWO, kind=with_loss(divides_by_norm), reason="the loss asks for gradients that go through the model"
     ),
-    "the embedding by itself": Scenario(TWO, kind=with_loss(embeds), reason=GIVES),
     "own training step": Scenario(TWO, kind=OwnStep, reason="OwnStep has a training_step of its own"),
     "clipping of one's own": Scenario(TWO, kind=OwnClipping, reason="OwnClipping has a _clip_grad_norm of its own"),
     # -- callbacks
     "callbacks": Scenario(TWO, more=lambda model: {"callbacks": [Notes()]}, after=lambda t: str(kept(t))),
-    "stopped between micro-batches": Scenario(TWO, more=on("substep_end", stops)),
     "unfreezes": Scenario(FOUR, more=on("step_end", unfreezes)),
     "reads gradients": Scenario(
         TWO, more=lambda model: {"callbacks": [LooksAtGradients()]}, after=kept,
         reason="the callback LooksAtGradients",
     ),
-    "looks after the step": Scenario(
-        TWO, more=on("optimizer_step", looks_after), after=kept,
-        reason="the callback looks_after may read gradients after",
-    ),
     # -- optimizers
     "adafactor": Scenario({"optim": "adafactor", **SAVED, **TWO}, rows=RAGGED),
-    "fused adamw, decayed": Scenario({"optim": "adamw_torch_fused", "weight_decay": 0.1, "adam_beta2": 0.9}),
-    "optimizer in groups": Scenario({**TWO, "max_grad_norm": 0.1}, more=in_groups),
-    "an optimizer of all parameters": Scenario(TWO, more=of_all),
     "an optimizer of the model": Scenario(TWO, more=of_model, reason="the optimizer can't update in a training step"),
 }  # fmt: skip
 

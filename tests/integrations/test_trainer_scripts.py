@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -12,28 +11,18 @@ import torch
 from torch import nn
 from transformers import (
     DataCollatorWithFlattening,
-    LlamaForCausalLM,
     Trainer,
-    TrainerCallback,
     Wav2Vec2Config,
     Wav2Vec2ForCTC,
 )
 
 from tests.integrations.runs import (
-    EVAL,
-    FULL,
-    RAGGED,
-    REASSOCIATED,
-    SAVED,
-    SUMMED,
     TWO,
     Loss,
     Scenario,
     assert_streams_as_stock,
     llama,
-    with_loss,
 )
-from tests.integrations.test_trainer import READS
 from tests.integrations.words import ragged_texts
 
 pytestmark = [
@@ -44,33 +33,6 @@ pytestmark = [
 
 
 # -- losses -----------------------------------------------------------------------------------------------------------
-
-
-def head_again(self: Any, model: Any, inputs: Any) -> Any:
-    """Applies the head once more, to an inner layer."""
-    outputs = model(**inputs, output_hidden_states=True)
-    early = model.lm_head(outputs.hidden_states[1])
-    return outputs.loss + nn.functional.cross_entropy(early.flatten(0, 1), inputs["labels"].flatten()), outputs
-
-
-def nan_once(self: Any, model: Any, inputs: Any) -> Any:
-    """One loss is not a number."""
-    outputs = model(**inputs)
-    is_nan = self.state.global_step == 1 and model.training
-    return outputs.loss * (float("nan") if is_nan else 1.0), outputs
-
-
-def positional(self: Any, model: Any, inputs: Any) -> Any:
-    """Gives positional arguments, and takes a tuple."""
-    outputs = model(inputs["input_ids"], inputs.get("attention_mask"), return_dict=False)
-    return nn.functional.cross_entropy(outputs[0].mT, inputs["labels"]), {"logits": outputs[0]}
-
-
-def sharpens_logits(self: Any, model: Any, inputs: Any) -> Any:
-    """A penalty of a gradient by the model's result, which is differentiated itself."""
-    outputs = model(**inputs)
-    [found] = torch.autograd.grad(outputs.logits.logsumexp(-1).sum(), outputs.logits, create_graph=True)
-    return outputs.loss + found.square().sum(), outputs
 
 
 class WithParameters(Loss):
@@ -96,20 +58,6 @@ class WithParameters(Loss):
         return loss + (outputs.logits - self.centre).square().mean(), outputs
 
 
-class SetsItsLoss(Trainer):
-    """A script sets another compute_loss on the object, which reads logits."""
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self.compute_loss = self.entropy  # pyright: ignore[reportAttributeAccessIssue]
-
-    def entropy(self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None) -> Any:
-        """Returns the loss, and a part of the entropy of all predictions."""
-        outputs = model(**inputs)
-        loss = outputs.loss - 0.1 * torch.distributions.Categorical(logits=outputs.logits).entropy().mean()
-        return (loss, outputs) if return_outputs else loss
-
-
 # -- trainers ---------------------------------------------------------------------------------------------------------
 
 
@@ -133,18 +81,6 @@ class OwnOptimizer(Trainer):
         return self.lr_scheduler
 
 
-class Before(Trainer):
-    """A script's calls between the constructor and train()."""
-
-    def train(self, *args: Any, **kwargs: Any) -> Any:
-        self.evaluate()
-        self.create_optimizer_and_scheduler(num_training_steps=self.args.max_steps)
-        self.model.model.embed_tokens.requires_grad_(False)  # pyright: ignore
-        assert self.get_num_trainable_parameters() > 0
-        assert self.get_learning_rates()
-        return super().train(*args, **kwargs)
-
-
 class Rebuilds(Trainer):
     """Gives the model more tokens, another head and fewer layers when the trainer is there."""
 
@@ -161,37 +97,7 @@ class Rebuilds(Trainer):
 # -- callbacks ------------------------------------------------------------------------------------------------------
 
 
-class Averages(TrainerCallback):
-    """Trains an average of the weights, and swaps the last ones in for evaluations."""
-
-    def __init__(self) -> None:
-        self.shadow: dict[str, torch.Tensor] = {}
-        self.last: dict[str, torch.Tensor] = {}
-
-    @torch.no_grad()
-    def on_step_end(self, args: Any, state: Any, control: Any, *, model: Any, **_: Any) -> None:
-        for name, parameter in model.named_parameters():
-            self.shadow.setdefault(name, parameter.detach().clone()).lerp_(parameter.detach(), 0.5)
-        self.last = {name: p.detach().clone() for name, p in model.named_parameters()}
-        for name, parameter in model.named_parameters():
-            parameter.copy_(self.shadow[name])
-
-    @torch.no_grad()
-    def on_evaluate(self, args: Any, state: Any, control: Any, *, model: Any, **_: Any) -> None:
-        for name, parameter in model.named_parameters():
-            parameter.copy_(self.last[name])
-
-
 # -- models -----------------------------------------------------------------------------------------------------------
-
-
-def placed() -> Any:
-    """As `from_pretrained(device_map=...)` leaves a model."""
-    import tempfile
-
-    with tempfile.TemporaryDirectory() as folder:
-        llama().save_pretrained(folder)
-        return LlamaForCausalLM.from_pretrained(folder, device_map={"": "cpu"}, dtype="auto")
 
 
 WAVES: dict[str, Any] = {
@@ -220,47 +126,17 @@ def flat(model: Any) -> Mapping[str, Any]:
 
 
 SCENARIOS: dict[str, Scenario] = {
-    "the head once more": Scenario(SUMMED, kind=with_loss(head_again), reason=READS, tolerance=REASSOCIATED),
     "a loss with parameters": Scenario(TWO, kind=WithParameters),
-    "a loss that is no number": Scenario({**TWO, "logging_nan_inf_filter": False}, kind=with_loss(nan_once)),
-    "positional": Scenario(TWO, kind=with_loss(positional), rows=FULL),
-    "sharpens logits": Scenario(TWO, kind=with_loss(sharpens_logits)),
-    "sets its loss": Scenario(TWO, kind=SetsItsLoss),
     "optimizer and rates of one's own": Scenario(TWO, kind=OwnOptimizer),
-    "used before it trains": Scenario(TWO, kind=Before),
     "rebuilt before it trains": Scenario(TWO, kind=Rebuilds),
-    "averages are trained": Scenario({**EVAL, **TWO}, more=lambda model: {"callbacks": [Averages()]}),
-    "placed by device_map": Scenario(TWO, model=placed),
     "flattened, with lengths": Scenario(TWO, rows=ragged_texts(), more=flat),
     "wav2vec2, masked by numpy": Scenario(
         TWO, of_sound, [sound(index) for index in range(12)],
         reason="nothing says beforehand how many random numbers the model draws",
     ),
-    "cache in training": Scenario({"use_cache": True, **TWO}, model=lambda: llama(use_cache=True)),
 }  # fmt: skip
-PACKAGED: dict[str, tuple[str, Scenario]] = {
-    "schedule-free": (
-        "schedulefree", Scenario({"optim": "schedule_free_adamw", **TWO, **SAVED, **EVAL,
-                                  "lr_scheduler_type": "constant"}),
-    ),
-    "adamw of bitsandbytes": ("bitsandbytes", Scenario({**TWO, **SAVED, "optim": "adamw_bnb_8bit"}, rows=RAGGED)),
-}  # fmt: skip
-"""Optimizers of packages that few have."""
 
 
 @pytest.mark.parametrize("name", SCENARIOS)
 def test_a_script_that_streams_has_the_stock_runs_bits(name: str, tmp_path: Path) -> None:
     assert_streams_as_stock(SCENARIOS[name], tmp_path)
-
-
-@pytest.mark.parametrize("name", PACKAGED)
-def test_an_optimizer_of_another_package_has_the_stock_runs_bits(name: str, tmp_path: Path) -> None:
-    package, scenario = PACKAGED[name]
-    if importlib.util.find_spec(package) is None:
-        pytest.skip(f"needs {package}")
-    manager: Any = pytest.importorskip("bitsandbytes").optim.GlobalOptimManager.get_instance()
-    manager.initialize()  # it keeps options of single parameters for the whole process
-    try:
-        assert_streams_as_stock(scenario, tmp_path)
-    finally:
-        manager.initialize()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 SPECIAL = ["<pad>", "<unk>", "<s>", "</s>"]
@@ -17,21 +17,6 @@ def tokenizer() -> Any:
     return PreTrainedTokenizerFast(
         tokenizer_object=words, pad_token="<pad>", unk_token="<unk>", bos_token="<s>", eos_token="</s>"
     )
-
-
-def of_bytes(template: str) -> Any:
-    """A tokenizer of pairs of bytes, 290 tokens at most, which GOLD asks for."""
-    words = Tokenizer(models.BPE())  # pyright: ignore
-    words.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)  # pyright: ignore
-    words.decoder = decoders.ByteLevel()  # pyright: ignore
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(vocab_size=290, special_tokens=SPECIAL, initial_alphabet=alphabet)  # pyright: ignore
-    words.train_from_iterator([text(i, 9) for i in range(30)], trainer)
-    made = PreTrainedTokenizerFast(
-        tokenizer_object=words, pad_token="<pad>", unk_token="<unk>", bos_token="<s>", eos_token="</s>"
-    )
-    made.chat_template = template
-    return made
 
 
 def text(start: int, count: int) -> str:

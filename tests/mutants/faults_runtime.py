@@ -101,4 +101,19 @@ FAULTS: list[Fault] = [
         new="            for nodes, guard in self._steps[:-1]:\n",
         seen_by=("tests/tracer/test_guards.py::test_a_slice_up_to_a_tensor_is_guarded_by_its_value",),
     ),
+    Fault(
+        name="a second backward of a call goes on where the first has ended",
+        path="runtime/executor.py",
+        old="            running = call if call.status == OPEN else self._replay(start)\n",
+        new="            running = call\n",
+        seen_by=("tests/runtime/test_random_backwards.py::test_random_callers",),
+    ),
+    Fault(
+        name="memory of slots goes back while another stream reads it",
+        path="runtime/engine.py",
+        old="            self.streams.settle()\n            self.arena.resize(nbytes)\n",
+        new="            self.arena.resize(nbytes)\n",
+        seen_by=("tests/simulated_runs/test_dropped_synchronizations.py::test_each_place_of_the_source_is_listed",),
+        on_device=True,
+    ),
 ]

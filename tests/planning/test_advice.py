@@ -10,7 +10,6 @@ from torch import nn
 
 import megatrain
 from megatrain.errors import ExecuteError, OptionError, ScheduleError
-from megatrain.hardware.hardware import Hardware
 from megatrain.planning.advice import MOST, Alternative, Alternatives, Changes, numbers_after, ways_out, words
 from megatrain.planning.bands import format_s
 from megatrain.planning.host_plan import MICRO_BATCH, SEQUENCE
@@ -50,19 +49,6 @@ def test_each_row_is_the_plan_of_its_options(table: Alternatives, which: slice):
         assert row.fits == expected.fits
         assert expected.simulation is not None
         assert row.step_s == expected.simulation.step_s
-
-
-def test_the_first_row_is_the_plan_and_the_others_differ_from_it(table: Alternatives):
-    first, *others = table.rows
-    assert first.change == {}
-    assert str(first.plan) == str(planned())
-    assert len({tuple(row.change.items()) for row in table.rows}) == len(table.rows)
-    assert all(row.change for row in others)
-
-
-def test_a_step_that_is_split_in_another_way_has_the_same_samples(table: Alternatives):
-    split = [row.change for row in table.rows if row.numbers == "rounding"]
-    assert {(values[MICRO_BATCH], values["micro_batches"]) for values in split} == {(1, 8), (2, 4), (8, 1)}
 
 
 def test_every_kind_of_change_is_there(table: Alternatives):
@@ -195,19 +181,6 @@ def test_each_way_out_fits_and_is_what_plan_gives(options: dict[str, Any]):
         assert f"\n    {words(way.change)}: " in str(caught.value)
 
 
-@pytest.mark.nightly
-def test_of_degrees_the_first_that_fits_is_taken():
-    ids = torch.zeros(64, 8, dtype=torch.long)
-    plan = planned(ids=ids, device_memory="1MiB", **OWN_BLOCKS)
-    ways = [dict(way.change) for way in ways_out(plan)]
-    assert {"sequence": 2} in ways
-    for length in (2, 3, 4):
-        found = planned(ids=ids[:, :length], device_memory="1MiB", **OWN_BLOCKS)
-        assert found.fits == (length == 2)
-    for values in ways:
-        assert values.get("micro_batch", 64) * values.get("micro_batches", 2) in (128, 64), "no way does both at once"
-
-
 def test_the_error_says_how_much_is_missing_and_what_sets_it():
     plan = made(device_memory="480KiB", **OWN_BLOCKS)
     with pytest.raises(ScheduleError) as caught:
@@ -219,57 +192,9 @@ def test_the_error_says_how_much_is_missing_and_what_sets_it():
     assert " x this one's time a token), " in text
 
 
-def test_what_fits_has_no_error():
-    made().check()
-    assert made().refused() is None
-
-
 def test_a_step_that_nothing_rescues_says_so():
     with pytest.raises(ScheduleError, match="no other change that was tried makes it fit"):
         planned(device_memory="4KiB", host_memory="40KiB", hardware=None).check()
-
-
-def test_a_time_is_said_only_for_a_machine():
-    with pytest.raises(ScheduleError) as caught:
-        made(device_memory="480KiB", **OWN_BLOCKS, hardware=None).check()
-    assert " a step (" not in str(caught.value)
-
-
-class Layer(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(32, 64), nn.Linear(64, 32)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.down(torch.relu(self.up(x)))
-
-
-class Layers(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(Layer() for _ in range(8))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for layer in self.layers:
-            x = layer(x)
-        return x.square().mean()
-
-
-@pytest.mark.nightly
-def test_the_plan_that_parks_less_is_taken_where_the_host_needs_it():
-    """Where compute is slow, graphs save more time than activations that stay; but the host has to have the room."""
-    slow = Hardware(1e11, 1e11, 1e9)
-
-    def on_slow(host_memory: int | str, hardware: Hardware | None = slow) -> megatrain.Plan:
-        options: dict[str, Any] = {"device_memory": 2_500_000, "optimizer": "AdamW", "host_memory": host_memory}
-        return megatrain.plan(Layers(), torch.zeros(1024, 32), hardware=hardware, **options)
-
-    fast, frugal = on_slow("1GiB"), on_slow("1GiB", None)
-    assert fast.host.total_bytes > frugal.host.total_bytes
-    tight = on_slow(frugal.host.total_bytes)
-    assert tight.fits
-    assert tight.schedule == frugal.schedule
-    assert on_slow(fast.host.total_bytes).schedule == fast.schedule
 
 
 # -- the largest size -----------------------------------------------------------------------------------------
@@ -287,14 +212,6 @@ def test_the_largest_micro_batch_fits_and_the_next_does_not(hardware: str | None
     assert found.too_large == found.size + 1
     assert str(found.plan) == str(largest)
     assert str(found).startswith(f"largest micro_batch: {found.size}; at {found.size + 1}: ")
-
-
-@pytest.mark.nightly
-def test_the_largest_sequence_has_the_same_rows():
-    found = planned(hardware=None).largest("sequence")
-    assert found.too_large == found.size + 1 > IDS.shape[1]
-    for size in (found.size, found.size + 1):
-        assert planned(ids=torch.zeros(4, size, dtype=torch.long), hardware=None).fits == (size == found.size)
 
 
 def test_multiples_and_a_bound_are_kept():

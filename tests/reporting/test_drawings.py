@@ -21,7 +21,6 @@ from tests.draws import draws
 from tests.reporting.steps import EVIL, drawn, evil, long, made, small
 
 Event = dict[str, Any]
-LEFT, RIGHT = 84, 1146
 
 
 class Seen(HTMLParser):
@@ -62,46 +61,6 @@ def test_the_verdict_and_every_figure_are_words():
     for stream in {position.stream for position, _ in figures.schedule.positions()}:
         assert rows[stream][0] == str(sum(op.stream == stream for op in figures.ops))
     assert "measured" not in page_text(made(is_measured=False).figures).replace("never measured", "")
-
-
-def test_each_op_is_drawn_at_its_time_in_both_bands_and_says_what_it_is():
-    figures = made().figures
-    seen = Seen(page_text(figures))
-    rects, titles = seen.of("rect"), [text for _, text in seen.of("title")]
-    names = [text.split()[0] for text in titles if "\ntick " in text]
-    whole = max(band.step_s for band in figures.bands)
-    expected: list[tuple[str, float, float]] = []
-    thin = 0
-    for band in figures.bands:
-        for stream in streams():
-            for index, timing in enumerate(band.timeline):
-                begin, end = (LEFT + (RIGHT - LEFT) * s / whole for s in (timing.start_s, timing.end_s))
-                if timing.position.stream == stream and end - begin >= 2.1:
-                    expected.append((figures.op_name(index), begin, end - begin))
-                thin += timing.position.stream == stream and end - begin < 2.1
-    assert 0 < thin < len(expected)
-    assert names == [name for name, _, _ in expected]
-    for (own, _), (_, begin, width) in zip(rects, expected, strict=True):
-        assert float(own["x"]) == pytest.approx(begin, abs=0.1)
-        assert float(own["width"]) == pytest.approx(width, abs=0.15)
-    lines = [own["d"] for own, _ in seen.of("path") if own.get("stroke-width") == "0.8"]
-    assert sum(line.count("M") for line in lines) == thin
-
-
-def heights(path: str) -> list[float]:
-    return [float(y) for y in re.findall(r"V([\d.]+)", path)]
-
-
-def test_the_curve_reaches_the_line_of_the_planned_peak_and_no_more():
-    figures = made().figures
-    seen = Seen(page_text(figures))
-    paths = [own for own, _ in seen.of("path")]
-    bound = next(float(own["d"].split()[1].split("H")[0]) for own in paths if "stroke-dasharray" in own)
-    filled = [heights(own["d"]) for own in paths if own.get("fill", "none") != "none"]
-    assert len(filled) == len(figures.device_curves[0].parts)
-    (measured,) = [heights(own["d"]) for own in paths if own.get("fill") == "none"]
-    assert min(min(each) for each in filled) == min(measured) == bound
-    assert max(bytes_ for _, bytes_ in figures.device_curves[1].totals) == figures.schedule.device_bytes
 
 
 def test_no_name_becomes_a_part_of_the_page():

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from expecttest import TestCase
 from hypothesis import given
 from hypothesis import strategies as st
@@ -11,13 +9,11 @@ from hypothesis import strategies as st
 from megatrain.planning.bands import measured_band, planned_band
 from megatrain.reporting.figures import at_peak, device_curve
 from megatrain.scheduler.costs import Hardware, op_durations
-from megatrain.scheduler.from_program import schedule
 from megatrain.scheduler.lifetimes import Books, find_peak
 from megatrain.scheduler.schedule import Schedule
 from megatrain.scheduler.simulate import TimedRun
 from tests.draws import draws
 from tests.reporting.steps import drawn, made
-from tests.scheduler.workloads import trained
 
 RATES = st.floats(1e2, 1e6)
 MACHINES = st.builds(Hardware, RATES, RATES, RATES, st.sampled_from([0.0, 1e-3]), RATES)
@@ -76,13 +72,3 @@ class TestHolders(TestCase):
 256 value ids of micro-batch 0
 256 value ids of micro-batch 1""",
         )
-
-
-def test_weights_that_stay_across_steps_hold_the_peak():
-    works = trained(4)
-    frozen = [replace(b, frozen_bytes=b.state_bytes, gradient_bytes=0, update_bytes=0) for b in works.blocks[:3]]
-    works = replace(works, blocks=(*frozen, works.blocks[3]))
-    plan = schedule(works, updates="overlap", outputs="release", memory=10**7)
-    assert plan.persistent == (0, 1, 2)
-    holders = {holder.name for holder in made(plan).figures.peak.holders}
-    assert {f"weights of block {b} (layers.{b})" for b in plan.persistent} <= holders

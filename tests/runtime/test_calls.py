@@ -125,17 +125,6 @@ def test_identities_are_kept() -> None:
     assert_parity_of(seeded(Outputs), drive)
 
 
-def test_writing_into_an_output_behind_its_back() -> None:
-    def drive(call, model):
-        y = call(batch())
-        loss = y.sum()
-        with torch.no_grad():
-            y.zero_()
-        loss.backward()
-
-    assert_parity_of(seeded(Headed), drive)
-
-
 @pytest.mark.parametrize("model", [Plain, Aliased, Traced])
 def test_writing_where_it_would_matter_is_refused_or_right(model) -> None:
     """A result that autograd saved, one with a second name, one that the next block reads."""
@@ -208,36 +197,6 @@ def test_autocast_around_the_forward_alone() -> None:
         return left, right
 
     assert_parity_of(seeded(Trunk), drive)
-
-
-def test_scaled_losses() -> None:
-    def drive(call, model):
-        optimizer = torch.optim.SGD(model.parameters(), 0.1)
-        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=1)
-        for step in range(3):
-            optimizer.zero_grad()
-            left, right, _ = call(batch())
-            loss = left.square().sum() + right.sum()
-            scaler.scale(loss * float("inf") if step == 1 else loss).backward()
-            scaler.unscale_(optimizer)
-            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-            scaler.step(optimizer)
-            scaler.update()
-        return torch.tensor(scaler.get_scale())
-
-    assert_parity_of(seeded(Trunk), drive)
-
-
-@pytest.mark.filterwarnings("ignore:Anomaly Detection")
-def test_anomaly_mode() -> None:
-    def drive(call, model):
-        with torch.autograd.set_detect_anomaly(True):
-            call(batch())[0].sum().backward()
-
-    assert_parity_of(seeded(Trunk), drive)
-    compiled = megatrain.compile(seeded(Plain), device="cpu")
-    with torch.autograd.set_detect_anomaly(True), pytest.raises(RuntimeError, match="nan"):
-        (compiled(batch()) * float("nan")).sum().backward()
 
 
 def test_forward_and_backward_on_different_threads() -> None:

@@ -113,18 +113,6 @@ def test_frozen_prefix() -> None:
     check_round_trip(schedule)
 
 
-def test_frozen_middle() -> None:
-    model = net("embed layers.3 head")
-    train(model, **PATHS["offload"])
-    schedule = train(model, **COPY)
-    assert blocks(schedule, "B") == [5, 4, 3, 2, 1, 0]
-    assert blocks(schedule, "G") == [5, 4, 0]
-    assert offloaded_bytes(schedule) == trained_bytes(model)
-    assert all(schedule.known_workload().blocks[block].gradient_bytes == 0 for block in (1, 2, 3))
-    assert "frozen: 1-3\n" in str(schedule)
-    check_round_trip(schedule)
-
-
 def test_adapters() -> None:
     model = net("up down", has_adapters=True)
     train(model, **PATHS["offload"])
@@ -137,17 +125,6 @@ def test_adapters() -> None:
     assert schedule.host_bytes - parked == trained_bytes(model) // DEPTH
     assert "frozen: 0, 5\n" in str(schedule)
     check_round_trip(schedule)
-
-
-def test_thawing_between_calls() -> None:
-    def drive(call, model):
-        for word in ("head", "layers", "embed"):
-            for name, parameter in model.named_parameters():
-                if word in name:
-                    parameter.requires_grad_()
-            call(ids()).square().mean().backward()
-
-    assert_parity_of(net("nothing"), drive, **COPY)
 
 
 def test_a_wrong_line_is_refused() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextvars
-import copy
 import functools
 from collections import deque
 from collections.abc import Callable
@@ -12,11 +11,9 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 import megatrain
 from megatrain.errors import ExecuteError, TraceError
-from tests.comparing import assert_same_state
 
 Collect = Callable[[], list[torch.Tensor]]
 
@@ -246,29 +243,3 @@ def test_an_observer_that_turns_into_more_is_refused(what: str) -> None:
     expected = "a tensor that a forward hook has kept" if what == "keeps a history" else f"forward hook of `0.0` {what}"
     with torch.set_grad_enabled(has_grad), pytest.raises(ExecuteError, match=expected):
         (compiled(torch.zeros(2, 8)).sum() + kept[-1].sum()).backward()
-
-
-def test_a_checkpoint_inside_a_block_keeps_no_tensor_with_the_user():
-    """The closures of a checkpoint hang on the history of the capture's result, and end with it."""
-
-    def scaled(layer: nn.Module, scale: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-        return layer(x * scale)
-
-    class Checkpointed(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
-
-        def forward(self, x):
-            scale = x.mean(0)
-            for layer in self.layers:
-                x = checkpoint(functools.partial(scaled, layer, scale), x, use_reentrant=False)
-            return x
-
-    torch.manual_seed(0)
-    model = Checkpointed()
-    eager, x = copy.deepcopy(model), torch.randn(5, 4, requires_grad=True)
-    compiled = megatrain.compile(model, device="cpu", transfer="copy")
-    for each in (eager, compiled):
-        each(x).square().sum().backward()
-    assert_same_state(eager, compiled)

@@ -123,10 +123,6 @@ def small_rings(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(buses, "LEAST_BYTES", LEAST)
 
 
-def in_pieces() -> StrictToy:
-    return StrictToy(lock_bytes=PAGE)
-
-
 def through_a_ring() -> StrictToy:
     return StrictToy(limit=2 * LEAST, num_refusals=1)
 
@@ -246,18 +242,6 @@ def test_arenas_are_locked_while_others_are_filled(fails: str, monkeypatch: pyte
     assert ("refused" in compiled.megatrain.engine.bus.note) == is_refused
     assert bool(toy.locked) == (not is_refused)
     assert not any(thread.name.startswith("megatrain-lock") for thread in threading.enumerate())
-
-
-def test_state_lies_in_one_piece_by_blocks():
-    num_pages = 3
-    model, args, kwargs = MODELS["gpt_loss"]()
-    toy = StrictToy(lock_bytes=num_pages * PAGE)
-    compiled = megatrain.compile(model, device=toy)
-    compiled(*args, **kwargs)
-    assert sum(p.nbytes for p in model.parameters()) > num_pages * PAGE
-    for block in compiled.program.blocks:
-        tensors = [compiled.megatrain.engine.tensors[compiled.program.state[key].owner] for key in block.binding]
-        assert all(map(toy.is_within, tensors))
 
 
 class FakeCudart:

@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 from torch import nn
 
 import megatrain
+from megatrain.runtime.streams.stream_set import Chaos
 from tests.comparing import assert_same, largest
 from tests.draws import draws
 from tests.runtime.parity import PATHS
-from tests.runtime.test_chaos import has_shared_modules
-from tests.strategies import WIDTH, block_limits, module_trees
+from tests.strategies import WIDTH, block_limits, has_shared_modules, module_trees
 
 
 class Both(nn.Module):
@@ -82,12 +82,20 @@ class Caller:
 
 
 @draws(25, usual=5)
-@given(tree=module_trees(), plan=actions, mode=st.sampled_from(list(PATHS)), limit=block_limits())
-def test_random_callers(tree: nn.Module, plan, mode: str, limit: int | None) -> None:
+@given(
+    tree=module_trees(),
+    plan=actions,
+    mode=st.sampled_from(list(PATHS)),
+    limit=block_limits(),
+    seed=st.integers(0, 2**16),
+)
+def test_random_callers(tree: nn.Module, plan, mode: str, limit: int | None, seed: int) -> None:
+    """Under random delays on every stream, and with NaN in freed slots."""
     model = Both(tree)
     eager, streamed = copy.deepcopy(model), copy.deepcopy(model)
     options: dict[str, Any] = PATHS[mode] | ({} if limit is None else {"block_bytes": max(1, limit)})
-    compiled = megatrain.compile(streamed, device="cpu", **options)
+    chaos = Chaos(seed=seed, max_delay_s=0.0005)
+    compiled = megatrain.compile(streamed, device="cpu", chaos=chaos, **options)
     left, right = Caller(eager), Caller(streamed)
     try:
         left.run(eager, plan)

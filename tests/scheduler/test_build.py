@@ -36,10 +36,6 @@ from tests.scheduler.workloads import (
 )
 
 
-def loads(plan):
-    return [str(op) for op in plan.ops if op.what == "W"]
-
-
 def test_keep_retains_all_graphs_and_offload_parks_all_inputs_but_the_last():
     assert schedule(example(), activations="keep").saves == (0, 1, 2, 3)
     parked = schedule(example(), activations="offload")
@@ -47,20 +43,6 @@ def test_keep_retains_all_graphs_and_offload_parks_all_inputs_but_the_last():
     several = schedule(example(), activations="offload", micro_batches=3)
     assert (several.park_bytes, several.host_bytes) == (3 * 2 * ACT, 3 * 2 * ACT + LAYER)
     assert [str(op) for op in parked.ops if op.what == "A"] == ["A1", "A2", "A2", "A1"]
-
-
-def test_the_last_blocks_stay_from_forward_to_backward():
-    assert loads(schedule(example(), num_slots=1)) == ["W0@0", "W1@0", "W2@0", "W3@0", "W2@0", "W1@0", "W0@0"]
-    assert len(loads(schedule(example(), num_slots=2))) == 6
-    assert len(loads(schedule(example(), num_slots=4))) == 4
-
-
-def test_bound_weights_take_no_bytes_and_move_none():
-    plan = schedule(example(), transfer="bind", activations="offload")
-    assert plan.slots == (Slot(0, 0),)
-    assert (plan.h2d_bytes, plan.d2h_bytes, plan.host_bytes, plan.arena_bytes) == (0, 0, 0, 0)
-    assert all(op.what != "A" for op in plan.ops)
-    assert len(loads(plan)) == 6
 
 
 def test_weights_take_as_many_slots_as_there_are_and_no_more_bytes_than_they_need():
@@ -204,33 +186,6 @@ def test_what_a_step_leaves_of_its_budget_holds_as_many_weights_as_fit(layers, m
     assert len(call.resident()) <= 2, "a caller has tensors of their own beside a call"
 
 
-def test_less_memory_means_fewer_graphs_and_more_parking_then_one_slot():
-    """Step by step, and no step with less memory is faster on the machine that the choices are weighed for."""
-    workload = chain([LAYER] * 12)
-    full, least = (
-        schedule(workload, num_slots=n, activations=a).device_bytes for n, a in ((2, "keep"), (1, "offload"))
-    )
-    plans = [schedule(workload, memory=memory) for memory in [*range(full, least, -3 * ACT // 2), least]]
-    seen = [(plan.num_slots, len(plan.saves), plan.keep) for plan in plans]
-    assert seen[0] == (2, 12, 12)
-    assert [s[:2] for s in seen] == sorted((s[:2] for s in seen), reverse=True)
-    assert {s[1] for s in seen if s[0] == 2} >= {12, 8, 4, 1}
-    assert {s[2] for s in seen if s[0] == 2} >= {12, 6}
-    assert seen[-1] == (1, 1, 2)
-    usual = Hardware.preset("rtx-4090")
-    for count in (1, 2):
-        steps = [plan.simulate(usual).step_s for plan in plans if plan.num_slots == count]
-        assert all(more <= less * (1 + 1e-9) for more, less in pairwise(steps))
-
-
-def test_explicit_choices_are_honoured_under_a_budget():
-    roomy = 10**9
-    plan = schedule(example(), memory=roomy, num_slots=1, keep=1)
-    assert (plan.num_slots, plan.keep) == (1, 1)
-    with pytest.raises(ScheduleError, match="too small"):
-        schedule(example(), memory=schedule(example(), num_slots=2).device_bytes - 1, num_slots=2, keep=4)
-
-
 def test_too_little_memory_is_explained():
     with pytest.raises(ScheduleError) as caught:
         schedule(example(), memory=300_000)
@@ -308,30 +263,6 @@ def test_a_backward_needs_a_schedule_that_trains():
     tight = backward_schedule(schedule(example()), memory=480_000)
     assert tight.num_slots == 1
     assert tight.device_bytes <= 480_000
-
-
-def test_a_backward_alone_starts_without_weights():
-    alone = backward_schedule(schedule(example(), keep=2))
-    assert loads(alone) == ["W3@1", "W2@0", "W1@1", "W0@0"]
-    assert {op.what for op in alone.ops} == {"W", "A", "B", "G"}
-
-
-def test_a_model_without_backward_only_runs_forward():
-    frozen = Workload(
-        tuple(replace(b, has_backward=False, gradient_bytes=0) for b in example().blocks),
-        tuple(replace(v, has_gradient=False) for v in example().values),
-        example().storages,
-    )
-    plan = schedule(frozen, memory=10**6)
-    plan.check()
-    assert {op.what for op in plan.ops} == {"W", "F"}
-    assert (plan.keep, plan.saves) == (0, ())
-
-
-def test_no_blocks_make_an_empty_schedule():
-    plan = schedule(Workload((), (), ()))
-    plan.check()
-    assert plan.ticks == ()
 
 
 @pytest.mark.nightly

@@ -6,16 +6,12 @@ from dataclasses import replace
 from random import Random
 
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import nn
 
-import megatrain
 from megatrain.errors import ScheduleError
 from megatrain.hardware.work import products, total_flops
 from megatrain.scheduler.from_program import Merged, merge, schedule
-from megatrain.scheduler.from_program import workload as workload_of
 from megatrain.scheduler.lifetimes import slab_bytes
 from megatrain.scheduler.schedule import Schedule
 from megatrain.scheduler.table import Op, Position
@@ -173,24 +169,3 @@ def test_micro_batches_with_other_values_do_no_harm_in_any_order(family: list[Wo
     random = Random(seed)
     for attempt in range(6):
         run(Mixed(plan, members), plan.waits(), random, is_fixed=attempt % 3 != 0)
-
-
-def test_a_value_that_one_lacks_counts_for_all():
-    work = trained(3)
-    mask = ValueWork("mask", 8000, len(work.storages), None, (0, 1, 2), False, False, False)
-    masked = replace(work, values=(*work.values, mask), storages=(*work.storages, 8000))
-    assert whole_of([masked, work]) == masked
-    both = merge([work, masked])
-    assert both.workload == masked
-    assert both.places == ((0, 1, 2, 3, None), (0, 1, 2, 3, 4))
-
-
-def test_captures_of_other_lengths_merge_into_one_step():
-    model = nn.Sequential(nn.Embedding(11, 8), *(nn.Sequential(nn.Linear(8, 8), nn.GELU()) for _ in range(4)))
-    shapes = ((4, 5), (1, 7), (2, 9))
-    found = [workload_of(megatrain.lower(megatrain.trace(model, (torch.ones(s, dtype=torch.int64),)))) for s in shapes]
-    whole = whole_of(found)
-    assert whole.values[0].nbytes == 8 * 20
-    plan = schedule(whole, micro_batches=3, updates="overlap")
-    run(Mixed(plan, found), plan.waits(), Random(1), is_fixed=False)
-    assert plan.device_bytes < 3 * schedule(whole).device_bytes

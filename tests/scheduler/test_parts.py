@@ -14,10 +14,8 @@ from torch import nn
 import megatrain
 from megatrain.passes.program import Program
 from megatrain.runtime.loaded import Facts
-from megatrain.scheduler.from_program import schedule, workload
-from megatrain.scheduler.step_kind import UPDATES
+from megatrain.scheduler.from_program import workload
 from tests.experts import Layers
-from tests.scheduler.symbolic import find_harm
 
 NUM, WIDTH, INNER = 16, 8, 16
 LIMIT = NUM * WIDTH * INNER * 4 // 4
@@ -88,21 +86,6 @@ def test_the_updating_block_is_where_the_runtime_completes_the_gradient(frozen: 
     parts = {entry.key for entry in facts.parts}
     completed = [7 * sum(sizes[key] for key in keys if key not in parts) for keys in facts.completes]
     assert [work.update_bytes for work in found.blocks] == completed
-
-
-@pytest.mark.parametrize(("updates", "is_shared"), list(zip(UPDATES, cycle([True, False]), strict=False)))
-def test_a_step_of_a_model_in_parts_is_safe(updates: str, is_shared: bool):
-    _, program = cut("bmm", is_shared=is_shared)
-    plan = schedule(program, micro_batches=2, updates=updates, clip=updates == "deferred", activations="offload")
-    plan.check()
-    find_harm(plan, plan.known_workload(), runs=6)
-    ops = [str(op) for op in plan.ops]
-    for owner in plan.known_workload().update_blocks():
-        members = (owner, *plan.known_workload().blocks[owner].shares)
-        if updates in ("overlap", "serial"):
-            assert all(ops.index(f"U{owner}") > ops.index(f"G{m}") for m in members)
-        elif updates == "deferred":
-            assert all(ops.index(f"U{owner}") < ops.index(f"F{m}.0") for m in members)
 
 
 def test_rows_that_no_block_names_are_not_counted():

@@ -19,14 +19,13 @@ from megatrain.scheduler.from_program import schedule
 from megatrain.scheduler.from_program import workload as workload_of
 from megatrain.scheduler.items import Stream
 from megatrain.scheduler.schedule import Schedule
-from megatrain.scheduler.step_kind import OUTPUTS, UPDATES, StepKind
+from megatrain.scheduler.step_kind import UPDATES, StepKind
 from megatrain.scheduler.table import Position
 from megatrain.scheduler.workload import Workload
 from tests.draws import draws
 from tests.scheduler.mutations import with_cells, with_figures
 from tests.scheduler.symbolic import find_harm
 from tests.scheduler.workloads import (
-    ACT,
     LAYER,
     chain,
     step_schedules,
@@ -55,12 +54,6 @@ def test_weights_cross_as_often_for_many_micro_batches_as_for_one(
     assert moved(many, "G") == moved(one, "G")
 
 
-def test_all_micro_batches_of_a_block_run_before_the_next_one():
-    plan = schedule(trained(3), micro_batches=2)
-    compute = [str(op) for op in plan.ops if op.stream == Stream.COMPUTE]
-    assert compute == ["F0.0", "F0.1", "F1.0", "F1.1", "F2.0", "B2.0", "F2.1", "B2.1", "B1.0", "B1.1", "B0.0", "B0.1"]
-
-
 def test_a_turn_without_a_backward_retains_graphs_only_if_they_fit():
     workload = trained(4)
     blocks = (*workload.blocks[:3], replace(workload.blocks[3], has_backward=False, gradient_bytes=0, update_bytes=0))
@@ -75,47 +68,6 @@ def test_a_turn_without_a_backward_retains_graphs_only_if_they_fit():
     )
     assert (tight.saves, roomy.saves) == ((), (0, 1, 2))
     roomy.check()
-
-
-def test_gradients_leave_beside_the_whole_backward_of_the_next_block_if_they_fit():
-    def beside(plan: Schedule) -> dict[str, str]:
-        return {str(row.d2h): str(row.compute) for row in plan.ticks if row.d2h is not None}
-
-    late = schedule(trained(4), micro_batches=3, keep=4)
-    assert beside(late) == {"G3": "B2.2", "G2": "B1.2", "G1": "B0.2", "G0": "None"}
-    early = schedule(trained(4), micro_batches=3, keep=4, memory=late.device_bytes - 1, activations="recompute")
-    assert beside(early) == {"G3": "B2.0", "G2": "B1.0", "G1": "B0.0", "G0": "None"}
-    assert early.saves == late.saves
-    for plan in (late, early):
-        plan.check()
-
-
-def test_released_outputs_take_no_memory_per_micro_batch():
-    """Logits, say: a chain whose last value is as large as everything else together."""
-    workload = trained(4)
-    big = replace(workload.values[-1], nbytes=50 * ACT)
-    workload = replace(workload, values=(*workload.values[:-1], big), storages=(*workload.storages[:-1], 50 * ACT))
-    peaks = {
-        outputs: [schedule(workload, micro_batches=n, outputs=outputs).peak_bytes for n in (2, 3)]
-        for outputs in OUTPUTS
-    }
-    assert peaks["keep"][1] - peaks["keep"][0] > 50 * ACT
-    assert peaks["release"][1] - peaks["release"][0] < 10 * ACT
-
-
-def test_updates_of_the_host_overlap_with_the_backward_unless_serial():
-    machine = Hardware(1e9, 1e9, 1e9, host_bytes_per_s=1e9)
-    workload = trained(8)
-    seconds = {u: schedule(workload, updates=u).simulate(machine).step_s for u in UPDATES}
-    host = sum(block.update_bytes for block in workload.blocks) / 1e9
-    assert seconds["serial"] == pytest.approx(seconds["none"] + host)
-    assert seconds["none"] <= seconds["overlap"] < 0.9 * seconds["serial"]
-    assert seconds["deferred"] < 0.9 * seconds["serial"]
-    # Squares are summed beside the backward: only those of the last block to leave are still missing.
-    clipped = schedule(workload, clip=True).simulate(machine).step_s
-    assert clipped == pytest.approx(seconds["none"] + workload.blocks[0].gradient_bytes / 1e9)
-    found = schedule(workload, updates="serial").simulate(machine)
-    assert found.busy[Stream.HOST] * found.step_s == pytest.approx(host)
 
 
 def test_a_whole_step_can_not_be_split():
@@ -204,15 +156,6 @@ def test_no_host_however_slow_has_more_gradients_waiting_than_the_figure(plan: S
     assert most_at_once(plan, machine) <= plan.landing_bytes
 
 
-def test_gradients_of_a_deep_model_wait_in_as_many_bytes_as_of_a_shallow_one():
-    for micro_batches in (1, 3):
-        plans = [schedule(trained(n), updates="overlap", micro_batches=micro_batches) for n in (8, 64)]
-        assert [waiting(plan) for plan in plans] == [2 * LAYER, 2 * LAYER]
-        # A host that is far slower than the device has that many waiting, and no more.
-        slow = Hardware(1e9, 1e9, 1e9, host_bytes_per_s=1e6)
-        assert [most_at_once(plan, slow) for plan in plans] == [2 * LAYER, 2 * LAYER]
-
-
 @pytest.mark.parametrize(
     ("updates", "clip", "blocks"),
     [
@@ -244,21 +187,6 @@ def test_gradients_that_no_update_needs_wait_until_the_step_ends():
     assert waiting(late) == 6 * LAYER
     assert str(late.ticks[0].host) == "U0"
     assert most_at_once(late, Hardware(1e9, 1e9, 1e9)) == 6 * LAYER
-
-
-def test_an_update_that_releases_nothing_holds_nothing_back():
-    """Two updates of one block's parameters: its gradients wait for the later one, so only that one is waited for."""
-    workload = trained(6)
-    shared = (replace(workload.blocks[0], shares=(5,)), *workload.blocks[1:])
-    plan = schedule(replace(workload, blocks=shared), updates="overlap")
-    positions = {str(op): p for p, op in plan.positions()}
-    graph = plan.to_networkx()
-    later = [p for name, p in positions.items() if name[0] == "G" and p.tick > positions["U5"].tick]
-    assert later
-    assert not any(graph.has_edge(positions["U5"], p) for p in later)
-    assert waiting(plan) == 3 * LAYER
-    plan.check()
-    find_harm(plan, plan.known_workload())
 
 
 # -- spread updates ----------------------------------------------------------------------------------------------
@@ -305,22 +233,6 @@ def test_a_chain_of_shared_parameters_is_deferred_as_one():
     )
 
 
-def test_weights_that_nobody_updates_come_first():
-    """Resident blocks' weights come while the host updates the first block, whose weights all the others follow."""
-    sizes = [8 * LAYER, *[LAYER] * 9]
-    workload = with_updates(chain(sizes))
-    plan = schedule(workload, updates="spread", memory=1 << 30, outputs="release")
-    assert plan.resident() == tuple(range(10))
-    assert plan.deferred == (0,)
-    loads = [op.block for op in plan.ops if op.what == "W"]
-    # U0 moves 7 times its weights, and the host counts as 4 times as fast as the link: 14 layers could come meanwhile.
-    assert loads == [*range(1, 10), 0]
-    late = schedule(workload, updates="deferred", memory=1 << 30, outputs="release")
-    assert [op.block for op in late.ops if op.what == "W"] == list(range(10))
-    plan.check()
-    find_harm(plan, workload)
-
-
 def test_spread_updates_leave_no_time_unused():
     """The host works in the forward and in the backward; the link, the host and compute take about equally long."""
     machine = Hardware(1e9, 1e9, 4e10, host_bytes_per_s=3e9)
@@ -329,29 +241,3 @@ def test_spread_updates_leave_no_time_unused():
         for updates in ("overlap", "deferred", "spread")
     }
     assert seconds["spread"] < 0.8 * min(seconds["overlap"], seconds["deferred"])
-
-
-def test_gradients_run_two_blocks_ahead_of_updates():
-    """Else each G would wait for the update before it, and the host for each G."""
-    plan = schedule(trained(12), updates="spread")
-    graph, ops = plan.to_networkx(), dict(plan.positions())
-    waits = [
-        (ops[before].block, ops[after].block)
-        for before, after in graph.edges
-        if ops[before].what == "U" and ops[after].what == "G" and before.tick > 2
-    ]
-    assert waits
-    assert all(updated - left >= 3 for updated, left in waits if updated not in plan.deferred)
-
-
-def test_an_update_that_is_moved_to_the_head_is_deferred():
-    """A reader may edit the table: the text says nothing else of which updates are deferred."""
-    plan = schedule(trained(8), updates="spread")
-    assert plan.deferred == (0, 3, 5)
-    last = max(p.tick for p, op in plan.positions() if op.what == "W" and op.block == 7)
-    position = next(p for p, op in plan.positions() if str(op) == "U7")
-    moved = with_cells(plan, {position: None, Position(last - 1, Stream.HOST): plan.ticks[position.tick].host})
-    moved = with_figures(moved)
-    assert moved.deferred == (0, 3, 5, 7)
-    with pytest.raises(ScheduleError, match="overwrites gradients of block 7"):
-        moved.check()  # which wait, and so need a place of their own

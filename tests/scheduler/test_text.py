@@ -24,10 +24,10 @@ from megatrain.scheduler.items import Stream
 from megatrain.scheduler.schedule import Schedule
 from megatrain.scheduler.simulate import TimedRun
 from megatrain.scheduler.step_kind import StepKind
-from megatrain.scheduler.table import Op, Tick, parse_op
+from megatrain.scheduler.table import parse_op
 from megatrain.scheduler.workload import Workload
 from tests.draws import draws
-from tests.scheduler.workloads import chain, example, schedules, step_schedules, trained
+from tests.scheduler.workloads import example, schedules, step_schedules, trained
 
 CARD = Hardware(25e9, 25e9, 1e11, host_bytes_per_s=60e9)
 
@@ -66,29 +66,6 @@ def test_a_schedule_equals_what_its_text_reads(plan: Schedule):
     assert str(again) == str(plan)
     again.check()
     assert Workload.from_dict(json.loads(json.dumps(workload.to_dict()))) == workload
-
-
-def test_long_schedules_stay_narrow_and_read_back():
-    plan = schedule(chain([64 * (1 + i % 7) for i in range(300)]), num_slots=5, activations="keep")
-    assert repr(plan).startswith("<Schedule: 300 blocks, 602 ticks, train, peak ")
-    assert "saves: 0-299" in str(plan)
-    assert max(map(len, str(plan).splitlines())) <= 110
-    read = Schedule.parse(str(plan))
-    assert read == plan
-    with pytest.raises(ScheduleError, match="doesn't know its workload"):
-        read.waits()
-
-
-def test_ops_of_the_host_and_micro_batches_read_back():
-    row = Tick(
-        Op(Stream.H2D, "W", 3, slot=1, micro_batch=2),
-        Op(Stream.COMPUTE, "B", 4, micro_batch=0),
-        None,
-        Op(Stream.HOST, "N", -1),
-    )
-    plan = Schedule((row,), (), 0, (), (5,), 1, 2, 5, 5, 0, 6, StepKind())
-    assert str(plan).splitlines()[-1] == "   0  W3.2@1  B4.0     .    N              5"
-    assert Schedule.parse(str(plan)) == plan
 
 
 @pytest.mark.parametrize(

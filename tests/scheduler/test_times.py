@@ -18,7 +18,7 @@ from megatrain.scheduler.effects import streams
 from megatrain.scheduler.from_program import schedule
 from megatrain.scheduler.items import Stream
 from megatrain.scheduler.schedule import Schedule
-from megatrain.scheduler.simulate import TimedRun, link_bound, shared_timeline
+from megatrain.scheduler.simulate import TimedRun
 from megatrain.scheduler.step_kind import StepKind
 from megatrain.scheduler.table import Op, Position
 from megatrain.scheduler.workload import Workload
@@ -91,30 +91,6 @@ def test_durations_follow_from_bytes_and_work():
     assert op_durations(bound, Hardware(1, 1, 1e6))[Position(0, Stream.H2D)] == 0
 
 
-def test_copies_both_ways_take_as_long_as_done_by_hand():
-    """An A100's link: 24.8 alone, 11 and 24 together. 24 bytes leave in a second, in which 11 of 35.8 come."""
-    machine = Hardware(24.8, 24.8, 1.0, h2d_beside=11 / 24.8, d2h_beside=24 / 24.8)
-    up, down = Position(0, Stream.H2D), Position(0, Stream.D2H)
-    durations = {up: 35.8 / 24.8, down: 24 / 24.8}
-    timeline = {t.position: t.end_s for t in shared_timeline(durations, {up: (), down: ()}, machine)}
-    assert timeline == {up: pytest.approx(2.0), down: pytest.approx(1.0)}
-    assert link_bound(durations[up], durations[down], machine) == pytest.approx(2.0)
-    assert link_bound(1.0, 0.0, machine) == 1.0
-    slower = replace(machine, d2h_beside=0.4)  # both ways at once do less than one after the other
-    assert link_bound(1.0, 0.5, slower) == 1.5
-    after = shared_timeline(
-        {**durations, Position(1, Stream.D2H): 1.0}, {up: (), down: (), Position(1, Stream.D2H): (up,)}, machine
-    )
-    assert [t.end_s for t in after] == pytest.approx([2.0, 1.0, 3.0])
-
-
-def test_the_stream_that_works_longest_is_named():
-    plan = schedule(example())
-    assert plan.simulate(Hardware(1e3, 1e9, 1e12)).bound == "h2d"
-    assert plan.simulate(Hardware(1e12, 1e9, 1e6)).bound == "compute"
-    assert str(plan.simulate(Hardware(1e12, 1e12, 1e6))).endswith("bound by compute")
-
-
 def test_impossible_hardware_is_refused():
     for rates in [(0, 1, 1, 0), (1, -1, 1, 0), (1, 1, 0, 0), (1, 1, 1, -1)]:
         with pytest.raises(OptionError, match=r"is not above 0|is less than 0"):
@@ -134,20 +110,6 @@ def test_the_ends_of_a_step_are_what_nothing_computes_beside(updates: str, clip:
     names = [f"{what}{ends[:at].count(what)}" for at, what in enumerate(ends)]
     assert bounds["ends"] - bounds["compute"] == pytest.approx(sum(found[name] for name in names), rel=1e-6)
     assert bounds["ends"] <= plan.simulate(MACHINE).step_s
-
-
-def test_deferred_updates_all_come_before_the_backward():
-    """The host takes longer than the forward: the last weights wait for all updates, and the backward for these."""
-    workload = with_updates(chain([LAYER] * 8))
-    plan = build(workload, StepKind(updates="deferred", clip=True, micro_batches=2, outputs="release"))
-    host, flops = MACHINE.host_bytes_per_s, MACHINE.flops_per_s
-    assert isinstance(host, float)
-    assert isinstance(flops, float)
-    machine = replace(MACHINE, host_bytes_per_s=host / 30, flops_per_s=flops / 30)
-    bounds, taken = plan.lower_bounds(machine), plan.simulate(machine).step_s
-    assert max(seconds for reason, seconds in bounds.items() if reason != "behind") < 0.9 * bounds["behind"]
-    assert taken == pytest.approx(bounds["behind"], rel=0.02)
-    assert bounds["behind"] <= taken * (1 + 1e-9)
 
 
 # -- measured ----------------------------------------------------------------------------------------------------
@@ -199,13 +161,6 @@ def test_a_micro_batch_that_was_not_seen_takes_the_median_of_the_others():
     assert durations["F1.4"] == 1e-3
     one = schedule(trained(2), updates="none")
     assert op_durations(one, found)[next(p for p, op in one.positions() if str(op) == "F0")] == 1.0
-
-
-def test_copies_of_one_block_count_as_one_op_however_often_they_come():
-    plan = schedule(trained(4))
-    first, second = (p for p, op in plan.positions() if (op.what, op.block) == ("W", 0))
-    found = Measured.of(plan, {**timed(plan), first: 1.0, second: 2.0})
-    assert {op_durations(plan, found)[p] for p in (first, second)} == {1.5}
 
 
 def test_a_retained_graph_is_another_op_than_a_recomputed_one():

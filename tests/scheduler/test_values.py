@@ -94,24 +94,6 @@ def test_no_results_are_kept_where_an_option_says_what_is_or_graphs_have_room():
     assert (ample.saves, ample.results) == (tuple(range(COUNT)), ())
 
 
-def test_without_a_machine_results_are_kept_on_the_device_alone():
-    """On the host they would take memory of which nobody knows whether it is there."""
-    workload = keepers()
-    blocks = [
-        replace(block, forward=products(10**11), kept=replace(block.kept, repeated=products(10**10)))
-        for block in workload.blocks
-        if block.kept is not None
-    ]
-    workload = replace(workload, blocks=tuple(blocks))
-    frugal = schedule(workload, activations="recompute", **STEP)
-    plan = planned(workload, frugal.device_bytes + 2 * NBYTES, None)
-    assert plan.results
-    assert plan.parked() == {}
-    scarce = planned(workload, least(workload) + NBYTES // 4, None)
-    assert scarce.parked() != {}
-    assert results_of(scarce) == []
-
-
 def test_results_are_printed_read_back_and_refused_where_a_block_has_none():
     workload = keepers()
     plan = planned(workload, least(workload) + 2 * NBYTES, SLOW)
@@ -148,18 +130,6 @@ def test_results_return_after_they_have_left_however_soon_that_is(num_slots: int
         plan = schedule_of(builder.table(Choices(num_slots, keep, saves, results=results)))
         plan.check()
         find_harm(plan, builder.workload, runs=3)
-
-
-def test_a_micro_batch_without_results_counts_as_one_that_recomputes():
-    """A short text's attention isn't worth keeping: of its block the larger figures count."""
-    with_kept, without = keepers(), without_kept(keepers())
-    merged = merge([with_kept, without]).workload
-    kept, plain = merged.blocks[0].kept, without.blocks[0]
-    assert kept is not None
-    assert kept.repeated == plain.forward
-    assert kept.backward_workspace_bytes == plain.backward_workspace_bytes
-    assert sum(value.is_result for value in merged.values) == 2 * COUNT
-    assert merge([without, with_kept]).workload.blocks == merged.blocks
 
 
 LENGTHS = ValueWork("lengths", 40, 4, 0, (1, 2), False, False, False, on_host=True)

@@ -64,17 +64,6 @@ def test_sizes_are_rounded_and_segments_are_those_of_cuda():
         torch.accelerator.empty_cache()
 
 
-def test_a_stream_reuses_its_memory_at_once_and_another_stream_does_not(sim: Simulator):
-    sim.order("late")
-    x = block(1000)
-    address = x.data_ptr()
-    del x
-    with on(torch.Stream(device="sim")):
-        other = block(1000)
-    assert other.data_ptr() != address
-    assert block(1000).data_ptr() == address
-
-
 def freed_while_read(sim: Simulator, *, recorded: bool) -> float:
     """A side stream reads a tensor that is freed, and its memory reused, before the stream gets there."""
     sim.order("late")
@@ -180,63 +169,6 @@ class Pages:
     def __init__(self, nbytes: int) -> None:
         self.tensor = torch.frombuffer(mmap.mmap(-1, nbytes), dtype=torch.uint8)
         self.address = self.tensor.data_ptr()
-
-
-def test_codes_are_those_of_cuda(sim: Simulator):
-    pages = Pages(64 * KIB)
-    assert sim.lock(0, 10) == sim.lock(pages.address, 0) == 1
-    assert sim.lock(pages.address, 32 * KIB) == 0
-    assert sim.lock(pages.address, 32 * KIB) == 712
-    assert sim.lock(pages.address + 16 * KIB, 32 * KIB) == 712
-    assert sim.lock(pages.address + 32 * KIB, 32 * KIB) == 0
-    assert sim.unlock(pages.address + 8) == 713
-    assert sim.unlock(pages.address) == 0
-    assert sim.unlock(pages.address) == 713
-    assert sim.unlock(pages.address + 32 * KIB) == 0
-
-
-def test_the_limit_and_a_failure_on_request(sim: Simulator):
-    held = sim.locked_bytes
-    pages = Pages(64 * KIB)
-    sim.configure(lock_limit=held + 48 * KIB)
-    assert sim.lock(pages.address, 64 * KIB) == 2
-    assert sim.lock(pages.address, 48 * KIB) == 0
-    with pytest.raises(RuntimeError, match="out of memory"):
-        torch.empty(1, pin_memory=True)
-    sim.unlock(pages.address)
-    sim.fail_lock(1, 1)
-    assert [sim.lock(pages.address, KIB), sim.lock(pages.address + KIB, KIB), sim.lock(pages.address + KIB, KIB)] == [
-        0,
-        1,
-        0,
-    ]
-    sim.unlock(pages.address)
-    sim.unlock(pages.address + KIB)
-    assert sim.locked_bytes == held
-
-
-def test_copies_of_locked_memory_do_not_wait(sim: Simulator):
-    sim.order("late")
-    host, back = torch.ones(1 << 20).pin_memory(), torch.zeros(1 << 20).pin_memory()
-    with sim.synchronizations() as found:
-        there = torch.zeros(1 << 20, device="sim")
-        there.copy_(host, non_blocking=True)
-        back.copy_(there, non_blocking=True)
-        assert back.sum() == 0
-        host.fill_(3)  # too early: the device hasn't read it
-    assert found == []
-    torch.accelerator.synchronize()
-    assert back[0] == 3
-
-
-def test_a_large_copy_from_other_memory_waits_for_the_streams_earlier_work(sim: Simulator):
-    sim.order("late")
-    host, there = torch.ones(1 << 20), torch.zeros(1 << 20, device="sim")
-    with sim.synchronizations() as found:
-        there.copy_(host, non_blocking=True)
-    host.fill_(3)
-    assert [one.kind for one in found] == ["pageable"]
-    assert there[0].item() == 1
 
 
 def test_unlocking_under_a_pending_copy_is_a_violation(sim: Simulator):

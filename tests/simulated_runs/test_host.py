@@ -64,27 +64,6 @@ def test_the_host_may_write_weights_after_calls_on_streams_that_it_has_not_order
     assert_same(expected, host_copy(found))
 
 
-@pytest.mark.parametrize("order", ["late", "late but compute"])
-def test_an_arena_that_grows_while_another_stream_reads_it_takes_nothing_from_that_stream(sim: Simulator, order: str):
-    """Its memory goes back to the stream that allocated it, and is used there at once."""
-    compiled, _, eager = chain()
-    module, engine, x = torch.get_device_module(DEVICE), compiled.megatrain.engine, torch.randn(4, 32).to(DEVICE)
-    with torch.no_grad():
-        expected = eager(x).cpu()
-        compiled(x)
-        torch.accelerator.synchronize()
-        choose(sim, order)
-        with module.stream(torch.Stream(device=DEVICE)):
-            found = compiled(x)
-        nbytes = engine.arena.nbytes
-        engine.reserve_slots(2 * nbytes, 2 * nbytes)
-        filler = [torch.full((nbytes // 4,), float("nan"), device=DEVICE) for _ in range(4)]
-    assert engine.arena.nbytes == 2 * nbytes
-    torch.accelerator.synchronize()
-    assert torch.equal(expected, found.cpu())
-    assert all(t.isnan().all() for t in filler)
-
-
 def test_a_call_blocks_on_the_host_only_for_what_reads_its_memory(sim: Simulator):
     compiled, _, _ = chain()
     x = torch.randn(4, 32).to(DEVICE)
@@ -107,58 +86,6 @@ def test_old_arenas_go(sim: Simulator):
     expected = torch.accelerator.memory_allocated() + more - arena.nbytes
     arena.resize(more)
     assert abs(torch.accelerator.memory_allocated() - expected) <= 512  # of rounding
-
-
-@pytest.mark.parametrize("order", ["late", "seeded"])
-def test_memory_of_weights_that_somebody_holds_is_left_or_used_in_place(sim: Simulator, order):
-    """A vector from before, and tensors that are held afterwards: copies pass through a ring."""
-    compiled, model, eager = chain()
-    held: list[list[torch.Tensor]] = []
-    for each in (model, eager):
-        vector = nn.utils.parameters_to_vector(each.parameters()).detach().cpu()
-        if each is model:
-            nn.utils.vector_to_parameters(vector, each.parameters())
-        held.append([vector])
-    with pytest.warns(megatrain.HeldMemoryWarning, match="copies it once more"):
-        compiled(torch.randn(4, 32).to(DEVICE))
-    sim.order(order)
-    for number in range(4):
-        x = torch.randn(4, 32).to(DEVICE)
-        with torch.no_grad():
-            assert torch.equal(compiled(x).cpu(), eager(x).cpu()), number
-        compiled(x).sum().backward()
-        eager(x).sum().backward()
-        for own, other in zip(model.parameters(), eager.parameters(), strict=True):
-            assert own.grad is not None
-            assert other.grad is not None
-            assert torch.equal(own.grad, other.grad.cpu()), number
-            own.grad = other.grad = None
-            values = torch.randn(own.shape)
-            if number == 1:
-                held[0].append(own.data)
-            own.data, other.data = values, values.to(other.device)
-        if number == 0:
-            assert torch.equal(held[0][0], held[1][0]), "the vector from before is left alone"
-    before = torch.cat([tensor.flatten() for tensor in held[0][1:]])
-    with torch.no_grad():
-        compiled(torch.randn(4, 32).to(DEVICE))
-    assert torch.equal(before, torch.cat([tensor.flatten() for tensor in held[0][1:]]))
-
-
-@pytest.mark.parametrize("which", ["weight", "input", "output"])
-def test_writes_that_torch_does_not_count_are_refused(sim: Simulator, which: str):
-    compiled, model, _ = chain()
-    x = torch.randn(4, 32).to(DEVICE)
-    for changes in (False, True):
-        y = compiled(x)
-        written = {"weight": next(model.parameters()), "input": x, "output": y}[which]
-        loss = y.sum()
-        if not changes:
-            loss.backward()
-            continue
-        written.data.mul_(2)
-        with pytest.raises(megatrain.ExecuteError, match=r"was modified (in place )?between forward and backward"):
-            loss.backward()
 
 
 # -- what a step waits for ---------------------------------------------------------------------------------------

@@ -423,27 +423,6 @@ def stack(depth: int = 12, width: int = 256) -> nn.Sequential:
     return nn.Sequential(*(nn.Linear(width, width) for _ in range(depth)))
 
 
-def test_a_step_without_room_leaves_no_trace_and_the_next_one_runs(sim: Simulator):
-    model = stack(6, 64)
-    optimizer, small, wide = adamw(model), torch.randn(16, 64).to(DEVICE), torch.randn(16384, 64).to(DEVICE)
-    compiled = megatrain.compile(model, device=DEVICE, memory="60MiB", activations="recompute")
-    step = megatrain.TrainStep(compiled, optimizer, loss=loss_of, max_grad_norm=1.0)
-    step(small)
-    step.flush()
-    before = snapshot(model, optimizer)
-    torch.accelerator.empty_cache()
-    _, total = torch.accelerator.get_memory_info(0)
-    sim.configure(capacity=torch.accelerator.memory_reserved() + 8 * MIB)
-    with pytest.raises(DeviceMemoryError, match=r"^sim:0 ran out of memory") as caught:
-        step(wide)
-    assert "There is a budget of 60.00 MiB" in str(caught.value)
-    step.flush()
-    assert_same(before, snapshot(model, optimizer))
-    sim.configure(capacity=total)
-    step(wide)
-    assert step.progress.count == 2
-
-
 def test_a_budget_that_nobody_gave_gets_smaller_where_it_is_too_much(sim: Simulator):
     """Another process takes a part of the card after the budget was found, as holes of the allocator do."""
     _, total = torch.accelerator.get_memory_info(0)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import random
 from typing import Any
 
 import pytest
@@ -16,45 +15,18 @@ from megatrain.tracer.recording.unseen_kernels import kernels_need_values
 from tests import packed
 from tests.comparing import assert_same
 from tests.equal_blocks import EqualBlocks
-from tests.models import MODELS
 from tests.packed import Boxed, Form, Quantized, adapted
-from tests.parametrized import KINDS, OPAQUE, model_of
-from tests.parametrized import WIDTH as PARAMETRIZED_WIDTH
 from tests.runtime.parity import train
-from tests.simulated_device.simulator import OrderName, Simulator
+from tests.simulated_device.simulator import Simulator
 from tests.simulated_runs.on_device import (
     DEVICE,
     ORDERS,
     choose,
-    compiled_copy,
-    eager_copy,
     host_copy,
     on_device,
     step_by_hand,
-    trained,
 )
-from tests.training.parity import MODES, adamw, generator_of, sgd, square
-from tests.training.test_changing_numbers import COMPUTES, Given, Normed
-from tests.training.test_changing_numbers import X as GIVEN
-
-
-@pytest.mark.parametrize(
-    ("name", "activations"),
-    [
-        ("gpt_loss", "offload"),
-        *(pytest.param(name, "offload", marks=pytest.mark.nightly) for name in ("cnn", "t5_labels", "torch_encoder")),
-    ],
-)
-def test_calls_have_the_bits_of_eager(sim: Simulator, name: str, activations: str):
-    model, args, kwargs = MODELS[name]()
-    eager = eager_copy(model)
-    compiled, streamed = compiled_copy(model, activations=activations, block_bytes=1)
-    for seed, order in enumerate(ORDERS if name != "gpt_loss" else ("late", "seeded")):
-        sim.order("early")
-        expected = trained(eager, eager, args, kwargs, seed=seed)
-        choose(sim, order, compiled)
-        assert_same(expected, trained(compiled, streamed, args, kwargs, seed=seed), order)
-    assert sim.violations() == []
+from tests.training.parity import MODES, adamw, generator_of, square
 
 
 @pytest.mark.filterwarnings("error::megatrain.EagerKernelsWarning")
@@ -137,79 +109,6 @@ def test_packed_weights_train_as_in_eager(sim: Simulator, kind: str) -> None:
         assert_same(expected.outputs, found.outputs)
         assert_same(expected.gradients, found.gradients)
     assert sim.violations() == []
-
-
-X = torch.randn(5, PARAMETRIZED_WIDTH, generator=torch.Generator().manual_seed(1))
-
-
-@pytest.mark.parametrize(
-    ("make", "order"),
-    [(KINDS["two"], "late"), pytest.param(OPAQUE["two"], "seeded", marks=pytest.mark.nightly)],
-    ids=["two", "opaque"],
-)
-def test_parametrized_models_train_as_in_eager(sim: Simulator, make: Any, order: OrderName):
-    model = model_of(make)
-    eager, streamed = copy.deepcopy(model).to(DEVICE), model
-    random.seed(0)
-    expected = trained(eager, eager, (X,), {}, steps=3)
-    compiled = megatrain.compile(streamed, device=DEVICE, memory="64KiB" if make in OPAQUE.values() else "24KiB")
-    sim.order(order)
-    random.seed(0)
-    assert_same(expected, trained(compiled, streamed, (X,), {}, steps=3))
-    assert len(compiled.program.blocks) >= 3
-
-
-def test_a_walk_between_steps_finds_and_leaves_the_weights_as_eager_does(sim: Simulator):
-    streamed, eager = model_of(KINDS["two"]), model_of(KINDS["two"]).to(DEVICE)
-    compiled = megatrain.compile(streamed, device=DEVICE, memory="24KiB")
-    keys = list(streamed.state_dict())
-    sim.order("late")
-    for number in range(3):
-        x = (X + number).to(DEVICE)
-        with torch.no_grad():
-            expected = eager(x).cpu()
-            with compiled.megatrain.walk():
-                assert_same(expected, compiled(x).cpu())
-        for call, model in ((eager, eager), (compiled, streamed)):
-            call(x).backward()
-            with torch.no_grad():
-                for parameter in model.parameters():
-                    if parameter.grad is not None:
-                        parameter.sub_(parameter.grad, alpha=0.1)
-            model.zero_grad()
-        assert_same(host_copy(list(eager.parameters())), host_copy(list(streamed.parameters())))
-    assert list(streamed.state_dict()) == keys
-    assert not any(p.device != torch.device("cpu") for p in streamed.parameters())
-
-
-class Both(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.parts = nn.ModuleList([Normed(), Given(COMPUTES["function"]), Normed(), Given(COMPUTES["arithmetic"])])
-
-    def forward(self, x: torch.Tensor, number: float, also: float) -> torch.Tensor:
-        for part in self.parts:
-            x = part(x, number, also) if isinstance(part, Given) else part(x)
-        return x
-
-
-@pytest.mark.nightly
-@pytest.mark.filterwarnings("ignore::megatrain.EagerKernelsWarning")
-def test_numbers_that_change_have_one_capture_and_eagers_bits():
-    torch.manual_seed(0)
-    eager: Any = Both()
-    streamed: Any = copy.deepcopy(eager)
-    reference, own = sgd(eager), sgd(streamed)
-    compiled = megatrain.compile(streamed, device=DEVICE, memory="1MiB", kernels="graphs")
-    step = megatrain.TrainStep(compiled, own, loss=square)
-    for number in (0.1, 0.2, 0.3, 0.4):
-        batches = [(x, number, number + 1) for x in on_device(GIVEN[:2])]
-        wanted = step_by_hand(eager, reference, batches, square, None)
-        assert torch.equal(step(batches).cpu(), wanted.cpu())
-    step.flush()
-    expected, found = host_copy([*eager.parameters(), *eager.buffers()]), [*streamed.parameters(), *streamed.buffers()]
-    assert all(map(torch.equal, expected, found))
-    assert compiled.megatrain.variant.number == 3
 
 
 TORCHSCRIPT = pytest.mark.filterwarnings("ignore:`torch.jit.script")

@@ -1,4 +1,4 @@
-"""Random models, budgets, modes and orders of the streams: the bits of eager. Memory: test_capacity_there."""
+"""Random models, budgets, modes and orders of the streams: the bits of eager. Memory: test_memory.py."""
 
 from __future__ import annotations
 
@@ -17,11 +17,10 @@ import megatrain
 from megatrain.errors import DrawsError
 from tests.comparing import assert_same
 from tests.draws import draws
-from tests.runtime.test_chaos import has_shared_modules
 from tests.simulated_device.loading import load
 from tests.simulated_device.simulator import OrderName, Simulator
 from tests.simulated_runs.on_device import DEVICE, choose, host_copy, on_device, step_by_hand
-from tests.strategies import WIDTH, Halves, Odd, WritesView, module_trees
+from tests.strategies import WIDTH, Halves, Odd, WritesView, has_shared_modules, module_trees
 from tests.training.parity import MODES, generator_of, sgd
 from tests.training.test_random_models import LARGER_BRANCH, REFUSED
 

@@ -128,19 +128,6 @@ def test_a_step_takes_as_long_as_what_holds_it_up(
     assert bound <= taken <= 1.05 * bound, sums
 
 
-def test_serial_updates_add_their_own_time(sim: Simulator):
-    sim.configure(compute=False, poison=False)
-    hosts, step, batch = VirtualHosts(sim, HOST_BYTES_PER_S / 10), *made("serial_clipped")
-    sim.set_profile(HardwareProfile.of(COMPUTE))
-    hosts.take(step, batch)
-    with sim.spans() as spans:
-        taken = hosts.take(step, batch)
-    compute = sum(span.end - span.begin for span in spans if span.name not in ("h2d", "d2h"))
-    updates = 10 * hosts.moved_bytes(Stream.HOST, "U") / HOST_BYTES_PER_S
-    assert updates > 0.01 * compute
-    assert compute + updates <= taken <= 1.05 * (compute + updates)
-
-
 def test_measuring_a_machine_finds_its_rates(sim: Simulator, tmp_path: Path):
     """An A100, whose copies both ways share the link."""
     held_bytes()

@@ -13,7 +13,6 @@ import pytest
 import torch
 from expecttest import assert_expected_inline
 from torch import nn
-from torch.optim.swa_utils import AveragedModel
 from transformers import LlamaForCausalLM
 
 import megatrain
@@ -136,18 +135,10 @@ compiled by megatrain for cpu, memory 1.00 MiB, fp32, activations auto
     1 block, 1 template; parameters 80 B, buffers 0 B; forward: 1 slot, device 272 B, peak 224 B
   capture 3: Plain(x: f32[2, 4]), of the latest call
     1 block, 1 template; parameters 80 B, buffers 0 B; train: 1 slot, device 400 B, peak 304 B
-    because model.scale == 1.0 at test_compiled_module.py:53: `return self.model(x) * self.scale + shift`; now 3.0
+    because model.scale == 1.0 at test_compiled_module.py:52: `return self.model(x) * self.scale + shift`; now 3.0
 Plain(""",
     )
     assert str(compiled).endswith(f"\n{model!r}")
-
-
-def test_its_text_makes_no_schedule_of_a_call():
-    compiled: Any = megatrain.compile(Plain(), device="cpu")
-    step = megatrain.TrainStep(compiled, torch.optim.SGD(compiled.parameters(), lr=0.1), loss=lambda out, _: out.sum())
-    step(torch.ones(2, 4))
-    assert "parameters 80 B, buffers 0 B; no call is scheduled yet" in str(compiled)
-    assert not compiled.megatrain.variant.lowered.is_planned
 
 
 def test_its_repr_is_the_models_own_also_in_what_holds_it():
@@ -182,17 +173,6 @@ def saved(model: Any, file: io.BytesIO) -> Any:
     torch.save(model, file)
     file.seek(0)
     return torch.load(file, weights_only=False)
-
-
-def test_a_moving_average_of_a_compiled_model():
-    model = Plain()
-    compiled = megatrain.compile(model, device="cpu")
-    average: Any = AveragedModel(compiled)
-    compiled(torch.ones(2, 4)).sum().backward()
-    torch.optim.SGD(compiled.parameters(), 0.1).step()
-    average.update_parameters(compiled)
-    average.update_parameters(compiled)
-    assert torch.equal(average.module.model.weight, model.model.weight)
 
 
 # -- forward ------------------------------------------------------------------------------------------------------
@@ -275,15 +255,6 @@ def test_moves_to_where_it_computes_change_nothing():
     assert [p.data_ptr() for p in compiled.parameters()] == places
 
 
-def test_a_move_to_a_host_with_a_number_leaves_masters_as_they_are():
-    compiled = megatrain.compile(llama(), device="cpu", precision="bf16")
-    lows = {p: master.low.clone() for p, master in compiled.masters.items()}
-    assert any(low.count_nonzero() for low in lows.values())
-    compiled.to("cpu:0")  # torch copies a plain model
-    for parameter, low in lows.items():
-        assert torch.equal(compiled.masters[parameter].low, low)
-
-
 @pytest.mark.parametrize(
     ("move", "message"),
     [
@@ -336,19 +307,6 @@ def test_a_compiled_model_inside_a_compiled_models_forward_is_refused():
     outer.forward = lambda x: inner(x) + 1
     with pytest.raises(ExecuteError, match="called in the forward of a compiled model"):
         megatrain.compile(outer, device="cpu")(torch.ones(2, 4))
-
-
-def test_trace_verify_and_plan_take_a_compiled_model_for_the_model():
-    compiled = megatrain.compile(Plain(), device="cpu")
-    x = torch.randn(2, 4)
-    assert str(megatrain.trace(compiled, (x,))) == str(megatrain.trace(compiled.megatrain.model, (x,)))
-    assert megatrain.verify(compiled, x, device="cpu").ok
-    optimizer = torch.optim.SGD(compiled.parameters(), 0.1)
-    planned = [
-        str(megatrain.plan(m, x, optimizer=optimizer, device_memory="1MiB", host_memory="1GiB"))
-        for m in (compiled, compiled.megatrain.model)
-    ]
-    assert planned[0] == planned[1]
 
 
 def test_the_class_is_made_once_and_goes_with_its_last_model():

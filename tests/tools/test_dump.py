@@ -72,16 +72,6 @@ def test_a_dump_is_the_same_again_and_replaces_an_earlier_one(tmp_path: Path):
     assert {name: first[name] for name in read(other.dump(tmp_path))} == read(other.dump(tmp_path))
 
 
-def test_passes_of_ones_own_and_parts_have_a_file_each(tmp_path: Path):
-    def nothing(traced: Any) -> Any:
-        return traced
-
-    compiled = compiled_gpt(passes=[nothing], block_bytes="4KiB")
-    compiled(IDS)
-    names = [path.name.removeprefix("capture-1-") for path in compiled.dump(tmp_path)]
-    assert names[1:5] == ["01-canonicalize.txt", "02-nothing.txt", "03-split_state.txt", "04-partition.txt"]
-
-
 def test_a_dump_before_the_first_call_is_refused_with_the_way_out(tmp_path: Path):
     with pytest.raises(ExecuteError, match=r"nothing is compiled yet(.|\n)*Call the model once, or give"):
         compiled_gpt().dump(tmp_path / "new")
@@ -137,14 +127,3 @@ def test_a_call_that_has_no_schedule_says_so_where_it_would_stand(tmp_path: Path
     texts = read(compiled.dump(tmp_path))
     assert list(texts)[-1] == "capture-1-07-schedule.txt"
     assert texts["capture-1-07-schedule.txt"].startswith("no schedule of a call: ")
-
-
-def test_a_models_own_dump_comes_first(tmp_path: Path):
-    class Dumping(nn.Linear):
-        def dump(self, folder: Any) -> str:
-            return f"weights to {folder}"
-
-    compiled: Any = megatrain.compile(Dumping(2, 2), device="cpu")
-    compiled(torch.ones(1, 2))
-    assert compiled.dump("here") == "weights to here"
-    assert len(compiled.megatrain.dump(tmp_path)) == len(STAGES)

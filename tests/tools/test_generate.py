@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from contextlib import nullcontext
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -126,25 +125,6 @@ def test_models_of_every_kind_of_cache(name: str):
     assert figures.num_prefetches > len(list(model.parameters()))
 
 
-@pytest.mark.nightly
-def test_where_there_is_room_weights_come_twice_and_stay_and_the_text_says_there_was_no_schedule():
-    eager, model = llama(), llama()
-    compiled = compiled_of(model, "1MiB")
-    assert_generates_alike(compiled, eager)
-    keys = streamed_keys(compiled)
-    # Once more when the results of a first forward are known.
-    assert [key for key in dict(compiled.named_parameters()) if keys.count(key) != 2] == []
-    assert_expected_inline(
-        str(compiled).partition("\nLlama")[0],
-        """\
-compiled by megatrain for cpu, memory 1.00 MiB, fp32, activations auto
-  latest walk of generate(): 43 prefetches, h2d 173344 B, peak 118208 B; the model's own code, no schedule
-  nothing is captured yet: call the model once, or give compile(example_args=..., example_kwargs=...)""",
-    )
-    in_place = megatrain.compile(llama(), device="cpu")
-    assert str(assert_generates_alike(in_place, eager)) == "walk of generate(): the state is used in place"
-
-
 # -- between training steps ------------------------------------------------------------------------------------------
 
 
@@ -175,23 +155,6 @@ def test_new_values_and_new_memory_of_a_parameter_are_seen():
             model.lm_head.weight.mul_(-2)
         model.model.norm.weight.data = torch.linspace(0, 2, 32)
     assert_generates_alike(compiled, eager)
-
-
-@pytest.mark.nightly
-def test_files_of_weights_are_read_by_generate(tmp_path: Path):
-    eager = llama()
-    eager.save_pretrained(tmp_path)
-    with torch.device("meta"):
-        model: Any = llama()
-    rotary = eager.model.rotary_emb
-    model.model.rotary_emb.inv_freq = rotary.inv_freq.clone()
-    model.model.rotary_emb.original_inv_freq = rotary.inv_freq.clone()
-    compiled = compiled_of(model, "128KiB", weights=tmp_path / "model.safetensors")
-    assert compiled.has_unread_weights
-    assert_generates_alike(compiled, eager)
-    assert not compiled.has_unread_weights
-    loss = compiled(input_ids=IDS, labels=IDS, use_cache=False).loss
-    assert torch.equal(loss, eager(input_ids=IDS, labels=IDS, use_cache=False).loss)
 
 
 # -- calls with a cache ----------------------------------------------------------------------------------------------

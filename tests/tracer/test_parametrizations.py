@@ -6,7 +6,6 @@ from __future__ import annotations
 import copy
 import random
 from collections.abc import Callable
-from itertools import cycle
 from typing import Any
 
 import pytest
@@ -63,7 +62,7 @@ def test_training_equals_eager(kind: str, path: str):
     assert not compiled.program.opaque_calls
 
 
-@pytest.mark.parametrize(("kind", "model_kind"), list(zip(OPAQUE, cycle([Model, Branching]), strict=False)))
+@pytest.mark.parametrize(("kind", "model_kind"), list(zip(list(OPAQUE)[:2], [Model, Branching], strict=True)))
 def test_code_that_no_graph_can_repeat_runs_again_with_what_parametrizes_around_it(kind: str, model_kind: Any):
     model = model_of(OPAQUE[kind], model_kind)
     streamed, eager = copy.deepcopy(model), copy.deepcopy(model)

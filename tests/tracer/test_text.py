@@ -15,7 +15,7 @@ from tests import captures
 from tests.models import MODELS
 
 
-@pytest.mark.parametrize("name", ["gpt_loss", "cnn", "ema_buffer", "mixture_of_experts", "aliased_inplace", "views"])
+@pytest.mark.parametrize("name", ["cnn", "mixture_of_experts", "aliased_inplace"])
 def test_equal_models_print_equal_texts(name: str):
     first, second = captures.traced(name), trace(*MODELS[name]())
     assert str(first) == str(second)

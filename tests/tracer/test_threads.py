@@ -12,7 +12,6 @@ import numpy as np
 import torch
 from torch import nn
 
-from megatrain import patches
 from megatrain.tracer.trace import trace
 from tests.models import MODELS
 from tests.tracer.parity import assert_same_step, eager_step, graph_step
@@ -87,19 +86,6 @@ def _held(work: Callable[[nn.Module], Any]) -> tuple[Held, Meeting, tuple[torch.
     return model, meeting, (torch.randn(5, 3),)
 
 
-def _captured(work: Callable[[nn.Module], Any]) -> list[Any]:
-    """Captures a model while another thread works; checks the capture, and returns the results of the work."""
-    model, meeting, args = _held(work)
-    traced = trace(model, args)
-    assert "opaque" not in str(traced)
-    results = list(meeting.results)
-    assert len(results) >= 2
-    assert not patches._patches
-    model.meet.clear()
-    assert_same_step(graph_step(traced, model, args, {}), eager_step(model, args, {}))
-    return results
-
-
 def _loads(_: nn.Module) -> torch.Tensor:
     return torch.stack([torch.randint(0, 100, (16,)).float(), torch.randn(16)])
 
@@ -114,19 +100,6 @@ def test_a_capture_leaves_the_numbers_of_a_loader_alone():
     for result in meeting.results:
         assert torch.equal(result, _loads(model))
     assert torch.equal(after, torch.rand(3))
-
-
-def test_a_model_that_seeds_is_still_found_while_a_loader_draws():
-    class Seeding(Held):
-        def forward(self, x):
-            x = nn.functional.dropout(x)
-            torch.manual_seed(3)
-            return super().forward(x)
-
-    model = Seeding()
-    model.meet.append(Meeting(lambda: _loads(model)))
-    traced = trace(model, (torch.randn(5, 3),))
-    assert "opaque the model" in str(traced)
 
 
 def test_a_reader_sees_the_models_own_parameters():
@@ -144,30 +117,6 @@ def test_a_reader_sees_the_models_own_parameters():
         assert identities == expected[0]
         assert state.keys() == expected[1].keys()
         assert all(torch.equal(state[k], expected[1][k]) for k in state)
-
-
-class Cubed(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-        return x**3
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> Any:
-        return grad * 11
-
-
-early_cubed = Cubed.apply
-
-
-def test_functions_in_another_thread_go_on_as_ever():
-    def run(_: nn.Module) -> tuple[torch.Tensor, torch.Tensor]:
-        x = torch.full((2,), 2.0, requires_grad=True)
-        y = early_cubed(x)
-        return y.detach(), torch.autograd.grad(y.sum(), x)[0]
-
-    for value, gradient in _captured(run):
-        assert value.tolist() == [8, 8]
-        assert gradient.tolist() == [11, 11]
 
 
 def test_two_models_captured_at_once_both_come_out_right():

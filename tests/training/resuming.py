@@ -19,8 +19,7 @@ from torch.optim import lr_scheduler
 import megatrain
 from megatrain.optim.masters.halves import read_
 from tests.captures import lowered_once
-from tests.models import MODELS, Gpt
-from tests.training.adapters import adapted_llama
+from tests.models import Gpt
 
 Options = Mapping[str, Any]
 STEPS_BEFORE, STEPS_AFTER = 2, 2
@@ -86,29 +85,8 @@ def _without_head(_: nn.Module, state: dict[str, Any], prefix: str, __: Any) -> 
     del state[prefix + "head.weight"]
 
 
-class Cryptic(nn.Module):
-    """A state dict that leaves out a trained parameter, and has others halved under names of their own."""
-
-    def __init__(self):
-        super().__init__()
-        self.fc = nn.Linear(4, 4)
-        self.register_state_dict_post_hook(_cryptic)
-
-    def forward(self, x):
-        return x + torch.tanh(self.fc(x))
-
-
-def _cryptic(_: nn.Module, state: dict[str, Any], prefix: str, __: Any) -> None:
-    del state[prefix + "fc.bias"]
-    state[prefix + "half"] = state.pop(prefix + "fc.weight").detach() / 2
-
-
 def stack(make: Callable[[], nn.Module]) -> nn.Module:
     return nn.Sequential(nn.Linear(3, 4), *(make() for _ in range(3)), nn.Dropout(0.2), nn.Linear(4, 2))
-
-
-def lora() -> nn.Module:
-    return adapted_llama(("q_proj", "v_proj"), rank=2, scale=2.0, dropout=0.2)
 
 
 def matrices() -> nn.Module:
@@ -118,15 +96,6 @@ def matrices() -> nn.Module:
         parameter.requires_grad_(parameter.ndim == 2)
     weight = model.blocks[0].mlp[0].weight
     weight.data = weight.data.t().contiguous().t()
-    return model
-
-
-def own_norms() -> nn.Module:
-    """bf16 by its user, but for its norms."""
-    model = Gpt().bfloat16()
-    for module in model.modules():
-        if isinstance(module, nn.LayerNorm):
-            module.float()
     return model
 
 
@@ -144,15 +113,6 @@ def tokens(step: int, length: int = 8, vocab: int = 32) -> dict[str, torch.Tenso
 
 def two_texts(step: int) -> list[Any]:
     return [tokens(2 * step), tokens(2 * step + 1)]
-
-
-def labelled(step: int) -> dict[str, torch.Tensor]:
-    ids = torch.randint(3, 64, (2, 7), generator=_generator(step))
-    return {"input_ids": ids, "labels": ids}
-
-
-def images(step: int) -> torch.Tensor:
-    return torch.randn(4, 3, 8, 8, generator=_generator(step))
 
 
 def points(step: int) -> torch.Tensor:
@@ -239,10 +199,6 @@ def in_sequence(optimizer: torch.optim.Optimizer) -> Any:
     return lr_scheduler.SequentialLR(optimizer, parts, milestones=[3])
 
 
-def one_cycle(optimizer: torch.optim.Optimizer) -> Any:
-    return lr_scheduler.OneCycleLR(optimizer, max_lr=2e-2, total_steps=9)
-
-
 def plateau(optimizer: torch.optim.Optimizer) -> Any:
     return lr_scheduler.ReduceLROnPlateau(optimizer, patience=0)
 
@@ -292,23 +248,16 @@ def mark(model: nn.Module) -> None:
 
 
 CASES: dict[str, Case] = {
-    "gpt-fused": Case(Gpt, tokens, "fused", one_cycle, (PARKED, {}), (CLIP, {**CLIP, **SERIAL})),
-    "llama-adafactor": Case(MODELS["llama_labels"], labelled, "adafactor", plateau, ({}, PARKED), (SERIAL, {})),
-    "cnn-amsgrad": Case(MODELS["cnn"], lambda s: [images(s), images(s + 50)], "amsgrad", one_cycle),
     "matrices-muon": Case(matrices, two_texts, "muon", warm_up, ({}, PARKED), (CLIP, CLIP)),
-    "lora-adamw": Case(lora, labelled, "adamw", warm_up, (PARKED, {}), (CLIP, CLIP)),
     "running": Case(lambda: stack(Running), points, compile=({}, PARKED)),
     "noted": Case(lambda: stack(lambda: Noted(as_tensor=False)), points, between=mark),
     "noted-tensor": Case(lambda: stack(lambda: Noted(as_tensor=True)), points, between=mark),
     "drawing": Case(lambda: stack(Drawing), points, compile=({}, {"transfer": "copy"})),
     "hidden-tie": Case(Untied, tokens, step=(CLIP, {**CLIP, **SERIAL})),
-    "cryptic": Case(lambda: stack(Cryptic), points, step=(CLIP, CLIP)),
     "meta": Case(Gpt, tokens, step=(CLIP, CLIP), on_meta=True, example=tokens(0)),
     # bf16 with exact masters, rounded ones, and some that are whole.
-    "bf16-gpt-adamw": Case(Gpt, two_texts, "adamw", in_sequence, (BF16, {**BF16, **SMALL}), (CLIP, CLIP)),
     "several": Case(Gpt, tokens, "muon and adamw", one_each, (BF16, BF16), (CLIP, CLIP)),
     "several-rounded": Case(Gpt, tokens, "two counts", None, (ROUNDED, ROUNDED), (CLIP, CLIP)),
-    "bf16-own-norms": Case(own_norms, tokens, "fused", None, (BF16, {**BF16, **PARKED}), (CLIP, CLIP)),
     "bf16-meta": Case(
         Gpt, tokens, "fused", None, (BF16, {**BF16, **PARKED}), (CLIP, CLIP), on_meta=True, example=tokens(0)
     ),

@@ -27,7 +27,6 @@ from tests.runtime.parity import seeded
 from tests.training.parity import (
     MODES,
     TASKS,
-    TELLING_MODES,
     SideBySide,
     adamw,
     fresh,
@@ -69,12 +68,6 @@ class View:
         )
 
 
-def applied(view: View) -> list[torch.Tensor]:
-    found: list[torch.Tensor] = []
-    view.call.apply(lambda module: found.append(module.weight.detach()) if isinstance(module, nn.Linear) else None)
-    return found
-
-
 def averaged(view: View) -> torch.Tensor:
     copied = torch.optim.swa_utils.AveragedModel(TASKS["hazardous"].build())
     copied.update_parameters(view.model)
@@ -98,14 +91,11 @@ def evaluated(view: View) -> torch.Tensor:
 READS: dict[str, Callable[[View], Any]] = {
     "parameters": lambda v: next(iter(v.call.parameters())),
     "state_dict": lambda v: v.call.state_dict(),
-    "apply": applied,
     "evaluation": evaluated,
     "the model's attribute": lambda v: v.model.layers[0].fc.weight * 1,
-    "a module itself": lambda v: v.model.layers[0].fc(torch.eye(4)),
     "a copy of the model": lambda v: copy.deepcopy(v.model).get_parameter(WEIGHT),
     "a moving average": averaged,
     "a tensor held since before": lambda v: v.held.detach(),
-    "its norm, with others": lambda v: torch.stack(torch._foreach_norm([v.held, v.held])),
     "its numbers": lambda v: torch.from_numpy(v.held.detach().numpy()),
     "state, values": lambda v: [dict(value) for value in v.optimizer.state.values()],
     "a copied optimizer": lambda v: copy.deepcopy(v.optimizer).state_dict(),
@@ -224,46 +214,6 @@ def test_backwards_by_hand_between_steps_and_one_that_comes_too_late() -> None:
         loss.backward()
     assert all(p.grad is None for p in sides.streamed.parameters())
     sides.step(batch(3))
-
-
-@pytest.mark.parametrize("mode", TELLING_MODES)
-def test_groups_freezing_and_sizes_that_change_between_steps(mode: str) -> None:
-    """Updates that are due are taken by a step of another schedule."""
-
-    def of_layers(model: Any) -> torch.optim.Optimizer:
-        return torch.optim.AdamW(model.layers.parameters(), lr=1e-2)
-
-    sides = SideBySide.of("hazardous", of_layers, **MODES[mode])
-    for number, (size, count) in enumerate(((2, 1), (3, 1), (2, 2), (3, 1), (2, 1))):
-        for model in (sides.eager, sides.streamed):
-            model.layers[0].requires_grad_(not 2 <= number < 4)
-        given = [torch.randn(size, 4, generator=torch.Generator().manual_seed(number + i)) for i in range(count)]
-        sides.take(given, seed=number)
-        for model, optimizer in ((sides.eager, sides.eager_optimizer), (sides.streamed, sides.optimizer)):
-            if number == 1:
-                optimizer.add_param_group({"params": model.head.parameters(), "lr": 0.1})
-            optimizer.param_groups[0]["betas"] = (0.5 + 0.1 * number, 0.99)
-    sides.assert_same()
-
-
-def test_a_second_step_over_an_optimizer_whose_very_first_updates_are_due() -> None:
-    """In bf16 the optimizer's state says that masters are trained, and the first updates make it."""
-
-    def trained(*, flushes: bool) -> dict[str, Any]:
-        model = seeded(lambda: nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)))
-        compiled = megatrain.compile(model, device="cpu", precision="bf16")
-        optimizer = adamw(model)
-        for number in range(3):
-            step = megatrain.TrainStep(
-                compiled, optimizer, loss=lambda result, _: result.square().mean().float(), max_grad_norm=1.0
-            )
-            step(torch.randn(2, 8, generator=torch.Generator().manual_seed(number)))
-            if flushes:
-                step.flush()
-        step.flush()
-        return snapshot(model, optimizer)
-
-    assert_same(trained(flushes=True), trained(flushes=False))
 
 
 # -- in whatever mode, on whatever thread ----------------------------------------------------------------------------

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import signal
 import threading
 from collections.abc import Callable, Generator
@@ -17,7 +16,6 @@ from megatrain.errors import ExecuteError
 from megatrain.runtime.streams.stream_set import Chaos
 from megatrain.training.trainer import Running
 from tests.comparing import assert_same, snapshot
-from tests.threads import living
 from tests.training.hazards import TRAP, WIDTH, watched
 from tests.training.parity import MODES, SideBySide, generator_of
 
@@ -127,34 +125,6 @@ def test_a_failure_of_the_very_first_step(monkeypatch: pytest.MonkeyPatch) -> No
         engine.set_chaos(Chaos(fail=token, max_delay_s=0))
         assert not run.fail((ExecuteError, RuntimeError), token, heal=lambda: engine.set_chaos(None))
     run.go_on()
-
-
-def test_nothing_leaks_over_nine_failures() -> None:
-    gc.collect()
-    threads = set(threading.enumerate())
-    run = Run("spread")
-    run.sides.step.flush()
-    engine, names = run.sides.compiled.megatrain.engine, tokens(run.sides.step.schedule)
-    gc.collect()
-    held, tensors = engine.meter.current, num_tensors()
-    for number in range(9):
-        engine.set_chaos(None)
-        run.sides.step(batches(number))  # so that the step has updates to take
-        engine.set_chaos(Chaos(fail=names[number * len(names) // 9], max_delay_s=0))
-        with pytest.raises((ExecuteError, RuntimeError)):
-            run.sides.step(batches(number))
-        run.sides.step.flush()
-    engine.set_chaos(None)
-    gc.collect()
-    assert engine.meter.current == held
-    assert num_tensors() <= tensors + 2
-    del run, engine
-    gc.collect()
-    assert not living(threads)
-
-
-def num_tensors() -> int:
-    return sum(issubclass(type(o), torch.Tensor) for o in gc.get_objects())
 
 
 # -- errors of the user's own code ---------------------------------------------------------------------------

@@ -16,10 +16,8 @@ from torch import nn
 import megatrain
 from megatrain.errors import ExecuteError, ScheduleError
 from megatrain.passes.measuring.kernels import LiveBytes
-from megatrain.planning.loss_bytes import measure_loss
 from megatrain.scheduler.lifetimes import find_peak
 from tests.comparing import assert_same, snapshot
-from tests.stand_in_triton import JITFunction, Scaled, stand_in_triton
 from tests.training.parity import SideBySide, adamw, loop_step, stack_batch
 
 
@@ -258,39 +256,6 @@ def test_a_loss_that_reads_values_counts_four_copies_of_the_results():
     step = step_of(reads)
     assert step.prepare(ids()).known_workload().loss_bytes == 4 * 4 * LOGITS
     step(ids())
-
-
-def test_the_loss_is_measured_once_per_shape(monkeypatch: pytest.MonkeyPatch):
-    calls: list[object] = []
-
-    def counted(*given: Any) -> int:
-        calls.append(given)
-        return measure_loss(*given)
-
-    monkeypatch.setattr("megatrain.training.setup.measure_loss", counted)
-    model = build()
-    compiled = megatrain.compile(model, device="cpu", memory="4MiB")
-    step = megatrain.TrainStep(compiled, torch.optim.SGD(model.parameters()), loss=wide_loss, max_grad_norm=1.0)
-    for seed in range(3):
-        step(ids(seed))  # the first and the others have schedules of two kinds
-    assert len(calls) == 1
-    step([ids(3), ids(4)])
-    assert len(calls) == 1, "two micro-batches of one program"
-    step([ids(5), ids(6)[:1]])
-    assert len(calls) == 3, "two micro-batches of two programs"
-    step([ids(7)[:1], ids(8)])
-    assert len(calls) == 3, "the same two"
-
-
-def test_a_loss_of_kernels_has_the_bound_of_one_that_cannot_be_measured(monkeypatch: pytest.MonkeyPatch):
-    stand_in_triton(monkeypatch)
-    kernel = JITFunction(lambda x, y, made: made.copy_(x))
-
-    def loss(logits: torch.Tensor, batch: torch.Tensor) -> torch.Tensor:
-        return wide_loss(Scaled.apply(logits, logits, kernel[(1,)]), batch)  # pyright: ignore
-
-    assert step_of(loss).prepare(ids()).known_workload().loss_bytes == 4 * 4 * LOGITS
-    assert not kernel.launched
 
 
 def test_a_plan_counts_the_loss_too():

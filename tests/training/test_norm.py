@@ -190,24 +190,6 @@ def test_gradients_wait_no_longer_than_without_a_norm() -> None:
     assert rows(reported) == rows(plain)
 
 
-def test_it_is_the_norm_of_a_step_that_waits_for_it_in_bf16_too() -> None:
-    found: list[Any] = []
-    ways: list[dict[str, Any]] = [{"report_norm": True}, INFINITE, {"report_norm": True, "max_grad_norm": 1e9}]
-    for options in ways:
-        torch.manual_seed(0)
-        model = TASKS["llama"].build()
-        step = megatrain.TrainStep(megatrain.compile(model, device="cpu", precision="bf16"), adamw(model), **options)
-        norms = []
-        for number in range(2):
-            step(TASKS["llama"].batch(number, 2))
-            norms.append(step.progress.grad_norm)
-        step.flush()
-        assert step.schedule.kind.clip == ("max_grad_norm" in options)
-        found.append((norms, {name: p.detach().clone() for name, p in model.named_parameters()}))
-    for other in found[1:]:
-        assert_same(found[0], other)
-
-
 def test_hooks_on_a_step_make_the_updates_wait_for_the_norm() -> None:
     """They may change gradients, after the loop has taken its norm."""
     sides = SideBySide.of("stack", adamw, report_norm=True)
@@ -239,30 +221,6 @@ def test_a_failure_of_any_operation_leaves_a_whole_norm(monkeypatch: pytest.Monk
         run.number += 1
     run.sides.assert_same()
     assert "host:N" in completed
-
-
-def test_an_update_that_fails_and_runs_again_sums_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fails() -> None:
-        raise OSError("once")
-
-    monkeypatch.setitem(MODES, "reported", {"report_norm": True})
-    run = Run("reported")
-    for after in range(2):
-        torch.manual_seed(run.number)
-        given = batches(run.number)
-        optimizers = run.sides.eager_optimizers
-        _, norm = loop_step(run.sides.eager, optimizers, given, loss=run.sides.loss, max_norm=math.inf)
-        torch.manual_seed(run.number)
-        TRAP.arm("update", fails, after=after)
-        with pytest.raises(ExecuteError, match="OSError: once"):
-            run.sides.step(given)
-        TRAP.clear()
-        if not after:  # no update came before it, so the step left no trace
-            torch.manual_seed(run.number)
-            run.sides.step(given)
-        run.number += 1
-        assert_same(norm, run.sides.step.progress.grad_norm)
-        run.sides.assert_same(after)
 
 
 @pytest.mark.parametrize("other", [{"clip": True, "updates": "overlap"}, {"updates": "deferred"}, {"updates": "none"}])

@@ -18,14 +18,14 @@ import torch
 import megatrain
 from megatrain.device import Cuda
 from megatrain.errors import DeviceMemoryWarning, ExecuteError
-from megatrain.memory.out_of_memory import DeviceMemoryError, let_go, ran_out
+from megatrain.memory.out_of_memory import DeviceMemoryError, ran_out
 from megatrain.runtime import accumulation as sums
 from megatrain.runtime import operations
 from megatrain.runtime.operations import HANDLERS
 from megatrain.sizes import format_bytes
 from tests.models import MODELS
 from tests.training.hazards import TRAP
-from tests.training.parity import SideBySide, assert_same, loop_step, sgd, snapshot, stack_batch
+from tests.training.parity import assert_same
 from tests.training.test_failures import OwnError, Run, batches, first_update, tokens
 
 NO_MEMORY = "the card has no 64 B left"
@@ -152,42 +152,6 @@ def test_an_error_keeps_no_tensor_alive(lacking: Lacking):
         gc.enable()
 
 
-def test_a_loss_that_lacks_memory():
-    sides = SideBySide.of("stack", sgd)
-    left = [0]
-
-    def loss(result: Any, batch: Any) -> torch.Tensor:
-        if left[0] > 0 and type(result) is torch.Tensor:
-            left[0] -= 1
-            raise torch.OutOfMemoryError(NO_MEMORY)
-        return result.square().mean()
-
-    step = megatrain.TrainStep(sides.compiled, sides.optimizer, loss=loss, max_grad_norm=0.5)
-    for number in range(3):
-        given = [stack_batch(number, 2), stack_batch(number + 10, 2)]
-        expected, _ = loop_step(sides.eager, sides.eager_optimizer, given, loss=loss, max_norm=0.5)
-        left[0] = number
-        if number == 2:
-            step.flush()
-            before = snapshot(sides.streamed, sides.optimizer)
-            with pytest.raises(DeviceMemoryError):
-                step(given)
-            step.flush()
-            assert_same(before, snapshot(sides.streamed, sides.optimizer))
-        with pytest.warns(DeviceMemoryWarning) if left[0] else contextlib.nullcontext():
-            assert_same(expected, step(given), number)
-    step.flush()
-    assert_same(snapshot(sides.eager, sides.eager_optimizer), snapshot(sides.streamed, sides.optimizer))
-
-
-@pytest.mark.parametrize(("mode", "after"), [("overlap", 0), ("deferred", 1)])
-def test_an_update_that_lacks_memory_once(mode: str, after: int):
-    run = Run(mode)
-    TRAP.arm("update", lacks, after=after)
-    repeated(run)
-    run.go_on()
-
-
 def test_memory_that_lacks_once_behind_an_update_completes_the_step():
     run = Run("overlap")
     with first_update() as fail:
@@ -286,26 +250,3 @@ def test_what_counts_as_too_little_memory():
     wrapped = ExecuteError("h2d:A3 failed")
     wrapped.__cause__ = torch.OutOfMemoryError("x")
     assert ran_out(wrapped, device)
-
-
-def test_letting_go_frees_what_frames_keep():
-    def inner() -> None:
-        kept = torch.empty(3)
-        seen.append(weakref.ref(kept))
-        raise torch.OutOfMemoryError("x")
-
-    class Device:
-        emptied = 0
-
-        def empty_cache(self) -> None:
-            self.emptied += 1
-            assert seen[0]() is None, "the cache is emptied when nothing is kept any more"
-
-    seen: list[weakref.ref[torch.Tensor]] = []
-    device = Device()
-    try:
-        inner()
-    except torch.OutOfMemoryError as error:
-        assert seen[0]() is not None
-        let_go(error, device)  # type: ignore[arg-type]
-    assert device.emptied == 1

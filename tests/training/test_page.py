@@ -145,6 +145,7 @@ def own_options(optimizer: torch.optim.Optimizer, options: dict[str, Any]) -> di
     return {key: value for key, value in options.items() if key in taken}
 
 
+@pytest.mark.nightly
 def test_the_plan_on_the_page_is_the_one_that_is_made(capsys: pytest.CaptureFixture[str]):
     execute(PLAN, {})
     (shown,) = re.findall(r"^```text\n(plan: .*?)^```$", PAGE, re.DOTALL | re.MULTILINE)

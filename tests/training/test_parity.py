@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Generator
 from functools import partial
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -23,8 +22,6 @@ from tests.training.parity import (
     MODES,
     TASKS,
     SideBySide,
-    adamw,
-    emptied,
     fresh,
     generator_of,
     loop_step,
@@ -70,13 +67,12 @@ class Schedule:
 @pytest.mark.parametrize(
     ("name", "make", "mode", "compiled_with"),
     [
-        ("gpt", adamw, "overlap", {"activations": "offload"}),
         ("llama", adafactor, "deferred", {"transfer": "bind"}),
-        ("t5", fused, "spread", {"activations": "auto"}),
+        ("t5", fused, "overlap", {"activations": "offload"}),
         ("cnn", sgd, "serial_clipped", {"activations": "keep"}),
-        ("lora", matrices, "serial", {"activations": "recompute"}),
+        ("lora", matrices, "spread", {"activations": "recompute"}),
     ],
-    ids=["gpt", "llama", "t5", "cnn", "lora"],
+    ids=["llama", "t5", "cnn", "lora"],
 )
 def test_many_steps_have_the_bits_of_the_loop(name: str, make: Any, mode: str, compiled_with: dict[str, Any]) -> None:
     task, options = TASKS[name], MODES[mode]
@@ -116,9 +112,6 @@ def stock(name: str, **options: Any) -> Any:
 EMPTY: list[tuple[Any, dict[str, Any]]] = [
     (lambda model: [matrices(model), torch.optim.SGD([p for p in model.parameters() if p.dim() < 2], lr=1e-2)], {}),
     (stock("AdamW", fused=True), {"spread": True}),
-    (stock("Adam", amsgrad=True, foreach=True), {"max_grad_norm": 0.5}),
-    (stock("Adamax"), {"report_norm": True}),
-    (stock("Rprop"), {"on_nonfinite": "skip"}),
 ]
 
 
@@ -134,26 +127,6 @@ def test_weights_without_elements_train_as_in_the_loop(make: Any, options: dict[
         assert_same(expected if found[1] is not None else (expected[0], None), found, "loss and norm")
     sides.assert_same()
     assert not any(parameter.numel() for parameter in (sides.streamed.rows, sides.streamed.shift))
-
-
-def test_weights_without_elements_change_nothing_in_bf16(tmp_path: Path) -> None:
-    """The layers train as in a model without such weights, and from a checkpoint too."""
-    ends: list[Any] = []
-    bf16: dict[str, Any] = {"device": "cpu", "transfer": "copy", "precision": "bf16", "masters": "rounded"}
-    settings: dict[str, Any] = {"loss": square, "max_grad_norm": 0.5}
-    for has_some in (True, False):
-        model = emptied(has_some=has_some)
-        step = megatrain.TrainStep(megatrain.compile(model, **bf16), adamw(model), **settings)
-        for number in range(3):
-            if has_some and number == 2:
-                step.save(tmp_path / "run")
-                model = emptied()
-                compiled = megatrain.compile(model, **bf16)
-                step = megatrain.TrainStep.load(tmp_path / "run", compiled, adamw(model), **settings)
-            step([stack_batch(number, 2), stack_batch(number + 10, 2)])
-        step.flush()
-        ends.append([parameter for parameter in model.parameters() if parameter.numel()])
-    assert_same(*ends)
 
 
 # -- optimizers whose code nobody knows ------------------------------------------------------------------------------

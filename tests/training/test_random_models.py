@@ -17,8 +17,17 @@ from megatrain.errors import DrawsError, ScheduleError
 from megatrain.runtime.streams.stream_set import Chaos
 from tests.comparing import assert_same, largest, snapshot
 from tests.draws import draws
-from tests.runtime.test_chaos import has_shared_modules
-from tests.strategies import WIDTH, Branch, Halves, Odd, Start, WritesView, block_limits, module_trees
+from tests.strategies import (
+    WIDTH,
+    Branch,
+    Halves,
+    Odd,
+    Start,
+    WritesView,
+    block_limits,
+    has_shared_modules,
+    module_trees,
+)
 from tests.training.parity import MODES, generator_of, loop_step, sgd
 
 # What the micro-batches of one step can't do, and says so.

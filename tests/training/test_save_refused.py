@@ -14,7 +14,6 @@ from torch import nn
 
 import megatrain
 from megatrain import saving
-from megatrain.errors import OptionError
 from tests.saving.forging import content_of, forge
 from tests.saving.training import refusal
 from tests.training.resuming import (
@@ -277,27 +276,6 @@ CONSTANT, COSINE = "torch.optim.lr_scheduler.ConstantLR", "torch.optim.lr_schedu
 def test_other_schedulers_are_refused_by_name(several: Any, name: str, picked: list[int], text: str):
     run, folders = several
     assert_refused(run, folders[name], text, scheduler=[run.scheduler[place] for place in picked] or None)
-
-
-@pytest.mark.parametrize(
-    ("given", "text"),
-    [
-        (lambda one: [], "scheduler=[] is empty"),
-        (lambda one: [7], "scheduler=[7] has item 0, 7, which is an int"),
-        (lambda one: [one, one], "has one scheduler twice: as item 1, and before"),
-    ],
-)
-def test_what_is_no_list_of_schedulers_is_refused(several: Any, tmp_path: Path, given: Any, text: str):
-    run, folders = several
-    chosen = given(run.scheduler[0])
-    for call in (
-        lambda: run.step.save(tmp_path / "run", scheduler=chosen),
-        lambda: load(run, folders["one"], scheduler=chosen),
-    ):
-        with pytest.raises(OptionError) as caught:
-            call()
-        assert text in str(caught.value)
-    assert not (tmp_path / "run").exists()
 
 
 def test_lists_of_one_are_stored_as_one_and_forged_lists_are_refused(several: Any):

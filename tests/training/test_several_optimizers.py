@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import copy
-import signal
 from collections.abc import Callable, Generator, Sequence
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,7 +15,6 @@ from megatrain.errors import ExecuteError, OptimizerError, OptionError
 from megatrain.optim.per_parameter import register
 from megatrain.planning.host_plan import host_plan
 from tests.comparing import assert_same, snapshot
-from tests.optim.reference import Reference, assert_same_training, loss_of
 from tests.training.hazards import TRAP
 from tests.training.parity import MODES, TASKS, TELLING_MODES, SideBySide, fresh, loop_step
 from tests.training.test_failures import Run, batches, failing
@@ -93,50 +90,6 @@ def test_steps_have_the_bits_of_the_loop(name: str, pair: Any, mode: str) -> Non
     sides.assert_same()
     assert sides.step.schedule.kind.updates == mode
     assert all(p.grad is None for p in sides.streamed.parameters())
-
-
-class InTurns:
-    """The optimizers of a `Reference`: one clipping, and then the step of each."""
-
-    def __init__(self, optimizers: Optimizers, parameters: Sequence[Any], max_norm: float | None):
-        self.optimizers, self.parameters, self.max_norm = optimizers, parameters, max_norm
-
-    @property
-    def state(self) -> Any:
-        return {parameter: state for each in self.optimizers for parameter, state in each.state.items()}
-
-    def step(self) -> None:
-        if self.max_norm is not None:
-            nn.utils.clip_grad_norm_(self.parameters, self.max_norm)
-        for optimizer in self.optimizers:
-            optimizer.step()
-
-
-@pytest.mark.parametrize(
-    ("name", "pair", "mode"), [("gpt", muon_adamw, "deferred"), ("llama", sgd_adafactor, "spread")]
-)
-def test_bf16_has_the_bits_of_fp32_masters(name: str, pair: Any, mode: str) -> None:
-    """In bf16 AdamW has the bits of its fused code."""
-    model, clip = TASKS[name].build(), MODES[mode].get("max_grad_norm")
-
-    def make(parameters: Sequence[Any]) -> Any:
-        optimizers = pair(parameters)
-        optimizers[1].param_groups[0].update({"fused": True} if isinstance(optimizers[1], torch.optim.AdamW) else {})
-        return InTurns(optimizers, parameters, clip)
-
-    reference = Reference(model, make)
-    compiled = megatrain.compile(model, device="cpu", precision="bf16", transfer="copy", memory="48KiB")
-    own = make(list(model.parameters()))
-    step = megatrain.TrainStep(compiled, own.optimizers, loss=lambda result, _: loss_of(result), **MODES[mode])
-    for number in range(3):
-        batch = TASKS[name].batch(number, 2)
-        torch.manual_seed(number)
-        expected = reference.step((), batch)
-        torch.manual_seed(number)
-        assert float(step(batch)) == expected
-    step.flush()
-    trained: Any = SimpleNamespace(model=model, compiled=compiled, optimizer=own)
-    assert_same_training(reference, trained)
 
 
 class Scaled:
@@ -252,13 +205,6 @@ def test_an_update_that_fails_once(mode: str, which: str, more: int) -> None:
     run = Run(mode, optimizer=over(hazards))
     TRAP.arm(which, failing, after=len(run.sides.step.schedule.deferred) + more)
     assert run.fail(ExecuteError, which) == (more > 0 or (which, more) == ("Second", 0))
-    run.go_on()
-
-
-def test_an_interrupt_comes_between_two_steps() -> None:
-    run = Run("overlap", optimizer=over(hazards))
-    TRAP.arm("First", lambda: signal.raise_signal(signal.SIGINT), after=1)
-    run.fail(KeyboardInterrupt, "First")
     run.go_on()
 
 

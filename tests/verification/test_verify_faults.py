@@ -15,7 +15,6 @@ import megatrain.planning.step_programs
 from megatrain.passes.interpret import Code
 from megatrain.runtime.block import BlockRunner, LocalGraph
 from megatrain.runtime.executor import Executor
-from megatrain.runtime.gradients import GradientBuffer
 from megatrain.runtime.operations import Run
 from megatrain.runtime.stores.offload_buffers import OffloadBuffer
 from megatrain.runtime.stores.slots import Slots
@@ -158,28 +157,6 @@ def test_a_recompute_with_other_random_numbers_is_found(monkeypatch):
     assert found.what == "random state `cpu`"
 
 
-def test_gradients_lost_behind_the_last_block_are_found(monkeypatch):
-    real = GradientBuffer.receive
-
-    def receive(self, block, keys, gradients, completes, landing):
-        real(
-            self,
-            block,
-            keys,
-            [(None, s) if k == "blocks.1.fc.bias" else (g, s) for k, (g, s) in zip(keys, gradients, strict=True)],
-            completes,
-            landing,
-        )
-
-    monkeypatch.setattr(GradientBuffer, "receive", receive)
-    report = report_of("stack")
-    worst = report.differences[0]
-    assert (worst.kind, worst.name, worst.reason) == ("gradient", "blocks.1.fc.bias", "None instead of a tensor")
-    assert worst.blocks == ("block 2 blocks.1",)
-    found = first(report)
-    assert (found.culprit, found.block, found.phase) == ("runtime", 2, "after")
-
-
 def test_a_buffer_that_is_not_committed_is_found(monkeypatch):
     monkeypatch.setattr(Run, "write_buffers", lambda self: None)
     report = report_of("ema_buffer", steps=1)
@@ -298,9 +275,3 @@ def test_state_outside_of_the_model_names_the_module():
     found = first(megatrain.verify(model, torch.ones(2, 3), device="cpu"))
     assert (found.culprit, found.name) == ("model", "blocks.1")
     assert "eager PyTorch itself gives other numbers" in str(found)
-
-
-def test_a_fault_of_a_model_that_leaves_tensors_in_attributes_names_its_block(monkeypatch):
-    broken_runner(monkeypatch, "forward", 1, lambda outputs: tuple(t * 1.01 for t in outputs))
-    found = first(report_of("hidden_collected", activations="recompute"))
-    assert (found.culprit, found.block, found.phase) == ("runtime", 1, "forward")

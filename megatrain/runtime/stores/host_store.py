@@ -282,10 +282,6 @@ class HostStore:
         placed = self._by_id.get(id(layout))
         return self._by_value[layout] if placed is None else placed
 
-    def num_copies(self, layout: BlockImage) -> int:
-        """Returns how many copies a prefetch of this image takes."""
-        return len(self._placed(layout).runs)
-
     def prefetch(self, layout: BlockImage, out: torch.Tensor, *, without: frozenset[str] = frozenset()) -> None:
         """Copies a block's state into a slot, with one copy for adjacent tensors and one for each tied.
 

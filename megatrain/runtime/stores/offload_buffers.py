@@ -33,13 +33,6 @@ class OffloadPool:
         # there.
         self._returned: SimpleQueue[HostArena] = SimpleQueue()
 
-    @property
-    def idle_bytes(self) -> int:
-        """Bytes held for later calls."""
-        with self._lock:
-            self._collect()
-            return sum(arena.nbytes for arena in self._idle)
-
     def take(self, nbytes: int, num_calls: int) -> list[OffloadBuffer]:
         """Returns the buffers of the calls of one run; they come back with `OffloadBuffer.give`, or when dropped.
 
