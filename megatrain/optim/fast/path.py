@@ -140,7 +140,7 @@ class FastPath(ABC):
         """Prepares the updates of several parameters, for this step and later ones; None (the default) if it doesn't.
 
         Only for updates that, once they write, are sure to reach their end. The tensors of `given` keep their memory as
-        long as the result is called, but for gradients, of which each call gets its own.
+        long as the result is called. Each call gets gradients of its own.
         """
         del given
         return None
