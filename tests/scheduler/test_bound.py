@@ -88,7 +88,7 @@ def test_more_memory_lowers_the_bound_from_recomputation_to_compute_alone():
         (Hardware(1e12, 1e12, 1e6), "compute"),
         (Hardware(1e6, 1e12, 1e12), "copies to the device"),
         (Hardware(1e12, 1e6, 1e12), "gradients to the host"),
-        (Hardware(1e12, 1e12, 1e12, 0.0, 1e6), "updates on the host"),
+        (Hardware(1e12, 1e12, 1e12, 0.0, 1e6), "host memory"),
     ],
 )
 def test_the_plan_of_a_step_with_one_slow_part_is_at_the_bound(machine: Hardware, reason: str):
