@@ -46,7 +46,7 @@ def speed(hardware: Hardware, stream: str, busy: Collection[str]) -> float:
     if stream == Stream.COMPUTE:
         return hardware.compute_beside if len(busy) > 1 else 1.0
     both = Stream.H2D in busy and Stream.D2H in busy
-    own = {
+    own: dict[str, float] = {
         Stream.H2D: hardware.h2d_beside if both else 1.0,
         Stream.D2H: hardware.d2h_beside if both else 1.0,
         Stream.HOST: 1.0,

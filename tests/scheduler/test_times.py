@@ -44,8 +44,8 @@ SHARED = st.builds(
     *(RATES, RATES, RATES, st.sampled_from([0.0, 1e-3]), RATES),
     **dict.fromkeys(BESIDE, SHARES),
 )
-# Without launches micro-batches are alike: later ones have a kernel more, which adds up gradients. And without a rate of
-# host memory, which streams share, an op takes as long next to any others.
+# Without launches micro-batches are alike: later ones have a kernel more, which adds up gradients. And without a rate
+# of host memory, which streams share, an op takes as long next to any others.
 MACHINES = st.builds(Hardware, RATES, RATES, RATES, st.just(0.0), op_s=st.sampled_from([0.0, 1e-3]))
 MACHINE = Hardware(1e9, 5e8, 4e10, 0.0, 3.5e9)
 ANY = st.one_of(schedules(), step_schedules())
