@@ -67,7 +67,7 @@ class Hardware:
             figure they take no time. Updates, norms and copies share it: together they move no more.
         further_rates: Bytes per second of streams that a program adds, by name.
         memory_bytes_per_s: What kernels read and write in the device's memory; without a figure this takes no time.
-        issue_s: Seconds that Python takes to launch a kernel, on average of the forward and backward of a block. A block
+        issue_s: Seconds that Python takes to launch a kernel, on average over forward and backward of a block, which
             takes no less than that for each of its kernels. 0 where kernels run in the calls that launch them: there
             `launch_s` has it.
         op_s: Seconds that Python takes for each op of compute and of the host besides.

@@ -163,11 +163,13 @@ def attention_rates(device: Device, rates: Mapping[str, float]) -> dict[str, flo
     """FLOP/s of causal attention, its backward included, by the name of the rate."""
     found: dict[str, float] = {}
     for rate in ("bf16", "fp32"):
-        # As many tokens as take about as long as the products.
+        # As many tokens as take about as long as the products, then as many heads: launches mustn't count.
         heads, width, rows = 8, 64, 512
         flops = 3.5 * 2 * heads * rows * (rows + 1) * width
         while rows < 4096 and 4 * flops / rates[rate] < 2 * _ABOUT_S:
             rows, flops = 2 * rows, 4 * flops
+        while rows == 4096 and heads < 128 and 2 * flops / rates[rate] < 2 * _ABOUT_S:
+            heads, flops = 2 * heads, 2 * flops
         shape = (1, heads, rows, width)
         parts = [torch.ones(shape, dtype=DTYPES[rate], device=device.torch_device).requires_grad_() for _ in range(3)]
         seed = torch.ones(shape, dtype=DTYPES[rate], device=device.torch_device)
