@@ -303,7 +303,8 @@ def measured(sim: Simulator) -> Found:
 
     seconds_of(device, work, least_s=0.02)
     few = torch.tensor(max(waiting) < 8)
-    return [near(launched, machine.launch_s), torch.tensor(0.7 * machine.issue_s <= issued <= machine.issue_s), near(both, wanted), few]
+    per_kernel = torch.tensor(0.7 * machine.issue_s <= issued <= machine.issue_s)
+    return [near(launched, machine.launch_s), per_kernel, near(both, wanted), few]
 
 
 RUNS: dict[str, Callable[[Simulator], Found]] = {
