@@ -263,14 +263,14 @@ class _Layer:
 
     def step(self) -> None:
         """Launches a forward, and a backward that computes the forward again."""
-        self._forward()
-        leaves, result = self._forward()
+        self._forward(lambda _: None)  # as a block whose graph is dropped
+        leaves, result = self._forward(lambda tensor: tensor)
         torch.autograd.grad(result, leaves, torch.ones_like(result))
 
-    def _forward(self) -> tuple[list[torch.Tensor], torch.Tensor]:
+    def _forward(self, kept: Callable[[Any], Any]) -> tuple[list[torch.Tensor], torch.Tensor]:
         leaves = [tensor.detach().requires_grad_() for tensor in self._tensors]
         x, before, query, key, value, out, after, gate, up, down = leaves
-        with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t):
+        with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(kept, lambda tensor: tensor):
             y = _normed(x, before)
             heads = [F.linear(y, w).view(1, _TOKENS, _HEADS, -1).transpose(1, 2) for w in (query, key, value)]
             turned = [self._turned(heads[0]), self._turned(heads[1])]
