@@ -98,7 +98,8 @@ def test_a_steps_own_times_and_the_machines_rates_predict_it(
 def test_rates_alone_predict_steps_within_5_percent(sim: Simulator, name: str, mode: str, width: int, rows: int):
     machine = Hardware.preset(name)
     sim.configure(compute=False, poison=False)
-    hosts, (step, batch) = VirtualHosts(sim, machine.host_bytes_per_s, machine.op_s), made(mode, 12, width, rows)
+    hosts = VirtualHosts(sim, machine.host_bytes_per_s, machine.op_s, machine.update_s)
+    step, batch = made(mode, 12, width, rows)
     sim.set_profile(HardwareProfile.of(machine))
     hosts.take(step, batch)
     taken = hosts.take(step, batch)
