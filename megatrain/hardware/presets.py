@@ -45,7 +45,7 @@ class _Host:
     issue: float = 21
     op: float = 60
     update: float = 110
-    of: str = "a layer of width 64 on a core of an AMD EPYC (python -m benchmarks.launch); assumed of others"
+    of: str = "a layer of width 64 on a core of an AMD EPYC (benchmarks.launch, 2026-11-29); assumed of others"
 
 
 @dataclass(frozen=True, slots=True)
