@@ -189,7 +189,7 @@ def steps_of(
 def _step_of(simulator: Simulator, card: Hardware, step: megatrain.TrainStep, batch: Any) -> ModelledStep:
     step(batch)  # captures, allocates, and leaves updates for the next step
     torch.accelerator.reset_peak_memory_stats()
-    hosts = VirtualHosts(simulator, card.host_bytes_per_s, card.op_s)
+    hosts = VirtualHosts(simulator, card.host_bytes_per_s, card.op_s, card.update_s)
     simulator.set_profile(HardwareProfile.of(card))
     try:
         with simulator.spans() as spans:

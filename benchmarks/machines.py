@@ -2,6 +2,7 @@
 
     python -m benchmarks.machines              # plans all rows, in some minutes, and writes the page
     python -m benchmarks.machines --only 8B    # prints the rows of one model
+    python -m benchmarks.machines --published  # writes the table of published steps, in a second
 
 The plans are those of `megatrain plan`, of configurations on meta: no weights, no GPU. See benchmarks/README.md.
 """
@@ -18,13 +19,17 @@ from tqdm import tqdm
 from transformers import LlamaConfig
 
 from benchmarks.llamas import LlamaShape
+from megatrain.hardware.hardware import Hardware
 from megatrain.planning.planner import Planner
 from megatrain.sizing.plan_command import MachineRow, row_of
 from megatrain.sizing.sized_models import ConfigModel
 from megatrain.sizing.sizing_options import SizingOptions
+from tests.hardware.published import LENGTH as PUBLISHED_LENGTH
+from tests.hardware.published import PUBLISHED, seconds_of
 
 PAGE = Path(__file__).parents[1] / "docs" / "machines.md"
 START, END = "<!-- of python -m benchmarks.machines -->\n", "<!-- end -->\n"
+STEPS = "<!-- of python -m benchmarks.machines --published -->\n"
 # One of each generation and kind: others of the table of rates are near one of these.
 SHOWN = (
     "rtx-3080", "rtx-3090", "rtx-4090", "rtx-5090", "a100", "h100-pcie", "h100-sxm", "h200", "gh200", "b200", "gb10",
@@ -124,11 +129,35 @@ def written(found: Mapping[str, Mapping[str, list[Cell]]]) -> str:
     return "\n".join(parts)
 
 
+def published() -> str:
+    """Steps that others published, next to what the simulator says of the same steps."""
+    lines = [
+        "| machine | model | system | tokens a step | *published* tokens/s | *simulated* | of it |",
+        f"|{' --- |' * 7}",
+    ]
+    for row in PUBLISHED:
+        tokens = row.sequences * row.count * PUBLISHED_LENGTH
+        said = tokens / seconds_of(row, Hardware.preset(row.machine))
+        head = f"| {row.machine} | {row.model} | {row.system.name} | {tokens:,}"
+        lines.append(f"{head} | {row.tokens_per_s:,.0f} | {said:,.0f} | {said / row.tokens_per_s:.2f} |")
+    return "\n".join([*lines, ""])
+
+
+def _write(start: str, text: str) -> None:
+    """Writes the part of the page after a mark, up to the next end."""
+    before, _, after = PAGE.read_text().partition(start)
+    PAGE.write_text(f"{before}{start}\n{text}\n{after[after.index(END) :]}")
+
+
 def main() -> None:
     """Plans, and writes the page or prints rows."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", choices=SHAPES, help="print the rows of one model, and write nothing")
+    parser.add_argument("--published", action="store_true", help="write only the steps that others published")
     options = parser.parse_args()
+    if options.published:
+        _write(STEPS, published())
+        return
     sizes = [options.only] if options.only else list(SHAPES)
     found: dict[str, dict[str, list[Cell]]] = {}
     for what, rank in (("All weights", 0), (f"LoRA, rank {RANK}, on all linear layers", RANK)):
@@ -139,9 +168,8 @@ def main() -> None:
     if options.only:
         print(text)
         return
-    page = PAGE.read_text()
-    before, after = page[: page.index(START) + len(START)], page[page.index(END) :]
-    PAGE.write_text(f"{before}\n{text}\n{after}")
+    _write(START, text)
+    _write(STEPS, published())
 
 
 if __name__ == "__main__":

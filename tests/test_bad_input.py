@@ -45,6 +45,7 @@ RIGHT = {
     "Hardware.launch_s": "zero half huge",
     "Hardware.issue_s": "zero half huge",
     "Hardware.op_s": "zero half huge",
+    "Hardware.update_s": "zero half huge",
     "Hardware.wake_s": "zero half huge",
     "Hardware.*memory_bytes": "huge None",
     "Hardware.name": TEXTS,

@@ -44,9 +44,9 @@ _INSTEAD = {"tf32": ("fp32", 1), "bf16": ("fp32", 1), "fp64": ("fp32", 2), "fp8"
     issue_s=_SECONDS,
     op_s=_SECONDS,
     wake_s=_SECONDS,
+    update_s=_SECONDS,
     h2d_beside=_SHARE,
     d2h_beside=_SHARE,
-    host_beside=_SHARE,
     compute_beside=_SHARE,
     memory_bytes=optional(count(1)),
 )
@@ -63,18 +63,19 @@ class Hardware:
         flops_per_s: Floating-point operations of products: one rate, or one by name as in `Kernels.rate`: `"bf16"`
             (fp16 as well), `"tf32"`, `"fp32"`, `"bf16 attention"` and so on. What is missing counts as a similar one.
         launch_s: Seconds of the device for each kernel and copy, and of the host for each of its ops, beyond the work.
-        host_bytes_per_s: Bytes per second that an update or a norm reads and writes in host memory; without a figure
-            they take no time.
+        host_bytes_per_s: Bytes per second of host memory, as updates and norms read and write them alone; without a
+            figure they take no time. Updates, norms and copies share it: together they move no more.
         further_rates: Bytes per second of streams that a program adds, by name.
         memory_bytes_per_s: What kernels read and write in the device's memory; without a figure this takes no time.
-        issue_s: Seconds that Python takes to launch a kernel. A block takes no less than that for each of its kernels.
-            0 where kernels run in the calls that launch them: there `launch_s` has it.
+        issue_s: Seconds that Python takes to launch a kernel, on average over forward and backward of a block, which
+            takes no less than that for each of its kernels. 0 where kernels run in the calls that launch them: there
+            `launch_s` has it.
         op_s: Seconds that Python takes for each op of compute and of the host besides.
         wake_s: Seconds to wake the other threads of a kernel that several processors compute, beyond `launch_s`; 0
             where the device isn't the host. A kernel of less than 512 KiB is computed by one.
+        update_s: Seconds that an update takes for each parameter, beyond the bytes.
         h2d_beside: The share of its rate that a copy to the device keeps while one to the host is under way.
         d2h_beside: The reverse: of a copy to the host.
-        host_beside: The share that updates and norms keep while copies are under way.
         compute_beside: The share that compute keeps while another stream works; less than 1 where the device is the
             host, and streams share its cores.
         memory_bytes: Size of the device's memory; None if unknown.
@@ -100,9 +101,9 @@ class Hardware:
     issue_s: float = 0.0
     op_s: float = 0.0
     wake_s: float = 0.0
+    update_s: float = 0.0
     h2d_beside: float = 1.0
     d2h_beside: float = 1.0
-    host_beside: float = 1.0
     compute_beside: float = 1.0
     memory_bytes: int | None = None
     name: str = ""
@@ -180,7 +181,7 @@ class Hardware:
     @property
     def is_shared(self) -> bool:
         """Whether the speed of a stream depends on what others do."""
-        return min(self.h2d_beside, self.d2h_beside, self.host_beside, self.compute_beside) < 1
+        return min(self.h2d_beside, self.d2h_beside, self.compute_beside) < 1 or not isinf(self.host_bytes_per_s)
 
     def __str__(self) -> str:
         return _text(self)
@@ -196,25 +197,25 @@ _FIGURES = (
     ("d2h_bytes_per_s", "copies to the host", "GB/s", 1e9),
     ("h2d_beside", "to the device, beside the other way", "of it", 1),
     ("d2h_beside", "to the host, beside the other way", "of it", 1),
-    ("host_bytes_per_s", "updates on the host", "GB/s", 1e9),
-    ("host_beside", "updates, beside copies", "of it", 1),
+    ("host_bytes_per_s", "host memory, updates and copies", "GB/s", 1e9),
     ("compute_beside", "compute, beside others", "of it", 1),
     ("launch_s", "launch of a kernel, device", "us", 1e-6),
     ("issue_s", "launch of a kernel, Python", "us", 1e-6),
     ("op_s", "an op besides, Python", "us", 1e-6),
     ("wake_s", "waking threads for a kernel", "us", 1e-6),
+    ("update_s", "update of a parameter, besides bytes", "us", 1e-6),
     ("further_rates", "stream", "GB/s", 1e9),
 )
 # Figures that mean nothing at these values are left out unless somebody stated them.
 _NONE = {
     "h2d_beside": 1.0,
     "d2h_beside": 1.0,
-    "host_beside": 1.0,
     "compute_beside": 1.0,
     "launch_s": 0.0,
     "issue_s": 0.0,
     "op_s": 0.0,
     "wake_s": 0.0,
+    "update_s": 0.0,
 }
 
 

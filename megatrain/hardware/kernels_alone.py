@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import cycle
 from statistics import median
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 
 from megatrain.device import HOST, Device
 from megatrain.hardware.work import SHARED_BYTES
+from megatrain.torch_private import TorchDispatchMode
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
 # Of default products: so long that a launch doesn't count, so short that all of them take a second or two.
@@ -161,11 +163,13 @@ def attention_rates(device: Device, rates: Mapping[str, float]) -> dict[str, flo
     """FLOP/s of causal attention, its backward included, by the name of the rate."""
     found: dict[str, float] = {}
     for rate in ("bf16", "fp32"):
-        # As many tokens as take about as long as the products.
+        # As many tokens as take about as long as the products, then as many heads: launches mustn't count.
         heads, width, rows = 8, 64, 512
         flops = 3.5 * 2 * heads * rows * (rows + 1) * width
         while rows < 4096 and 4 * flops / rates[rate] < 2 * _ABOUT_S:
             rows, flops = 2 * rows, 4 * flops
+        while rows == 4096 and heads < 128 and 2 * flops / rates[rate] < 2 * _ABOUT_S:
+            heads, flops = 2 * heads, 2 * flops
         shape = (1, heads, rows, width)
         parts = [torch.ones(shape, dtype=DTYPES[rate], device=device.torch_device).requires_grad_() for _ in range(3)]
         seed = torch.ones(shape, dtype=DTYPES[rate], device=device.torch_device)
@@ -206,15 +210,100 @@ def memory_rate(device: Device, launched_s: float) -> float:
     return moved / max(taken - (3 * _IN_A_ROW + 1) * launched_s, taken / 2)
 
 
+# Calls that launch nothing, though their schemas don't say that they return a view.
+_NOTHING = {
+    "aten::_unsafe_view",
+    "aten::alias",
+    "aten::detach",
+    "aten::empty",
+    "aten::empty_like",
+    "aten::empty_strided",
+    "aten::lift_fresh",
+    "aten::new_empty",
+    "aten::new_empty_strided",
+    "aten::_local_scalar_dense",
+    "aten::is_same_size",
+}
+
+
+@functools.cache
+def launches(func: Any) -> bool:
+    """Whether a call runs a kernel: a view of what it is given runs none."""
+    schema = func._schema
+    is_view = any(r.alias_info is not None and not r.alias_info.is_write for r in schema.returns)
+    return bool(schema.returns) and not is_view and schema.name not in _NOTHING and not schema.name.startswith("prim::")
+
+
+class _Launches(TorchDispatchMode):
+    """Counts kernels while it is active."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.number = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.number += launches(func)
+        return func(*args, **(kwargs or {}))
+
+
+_TOKENS, _WIDTH, _HEADS = 8, 64, 4
+
+
+class _Layer:
+    """A layer of a language model, so narrow that its kernels take next to no time.
+
+    Args:
+        device: Where it runs.
+    """
+
+    def __init__(self, device: Device) -> None:
+        shapes = [(_WIDTH,), *4 * [(_WIDTH, _WIDTH)], (_WIDTH,), *2 * [(4 * _WIDTH, _WIDTH)], (_WIDTH, 4 * _WIDTH)]
+        self._tensors = [torch.ones(s, device=device.torch_device) for s in ((1, _TOKENS, _WIDTH), *shapes)]
+        self._angles = torch.ones(_TOKENS, _WIDTH // _HEADS, device=device.torch_device)
+
+    def step(self) -> None:
+        """Launches a forward, and a backward that computes the forward again."""
+        self._forward(lambda _: None)  # as a block whose graph is dropped
+        leaves, result = self._forward(lambda tensor: tensor)
+        torch.autograd.grad(result, leaves, torch.ones_like(result))
+
+    def _forward(self, kept: Callable[[Any], Any]) -> tuple[list[torch.Tensor], torch.Tensor]:
+        leaves = [tensor.detach().requires_grad_() for tensor in self._tensors]
+        x, before, query, key, value, out, after, gate, up, down = leaves
+        with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(kept, lambda tensor: tensor):
+            y = _normed(x, before)
+            heads = [F.linear(y, w).view(1, _TOKENS, _HEADS, -1).transpose(1, 2) for w in (query, key, value)]
+            turned = [self._turned(heads[0]), self._turned(heads[1])]
+            y = F.scaled_dot_product_attention(turned[0], turned[1], heads[2], is_causal=True)
+            x = x + F.linear(y.transpose(1, 2).reshape(1, _TOKENS, _WIDTH), out)
+            y = _normed(x, after)
+            return leaves, x + F.linear(F.silu(F.linear(y, gate)) * F.linear(y, up), down)
+
+    def _turned(self, x: torch.Tensor) -> torch.Tensor:
+        one, other = x.chunk(2, -1)
+        return x * self._angles + torch.cat((-other, one), -1) * self._angles
+
+
+def _normed(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    return weight * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6))
+
+
 def launch_s(device: Device) -> tuple[float, float]:
     """Seconds of a kernel that does nothing: on the device, and of Python, which launches it.
 
-    On the host both are one: it is done when its call returns.
+    Python's is the average of a layer's forward and backward with their graphs: a loop of additions launches a kernel
+    in a third of that. On the host both are one: a kernel is done when its call returns.
     """
-    x, count = torch.ones(16, device=device.torch_device), 400
+    layer, kernels = _Layer(device), _Launches()
+    with kernels:
+        layer.step()
+    taken = seconds_of(device, layer.step, least_s=0.05)
+    # What each op takes besides counts once for the forward, and once for the backward.
+    issued = max(taken - 2 * op_s(), taken / 2) / kernels.number
     if device.new_stream() is None:
-        return seconds_of(device, _many(x, count), least_s=0.02) / count, 0.0
-    issued = seconds_of(device, _many(x, count), least_s=0.02) / count
+        return issued, 0.0
+    x, count = torch.ones(16, device=device.torch_device), 400
+    added = seconds_of(device, _many(x, count), least_s=0.02) / count
     # After a kernel that takes longer than Python needs for all launches, they follow each other at once.
     long = torch.ones(16 << 20, device=device.torch_device)
     for _ in range(3):
@@ -222,13 +311,13 @@ def launch_s(device: Device) -> tuple[float, float]:
     begin = device.moment()
     long.add_(1)
     long_s = device.moment().seconds_since(begin)
-    repeats = int(2 * issued * count / max(long_s, 1e-9)) + 1
+    repeats = int(2 * added * count / max(long_s, 1e-9)) + 1
     for _ in range(repeats):
         long.add_(1)
     begin = device.moment()
     _many(x, count)()
     queued = device.moment().seconds_since(begin) / count
-    return min(queued, issued), issued
+    return min(queued, added), issued
 
 
 def wake_s() -> float:

@@ -39,6 +39,7 @@ _NAMES = {
     r"RTX 3080\b": "rtx-3080",
     r"RTX 3090\b": "rtx-3090",
     r"RTX 4090\b": "rtx-4090",
+    r"RTX 5060 Ti\b": "rtx-5060-ti",
     r"RTX 5080\b": "rtx-5080",
     r"RTX 5090\b": "rtx-5090",
     r"RTX PRO 6000\b": "rtx-pro-6000",
@@ -52,6 +53,8 @@ _NAMES = {
     r"\bB200\b": "b200",
     r"\bB300\b": "b300",
     r"\bGB200\b": "gb200",
+    r"\bMI300X\b": "mi300x",
+    r"\bMI355X\b": "mi355x",
     r"\bGB10\b": "gb10",
 }
 # Of a card that is divided (MIG), by sevenths of its compute: the eighths of its memory.

@@ -48,9 +48,11 @@ _BEYOND_CACHES = 4
 _HELD = 4 * 4
 # AdamW reads them, and writes three of them.
 _TOUCHED = 7 * 4
+# Parameters of a layer.
+_OF_A_BLOCK = 9
 # Those of a step with a small learning rate; see `adamw.c`.
 _SCALARS = (1.0, 1.0 - 1e-6, 0.1, 0.999, 1e-3, 0.05, 1e-8, -1e-3)
-_FORMAT = 4  # one more whenever a figure means something else than before
+_FORMAT = 5  # one more whenever a figure means something else than before
 
 
 def _products_fault(value: Any) -> str | None:
@@ -97,10 +99,12 @@ def _measured(device: Device, products: Sequence[Product]) -> dict[str, Any]:
         # As in a training step: with more threads than processors, OpenMP lets those that wait sleep at once.
         host_stream.submit(update).result()
         figures = _of_kernels(device, products)
+    figures |= {"host_bytes_per_s": update.rate(0.15), "update_s": update_s()}
     link = Link(device)
     try:
         figures |= _of_link(device, link)
-        figures |= _of_host(device, link, update)
+        if device.is_host:
+            figures["compute_beside"] = compute_beside(device, link)
     finally:
         link.close()
         device.empty_cache()  # segments that are larger than a model's tensors would hold these
@@ -134,25 +138,19 @@ def _of_link(device: Device, link: Link) -> dict[str, Any]:
     }
 
 
-def _of_host(device: Device, link: Link, update: Update) -> dict[str, Any]:
-    """Updates alone, updates during copies, and where the host computes, compute during updates and copies."""
-    alone = update.rate(0.15)
+def compute_beside(device: Device, link: Link) -> float:
+    """The share that compute keeps during copies, where the host computes."""
 
     def copies() -> None:
         link.to_device()
         link.to_host()
         device.synchronize()
 
+    x = torch.ones(512, 512)
+    product_s = seconds_of(device, lambda: x @ x, least_s=0.1)
     with Beside(copies):
-        beside = update.rate(0.15)
-    figures: dict[str, Any] = {"host_bytes_per_s": alone, "host_beside": min(1.0, beside / alone)}
-    if device.is_host:
-        x = torch.ones(512, 512)
-        product_s = seconds_of(device, lambda: x @ x, least_s=0.1)
-        with Beside(copies):
-            slowed_s = seconds_of(device, lambda: x @ x, least_s=0.2)
-        figures["compute_beside"] = min(1.0, product_s / slowed_s)
-    return figures
+        slowed_s = seconds_of(device, lambda: x @ x, least_s=0.2)
+    return min(1.0, product_s / slowed_s)
 
 
 class Link:
@@ -294,6 +292,15 @@ class Update:
     def rate(self, least_s: float) -> float:
         """Bytes per second that it reads and writes."""
         return self._nbytes / seconds_of(HOST, self._run, least_s=least_s)
+
+
+def update_s() -> float:
+    """Seconds of an update for each parameter, beyond the bytes: of torch's AdamW, one parameter after the other."""
+    parameters = [torch.nn.Parameter(torch.ones(LANES)) for _ in range(_OF_A_BLOCK)]
+    for parameter in parameters:
+        parameter.grad = torch.ones(LANES)
+    optimizer = torch.optim.AdamW(parameters, lr=1e-6, foreach=False)
+    return seconds_of(HOST, optimizer.step, least_s=0.02) / _OF_A_BLOCK
 
 
 def _torchs(values: torch.Tensor, gradient: torch.Tensor, moments: list[torch.Tensor]) -> Callable[[], None]:

@@ -179,7 +179,7 @@ def op_durations(schedule: Table, costs: Costs) -> dict[Position, float]:
     """Seconds of each op, in table order, if nothing else slows it down.
 
     Of a machine's rates: an op of compute takes as long as its kernels, a copy as long as its bytes, an op of the host
-    as long as the bytes that it reads and writes.
+    as long as the bytes that it reads and writes, an update longer by a time for each parameter.
 
     Raises:
         ScheduleError: If a measurement lacks an op, or the schedule doesn't know its workload.
@@ -217,7 +217,7 @@ class OpSeconds:
         computes = bool(effect.work) or stream == Stream.COMPUTE
         seconds = self.of_kernels(effect.work) if computes else self._hardware.launch_s
         if stream == Stream.HOST:
-            seconds += self._hardware.op_s
+            seconds += self._hardware.op_s + effect.num_parameters * self._hardware.update_s
         return seconds + effect.moves / self._rates.get(stream, inf)
 
     def of_kernels(self, works: Works) -> float:

@@ -407,7 +407,8 @@ def _update(step: Effects, block: int, micro_batch: int) -> Effect:
     reads += [Item("norm", NO_BLOCK)] * step.kind.clip + [Item("left", NO_BLOCK)] * (step.kind.updates == "serial")
     also = ["squares"] * step.kind.reports_norm
     moves = blocks[block].update_bytes + blocks[block].gradient_bytes * step.kind.reports_norm
-    return Effect(tuple(reads), tuple(Item(what, block) for what in ["state", *also]), moves=moves)
+    makes = tuple(Item(what, block) for what in ["state", *also])
+    return Effect(tuple(reads), makes, moves=moves, num_parameters=blocks[block].num_gradients)
 
 
 KINDS: dict[tuple[str, str], OpKind] = {

@@ -70,6 +70,7 @@ class Effect:
         moves: Bytes that it moves or, on the host, reads and writes.
         work: What its kernels compute and move on the device.
         workspace: Device bytes that it takes while it runs, beyond the items that it makes.
+        num_parameters: Parameters that it updates.
     """
 
     reads: tuple[Item, ...] = ()
@@ -78,6 +79,7 @@ class Effect:
     moves: int = 0
     work: Works = ()
     workspace: int = 0
+    num_parameters: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
-from math import isfinite
+from math import isfinite, isinf
 from typing import NamedTuple
 
 import networkx as nx
@@ -35,18 +35,27 @@ class Timing:
 def speed(hardware: Hardware, stream: str, busy: Collection[str]) -> float:
     """The share of its own rate that a stream keeps while others work.
 
+    Copies one way slow down those the other way. Host memory is one resource of updates, norms and copies: where they
+    want more bytes per second than it has, each keeps the same part of what it wants.
+
     Args:
         hardware: The machine.
         stream: Its name.
         busy: The names of all streams that work.
     """
-    if stream == Stream.H2D:
-        return hardware.h2d_beside if Stream.D2H in busy else 1.0
-    if stream == Stream.D2H:
-        return hardware.d2h_beside if Stream.H2D in busy else 1.0
-    if stream == Stream.HOST:
-        return hardware.host_beside if Stream.H2D in busy or Stream.D2H in busy else 1.0
-    return hardware.compute_beside if stream == Stream.COMPUTE and len(busy) > 1 else 1.0
+    if stream == Stream.COMPUTE:
+        return hardware.compute_beside if len(busy) > 1 else 1.0
+    both = Stream.H2D in busy and Stream.D2H in busy
+    own: dict[str, float] = {
+        Stream.H2D: hardware.h2d_beside if both else 1.0,
+        Stream.D2H: hardware.d2h_beside if both else 1.0,
+        Stream.HOST: 1.0,
+    }
+    if stream not in own:
+        return 1.0
+    of_memory = zip(own, (*memory_limits(hardware), 1.0), strict=True)
+    wanted = sum(own[name] * part for name, part in of_memory if name in busy)
+    return own[stream] / max(1.0, wanted)
 
 
 def shared_timeline(
@@ -105,6 +114,20 @@ def link_limits(hardware: Hardware) -> tuple[tuple[float, float], ...]:
     shares = hardware.h2d_beside, hardware.d2h_beside
     gain = max(0.0, sum(shares) - 1)
     return (1 - gain / shares[0], 1.0), (1.0, 1 - gain / shares[1])
+
+
+def memory_bound(h2d_s: float, d2h_s: float, host_s: float, hardware: Hardware) -> float:
+    """Seconds of host memory: what updates and norms take alone, and the bytes of copies that take so long alone."""
+    to_device, to_host = memory_limits(hardware)
+    return host_s + to_device * h2d_s + to_host * d2h_s
+
+
+def memory_limits(hardware: Hardware) -> tuple[float, float]:
+    """What a second of copies to the device, and one to the host, count of the time of host memory."""
+    rates = hardware.h2d_bytes_per_s, hardware.d2h_bytes_per_s
+    # Copies that take no time move nothing that counts.
+    to_device, to_host = (0.0 if isinf(rate) else rate / hardware.host_bytes_per_s for rate in rates)
+    return to_device, to_host
 
 
 # Ends: how long a step must take before the first of some ops, and after the last, in any order of all ops.
@@ -287,7 +310,8 @@ def lower_bounds(schedule: Table, costs: Costs) -> dict[str, float]:
     """Lower bounds of the seconds that these ops take, by reason.
 
     Per stream the sum of its ops, which run one by one; `"link"` is the time that copies of both directions take
-    together, where one slows the other down; `"data"` is the longest chain of ops that need each other's results,
+    together, where one slows the other down, and `"host memory"` that of the bytes that updates and copies move there;
+    `"data"` is the longest chain of ops that need each other's results,
     which no number of slots and no other order shortens; `"ends"` is all of compute with what comes before its first op
     and after its last, in any order, and `"behind"` is all of the host that compute needs, then all of compute that
     needs the last of it, whichever that is, and what comes after: a host may take longer for deferred updates than the
@@ -298,7 +322,9 @@ def lower_bounds(schedule: Table, costs: Costs) -> dict[str, float]:
     for position, seconds in durations.items():
         bounds[position.stream] += seconds
     if isinstance(costs, Hardware) and costs.is_shared:
-        bounds["link"] = link_bound(bounds[Stream.H2D], bounds[Stream.D2H], costs)
+        crossing = bounds[Stream.H2D], bounds[Stream.D2H]
+        bounds["link"] = link_bound(*crossing, costs)
+        bounds["host memory"] = memory_bound(*crossing, bounds[Stream.HOST], costs)
     graph = dependency_graph(schedule)
     needed = [(a, b) for a, b, kind in graph.edges(data="kind") if kind in ("data", "weight")]
     data = nx.DiGraph(needed)

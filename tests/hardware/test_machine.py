@@ -17,6 +17,7 @@ from megatrain.planning import plan_step
 CARDS = {
     "rtx-3080": "NVIDIA GeForce RTX 3080, NVIDIA GeForce RTX 3080 Ti",
     "rtx-3090": "NVIDIA GeForce RTX 3090",
+    "rtx-5060-ti": "NVIDIA GeForce RTX 5060 Ti",
     "rtx-5080": "NVIDIA GeForce RTX 5080",
     "rtx-5090": "NVIDIA GeForce RTX 5090",
     "rtx-pro-6000": "NVIDIA RTX PRO 6000 Blackwell Server Edition",
@@ -30,6 +31,8 @@ CARDS = {
     "b200": "NVIDIA B200",
     "b300": "NVIDIA B300 SXM6 AC",
     "gb200": "NVIDIA GB200",
+    "mi300x": "AMD Instinct MI300X",
+    "mi355x": "AMD Instinct MI355X",
     "gb10": "NVIDIA GB10",
     # What the table lacks, and what has no name.
     "rtx-4090": "NVIDIA GeForce RTX 3080 Laptop GPU, NVIDIA GB300, Tesla T4, ",

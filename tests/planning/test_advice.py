@@ -323,6 +323,23 @@ def test_the_next_gib_is_planned():
     assert "With 1 GiB more of the device the step would fit." in too_small.why()
 
 
+def test_a_plan_that_takes_hardly_longer_with_less_of_the_host_is_named():
+    options: dict[str, Any] = {"host_memory": "1GiB", "micro_batches": 16, "optimizer": "SGD", "max_grad_norm": None}
+    plan = planned(device_memory="900KiB", **options)
+    (line,) = (line for line in plan.why().splitlines() if "less of the host" in line)
+    assert plan.schedule.park_bytes > 0
+    cheaper = planned(device_memory="900KiB", **{**options, "host_memory": plan.host.total_bytes - (128 << 10)})
+    spared = plan.host.total_bytes - cheaper.host.total_bytes
+    assert cheaper.fits
+    assert plan.step_s is not None
+    assert cheaper.step_s is not None
+    assert cheaper.step_s <= 1.01 * plan.step_s
+    assert line.startswith(f"With {format_bytes(spared)} less of the host, by host_memory=, a step would take ")
+    assert format_s(cheaper.step_s) in line
+    parking_little = planned(device_memory="700KiB", **options)
+    assert "less of the host" not in parking_little.why()
+
+
 def test_without_a_machine_no_time_is_said():
     text = planned(hardware=None).why()
     assert text.startswith("No time is known without hardware=")

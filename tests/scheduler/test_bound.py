@@ -67,7 +67,7 @@ def test_no_schedule_is_faster_than_its_bound_in_the_memory_that_it_takes(plan: 
         (Hardware(1e12, 1e12, 1e6), "compute"),
         (Hardware(1e6, 1e12, 1e12), "copies to the device"),
         (Hardware(1e12, 1e6, 1e12), "gradients to the host"),
-        (Hardware(1e12, 1e12, 1e12, 0.0, 1e6), "updates on the host"),
+        (Hardware(1e12, 1e12, 1e12, 0.0, 1e6), "host memory"),
     ],
 )
 def test_the_plan_of_a_step_with_one_slow_part_is_at_the_bound(machine: Hardware, reason: str):

@@ -234,10 +234,12 @@ def test_a_chain_of_shared_parameters_is_deferred_as_one():
 
 
 def test_spread_updates_leave_no_time_unused():
-    """The host works in the forward and in the backward; the link, the host and compute take about equally long."""
+    """The host works in the forward and in the backward, and its memory moves something nearly all the time."""
     machine = Hardware(1e9, 1e9, 4e10, host_bytes_per_s=3e9)
-    seconds = {
-        updates: schedule(trained(16), updates=updates, outputs="release", memory=1 << 30).simulate(machine).step_s
+    plans = {
+        updates: schedule(trained(16), updates=updates, outputs="release", memory=1 << 30)
         for updates in ("overlap", "deferred", "spread")
     }
-    assert seconds["spread"] < 0.8 * min(seconds["overlap"], seconds["deferred"])
+    seconds = {updates: plan.simulate(machine).step_s for updates, plan in plans.items()}
+    assert seconds["spread"] < 0.9 * min(seconds["overlap"], seconds["deferred"])
+    assert seconds["spread"] < 1.1 * plans["spread"].lower_bounds(machine)["host memory"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from itertools import pairwise
+from math import inf
 from typing import Any
 
 import pytest
@@ -18,7 +19,7 @@ from megatrain.scheduler.effects import streams
 from megatrain.scheduler.from_program import schedule
 from megatrain.scheduler.items import Stream
 from megatrain.scheduler.schedule import Schedule
-from megatrain.scheduler.simulate import TimedRun
+from megatrain.scheduler.simulate import TimedRun, memory_bound, shared_timeline
 from megatrain.scheduler.step_kind import StepKind
 from megatrain.scheduler.table import Op, Position
 from megatrain.scheduler.workload import Workload
@@ -36,14 +37,16 @@ from tests.scheduler.workloads import (
 )
 
 RATES, SHARES = st.floats(1e2, 1e6), st.floats(0.3, 1.0)
-ALONE = dict.fromkeys(("h2d_beside", "d2h_beside", "host_beside", "compute_beside"), 1.0)
+BESIDE = ("h2d_beside", "d2h_beside", "compute_beside")
+ALONE = {**dict.fromkeys(BESIDE, 1.0), "host_bytes_per_s": inf}
 SHARED = st.builds(
     Hardware,
     *(RATES, RATES, RATES, st.sampled_from([0.0, 1e-3]), RATES),
-    **dict.fromkeys(ALONE, SHARES),
+    **dict.fromkeys(BESIDE, SHARES),
 )
-# Without launches micro-batches are alike: later ones have a kernel more, which adds up gradients.
-MACHINES = st.builds(Hardware, RATES, RATES, RATES, st.just(0.0), RATES)
+# Without launches micro-batches are alike: later ones have a kernel more, which adds up gradients. And without a rate
+# of host memory, which streams share, an op takes as long next to any others.
+MACHINES = st.builds(Hardware, RATES, RATES, RATES, st.just(0.0), op_s=st.sampled_from([0.0, 1e-3]))
 MACHINE = Hardware(1e9, 5e8, 4e10, 0.0, 3.5e9)
 ANY = st.one_of(schedules(), step_schedules())
 
@@ -74,9 +77,33 @@ def test_a_simulated_step_follows_its_waits_and_is_as_long_as_its_longest_chain(
     if machine.is_shared and any(p.stream in ("h2d", "d2h") and s > 0 for p, s in alone.items()):
         assert bounds["link"] >= max(bounds.get("h2d", 0), bounds.get("d2h", 0)) * (1 - 1e-9)
     if not machine.is_shared:
-        nearly = replace(machine, host_beside=1 - 1e-12)
+        nearly = replace(machine, compute_beside=1 - 1e-12)
         assert nearly.is_shared
         assert plan.simulate(nearly).step_s == pytest.approx(found.step_s)
+
+
+def test_updates_and_copies_share_host_memory_as_done_by_hand():
+    """32 bytes a second of memory. Alone an update takes them all, and a copy 32 of them."""
+    machine = Hardware(32.0, 8.0, 1.0, host_bytes_per_s=32.0)
+    update, up, down = Position(0, Stream.HOST), Position(0, Stream.H2D), Position(0, Stream.D2H)
+    waits: dict[Position, tuple[Position, ...]] = {update: (), up: (), down: ()}
+    both = shared_timeline({update: 1.0, up: 1.0}, waits, machine)
+    assert [t.end_s for t in both] == pytest.approx([2.0, 2.0])
+    # 32 + 32 + 8 bytes a second are wanted at first: the copy down, which wants least, has the same part of that.
+    every = shared_timeline({update: 1.0, up: 1.0, down: 1.0}, waits, machine)
+    assert [t.end_s for t in every] == pytest.approx([2.25, 2.25, 2.25])
+    assert memory_bound(1.0, 1.0, 1.0, machine) == pytest.approx(2.25)
+    assert shared_timeline({down: 1.0}, waits, machine)[0].end_s == 1.0
+
+
+def test_an_update_takes_time_for_each_parameter():
+    works = with_updates(chain([LAYER]))
+    works = replace(works, blocks=(replace(works.blocks[0], num_gradients=9),))
+    plan = build(works, StepKind(updates="overlap", outputs="release"))
+    machine = Hardware(1e9, 1e9, 1e9, host_bytes_per_s=1e9)
+    slower = op_durations(plan, replace(machine, update_s=1e-3))
+    for (position, op), seconds in zip(plan.positions(), op_durations(plan, machine).values(), strict=True):
+        assert slower[position] == pytest.approx(seconds + (op.what == "U") * 9e-3)
 
 
 def test_durations_follow_from_bytes_and_work():

@@ -16,7 +16,7 @@ from megatrain.runtime.streams import events as stopwatch
 from megatrain.runtime.streams.events import Event, Session
 from megatrain.runtime.streams.stream import Lane, StreamThread
 from megatrain.scheduler.costs import Measured
-from megatrain.scheduler.items import Stream
+from megatrain.scheduler.items import Effect, Stream
 from megatrain.scheduler.lifetimes import Books
 from megatrain.scheduler.schedule import Schedule
 from megatrain.scheduler.table import Position
@@ -33,14 +33,15 @@ class VirtualHosts:
         host_bytes_per_s: Rate of updates and norms, in bytes of host memory read and written; the processor's own time
             doesn't count.
         op_s: Seconds of Python for each op of compute and of the host, besides what it launches.
+        update_s: Seconds of an update for each parameter, besides its bytes. Copies don't slow updates down here.
     """
 
-    def __init__(self, simulator: Simulator, host_bytes_per_s: float, op_s: float = 0.0):
+    def __init__(self, simulator: Simulator, host_bytes_per_s: float, op_s: float = 0.0, update_s: float = 0.0):
         self._simulator = simulator
         self._rate = host_bytes_per_s
-        self._op_s = op_s
+        self._op_s, self._update_s = op_s, update_s
         self._known: dict[Event, float] = {}
-        self._moves: Mapping[Position, int] = {}
+        self._effects: Mapping[Position, Effect] = {}
         self._letters: Mapping[Position, str] = {}
 
     def take(self, step: megatrain.TrainStep, batch: Any) -> float:
@@ -64,13 +65,11 @@ class VirtualHosts:
 
     def moved_bytes(self, stream: Stream, what: str | None = None) -> int:
         """Bytes that the ops of a stream, or those of one letter, moved in the latest step."""
-        moves = [
-            (self._letters[position], nbytes) for position, nbytes in self._moves.items() if position.stream == stream
-        ]
-        return sum(nbytes for letter, nbytes in moves if what in (None, letter))
+        effects = ((self._letters[p], effect) for p, effect in self._effects.items() if p.stream == stream)
+        return sum(effect.moves for letter, effect in effects if what in (None, letter))
 
     def _read(self, schedule: Schedule) -> None:
-        self._moves = {position: effect.moves for position, effect in Books(schedule).ops}
+        self._effects = dict(Books(schedule).ops)
         self._letters = {position: op.what for position, op in schedule.positions()}
 
     def _idle(self) -> float:
@@ -134,6 +133,7 @@ class VirtualHosts:
     def _timed(self, original: Any) -> Any:
         def run(operations: Any, taken: Any, instruction: Any) -> None:
             original(operations, taken, instruction)
-            self._simulator.host_clock += self._moves[instruction.position] / self._rate
+            effect = self._effects[instruction.position]
+            self._simulator.host_clock += effect.moves / self._rate + effect.num_parameters * self._update_s
 
         return run

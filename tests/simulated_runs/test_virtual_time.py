@@ -5,6 +5,7 @@ The device computes nothing here and takes only time, so sizes are those at whic
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -97,7 +98,8 @@ def test_a_steps_own_times_and_the_machines_rates_predict_it(
 def test_rates_alone_predict_steps_within_5_percent(sim: Simulator, name: str, mode: str, width: int, rows: int):
     machine = Hardware.preset(name)
     sim.configure(compute=False, poison=False)
-    hosts, (step, batch) = VirtualHosts(sim, machine.host_bytes_per_s, machine.op_s), made(mode, 12, width, rows)
+    hosts = VirtualHosts(sim, machine.host_bytes_per_s, machine.op_s, machine.update_s)
+    step, batch = made(mode, 12, width, rows)
     sim.set_profile(HardwareProfile.of(machine))
     hosts.take(step, batch)
     taken = hosts.take(step, batch)
@@ -133,13 +135,15 @@ def test_measuring_a_machine_finds_its_rates(sim: Simulator, tmp_path: Path):
     held_bytes()
     reserved = torch.accelerator.memory_reserved()
     sim.configure(compute=False, poison=False, capacity=64 * GIB)
-    given = Hardware.preset("a100")
+    given = replace(Hardware.preset("a100"), issue_s=8e-6)  # each launch takes as long there, alone and in a layer
     sim.set_profile(HardwareProfile.of(given))
     found = Hardware.measure("sim", cache=tmp_path)
     for kind, tolerance in (("bf16", 0.03), ("fp32", 0.03), ("bf16 attention", 0.15)):
         assert found.product_rate(kind) == pytest.approx(given.product_rate(kind), rel=tolerance)
-    for rate in ("memory_bytes_per_s", "h2d_bytes_per_s", "d2h_bytes_per_s", "launch_s", "issue_s"):
+    for rate in ("memory_bytes_per_s", "h2d_bytes_per_s", "d2h_bytes_per_s", "launch_s"):
         assert getattr(found, rate) == pytest.approx(getattr(given, rate), rel=0.05), rate
+    # What Python takes for an op besides is taken off, though there the device's clock doesn't count it.
+    assert given.issue_s >= found.issue_s >= 0.8 * given.issue_s
     both, wanted = (m.h2d_beside * m.h2d_bytes_per_s + m.d2h_beside * m.d2h_bytes_per_s for m in (found, given))
     assert both == pytest.approx(wanted, rel=0.05)  # the device gives what copies lose to the later one
     assert found.memory_bytes == torch.accelerator.get_memory_info()[1] == 64 * GIB

@@ -13,7 +13,7 @@ import torch
 from torch.utils.flop_counter import flop_registry
 
 from megatrain.device import is_on_host
-from megatrain.hardware.kernels_alone import DTYPES
+from megatrain.hardware.kernels_alone import DTYPES, launches
 from megatrain.hardware.work import MEMORY, Kernels, Works, put_together
 from megatrain.passes.exact_fakes import exact_fakes
 from megatrain.passes.interpret import Code, opaque_calls
@@ -73,20 +73,6 @@ _RATES = {
     torch.float8_e4m3fn: "fp8",
     torch.float8_e5m2: "fp8",
 }
-# Calls that launch nothing, though their schemas don't say that they return a view.
-_NOTHING = {
-    "aten::_unsafe_view",
-    "aten::alias",
-    "aten::detach",
-    "aten::empty",
-    "aten::empty_like",
-    "aten::empty_strided",
-    "aten::lift_fresh",
-    "aten::new_empty",
-    "aten::new_empty_strided",
-    "aten::_local_scalar_dense",
-    "aten::is_same_size",
-}
 # Calls that write what they are given without reading it.
 _FILLS = {"aten::copy_", "aten::zero_", "aten::fill_", "aten::normal_", "aten::uniform_", "aten::bernoulli_"}
 # Calls that read as much of their first argument as they return.
@@ -125,7 +111,7 @@ class KernelWork(TorchDispatchMode):
             return NotImplemented  # its class computes with plain tensors, and comes here again with these
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
-        if _launches(func):
+        if launches(func):
             self._note(func, args, kwargs, result)
         return result
 
@@ -159,14 +145,6 @@ class KernelWork(TorchDispatchMode):
         """The tensors among some values that are on the compute device."""
         found = {id(leaf): leaf for leaf in pytree.tree_leaves(values) if isinstance(leaf, torch.Tensor)}
         return [tensor for tensor in found.values() if is_on(tensor, self._device)]
-
-
-@functools.cache
-def _launches(func: Any) -> bool:
-    """Whether a call runs a kernel: a view of what it is given runs none."""
-    schema = func._schema
-    is_view = any(r.alias_info is not None and not r.alias_info.is_write for r in schema.returns)
-    return bool(schema.returns) and not is_view and schema.name not in _NOTHING and not schema.name.startswith("prim::")
 
 
 @functools.cache

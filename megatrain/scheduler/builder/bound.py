@@ -21,7 +21,7 @@ from megatrain.scheduler.builder.search import result_bytes
 from megatrain.scheduler.costs import OpSeconds
 from megatrain.scheduler.effects import Effects, turn_block
 from megatrain.scheduler.items import NO_BLOCK, Stream
-from megatrain.scheduler.simulate import link_limits
+from megatrain.scheduler.simulate import link_limits, memory_limits
 
 
 class StepBound(NamedTuple):
@@ -206,13 +206,11 @@ class StepParts:
         host, compute = self.host_s(), self._least_compute()
         yield end, 1.0, 0.0, "copies to the device"
         yield 0.0, 0.0, 1.0, "copies to the host"
+        yield host, *memory_limits(self._machine), "host memory, which updates and copies share"
+        slowed = 1 - self._machine.compute_beside
         for a, b in link_limits(self._machine):
             yield 0.0, a, b, "copies both ways"
-            for seconds, beside, name in (
-                (host, self._machine.host_beside, "updates on the host, slowed down by copies"),
-                (compute, self._machine.compute_beside, "compute, slowed down by copies"),
-            ):
-                yield seconds, a * (1 - beside), b * (1 - beside), name
+            yield compute, a * slowed, b * slowed, "compute, slowed down by copies"
 
     def chains(self) -> Iterator[tuple[float, str]]:
         """Chains of ops that all plans have, and what each is called."""
