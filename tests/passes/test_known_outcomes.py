@@ -10,9 +10,8 @@ import torch
 from torch import fx, nn
 
 import megatrain
-from megatrain.passes.rewriting import rewriter as known_outcomes
-from megatrain.passes.rewriting.call_trial import Site
-from megatrain.passes.rewriting.rewriter import Rewriter
+from megatrain.passes.call_trial import Site, tried
+from megatrain.passes.rewriter import Rewriter
 from megatrain.tracer.spec import CALLS
 
 
@@ -29,15 +28,15 @@ class Three(nn.Module):
 
 
 @pytest.fixture
-def tried(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+def trials(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """The calls that are tried."""
-    found, trial = list[Any](), known_outcomes.tried
+    found = list[Any]()
 
-    def noted(target: Any, args: Any, *others: Any) -> Any:
-        found.append(args)
-        return trial(target, args, *others)
+    def noted(target: Any, *others: Any) -> Any:
+        found.append(target)
+        return tried(target, *others)
 
-    monkeypatch.setattr(known_outcomes, "tried", noted)
+    monkeypatch.setattr("megatrain.passes.rewriter.tried", noted)
     return found
 
 
@@ -58,28 +57,28 @@ def described(made: Any) -> list[tuple[Any, ...]]:
     return [(part.meta["spec"], part.meta["requires_grad"], part.meta["storage_bytes"]) for part in made]
 
 
-def test_results_share_the_memory_of_their_own_operands(tried: list[Any]):
+def test_results_share_the_memory_of_their_own_operands(trials: list[Any]):
     rewriter, (x, y), weights, site = opened()
 
     def added(*args: Any) -> Any:
-        return rewriter.add(site, halves, args, shares_trial=True)
+        return rewriter.add(site, halves, args)
 
     first = added(x, weights["one"])
     second = added(y, weights["other"])
-    assert len(tried) == 1
+    assert len(trials) == 1
     assert described(first) == described(second)
     assert first[1].meta["storage"] == weights["one"].meta["storage"]
     assert second[1].meta["storage"] == weights["other"].meta["storage"]
     assert first[0].meta["storage"] != second[0].meta["storage"]
 
 
-def test_other_operands_and_modes_are_tried(tried: list[Any]):
+def test_other_operands_and_modes_are_tried(trials: list[Any]):
     rewriter, (x, y), weights, site = opened()
 
-    def count(*args: Any, target: Any = halves, shares: bool = True, grad: bool = True) -> int:
-        tried.clear()
-        rewriter.add(Site(site.after, site.modules, site.source, grad, ()), target, args, shares_trial=shares)
-        return len(tried)
+    def count(*args: Any, target: Any = halves, grad: bool = True) -> int:
+        trials.clear()
+        rewriter.add(Site(site.after, site.modules, site.source, grad, ()), target, args)
+        return len(trials)
 
     assert count(x, weights["one"]) == 1
     assert count(weights["one"], x) == 1, "another one needs a gradient"
@@ -88,5 +87,4 @@ def test_other_operands_and_modes_are_tried(tried: list[Any]):
     assert count(weights["long"], weights["long"]) == 1, "other shapes"
     assert count(x, weights["one"], grad=False) == 1
     assert count(x, weights["one"], target=partial(halves)) == 1, "another target"
-    assert count(x, weights["one"], shares=False) == 1, "nothing is known"
     assert count(y, weights["other"]) == 0

@@ -13,7 +13,7 @@ from torch import nn
 
 from megatrain.errors import LowerError
 from megatrain.passes.pipeline import lower
-from megatrain.passes.rewriting.rewriter import Rewriter
+from megatrain.passes.rewriter import Rewriter
 from megatrain.tracer.spec import TensorSpec
 from megatrain.tracer.trace import trace
 from megatrain.tracer.traced import TracedModule

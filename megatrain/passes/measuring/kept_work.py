@@ -17,7 +17,6 @@ from megatrain.passes.interpret import Code
 from megatrain.passes.kept_results import HandedResults, NotedResults, is_kept
 from megatrain.passes.measuring.kernels import KernelWork, LiveBytes, is_on, kernel_flops
 from megatrain.passes.measuring.runs import measure_backward, storage_sizes
-from megatrain.passes.rewrites.parts import AlikeParts
 from megatrain.tracer.packing import has_wrappers
 from megatrain.tracer.spec import TensorSpec
 
@@ -43,11 +42,10 @@ class KeptRuns:
         graph: Without calls whose shapes depend on values.
         leaves: Its arguments.
         device: The compute device.
-        alike: Which parts of what runs are computed.
     """
 
-    def __init__(self, graph: fx.Graph, leaves: list[torch.Tensor], device: torch.device, alike: AlikeParts) -> None:
-        self._graph, self._leaves, self._device, self._alike = graph, leaves, device, alike
+    def __init__(self, graph: fx.Graph, leaves: list[torch.Tensor], device: torch.device) -> None:
+        self._graph, self._leaves, self._device = graph, leaves, device
 
     def cost(self, original: fx.Graph, hollow: fx.Graph, num_inputs: int, forward: Works) -> ResultCost | None:
         """The calls whose results are worth keeping, with what that costs; None if there are none.
@@ -68,7 +66,7 @@ class KeptRuns:
         kept = notes.taken()
         own = storage_sizes([t for t in (*outputs, *kept.tensors) if is_on(t, self._device)], beyond=[])
         del outputs
-        with torch.no_grad(), KernelWork(self._device, self._alike) as kernels:
+        with torch.no_grad(), KernelWork(self._device) as kernels:
             code(self._leaves, mode=HandedResults(kept))
         repeated = kernels.take()
         if total_flops(repeated) >= total_flops(forward):
@@ -81,7 +79,6 @@ class KeptRuns:
             num_inputs,
             self._device,
             runs_backward=True,
-            alike=self._alike,
             held=kept.tensors,
         )
         assert backward is not None

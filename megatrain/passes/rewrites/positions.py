@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from megatrain.passes.rewriting.call_trial import called
+from megatrain.passes.call_trial import called
 from megatrain.tracer.calls import target_name
 from megatrain.tracer.spec import CALLS, TensorSpec, storage_key
 

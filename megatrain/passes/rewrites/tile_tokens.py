@@ -12,82 +12,18 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import fx
-from torch.autograd.graph import saved_tensors_hooks
 
 from megatrain.errors import LowerError
-from megatrain.interrupts import Interrupts
+from megatrain.passes.call_trial import Site
 from megatrain.passes.dedup import graph_key
-from megatrain.passes.exact_fakes import exact_fakes
-from megatrain.passes.interpret import Code
 from megatrain.passes.partition import find_intervals
+from megatrain.passes.rewriter import Rewriter
 from megatrain.passes.rewrites.head.head_loss import HeadLoss
-from megatrain.passes.rewrites.parts import AlikeParts, InParts
+from megatrain.passes.rewrites.parts import InParts
 from megatrain.passes.rewrites.tiled_region import TiledRegion
 from megatrain.passes.rewrites.token_rules import FEW, Axes, Trials, is_sized, sized_arguments
-from megatrain.passes.rewriting.call_trial import Site
-from megatrain.passes.rewriting.rewriter import Rewriter
-from megatrain.torch_private import TorchDispatchMode, pytree
-from megatrain.tracer.spec import CALLS, storage_key
+from megatrain.tracer.spec import CALLS
 from megatrain.tracer.traced import TracedModule
-
-
-def unread_linears(graph: fx.Graph, device: torch.device) -> tuple[int, ...]:
-    """Finds linear layers whose values a backward of the graph can do without: they are only moved, added or scaled.
-
-    The graph runs on tensors without values. Nothing that autograd saves for the backward may be computed from such a
-    value.
-
-    Args:
-        graph: Straight-line, of plain calls; its placeholders say their `spec`, and whether they need a gradient.
-        device: Where it computes.
-
-    Returns:
-        The numbers of their nodes in the graph.
-    """
-    linears = [node for node in graph.nodes if node.target is F.linear]
-    origins = _Origins()
-    read: set[fx.Node] = set()
-
-    def see(node: fx.Node, result: Any) -> None:
-        if node in linears:
-            origins.add(result, node)
-
-    def save(tensor: torch.Tensor) -> torch.Tensor:
-        read.update(origins.of(tensor))
-        return tensor
-
-    placeholders = [node for node in graph.nodes if node.op == "placeholder"]
-    with Interrupts(), exact_fakes(), torch.enable_grad():
-        given = [n.meta["spec"].empty(device).requires_grad_(n.meta["requires_grad"]) for n in placeholders]
-        with origins, saved_tensors_hooks(save, lambda tensor: tensor):
-            Code(graph, see=see)(given, is_checked=False)
-    return tuple(number for number, node in enumerate(graph.nodes) if node in linears and node not in read)
-
-
-class _Origins(TorchDispatchMode):
-    """Knows from which calls' results each tensor is computed, also where no gradient flows."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._found: dict[int, set[fx.Node]] = {}
-        self._alive: list[torch.Tensor] = []  # so that no other memory gets a number that is known
-
-    def of(self, tensor: torch.Tensor) -> set[fx.Node]:
-        return self._found.get(storage_key(tensor), set())
-
-    def add(self, tensor: torch.Tensor, *nodes: fx.Node) -> None:
-        self._found.setdefault(storage_key(tensor), set()).update(nodes)
-        self._alive.append(tensor)
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        read = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
-        nodes = set().union(*map(self.of, read))
-        for tensor in pytree.tree_leaves(result):
-            if isinstance(tensor, torch.Tensor):
-                self.add(tensor, *nodes)
-        return result
-
 
 _PRODUCTS = (F.linear, torch.matmul, torch.mm, torch.addmm, "matmul", "__matmul__", "mm", "addmm")
 # Places of operands that are tried, where several dimensions are as long as the text.
@@ -211,7 +147,7 @@ class _Finder:
         What is computed in parts already takes its tokens apart: no trial would find that it treats each alone.
         """
         meta = node.meta
-        if node.op not in CALLS or isinstance(node.target, InParts):
+        if node.op not in CALLS or isinstance(node.target, InParts | HeadLoss):
             return False
         if meta.get("is_random") or meta.get("writes") or meta.get("hides_draws"):
             return False
@@ -367,11 +303,10 @@ class _Tiler:
         axes: Any = tuple(region.axes[operand] for operand in given)
         out_axes: Any = tuple(region.axes[output] for output in region.outputs)
         specs, key = tuple(output.meta["spec"] for output in region.outputs), graph_key(graph)
-        target = TiledRegion(graph, key, axes, out_axes, specs, self._unread_of(graph, key), size)
+        target = TiledRegion(graph, key, axes, out_axes, specs, size)
         site = replace(Site.of(region.nodes[-1]), modules=_modules(region), grad=True, autocast=())
         try:
-            trial = target.with_alike_parts(AlikeParts())
-            made = rewriter.add(site, target, tuple(given), trial=trial, shares_trial=True)
+            made = rewriter.add(site, target, tuple(given))
         except LowerError:  # a tile's strides differ from the whole, and a view may not fit them
             return False
         news = {old: new for old, new in zip(region.outputs, made if len(specs) > 1 else (made,), strict=True)}
@@ -381,12 +316,6 @@ class _Tiler:
             else:
                 rewriter.erase(node)
         return True
-
-    def _unread_of(self, graph: fx.Graph, key: Any) -> tuple[int, ...]:
-        known_by = key, tuple(node.meta["requires_grad"] for node in graph.nodes if node.op == "placeholder")
-        if known_by not in self._unread:
-            self._unread[known_by] = unread_linears(graph, self._rewriter.device)
-        return self._unread[known_by]
 
 
 def _operands(region: TokenRegion) -> dict[fx.Node, int]:

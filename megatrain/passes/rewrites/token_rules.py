@@ -12,9 +12,9 @@ import torch
 from torch import fx
 
 from megatrain.interrupts import Interrupts
+from megatrain.passes.call_trial import Site, called
 from megatrain.passes.dedup import frozen
 from megatrain.passes.exact_fakes import exact_fakes
-from megatrain.passes.rewriting.call_trial import Site, called, enter_modes
 from megatrain.torch_private import TorchDispatchMode, pytree
 from megatrain.tracer.calls import target_name
 
@@ -132,7 +132,7 @@ class Trials:
         with Interrupts(), ExitStack() as stack:
             stack.enter_context(exact_fakes())
             given: Any = fx.map_arg((args, kwargs), operand)
-            enter_modes(stack, Site.of(node))
+            Site.of(node).enter_modes(stack)
             stack.enter_context(watch)
             try:
                 made = called(node.target, *given)

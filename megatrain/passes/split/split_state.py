@@ -12,9 +12,10 @@ import torch
 import torch.nn.functional as F
 from torch import fx
 
+from megatrain.passes.call_trial import Site
 from megatrain.passes.canonicalize import is_erased
-from megatrain.passes.rewriting.call_trial import Site, Target
-from megatrain.passes.rewriting.rewriter import Rewriter
+from megatrain.passes.pattern import Target
+from megatrain.passes.rewriter import Rewriter
 from megatrain.passes.split.rows import (
     Act,
     Batch,

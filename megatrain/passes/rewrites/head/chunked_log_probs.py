@@ -171,7 +171,7 @@ class _ChunkedLogProbs(torch.autograd.Function):
         ctx.save_for_backward(hidden, labels, weight, bias, class_weight, *operands)
         logits = _logits(head, len(hidden), weight, bias, class_weight, operands)
         results: list[list[torch.Tensor]] = []
-        for is_computed, at in head.chunks(len(hidden)):
+        for is_computed, at in head.chunks(hidden):
             if is_computed:
                 results.append(head.results(logits.log_probs(hidden[at]), labels[at], class_weight))
             else:  # its results take memory until the last
@@ -195,7 +195,7 @@ class _ChunkedLogProbs(torch.autograd.Function):
         ]
         leaves = [tensor.detach().requires_grad_(needs) for tensor, needs in zip(operands, needs_operands, strict=True)]
         logits = _logits(head, len(hidden), weight, bias, class_weight, leaves)
-        for is_computed, at in head.chunks(len(hidden)):
+        for is_computed, at in head.chunks(hidden):
             if not is_computed:
                 continue
             rows, of_results = hidden[at], [gradient[at] for gradient in gradients[: 1 + head.sums]]

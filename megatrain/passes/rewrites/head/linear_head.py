@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 
-from megatrain.passes.rewrites.parts import AlikeParts, computed_parts
+from megatrain.passes.rewrites.parts import computed_parts
 
 # Ignored rows have been given a word; no other label is ignored.
 _NO_INDEX = -(1 << 62)
@@ -74,7 +74,6 @@ class Head:
         cast: The dtype of the log-probabilities, if the calls and the softmax cast once at most and do nothing else;
             None if they do something else.
         autocast: The autocast regions that all of it runs in; operands of the linear layer are cast already.
-        alike: Says which chunks a measurement computes.
     """
 
     calls: tuple[RowCall, ...]
@@ -83,7 +82,6 @@ class Head:
     sums: bool
     cast: torch.dtype | None = None
     autocast: tuple[tuple[str, torch.dtype], ...] = ()
-    alike: AlikeParts | None = field(default=None, compare=False, repr=False)
 
     @contextmanager
     def recomputing(self) -> Generator[None]:
@@ -100,20 +98,20 @@ class Head:
             logits = call(logits, operands)
         return torch.log_softmax(logits, -1, dtype=self.dtype)
 
-    def chunks(self, num_rows: int) -> Iterator[tuple[bool, slice]]:
-        """Cuts rows into chunks of about one size; a batch without rows is one chunk.
+    def chunks(self, hidden: torch.Tensor) -> Iterator[tuple[bool, slice]]:
+        """Cuts the rows of hidden states into chunks of about one size; a batch without rows is one chunk.
 
         A small last chunk would take another kernel, with other bits.
 
         Yields:
             Whether the chunk is computed, and its rows.
         """
-        number = self._number(num_rows)
+        num_rows, number = len(hidden), self._number(len(hidden))
         few, more = divmod(num_rows, number)
         ends = list(accumulate(few + (index < more) for index in range(number)))
         chunks = list(map(slice, [0, *ends], ends))
         # All are rows of the same tensors: those of one length are alike.
-        return computed_parts(self.alike, chunks, lambda rows: rows.stop - rows.start)
+        return computed_parts((hidden,), chunks, lambda rows: rows.stop - rows.start)
 
     def most_rows(self, num_rows: int) -> int:
         """Those of the largest chunk."""
