@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -70,6 +71,33 @@ class Outcome(NamedTuple):
     operands: Mapping[int, int]
     same: int | None
     is_random: bool
+
+
+def marked(shape: Sequence[int]) -> torch.Tensor:
+    """A tensor without values and with room between its elements: the strides of a view tell its dimensions."""
+    strides = [math.prod(size + 1 for size in shape[dim + 1 :]) for dim in range(len(shape))]
+    return torch.empty_strided(tuple(shape), strides, device="meta")
+
+
+def followed(view: Any, base: torch.Tensor) -> tuple[dict[int, int], dict[int, tuple[int, int]]] | None:
+    """Reads from strides which elements of a marked tensor a view has; dimensions are counted from the last.
+
+    Returns:
+        The first index along each dimension; and the dimension of the view, with its step, for those that it still has.
+        None if it is no view, or merges dimensions.
+    """
+    if not isinstance(view, torch.Tensor) or storage_key(view) != storage_key(base):
+        return None
+    rest, starts, places = int(view.storage_offset()), dict[int, int](), dict[int, tuple[int, int]]()
+    for dim, stride in enumerate(base.stride()):
+        starts[dim - base.dim()], rest = divmod(rest, stride)
+    for dim, (size, stride) in enumerate(zip(view.shape, view.stride(), strict=True)):
+        if size > 1 and stride > 0:
+            origin = next(index for index in range(base.dim()) if base.stride(index) <= stride)
+            if stride % base.stride(origin):
+                return None
+            places[origin - base.dim()] = dim - view.dim(), stride // base.stride(origin)
+    return starts, places
 
 
 def tried(

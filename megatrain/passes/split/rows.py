@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import fx
 
+from megatrain.passes.call_trial import called, followed, marked
 from megatrain.tracer.spec import TensorSpec
 
 
@@ -163,18 +164,13 @@ def _shape(node: fx.Node) -> tuple[int, ...]:
 
 
 def _moved(node: fx.Node, operand: fx.Node, dim: int) -> int | None:
-    """Follows a dimension through a view, by a stride that no other dimension has."""
-    shape = _shape(operand)
-    marked = [7 if d == dim else 1000 + d for d in range(len(shape))]
-    probe = torch.empty_strided(shape, marked, device="meta")
+    """Follows a dimension through a view; None if the view leaves out some of it."""
     target: Any = node.target
-    result: torch.Tensor = (
-        getattr(probe, target)(*node.args[1:], **node.kwargs)
-        if node.op == "call_method"
-        else target(probe, *node.args[1:], **node.kwargs)
-    )
-    found = [d for d, jump in enumerate(result.stride()) if jump == 7 and result.shape[d] == shape[dim]]
-    return found[0] if len(found) == 1 else None
+    base = marked(_shape(operand))
+    view: torch.Tensor = called(target, (base, *node.args[1:]), node.kwargs)
+    _, places = followed(view, base) or ({}, {})
+    place, step = places.get(dim - base.dim(), (0, 0))
+    return place + view.dim() if step == 1 and view.shape[place] == base.shape[dim] else None
 
 
 def _broadcast(node: fx.Node, operand: fx.Node, dim: int) -> Act | None:
