@@ -14,7 +14,7 @@ from megatrain.passes.cost import TemplateCost
 from megatrain.passes.exact_fakes import ExactFakes, exact_fakes
 from megatrain.passes.pipeline import Rewrite, lower
 from megatrain.passes.rewrites import parts
-from megatrain.passes.rewrites.head.head_loss import chunk_head_loss
+from megatrain.passes.rewrites.head_loss import chunk_head_loss
 from megatrain.passes.rewrites.masked_attention import banded_attention
 from megatrain.passes.rewrites.parts import computed_parts
 from megatrain.passes.rewrites.tile_tokens import tile_tokens

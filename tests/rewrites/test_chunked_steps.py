@@ -13,7 +13,7 @@ from torch import nn
 import megatrain
 from megatrain.errors import TooSmallError
 from megatrain.memory.device_budget import DeviceBudget
-from megatrain.passes.rewrites.head.head_loss import HeadLoss
+from megatrain.passes.rewrites.head_loss import HeadLoss
 from megatrain.planning.plan_step import first_that_fits
 from megatrain.sizes import parse_bytes
 from tests.nightly import nightly

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import megatrain
-from megatrain.passes.rewrites.head.head_loss import HeadLoss, chunk_head_loss
+from megatrain.passes.rewrites.head_loss import HeadLoss, chunk_head_loss
 
 # Of fewer rows than 32 products of the CPU may have other bits.
 WORDS, WIDTH, ROWS = 211, 24, 40

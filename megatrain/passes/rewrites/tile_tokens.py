@@ -18,7 +18,7 @@ from megatrain.passes.call_trial import Site
 from megatrain.passes.dedup import graph_key
 from megatrain.passes.partition import find_intervals
 from megatrain.passes.rewriter import Rewriter
-from megatrain.passes.rewrites.head.head_loss import HeadLoss
+from megatrain.passes.rewrites.head_loss import HeadLoss
 from megatrain.passes.rewrites.parts import InParts
 from megatrain.passes.rewrites.tiled_region import TiledRegion
 from megatrain.passes.rewrites.token_rules import FEW, Axes, Trials, is_sized, sized_arguments
@@ -30,7 +30,7 @@ _PRODUCTS = (F.linear, torch.matmul, torch.mm, torch.addmm, "matmul", "__matmul_
 _MOST_TRIALS = 64
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class TokenRegion:
     """A run of calls in which each token is computed alone.
 
@@ -44,6 +44,12 @@ class TokenRegion:
     nodes: tuple[fx.Node, ...]
     axes: Mapping[fx.Node, Axes]
     outputs: tuple[fx.Node, ...]
+
+    @property
+    def num_tokens(self) -> int:
+        """How many tokens there are."""
+        axis: Any = self.axes[self.outputs[0]]
+        return self.outputs[0].meta["spec"].shape[axis]
 
     @property
     def operands(self) -> tuple[fx.Node, ...]:
@@ -223,17 +229,12 @@ _UNKNOWN = object()
 
 
 def _pays(nodes: Sequence[fx.Node], outputs: Sequence[fx.Node]) -> bool:
-    """Tells whether a region computes anything, and its results are less than all that it makes."""
-    return any(map(_computes, nodes)) and _saved_bytes(nodes, outputs) > 0
-
-
-def _saved_bytes(nodes: Sequence[fx.Node], outputs: Sequence[fx.Node]) -> int:
-    """Bytes of the memory that only a region's own calls read."""
+    """Tells whether a region computes anything, and has memory that only its own calls read."""
     own = set(nodes)
     there = {a.meta.get("storage") for n in nodes for a in n.all_input_nodes if a not in own}
     there |= {node.meta["storage"] for node in outputs}
-    inner = {n.meta["storage"]: n.meta["storage_bytes"] for n in nodes if "storage" in n.meta}
-    return sum(size for storage, size in inner.items() if storage not in there)
+    inner = [n for n in nodes if "spec" in n.meta and n.meta["storage"] not in there]
+    return any(map(_computes, nodes)) and any(node.meta["storage_bytes"] for node in inner)
 
 
 def _computes(node: fx.Node) -> bool:
@@ -266,56 +267,39 @@ def tile_tokens(
         divisor: Without `rows`: so many times fewer than these, and at least 256.
         block_bytes: As in `partition`.
     """
-    regions = token_regions(traced, block_bytes)
-    if not regions:
+    sizes = {
+        region: rows or max(_FEWEST, -(-region.num_tokens // (_TILES * divisor)))
+        for region in token_regions(traced, block_bytes)
+    }
+    if all(size >= region.num_tokens for region, size in sizes.items()):
         return traced
     rewriter = Rewriter(traced)
     # The last first: operands are then still the nodes that a region names.
-    tiler = _Tiler(rewriter, rows, divisor)
-    tiled = [tiler.tiled(region) for region in reversed(regions)]
+    tiled = [_replaced(region, size, rewriter) for region, size in reversed(sizes.items()) if size < region.num_tokens]
     return rewriter.done() if any(tiled) else traced
 
 
-class _Tiler:
-    """Replaces regions of one graph by calls. Of equal regions, as layers have them, one is tried.
-
-    Args:
-        rewriter: Of the graph.
-        rows: As in `tile_tokens`.
-        divisor: See there.
-    """
-
-    def __init__(self, rewriter: Rewriter, rows: int | None, divisor: int) -> None:
-        self._rewriter, self._rows, self._divisor = rewriter, rows, divisor
-        self._unread: dict[Any, tuple[int, ...]] = {}
-
-    def tiled(self, region: TokenRegion) -> bool:
-        """Replaces a region by one call; tells whether it did."""
-        first, rewriter = region.outputs[0], self._rewriter
-        axis: Any = region.axes[first]
-        tokens = first.meta["spec"].shape[axis]
-        size = self._rows or max(_FEWEST, -(-tokens // (_TILES * self._divisor)))
-        if size >= tokens:
-            return False
-        operands = _operands(region)
-        graph = _extracted(region, operands)
-        given = [operand for operand, count in operands.items() for _ in range(count)]
-        axes: Any = tuple(region.axes[operand] for operand in given)
-        out_axes: Any = tuple(region.axes[output] for output in region.outputs)
-        specs, key = tuple(output.meta["spec"] for output in region.outputs), graph_key(graph)
-        target = TiledRegion(graph, key, axes, out_axes, specs, size)
-        site = replace(Site.of(region.nodes[-1]), modules=_modules(region), grad=True, autocast=())
-        try:
-            made = rewriter.add(site, target, tuple(given))
-        except LowerError:  # a tile's strides differ from the whole, and a view may not fit them
-            return False
-        news = {old: new for old, new in zip(region.outputs, made if len(specs) > 1 else (made,), strict=True)}
-        for node in reversed(region.nodes):
-            if node in news:
-                rewriter.replace(node, news[node])
-            else:
-                rewriter.erase(node)
-        return True
+def _replaced(region: TokenRegion, size: int, rewriter: Rewriter) -> bool:
+    """Replaces a region by one call, in tiles of `size` tokens; tells whether it did."""
+    operands = _operands(region)
+    graph = _extracted(region, operands)
+    given = [operand for operand, count in operands.items() for _ in range(count)]
+    axes: Any = tuple(region.axes[operand] for operand in given)
+    out_axes: Any = tuple(region.axes[output] for output in region.outputs)
+    specs = tuple(output.meta["spec"] for output in region.outputs)
+    target = TiledRegion(graph, graph_key(graph), axes, out_axes, specs, size)
+    site = replace(Site.of(region.nodes[-1]), modules=_modules(region), grad=True, autocast=())
+    try:
+        made = rewriter.add(site, target, tuple(given))
+    except LowerError:  # a tile's strides differ from the whole, and a view may not fit them
+        return False
+    news = dict(zip(region.outputs, made if len(specs) > 1 else (made,), strict=True))
+    for node in reversed(region.nodes):
+        if node in news:
+            rewriter.replace(node, news[node])
+        else:
+            rewriter.erase(node)
+    return True
 
 
 def _operands(region: TokenRegion) -> dict[fx.Node, int]:

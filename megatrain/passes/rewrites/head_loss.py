@@ -14,8 +14,7 @@ from torch import fx
 from megatrain.passes.call_trial import Site
 from megatrain.passes.pattern import is_written_after
 from megatrain.passes.rewriter import Rewriter
-from megatrain.passes.rewrites.head.chunked_log_probs import chunked_log_probs
-from megatrain.passes.rewrites.head.linear_head import Head, Logits, Operand, RowCall
+from megatrain.passes.rewrites.chunked_log_probs import Head, Logits, Operand, RowCall, chunked_log_probs
 from megatrain.tracer.calls import literal_text, target_name
 from megatrain.tracer.spec import CALLS, TensorSpec
 from megatrain.tracer.traced import TracedModule
@@ -230,7 +229,7 @@ class HeadLoss:
         is_ignored = labels == self.ignore_index
         words = labels.masked_fill(is_ignored, 0)
         rows = hidden.reshape(-1, hidden.shape[-1])
-        log_probs, sums = chunked_log_probs(self.head, rows, words, weight, bias, class_weight, operands)
+        log_probs, sums = chunked_log_probs(self.head, rows, words, weight, bias, class_weight, *operands)
         loss = self._negative(log_probs, words, is_ignored, class_weight)
         if sums is None:
             return loss
