@@ -245,9 +245,9 @@ class LogitsInPlace:
 def chunked_log_probs(head: Head, *operands: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Computes the log-probability of each row's label, chunk by chunk, and that of all words summed if `head` says so.
 
-    The operands are `(hidden, labels, weight, bias, class_weight, *others)`: hidden states of shape [rows, width], labels int64
-    [rows], each the number of a word, weight [words, width], bias and class_weight [words] or None, and what the calls
-    between read, broadcast along rows. The results have the shape [rows].
+    The operands are `(hidden, labels, weight, bias, class_weight, *others)`: hidden states of shape [rows, width],
+    labels int64 [rows], each the number of a word, weight [words, width], bias and class_weight [words] or None, and
+    what the calls between read, broadcast along rows. The results have the shape [rows].
 
     The backward computes the logits of a chunk once more (recomputation), so one chunk of logits exists at a time. Each
     row, and the gradient of each hidden state, has the bits of the unchunked computation where a product of matrices

@@ -54,8 +54,13 @@ class TokenRegion:
     @property
     def operands(self) -> tuple[fx.Node, ...]:
         """What the calls read, but don't make, in order of first use."""
-        own = set(self.nodes)
-        return tuple(dict.fromkeys(a for n in self.nodes for a in n.all_input_nodes if a not in own))
+        return tuple(_read_by(self.nodes))
+
+
+def _read_by(nodes: Sequence[fx.Node]) -> dict[fx.Node, None]:
+    """What some calls read and don't make, in order of first use."""
+    own = set(nodes)
+    return dict.fromkeys(a for n in nodes for a in n.all_input_nodes if a not in own)
 
 
 def token_regions(traced: TracedModule, block_bytes: int | None = None) -> list[TokenRegion]:
@@ -66,18 +71,44 @@ def token_regions(traced: TracedModule, block_bytes: int | None = None) -> list[
         block_bytes: As in `partition`: regions don't cross the cuts between blocks, and read no larger state.
     """
     trials = Trials(traced.device)
-    written = {w.meta["storage"] for n in traced.graph.nodes for w in n.meta.get("writes", ())}
-    kept = {node for _, node in traced.writes_back}
+    plain = _plain_calls(traced, block_bytes)
     found: list[TokenRegion] = []
     for interval in find_intervals(traced, block_bytes):
-        taken: set[fx.Node] = set()
         for tokens in _lengths(interval.nodes):
-            finder = _Finder(tokens, trials, written, kept, taken, block_bytes)
-            for region in finder.regions(interval.nodes):
-                taken.update(region.nodes)
+            for region in _Finder(tokens, trials, plain).regions(interval.nodes):
+                plain.difference_update(region.nodes)
                 found.append(region)
     order = {node: index for index, node in enumerate(traced.graph.nodes)}
     return sorted(found, key=lambda region: order[region.nodes[0]])
+
+
+def _plain_calls(traced: TracedModule, block_bytes: int | None) -> set[fx.Node]:
+    """The calls that make tensors and do nothing else, and read tensors that nothing writes into.
+
+    What is computed in parts already takes its tokens apart: no trial would find that it treats each alone. State above
+    `block_bytes` is cut into rows later, so a region can't hold its calls.
+    """
+    written = {w.meta["storage"] for n in traced.graph.nodes for w in n.meta.get("writes", ())}
+    kept = {node for _, node in traced.writes_back}
+
+    def is_plain(node: fx.Node) -> bool:
+        meta = node.meta
+        if node.op not in CALLS or isinstance(node.target, InParts | HeadLoss) or node in kept:
+            return False
+        if any(meta.get(key) for key in ("is_random", "writes", "hides_draws", "results", "mask")):
+            return False
+        if not meta["spec"].numel if "spec" in meta else not node.users:  # nobody reads it, or it gave back an operand
+            return False
+        for operand in (node, *node.all_input_nodes):
+            spec = operand.meta.get("spec")
+            if spec is None:
+                continue
+            is_large = operand.op == "get_attr" and block_bytes is not None and spec.nbytes > block_bytes
+            if spec.on_host or is_large or operand.meta["storage"] in written:
+                return False
+        return True
+
+    return set(filter(is_plain, traced.graph.nodes))
 
 
 def _lengths(nodes: Sequence[fx.Node]) -> list[int]:
@@ -99,23 +130,11 @@ class _Finder:
     Args:
         tokens: Their number.
         trials: Runs calls on a few tokens.
-        written: Numbers of the memory that the model writes into.
-        kept: Nodes that are written back into buffers.
-        taken: Nodes of regions that were found for other numbers of tokens.
-        block_bytes: State that is larger is cut into rows later, so a region can't hold its calls.
+        plain: The calls that a region may have.
     """
 
-    def __init__(
-        self,
-        tokens: int,
-        trials: Trials,
-        written: set[int],
-        kept: set[fx.Node],
-        taken: set[fx.Node],
-        block_bytes: int | None,
-    ):
-        self._tokens, self._trials, self._written, self._kept = tokens, trials, written, kept
-        self._taken, self._block_bytes = taken, block_bytes
+    def __init__(self, tokens: int, trials: Trials, plain: set[fx.Node]):
+        self._tokens, self._trials, self._plain = tokens, trials, plain
         self._axes: dict[fx.Node, Axes] = {}
         self._open: list[fx.Node] = []
 
@@ -130,7 +149,7 @@ class _Finder:
 
     def _joins(self, node: fx.Node) -> bool:
         """Tells whether a call treats each token alone, and notes the axes of what it reads and makes."""
-        if node in self._taken or not self._is_plain(node):
+        if node not in self._plain:
             return False
         if node.target is getitem:
             made: Any = self._axes.get(node.args[0])  # pyright: ignore
@@ -146,29 +165,6 @@ class _Finder:
                 self._axes[node] = found
                 return True
         return False
-
-    def _is_plain(self, node: fx.Node) -> bool:
-        """Tells whether a call makes tensors and does nothing else, and reads tensors that nothing writes into.
-
-        What is computed in parts already takes its tokens apart: no trial would find that it treats each alone.
-        """
-        meta = node.meta
-        if node.op not in CALLS or isinstance(node.target, InParts | HeadLoss):
-            return False
-        if meta.get("is_random") or meta.get("writes") or meta.get("hides_draws"):
-            return False
-        if "spec" not in meta and not node.users:  # it gave back an operand, or nobody reads its result
-            return False
-        if node in self._kept or "results" in meta or "mask" in meta or ("spec" in meta and not meta["spec"].numel):
-            return False
-        for operand in (node, *node.all_input_nodes):
-            spec = operand.meta.get("spec")
-            if spec is None:
-                continue
-            is_large = operand.op == "get_attr" and self._block_bytes is not None and spec.nbytes > self._block_bytes
-            if spec.on_host or is_large or operand.meta["storage"] in self._written:
-                return False
-        return True
 
     def _places(self, node: fx.Node) -> Iterator[dict[fx.Node, int | None]]:
         """Yields where tokens may lie in the operands: those of known operands stay where they are."""
@@ -190,9 +186,8 @@ class _Finder:
         It does if it reads a result of it. It also does if both send gradients to one tensor: the sum would be added up
         in another order if the region went on after this call.
         """
-        own = set(self._open)
-        shared = {a for n in self._open for a in n.all_input_nodes if a.meta.get("requires_grad") and a not in own}
-        return any(operand in own or operand in shared for operand in node.all_input_nodes)
+        shared = {operand for operand in _read_by(self._open) if operand.meta.get("requires_grad")}
+        return not shared.union(self._open).isdisjoint(node.all_input_nodes)
 
     def _closed(self) -> Iterator[TokenRegion]:
         nodes, self._open = self._without_outer_views(self._open), []
@@ -202,13 +197,13 @@ class _Finder:
         outputs = tuple(n for n in nodes if not own.issuperset(n.users))
         is_whole = all("spec" in node.meta for node in outputs)  # other several results are read in here alone
         if is_whole and _pays(nodes, outputs) and self._keeps_order(nodes):
-            yield TokenRegion(tuple(nodes), {n: self._axes[n] for n in self._axes}, outputs)
+            yield TokenRegion(tuple(nodes), dict(self._axes), outputs)
 
     def _without_outer_views(self, nodes: list[fx.Node]) -> list[fx.Node]:
         """Leaves out views of memory from outside that are read outside: a region would copy them."""
         while True:
             own = set(nodes)
-            outer = {a.meta["storage"] for n in nodes for a in n.all_input_nodes if a not in own and "spec" in a.meta}
+            outer = {operand.meta["storage"] for operand in _read_by(nodes) if "spec" in operand.meta}
             out = {n for n in nodes if n.meta.get("storage") in outer and not own.issuperset(n.users)}
             if not out:
                 return nodes
@@ -220,8 +215,8 @@ class _Finder:
         Such a call, a view that was left out, would come between the terms of a sum that the region adds as one.
         """
         own = set(nodes)
-        operands = {a for n in nodes for a in n.all_input_nodes if a.meta.get("requires_grad") and a not in own}
-        others = {user for operand in operands for user in operand.users if user not in own}
+        trained = [operand for operand in _read_by(nodes) if operand.meta.get("requires_grad")]
+        others = {user for operand in trained for user in operand.users if user not in own}
         return not any(nodes[0] < other < nodes[-1] for other in others)
 
 
@@ -230,9 +225,7 @@ _UNKNOWN = object()
 
 def _pays(nodes: Sequence[fx.Node], outputs: Sequence[fx.Node]) -> bool:
     """Tells whether a region computes anything, and has memory that only its own calls read."""
-    own = set(nodes)
-    there = {a.meta.get("storage") for n in nodes for a in n.all_input_nodes if a not in own}
-    there |= {node.meta["storage"] for node in outputs}
+    there = {node.meta.get("storage") for node in (*_read_by(nodes), *outputs)}
     inner = [n for n in nodes if "spec" in n.meta and n.meta["storage"] not in there]
     return any(map(_computes, nodes)) and any(node.meta["storage_bytes"] for node in inner)
 

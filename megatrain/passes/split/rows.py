@@ -22,58 +22,45 @@ class Cut:
     act: Act
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Use:
     """One road of a tensor into the data.
 
     Args:
         before: Views and casts of the tensor alone.
         call: Where it meets other data.
+        after: The views and the product that follow, if parts compute them, too.
     """
 
     before: tuple[Cut, ...]
     call: Cut
+    after: tuple[Cut, ...] = ()
 
     @property
-    def end(self) -> fx.Node:
-        """The call whose result the parts make up."""
-        return self.call.node
-
     def nodes(self) -> tuple[fx.Node, ...]:
-        """The calls that are rewritten, without the shared views in front."""
-        return (self.call.node,)
+        """The calls that are rewritten, without the shared views in front; the parts make up the result of the last."""
+        return (self.call.node, *(step.node for step in self.after))
 
 
-@dataclass(frozen=True, slots=True)
 class Batch(Use):
     """A product batched over the rows: each part gives a stretch of the result."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Row(Use):
     """One row, by a number that never changes: one part gives it."""
 
     row: int
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Selection(Use):
-    """Rows picked by number, and the views and the product that follow."""
+    """Rows picked by number."""
 
     gather: Gather
-    after: tuple[Cut, ...]
-
-    @property
-    def end(self) -> fx.Node:
-        """The call whose result the parts make up."""
-        return self.after[-1].node if self.after else self.call.node
-
-    def nodes(self) -> tuple[fx.Node, ...]:
-        """The calls that are rewritten, without the shared views in front."""
-        return (self.call.node, *(step.node for step in self.after))
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Grouped(Use):
     """A grouped product: consecutive runs of `tokens`, each with its own row; `ends` tells where the runs end."""
 
