@@ -128,9 +128,6 @@ def _is_closed(match: Match, kept: Collection[fx.Node]) -> bool:
 class _Attempt:
     """One try to lay a pattern over a graph, from its result backwards.
 
-    Args:
-        through: As in `Pattern`.
-
     Attributes:
         calls: The graph's calls, so far.
         given: What the parameters stand for, so far.

@@ -136,12 +136,7 @@ class Head:
 class LogitsByCalls:
     """Log-probabilities of a linear layer's rows, and the gradients of its logits, by autograd.
 
-    Args:
-        head: What is computed.
-        weight: Of the linear layer, of shape [words, width].
-        bias: Likewise, of shape [words]; or None.
-        class_weight: Factors of the words in sums of rows, of shape [words]; None for 1.
-        operands: Further tensors that the calls read; in a backward leaves.
+    The operands are further tensors that the calls read; in a backward leaves.
     """
 
     def __init__(
@@ -181,7 +176,7 @@ class LogitsInPlace:
 
     Args:
         weight: Of the linear layer, of shape [words, width].
-        bias: Likewise, of shape [words]; or None.
+        bias: Of the linear layer, of shape [words]; or None.
         class_weight: Factors of the words in sums of rows, of shape [words]; None for 1.
         dtype: Of the log-probabilities.
         rows: Of the largest chunk.

@@ -66,9 +66,7 @@ def _read_by(nodes: Sequence[fx.Node]) -> dict[fx.Node, None]:
 def token_regions(traced: TracedModule, block_bytes: int | None = None) -> list[TokenRegion]:
     """Lists the regions of a capture that are worth tiling, in execution order.
 
-    Args:
-        traced: The capture.
-        block_bytes: As in `partition`: regions don't cross the cuts between blocks, and read no larger state.
+    Regions don't cross the cuts that `partition` makes between blocks of `block_bytes`, and read no larger state.
     """
     trials = Trials(traced.device)
     plain = _plain_calls(traced, block_bytes)
@@ -258,7 +256,7 @@ def tile_tokens(
         traced: The capture.
         rows: Tokens of a tile; None takes a sixteenth of them, and at least 256.
         divisor: Without `rows`: so many times fewer than these, and at least 256.
-        block_bytes: As in `partition`.
+        block_bytes: Target bytes of a block's state: no region crosses the cuts between blocks.
     """
     sizes = {
         region: rows or max(_FEWEST, -(-region.num_tokens // (_TILES * divisor)))
