@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import megatrain
-from megatrain.passes.rewrites.head.head_loss import chunk_head_loss
+from megatrain.passes.rewrites.head_loss import chunk_head_loss
 from megatrain.sizes import format_bytes
 
 

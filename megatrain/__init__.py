@@ -45,7 +45,7 @@ from megatrain.memory.out_of_memory import DeviceMemoryError
 from megatrain.optim.grad_scaler import GradScaler
 from megatrain.passes.pipeline import lower
 from megatrain.passes.program import Block, Program, Template
-from megatrain.passes.rewriting.rewriter import Rewriter
+from megatrain.passes.rewriter import Rewriter
 from megatrain.planning.host_plan import HostPlan
 from megatrain.planning.plan import Plan
 from megatrain.planning.planner import plan

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import megatrain
-from megatrain.passes.rewriting.call_trial import Site
+from megatrain.passes.call_trial import Site
 from megatrain.scheduler.schedule import Schedule
 from megatrain.scheduler.simulate import TimedRun
 

@@ -16,7 +16,7 @@ from megatrain.memory.device_budget import DeviceBudget
 from megatrain.optim.grad_scaler import warn_of_torchs_own
 from megatrain.options import Limits, check_opaque
 from megatrain.passes.interpret import looks_in_backward
-from megatrain.passes.measuring.known_costs import KnownCosts
+from megatrain.passes.measuring.measure import KnownCosts
 from megatrain.passes.program import Program
 from megatrain.passes.rewrites.loss_only import loss_only
 from megatrain.planning.plan_step import scheduled, with_true_hint

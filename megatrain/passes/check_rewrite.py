@@ -16,8 +16,7 @@ from megatrain.errors import LowerError
 from megatrain.passes.canonicalize import canonicalize
 from megatrain.passes.distance import TOLERANCES, scale_by_kind, tensor_distance
 from megatrain.passes.interpret import Code
-from megatrain.passes.pipeline import Rewrite, pass_name, run_pass
-from megatrain.passes.stateless import stateless
+from megatrain.passes.pipeline import Rewrite, pass_name, run_pass, stateless
 from megatrain.tracer.arguments import Arguments
 from megatrain.tracer.guards import GuardFailedError
 from megatrain.tracer.inventory import inventory

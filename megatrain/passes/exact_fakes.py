@@ -25,7 +25,7 @@ def exact_fakes(*, allow_non_fake_inputs: bool = False) -> Generator[FakeTensorM
         allow_non_fake_inputs: Whether tensors with values may be used as well. Those that are written have their values
             back at the end.
     """
-    fakes = _ExactFakes(allow_non_fake_inputs=allow_non_fake_inputs)
+    fakes = ExactFakes(allow_non_fake_inputs=allow_non_fake_inputs)
     try:
         with unprinted_failures(), kernels_need_values(), fakes as mode:
             yield mode
@@ -34,7 +34,7 @@ def exact_fakes(*, allow_non_fake_inputs: bool = False) -> Generator[FakeTensorM
             tensor.data.copy_(before)
 
 
-class _ExactFakes(FakeTensorMode):
+class ExactFakes(FakeTensorMode):
     """A mode of fake tensors that share storages just as real ones would; torch's cache serves it where it can.
 
     From the cache, a kernel that returns one tensor twice gives two, so that figures would depend on earlier runs in
@@ -42,11 +42,22 @@ class _ExactFakes(FakeTensorMode):
 
     Attributes:
         written: Tensors with values before each write into one: a kernel all of whose tensors have values runs.
+        repeats: How often a kernel counts that runs now.
     """
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
         self.written: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self.repeats = 1
+
+    @contextmanager
+    def repeated(self, number: int) -> Generator[None]:
+        """Lets kernels stand for so many that are alike."""
+        self.repeats = number
+        try:
+            yield
+        finally:
+            self.repeats = 1
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if self.allow_non_fake_inputs and func._schema.is_mutable:

@@ -118,13 +118,7 @@ def has_inner_grad(graph: fx.Graph) -> bool:
 
 
 class _Text:
-    """The text of a graph's function, and the objects that it names.
-
-    Args:
-        graph: See `Code`.
-        see: See there.
-        around: See there.
-    """
+    """The text of a graph's function, and the objects that it names."""
 
     def __init__(self, graph: fx.Graph, see: _See | None, around: Collection[int]) -> None:
         self._graph, self._see = graph, see

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import chain, count
 from typing import Any
@@ -17,8 +17,7 @@ from megatrain.errors import LowerError, OptionError, TraceError
 from megatrain.passes.canonicalize import canonicalize, copied_graph
 from megatrain.passes.check import verify_program
 from megatrain.passes.dedup import dedup
-from megatrain.passes.measuring.known_costs import KnownCosts
-from megatrain.passes.measuring.measure import measure
+from megatrain.passes.measuring.measure import KnownCosts, measure
 from megatrain.passes.partition import partition
 from megatrain.passes.program import Block, Port, Program, Template
 from megatrain.passes.split.split_state import split_state
@@ -44,29 +43,57 @@ def lift_state(program: Program) -> Program:
 
 def _lift(template: Template, block_name: str) -> tuple[Template, tuple[str, ...]]:
     graph, _ = copied_graph(template.graph)
+    names = {node.name for node in graph.nodes if node.op != "get_attr"}
     ports: list[Port] = []
     keys: list[str] = []
-    last_input: fx.Node | None = None
-    names = {node.name for node in graph.nodes}
-    for node in [n for n in graph.nodes if n.op == "placeholder"]:
-        last_input = node
-    for node in [n for n in graph.nodes if n.op == "get_attr"]:
-        key = str(node.target)
-        with graph.inserting_after(last_input) if last_input else graph.inserting_before(_first(graph)):
-            lifted = graph.placeholder(_port_name(key, block_name))
-        lifted.meta.update(spec=node.meta["spec"], requires_grad=node.meta["requires_grad"])
-        node.replace_all_uses_with(lifted)
-        graph.erase_node(node)
-        names.remove(node.name)
-        _rename(lifted, _port_name(key, block_name), names)
+    for read, lifted in _lifted(graph):
+        _rename(lifted, _port_name(str(read.target), block_name), names)
+        lifted.meta = {key: lifted.meta[key] for key in ("spec", "requires_grad")}
         ports.append(Port(lifted.name, lifted.meta["spec"]))
-        keys.append(key)
-        last_input = lifted
+        keys.append(str(read.target))
     return dataclasses.replace(template, graph=graph, state=tuple(ports)), tuple(keys)
 
 
-def _first(graph: fx.Graph) -> fx.Node:
-    return next(iter(graph.nodes))
+def _lifted(graph: fx.Graph) -> list[tuple[fx.Node, fx.Node]]:
+    """Puts a placeholder, after all others, in place of each read of state; returns the two of each."""
+    placeholders = [node for node in graph.nodes if node.op == "placeholder"]
+    last = placeholders[-1] if placeholders else None
+    found: list[tuple[fx.Node, fx.Node]] = []
+    for node in [n for n in graph.nodes if n.op == "get_attr"]:
+        with graph.inserting_after(last) if last else graph.inserting_before(next(iter(graph.nodes))):
+            last = graph.placeholder(f"{node.name}_state")
+        last.meta.update(node.meta)
+        node.replace_all_uses_with(last)
+        graph.erase_node(node)
+        found.append((node, last))
+    return found
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class Stateless:
+    """A whole capture as a graph without `get_attr` nodes, so that it runs on any tensors.
+
+    Args:
+        graph: Its inputs are those of the capture and then the state; its results are those of the capture and then the
+            buffers that the capture writes back.
+        keys: Of the state, in the order of the inputs.
+        placeholders: Of the state, by the name that its node has in the capture.
+    """
+
+    graph: fx.Graph
+    keys: tuple[str, ...]
+    placeholders: Mapping[str, fx.Node]
+
+
+def stateless(traced: TracedModule) -> Stateless:
+    """Makes a capture's state an input, and adds the buffers that it writes back to the results."""
+    graph, copies = copied_graph(traced.graph)
+    lifted = dict(_lifted(graph))
+    end = graph.output_node()
+    results: Any = end.args[0]
+    end.args = ((*results, *(lifted.get(copies[n], copies[n]) for _, n in traced.writes_back)),)
+    keys = tuple(str(node.target) for node in lifted)
+    return Stateless(graph, keys, {node.name: placeholder for node, placeholder in lifted.items()})
 
 
 def _rename(node: fx.Node, name: str, names: set[str]) -> None:
@@ -145,17 +172,7 @@ def lowered_with(
     after_pass: AfterPass | None,
     alignment: int | None,
 ) -> Program:
-    """Does what `lower` does, and measures no template whose cost is known.
-
-    Args:
-        costs: What the default passes have measured before; they add to these costs.
-        traced: As all further arguments, see `lower`.
-        block_bytes: See there.
-        rewrites: See there.
-        passes: See there.
-        after_pass: See there.
-        alignment: See there.
-    """
+    """Does what `lower` does; of templates whose costs are known nothing is measured, and others are added to them."""
     limit = None if block_bytes is None else parse_bytes(block_bytes)
     alignment = find(traced.device).alignment if alignment is None else alignment
     if passes is None:

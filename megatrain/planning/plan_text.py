@@ -15,7 +15,7 @@ from megatrain.hardware.hardware import Hardware
 from megatrain.hardware.machine import unknown_card
 from megatrain.hardware.work import Works
 from megatrain.passes.program import Block, Program
-from megatrain.passes.rewrites.head.head_loss import HeadLoss
+from megatrain.passes.rewrites.head_loss import HeadLoss
 from megatrain.passes.rewrites.masked_attention import ATTENTION, BandedAttention, MaskNote
 from megatrain.passes.rewrites.tiled_region import TiledRegion
 from megatrain.planning.bands import Band, format_s, planned_band

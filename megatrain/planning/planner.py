@@ -23,7 +23,7 @@ from megatrain.interrupts import Interrupts
 from megatrain.optim.blockwise import takes_turns
 from megatrain.optim.need import OPTIMIZER
 from megatrain.options import COMPILE, PRECISION, Limits, check_masters, check_opaque, given_bytes
-from megatrain.passes.measuring.known_costs import KnownCosts
+from megatrain.passes.measuring.measure import KnownCosts
 from megatrain.passes.pipeline import PASSES, Rewrite
 from megatrain.passes.program import Program
 from megatrain.passes.rewrites.loss_only import loss_only

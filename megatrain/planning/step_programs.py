@@ -12,10 +12,10 @@ import torch
 
 from megatrain.garbage import paused_collection
 from megatrain.options import Limits
-from megatrain.passes.measuring.known_costs import KnownCosts
+from megatrain.passes.measuring.measure import KnownCosts
 from megatrain.passes.pipeline import AfterPass, Rewrite, lowered_with
 from megatrain.passes.program import Program
-from megatrain.passes.rewrites.head.head_loss import HeadLoss, chunk_head_loss
+from megatrain.passes.rewrites.head_loss import HeadLoss, chunk_head_loss
 from megatrain.passes.rewrites.masked_attention import (
     BandedAttention,
     MaskNote,

@@ -14,8 +14,8 @@ from torch import fx, nn
 from megatrain.compiled.inside import Variant
 from megatrain.device import Device, find, is_on_host
 from megatrain.passes.interpret import Code
+from megatrain.passes.pipeline import stateless
 from megatrain.passes.program import Block, Program
-from megatrain.passes.stateless import stateless
 from megatrain.runtime.engine import Engine
 from megatrain.runtime.executor import Executor
 from megatrain.tracer.arguments import tensors_given

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import megatrain
-from megatrain.passes.rewriting.rewriter import Rewriter
+from megatrain.passes.rewriter import Rewriter
 
 ROWS, WIDTH, WORDS = 24, 16, 96
 IDS = torch.randint(WORDS, (3, 8), generator=torch.Generator().manual_seed(0))

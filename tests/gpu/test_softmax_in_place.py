@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from megatrain.passes.rewrites.head.chunked_log_probs import LogitsInPlace
+from megatrain.passes.rewrites.chunked_log_probs import LogitsInPlace
 
 ROWS, WIDTH = 24, 64
 

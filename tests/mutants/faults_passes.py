@@ -6,6 +6,8 @@ from tests.mutants.fault import Fault
 
 SHARING, REWRITE, SPLIT = (f"tests/passes/test_{name}.py" for name in ("sharing", "rewrite", "split_tables"))
 
+HEADS = "tests/rewrites/test_head_loss.py"
+
 FAULTS: list[Fault] = [
     Fault(
         "layers that differ in the sign of a zero share a template",
@@ -51,21 +53,21 @@ FAULTS: list[Fault] = [
     ),
     Fault(
         "a call that needs a gradient gets the outcome of one that doesn't",
-        "passes/rewriting/rewriter.py",
+        "passes/rewriter.py",
         'kinds = tuple((node.meta["spec"], node.meta["requires_grad"]) for node in number)',
         'kinds = tuple(node.meta["spec"] for node in number)',
-        ("tests/passes/test_known_outcomes.py::test_other_operands_and_modes_are_tried",),
+        (f"{REWRITE}::test_calls_that_are_alike_are_tried_once_and_get_what_their_own_trial_would_give",),
     ),
     Fault(
         "writes into a replaced tensor are forgotten",
-        "passes/rewriting/replacing.py",
+        "passes/rewriter.py",
         "tuple(new if w is old else w for w in",
         "tuple(w for w in",
         (f"{REWRITE}::test_what_replaces_a_call_takes_its_name_its_views_and_the_writes_into_it",),
     ),
     Fault(
         "views of a replaced tensor stay views of the old one",
-        "passes/rewriting/replacing.py",
+        "passes/rewriter.py",
         'view.meta.update(storage=new.meta["storage"], storage_bytes=new.meta["storage_bytes"])',
         "pass",
         (f"{REWRITE}::test_what_replaces_a_call_takes_its_name_its_views_and_the_writes_into_it",),
@@ -76,6 +78,69 @@ FAULTS: list[Fault] = [
         "        if len(shape) >= -from_right and shape[from_right] != 1:\n",
         "        if len(shape) >= -from_right and shape[from_right] == 1:\n",
         ("tests/passes/test_split_experts.py",),
+    ),
+    Fault(
+        "marks of one chunk of logits stay in the gradient of the next",
+        "passes/rewrites/chunked_log_probs.py",
+        "gradients.scatter_(1, places, 0.0)",
+        "gradients.scatter_(1, places, 1.0)",
+        (f"{HEADS}::test_chunks_of_any_head_are_right_and_keep_the_bits_of_loss_and_hidden_gradients",),
+    ),
+    Fault(
+        "ignored rows are smoothed",
+        "passes/rewrites/head_loss.py",
+        "smooth = (-sums).masked_fill(is_ignored, 0)",
+        "smooth = (-sums)",
+        (f"{HEADS}::test_chunks_of_any_head_are_right_and_keep_the_bits_of_loss_and_hidden_gradients",),
+    ),
+    Fault(
+        "gradients of parts are summed in the dtype of the weight",
+        "passes/rewrites/parts.py",
+        "dtype=torch.promote_types(tensor.dtype, torch.float32)",
+        "dtype=tensor.dtype",
+        (f"{HEADS}::test_sums_over_chunks_are_rounded_once",),
+    ),
+    Fault(
+        "kernels of parts that are left out don't count",
+        "passes/exact_fakes.py",
+        "self.repeats = number",
+        "self.repeats = 1",
+        ("tests/passes/test_alike_parts.py",),
+    ),
+    Fault(
+        "values of a linear layer that a backward reads aren't computed",
+        "passes/rewrites/tiled_region.py",
+        'return any(user.op != "output" and',
+        'return any(user.op == "nothing" and',
+        ("tests/rewrites/test_tile_tokens.py::test_values_that_a_backward_reads_are_computed",),
+    ),
+    Fault(
+        "a flip of the text treats each token alone",
+        "passes/rewrites/token_rules.py",
+        'if axis in call.dims("dims" if',
+        'if axis < 0 and call.dims("dims" if',
+        ("tests/rewrites/test_tile_tokens.py::test_what_mixes_tokens_is_left_out",),
+    ),
+    Fault(
+        "positions that their dtype doesn't hold are known",
+        "passes/rewrites/positions.py",
+        "    is_exact = bool(",
+        "    is_exact = True or bool(",
+        ("tests/rewrites/test_positions.py::test_other_masks_are_told_apart",),
+    ),
+    Fault(
+        "a view of every other element is one of all",
+        "passes/call_trial.py",
+        "dim - view.dim(), stride // base.stride(origin)",
+        "dim - view.dim(), 1",
+        ("tests/rewrites/test_positions.py",),
+    ),
+    Fault(
+        "a part of the queries sees the keys of the first ones",
+        "passes/rewrites/masked_attention.py",
+        "shift = rows.start - keys.start",
+        "shift = 0",
+        ("tests/rewrites/test_positions.py::test_a_band_makes_the_mask_of_some_queries_and_keys",),
     ),
     Fault(
         "a verdict forgets whole numbers",

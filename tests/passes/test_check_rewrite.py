@@ -15,7 +15,7 @@ from torch import nn
 import megatrain
 from megatrain.errors import LowerError, OptionError
 from megatrain.passes import Rewriter, check_rewrite
-from megatrain.passes.rewrites.head.head_loss import chunk_head_loss
+from megatrain.passes.rewrites.head_loss import chunk_head_loss
 
 X = torch.randn(5, 6, generator=torch.Generator().manual_seed(0))
 

@@ -13,9 +13,8 @@ from torch.nn import functional as F
 
 import megatrain
 from megatrain.options import Limits
-from megatrain.passes.measuring import known_costs
 from megatrain.passes.measuring import measure as measuring
-from megatrain.passes.measuring.known_costs import KnownCosts
+from megatrain.passes.measuring.measure import KnownCosts
 from megatrain.passes.pipeline import lower
 from megatrain.passes.program import Program
 from megatrain.planning.step_programs import StepPrograms, lowered
@@ -97,7 +96,7 @@ def test_what_differs_is_measured(other: dict[str, Any], measured: list[str]):
 
 def test_a_template_lives_as_long_as_its_cost_and_the_oldest_are_forgotten(monkeypatch: pytest.MonkeyPatch):
     """An argument that a key knows by its identity alone must not be taken for a later one at the same address."""
-    monkeypatch.setattr(known_costs, "MOST", 2)
+    monkeypatch.setattr(measuring, "MOST", 2)
     costs, device = KnownCosts(), torch.device("cpu")
     graphs: list[weakref.ref[Any]] = []
     for width in (4, 8, 16):

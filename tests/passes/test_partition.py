@@ -30,17 +30,9 @@ def _names(program: Program) -> list[str]:
 def test_random_trees_are_cut_completely_and_in_order(model: nn.Module, limit: int | None):
     traced = canonicalize(trace(model, (torch.randn(3, 4),)))
     calls = [n for n in traced.graph.nodes if n.op in ("call_function", "call_method")]
-    assert [n for interval in find_intervals(traced, limit) for n in interval.nodes] == calls
-
-
-@pytest.mark.parametrize("name", ["gpt_loss", "cnn", "hidden_collected"])
-def test_every_call_is_in_exactly_one_interval_in_execution_order(name: str):
-    traced = canonicalize(captures.traced(name))
-    calls = [n for n in traced.graph.nodes if n.op in ("call_function", "call_method")]
-    for limit in (None, 0, 300):
-        intervals = find_intervals(traced, limit)
-        assert [n for interval in intervals for n in interval.nodes] == calls
-        assert all(interval.nodes for interval in intervals)
+    intervals = find_intervals(traced, limit)
+    assert all(interval.nodes for interval in intervals)
+    assert [n for interval in intervals for n in interval.nodes] == calls
 
 
 def test_blocks_follow_repeated_modules_and_what_lies_between():

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import operator
 from collections.abc import Callable
 from typing import Any
@@ -12,8 +14,9 @@ import torch.nn.functional as F
 from torch import nn
 
 from megatrain.errors import LowerError
+from megatrain.passes.call_trial import Site, tried
 from megatrain.passes.pipeline import lower
-from megatrain.passes.rewriting.rewriter import Rewriter
+from megatrain.passes.rewriter import Rewriter
 from megatrain.tracer.spec import TensorSpec
 from megatrain.tracer.trace import trace
 from megatrain.tracer.traced import TracedModule
@@ -288,3 +291,46 @@ def test_a_buffer_is_written_from_what_replaced_its_value():
     made = rewriter.done()
     made.check()
     assert [(key, node.target) for key, node in made.writes_back] == [("mean", "add")]
+
+
+def halves(one: torch.Tensor, other: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    return one + other, other[2:]
+
+
+def test_calls_that_are_alike_are_tried_once_and_get_what_their_own_trial_would_give(monkeypatch: pytest.MonkeyPatch):
+    count = 0
+
+    def noted(*given: Any) -> Any:
+        nonlocal count
+        count += 1
+        return tried(*given)
+
+    monkeypatch.setattr("megatrain.passes.rewriter.tried", noted)
+
+    def made(rewriter: Rewriter, one: Any, other: Any, *, trials: int, target: Any = halves, grad: bool = True) -> Any:
+        nonlocal count
+        count = 0
+        (linear,) = rewriter.calls(F.linear)
+        site = dataclasses.replace(Site.of(linear), grad=grad)
+        found = rewriter.add(site, target, (one, other))
+        assert count == trials
+        anew = Rewriter(rewriter.done())
+        expected = anew.add(
+            site, target, tuple(next(n for n in anew.graph.nodes if n.name == o.name) for o in (one, other))
+        )
+        keys = ("spec", "requires_grad", "storage_bytes")
+        assert [[n.meta[key] for key in keys] for n in found] == [[n.meta[key] for key in keys] for n in expected]
+        assert found[1].meta["storage"] == other.meta["storage"] != found[0].meta["storage"]
+        return found
+
+    rewriter = Rewriter(_traced())
+    x, (linear,) = _input(rewriter), rewriter.calls(F.linear)
+    weight = linear.args[1]
+    made(rewriter, x, linear, trials=1)
+    made(rewriter, x, linear, trials=0)
+    made(rewriter, linear, x, trials=1)  # another one needs a gradient
+    made(rewriter, x, x, trials=1)  # one tensor twice
+    made(rewriter, weight, weight, trials=1)  # another shape
+    made(rewriter, x, linear, trials=1, grad=False)
+    made(rewriter, x, linear, trials=1, target=functools.partial(halves))
+    made(rewriter, x, linear, trials=0)

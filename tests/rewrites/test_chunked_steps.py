@@ -13,10 +13,9 @@ from torch import nn
 import megatrain
 from megatrain.errors import TooSmallError
 from megatrain.memory.device_budget import DeviceBudget
-from megatrain.passes.rewrites.head.head_loss import HeadLoss
+from megatrain.passes.rewrites.head_loss import HeadLoss
 from megatrain.planning.plan_step import first_that_fits
 from megatrain.sizes import parse_bytes
-from tests.nightly import nightly
 
 WORDS, WIDTH = 1000, 16
 
@@ -63,10 +62,15 @@ FEW = 64
 
 @pytest.mark.parametrize("memory", BUDGETS)
 def test_as_little_is_chunked_as_fits(memory: str):
-    model = Model()
-    step = step_of(model, memory=memory)
+    """In a step as in its plan."""
+    step = step_of(Model(), memory=memory, spread=True)
     schedule = step.prepare(batch(0))
     assert rows_of(step.program) == BUDGETS[memory]
+    plan = megatrain.plan(Model(), example_kwargs=batch(0), device_memory=memory, optimizer="AdamW")
+    assert plan.fits
+    assert str(schedule) == str(plan.schedule)
+    line = f"chunked: logits of {BUDGETS[memory][0]} of 800 rows at a time" if BUDGETS[memory] else "chunked"
+    assert (line in str(plan)) == bool(BUDGETS[memory])
     assert step.program.blocks[-1].name == "head"
     for number in range(2):
         step(batch(number))
@@ -148,18 +152,6 @@ def test_a_chunked_capture_stays_chunked(monkeypatch: pytest.MonkeyPatch):
     assert rows_of(first) == [256]
 
 
-@pytest.mark.parametrize("memory", BUDGETS)
-def test_the_plan_is_that_of_the_step(memory: str):
-    plan = megatrain.plan(Model(), example_kwargs=batch(0), device_memory=memory, optimizer="AdamW")
-    assert plan.fits
-    assert rows_of(plan.program) == BUDGETS[memory]
-    step = step_of(Model(), memory=memory, spread=True)
-    step(batch(0))
-    assert str(step.prepare(batch(0))) == str(plan.schedule)
-    line = f"chunked: logits of {BUDGETS[memory][0]} of 800 rows at a time" if BUDGETS[memory] else "chunked"
-    assert (line in str(plan)) == bool(BUDGETS[memory])
-
-
 def test_an_error_names_the_least_that_would_do():
     """Sums over chunks in fp32 may take more than the logits that they save: another level needs the least then."""
     variant = step_of(Model(FEW))._compiled.prepare(**batch(0, words=FEW))
@@ -174,13 +166,6 @@ def test_an_error_names_the_least_that_would_do():
         first_that_fits([programs, programs], refuse)
     assert error.value.least_bytes == 100
     assert next(needs, None) is None
-
-
-@pytest.mark.parametrize("chunking", [nightly("auto"), nightly("never")])
-def test_an_error_has_the_bytes_that_it_names(chunking: str):
-    with pytest.raises(TooSmallError) as error:
-        step_of(Model(), memory="64KiB", chunking=chunking).prepare(batch(0))
-    assert f"at least {error.value.least_bytes} B are needed" in str(error.value)
 
 
 def test_a_refused_plan_is_that_of_the_smallest_chunks():

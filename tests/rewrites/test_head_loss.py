@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import copy
+import random
+from collections.abc import Callable
 from functools import partial
-from itertools import cycle
 from typing import Any
 
 import pytest
@@ -13,7 +14,8 @@ import torch.nn.functional as F
 from torch import nn
 
 import megatrain
-from megatrain.passes.rewrites.head.head_loss import HeadLoss, chunk_head_loss
+from megatrain.passes.rewrites.head_loss import HeadLoss, chunk_head_loss
+from tests.nightly import nightly
 
 # Of fewer rows than 32 products of the CPU may have other bits.
 WORDS, WIDTH, ROWS = 211, 24, 40
@@ -23,7 +25,7 @@ CLASSES = torch.rand(WORDS, generator=torch.Generator().manual_seed(5)) + 0.5
 class Reader(nn.Module):
     """An embedding, a hidden layer and a head; `form` makes the loss of the head's logits."""
 
-    def __init__(self, form: Any, *, bias: bool = True, tied: bool = False) -> None:
+    def __init__(self, form: Any, *, bias: bool = True, tied: bool = False, autocast: bool = False) -> None:
         super().__init__()
         torch.manual_seed(0)
         self.embed = nn.Embedding(WORDS, WIDTH)
@@ -31,73 +33,72 @@ class Reader(nn.Module):
         self.head = nn.Linear(WIDTH, WORDS, bias=bias)
         self.scale = nn.Parameter(torch.rand(WORDS) + 0.5)
         self.register_buffer("classes", CLASSES.clone())
-        self.form = form
+        self.form, self.autocast = form, autocast
         if tied:
             self.head.weight = self.embed.weight
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        hidden = self.layer(self.embed(ids)).tanh()
-        return self.form(self, self.head(hidden), ids)
+        with torch.autocast("cpu", torch.bfloat16, enabled=self.autocast):
+            hidden = self.layer(self.embed(ids)).tanh()
+            return self.form(self, self.head(hidden), ids)
 
 
 def flat(_: Any, logits: torch.Tensor, ids: torch.Tensor, **options: Any) -> torch.Tensor:
     return F.cross_entropy(logits.view(-1, WORDS), ids.reshape(-1), **options)
 
 
-def shifted(_: Any, logits: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-    return F.cross_entropy(logits[..., :-1, :].contiguous().flatten(0, 1), ids[..., 1:].reshape(-1))
+Each = Callable[[torch.Tensor], torch.Tensor]
+# What is done to the rows of logits, and likewise to labels.
+MOVES: list[tuple[Each, Each]] = [
+    (lambda x: x, lambda y: y),
+    (lambda x: x[..., :-1, :].contiguous(), lambda y: y[..., 1:]),
+    (lambda x: x.unflatten(1, (3, 11)), lambda y: y.view(3, 3, 11)),
+    (lambda x: x[1:, 2:31:2], lambda y: y[1:, 2:31:2]),
+]
+# What is done to each row.
+CALLS: list[Callable[[Any, torch.Tensor], torch.Tensor]] = [
+    lambda m, x: x.float(),
+    lambda m, x: x.mul(0.5),
+    lambda m, x: (x.float() / 3.0).tanh() * 3.0,
+    lambda m, x: x * m.scale,
+    lambda m, x: x + m.classes.view(1, 1, -1),
+]
 
 
-def first_rows(_: Any, logits: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-    return F.cross_entropy(logits[1][2:9:3], ids[1][2:9:3])
+class Form:
+    """A loss of logits, drawn at random."""
 
+    def __init__(self, dice: random.Random) -> None:
+        self.move, self.of_labels = dice.choice(MOVES)
+        self.calls = dice.sample(CALLS, dice.choice([0, 0, 1, 2]))
+        self.is_moved_first = dice.random() < 0.5
+        self.end = dice.choice(["cross_entropy", "cross_entropy", "transposed", "log_softmax"])
+        self.reduction, self.ignored = dice.choice(["mean", "sum", "none"]), dice.choice([-100, 1])
+        self.smoothing = dice.choice([0.0, 0.2]) if self.end != "log_softmax" else 0.0
+        self.is_weighted = dice.random() < 0.2
 
-def capped(model: Any, logits: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-    logits = (logits.float() / 3.0).tanh() * 3.0 * model.scale + model.classes.view(1, 1, -1)
-    return F.cross_entropy(logits.reshape(-1, WORDS), ids.reshape(-1), reduction="sum") / 5
+    @property
+    def is_exact(self) -> bool:
+        """Of weights of classes rows are summed in another order, and of transposed logits the words of a row."""
+        return not self.is_weighted and self.end != "transposed"
 
-
-def of_log_softmax(_: Any, logits: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-    log_probs = F.log_softmax(logits.mul(0.5), dim=-1, dtype=torch.float32)
-    return nn.NLLLoss(ignore_index=3)(log_probs.view(-1, WORDS), ids.flatten())
-
-
-def row_by_row(model: Any, logits: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-    return (flat(model, logits, ids, reduction="none", ignore_index=2) * torch.arange(ids.numel())).sum()
-
-
-def transposed(_: Any, logits: torch.Tensor, ids: torch.Tensor, **options: Any) -> torch.Tensor:
-    return F.cross_entropy(logits.transpose(1, 2), ids, **options)
-
-
-def transposed_rows(_: Any, logits: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-    found = F.cross_entropy(logits.unflatten(1, (3, 11)).permute(0, 3, 1, 2), ids.view(3, 3, 11), reduction="none")
-    return (found * torch.arange(33.0).view(3, 11)).sum()
-
-
-def weighted(model: Any, logits: torch.Tensor, ids: torch.Tensor, **options: Any) -> torch.Tensor:
-    return flat(model, logits, ids, weight=model.classes.to(logits.dtype), **options)
-
-
-FORMS: dict[str, Any] = {
-    "flat": flat,
-    "sum": partial(flat, reduction="sum"),
-    "ignored": partial(flat, ignore_index=0),
-    "smoothed": partial(flat, label_smoothing=0.2, ignore_index=1),
-    "smoothed sum": partial(flat, label_smoothing=0.2, reduction="sum"),
-    "smoothed rows": lambda m, x, ids: flat(m, x, ids, label_smoothing=0.2, reduction="none").square().sum(),
-    "shifted": shifted,
-    "some rows": first_rows,
-    "capped": capped,
-    "log_softmax": of_log_softmax,
-    "row by row": row_by_row,
-}
-WEIGHTED: dict[str, Any] = {
-    "mean": weighted,
-    "sum": partial(weighted, reduction="sum", ignore_index=4),
-    "smoothed": partial(weighted, label_smoothing=0.1, ignore_index=4),
-    "rows": lambda m, x, ids: weighted(m, x, ids, reduction="none").square().sum(),
-}
+    def __call__(self, model: Any, logits: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        logits = self.move(logits) if self.is_moved_first else logits
+        for call in self.calls:
+            logits = call(model, logits)
+        logits, labels = logits if self.is_moved_first else self.move(logits), self.of_labels(ids)
+        options: dict[str, Any] = {"reduction": self.reduction, "ignore_index": self.ignored}
+        options |= {"label_smoothing": self.smoothing} if self.smoothing else {}
+        options |= {"weight": model.classes.to(logits.dtype)} if self.is_weighted else {}
+        if self.end == "transposed":
+            loss = F.cross_entropy(logits.movedim(-1, 1), labels, **options)
+        elif self.end == "cross_entropy":
+            loss = F.cross_entropy(logits.flatten(0, -2), labels.flatten(), **options)
+        else:
+            log_probs = F.log_softmax(logits, dim=-1, dtype=torch.float32).reshape(-1, WORDS)
+            options |= {"weight": model.classes.float()} if self.is_weighted else {}
+            loss = F.nll_loss(log_probs, labels.reshape(-1), **options)
+        return loss if self.reduction != "none" else (loss.flatten() * torch.arange(loss.numel())).sum() / 9
 
 
 def ids_of(step: int) -> torch.Tensor:
@@ -153,60 +154,18 @@ def assert_chunked_equals_whole(
             torch.testing.assert_close(found_gradients[name], gradient, rtol=4 * eps, atol=atol, msg=name)
 
 
-@pytest.mark.parametrize(("form", "dtype"), list(zip(FORMS, cycle([torch.float32, torch.bfloat16]), strict=False)))
-def test_loss_and_hidden_gradients_have_the_bits_of_the_whole(form: str, dtype: torch.dtype):
-    # Of three rows products have other bits than of two and one.
-    rows, is_exact = (2, False) if form == "some rows" else (ROWS, True)
-    assert_chunked_equals_whole(Reader(FORMS[form], bias=form != "flat").to(dtype), rows, is_exact=is_exact)
-
-
-TRANSPOSED: dict[str, Any] = {
-    "mean": transposed,
-    "ignored": partial(transposed, ignore_index=0),
-    "smoothed": partial(transposed, label_smoothing=0.2, ignore_index=1),
-    "smoothed rows": lambda m, x, ids: transposed(m, x, ids, label_smoothing=0.2, reduction="none").square().sum(),
-    "weighted rows": lambda m, x, ids: transposed(m, x, ids, weight=m.classes, reduction="none").square().sum(),
-    "rows of rows": transposed_rows,
-}
-
-
-@pytest.mark.parametrize("form", TRANSPOSED)
-def test_transposed_logits_sum_words_in_another_order(form: str):
-    """[batch, words, length]: torch's softmax over words that don't lie side by side adds them up otherwise."""
-    assert_chunked_equals_whole(Reader(TRANSPOSED[form]), is_exact=False)
-
-
-@pytest.mark.parametrize("form", WEIGHTED)
-def test_weights_of_classes_sum_rows_in_another_order(form: str):
-    assert_chunked_equals_whole(Reader(WEIGHTED[form]), is_exact=False)
-
-
-@pytest.mark.parametrize("rows", [1, 3, 32, 98])
-def test_any_number_of_rows_makes_a_chunk(rows: int):
-    assert_chunked_equals_whole(Reader(flat), rows, is_exact=rows > 32)
-
-
-class Mixed(Reader):
-    """Mixed precision: fp32 weights, and a forward under autocast."""
-
-    def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        with torch.autocast("cpu", torch.bfloat16):
-            return super().forward(ids)
-
-
-@pytest.mark.parametrize("form", FORMS)
-def test_under_autocast_the_loss_has_the_bits_of_the_whole(form: str):
-    rows, is_exact = (2, False) if form == "some rows" else (ROWS, True)
-    assert_chunked_equals_whole(Mixed(FORMS[form], bias=form != "flat"), rows, is_exact=is_exact, eps=2**-7)
-
-
-@pytest.mark.parametrize("frozen", ["head", "body"])
-def test_what_is_frozen_gets_no_gradient(frozen: str):
-    model = Reader(flat)
+@pytest.mark.parametrize("seed", [*range(18), *map(nightly, range(18, 400))])
+def test_chunks_of_any_head_are_right_and_keep_the_bits_of_loss_and_hidden_gradients(seed: int):
+    dice = random.Random(seed)
+    form, dtype = Form(dice), dice.choice([torch.float32, torch.float32, torch.bfloat16])
+    is_tied, is_cast, rows = dice.random() < 0.2, dice.random() < 0.3, dice.choice([1, 3, ROWS, ROWS, 64])
+    rows = 14 if form.move is MOVES[-1][0] else rows  # of 30
+    model = Reader(form, bias=dice.random() < 0.5 and not is_tied, tied=is_tied, autocast=is_cast).to(dtype)
+    frozen = "nothing" if is_tied else dice.choice(["nothing", "nothing", "head", "layer", "embed"])
     for name, parameter in model.named_parameters():
-        parameter.requires_grad_(name.startswith("head") == (frozen == "body"))
-    assert_chunked_equals_whole(model)
-    assert all((p.grad is None) for p in model.parameters())
+        parameter.requires_grad_(not name.startswith(frozen))
+    is_exact = form.is_exact and rows >= ROWS and not is_tied
+    assert_chunked_equals_whole(model, rows, is_exact=is_exact, eps=2**-7 if is_cast else None)
 
 
 def test_sums_over_chunks_are_rounded_once():
@@ -218,15 +177,6 @@ def test_sums_over_chunks_are_rounded_once():
     ((_, found),) = losses_and_gradients(chunked(model, 1), model, steps=1)
     errors = [(each["head.weight"].double() - truth["head.weight"]).norm() for each in (expected, found)]
     assert errors[1] <= 1.05 * errors[0]
-
-
-def test_a_tied_weight_gets_the_gradients_of_both_uses():
-    model = Reader(flat, bias=False, tied=True)
-    whole = copy.deepcopy(model)
-    expected, found = losses_and_gradients(whole, whole), losses_and_gradients(chunked(model), model)
-    for (loss, gradients), (found_loss, found_gradients) in zip(expected, found, strict=True):
-        assert torch.equal(loss, found_loss)
-        torch.testing.assert_close(found_gradients, gradients, rtol=1e-5, atol=1e-7)
 
 
 def test_each_of_several_heads_is_chunked():
@@ -249,79 +199,38 @@ def test_each_of_several_heads_is_chunked():
     assert str(traced).count("linear, cross_entropy; 4 rows at a time") == 3
 
 
-def in_place(_: Any, logits: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-    return flat(_, logits.mul_(2.0), ids)
-
-
-def dropped(_: Any, logits: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-    return flat(_, F.dropout(logits, 0.1), ids)
-
-
-def scaled_by_row(_: Any, logits: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-    return flat(_, logits * torch.rand(3, 33, 1), ids)
-
-
-def centered(_: Any, logits: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-    return flat(_, logits - logits.mean(1, keepdim=True), ids)
-
-
-def some_words(_: Any, logits: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-    return F.cross_entropy(logits[..., :200].flatten(0, 1), ids.flatten() % 200)
-
-
-def regrouped(_: Any, logits: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-    return F.cross_entropy(logits.reshape(WORDS, -1).t().contiguous(), ids.flatten())
-
-
-def transposed_otherwise(_: Any, logits: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-    logits = logits.unflatten(1, (11, 3))  # 11 and 3 change places, too
-    return F.cross_entropy(logits.permute(0, 3, 2, 1), ids.view(3, 3, 11))
-
-
-def of_probabilities(_: Any, logits: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-    return F.cross_entropy(logits.flatten(0, 1), F.one_hot(ids.flatten(), WORDS).float())
-
-
-def without_softmax(_: Any, logits: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-    return F.nll_loss(logits.flatten(0, 1), ids.flatten())
-
-
-def softmax_over_rows(_: Any, logits: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-    return F.nll_loss(F.log_softmax(logits.flatten(0, 1), dim=0), ids.flatten())
-
-
-def scaled_log_probs(_: Any, logits: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-    return F.nll_loss(F.log_softmax(logits.flatten(0, 1), dim=-1).mul(2.0), ids.flatten())
-
-
-def read_twice(_: Any, logits: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-    return flat(_, logits, ids) + 1e-4 * logits.logsumexp(-1).square().mean()
-
-
-def returned(_: Any, logits: torch.Tensor, ids: torch.Tensor) -> Any:
-    return flat(_, logits, ids), logits
-
-
-def partly_under_autocast(_: Any, logits: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-    with torch.autocast("cpu", torch.bfloat16):
+def of_half(_: Any, logits: torch.Tensor, ids: torch.Tensor, end: Any = flat) -> torch.Tensor:
+    with torch.autocast("cpu", torch.bfloat16) if end is flat else torch.no_grad():
         return flat(_, logits, ids)
 
 
-def without_gradients(_: Any, logits: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-    with torch.no_grad():
-        return flat(_, logits, ids)
+def nll(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    return F.nll_loss(x.flatten(0, 1), y.flatten())
 
 
-OTHERS = [
-    in_place, dropped, scaled_by_row, centered, some_words, regrouped, transposed_otherwise, of_probabilities,
-    without_softmax, softmax_over_rows, scaled_log_probs, read_twice, returned, partly_under_autocast,
-    without_gradients,
-]  # fmt: skip
+OTHERS: dict[str, Any] = {
+    "in place": lambda m, x, y: flat(m, x.mul_(2.0), y),
+    "dropped": lambda m, x, y: flat(m, F.dropout(x, 0.1), y),
+    "scaled by row": lambda m, x, y: flat(m, x * torch.rand(3, 33, 1), y),
+    "centered": lambda m, x, y: flat(m, x - x.mean(1, keepdim=True), y),
+    "some words": lambda m, x, y: F.cross_entropy(x[..., :200].flatten(0, 1), y.flatten() % 200),
+    "regrouped": lambda m, x, y: F.cross_entropy(x.reshape(WORDS, -1).t().contiguous(), y.flatten()),
+    # 11 and 3 change places, too.
+    "transposed": lambda m, x, y: F.cross_entropy(x.unflatten(1, (11, 3)).permute(0, 3, 2, 1), y.view(3, 3, 11)),
+    "of probabilities": lambda m, x, y: F.cross_entropy(x.flatten(0, 1), F.one_hot(y.flatten(), WORDS).float()),
+    "without softmax": lambda m, x, y: nll(x, y),
+    "softmax over rows": lambda m, x, y: F.nll_loss(F.log_softmax(x.flatten(0, 1), dim=0), y.flatten()),
+    "scaled log-probabilities": lambda m, x, y: nll(F.log_softmax(x, dim=-1).mul(2.0), y),
+    "read twice": lambda m, x, y: flat(m, x, y) + 1e-4 * x.logsumexp(-1).square().mean(),
+    "returned": lambda m, x, y: (flat(m, x, y), x),
+    "partly under autocast": of_half,
+    "without gradients": partial(of_half, end=None),
+}
 
 
-@pytest.mark.parametrize("form", OTHERS, ids=lambda form: form.__name__)
-def test_what_isnt_the_pattern_stays(form: Any):
-    traced = megatrain.trace(Reader(form), (ids_of(0),))
+@pytest.mark.parametrize("form", OTHERS)
+def test_what_isnt_the_pattern_stays(form: str):
+    traced = megatrain.trace(Reader(OTHERS[form]), (ids_of(0),))
     assert chunk_head_loss(traced, rows=4) is traced
 
 
@@ -353,24 +262,16 @@ def test_fewer_rows_than_a_chunk_stay():
     assert chunk_head_loss(traced, rows=98) is not traced
 
 
+def target_of(form: Any) -> HeadLoss:
+    traced = chunk_head_loss(megatrain.trace(Reader(form), (ids_of(0),)), rows=4)
+    return next(node.target for node in traced.graph.nodes if isinstance(node.target, HeadLoss))
+
+
 def test_one_and_one_point_nought_are_two_templates():
-    texts = [str(chunk_head_loss(megatrain.trace(Reader(form), (ids_of(0),)), rows=4)) for form in (by_one, by_float)]
-    assert "mul(1)" in texts[0]
-    assert "mul(1.0)" in texts[1]
-    targets = [
-        next(n.target for n in chunk_head_loss(megatrain.trace(Reader(form), (ids_of(0),)), rows=4).graph.nodes
-             if isinstance(n.target, HeadLoss))
-        for form in (by_one, by_float)
-    ]  # fmt: skip
-    assert targets[0] != targets[1]
-
-
-def by_one(_: Any, logits: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-    return flat(_, logits * 1, ids)
-
-
-def by_float(_: Any, logits: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-    return flat(_, logits * 1.0, ids)
+    whole, decimal = (target_of(lambda m, x, y, by=by: flat(m, x * by, y)) for by in (1, 1.0))
+    assert whole != decimal
+    assert "mul(1)," in whole.call_text("")
+    assert "mul(1.0)," in decimal.call_text("")
 
 
 @pytest.mark.parametrize("label", [WORDS, -1, -100])
@@ -392,11 +293,7 @@ def test_a_label_that_is_no_word_is_eagers_own_error(label: int):
 
 
 def test_a_second_derivative_is_refused():
-    target = next(
-        n.target
-        for n in chunk_head_loss(megatrain.trace(Reader(flat), (ids_of(0),)), rows=4).graph.nodes
-        if isinstance(n.target, HeadLoss)
-    )
+    target = target_of(flat)
     hidden, weight = torch.randn(99, WIDTH, requires_grad=True), torch.randn(WORDS, WIDTH)
     loss = target(hidden, ids_of(0).flatten(), weight, None, None)
     (gradient,) = torch.autograd.grad(loss, hidden, create_graph=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -88,25 +89,63 @@ def assert_same(expected: Any, found: Any) -> None:
     assert torch.equal(expected[1], found[1])  # the generator
 
 
-MAKES: dict[str, Any] = {
-    "an object": Result,
-    "a mapping": lambda loss, logits, features: {"loss": loss, "logits": logits, "features": features},
+class Computes:
+    """A result whose loss is computed when it is asked for."""
+
+    def __init__(self, loss: torch.Tensor, logits: torch.Tensor, _: torch.Tensor) -> None:
+        self.parts = loss, logits.softmax(-1)
+
+    @property
+    def loss(self) -> torch.Tensor:
+        return self.parts[0] + 0.5 * self.parts[1].square().mean()
+
+
+class Leaves(Net):
+    """Leaves its logits in an attribute, where anyone may look."""
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> Any:
+        result = super().forward(x, y)
+        self.latest = result.logits
+        return result
+
+
+def mapping(loss: torch.Tensor, logits: torch.Tensor, features: torch.Tensor) -> dict[str, torch.Tensor]:
+    return {"loss": loss, "logits": logits, "features": features}
+
+
+def of_hidden(result: Any, *_: Any) -> torch.Tensor:
+    return result.loss + 0.1 * (result.logits.sum() + result.hidden[1].square().mean())
+
+
+def twice(result: Any, *_: Any) -> torch.Tensor:
+    return 2 * result.loss
+
+
+# The model, the loop's loss, the step's options, and how many values the step computes.
+STEPS: dict[str, tuple[Callable[[], nn.Module], Any, dict[str, Any], int]] = {
+    "an object": (Net, lambda r: r.loss, {}, 1),
+    "a mapping": (lambda: Net(mapping), lambda r: r["loss"], {}, 1),
+    "a property": (lambda: Net(Computes), lambda r: r.loss, {}, 2),
+    "a loss of all": (Net, of_hidden, {"loss": of_hidden}, 7),
+    "a loss of the loss": (Net, twice, {"loss": twice, "reads": "loss"}, 1),
+    "an attribute": (Leaves, lambda r: r.loss, {}, 2),
 }
 
 
-@pytest.mark.parametrize("make", MAKES)
-def test_a_step_computes_the_loss_alone_with_the_loops_bits(make: str):
-    model = Net(MAKES[make])
-    loss_of = (lambda r: r.loss) if make == "an object" else (lambda r: r["loss"])
-    expected = by_loop(copy.deepcopy(model), loss_of)
-    *found, step = by_step(model)
+@pytest.mark.parametrize("name", STEPS)
+def test_a_step_computes_what_is_read_with_the_loops_bits(name: str):
+    make, loss_of, options, count = STEPS[name]
+    model = make()
+    loop = copy.deepcopy(model)
+    expected = by_loop(loop, loss_of)
+    *found, step = by_step(model, **options)
     assert_same(expected, found)
-    assert [ref.name for ref in step.program.outputs if ref.kind == "value"] == ["cross_entropy"]
-    text = str(step.program)
-    assert "softmax" not in text
+    assert len([ref for ref in step.program.outputs if ref.kind == "value"]) == count
+    assert torch.equal(getattr(loop, "latest", torch.zeros(1)), getattr(model, "latest", torch.zeros(1)))
     # The dead branch stays as far as it draws random numbers and writes buffers, both of which later numbers read.
-    assert "F.dropout" in text
-    assert "batch_norm" in text
+    assert ("softmax" in str(step.program)) == (count > 1)
+    assert "F.dropout" in str(step.program)
+    assert "batch_norm" in str(step.program)
 
 
 def test_a_call_still_returns_everything():
@@ -122,29 +161,6 @@ def test_a_call_still_returns_everything():
     assert torch.equal(expected.logits, found.logits)
     assert all(torch.equal(one, other) for one, other in zip(expected.hidden, found.hidden, strict=True))
     assert len(compiled.program.outputs) > len(step.program.outputs)
-
-
-def test_a_step_with_a_loss_gets_all_that_the_model_returns():
-    model = Net()
-    seen: list[Any] = []
-
-    def loss(result: Any, _: Any) -> torch.Tensor:
-        seen.append(result.logits.sum() + result.hidden[-1].sum())
-        return result.loss + 0.1 * result.hidden[1].square().mean()
-
-    expected = by_loop(copy.deepcopy(model), lambda r: r.loss + 0.1 * r.hidden[1].square().mean())
-    *found, step = by_step(model, loss=loss)
-    assert_same(expected, found)
-    assert len(step.program.outputs) > 3
-    assert seen
-
-
-def test_a_loss_that_reads_the_models_own_alone_says_so():
-    model = Net()
-    expected = by_loop(copy.deepcopy(model), lambda r: 2 * r.loss)
-    *found, step = by_step(model, loss=lambda result, _: 2 * result.loss, reads="loss")
-    assert_same(expected, found)
-    assert len([ref for ref in step.program.outputs if ref.kind == "value"]) == 1
 
 
 READS: dict[str, Any] = {
@@ -185,25 +201,6 @@ def test_its_shape_may_be_asked():
     assert shapes[-1] == (torch.Size([6, 4]), torch.float32, 6, "<a result that this training step doesn't compute>")
 
 
-def test_what_the_forward_leaves_elsewhere_is_computed():
-    class Leaves(Net):
-        def forward(self, x: torch.Tensor, y: torch.Tensor) -> Any:
-            result = super().forward(x, y)
-            self.latest = result.logits
-            return result
-
-    model = Leaves()
-    compiled = megatrain.compile(model, device="cpu")
-    step = megatrain.TrainStep(compiled, torch.optim.SGD(compiled.parameters(), lr=0.0))
-    torch.manual_seed(0)
-    step(batch(0))
-    eager = Net()
-    torch.manual_seed(0)
-    expected = eager(**batch(0))
-    assert torch.equal(model.latest, expected.logits)
-    assert len(step.program.outputs) == 2
-
-
 def test_a_hook_that_looks_at_logits_keeps_them():
     def watched() -> tuple[nn.Module, list[torch.Tensor]]:
         model, seen = Net(), []
@@ -215,22 +212,6 @@ def test_a_hook_that_looks_at_logits_keeps_them():
     *_, step = by_step(model)
     assert len([ref for ref in step.program.outputs if ref.kind == "value"]) == 1
     assert all(torch.equal(one, other) for one, other in zip(expected, seen[-3:], strict=True))
-
-
-def test_a_loss_that_a_property_computes_keeps_every_output():
-    class Computes:
-        def __init__(self, parts: tuple[torch.Tensor, torch.Tensor]) -> None:
-            self.parts = parts
-
-        @property
-        def loss(self) -> torch.Tensor:
-            return self.parts[0] + 0.5 * self.parts[1].square().mean()
-
-    model = Net(lambda loss, logits, _: Computes((loss, logits)))
-    expected = by_loop(copy.deepcopy(model))
-    *found, step = by_step(model)
-    assert_same(expected, found)
-    assert len([ref for ref in step.program.outputs if ref.kind == "value"]) == 2
 
 
 def test_a_plan_counts_what_its_step_computes():

@@ -256,7 +256,7 @@ def test_windows_run_in_parts_of_half_a_window_on_the_keys_that_these_see():
     made = parts(4096, 20000)
     assert made is not None
     assert (made.rows, made.most_keys) == (2048, 6144)
-    assert [(rows.start, keys.start, keys.stop) for rows, keys in made.parts()][3] == (6144, 2048, 8192)
+    assert [(rows.start, keys.start, keys.stop) for rows, keys in made.ranges()][3] == (6144, 2048, 8192)
     assert parts(300, 500) is None  # one part
 
 

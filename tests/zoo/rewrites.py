@@ -28,7 +28,7 @@ from megatrain.errors import LowerError, MegatrainError
 from megatrain.passes import check_rewrite
 from megatrain.passes.rewrites import tile_tokens as token_regions
 from megatrain.passes.rewrites import token_rules as token_trials
-from megatrain.passes.rewrites.head.head_loss import HeadLoss, chunk_head_loss
+from megatrain.passes.rewrites.head_loss import HeadLoss, chunk_head_loss
 from megatrain.passes.rewrites.tile_tokens import tile_tokens
 from megatrain.passes.rewrites.tiled_region import TiledRegion
 from tests.runtime.parity import loss_of

@@ -17,7 +17,6 @@ from megatrain.passes.interpret import Code
 from megatrain.passes.kept_results import HandedResults, NotedResults, is_kept
 from megatrain.passes.measuring.kernels import KernelWork, LiveBytes, is_on, kernel_flops
 from megatrain.passes.measuring.runs import measure_backward, storage_sizes
-from megatrain.passes.rewrites.parts import AlikeParts
 from megatrain.tracer.packing import has_wrappers
 from megatrain.tracer.spec import TensorSpec
 
@@ -36,72 +35,57 @@ def may_be_worth(forward: Works) -> bool:
     )
 
 
-class KeptRuns:
-    """Runs of a graph on fake tensors that keep the results of some of its calls.
+def kept_cost(
+    graphs: tuple[fx.Graph, fx.Graph, fx.Graph],
+    leaves: list[torch.Tensor],
+    num_inputs: int,
+    device: torch.device,
+    forward: Works,
+) -> ResultCost | None:
+    """The calls whose results are worth keeping, with what that costs; None if there are none.
 
     Args:
-        graph: Without calls whose shapes depend on values.
-        leaves: Its arguments.
+        graphs: The template's own, in which calls are counted; without calls whose shapes depend on values; and of a
+            forward that is repeated.
+        leaves: The arguments, without values.
+        num_inputs: How many of them are inputs.
         device: The compute device.
-        alike: Which parts of what runs are computed.
+        forward: The kernels of a forward.
     """
+    original, graph, hollow = graphs
+    worth = _WorthKeeping(device)
+    outputs = _forward(Code(graph, see=worth.see, around=range(len(graph.nodes))), leaves, worth)
+    names = worth.names(outputs)
+    if not names:
+        return None
+    code = Code(graph, around=_places(graph, names))
+    notes = NotedResults(device)
+    with LiveBytes(leaves, device) as live:
+        outputs = _forward(code, leaves, notes)
+    kept = notes.taken()
+    own = storage_sizes([t for t in (*outputs, *kept.tensors) if is_on(t, device)], beyond=[])
+    del outputs
+    with torch.no_grad(), KernelWork(device) as kernels:
+        code(leaves, mode=HandedResults(kept))
+    repeated = kernels.take()
+    if total_flops(repeated) >= total_flops(forward):
+        return None
+    found = partial(Code(hollow, around=_places(hollow, names)), mode=HandedResults(kept))
+    _, backward, _ = measure_backward(found, leaves, num_inputs, device, runs_backward=True, held=kept.tensors)
+    assert backward is not None
+    return ResultCost(
+        calls=_places(original, names),
+        specs=tuple(TensorSpec.of(tensor, device) for tensor in kept.tensors),
+        forward_workspace_bytes=max(0, live.peak - sum(own)),
+        backward_workspace_bytes=backward.nbytes,
+        repeated=repeated,
+    )
 
-    def __init__(self, graph: fx.Graph, leaves: list[torch.Tensor], device: torch.device, alike: AlikeParts) -> None:
-        self._graph, self._leaves, self._device, self._alike = graph, leaves, device, alike
 
-    def cost(self, original: fx.Graph, hollow: fx.Graph, num_inputs: int, forward: Works) -> ResultCost | None:
-        """The calls whose results are worth keeping, with what that costs; None if there are none.
-
-        Args:
-            original: The template's own graph, in which calls are counted.
-            hollow: The graph of a forward that is repeated.
-            num_inputs: How many of the leaves are inputs.
-            forward: The kernels of a forward.
-        """
-        names = self._names()
-        if not names:
-            return None
-        code = Code(self._graph, around=_places(self._graph, names))
-        notes = NotedResults(self._device)
-        with LiveBytes(self._leaves, self._device) as live:
-            outputs = self._forward(code, notes)
-        kept = notes.taken()
-        own = storage_sizes([t for t in (*outputs, *kept.tensors) if is_on(t, self._device)], beyond=[])
-        del outputs
-        with torch.no_grad(), KernelWork(self._device, self._alike) as kernels:
-            code(self._leaves, mode=HandedResults(kept))
-        repeated = kernels.take()
-        if total_flops(repeated) >= total_flops(forward):
-            return None
-        again = Code(hollow, around=_places(hollow, names))
-        found = partial(again, mode=HandedResults(kept))
-        _, backward, _ = measure_backward(
-            found,
-            self._leaves,
-            num_inputs,
-            self._device,
-            runs_backward=True,
-            alike=self._alike,
-            held=kept.tensors,
-        )
-        assert backward is not None
-        return ResultCost(
-            calls=_places(original, names),
-            specs=tuple(TensorSpec.of(tensor, self._device) for tensor in kept.tensors),
-            forward_workspace_bytes=max(0, live.peak - sum(own)),
-            backward_workspace_bytes=backward.nbytes,
-            repeated=repeated,
-        )
-
-    def _names(self) -> Sequence[str]:
-        worth = _WorthKeeping(self._device)
-        code = Code(self._graph, see=worth.see, around=range(len(self._graph.nodes)))
-        return worth.names(self._forward(code, worth))
-
-    def _forward(self, code: Code, mode: AbstractContextManager[Any]) -> tuple[torch.Tensor, ...]:
-        """Runs a forward as a block that is repeated does: under autograd, which saves nothing."""
-        with torch.enable_grad(), saved_tensors_hooks(lambda _: None, lambda _: torch.empty(0)):
-            return code(self._leaves, mode=mode)
+def _forward(code: Code, leaves: list[torch.Tensor], mode: AbstractContextManager[Any]) -> tuple[torch.Tensor, ...]:
+    """Runs a forward as a block that is repeated does: under autograd, which saves nothing."""
+    with torch.enable_grad(), saved_tensors_hooks(lambda _: None, lambda _: torch.empty(0)):
+        return code(leaves, mode=mode)
 
 
 class _WorthKeeping(NotedResults):

@@ -6,7 +6,6 @@ import functools
 import math
 import weakref
 from collections.abc import Mapping
-from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -18,8 +17,7 @@ from megatrain.hardware.work import MEMORY, Kernels, Works, put_together
 from megatrain.passes.exact_fakes import exact_fakes
 from megatrain.passes.interpret import Code, opaque_calls
 from megatrain.passes.program import Program
-from megatrain.passes.rewrites.parts import AlikeParts
-from megatrain.torch_private import TorchDispatchMode, pytree
+from megatrain.torch_private import FakeTensor, TorchDispatchMode, pytree
 from megatrain.tracer.packing import has_wrappers
 
 _MEASURED_RATES = {dtype: rate for rate, dtype in DTYPES.items()} | {torch.float16: "bf16"}
@@ -87,24 +85,12 @@ class KernelWork(TorchDispatchMode):
 
     Args:
         device: The compute device.
-        alike: Which parts of what runs are computed; those that are left out count.
     """
 
-    def __init__(self, device: torch.device, alike: AlikeParts | None = None) -> None:
+    def __init__(self, device: torch.device) -> None:
         super().__init__()
         self._device = device
-        self._alike = alike
         self._found: list[Kernels] = []
-        self._counting = ExitStack()
-
-    def __enter__(self) -> KernelWork:
-        if self._alike is not None:
-            self._counting.enter_context(self._alike.counted_in(self._found))
-        return super().__enter__()
-
-    def __exit__(self, *error: Any) -> None:
-        super().__exit__(*error)
-        self._counting.close()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if has_wrappers(types):
@@ -139,7 +125,8 @@ class KernelWork(TorchDispatchMode):
             read = [nbytes for tensor, nbytes in zip(given[0], read, strict=True) if tensor is not args[0]]
         flops = kernel_flops(func, args, kwargs, result)
         rate = _rate(name, given[0]) if flops else MEMORY
-        self._found.append(Kernels(rate, flops, sum(read) + sum(made) + changed))
+        number = max(_repeats(tensor) for tensor in (*given[0], *given[1]))
+        self._found.append(Kernels(rate, number * flops, number * (sum(read) + sum(made) + changed), number))
 
     def _there(self, values: Any) -> list[torch.Tensor]:
         """The tensors among some values that are on the compute device."""
@@ -152,6 +139,11 @@ def _outs(func: Any) -> frozenset[str]:
     """The names of arguments that a call writes its results to."""
     arguments = func._schema.arguments
     return frozenset(a.name for a in arguments if a.kwarg_only and a.alias_info is not None and a.alias_info.is_write)
+
+
+def _repeats(tensor: torch.Tensor) -> int:
+    """How many kernels this one stands for."""
+    return getattr(tensor.fake_mode, "repeats", 1) if isinstance(tensor, FakeTensor) else 1
 
 
 def _nbytes(tensor: torch.Tensor) -> int:

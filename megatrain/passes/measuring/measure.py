@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import weakref
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -11,18 +12,16 @@ import torch
 from torch import fx
 
 from megatrain.errors import LowerError
-from megatrain.hardware.work import Kernels, Works
+from megatrain.hardware.work import Kernels
 from megatrain.interrupts import Interrupts
 from megatrain.passes.canonicalize import copied_graph
 from megatrain.passes.cost import TemplateCost
+from megatrain.passes.dedup import template_key
 from megatrain.passes.exact_fakes import exact_fakes
 from megatrain.passes.interpret import Code, opaque_calls
-from megatrain.passes.measuring.kept_work import KeptRuns, may_be_worth
-from megatrain.passes.measuring.kernels import KernelWork
-from megatrain.passes.measuring.known_costs import KnownCosts
+from megatrain.passes.measuring.kept_work import kept_cost, may_be_worth
 from megatrain.passes.measuring.runs import Workspace, measure_backward, measure_forward
 from megatrain.passes.program import Program, Template
-from megatrain.passes.rewrites.parts import AlikeParts, InParts
 from megatrain.passes.rewrites.tiled_region import without_results
 from megatrain.torch_private import pytree
 from megatrain.tracer.calls import applied_function, call_text
@@ -30,16 +29,47 @@ from megatrain.tracer.guards import Expectation
 from megatrain.tracer.recording.packed_state import PackedCall
 from megatrain.tracer.spec import TensorSpec
 
+Needs = tuple[bool, ...]
+"""Whether a block needs the gradient, of each placeholder of its template."""
+MOST = 1000
+"""So many costs are kept, the latest ones."""
+
+
+class KnownCosts:
+    """The costs of one planner's, or one capture's, programs.
+
+    A model is lowered many times until a step fits: each time with a few other templates, while the others stay as they
+    are. Blocks of one program whose templates are equal share a cost; so do those of several programs.
+    """
+
+    def __init__(self) -> None:
+        # With the template: what a key knows by its identity must live as long as the key.
+        self._known: dict[Any, tuple[Template, TemplateCost]] = {}
+
+    def of(
+        self,
+        template: Template,
+        needs: Sequence[Needs],
+        device: torch.device,
+        measured: Callable[[], TemplateCost],
+    ) -> TemplateCost:
+        """Returns the cost of a template, for its uses: which of its inputs and state need a gradient in each."""
+        histories = tuple(node.meta.get("has_history") for node in template.graph.nodes)
+        key = template_key(template), histories, tuple(needs), device
+        if key not in self._known:
+            self._known[key] = template, measured()
+            if len(self._known) > MOST:
+                del self._known[next(iter(self._known))]
+        return self._known[key][1]
+
 
 def measure(program: Program, costs: KnownCosts | None = None) -> Program:
     """Returns `program` with the cost of every template filled in; allocates nothing.
 
-    Args:
-        program: Of which.
-        costs: Those that are known; others are added to them.
+    Costs that are known aren't measured; others are added to them.
     """
     costs = KnownCosts() if costs is None else costs
-    needs: dict[str, list[_Needs]] = {}
+    needs: dict[str, list[Needs]] = {}
     for block in program.blocks:
         needs.setdefault(block.template, []).append(program.needs_gradients(block))
     templates = {
@@ -49,11 +79,7 @@ def measure(program: Program, costs: KnownCosts | None = None) -> Program:
     return dataclasses.replace(program, templates=templates)
 
 
-# Per placeholder of a template: whether a block needs its gradient.
-_Needs = tuple[bool, ...]
-
-
-def _cost(template: Template, needs: list[_Needs], program: Program, costs: KnownCosts) -> TemplateCost:
+def _cost(template: Template, needs: list[Needs], program: Program, costs: KnownCosts) -> TemplateCost:
     if opaque_calls(template.graph):
         return _upper_bound(template, "a module runs its own code")
     if _has_unknown_shapes(template.graph):
@@ -70,34 +96,34 @@ def _cost(template: Template, needs: list[_Needs], program: Program, costs: Know
         return _upper_bound(template, f"it doesn't run without values: {type(error).__name__}: {told}")
 
 
-def _measured(template: Template, needs: list[_Needs], program: Program) -> TemplateCost:
+def _measured(template: Template, needs: list[Needs], program: Program) -> TemplateCost:
     """Measures bytes where all gradients are needed that some block needs, and kernels for each of the `needs`."""
     device, all_needs = program.device, tuple(map(any, zip(*needs, strict=True)))
-    alike = AlikeParts()
-    code = Code(_to_measure(template.graph, device, alike))
+    code = Code(_to_measure(template.graph, device))
     ports = (*template.inputs, *template.state)
     with exact_fakes():
         arguments = [port.spec.empty(device) for port in ports]
         leaves = _leaves(arguments, all_needs)
         with torch.set_grad_enabled(code.has_inner_grad):
-            in_forward, forward = measure_forward(code, leaves if code.has_inner_grad else arguments, device, alike)
+            in_forward, forward = measure_forward(code, leaves if code.has_inner_grad else arguments, device)
         held = _held_state(code, leaves, len(template.inputs)) if _functions(template) else ()
         watched = code.watched(_check_history)
         # A Function's backward is the user's own code, which must run when their backward does, not before. That of
         # packed weights is their library's: only a run shows the weights that it makes in full.
         runs_backward = all(isinstance(node.target, PackedCall) for node in _functions(template))
-        measure_with = partial(measure_backward, num_inputs=len(template.inputs), device=device, alike=alike)
-        repeated = _repeated(template.graph, device, alike)
+        measure_with = partial(measure_backward, num_inputs=len(template.inputs), device=device)
+        repeated = _repeated(template.graph, device)
         saved, in_backward, backward = measure_with(watched, leaves, runs_backward=runs_backward)
         if repeated is not None:
             _, in_backward, backward = measure_with(repeated, leaves, runs_backward=runs_backward)
         results = None
         if runs_backward and may_be_worth(forward) and not code.has_inner_grad:
-            with_results = KeptRuns(code.graph, leaves, device, alike)
             hollow = code.graph if repeated is None else repeated.graph
-            results = with_results.cost(template.graph, hollow, len(template.inputs), forward)
+            results = kept_cost((template.graph, code.graph, hollow), leaves, len(template.inputs), device, forward)
         others = [each for each in needs if each != all_needs and runs_backward]
-        backwards = tuple((each, _backward_kernels(code, _leaves(arguments, each), device, alike)) for each in others)
+        backwards = tuple(
+            (each, measure_with(code, _leaves(arguments, each), runs_backward=True)[2]) for each in others
+        )
     if in_backward is None:
         in_backward = Workspace(2 * _result_bytes(template), ())
         backward = tuple(Kernels(rate, 2 * flops, 2 * nbytes, 2 * count) for rate, flops, nbytes, count in forward)
@@ -117,25 +143,14 @@ def _measured(template: Template, needs: list[_Needs], program: Program) -> Temp
     )
 
 
-def _repeated(graph: fx.Graph, device: torch.device, alike: AlikeParts) -> Code | None:
+def _repeated(graph: fx.Graph, device: torch.device) -> Code | None:
     """The code of a forward that is repeated for its backward, if it isn't that of the first."""
     changed = without_results(graph)
-    return None if changed is graph else Code(_to_measure(changed, device, alike))
+    return None if changed is graph else Code(_to_measure(changed, device))
 
 
-def _leaves(arguments: list[torch.Tensor], needs: _Needs) -> list[torch.Tensor]:
+def _leaves(arguments: list[torch.Tensor], needs: Needs) -> list[torch.Tensor]:
     return [t.detach().requires_grad_(needs_grad) for t, needs_grad in zip(arguments, needs, strict=True)]
-
-
-def _backward_kernels(code: Code, leaves: list[torch.Tensor], device: torch.device, alike: AlikeParts) -> Works:
-    with torch.enable_grad():
-        outputs = code(leaves)
-    roots = [o for o in outputs if o.grad_fn is not None]
-    wanted, seeds = [leaf for leaf in leaves if leaf.requires_grad], [torch.ones_like(r) for r in roots]
-    with KernelWork(device, alike) as kernels:
-        if roots and wanted:
-            torch.autograd.grad(roots, wanted, seeds, allow_unused=True)
-    return kernels.take()
 
 
 def _check_history(node: fx.Node, result: Any) -> None:
@@ -189,11 +204,8 @@ def _functions(template: Template) -> list[fx.Node]:
     return [node for node in template.graph.nodes if applied_function(node.target) is not None]
 
 
-def _to_measure(graph: fx.Graph, device: torch.device, alike: AlikeParts) -> fx.Graph:
-    """Replaces calls whose shapes depend on values (guarded at run time) by empty tensors of those shapes.
-
-    What is computed part by part computes few of them.
-    """
+def _to_measure(graph: fx.Graph, device: torch.device) -> fx.Graph:
+    """Replaces calls whose shapes depend on values (guarded at run time) by empty tensors of those shapes."""
     graph, _ = copied_graph(graph)
     for node in reversed(list(graph.nodes)):
         if isinstance(node.target, Expectation):
@@ -201,8 +213,6 @@ def _to_measure(graph: fx.Graph, device: torch.device, alike: AlikeParts) -> fx.
         elif "results" in node.meta:
             node.op, node.args, node.kwargs = "call_function", (), {}
             node.target = partial(_empty, device, node.meta["results"])
-        elif isinstance(node.target, InParts):
-            node.target = node.target.with_alike_parts(alike)
     return graph
 
 

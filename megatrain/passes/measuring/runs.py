@@ -16,7 +16,6 @@ from megatrain.memory.block_image import has_strides_of
 from megatrain.passes.interpret import has_inner_grad, opaque_calls
 from megatrain.passes.measuring.kernels import KernelWork, LiveBytes, is_on
 from megatrain.passes.program import Program, Template, shared_templates
-from megatrain.passes.rewrites.parts import AlikeParts
 from megatrain.passes.rewrites.tiled_region import TiledRegion
 from megatrain.torch_private import pytree
 from megatrain.tracer.calls import applied_function, function_text
@@ -140,11 +139,9 @@ class Workspace(NamedTuple):
     parts: tuple[int, ...]
 
 
-def measure_forward(
-    code: Run, arguments: list[torch.Tensor], device: torch.device, alike: AlikeParts
-) -> tuple[Workspace, Works]:
+def measure_forward(code: Run, arguments: list[torch.Tensor], device: torch.device) -> tuple[Workspace, Works]:
     """Returns what is alive within a forward beyond its arguments and outputs, and its kernels."""
-    with LiveBytes(arguments, device) as live, KernelWork(device, alike) as kernels:
+    with LiveBytes(arguments, device) as live, KernelWork(device) as kernels:
         outputs = code(arguments)
     own = storage_sizes([t for t in outputs if is_on(t, device)], beyond=[])
     return Workspace(max(0, live.peak - sum(own)), _without(live.peak_parts, own)), kernels.take()
@@ -157,7 +154,6 @@ def measure_backward(
     device: torch.device,
     *,
     runs_backward: bool,
-    alike: AlikeParts,
     held: Sequence[torch.Tensor] = (),
 ) -> tuple[list[int], Workspace | None, Works]:
     """Measures a forward under autograd, and its backward.
@@ -168,7 +164,6 @@ def measure_backward(
         num_inputs: How many of them are inputs; the rest is state.
         device: The compute device.
         runs_backward: Whether there is a backward.
-        alike: Which parts of what runs are computed.
         held: Tensors that don't count.
 
     Returns:
@@ -198,7 +193,7 @@ def measure_backward(
         gradients: Any = ()
         if not runs_backward:
             return saved_parts, None, ()
-        with KernelWork(device, alike) as kernels:
+        with KernelWork(device) as kernels:
             if roots and leaves:
                 gradients = torch.autograd.grad(roots, leaves, seeds, allow_unused=True)
     there = [g for g in gradients if g is not None and is_on(g, device)]

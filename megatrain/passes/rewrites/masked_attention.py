@@ -4,22 +4,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import fx
-from torch.autograd.function import once_differentiable
-from torch.autograd.graph import saved_tensors_hooks
 
-from megatrain.passes.rewrites.parts import AlikeParts, GradientSum, computed_parts
+from megatrain.passes.call_trial import Site
+from megatrain.passes.rewriter import Rewriter
+from megatrain.passes.rewrites.parts import InParts, Piece, Range, computed_parts
 from megatrain.passes.rewrites.positions import Known, PositionProof
-from megatrain.passes.rewriting.call_trial import Site
-from megatrain.passes.rewriting.rewriter import Rewriter
 from megatrain.sizes import format_bytes
 from megatrain.tracer.calls import target_name
-from megatrain.tracer.spec import CALLS
+from megatrain.tracer.spec import CALLS, TensorSpec
 from megatrain.tracer.traced import TracedModule
 
 ATTENTION = F.scaled_dot_product_attention
@@ -113,12 +111,11 @@ class SeenBand:
 
 
 @dataclass(frozen=True, slots=True)
-class BandedAttention:
+class BandedAttention(InParts):
     """The target of a call: attention under a band, for some queries at a time, on the keys that these see.
 
     `(query, key, value, *flags)` as for `scaled_dot_product_attention`, with flags of keys [..., 1, keys] that say
-    further which keys are seen. The forward keeps its operands alone; the backward computes each part once more, under
-    autograd, and differentiates it.
+    further which keys are seen.
 
     Args:
         band: Which keys a query sees.
@@ -126,7 +123,7 @@ class BandedAttention:
         queries: Their number.
         keys: Their number.
         options: `scale` and `enable_gqa`, as for torch.
-        alike: Says which parts a measurement computes.
+        specs: Of the result.
     """
 
     band: SeenBand
@@ -134,24 +131,16 @@ class BandedAttention:
     queries: int
     keys: int
     options: tuple[tuple[str, Any], ...]
-    alike: AlikeParts | None = field(default=None, compare=False)
+    specs: tuple[TensorSpec, ...]
 
     __name__ = "banded_attention"
-
-    def __call__(self, *operands: torch.Tensor) -> torch.Tensor:
-        """Computes attention; the result has the shape of the query, and the width of the value."""
-        return _QueryParts.apply(self, *operands)  # pyright: ignore[reportReturnType]
-
-    def with_alike_parts(self, alike: AlikeParts) -> BandedAttention:
-        """See `InParts`."""
-        return replace(self, alike=alike)
 
     def call_text(self, arguments: str) -> str:
         """Prints the call on arguments that are printed already."""
         options = "".join(f", {name}={value}" for name, value in self.options if value is not None)
         return f"banded_attention({arguments}{options}: {self.band}; {self.rows} queries at a time)"
 
-    def parts(self) -> list[tuple[slice, slice]]:
+    def ranges(self) -> list[tuple[slice, slice]]:
         """Ranges of queries, each with the range of the keys that these see."""
         starts = range(0, self.queries, self.rows)
         rows = [slice(start, min(start + self.rows, self.queries)) for start in starts]
@@ -160,26 +149,30 @@ class BandedAttention:
     @property
     def most_keys(self) -> int:
         """The keys of the part that sees the most."""
-        return max(keys.stop - keys.start for _, keys in self.parts())
+        return max(keys.stop - keys.start for _, keys in self.ranges())
 
-    def masked_parts(
-        self, flags: Sequence[torch.Tensor], device: torch.device
-    ) -> Iterator[tuple[slice, slice, torch.Tensor]]:
-        """Yields the ranges of each part that is computed, and its mask: bool [..., queries, keys]."""
+    def parts(self, operands: Sequence[torch.Tensor]) -> Iterator[Piece]:
+        """Yields ranges of queries, each with its mask: bool [..., queries, keys]."""
+        query, _, _, *flags = operands
         known, seen = None, torch.empty(0)
-        for is_computed, (rows, keys) in computed_parts(self.alike, self.parts(), _shape):
+        for is_computed, (rows, keys) in computed_parts(operands, self.ranges(), _shape):
             if not is_computed:
                 continue
             if _shape((rows, keys)) != known:  # parts that are alike share one
-                known, seen = _shape((rows, keys)), self.band.flags(rows, keys, device)
+                known, seen = _shape((rows, keys)), self.band.flags(rows, keys, query.device)
             mask = seen
             for each in flags:
                 mask = mask & (each[..., keys] if each.shape[-1] > 1 else each)
-            yield rows, keys, mask
+            of_rows, of_keys = (Range(-2, each.start, each.stop - each.start) for each in (rows, keys))
+            yield Piece((of_rows, of_keys, of_keys, *(None for _ in flags)), (of_rows,), mask)
 
-    def part(self, leaves: Sequence[torch.Tensor], mask: torch.Tensor) -> torch.Tensor:
+    def is_shared(self, index: int) -> bool:
+        """Keys and values are, as parts of them overlap."""
+        return index > 0
+
+    def compute(self, part: Piece, operands: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
         """Attention of one part."""
-        return F.scaled_dot_product_attention(*leaves, attn_mask=mask, **dict(self.options))
+        return (ATTENTION(*operands[:3], attn_mask=part.given, **dict(self.options)),)
 
 
 def causal_attention(traced: TracedModule) -> TracedModule:
@@ -242,15 +235,15 @@ def banded_attention(traced: TracedModule, *, rows: int | None = None) -> Traced
         if not band.reaches_all(*lengths) or not (flags or (band.first, band.last) not in ((None, 0), (None, None))):
             return False
         options = tuple((name, given[name]) for name in ("scale", "enable_gqa") if name in given)
-        target = BandedAttention(band, rows or _rows(band, flags, *lengths), *lengths, options)
+        specs = (node.meta["spec"],)
+        target = BandedAttention(band, rows or _rows(band, flags, *lengths), *lengths, options, specs)
         if target.rows >= lengths[0] and target.most_keys >= lengths[1]:
             return False
         # Operands are cast before, where autocast would have cast them.
-        site, dtype = replace(Site.of(node), autocast=()), node.meta["spec"].dtype
+        site, dtype = replace(Site.of(node), autocast=()), specs[0].dtype
         operands = [given[name] for name in ("query", "key", "value")]
         operands = [x if x.meta["spec"].dtype == dtype else rewriter.add(site, "to", (x, dtype)) for x in operands]
-        trial = target.with_alike_parts(AlikeParts())
-        made = rewriter.add(site, target, (*operands, *flags), trial=trial, shares_trial=True)
+        made = rewriter.add(site, target, (*operands, *flags))
         return _replaced(rewriter, node, made, f"{target.rows} queries at a time", promise)
 
     return _rewritten(traced, parted)
@@ -343,60 +336,3 @@ def _shape(part: tuple[slice, slice]) -> tuple[int, int, int]:
     """Queries and keys of a part, and how far its keys begin from its queries: with these equal, a mask is equal."""
     rows, keys = part
     return rows.stop - rows.start, keys.stop - keys.start, keys.start - rows.start
-
-
-class _QueryParts(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, target: BandedAttention, *operands: torch.Tensor) -> torch.Tensor:
-        ctx.target = target
-        ctx.save_for_backward(*operands)
-        needs = ctx.needs_input_grad[1:4]
-        query, _, value = operands[:3]
-        result = None
-        for rows, keys, mask in target.masked_parts(operands[3:], query.device):
-            # Kernels look at whether a tensor requires a gradient, so each must, as in the whole.
-            with torch.set_grad_enabled(any(needs)), saved_tensors_hooks(lambda _: None, _refuse):
-                part = target.part(_leaves(operands, needs, rows, keys), mask).detach()
-            if result is None:  # with dimensions in the order that they have in a part
-                shape = (*query.shape[:-1], value.shape[-1])
-                order = sorted(range(part.dim()), key=lambda dim: (-part.stride(dim), dim))
-                whole = part.new_empty([shape[dim] for dim in order])
-                result = whole.permute([order.index(dim) for dim in range(part.dim())])
-            result[..., rows, :] = part
-        assert result is not None
-        return result
-
-    @staticmethod
-    @once_differentiable
-    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]  # the decorator's type
-        ctx: Any, gradient: torch.Tensor
-    ) -> tuple[torch.Tensor | None, ...]:
-        target: BandedAttention = ctx.target
-        operands, flags, needs = ctx.saved_tensors[:3], ctx.saved_tensors[3:], ctx.needs_input_grad[1:4]
-        of_query = torch.empty_like(operands[0]) if needs[0] else None
-        sums = [GradientSum(tensor) if need else None for tensor, need in zip(operands[1:], needs[1:], strict=True)]
-        for rows, keys, mask in target.masked_parts(flags, gradient.device):
-            leaves = _leaves(operands, needs, rows, keys)
-            with torch.enable_grad():
-                part = target.part(leaves, mask)
-            found = iter(torch.autograd.grad(part, [x for x in leaves if x.requires_grad], gradient[..., rows, :]))
-            del part
-            if of_query is not None:
-                of_query[..., rows, :] = next(found)
-            for total in (total for total in sums if total is not None):
-                total.add_at(next(found), -2, keys)
-        return None, of_query, *(None if s is None else s.rounded() for s in sums), *(None for _ in flags)
-
-
-def _leaves(
-    operands: tuple[torch.Tensor, ...], needs: tuple[bool, ...], rows: slice, keys: slice
-) -> tuple[torch.Tensor, ...]:
-    """The operands of a part."""
-    return tuple(
-        tensor[..., place, :].detach().requires_grad_(need)
-        for tensor, need, place in zip(operands[:3], needs, (rows, keys, keys), strict=True)
-    )
-
-
-def _refuse(_: Any) -> torch.Tensor:
-    raise AssertionError("the forward of a part was differentiated")

@@ -7,7 +7,6 @@ these elements; dtypes, promotion and NaN are torch's own.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,9 +14,9 @@ from typing import Any
 import torch
 from torch import fx
 
-from megatrain.passes.rewriting.call_trial import called
+from megatrain.passes.call_trial import called, followed, marked
 from megatrain.tracer.calls import target_name
-from megatrain.tracer.spec import CALLS, TensorSpec, storage_key
+from megatrain.tracer.spec import CALLS, TensorSpec
 
 # Up to these numbers each whole number is an element of the dtype, and so are sums of two such elements.
 _EXACT = {torch.int64: 2**61, torch.int32: 2**30, torch.float64: 2**52, torch.float32: 2**23}
@@ -203,34 +202,14 @@ def _view(node: fx.Node, known: Known) -> Known | None:
 
 
 def _source(node: fx.Node, base: fx.Node) -> tuple[dict[int, int], dict[int, tuple[int, int]]] | None:
-    """Reads from strides which elements a view has: by dimensions of the tensor, all counted from the last.
-
-    The call is made on a tensor without values, with strides of which no two combinations are equal.
-
-    Returns:
-        The first index along each dimension; and the dimension of the view, with its step, for those that it still has.
-    """
-    shape = base.meta["spec"].shape
-    strides = [math.prod(size + 1 for size in shape[dim + 1 :]) for dim in range(len(shape))]
-    tensor = torch.empty_strided(tuple(shape), strides, device="meta")
+    """Which elements of its operand a view has."""
+    tensor = marked(base.meta["spec"].shape)
 
     def stand_in(operand: fx.Node) -> torch.Tensor:
         return tensor if operand is base else torch.empty(tuple(operand.meta["spec"].shape), device="meta")
 
     try:
         args, kwargs = fx.map_arg((node.args, dict(node.kwargs)), stand_in)  # pyright: ignore
-        view: Any = called(node.target, args, kwargs)  # pyright: ignore
+        return followed(called(node.target, args, kwargs), tensor)  # pyright: ignore
     except Exception:  # an index that isn't known, or a view that these strides don't allow: nothing is claimed
         return None
-    if not isinstance(view, torch.Tensor) or storage_key(view) != storage_key(tensor):
-        return None
-    rest, starts, places = int(view.storage_offset()), dict[int, int](), dict[int, tuple[int, int]]()
-    for dim, stride in enumerate(strides):
-        starts[dim - len(shape)], rest = divmod(rest, stride)
-    for dim, (size, stride) in enumerate(zip(view.shape, view.stride(), strict=True)):
-        if size > 1 and stride > 0:
-            origin = next(index for index in range(len(shape)) if strides[index] <= stride)
-            if stride % strides[origin]:
-                return None
-            places[origin - len(shape)] = dim - view.dim(), stride // strides[origin]
-    return starts, places

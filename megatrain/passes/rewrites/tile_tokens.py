@@ -12,89 +12,25 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import fx
-from torch.autograd.graph import saved_tensors_hooks
 
 from megatrain.errors import LowerError
-from megatrain.interrupts import Interrupts
+from megatrain.passes.call_trial import Site
 from megatrain.passes.dedup import graph_key
-from megatrain.passes.exact_fakes import exact_fakes
-from megatrain.passes.interpret import Code
 from megatrain.passes.partition import find_intervals
-from megatrain.passes.rewrites.head.head_loss import HeadLoss
-from megatrain.passes.rewrites.parts import AlikeParts, InParts
+from megatrain.passes.rewriter import Rewriter
+from megatrain.passes.rewrites.head_loss import HeadLoss
+from megatrain.passes.rewrites.parts import InParts
 from megatrain.passes.rewrites.tiled_region import TiledRegion
 from megatrain.passes.rewrites.token_rules import FEW, Axes, Trials, is_sized, sized_arguments
-from megatrain.passes.rewriting.call_trial import Site
-from megatrain.passes.rewriting.rewriter import Rewriter
-from megatrain.torch_private import TorchDispatchMode, pytree
-from megatrain.tracer.spec import CALLS, storage_key
+from megatrain.tracer.spec import CALLS
 from megatrain.tracer.traced import TracedModule
-
-
-def unread_linears(graph: fx.Graph, device: torch.device) -> tuple[int, ...]:
-    """Finds linear layers whose values a backward of the graph can do without: they are only moved, added or scaled.
-
-    The graph runs on tensors without values. Nothing that autograd saves for the backward may be computed from such a
-    value.
-
-    Args:
-        graph: Straight-line, of plain calls; its placeholders say their `spec`, and whether they need a gradient.
-        device: Where it computes.
-
-    Returns:
-        The numbers of their nodes in the graph.
-    """
-    linears = [node for node in graph.nodes if node.target is F.linear]
-    origins = _Origins()
-    read: set[fx.Node] = set()
-
-    def see(node: fx.Node, result: Any) -> None:
-        if node in linears:
-            origins.add(result, node)
-
-    def save(tensor: torch.Tensor) -> torch.Tensor:
-        read.update(origins.of(tensor))
-        return tensor
-
-    placeholders = [node for node in graph.nodes if node.op == "placeholder"]
-    with Interrupts(), exact_fakes(), torch.enable_grad():
-        given = [n.meta["spec"].empty(device).requires_grad_(n.meta["requires_grad"]) for n in placeholders]
-        with origins, saved_tensors_hooks(save, lambda tensor: tensor):
-            Code(graph, see=see)(given, is_checked=False)
-    return tuple(number for number, node in enumerate(graph.nodes) if node in linears and node not in read)
-
-
-class _Origins(TorchDispatchMode):
-    """Knows from which calls' results each tensor is computed, also where no gradient flows."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._found: dict[int, set[fx.Node]] = {}
-        self._alive: list[torch.Tensor] = []  # so that no other memory gets a number that is known
-
-    def of(self, tensor: torch.Tensor) -> set[fx.Node]:
-        return self._found.get(storage_key(tensor), set())
-
-    def add(self, tensor: torch.Tensor, *nodes: fx.Node) -> None:
-        self._found.setdefault(storage_key(tensor), set()).update(nodes)
-        self._alive.append(tensor)
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        read = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
-        nodes = set().union(*map(self.of, read))
-        for tensor in pytree.tree_leaves(result):
-            if isinstance(tensor, torch.Tensor):
-                self.add(tensor, *nodes)
-        return result
-
 
 _PRODUCTS = (F.linear, torch.matmul, torch.mm, torch.addmm, "matmul", "__matmul__", "mm", "addmm")
 # Places of operands that are tried, where several dimensions are as long as the text.
 _MOST_TRIALS = 64
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class TokenRegion:
     """A run of calls in which each token is computed alone.
 
@@ -110,32 +46,67 @@ class TokenRegion:
     outputs: tuple[fx.Node, ...]
 
     @property
+    def num_tokens(self) -> int:
+        """How many tokens there are."""
+        axis: Any = self.axes[self.outputs[0]]
+        return self.outputs[0].meta["spec"].shape[axis]
+
+    @property
     def operands(self) -> tuple[fx.Node, ...]:
         """What the calls read, but don't make, in order of first use."""
-        own = set(self.nodes)
-        return tuple(dict.fromkeys(a for n in self.nodes for a in n.all_input_nodes if a not in own))
+        return tuple(_read_by(self.nodes))
+
+
+def _read_by(nodes: Sequence[fx.Node]) -> dict[fx.Node, None]:
+    """What some calls read and don't make, in order of first use."""
+    own = set(nodes)
+    return dict.fromkeys(a for n in nodes for a in n.all_input_nodes if a not in own)
 
 
 def token_regions(traced: TracedModule, block_bytes: int | None = None) -> list[TokenRegion]:
     """Lists the regions of a capture that are worth tiling, in execution order.
 
-    Args:
-        traced: The capture.
-        block_bytes: As in `partition`: regions don't cross the cuts between blocks, and read no larger state.
+    Regions don't cross the cuts that `partition` makes between blocks of `block_bytes`, and read no larger state.
     """
     trials = Trials(traced.device)
-    written = {w.meta["storage"] for n in traced.graph.nodes for w in n.meta.get("writes", ())}
-    kept = {node for _, node in traced.writes_back}
+    plain = _plain_calls(traced, block_bytes)
     found: list[TokenRegion] = []
     for interval in find_intervals(traced, block_bytes):
-        taken: set[fx.Node] = set()
         for tokens in _lengths(interval.nodes):
-            finder = _Finder(tokens, trials, written, kept, taken, block_bytes)
-            for region in finder.regions(interval.nodes):
-                taken.update(region.nodes)
+            for region in _Finder(tokens, trials, plain).regions(interval.nodes):
+                plain.difference_update(region.nodes)
                 found.append(region)
     order = {node: index for index, node in enumerate(traced.graph.nodes)}
     return sorted(found, key=lambda region: order[region.nodes[0]])
+
+
+def _plain_calls(traced: TracedModule, block_bytes: int | None) -> set[fx.Node]:
+    """The calls that make tensors and do nothing else, and read tensors that nothing writes into.
+
+    What is computed in parts already takes its tokens apart: no trial would find that it treats each alone. State above
+    `block_bytes` is cut into rows later, so a region can't hold its calls.
+    """
+    written = {w.meta["storage"] for n in traced.graph.nodes for w in n.meta.get("writes", ())}
+    kept = {node for _, node in traced.writes_back}
+
+    def is_plain(node: fx.Node) -> bool:
+        meta = node.meta
+        if node.op not in CALLS or isinstance(node.target, InParts | HeadLoss) or node in kept:
+            return False
+        if any(meta.get(key) for key in ("is_random", "writes", "hides_draws", "results", "mask")):
+            return False
+        if not meta["spec"].numel if "spec" in meta else not node.users:  # nobody reads it, or it gave back an operand
+            return False
+        for operand in (node, *node.all_input_nodes):
+            spec = operand.meta.get("spec")
+            if spec is None:
+                continue
+            is_large = operand.op == "get_attr" and block_bytes is not None and spec.nbytes > block_bytes
+            if spec.on_host or is_large or operand.meta["storage"] in written:
+                return False
+        return True
+
+    return set(filter(is_plain, traced.graph.nodes))
 
 
 def _lengths(nodes: Sequence[fx.Node]) -> list[int]:
@@ -157,23 +128,11 @@ class _Finder:
     Args:
         tokens: Their number.
         trials: Runs calls on a few tokens.
-        written: Numbers of the memory that the model writes into.
-        kept: Nodes that are written back into buffers.
-        taken: Nodes of regions that were found for other numbers of tokens.
-        block_bytes: State that is larger is cut into rows later, so a region can't hold its calls.
+        plain: The calls that a region may have.
     """
 
-    def __init__(
-        self,
-        tokens: int,
-        trials: Trials,
-        written: set[int],
-        kept: set[fx.Node],
-        taken: set[fx.Node],
-        block_bytes: int | None,
-    ):
-        self._tokens, self._trials, self._written, self._kept = tokens, trials, written, kept
-        self._taken, self._block_bytes = taken, block_bytes
+    def __init__(self, tokens: int, trials: Trials, plain: set[fx.Node]):
+        self._tokens, self._trials, self._plain = tokens, trials, plain
         self._axes: dict[fx.Node, Axes] = {}
         self._open: list[fx.Node] = []
 
@@ -188,7 +147,7 @@ class _Finder:
 
     def _joins(self, node: fx.Node) -> bool:
         """Tells whether a call treats each token alone, and notes the axes of what it reads and makes."""
-        if node in self._taken or not self._is_plain(node):
+        if node not in self._plain:
             return False
         if node.target is getitem:
             made: Any = self._axes.get(node.args[0])  # pyright: ignore
@@ -204,29 +163,6 @@ class _Finder:
                 self._axes[node] = found
                 return True
         return False
-
-    def _is_plain(self, node: fx.Node) -> bool:
-        """Tells whether a call makes tensors and does nothing else, and reads tensors that nothing writes into.
-
-        What is computed in parts already takes its tokens apart: no trial would find that it treats each alone.
-        """
-        meta = node.meta
-        if node.op not in CALLS or isinstance(node.target, InParts):
-            return False
-        if meta.get("is_random") or meta.get("writes") or meta.get("hides_draws"):
-            return False
-        if "spec" not in meta and not node.users:  # it gave back an operand, or nobody reads its result
-            return False
-        if node in self._kept or "results" in meta or "mask" in meta or ("spec" in meta and not meta["spec"].numel):
-            return False
-        for operand in (node, *node.all_input_nodes):
-            spec = operand.meta.get("spec")
-            if spec is None:
-                continue
-            is_large = operand.op == "get_attr" and self._block_bytes is not None and spec.nbytes > self._block_bytes
-            if spec.on_host or is_large or operand.meta["storage"] in self._written:
-                return False
-        return True
 
     def _places(self, node: fx.Node) -> Iterator[dict[fx.Node, int | None]]:
         """Yields where tokens may lie in the operands: those of known operands stay where they are."""
@@ -248,9 +184,8 @@ class _Finder:
         It does if it reads a result of it. It also does if both send gradients to one tensor: the sum would be added up
         in another order if the region went on after this call.
         """
-        own = set(self._open)
-        shared = {a for n in self._open for a in n.all_input_nodes if a.meta.get("requires_grad") and a not in own}
-        return any(operand in own or operand in shared for operand in node.all_input_nodes)
+        shared = {operand for operand in _read_by(self._open) if operand.meta.get("requires_grad")}
+        return not shared.union(self._open).isdisjoint(node.all_input_nodes)
 
     def _closed(self) -> Iterator[TokenRegion]:
         nodes, self._open = self._without_outer_views(self._open), []
@@ -260,13 +195,13 @@ class _Finder:
         outputs = tuple(n for n in nodes if not own.issuperset(n.users))
         is_whole = all("spec" in node.meta for node in outputs)  # other several results are read in here alone
         if is_whole and _pays(nodes, outputs) and self._keeps_order(nodes):
-            yield TokenRegion(tuple(nodes), {n: self._axes[n] for n in self._axes}, outputs)
+            yield TokenRegion(tuple(nodes), dict(self._axes), outputs)
 
     def _without_outer_views(self, nodes: list[fx.Node]) -> list[fx.Node]:
         """Leaves out views of memory from outside that are read outside: a region would copy them."""
         while True:
             own = set(nodes)
-            outer = {a.meta["storage"] for n in nodes for a in n.all_input_nodes if a not in own and "spec" in a.meta}
+            outer = {operand.meta["storage"] for operand in _read_by(nodes) if "spec" in operand.meta}
             out = {n for n in nodes if n.meta.get("storage") in outer and not own.issuperset(n.users)}
             if not out:
                 return nodes
@@ -278,8 +213,8 @@ class _Finder:
         Such a call, a view that was left out, would come between the terms of a sum that the region adds as one.
         """
         own = set(nodes)
-        operands = {a for n in nodes for a in n.all_input_nodes if a.meta.get("requires_grad") and a not in own}
-        others = {user for operand in operands for user in operand.users if user not in own}
+        trained = [operand for operand in _read_by(nodes) if operand.meta.get("requires_grad")]
+        others = {user for operand in trained for user in operand.users if user not in own}
         return not any(nodes[0] < other < nodes[-1] for other in others)
 
 
@@ -287,17 +222,10 @@ _UNKNOWN = object()
 
 
 def _pays(nodes: Sequence[fx.Node], outputs: Sequence[fx.Node]) -> bool:
-    """Tells whether a region computes anything, and its results are less than all that it makes."""
-    return any(map(_computes, nodes)) and _saved_bytes(nodes, outputs) > 0
-
-
-def _saved_bytes(nodes: Sequence[fx.Node], outputs: Sequence[fx.Node]) -> int:
-    """Bytes of the memory that only a region's own calls read."""
-    own = set(nodes)
-    there = {a.meta.get("storage") for n in nodes for a in n.all_input_nodes if a not in own}
-    there |= {node.meta["storage"] for node in outputs}
-    inner = {n.meta["storage"]: n.meta["storage_bytes"] for n in nodes if "storage" in n.meta}
-    return sum(size for storage, size in inner.items() if storage not in there)
+    """Tells whether a region computes anything, and has memory that only its own calls read."""
+    there = {node.meta.get("storage") for node in (*_read_by(nodes), *outputs)}
+    inner = [n for n in nodes if "spec" in n.meta and n.meta["storage"] not in there]
+    return any(map(_computes, nodes)) and any(node.meta["storage_bytes"] for node in inner)
 
 
 def _computes(node: fx.Node) -> bool:
@@ -328,65 +256,41 @@ def tile_tokens(
         traced: The capture.
         rows: Tokens of a tile; None takes a sixteenth of them, and at least 256.
         divisor: Without `rows`: so many times fewer than these, and at least 256.
-        block_bytes: As in `partition`.
+        block_bytes: Target bytes of a block's state: no region crosses the cuts between blocks.
     """
-    regions = token_regions(traced, block_bytes)
-    if not regions:
+    sizes = {
+        region: rows or max(_FEWEST, -(-region.num_tokens // (_TILES * divisor)))
+        for region in token_regions(traced, block_bytes)
+    }
+    if all(size >= region.num_tokens for region, size in sizes.items()):
         return traced
     rewriter = Rewriter(traced)
     # The last first: operands are then still the nodes that a region names.
-    tiler = _Tiler(rewriter, rows, divisor)
-    tiled = [tiler.tiled(region) for region in reversed(regions)]
+    tiled = [_replaced(region, size, rewriter) for region, size in reversed(sizes.items()) if size < region.num_tokens]
     return rewriter.done() if any(tiled) else traced
 
 
-class _Tiler:
-    """Replaces regions of one graph by calls. Of equal regions, as layers have them, one is tried.
-
-    Args:
-        rewriter: Of the graph.
-        rows: As in `tile_tokens`.
-        divisor: See there.
-    """
-
-    def __init__(self, rewriter: Rewriter, rows: int | None, divisor: int) -> None:
-        self._rewriter, self._rows, self._divisor = rewriter, rows, divisor
-        self._unread: dict[Any, tuple[int, ...]] = {}
-
-    def tiled(self, region: TokenRegion) -> bool:
-        """Replaces a region by one call; tells whether it did."""
-        first, rewriter = region.outputs[0], self._rewriter
-        axis: Any = region.axes[first]
-        tokens = first.meta["spec"].shape[axis]
-        size = self._rows or max(_FEWEST, -(-tokens // (_TILES * self._divisor)))
-        if size >= tokens:
-            return False
-        operands = _operands(region)
-        graph = _extracted(region, operands)
-        given = [operand for operand, count in operands.items() for _ in range(count)]
-        axes: Any = tuple(region.axes[operand] for operand in given)
-        out_axes: Any = tuple(region.axes[output] for output in region.outputs)
-        specs, key = tuple(output.meta["spec"] for output in region.outputs), graph_key(graph)
-        target = TiledRegion(graph, key, axes, out_axes, specs, self._unread_of(graph, key), size)
-        site = replace(Site.of(region.nodes[-1]), modules=_modules(region), grad=True, autocast=())
-        try:
-            trial = target.with_alike_parts(AlikeParts())
-            made = rewriter.add(site, target, tuple(given), trial=trial, shares_trial=True)
-        except LowerError:  # a tile's strides differ from the whole, and a view may not fit them
-            return False
-        news = {old: new for old, new in zip(region.outputs, made if len(specs) > 1 else (made,), strict=True)}
-        for node in reversed(region.nodes):
-            if node in news:
-                rewriter.replace(node, news[node])
-            else:
-                rewriter.erase(node)
-        return True
-
-    def _unread_of(self, graph: fx.Graph, key: Any) -> tuple[int, ...]:
-        known_by = key, tuple(node.meta["requires_grad"] for node in graph.nodes if node.op == "placeholder")
-        if known_by not in self._unread:
-            self._unread[known_by] = unread_linears(graph, self._rewriter.device)
-        return self._unread[known_by]
+def _replaced(region: TokenRegion, size: int, rewriter: Rewriter) -> bool:
+    """Replaces a region by one call, in tiles of `size` tokens; tells whether it did."""
+    operands = _operands(region)
+    graph = _extracted(region, operands)
+    given = [operand for operand, count in operands.items() for _ in range(count)]
+    axes: Any = tuple(region.axes[operand] for operand in given)
+    out_axes: Any = tuple(region.axes[output] for output in region.outputs)
+    specs = tuple(output.meta["spec"] for output in region.outputs)
+    target = TiledRegion(graph, graph_key(graph), axes, out_axes, specs, size)
+    site = replace(Site.of(region.nodes[-1]), modules=_modules(region), grad=True, autocast=())
+    try:
+        made = rewriter.add(site, target, tuple(given))
+    except LowerError:  # a tile's strides differ from the whole, and a view may not fit them
+        return False
+    news = dict(zip(region.outputs, made if len(specs) > 1 else (made,), strict=True))
+    for node in reversed(region.nodes):
+        if node in news:
+            rewriter.replace(node, news[node])
+        else:
+            rewriter.erase(node)
+    return True
 
 
 def _operands(region: TokenRegion) -> dict[fx.Node, int]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import accumulate
 from operator import getitem, itemgetter
 from typing import Any
 
@@ -15,44 +16,29 @@ from torch.autograd.function import once_differentiable
 
 from megatrain.passes.canonicalize import copied_graph
 from megatrain.passes.interpret import Code
-from megatrain.passes.rewrites.parts import AlikeParts, GradientSum, computed_parts
+from megatrain.passes.rewrites.parts import GradientSum, InParts, Piece, Range, computed_parts
 from megatrain.tracer.calls import target_name
 from megatrain.tracer.spec import CALLS, TensorSpec
 
 
-def linear_into(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    of_weight: GradientSum | None,
-    of_bias: GradientSum | None,
-    is_unread: bool,
-) -> torch.Tensor:
-    """Computes `F.linear(x, weight, bias)`, with a gradient for `x` alone.
-
-    Args:
-        x: Floating point, of shape [..., inner].
-        weight: Of shape [outer, inner].
-        bias: Of shape [outer], or None.
-        of_weight: Takes the gradient of the weight; None if nobody needs it.
-        of_bias: Likewise that of the bias.
-        is_unread: Nobody reads the values of the result, so that they aren't computed.
-    """
-    return _LinearInto.apply(x, weight, bias, (of_weight, of_bias), is_unread)  # pyright: ignore[reportReturnType]
-
-
 class _LinearInto(torch.autograd.Function):
+    """Computes `F.linear(x, weight, bias)`; gradients of weight and bias go into sums, if these aren't None.
+
+    Where the values of the result are unread they aren't computed.
+    """
+
     @staticmethod
     def forward(
         ctx: Any,
         x: torch.Tensor,
         weight: torch.Tensor,
         bias: torch.Tensor | None,
-        sums: tuple[GradientSum | None, GradientSum | None],
+        of_weight: GradientSum | None,
+        of_bias: GradientSum | None,
         is_unread: bool,
     ) -> torch.Tensor:
         ctx.save_for_backward(x, weight)
-        ctx.sums = sums
+        ctx.sums = of_weight, of_bias
         return x.new_empty((*x.shape[:-1], weight.shape[0])) if is_unread else F.linear(x, weight, bias)
 
     @staticmethod
@@ -68,7 +54,7 @@ class _LinearInto(torch.autograd.Function):
             of_weight.add_product(rows.t(), x.reshape(-1, x.shape[-1]))
         if of_bias is not None:
             of_bias.add_rows(rows)
-        return of_x, None, None, None, None
+        return of_x, None, None, None, None, None
 
 
 # Kernels of the CPU compute whole vectors of elements by one formula, and what is left over by another: tiles that
@@ -77,7 +63,7 @@ _UNIT = 64
 
 
 @dataclass(frozen=True, repr=False)
-class TiledRegion:
+class TiledRegion(InParts):
     """The target of a call: a part of a graph in which each token is computed alone (token tiling, tiled MLP).
 
     The forward runs the graph on some tokens at a time, and keeps its operands alone. The backward runs it once more on
@@ -89,10 +75,8 @@ class TiledRegion:
         axes: Of each operand the dimension along which tokens lie; None for what all tokens share.
         out_axes: Likewise of each result.
         specs: Of the results.
-        unread: Numbers of the nodes of linear layers whose values no backward reads: they aren't computed there.
         rows: Tokens of a tile, at most.
         is_hollow: The results have no values: only their gradients are asked for.
-        alike: Says which tiles a measurement computes.
     """
 
     graph: fx.Graph = field(compare=False)
@@ -100,21 +84,10 @@ class TiledRegion:
     axes: tuple[int | None, ...]
     out_axes: tuple[int, ...]
     specs: tuple[TensorSpec, ...]
-    unread: tuple[int, ...]
     rows: int
     is_hollow: bool = False
-    alike: AlikeParts | None = field(default=None, compare=False)
 
     __name__ = "tiled"
-
-    def __call__(self, *operands: torch.Tensor) -> Any:
-        """Computes the results; one alone, or a tuple."""
-        results = _Tiles.apply(self, *operands)
-        return results[0] if len(self.specs) == 1 else results  # pyright: ignore[reportOptionalSubscript]
-
-    def with_alike_parts(self, alike: AlikeParts) -> TiledRegion:
-        """See `InParts`."""
-        return replace(self, alike=alike)
 
     def call_text(self, arguments: str) -> str:
         """Prints the call on arguments that are printed already."""
@@ -154,12 +127,16 @@ class TiledRegion:
         return tuple(sorted(found))
 
     @cached_property
+    def unread(self) -> frozenset[fx.Node]:
+        """The linear layers whose values no backward reads: there they aren't computed."""
+        return frozenset(node for node in self.graph.nodes if _is_linear(node) and not _is_read(node))
+
+    @cached_property
     def graph_code(self) -> Code:
         """Like `code`, where linear layers leave the gradients of their weights in `GradientSum`s.
 
         Its arguments are the operands, and then a sum, or None, for each of `summed`.
         """
-        unread = {node for index, node in enumerate(self.graph.nodes) if index in self.unread}
         graph, copies = copied_graph(self.graph)
         operands = _placeholders(graph)
         sums: dict[fx.Node, fx.Node] = {}
@@ -169,29 +146,46 @@ class TiledRegion:
         for original, node in copies.items():
             if _is_linear(node):
                 x, weight, bias = (*node.args, None)[:3]
-                node.target = linear_into
-                node.args = (x, weight, bias, sums[weight], sums.get(bias), original in unread)  # pyright: ignore
+                node.target = _LinearInto.apply
+                node.args = (x, weight, bias, sums[weight], sums.get(bias), original in self.unread)  # pyright: ignore
         return Code(graph)
 
-    def tiles(self, operands: Sequence[torch.Tensor]) -> Iterator[tuple[int, int]]:
-        """Start and length of the tiles that are computed, which are about equally long."""
-        tokens = next(t.shape[axis] for t, axis in zip(operands, self.axes, strict=True) if axis is not None)
+    def parts(self, operands: Sequence[torch.Tensor]) -> Iterator[Piece]:
+        """Yields the tiles, which are about equally long."""
+        tokens = self.num_tokens
         unit = min(_UNIT, self.rows)
         number = max(1, min(-(-tokens // self.rows), tokens // unit))
         few, more = divmod(tokens // unit, number)
-        start, tiles = 0, list[tuple[int, int]]()
-        for index in range(number):
-            length = (few + (index < more)) * unit if index < number - 1 else tokens - start
-            tiles.append((start, length))
-            start += length
+        lengths = [(few + (index < more)) * unit for index in range(number - 1)]
+        lengths.append(tokens - sum(lengths))
+        tiles = list(zip(accumulate(lengths, initial=0), lengths, strict=False))
         # Tiles of one length are cut alike from the same operands.
-        return (tile for is_computed, tile in computed_parts(self.alike, tiles, itemgetter(1)) if is_computed)
+        return (
+            self._tile(*tile) for is_computed, tile in computed_parts(operands, tiles, itemgetter(1)) if is_computed
+        )
 
-    def cut(self, operands: Sequence[torch.Tensor], start: int, length: int) -> list[torch.Tensor]:
-        """The operands of a tile."""
-        return [
-            t if axis is None else t.narrow(axis, start, length) for t, axis in zip(operands, self.axes, strict=True)
-        ]
+    @property
+    def sample(self) -> Piece | None:
+        """A few tokens, where the results have no values."""
+        return self._tile(0, 2) if self.is_hollow else None
+
+    def _tile(self, start: int, length: int) -> Piece:
+        places = [None if axis is None else Range(axis, start, length) for axis in (*self.axes, *self.out_axes)]
+        return Piece(places[: len(self.axes)], places[len(self.axes) :])  # pyright: ignore  # each result has tokens
+
+    def is_shared(self, index: int) -> bool:
+        """What all tokens share is."""
+        return self.axes[index] is None
+
+    def compute(self, part: Piece, operands: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+        """Runs the graph on a tile."""
+        return self.code(operands, is_checked=False)
+
+    def recompute(
+        self, part: Piece, operands: Sequence[torch.Tensor], sums: Sequence[GradientSum | None]
+    ) -> Sequence[torch.Tensor]:
+        """Runs it with linear layers that leave the gradients of their weights in `sums`."""
+        return self.graph_code([*operands, *(sums[index] for index in self.summed)], is_checked=False)  # pyright: ignore
 
 
 def without_results(graph: fx.Graph) -> fx.Graph:
@@ -215,130 +209,6 @@ def _only_leaves(node: fx.Node, output: fx.Node) -> bool:
     return all(user is output or (user.target is getitem and set(user.users) == {output}) for user in node.users)
 
 
-class _Tiles(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, region: TiledRegion, *operands: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        ctx.region = region
-        ctx.set_materialize_grads(False)
-        ctx.save_for_backward(*operands)
-        needs = ctx.needs_input_grad[1:]
-        if region.is_hollow:
-            return _hollow(ctx, region, operands)
-        results: list[torch.Tensor] = []
-        constant: list[torch.Tensor] = []
-        for start, length in region.tiles(operands):
-            # Kernels look at whether a tensor requires a gradient, so each must, as in the whole.
-            with torch.set_grad_enabled(any(needs)), _forgetting():
-                made = region.code(_leaves(region.cut(operands, start, length), needs), is_checked=False)
-            if not results:
-                results = [_empty(spec, tile) for spec, tile in zip(region.specs, made, strict=True)]
-                constant = [whole for whole, tile in zip(results, made, strict=True) if not tile.requires_grad]
-            for whole, axis, tile in zip(results, region.out_axes, made, strict=True):
-                _copy(whole.narrow(axis, start, length), tile.detach())
-            del made  # before the next tile's
-        ctx.mark_non_differentiable(*constant)
-        return tuple(results)
-
-    @staticmethod
-    @once_differentiable
-    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]  # the decorator's type
-        ctx: Any, *gradients: torch.Tensor | None
-    ) -> tuple[torch.Tensor | None, ...]:
-        region: TiledRegion = ctx.region
-        return None, *_Backward(region, ctx.saved_tensors, ctx.needs_input_grad[1:]).run(gradients)
-
-
-def _hollow(ctx: Any, region: TiledRegion, operands: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-    """Results without memory; a few tokens tell which of them have a gradient."""
-    with torch.enable_grad(), _forgetting():
-        made = region.code(_leaves(region.cut(operands, 0, 2), ctx.needs_input_grad[1:]), is_checked=False)
-    results = [tile.new_empty(()).expand(spec.shape) for spec, tile in zip(region.specs, made, strict=True)]
-    ctx.mark_non_differentiable(*(whole for whole, tile in zip(results, made, strict=True) if not tile.requires_grad))
-    return tuple(results)
-
-
-class _Backward:
-    """The backward of a region.
-
-    Args:
-        region: The region.
-        operands: Its operands.
-        needs: Whether each needs a gradient.
-    """
-
-    def __init__(self, region: TiledRegion, operands: Sequence[torch.Tensor], needs: Sequence[bool]):
-        self._region, self._operands, self._needs = region, operands, needs
-        shared = [axis is None and need for axis, need in zip(region.axes, needs, strict=True)]
-        self._sums = [GradientSum(t) if each else None for t, each in zip(operands, shared, strict=True)]
-        self._whole: list[torch.Tensor | None] = [None for _ in operands]
-
-    def run(self, gradients: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
-        """Returns the gradients of the operands, for those of the results."""
-        for start, length in self._region.tiles(self._operands):
-            self._tile(gradients, start, length)
-        return [
-            whole if total is None else total.rounded() for whole, total in zip(self._whole, self._sums, strict=True)
-        ]
-
-    def _tile(self, gradients: Sequence[torch.Tensor | None], start: int, length: int) -> None:
-        region = self._region
-        leaves = _leaves(region.cut(self._operands, start, length), self._needs)
-        with torch.enable_grad():
-            made = region.graph_code([*leaves, *(self._sums[i] for i in region.summed)], is_checked=False)  # pyright: ignore
-        pairs = [
-            (tile, whole.narrow(axis, start, length))
-            for tile, axis, whole in zip(made, region.out_axes, gradients, strict=True)
-            if whole is not None and tile.requires_grad
-        ]
-        del made
-        wanted = [index for index, leaf in enumerate(leaves) if leaf.requires_grad]
-        if not pairs or not wanted:
-            return
-        roots, seeds = map(list, zip(*pairs, strict=True))
-        found = torch.autograd.grad(roots, [leaves[i] for i in wanted], seeds, allow_unused=True)
-        del roots, pairs
-        for index, gradient in zip(wanted, found, strict=True):
-            self._land(index, gradient, start, length)
-
-    def _land(self, index: int, gradient: torch.Tensor | None, start: int, length: int) -> None:
-        axis, total = self._region.axes[index], self._sums[index]
-        if gradient is None:
-            return
-        if total is not None:
-            total.add(gradient)
-            return
-        assert axis is not None, "what all tokens share is summed"
-        whole = self._whole[index]
-        if whole is None:
-            whole = self._whole[index] = torch.empty_like(self._operands[index])
-        whole.narrow(axis, start, length).copy_(gradient)
-
-
-def _copy(place: torch.Tensor, values: torch.Tensor) -> None:
-    """Copies values into a tensor; what repeats along a dimension that was expanded lies there once."""
-    for dim, stride in enumerate(place.stride()):
-        if stride == 0:
-            place, values = place.narrow(dim, 0, 1), values.narrow(dim, 0, 1)
-    place.copy_(values)
-
-
-def _leaves(operands: Sequence[torch.Tensor], needs: Sequence[bool]) -> list[torch.Tensor]:
-    return [t.detach().requires_grad_(need) for t, need in zip(operands, needs, strict=True)]
-
-
-def _forgetting() -> Any:
-    """Throws away what autograd would save."""
-    return torch.autograd.graph.saved_tensors_hooks(lambda _: None, _refuse)
-
-
-def _refuse(_: Any) -> torch.Tensor:
-    raise AssertionError("the forward of a tile was differentiated")
-
-
-def _empty(spec: TensorSpec, like: torch.Tensor) -> torch.Tensor:
-    return spec.empty(like.device)
-
-
 def _placeholders(graph: fx.Graph) -> list[fx.Node]:
     return [node for node in graph.nodes if node.op == "placeholder"]
 
@@ -351,3 +221,26 @@ def _is_linear(node: fx.Node) -> bool:
     shared: Any = [weight, *(each for each in bias if each is not None)]
     is_plain = all(isinstance(each, fx.Node) and each.op == "placeholder" and each.meta["is_shared"] for each in shared)
     return is_plain and len(weight.meta["spec"].shape) == 2  # pyright: ignore
+
+
+# Calls whose backward reads the values of no operand.
+_MOVES = frozenset(
+    "add radd sub rsub neg view reshape flatten unflatten squeeze unsqueeze expand transpose permute movedim swapaxes "
+    "contiguous clone to float half bfloat16 double type_as getitem split chunk unbind select narrow cat stack".split()
+)
+_SCALES = frozenset("mul rmul div truediv".split())
+
+
+def _is_read(node: fx.Node) -> bool:
+    """Tells whether a backward may read the values of a call's result: not if they are only moved, added or scaled."""
+    return any(user.op != "output" and (not _moves(user, node) or _is_read(user)) for user in node.users)
+
+
+def _moves(node: fx.Node, operand: fx.Node) -> bool:
+    name = target_name(node)
+    if name not in _SCALES:
+        return name in _MOVES
+    # A product keeps a factor for the gradient of the other one, a quotient the dividend for that of the divisor.
+    factors = [each for each in node.args if each is not operand]
+    is_first = node.args[0] is operand or name in ("mul", "rmul")
+    return len(factors) == 1 and is_first and not (isinstance(factors[0], fx.Node) and factors[0].meta["requires_grad"])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any
@@ -12,9 +11,9 @@ import torch
 from torch import fx
 
 from megatrain.interrupts import Interrupts
+from megatrain.passes.call_trial import Site, called, followed, marked
 from megatrain.passes.dedup import frozen
 from megatrain.passes.exact_fakes import exact_fakes
-from megatrain.passes.rewriting.call_trial import Site, called, enter_modes
 from megatrain.torch_private import TorchDispatchMode, pytree
 from megatrain.tracer.calls import target_name
 
@@ -132,7 +131,7 @@ class Trials:
         with Interrupts(), ExitStack() as stack:
             stack.enter_context(exact_fakes())
             given: Any = fx.map_arg((args, kwargs), operand)
-            enter_modes(stack, Site.of(node))
+            Site.of(node).enter_modes(stack)
             stack.enter_context(watch)
             try:
                 made = called(node.target, *given)
@@ -186,8 +185,13 @@ class OperatorCall:
         result: Any,
         axis_of: Callable[[torch.Tensor], int | None],
     ):
-        names = [argument.name for argument in func._schema.arguments]
-        self.given: dict[str, Any] = {**dict(zip(names, args, strict=False)), **kwargs}
+        arguments = func._schema.arguments
+        self.given: dict[str, Any] = {
+            **{argument.name: argument.default_value for argument in arguments},
+            **{argument.name: value for argument, value in zip(arguments, args, strict=False)},
+            **kwargs,
+        }
+        self.again = lambda first: plain_tensors(func(first, *args[1:], **kwargs))
         self.operands = plain_tensors((args, kwargs))
         self.results = plain_tensors(result)
         self.axis_of = axis_of
@@ -261,79 +265,31 @@ def _of_view(call: OperatorCall) -> int:
     raise MixesTokensError("the axis of tokens is merged with the one after it")
 
 
-def _of_permutation(call: OperatorCall) -> int:
-    axis, ndim = call.only_first(), call.first.dim()
-    given = call.given
-    if "dims" in given:
-        return [dim % ndim for dim in given["dims"]].index(axis)
-    if ndim < 2:
-        return axis
-    one, other = (given["dim0"] % ndim, given["dim1"] % ndim) if "dim0" in given else (0, 1)
-    return {one: other, other: one}.get(axis, axis)
-
-
-def _of_unsqueezed(call: OperatorCall) -> int:
+def _of_dims(call: OperatorCall) -> Axes:
+    """Views that move, add, cut or drop dimensions: all tokens must still be there, along one of them."""
     axis = call.only_first()
-    return axis + (call.given["dim"] % call.results[0].dim() <= axis)
-
-
-def _of_squeezed(call: OperatorCall) -> int:
-    axis, shape = call.only_first(), call.first.shape
-    dims = call.dims("dim", len(shape))
-    if shape[axis] == 1:
-        raise MixesTokensError("one token can't be told from a dimension that goes")
-    return axis - sum(shape[dim] == 1 for dim in dims if dim < axis)
-
-
-def _of_expanded(call: OperatorCall) -> int:
-    axis = call.only_first()
-    return call.results[0].dim() - (call.first.dim() - axis)
+    base = marked(call.first.shape)
+    axes: list[int] = []
+    for view in call.again(base):
+        _, places = followed(view, base) or ({}, {})
+        place, step = places.get(axis - base.dim(), (0, 0))
+        if step != 1 or view.shape[place] != base.shape[axis]:
+            raise MixesTokensError("some tokens are left out, or told apart")
+        axes.append(place + view.dim())
+    return tuple(axes)
 
 
 def _of_repeated(call: OperatorCall) -> int:
-    axis = _of_expanded(call)
+    axis = call.only_first() + call.results[0].dim() - call.first.dim()
     if call.given["repeats"][axis] != 1:
         raise MixesTokensError("tokens are repeated")
     return axis
 
 
-def _of_slice(call: OperatorCall) -> int:
-    axis, given = call.only_first(), call.given
-    if given.get("dim", 0) % call.first.dim() == axis:
-        end = given.get("end")
-        is_whole = not given.get("start") and (end is None or end == sys.maxsize) and given.get("step", 1) == 1
-        if not is_whole:
-            raise MixesTokensError("some tokens are left out")
-    return axis
-
-
-def _of_removed(call: OperatorCall) -> int:
-    """One dimension goes: `select`, `unbind`."""
-    axis, dim = call.only_first(), call.given.get("dim", 0) % call.first.dim()
-    if dim == axis:
-        raise MixesTokensError("one token is taken")
-    return axis - (dim < axis)
-
-
 def _of_kept(call: OperatorCall) -> int:
-    """The dimensions that are named mix, and all stay where they are: `softmax`, `cumsum`, `flip`."""
+    """The dimensions that are named mix, and all stay where they are: `softmax`, `cumsum`, `flip`, `topk`."""
     axis = call.only_first()
     if axis in call.dims("dims" if "dims" in call.given else "dim", call.first.dim()):
-        raise MixesTokensError("tokens are mixed")
-    return axis
-
-
-def _of_split(call: OperatorCall) -> int:
-    axis = call.only_first()
-    if call.given.get("dim", 0) % call.first.dim() == axis:
-        raise MixesTokensError("tokens are taken apart")
-    return axis
-
-
-def _of_last(call: OperatorCall) -> int:
-    """Like `_of_kept`, where the last dimension is the default: `topk`, `sort`, `glu`."""
-    axis = call.only_first()
-    if call.given.get("dim", -1) % call.first.dim() == axis:
         raise MixesTokensError("tokens are mixed")
     return axis
 
@@ -352,7 +308,7 @@ def _of_joined(call: OperatorCall) -> int:
     axes = {call.axis_of(part) for part in call.operands}
     axis = axes.pop()
     ndim = call.results[0].dim()
-    dim = call.given.get("dim", 0) % ndim
+    dim = call.given["dim"] % ndim
     is_new = ndim > call.first.dim()
     if axes or axis is None or (dim == axis and not is_new):
         raise MixesTokensError("parts differ along the axis of tokens")
@@ -407,11 +363,9 @@ def _of_same_place(call: OperatorCall) -> int:
 _RULES: dict[str, Callable[[OperatorCall], Axes]] = {
     **dict.fromkeys(("_to_copy", "alias", "detach", "lift_fresh", "hardswish"), _of_elements),
     **dict.fromkeys(("view", "_unsafe_view", "_reshape_alias", "view_as_complex", "view_as_real"), _of_view),
-    **dict.fromkeys(("permute", "transpose", "t"), _of_permutation),
-    **dict.fromkeys(("_softmax", "_log_softmax", "cumsum", "cumprod", "flip"), _of_kept),
-    **dict.fromkeys(("split", "split_with_sizes"), _of_split),
-    **dict.fromkeys(("select", "unbind"), _of_removed),
-    **dict.fromkeys(("topk", "sort", "glu"), _of_last),
+    **dict.fromkeys(("permute", "transpose", "t", "unsqueeze", "squeeze", "expand", "slice"), _of_dims),
+    **dict.fromkeys(("split", "split_with_sizes", "select", "unbind"), _of_dims),
+    **dict.fromkeys(("_softmax", "_log_softmax", "cumsum", "cumprod", "flip", "topk", "sort", "glu"), _of_kept),
     **dict.fromkeys(
         ("sum", "mean", "amax", "amin", "argmax", "argmin", "var", "std", "var_mean", "std_mean"), _of_reduced
     ),
@@ -419,13 +373,9 @@ _RULES: dict[str, Callable[[OperatorCall], Axes]] = {
     **dict.fromkeys(("cat", "stack"), _of_joined),
     **dict.fromkeys(("mm", "addmm", "bmm", "baddbmm"), _of_product),
     **dict.fromkeys(("native_layer_norm", "_fused_rms_norm"), _of_norm),
-    **dict.fromkeys(("gather",), _of_same_place),
+    "gather": _of_same_place,
     "linear": _of_linear,
-    "unsqueeze": _of_unsqueezed,
-    "squeeze": _of_squeezed,
-    "expand": _of_expanded,
     "repeat": _of_repeated,
-    "slice": _of_slice,
 }
 
 

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import fx
 
+from megatrain.passes.call_trial import called, followed, marked
 from megatrain.tracer.spec import TensorSpec
 
 
@@ -21,58 +22,45 @@ class Cut:
     act: Act
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Use:
     """One road of a tensor into the data.
 
     Args:
         before: Views and casts of the tensor alone.
         call: Where it meets other data.
+        after: The views and the product that follow, if parts compute them, too.
     """
 
     before: tuple[Cut, ...]
     call: Cut
+    after: tuple[Cut, ...] = ()
 
     @property
-    def end(self) -> fx.Node:
-        """The call whose result the parts make up."""
-        return self.call.node
-
     def nodes(self) -> tuple[fx.Node, ...]:
-        """The calls that are rewritten, without the shared views in front."""
-        return (self.call.node,)
+        """The calls that are rewritten, without the shared views in front; the parts make up the result of the last."""
+        return (self.call.node, *(step.node for step in self.after))
 
 
-@dataclass(frozen=True, slots=True)
 class Batch(Use):
     """A product batched over the rows: each part gives a stretch of the result."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Row(Use):
     """One row, by a number that never changes: one part gives it."""
 
     row: int
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Selection(Use):
-    """Rows picked by number, and the views and the product that follow."""
+    """Rows picked by number."""
 
     gather: Gather
-    after: tuple[Cut, ...]
-
-    @property
-    def end(self) -> fx.Node:
-        """The call whose result the parts make up."""
-        return self.after[-1].node if self.after else self.call.node
-
-    def nodes(self) -> tuple[fx.Node, ...]:
-        """The calls that are rewritten, without the shared views in front."""
-        return (self.call.node, *(step.node for step in self.after))
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Grouped(Use):
     """A grouped product: consecutive runs of `tokens`, each with its own row; `ends` tells where the runs end."""
 
@@ -163,18 +151,13 @@ def _shape(node: fx.Node) -> tuple[int, ...]:
 
 
 def _moved(node: fx.Node, operand: fx.Node, dim: int) -> int | None:
-    """Follows a dimension through a view, by a stride that no other dimension has."""
-    shape = _shape(operand)
-    marked = [7 if d == dim else 1000 + d for d in range(len(shape))]
-    probe = torch.empty_strided(shape, marked, device="meta")
+    """Follows a dimension through a view; None if the view leaves out some of it."""
     target: Any = node.target
-    result: torch.Tensor = (
-        getattr(probe, target)(*node.args[1:], **node.kwargs)
-        if node.op == "call_method"
-        else target(probe, *node.args[1:], **node.kwargs)
-    )
-    found = [d for d, jump in enumerate(result.stride()) if jump == 7 and result.shape[d] == shape[dim]]
-    return found[0] if len(found) == 1 else None
+    base = marked(_shape(operand))
+    view: torch.Tensor = called(target, (base, *node.args[1:]), node.kwargs)
+    _, places = followed(view, base) or ({}, {})
+    place, step = places.get(dim - base.dim(), (0, 0))
+    return place + view.dim() if step == 1 and view.shape[place] == base.shape[dim] else None
 
 
 def _broadcast(node: fx.Node, operand: fx.Node, dim: int) -> Act | None:

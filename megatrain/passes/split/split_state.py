@@ -12,9 +12,10 @@ import torch
 import torch.nn.functional as F
 from torch import fx
 
+from megatrain.passes.call_trial import Site
 from megatrain.passes.canonicalize import is_erased
-from megatrain.passes.rewriting.call_trial import Site, Target
-from megatrain.passes.rewriting.rewriter import Rewriter
+from megatrain.passes.pattern import Target
+from megatrain.passes.rewriter import Rewriter
 from megatrain.passes.split.rows import (
     Act,
     Batch,
@@ -71,12 +72,12 @@ class PartWriter:
 
     def write(self, use: Use, parts: list[Part]) -> None:
         """Replaces a use of the whole by uses of its parts."""
-        self._like = use.end
+        self._like = use.nodes[-1]
         self._num_uses += 1
         joined = self._joined(use, parts)
         self._marker = ()
-        self._rewriter.replace(use.end, joined)
-        for node in (*reversed(use.nodes()), *(step.node for step in reversed(use.before))):
+        self._rewriter.replace(use.nodes[-1], joined)
+        for node in (*reversed(use.nodes), *(step.node for step in reversed(use.before))):
             self.erase(node)
 
     def erase(self, node: fx.Node) -> None:
@@ -99,7 +100,7 @@ class PartWriter:
             results.append(self._on_rows(use.call, self._weights(use, part), rows))
         self._marker = ()
         # An einsum's result may lie in memory in another order than its dimensions; so must what replaces it.
-        order = dims_by_stride(use.end.meta["spec"])
+        order = dims_by_stride(use.call.node.meta["spec"])
         results = [self._in_order(r, order) for r in results]
         joined = self._new(torch.cat, results, order.index(use.call.act.dim))
         return self._in_order(joined, [order.index(d) for d in range(len(order))])
@@ -355,7 +356,7 @@ def _uses(weight: fx.Node, kept: set[fx.Node]) -> list[Use] | None:
             if act is None or act.is_product or (len(user.users) > 1 and not act.is_view):
                 return None
             open_ends.append((user, act.dim, (*before, Cut(user, tensor, act))))
-    regions = [node for use in uses for node in use.nodes()]
+    regions = [node for use in uses for node in use.nodes]
     return uses if len(set(regions)) == len(regions) else None
 
 
@@ -364,15 +365,16 @@ def _use(user: fx.Node, tensor: fx.Node, dim: int, before: tuple[Cut, ...], kept
         return None
     act = act_on(user, tensor, dim)
     if act is not None and act.is_product:
-        return Batch(before, Cut(user, tensor, act)) if _joins_back(user) else None
-    row = row_of(user, tensor) if dim == 0 else None
+        return Batch(before=before, call=Cut(user, tensor, act)) if _joins_back(user) else None
+    if dim != 0:
+        return None
+    call = Cut(user, tensor, Act(0))
+    row, gather, grouped = row_of(user, tensor), gather_of(user, tensor), grouped_of(user, tensor)
     if row is not None:
-        return Row(before, Cut(user, tensor, Act(0)), row)
-    gather = gather_of(user, tensor) if dim == 0 else None
+        return Row(before=before, call=call, row=row)
     if gather is not None:
-        return Selection(before, Cut(user, tensor, Act(0)), gather, _after(user, gather.index, kept))
-    grouped = grouped_of(user, tensor) if dim == 0 else None
-    return None if grouped is None else Grouped(before, Cut(user, tensor, Act(0)), *grouped)
+        return Selection(before=before, call=call, gather=gather, after=_after(user, gather.index, kept))
+    return None if grouped is None else Grouped(before=before, call=call, tokens=grouped[0], ends=grouped[1])
 
 
 def _joins_back(node: fx.Node) -> bool:

@@ -1,11 +1,10 @@
-"""Rewriter: how a pass changes a graph."""
+"""Rewriter: how a pass changes a captured graph. Calls are tried, added and replaced."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import replace
 from operator import getitem
 from typing import Any
 
@@ -13,62 +12,16 @@ import torch
 from torch import fx
 
 from megatrain.checks import checked, count, function, optional, sequence_of, shown
+from megatrain.passes.call_trial import Outcome, Site, check_target, operands_of, refuse_call, tried
 from megatrain.passes.canonicalize import copied_graph, is_erased, without_dead
 from megatrain.passes.dedup import frozen
-from megatrain.passes.rewriting.call_trial import Outcome, Site, Target, check_target, operands_of, refuse_call, tried
-from megatrain.passes.rewriting.pattern import Match, Pattern
-from megatrain.passes.rewriting.replacing import check_alike, refuse_rewrite, take_over_memory
-from megatrain.torch_private import FakeTensorMode, pytree
+from megatrain.passes.exact_fakes import ExactFakes
+from megatrain.passes.pattern import Match, Pattern, Target, refuse_rewrite
+from megatrain.torch_private import pytree
 from megatrain.tracer.calls import call_name
 from megatrain.tracer.inventory import StateEntry
 from megatrain.tracer.spec import CALLS, TensorSpec, storage_key
 from megatrain.tracer.traced import TracedModule
-
-
-class KnownOutcomes:
-    """What calls that a pass adds made in their trials.
-
-    Args:
-        device: Where the model computes.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._mode = FakeTensorMode()
-        # With the operands that were tried. The arguments live as long as a key that knows them by identity.
-        self._known: dict[Hashable, tuple[Outcome, list[fx.Node], Any]] = {}
-
-    def of(
-        self, target: Target, args: tuple[Any, ...], kwargs: Mapping[str, Any], site: Site, alike: Hashable
-    ) -> Outcome:
-        """The outcome of a call: of its own trial, or of that of a call that is alike.
-
-        Args:
-            target: As in `tried`.
-            args: See there.
-            kwargs: See there.
-            site: See there.
-            alike: Equal for calls that make results of the same kinds of operands of the same kinds; None if no other
-                call is known to.
-
-        Raises:
-            LowerError: As `tried`.
-        """
-        if alike is None:
-            return tried(target, args, kwargs, site, self._device, self._mode)
-        number: dict[fx.Node, int] = {}
-        fx.map_arg((args, dict(kwargs)), lambda node: number.setdefault(node, len(number)))
-        kinds = tuple((node.meta["spec"], node.meta["requires_grad"]) for node in number)
-        key = alike, frozen(args, number), frozen(kwargs, number), kinds, site.grad, site.autocast
-        if key not in self._known:
-            self._known[key] = tried(target, args, kwargs, site, self._device, self._mode), list(number), (args, kwargs)
-        outcome, operands, _ = self._known[key]
-        stands_for = dict(zip(operands, number, strict=True))
-        return replace(
-            outcome,
-            operands={storage: stands_for[node] for storage, node in outcome.operands.items()},
-            same=None if outcome.same is None else stands_for[outcome.same],
-        )
 
 
 class Rewriter:
@@ -110,7 +63,9 @@ class Rewriter:
         self.graph, self._copies = copied_graph(traced.graph)
         self._writes_back = {key: self._copies[node] for key, node in traced.writes_back}
         self._next_storage = 1 + max((n.meta.get("storage", 0) for n in self.graph.nodes), default=0)
-        self._outcomes = KnownOutcomes(traced.device)
+        self._fakes = ExactFakes()
+        # The targets and arguments live as long as a key that knows them by identity.
+        self._outcomes: dict[Hashable, tuple[Outcome, Any]] = {}
         self._added: set[fx.Node] = set()
         self._last_after: dict[fx.Node, fx.Node] = {}
         self._writers: dict[fx.Node, list[fx.Node]] = defaultdict(list)
@@ -201,8 +156,6 @@ class Rewriter:
         spec: TensorSpec | None = None,
         storage: int | None = None,
         name: str | None = None,
-        trial: Target | None = None,
-        shares_trial: bool = False,
     ) -> Any:
         """Like `call`, for a pass that knows more.
 
@@ -214,29 +167,25 @@ class Rewriter:
             spec: Of the result, one tensor, if it is known: then nothing is tried.
             storage: With `spec`: the memory that the result lies in; None for memory of its own.
             name: Of the node; another one if it is taken.
-            trial: Tried in place of the target: results of the same kinds, with less work.
-            shares_trial: Equal targets make results of equal kinds from operands of equal kinds: one of them is tried.
 
         Raises:
             OptionError: If an argument has a wrong value.
             LowerError: As `call`.
         """
-        for each in (target, *([] if trial is None else [trial])):
-            check_target(each)
+        check_target(target)
         site = dataclasses.replace(site, after=self._own(site.after))
         args, kwargs = fx.map_arg((tuple(args), dict(kwargs or {})), self._own)  # pyright: ignore[reportAssignmentType]
         end = self._last_after.get(site.after, site.after)
-        operands = operands_of(target, args, kwargs, site, end)
+        operands = operands_of(target, (args, kwargs), site, end)
         if spec is not None:
             node = self._append(site, target, args, kwargs, name, is_random=False)
             has_grad = site.grad and any(n.meta["requires_grad"] for n in operands)
             is_number = spec.dtype.is_floating_point or spec.dtype.is_complex
             self._describe(node, spec, has_grad and is_number, storage, spec.nbytes)
             return node
-        alike = target if shares_trial else None
-        outcome = self._outcomes.of(target if trial is None else trial, args, kwargs or {}, site, alike)
+        outcome = self._outcome(target, args, kwargs, site, operands)  # pyright: ignore[reportArgumentType]
         if outcome.same is not None:
-            return outcome.same
+            return operands[outcome.same]
         if not any(isinstance(leaf, torch.Tensor) for leaf in pytree.tree_leaves(outcome.result)):
             refuse_call(
                 target,
@@ -245,7 +194,8 @@ class Rewriter:
                 "Read plain values from `node.meta` in the pass, such as `node.meta['spec'].shape`.",
             )
         node = self._append(site, target, args, kwargs, name, is_random=outcome.is_random)
-        return self._bound(node, outcome.result, dict(outcome.operands), site)
+        known = {storage: operands[number] for storage, number in outcome.operands.items()}
+        return self._bound(node, outcome.result, known, site)
 
     def replace(self, old: fx.Node, new: fx.Node) -> None:
         """Lets all that reads `old` from `new` on read `new`, which takes its name; `old` goes if nothing reads it.
@@ -254,7 +204,7 @@ class Rewriter:
             LowerError: If the two aren't alike, or aren't calls.
         """
         old, new = self._own(old), self._own(new)
-        check_alike(old, new)
+        _check_alike(old, new)
         early = [user for user in old.users if not user > new and user is not new and user not in self._added]
         if early or new < old:
             refuse_rewrite(
@@ -262,7 +212,7 @@ class Rewriter:
                 "Readers of the old result must come after the new call.",
                 "Give the replaced call as `like` when you make the new one.",
             )
-        take_over_memory(old, new, self._writers, self._added)
+        self._take_over_memory(old, new)
         old.replace_all_uses_with(new, delete_user_cb=lambda user: user > new)
         for key, node in self._writes_back.items():
             self._writes_back[key] = new if node is old else node
@@ -318,6 +268,20 @@ class Rewriter:
             )
         return found
 
+    def _outcome(
+        self, target: Target, args: Any, kwargs: dict[str, Any], site: Site, operands: Sequence[fx.Node]
+    ) -> Outcome:
+        """The outcome of a call's trial, which calls of one target on operands of the same kinds share."""
+        number = {node: index for index, node in enumerate(operands)}
+        kinds = tuple((node.meta["spec"], node.meta["requires_grad"]) for node in number)
+        key = *(frozen(each, number) for each in (target, args, kwargs)), kinds, site.grad, site.autocast
+        if key not in self._outcomes:
+            self._outcomes[key] = (
+                tried(target, (args, kwargs), site, operands, self.device, self._fakes),
+                (target, args, kwargs),
+            )
+        return self._outcomes[key][0]
+
     def _append(
         self, site: Site, target: Target, args: Any, kwargs: Any, name: str | None, *, is_random: bool
     ) -> fx.Node:
@@ -356,6 +320,73 @@ class Rewriter:
         if storage is None:
             storage, self._next_storage = self._next_storage, self._next_storage + 1
         node.meta.update(spec=spec, requires_grad=has_grad, storage=storage, storage_bytes=size)
+
+    # -- replacing ----------------------------------------------------------------------------------------
+
+    def _take_over_memory(self, old: fx.Node, new: fx.Node) -> None:
+        """Lets views of the old tensor be views of the new one, and writes into the old one be writes into the new one.
+
+        Raises:
+            LowerError: If a write would reach other memory than before.
+        """
+        views = self._views(old)
+        if any(self._writers.get(view) for view in views) and not (_owns_memory(old) and _owns_memory(new)):
+            refuse_rewrite(
+                f"`{old.name}` is written in place, and `{(old if _owns_memory(new) else new).name}` is a view",
+                "A write changes every tensor that shares the memory: after a replacement it would change other "
+                "tensors.",
+                "Replace the call that makes the memory, or clone the new tensor.",
+            )
+        for node in self._writers.pop(old, ()):
+            node.meta["writes"] = tuple(new if w is old else w for w in node.meta["writes"])
+            self._writers[new].append(node)
+        for view in views:
+            if view is not old and "storage" in view.meta:
+                view.meta.update(storage=new.meta["storage"], storage_bytes=new.meta["storage_bytes"])
+
+    def _views(self, node: fx.Node) -> dict[fx.Node, None]:
+        """Lists a node and its views, in order, also through calls with several results.
+
+        An added call reads the old tensor on purpose.
+        """
+        number = node.meta["storage"]
+        views = {node: None}
+        ends = [node]
+        while ends:
+            for user in ends.pop().users:
+                is_view = user.op in CALLS and user.meta.get("storage", number) == number
+                if is_view and user not in views and user not in self._added:
+                    views[user] = None
+                    ends.append(user)
+        return views
+
+
+def _check_alike(old: fx.Node, new: fx.Node) -> None:
+    """Checks that all readers of `old` may read `new`.
+
+    Raises:
+        LowerError: If one is no call of one tensor, or the tensors differ in spec or in whether they need a gradient.
+    """
+    for node in (old, new):
+        if node.op not in CALLS or "spec" not in node.meta:
+            refuse_rewrite(
+                f"`{node.name}` is no call that makes one tensor",
+                "Only a call can be replaced, and only by a call; inputs and state stay as they are.",
+                "Replace the calls that read it, or the `getitem` calls that read its parts.",
+            )
+    for key, what in (("spec", "is"), ("requires_grad", "requires a gradient:")):
+        if old.meta[key] != new.meta[key]:
+            refuse_rewrite(
+                f"`{new.name}` {what} {new.meta[key]}, and `{old.name}`, which it is to replace, {old.meta[key]}",
+                "Readers of the old tensor were recorded for its shape, dtype, strides and history.",
+                "Add a call that converts the new tensor, such as `to`, `reshape` or `contiguous`.",
+            )
+
+
+def _owns_memory(node: fx.Node) -> bool:
+    """Tells whether a call has made the memory of its result, rather than one of its operands."""
+    operands = [a for n in node.all_input_nodes for a in ((n,) if "storage" in n.meta else n.all_input_nodes)]
+    return all(n.meta.get("storage") != node.meta["storage"] for n in operands)
 
 
 def _name(target: Target) -> str:

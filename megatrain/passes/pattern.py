@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import fx
 
-from megatrain.passes.rewriting.call_trial import Target
-from megatrain.passes.rewriting.replacing import is_written_after, refuse_rewrite
+from megatrain.errors import LowerError
 from megatrain.torch_private import pytree
 from megatrain.tracer.calls import (
     as_call,
@@ -23,6 +22,25 @@ from megatrain.tracer.calls import (
     target_name,
 )
 from megatrain.tracer.spec import CALLS, is_equal
+
+Target = str | Callable[..., Any]
+"""A function of tensors, or the name of a tensor's method."""
+
+
+def refuse_rewrite(what: str, rule: str, way_out: str) -> NoReturn:
+    """Raises the error for a change that would break a graph."""
+    raise LowerError(f"{what}.\n  {rule}\n  {way_out}")
+
+
+def is_written_after(first: fx.Node, nodes: Iterable[fx.Node]) -> bool:
+    """Tells whether `first` or a later call writes into memory of one of these tensors.
+
+    What a pass puts in place of calls reads their operands later than they did, and again in the backward.
+    """
+    memory = {node.meta["storage"] for node in nodes if "storage" in node.meta}
+    writers = (node for node in first.graph.nodes if node.meta.get("writes") and not node < first)
+    return any(written.meta.get("storage") in memory for node in writers for written in node.meta["writes"])
+
 
 # A pattern has no values, so Python code can't ask for them.
 _ASKING = frozenset(
@@ -109,9 +127,6 @@ def _is_closed(match: Match, kept: Collection[fx.Node]) -> bool:
 
 class _Attempt:
     """One try to lay a pattern over a graph, from its result backwards.
-
-    Args:
-        through: As in `Pattern`.
 
     Attributes:
         calls: The graph's calls, so far.

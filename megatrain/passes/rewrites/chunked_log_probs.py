@@ -1,28 +1,142 @@
-"""chunked_log_probs(): the log-probabilities of labels under a linear head, without all logits at once."""
+"""How the log-probabilities of words come of hidden states, without all logits at once."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 
-from megatrain.passes.rewrites.head.linear_head import Head
-from megatrain.passes.rewrites.parts import GradientSum
+from megatrain.passes.rewrites.parts import GradientSum, computed_parts
 from megatrain.torch_private import log_softmax_backward
+
+# Ignored rows have been given a word; no other label is ignored.
+_NO_INDEX = -(1 << 62)
+
+
+@dataclass(frozen=True, slots=True)
+class Logits:
+    """Stands for the logits among the arguments of a call."""
+
+
+@dataclass(frozen=True, slots=True)
+class Operand:
+    """Stands for another tensor among the arguments of a call, such as a bias.
+
+    Args:
+        index: Of the tensor, among the operands.
+    """
+
+    index: int
+
+
+@dataclass(frozen=True, slots=True)
+class RowCall:
+    """A call that computes each row of logits from this row alone.
+
+    Args:
+        target: The function, or the name of the method.
+        args: Its arguments, with `Logits` for the logits.
+        kwargs: Its keyword arguments.
+        text: The printed call, which tells 1 from 1.0.
+    """
+
+    target: str | Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: tuple[tuple[str, Any], ...]
+    text: str
+
+    def __call__(self, logits: torch.Tensor, operands: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Makes the call on some rows of logits, with the operands in their places."""
+
+        def filled(argument: Any) -> Any:
+            if isinstance(argument, Operand):
+                return operands[argument.index]
+            return logits if isinstance(argument, Logits) else argument
+
+        args, kwargs = tuple(map(filled, self.args)), {name: filled(value) for name, value in self.kwargs}
+        function: Any = getattr(torch.Tensor, self.target) if isinstance(self.target, str) else self.target
+        return function(*args, **kwargs)
+
+
+@dataclass(frozen=True, slots=True)
+class Head:
+    """How log-probabilities come of hidden states: a linear layer, some calls, a softmax.
+
+    Args:
+        calls: Between the linear layer and the softmax.
+        dtype: Of the log-probabilities; None for that of the logits.
+        rows: Of a chunk, at most.
+        sums: Whether each row's log-probabilities are summed, too, as label smoothing needs.
+        cast: The dtype of the log-probabilities, if the calls and the softmax cast once at most and do nothing else;
+            None if they do something else.
+        autocast: The autocast regions that all of it runs in; operands of the linear layer are cast already.
+    """
+
+    calls: tuple[RowCall, ...]
+    dtype: torch.dtype | None
+    rows: int
+    sums: bool
+    cast: torch.dtype | None = None
+    autocast: tuple[tuple[str, torch.dtype], ...] = ()
+
+    @contextmanager
+    def recomputing(self) -> Generator[None]:
+        """The modes of the forward, for a backward that repeats it."""
+        with ExitStack() as stack:
+            stack.enter_context(torch.enable_grad())
+            for kind, dtype in self.autocast:
+                stack.enter_context(torch.autocast(kind, dtype=dtype, cache_enabled=False))
+            yield
+
+    def log_probs(self, logits: torch.Tensor, operands: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Returns the log-probabilities of all words, for the result of the linear layer."""
+        for call in self.calls:
+            logits = call(logits, operands)
+        return torch.log_softmax(logits, -1, dtype=self.dtype)
+
+    def chunks(self, hidden: torch.Tensor) -> Iterator[tuple[bool, slice]]:
+        """Cuts the rows of hidden states into chunks of about one size; a batch without rows is one chunk.
+
+        A small last chunk would take another kernel, with other bits.
+
+        Yields:
+            Whether the chunk is computed, and its rows.
+        """
+        num_rows, number = len(hidden), self._number(len(hidden))
+        few, more = divmod(num_rows, number)
+        ends = list(accumulate(few + (index < more) for index in range(number)))
+        chunks = list(map(slice, [0, *ends], ends))
+        # All are rows of the same tensors: those of one length are alike.
+        return computed_parts((hidden,), chunks, lambda rows: rows.stop - rows.start)
+
+    def most_rows(self, num_rows: int) -> int:
+        """Those of the largest chunk."""
+        return -(-num_rows // self._number(num_rows))
+
+    def results(
+        self, log_probs: torch.Tensor, labels: torch.Tensor, class_weight: torch.Tensor | None
+    ) -> list[torch.Tensor]:
+        """Returns each row's log-probability of its label and, with `sums`, the sum of all, each of shape [rows]."""
+        # A label that is no word is the same error as without chunks.
+        found = [-F.nll_loss(log_probs, labels, ignore_index=_NO_INDEX, reduction="none")]
+        if self.sums:
+            found.append((log_probs if class_weight is None else log_probs * class_weight).sum(1))
+        return found
+
+    def _number(self, num_rows: int) -> int:
+        return max(1, -(-num_rows // self.rows))
 
 
 class LogitsByCalls:
     """Log-probabilities of a linear layer's rows, and the gradients of its logits, by autograd.
 
-    Args:
-        head: What is computed.
-        weight: Of the linear layer, of shape [words, width].
-        bias: Likewise, of shape [words]; or None.
-        class_weight: Factors of the words in sums of rows, of shape [words]; None for 1.
-        operands: Further tensors that the calls read; in a backward leaves.
+    The operands are further tensors that the calls read; in a backward leaves.
     """
 
     def __init__(
@@ -37,13 +151,13 @@ class LogitsByCalls:
         self._class_weight, self._operands = class_weight, operands
 
     def log_probs(self, rows: torch.Tensor) -> torch.Tensor:
-        """See `LogitsInPlace`."""
+        """Returns the log-probabilities of all words."""
         return self._head.log_probs(F.linear(rows, self._weight, self._bias), self._operands)
 
     def gradients(
         self, rows: torch.Tensor, labels: torch.Tensor, of_results: Sequence[torch.Tensor]
     ) -> tuple[torch.Tensor, ...]:
-        """See `LogitsInPlace`; returns those of the operands that need one, too."""
+        """Returns those of a chunk's logits, and of the operands that need one."""
         with self._head.recomputing():
             logits = F.linear(rows, self._weight, self._bias).detach().requires_grad_()
             log_probs = self._head.log_probs(logits, self._operands)
@@ -62,7 +176,7 @@ class LogitsInPlace:
 
     Args:
         weight: Of the linear layer, of shape [words, width].
-        bias: Likewise, of shape [words]; or None.
+        bias: Of the linear layer, of shape [words]; or None.
         class_weight: Factors of the words in sums of rows, of shape [words]; None for 1.
         dtype: Of the log-probabilities.
         rows: Of the largest chunk.
@@ -123,36 +237,19 @@ class LogitsInPlace:
         return (log_probs if log_probs.dtype == logits.dtype else logits.copy_(log_probs),)
 
 
-def chunked_log_probs(
-    head: Head,
-    hidden: torch.Tensor,
-    labels: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    class_weight: torch.Tensor | None,
-    operands: Sequence[torch.Tensor],
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Computes the log-probability of each row's label, chunk by chunk.
+def chunked_log_probs(head: Head, *operands: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Computes the log-probability of each row's label, chunk by chunk, and that of all words summed if `head` says so.
+
+    The operands are `(hidden, labels, weight, bias, class_weight, *others)`: hidden states of shape [rows, width],
+    labels int64 [rows], each the number of a word, weight [words, width], bias and class_weight [words] or None, and
+    what the calls between read, broadcast along rows. The results have the shape [rows].
 
     The backward computes the logits of a chunk once more (recomputation), so one chunk of logits exists at a time. Each
     row, and the gradient of each hidden state, has the bits of the unchunked computation where a product of matrices
     computes a row alike among any number of rows; those of the CPU do from about 32 rows on. Gradients of weight, bias
     and operands are sums over chunks, in fp32 or wider, rounded once.
-
-    Args:
-        head: What is computed.
-        hidden: Hidden states, floating point, of shape [rows, width].
-        labels: int64, of shape [rows], each the number of a word.
-        weight: Of the linear layer, of shape [words, width].
-        bias: Likewise, of shape [words]; or None.
-        class_weight: Factors of the words in the sums of rows, of shape [words]; None for 1.
-        operands: Further tensors that the calls between read, each broadcast along rows.
-
-    Returns:
-        The log-probabilities, of shape [rows], and those of all words summed, of shape [rows], or None.
     """
-    selected, sums = _ChunkedLogProbs.apply(head, hidden, labels, weight, bias, class_weight, *operands)  # pyright: ignore
-    return selected, sums if head.sums else None
+    return _ChunkedLogProbs.apply(head, *operands)  # pyright: ignore[reportReturnType]
 
 
 class _ChunkedLogProbs(torch.autograd.Function):
@@ -171,7 +268,7 @@ class _ChunkedLogProbs(torch.autograd.Function):
         ctx.save_for_backward(hidden, labels, weight, bias, class_weight, *operands)
         logits = _logits(head, len(hidden), weight, bias, class_weight, operands)
         results: list[list[torch.Tensor]] = []
-        for is_computed, at in head.chunks(len(hidden)):
+        for is_computed, at in head.chunks(hidden):
             if is_computed:
                 results.append(head.results(logits.log_probs(hidden[at]), labels[at], class_weight))
             else:  # its results take memory until the last
@@ -195,7 +292,7 @@ class _ChunkedLogProbs(torch.autograd.Function):
         ]
         leaves = [tensor.detach().requires_grad_(needs) for tensor, needs in zip(operands, needs_operands, strict=True)]
         logits = _logits(head, len(hidden), weight, bias, class_weight, leaves)
-        for is_computed, at in head.chunks(len(hidden)):
+        for is_computed, at in head.chunks(hidden):
             if not is_computed:
                 continue
             rows, of_results = hidden[at], [gradient[at] for gradient in gradients[: 1 + head.sums]]

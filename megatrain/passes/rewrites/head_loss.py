@@ -11,12 +11,10 @@ import torch
 import torch.nn.functional as F
 from torch import fx
 
-from megatrain.passes.rewrites.head.chunked_log_probs import chunked_log_probs
-from megatrain.passes.rewrites.head.linear_head import Head, Logits, Operand, RowCall
-from megatrain.passes.rewrites.parts import AlikeParts
-from megatrain.passes.rewriting.call_trial import Site
-from megatrain.passes.rewriting.replacing import is_written_after
-from megatrain.passes.rewriting.rewriter import Rewriter
+from megatrain.passes.call_trial import Site
+from megatrain.passes.pattern import is_written_after
+from megatrain.passes.rewriter import Rewriter
+from megatrain.passes.rewrites.chunked_log_probs import Head, Logits, Operand, RowCall, chunked_log_probs
 from megatrain.tracer.calls import literal_text, target_name
 from megatrain.tracer.spec import CALLS, TensorSpec
 from megatrain.tracer.traced import TracedModule
@@ -231,7 +229,7 @@ class HeadLoss:
         is_ignored = labels == self.ignore_index
         words = labels.masked_fill(is_ignored, 0)
         rows = hidden.reshape(-1, hidden.shape[-1])
-        log_probs, sums = chunked_log_probs(self.head, rows, words, weight, bias, class_weight, operands)
+        log_probs, sums = chunked_log_probs(self.head, rows, words, weight, bias, class_weight, *operands)
         loss = self._negative(log_probs, words, is_ignored, class_weight)
         if sums is None:
             return loss
@@ -260,10 +258,6 @@ class HeadLoss:
         if self.reduction == "none":
             return rows
         return rows.sum() / factors.sum() if self.reduction == "mean" else rows.sum()
-
-    def with_alike_parts(self, alike: AlikeParts) -> HeadLoss:
-        """See `InParts`."""
-        return replace(self, head=replace(self.head, alike=alike))
 
     def call_text(self, arguments: str) -> str:
         """Prints the call on arguments that are printed already."""
@@ -349,8 +343,7 @@ def _rewrite(found: HeadPattern, rewriter: Rewriter, rows: int) -> None:
     # The call stands for the head, and blocks are named for their modules.
     site = replace(Site.of(found.loss), modules=found.linear.meta["modules"])
     given = (hidden, labels, weight, bias, options.get("weight"), *operands)
-    made = rewriter.add(site, target, given, trial=target.with_alike_parts(AlikeParts()))
-    rewriter.replace(found.loss, made)
+    rewriter.replace(found.loss, rewriter.add(site, target, given))
 
 
 def _cast(found: HeadPattern, rewriter: Rewriter, operand: Any) -> Any:

@@ -1,1 +1,0 @@
-"""A linear head and its loss, computed in chunks of rows."""
