@@ -81,6 +81,7 @@ class PlannedStep:
     reserve: str = ""
     hardware: Hardware | None = None
     asked: Asked | None = field(default=None, repr=False, compare=False)
+    kernels: str = ""
 
     @cached_property
     def simulation(self) -> Simulation | None:

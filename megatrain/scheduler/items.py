@@ -70,6 +70,7 @@ class Effect:
         moves: Bytes that it moves or, on the host, reads and writes.
         work: What its kernels compute and move on the device.
         workspace: Device bytes that it takes while it runs, beyond the items that it makes.
+        is_recorded: Its kernels are launched by one call.
     """
 
     reads: tuple[Item, ...] = ()
@@ -78,6 +79,7 @@ class Effect:
     moves: int = 0
     work: Works = ()
     workspace: int = 0
+    is_recorded: bool = False
 
 
 @dataclass(frozen=True, slots=True)
