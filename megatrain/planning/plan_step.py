@@ -251,7 +251,7 @@ def with_kernels(
     if not blocks:
         why = obstacle or "no two blocks run one template"
     elif least_s > step_s * _NEAR:
-        why = "launches don't make the step longer"
+        why = "recorded, the step would be no shorter"
     else:
         recorded, why = _recorded(table, programs, limits, plan)
         recorded_s = step_s if recorded is None else recorded.simulate(machine).step_s

@@ -84,28 +84,39 @@ class Runners:
                 self.why_unrecorded = str(error).partition("\n")[0]
         return self._graphs
 
-    def make_room(self, runners: Collection[BlockRunner], left: int, settle: Callable[[], None]) -> None:
-        """Drops the recordings of other schedules if one that is about to run needs their memory.
+    def are_in_the_way(self, runners: Collection[BlockRunner], left: int) -> bool:
+        """Tells whether recordings of other schedules hold memory that one needs.
 
-        With `"auto"` they aren't made again: a plan with eager's kernels fits, and shapes may take turns.
+        Args:
+            runners: Of the schedule that is about to run.
+            left: Bytes that the schedule leaves of the budget, in which all recordings must be.
+        """
+        if sum(self._recorded_bytes.values()) <= left:
+            return False
+        own = set(map(id, runners))
+        return not {key for key, runner in self._recorded() if id(runner) in own}.issuperset(self._recorded_bytes)
+
+    def make_room(self, runners: Collection[BlockRunner]) -> None:
+        """Drops all recordings, of which none runs; only those of a schedule are made again.
+
+        With `"auto"`, plans with eager's kernels take the place of the others, so that shapes which take turns don't
+        record again and again.
 
         Args:
             runners: Of the schedule.
-            left: Bytes that the schedule leaves of the budget, in which all recordings must be.
-            settle: Waits until nothing runs.
         """
-        if self._graphs is None or sum(self._recorded_bytes.values()) <= left:
-            return
-        own = set(map(id, runners))
-        there = [(key, runner) for (key, is_recorded), runner in self._there.items() if is_recorded]
-        if {key for key, runner in there if id(runner) in own}.issuperset(self._recorded_bytes):
-            return
-        settle()
-        for _, runner in there:
-            runner.forget_recordings("" if self.records_all or id(runner) in own else _GAVE_WAY)
+        assert self._graphs is not None
+        own, kept = set(map(id, runners)), dict[Any, int]()
+        for key, runner in self._recorded():
+            is_own = id(runner) in own
+            runner.forget_recordings("" if is_own or self.records_all else _GAVE_WAY)
+            if is_own:
+                kept[key] = self._recorded_bytes[key]
         self._graphs.release()
-        kept = {key for key, runner in there if id(runner) in own}
-        self._recorded_bytes = {key: nbytes for key, nbytes in self._recorded_bytes.items() if key in kept}
+        self._recorded_bytes = kept
+
+    def _recorded(self) -> list[tuple[Any, BlockRunner]]:
+        return [(key, runner) for (key, is_recorded), runner in self._there.items() if is_recorded]
 
     def on_eager_kernels(self, program: Program) -> dict[str, str]:
         """Names the templates that run on eager's kernels though others were asked for, with the reasons."""
@@ -222,12 +233,15 @@ class Engine:
         """
         held = self.arena.nbytes
         budget = None if self._budget is None else self._budget.nbytes
-        if budget is not None:
-            self.runners.make_room(runners, budget - scheduled, self.streams.settle)
         is_in_the_way = held > nbytes and budget is not None and held + scheduled - nbytes > budget
-        if held < nbytes or is_in_the_way:
+        is_resized = held < nbytes or is_in_the_way
+        needs_room = budget is not None and self.runners.are_in_the_way(runners, budget - scheduled)
+        if is_resized or needs_room:
             # Its memory goes back to the stream on which it was allocated, and another stream may still read it.
             self.streams.settle()
+        if needs_room:
+            self.runners.make_room(runners)
+        if is_resized:
             self.arena.resize(nbytes)
         self.meter.set_arena(self.arena.nbytes)
 
