@@ -19,7 +19,8 @@ from megatrain.passes.interpret import looks_in_backward
 from megatrain.passes.measuring.known_costs import KnownCosts
 from megatrain.passes.program import Program
 from megatrain.passes.rewrites.loss_only import loss_only
-from megatrain.planning.plan_step import RECORDED_FROM, scheduled, with_kernels, with_true_hint
+from megatrain.planning.kernel_choice import RECORDED_FROM, with_kernels
+from megatrain.planning.plan_step import scheduled, with_true_hint
 from megatrain.planning.step_programs import StepPrograms, undisturbed
 from megatrain.progress import stage
 from megatrain.runtime.executor import Executor

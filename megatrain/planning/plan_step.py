@@ -12,14 +12,13 @@ from dataclasses import dataclass, fields, replace
 from functools import partial
 from typing import Any
 
-from megatrain.counts import counted
 from megatrain.errors import ExecuteError, ScheduleError, TooSmallError
 from megatrain.hardware.hardware import Hardware
 from megatrain.hardware.machine import usual_machine
 from megatrain.options import Limits
-from megatrain.passes.measuring.runs import launch_graph_bytes, recordable_blocks
-from megatrain.passes.program import Program, has_backward
-from megatrain.planning.bands import format_s
+from megatrain.passes.measuring.runs import recordable_blocks
+from megatrain.passes.program import Program
+from megatrain.planning.kernel_choice import AS_ASKED, as_compared, given_kernels, with_kernels
 from megatrain.planning.saved_plan import SavedPlan
 from megatrain.planning.step_programs import StepPrograms
 from megatrain.progress import stage
@@ -145,7 +144,7 @@ class StepPlans:
     ) -> StepChoices:
         if limits.kernels != "auto":
             found = plan_step(captures, kind, limits, loss_bytes, self._exchange, or_least=or_least)
-            return replace(found, why_kernels=_ASKED.get(limits.kernels, ""))
+            return replace(found, why_kernels=AS_ASKED.get(limits.kernels, ""))
         # Kernels that are launched one by one take no more memory: what fits, in which pieces, is decided with these.
         found = self.plan(captures, kind, limits.launching_each, lambda: loss_bytes, or_least=or_least)
         if found.too_small is not None:
@@ -164,9 +163,6 @@ class StepPlans:
             capture.least = found.level
         for other in [known for known in self._known if known[:2] == key[:2]]:
             del self._known[other]
-
-
-_ASKED = {"graphs": "recorded, as asked for", "inductor": "compiled by inductor, as asked for"}
 
 
 def plan_step(
@@ -215,74 +211,6 @@ def plan_step(
         )
     found.schedule.check()
     return found
-
-
-RECORDED_FROM = 3
-"""Kernels of a shape are recorded from this run on: to record takes milliseconds for each block."""
-# A step that isn't shorter than so much of the other isn't worth recordings.
-_NEAR = 0.998
-
-
-def with_kernels(
-    table: Schedule, programs: Sequence[Program], limits: Limits, plan: Callable[[Limits], Schedule]
-) -> tuple[Schedule, str]:
-    """Chooses whether kernels of a step or call are launched one by one, or recorded and launched by one call a block.
-
-    Both have the same bits. Recorded kernels retain no graph, so that all is recomputed, and hold memory.
-
-    Args:
-        table: The plan with kernels that are launched one by one.
-        programs: What runs, of each micro-batch.
-        limits: What was given for it.
-        plan: Makes the plan of the same programs within other limits.
-
-    Returns:
-        The plan whose step is shorter on the machine, of those that take no more of the host, and why.
-    """
-    machine = limits.hardware
-    if machine is None and limits.device.has_launch_graphs:
-        machine = usual_machine(limits.device)
-    if machine is None or not machine.issue_s or limits.activations == "keep":
-        return table, ""
-    blocks, obstacle = recordable_blocks(programs)
-    step_s = table.simulate(machine).step_s
-    # No plan with recorded kernels is shorter than this one would be if its launches took as little.
-    least_s = replace(table, recorded=tuple(sorted(blocks))).simulate(machine).step_s
-    if not blocks:
-        why = obstacle or "no two blocks run one template"
-    elif least_s > step_s * _NEAR:
-        why = "recorded, the step would be no shorter"
-    else:
-        recorded, why = _recorded(table, programs, limits, plan)
-        recorded_s = step_s if recorded is None else recorded.simulate(machine).step_s
-        if recorded is not None and recorded_s <= step_s * _NEAR:
-            number = f"{len(recorded.recorded)} of {counted(table.num_blocks, 'block')}"
-            held = format_bytes(launch_graph_bytes(programs))
-            text = f"recorded in {number}, which holds {held} besides: {format_s(recorded_s)}"
-            return recorded, f"{text}, one by one {format_s(step_s)}"
-        why = why or f"{format_s(step_s)}, recorded (and all recomputed) {format_s(recorded_s)}"
-    return table, f"one by one: {why}"
-
-
-def _recorded(
-    table: Schedule, programs: Sequence[Program], limits: Limits, plan: Callable[[Limits], Schedule]
-) -> tuple[Schedule | None, str]:
-    """The plan with recorded kernels; or None, and why a plan without them isn't given up for it."""
-    try:
-        recorded = plan(limits.recording)
-    except TooSmallError:
-        return None, "what recordings hold leaves too little memory"
-    if any(_is_hidden(program, recorded) for program in programs):
-        return None, "a block draws random numbers that nothing repeats, so it can't be recomputed"
-    if recorded.host_bytes > table.host_bytes:
-        return None, "next to what recordings hold, more activations would be parked on the host"
-    return recorded, ""
-
-
-def _is_hidden(program: Program, table: Schedule) -> bool:
-    """Whether a plan recomputes a block whose random numbers nothing repeats."""
-    again = [block for block in program.blocks if block.index not in table.saves and has_backward(program, block)]
-    return table.kind.mode != "forward" and any(program.templates[block.template].hides_draws for block in again)
 
 
 def scheduled(
@@ -491,8 +419,10 @@ def _given_choices(
         merged = merge_programs(programs, limits.master_kind).workload
         # Plans saved by an earlier version don't say whether code reads values.
         found = replace(merged, loss_bytes=loss_bytes, last_reads_values=planned.last_reads_values)
-        if found == planned:
-            schedule = _with_given_kernels(schedule, programs, limits)
+        if as_compared(found, limits) == as_compared(planned, limits):
+            schedule, differences = given_kernels(schedule, programs, limits)
+            if differences:
+                raise _refused(differences)
             with limits.memory_for(programs, records=bool(schedule.recorded)) as left:
                 if left is not None and schedule.device_bytes > left:
                     sizes = f"{format_bytes(schedule.device_bytes)} -> {format_bytes(left)}"
@@ -504,22 +434,6 @@ def _given_choices(
         others.append(found)
     nearest = min(others, key=lambda other: len(other.blocks) != len(planned.blocks))
     raise _refused(workload_lines(planned, nearest))
-
-
-def _with_given_kernels(schedule: Schedule, programs: Sequence[Program], limits: Limits) -> Schedule:
-    """A given plan, whose kernels must be those that the model has; `kernels="graphs"` records as much as it allows.
-
-    Raises:
-        ScheduleError: If they aren't.
-    """
-    blocks, _ = recordable_blocks(programs)
-    if limits.kernels == "graphs":
-        return replace(schedule, recorded=tuple(sorted(blocks.difference(schedule.saves))))
-    if schedule.recorded and limits.kernels != "auto":
-        raise _refused([f"kernels: recorded -> {limits.kernels} on {limits.device}"])
-    if not blocks.issuperset(schedule.recorded):
-        raise _refused([f"blocks with recorded kernels: {len(schedule.recorded)} -> {len(blocks)}"])
-    return schedule
 
 
 def _levels(captures: Sequence[StepPrograms], planned: Workload) -> Iterator[tuple[int, Sequence[Program]]]:

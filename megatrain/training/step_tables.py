@@ -11,7 +11,8 @@ from megatrain.memory.bus import GrowingArena
 from megatrain.memory.device_budget import DeviceBudget
 from megatrain.options import Limits
 from megatrain.passes.program import Program
-from megatrain.planning.plan_step import RECORDED_FROM, StepChoices, StepPlans
+from megatrain.planning.kernel_choice import RECORDED_FROM
+from megatrain.planning.plan_step import StepChoices, StepPlans
 from megatrain.planning.saved_plan import AnyPlan, saved_plan
 from megatrain.planning.step_programs import StepPrograms
 from megatrain.runtime.engine import Engine

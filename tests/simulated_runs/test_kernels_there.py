@@ -10,7 +10,7 @@ from torch import nn
 
 import megatrain
 from megatrain.device import Device
-from megatrain.errors import ExecuteError
+from megatrain.errors import ExecuteError, ScheduleError
 from megatrain.hardware.hardware import Hardware
 from megatrain.runtime.replays import Replays
 from tests.comparing import assert_same
@@ -173,5 +173,5 @@ def test_a_plan_that_is_given_says_what_is_recorded(made: list[str]):
     assert planned.schedule.recorded == step.schedule.recorded
     eager = compiled_of(kernels="eager")
     refused = megatrain.TrainStep(eager, adamw(eager), loss=lambda y, _: y.square().mean(), plan=plan)
-    with pytest.raises(megatrain.errors.ScheduleError, match="kernels: recorded -> eager on sim"):
+    with pytest.raises(ScheduleError, match="kernels: recorded -> eager on sim"):
         refused(batch(0))

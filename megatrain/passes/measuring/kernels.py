@@ -141,7 +141,7 @@ class KernelWork(TorchDispatchMode):
         given = [self._there((*args, *operands)), self._there((result,))]
         if not any(given):
             return
-        read, written = [list(map(_nbytes, tensors)) for tensors in given]
+        read, written = [list(map(tensor_bytes, tensors)) for tensors in given]
         fresh = {id(tensor) for tensor in given[0]}
         made = [nbytes for tensor, nbytes in zip(given[1], written, strict=True) if id(tensor) not in fresh]
         changed = sum(written) - sum(made)
@@ -176,7 +176,7 @@ def _outs(func: Any) -> frozenset[str]:
     return frozenset(a.name for a in arguments if a.kwarg_only and a.alias_info is not None and a.alias_info.is_write)
 
 
-def _nbytes(tensor: torch.Tensor) -> int:
+def tensor_bytes(tensor: torch.Tensor) -> int:
     """Bytes of memory that the elements of a tensor are in: what is broadcast is there once."""
     if tensor.layout != torch.strided:
         return 0

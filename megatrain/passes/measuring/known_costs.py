@@ -32,6 +32,8 @@ class KnownCosts:
         needs: Sequence[tuple[bool, ...]],
         device: torch.device,
         measure: Callable[[], TemplateCost],
+        *,
+        fuses: bool = False,
     ) -> TemplateCost:
         """Returns the cost of a template.
 
@@ -40,9 +42,10 @@ class KnownCosts:
             needs: For each of its uses, which of its inputs and state need a gradient.
             device: Where it runs.
             measure: Measures it.
+            fuses: Whether kernels count as a compiler makes them.
         """
         histories = tuple(node.meta.get("has_history") for node in template.graph.nodes)
-        key = template_key(template), histories, tuple(needs), device
+        key = template_key(template), histories, tuple(needs), device, fuses
         if key not in self._known:
             self._known[key] = template, measure()
             if len(self._known) > MOST:
