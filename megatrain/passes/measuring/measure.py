@@ -76,7 +76,7 @@ def _cost(template: Template, needs: list[_Needs], program: Program, costs: Know
         return _upper_bound(template, f"it doesn't run without values: {type(error).__name__}: {told}")
 
 
-def _measured(template: Template, needs: list[_Needs], program: Program, *, fuses: bool) -> TemplateCost:
+def _measured(template: Template, needs: list[_Needs], program: Program, *, fuses: bool = False) -> TemplateCost:
     """Measures bytes where all gradients are needed that some block needs, and kernels for each of the `needs`."""
     device, all_needs = program.device, tuple(map(any, zip(*needs, strict=True)))
     alike = AlikeParts()
