@@ -39,6 +39,7 @@ OF_COMPILE: Mapping[str, Option] = {
         "transfer": "auto, copy or bind",
         "block_bytes": "target size of a block's state, such as 64MiB",
         "chunking": "auto, always or never: chunks of a head's loss, tiles of tokens",
+        "kernels": "auto, eager, graphs (recorded) or inductor (compiled)",
     }.items()
 }
 """Those of `megatrain.compile` that commands have."""

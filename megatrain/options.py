@@ -7,6 +7,7 @@ from collections.abc import Generator, Iterable, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Self
 
 from megatrain.checks import PATHS, Rule, one_of, optional
 from megatrain.device import HOST, Device
@@ -29,7 +30,7 @@ PRECISION = one_of("fp32", "bf16")
 TRANSFER = one_of("auto", "copy", "bind")
 CHUNKING = one_of("auto", "always", "never")
 OPAQUE = ("warn", "refuse", "allow")
-KERNELS = one_of("eager", "graphs", "inductor")
+KERNELS = one_of("auto", "eager", "graphs", "inductor")
 COMPILE: Mapping[str, Rule] = {
     "model": MODEL,
     "device": optional(DEVICE),
@@ -66,7 +67,8 @@ class Limits:
         passes: The user's own rewrites of captured graphs.
         chunking: When heads compute their losses in chunks of rows, and other calls run in tiles of tokens.
         hardware: The machine whose step is to be short; None weighs copies and compute as a usual one does.
-        kernels: What computes a block: `"eager"`, `"graphs"` or `"inductor"`.
+        kernels: What computes a block: `"eager"`, `"graphs"` or `"inductor"`; or `"auto"`, eager's kernels launched one
+            by one or, as with `"graphs"`, by one call for each block, as the plan of a step or call says.
         most_result_bytes: Bytes of kernels' results that may be kept for a backward; None is any number.
         weights: Files and folders with the model's state, or None.
         opaque: What happens if the model is one opaque block: `"warn"`, `"refuse"` or `"allow"`.
@@ -92,15 +94,31 @@ class Limits:
         """Kind of masters: `"whole"`, which are the parameters themselves, as precision is fp32; or those asked for."""
         return "whole" if self.precision == "fp32" else "rounded" if self.masters == "rounded" else "exact"
 
+    @property
+    def launching_each(self) -> Self:
+        """The same for a plan with eager's kernels, launched one by one."""
+        return replace(self, kernels="eager")
+
+    @property
+    def recording(self) -> Self:
+        """The same for a plan with recorded kernels, which retain no graph."""
+        return replace(
+            self, kernels="graphs", activations="recompute" if self.activations == "auto" else self.activations
+        )
+
     @contextmanager
-    def memory_for(self, programs: Iterable[Program]) -> Generator[int | None]:
+    def memory_for(self, programs: Iterable[Program], *, records: bool) -> Generator[int | None]:
         """Gives the bytes that a schedule of these programs may take: recordings of kernels take the rest.
+
+        Args:
+            programs: What runs.
+            records: Whether kernels are recorded.
 
         Raises:
             TooSmallError: If the body does; with what recordings take.
         """
         budget = self.device_memory
-        taken = launch_graph_bytes(programs) if self.kernels == "graphs" else 0
+        taken = launch_graph_bytes(programs) if records else 0
         if budget is None or not taken:
             yield budget
             return
@@ -110,22 +128,17 @@ class Limits:
             text = f"{error.text}\n  Recorded kernels take {format_bytes(taken)} of the {format_bytes(budget)}."
             raise TooSmallError(text, error.least_bytes, [*error.helps, 'kernels="eager"']) from None
 
-    def resolved(self, hardware: Hardware | str | None) -> Limits:
-        """Resolves the options of `compile`, each checked alone: afterwards only `activations` can be "auto".
+    def resolved(self, hardware: Hardware | str | None) -> Self:
+        """Resolves the options of `compile`, each checked alone.
+
+        Afterwards only `activations` can be `"auto"` and, where kernels can be recorded, `kernels`.
 
         Raises:
             OptionError: If two of them exclude each other; if the device lacks something, or has less memory.
         """
-        device, activations, transfer = self.device, self.activations, self.transfer
+        device, transfer = self.device, self.transfer
         check_masters(self.masters, self.precision)
-        if self.kernels == "inductor" and not device.has_inductor:
-            raise OptionError(
-                f'kernels="inductor" makes no kernels for {device}.\n  Inductor compiles for CPU and CUDA.\n'
-                '  Leave kernels out: "eager" runs everywhere.'
-            )
-        if self.kernels == "graphs":
-            _check_graphs(device, activations)
-            activations = "recompute" if activations == "auto" else activations
+        found = self.with_kernels(device)
         if transfer == "bind" and not device.can_bind:
             raise OptionError(
                 f'transfer="bind" needs the compute device to be the host, but it is {device}.\n'
@@ -136,11 +149,29 @@ class Limits:
             # A budget on the host is a rehearsal of a device: only copies into slots can respect it.
             transfer = "bind" if device.can_bind and self.device_memory is None else "copy"
         machine = None if hardware is None else machine_of(hardware, device)
-        if machine is not None and self.kernels == "graphs":
-            machine = replace(machine, issue_s=0.0)  # blocks whose kernels Python launches one by one have few
-        # Kernels other than eager's return no results that could be kept.
-        results = None if self.kernels == "eager" else 0
-        return replace(self, activations=activations, transfer=transfer, hardware=machine, most_result_bytes=results)
+        return replace(found, transfer=transfer, hardware=machine)
+
+    def with_kernels(self, device: Device | None) -> Self:
+        """The same once it is known what computes blocks.
+
+        Args:
+            device: The device; None for a card that isn't there, which can do everything.
+
+        Raises:
+            OptionError: If the device can't do what `kernels` says, or `activations` excludes it.
+        """
+        if self.kernels == "inductor":
+            if device is not None and not device.has_inductor:
+                raise OptionError(
+                    f'kernels="inductor" makes no kernels for {device}.\n  Inductor compiles for CPU and CUDA.\n'
+                    '  Leave kernels out: "eager" runs everywhere.'
+                )
+            return self
+        if self.kernels == "graphs":
+            _check_graphs(device, self.activations)
+            return self.recording
+        can_record = (device is None or device.has_launch_graphs) and self.activations != "keep"
+        return self if can_record else replace(self, kernels="eager")
 
 
 def given_bytes(size: int | str | None, name: str) -> int | None:
@@ -157,8 +188,8 @@ def given_paths(weights: WeightFiles | None) -> tuple[Path, ...] | None:
     return None if weights is None else tuple(present(path) for path in read_paths(weights))
 
 
-def _check_graphs(device: Device, activations: str) -> None:
-    if not device.has_launch_graphs:
+def _check_graphs(device: Device | None, activations: str) -> None:
+    if device is not None and not device.has_launch_graphs:
         raise OptionError(
             f'kernels="graphs" is impossible on {device}.\n'
             "  CUDA graphs launch many kernels of a GPU at once; other devices have none, nor has a GPU whose memory "

@@ -19,6 +19,7 @@ from megatrain.passes.interpret import looks_in_backward
 from megatrain.passes.measuring.measure import KnownCosts
 from megatrain.passes.program import Program
 from megatrain.passes.rewrites.loss_only import loss_only
+from megatrain.planning.kernel_choice import RECORDED_FROM, with_kernels
 from megatrain.planning.plan_step import scheduled, with_true_hint
 from megatrain.planning.step_programs import StepPrograms, undisturbed
 from megatrain.progress import stage
@@ -47,6 +48,7 @@ class Lowered:
 
     Attributes:
         executor: Runs the schedule of a call; made at the first call.
+        why_kernels: Why the kernels of a call are recorded, or aren't; empty where nothing was to be chosen.
     """
 
     def __init__(self, traced: TracedModule, options: Limits, budget: DeviceBudget, *, is_training: bool):
@@ -57,6 +59,9 @@ class Lowered:
         self._costs = KnownCosts()
         self._of_steps: dict[tuple[str, ...] | None, StepPrograms] = {}
         self.executor: Executor | None = None
+        self.why_kernels = ""
+        self._schedule: Schedule | None = None
+        self._num_calls = 0
 
     @property
     def program(self) -> Program:
@@ -64,29 +69,64 @@ class Lowered:
         return self.for_step(self._traced).at(0)
 
     @property
+    def why_kernels_of_steps(self) -> list[str]:
+        """Why the kernels of training steps are recorded, or aren't."""
+        return [why for each in self._of_steps.values() if (why := each.why_kernels)]
+
+    @property
     def is_planned(self) -> bool:
         """Whether the schedule of a call was asked for."""
-        return "schedule" in vars(self)
+        return self._schedule is not None
 
-    @cached_property
+    @property
     def schedule(self) -> Schedule:
         """The schedule of a call: a training step may fit where a call doesn't.
 
         Raises:
             ScheduleError: If the memory budget is too small for it.
         """
-        program, limits = self.program, replace(self._options, device_memory=self._budget.nbytes)
+        if self._schedule is None:
+            self._schedule = self._planned()
+        return self._schedule
+
+    def note_call(self) -> None:
+        """Called before each call: the kernels of a later one may be recorded."""
+        self._num_calls += 1
+        if self._options.kernels != "auto":
+            return
+        why = "" if self.executor is None else self.executor.why_unrecorded
+        if why:  # as they are launched one by one after all, nothing needs to be recomputed
+            self._schedule = self.executor = None
+            self.why_kernels = f"one by one: {why}"
+        elif self._num_calls == RECORDED_FROM:
+            before, (self._schedule, self.why_kernels) = self.schedule, self._with_kernels()
+            self.executor = self.executor if self._schedule is before else None
+
+    @property
+    def _limits(self) -> Limits:
+        # No plans are compared for calls, except for their kernels.
+        return replace(self._options, device_memory=self._budget.nbytes, hardware=None)
+
+    def _plan(self, limits: Limits, program: Program | None = None) -> Schedule:
+        program = self.program if program is None else program
         trains = any(ref.kind == "value" and program.values[ref.name].requires_grad for ref in program.outputs)
         kind = StepKind("train" if self._is_training and trains else "forward", limits.transfer)
-        # No plans are compared for calls.
-        plan = partial(scheduled, kind=kind, limits=replace(limits, hardware=None))
+        return scheduled([program], kind, limits)
+
+    def _planned(self) -> Schedule:
+        limits = self._limits
         try:
-            planned = plan([program])
+            planned = self._plan(limits)
         except TooSmallError as error:
             smaller = partial(self.for_step(self._traced).with_blocks, in_pieces=False)
-            raise with_true_hint(error, program, lambda size: plan([smaller(size)])) from None
+            raise with_true_hint(error, self.program, lambda size: self._plan(limits, smaller(size))) from None
         planned.check()
         return planned
+
+    def _with_kernels(self) -> tuple[Schedule, str]:
+        table, why = with_kernels(self.schedule, [self.program], self._limits, self._plan)
+        table.check()
+        return table, why
 
     @cached_property
     def opaque(self) -> tuple[Opaque | Observer, ...]:

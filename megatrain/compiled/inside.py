@@ -302,6 +302,7 @@ class Compiled:
         failed: dict[Variant, str] = {}
         attempts = Attempts("the call", device)
         while True:
+            variant.lowered.note_call()
             executor = self._executor(variant)
             start = RngState.now(device, variant.opaque)
             try:

@@ -82,6 +82,8 @@ def _variant_lines(variant: Variant, is_latest: bool, engine: Engine | None) -> 
         f"    {counted(len(program.blocks), 'block')}, {counted(len(program.templates), 'template')}; "
         f"parameters {parameters} B, buffers {others} B; {scheduled}",
     ]
+    lines += [f"    kernels of calls: {why}" for why in filter(None, [variant.lowered.why_kernels])]
+    lines += [f"    kernels of steps: {why}" for why in variant.lowered.why_kernels_of_steps]
     eager = {} if engine is None else engine.runners.on_eager_kernels(program)
     lines += [f"    template {name} on eager's kernels: {reason}" for name, reason in eager.items()]
     return lines + [f"    because {reason}" for reason in variant.reasons]

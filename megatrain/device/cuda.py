@@ -81,11 +81,15 @@ class CudaGraphs(LaunchGraphs):
 
     def __init__(self, device: torch.device) -> None:
         super().__init__(device)
-        self._pool = torch.cuda.graph_pool_handle()
         self._stream = _own_stream(device)
         weakref.finalize(self, _captured_on.discard, (device.index, self._stream.cuda_stream))
+        self.release()
+
+    def release(self) -> None:
+        """Takes another pool: the one before goes with its last graph."""
+        self._pool = torch.cuda.graph_pool_handle()
         # With its last graph a pool is gone, and another capture into it fails: this one stays.
-        self._first = self.record(lambda: torch.zeros(1, device=device))
+        self._first = self.record(lambda: torch.zeros(1, device=self._device))
 
     def record(self, work: Callable[[], object]) -> Callable[[], None]:
         """Captures a graph; other threads may go on with what they do, synchronisations included."""

@@ -74,7 +74,7 @@ class LaunchGraphs(ABC):
     """Makes launch graphs, and keeps the memory in which they run.
 
     Tensors that a graph makes are in memory that no other work gets, for as long as this object is there, also when no
-    graph is left. All graphs share this memory, so one run overwrites what the run before has left.
+    graph is left, or until `release`. All graphs share this memory, so one run overwrites what the run before has left.
 
     Args:
         device: Where the work runs.
@@ -111,6 +111,10 @@ class LaunchGraphs(ABC):
         # By a recording, which is then dropped; an empty one would be warned of.
         self.record(lambda: made.append(torch.zeros(nbytes, dtype=torch.uint8, device=self._device)))
         return made[0]
+
+    @abstractmethod
+    def release(self) -> None:
+        """Gives the memory of all graphs back, none of which is left or runs; later ones get other memory."""
 
     @abstractmethod
     def memory(self, address: int, nbytes: int) -> torch.Tensor:

@@ -11,7 +11,7 @@ from typing import Any
 from megatrain.checks import PATH, TEXT, Rule, count, number, optional
 from megatrain.command_options import Option, flag
 from megatrain.errors import OptionError
-from megatrain.options import CHUNKING, PRECISION
+from megatrain.options import CHUNKING, KERNELS, PRECISION
 from megatrain.scheduler.builder.build import STEP
 from megatrain.sizes import SIZE
 from megatrain.tracer.spec import DEVICE
@@ -57,6 +57,7 @@ class TrainOptions:
     memory: str | None = _option(None, optional(SIZE), "device-memory budget (default: what is free, less a reserve)")
     block_bytes: str | None = _option(None, optional(SIZE), "target size of a block's state, such as 64MiB")
     chunking: str = _option("auto", CHUNKING, "auto, always or never: chunks of a head's loss, tiles of tokens")
+    kernels: str = _option("auto", KERNELS, "auto, eager, graphs (recorded) or inductor (compiled)")
     length: int | None = _option(
         None, optional(count(2, 2**24)), "most tokens of a sequence (default: 2048, or what the model takes if less)"
     )

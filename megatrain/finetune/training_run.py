@@ -384,7 +384,7 @@ class _Run:
             optimizer=torch.optim.AdamW(trained, fused=True),  # as the trainer makes it
             precision=options.precision, micro_batches=self._arguments.gradient_accumulation_steps,
             max_grad_norm=_MAX_GRAD_NORM, block_bytes=options.block_bytes, chunking=options.chunking,
-            example_kwargs=inputs,
+            kernels=options.kernels, example_kwargs=inputs,
         )  # fmt: skip
 
     def go_on(self, record: RunRecord) -> None:
@@ -431,6 +431,7 @@ class _Run:
             train_dataset=self._training, eval_dataset=self._held_out, callbacks=[stop],
             megatrain_device=self._device, megatrain_precision=options.precision, megatrain_memory=options.memory,
             megatrain_block_bytes=options.block_bytes, megatrain_chunking=options.chunking,
+            megatrain_kernels=options.kernels,
             megatrain_on_nonfinite="raise",  # the trainer would show another loss in its place, and go on
         )  # fmt: skip
         record.write()

@@ -40,6 +40,7 @@ class MegatrainTrainingArguments:
     megatrain_activations: str | int | None = None
     megatrain_block_bytes: int | str | None = None
     megatrain_chunking: str | None = None
+    megatrain_kernels: str | None = None
     megatrain_overlap: bool | None = None
     megatrain_spread: bool | None = None
     megatrain_on_nonfinite: str | None = None

@@ -36,6 +36,7 @@ IN_PYTHON: Spelling = {
     "max_grad_norm": lambda value: f"max_grad_norm={value}",
     "overlap": lambda value: f"overlap={value}",
     "activations": lambda value: f'activations="{value}"',
+    "kernels": lambda value: f'kernels="{value}"',
     "optimizer": lambda value: f'optimizer="{value}"',
     MICRO_BATCH: lambda value: f"an example of {value}",
     SEQUENCE: lambda value: f"an example of length {value}",

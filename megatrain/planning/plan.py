@@ -30,6 +30,7 @@ class Plan(PlannedStep):
         too_small: Why the device's memory isn't enough, or None.
         reserve: What the device needs besides, in words.
         hardware: The machine whose time is predicted, or None.
+        kernels: How kernels are launched, and why, in words; empty where eager's calls launch them without a choice.
         step_s: Seconds of a step, predicted; None without `hardware`.
         tokens_per_s: Tokens a second, predicted; None without `hardware`, or if the example has no token ids.
     """
@@ -128,6 +129,7 @@ class Plan(PlannedStep):
                 *([f"  reserve: {self.reserve}"] if self.reserve else []),
                 f"host: {verdict(self.host.total_bytes, None if self.host_memory == UNBOUNDED else self.host_memory)}",
                 *(f"  {line}" for line in self.host.lines()),
+                *([f"kernels: {self.kernels}"] if self.kernels else []),
                 *time_text(self),
             ]
         )

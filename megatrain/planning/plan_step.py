@@ -16,7 +16,9 @@ from megatrain.errors import ExecuteError, ScheduleError, TooSmallError
 from megatrain.hardware.hardware import Hardware
 from megatrain.hardware.machine import usual_machine
 from megatrain.options import Limits
+from megatrain.passes.measuring.runs import recordable_blocks
 from megatrain.passes.program import Program
+from megatrain.planning.kernel_choice import AS_ASKED, as_compared, given_kernels, with_kernels
 from megatrain.planning.saved_plan import SavedPlan
 from megatrain.planning.step_programs import StepPrograms
 from megatrain.progress import stage
@@ -64,6 +66,7 @@ class StepChoices:
         programs: Of each capture at this level. The schedule serves them in any order.
         schedule: Of the step, checked.
         too_small: Why it doesn't fit; None if it does.
+        why_kernels: Why its kernels are recorded, or aren't; empty where nothing was to be chosen.
     """
 
     captures: Sequence[StepPrograms]
@@ -71,6 +74,7 @@ class StepChoices:
     programs: Sequence[Program]
     schedule: Schedule
     too_small: str | None = None
+    why_kernels: str = ""
 
     def programs_of(self, captures: Sequence[StepPrograms]) -> Sequence[Program]:
         """Returns the programs of these captures, in their order."""
@@ -115,6 +119,7 @@ class StepPlans:
         """
         machine = None if limits.device_memory is None else limits.hardware
         asked = limits.device_memory, limits.activations, machine, limits.master_kind, limits.most_result_bytes
+        asked = *asked, limits.kernels
         key = frozenset(map(id, captures)), kind, *asked
         if key not in self._known:
             alike = (known for (others, *_), known in self._known.items() if others == key[0])
@@ -125,7 +130,7 @@ class StepPlans:
                 found = _given_choices(given, captures, limits, nbytes)
             else:
                 with nullcontext() if or_least else stage("planning"):
-                    found = plan_step(captures, kind, limits, nbytes, self._exchange, or_least=or_least)
+                    found = self._planned(captures, kind, limits, nbytes, or_least=or_least)
             if not or_least:
                 self._keep_rewritten(found, key)
             self._known[key] = found
@@ -133,6 +138,24 @@ class StepPlans:
                 self._known.popitem(last=False)
         self._known.move_to_end(key)
         return self._known[key]
+
+    def _planned(
+        self, captures: Sequence[StepPrograms], kind: StepKind, limits: Limits, loss_bytes: int, *, or_least: bool
+    ) -> StepChoices:
+        if limits.kernels != "auto":
+            found = plan_step(captures, kind, limits, loss_bytes, self._exchange, or_least=or_least)
+            return replace(found, why_kernels=AS_ASKED.get(limits.kernels, ""))
+        # Kernels that are launched one by one take no more memory: what fits, in which pieces, is decided with these.
+        found = self.plan(captures, kind, limits.launching_each, lambda: loss_bytes, or_least=or_least)
+        if found.too_small is not None:
+            return found
+
+        def plan(others: Limits) -> Schedule:
+            return self._exchange.scheduled(scheduled(found.programs, kind, others, loss_bytes))
+
+        table, why = with_kernels(found.schedule, found.programs, limits, plan)
+        table.check()
+        return replace(found, schedule=table, why_kernels=why)
 
     def _keep_rewritten(self, found: StepChoices, key: tuple[Hashable, ...]) -> None:
         """Has later steps begin at this level, and forgets the step of another budget, which may have been lower."""
@@ -151,7 +174,7 @@ def plan_step(
     *,
     or_least: bool = False,
 ) -> StepChoices:
-    """Plans a step, with as little rewritten as fits.
+    """Plans a step with kernels that are known, with as little rewritten as fits.
 
     Args:
         captures: One per micro-batch; all are rewritten at the same level.
@@ -203,7 +226,8 @@ def scheduled(
     Raises:
         ScheduleError: If the memory is too small, or the micro-batches can't share blocks.
     """
-    with limits.memory_for(programs) as memory:
+    records = limits.kernels == "graphs"
+    with limits.memory_for(programs, records=records) as memory:
         return step_schedule(
             programs,
             kind,
@@ -214,7 +238,9 @@ def scheduled(
             hardware=limits.hardware,
             usual=usual_machine(limits.device),
             masters=limits.master_kind,
-            most_result_bytes=limits.most_result_bytes,
+            # Kernels other than eager's return no results that could be kept.
+            most_result_bytes=limits.most_result_bytes if limits.kernels == "eager" else 0,
+            recorded=recordable_blocks(programs)[0] if records else (),
         )
 
 
@@ -393,12 +419,15 @@ def _given_choices(
         merged = merge_programs(programs, limits.master_kind).workload
         # Plans saved by an earlier version don't say whether code reads values.
         found = replace(merged, loss_bytes=loss_bytes, last_reads_values=planned.last_reads_values)
-        if found == planned:
-            with limits.memory_for(programs) as left:
+        if as_compared(found, limits) == as_compared(planned, limits):
+            schedule, differences = given_kernels(schedule, programs, limits)
+            if differences:
+                raise _refused(differences)
+            with limits.memory_for(programs, records=bool(schedule.recorded)) as left:
                 if left is not None and schedule.device_bytes > left:
                     sizes = f"{format_bytes(schedule.device_bytes)} -> {format_bytes(left)}"
                     raise _refused([f"memory of the device, without that of recorded kernels: {sizes}"])
-            if schedule.results and limits.most_result_bytes == 0:
+            if schedule.results and limits.kernels in ("graphs", "inductor"):
                 raise _refused(["results of attention that are kept: compiled and recorded kernels return none"])
             schedule.check()
             return StepChoices(tuple(captures), level, programs, schedule)

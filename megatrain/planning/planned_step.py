@@ -37,6 +37,11 @@ class StepLimits(Limits):
     overlap: bool = True
     loss: Loss | None = None
 
+    @property
+    def may_compile(self) -> bool:
+        """Whether a compiler makes kernels for the device, or for a card that isn't there."""
+        return not self.has_device or self.device.has_inductor
+
 
 @dataclass(frozen=True, slots=True)
 class Asked:
@@ -81,6 +86,7 @@ class PlannedStep:
     reserve: str = ""
     hardware: Hardware | None = None
     asked: Asked | None = field(default=None, repr=False, compare=False)
+    kernels: str = ""
 
     @cached_property
     def simulation(self) -> Simulation | None:

@@ -114,6 +114,7 @@ class Planner:
             reserve_text(device, size, limits.hardware),
             limits.hardware,
             Asked(limits, sizes, self._source.fixed, found.num_tokens, self.plan),
+            made.why_kernels,
         )
 
     def _with_host_room(self, found: _Capture, limits: StepLimits) -> tuple[StepChoices, HostPlan]:
@@ -143,7 +144,8 @@ class Planner:
 
     def _captured(self, limits: StepLimits, sizes: Mapping[str, int]) -> _Capture:
         given = tuple(map(id, (limits.loss, *limits.passes)))
-        asked = limits.precision, limits.block_bytes, limits.chunking, limits.device.alignment
+        fuses = limits.kernels == "inductor"
+        asked = limits.precision, limits.block_bytes, limits.chunking, limits.device.alignment, fuses
         key = (*sorted(sizes.items()), *asked, given)
         if key not in self._captures:
             self._captures[key] = self._capture(limits, sizes)
@@ -274,6 +276,7 @@ def _step_kind(program: Program, limits: StepLimits, updates: str) -> StepKind:
     block_bytes=optional(SIZE),
     passes=PASSES,
     chunking=COMPILE["chunking"],
+    kernels=COMPILE["kernels"],
     hardware=optional(HARDWARE),
     example_args=EXAMPLE_ARGS,
     example_kwargs=EXAMPLE_KWARGS,
@@ -294,6 +297,7 @@ def plan(  # noqa: PLR0913  # as for `compile`
     block_bytes: int | str | None = None,
     passes: Sequence[Rewrite] = (),
     chunking: str = "auto",
+    kernels: str = "auto",
     loss: Loss | None = None,
     hardware: Hardware | str | None = None,
     example_args: tuple[Any, ...] = (),
@@ -324,6 +328,8 @@ def plan(  # noqa: PLR0913  # as for `compile`
         block_bytes: As for `compile`.
         passes: As for `compile`.
         chunking: As for `compile`.
+        kernels: As for `compile`. With `"auto"` the plan is the shorter one of the two on `hardware`, a card unless
+            `device` is none.
         loss: As for `TrainStep`; it gets the example as its batch.
         hardware: A machine, the name of one in the table (`Hardware.presets()`), or `"measured"` for this machine with
             `device`. The plan is the fastest found for it that fits `device_memory`, and says its time.
@@ -369,7 +375,8 @@ def plan(  # noqa: PLR0913  # as for `compile`
         activations=activations,
         passes=tuple(passes),
         chunking=chunking,
+        kernels=kernels,
         loss=loss,
         hardware=None if hardware is None else machine_of(hardware, device),
-    )
+    ).with_kernels(None if device is None else find(device))
     return Planner(ExampleSizes(model, arguments)).plan(limits)

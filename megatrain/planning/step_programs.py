@@ -83,6 +83,9 @@ class StepPrograms:
         least: The first level that is tried. A capture that was rewritten stays so: its numbers would differ from one
             training step to the next.
         width: The number of levels with blocks of one size.
+        num_steps: How many steps have begun with one of the programs.
+        why_eager: Why kernels that a plan has recorded are launched one by one from now on; empty if there is none.
+        why_kernels: Why kernels of the latest step are recorded, or aren't; empty where nothing was to be chosen.
     """
 
     def __init__(self, traced: TracedModule, limits: Limits, costs: KnownCosts):
@@ -91,6 +94,8 @@ class StepPrograms:
         self._made: dict[int, Program] = {}
         self.least = 0
         self.width = len(self._pieces)
+        self.num_steps = 0
+        self.why_eager = self.why_kernels = ""
 
     def at(self, level: int) -> Program:
         """The program of a level, or of the last there is."""
@@ -172,6 +177,7 @@ def lowered(
             rewrites=rewrites,
             after_pass=after_pass,
             alignment=limits.device.alignment,
+            fuses=limits.kernels == "inductor",
         )
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_hooks
 
-from megatrain.device import Device, LaunchGraphs
+from megatrain.device import Device
 from megatrain.errors import ExecuteError
 from megatrain.memory.block_image import has_strides_of
 from megatrain.passes.interpret import Code
@@ -172,13 +172,13 @@ class BlockRunner:
         template: The template to run.
         device: Compute device.
         kernels: `"eager"` or `"inductor"`.
-        graphs: Records the kernels of blocks whose graph isn't retained; None for none.
+        replays: Records the kernels of blocks whose graph isn't retained; None for none.
     """
 
     def __init__(
-        self, template: Template, device: Device, kernels: str = "eager", graphs: LaunchGraphs | None = None
+        self, template: Template, device: Device, kernels: str = "eager", replays: Replays | None = None
     ) -> None:
-        results = None if template.cost is None or kernels != "eager" or graphs else template.cost.results
+        results = None if template.cost is None or kernels != "eager" or replays else template.cost.results
         around = () if results is None else results.calls
         if kernels == "inductor":
             made = partial(InductorCode, template=template, device=device)
@@ -193,7 +193,12 @@ class BlockRunner:
         self._result_bytes = [] if results is None else [spec.nbytes for spec in results.specs]
         self._held = set[int]() if template.cost is None else set(template.cost.held_state)
         self._ends = [(port.name, port.spec.shape) for port in template.outputs]
-        self._replays = None if graphs is None else Replays(template, device, graphs)
+        self._replays = replays
+
+    def forget_recordings(self, why: str) -> None:
+        """Drops what is recorded, and records nothing more if there is a reason."""
+        if self._replays is not None:
+            self._replays.forget(why)
 
     @property
     def why_eager(self) -> str:

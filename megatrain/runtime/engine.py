@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from megatrain.checks import Rule, checked, one_of
-from megatrain.device import Device, is_on_host, usable
+from megatrain.device import Device, LaunchGraphs, is_on_host, usable
 from megatrain.errors import ExecuteError
 from megatrain.memory.block_image import image, state_image
 from megatrain.memory.bus import Bus
@@ -21,6 +21,7 @@ from megatrain.passes.dedup import template_key
 from megatrain.passes.program import Program, Template
 from megatrain.runtime.block import BlockRunner
 from megatrain.runtime.gradients import GradientMemory
+from megatrain.runtime.replays import Replays
 from megatrain.runtime.stores.device_memory import Meter, Segments
 from megatrain.runtime.stores.host_store import BlockImage, HostStore
 from megatrain.runtime.stores.offload_buffers import BufferCopies, OffloadPool
@@ -37,29 +38,85 @@ class Runners:
 
     Args:
         device: Compute device.
-        kernels: `"eager"`, `"graphs"` or `"inductor"`.
+        kernels: `"auto"`, `"eager"`, `"graphs"` or `"inductor"`.
+
+    Attributes:
+        why_unrecorded: Why a model with `"auto"` can't record anything; empty if it can.
     """
 
     def __init__(self, device: Device, kernels: str) -> None:
         self._device, self._kernels = device, kernels
         self._graphs = device.launch_graphs() if kernels == "graphs" else None
+        self.why_unrecorded = ""
+        # What recordings of each template hold on the device.
+        self._recorded_bytes: dict[Any, int] = {}
         # It grows only with new captures: a dropped capture drops its runners.
         self._there: weakref.WeakValueDictionary[Any, BlockRunner] = weakref.WeakValueDictionary()
 
-    def of(self, template: Template, *, is_shared: bool = False) -> BlockRunner:
+    @property
+    def records_all(self) -> bool:
+        """Whether all kernels are to be recorded, so that it is told where they can't be."""
+        return self._kernels == "graphs"
+
+    def of(self, template: Template, recorded_bytes: int | None = None) -> BlockRunner:
         """Returns the runner of a template.
 
         Args:
             template: The template.
-            is_shared: Several blocks run it. Only their kernels are recorded: a recording keeps its memory.
+            recorded_bytes: Its kernels are recorded, which takes so many bytes of the device; None if they aren't.
         """
-        graphs = self._graphs if is_shared else None
+        graphs = None if recorded_bytes is None else self._recording()
         key = _key(template), graphs is not None
         runner = self._there.get(key)
         if runner is None:
-            kernels = "eager" if self._kernels == "graphs" else self._kernels
-            runner = self._there[key] = BlockRunner(template, self._device, kernels, graphs)
+            kernels = "inductor" if self._kernels == "inductor" else "eager"
+            replays = None if graphs is None else Replays(template, self._device, graphs, warns=self.records_all)
+            runner = self._there[key] = BlockRunner(template, self._device, kernels, replays)
+        if graphs is not None and recorded_bytes is not None:
+            self._recorded_bytes[_key(template)] = recorded_bytes
         return runner
+
+    def _recording(self) -> LaunchGraphs | None:
+        if self._graphs is None and not self.why_unrecorded:
+            try:
+                self._graphs = self._device.launch_graphs()
+            except ExecuteError as error:
+                self.why_unrecorded = str(error).partition("\n")[0]
+        return self._graphs
+
+    def are_in_the_way(self, runners: Collection[BlockRunner], left: int) -> bool:
+        """Tells whether recordings of other schedules hold memory that one needs.
+
+        Args:
+            runners: Of the schedule that is about to run.
+            left: Bytes that the schedule leaves of the budget, in which all recordings must be.
+        """
+        if sum(self._recorded_bytes.values()) <= left:
+            return False
+        own = set(map(id, runners))
+        return not {key for key, runner in self._recorded() if id(runner) in own}.issuperset(self._recorded_bytes)
+
+    def make_room(self, runners: Collection[BlockRunner]) -> None:
+        """Drops all recordings, of which none runs; only those of a schedule are made again.
+
+        With `"auto"`, plans with eager's kernels take the place of the others, so that shapes which take turns don't
+        record again and again.
+
+        Args:
+            runners: Of the schedule.
+        """
+        assert self._graphs is not None
+        own, kept = set(map(id, runners)), dict[Any, int]()
+        for key, runner in self._recorded():
+            is_own = id(runner) in own
+            runner.forget_recordings("" if is_own or self.records_all else _GAVE_WAY)
+            if is_own:
+                kept[key] = self._recorded_bytes[key]
+        self._graphs.release()
+        self._recorded_bytes = kept
+
+    def _recorded(self) -> list[tuple[Any, BlockRunner]]:
+        return [(key, runner) for (key, is_recorded), runner in self._there.items() if is_recorded]
 
     def on_eager_kernels(self, program: Program) -> dict[str, str]:
         """Names the templates that run on eager's kernels though others were asked for, with the reasons."""
@@ -70,6 +127,9 @@ class Runners:
             if (_key(template), is_recorded) in self._there
         }
         return {name: runner.why_eager for name, runner in there.items() if runner is not None and runner.why_eager}
+
+
+_GAVE_WAY = "another shape, or a call, needed the memory of recordings"
 
 
 def _key(template: Template) -> Any:
@@ -96,13 +156,13 @@ class Engine:
         moving: Entered while parameters get other memory, and while the user's changes are taken over.
         turn: Of the model.
         budget: The bound of the device memory that schedules take; for errors.
-        kernels: What computes a block: `"eager"`, `"graphs"` or `"inductor"`.
+        kernels: What computes a block: `"auto"`, `"eager"`, `"graphs"` or `"inductor"`.
 
     Attributes:
         why_no_backward: Why `loss.backward()` is refused; empty if it isn't.
     """
 
-    @checked(device=_DEVICE, kernels=one_of("eager", "graphs", "inductor"))
+    @checked(device=_DEVICE, kernels=one_of("auto", "eager", "graphs", "inductor"))
     def __init__(
         self,
         model: nn.Module,
@@ -160,21 +220,28 @@ class Engine:
         """Tells whether the slots are as `owner`'s forward left them."""
         return self._slot_owner is not None and self._slot_owner() is owner
 
-    def reserve_slots(self, nbytes: int, scheduled: int) -> None:
+    def reserve_slots(self, nbytes: int, scheduled: int, runners: Collection[BlockRunner] = ()) -> None:
         """Makes the arena large enough for the slots of a schedule, and counts it.
 
-        An arena that another schedule left larger stays, unless the rest of this schedule needs the memory.
+        An arena that another schedule left larger stays, unless the rest of this schedule needs the memory. So do
+        recordings.
 
         Args:
             nbytes: Bytes of the slots.
             scheduled: Device bytes of the schedule, with the slots.
+            runners: Of its blocks.
         """
         held = self.arena.nbytes
         budget = None if self._budget is None else self._budget.nbytes
         is_in_the_way = held > nbytes and budget is not None and held + scheduled - nbytes > budget
-        if held < nbytes or is_in_the_way:
+        is_resized = held < nbytes or is_in_the_way
+        needs_room = budget is not None and self.runners.are_in_the_way(runners, budget - scheduled)
+        if is_resized or needs_room:
             # Its memory goes back to the stream on which it was allocated, and another stream may still read it.
             self.streams.settle()
+        if needs_room:
+            self.runners.make_room(runners)
+        if is_resized:
             self.arena.resize(nbytes)
         self.meter.set_arena(self.arena.nbytes)
 
@@ -322,10 +389,6 @@ class Engine:
                 "  Parameters stay in host memory; the device only borrows them.\n"
                 '  Move the model back with model.to("cpu").'
             )
-
-    def runner(self, template: Template, *, is_shared: bool = False) -> BlockRunner:
-        """Returns the runner of a template, which several blocks run or one; variants with equal templates share it."""
-        return self.runners.of(template, is_shared=is_shared)
 
 
 def _holders(model: nn.Module, tensors: Mapping[str, torch.Tensor]) -> list[tuple[dict[str, Any], str, str]]:

@@ -58,7 +58,8 @@ class Executor:
         self.program = programs[0]
         self.schedule = schedule
         self.engine = engine
-        loaded = Loaded.of_each(programs, merged, engine, is_training=schedule.kind.mode == "train")
+        is_training, recorded = schedule.kind.mode == "train", frozenset(schedule.recorded)
+        loaded = Loaded.of_each(programs, merged, engine, is_training=is_training, recorded=recorded)
         if schedule.kind.is_training_step and arena is None:
             arena = GrowingArena(engine.bus)
         for each in loaded:
@@ -69,6 +70,13 @@ class Executor:
         self.facts = self.loaded.facts
         self.differentiable_outputs = self.facts.differentiable_outputs
         self.differentiable_inputs = self.facts.differentiable_inputs
+
+    @property
+    def why_unrecorded(self) -> str:
+        """Why kernels that the schedule has recorded are launched one by one after all; empty if they aren't."""
+        recorded = self.schedule.recorded
+        found = (each.runners[block].why_eager for each in self._operations.loaded for block in recorded)
+        return next(filter(None, [*([self.engine.runners.why_unrecorded] if recorded else []), *found]), "")
 
     @property
     def memory_figures(self) -> MemoryFigures:
@@ -242,7 +250,7 @@ class Executor:
         self.engine.give_slots(None)
         warm = self._operations.instructions, self.schedule.device_bytes
         instructions, device_bytes = warm if is_warm else self._cold()
-        self.engine.reserve_slots(instructions.slot_bytes, device_bytes)
+        self.engine.reserve_slots(instructions.slot_bytes, device_bytes, self._operations.runners)
         try:
             Run(self._operations, [call]).backward(instructions)
         finally:

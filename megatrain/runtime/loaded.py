@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain
 
 import torch
@@ -15,6 +16,7 @@ from megatrain.errors import ExecuteError
 from megatrain.memory.block_image import BlockImage
 from megatrain.passes.interpret import has_inner_grad, looks_in_backward
 from megatrain.passes.kept_results import kept_results
+from megatrain.passes.measuring.runs import launch_graph_sizes
 from megatrain.passes.program import Block, Program, has_backward, shared_templates
 from megatrain.runtime.block import HIDDEN_DRAWS, BlockRunner
 from megatrain.runtime.engine import Engine
@@ -205,7 +207,12 @@ class Loaded:
 
     @staticmethod
     def of_each(
-        programs: Sequence[Program], merged: Sequence[Program] | None, engine: Engine, *, is_training: bool
+        programs: Sequence[Program],
+        merged: Sequence[Program] | None,
+        engine: Engine,
+        *,
+        is_training: bool,
+        recorded: Collection[int] = (),
     ) -> list[Loaded]:
         """Brings the programs of a step's micro-batches onto an engine, each once.
 
@@ -214,6 +221,7 @@ class Loaded:
             merged: The same, in the order in which their workloads were merged; None is that of first use.
             engine: Holds the state.
             is_training: The schedule has a backward.
+            recorded: Blocks whose kernels are recorded.
 
         Raises:
             ExecuteError: See `Engine.adopt`.
@@ -229,21 +237,32 @@ class Loaded:
                 "  Give the programs that run, or None."
             )
         places = dict(zip(map(id, merged), merge_programs(merged).places, strict=True))
-        known = {
-            key: Loaded._of(program, places[key], engine, is_training=is_training) for key, program in distinct.items()
-        }
+        made = partial(Loaded._of, engine=engine, is_training=is_training, recorded=recorded)
+        known = {key: made(program, places[key]) for key, program in distinct.items()}
         return [known[id(program)] for program in programs]
 
     @staticmethod
-    def _of(program: Program, places: Sequence[int | None], engine: Engine, *, is_training: bool) -> Loaded:
+    def _of(
+        program: Program,
+        places: Sequence[int | None],
+        engine: Engine,
+        *,
+        is_training: bool,
+        recorded: Collection[int],
+    ) -> Loaded:
         results = {block.index: [name for name, _ in found] for block, found in kept_results(program)}
         names = [*program.values, *chain.from_iterable(results.values())]
-        shared = shared_templates(program)
+        shared = shared_templates(program) if engine.runners.records_all else ()
+        records = {b.index for b in program.blocks if b.index in recorded or b.template in shared}
+        sizes = launch_graph_sizes(program) if records else {}
         return Loaded(
             program=program,
             images=engine.adopt(program),
             runners=[
-                engine.runner(program.templates[b.template], is_shared=b.template in shared) for b in program.blocks
+                engine.runners.of(
+                    program.templates[b.template], sizes.get(b.template, 0) if b.index in records else None
+                )
+                for b in program.blocks
             ],
             facts=Facts.of(program, is_training=is_training),
             names=[None if place is None else names[place] for place in places],

@@ -71,11 +71,13 @@ class Operations:
 
     Attributes:
         slots, gradients: The places of state on the device, and of the gradients of parameters.
+        runners: Of all blocks.
     """
 
     def __init__(self, loaded: Sequence[Loaded], schedule: Schedule, engine: Engine, arena: GrowingArena | None = None):
         self.loaded, self.schedule, self.engine = loaded, schedule, engine
         self.instructions = schedule.instructions
+        self.runners = [runner for each in loaded for runner in each.runners]
         self.segments = engine.segments.of(schedule, [each.program for each in loaded])
         first = loaded[0]
         assert engine.store is not None
@@ -351,7 +353,7 @@ class Run:
         operations, engine = self._operations, self._operations.engine
         engine.give_slots(None)  # another size loses what they hold, also if it fails
         scheduled = operations.schedule.device_bytes
-        engine.reserve_slots(operations.instructions.slot_bytes, scheduled)
+        engine.reserve_slots(operations.instructions.slot_bytes, scheduled, operations.runners)
         if engine.is_tight(scheduled):
             operations.segments.make()
         for number, call in enumerate(self.calls):

@@ -44,12 +44,14 @@ class Replays:
         template: Of the blocks.
         device: Compute device.
         graphs: Of all templates of the model.
+        warns: Whether the user asked for recordings, and hears where none are made.
 
     Attributes:
         why_eager: Why nothing is recorded; empty if something may be.
     """
 
-    def __init__(self, template: Template, device: Device, graphs: LaunchGraphs) -> None:
+    def __init__(self, template: Template, device: Device, graphs: LaunchGraphs, *, warns: bool = True) -> None:
+        self._warns = warns
         self._name, self._device, self._graphs = template.name, device, graphs
         self._has_run: set[Hashable] = set()
         self._recordings: dict[Hashable, _Recording] = {}
@@ -152,14 +154,18 @@ class Replays:
                 return _Result(*layout, address, None, (is_argument, number, int(other.storage_offset())))
         return _Result(*layout, address, self._graphs.memory(address, nbytes))
 
-    def _give_up(self, reason: str) -> None:
-        self.why_eager = reason
+    def forget(self, why: str) -> None:
+        """Drops all recordings, and makes no more if there is a reason."""
         self._recordings.clear()
         self._places.clear()
+        self.why_eager = self.why_eager or why
+
+    def _give_up(self, reason: str) -> None:
+        self.forget(reason)
         self._warn()
 
     def _warn(self) -> None:
-        if self.why_eager:
+        if self.why_eager and self._warns:
             text = f"the kernels of template {self._name} aren't recorded: {self.why_eager}"
             warnings.warn(text, EagerKernelsWarning, stacklevel=2)
 

@@ -29,7 +29,8 @@ class TimedKind(NamedTuple):
         mark: What tells it from other ops of its letter, which take another time. `*`: the graph of this F or B is
             retained, so B doesn't recompute. `+`: this U also sums the squares of its gradients, for a norm that is
             reported. `~`: this F keeps its results, so B doesn't compute them
-            again. `-`: the block of this W is persistent, so only what isn't frozen moves.
+            again. `-`: the block of this W is persistent, so only what isn't frozen moves. `^`: the kernels of this F
+            or B are recorded.
     """
 
     stream: Stream
@@ -133,9 +134,9 @@ class Measured:
                 raise ScheduleError(
                     f"{position.stream}:{op}{kind.mark} at tick {position.tick} was never measured.\n"
                     "  A schedule can be timed if all of its ops were measured. A retained graph (*), results that are "
-                    "kept (~), squares for a norm (+) and weights that persist (-) make other ops.\n"
-                    "  Measure a run of this schedule, or of one with the same `saves`, `results`, `keep` and "
-                    "`persistent`."
+                    "kept (~), recorded kernels (^), squares for a norm (+) and weights that persist (-) make other "
+                    "ops.\n  Measure a run of this schedule, or of one with the same `saves`, `results`, `recorded`, "
+                    "`keep` and `persistent`."
                 )
             found[position] = seconds
         return found
@@ -153,11 +154,13 @@ Costs = Hardware | Measured
 
 
 def _kinds(schedule: Table) -> Iterator[tuple[Position, Op, TimedKind]]:
-    saves, results, persistent = map(frozenset, (schedule.saves, schedule.results, schedule.persistent))
+    chosen = schedule.saves, schedule.results, schedule.persistent, schedule.recorded
+    saves, results, persistent, recorded = map(frozenset, chosen)
     for position, op in schedule.positions():
         marks = {
             "*": op.what in "FB" and op.block in saves,
             "~": op.what in "FBA" and op.block in results,
+            "^": op.what in "FB" and op.block in recorded,
             "+": op.what == "U" and schedule.kind.reports_norm,
             "-": op.what == "W" and op.block in persistent,
         }
@@ -210,18 +213,19 @@ class OpSeconds:
             Stream.HOST: hardware.host_bytes_per_s,
             **hardware.further_rates,
         }
-        self._known: dict[Works, float] = {}
+        self._known: dict[tuple[Works, bool], float] = {}
 
     def of(self, stream: str, effect: Effect) -> float:
         """Seconds of an op: as long as its kernels, or as the bytes that it moves, or reads and writes on the host."""
         computes = bool(effect.work) or stream == Stream.COMPUTE
-        seconds = self.of_kernels(effect.work) if computes else self._hardware.launch_s
+        seconds = self.of_kernels(effect.work, effect.is_recorded) if computes else self._hardware.launch_s
         if stream == Stream.HOST:
             seconds += self._hardware.op_s + effect.num_parameters * self._hardware.update_s
         return seconds + effect.moves / self._rates.get(stream, inf)
 
-    def of_kernels(self, works: Works) -> float:
-        """Seconds of an op of compute with these kernels."""
-        if works not in self._known:
-            self._known[works] = self._hardware.seconds(works)
-        return self._known[works]
+    def of_kernels(self, works: Works, is_recorded: bool = False) -> float:
+        """Seconds of an op of compute with these kernels, launched one by one or, as recorded, by one call."""
+        key = works, is_recorded
+        if key not in self._known:
+            self._known[key] = self._hardware.seconds(works, is_recorded=is_recorded)
+        return self._known[key]

@@ -136,6 +136,7 @@ class Effects:
         parked: Values that leave the device between forward and backward, by the block of their `A`.
         persistent: Blocks whose frozen weights are on the device before the step begins.
         deferred: Blocks whose update follows in the next step.
+        recorded: Blocks whose kernels are launched by one call.
     """
 
     def __init__(
@@ -147,6 +148,7 @@ class Effects:
         parked: Parks,
         persistent: Collection[int],
         deferred: Collection[int],
+        recorded: Collection[int] = (),
     ) -> None:
         self.workload, self.kind, self.deferred = workload, kind, frozenset(deferred)
         self.inputs, self.outputs, self.kept = workload.inputs(), workload.outputs(), workload.results()
@@ -167,20 +169,31 @@ class Effects:
         self.items: list[ItemFacts] = []
         self.ranks: list[tuple[int, int, int]] = []  # of the items: by micro-batch, in the order of `ITEMS`, by number
         self._numbers: dict[Item, int] = {}
-        self._choose(saves, results, parked, persistent)
+        self._choose(saves, results, parked, persistent, recorded)
 
     def chosen(
-        self, saves: Collection[int], results: Collection[int], parked: Parks, persistent: Collection[int]
+        self,
+        saves: Collection[int],
+        results: Collection[int],
+        parked: Parks,
+        persistent: Collection[int],
+        recorded: Collection[int] = (),
     ) -> Effects:
         """The same step under other choices; ops that these don't concern keep the effects that are known."""
         found = copy(self)
-        found._choose(saves, results, parked, persistent)
+        found._choose(saves, results, parked, persistent, recorded)
         return found
 
     def _choose(
-        self, saves: Collection[int], results: Collection[int], parked: Parks, persistent: Collection[int]
+        self,
+        saves: Collection[int],
+        results: Collection[int],
+        parked: Parks,
+        persistent: Collection[int],
+        recorded: Collection[int],
     ) -> None:
         self.saves, self.results, self.persistent = frozenset(saves), frozenset(results), frozenset(persistent)
+        self.recorded = frozenset(recorded)
         self.parked = parked
         self._parked_values = frozenset(value for values in parked.values() for value in values)
         concerned: list[list[int]] = [[] for _ in self.workload.blocks]
@@ -192,7 +205,11 @@ class Effects:
         self._choices: list[int] = [
             self._choice_numbers.setdefault(choices, len(self._choice_numbers))
             for choices in (
-                (b in self.saves, b in self.results, b in self.persistent, tuple(values), tuple(parked.get(b, ())))
+                (
+                    *(b in chosen for chosen in (self.saves, self.results, self.persistent, self.recorded)),
+                    tuple(values),
+                    tuple(parked.get(b, ())),
+                )
                 for b, values in enumerate(concerned)
             )
         ]
@@ -321,7 +338,8 @@ def _forward(step: Effects, block: int, micro_batch: int) -> Effect:
     makes = [step.value(index, micro_batch, is_forward=True) for index in (*step.outputs[block], *kept)]
     makes += [Item(kind, block, micro_batch) for kind in ("record", *(["saved"] if block in step.saves else []))]
     reads += step.loss_reads("F", block, micro_batch)
-    return Effect((*reads, *step.weights(block)), tuple(makes), work=step.workload.blocks[block].forward)
+    work, is_recorded = step.workload.blocks[block].forward, block in step.recorded
+    return Effect((*reads, *step.weights(block)), tuple(makes), work=work, is_recorded=is_recorded)
 
 
 def _forward_workspace(step: Effects, block: int, micro_batch: int) -> int:
@@ -343,7 +361,8 @@ def _backward(step: Effects, block: int, micro_batch: int) -> Effect:
     values = step.workload.values if step.turn == ("B", block) and step.kind.mode == "train" else ()
     handed = (index for index, value in enumerate(values) if value.is_output and step.has_gradient[index])
     makes = [Item("gradient", index, micro_batch) for index in handed]
-    return Effect(tuple(reads), tuple(makes), tuple(adds), 0, work.whole_backward(is_saved, micro_batch, has_results))
+    kernels = work.whole_backward(is_saved, micro_batch, has_results)
+    return Effect(tuple(reads), tuple(makes), tuple(adds), work=kernels, is_recorded=block in step.recorded)
 
 
 def _backward_workspace(step: Effects, block: int, micro_batch: int) -> int:

@@ -274,6 +274,7 @@ def _figures(schedule: Table, other: Table) -> Iterator[str]:
     for name, before, after in (
         ("graphs kept", _blocks(schedule.saves), _blocks(other.saves)),
         ("results kept", _blocks(schedule.results), _blocks(other.results)),
+        ("blocks with recorded kernels", _blocks(schedule.recorded), _blocks(other.recorded)),
         ("inputs kept of the last blocks", str(schedule.keep), str(other.keep)),
         ("blocks persistent", _blocks(schedule.persistent), _blocks(other.persistent)),
         ("slots", _slots(schedule), _slots(other)),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from typing import Any
@@ -280,6 +280,7 @@ def step_schedule(
     usual: Hardware | None = None,
     masters: str = "exact",
     most_result_bytes: int | None = None,
+    recorded: Collection[int] = (),
 ) -> Schedule:
     """Places one step whose micro-batches are captures of one model.
 
@@ -295,6 +296,7 @@ def step_schedule(
         usual: As in `build`.
         masters: As in `workload`.
         most_result_bytes: As in `build`.
+        recorded: As in `build`.
 
     Raises:
         ScheduleError: If they don't, `memory` is too small, or a buffer can't go from one to the next.
@@ -312,6 +314,7 @@ def step_schedule(
         hardware=hardware,
         usual=usual,
         most_result_bytes=most_result_bytes,
+        recorded=recorded,
     )
 
 

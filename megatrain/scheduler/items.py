@@ -71,6 +71,7 @@ class Effect:
         work: What its kernels compute and move on the device.
         workspace: Device bytes that it takes while it runs, beyond the items that it makes.
         num_parameters: Parameters that it updates.
+        is_recorded: Its kernels are launched by one call.
     """
 
     reads: tuple[Item, ...] = ()
@@ -80,6 +81,7 @@ class Effect:
     work: Works = ()
     workspace: int = 0
     num_parameters: int = 0
+    is_recorded: bool = False
 
 
 @dataclass(frozen=True, slots=True)

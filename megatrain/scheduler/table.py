@@ -253,6 +253,8 @@ class Table:
             which moves only the rest of its state, and bytes of the arena that no other block uses.
         results: Blocks that keep results of their forward (those of attention) for their backward, ascending, so that
             these aren't computed again. They stay on the device or are parked as the block's inputs are.
+        recorded: Blocks whose kernels are recorded and launched by one call (CUDA graphs), ascending: in the forward,
+            and in the backward, which recomputes.
         workload: The workload that it was built for; not part of the text, nor of equality.
     """
 
@@ -271,6 +273,7 @@ class Table:
     places: tuple[Place, ...] = ()
     persistent: tuple[int, ...] = ()
     results: tuple[int, ...] = ()
+    recorded: tuple[int, ...] = ()
     workload: Workload | None = field(default=None, compare=False, repr=False)
 
     @property
@@ -349,7 +352,7 @@ class Table:
         """
         workload = self.known_workload()
         kept = self.saves, self.results, self.parked(), self.persistent
-        return Effects(workload, self.kind, *kept, self.deferred)
+        return Effects(workload, self.kind, *kept, self.deferred, self.recorded)
 
     def parked(self) -> dict[int, tuple[int, ...]]:
         """Values that `A` parks and returns, by the block of the op."""

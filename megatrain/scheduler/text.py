@@ -138,6 +138,7 @@ def parse_table(text: str, workload: Workload | None = None) -> Table:
         saves=read.of("saves"),
         persistent=read.of("persistent"),
         results=read.of("results"),
+        recorded=read.of("recorded"),
         workload=workload,
         **{name: figure for name, figure in read.figures.items() if name not in _COUNTS},
     )
@@ -277,7 +278,7 @@ def _blocks(name: str) -> _Line:
 # By key, in their order. Lines of many parts are folded: each goes on with the key again.
 _LINES: dict[str, _Line] = {
     "slots": _Line(lambda s: [f"{i} = {x.offset}+{x.nbytes}" for i, x in enumerate(s.slots)], _read_slots, "; "),
-    **{name: _blocks(name) for name in ("saves", "results", "frozen", "persistent")},
+    **{name: _blocks(name) for name in ("saves", "results", "recorded", "frozen", "persistent")},
     "mode": _choice("mode", MODES),
     "transfer": _choice("transfer", TRANSFERS),
     "micro-batches": _several("micro-batches", "micro_batches"),

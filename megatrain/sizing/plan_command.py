@@ -223,8 +223,9 @@ def _step_limits(options: SizingOptions, name: str | None) -> StepLimits:
         activations=options.activations,
         block_bytes=given_bytes(options.block_bytes, "block_bytes"),
         chunking=options.chunking,
+        kernels=options.kernels,
         hardware=machine,
-    )
+    ).with_kernels(None)
 
 
 @dataclass(frozen=True, slots=True)

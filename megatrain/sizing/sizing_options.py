@@ -37,6 +37,7 @@ IN_COMMAND: Spelling = {
     "max_grad_norm": lambda value: "--no-clipping",
     "overlap": lambda value: "" if value else "--no-overlap",
     "activations": lambda value: f"--activations {value}",
+    "kernels": lambda value: f"--kernels {value}",
     "optimizer": lambda value: f"--optimizer {value.lower()}",
     MICRO_BATCH: lambda value: f"--micro-batch {value}",
     SEQUENCE: lambda value: f"--sequence {value}",
@@ -100,6 +101,10 @@ class SizingOptions:
     chunking: str = _of(
         "auto", COMPILE["chunking"], "auto, always or never: chunks of a head's loss, tiles of tokens (default: auto)"
     )
+    kernels: str = _of(
+        "auto", COMPILE["kernels"],
+        "eager, graphs (recorded), inductor (compiled), or auto: the faster of the first two (default: auto)",
+    )  # fmt: skip
     why: bool = _of(False, None, "also say why the plan is as it is, and what 1 GiB more would buy")
     alternatives: bool = _of(False, None, "also print other budgets, micro-batches, precisions and updates")
     largest: str | None = _of(

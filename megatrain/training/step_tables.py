@@ -11,6 +11,7 @@ from megatrain.memory.bus import GrowingArena
 from megatrain.memory.device_budget import DeviceBudget
 from megatrain.options import Limits
 from megatrain.passes.program import Program
+from megatrain.planning.kernel_choice import RECORDED_FROM
 from megatrain.planning.plan_step import StepChoices, StepPlans
 from megatrain.planning.saved_plan import AnyPlan, saved_plan
 from megatrain.planning.step_programs import StepPrograms
@@ -84,6 +85,12 @@ class StepTables:
             ExecuteError: If there is nothing to train.
         """
         choices = self._chosen(captures, kind, loss_bytes)
+        why = choices.why_kernels
+        if self._limits.kernels == "auto" and not self.is_planned and not why:
+            gave_up = next(filter(None, (each.why_eager for each in captures)), "")
+            why = f"one by one{f': {gave_up}' if gave_up else f' until run {RECORDED_FROM} of this shape'}"
+        for capture in captures:
+            capture.why_kernels = why
         return choices.programs_of(captures), choices.schedule
 
     def _chosen(
@@ -92,7 +99,19 @@ class StepTables:
         # The budget may have been lowered since the last step, or restored.
         if self._limits.device_memory != self._budget.nbytes:
             self._limits = replace(self._limits, device_memory=self._budget.nbytes)
-        return self._plans.plan(captures, kind, self._limits, loss_bytes)
+        limits = self._limits
+        if limits.kernels == "auto" and not self.is_planned and not self._may_record(captures, kind):
+            limits = limits.launching_each
+        return self._plans.plan(captures, kind, limits, loss_bytes)
+
+    def _may_record(self, captures: Sequence[StepPrograms], kind: StepKind) -> bool:
+        """Whether kernels of a step may be recorded: shapes that don't come again aren't worth it."""
+        known = self._executors.get((frozenset(map(id, captures)), kind))
+        for executor in () if known is None else known[1].values():
+            if executor.why_unrecorded:  # as they are launched one by one after all, nothing needs to be recomputed
+                for capture in captures:
+                    capture.why_eager = executor.why_unrecorded
+        return all(each.num_steps >= RECORDED_FROM - 1 and not each.why_eager for each in captures)
 
     def has_executor(self, captures: Sequence[StepPrograms], kind: StepKind) -> bool:
         """Tells whether `executor` was called for these, in any order."""
@@ -112,6 +131,8 @@ class StepTables:
                 engine.gradients.clear()  # gradients land there from now on
             programs = choices.programs_of(captures)
             executors[order] = Executor(programs, choices.schedule, engine, arena=self._arena, merged=choices.programs)
+        for capture in {id(each): each for each in captures}.values():
+            capture.num_steps += 1
         return _latest(executors, order)
 
 

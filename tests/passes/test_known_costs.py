@@ -27,9 +27,9 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The templates that are measured."""
     names, measure = list[str](), measuring._measured  # pyright: ignore[reportPrivateUsage]
 
-    def noted(template: Any, needs: Any, program: Any) -> Any:
+    def noted(template: Any, needs: Any, program: Any, **options: Any) -> Any:
         names.append(template.name)
-        return measure(template, needs, program)
+        return measure(template, needs, program, **options)
 
     monkeypatch.setattr(measuring, "_measured", noted)
     return names
@@ -38,7 +38,7 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 class Forgetful(KnownCosts):
     """Measures each template anew."""
 
-    def of(self, template: Any, needs: Any, device: Any, measure: Any) -> Any:
+    def of(self, template: Any, needs: Any, device: Any, measure: Any, *, fuses: bool = False) -> Any:
         return measure()
 
 

@@ -197,8 +197,9 @@ def test_a_retained_graph_is_another_op_than_a_recomputed_one():
     assert str(caught.value) == (
         "compute:F0* at tick 1 was never measured.\n"
         "  A schedule can be timed if all of its ops were measured. A retained graph (*), results that are kept (~), "
-        "squares for a norm (+) and weights that persist (-) make other ops.\n"
-        "  Measure a run of this schedule, or of one with the same `saves`, `results`, `keep` and `persistent`."
+        "recorded kernels (^), squares for a norm (+) and weights that persist (-) make other ops.\n"
+        "  Measure a run of this schedule, or of one with the same `saves`, `results`, `recorded`, `keep` and "
+        "`persistent`."
     )
     both = Measured.mean([measured(recomputed), measured(kept)])
     for plan in (recomputed, kept):

@@ -22,9 +22,15 @@ class SimulatedGraphs(LaunchGraphs):
     def __init__(self, simulator: Simulator, device: torch.device) -> None:
         super().__init__(device)
         self._simulator = simulator
-        self._memory = simulator.private_memory(device.index)
         self._stream = torch.Stream(device=device)
-        weakref.finalize(self, simulator.drop_memory, self._memory)
+        self._drop: Callable[[], object] = lambda: None
+        self.release()
+
+    def release(self) -> None:
+        """Takes other memory."""
+        self._drop()
+        self._memory = self._simulator.private_memory(self._device.index)
+        self._drop = weakref.finalize(self, self._simulator.drop_memory, self._memory)
 
     def record(self, work: Callable[[], object]) -> Callable[[], None]:
         """Records on a stream of its own; waits and reads of numbers are refused, as by CUDA."""

@@ -113,7 +113,7 @@ class KernelWork(TorchDispatchMode):
         given = [self._there((*args, *operands)), self._there((result,))]
         if not any(given):
             return
-        read, written = [list(map(_nbytes, tensors)) for tensors in given]
+        read, written = [list(map(tensor_bytes, tensors)) for tensors in given]
         fresh = {id(tensor) for tensor in given[0]}
         made = [nbytes for tensor, nbytes in zip(given[1], written, strict=True) if id(tensor) not in fresh]
         changed = sum(written) - sum(made)
@@ -125,7 +125,7 @@ class KernelWork(TorchDispatchMode):
             read = [nbytes for tensor, nbytes in zip(given[0], read, strict=True) if tensor is not args[0]]
         flops = kernel_flops(func, args, kwargs, result)
         rate = _rate(name, given[0]) if flops else MEMORY
-        number = max(_repeats(tensor) for tensor in (*given[0], *given[1]))
+        number = max(repeats(tensor) for tensor in (*given[0], *given[1]))
         self._found.append(Kernels(rate, number * flops, number * (sum(read) + sum(made) + changed), number))
 
     def _there(self, values: Any) -> list[torch.Tensor]:
@@ -141,12 +141,12 @@ def _outs(func: Any) -> frozenset[str]:
     return frozenset(a.name for a in arguments if a.kwarg_only and a.alias_info is not None and a.alias_info.is_write)
 
 
-def _repeats(tensor: torch.Tensor) -> int:
+def repeats(tensor: torch.Tensor) -> int:
     """How many kernels this one stands for."""
     return getattr(tensor.fake_mode, "repeats", 1) if isinstance(tensor, FakeTensor) else 1
 
 
-def _nbytes(tensor: torch.Tensor) -> int:
+def tensor_bytes(tensor: torch.Tensor) -> int:
     """Bytes of memory that the elements of a tensor are in: what is broadcast is there once."""
     if tensor.layout != torch.strided:
         return 0

@@ -100,6 +100,26 @@ def _is_known(value: Any) -> bool:
     return all(module.partition(".")[0] in _KNOWN for module in modules)
 
 
+def recordable_blocks(programs: Iterable[Program]) -> tuple[frozenset[int], str]:
+    """The blocks that can be recorded in each of some programs with the same blocks, and why others can't.
+
+    Templates that one block alone runs aren't recorded: a recording keeps its memory.
+
+    Args:
+        programs: At least one.
+
+    Returns:
+        The blocks, and what keeps the first template that others share from being recorded; empty if nothing does.
+    """
+    found: list[frozenset[int]] = []
+    why = ""
+    for program in {id(program): program for program in programs}.values():
+        obstacles = {name: launch_graph_obstacle(program.templates[name]) for name in shared_templates(program)}
+        found.append(frozenset(block.index for block in program.blocks if obstacles.get(block.template) == ""))
+        why = why or next((f"template {name}: {text}" for name, text in obstacles.items() if text), "")
+    return frozenset.intersection(*found), why
+
+
 def launch_graph_bytes(programs: Iterable[Program]) -> int:
     """Bytes that recordings of programs hold on the device beyond what schedules count.
 
@@ -107,19 +127,24 @@ def launch_graph_bytes(programs: Iterable[Program]) -> int:
     that they share, but tensors of one template, or of blocks that need other gradients, may find no hole that another
     has left: so each of these kinds counts. Templates that one block alone runs aren't recorded.
     """
-    found = 0
-    for program in {id(program): program for program in programs}.values():
-        for name in shared_templates(program):
-            template = program.templates[name]
-            cost = template.cost
-            if cost is None or launch_graph_obstacle(template):
-                continue
-            inputs, state, outputs = (
-                sum(port.spec.nbytes for port in ports) for ports in (template.inputs, template.state, template.outputs)
-            )
-            kinds = {program.needs_gradients(block) for block in program.blocks if block.template == name}
-            running = cost.forward_workspace_bytes + cost.backward_workspace_bytes + inputs + state + outputs
-            found += 2 * inputs + outputs + len(kinds) * running
+    distinct = {id(program): program for program in programs}.values()
+    return sum(sum(launch_graph_sizes(program).values()) for program in distinct)
+
+
+def launch_graph_sizes(program: Program) -> dict[str, int]:
+    """The same by template, of those that are recorded."""
+    found: dict[str, int] = {}
+    for name in sorted(shared_templates(program)):
+        template = program.templates[name]
+        cost = template.cost
+        if cost is None or launch_graph_obstacle(template):
+            continue
+        inputs, state, outputs = (
+            sum(port.spec.nbytes for port in ports) for ports in (template.inputs, template.state, template.outputs)
+        )
+        kinds = {program.needs_gradients(block) for block in program.blocks if block.template == name}
+        running = cost.forward_workspace_bytes + cost.backward_workspace_bytes + inputs + state + outputs
+        found[name] = 2 * inputs + outputs + len(kinds) * running
     return found
 
 

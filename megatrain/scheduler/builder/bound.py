@@ -44,7 +44,8 @@ def step_bound(step: Effects, memory: int | None, machine: Hardware) -> StepBoun
     """A lower bound of the seconds of a step: with any slots, retained graphs, parked activations, weights that stay.
 
     Args:
-        step: Its effects. What is retained, parked and persistent there doesn't count.
+        step: Its effects. What is retained, parked and persistent there doesn't count; blocks whose kernels are
+            recorded stay so.
         memory: Bytes of the device; None is any number.
         machine: Whose rates count.
     """
@@ -86,7 +87,8 @@ class StepParts:
         self._workload, self._kind = step.workload, step.kind
         self._seconds = OpSeconds(machine)
         everything = range(len(step.workload.blocks))
-        self._saved = Effects(step.workload, step.kind, everything, (), {}, everything, step.deferred)
+        recorded = step.recorded
+        self._saved = Effects(step.workload, step.kind, everything, (), {}, everything, step.deferred, recorded)
         self._turn, self._backward = turn_block(step.workload), step.workload.backward_blocks()
         self._numbers = range(step.kind.micro_batches)
         self._gradients = [b for b in step.workload.gradient_blocks() if b in self._backward]
@@ -107,7 +109,8 @@ class StepParts:
 
     def _backward_s(self, block: int, *, is_saved: bool = True, has_results: bool = False) -> float:
         whole = partial(self._workload.blocks[block].whole_backward, is_saved, has_results=has_results)
-        return sum(self._seconds.of_kernels(whole(number)) for number in self._numbers)
+        is_recorded = block in self._step.recorded
+        return sum(self._seconds.of_kernels(whole(number), is_recorded) for number in self._numbers)
 
     def _least_compute(self) -> float:
         forward = sum(map(self._forward, range(len(self._workload.blocks))))

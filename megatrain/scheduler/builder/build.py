@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from megatrain.checks import Rule, count, one_of, optional
@@ -34,6 +34,7 @@ def choose_plan(
     hardware: Hardware | None = None,
     usual: Hardware | None = None,
     most_result_bytes: int | None = None,
+    recorded: Collection[int] = (),
 ) -> Choices:
     """The plan with the shortest step found for `hardware`, of those that fit.
 
@@ -48,7 +49,7 @@ def choose_plan(
     counts = (2, 1) if num_slots is None else (num_slots,)
     kind = builder.kind
     if memory is None:
-        plan = _starting_plan(builder, counts[0], keep, activations)
+        plan = _starting_plan(builder, counts[0], keep, activations, recorded)
         return with_late_offloads(plan, kind)
     streams = kind.transfer == "copy" and kind.mode != "forward"
     freedom = Freedom(
@@ -58,7 +59,8 @@ def choose_plan(
         stays=streams and kind.is_training_step and num_slots is None,
         parks=False,
     )
-    starts = [_starting_plan(builder, count, 0 if freedom.keep else keep, activations) for count in counts]
+    least = 0 if freedom.keep else keep
+    starts = [_starting_plan(builder, count, least, activations, recorded) for count in counts]
     if num_slots is None and giants(builder.workload):
         starts.insert(1, replace(starts[0], has_giants_alone=True))
     start = first_fit(builder, starts, memory)
@@ -106,13 +108,16 @@ def first_fit(builder: Builder, plans: Iterable[Choices], memory: int | None) ->
     raise _too_small(builder, tried, memory, can_park_more=tried[0].keep > 0)
 
 
-def _starting_plan(builder: Builder, num_slots: int, keep: int | None, activations: str) -> Choices:
+def _starting_plan(
+    builder: Builder, num_slots: int, keep: int | None, activations: str, recorded: Collection[int]
+) -> Choices:
     """The plan of these options if memory is no concern."""
     blocks = () if builder.kind.mode == "forward" else builder.workload.backward_blocks()
     saves = blocks if activations == "keep" else blocks[len(blocks) - _least_saves(builder) :]
     if keep is None and activations == "offload":
         keep = 0
-    return Choices(num_slots, _normal_keep(builder.workload, builder.kind, keep), saves)
+    recorded = tuple(sorted(set(recorded).difference(saves)))
+    return Choices(num_slots, _normal_keep(builder.workload, builder.kind, keep), saves, recorded=recorded)
 
 
 def _least_saves(builder: Builder) -> int:
@@ -176,6 +181,7 @@ def build(
     hardware: Hardware | None = None,
     usual: Hardware | None = None,
     most_result_bytes: int | None = None,
+    recorded: Collection[int] = (),
 ) -> Schedule:
     """Places one step of `workload` on the streams.
 
@@ -192,6 +198,8 @@ def build(
         hardware: See there.
         usual: Whose rates weigh compute against copies without `hardware`; None is an RTX 4090.
         most_result_bytes: Bytes of the results that may be kept or parked; None is any number.
+        recorded: Blocks whose kernels are recorded, where no graph is retained; then `activations` isn't `"auto"`, nor
+            `"keep"`.
 
     Returns:
         A schedule that passes `check_schedule`. Ticks count from 0; lifetimes include both ends.
@@ -216,6 +224,7 @@ def build(
         hardware=hardware,
         usual=usual,
         most_result_bytes=most_result_bytes,
+        recorded=recorded,
     )
     return schedule_of(builder.table(plan))
 
@@ -243,5 +252,6 @@ def backward_schedule(forward: Schedule, *, num_slots: int | None = None, memory
         )
     builder = Builder(forward.known_workload(), replace(forward.kind, mode="backward"))
     counts = (2, 1) if num_slots is None else (num_slots,)
-    plans = [Choices(count, forward.keep, forward.saves, results=forward.results) for count in counts]
+    first = Choices(0, forward.keep, forward.saves, results=forward.results, recorded=forward.recorded)
+    plans = [replace(first, num_slots=count) for count in counts]
     return schedule_of(builder.table(first_fit(builder, plans, memory)))

@@ -35,6 +35,7 @@ class Choices:
         has_late_offloads: With several micro-batches, a block's gradients leave during the whole backward of the block
             before it, rather than during that of one micro-batch. They take device memory longer.
         results: As in `Schedule`.
+        recorded: As in `Schedule`.
     """
 
     num_slots: int
@@ -45,6 +46,7 @@ class Choices:
     has_giants_alone: bool = False
     has_late_offloads: bool = False
     results: tuple[int, ...] = ()
+    recorded: tuple[int, ...] = ()
 
 
 def with_late_offloads(plan: Choices, kind: StepKind) -> Choices:
@@ -107,6 +109,7 @@ class Builder:
             kind=self.kind,
             persistent=plan.persistent,
             results=plan.results,
+            recorded=plan.recorded,
             workload=self.workload,
         )
         return with_figures(table, parked, Books(table, effects=self._effects(plan, parked)))
@@ -115,7 +118,7 @@ class Builder:
         return self._parking.values(keep=plan.keep, saves=plan.saves, results=plan.results)
 
     def _effects(self, plan: Choices, parked: Parks) -> Effects:
-        return self._step.chosen(plan.saves, plan.results, parked, plan.persistent)
+        return self._step.chosen(plan.saves, plan.results, parked, plan.persistent, plan.recorded)
 
     def _place(self, plan: Choices) -> _Weights:
         chosen = _placing(plan)

@@ -226,7 +226,8 @@ class _Seconds:
 
     def compute(self, plan: Choices) -> float:
         """Of all forwards and backwards."""
-        forward = sum(self._op_seconds.of_kernels(block.forward) for block in self._workload.blocks)
+        works = enumerate(self._workload.blocks)
+        forward = sum(self._op_seconds.of_kernels(block.forward, b in plan.recorded) for b, block in works)
         backward = sum(self._backward(b, plan, is_saved=b in plan.saves) for b in self._workload.backward_blocks())
         return forward * self._kind.micro_batches + backward
 
@@ -263,7 +264,8 @@ class _Seconds:
 
     def _backward(self, block: int, plan: Choices, *, is_saved: bool) -> float:
         whole = partial(self._workload.blocks[block].whole_backward, is_saved, has_results=block in plan.results)
-        return sum(self._op_seconds.of_kernels(whole(number)) for number in range(self._kind.micro_batches))
+        works = map(whole, range(self._kind.micro_batches))
+        return sum(self._op_seconds.of_kernels(each, block in plan.recorded) for each in works)
 
 
 class Search:

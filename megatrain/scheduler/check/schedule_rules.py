@@ -183,6 +183,15 @@ def check_results(case: Case) -> None:
         raise case.fault(f"results of blocks {list(results)} can't be kept.", rule, 0, "Change `results`.")
 
 
+def check_recorded(case: Case) -> None:
+    """Recordings return nothing that a backward finds."""
+    rule = "Blocks whose kernels are recorded retain no graph and keep no results: their backward recomputes."
+    recorded, blocks = case.schedule.recorded, range(len(case.workload.blocks))
+    others = {*case.schedule.saves, *case.schedule.results}
+    if list(recorded) != sorted(set(recorded)) or not set(recorded) <= set(blocks) - others:
+        raise case.fault(f"kernels of blocks {list(recorded)} can't be recorded.", rule, 0, "Change `recorded`.")
+
+
 def check_parks(case: Case) -> None:
     """Every value that must be parked by `keep` and `saves` leaves after it is made and returns before its use."""
     rule = "A parked value leaves once, after its F, and returns once, before the first B that reads it."
@@ -251,6 +260,7 @@ further_rules: dict[tuple[str, str], Callable[[Case], None]] = {}
 RULES: tuple[Callable[[Case], None], ...] = (
     check_saves,
     check_results,
+    check_recorded,
     check_forward_order,
     check_backward_order,
     check_micro_batches,
