@@ -21,7 +21,7 @@ from megatrain.passes.measuring.runs import launch_graph_bytes
 from megatrain.passes.pipeline import PASSES, Rewrite
 from megatrain.passes.program import Program
 from megatrain.scheduler.builder.build import STEP
-from megatrain.sizes import SIZE, format_bytes, parse_bytes
+from megatrain.sizes import MEMORY, SIZE, format_bytes, parse_bytes
 from megatrain.tracer.recording.opaque import Opaque
 from megatrain.tracer.spec import DEVICE, EXAMPLE_ARGS, EXAMPLE_KWARGS, MODEL
 from megatrain.tracer.traced import TracedModule
@@ -34,7 +34,7 @@ KERNELS = one_of("auto", "eager", "graphs", "inductor")
 COMPILE: Mapping[str, Rule] = {
     "model": MODEL,
     "device": optional(DEVICE),
-    "memory": optional(SIZE),
+    "memory": optional(MEMORY),
     "precision": PRECISION,
     "activations": STEP["activations"],
     "transfer": TRANSFER,

@@ -68,6 +68,20 @@ SIZE = Rule(
 """What `parse_bytes` reads."""
 
 
+def _has_no_unit(size: object) -> bool:
+    number = size.strip() if isinstance(size, str) else str(size)
+    return number.isdecimal() and 0 < int(number[:_MOST_CHARACTERS]) < 1000
+
+
+MEMORY = Rule(
+    SIZE.text,
+    SIZE.way,
+    lambda size: "is fewer than 1000 bytes" if _has_no_unit(size) else SIZE.fault(size),
+    lambda size: f'{{name}}="{size}GiB"' if _has_no_unit(size) else None,
+)
+"""The size of a memory: a number below 1000 is one whose unit was forgotten."""
+
+
 def _parse(size: object) -> int | None:
     return _parse_text(size) if isinstance(size, str) else _parse_number(size)
 

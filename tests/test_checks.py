@@ -199,3 +199,20 @@ def test_only_data_of_a_file_are_checked_for_a_class_that_trusts_its_types() -> 
             from_data(Trusted, **wrong)
     with pytest.raises(TypeError):
         from_data(Trusted, size=1, other=2)
+
+
+def test_what_is_nearly_right_is_named():
+    rule = optional(one_of("auto", "recompute", "keep"))
+    with pytest.raises(OptionError, match=r'Give activations="recompute"\.$'):
+        rule.check("activations", "recompue")
+    with pytest.raises(OptionError, match=r'Give activations="auto"\.$'):
+        rule.check("activations", "something else")
+
+    @checked()
+    def plan(*, memory: int = 1) -> int:
+        return memory
+
+    with pytest.raises(TypeError, match=r"plan\(\) has no argument 'memroy'\.\n  Did you mean memory\?"):
+        plan(memroy=1)  # pyright: ignore[reportCallIssue]
+    with pytest.raises(TypeError, match="unexpected keyword argument 'else_'"):
+        plan(else_=1)  # pyright: ignore[reportCallIssue]

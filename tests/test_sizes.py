@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatrain.errors import OptionError
-from megatrain.sizes import format_bytes, parse_bytes
+from megatrain.sizes import MEMORY, format_bytes, parse_bytes
 
 
 @pytest.mark.parametrize(
@@ -69,3 +69,11 @@ def test_sizes_are_printed(num_bytes: int, text: str):
 @given(st.integers(1, 2**62))
 def test_what_is_printed_is_read_back_within_its_precision(num_bytes: int):
     assert abs(parse_bytes(format_bytes(num_bytes)) - num_bytes) <= num_bytes * 0.005 + 1
+
+
+@pytest.mark.parametrize("size", [22, "22"])
+def test_a_memory_without_a_unit_asks_whether_gib_were_meant(size: int | str):
+    with pytest.raises(OptionError, match='Give memory="22GiB"'):
+        MEMORY.check("memory", size)
+    MEMORY.check("memory", 1024)
+    MEMORY.check("memory", "22B")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections.abc
+import difflib
 import functools
 import inspect
 import types
@@ -34,7 +35,7 @@ def checked(**rules: Rule) -> Callable[[_Checked], _Checked]:
     """Checks the arguments of a function by its rules; an option without a rule is checked by its type.
 
     Only given arguments are checked, because defaults are right. Python itself refuses arguments that don't fit the
-    signature. A dataclass is checked when an object of it is made.
+    signature; a name that is nearly right is named here. A dataclass is checked when an object of it is made.
 
     Args:
         rules: By the names of parameters, for limits that their types don't express.
@@ -99,6 +100,7 @@ class _Options:
         self._annotated = annotated
         self._given = rules
         self._by_position = [name for name, p in parameters.items() if p.kind in _BY_POSITION]
+        self._name, self._is_open = called.__qualname__, any(p.kind in _VARIADIC for p in parameters.values())
         self._names = [name for name, p in parameters.items() if p.kind not in _VARIADIC]
         self._defaults = {name for name, p in parameters.items() if p.default is not p.empty}
 
@@ -112,6 +114,9 @@ class _Options:
     def check(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """Checks the arguments of a call."""
         rules = self._rules
+        unknown = next((name for name in kwargs if name not in self._names), None)
+        if unknown is not None and not self._is_open and (near := difflib.get_close_matches(unknown, self._names, 1)):
+            raise TypeError(f"{self._name}() has no argument {unknown!r}.\n  Did you mean {near[0]}?")
         for name, value in (*zip(self._by_position, args, strict=False), *kwargs.items()):
             rule = rules.get(name)
             # The rule's own test first: a call that is right costs little more than that.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import inspect
 import os
 import reprlib
@@ -24,11 +25,13 @@ class Rule:
         text: Completes "precision is ...".
         way: Completes "Give ..."; `{name}` stands for the option's name.
         fault: Completes "precision='fp8' ..." for a value that breaks the rule; None for any other.
+        nearest: The way for a value that is nearly right; None for any other.
     """
 
     text: str
     way: str
     fault: Fault
+    nearest: Callable[[Any], str | None] = lambda _: None
 
     def check(self, name: str, value: object, *, has_default: bool = False) -> None:
         """Refuses a value that breaks the rule.
@@ -41,16 +44,16 @@ class Rule:
         Raises:
             OptionError: What is wrong, the rule, and the way out.
 
-        >>> one_of("fp32", "bf16").check("precision", "fp8", has_default=True)
+        >>> one_of("fp32", "bf16").check("precision", "bf61", has_default=True)
         Traceback (most recent call last):
-        megatrain.errors.OptionError: precision='fp8' is not known.
+        megatrain.errors.OptionError: precision='bf61' is not known.
           precision is "fp32" or "bf16".
-          Give precision="fp32", or leave it out.
+          Give precision="bf16", or leave it out.
         """
         fault = self.fault(value)
         if fault is not None:
             given = name if fault == "is None" else f"{name}={shown(value)}"
-            raise self._error(f"{given} {fault}", name, has_default=has_default)
+            raise self._error(f"{given} {fault}", name, self.nearest(value) or self.way, has_default=has_default)
 
     def check_flag(self, flag: str, value: object, *, has_default: bool = True) -> None:
         """Refuses the value of an option of the command line, in its words: nothing is None there.
@@ -72,14 +75,15 @@ class Rule:
         fault = self.fault(value)
         if fault is not None:
             is_option = flag.startswith("--")
-            way = self.way if is_option else self.way.removeprefix("{name}=")
+            way = self.nearest(value) or self.way
+            way = way if is_option else way.removeprefix("{name}=")
             rule = Rule(self.text.removesuffix(_OR_NONE), way, self.fault)
             given = f"{flag}{'=' if is_option else ' '}{shown(value)}"
-            raise rule._error(f"{given} {fault}", flag, has_default=has_default)
+            raise rule._error(f"{given} {fault}", flag, way, has_default=has_default)
 
-    def _error(self, wrong: str, name: str, *, has_default: bool) -> OptionError:
+    def _error(self, wrong: str, name: str, way: str, *, has_default: bool) -> OptionError:
         otherwise = ", or leave it out" if has_default else ""
-        return OptionError(f"{wrong}.\n  {name} is {self.text}.\n  Give {self.way.format(name=name)}{otherwise}.")
+        return OptionError(f"{wrong}.\n  {name} is {self.text}.\n  Give {way.format(name=name)}{otherwise}.")
 
 
 _OR_NONE = ", or None"
@@ -88,10 +92,16 @@ _OR_NONE = ", or None"
 def one_of(*choices: str) -> Rule:
     """One of these words."""
     *rest, last = (f'"{choice}"' for choice in choices)
+
+    def nearest(value: Any) -> str | None:
+        found = difflib.get_close_matches(value.lower(), choices, 1) if isinstance(value, str) else []
+        return f'{{name}}="{found[0]}"' if found else None
+
     return Rule(
         f"{', '.join(rest)} or {last}" if rest else last,
         f'{{name}}="{choices[0]}"',
         lambda value: None if isinstance(value, str) and value in choices else "is not known",
+        nearest,
     )
 
 
@@ -180,7 +190,8 @@ def instance_of(kind: type, what: str | None = None, way: str | None = None) -> 
 
 def optional(rule: Rule) -> Rule:
     """A value that obeys a rule, or None."""
-    return Rule(f"{rule.text}{_OR_NONE}", rule.way, lambda value: None if value is None else rule.fault(value))
+    fault: Fault = lambda value: None if value is None else rule.fault(value)  # noqa: E731
+    return Rule(f"{rule.text}{_OR_NONE}", rule.way, fault, rule.nearest)
 
 
 def either(*rules: Rule) -> Rule:
@@ -191,7 +202,10 @@ def either(*rules: Rule) -> Rule:
         telling = faults - {f"is {named(value)}"}
         return None if None in faults else telling.pop() if len(telling) == 1 else f"is {named(value)}"
 
-    return Rule(", or ".join(rule.text for rule in rules), rules[0].way, fault)
+    def nearest(value: Any) -> str | None:
+        return next(filter(None, (rule.nearest(value) for rule in rules)), None)
+
+    return Rule(", or ".join(rule.text for rule in rules), rules[0].way, fault, nearest)
 
 
 def sequence_of(rule: Rule | None = None, kinds: tuple[type, ...] = (Sequence,), what: str = "a list") -> Rule:

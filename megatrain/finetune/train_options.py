@@ -13,7 +13,7 @@ from megatrain.command_options import Option, flag
 from megatrain.errors import OptionError
 from megatrain.options import CHUNKING, KERNELS, PRECISION
 from megatrain.scheduler.builder.build import STEP
-from megatrain.sizes import SIZE
+from megatrain.sizes import MEMORY, SIZE
 from megatrain.tracer.spec import DEVICE
 
 _MOST = 2**31 - 1
@@ -54,7 +54,7 @@ class TrainOptions:
     device: str | None = _option(
         None, optional(DEVICE), "compute device (default: the accelerator if it has what a run needs, else the CPU)"
     )
-    memory: str | None = _option(None, optional(SIZE), "device-memory budget (default: what is free, less a reserve)")
+    memory: str | None = _option(None, optional(MEMORY), "device-memory budget (default: what is free, less a reserve)")
     block_bytes: str | None = _option(None, optional(SIZE), "target size of a block's state, such as 64MiB")
     chunking: str = _option("auto", CHUNKING, "auto, always or never: chunks of a head's loss, tiles of tokens")
     kernels: str = _option("auto", KERNELS, "auto, eager, graphs (recorded) or inductor (compiled)")

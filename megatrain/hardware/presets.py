@@ -44,7 +44,7 @@ class _Host:
     memory_of: str = "assumed: a half to two thirds of the memory on paper"
     issue: float = 21
     op: float = 60
-    update: float = 110
+    update: float = 30
     of: str = "a layer of width 64 on a core of an AMD EPYC (benchmarks.launch, 2026-11-29); assumed of others"
 
 
@@ -94,10 +94,11 @@ def _both(one: float, share: float = 0.75) -> tuple[float, float]:
 
 
 # A layer's forward and backward took Python 8.2 ms in a step, for 109 kernels. Updates of 40 GB and copies of 9 GB took
-# 0.43 to 0.5 s, of which the memory's rate leaves 0.07 to 0.14 s for 252 parameters.
-_OF_STEPS = "steps of 1.5B on an H100's host on 2026-11-26 (docs/benchmarks.md)"
+# 0.43 to 0.5 s, of which the memory's rate leaves 0.07 to 0.14 s for 252 parameters: 500 us each. Updates are prepared
+# since, which took a tenth of the time on an EPYC.
+_OF_STEPS = "steps of 1.5B on an H100's host on 2026-11-26 (docs/benchmarks.md), updates a tenth of theirs"
 _H100_HOST = _Host(137, "updates alone on an H100's host, of 16 virtual processors (docs/benchmarks.md)",
-                   75, 400, 500, _OF_STEPS)  # fmt: skip
+                   75, 400, 50, _OF_STEPS)  # fmt: skip
 
 
 def _like_it(memory: float, of: str = "assumed: a half to two thirds of the memory on paper") -> _Host:

@@ -46,7 +46,7 @@ from megatrain.planning.step_programs import StepPrograms, undisturbed
 from megatrain.scheduler.builder.build import STEP
 from megatrain.scheduler.builder.search import result_bytes
 from megatrain.scheduler.step_kind import StepKind
-from megatrain.sizes import SIZE
+from megatrain.sizes import MEMORY, SIZE
 from megatrain.tracer.arguments import Arguments
 from megatrain.tracer.inventory import inventory
 from megatrain.tracer.recording.sandbox import swapped_state
@@ -265,8 +265,8 @@ def _step_kind(program: Program, limits: StepLimits, updates: str) -> StepKind:
 @checked(
     model=MODEL,
     device=optional(DEVICE),
-    device_memory=optional(SIZE),
-    host_memory=optional(SIZE),
+    device_memory=optional(MEMORY),
+    host_memory=optional(MEMORY),
     optimizer=optional(OPTIMIZER),
     precision=PRECISION,
     masters=COMPILE["masters"],

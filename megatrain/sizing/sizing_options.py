@@ -17,7 +17,7 @@ from megatrain.options import COMPILE, PRECISION
 from megatrain.planning.advice import Spelling, size
 from megatrain.planning.host_plan import DEPTH, LORA, MICRO_BATCH, SEQUENCE
 from megatrain.scheduler.builder.build import STEP
-from megatrain.sizes import SIZE
+from megatrain.sizes import MEMORY, SIZE
 
 ALL = "all"
 LENGTH, TOKENS_PER_STEP = 4096, 65536
@@ -67,10 +67,10 @@ class SizingOptions:
         None, optional(one_of(ALL, *Hardware.presets())), f"a machine such as rtx-4090, or {ALL} for a table of all"
     )
     memory: int | str | None = _of(
-        None, optional(SIZE), "device memory of a step (default: the machine's, less a reserve)"
+        None, optional(MEMORY), "device memory of a step (default: the machine's, less a reserve)"
     )
     host_memory: int | str | None = _of(
-        None, optional(SIZE), "memory of the host, such as 128GiB (default: as much as it takes)"
+        None, optional(MEMORY), "memory of the host, such as 128GiB (default: as much as it takes)"
     )
     sequence: int | None = _of(
         None, optional(count(2, 2**24)),

@@ -121,7 +121,7 @@ def test_a_call_that_has_no_schedule_says_so_where_it_would_stand(tmp_path: Path
                 x = layer(x)
             return x
 
-    compiled: Any = megatrain.compile(Wide(), device="cpu", memory=500)
+    compiled: Any = megatrain.compile(Wide(), device="cpu", memory="500 B")
     with pytest.raises(megatrain.ScheduleError):
         compiled(torch.ones(1, 16))
     texts = read(compiled.dump(tmp_path))
