@@ -178,7 +178,8 @@ class BlockOptimizer:
         self._left.remove(block)
         for parameter in used:
             own_state(self.optimizer.state.get(parameter, {}), given[parameter])
-        if used and self._fast is not None and isinstance(self._code, MasterStep):
+        is_hopeless = block in self._prepared and self._prepared[block] is None  # its parameters have no such update
+        if used and not is_hopeless and self._fast is not None and isinstance(self._code, MasterStep):
             self._prepared[block] = self._code.prepare(self.owned(block), self._fast, self.optimizer.state)
         return bool(used)
 
