@@ -248,7 +248,7 @@ def test_a_refusal_passes_unchanged_and_leaves_everything_alone():
     with pytest.raises(megatrain.TraceError, match=r"reads `\.grad`"):
         verify(model, torch.ones(2, 3), **CPU)
     with pytest.raises(megatrain.ScheduleError):
-        verify(other, torch.ones(2, 3), **CPU, memory="100")
+        verify(other, torch.ones(2, 3), **CPU, memory="100 B")
     with pytest.raises(megatrain.OptionError, match="10 quux"):
         verify(other, torch.ones(2, 3), **CPU, memory="10 quux")
     with pytest.raises(megatrain.ExecuteError, match="meta"):
