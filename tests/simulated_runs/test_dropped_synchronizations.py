@@ -164,6 +164,8 @@ def results(sim: Simulator, run: str) -> Iterator[list[torch.Tensor] | None]:
 
 def is_noticed(sim: Simulator, place: Place, run: str, expected: list[torch.Tensor]) -> bool:
     sim.reset()
+    gc.collect()
+    torch.accelerator.empty_cache()  # else memory that other tests left is taken, and not what came back too early
     for kind in place.kinds:
         sim.drop_where(kind, place.is_in)
     noticed = any(not same(expected, found) for found in results(sim, run))
