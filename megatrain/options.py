@@ -164,7 +164,7 @@ class Limits:
             if device is not None and not device.has_inductor:
                 raise OptionError(
                     f'kernels="inductor" makes no kernels for {device}.\n  Inductor compiles for CPU and CUDA.\n'
-                    '  Leave kernels out: "eager" runs everywhere.'
+                    "  Leave kernels out: eager's kernels run everywhere."
                 )
             return self
         if self.kernels == "graphs":
@@ -194,7 +194,7 @@ def _check_graphs(device: Device | None, activations: str) -> None:
             f'kernels="graphs" is impossible on {device}.\n'
             "  CUDA graphs launch many kernels of a GPU at once; other devices have none, nor has a GPU whose memory "
             "another allocator gives than torch's own (PYTORCH_ALLOC_CONF).\n"
-            '  Leave kernels out: "eager" runs everywhere.'
+            "  Leave kernels out: eager's kernels run everywhere."
         )
     if activations == "keep":
         raise OptionError(

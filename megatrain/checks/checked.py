@@ -100,7 +100,8 @@ class _Options:
         self._annotated = annotated
         self._given = rules
         self._by_position = [name for name, p in parameters.items() if p.kind in _BY_POSITION]
-        self._name, self._is_open = called.__qualname__, any(p.kind in _VARIADIC for p in parameters.values())
+        self._name = called.__qualname__.removesuffix(".__init__")
+        self._is_open = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
         self._names = [name for name, p in parameters.items() if p.kind not in _VARIADIC]
         self._defaults = {name for name, p in parameters.items() if p.default is not p.empty}
 
@@ -115,8 +116,8 @@ class _Options:
         """Checks the arguments of a call."""
         rules = self._rules
         unknown = next((name for name in kwargs if name not in self._names), None)
-        if unknown is not None and not self._is_open and (near := difflib.get_close_matches(unknown, self._names, 1)):
-            raise TypeError(f"{self._name}() has no argument {unknown!r}.\n  Did you mean {near[0]}?")
+        if unknown is not None and not self._is_open and (near := difflib.get_close_matches(unknown, self._names, 2)):
+            raise TypeError(f"{self._name}() has no argument {unknown!r}.\n  Did you mean {' or '.join(near)}?")
         for name, value in (*zip(self._by_position, args, strict=False), *kwargs.items()):
             rule = rules.get(name)
             # The rule's own test first: a call that is right costs little more than that.

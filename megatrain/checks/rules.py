@@ -7,7 +7,7 @@ import inspect
 import os
 import reprlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import inf, isnan
 from numbers import Real
 from typing import Any
@@ -190,8 +190,9 @@ def instance_of(kind: type, what: str | None = None, way: str | None = None) -> 
 
 def optional(rule: Rule) -> Rule:
     """A value that obeys a rule, or None."""
-    fault: Fault = lambda value: None if value is None else rule.fault(value)  # noqa: E731
-    return Rule(f"{rule.text}{_OR_NONE}", rule.way, fault, rule.nearest)
+    return replace(
+        rule, text=f"{rule.text}{_OR_NONE}", fault=lambda value: None if value is None else rule.fault(value)
+    )
 
 
 def either(*rules: Rule) -> Rule:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Any, NamedTuple
@@ -24,10 +24,8 @@ from megatrain.optim.masters.halves import (
 )
 from megatrain.optim.masters.registry import Masters
 from megatrain.optim.per_parameter import is_per_parameter
-from megatrain.optim.prepared import FastGroups, PreparedBlock
+from megatrain.optim.prepared import FastGroups, GradientOf, PreparedBlock
 from megatrain.optim.proxy import Optimizer, StepCode, step_code
-
-GradientOf = Callable[[torch.Tensor], torch.Tensor | None]
 
 
 class MasterStep:
@@ -132,8 +130,9 @@ class MasterStep:
         """Prepares the next update of parameters that have just been updated; None if their update can't be."""
         if not isinstance(self._masters, Masters):
             return None
-        is_scaled = lambda parameter: self._scaled is None or parameter in self._scaled  # noqa: E731
-        return PreparedBlock.of(parameters, groups, states, self._masters, self._gradient_of, is_scaled, self._threads)
+        return PreparedBlock.of(
+            parameters, groups, states, self._masters, self._gradient_of, self._is_scaled, self._threads
+        )
 
     def run(
         self,
@@ -143,11 +142,13 @@ class MasterStep:
         states: Mapping[torch.Tensor, Any],
     ) -> bool:
         """Runs a prepared update; returns whether it still holds, else nothing is done."""
-        assert isinstance(self._masters, Masters)
-        return prepared.run(parameters, groups, states, self._masters, self._gradient_of, self.scale)
+        return prepared.run(parameters, groups, states, self.scale)
 
     def _scale_of(self, parameter: torch.Tensor) -> float:
-        return self.scale if self._scaled is None or parameter in self._scaled else 1.0
+        return self.scale if self._is_scaled(parameter) else 1.0
+
+    def _is_scaled(self, parameter: torch.Tensor) -> bool:
+        return self._scaled is None or parameter in self._scaled
 
     def _by_its_own_code(self, optimizer: Optimizer) -> None:
         taken: list[_Taken] = []

@@ -16,6 +16,8 @@ from megatrain.optim.masters.halves import WholeMaster, in_memory, memory_order
 from megatrain.optim.masters.registry import Masters, Stamp
 from megatrain.optim.proxy import Optimizer
 
+GradientOf = Callable[[torch.Tensor], torch.Tensor | None]
+
 
 class FastGroups:
     """The fast path of each param group in a step, and the options of the step; asked for once a step.
@@ -88,10 +90,20 @@ class PreparedBlock:
         path: The fast path of all of them.
         parameters: The block's, in order, with what must hold; None for one that had no gradient.
         update: Updates those that have one.
+        masters: Of the parameters.
+        gradient_of: Returns a parameter's gradient.
     """
 
-    def __init__(self, path: FastPath, parameters: Sequence[tuple[int, _Parameter | None]], update: PreparedUpdate):
+    def __init__(
+        self,
+        path: FastPath,
+        parameters: Sequence[tuple[int, _Parameter | None]],
+        update: PreparedUpdate,
+        masters: Masters,
+        gradient_of: GradientOf,
+    ):
         self._path, self._parameters, self._update = path, parameters, update
+        self._masters, self._gradient_of = masters, gradient_of
 
     @classmethod
     def of(
@@ -100,7 +112,7 @@ class PreparedBlock:
         groups: FastGroups,
         states: Mapping[torch.Tensor, Mapping[str, Any]],
         masters: Masters,
-        gradient_of: Callable[[torch.Tensor], torch.Tensor | None],
+        gradient_of: GradientOf,
         is_scaled: Callable[[torch.Tensor], bool],
         threads: int | None,
     ) -> PreparedBlock | None:
@@ -139,15 +151,13 @@ class PreparedBlock:
         if not given or any(path is not paths[0] for path in paths):
             return None
         update = paths[0].prepare(given)
-        return None if update is None else cls(paths[0], found, update)
+        return None if update is None else cls(paths[0], found, update, masters, gradient_of)
 
     def run(
         self,
         parameters: Sequence[torch.Tensor],
         groups: FastGroups,
         states: Mapping[torch.Tensor, Mapping[str, Any]],
-        masters: Masters,
-        gradient_of: Callable[[torch.Tensor], torch.Tensor | None],
         scale: float,
     ) -> bool:
         """Updates the parameters, unless something isn't as it was.
@@ -163,7 +173,7 @@ class PreparedBlock:
         written: list[torch.Tensor] = []
         updated: list[torch.Tensor] = []
         for parameter, (identity, known) in zip(parameters, self._parameters, strict=True):
-            gradient = gradient_of(parameter)
+            gradient = self._gradient_of(parameter)
             if id(parameter) != identity or (gradient is None) != (known is None):
                 return False
             if gradient is None or known is None:
@@ -171,7 +181,7 @@ class PreparedBlock:
             state, fast = states.get(parameter), groups.of(parameter, is_whole=known.is_whole)
             if fast is None or fast[0] is not self._path or state is None:
                 return False
-            if gradient.shape != parameter.shape or not known.holds(masters.stamp(parameter), state, gradient):
+            if gradient.shape != parameter.shape or not known.holds(self._masters.stamp(parameter), state, gradient):
                 return False
             gradients.append(gradient)
             options.append(fast[1])
@@ -183,5 +193,5 @@ class PreparedBlock:
         finally:
             increment_version(written)
             for parameter in updated:
-                masters.wrote(parameter)
+                self._masters.wrote(parameter)
         return True
