@@ -20,6 +20,7 @@ from torch import nn
 import megatrain
 from megatrain.device import Cuda, find
 from megatrain.errors import ExecuteError
+from megatrain.hardware import kernels_alone
 from megatrain.hardware.hardware import Hardware
 from megatrain.hardware.kernels_alone import launch_s, seconds_of
 from megatrain.hardware.measured import Link, compute_beside
@@ -283,7 +284,8 @@ def measured(sim: Simulator) -> Found:
     machine = Hardware.preset("rtx-4090")
     device, waiting = find(DEVICE), list[int]()
     with virtual_time(sim, machine):
-        launched, issued = launch_s(device)
+        with patch.object(kernels_alone, "op_s", lambda: 0.0):  # Python's real time for an op, which is taken off
+            launched, issued = launch_s(device)
         link = Link(device)
         try:
             x = torch.empty(1 << 28, device=DEVICE)
@@ -303,8 +305,7 @@ def measured(sim: Simulator) -> Found:
 
     seconds_of(device, work, least_s=0.02)
     few = torch.tensor(max(waiting) < 8)
-    per_kernel = torch.tensor(0.7 * machine.issue_s <= issued <= machine.issue_s)
-    return [near(launched, machine.launch_s), per_kernel, near(both, wanted), few]
+    return [near(launched, machine.launch_s), near(issued, machine.issue_s), near(both, wanted), few]
 
 
 RUNS: dict[str, Callable[[Simulator], Found]] = {

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 import megatrain
+from megatrain.hardware import kernels_alone
 from megatrain.hardware.hardware import Hardware
 from megatrain.scheduler.items import Stream
 from tests.simulated_device.simulator import GIB, HardwareProfile, Simulator
@@ -130,8 +131,10 @@ def test_a_step_takes_as_long_as_what_holds_it_up(
     assert bound <= taken <= 1.05 * bound, sums
 
 
-def test_measuring_a_machine_finds_its_rates(sim: Simulator, tmp_path: Path):
+def test_measuring_a_machine_finds_its_rates(sim: Simulator, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """An A100, whose copies both ways share the link."""
+    # Python's real time for an op, which the measurement takes off: the device's clock doesn't count it.
+    monkeypatch.setattr(kernels_alone, "op_s", lambda: 0.0)
     held_bytes()
     reserved = torch.accelerator.memory_reserved()
     sim.configure(compute=False, poison=False, capacity=64 * GIB)
@@ -140,10 +143,8 @@ def test_measuring_a_machine_finds_its_rates(sim: Simulator, tmp_path: Path):
     found = Hardware.measure("sim", cache=tmp_path)
     for kind, tolerance in (("bf16", 0.03), ("fp32", 0.03), ("bf16 attention", 0.15)):
         assert found.product_rate(kind) == pytest.approx(given.product_rate(kind), rel=tolerance)
-    for rate in ("memory_bytes_per_s", "h2d_bytes_per_s", "d2h_bytes_per_s", "launch_s"):
+    for rate in ("memory_bytes_per_s", "h2d_bytes_per_s", "d2h_bytes_per_s", "launch_s", "issue_s"):
         assert getattr(found, rate) == pytest.approx(getattr(given, rate), rel=0.05), rate
-    # What Python takes for an op besides is taken off, though there the device's clock doesn't count it.
-    assert given.issue_s >= found.issue_s >= 0.8 * given.issue_s
     both, wanted = (m.h2d_beside * m.h2d_bytes_per_s + m.d2h_beside * m.d2h_bytes_per_s for m in (found, given))
     assert both == pytest.approx(wanted, rel=0.05)  # the device gives what copies lose to the later one
     assert found.memory_bytes == torch.accelerator.get_memory_info()[1] == 64 * GIB
