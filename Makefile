@@ -22,6 +22,9 @@ endif
 # One environment per version of torch: constraints.txt with the line of torch replaced.
 TORCH_VENV = .venv-torch-$(TORCH)
 
+# What is compiled once is read by all processes of the tests: without it each child takes a second more to begin.
+unexport PYTHONDONTWRITEBYTECODE
+
 # Tests run on all cores where pytest-xdist is installed.
 PYTEST = $(PY) -m pytest $(shell $(PY) -c 'import xdist; print("-n auto")' 2>/dev/null)
 

@@ -22,6 +22,7 @@ from tests.hidden_accelerators import hide_accelerators
 GOLDEN = Path(__file__).parent / "golden"
 SHRINKING_S = 60
 GPU_TESTS = Path(__file__).resolve().parent / "gpu"
+DEVICE_TESTS = [GPU_TESTS.with_name(name) for name in ("gpu", "simulated_device", "simulated_runs")]
 
 # A loaded machine may take seconds for an example; a deadline would only report the load. Without `explain`, which
 # takes as long as shrinking does, and with a minute for shrinking, a failure is reported before `faulthandler_timeout`.
@@ -42,8 +43,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     # All other tests are of the CPU; where they found an accelerator, it would be the default device.
-    named = [config.invocation_params.dir / name.split("::")[0] for name in config.args]
-    if not any(GPU_TESTS in (path, *path.parents) for path in map(Path.resolve, named)):
+    if not _names(config, GPU_TESTS):
         hide_accelerators()
     assert hasattr(engine, "MAX_SHRINKING_SECONDS"), "this hypothesis bounds shrinking in another place"
     engine.MAX_SHRINKING_SECONDS = SHRINKING_S
@@ -54,6 +54,24 @@ def pytest_configure(config: pytest.Config) -> None:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     if config.getoption("--accept"):
         os.environ["EXPECTTEST_ACCEPT"] = "1"  # expecttest reads nothing else
+
+
+def _names(config: pytest.Config, folder: Path) -> bool:
+    """Tells whether the command asks for a folder of tests, or for something in it."""
+    named = [config.invocation_params.dir / name.split("::")[0] for name in config.args]
+    return any(folder in (path, *path.parents) for path in map(Path.resolve, named))
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Tests of a device are read where the command names them; elsewhere each would be read to be skipped."""
+    return True if collection_path in DEVICE_TESTS and not _names(config, collection_path) else None
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collect_file() -> Generator[None, list[pytest.Collector], list[pytest.Collector]]:
+    """Examples in docstrings are the library's: files beside the tests aren't read for any."""
+    found = yield
+    return [collector for collector in found if type(collector) is pytest.Module]
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
