@@ -7,123 +7,28 @@
 For compiler people the steps are public too: `trace`, `lower`, `workload`, `schedule`, `Executor`.
 """
 
-from megatrain.compiled.compiling import compile  # the name torch users expect
-from megatrain.compiled.module import CompiledModule
-from megatrain.errors import (
-    ApartWarning,
-    CheckpointError,
-    DeviceMemoryWarning,
-    DrawsError,
-    EagerKernelsWarning,
-    ExecuteError,
-    GradScalerWarning,
-    HeldMemoryWarning,
-    HookOrderWarning,
-    LowerError,
-    ManyCapturesWarning,
-    MegatrainError,
-    MicroBatchError,
-    OpaqueModelWarning,
-    OptimizerError,
-    OptionError,
-    PageLockWarning,
-    RanksError,
-    ReadsParameterError,
-    ResumeWarning,
-    ScheduleError,
-    StreamedCallsWarning,
-    TooSmallError,
-    TorchError,
-    TraceError,
-    TrainStepWarning,
-    UntestedTorchWarning,
-    UnwatchedWarning,
-    WeightsError,
-)
-from megatrain.hardware.hardware import Hardware
-from megatrain.memory.out_of_memory import DeviceMemoryError
-from megatrain.optim.grad_scaler import GradScaler
-from megatrain.passes.pipeline import lower
-from megatrain.passes.program import Block, Program, Template
-from megatrain.passes.rewriter import Rewriter
-from megatrain.planning.host_plan import HostPlan
-from megatrain.planning.plan import Plan
-from megatrain.planning.planner import plan
-from megatrain.planning.saved_plan import SavedPlan
-from megatrain.reporting.step_report import report
-from megatrain.runtime.engine import Engine
-from megatrain.runtime.executor import Executor
-from megatrain.runtime.streams.stream_set import Chaos, Recording
-from megatrain.scheduler.from_program import schedule, workload
-from megatrain.scheduler.schedule import Schedule
-from megatrain.scheduler.step_kind import StepKind
-from megatrain.scheduler.workload import Workload
-from megatrain.tracer.spec import TensorSpec
-from megatrain.tracer.trace import trace
-from megatrain.tracer.traced import TracedModule
-from megatrain.training.step import TrainStep
-from megatrain.verification import Report, verify
+from __future__ import annotations
+
+from importlib import import_module
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from megatrain.public import *  # noqa: F403
 
 __version__ = "0.1.0"
 
-__all__ = [
-    "ApartWarning",
-    "Block",
-    "Chaos",
-    "CheckpointError",
-    "CompiledModule",
-    "DeviceMemoryError",
-    "DeviceMemoryWarning",
-    "DrawsError",
-    "EagerKernelsWarning",
-    "Engine",
-    "ExecuteError",
-    "Executor",
-    "GradScaler",
-    "GradScalerWarning",
-    "Hardware",
-    "HeldMemoryWarning",
-    "HookOrderWarning",
-    "HostPlan",
-    "LowerError",
-    "ManyCapturesWarning",
-    "MegatrainError",
-    "MicroBatchError",
-    "OpaqueModelWarning",
-    "OptimizerError",
-    "OptionError",
-    "PageLockWarning",
-    "Plan",
-    "Program",
-    "RanksError",
-    "ReadsParameterError",
-    "Recording",
-    "Report",
-    "ResumeWarning",
-    "Rewriter",
-    "SavedPlan",
-    "Schedule",
-    "ScheduleError",
-    "StepKind",
-    "StreamedCallsWarning",
-    "Template",
-    "TensorSpec",
-    "TooSmallError",
-    "TorchError",
-    "TraceError",
-    "TracedModule",
-    "TrainStep",
-    "TrainStepWarning",
-    "UntestedTorchWarning",
-    "UnwatchedWarning",
-    "WeightsError",
-    "Workload",
-    "compile",
-    "lower",
-    "plan",
-    "report",
-    "schedule",
-    "trace",
-    "verify",
-    "workload",
-]
+
+def __getattr__(name: str) -> Any:
+    """Imports the public names, and torch with them, when the first one is used: `megatrain --help` uses none."""
+    is_public = name == "__all__" or not (name.startswith("__") or find_spec(f"{__name__}.{name}"))
+    if is_public:
+        public = import_module(f"{__name__}.public")
+        globals().update({"__all__": public.__all__, **{each: getattr(public, each) for each in public.__all__}})
+    if not is_public or name not in globals():
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}", name=name, obj=import_module(__name__))
+    return globals()[name]
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__getattr__("__all__")})

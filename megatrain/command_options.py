@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from importlib import import_module
 from typing import Any
 
 from megatrain.checks import Rule
-from megatrain.options import COMPILE
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,22 +16,37 @@ class Option:
     """An option of a command.
 
     Args:
-        rule: What its value keeps; None for a switch, which has no value.
+        rule: What its value keeps, or what makes this rule where that needs torch; None for a switch, without a value.
         text: What `--help` says.
         kind: What its text becomes: `str`, `int` or `float`.
         is_needed: It must be given.
         is_position: It is given by its place, without a flag.
     """
 
-    rule: Rule | None
+    rule: Rule | Callable[[], Rule] | None
     text: str
     kind: type = str
     is_needed: bool = False
     is_position: bool = False
 
 
+def rule_of(module: str, name: str, key: str | None = None) -> Callable[[], Rule]:
+    """The rule that a module has by this name, or in a table by this key; `--help` needs neither it nor torch."""
+
+    def rule() -> Rule:
+        found: Any = getattr(import_module(module), name)
+        return found if key is None else found[key]
+
+    return rule
+
+
+def of_compile(name: str) -> Callable[[], Rule]:
+    """The rule of an option of `megatrain.compile`."""
+    return rule_of("megatrain.options", "COMPILE", name)
+
+
 OF_COMPILE: Mapping[str, Option] = {
-    name: Option(COMPILE[name], text)
+    name: Option(of_compile(name), text)
     for name, text in {
         "device": "compute device; the accelerator if it has what a run needs, else the CPU",
         "memory": "device-memory budget, such as 10GiB",
@@ -72,6 +87,7 @@ def given_options(options: Mapping[str, Option], namespace: argparse.Namespace) 
     for name, value in given.items():
         option = options[name]
         if option.rule is not None:
+            rule = option.rule if isinstance(option.rule, Rule) else option.rule()
             has_default = not (option.is_position or option.is_needed)
-            option.rule.check_flag(name if option.is_position else flag(name), value, has_default=has_default)
+            rule.check_flag(name if option.is_position else flag(name), value, has_default=has_default)
     return given

@@ -26,7 +26,13 @@ from megatrain.tracer.recording.opaque import Opaque
 from megatrain.tracer.spec import DEVICE, EXAMPLE_ARGS, EXAMPLE_KWARGS, MODEL
 from megatrain.tracer.traced import TracedModule
 
-PRECISION = one_of("fp32", "bf16")
+PRECISION = replace(
+    one_of("fp32", "bf16"),
+    # The nearest word would be fp32.
+    nearest=lambda value: (
+        '{name}="bf16", which needs no scaling of the loss; fp16 isn\'t offered' if value in ("fp16", "half") else None
+    ),
+)
 TRANSFER = one_of("auto", "copy", "bind")
 CHUNKING = one_of("auto", "always", "never")
 OPAQUE = ("warn", "refuse", "allow")

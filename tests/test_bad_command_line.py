@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from megatrain import cli, demo
-from megatrain.finetune import training_run
+from megatrain import cli
+from megatrain.finetune import demo, training_run
 from megatrain.sizing import plan_command
 from tests.bad_values import outcome
 

@@ -31,6 +31,22 @@ def test_the_version_names_all_that_a_report_of_a_fault_needs(capsys):
     assert said == f"megatrain {megatrain.__version__}, torch {torch.__version__}, Python {python}\n"
 
 
+@pytest.mark.parametrize("command", ["", "train", "plan", "demo", "verify", "report"])
+def test_help_needs_no_torch(command):
+    code = f"import sys; from megatrain import cli; sys.argv[1:] = {[*command.split(), '--help']}\ntry: cli.main()\n"
+    code += "except SystemExit: print(*{'torch', 'numpy', 'networkx'} & set(sys.modules), file=sys.stderr)"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=600)
+    assert done.stdout.startswith(f"usage: megatrain {command}".rstrip())
+    assert done.stderr == "\n"
+
+
+@pytest.mark.parametrize(("given", "meant"), [("--learning-rate", "--lr"), ("--lora_rnk=8", "--lora-rank")])
+def test_an_unknown_option_names_the_nearest_one(given, meant, capsys):
+    status, _, wrong = ended(["train", "model", "data.txt", "--out", "out", given], capsys)
+    assert status == 2
+    assert wrong.endswith(f"unrecognized arguments: {given}\n  Did you mean {meant}?\n")
+
+
 def test_the_help_lists_every_command(capsys):
     status, said, _ = ended(["--help"], capsys)
     assert status == 0

@@ -12,8 +12,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from megatrain import cli, demo, saving
+from megatrain import cli, saving
 from megatrain.errors import CheckpointError, OptionError
+from megatrain.finetune import demo
 from tests.saving.training import same
 
 ROOT = Path(__file__).parent.parent

@@ -1,1 +1,1 @@
-"""Fine-tuning from the command line: `megatrain train`."""
+"""Training of Hugging Face models from the command line: `megatrain train`, `megatrain demo`."""

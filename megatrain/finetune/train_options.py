@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
 from megatrain.checks import PATH, TEXT, Rule, count, number, optional
-from megatrain.command_options import Option, flag
+from megatrain.command_options import Option, flag, of_compile
 from megatrain.errors import OptionError
-from megatrain.options import CHUNKING, KERNELS, PRECISION
-from megatrain.scheduler.builder.build import STEP
+from megatrain.scheduler.step_kind import KIND_RULES
 from megatrain.sizes import MEMORY, SIZE
-from megatrain.tracer.spec import DEVICE
 
 _MOST = 2**31 - 1
 # Two ways to say the same; each has a default of its own, so both must not be given.
@@ -27,7 +25,7 @@ _EITHER = (
 )
 
 
-def _option(default: Any, rule: Rule | None, text: str) -> Any:
+def _option(default: Any, rule: Rule | Callable[[], Rule] | None, text: str) -> Any:
     return field(default=default, metadata={"rule": rule, "help": text})
 
 
@@ -50,14 +48,16 @@ class TrainOptions:
         None, optional(number(above=0, below=math.inf, example=32.0)), "their scale times the rank (default: twice it)"
     )
     lora_dropout: float = _option(0.0, number(least=0, below=1, example=0.05), "dropout before them (default: 0)")
-    precision: str = _option("bf16", PRECISION, "bf16, over exact fp32 masters, or fp32 (default: bf16)")
+    precision: str = _option("bf16", of_compile("precision"), "bf16, over exact fp32 masters, or fp32 (default: bf16)")
     device: str | None = _option(
-        None, optional(DEVICE), "compute device (default: the accelerator if it has what a run needs, else the CPU)"
+        None, of_compile("device"), "compute device (default: the accelerator if it has what a run needs, else the CPU)"
     )
     memory: str | None = _option(None, optional(MEMORY), "device-memory budget (default: what is free, less a reserve)")
     block_bytes: str | None = _option(None, optional(SIZE), "target size of a block's state, such as 64MiB")
-    chunking: str = _option("auto", CHUNKING, "auto, always or never: chunks of a head's loss, tiles of tokens")
-    kernels: str = _option("auto", KERNELS, "auto, eager, graphs (recorded) or inductor (compiled)")
+    chunking: str = _option(
+        "auto", of_compile("chunking"), "auto, always or never: chunks of a head's loss, tiles of tokens"
+    )
+    kernels: str = _option("auto", of_compile("kernels"), "auto, eager, graphs (recorded) or inductor (compiled)")
     length: int | None = _option(
         None, optional(count(2, 2**24)), "most tokens of a sequence (default: 2048, or what the model takes if less)"
     )
@@ -74,7 +74,7 @@ class TrainOptions:
     )
     steps: int | None = _option(None, optional(count(1, _MOST)), "optimizer steps, in place of epochs")
     batch: int = _option(1, count(1, 2**16), "sequences in a micro-batch (default: 1)")
-    accumulate: int | None = _option(None, optional(STEP["micro_batches"]), "micro-batches in a step")
+    accumulate: int | None = _option(None, optional(KIND_RULES["micro_batches"]), "micro-batches in a step")
     tokens_per_step: int | None = _option(
         None,
         optional(count(1, 2**40)),

@@ -11,8 +11,6 @@ import torch
 from torch import nn
 from tqdm import tqdm
 
-from megatrain.checks import PATH, count, one_of
-from megatrain.command_options import OF_COMPILE, Option
 from megatrain.compiled.compiling import compile as compile_model
 from megatrain.hardware.hardware import Hardware
 from megatrain.planning.planner import plan
@@ -22,17 +20,6 @@ from megatrain.sizes import format_bytes
 from megatrain.tracer.arguments import Structure
 from megatrain.training.step import TrainStep
 from megatrain.verification.command import command_target, importable, users_failures
-
-OPTIONS: Mapping[str, Option] = {
-    "target": Option(None, "module:function or file.py:function, which returns (model, inputs)", is_position=True),
-    "page": Option(PATH, "the HTML file to write", is_position=True),
-    "trace": Option(PATH, "also write the trace for https://ui.perfetto.dev here"),
-    "steps": Option(count(1, 10_000), "training steps, of which the last is measured (default: 3)", int),
-    **OF_COMPILE,
-    "hardware": Option(
-        one_of(*Hardware.presets()), "a machine such as rtx-4090: the step is only planned for it, and nothing runs"
-    ),
-}
 
 
 def run(

@@ -15,7 +15,7 @@ from megatrain.errors import MegatrainError, OptionError
 from megatrain.hardware.hardware import Hardware
 from megatrain.hardware.presets import GIB, PRESETS
 from megatrain.options import given_bytes
-from megatrain.planning.advice import alternatives, missing, refusal
+from megatrain.planning.advice import Spelling, alternatives, missing, refusal, size
 from megatrain.planning.bands import format_s
 from megatrain.planning.host_plan import LORA, MICRO_BATCH, SEQUENCE, ModelSizes
 from megatrain.planning.plan import Plan
@@ -26,7 +26,7 @@ from megatrain.reporting.step_report import check_report_path, report
 from megatrain.scheduler.step_kind import MOST_MICRO_BATCHES
 from megatrain.sizes import format_bytes
 from megatrain.sizing.sized_models import sized_model
-from megatrain.sizing.sizing_options import ALL, IN_COMMAND, SizingOptions
+from megatrain.sizing.sizing_options import ALL, SizingOptions
 
 _HEADS = ("machine", "memory", "micro-batches", "device", "host", "a step", "tokens/s", "bound by")
 # Of the sizes with which the samples of a step can be split, so many are planned, the smallest first.
@@ -36,6 +36,23 @@ _NEAR = 0.002
 _MAX_GRAD_NORM = 1.0
 # A unified memory is shared out between device and host so often, until both parts fit.
 _SHARINGS = 4
+
+_IN_COMMAND: Spelling = {
+    "device_memory": lambda value: f"--memory {size(value)}",
+    "block_bytes": lambda value: f"--block-bytes {size(value)}",
+    "micro_batches": lambda value: f"{counted(value, 'micro-batch')} a step",
+    "precision": lambda value: f"--precision {value}",
+    "masters": lambda value: f"--masters {value}",
+    "max_grad_norm": lambda value: "--no-clipping",
+    "overlap": lambda value: "" if value else "--no-overlap",
+    "activations": lambda value: f"--activations {value}",
+    "kernels": lambda value: f"--kernels {value}",
+    "optimizer": lambda value: f"--optimizer {value.lower()}",
+    MICRO_BATCH: lambda value: f"--micro-batch {value}",
+    SEQUENCE: lambda value: f"--sequence {value}",
+    LORA: lambda value: f"--lora {value}" if value else "no --lora",
+}
+"""Options of a plan as the command has them."""
 
 
 def run(**given: Any) -> int:
@@ -76,7 +93,7 @@ def print_sizing(options: SizingOptions) -> None:
     print(f"\n{found.plan}")
     _print_more(options, found.plan)
     with stage("looking for ways out"):
-        error = refusal(found.plan, IN_COMMAND)
+        error = refusal(found.plan, _IN_COMMAND)
     if error is not None:
         raise error
 
@@ -88,7 +105,7 @@ def _print_more(options: SizingOptions, plan: Plan) -> None:
             print(f"\n{plan.why()}")
     if options.alternatives:
         with stage("planning alternatives"):
-            print(f"\n{alternatives(plan, IN_COMMAND)}")
+            print(f"\n{alternatives(plan, _IN_COMMAND)}")
     if options.largest is not None:
         with stage("planning sizes"):
             print(f"\n{plan.largest(options.largest)}")
@@ -148,11 +165,11 @@ def _best_split(planner: Planner, limits: StepLimits, sizes: Mapping[str, int], 
     divisors = [n for n in range(1, samples + 1) if samples % n == 0 and samples // n <= MOST_MICRO_BATCHES]
     tried = [sizes[MICRO_BATCH]] if MICRO_BATCH in sizes else divisors[:_MOST_SIZES]
     best: StepSplit | None = None
-    for size in tried:
-        count = samples // size
-        plan = planner.plan(replace(limits, micro_batches=count), {**sizes, MICRO_BATCH: size})
+    for micro_batch in tried:
+        count = samples // micro_batch
+        plan = planner.plan(replace(limits, micro_batches=count), {**sizes, MICRO_BATCH: micro_batch})
         if best is None or _is_better(plan, best.plan):
-            best = StepSplit(size, count, plan, tuple(tried))
+            best = StepSplit(micro_batch, count, plan, tuple(tried))
     assert best is not None
     return best
 

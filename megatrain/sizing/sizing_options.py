@@ -2,51 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-import torch
-
 from megatrain.checks import PATH, Rule, count, one_of, optional
-from megatrain.command_options import Option
-from megatrain.counts import counted
+from megatrain.command_options import Option, of_compile
 from megatrain.errors import OptionError
-from megatrain.hardware.hardware import Hardware
-from megatrain.options import COMPILE, PRECISION
-from megatrain.planning.advice import Spelling, size
-from megatrain.planning.host_plan import DEPTH, LORA, MICRO_BATCH, SEQUENCE
-from megatrain.scheduler.builder.build import STEP
+from megatrain.hardware.presets import PRESETS
 from megatrain.sizes import MEMORY, SIZE
 
 ALL = "all"
 LENGTH, TOKENS_PER_STEP = 4096, 65536
-_OPTIMIZERS: Mapping[str, str] = {
-    name.lower(): name
-    for name, kind in vars(torch.optim).items()
-    if isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer) and kind is not torch.optim.Optimizer
-}
-"""Those of torch by their names in small letters."""
-
-IN_COMMAND: Spelling = {
-    "device_memory": lambda value: f"--memory {size(value)}",
-    "block_bytes": lambda value: f"--block-bytes {size(value)}",
-    "micro_batches": lambda value: f"{counted(value, 'micro-batch')} a step",
-    "precision": lambda value: f"--precision {value}",
-    "masters": lambda value: f"--masters {value}",
-    "max_grad_norm": lambda value: "--no-clipping",
-    "overlap": lambda value: "" if value else "--no-overlap",
-    "activations": lambda value: f"--activations {value}",
-    "kernels": lambda value: f"--kernels {value}",
-    "optimizer": lambda value: f"--optimizer {value.lower()}",
-    MICRO_BATCH: lambda value: f"--micro-batch {value}",
-    SEQUENCE: lambda value: f"--sequence {value}",
-    LORA: lambda value: f"--lora {value}" if value else "no --lora",
-}
-"""Options of a plan as the command has them."""
 
 
-def _of(default: object, rule: Rule | None, text: str, kind: type = str, *, is_position: bool = False) -> Any:
+def _optimizers() -> Mapping[str, str]:
+    """Those of torch by their names in small letters."""
+    from torch import optim
+
+    found = {name: kind for name, kind in vars(optim).items() if isinstance(kind, type)}
+    return {
+        name.lower(): name
+        for name, kind in found.items()
+        if issubclass(kind, optim.Optimizer) and kind is not optim.Optimizer
+    }
+
+
+def _of(
+    default: object, rule: Rule | Callable[[], Rule] | None, text: str, kind: type = str, *, is_position: bool = False
+) -> Any:
     option = Option(rule, text, kind, is_position=is_position)
     return field(default=default, metadata={"option": option})
 
@@ -64,7 +48,7 @@ class SizingOptions:
         "which returns a model, or (model, inputs); no weights are read", is_position=True,
     )  # fmt: skip
     hardware: str | None = _of(
-        None, optional(one_of(ALL, *Hardware.presets())), f"a machine such as rtx-4090, or {ALL} for a table of all"
+        None, optional(one_of(ALL, *PRESETS)), f"a machine such as rtx-4090, or {ALL} for a table of all"
     )
     memory: int | str | None = _of(
         None, optional(MEMORY), "device memory of a step (default: the machine's, less a reserve)"
@@ -87,28 +71,32 @@ class SizingOptions:
     lora: int = _of(
         0, count(0, 2**16), "train adapters of this rank on all linear layers, and leave the model's own weights", int
     )
-    optimizer: str = _of("adamw", one_of(*_OPTIMIZERS), "an optimizer of torch.optim (default: adamw)")
-    precision: str = _of("bf16", PRECISION, "bf16, which computes in bf16 over fp32 masters, or fp32 (default: bf16)")
+    optimizer: str = _of("adamw", lambda: one_of(*_optimizers()), "an optimizer of torch.optim (default: adamw)")
+    precision: str = _of(
+        "bf16", of_compile("precision"), "bf16, which computes in bf16 over fp32 masters, or fp32 (default: bf16)"
+    )
     masters: str = _of(
-        "exact", COMPILE["masters"], "exact, or rounded, which takes 2 bytes a parameter less (default: exact)"
+        "exact", of_compile("masters"), "exact, or rounded, which takes 2 bytes a parameter less (default: exact)"
     )
     no_clipping: bool = _of(False, None, "gradients aren't clipped by their norm, so updates don't wait for it")
     no_overlap: bool = _of(False, None, "updates run after the backward")
-    activations: str = _of("auto", STEP["activations"], "auto, keep, recompute or offload (default: auto)")
+    activations: str = _of("auto", of_compile("activations"), "auto, keep, recompute or offload (default: auto)")
     block_bytes: int | str | None = _of(
         None, optional(SIZE), "target size of a block's state, such as 64MiB (default: a repeated module)"
     )
     chunking: str = _of(
-        "auto", COMPILE["chunking"], "auto, always or never: chunks of a head's loss, tiles of tokens (default: auto)"
+        "auto",
+        of_compile("chunking"),
+        "auto, always or never: chunks of a head's loss, tiles of tokens (default: auto)",
     )
     kernels: str = _of(
-        "auto", COMPILE["kernels"],
+        "auto", of_compile("kernels"),
         "eager, graphs (recorded), inductor (compiled), or auto: the faster of the first two (default: auto)",
     )  # fmt: skip
     why: bool = _of(False, None, "also say why the plan is as it is, and what 1 GiB more would buy")
     alternatives: bool = _of(False, None, "also print other budgets, micro-batches, precisions and updates")
     largest: str | None = _of(
-        None, optional(one_of(MICRO_BATCH, SEQUENCE, DEPTH)),
+        None, optional(one_of("micro_batch", "sequence", "depth")),
         "also find the largest micro_batch, sequence or depth that fits",
     )  # fmt: skip
     report: str | None = _of(None, optional(PATH), "also draw the step on one page of HTML, this file")
@@ -123,7 +111,7 @@ class SizingOptions:
         if self.hardware == ALL and (self.why or self.alternatives or self.largest is not None):
             raise OptionError(
                 "--why, --alternatives and --largest are of one plan, and --hardware all has many.\n"
-                f"  The machines are {', '.join(Hardware.presets())}.\n  Name one of them with --hardware."
+                f"  The machines are {', '.join(PRESETS)}.\n  Name one of them with --hardware."
             )
         drawn = "--trace" if self.report is None else "--report"
         if (self.report, self.trace) != (None, None) and self.hardware in (None, ALL):
@@ -148,7 +136,7 @@ class SizingOptions:
     @property
     def torch_optimizer(self) -> str:
         """The name of the optimizer's class."""
-        return _OPTIMIZERS[self.optimizer]
+        return _optimizers()[self.optimizer]
 
 
 OPTIONS: Mapping[str, Option] = {each.name: each.metadata["option"] for each in fields(SizingOptions)}

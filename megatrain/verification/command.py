@@ -7,7 +7,7 @@ import importlib.util
 import os
 import sys
 import traceback
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
@@ -17,21 +17,11 @@ import torch
 from torch import nn
 
 from megatrain.checks import PATH
-from megatrain.command_options import OF_COMPILE, Option
+from megatrain.command_options import OF_COMPILE
 from megatrain.errors import MegatrainError, OptionError
 from megatrain.planning.model_and_inputs import model_and_inputs
-from megatrain.verification.side_by_side import CALL, verify_call
+from megatrain.verification.side_by_side import verify_call
 
-OPTIONS: Mapping[str, Option] = {
-    "target": Option(
-        None, "module:function or path/to/file.py:function; the function returns (model, inputs)", is_position=True
-    ),
-    **OF_COMPILE,
-    "steps": Option(CALL["steps"], "training steps (default: 2)", int),
-    "seed": Option(CALL["seed"], "seed of the steps (default: 0)", int),
-    "tolerance": Option(CALL["tolerance"], "relative difference that counts as equal (default: by dtype)", float),
-    "json": Option(None, "print the report as JSON"),
-}
 _PACKAGE = Path(__file__).parents[1]
 _NOT_THEIRS = (*(str(Path(str(m.__file__)).parent) for m in (importlib, torch)), str(_PACKAGE), "<frozen")
 

@@ -11,9 +11,9 @@ import torch
 from torch import nn
 
 import megatrain
-from megatrain.demo import demonstrate
 from megatrain.device import Accelerator, Cuda, find, register, unregister
 from megatrain.errors import OptionError
+from megatrain.finetune.demo import demonstrate
 from megatrain.saving import generators_now
 
 

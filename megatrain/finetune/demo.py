@@ -12,7 +12,6 @@ import shlex
 import signal
 import time
 from collections import Counter
-from collections.abc import Mapping
 from pathlib import Path
 from pydoc_data.topics import topics
 from typing import Any
@@ -22,30 +21,15 @@ from torch import nn
 
 import megatrain
 from megatrain import saving
-from megatrain.checks import PATH, count, number
-from megatrain.command_options import Option
 from megatrain.counts import counted
 from megatrain.errors import CheckpointError, OptionError
 from megatrain.files.replace import present
-from megatrain.sizes import SIZE, format_bytes, parse_bytes
-from megatrain.tracer.spec import DEVICE_NAME
+from megatrain.sizes import format_bytes, parse_bytes
 
 FOLDER = Path("megatrain-demo")
 MEMORY, STEPS = "12MiB", 200
 CONTEXT, WIDTH, DEPTH, NUM_BYTES = 128, 256, 6, 256
 MICRO_BATCHES, SAVE_EVERY, SAMPLE_BYTES = 2, 60, 120
-
-
-OPTIONS: Mapping[str, Option] = {
-    "folder": Option(PATH, f"folder of the checkpoint (default: {FOLDER})"),
-    "resume": Option(None, "continue from the checkpoint"),
-    "interrupt_at": Option(
-        number(above=0, below=1, example=0.5), "press Ctrl-C after this part of the steps, between 0 and 1", float
-    ),
-    "device": Option(DEVICE_NAME, "compute device (default: the accelerator if it has what a run needs)"),
-    "memory": Option(SIZE, f"device-memory budget (default: {MEMORY})"),
-    "steps": Option(count(1), f"training steps (default: {STEPS})", int),
-}
 
 
 def demonstrate(
