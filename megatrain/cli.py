@@ -18,6 +18,7 @@ from megatrain.checks import PATH, count, number, one_of
 from megatrain.command_options import OF_COMPILE, Option, add_options, flag, given_options, rule_of
 from megatrain.errors import MegatrainError
 from megatrain.finetune import train_options
+from megatrain.finetune.known_models import check_found, known
 from megatrain.hardware.presets import PRESETS
 from megatrain.sizes import MEMORY
 from megatrain.sizing import sizing_options
@@ -56,11 +57,23 @@ def _train(**given: Any) -> int:
     if any(name.startswith("lora_") for name in given):
         given["lora"] = True
     options = train_options.TrainOptions(**given)
+    check_found(options.model)
     need_libraries("train", "transformers", "accelerate", "datasets", "trl", *(["peft"] if options.lora else []))
     # It imports transformers, which is there only now for sure, and takes seconds.
     from megatrain.finetune.training_run import train
 
     train(options)
+    return 0
+
+
+def _plan(**given: Any) -> int:
+    """Plans and prints; returns 0."""
+    options = sizing_options.SizingOptions(**given)
+    if ":" not in options.config and known(options.config) is None:
+        check_found(options.config)
+    from megatrain.sizing.plan_command import print_sizing
+
+    print_sizing(options)
     return 0
 
 
@@ -115,7 +128,7 @@ _COMMANDS: Mapping[str, tuple[str, Mapping[str, Option], Callable[..., int]]] = 
     "plan": (
         "say what a training step takes on a machine, and how long, without weights",
         sizing_options.OPTIONS,
-        _late("megatrain.sizing.plan_command", "run"),
+        _plan,
     ),
     "demo": (
         "train a small language model through the whole compiler, and show what ran",

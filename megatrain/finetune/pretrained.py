@@ -129,6 +129,8 @@ def model_on_paper(name: str, config: Any, precision: str, adapters: Adapters | 
         )
     with readable(f"a language model of `{name}`"), init_empty_weights(include_buffers=False):
         model = AutoModelForCausalLM.from_config(config, dtype=_dtype(precision, adapters))
+    model.tie_weights()  # each parameter that was made empty is one of its own
+    with readable(f"adapters of `{name}`"), init_empty_weights(include_buffers=False):
         return model if adapters is None else adapters.onto(model)
 
 

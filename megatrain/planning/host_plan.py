@@ -22,6 +22,7 @@ from megatrain.optim.masters.registry import Masters
 from megatrain.optim.need import OptimizerNeed, Updated, joint_need, made_over
 from megatrain.optim.per_parameter import is_per_parameter
 from megatrain.passes.program import Program
+from megatrain.planning.equal_layers import Layers
 from megatrain.runtime.loaded import Facts
 from megatrain.scheduler.schedule import Schedule
 from megatrain.sizes import aligned, format_bytes
@@ -59,6 +60,14 @@ class ModelSizes(Protocol):
 
         Args:
             sizes: All of them.
+        """
+        ...
+
+    def few(self, sizes: Mapping[str, int]) -> tuple[nn.Module, Arguments, Layers] | None:
+        """The same with only some of its equal layers, and which layers it has; None if they aren't plainly equal.
+
+        Args:
+            sizes: Of the whole model.
         """
         ...
 
@@ -110,6 +119,10 @@ class ExampleSizes:
         tensors = [self._resized(tensor, sizes) for tensor in self._arguments.tensors]
         args, kwargs = self._arguments.rebuild(tensors)
         return self._model, Arguments.of(self._model, args, kwargs)
+
+    def few(self, sizes: Mapping[str, int]) -> None:
+        """None: a model that is made has its layers."""
+        del sizes
 
     def _resized(self, tensor: torch.Tensor, sizes: Mapping[str, int]) -> torch.Tensor:
         made = tensor.detach()

@@ -87,11 +87,12 @@ def time_text(plan: PlannedStep) -> list[str]:
         return []
     step_s, bound = found.step_s, plan.lower_bound
     rate = f"; {plan.tokens_per_s:.0f} tokens/s" if plan.tokens_per_s else ""
-    lines = [f"time: {found}; predicted for {plan.hardware.name}{rate}"]
+    busy = ", ".join(f"{stream} {fraction:.0%}" for stream, fraction in found.busy.items())
+    text = f"time: step {format_s(step_s)}; busy: {busy}; bound by {found.bound}"
+    lines = [f"{text}; predicted for {plan.hardware.name}{rate}"]
     if bound is not None:
-        lines.append(
-            f"bound: {bound.seconds * 1e3:.3f} ms, {bound.reason}; the step takes {bound.above(step_s):.1%} more"
-        )
+        more = f"{bound.above(step_s):.1%} more"
+        lines.append(f"bound: {format_s(bound.seconds)}, {bound.reason}; the step takes {more}")
     return lines
 
 

@@ -9,6 +9,7 @@ from collections import OrderedDict
 from collections.abc import Generator, Hashable, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -27,6 +28,7 @@ from megatrain.passes.measuring.measure import KnownCosts
 from megatrain.passes.pipeline import PASSES, Rewrite
 from megatrain.passes.program import Program
 from megatrain.passes.rewrites.loss_only import loss_only
+from megatrain.planning.equal_layers import Repeated
 from megatrain.planning.host_plan import (
     ExampleSizes,
     HostPlan,
@@ -156,9 +158,19 @@ class Planner:
 
     def _capture(self, limits: StepLimits, sizes: Mapping[str, int]) -> _Capture:
         model, arguments = self._source.made(sizes)
+        few = self._source.few(sizes) if limits.loss is None and not limits.passes else None
         with self._of_sizes(sizes):
-            traced = captured(model, arguments, limits, is_own_loss=limits.loss is None)
-            programs = StepPrograms(traced, limits, self._costs)
+            capture = partial(captured, limits=limits, is_own_loss=limits.loss is None)
+            if few is None:
+                traced = capture(model, arguments)
+                programs = StepPrograms(traced, limits, self._costs)
+            else:
+                entries = inventory(model)[0]
+                entries = narrow_entries(entries) if limits.precision == "bf16" else entries
+                traced = capture(*few[:2])
+                programs = StepPrograms(
+                    traced, limits, self._costs, Repeated(few[2], entries).program, partial(capture, model, arguments)
+                )
             programs.at(0)  # raises errors of the model now
         loss_bytes = 0
         if limits.loss is not None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
@@ -78,6 +78,8 @@ class StepPrograms:
         limits: With chunking `"always"` level 0 has chunks and tiles already; with `"never"` there is no other, and
             blocks are never cut, nor are they where `block_bytes` says their size.
         costs: Known ones of templates.
+        repeated: Makes the program of the whole model, if the capture has only some of its layers.
+        whole: Captures the whole model, if some program can't be repeated.
 
     Attributes:
         least: The first level that is tried. A capture that was rewritten stays so: its numbers would differ from one
@@ -88,8 +90,16 @@ class StepPrograms:
         why_kernels: Why kernels of the latest step are recorded, or aren't; empty where nothing was to be chosen.
     """
 
-    def __init__(self, traced: TracedModule, limits: Limits, costs: KnownCosts):
+    def __init__(
+        self,
+        traced: TracedModule,
+        limits: Limits,
+        costs: KnownCosts,
+        repeated: Callable[[Program], Program | None] | None = None,
+        whole: Callable[[], TracedModule] | None = None,
+    ):
         self._traced, self._limits, self._costs = traced, limits, costs
+        self._repeated, self._whole = repeated, whole
         self._pieces = (None, *_LEVELS[limits.chunking])
         self._made: dict[int, Program] = {}
         self.least = 0
@@ -125,6 +135,14 @@ class StepPrograms:
 
     def _lowered(self, pieces: Pieces | None = None, block_bytes: int | None = None) -> Program:
         limits = self._limits if block_bytes is None else replace(self._limits, block_bytes=block_bytes)
+        found = lowered(self._traced, limits, pieces, costs=self._costs)
+        if self._repeated is None:
+            return found
+        repeated = self._repeated(found)
+        if repeated is not None:
+            return repeated
+        assert self._whole is not None
+        self._traced, self._repeated = self._whole(), None
         return lowered(self._traced, limits, pieces, costs=self._costs)
 
     @cached_property

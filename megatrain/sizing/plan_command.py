@@ -5,9 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
-
-from tqdm import tqdm
 
 from megatrain.counts import counted
 from megatrain.device.accelerator import of_card
@@ -19,6 +16,7 @@ from megatrain.planning.advice import Spelling, alternatives, missing, refusal, 
 from megatrain.planning.bands import format_s
 from megatrain.planning.host_plan import LORA, MICRO_BATCH, SEQUENCE, ModelSizes
 from megatrain.planning.plan import Plan
+from megatrain.planning.plan_text import verdict
 from megatrain.planning.planned_step import UNBOUNDED, StepLimits
 from megatrain.planning.planner import Planner
 from megatrain.progress import stage
@@ -55,23 +53,14 @@ _IN_COMMAND: Spelling = {
 """Options of a plan as the command has them."""
 
 
-def run(**given: Any) -> int:
-    """Plans, and prints the plan.
-
-    Returns:
-        0.
+def print_sizing(options: SizingOptions) -> None:
+    """Plans, and prints what was found.
 
     Raises:
-        OptionError: If an option is wrong, or the model can't be made.
+        OptionError: If the model can't be made.
         ScheduleError: If the device's memory is too small.
         ExecuteError: If the host's memory is too small.
     """
-    print_sizing(SizingOptions(**given))
-    return 0
-
-
-def print_sizing(options: SizingOptions) -> None:
-    """Plans, and prints what was found; raises as `run` does."""
     for path in (options.report, options.trace):
         if path is not None:
             check_report_path(path)
@@ -80,17 +69,18 @@ def print_sizing(options: SizingOptions) -> None:
     planner, sizes = Planner(source), _given_sizes(options, source)
     samples = _samples(options, source)
     if options.hardware == ALL:
-        rows = [
-            row_of(planner, options, sizes, samples, name)
-            for name in tqdm(Hardware.presets(), desc="planning", unit="machine", leave=False, disable=None)
-        ]
         print(_step_line(samples, source, None))
-        print(_table_text(rows))
+        print(_row_text(_HEADS), flush=True)
+        for name in Hardware.presets():
+            with stage(f"planning for {name}"):
+                row = row_of(planner, options, sizes, samples, name)
+            print(_row_text(row.cells()), flush=True)
         return
     with stage("planning"):
         found = _split_on(planner, options, sizes, samples, options.hardware)
-    print(_step_line(samples, source, found))
-    print(f"\n{found.plan}")
+    print(summary(found.plan, options, samples * source.sizes.get(SEQUENCE, 1)))
+    print(f"\n{_step_line(samples, source, found)}")
+    print(f"\n{found.plan}", flush=True)
     _print_more(options, found.plan)
     with stage("looking for ways out"):
         error = refusal(found.plan, _IN_COMMAND)
@@ -158,20 +148,25 @@ class StepSplit:
 
 
 def _best_split(planner: Planner, limits: StepLimits, sizes: Mapping[str, int], samples: int) -> StepSplit:
-    """Plans each way to split the samples of a step, and takes the shortest step that fits.
+    """Plans ways to split the samples of a step, and takes the shortest step that fits.
 
-    If none fits, it is the one that lacks least.
+    Large micro-batches come first: their plans have fewer rows, and each copy of weights serves more tokens. Smaller
+    ones are tried until a step gets longer. If none fits, it is the one that lacks least.
     """
     divisors = [n for n in range(1, samples + 1) if samples % n == 0 and samples // n <= MOST_MICRO_BATCHES]
     tried = [sizes[MICRO_BATCH]] if MICRO_BATCH in sizes else divisors[:_MOST_SIZES]
     best: StepSplit | None = None
-    for micro_batch in tried:
+    seen: list[int] = []
+    for micro_batch in reversed(tried):
         count = samples // micro_batch
         plan = planner.plan(replace(limits, micro_batches=count), {**sizes, MICRO_BATCH: micro_batch})
+        seen.insert(0, micro_batch)
         if best is None or _is_better(plan, best.plan):
-            best = StepSplit(micro_batch, count, plan, tuple(tried))
+            best = StepSplit(micro_batch, count, plan)
+        elif best.plan.fits and plan.simulation is not None:
+            break
     assert best is not None
-    return best
+    return replace(best, tried=tuple(seen))
 
 
 def _is_better(one: Plan, other: Plan) -> bool:
@@ -180,7 +175,7 @@ def _is_better(one: Plan, other: Plan) -> bool:
     if not one.fits:
         here, there = (plan.missing_device_bytes + plan.missing_host_bytes for plan in (one, other))
         return here < there
-    return (one.step_s or 0.0) < (other.step_s or 0.0) * (1 - _NEAR)
+    return (one.step_s or 0.0) * (1 - _NEAR) <= (other.step_s or 0.0)
 
 
 def _split_on(
@@ -301,19 +296,46 @@ def row_of(planner: Planner, options: SizingOptions, sizes: Mapping[str, int], s
         return MachineRow(name, None, str(error).splitlines()[0])
 
 
-def _table_text(rows: Sequence[MachineRow]) -> str:
-    """The rows under each other; a text that takes the place of figures runs over their columns."""
-    cells = [_HEADS, *(row.cells() for row in rows)]
-    whole = [row for row in cells if len(row) == len(_HEADS)]
-    widths = [max(len(row[i]) for row in (whole if i > 1 else cells)) for i in range(len(_HEADS))]
-    right = range(3, len(_HEADS) - 1)
-    return "\n".join(
-        "  ".join(
-            text.rjust(widths[i]) if i in right and len(row) > i else text.ljust(widths[i])
-            for i, text in enumerate(row)
-        ).rstrip()
-        for row in cells
-    )
+# Of the columns of the table; a text that takes the place of figures runs over its columns.
+_WIDTHS = (max(map(len, PRESETS)), 10, 13, 10, 10, 8, 8, 12)
+_RIGHT = range(3, len(_HEADS) - 1)
+
+
+def _row_text(cells: Sequence[str]) -> str:
+    is_whole = len(cells) == len(_HEADS)
+    texts = [t.rjust(_WIDTHS[i]) if is_whole and i in _RIGHT else t.ljust(_WIDTHS[i]) for i, t in enumerate(cells)]
+    return "  ".join(texts).rstrip()
+
+
+_CHANGES = {
+    "compute": "the card computes most of the time: a faster card, shorter sequences or --lora make a step shorter",
+    "h2d": "weights arrive later than they are used: more --tokens-per-step share each copy, a faster slot shortens it",
+    "d2h": "gradients leave later than they are made: more --tokens-per-step share each copy, --lora leaves fewer",
+    "host": "updates wait for the host's memory: more --tokens-per-step share an update, --lora updates less",
+}
+"""What makes a step shorter, by the stream that it is bound by."""
+
+
+def summary(plan: Plan, options: SizingOptions, tokens: int) -> str:
+    """What people ask first: does it fit, how fast is it, what does it take, what bounds it, what to change."""
+    where = "" if options.hardware is None else f" on {options.hardware}"
+    if options.lora:
+        where = f" with adapters of rank {options.lora}{where}"
+    billions = f"{plan.host.num_parameters / 1e9:.2f} billion parameters"
+    host_memory = None if plan.host_memory == UNBOUNDED else plan.host_memory
+    lines = [f"{'fits' if plan.fits else 'does not fit'}: {plan.program.name} of {billions}{where}"]
+    found = plan.simulation
+    if found is not None and plan.fits:
+        rate = f"{plan.tokens_per_s:.0f} tokens/s, " if plan.tokens_per_s else ""
+        lines.append(f"speed: {rate}{format_s(found.step_s)} for a step of {counted(tokens, 'token')} (predicted)")
+    lines.append(f"memory of the device: {verdict(plan.schedule.device_bytes, plan.device_memory)}")
+    lines.append(f"memory of the host: {verdict(plan.host.total_bytes, host_memory)}")
+    if found is not None and plan.fits:
+        lines.append(f"bound by: {found.bound}, busy for {found.busy[found.bound]:.0%} of a step")
+        lines.append(f"to change: {_CHANGES.get(found.bound, 'see --why')}; --alternatives plans other settings")
+    elif not plan.fits:
+        lines.append("to change: see the ways out at the end")
+    return "\n".join(lines)
 
 
 def _step_line(samples: int, source: ModelSizes, found: StepSplit | None) -> str:

@@ -11,7 +11,9 @@ import torch
 from torch import nn
 
 from megatrain.errors import OptionError
+from megatrain.finetune.known_models import known
 from megatrain.finetune.pretrained import Adapters, longest, model_on_paper, need_libraries, positions_of, read_config
+from megatrain.planning.equal_layers import Layers
 from megatrain.planning.host_plan import DEPTH, LORA, MICRO_BATCH, SEQUENCE, ExampleSizes, ModelSizes
 from megatrain.planning.model_and_inputs import model_and_inputs
 from megatrain.sizing.sizing_options import LENGTH, SizingOptions
@@ -48,7 +50,8 @@ class ConfigModel:
     def __init__(self, options: SizingOptions) -> None:
         self._path = options.config
         self._precision = options.precision
-        self._config: Any = read_config(options.config)
+        known_model = None if Path(options.config).exists() else known(options.config)
+        self._config: Any = read_config(options.config) if known_model is None else known_model.config()
         self._models: dict[tuple[int, int], Any] = {}
         text = self._config.get_text_config()
         depth = getattr(text, "num_hidden_layers", None)
@@ -84,6 +87,16 @@ class ConfigModel:
         model = self._model(sizes.get(DEPTH, 0), sizes[LORA])
         ids = torch.zeros(sizes[MICRO_BATCH], sizes[SEQUENCE], dtype=torch.long, device="meta")
         return model, Arguments.of(model, (), {"input_ids": ids, "labels": ids})
+
+    def few(self, sizes: Mapping[str, int]) -> tuple[nn.Module, Arguments, Layers] | None:
+        """As `ModelSizes.few`."""
+        if DEPTH not in self.sizes:
+            return None
+        layers = Layers.of(self._model(sizes[DEPTH], sizes[LORA]))
+        if layers is None or layers.count != sizes[DEPTH] or layers.fewest >= layers.count:
+            return None
+        model, arguments = self.made({**sizes, DEPTH: layers.fewest})
+        return (model, arguments, layers) if layers.begins_like(Layers.of(model)) else None
 
     def _model(self, depth: int, rank: int) -> Any:
         if (depth, rank) not in self._models:

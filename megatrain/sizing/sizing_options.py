@@ -44,8 +44,8 @@ class SizingOptions:
     """
 
     config: str = _of(
-        "", PATH, "config.json of a Hugging Face model, a folder with one, or module:function (or file.py:function), "
-        "which returns a model, or (model, inputs); no weights are read", is_position=True,
+        "", PATH, "a well-known model such as Qwen/Qwen3-8B, config.json, a folder with one, or module:function "
+        "(or file.py:function), which returns a model, or (model, inputs); no weights are read", is_position=True,
     )  # fmt: skip
     hardware: str | None = _of(
         None, optional(one_of(ALL, *PRESETS)), f"a machine such as rtx-4090, or {ALL} for a table of all"
