@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import os
 import platform
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -43,6 +44,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except MegatrainError as error:
         print("\n".join([f"megatrain: {error}", *getattr(error, "__notes__", ())]), file=sys.stderr)
         return 2
+    except BrokenPipeError:  # who reads the output has read enough: `| head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
     except KeyboardInterrupt as interrupt:
         # If a command has saved something, the interrupt's text says so.
         outcome = str(interrupt) or "nothing was saved, and nothing is still running."

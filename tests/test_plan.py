@@ -14,6 +14,7 @@ from expecttest import assert_expected_inline
 
 import megatrain
 from megatrain.errors import ExecuteError, OptionError, ScheduleError
+from megatrain.planning.bands import format_s
 from tests.models import Gpt
 
 ROOT = Path(__file__).parent.parent
@@ -62,7 +63,8 @@ def test_a_plan_says_its_time_for_a_machine():
     assert plan.simulation.step_s <= by_rule.schedule.simulate(machine).step_s
     rate = f"{32 / plan.simulation.step_s:.0f} tokens/s"
     time, least = str(plan).splitlines()[-2:]
-    assert time == f"time: {plan.simulation}; predicted for rtx-4090; {rate}"
+    assert time.startswith(f"time: step {format_s(plan.simulation.step_s)}; busy: ")
+    assert time.endswith(f"; bound by {plan.simulation.bound}; predicted for rtx-4090; {rate}")
     bound = plan.lower_bound
     assert bound is not None
     assert 0 < bound.seconds <= plan.simulation.step_s

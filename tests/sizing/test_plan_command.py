@@ -206,9 +206,8 @@ def test_wrong_options_are_refused(
 
 
 def test_what_is_no_model_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    assert "nowhere/at-all/x` can't be read: " in refused(
-        capsys, tmp_path / "nowhere" / "at-all" / "x", "--memory=1GiB"
-    )
+    nowhere = tmp_path / "nowhere" / "at-all" / "x"
+    assert f"there is no folder `{nowhere}`" in refused(capsys, nowhere, "--memory=1GiB")
     assert f"the configuration of `{tmp_path}` can't be read: " in refused(capsys, tmp_path, "--memory=1GiB")
     assert "there is no module `nowhere`" in refused(capsys, "nowhere:build", "--memory=1GiB")
     (tmp_path / "config.json").write_text('{"model_type": "nothing_known"}')
@@ -243,5 +242,7 @@ def test_the_step_is_drawn(deeper: Path, tmp_path: Path, capsys: pytest.CaptureF
     assert "--report draws the step of one machine" in refused(capsys, deeper, "--memory=1GiB", *drawn, *STEP)
     assert "--trace draws the step of one machine" in refused(capsys, deeper, "--hardware=all", drawn[1], *STEP)
     assert "--trace goes with --report" in refused(capsys, *asked, drawn[1])
-    said = refused(capsys, str(tmp_path / "nowhere"), *asked[1:], f"--report={tmp_path / 'no' / 'page.html'}")
+    broken = tmp_path / "config.json"
+    broken.write_text("{}")
+    said = refused(capsys, str(broken), *asked[1:], f"--report={tmp_path / 'no' / 'page.html'}")
     assert "can't be written: there is no such folder" in said  # ahead of the model

@@ -1,0 +1,76 @@
+"""Plans of models with equal layers: a capture of a few layers gives the program and the plan of the whole model."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from transformers import AutoConfig
+
+from megatrain.planning.equal_layers import Layers, Repeated
+from megatrain.planning.planner import Planner
+from megatrain.sizing.plan_command import _step_limits
+from megatrain.sizing.sized_models import ConfigModel
+from megatrain.sizing.sizing_options import SizingOptions
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # what these libraries warn of is theirs
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 2, "num_key_value_heads": 1,
+    "head_dim": 16, "max_position_embeddings": 64,
+}  # fmt: skip
+MODELS: dict[str, dict[str, Any]] = {
+    "equal": {"model_type": "llama", "num_hidden_layers": 7},
+    "tied": {"model_type": "qwen3", "num_hidden_layers": 6, "tie_word_embeddings": True},
+    "alternating": {"model_type": "gemma2", "num_hidden_layers": 9, "sliding_window": 8},
+    "experts": {"model_type": "mixtral", "num_hidden_layers": 5, "num_local_experts": 4},
+}
+
+
+@pytest.mark.parametrize("kind", MODELS)
+@pytest.mark.parametrize("lora", [0, 2])
+def test_a_few_layers_give_the_plan_of_all(kind: str, lora: int, tmp_path: Any, monkeypatch: pytest.MonkeyPatch):
+    figures = {**SIZES, **MODELS[kind]}
+    AutoConfig.for_model(**figures).save_pretrained(tmp_path)
+    options = SizingOptions(str(tmp_path), hardware="rtx-4090", memory="200KiB", sequence=16, lora=lora)
+    source = ConfigModel(options)
+    limits = replace(_step_limits(options, "rtx-4090"), micro_batches=2)
+    found = Planner(source).plan(limits)
+    few = source.few(source.sizes)
+    assert few is not None
+    assert few[2].fewest < few[2].count
+    monkeypatch.setattr(ConfigModel, "few", lambda *_: None)
+    whole = Planner(source).plan(limits)
+    assert str(found) == str(whole)
+    assert str(found.schedule) == str(whole.schedule)
+    assert named_by_block(found.program) == named_by_block(whole.program)
+
+
+def named_by_block(program: Any) -> str:
+    """A program as text, its values named by the blocks that make them: copies have names of their own."""
+    names = {name: f"{block.index}.{i}" for block in program.blocks for i, name in enumerate(block.outputs)}
+    lines = [line for line in str(program).splitlines() if line.startswith("  block")]
+    order = "\n".join(map(str, program.gradient_order)) + "\n".join(map(str, program.state.items()))
+    return re.sub(r"\b\w+\b", lambda word: names.get(word[0], word[0]), "\n".join(lines)) + order
+
+
+def test_blocks_that_do_not_repeat_are_captured_whole(tmp_path: Any, monkeypatch: pytest.MonkeyPatch):
+    AutoConfig.for_model(**SIZES, **MODELS["equal"]).save_pretrained(tmp_path)
+    options = SizingOptions(str(tmp_path), memory="200KiB", sequence=16)
+    source, limits = ConfigModel(options), _step_limits(options, None)
+    repeated = Planner(source).plan(limits)
+    monkeypatch.setattr(Repeated, "program", lambda *_: None)
+    assert str(Planner(source).plan(limits)) == str(repeated)
+
+
+def test_layers_that_differ_are_no_period(tmp_path: Any):
+    figures = {**SIZES, "model_type": "deepseek_v3", "num_hidden_layers": 6, "first_k_dense_replace": 5}
+    more = {"n_routed_experts": 4, "n_group": 1, "topk_group": 1, "num_experts_per_tok": 2, "kv_lora_rank": 8}
+    AutoConfig.for_model(**figures, **more, qk_rope_head_dim=8, qk_nope_head_dim=8, v_head_dim=8).save_pretrained(
+        tmp_path
+    )
+    source = ConfigModel(SizingOptions(str(tmp_path), hardware="rtx-4090"))
+    assert Layers.of(source.made(source.sizes)[0]) is None
+    assert source.few(source.sizes) is None
