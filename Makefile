@@ -19,6 +19,11 @@ PY := $(VENV)/bin/python
 READY := $(if $(filter file,$(origin VENV)),$(VENV)/.ready)
 endif
 
+# The demo needs neither linters nor tests: unless .venv is there already, it has a smaller environment.
+DEMO_VENV := $(if $(wildcard .venv/.ready),.venv,.venv-demo)
+DEMO_READY := $(if $(READY),$(DEMO_VENV)/.ready)
+DEMO_PY := $(if $(READY),$(DEMO_VENV)/bin/python,$(PY))
+
 # One environment per version of torch: constraints.txt with the line of torch replaced.
 TORCH_VENV = .venv-torch-$(TORCH)
 
@@ -35,7 +40,7 @@ SIMULATED = -p tests.simulated_device.plugin tests/simulated_device tests/simula
 .PHONY: docs nightly gpu-report faults mutants seeds help demo test check format-check lint types fix accept bench gpu zoo test-torch zoo-torch clean
 
 help:
-	@echo 'make demo    train a small language model through the whole compiler, interrupted and resumed, in a minute or two'
+	@echo 'make demo    train a small language model through the whole compiler, interrupted and resumed, in about a minute'
 	@echo 'make test    all tests that need neither a GPU nor the network, for every change; ends with those on a simulated accelerator'
 	@echo 'make nightly campaigns: long tests, other trainers, the zoo, planted faults, kills, random configurations, seeds; hours'
 	@echo 'make gpu     the tests that need an accelerator'
@@ -52,16 +57,23 @@ help:
 	@echo 'make test-torch TORCH=2.14.1   all tests on another version of torch, in an environment of its own'
 	@echo 'make zoo-torch TORCH=2.14.1    the models, likewise; writes nothing'
 
+CHECK_PYTHON = import sys; sys.exit("megatrain needs Python 3.11 or newer; this is " + sys.version.split()[0] + ". Name another: make PYTHON=python3.12" if sys.version_info < (3, 11) else 0)
 .venv/.ready: pyproject.toml constraints.txt
-	@$(PYTHON) -c 'import sys; sys.exit("megatrain needs Python 3.11 or newer; this is " + sys.version.split()[0] + ". Name another: make PYTHON=python3.12" if sys.version_info < (3, 11) else 0)'
+	@$(PYTHON) -c '$(CHECK_PYTHON)'
 	$(PYTHON) -m venv --clear .venv
 	.venv/bin/python -m pip install $(PIP_ARGS) -c constraints.txt -e '.[test]'
 	@touch $@
 
+.venv-demo/.ready: pyproject.toml constraints.txt
+	@$(PYTHON) -c '$(CHECK_PYTHON)'
+	$(PYTHON) -m venv --clear .venv-demo
+	.venv-demo/bin/python -m pip install $(PIP_ARGS) -c constraints.txt -e '.[hf]'
+	@touch $@
+
 # The first process interrupts itself in mid-step, as Ctrl-C would (status 130); the second goes on from its checkpoint.
-demo: $(READY)
-	$(PY) -m megatrain.cli demo --interrupt-at 0.5 $(ARGS) || [ $$? -eq 130 ]
-	$(PY) -m megatrain.cli demo --resume $(ARGS)
+demo: $(DEMO_READY)
+	$(DEMO_PY) -m megatrain demo --interrupt-at 0.5 $(ARGS) || [ $$? -eq 130 ]
+	$(DEMO_PY) -m megatrain demo --resume $(ARGS)
 
 # The simulated accelerator is torch's for a whole process, so its tests have one of their own.
 test: $(READY)
@@ -149,7 +161,7 @@ test-torch zoo-torch:
 endif
 
 clean:
-	rm -rf megatrain-demo site .venv .venv-users .venv-docs .venv-torch-* .pytest_cache .ruff_cache .hypothesis
+	rm -rf megatrain-demo megatrain-demo-report.html site .venv .venv-demo .venv-users .venv-docs .venv-torch-* .pytest_cache .ruff_cache .hypothesis
 
 # ARGS="--only kills --seed 3 --count 50": a piece; `--help` lists the rest.
 faults: $(READY)

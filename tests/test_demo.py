@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -24,7 +25,6 @@ THREADS = {"OMP_NUM_THREADS": str(torch.get_num_threads())}
 @pytest.fixture(autouse=True)
 def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(demo, "DEPTH", 2)
-    monkeypatch.setattr(demo, "SAMPLE_BYTES", 4)
     monkeypatch.setattr(demo, "SAVE_EVERY", 3)
 
 
@@ -44,20 +44,32 @@ def assert_same_training(one: Path, other: Path) -> None:
     assert first.extra["progress"]["count"] == second.extra["progress"]["count"]
 
 
-def test_the_held_out_text_shares_no_paragraph_with_the_training_text():
-    training, held_out = demo.read_corpus()
-    assert len(held_out) == pytest.approx(len(training) / 9, rel=0.01)
-    # The cut itself may fall inside a paragraph.
-    assert set(training.split(b"\n\n")[:-1]).isdisjoint(held_out.split(b"\n\n")[1:])
+def test_numbers_are_sorted_and_those_that_score_are_in_no_step():
+    drawn = [demo.numbers(4, torch.Generator().manual_seed(seed)) for seed in (0, demo._NEW)]
+    for rows in drawn:
+        for row in rows.tolist():
+            assert row[demo.DIGITS + 1 :] == sorted(row[: demo.DIGITS])
+    assert not torch.equal(*drawn)
 
 
 def test_an_interrupted_and_resumed_demo_is_as_an_undisturbed_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     undisturbed, folder = tmp_path / "undisturbed", tmp_path / "run"
     assert run(undisturbed, "--steps=8") in (0, 1)
     shown = capsys.readouterr().out
-    parts = ("model  ", "memory  ", "plan ", "8 steps in", "held-out loss", "it writes", "schedule:", "verify ")
+    parts = (
+        "model  ",
+        "memory  ",
+        "plan ",
+        "step    8 of 8",
+        "8 steps in",
+        "loss   ",
+        "sorted ",
+        "verify ",
+        "written ",
+    )
     assert [shown.index(part) for part in parts] == sorted(shown.index(part) for part in parts)
     assert "equal to eager PyTorch" in shown
+    assert (tmp_path / "undisturbed-report.html").exists()
     assert run(folder, "--steps=8", "--interrupt-at=0.5") == 130
     said = capsys.readouterr().err
     assert f"interrupted; step 4 of 8 is saved in `{folder}`, and nothing is still running" in said
@@ -95,6 +107,8 @@ def test_the_demo_as_a_command_learns_within_its_budget(tmp_path: Path):
     assert first.returncode == 130, first.stderr
     second = ended("--resume")
     assert second.returncode == 0, second.stdout + second.stderr
+    peak, weights = (float(re.findall(rf"{name} ([\d.]+) MiB", second.stdout)[0]) for name in ("device", "alone take"))
+    assert peak < weights
 
 
 @pytest.mark.parametrize(

@@ -1,19 +1,16 @@
-"""`megatrain demo`: a small language model is trained within less memory than its weights, and compared with eager.
+"""`megatrain demo`: a small language model learns to sort digits within less memory than its weights, as eager would.
 
-An example to read: text, model, a `TrainStep`, its checkpoints and the comparison. Halfway it may interrupt itself, as
+An example to read: task, model, a `TrainStep`, its checkpoints and the comparison. Halfway it may interrupt itself, as
 Ctrl-C would; another process goes on from the checkpoint, with the bits of an undisturbed run.
 """
 
 from __future__ import annotations
 
-import hashlib
 import math
 import shlex
 import signal
 import time
-from collections import Counter
 from pathlib import Path
-from pydoc_data.topics import topics
 from typing import Any
 
 import torch
@@ -27,9 +24,9 @@ from megatrain.files.replace import present
 from megatrain.sizes import format_bytes, parse_bytes
 
 FOLDER = Path("megatrain-demo")
-MEMORY, STEPS = "12MiB", 200
-CONTEXT, WIDTH, DEPTH, NUM_BYTES = 128, 256, 6, 256
-MICRO_BATCHES, SAVE_EVERY, SAMPLE_BYTES = 2, 60, 120
+MEMORY, STEPS = "4MiB", 160
+DIGITS, SORTED, WIDTH, DEPTH = 6, 10, 128, 8
+MICRO_BATCHES, SAMPLES, SAVE_EVERY, PRINT_EVERY_S = 4, 12, 60, 3.0
 
 
 def demonstrate(
@@ -52,35 +49,35 @@ def demonstrate(
         steps: Of the training; a resumed one has its own.
 
     Returns:
-        0 if the model learnt, the device stayed within the budget, and the gradients are eager PyTorch's; else 1.
+        0 if the loss fell, the device stayed within the budget, and the gradients are eager PyTorch's; else 1.
 
     Raises:
         CheckpointError: If the folder has no checkpoint to resume, or something else than one to replace.
         OptionError: If another number of steps is given than the checkpoint's, or transformers isn't installed.
         KeyboardInterrupt: Saying what is saved, if something is.
     """
-    print("megatrain demo: a small Llama learns Python's help pages within less memory than its weights", flush=True)
-    folder, training = Path(folder), read_corpus()[0]
-    found = _recorded(folder, training, is_needed=resume) if resume or present(folder.resolve()).exists() else None
+    print("megatrain demo: a small Llama learns to sort digits within less memory than its weights", flush=True)
+    folder = Path(folder)
+    found = _recorded(folder) if resume or present(folder.resolve()).exists() else None
     if resume and found is not None and steps not in (None, found["steps"]):
         raise OptionError(
             f"--steps {steps} is given, but the training in `{folder}` has {found['steps']}.\n"
             "  The learning rate of a step depends on how many there are.\n  Leave --steps out, or begin anew."
         )
-    number_of_steps = int(found["steps"]) if resume and found is not None else steps or STEPS
-    return int(not _demonstrate(folder, resume, interrupt_at, device, parse_bytes(memory or MEMORY), number_of_steps))
+    begun = found if resume and found is not None else {"steps": steps or STEPS, "losses": []}
+    return int(not _demonstrate(folder, resume, interrupt_at, device, parse_bytes(memory or MEMORY), begun))
 
 
 def _demonstrate(
-    folder: Path, resume: bool, interrupt_at: float | None, device: str | None, budget: int, steps: int
+    folder: Path, resume: bool, interrupt_at: float | None, device: str | None, budget: int, begun: dict[str, Any]
 ) -> bool:
-    training, held_out = read_corpus()
+    steps, losses = begun["steps"], begun["losses"]
     model = build_model()
     compiled = megatrain.compile(model, device=device, memory=budget, transfer="copy")
     target = compiled.megatrain.options.device.torch_device
     weights = sum(p.nbytes for p in model.parameters())
-    print(f"model   {type(model).__name__}, {sum(p.numel() for p in model.parameters()) / 1e6:.1f}M parameters")
-    print(f"memory  {format_bytes(budget)} of {target}; the weights take {format_bytes(weights)}", flush=True)
+    print(f"model   {type(model).__name__}, {sum(p.numel() for p in model.parameters()) / 1e6:.2f}M parameters")
+    print(f"memory  {format_bytes(budget)} of {target}; the weights alone take {format_bytes(weights)}", flush=True)
 
     optimizer = torch.optim.AdamW(compiled.parameters(), betas=(0.9, 0.95), weight_decay=0.1)
     loss = None if interrupt_at is None else _Interrupting(max(1, int(interrupt_at * steps)))
@@ -91,27 +88,29 @@ def _demonstrate(
     else:
         step = megatrain.TrainStep(compiled, optimizer, **options)
     compiled.train()
-    batch = _batches(training, step.progress.count, target)
+    batch = _batches(step.progress.count, target)
     compiled.megatrain.prepare(**batch[0])  # the call that is compared with eager in the end has to fit, too
     step.prepare(batch)
     program = compiled.megatrain.program
-    print(f"plan    {counted(len(program.blocks), 'block')} over {counted(len(program.templates), 'template')}\n")
-    user = {"demo": {"steps": steps, "text": _digest(training)}}
-    _train(compiled, step, optimizer, loss, training, folder, user)
+    blocks, templates = counted(len(program.blocks), "block"), counted(len(program.templates), "template")
+    print(f"plan    {blocks} over {templates}\n", flush=True)
+    _train(compiled, step, optimizer, loss, folder, begun)
 
-    reached, baseline = held_out_loss(compiled, held_out, target), unigram_entropy(training, held_out)
-    print(
-        f"\nheld-out loss {reached:.3f} nats a byte; of byte frequencies {baseline:.3f}, of nothing {math.log(256):.3f}"
-    )
-    print(f"it writes: {write_sample(compiled, b'The ', target)!r}")
-    print(f"\n{step.schedule}")
-    peak = compiled.megatrain.peak_bytes
-    print(f"\npeak measured {format_bytes(peak)}, scheduled {format_bytes(step.schedule.peak_bytes)}", flush=True)
+    reached, right = score(compiled, target)
+    shown = " -> ".join(f"{losses[i * (len(losses) - 1) // 4]:.3f}" for i in range(5))
+    print(f"\nloss     {shown}; on new numbers {reached:.3f}, where a guess has {math.log(10):.3f}")
+    print(f"sorted   {right} of {SCORED} new numbers right", flush=True)
+    peak, whole = compiled.megatrain.peak_bytes, format_bytes(4 * weights)
+    print(f"memory   peak of the device {format_bytes(peak)}, scheduled {format_bytes(step.schedule.peak_bytes)};")
+    print(f"         the weights alone take {format_bytes(weights)}, AdamW with gradients {whole}", flush=True)
     compiled.train()
     same = {"device": compiled.megatrain.options.device, "memory": budget, "transfer": "copy"}
     report = megatrain.verify(model, compile_options=same, **batch[0])
     print(f"\n{report}")
-    return reached < baseline and peak <= budget and report.ok
+    page = f"{folder}-report.html"
+    megatrain.report(step, page, measured=step.time(batch))
+    print(f"\nwritten  `{page}`: the step in pictures, planned and measured; `print(step.schedule)` is its table")
+    return reached < losses[0] and peak <= budget and report.ok
 
 
 def _train(
@@ -119,12 +118,14 @@ def _train(
     step: megatrain.TrainStep,
     optimizer: torch.optim.Optimizer,
     loss: _Interrupting | None,
-    text: bytes,
     folder: Path,
-    user: dict[str, Any],
+    begun: dict[str, Any],
 ) -> None:
-    """Takes all steps that are left, and saves now and then, at the end, and where Ctrl-C comes."""
-    steps, first, began = user["demo"]["steps"], step.progress.count, time.perf_counter()
+    """Takes all steps that are left, and saves now and then, at the end, and where Ctrl-C comes; notes the losses."""
+    steps, losses = begun["steps"], begun["losses"]
+    first, began = step.progress.count, time.perf_counter()
+    shown = began
+    user = {"demo": begun}
     device = compiled.megatrain.options.device.torch_device
     saved = first
 
@@ -136,15 +137,19 @@ def _train(
             saved = step.progress.count
 
     try:
-        with step.progress_line(steps, MICRO_BATCHES * CONTEXT) as line:
-            while (number := step.progress.count) < steps:
-                for group in optimizer.param_groups:
-                    group["lr"] = learning_rate(number, steps)
-                if loss is not None:
-                    loss.before_step(number)
-                line.update(step(_batches(text, number, device)))
-                if step.progress.count % SAVE_EVERY == 0:
-                    save()
+        while (number := step.progress.count) < steps:
+            for group in optimizer.param_groups:
+                group["lr"] = learning_rate(number, steps)
+            if loss is not None:
+                loss.before_step(number)
+            losses.append(float(step(_batches(number, device))))
+            now = time.perf_counter()
+            if now - shown >= PRINT_EVERY_S or number + 1 in (first + 1, steps):
+                shown = now
+                per_s = (number + 1 - first) / (now - began)
+                print(f"step    {number + 1} of {steps}  loss {losses[-1]:.3f}  {per_s:.1f} steps/s", flush=True)
+            if step.progress.count % SAVE_EVERY == 0:
+                save()
         save()
     except KeyboardInterrupt as interrupt:
         save()  # the step in which it came has left no trace
@@ -182,53 +187,63 @@ class _Interrupting:
         return result.loss
 
 
-def _recorded(folder: Path, text: bytes, *, is_needed: bool) -> dict[str, Any]:
+def _recorded(folder: Path) -> dict[str, Any]:
     """What the demo has noted in its checkpoint.
 
     Raises:
-        CheckpointError: If it is somebody else's folder, or of another text.
+        CheckpointError: If it is somebody else's folder.
     """
     if not present(folder.resolve()).exists():
         raise CheckpointError(f"there is no checkpoint in `{folder}`.\n  Begin without --resume, or name its folder.")
     user: Any = saving.load(folder).extra.get("user")
     found = user.get("demo") if isinstance(user, dict) else None
-    if not isinstance(found, dict):
+    if not isinstance(found, dict) or "losses" not in found:
         raise CheckpointError(
             f"`{folder}` is a checkpoint, but not of this demo.\n"
             "  The demo resumes and replaces only its own checkpoints.\n"
             "  Name another folder with --folder, or remove this one."
         )
-    if is_needed and found["text"] != _digest(text):
-        raise CheckpointError(
-            f"the training in `{folder}` used another text.\n"
-            "  Python's help pages differ between versions of Python.\n"
-            "  Resume with the version of that training, or begin without --resume."
-        )
     return found
 
 
-# -- text and model --------------------------------------------------------------------------------------------------
+# -- task and model --------------------------------------------------------------------------------------------------
 
 
-def read_corpus() -> tuple[bytes, bytes]:
-    """Returns the help texts of Python itself: nine tenths to train on, the rest held out.
-
-    Topics quote each other at length, so a paragraph counts only where it stands first.
-    """
-    paragraphs = "\n\n".join(topics.values()).split("\n\n")
-    text = "\n\n".join(dict.fromkeys(p for p in paragraphs if p.strip())).encode()
-    end = len(text) * 9 // 10
-    return text[:end], text[end:]
+def numbers(count: int, draw: torch.Generator) -> torch.Tensor:
+    """Returns rows such as `7 3 9 1 4 2 > 1 2 3 4 7 9`: digits, a mark, and the same digits sorted."""
+    digits = torch.randint(10, (count, DIGITS), generator=draw)
+    return torch.cat([digits, torch.full((count, 1), SORTED), digits.sort(dim=1).values], dim=1)
 
 
-def _digest(text: bytes) -> str:
-    return hashlib.sha256(text).hexdigest()
+def _example(rows: torch.Tensor, device: torch.device) -> dict[str, Any]:
+    """Rows as an input; the loss is that of the sorted digits."""
+    labels = rows.clone()
+    labels[:, : DIGITS + 1] = -100
+    return {"input_ids": rows.to(device), "labels": labels.to(device)}
 
 
-def unigram_entropy(training: bytes, held_out: bytes) -> float:
-    """Nats per held-out byte under the byte frequencies of the training text, each count raised by one."""
-    counts, total = Counter(training), len(training) + NUM_BYTES
-    return -sum(n * math.log((counts[b] + 1) / total) for b, n in Counter(held_out).items()) / len(held_out)
+def _batches(step: int, device: torch.device) -> list[dict[str, Any]]:
+    """The micro-batches of a step, fixed by its number."""
+    draw = torch.Generator().manual_seed(step)
+    return [_example(numbers(SAMPLES, draw), device) for _ in range(MICRO_BATCHES)]
+
+
+SCORED = 10 * SAMPLES
+_NEW = 2**32 - 1  # no step has this number; torch takes the low 32 bits of a seed
+
+
+@torch.no_grad()
+def score(model: nn.Module, device: torch.device) -> tuple[float, int]:
+    """Returns the loss on numbers that no step has seen, and how many of them are sorted right."""
+    model.eval()
+    draw, total, right = torch.Generator().manual_seed(_NEW), 0.0, 0
+    for _ in range(SCORED // SAMPLES):
+        rows = numbers(SAMPLES, draw)
+        result = model(**_example(rows, device))
+        said = result.logits.argmax(dim=-1).cpu()[:, DIGITS:-1]
+        total += float(result.loss)
+        right += int((said == rows[:, DIGITS + 1 :]).all(dim=1).sum())
+    return total / (SCORED // SAMPLES), right
 
 
 def build_model() -> nn.Module:
@@ -248,42 +263,13 @@ def build_model() -> nn.Module:
         ) from error
     torch.manual_seed(0)
     shape = {"hidden_size": WIDTH, "intermediate_size": WIDTH * 11 // 4, "num_hidden_layers": DEPTH}
-    heads = {"num_attention_heads": WIDTH // 64, "num_key_value_heads": WIDTH // 64}
-    more: dict[str, Any] = {"max_position_embeddings": CONTEXT, "use_cache": False, "attn_implementation": "sdpa"}
-    return LlamaForCausalLM(LlamaConfig(vocab_size=NUM_BYTES, **shape, **heads, **more))
+    heads = {"num_attention_heads": WIDTH // 32, "num_key_value_heads": WIDTH // 32}
+    more: dict[str, Any] = {"max_position_embeddings": 32, "use_cache": False, "attn_implementation": "sdpa"}
+    return LlamaForCausalLM(LlamaConfig(vocab_size=SORTED + 2, **shape, **heads, **more))
 
 
 def learning_rate(step: int, steps: int) -> float:
     """Returns the rate of a step, counted from 0: a linear warm-up to the peak, then a cosine down to a tenth of it."""
     warmup = max(1, steps // 8)
     done = max(0, step + 1 - warmup) / max(1, steps - warmup)
-    return 2e-3 * (0.1 + 0.45 * (1 + math.cos(math.pi * done))) * min(1.0, (step + 1) / warmup)
-
-
-def _batches(text: bytes, step: int, device: torch.device) -> list[dict[str, Any]]:
-    """The micro-batches of a step: windows of the text, fixed by its number."""
-    draw = torch.Generator().manual_seed(step)
-    starts = torch.randint(len(text) - CONTEXT + 1, (MICRO_BATCHES,), generator=draw).tolist()
-    ids = [torch.tensor([list(text[start : start + CONTEXT])], device=device) for start in starts]
-    return [{"input_ids": window, "labels": window} for window in ids]
-
-
-@torch.no_grad()
-def held_out_loss(model: nn.Module, text: bytes, device: torch.device) -> float:
-    """Returns nats per byte over the start of a text, in windows."""
-    model.eval()
-    windows = torch.tensor(list(text[: 64 * CONTEXT]), device=device).view(-1, MICRO_BATCHES, CONTEXT)
-    return sum(float(model(input_ids=ids, labels=ids).loss) for ids in windows) / len(windows)
-
-
-@torch.no_grad()
-def write_sample(model: nn.Module, prompt: bytes, device: torch.device) -> str:
-    """Lets the model continue `prompt`, one byte at a time. What pads a window can't be seen: attention is causal."""
-    model.eval()
-    text, draw = list(prompt), torch.Generator().manual_seed(0)
-    for _ in range(SAMPLE_BYTES):
-        seen = text[-CONTEXT:]
-        window = torch.tensor([seen + [0] * (CONTEXT - len(seen))], device=device)
-        logits = model(input_ids=window).logits[0, len(seen) - 1].float().cpu()
-        text.append(int(torch.multinomial(torch.softmax(logits / 0.7, 0), 1, generator=draw)))
-    return bytes(text).decode(errors="replace")
+    return 1e-3 * (0.1 + 0.45 * (1 + math.cos(math.pi * done))) * min(1.0, (step + 1) / warmup)

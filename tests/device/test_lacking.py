@@ -56,7 +56,7 @@ def test_mps_is_refused_in_words_and_the_cpu_is_the_default():
 def test_the_demo_takes_the_cpu_there(tmp_path: Any, capsys: pytest.CaptureFixture[str]):
     with pytest.raises(KeyboardInterrupt):
         demonstrate(folder=tmp_path / "demo", interrupt_at=0.5, steps=2)
-    assert "12.00 MiB of cpu" in capsys.readouterr().out
+    assert "4.00 MiB of cpu" in capsys.readouterr().out
 
 
 class Event:
