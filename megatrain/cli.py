@@ -1,4 +1,4 @@
-"""The command line: `megatrain train`, `plan`, `demo`, `verify`, `report`, `--version`.
+"""The command line: `megatrain train`, `plan`, `demo`, `doctor`, `verify`, `report`, `--version`.
 
 `--help` answers at once: torch is imported by the command that runs, not by the table of commands.
 """
@@ -116,6 +116,12 @@ _VERIFY: Mapping[str, Option] = {
     "json": Option(None, "print the report as JSON"),
 }
 
+_DOCTOR: Mapping[str, Option] = {
+    "device": Option(
+        rule_of("megatrain.tracer.spec", "DEVICE"), "device to look at (default: the accelerator, else the CPU)"
+    ),
+}
+
 _REPORT: Mapping[str, Option] = {
     "target": Option(None, "module:function or file.py:function, which returns (model, inputs)", is_position=True),
     "page": Option(PATH, "the HTML file to write", is_position=True),
@@ -138,6 +144,11 @@ _COMMANDS: Mapping[str, tuple[str, Mapping[str, Option], Callable[..., int]]] = 
         "train a small language model through the whole compiler, and show what ran",
         _DEMO,
         _late("megatrain.finetune.demo", "demonstrate"),
+    ),
+    "doctor": (
+        "say what this machine has of what a step uses, and what each finding costs",
+        _DOCTOR,
+        _late("megatrain.sizing.doctor", "run"),
     ),
     "verify": (
         "compare a model with eager PyTorch, and find the first block that differs",

@@ -31,7 +31,7 @@ def test_the_version_names_all_that_a_report_of_a_fault_needs(capsys):
     assert said == f"megatrain {megatrain.__version__}, torch {torch.__version__}, Python {python}\n"
 
 
-@pytest.mark.parametrize("command", ["", "train", "plan", "demo", "verify", "report"])
+@pytest.mark.parametrize("command", ["", "train", "plan", "demo", "doctor", "verify", "report"])
 def test_help_needs_no_torch(command):
     code = f"import sys; from megatrain import cli; sys.argv[1:] = {[*command.split(), '--help']}\ntry: cli.main()\n"
     code += "except SystemExit: print(*{'torch', 'numpy', 'networkx'} & set(sys.modules), file=sys.stderr)"
@@ -50,7 +50,7 @@ def test_an_unknown_option_names_the_nearest_one(given, meant, capsys):
 def test_the_help_lists_every_command(capsys):
     status, said, _ = ended(["--help"], capsys)
     assert status == 0
-    for command in ("train", "plan", "demo", "verify", "report"):
+    for command in ("train", "plan", "demo", "doctor", "verify", "report"):
         assert command in said
     assert "--version" in said
 
