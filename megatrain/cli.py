@@ -62,7 +62,15 @@ def _train(**given: Any) -> int:
         given["lora"] = True
     options = train_options.TrainOptions(**given)
     check_found(options.model)
-    need_libraries("train", "transformers", "accelerate", "datasets", "trl", *(["peft"] if options.lora else []))
+    need_libraries(
+        "train",
+        "transformers",
+        "accelerate",
+        "datasets",
+        "trl",
+        *(["peft"] if options.lora else []),
+        *([options.report_to] if options.report_to else []),
+    )
     # It imports transformers, which is there only now for sure, and takes seconds.
     from megatrain.finetune.training_run import train
 

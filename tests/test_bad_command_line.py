@@ -57,7 +57,7 @@ DEMO = ("--folder", "--interrupt-at", "--device", "--memory", "--steps")
 TRAIN = (
     *("--out", "--tokenizer", "--lora-rank", "--lora-alpha", "--lora-dropout", "--precision", "--device", "--memory"),
     *("--block-bytes", "--length", "--eval", "--eval-fraction", "--epochs", "--steps", "--batch", "--accumulate"),
-    *("--tokens-per-step", "--lr", "--warmup", "--save-every", "--seed", "--chunking"),
+    *("--tokens-per-step", "--lr", "--warmup", "--save-every", "--seed", "--chunking", "--report-to"),
 )
 REPORT = (
     *("--trace", "--steps", "--device", "--memory", "--activations", "--transfer", "--block-bytes"),
@@ -125,6 +125,7 @@ def test_bad_values_of_train_are_refused(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(training_run, "train", lambda options: None)
+    monkeypatch.setattr(cli, "check_found", lambda name: None)
     Path("data.txt").write_text("some text")
     given = ["train", "model", "data.txt", "--out=run"]
     assert faults(lambda option, text: ended([*given, f"{option}={text}"], capsys), TRAIN, "train ") == []
@@ -137,6 +138,7 @@ def test_bad_values_of_train_are_refused(
 
 def test_bad_values_of_plan_are_refused(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(plan_command, "print_sizing", lambda options: None)
+    monkeypatch.setattr(cli, "check_found", lambda name: None)
     given = ["plan", "config.json", "--memory=1GiB"]
     assert faults(lambda option, text: ended([*given, f"{option}={text}"], capsys), PLAN, "plan ") == []
     assert ended(["plan", "config.json"], capsys) == "refused", "there is nothing to plan for"

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from megatrain.checks import PATH, TEXT, Rule, count, number, optional
+from megatrain.checks import PATH, TEXT, Rule, count, number, one_of, optional
 from megatrain.command_options import Option, flag, of_compile
 from megatrain.errors import OptionError
 from megatrain.scheduler.step_kind import KIND_RULES
@@ -37,8 +37,9 @@ class TrainOptions:
     data: str = _option(
         "",
         PATH,
-        ".jsonl with `text`, `messages`, or `prompt` and `completion` in each line; .txt; or a data set of the "
-        "`datasets` library with these columns: a folder, or a name on the hub",
+        ".jsonl with `text`, `messages`, `prompt` and `completion`, ShareGPT's `conversations`, or Alpaca's "
+        "`instruction` and `output` in each line; .txt; or a data set of the `datasets` library with these columns: a "
+        "folder, or a name on the hub",
     )
     out: str = _option("", PATH, "folder of the trained model and of its checkpoints")
     tokenizer: str | None = _option(None, optional(PATH), "folder or name of the tokenizer (default: the model's)")
@@ -91,6 +92,10 @@ class TrainOptions:
     save_every: int | None = _option(
         None, optional(count(1, _MOST)), "steps between checkpoints and evaluations (default: a tenth of all)"
     )
+    report_to: str | None = _option(
+        None, optional(one_of("tensorboard", "wandb", "trackio", "mlflow")),
+        "also log losses there, by its installed library (losses.jsonl in the folder has them always)",
+    )  # fmt: skip
     seed: int = _option(0, count(0, 2**32 - 1), "fixes the order of the data, adapters and dropout (default: 0)")
 
     def __post_init__(self) -> None:

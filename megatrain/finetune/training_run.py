@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import dataclasses
 import fnmatch
-import hashlib
 import json
 import math
 import os
@@ -13,11 +12,11 @@ import shutil
 import signal
 import tempfile
 import threading
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
-import datasets
 import torch
 import transformers
 from trl import SFTConfig, SFTTrainer, get_training_chat_template, is_conversational
@@ -25,6 +24,8 @@ from trl import SFTConfig, SFTTrainer, get_training_chat_template, is_conversati
 from megatrain.counts import counted
 from megatrain.device import find, usable
 from megatrain.errors import CheckpointError, OptionError
+from megatrain.finetune.losses import NAME as LOSSES
+from megatrain.finetune.losses import Losses
 from megatrain.finetune.pretrained import (
     Adapters,
     longest,
@@ -36,6 +37,7 @@ from megatrain.finetune.pretrained import (
 )
 from megatrain.finetune.run_record import RunRecord, fingerprint
 from megatrain.finetune.train_options import TrainOptions
+from megatrain.finetune.training_data import learnt, read_rows, survey
 from megatrain.integrations.hf import Streamed
 from megatrain.integrations.hf.newest_whole import STATE, newest_whole
 from megatrain.memory.device_budget import DeviceBudget
@@ -93,49 +95,6 @@ def train(options: TrainOptions) -> None:
             run.go_on(record)
         except KeyboardInterrupt as interrupt:
             raise KeyboardInterrupt(run.saved(record.folder)) from interrupt
-
-
-# -- data ------------------------------------------------------------------------------------------------------------
-
-
-def _read_rows(name: str, config: str | None, split: str, *, documents: bool) -> Any:
-    """The rows of a file or of a data set, which stay on the disk."""
-    path = Path(name)
-    with readable(f"the data `{name}`", "  Check the path, and --data-config and --split of a data set."):
-        if path.suffix == ".txt":
-            by = "paragraph" if documents else "document"
-            rows = datasets.load_dataset("text", data_files=name, sample_by=by, split="train")
-        elif path.suffix == ".jsonl":
-            rows = datasets.load_dataset("json", data_files=name, split="train")
-        elif any((path / each).is_file() for each in ("state.json", "dataset_dict.json")):
-            saved: Any = datasets.load_from_disk(name)
-            rows = saved[split] if isinstance(saved, dict) else saved
-        else:
-            rows = datasets.load_dataset(name, config, split=split)
-        columns: list[str] = rows.column_names
-        if not any({*each} <= {*columns} for each in (("text",), ("messages",), ("prompt", "completion"))):
-            raise OptionError(
-                f"`{name}` has the columns {', '.join(columns)}.\n"
-                "  Rows have `text`, `messages`, or `prompt` and `completion`.\n  Rename the columns."
-            )
-        return rows
-
-
-def _learnt(rows: Any) -> Any:
-    """The rows with a token to learn: one that follows another."""
-    return rows.filter(lambda labels: any(label != -100 for label in labels[1:]), input_columns="labels")
-
-
-def _survey(rows: Any) -> tuple[int, int, str]:
-    """The longest row, the largest id, and a digest of all ids and labels."""
-    width, largest, digest = 0, 0, hashlib.sha256()
-    for table in rows.select_columns(["input_ids", "labels"]).with_format("arrow").iter(batch_size=1000):
-        ids, labels = (table[name].combine_chunks() for name in ("input_ids", "labels"))
-        lengths, flat = ids.value_lengths().to_numpy(), ids.flatten().to_numpy()
-        width, largest = max(width, int(lengths.max())), max(largest, int(flat.max(initial=0)))
-        for values in (lengths, flat, labels.flatten().to_numpy()):
-            digest.update(values.astype("int64").tobytes())
-    return width, largest, digest.hexdigest()
 
 
 # -- the trainer -----------------------------------------------------------------------------------------------------
@@ -213,7 +172,7 @@ class _Run:
         self._paper = self._on_paper()
         self._training, self._held_out = self._split()
         found = {"data": self._training, "evaluation data": self._held_out}
-        surveys = {name: _survey(rows) for name, rows in found.items() if rows is not None}
+        surveys = {name: survey(rows) for name, rows in found.items() if rows is not None}
         self.digests = {name: digest for name, (_, _, digest) in surveys.items()}
         # All rows are padded to one width, so that one schedule serves every step.
         width = -(-max(width for width, _, _ in surveys.values()) // _MULTIPLE) * _MULTIPLE
@@ -235,7 +194,8 @@ class _Run:
             per_device_train_batch_size=options.batch, per_device_eval_batch_size=options.batch,
             # Losses of each step, so that those of a run that was interrupted are those of an undisturbed one.
             logging_steps=1, save_strategy="steps", save_total_limit=_KEPT_CHECKPOINTS, prediction_loss_only=True,
-            bf16=False, gradient_checkpointing=False, use_cpu=is_host, dataloader_pin_memory=not is_host, report_to=[],
+            bf16=False, gradient_checkpointing=False, use_cpu=is_host, dataloader_pin_memory=not is_host,
+            report_to=[options.report_to] if options.report_to else [],
         )  # fmt: skip
         if find(arguments.device).torch_device != self._device.torch_device:
             raise OptionError(
@@ -252,9 +212,13 @@ class _Run:
             OptionError: With the words of TRL, or of the chat template, if it refuses the data.
         """
         options = self.options
-        rows = _read_rows(options.data, options.data_config, options.split or "train", documents=options.documents)
+        read = partial(
+            read_rows, config=options.data_config, documents=options.documents,
+            has_template=self._tokenizer.chat_template is not None,
+        )  # fmt: skip
+        rows = read(options.data, split=options.split or "train")
         other, split = options.eval or (options.data if options.eval_split else None), options.eval_split or "train"
-        held_out = _read_rows(other, options.data_config, split, documents=options.documents) if other else None
+        held_out = read(other, split=split) if other else None
         way = "  Correct the data, or leave such rows out."
         with tempfile.TemporaryDirectory() as nowhere, readable(f"the data `{options.data}`", way):
             first = next(iter(rows))
@@ -295,8 +259,8 @@ class _Run:
         return True
 
     def _split(self) -> tuple[Any, Any]:
-        options, training, held_out = self.options, _learnt(self._paper.train_dataset), self._paper.eval_dataset
-        held_out = None if held_out is None else _learnt(held_out)
+        options, training, held_out = self.options, learnt(self._paper.train_dataset), self._paper.eval_dataset
+        held_out = None if held_out is None else learnt(held_out)
         fraction = EVAL_FRACTION if options.eval_fraction is None else options.eval_fraction
         if held_out is None and (num_out := int(fraction * len(training))):
             training, held_out = training.train_test_split(num_out, seed=options.seed).values()
@@ -413,7 +377,8 @@ class _Run:
             if before == after:
                 print("warning the held-out loss is what it was: the model has hardly changed.")
                 print("        What trains more: a larger --lr, more --epochs, or fewer --tokens-per-step.")
-        print(f"saved   `{record.folder}`, for from_pretrained(); its checkpoints are needed no longer", flush=True)
+        saved = f"`{record.folder}`, for from_pretrained(); its checkpoints are needed no longer"
+        print(f"saved   {saved}, `{LOSSES}` has the losses", flush=True)
 
     def _train(self, record: RunRecord, found: tuple[Path, dict[str, Any]] | None) -> None:
         options, arguments = self.options, self._arguments
@@ -428,7 +393,7 @@ class _Run:
         trainer = _StreamedSFT(
             model=read_model(options.model, self._config, options.precision, self._adapters),
             args=arguments, data_collator=lambda rows: _without_mask(padded(rows)), processing_class=self._tokenizer,
-            train_dataset=self._training, eval_dataset=self._held_out, callbacks=[stop],
+            train_dataset=self._training, eval_dataset=self._held_out, callbacks=[stop, Losses(record.folder)],
             megatrain_device=self._device, megatrain_precision=options.precision, megatrain_memory=options.memory,
             megatrain_block_bytes=options.block_bytes, megatrain_chunking=options.chunking,
             megatrain_kernels=options.kernels,

@@ -53,6 +53,11 @@ def log_of(folder: Path) -> list[dict[str, Any]]:
     return rows_of(json.loads((last / "trainer_state.json").read_text())["log_history"])
 
 
+def losses_of(folder: Path) -> list[dict[str, Any]]:
+    """What the folder's file of losses has."""
+    return rows_of([json.loads(line) for line in (folder / "losses.jsonl").read_text().splitlines()])
+
+
 def weights_of(folder: Path) -> dict[str, torch.Tensor]:
     (file,) = folder.glob("*.safetensors")
     return load_file(file)

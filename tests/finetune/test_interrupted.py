@@ -14,7 +14,7 @@ import pytest
 
 from megatrain.finetune.training_run import _StopBetweenSteps
 from tests.comparing import assert_same
-from tests.finetune.commands import data, log_of, save_model, started, train, weights_of
+from tests.finetune.commands import data, log_of, losses_of, save_model, started, train, weights_of
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore"),  # what these libraries warn of is theirs
@@ -51,7 +51,7 @@ def ended_by(number: int, command: list[object], out: Path, checkpoint: str) -> 
 
 
 def assert_same_run(out: Path, undisturbed: Path) -> None:
-    assert log_of(out) == log_of(undisturbed / "out")
+    assert log_of(out) == log_of(undisturbed / "out") == losses_of(out)
     assert_same(weights_of(out), weights_of(undisturbed / "out"))
 
 

@@ -41,6 +41,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         data(made, kind)
     write_lines(made / "words.jsonl", [{"words": "w1"}])
     write_lines(made / "alone.jsonl", [{"messages": [TURN]}])
+    write_lines(made / "tools.jsonl", [{"conversations": [{"from": "tool", "value": "w1"}]}])
     (made / "broken.jsonl").write_text('{"text": "w1"}\n{"text": \n')
     (made / "blank.txt").write_text("")
     write_lines(made / "long.jsonl", [{"prompt": "w1 " * 20, "completion": "w2"}])
@@ -60,9 +61,10 @@ BAD: dict[str, tuple[list[str], str]] = {
     "broken": (["model", "broken.jsonl"], "the data `broken.jsonl` can't be read: "),
     "blank": (["model", "blank.txt"], "`blank.txt` has nothing to learn within 16 tokens."),
     "no column": (["model", "words.jsonl"], "`words.jsonl` has the columns words."),
+    "a turn of nobody": (["model", "tools.jsonl"], "row 0 of `tools.jsonl` has a turn from 'tool'."),
     "no answer": (["model", "alone.jsonl"], "the data `alone.jsonl` can't be read: You're using `assistant_only"),
     "nothing to learn": (["model", "long.jsonl"], "has nothing to learn within 16 tokens."),
-    "no folder": (["./none", "text.jsonl"], "the configuration of `./none` can't be read: "),
+    "no folder": (["./none", "text.jsonl"], "there is no folder `./none`."),
     "quantized": (["packed", "text.jsonl", "--lora"], "the weights of `packed` are quantized."),
     "no config": (["empty", "text.jsonl"], "the configuration of `empty` can't be read: "),
     "weights missing": (["halved", "text.jsonl"], "lack 9 weights of the model: model.layers.1."),

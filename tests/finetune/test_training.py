@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import shlex
+from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -22,8 +23,20 @@ from megatrain.command_options import flag
 from megatrain.finetune import training_run
 from megatrain.finetune.pretrained import Adapters
 from megatrain.finetune.train_options import TrainOptions
+from megatrain.finetune.training_data import read_rows
 from tests.comparing import assert_same
-from tests.finetune.commands import ROOT, data, log_of, rows, rows_of, save_model, train, weights_of
+from tests.finetune.commands import (
+    ROOT,
+    data,
+    log_of,
+    losses_of,
+    rows,
+    rows_of,
+    save_model,
+    train,
+    weights_of,
+    write_lines,
+)
 from tests.nightly import nightly
 
 pytestmark = [
@@ -150,6 +163,38 @@ def test_fifty_chats_and_no_option_train_the_model(tmp_path: Path, capsys: pytes
     assert "run     24 steps of 2 x 1 sequence; a checkpoint every 3" in said
     assert f"result  held-out loss {losses[-1]:.4f}; before the training {losses[0]:.4f}" in said
     assert losses[-1] < losses[0]
+
+
+def sharegpt(row: dict[str, Any]) -> dict[str, Any]:
+    names = {"user": "human", "assistant": "gpt"}
+    turns = [{"from": names[turn["role"]], "value": turn["content"]} for turn in row["messages"]]
+    return {"conversations": turns, "id": "w1"}
+
+
+def alpaca(row: dict[str, Any]) -> dict[str, Any]:
+    asked, answered = (turn["content"] for turn in row["messages"])
+    return {"instruction": asked, "input": "", "output": answered}
+
+
+@pytest.mark.parametrize("kind", [sharegpt, alpaca])
+def test_common_formats_train_as_chats_do(
+    kind: Callable[[dict[str, Any]], Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder, given = save_model(tmp_path / "model"), ("--device=cpu", "--length=16", "--steps=2", "--eval-fraction=0")
+    other = write_lines(tmp_path / "other.jsonl", [kind(row) for row in rows("messages", 8)])
+    assert train(folder, data(tmp_path, "messages", 8), "--out", tmp_path / "out", *given) == 0
+    assert train(folder, other, "--out", tmp_path / "other", *given) == 0
+    assert_same(weights_of(tmp_path / "other"), weights_of(tmp_path / "out"))
+    assert losses_of(tmp_path / "other") == log_of(tmp_path / "out")
+    said = capsys.readouterr().out
+    assert "are read as chats" in said
+    assert said.count("step    2 of 2 steps: loss ") == 2  # where no terminal shows a bar
+
+
+def test_instructions_are_prompts_where_no_template_makes_chats(tmp_path: Path) -> None:
+    row = {"instruction": "w1", "input": "w2", "output": "w3"}
+    found = read_rows(str(write_lines(tmp_path / "a.jsonl", [row])), None, "train", documents=False, has_template=False)
+    assert list(found) == [{"prompt": "w1\n\nw2\n\n", "completion": "w3"}]
 
 
 @pytest.fixture
