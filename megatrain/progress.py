@@ -1,4 +1,7 @@
-"""Lines on the terminal: `stage` for work without steps to count, `ProgressLine` for a training; `quiet` hides both."""
+"""Lines on the terminal: `stage` for work without steps to count, `ProgressLine` for a training; `quiet` hides both.
+
+Where stderr is no terminal, as in log files and notebooks, both print a plain line every ten seconds.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +35,7 @@ def quiet() -> Generator[None]:
 
 @contextmanager
 def stage(name: str, *, after_s: float = 1.0, every_s: float = 1.0) -> Generator[None]:
-    """Shows `name: 00:12` while the body runs, and leaves nothing there. Off where stderr isn't a terminal.
+    """Shows `name: 00:12` while the body runs, and leaves nothing there. Elsewhere than on a terminal lines stay.
 
     Of stages within each other the outermost is shown.
 
@@ -41,12 +44,17 @@ def stage(name: str, *, after_s: float = 1.0, every_s: float = 1.0) -> Generator
         after_s: Seconds without a line.
         every_s: Seconds between two looks at the clock.
     """
-    if _IS_SHOWN.get() or is_hidden() or not _is_terminal():
+    if _IS_SHOWN.get() or is_hidden():
         yield
         return
+    is_terminal, began = _is_terminal(), time.monotonic()
     over, token = threading.Event(), _IS_SHOWN.set(True)
 
     def show() -> None:
+        while not is_terminal:
+            if over.wait(_PLAIN_EVERY_S):
+                return
+            _print(f"{name}: {time.monotonic() - began:.0f} s")
         if over.wait(after_s):
             return
         with tqdm(desc=name, total=0, bar_format="{desc}: {elapsed}", leave=False, disable=None) as line:
@@ -73,8 +81,16 @@ def _is_terminal() -> bool:
     return getattr(sys.stderr, "isatty", bool)()
 
 
+_PLAIN_EVERY_S = 10.0
+
+
+def _print(text: str) -> None:
+    if sys.stderr is not None:  # a process without a console has none
+        print(f"megatrain: {text}", file=sys.stderr, flush=True)
+
+
 class ProgressLine:
-    """Shows steps, tokens per second, the loss and the device's memory. Off where stderr isn't a terminal.
+    """Shows steps, tokens per second, the loss and the device's memory.
 
     A context: `with step.progress_line(...) as line`, then `line.update(loss)` after each step. A loss is read only to
     be shown, which waits for the device, twice a second at most; where nothing is shown, never.
@@ -102,7 +118,8 @@ class ProgressLine:
         self._bar: tqdm[Any] = tqdm(
             desc="training", initial=done, total=total, unit="tok", unit_scale=True, disable=is_hidden() or None
         )
-        self._shown = -every_s
+        self._began, self._first = time.monotonic(), count()
+        self._shown = self._began if self._bar.disable else -every_s
 
     def update(self, loss: torch.Tensor) -> None:
         """Moves on to the step that was completed.
@@ -110,9 +127,13 @@ class ProgressLine:
         Args:
             loss: What the step returned.
         """
-        if self._bar.disable:
-            return
         count, now = self._count(), time.monotonic()
+        if self._bar.disable:
+            if not is_hidden() and now - self._shown >= _PLAIN_EVERY_S:
+                self._shown = now
+                rate = (count - self._first) * self._tokens_per_step / (now - self._began)
+                _print(f"step {count} of {self._num_steps}, loss {loss.item():.3f}, {rate:.0f} tokens/s")
+            return
         if now - self._shown >= self._every_s or count >= self._num_steps:
             self._shown = now
             step, device = f"{count}/{self._num_steps}", format_bytes(self._peak_bytes())

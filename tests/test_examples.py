@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import io
+import json
 import os
 import re
 import runpy
@@ -115,3 +116,21 @@ def test_the_plan_fits_the_card_and_one_of_two_machines(tmp_path: Path):
     assert numbers(r"device: ([\d.]+) GiB of 9.00 GiB: fits", shown)[0] < 9
     assert re.search(r"64GiB: it does not fit\na step needs [\d.]+ GiB of host memory, 64.00 GiB are available", shown)
     assert shown.rstrip().endswith("128GiB: it fits")
+
+
+def test_the_notebook_runs_from_plan_to_resume(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    notebook = json.loads((ROOT / "examples" / "first_steps.ipynb").read_text())
+    cells = [cell for cell in notebook["cells"] if cell["cell_type"] == "code"]
+    assert all(cell["outputs"] == [] and cell["execution_count"] is None for cell in cells)
+    monkeypatch.chdir(tmp_path)
+    shown, names = io.StringIO(), {"__name__": "__main__"}
+    with contextlib.redirect_stdout(shown), torch.random.fork_rng(devices=[]):
+        for number, cell in enumerate(cells):
+            exec(compile("".join(cell["source"]), f"cell {number}", "exec"), names)
+    text = shown.getvalue()
+    losses = [float(loss) for loss in re.findall(r"^([\d.]+(?: -> [\d.]+)+)$", text, re.MULTILINE)[0].split(" -> ")]
+    assert losses[-1] < losses[0] / 100
+    weights, held = numbers(r"(?:weights take|device held) (\d+) KiB", text)
+    assert held < weights
+    assert "\nverify Sequential: equal to eager PyTorch; " in text
+    assert text.endswith("the same loss: True\n")

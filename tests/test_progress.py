@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import re
 import threading
 import time
 
@@ -11,7 +12,7 @@ import pytest
 import torch
 
 import megatrain
-from megatrain.progress import stage
+from megatrain.progress import ProgressLine, stage
 
 
 class Terminal(io.StringIO):
@@ -41,8 +42,16 @@ def test_short_work_has_none(monkeypatch: pytest.MonkeyPatch):
     assert said(monkeypatch, Terminal(), 0.1, after_s=60) == ""
 
 
-def test_a_file_gets_none(monkeypatch: pytest.MonkeyPatch):
+def test_a_file_gets_plain_lines_of_long_work_alone(monkeypatch: pytest.MonkeyPatch):
     assert said(monkeypatch, io.StringIO(), 0.3, after_s=0, every_s=0.01) == ""
+    monkeypatch.setattr("megatrain.progress._PLAIN_EVERY_S", 0.01)
+    assert said(monkeypatch, io.StringIO(), 0.3).startswith("megatrain: planning: 0 s\n")
+    file = io.StringIO()
+    monkeypatch.setattr("sys.stderr", file)
+    with ProgressLine(4, 8, lambda: 2, lambda: 0) as line:
+        time.sleep(0.02)
+        line.update(torch.tensor(1.5))
+    assert re.fullmatch(r"megatrain: step 2 of 4, loss 1.500, \d+ tokens/s\n", file.getvalue())
 
 
 class Slow(torch.nn.Linear):
