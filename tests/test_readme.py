@@ -87,6 +87,22 @@ def test_the_figures_of_the_readme_are_those_of_the_pages_with_measurements():
         assert found == said.groups()
 
 
+def test_a_table_of_ones_own_runs_as_the_page_says():
+    own = executed((ROOT / "docs" / "own-table.md").read_text(), "docs/own-table.md")["own"]
+    assert own.progress.count == 1
+
+
+def test_the_life_of_a_step_names_code_that_is_there():
+    page = (ROOT / "docs" / "life-of-a-step.md").read_text()
+    named = re.findall(r"`([a-z_/]+\.(?:py|c)):(\w+)`", page)
+    assert len(named) > 25
+    assert [
+        f"{path}:{name}"
+        for path, name in named
+        if not re.search(rf"\b(def |void )?{name}\b", (ROOT / "megatrain" / path).read_text())
+    ] == []
+
+
 def test_the_readme_links_every_page_of_the_documentation():
     links = set(re.findall(r"\]\(([^):#]+)", README))
     there = {f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md")}
