@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from megatrain.checks import PATH, checked
-from megatrain.compiled.captures import Variant, Variants
+from megatrain.compiled.captures import Variant, Variants, naming_inputs
 from megatrain.compiled.printed import compiled_text, dump
 from megatrain.compiled.walking import Walks, narrowed_inputs, walks
 from megatrain.errors import ExecuteError
@@ -267,7 +267,8 @@ class Compiled:
         with self.exclusively():
             self.complete_updates()
             check_device(arguments, self.options.device)
-            variant, tensors = self._run(arguments)
+            with naming_inputs(self.model, arguments.tensors):
+                variant, tensors = self._run(arguments)
             note_apart(self, tensors)
             variant.traced.leave(tensors, own.tensors)
         result, returned = variant.traced.result(tensors, own.tensors), variant.traced.returned_argument

@@ -155,10 +155,13 @@ def _check_stays(probe: torch.Tensor, result: torch.Tensor, device: torch.device
             "  Convert the plain model first, then compile it."
         )
     if not is_on_host(result) and not is_same_kind(result.device, device):
+        is_meta = result.device.type == "meta"
+        way = "megatrain.plan takes plain models" if is_meta else "Compile the plain model with device="
+        way += " on meta" if is_meta else f'"{result.device}"'
         raise ExecuteError(
             f"the compiled model can't be moved to {result.device}: it computes on {device}.\n"
             "  Its parameters stay in host memory, on any compute device.\n"
-            f'  Compile the plain model with device="{result.device}".'
+            f"  {way}."
         )
     if is_on_host(result) and result.is_shared():
         raise ExecuteError(

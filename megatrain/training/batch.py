@@ -33,6 +33,11 @@ class MicroBatch:
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
 
+    @property
+    def values(self) -> Sequence[Any]:
+        """All arguments."""
+        return (*self.args, *self.kwargs.values())
+
     @staticmethod
     def of(given: Any) -> MicroBatch:
         """Reads a mapping as keyword arguments, a tuple as positional ones, any other value as the only argument."""

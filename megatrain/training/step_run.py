@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from megatrain.compiled.captures import naming_inputs
 from megatrain.compiled.inside import Compiled, Variant
 from megatrain.errors import ExecuteError
 from megatrain.memory.device_budget import DeviceBudget
@@ -130,7 +131,8 @@ class StepRun:
                 while True:
                     attempt = _Try(batches, counts, failed, watch, shares)
                     try:
-                        loss = self._run(attempt)
+                        with naming_inputs(self._compiled.model, batches[0].values):
+                            loss = self._run(attempt)
                     except Exception as error:
                         if not self._may_repeat(error, attempt, repeated):
                             raise

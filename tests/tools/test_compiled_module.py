@@ -6,6 +6,7 @@ import copy
 import inspect
 import io
 import pickle
+import re
 from types import MethodType
 from typing import Any
 
@@ -135,7 +136,7 @@ compiled by megatrain for cpu, memory 1.00 MiB, fp32, activations auto
     1 block, 1 template; parameters 80 B, buffers 0 B; forward: 1 slot, device 272 B, peak 224 B
   capture 3: Plain(x: f32[2, 4]), of the latest call
     1 block, 1 template; parameters 80 B, buffers 0 B; train: 1 slot, device 400 B, peak 304 B
-    because model.scale == 1.0 at test_compiled_module.py:52: `return self.model(x) * self.scale + shift`; now 3.0
+    because model.scale == 1.0 at test_compiled_module.py:53: `return self.model(x) * self.scale + shift`; now 3.0
 Plain(""",
     )
     assert str(compiled).endswith(f"\n{model!r}")
@@ -259,7 +260,7 @@ def test_moves_to_where_it_computes_change_nothing():
     ("move", "message"),
     [
         (lambda m: m.half(), "can't be converted from torch.float32 to torch.float16"),
-        (lambda m: m.to("meta"), "can't be moved to meta: it computes on cpu"),
+        (lambda m: m.to("meta"), r"(?s)can't be moved to meta: it computes on cpu.*plan takes plain models on meta"),
         (lambda m: m.share_memory(), "can't be put into shared memory"),
     ],
     ids=["half", "meta", "shared"],
@@ -278,6 +279,28 @@ def test_a_move_of_the_plain_model_says_who_moves_models():
     compiled.megatrain.model.to("meta")
     with pytest.raises(ExecuteError, match=r"(?s)became f32.* on meta.*Module\.to.*trainer"):
         compiled(input_ids=IDS)
+
+
+@pytest.mark.parametrize(
+    ("inputs", "note"),
+    [
+        (
+            torch.ones(2, 4, dtype=torch.float64),
+            r"for f64\[2, 4\].*parameters are torch.float32.*by .to\(torch.float32",
+        ),
+        (torch.ones(2, 3), r"for f32\[2, 3\].*has the width that the model's layers take"),
+    ],
+    ids=["dtype", "width"],
+)
+def test_what_eager_refuses_keeps_its_error_and_names_the_rule(inputs: torch.Tensor, note: str):
+    compiled = megatrain.compile(torch.nn.Linear(4, 4), device="cpu")
+    for call in (
+        compiled,
+        megatrain.TrainStep(compiled, torch.optim.SGD(compiled.parameters()), loss=lambda r, _: r.sum()),
+    ):
+        with pytest.raises(RuntimeError, match=r"mat1 and mat2|same dtype") as caught:
+            call(inputs)
+        assert re.search(note, caught.value.__notes__[0], re.DOTALL)
 
 
 # -- compilers ------------------------------------------------------------------------------------------------------
