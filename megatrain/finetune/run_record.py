@@ -122,6 +122,15 @@ class RunRecord:
             raise CheckpointError("\n  ".join(lines))
 
 
+def recorded_batch(folder: Path) -> int | None:
+    """Sequences in a micro-batch of the training in a folder; None if there is none, or its record can't be read."""
+    try:
+        found = json.loads((folder / NAME).read_text())["settings"]["batch"]
+    except (OSError, ValueError, LookupError, TypeError):
+        return None  # what is wrong with it is said when it is compared
+    return found if isinstance(found, int) else None
+
+
 def _shown(value: object) -> str:
     if isinstance(value, bool):
         return "yes" if value else "no"

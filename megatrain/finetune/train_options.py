@@ -74,7 +74,11 @@ class TrainOptions:
         None, optional(number(above=0, below=10_000, example=1.0)), "passes over the data (default: 1)"
     )
     steps: int | None = _option(None, optional(count(1, _MOST)), "optimizer steps, in place of epochs")
-    batch: int = _option(1, count(1, 2**16), "sequences in a micro-batch (default: 1)")
+    batch: int | None = _option(
+        None,
+        optional(count(1, 2**16)),
+        "sequences in a micro-batch (default: the shortest step's on a card; 1 on the CPU and with --accumulate)",
+    )
     accumulate: int | None = _option(None, optional(KIND_RULES["micro_batches"]), "micro-batches in a step")
     tokens_per_step: int | None = _option(
         None,

@@ -22,7 +22,7 @@ import transformers
 from trl import SFTConfig, SFTTrainer, get_training_chat_template, is_conversational
 
 from megatrain.counts import counted
-from megatrain.device import find, usable
+from megatrain.device import Device, find, usable
 from megatrain.errors import CheckpointError, OptionError
 from megatrain.finetune.losses import NAME as LOSSES
 from megatrain.finetune.losses import Losses
@@ -35,15 +35,17 @@ from megatrain.finetune.pretrained import (
     read_tokenizer,
     readable,
 )
-from megatrain.finetune.run_record import RunRecord, fingerprint
+from megatrain.finetune.run_record import RunRecord, fingerprint, recorded_batch
 from megatrain.finetune.train_options import TrainOptions
 from megatrain.finetune.training_data import learnt, read_rows, survey
+from megatrain.hardware.hardware import Hardware
+from megatrain.hardware.machine import usual_machine
 from megatrain.integrations.hf import Streamed
 from megatrain.integrations.hf.newest_whole import STATE, newest_whole
 from megatrain.memory.device_budget import DeviceBudget
 from megatrain.planning.advice import Spelling, refusal, size
 from megatrain.planning.host_plan import MICRO_BATCH, SEQUENCE
-from megatrain.planning.planned_step import PlannedStep
+from megatrain.planning.planned_step import PlannedStep, micro_batch_sizes, shortest_step
 from megatrain.planning.planner import plan
 from megatrain.progress import is_hidden, stage
 from megatrain.sizes import parse_bytes
@@ -85,7 +87,8 @@ def train(options: TrainOptions) -> None:
             "  Start it without torchrun; or write the script: docs/trainers.md has one for several processes."
         )
     run = _Run(options)
-    record = RunRecord.of(options, {"model": fingerprint(options.model), **run.digests})
+    settings = dataclasses.replace(options, batch=run.batch)
+    record = RunRecord.of(settings, {"model": fingerprint(options.model), **run.digests})
     if record.is_finished:
         print(f"the training in `{record.folder}` is finished; there is nothing left to do.")
         return
@@ -156,6 +159,11 @@ class _StopBetweenSteps(transformers.TrainerCallback):
         control.should_training_stop = control.should_training_stop or self.is_asked
 
 
+def machine_of_card(device: Device) -> Hardware | None:
+    """The machine by whose times micro-batches are chosen; None on the host, whose rates nobody has measured."""
+    return None if device.is_host else usual_machine(device)
+
+
 # -- the run ---------------------------------------------------------------------------------------------------------
 
 
@@ -164,6 +172,8 @@ class _Run:
 
     def __init__(self, options: TrainOptions) -> None:
         self.options, self._device = options, usable(options.device)
+        # A training that goes on has the micro-batches that it began with, on whichever device.
+        self._recorded = None if options.batch else recorded_batch(Path(options.out))
         self._config = read_config(options.model)
         alpha = 2.0 * options.lora_rank if options.lora_alpha is None else options.lora_alpha
         self._adapters = Adapters(options.lora_rank, alpha, options.lora_dropout) if options.lora else None
@@ -191,7 +201,6 @@ class _Run:
             options.out, max_length=length, packing_strategy="wrapped",
             learning_rate=options.lr or (2e-4 if options.lora else 1e-5),
             max_grad_norm=_MAX_GRAD_NORM, lr_scheduler_type="linear", optim="adamw_torch_fused", seed=options.seed,
-            per_device_train_batch_size=options.batch, per_device_eval_batch_size=options.batch,
             # Losses of each step, so that those of a run that was interrupted are those of an undisturbed one.
             logging_steps=1, save_strategy="steps", save_total_limit=_KEPT_CHECKPOINTS, prediction_loss_only=True,
             bf16=False, gradient_checkpointing=False, use_cpu=is_host, dataloader_pin_memory=not is_host,
@@ -286,12 +295,27 @@ class _Run:
         Raises:
             OptionError: If a step is to have less than one micro-batch, or the warm-up is longer than the training.
         """
+        self._count_of(self.options.batch or self._recorded or 1)
+        machine = machine_of_card(self._device)
+        given = self.options.batch, self.options.accumulate, self._recorded
+        if machine is None or given != (None, None, None):
+            return
+        samples, model = self._arguments.gradient_accumulation_steps, self._paper.model
+        with stage("planning micro-batches"):
+            batch, _, _ = shortest_step(
+                micro_batch_sizes(samples), lambda size: self._planned(model, size, samples // size, machine)
+            )
+        self._count_of(batch)  # as many samples in a step: their number is a multiple
+
+    def _count_of(self, batch: int) -> None:
+        """The same for micro-batches of so many sequences."""
         options, arguments = self.options, self._arguments
-        tokens, num_batches = options.batch * self._width, math.ceil(len(self._training) / options.batch)
+        self.batch = arguments.per_device_train_batch_size = arguments.per_device_eval_batch_size = batch
+        tokens, num_batches = batch * self._width, math.ceil(len(self._training) / batch)
         asked = options.accumulate or (options.tokens_per_step or TOKENS_PER_STEP) // tokens
         if options.tokens_per_step is not None and not asked:
             raise OptionError(
-                f"--tokens-per-step {options.tokens_per_step} is less than one micro-batch: {options.batch} x "
+                f"--tokens-per-step {options.tokens_per_step} is less than one micro-batch: {batch} x "
                 f"{self._width} tokens.\n  A step has one micro-batch or more.\n"
                 f"  Give --tokens-per-step {tokens}, or a smaller --length or --batch."
             )
@@ -313,11 +337,10 @@ class _Run:
     def print_plan(self) -> None:
         """Prints the plan of a step, before any weight is read, and refuses what doesn't fit."""
         options, arguments, model = self.options, self._arguments, self._paper.model
-        model.train()
         held_out = "none are" if self._held_out is None else f"{len(self._held_out)} more are"
         trained = [p for p in model.parameters() if p.requires_grad]
         kind = f"adapters of rank {options.lora_rank}" if options.lora else "all weights"
-        sizes = f"{arguments.gradient_accumulation_steps} x {counted(options.batch, 'sequence')}"
+        sizes = f"{arguments.gradient_accumulation_steps} x {counted(self.batch, 'sequence')}"
         print(f"data    {counted(len(self._training), 'sequence')} of {self._width} tokens; {held_out} evaluated")
         print(
             f"model   {type(model).__name__}, {kind}: {counted(sum(p.numel() for p in trained), 'parameter')} to train"
@@ -328,17 +351,19 @@ class _Run:
             print(f"        so few steps hardly change a model: --epochs {epochs} makes {_ENOUGH} or more")
         print(f"device  {self._device}\n", flush=True)
         with stage("planning"):
-            found = self._planned(model, trained)
+            found = self._planned(model, self.batch, arguments.gradient_accumulation_steps)
         print(f"{found}\n", flush=True)
         with stage("looking for ways out"):
             error = refusal(found, _IN_COMMAND)
         if error is not None:
             raise error
 
-    def _planned(self, model: Any, trained: list[Any]) -> PlannedStep:
+    def _planned(self, model: Any, batch: int, count: int, machine: Hardware | None = None) -> PlannedStep:
         options = self.options
+        model.train()
+        trained = [p for p in model.parameters() if p.requires_grad]
         given = None if options.memory is None else parse_bytes(options.memory, "memory")
-        ids = torch.zeros(options.batch, self._width, dtype=torch.long, device=self._device.torch_device)
+        ids = torch.zeros(batch, self._width, dtype=torch.long, device=self._device.torch_device)
         inputs = {"input_ids": ids, "labels": ids.clone()}
         if self._paper.model_accepts_loss_kwargs:
             inputs["num_items_in_batch"] = torch.ones((), dtype=torch.long, device=ids.device)
@@ -346,7 +371,7 @@ class _Run:
         return plan(
             model, device=self._device, device_memory=DeviceBudget(self._device, given).nbytes,
             optimizer=torch.optim.AdamW(trained, fused=True),  # as the trainer makes it
-            precision=options.precision, micro_batches=self._arguments.gradient_accumulation_steps,
+            precision=options.precision, micro_batches=count, hardware=machine,
             max_grad_norm=_MAX_GRAD_NORM, block_bytes=options.block_bytes, chunking=options.chunking,
             kernels=options.kernels, example_kwargs=inputs,
         )  # fmt: skip

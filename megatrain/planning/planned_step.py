@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, TypeVar
 
 from megatrain.errors import ExecuteError, ScheduleError
 from megatrain.hardware.hardware import Hardware
@@ -16,6 +16,7 @@ from megatrain.planning.loss_bytes import Loss
 from megatrain.scheduler.builder.bound import StepBound, step_bound
 from megatrain.scheduler.schedule import Schedule
 from megatrain.scheduler.simulate import Simulation
+from megatrain.scheduler.step_kind import MOST_MICRO_BATCHES
 
 UNBOUNDED = 1 << 60
 """Host memory of a machine that nobody has named: more than any has, so that a plan says what it takes."""
@@ -143,3 +144,55 @@ class PlannedStep:
         except (ScheduleError, ExecuteError) as error:
             return error
         return None
+
+
+# Of the sizes with which the samples of a step can be split, so many are planned, the smallest.
+_MOST_SIZES = 6
+# Smaller micro-batches are given up after so many longer steps in a row; after one, 2 of 10 plans were missed by 1.6 %.
+_MOST_LONGER = 2
+# A step shorter by less than this part isn't worth larger micro-batches.
+_NEAR = 0.002
+
+_Planned = TypeVar("_Planned", bound=PlannedStep)
+
+
+def micro_batch_sizes(samples: int) -> Sequence[int]:
+    """How many samples of a step its micro-batches may have, all of them as many."""
+    return [n for n in range(1, samples + 1) if samples % n == 0 and samples // n <= MOST_MICRO_BATCHES][:_MOST_SIZES]
+
+
+def shortest_step(sizes: Sequence[int], plan: Callable[[int], _Planned]) -> tuple[int, _Planned, Sequence[int]]:
+    """Plans micro-batches of some sizes, and takes the shortest step that fits; of nearly equal ones the smallest.
+
+    Large micro-batches come first: their plans have fewer rows, and each copy of weights serves more tokens. Smaller
+    ones are planned until two in a row make no step shorter.
+
+    Args:
+        sizes: Samples of a micro-batch, ascending.
+        plan: Plans the step with micro-batches of a size.
+
+    Returns:
+        The size, its plan, and the sizes that were planned. If none fits, it is the one that lacks least.
+    """
+    found = sizes[-1], plan(sizes[-1])
+    seen, longer, least_s = [found[0]], 0, found[1].step_s or 0.0
+    for size in reversed(sizes[:-1]):
+        other, best = plan(size), found[1]
+        seen.insert(0, size)
+        if not best.fits:
+            is_better = other.fits or _missing(other) < _missing(best)
+            least_s = other.step_s or 0.0
+        else:
+            is_better = other.fits and (other.step_s or 0.0) * (1 - _NEAR) <= least_s
+            least_s = min(least_s, other.step_s or 0.0) if is_better else least_s
+        if is_better:
+            found, longer = (size, other), 0
+        elif best.fits and other.simulation is not None:
+            longer += 1
+            if longer == _MOST_LONGER:
+                break
+    return *found, tuple(seen)
+
+
+def _missing(step: PlannedStep) -> int:
+    return step.missing_device_bytes + step.missing_host_bytes

@@ -17,22 +17,15 @@ from megatrain.planning.bands import format_s
 from megatrain.planning.host_plan import LORA, MICRO_BATCH, SEQUENCE, ModelSizes
 from megatrain.planning.plan import Plan
 from megatrain.planning.plan_text import verdict
-from megatrain.planning.planned_step import UNBOUNDED, StepLimits
+from megatrain.planning.planned_step import UNBOUNDED, StepLimits, micro_batch_sizes, shortest_step
 from megatrain.planning.planner import Planner
 from megatrain.progress import stage
 from megatrain.reporting.step_report import check_report_path, report
-from megatrain.scheduler.step_kind import MOST_MICRO_BATCHES
 from megatrain.sizes import format_bytes
 from megatrain.sizing.sized_models import sized_model
 from megatrain.sizing.sizing_options import ALL, SizingOptions
 
 _HEADS = ("machine", "memory", "micro-batches", "device", "host", "a step", "tokens/s", "bound by")
-# Of the sizes with which the samples of a step can be split, so many are planned, the smallest first.
-_MOST_SIZES = 6
-# Smaller micro-batches are given up after so many longer steps in a row; after one, 2 of 10 plans were missed by 1.6 %.
-_MOST_LONGER = 2
-# A step shorter by less than this part isn't worth larger micro-batches.
-_NEAR = 0.002
 _MAX_GRAD_NORM = 1.0
 # A unified memory is shared out between device and host so often, until both parts fit.
 _SHARINGS = 4
@@ -150,37 +143,14 @@ class StepSplit:
 
 
 def _best_split(planner: Planner, limits: StepLimits, sizes: Mapping[str, int], samples: int) -> StepSplit:
-    """Plans ways to split the samples of a step, and takes the shortest step that fits.
+    """Plans ways to split the samples of a step, and takes the shortest step that fits."""
 
-    Large micro-batches come first: their plans have fewer rows, and each copy of weights serves more tokens. Smaller
-    ones are tried until two in a row make no step shorter. If none fits, it is the one that lacks least.
-    """
-    divisors = [n for n in range(1, samples + 1) if samples % n == 0 and samples // n <= MOST_MICRO_BATCHES]
-    tried = [sizes[MICRO_BATCH]] if MICRO_BATCH in sizes else divisors[:_MOST_SIZES]
-    best: StepSplit | None = None
-    seen: list[int] = []
-    longer = 0
-    for micro_batch in reversed(tried):
-        count = samples // micro_batch
-        plan = planner.plan(replace(limits, micro_batches=count), {**sizes, MICRO_BATCH: micro_batch})
-        seen.insert(0, micro_batch)
-        if best is None or _is_better(plan, best.plan):
-            best, longer = StepSplit(micro_batch, count, plan), 0
-        elif best.plan.fits and plan.simulation is not None:
-            longer += 1
-            if longer == _MOST_LONGER:
-                break
-    assert best is not None
-    return replace(best, tried=tuple(seen))
+    def plan(micro_batch: int) -> Plan:
+        return planner.plan(replace(limits, micro_batches=samples // micro_batch), {**sizes, MICRO_BATCH: micro_batch})
 
-
-def _is_better(one: Plan, other: Plan) -> bool:
-    if one.fits != other.fits:
-        return one.fits
-    if not one.fits:
-        here, there = (plan.missing_device_bytes + plan.missing_host_bytes for plan in (one, other))
-        return here < there
-    return (one.step_s or 0.0) * (1 - _NEAR) <= (other.step_s or 0.0)
+    possible = [sizes[MICRO_BATCH]] if MICRO_BATCH in sizes else micro_batch_sizes(samples)
+    micro_batch, found, tried = shortest_step(possible, plan)
+    return StepSplit(micro_batch, samples // micro_batch, found, tuple(tried))
 
 
 def _split_on(

@@ -19,6 +19,7 @@ from transformers import AutoTokenizer, LlamaForCausalLM, set_seed
 from trl import SFTConfig, SFTTrainer
 from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
+from megatrain import Hardware
 from megatrain.command_options import flag
 from megatrain.finetune import training_run
 from megatrain.finetune.pretrained import Adapters
@@ -195,6 +196,20 @@ def test_instructions_are_prompts_where_no_template_makes_chats(tmp_path: Path) 
     row = {"instruction": "w1", "input": "w2", "output": "w3"}
     found = read_rows(str(write_lines(tmp_path / "a.jsonl", [row])), None, "train", documents=False, has_template=False)
     assert list(found) == [{"prompt": "w1\n\nw2\n\n", "completion": "w3"}]
+
+
+def test_micro_batches_are_chosen_for_the_card_and_stay_where_the_training_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder, out = save_model(tmp_path / "model"), tmp_path / "out"
+    command = folder, data(tmp_path, "messages", 90), "--out", out, "--device=cpu", "--epochs=0.2", "--eval-fraction=0"
+    monkeypatch.setattr(training_run, "machine_of_card", lambda _: Hardware.preset("rtx-4090"))
+    assert train(*command) == 0
+    said = capsys.readouterr().out
+    assert "run     5 steps of 1 x 4 sequences" in said  # launches bound so small a model
+    monkeypatch.undo()  # on another machine
+    assert train(*command) == 0
+    assert "is finished" in capsys.readouterr().out
 
 
 @pytest.fixture
