@@ -70,7 +70,7 @@ class Layers:
 
 def _kind(layer: nn.Module) -> Any:
     """What a layer is; its place among the others isn't part of it."""
-    plain = int | float | str | bool | tuple | type(None)
+    plain = (int, float, str, bool, tuple, type(None))
     return tuple(
         (
             name,

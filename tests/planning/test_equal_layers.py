@@ -67,10 +67,11 @@ def test_blocks_that_do_not_repeat_are_captured_whole(tmp_path: Any, monkeypatch
 
 def test_layers_that_differ_are_no_period(tmp_path: Any):
     figures = {**SIZES, "model_type": "deepseek_v3", "num_hidden_layers": 6, "first_k_dense_replace": 5}
-    more = {"n_routed_experts": 4, "n_group": 1, "topk_group": 1, "num_experts_per_tok": 2, "kv_lora_rank": 8}
-    AutoConfig.for_model(**figures, **more, qk_rope_head_dim=8, qk_nope_head_dim=8, v_head_dim=8).save_pretrained(
-        tmp_path
-    )
+    more: dict[str, Any] = {
+        "n_routed_experts": 4, "n_group": 1, "topk_group": 1, "num_experts_per_tok": 2, "kv_lora_rank": 8,
+        "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8,
+    }  # fmt: skip
+    AutoConfig.for_model(**figures, **more).save_pretrained(tmp_path)
     source = ConfigModel(SizingOptions(str(tmp_path), hardware="rtx-4090"))
     assert Layers.of(source.made(source.sizes)[0]) is None
     assert source.few(source.sizes) is None
