@@ -69,7 +69,7 @@ def test_a_plan_says_its_time_for_a_machine():
     assert bound is not None
     assert 0 < bound.seconds <= plan.simulation.step_s
     above = f"{plan.simulation.step_s / bound.seconds - 1:.1%}"
-    assert least == f"bound: {bound.seconds * 1e3:.3f} ms, {bound.reason}; the step takes {above} more"
+    assert least == f"bound: {format_s(bound.seconds)}, {bound.reason}; the step takes {above} more"
     assert by_rule.lower_bound is None
     assert by_rule.simulation is None
     with pytest.raises(

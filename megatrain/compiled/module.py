@@ -155,7 +155,7 @@ def _check_stays(probe: torch.Tensor, result: torch.Tensor, device: torch.device
             "  Convert the plain model first, then compile it."
         )
     if not is_on_host(result) and not is_same_kind(result.device, device):
-        is_meta = result.device.type == "meta"
+        is_meta = result.is_meta
         way = "megatrain.plan takes plain models" if is_meta else "Compile the plain model with device="
         way += " on meta" if is_meta else f'"{result.device}"'
         raise ExecuteError(
