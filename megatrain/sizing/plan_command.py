@@ -149,7 +149,8 @@ def _best_split(planner: Planner, limits: StepLimits, sizes: Mapping[str, int], 
         return planner.plan(replace(limits, micro_batches=samples // micro_batch), {**sizes, MICRO_BATCH: micro_batch})
 
     possible = [sizes[MICRO_BATCH]] if MICRO_BATCH in sizes else micro_batch_sizes(samples)
-    micro_batch, found, tried = shortest_step(possible, plan)
+    most_longer = 1 if sizes.get(LORA) == 0 else 2
+    micro_batch, found, tried = shortest_step(possible, plan, most_longer=most_longer)
     return StepSplit(micro_batch, samples // micro_batch, found, tuple(tried))
 
 
