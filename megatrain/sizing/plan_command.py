@@ -297,7 +297,8 @@ def summary(plan: Plan, options: SizingOptions, tokens: int) -> str:
     where = "" if options.hardware is None else f" on {options.hardware}"
     if options.lora:
         where = f" with adapters of rank {options.lora}{where}"
-    billions = f"{plan.host.num_parameters / 1e9:.2f} billion parameters"
+    number = plan.host.num_parameters
+    billions = f"{number / 1e9:.2f} billion parameters" if number >= 10**7 else counted(number, "parameter")
     host_memory = None if plan.host_memory == UNBOUNDED else plan.host_memory
     lines = [f"{'fits' if plan.fits else 'does not fit'}: {plan.program.name} of {billions}{where}"]
     found = plan.simulation
