@@ -40,7 +40,7 @@ SIMULATED = -p tests.simulated_device.plugin tests/simulated_device tests/simula
 .PHONY: docs nightly gpu-report faults mutants seeds help demo test check format-check lint types fix accept bench gpu zoo test-torch zoo-torch clean
 
 help:
-	@echo 'make demo    train a small language model through the whole compiler, interrupted and resumed, in about a minute'
+	@echo 'make demo    train a small language model through the whole compiler, interrupted and resumed, in a minute or two'
 	@echo 'make test    all tests that need neither a GPU nor the network, for every change; ends with those on a simulated accelerator'
 	@echo 'make nightly campaigns: long tests, other trainers, the zoo, planted faults, kills, random configurations, seeds; hours'
 	@echo 'make gpu     the tests that need an accelerator'
