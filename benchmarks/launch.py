@@ -124,14 +124,24 @@ def measure(depths: tuple[int, int], rounds: int, steps: int, names: list[str]) 
         for way in ways:
             less, more = (_timed(takes[way.name, depth], steps) for depth in depths)
             found[way.name].append({name: (more[name] - less.get(name, 0.0)) / layers * 1e6 for name in more})
-    heads = ("wall", "process", "main", "host", "d2h", "h2d", "wall / checkpointed", "host / main")
+    heads = (
+        "wall",
+        "process",
+        "main",
+        "host",
+        "d2h",
+        "h2d",
+        "wall / checkpointed",
+        "main / checkpointed",
+        "host / main",
+    )
     lines = [f"{'us a layer':<34}" + "".join(f"{head:>{max(9, len(head) + 2)}}" for head in heads)]
     for way in ways:
         medians = [statistics.median(each.get(name, 0.0) for each in found[way.name]) for name in COLUMNS]
-        ratio = statistics.median(
-            mine["wall"] / base["wall"] for mine, base in zip(found[way.name], found[BASE], strict=True)
-        )
-        texts = [*(f"{value:.0f}" for value in medians), f"{ratio:.3f}", f"{medians[3] / max(medians[2], 1e-9):.3f}"]
+        pairs = list(zip(found[way.name], found[BASE], strict=True))
+        ratios = [statistics.median(mine[name] / base[name] for mine, base in pairs) for name in ("wall", "MainThread")]
+        shares = [*ratios, medians[3] / max(medians[2], 1e-9)]
+        texts = [*(f"{value:.0f}" for value in medians), *(f"{share:.3f}" for share in shares)]
         lines.append(
             f"{way.name:<34}" + "".join(f"{t:>{max(9, len(h) + 2)}}" for t, h in zip(texts, heads, strict=True))
         )

@@ -130,6 +130,9 @@ forbid_memory = _found("torch", "_C._set_throw_on_mutable_data_ptr")
 fused_adamw = _found("torch", "_fused_adamw_")
 # The backward of a softmax, into memory that is there.
 log_softmax_backward = _found("torch", "ops.aten._log_softmax_backward_data.out")
+# The norm of each of several tensors, as `clip_grad_norm_` takes them on a device; and copies in one call.
+foreach_norm = _found("torch", "_foreach_norm")
+foreach_copy = _found("torch", "_foreach_copy_")
 # The order in which `clip_grad_norm_` combines norms of several dtypes.
 group_by_dtype = _found("torch.utils._foreach_utils", "_group_tensors_by_device_and_dtype")
 # Kernels in `torch.library.wrap_triton` call an operator that modes have no rule for, unless this says otherwise.

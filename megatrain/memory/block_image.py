@@ -109,7 +109,7 @@ def stored_stride(spec: TensorSpec) -> tuple[int, ...]:
     Dense means that its elements fill its memory without gaps or overlaps, in any order (channels last, a transposed
     weight). Others, such as an expanded tensor, keep their values and shape but become contiguous.
     """
-    if spec.stride is not None and _is_dense(spec.shape, spec.stride):
+    if spec.stride is not None and is_dense(spec.shape, spec.stride):
         return spec.stride
     strides: list[int] = []
     step = 1
@@ -126,13 +126,13 @@ def is_alike(one: TensorSpec, other: TensorSpec) -> bool:
 
 def has_strides_of(gradient: torch.Tensor, parameter: torch.Tensor) -> bool:
     """Tells whether a gradient lies as its parameter does; a sparse one has no strides."""
-    return gradient.layout != torch.strided or all(
-        size == 1 or mine == its
-        for size, mine, its in zip(gradient.shape, gradient.stride(), parameter.stride(), strict=True)
-    )
+    if gradient.layout != torch.strided or (strides := gradient.stride()) == (others := parameter.stride()):
+        return True
+    return all(size == 1 or mine == its for size, mine, its in zip(gradient.shape, strides, others, strict=True))
 
 
-def _is_dense(shape: tuple[int, ...], stride: tuple[int, ...]) -> bool:
+def is_dense(shape: Sequence[int], stride: Sequence[int]) -> bool:
+    """Tells whether elements fill their memory without gaps or overlaps, in any order of dimensions."""
     step = 1
     for size, jump in sorted(zip(shape, stride, strict=True), key=lambda pair: pair[1]):
         if size == 1:

@@ -125,6 +125,8 @@ class HostArena:
 
     def cuts(self, tensor: torch.Tensor) -> list[int]:
         """Returns the bytes of a tensor of this memory, without gaps, at which another piece is locked."""
+        if not self._cuts:  # nearly always
+            return []
         start = tensor.data_ptr() - self.tensor.data_ptr()
         return [cut - start for cut in self._cuts if start < cut < start + tensor.nbytes]
 

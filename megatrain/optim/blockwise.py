@@ -77,6 +77,7 @@ class BlockOptimizer:
             seen |= self._blocks[-1]
         self._seen = seen
         self._held: set[torch.Tensor] = set()
+        self._owned: dict[int, list[torch.Tensor]] = {}
         self._step: OptimizerStep | None = None
         self._after: list[Any] = []
         self._left: set[int] = set()
@@ -86,7 +87,9 @@ class BlockOptimizer:
 
     def owned(self, block: int) -> list[torch.Tensor]:
         """The parameters of a block that this optimizer updates, once `wait` or `begin` has looked."""
-        return [parameter for parameter in self._blocks[block] if parameter in self._held]
+        if block not in self._owned:
+            self._owned[block] = [parameter for parameter in self._blocks[block] if parameter in self._held]
+        return self._owned[block]
 
     @property
     def left(self) -> Set[int]:
@@ -111,7 +114,13 @@ class BlockOptimizer:
     def wait(self) -> None:
         """Notes that a step has begun, in which this optimizer's turn is to come."""
         self.is_waiting = True
-        self._held = set(parameters_of(self.optimizer))
+        self._look()
+
+    def _look(self) -> None:
+        held = set(parameters_of(self.optimizer))
+        if held != self._held:
+            self._held = held
+            self._owned.clear()
 
     def begin(self) -> None:
         """Starts the optimizer's own step: runs the hooks before it and reads the options.
@@ -138,7 +147,7 @@ class BlockOptimizer:
         self._step = OptimizerStep(optimizer, self._code)
         self._fast = FastGroups(optimizer, self._step.groups)
         self._left = set(range(len(self._blocks)))
-        self._held = set(parameters_of(optimizer))  # hooks may have added some
+        self._look()  # hooks may have added some
         self.is_at_once, self._has_rest, self.is_waiting = not is_per_parameter(optimizer), True, False
         if "step" in vars(optimizer):
             # A scheduler's patch of `step` sets this mark. Without the mark the scheduler warns that it steps before
@@ -206,11 +215,13 @@ class BlockOptimizer:
         if self._step is None or (self._left and not self.is_at_once):
             why = "no step has begun" if self._step is None else f"blocks {sorted(self._left)} were not updated"
             raise OptimizerError(f"{why}.\n  A step is begin(), update() once for each block, finish().")
-        rest = set(self._step.parameters) - self._seen
+        rest = (
+            {parameter for parameter in self._step.parameters if parameter not in self._seen} if self._has_rest else ()
+        )
         if self.is_at_once and self._has_rest:
             with nullcontext() if self._undo is None else self._undo.undoing_all(self.optimizer):
                 self._step.update_at_once()
-        elif rest and self._has_rest:
+        elif rest:
             self._step.update(rest)
         self._has_rest = False
         self._left.clear()

@@ -74,10 +74,11 @@ class GradientNorm:
     that `clip_grad_norm_` computes from all gradients at once. A gradient is searched for elements that are not finite
     only if its norm isn't.
 
-    torch takes a gradient's norm on one thread, and of a bf16 gradient it makes an fp32 copy first: a second and more
-    for a billion parameters, in which a GPU waits. With `threads`, large gradients are summed in fp64 by a function of
-    C, or where there is no C compiler in pieces by torch. Such a norm is closer to the exact one; its bits are the same
-    for any number of threads, but not torch's.
+    On the host torch takes a gradient's norm on one thread, and of a bf16 gradient it makes an fp32 copy first: a
+    second and more for a billion parameters, in which a GPU waits. So a device takes the norms of gradients that are
+    whole as they leave it, by eager's function. Of all others (of tied parameters, parts, several processes, or with
+    hooks) large ones are, with `threads`, summed in fp64 by a function of C, or where there is no C compiler in pieces
+    by torch. Such a norm is closer to the exact one; its bits are the same for any number of threads, but not torch's.
 
     Args:
         parameters: In the order in which `clip_grad_norm_` would get them.
@@ -125,17 +126,24 @@ class GradientNorm:
         return self._first
 
     @torch.no_grad()
-    def add(self, block: int, gradients: Mapping[torch.Tensor, torch.Tensor | None]) -> None:
+    def add(
+        self,
+        block: int,
+        gradients: Mapping[torch.Tensor, torch.Tensor | None],
+        norms: Mapping[torch.Tensor, torch.Tensor] | None = None,
+    ) -> None:
         """Takes in the whole gradients of some parameters; those of other parameters are left out.
 
         Args:
             block: Where they come from, for `first_nonfinite`.
             gradients: By parameter; None where there is none. They may be overwritten after the call.
+            norms: Those that are known already, fp32; such a gradient is only read if its norm isn't finite.
 
         Raises:
             OptimizerError: For a sparse gradient, which `clip_grad_norm_` refuses too.
         """
-        sums = self._sums(gradients)
+        known = {} if norms is None else norms
+        sums = self._sums({parameter: each for parameter, each in gradients.items() if parameter not in known})
         for parameter, gradient in gradients.items():
             place = self._place.get(parameter)
             if gradient is None or place is None:
@@ -148,7 +156,10 @@ class GradientNorm:
                 )
             assert place not in self._norms, f"parameter {place} has a whole gradient once a step"
             dtype = torch.float32 if gradient.dtype == torch.bfloat16 and parameter in self._masters else gradient.dtype
-            norm = self._norm_of(gradient, dtype) if parameter not in sums else sums[parameter].sqrt().to(dtype)
+            if parameter in known:
+                norm = known[parameter].to(dtype)
+            else:
+                norm = self._norm_of(gradient, dtype) if parameter not in sums else sums[parameter].sqrt().to(dtype)
             self._norms[place] = norm, dtype
             if self._first is None and not math.isfinite(norm.item()) and not _is_finite(gradient):
                 self._first = NonFinite(block, place)

@@ -67,17 +67,14 @@ class _Parameter:
     gradient: tuple[torch.dtype, tuple[int, ...]]
     is_scaled: bool
 
-    def holds(self, stamp: Stamp | None, state: Mapping[str, Any] | None, gradient: torch.Tensor) -> bool:
-        return (
-            stamp == self.stamp
-            and state is not None
-            and gradient.layout == torch.strided
-            and (gradient.dtype, gradient.stride()) == self.gradient
-            and all(
-                (tensor := known()) is not None and state.get(name) is tensor and tensor.data_ptr() == address
-                for name, known, address in self.state
-            )
-        )
+    def holds(self, state: Mapping[str, Any], gradient: torch.Tensor) -> bool:
+        if gradient.layout != torch.strided or (gradient.dtype, gradient.stride()) != self.gradient:
+            return False
+        for name, known, address in self.state:
+            tensor = known()
+            if tensor is None or state.get(name) is not tensor or tensor.data_ptr() != address:
+                return False
+        return True
 
 
 class PreparedBlock:
@@ -125,7 +122,7 @@ class PreparedBlock:
             if gradient is None:
                 found.append((id(parameter), None))
                 continue
-            master, stamp = masters.get(parameter), masters.stamp(parameter)
+            master, (stamp,) = masters.get(parameter), masters.stamps([parameter])
             if master is None or stamp is None or parameter.is_inference():
                 return None
             fast, order = groups.of(parameter, is_whole=isinstance(master, WholeMaster)), memory_order(parameter)
@@ -172,22 +169,25 @@ class PreparedBlock:
         scales: list[float] = []
         written: list[torch.Tensor] = []
         updated: list[torch.Tensor] = []
-        for parameter, (identity, known) in zip(parameters, self._parameters, strict=True):
-            gradient = self._gradient_of(parameter)
+        path, gradient_of, numbers, stamps = self._path, self._gradient_of, self._path.numbers, self._masters.stamps
+        for parameter, stamp, (identity, known) in zip(parameters, stamps(parameters), self._parameters, strict=True):
+            gradient = gradient_of(parameter)
             if id(parameter) != identity or (gradient is None) != (known is None):
                 return False
             if gradient is None or known is None:
                 continue
             state, fast = states.get(parameter), groups.of(parameter, is_whole=known.is_whole)
-            if fast is None or fast[0] is not self._path or state is None:
+            if fast is None or fast[0] is not path or stamp != known.stamp or state is None:
                 return False
-            if gradient.shape != parameter.shape or not known.holds(self._masters.stamp(parameter), state, gradient):
+            if gradient.shape != parameter.shape or not known.holds(state, gradient):
                 return False
             gradients.append(gradient)
             options.append(fast[1])
             scales.append(scale if known.is_scaled else 1.0)
-            written += (parameter, *(state[name] for name in self._path.numbers))
             updated.append(parameter)
+            written.append(parameter)
+            for name in numbers:
+                written.append(state[name])
         try:
             self._update(gradients, options, scales)
         finally:

@@ -25,6 +25,7 @@ class Gradients:
     Args:
         by_parameter: Gradients that no update has used yet.
         received: The parameters whose gradient has arrived, also if an update has used it.
+        norms: Of single gradients, where the device has taken them.
         norm: Of all gradients; None until it is known, or if nobody asks.
         scale: The factor of clipping.
         nonfinite: The first that isn't finite, if somebody looked.
@@ -32,6 +33,7 @@ class Gradients:
 
     by_parameter: dict[torch.Tensor, torch.Tensor] = field(default_factory=dict[torch.Tensor, torch.Tensor])
     received: set[torch.Tensor] = field(default_factory=set[torch.Tensor])
+    norms: dict[torch.Tensor, torch.Tensor] = field(default_factory=dict[torch.Tensor, torch.Tensor])
     norm: torch.Tensor | None = None
     scale: float = 1.0
     nonfinite: NonFinite | None = None
@@ -136,10 +138,12 @@ class Updates:
         """Whether such a step has all its updates left."""
         return self.is_under_way and all(len(updater.left) == len(self._blocks) for updater in self._updaters)
 
-    def receive(self, parameter: torch.Tensor, gradient: torch.Tensor) -> None:
-        """Takes a whole gradient."""
+    def receive(self, parameter: torch.Tensor, gradient: torch.Tensor, norm: torch.Tensor | None = None) -> None:
+        """Takes a whole gradient, and its norm if that is known."""
         self.arriving.by_parameter[parameter] = self._exchange.kept(parameter, gradient)
         self.arriving.received.add(parameter)
+        if norm is not None:
+            self.arriving.norms[parameter] = norm
 
     def drop_arriving(self) -> None:
         """Forgets all gradients that have arrived, and those of parameters outside the model that no step waits for."""
@@ -160,7 +164,10 @@ class Updates:
         """
         for parameter in parameters:
             if parameter in self.arriving.by_parameter:
-                self._norm.add(self._block_of[parameter], {parameter: self.arriving.by_parameter[parameter]})
+                gradient, norm = self.arriving.by_parameter[parameter], self.arriving.norms.get(parameter)
+                self._norm.add(
+                    self._block_of[parameter], {parameter: gradient}, {} if norm is None else {parameter: norm}
+                )
 
     def take_norm(self) -> None:
         """Takes the norm of all gradients from their squares, and computes the factor of clipping."""

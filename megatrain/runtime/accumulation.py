@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import warnings
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
 
 from megatrain.errors import ExecuteError, HookOrderWarning
-from megatrain.tracer.spec import TensorSpec
+from megatrain.memory.block_image import has_strides_of
+from megatrain.torch_private import foreach_norm
+from megatrain.tracer.spec import NORMED, TensorSpec
 
 ParameterGradient = tuple[torch.Tensor | None, bool]
 """A parameter's gradient, or None, and whether others hold its memory too."""
@@ -25,14 +27,11 @@ def marked(
         gradients: Of a block's parameters.
         is_held: Tells whether a call holds a tensor's memory.
     """
-    places = [g.untyped_storage().data_ptr() for g in gradients if g is not None and g.layout == torch.strided]
+    places = [None if g is None or g.layout != torch.strided else g.untyped_storage().data_ptr() for g in gradients]
     count = Counter(places)
     return [
-        (
-            g,
-            g is not None and (is_held(g) or (g.layout == torch.strided and count[g.untyped_storage().data_ptr()] > 1)),
-        )
-        for g in gradients
+        (g, g is not None and (is_held(g) or (place is not None and count[place] > 1)))
+        for g, place in zip(gradients, places, strict=True)
     ]
 
 
@@ -44,10 +43,11 @@ def added(
     Returns:
         The new sums, and the rest of the work, which takes no memory: until it runs, the old sums are as they were.
     """
-    before = known or [(None, False)] * len(found)
-    in_place = [_adds_in_place(*pair) for pair in zip(before, found, strict=True)]
+    if not known:
+        return [*found], _nothing
+    in_place = [_adds_in_place(*pair) for pair in zip(known, found, strict=True)]
     sums = [
-        old if is_in_place else _sum(old, new) for old, new, is_in_place in zip(before, found, in_place, strict=True)
+        old if is_in_place else _sum(old, new) for old, new, is_in_place in zip(known, found, in_place, strict=True)
     ]
 
     def add() -> None:
@@ -56,6 +56,10 @@ def added(
                 total.add_(gradient)
 
     return sums, add
+
+
+def _nothing() -> None:
+    pass
 
 
 def _adds_in_place(before: ParameterGradient, now: ParameterGradient) -> bool:
@@ -77,6 +81,36 @@ def _sum(before: ParameterGradient, now: ParameterGradient) -> ParameterGradient
 Take = Callable[[str, torch.Tensor], None]
 """Takes a parameter's key and its whole gradient, and may keep it. A taker that doesn't keep all has a method
 `keeps(key) -> bool`: whether it, or somebody that it gives them to, will keep the memory of the next gradient."""
+
+
+Hear = Callable[[str, torch.Tensor], None]
+"""Takes a parameter's key and the norm of the whole gradient that a `Take` gets next."""
+
+
+def whole_norms(
+    keys: Sequence[str], gradients: Sequence[ParameterGradient], completes: Collection[str]
+) -> tuple[Sequence[str], torch.Tensor] | None:
+    """Takes the L2 norms of those of a block's gradients that are whole where they are made; None if none is.
+
+    `clip_grad_norm_` calls the same function there, which sums the squares of each tensor by itself, in fp32 and in an
+    order that depends on its size alone. So each norm has the bits of eager's.
+
+    Args:
+        keys: Of the parameters, in the order of `gradients`.
+        gradients: On the device.
+        completes: Keys of those to which no other block has added, or will.
+
+    Returns:
+        Keys, and the norm of each in fp32, as one tensor where the gradients are.
+    """
+    uses = Counter(keys)
+    found = {
+        key: gradient
+        for key, (gradient, _) in zip(keys, gradients, strict=True)
+        if key in completes and uses[key] == 1 and gradient is not None
+        if gradient.layout == torch.strided and gradient.dtype in NORMED
+    }
+    return ([*found], torch.stack(foreach_norm([*found.values()], 2.0, dtype=torch.float32))) if found else None
 
 
 class Accumulation:
@@ -200,9 +234,6 @@ def summed(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
 
 def laid_out(gradient: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
     """Gives a gradient the strides of its parameter, as autograd does: sums over it round accordingly."""
-    if gradient.is_sparse or all(
-        size == 1 or mine == other
-        for size, mine, other in zip(gradient.shape, gradient.stride(), parameter.stride(), strict=True)
-    ):
+    if has_strides_of(gradient, parameter):
         return gradient
     return torch.empty_like(parameter, requires_grad=False).copy_(gradient)

@@ -20,7 +20,7 @@ from megatrain.passes.kept_results import HandedResults, KeptResults, NotedResul
 from megatrain.passes.program import Template
 from megatrain.passes.rewrites.tiled_region import without_results
 from megatrain.runtime.random_calls import RngState, repeated_rng
-from megatrain.runtime.replays import InductorCode, Optionals, Replays
+from megatrain.runtime.replays import InductorCode, Optionals, Replays, whole
 from megatrain.tracer.guards import GuardFailedError
 from megatrain.tracer.packing import Packing, is_wrapper
 from megatrain.tracer.recording.effect_watch import has_hooks, is_watched
@@ -152,13 +152,6 @@ class RepeatedGraph:
         with self.drawing():
             found = self.replays.run(work, given, self.state, self.key)
         return found[:num_inputs], found[num_inputs:]
-
-
-def whole(tensors: Optionals) -> list[torch.Tensor]:
-    """The same tensors, none of which is missing."""
-    found = [tensor for tensor in tensors if tensor is not None]
-    assert len(found) == len(tensors)
-    return found
 
 
 Tensors = Sequence[torch.Tensor]

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Collection, Generator, Iterable, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Protocol
 
 import torch
 from torch import nn
 
 from megatrain.device import Device, is_on_host
-from megatrain.errors import ExecuteError
+from megatrain.errors import DeviceMemoryWarning, ExecuteError
 from megatrain.memory.block_image import stored_stride
 from megatrain.passes.kept_results import KeptResults
+from megatrain.passes.program import Block
 from megatrain.runtime.accumulation import ParameterGradient
-from megatrain.runtime.block import LocalGraph
+from megatrain.runtime.block import LocalGraph, Tensors
 from megatrain.runtime.engine import Engine
 from megatrain.runtime.exchange import Exchange
 from megatrain.runtime.loaded import Loaded
@@ -77,6 +79,13 @@ class Call:
         self._lacking: set[str] = set()
         self.outputs: list[torch.Tensor] = []
         self.status = OPEN
+        self._registries: dict[str, dict[Any, Any]] = {
+            "returned": self.returned,
+            "value": self.values,
+            "gradient": self.gradients,
+            "parameters": self.parameter_gradients,
+            "saved": self.graphs,
+        }
         self._home: dict[str, torch.Tensor] | None = None
         self._versions: list[tuple[str, torch.Tensor, int]] = []
         self._sample, self._handed = Sample({}), Handed({})
@@ -199,17 +208,8 @@ class Call:
             kind = "value"
             if isinstance(name, str) and name in self.values:
                 self._left[name] = TensorSpec.of(self.values[name])
-        self._registry(kind).pop(name, None)
+        self._registries[kind].pop(name, None)
         self._meter.release((id(self), kind, name))
-
-    def _registry(self, kind: str) -> dict[Any, Any]:
-        return {
-            "value": self.values,
-            "returned": self.returned,
-            "gradient": self.gradients,
-            "parameters": self.parameter_gradients,
-            "saved": self.graphs,
-        }[kind]
 
     def take_outputs(self) -> list[torch.Tensor]:
         """Returns the model's output tensors, in order, once."""
@@ -294,13 +294,42 @@ class Call:
         self.status = status
         if status == FAILED:
             self.start = None
-        for kind in ("returned", "value", "gradient", "parameters", "saved"):
-            for name in list(self._registry(kind)):
+        for kind, registry in self._registries.items():
+            for name in list(registry):
                 self.drop(kind, name)
         self.rng.clear()
         self._kept.clear()
         self._versions = []
         self.offload.give()
+
+
+def forward_without_graph(
+    call: Call, block: Block, inputs: Tensors, state: Tensors, *, keeps: bool
+) -> Sequence[torch.Tensor]:
+    """Runs a forward whose backward will repeat it, and keeps the results that the schedule wants.
+
+    If other kernels run than those that were planned, nothing is kept: the backward computes all of it again.
+    """
+    runner, needs_grad = call.loaded.runners[block.index], call.loaded.facts.needs_grad[block.index]
+    names = call.loaded.results.get(block.index, ()) if keeps else ()
+    notes = runner.noting() if names else None
+    if notes is None:
+        outputs = runner.forward(inputs, state, needs_grad)
+    else:
+        outputs = runner.forward(inputs, state, needs_grad, notes=notes)
+    kept = None if notes is None else runner.kept(notes)
+    if names and kept is None:
+        warnings.warn(_OTHER_KERNELS.format(block.index, block.name), DeviceMemoryWarning, stacklevel=2)
+    call.keep_results(block.index, kept, names)
+    return outputs
+
+
+_OTHER_KERNELS = (
+    "block {} ({}) ran other kernels of attention than it was planned with, and keeps no results: its backward "
+    "computes attention again, and may take more memory than the plan says.\n"
+    "  Which kernels run depends on torch.backends and torch.nn.attention.sdpa_kernel.\n"
+    "  Have the same kernels allowed when a step is planned and when it runs."
+)
 
 
 class Versions:
@@ -375,6 +404,9 @@ class StepTrainer(Protocol):
     def receive(self, key: str, gradient: torch.Tensor) -> None:
         """Takes a parameter's whole gradient, on the host; on a transfer's thread."""
 
+    def hear_norm(self, key: str, norm: torch.Tensor) -> None:
+        """Takes the norm of the gradient that `receive` gets next of this parameter, where the device has taken it."""
+
     def squares(self, keys: Sequence[str]) -> None:
         """Sums the squares of some whole gradients; on the host stream's thread, like `norm` and `update`."""
 
@@ -420,17 +452,18 @@ def turn(calls: Sequence[Call], micro_batch: int, trainer: StepTrainer, engine: 
             call.add_gradient(ref.name, gradient)
 
 
-@contextmanager
-def showing(calls: Sequence[Call], micro_batch: int, block: int, engine: Engine) -> Generator[None]:
+def showing(calls: Sequence[Call], micro_batch: int, block: int, engine: Engine) -> AbstractContextManager[None]:
     """Has buffers in the body, a block's B, as the micro-batch's forward left them, if hooks may look at them.
 
     Raises:
         ExecuteError: If the body writes one: the forwards of later micro-batches are over.
     """
     call = calls[micro_batch]
-    if call is calls[-1] or block not in call.loaded.looking:
-        yield
-        return
+    return nullcontext() if call is calls[-1] or block not in call.loaded.looking else _showing(call, engine)
+
+
+@contextmanager
+def _showing(call: Call, engine: Engine) -> Generator[None]:
     with call.showing_buffers(engine.buffers):
         shown = Versions(engine, call.written)
         yield

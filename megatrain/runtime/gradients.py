@@ -14,7 +14,7 @@ from megatrain.memory.block_image import BlockImage, image, views
 from megatrain.memory.bus import Bus, GrowingArena
 from megatrain.memory.host_arena import HostArena, together
 from megatrain.passes.program import Program
-from megatrain.runtime.accumulation import Accumulation, ParameterGradient, Take, summed
+from megatrain.runtime.accumulation import Accumulation, Hear, ParameterGradient, Take, summed, whole_norms
 from megatrain.scheduler.instructions import Bytes
 from megatrain.sizes import aligned
 from megatrain.tracer.inventory import StateEntry
@@ -315,16 +315,25 @@ class GradientBuffer:
         self._received: set[int] = set()
         # Of these nothing may follow: it would be lost.
         self._taken: set[str] = set()
+        self._norms: dict[str, torch.Tensor] = {}
         self._accumulation = Accumulation(parameter_of)
         self.end()
 
-    def begin(self, take: Take | None = None, handed: set[str] | None = None, *, land: Land | None = None) -> None:
+    def begin(
+        self,
+        take: Take | None = None,
+        handed: set[str] | None = None,
+        *,
+        land: Land | None = None,
+        hear: Hear | None = None,
+    ) -> None:
         """Starts a backward.
 
         Args:
             take: Gets the gradients; None adds them to `.grad`.
             handed: Keys of gradients that were handed on before, by a backward that this one repeats; extended.
             land: Gets what lands of each block first; None where nobody else has gradients of it.
+            hear: Gets the norms of gradients that are whole as they leave the device; None if nobody asks.
 
         Raises:
             ExecuteError: If the host lacks the memory where they land.
@@ -332,7 +341,7 @@ class GradientBuffer:
         self.end()
         self._reuses_places = True
         self._take = take or self._accumulation
-        self._land_first = land
+        self._land_first, self._hear = land, hear
         self._keeps = getattr(self._take, "keeps", lambda _: True)
         self._handed = set[str]() if handed is None else handed
         if self._places is not None:
@@ -346,6 +355,8 @@ class GradientBuffer:
         self._take: Take = self._accumulation
         self._keeps: Callable[[str], bool] = self._accumulation.keeps
         self._land_first: Land | None = None
+        self._hear: Hear | None = None
+        self._norms.clear()
         self._handed: set[str] = set()
 
     def stop_reuse(self) -> None:
@@ -371,7 +382,11 @@ class GradientBuffer:
         """
         landed: Sequence[Landed] | None = None
         if block not in self._received:
+            partial = {*self._parts, *self._sums}
+            norms = None if self._hear is None else whole_norms(keys, gradients, set(completes) - partial)
             landed = self._land(block, keys, gradients, where)
+            if norms is not None:
+                self._norms.update(zip(norms[0], self._bus.device.to_host(norms[1]), strict=True))
             if self._land_first is not None and (landed := self._land_first(block, where, landed)) is None:
                 return
         self.collect(block, keys, landed, completes)
@@ -401,6 +416,8 @@ class GradientBuffer:
             if key in self._parts:
                 self._fill_rows(self._parts[key], total)
             elif key not in self._handed:
+                if self._hear is not None and key in self._norms:
+                    self._hear(key, self._norms.pop(key))
                 self._take(key, total)
                 self._handed.add(key)
             del self._sums[key]

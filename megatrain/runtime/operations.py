@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from megatrain.device import Device
-from megatrain.errors import DeviceMemoryWarning
 from megatrain.memory.bus import GrowingArena
 from megatrain.passes.program import Block
 from megatrain.runtime.accumulation import added, marked
-from megatrain.runtime.block import LocalGraph, Tensors
-from megatrain.runtime.call import DONE, FAILED, Call, StepTrainer, showing, turn
+from megatrain.runtime.block import LocalGraph
+from megatrain.runtime.call import DONE, FAILED, Call, StepTrainer, forward_without_graph, showing, turn
 from megatrain.runtime.engine import Engine
 from megatrain.runtime.gradients import CallPlaces, GradientBuffer, PlacePolicy, StepPlaces
 from megatrain.runtime.loaded import Loaded
@@ -29,35 +28,6 @@ from megatrain.scheduler.instructions import Bytes, Half, Instruction, Instructi
 from megatrain.scheduler.items import Item, Stream
 from megatrain.scheduler.schedule import Schedule
 from megatrain.scheduler.table import Position
-
-
-def forward_without_graph(
-    call: Call, block: Block, instruction: Instruction, inputs: Tensors, state: Tensors
-) -> Sequence[torch.Tensor]:
-    """Runs a forward whose backward will repeat it, and keeps the results that the schedule wants.
-
-    If other kernels run than those that were planned, nothing is kept: the backward computes all of it again.
-    """
-    runner, needs_grad = call.loaded.runners[block.index], call.loaded.facts.needs_grad[block.index]
-    names = call.loaded.results.get(block.index, ()) if instruction.keeps else ()
-    notes = runner.noting() if names else None
-    if notes is None:
-        outputs = runner.forward(inputs, state, needs_grad)
-    else:
-        outputs = runner.forward(inputs, state, needs_grad, notes=notes)
-    kept = None if notes is None else runner.kept(notes)
-    if names and kept is None:
-        warnings.warn(_OTHER_KERNELS.format(block.index, block.name), DeviceMemoryWarning, stacklevel=2)
-    call.keep_results(block.index, kept, names)
-    return outputs
-
-
-_OTHER_KERNELS = (
-    "block {} ({}) ran other kernels of attention than it was planned with, and keeps no results: its backward "
-    "computes attention again, and may take more memory than the plan says.\n"
-    "  Which kernels run depends on torch.backends and torch.nn.attention.sdpa_kernel.\n"
-    "  Have the same kernels allowed when a step is planned and when it runs."
-)
 
 
 class Operations:
@@ -90,6 +60,7 @@ class Operations:
         backwards = [each for each in all_ if each.op.what == "B" and each.op.block not in self._offloads]
         self._alone = {each.op.block: each.position for each in backwards}
         self._is_serial = schedule.kind.updates == "serial"
+        self._lowered: list[tuple[Half, _Lowered]] = []
 
     def _places(self, arena: GrowingArena | None) -> PlacePolicy | None:
         """Returns where gradients go; None for calls whose gradients are made on the host, and stay there."""
@@ -123,6 +94,38 @@ class Operations:
             for loaded, start, buffer, own in given
         ]
         return Run(self, calls, watch=watch)
+
+    def lowered(self, half: Half) -> _Lowered:
+        """Everything about the instructions of a half that is the same in each run, looked up once."""
+        known = next((found for each, found in self._lowered if each is half), None)
+        if known is None:
+            # Transfers first: each starts as soon as its waits are over, while compute runs on the caller's thread.
+            in_order = sorted(half.instructions, key=lambda instruction: instruction.op.stream == Stream.COMPUTE)
+            numbers = {instruction.position: number for number, instruction in enumerate(in_order)}
+            steps = [self._step(instruction, numbers) for instruction in in_order]
+            known = _Lowered(steps, self._named(half.frees), self._named(half.takes))
+            self._lowered.append((half, known))
+        return known
+
+    def _step(self, instruction: Instruction, numbers: Mapping[Position, int]) -> _Step:
+        op = instruction.op
+        return _Step(
+            instruction,
+            str(op),
+            HANDLERS[(kind := kind_of(op.stream, op.what)).stream, kind.what],
+            [numbers[wait] for wait in self.waits(instruction) if wait in numbers],
+            self._named(instruction.frees_before),
+            self._named(instruction.frees_after),
+            self._named(instruction.takes),
+        )
+
+    def _named(self, items: Sequence[Item]) -> list[_Named]:
+        """Items by their names; values of other micro-batches have none."""
+        found = [
+            (micro_batch, kind, self.loaded[micro_batch].names[number] if kind in _OF_VALUES else number)
+            for kind, number, micro_batch in items
+        ]
+        return [(micro_batch, kind, name) for micro_batch, kind, name in found if name is not None]
 
     def waits(self, instruction: Instruction) -> Sequence[Position]:
         """What an instruction waits for. All gradients are those that no G brings, too."""
@@ -178,7 +181,8 @@ class Operations:
                 call.graphs[block.index] = graph
                 saved = graph.saved_tensors()
             else:
-                saved, outputs = [], forward_without_graph(call, block, instruction, inputs, state)
+                outputs = forward_without_graph(call, block, inputs, state, keeps=instruction.keeps)
+                saved = []
         for name, tensor in zip(block.outputs, outputs, strict=True):
             call.set_value(name, tensor)
         call.hold("saved", block.index, saved)
@@ -295,7 +299,7 @@ class Run:
         self._watch = watch
         if watch is not None:
             watch.restart()  # an attempt that failed may have left times
-        self._done: set[Position] = set()
+        self._done: set[int] = set()
 
     @property
     def device(self) -> Device:
@@ -324,9 +328,13 @@ class Run:
             ExecuteError: See `forward`.
         """
         self._begin()
-        self._operations.gradients.begin(trainer.receive, land=trainer.exchange.land)
+        operations, kind = self._operations, self._operations.schedule.kind
+        # On the CPU the norm is torch's on the CPU; and that of several processes is of their sums.
+        is_normed = (kind.clip or kind.reports_norm) and not self.device.is_host and trainer.exchange.is_alone
+        hear = trainer.hear_norm if is_normed else None
+        operations.gradients.begin(trainer.receive, land=trainer.exchange.land, hear=hear)
         self._trainer = trainer
-        self._go(self._operations.instructions.backward)
+        self._go(operations.instructions.backward)
 
     def complete(self, trainer: StepTrainer) -> None:
         """Runs the rest of a training step after a failure, except the work of the host, which the trainer does itself.
@@ -334,11 +342,12 @@ class Run:
         Raises:
             ExecuteError: See `forward`.
         """
-        instructions = self._operations.instructions.all
-        self._done.update(instruction.position for instruction in instructions if instruction.op.stream == "host")
+        half = self._operations.instructions.backward
+        steps = enumerate(self._operations.lowered(half).steps)
+        self._done.update(number for number, step in steps if step.instruction.op.stream == Stream.HOST)
         self._operations.gradients.stop_reuse()
         self._trainer = trainer
-        self._go(self._operations.instructions.backward, is_recovery=True)
+        self._go(half, is_recovery=True)
 
     def backward(self, instructions: Instructions) -> None:
         """Runs the backward half of a call.
@@ -368,60 +377,52 @@ class Run:
             half: The instructions to run, but those that are done. Ops outside of it that they wait for are over.
             is_recovery: This completes an earlier attempt that failed; tests inject no failures.
         """
-        operations, trainer = self._operations, self._trainer
-        left = [instruction for instruction in half.instructions if instruction.position not in self._done]
-        events = {instruction.position: Event(str(instruction.op)) for instruction in left}
+        operations, trainer, done = self._operations, self._trainer, self._done
+        steps, frees, takes = operations.lowered(half)
+        events = [None if number in done else Event(step.label) for number, step in enumerate(steps)]
         streams = operations.engine.streams
-        self._take(half.takes)
-        # Transfers first: each starts as soon as its waits are over, while compute runs on this thread.
-        in_order = sorted(left, key=lambda instruction: instruction.op.stream == "compute")
+        self._take(takes)
         # In a training step a G waits on its own thread for the last weights that somebody reads.
         waits_for = ("h2d",) if trainer is None else ()
         try:
             with streams.step(waits_for=waits_for, is_recovery=is_recovery):
-                for instruction in in_order:
+                for step, over in zip(steps, events, strict=True):
+                    if over is None:
+                        continue
+                    instruction = step.instruction
                     if trainer is not None and instruction.turns and instruction.micro_batch == 0:
                         trainer.before_backward()
-                    waits = [events[wait] for wait in operations.waits(instruction) if wait in events]
-                    work = self._work(instruction)
+                    waits = [event for wait in step.waits if (event := events[wait]) is not None]
+                    work = partial(self._do, step)
                     work = work if self._watch is None else self._watch.timed(instruction, work)
-                    over = events[instruction.position]
-                    streams.submit(instruction.op.stream, str(instruction.op), work, waits, over)
+                    streams.submit(instruction.op.stream, step.label, work, waits, over)
         finally:
-            self._done.update(at for at, event in events.items() if event.host_done and not event.has_failed)
-        self._release(half.frees)
+            found = enumerate(events)
+            done.update(n for n, each in found if each is not None and each.host_done and not each.has_failed)
+        self._release(frees)
 
-    def _work(self, instruction: Instruction) -> Callable[[], None]:
-        kind = kind_of(instruction.op.stream, instruction.op.what)
-        handler, operations, trainer = HANDLERS[kind.stream, kind.what], self._operations, self._trainer
+    def _do(self, step: _Step) -> None:
+        """Does the work of an instruction, on the thread of its stream."""
+        instruction, trainer, operations = step.instruction, self._trainer, self._operations
+        if trainer is not None and instruction.op.stream == Stream.COMPUTE:
+            trainer.before_compute(instruction.micro_batch)
+        self._release(step.frees_before)
+        if trainer is not None and instruction.turns:
+            turn(self.calls, instruction.micro_batch, trainer, operations.engine)
+        step.handler(operations, self, instruction)
+        self._release(step.frees_after)
+        self._take(step.takes)  # without the op's workspace, and what it was the last to use
+        operations.poison(instruction.leaves)
 
-        def work() -> None:
-            if trainer is not None and instruction.op.stream == Stream.COMPUTE:
-                trainer.before_compute(instruction.micro_batch)
-            self._release(instruction.frees_before)
-            if trainer is not None and instruction.turns:
-                turn(self.calls, instruction.micro_batch, trainer, operations.engine)
-            handler(operations, self, instruction)
-            self._release(instruction.frees_after)
-            self._take(instruction.takes)  # without the op's workspace, and what it was the last to use
-            operations.poison(instruction.leaves)
-
-        return work
-
-    def _take(self, items: Sequence[Item]) -> None:
+    def _take(self, items: Sequence[_Named]) -> None:
         """Takes device memory for what transfers will bring; on the thread of compute, in the order of its stream."""
-        for _, number, micro_batch in items:
-            call = self.calls[micro_batch]
-            if (name := call.loaded.names[number]) is not None:
-                call.take(name, self.device)
+        for micro_batch, _, name in items:
+            self.calls[micro_batch].take(str(name), self.device)
 
-    def _release(self, items: Sequence[Item]) -> None:
+    def _release(self, items: Sequence[_Named]) -> None:
         """Lets go of items."""
-        for kind, number, micro_batch in items:
-            call = self.calls[micro_batch]
-            name = call.loaded.names[number] if kind in _OF_VALUES else number
-            if name is not None:  # otherwise it is a value of other micro-batches
-                call.drop(kind, name)
+        for micro_batch, kind, name in items:
+            self.calls[micro_batch].drop(kind, name)
 
     def write_buffers(self) -> None:
         """Writes the buffers as the last micro-batch left them, unless its backward has begun and they are written."""
@@ -446,6 +447,28 @@ class Run:
 
 
 _OF_VALUES = ("value", "gradient", "original", "returned")
+_Named = tuple[int, str, str | int]
+"""The micro-batch, kind and name of an item."""
+
+
+class _Step(NamedTuple):
+    """An instruction with what a run would look up of it; `waits` are the numbers of the steps that must be over."""
+
+    instruction: Instruction
+    label: str
+    handler: Handler
+    waits: Sequence[int]
+    frees_before: Sequence[_Named]
+    frees_after: Sequence[_Named]
+    takes: Sequence[_Named]
+
+
+class _Lowered(NamedTuple):
+    """The steps of a half in the order in which they are handed to streams, and what it frees and takes itself."""
+
+    steps: Sequence[_Step]
+    frees: Sequence[_Named]
+    takes: Sequence[_Named]
 
 
 Handler = Callable[[Operations, Run, Instruction], None]

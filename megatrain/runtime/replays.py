@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import linecache
+import math
 import warnings
+from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from itertools import count
@@ -18,12 +20,13 @@ from megatrain.device import Device, LaunchGraphs
 from megatrain.device.interface import replaced_kernel
 from megatrain.errors import EagerKernelsWarning
 from megatrain.garbage import paused_collection
+from megatrain.memory.block_image import is_dense
 from megatrain.passes.distance import largest, tensor_distance
 from megatrain.passes.interpret import Code
 from megatrain.passes.measuring.runs import fixed_work_obstacle, launch_graph_obstacle
 from megatrain.passes.program import Template
 from megatrain.runtime.random_calls import RngState, repeated_rng
-from megatrain.torch_private import patch_functorch
+from megatrain.torch_private import foreach_copy, patch_functorch
 from megatrain.tracer.packing import is_wrapper
 
 Optionals = Sequence[torch.Tensor | None]
@@ -72,12 +75,12 @@ class Replays:
         """
         if self.why_eager:
             return [*work(arguments)]
-        kind = (key, self._graphs.settings(), *map(_form, arguments))
-        if kind not in self._has_run:
-            return self._first(work, arguments, state, kind)
-        where = (kind, *((t.data_ptr(), _form(t)) for t in state))
+        kind = (key, self._graphs.settings(), *[_form(t) for t in arguments])
+        where = (*kind, *[(t.data_ptr(), t.dtype, t.shape, t.stride(), t.requires_grad) for t in state])
         recording = self._recordings.get(where)
         if recording is None:
+            if kind not in self._has_run:
+                return self._first(work, arguments, state, kind)
             try:
                 recording = self._recordings[where] = self._with_memory(work, arguments, state)
             except RuntimeError as error:
@@ -85,9 +88,10 @@ class Replays:
                     raise
                 self._give_up(str(error).strip().partition("\n")[0])
                 return [*work(arguments)]
-        recording.fill(arguments)
-        recording.launch()
-        return recording.results(arguments, state)
+        with torch.no_grad():
+            recording.fill(arguments)
+            recording.launch()
+            return recording.results(arguments, state)
 
     def _first(
         self, work: Work, arguments: Optionals, state: Sequence[torch.Tensor], kind: Hashable
@@ -126,7 +130,7 @@ class Replays:
         results = [None if t is None else self._result(t, places, state) for t in made]
         while len(self._recordings) >= _MOST:
             self._recordings.pop(next(iter(self._recordings)))
-        return _Recording(launch, places, results)
+        return _Recording.of(launch, places, results)
 
     def _place(self, number: int, argument: torch.Tensor) -> torch.Tensor:
         """Memory for an argument of this form, with its holes; the forward and the backward share it."""
@@ -193,8 +197,14 @@ class _Result:
     given: tuple[bool, int, int] = (False, 0, 0)
 
     def of(self, memory: torch.Tensor) -> torch.Tensor:
-        """The result in another storage."""
+        """The result in a storage."""
         return memory.view(self.dtype).as_strided(self.shape, self.stride, self.offset)
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether its elements are its whole storage, each once."""
+        is_all = self.memory is not None and math.prod(self.shape) * self.dtype.itemsize == self.memory.nbytes
+        return is_all and self.offset == 0
 
     def within(self, arguments: Optionals, state: Sequence[torch.Tensor]) -> torch.Tensor:
         """The result as a view of what is given now."""
@@ -207,26 +217,62 @@ class _Result:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Recording:
-    """Recorded work of a template, with its arguments' memory and its results."""
+    """Recorded work of a template, with its arguments' memory and its results.
+
+    All copies from or to memory without holes are two calls, one for arguments and one for results.
+
+    Args:
+        launch: Launches it.
+        dense: Arguments without holes: their numbers, and where the work reads them.
+        others: Those of other arguments.
+        found: The results.
+        sources: Of each result that has its storage for itself, the memory in which the work leaves it; else None.
+    """
 
     launch: Callable[[], None]
-    places: Optionals
+    dense: tuple[Sequence[int], list[torch.Tensor]]
+    others: Sequence[tuple[int, torch.Tensor]]
     found: Sequence[_Result | None]
+    sources: Sequence[torch.Tensor | None]
+
+    @classmethod
+    def of(cls, launch: Callable[[], None], places: Optionals, found: Sequence[_Result | None]) -> _Recording:
+        """Sorts arguments and results by how they are copied."""
+        given = [(number, place) for number, place in enumerate(places) if place is not None]
+        dense = [(number, place) for number, place in given if _is_copied_with_others(place)]
+        others = [(number, place) for number, place in given if not _is_copied_with_others(place)]
+        shared = Counter(result.address for result in found if result is not None)
+        sources = [
+            result.of(result.memory)
+            if result is not None and result.memory is not None and result.is_whole and shared[result.address] == 1
+            else None
+            for result in found
+        ]
+        sources = [None if source is None or not _is_copied_with_others(source) else source for source in sources]
+        return cls(launch, ([number for number, _ in dense], [place for _, place in dense]), others, found, sources)
 
     def fill(self, arguments: Optionals) -> None:
         """Copies the arguments to where the work reads them, holes included: those of expanded tensors are small."""
-        for place, argument in zip(self.places, arguments, strict=True):
-            if place is not None and argument is not None:
-                size = _span(argument)
-                flat = argument.detach().as_strided((size,), (1,), argument.storage_offset())
-                place.as_strided((size,), (1,), place.storage_offset()).copy_(flat)
+        numbers, places = self.dense
+        if numbers:
+            foreach_copy(places, whole([arguments[number] for number in numbers]))
+        for number, place in self.others:
+            argument = arguments[number]
+            assert argument is not None
+            size = _span(argument)
+            flat = argument.detach().as_strided((size,), (1,), argument.storage_offset())
+            place.as_strided((size,), (1,), place.storage_offset()).copy_(flat)
 
     def results(self, arguments: Optionals, state: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
         """Copies results to memory of their own, before another recording overwrites them."""
         owned: dict[int, torch.Tensor] = {}
         tensors: list[torch.Tensor | None] = []
-        for result in self.found:
-            if result is None:
+        copied: list[torch.Tensor] = []
+        for result, source in zip(self.found, self.sources, strict=True):
+            if source is not None:
+                tensors.append(fresh := torch.empty_like(source))  # which keeps the strides of what has no holes
+                copied.append(fresh)
+            elif result is None:
                 tensors.append(None)
             elif result.memory is None:
                 tensors.append(result.within(arguments, state))
@@ -234,7 +280,22 @@ class _Recording:
                 if result.address not in owned:
                     owned[result.address] = torch.empty_like(result.memory).copy_(result.memory)
                 tensors.append(result.of(owned[result.address]))
+        if copied:
+            foreach_copy(copied, [source for source in self.sources if source is not None])
         return tensors
+
+
+def whole(tensors: Optionals) -> list[torch.Tensor]:
+    """The same tensors, none of which is missing."""
+    found = [tensor for tensor in tensors if tensor is not None]
+    assert len(found) == len(tensors)
+    return found
+
+
+def _is_copied_with_others(tensor: torch.Tensor) -> bool:
+    """Whether one call copies it with others: not every device has that kernel for whole numbers and narrow floats."""
+    is_wide = tensor.is_floating_point() and tensor.dtype.itemsize > 1
+    return is_wide and is_dense(tensor.shape, tensor.stride())
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:

@@ -317,6 +317,11 @@ class Effects:
         """Bytes that a transfer moves: none where weights are used in place."""
         return 0 if self.kind.transfer == "bind" else nbytes
 
+    def squared_on_host(self, block: int) -> int:
+        """Host bytes that are read for the norm of a block's gradients; the device has taken those of whole ones."""
+        work = self.workload.blocks[block]
+        return work.gradient_bytes if self.kind.transfer == "bind" else work.partial_gradient_bytes
+
     def state(self, block: int) -> list[Item]:
         """What holds a block's state in host memory: its own part, and those of the blocks that update the rest."""
         return [Item("state", owner) for owner in dict.fromkeys((block, *self.owners[block]))]
@@ -410,8 +415,9 @@ def _offload(step: Effects, block: int, micro_batch: int) -> Effect:
 
 
 def _squares(step: Effects, block: int, micro_batch: int) -> Effect:
-    # Gradients that several blocks share are whole with the last of them, which reads the sum.
-    return Effect((Item("landed", block),), (Item("squares", block),), moves=step.workload.blocks[block].gradient_bytes)
+    # Gradients that several blocks share are whole with the last of them, which reads the sum. Of others the device has
+    # taken the norms, which land with them.
+    return Effect((Item("landed", block),), (Item("squares", block),), moves=step.squared_on_host(block))
 
 
 def _norm(step: Effects, block: int, micro_batch: int) -> Effect:
@@ -425,7 +431,7 @@ def _update(step: Effects, block: int, micro_batch: int) -> Effect:
     reads = [Item(kind, b) for b in group if blocks[b].has_backward and blocks[b].gradient_bytes > 0]
     reads += [Item("norm", NO_BLOCK)] * step.kind.clip + [Item("left", NO_BLOCK)] * (step.kind.updates == "serial")
     also = ["squares"] * step.kind.reports_norm
-    moves = blocks[block].update_bytes + blocks[block].gradient_bytes * step.kind.reports_norm
+    moves = blocks[block].update_bytes + step.squared_on_host(block) * step.kind.reports_norm
     makes = tuple(Item(what, block) for what in ["state", *also])
     return Effect(tuple(reads), makes, moves=moves, num_parameters=blocks[block].num_gradients)
 

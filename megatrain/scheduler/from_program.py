@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import defaultdict, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
@@ -21,6 +21,7 @@ from megatrain.scheduler.schedule import Schedule
 from megatrain.scheduler.step_kind import StepKind
 from megatrain.scheduler.workload import BlockWork, KeptWork, ValueWork, Workload
 from megatrain.sizes import SIZE, aligned, parse_bytes
+from megatrain.tracer.spec import NORMED
 
 # What a batch may change of a block, besides its name.
 _BLOCK_SIZES = ("saved_bytes", "forward_workspace_bytes", "backward_workspace_bytes")
@@ -189,9 +190,9 @@ def workload(program: Program, *, update_traffic: int | None = None, masters: st
     Raises:
         OptionError: If an argument has a wrong type or value.
     """
-    updates = _updates(program, update_traffic, masters)
+    updates, whole = _updates(program, update_traffic, masters), _whole_gradients(program)
     return Workload(
-        blocks=tuple(_block_work(program, block, updates[block.index]) for block in program.blocks),
+        blocks=tuple(_block_work(program, block, updates[block.index], whole) for block in program.blocks),
         values=(*_value_works(program), *_result_works(program)),
         storages=(*_storages(program), *(spec.nbytes for _, found in kept_results(program) for _, spec in found)),
         last_reads_values=any(reads_values(program.templates[b.template].graph) for b in program.blocks[-1:]),
@@ -394,7 +395,13 @@ def _updates(program: Program, traffic: int | None, masters: str) -> list[_Updat
     return found
 
 
-def _block_work(program: Program, block: Block, update: _Update) -> BlockWork:
+def _whole_gradients(program: Program) -> frozenset[str]:
+    """Keys of the parameters whose gradient is whole as it leaves the device, so that its norm can be taken there."""
+    uses, state = Counter(key for block in program.blocks for key in block.binding), program.state
+    return frozenset(k for k, n in uses.items() if n == 1 and state[k].base is None and state[k].spec.dtype in NORMED)
+
+
+def _block_work(program: Program, block: Block, update: _Update, whole: frozenset[str]) -> BlockWork:
     cost = program.templates[block.template].cost
     assert cost is not None, "measure runs before scheduling"
     results = cost.results
@@ -409,6 +416,7 @@ def _block_work(program: Program, block: Block, update: _Update) -> BlockWork:
         gradient_bytes=sum(gradients),
         gradient_padding=sum(map(aligned, gradients)) - sum(gradients),
         num_gradients=len(gradients),
+        partial_gradient_bytes=sum(program.state[k].spec.nbytes for k in trained - whole) if is_differentiable else 0,
         saved_bytes=cost.saved_bytes,
         forward_workspace_bytes=cost.forward_workspace_bytes,
         backward_workspace_bytes=cost.backward_workspace_bytes,

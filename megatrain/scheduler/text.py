@@ -357,7 +357,8 @@ def _block_cells(index: int, block: BlockWork) -> tuple[str, ...]:
     sizes = (block.state_bytes, block.frozen_bytes, gradients, *held)
     both = (block.forward, block.backward) if block.has_backward else (block.forward,)
     kernels = ["+".join(str(total(works)) for works in both) for total in (total_flops, total_kernels)]
-    return (str(index), *map(str, sizes), *kernels, str(block.update_bytes), f"{block.name}{shares}")
+    partial = f", {block.partial_gradient_bytes} B of them partial" if block.partial_gradient_bytes else ""
+    return (str(index), *map(str, sizes), *kernels, str(block.update_bytes), f"{block.name}{shares}{partial}")
 
 
 def _value_cells(index: int, value: ValueWork) -> tuple[str, ...]:

@@ -90,6 +90,8 @@ class BlockWork:
             forward only reads, constants.
         num_gradients: Parameters with a gradient: what a micro-batch adds to the sum of the earlier ones, one by one.
         kept: Of the block where it keeps its results; None if it has none.
+        partial_gradient_bytes: The part of `gradient_bytes` that isn't whole as it leaves the device: the host adds
+            gradients of other blocks to it, and takes its norm. The device takes the norms of all others.
     """
 
     name: str
@@ -107,6 +109,7 @@ class BlockWork:
     frozen_bytes: int = 0
     num_gradients: int = 0
     kept: KeptWork | None = None
+    partial_gradient_bytes: int = 0
 
     @property
     def landing_bytes(self) -> int:

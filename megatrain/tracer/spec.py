@@ -30,6 +30,10 @@ DEVICE = Rule("a torch.device or the name of one, on this machine", _WAY, fault)
 """Of models and inputs on meta too: nothing is allocated there before something runs."""
 
 
+NORMED = (torch.float32, torch.bfloat16)
+"""Dtypes of gradients whose norm a device takes, in fp32."""
+
+
 def is_equal(left: Any, right: Any) -> bool:
     """Compares numbers, texts, arrays, and containers of such.
 

@@ -122,6 +122,7 @@ class Running:
         self._hooking: int | None = None
         self._has_hooks = any(variant.runs_in_backward for variant in setting.variants)
         self._losses: list[torch.Tensor] = []
+        self._norms: dict[str, torch.Tensor] = {}
         self.shares = shares
         self._loss = loss
         self._updates = updates
@@ -211,11 +212,16 @@ class Running:
 
     # -- on other threads -----------------------------------------------------------------------------------
 
+    def hear_norm(self, key: str, norm: torch.Tensor) -> None:
+        """See `StepTrainer`."""
+        self._norms[key] = norm
+
     def receive(self, key: str, gradient: torch.Tensor) -> None:
         """See `StepTrainer`. Hooks on the parameter run as in a backward."""
         self.shares.check()
-        parameter = self._parameters[key]
+        parameter, norm = self._parameters[key], self._norms.pop(key, None)
         if is_hooked(parameter):
+            norm = None  # of the gradient before its hooks
             gradient = gradient.clone()  # a hook may keep it, and must not see the next step's gradient in it
             self._hooking = threading.get_ident()
             try:
@@ -228,7 +234,7 @@ class Running:
         else:
             left = laid_out(gradient, parameter)
         if left is not None:
-            self._updates.receive(parameter, left)
+            self._updates.receive(parameter, left, norm)
 
     @contextmanager
     def _refusing_draws(self, key: str) -> Generator[None]:

@@ -7,13 +7,16 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 import megatrain
+from megatrain.optim.norm import GradientNorm
 from megatrain.runtime.streams.stream_set import Chaos, Recording
 from tests.comparing import assert_same
 from tests.gpu.test_cuda_training import device, moved
 from tests.host_updates import HostUpdates
 from tests.models import MODELS
+from tests.training.parity import adamw
 
 MODES = {
     "overlap": {"spread": False},
@@ -106,3 +109,55 @@ def test_a_failure_in_each_kind_of_operation_leaves_a_step_boundary(mode: str) -
         if step.progress.count == count:
             assert all(torch.equal(tensor, before[key]) for key, tensor in model.state_dict().items())
         step(batch)
+
+
+def normed_model() -> nn.Sequential:
+    """Layers of more elements than a host sums at once, two of which share a weight."""
+    torch.manual_seed(0)
+    layers = [nn.Sequential(nn.Linear(400, 400), nn.Tanh()) for _ in range(4)]
+    layers[2][0].weight = layers[0][0].weight
+    return nn.Sequential(*layers)
+
+
+def hooked(model: nn.Sequential) -> None:
+    model.get_parameter("1.0.weight").register_hook(lambda gradient: 2 * gradient)
+
+
+@pytest.mark.parametrize("mode", ["deferred", "overlap"])
+def test_the_device_takes_the_norms_of_gradients_that_are_whole_there(mode: str, monkeypatch: pytest.MonkeyPatch):
+    read: list[torch.Size] = []
+    norm_of = GradientNorm._norm_of
+    monkeypatch.setattr(GradientNorm, "_sums", lambda self, gradients: {})
+    monkeypatch.setattr(
+        GradientNorm, "_norm_of", lambda self, g, dtype: read.append(g.shape) or norm_of(self, g, dtype)
+    )
+    batches = [torch.randn(3, 400) for _ in range(2)]
+    eager = normed_model().to(device())
+    hooked(eager)
+    torch.stack([eager(moved(x)).square().mean() for x in batches]).mean().backward()
+    expected = torch.nn.utils.clip_grad_norm_(eager.parameters(), 0.1)
+    model = normed_model()
+    hooked(model)
+    compiled = megatrain.compile(model, device=device(), block_bytes=1)
+    options = MODES[mode] | {"report_norm": True}
+    step = megatrain.TrainStep(compiled, adamw(model), loss=lambda out, _: out.square().mean(), **options)
+    step([moved(x) for x in batches])
+    assert step.progress.grad_norm is not None
+    assert step.progress.grad_norm.item() == pytest.approx(expected.item(), rel=1e-6)
+    # The sum of two blocks' gradients is the host's, and so is what a hook makes of a gradient.
+    assert read == [torch.Size([400, 400])] * 2
+    # The plan knows of the sum, of which two blocks have a part, but not of hooks.
+    partial = [block.partial_gradient_bytes for block in step.schedule.known_workload().blocks]
+    assert sum(partial) == 2 * 4 * 400 * 400
+
+
+def test_a_norm_of_the_device_that_isnt_finite_says_whose_gradient():
+    model = normed_model()
+    compiled = megatrain.compile(model, device=device(), block_bytes=1)
+    options = {"max_grad_norm": 0.1, "on_nonfinite": "skip"}
+    step = megatrain.TrainStep(compiled, adamw(model), loss=lambda out, _: out.square().mean(), **options)
+    before = copy.deepcopy(model.state_dict())
+    step(moved(torch.full((3, 400), torch.nan)))
+    assert step.progress.skipped == 1
+    assert "`3.0." in str(step.progress.nonfinite)
+    assert all(torch.equal(tensor, before[key]) for key, tensor in model.state_dict().items())

@@ -65,7 +65,7 @@ class Held:
     @property
     def is_as_left(self) -> bool:
         """Whether nobody has written the parameter since `low` was last known to belong to it."""
-        return self.mark == self._mark()
+        return self.mark[1] == self.parameter.data_ptr() and self.mark[0] == version(self.parameter)
 
     @property
     def has_other_memory(self) -> bool:

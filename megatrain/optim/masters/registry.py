@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 import zlib
-from collections.abc import Generator, Iterator, Mapping
+from collections.abc import Generator, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Literal
 
@@ -184,12 +184,15 @@ class Masters(Mapping[torch.Tensor, Master]):
         if held is not None:
             held.wrote()
 
-    def stamp(self, parameter: torch.Tensor) -> Stamp | None:
-        """Identifies the memory of a master to which nobody else has written; None if somebody has, or if none is."""
-        held = self._held.get(id(parameter))
-        if held is None or not held.is_as_left or not self._has_master(held):
-            return None
-        return id(held), held.mark[1], 0 if held.low is None else held.low.data_ptr()
+    def stamps(self, parameters: Iterable[torch.Tensor]) -> list[Stamp | None]:
+        """Identifies the memory of masters to which nobody else has written; None if somebody has, or if none is."""
+        found: list[Stamp | None] = []
+        for held in map(self._held.get, map(id, parameters)):
+            if held is None or not held.is_as_left or not self._has_master(held):
+                found.append(None)
+            else:
+                found.append((id(held), held.mark[1], 0 if held.low is None else held.low.data_ptr()))
+        return found
 
     def move(self, parameter: torch.Tensor, view: torch.Tensor) -> None:
         """Gives a parameter other memory with the same values."""
@@ -228,6 +231,8 @@ class Masters(Mapping[torch.Tensor, Master]):
                     held.wrote()
 
     def _drop_old_lows(self) -> None:
+        if not self._aside and all(held.is_as_left for held in self._held.values()):
+            return
         # Two parameters may have exchanged their memory.
         for held in self._held.values():
             held.put_aside()

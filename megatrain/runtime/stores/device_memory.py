@@ -177,8 +177,8 @@ class Segments:
         self._nbytes, self._num_emptied = sum(sizes), self._device.num_emptied
 
 
-_Name = tuple[Hashable, ...]
-"""Device and address of a storage; and of one that counts for a single key, that key."""
+_Name = Hashable
+"""The address of a storage; with a key, one that counts for this key alone."""
 
 
 @dataclass(slots=True)
@@ -201,7 +201,7 @@ class Meter:
         self._counts_host = counts_host
         # Reentrant: a finalizer may release a key while this very thread is in here.
         self._lock = threading.RLock()
-        self._held: dict[Hashable, set[_Name]] = {}
+        self._held: dict[Hashable, Iterable[_Name]] = {}
         self._storages: dict[_Name, _Storage] = {}
         self._arena_bytes = 0
         self._current = 0
@@ -225,8 +225,9 @@ class Meter:
     def set_arena(self, nbytes: int) -> None:
         """Counts an arena of `nbytes` in place of what was counted for it before."""
         with self._lock:
-            self._add(nbytes - self._arena_bytes)
+            self._current += nbytes - self._arena_bytes
             self._arena_bytes = nbytes
+            self._peak = max(self._peak, self._current)
 
     def hold(self, key: Hashable, tensors: Iterable[torch.Tensor], *, is_private: bool = False) -> None:
         """Counts `tensors` as held under `key`, in place of what was held under it.
@@ -237,31 +238,38 @@ class Meter:
             is_private: They may be freed before `key` is released (autograd frees what it saved one by one), so
                 other tensors may use their addresses by then. Only storages that aren't counted yet count for this key.
         """
-        found = dict(part for tensor in tensors if self._counts(tensor) for part in _storages(tensor))
+        found: dict[_Name, int] = {}
+        for tensor in tensors:
+            for storage in self._storages_of(tensor):
+                if nbytes := storage.nbytes():
+                    found[storage.data_ptr()] = nbytes
         with self._lock:
+            known = self._storages
             if is_private:
-                found = {name if name in self._storages else (*name, key): nbytes for name, nbytes in found.items()}
+                found = {name if name in known else (name, key): nbytes for name, nbytes in found.items()}
             # First the new, then the old: what both have in common must not look free in between.
             for name, nbytes in found.items():
-                storage = self._storages.get(name)
+                storage = known.get(name)
                 if storage is None:
-                    storage = self._storages[name] = _Storage(nbytes)
-                    self._add(nbytes)
+                    storage = known[name] = _Storage(nbytes)
+                    self._current += nbytes
                 storage.num_holders += 1
-            before = self._held.pop(key, set())
-            if found:
-                self._held[key] = set(found)
-            self._let_go(before)
             self._peak = max(self._peak, self._current)
+            before = self._held.pop(key, None)
+            if found:
+                self._held[key] = found
+            if before is not None:
+                self._let_go(before)
 
     def has(self, tensor: torch.Tensor) -> bool:
         """Tells whether some key holds the memory of `tensor`."""
-        return self._counts(tensor) and any(name in self._storages for name, _ in _storages(tensor))
+        return any(storage.data_ptr() in self._storages for storage in self._storages_of(tensor) if storage.nbytes())
 
     def release(self, key: Hashable) -> None:
         """Stops counting what is held under `key`; nothing may be."""
         with self._lock:
-            self._let_go(self._held.pop(key, set()))
+            if (before := self._held.pop(key, None)) is not None:
+                self._let_go(before)
 
     def clear(self) -> None:
         """Stops counting everything but the arena."""
@@ -269,29 +277,18 @@ class Meter:
             for key in list(self._held):
                 self.release(key)
 
-    def _counts(self, tensor: torch.Tensor) -> bool:
-        return self._counts_host or not is_on_host(tensor)
+    def _storages_of(self, tensor: torch.Tensor) -> Sequence[torch.UntypedStorage]:
+        """The storages of a tensor that counts: one, or those of a sparse tensor's parts."""
+        if not self._counts_host and is_on_host(tensor):
+            return ()
+        if tensor.layout == torch.sparse_coo:
+            return (*self._storages_of(tensor._indices()), *self._storages_of(tensor._values()))
+        return (tensor.untyped_storage(),)
 
-    def _let_go(self, names: set[_Name]) -> None:
+    def _let_go(self, names: Iterable[_Name]) -> None:
         for name in names:
             storage = self._storages[name]
             storage.num_holders -= 1
             if not storage.num_holders:
                 del self._storages[name]
-                self._add(-storage.nbytes)
-
-    def _add(self, nbytes: int) -> None:
-        self._current += nbytes
-        self._peak = max(self._peak, self._current)
-
-
-def _storages(tensor: torch.Tensor) -> Iterator[tuple[_Name, int]]:
-    """Yields identity and size of the storages of a tensor: one, or those of a sparse tensor's parts."""
-    if tensor.layout == torch.sparse_coo:
-        yield from _storages(tensor._indices())
-        yield from _storages(tensor._values())
-        return
-    storage = tensor.untyped_storage()
-    nbytes = storage.nbytes()
-    if nbytes:
-        yield (tensor.device, storage.data_ptr()), nbytes
+                self._current -= storage.nbytes

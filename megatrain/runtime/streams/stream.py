@@ -371,8 +371,7 @@ class ComputeStream:
         steps: Steps | None = None,
     ) -> None:
         self._steps = Steps() if steps is None else steps
-        self._device = device
-        self._probe = _probe(self.name, chaos, recording)
+        self._lane = Lane(self.name, device, _probe(self.name, chaos, recording))
 
     def run(self, label: str, work: Callable[[], None], waits: Sequence[Event], done: Event) -> None:
         """Waits for `waits`, runs `work`, settles `done`.
@@ -381,9 +380,8 @@ class ComputeStream:
             Aborted: If the step has failed; `StreamSet.finish` then raises the failure.
             BaseException: The error of `work`, unchanged, after aborting the step.
         """
-        # A new lane each time: the device's current stream is the caller's to change.
-        lane = Lane(self.name, self._device, self._probe)
-        lane.device_stream = self._device.current_stream()
+        lane = self._lane
+        lane.device_stream = lane.device.current_stream()  # the caller's to change
         done.stream = self.name
         lane.perform(Queued(self._steps.current, label, work, waits, done))
 
