@@ -24,6 +24,9 @@ import torch
 
 from megatrain.memory.host_limits import update_threads
 from megatrain.optim.fast.adamw import AdamWOptions, Kernel, Moments, adamw_, native_reason
+from megatrain.optim.fast.adamw_8bit import AdamW8bitInOnePass
+from megatrain.optim.fast.codes import new_state
+from megatrain.optim.fast.path import ParameterUpdate
 from megatrain.optim.masters.halves import Master, SplitMaster, WholeMaster
 from megatrain.optim.norm import GradientNorm
 
@@ -36,7 +39,7 @@ class Way:
     """One way to do the work: a name, the bytes it names per parameter, and the work."""
 
     name: str
-    bytes_each: int
+    bytes_each: float
     run: Callable[[], object]
 
 
@@ -71,6 +74,7 @@ def ways(numel: int, *, inductor: bool, deepspeed: bool) -> list[Way]:
         made.append(Way("fp32, native", 28, ours("native", WholeMaster(values))))
         made.append(Way("split, native", 28, ours("native")))
         made.append(Way("split, native, bf16 gradient", 26, ours("native", halves, narrow)))
+        made.append(Way("split, native, bf16 gradient, 8-bit moments", 14.375, _in_codes(halves, narrow)))
     if deepspeed:
         made.append(_of_deepspeed(parameter, moments))
     if inductor:
@@ -81,6 +85,15 @@ def ways(numel: int, *, inductor: bool, deepspeed: bool) -> list[Way]:
 def _norm(parameter: torch.Tensor, gradient: torch.Tensor) -> None:
     norm = GradientNorm([parameter], [parameter], threads=torch.get_num_threads())
     norm.add(0, {parameter: gradient})
+
+
+def _in_codes(master: SplitMaster, gradient: torch.Tensor) -> Callable[[], object]:
+    path, state = AdamW8bitInOnePass(), new_state(gradient)
+    moments, numbers = (tuple(state[name] for name in names) for names in (path.moments, path.numbers))
+    given = ParameterUpdate(master, gradient, moments, numbers, OPTIONS)  # kept: the update knows addresses alone
+    update = path.prepare([given])
+    assert update is not None
+    return lambda: update([given.gradient], [OPTIONS], [1.0])
 
 
 def _of_deepspeed(parameter: torch.nn.Parameter, moments: Moments) -> Way:

@@ -35,6 +35,7 @@ from megatrain.errors import (
 )
 from megatrain.hardware.hardware import Hardware
 from megatrain.memory.out_of_memory import DeviceMemoryError
+from megatrain.optim.fast.adamw_8bit import AdamW8bit
 from megatrain.optim.grad_scaler import GradScaler
 from megatrain.passes.pipeline import lower
 from megatrain.passes.program import Block, Program, Template
@@ -58,6 +59,7 @@ from megatrain.training.step import TrainStep
 from megatrain.verification import Report, verify
 
 __all__ = [
+    "AdamW8bit",
     "ApartWarning",
     "Block",
     "Chaos",

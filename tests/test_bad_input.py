@@ -89,13 +89,13 @@ MODELS = {
 }
 # Values that our own passes make, and what our runtime asks of them: these trust their types, and their checkers find
 # what doesn't fit together (Schedule.check, Workload.check, verify_program, TracedModule.check). A compiled model is
-# the model's own class, and its methods are torch's own. What measures for seconds has its test in
-# tests/hardware.
+# the model's own class, and its methods are torch's own, as are the checks of an optimizer's options. What measures for
+# seconds has its test in tests/hardware.
 TRUSTED = (
     *("Block", "HostPlan", "Plan", "Program", "Report", "Schedule", "Template", "TensorSpec", "TracedModule"),
     *("Workload", "Workload.[bhu]*", "Chaos.*", "Engine.*", "Program.*", "Recording.*", "TensorSpec.*"),
     *("TracedModule.*", "Executor.state_output", "Hardware.seconds", "HostPlan.bytes_of"),
-    *("CompiledModule.*", "GradScaler.*", "Hardware.measure"),
+    *("CompiledModule.*", "GradScaler.*", "Hardware.measure", "AdamW8bit", "AdamW8bit.*"),
 )
 
 
@@ -171,7 +171,8 @@ def public_functions() -> Iterator[tuple[str, Callable[..., Any]]]:
             continue
         yield name, made
         for method, function in inspect.getmembers(made, callable) if isinstance(made, type) else ():
-            if (not method.startswith("_") or method == "__call__") and not isinstance(function, type):
+            is_code = inspect.isroutine(function) or hasattr(function, "__wrapped__")
+            if is_code and (not method.startswith("_") or method == "__call__"):
                 yield f"{name}.{method}", function
 
 

@@ -100,3 +100,4 @@ LANES = 16
 """`adamw.c` takes multiples of this many elements."""
 
 ADAMW = NativeKernel(Path(__file__).with_name("adamw.c"), "adamw", ("int64s", "floats", "int64", "int32"))
+ADAMW_8BIT = NativeKernel(Path(__file__).with_name("adamw_8bit.c"), "adamw_8bit", ADAMW.signature)

@@ -257,7 +257,7 @@ def _prepare(item: _Fast, state: dict[str, Any]) -> _Fast:
 
 
 def _check_names(parameter: torch.Tensor, path: FastPath, state: Mapping[str, Any]) -> None:
-    """Refuses state without one of a fast path's names, and moments that aren't fp32."""
+    """Refuses state without one of a fast path's names, and moments of another dtype: usually they are fp32."""
     missing = [name for name in (*path.numbers, *path.moments) if not isinstance(state.get(name), torch.Tensor)]
     if missing:
         raise OptimizerError(
@@ -265,12 +265,14 @@ def _check_names(parameter: torch.Tensor, path: FastPath, state: Mapping[str, An
             f"  {type(path).__name__} needs this tensor.\n"
             "  Put it into optimizer.state, or clear the parameter's state to begin anew."
         )
-    narrow = [state[name].dtype for name in path.moments if state[name].dtype != torch.float32]
-    if narrow:
+    dtypes = {name: path.dtypes.get(name, torch.float32) for name in path.moments}
+    others = [name for name, dtype in dtypes.items() if state[name].dtype != dtype]
+    if others:
+        wanted = str(dtypes[others[0]]).removeprefix("torch.").replace("float32", "fp32")
         raise OptimizerError(
-            f"the moments of a {tuple(parameter.shape)} parameter are {narrow[0]}.\n"
-            "  Over masters, moments must stay fp32; load_state_dict converts state to the parameter's dtype.\n"
-            "  Put the fp32 tensors into optimizer.state after loading."
+            f"the moments of a {tuple(parameter.shape)} parameter are {state[others[0]].dtype}.\n"
+            f"  Over masters, moments must stay {wanted}; load_state_dict converts state to the parameter's dtype.\n"
+            f"  Put the {wanted} tensors into optimizer.state after loading."
         )
 
 

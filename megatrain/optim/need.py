@@ -14,6 +14,7 @@ from megatrain.checks.several_optimizers import several_fault
 from megatrain.device import HOST
 from megatrain.errors import OptionError
 from megatrain.optim.fast import FastPath, fast_path
+from megatrain.optim.fast.adamw_8bit import AdamW8bit
 from megatrain.optim.masters.halves import Master, RoundedMaster, WholeMaster
 from megatrain.optim.per_parameter import check_steps, is_per_parameter
 from megatrain.optim.proxy import (
@@ -65,6 +66,8 @@ def made_over(
 
 
 def _class_of(kind: object) -> object:
+    if kind == AdamW8bit.__name__:
+        return AdamW8bit
     return getattr(torch.optim, kind, None) if isinstance(kind, str) else kind
 
 

@@ -242,7 +242,7 @@ def _other_trainings(plan: PlannedStep) -> Iterator[Changes]:
         yield {LORA: _RANK}
     if isinstance(given, str | type):
         own = given if isinstance(given, str) else given.__name__
-        yield from ({"optimizer": name} for name in ("Adafactor", "SGD") if name != own)
+        yield from ({"optimizer": name} for name in ("AdamW8bit", "SGD") if name != own)
 
 
 MOST = 3

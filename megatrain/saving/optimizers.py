@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import collections
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+import warnings
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -15,7 +16,7 @@ from torch.overrides import TorchFunctionMode
 from megatrain.checks import shown
 from megatrain.checks.several_optimizers import Optimizers, check_apart, optimizers_of
 from megatrain.counts import counted
-from megatrain.errors import CheckpointError
+from megatrain.errors import CheckpointError, ResumeWarning
 from megatrain.files.json_file import MAX_INT
 from megatrain.saving.manifest import Encoder, Manifest
 from megatrain.tracer.packing import inner_tensors, is_wrapper, packing_text
@@ -120,7 +121,8 @@ def differences(
 ) -> list[str]:
     """Yields the differences between stored optimizers and these: classes, groups, parameters."""
     named = [members for optimizer in optimizers for members in _named(optimizer, names)]
-    found = [] if kind == _kind(optimizers) else [f"class: {kind} in the checkpoint, but {_kind(optimizers)} here"]
+    is_alike = _in_one_form(kind) == _in_one_form(_kind(optimizers))
+    found = [] if is_alike else [f"class: {kind} in the checkpoint, but {_kind(optimizers)} here"]
     own = {name: i for i, members in enumerate(named) for name in members}
     specs = {name: _spec(tensor) for members in named for name, tensor in members.items()}
     stored = {name: i for i, members in enumerate(groups) for name in members}
@@ -195,6 +197,7 @@ def _put_back_one(
     rest: Mapping[str, Any],
 ) -> None:
     named = _named(optimizer, names)
+    state = _converted(optimizer, state)
     ids = {name: i for i, name in enumerate(name for members in named for name in members)}
     ordered: list[dict[str, Any]] = []
     for stored, members, own in zip(groups, named, optimizer.param_groups, strict=True):
@@ -211,6 +214,49 @@ def _put_back_one(
     for members in named:
         for name, tensor in members.items():
             _keep_dtypes(optimizer.state.get(tensor, {}), state.get(name, {}))
+
+
+@dataclass(frozen=True, slots=True)
+class Conversion:
+    """How the state of one class of optimizers becomes that of another, which computes the same but for rounding.
+
+    Args:
+        stored: The class that was saved, as checkpoints name it.
+        here: The class that goes on.
+        name: A state that only the former has.
+        says: What becomes of the state, for people.
+        convert: Of a parameter's state.
+    """
+
+    stored: str
+    here: str
+    name: str
+    says: str
+    convert: Callable[[Mapping[str, Any]], Mapping[str, Any]]
+
+
+conversions: list[Conversion] = []
+"""Those that there are."""
+
+
+def _converted(optimizer: Optimizer, state: Mapping[str, Mapping[str, Any]]) -> Mapping[str, Mapping[str, Any]]:
+    for each in conversions:
+        if each.here == _class_of(optimizer) and any(each.name in values for values in state.values()):
+            warnings.warn(
+                f"the checkpoint is of {each.stored}, and {each.says}: updates differ a little from here on. To go on "
+                f"with the same bits, resume with {each.stored}.",
+                ResumeWarning,
+                stacklevel=2,
+            )
+            return {name: each.convert(values) for name, values in state.items()}
+    return state
+
+
+def _in_one_form(kind: str) -> str:
+    """The text of `_kind`, the same for classes of which one's state becomes the other's."""
+    for one, other in sorted((each.stored, each.here) for each in conversions):
+        kind = kind.replace(max(one, other), min(one, other))
+    return kind
 
 
 class _Unconverted(TorchFunctionMode):

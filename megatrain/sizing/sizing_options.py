@@ -17,7 +17,7 @@ LENGTH, TOKENS_PER_STEP = 4096, 65536
 
 
 def _optimizers() -> Mapping[str, str]:
-    """Those of torch by their names in small letters."""
+    """Those of torch and ours, by their names in small letters."""
     from torch import optim
 
     found = {name: kind for name, kind in vars(optim).items() if isinstance(kind, type)}
@@ -25,7 +25,7 @@ def _optimizers() -> Mapping[str, str]:
         name.lower(): name
         for name, kind in found.items()
         if issubclass(kind, optim.Optimizer) and kind is not optim.Optimizer
-    }
+    } | {"adamw8bit": "AdamW8bit"}
 
 
 def _of(
@@ -71,7 +71,9 @@ class SizingOptions:
     lora: int = _of(
         0, count(0, 2**16), "train adapters of this rank on all linear layers, and leave the model's own weights", int
     )
-    optimizer: str = _of("adamw", lambda: one_of(*_optimizers()), "an optimizer of torch.optim (default: adamw)")
+    optimizer: str = _of(
+        "adamw", lambda: one_of(*_optimizers()), "an optimizer of torch.optim, or adamw8bit (default: adamw)"
+    )
     precision: str = _of(
         "bf16", of_compile("precision"), "bf16, which computes in bf16 over fp32 masters, or fp32 (default: bf16)"
     )

@@ -9,7 +9,31 @@ PATHS, REGISTRY, NARROW, PREPARED = (
     f"tests/optim/test_{name}.py" for name in ("fast_paths", "registry", "narrow", "prepared")
 )
 
+CODES = "tests/optim/test_adamw_8bit.py"
+_UPDATES = f"{CODES}::test_updates_are_the_references_whoever_computes_them"
+
 FAULTS: list[Fault] = [
+    Fault(
+        "where there is no compiler, codes stand for the lower end of their interval",
+        "optim/fast/codes.py",
+        "square.float().add_(0.5)",
+        "square.float().add_(0.0)",
+        (_UPDATES,),
+    ),
+    Fault(
+        "in C a code of 8 bits is rounded toward zero",
+        "native/adamw_8bit.c",
+        "(uint8_t)as_bits(value + 0x1.8p23f)",
+        "(uint8_t)(int8_t)(int32_t)value",
+        (f"{CODES}::test_both_ways_are_tried_here",),
+    ),
+    Fault(
+        "a checkpoint of exact moments is rounded to 8 bits in silence",
+        "saving/optimizers.py",
+        "if each.here == _class_of(optimizer) and any(",
+        "if each.here == _class_of(optimizer) and not any(",
+        (f"{CODES}::test_a_checkpoint_goes_on_to_the_bit_and_exact_moments_are_told",),
+    ),
     Fault(
         "parameters that are in no block are never updated",
         "optim/blockwise.py",

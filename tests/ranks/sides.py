@@ -126,7 +126,11 @@ def own(result: Any, batch: Any) -> torch.Tensor:
     return result["loss"]
 
 
-OPTIMIZERS = {"adamw": adamw, "sgd": sgd}
+OPTIMIZERS = {
+    "adamw": adamw,
+    "sgd": sgd,
+    "8 bit": lambda model: megatrain.AdamW8bit([p for p in model.parameters() if p.requires_grad], lr=1e-2),
+}
 OURS: dict[str, Task] = {
     **TASKS,
     "branching": Task(branching, branching_batch, square),

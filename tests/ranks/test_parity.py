@@ -31,6 +31,7 @@ MORE = {
 } | {
     "adapted-serial-sum": Case("adapted", "serial", TWO, optimizer="sgd", options={"reduce": "sum"}),
     "tied-overlap-norm": Case("tied", "overlap", THREE, options={"report_norm": True}),
+    "tied-8bit": Case("tied", "spread", THREE, optimizer="8 bit", compile={"precision": "bf16"}, looks=True),
     "tied-rounded": Case("tied", "overlap", THREE, compile={"precision": "bf16", "masters": "rounded"}),
     "stack-cut": Case("stack", "serial_clipped", THREE, compile={"transfer": "copy", "block_bytes": "100B"}),
     "stack-cut-deferred": Case("stack", "deferred", THREE, compile={"block_bytes": "100B"}, looks=True),

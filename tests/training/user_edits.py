@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+import megatrain
 from tests.training.user_code import TABLE, VARIABLE, Part, Side, square
 
 # -- optimizers ------------------------------------------------------------------------------------------------------
@@ -107,6 +108,7 @@ OPTIMIZERS: dict[str, Part] = {
     "adam": torchs("Adam", lr=0.01, foreach=True),
     "adamw": torchs("AdamW", lr=0.01),
     "fused": torchs("AdamW", lr=0.01, fused=True),
+    "8 bit": Part(lambda params, number: megatrain.AdamW8bit(params, lr=0.01), narrow=True),
     "amsgrad": torchs("AdamW", lr=0.01, amsgrad=True, foreach=False),
     "rmsprop": torchs("RMSprop", lr=0.01, momentum=0.5, centered=True),
     "adagrad": torchs("Adagrad", lr=0.05),

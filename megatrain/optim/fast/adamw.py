@@ -12,14 +12,14 @@ import torch
 
 from megatrain.device import is_on_host
 from megatrain.errors import OptimizerError
-from megatrain.native.native_kernel import ADAMW, LANES
+from megatrain.native.native_kernel import ADAMW, LANES, NativeKernel
 from megatrain.optim.fast.path import FastPath, ParameterUpdate, PreparedUpdate, in_pieces
 from megatrain.optim.masters.halves import Master, RoundedMaster, SplitMaster, WholeMaster, read_
 from megatrain.optim.proxy import Optimizer, runs_torchs_code, step_code
 from megatrain.torch_private import fused_adamw
 
 _OF_A_THREAD = 1 << 17  # elements: to wake a thread takes as long as to update some ten thousand
-_NUMBERS, _SCALARS = 7, 8  # of a tensor, as `adamw.c` lists them
+_SCALARS = 8  # of a tensor, as `adamw.c` lists them
 Kernel = Literal["auto", "plain", "fused", "native"]
 
 
@@ -106,12 +106,12 @@ def adamw_(
         OptimizerError: If `"native"` was asked for and isn't available.
     """
     assert gradient.shape == master.shape
-    scalars, done = _scalars(step, options, scale), 0
-    if kernel in ("auto", "native") and _is_native(type(master), gradient.dtype):
+    scalars, done = scalars_of(step, options, scale), 0
+    if kernel in ("auto", "native") and is_native(type(master), gradient.dtype):
         reason = native_reason()
         if reason is None:
             done = gradient.numel() // LANES * LANES
-            _InC([(master, moments, gradient)])([gradient], [scalars], threads)
+            InC(ADAMW, LANES, [(master, moments.both, gradient)])([gradient], [scalars], threads)
         elif kernel == "native":
             raise OptimizerError(f"kernel='native' isn't available: {reason}.\n  Use kernel='auto'.")
     update = _plain if kernel == "plain" else _fused
@@ -119,7 +119,8 @@ def adamw_(
         update(values, wide, Moments(*both), step, options)
 
 
-def _is_native(master: type[Master], gradient: torch.dtype) -> bool:
+def is_native(master: type[Master], gradient: torch.dtype) -> bool:
+    """Tells whether the native kernels know masters and gradients of these kinds."""
     return master is not RoundedMaster and gradient in (torch.float32, torch.bfloat16)
 
 
@@ -143,32 +144,38 @@ def native_reason() -> str | None:
             gradient = torch.randn(values.shape, generator=generator).to(torch.bfloat16 if narrow else torch.float32)
             _fused(values, gradient.float(), theirs, step, options)
             for master, mine in states:
-                _InC([(master, mine, gradient)])([gradient], [_scalars(step, options, 1.0)], 1)
+                in_c = InC(ADAMW, LANES, [(master, mine.both, gradient)])
+                in_c([gradient], [scalars_of(step, options, 1.0)], 1)
         if not all(torch.equal(read_(torch.empty_like(values), master), values) for master in masters):
             return "its bits differ from those of torch's fused AdamW on this processor"
     return None
 
 
-class _InC:
+class InC:
     """Updates of tensors by one call into C, each as far as whole lanes go.
 
     Args:
-        given: Masters, moments, and gradients like those to come; all contiguous.
+        kernel: `adamw.c`, or one that takes its arguments with other state.
+        lanes: It takes multiples of so many elements.
+        given: Masters, their state in the kernel's order, and gradients like those to come; all contiguous.
     """
 
-    def __init__(self, given: Sequence[tuple[Master, Moments, torch.Tensor]]):
+    def __init__(
+        self, kernel: NativeKernel, lanes: int, given: Sequence[tuple[Master, Sequence[torch.Tensor], torch.Tensor]]
+    ):
         numbers, total = list[int](), 0
-        for master, moments, gradient in given:
-            assert all([tensor.is_contiguous() for tensor in (gradient, *moments.both)])
+        for master, state, gradient in given:
+            assert all([tensor.is_contiguous() for tensor in (gradient, *state)])
             if isinstance(master, SplitMaster):
                 values, low = master.high.data_ptr(), master.low.data_ptr()
             else:
                 assert isinstance(master, WholeMaster)
                 values, low = master.values.data_ptr(), 0
-            done = gradient.numel() // LANES * LANES
+            done = gradient.numel() // lanes * lanes
             is_narrow = int(gradient.dtype == torch.bfloat16)
-            numbers += (values, low, gradient.data_ptr(), is_narrow, *(m.data_ptr() for m in moments.both), done)
+            numbers += (values, low, gradient.data_ptr(), is_narrow, *(tensor.data_ptr() for tensor in state), done)
             total += done
+        self._kernel, self._width = kernel, len(numbers) // len(given)
         self._numbers = (ctypes.c_int64 * len(numbers))(*numbers)
         self._scalars = (ctypes.c_float * (_SCALARS * len(given)))()
         self._most_threads = max(1, total // _OF_A_THREAD)
@@ -176,28 +183,31 @@ class _InC:
     def __call__(
         self, gradients: Sequence[torch.Tensor], scalars: Sequence[tuple[float, ...]], threads: int | None
     ) -> None:
+        """Updates by these gradients and by the numbers of `scalars_of`."""
         for index, gradient in enumerate(gradients):
-            self._numbers[_NUMBERS * index + 2] = gradient.data_ptr()
+            self._numbers[self._width * index + 2] = gradient.data_ptr()
             self._scalars[_SCALARS * index : _SCALARS * (index + 1)] = scalars[index]
-        ADAMW(self._numbers, self._scalars, len(gradients), min(self._most_threads, threads or torch.get_num_threads()))
+        number = min(self._most_threads, threads or torch.get_num_threads())
+        self._kernel(self._numbers, self._scalars, len(gradients), number)
 
 
-class _PreparedAdamW:
-    """`AdamWInOnePass.prepare`: see `PreparedUpdate`."""
+class PreparedInC:
+    """`FastPath.prepare` of a native kernel whose first number is the step; see `PreparedUpdate`."""
 
-    def __init__(self, given: Sequence[ParameterUpdate]):
-        self._in_c = _InC([(each.master, Moments(*each.moments), each.gradient) for each in given])
+    def __init__(self, in_c: InC, given: Sequence[ParameterUpdate]):
+        self._in_c = in_c
         self._steps = [ctypes.c_float.from_address(each.numbers[0].data_ptr()) for each in given]
         self._threads = given[0].threads
 
     def __call__(self, gradients: Sequence[torch.Tensor], options: Sequence[Any], scales: Sequence[float]) -> None:
+        """Takes one more step."""
         known: dict[tuple[float, int, float], tuple[float, ...]] = {}
         scalars: list[tuple[float, ...]] = []
         for step, own, scale in zip(self._steps, options, scales, strict=True):
             step.value += 1
             key = step.value, id(own), scale
             if key not in known:
-                known[key] = _scalars(int(step.value), own, scale)
+                known[key] = scalars_of(int(step.value), own, scale)
             scalars.append(known[key])
         self._in_c(gradients, scalars, self._threads)
 
@@ -235,7 +245,8 @@ def _fused(values: torch.Tensor, gradient: torch.Tensor, moments: Moments, step:
     )
 
 
-def _scalars(step: int, options: AdamWOptions, scale: float) -> tuple[float, ...]:
+def scalars_of(step: int, options: AdamWOptions, scale: float) -> tuple[float, ...]:
+    """The numbers of an update, as `adamw.c` lists them."""
     (beta1, beta2), lr = options.betas, options.lr
     return (
         -scale if options.maximize else scale,
@@ -285,7 +296,9 @@ class AdamWInOnePass(FastPath):
 
     def prepare(self, given: Sequence[ParameterUpdate]) -> PreparedUpdate | None:
         """Prepares one call of the native kernel, if the kernel does all of it."""
-        return _PreparedAdamW(given) if all(map(self._is_native, given)) else None
+        if not all(map(self._is_native, given)):
+            return None
+        return PreparedInC(InC(ADAMW, LANES, [(each.master, each.moments, each.gradient) for each in given]), given)
 
     def _is_native(self, given: ParameterUpdate) -> bool:
         (step,) = given.numbers
@@ -294,7 +307,7 @@ class AdamWInOnePass(FastPath):
 
     def is_sure(self, master: type[Master], gradient: torch.dtype) -> bool:
         """Whether the native kernel does it, which takes no memory."""
-        return _is_native(master, gradient) and native_reason() is None
+        return is_native(master, gradient) and native_reason() is None
 
 
 _ADAMW = step_code(torch.optim.AdamW)

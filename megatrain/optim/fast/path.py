@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, Protocol
 
 import torch
@@ -55,8 +56,8 @@ class ParameterUpdate:
     Args:
         master: The parameter's values: `WholeMaster` of an fp32 parameter, `SplitMaster` or `RoundedMaster` of bf16.
         gradient: Contiguous, of the master's shape, fp32 or bf16; not to be written to.
-        moments: fp32, contiguous, of the master's shape; in the order of `FastPath.moments`.
-        numbers: fp32 tensors without dimensions, in the order of `FastPath.numbers`.
+        moments: Contiguous, of the master's shape; in the order of `FastPath.moments`, and of their dtypes.
+        numbers: In the order of `FastPath.numbers`; most are fp32 tensors without dimensions.
         options: The result of `FastPath.options`.
         scale: Factor of the gradient, such as the coefficient of clipping.
         threads: How many threads code that isn't torch's may take; None is as many as torch.
@@ -95,12 +96,15 @@ class FastPath(ABC):
     is from them. State has the names that the optimizer's own code gives, so that a checkpoint fits both.
 
     Attributes:
-        moments: Names of state in fp32, of the parameter's shape (`exp_avg`).
-        numbers: Names of state that is one fp32 number (`step`), before the moments in a parameter's state.
+        moments: Names of state of the parameter's shape (`exp_avg`).
+        numbers: Names of state that is one fp32 number (`step`), or of a shape of its own; before the moments in a
+            parameter's state.
+        dtypes: Of the moments that aren't fp32.
     """
 
     moments: tuple[str, ...] = ()
     numbers: tuple[str, ...] = ()
+    dtypes: Mapping[str, torch.dtype] = MappingProxyType({})
 
     @abstractmethod
     def matches(self, optimizer: Optimizer, group: Mapping[str, Any]) -> bool:
