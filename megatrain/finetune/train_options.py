@@ -58,6 +58,11 @@ class TrainOptions:
     chunking: str = _option(
         "auto", of_compile("chunking"), "auto, always or never: chunks of a head's loss, tiles of tokens"
     )
+    moments: str = _option(
+        "exact",
+        one_of("exact", "8bit"),
+        "exact, or 8bit: those of AdamW in 2 bytes a parameter, not 8 (default: exact)",
+    )
     kernels: str = _option("auto", of_compile("kernels"), "auto, eager, graphs (recorded) or inductor (compiled)")
     length: int | None = _option(
         None, optional(count(2, 2**24)), "most tokens of a sequence (default: 2048, or what the model takes if less)"

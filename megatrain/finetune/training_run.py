@@ -43,6 +43,7 @@ from megatrain.hardware.machine import usual_machine
 from megatrain.integrations.hf import Streamed
 from megatrain.integrations.hf.newest_whole import STATE, newest_whole
 from megatrain.memory.device_budget import DeviceBudget
+from megatrain.optim.fast.adamw_8bit import AdamW8bit
 from megatrain.planning.advice import Spelling, refusal, size
 from megatrain.planning.host_plan import MICRO_BATCH, SEQUENCE
 from megatrain.planning.planned_step import PlannedStep, micro_batch_sizes, shortest_step
@@ -214,6 +215,10 @@ class _Run:
             )
         return arguments
 
+    @property
+    def _is_coded(self) -> bool:
+        return self.options.moments == "8bit"
+
     def _on_paper(self) -> Any:
         """Lets TRL prepare the data, with a model that has no memory.
 
@@ -370,7 +375,7 @@ class _Run:
         model.config.use_cache = False  # as the trainer does: otherwise keys and values would be results
         return plan(
             model, device=self._device, device_memory=DeviceBudget(self._device, given).nbytes,
-            optimizer=torch.optim.AdamW(trained, fused=True),  # as the trainer makes it
+            optimizer=AdamW8bit(trained) if self._is_coded else torch.optim.AdamW(trained, fused=True),  # as it trains
             precision=options.precision, micro_batches=count, hardware=machine,
             max_grad_norm=_MAX_GRAD_NORM, block_bytes=options.block_bytes, chunking=options.chunking,
             kernels=options.kernels, example_kwargs=inputs,
@@ -422,6 +427,7 @@ class _Run:
             megatrain_device=self._device, megatrain_precision=options.precision, megatrain_memory=options.memory,
             megatrain_block_bytes=options.block_bytes, megatrain_chunking=options.chunking,
             megatrain_kernels=options.kernels,
+            optimizer_cls_and_kwargs=(AdamW8bit, {"lr": arguments.learning_rate}) if self._is_coded else None,
             megatrain_on_nonfinite="raise",  # the trainer would show another loss in its place, and go on
         )  # fmt: skip
         record.write()

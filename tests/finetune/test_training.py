@@ -19,7 +19,7 @@ from transformers import AutoTokenizer, LlamaForCausalLM, set_seed
 from trl import SFTConfig, SFTTrainer
 from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
-from megatrain import Hardware
+from megatrain import AdamW8bit, Hardware
 from megatrain.command_options import flag
 from megatrain.finetune import training_run
 from megatrain.finetune.pretrained import Adapters
@@ -91,12 +91,16 @@ def both(tmp_path: Path, name: str) -> tuple[Path, Path, list[Any]]:
     return folder, out, [folder, data(tmp_path, name), "--out", out, "--eval", other, *GIVEN]
 
 
-@pytest.mark.parametrize(("name", "memory"), [("text", "1MiB"), ("messages", "200KiB"), nightly(("prompt", "1MiB"))])
-def test_the_weights_are_trained_as_by_trls_trainer(name: str, memory: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("name", "memory", "moments"),
+    [("text", "1MiB", "exact"), ("messages", "200KiB", "8bit"), nightly(("prompt", "1MiB", "exact"))],
+)
+def test_the_weights_are_trained_as_by_trls_trainer(name: str, memory: str, moments: str, tmp_path: Path) -> None:
     folder, out, command = both(tmp_path, name)
-    assert train(*command, "--memory", memory) == 0
+    assert train(*command, "--memory", memory, "--moments", moments) == 0
     model = LlamaForCausalLM.from_pretrained(folder)
-    expected = stock(OwnLoss, tmp_path, model, name, data_collator=Padded(0, pad_to_multiple_of=16))
+    own = {"optimizer_cls_and_kwargs": (AdamW8bit, {"lr": 1e-2})} if moments == "8bit" else {}
+    expected = stock(OwnLoss, tmp_path, model, name, data_collator=Padded(0, pad_to_multiple_of=16), **own)
     assert log_of(out) == rows_of(expected.state.log_history)
     assert sum("eval_loss" in row for row in log_of(out)) == 3  # before, at step 3, and at the end
     assert_same(weights_of(out), {key: t.detach() for key, t in model.state_dict().items()})
