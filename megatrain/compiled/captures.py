@@ -377,7 +377,8 @@ class Variants:
         return Variant(traced, made, guards, assumptions)
 
 
-_OF_INPUTS = re.compile(r"dtype|scalar type|shape|size of|sizes of|size mismatch", re.IGNORECASE)
+_OF_DTYPES = re.compile(r"dtype|scalar type", re.IGNORECASE)
+_OF_SIZES = re.compile(r"shape|size of|sizes of|size mismatch", re.IGNORECASE)
 
 
 @contextmanager
@@ -391,22 +392,25 @@ def naming_inputs(model: nn.Module, values: Iterable[Any]) -> Generator[None]:
     try:
         yield
     except RuntimeError as error:
-        if _OF_INPUTS.search(str(error)):
-            error.add_note(_given(model, [value for value in values if isinstance(value, torch.Tensor)]))
+        note = _given(model, [value for value in values if isinstance(value, torch.Tensor)], str(error))
+        if note is not None:
+            error.add_note(note)
         raise
 
 
-def _given(model: nn.Module, tensors: Sequence[torch.Tensor]) -> str:
-    """What a forward was given, the rule that it may have broken, and the way out."""
+def _given(model: nn.Module, tensors: Sequence[torch.Tensor], said: str) -> str | None:
+    """What a forward was given, the rule that it may have broken, and the way out; None if no input explains it."""
     specs = ", ".join(str(TensorSpec.of(tensor)) for tensor in tensors)
     dtypes = {parameter.dtype for parameter in model.parameters() if parameter.is_floating_point()}
     others = {tensor.dtype for tensor in tensors} - dtypes
     lines = [f"megatrain: the model's own code raised this, as it does in eager PyTorch, for {specs or 'no tensor'}."]
-    if len(dtypes) == 1 and others:
+    if len(dtypes) == 1 and others and (_OF_DTYPES.search(said) or _OF_SIZES.search(said)):
         (dtype,) = dtypes
         lines.append(f"Its parameters are {dtype}. An input that meets them in a product has their dtype.")
         lines.append(f"Convert such inputs by .to({dtype}), or the model before compile().")
-    else:
+    elif _OF_SIZES.search(said):
         lines.append("A batch has the width that the model's layers take; only sizes that these leave open may change.")
         lines.append("Call the plain model with such an input first.")
+    else:
+        return None
     return "\n  ".join(lines)

@@ -218,7 +218,7 @@ def _put_back_one(
 
 @dataclass(frozen=True, slots=True)
 class Conversion:
-    """How the state of one class of optimizers becomes that of another, which computes the same but for rounding.
+    """How the state of one class of optimizers becomes that of another, which computes the same apart from rounding.
 
     Args:
         stored: The class that was saved, as checkpoints name it.
