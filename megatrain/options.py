@@ -76,6 +76,7 @@ class Limits:
         kernels: What computes a block: `"eager"`, `"graphs"` or `"inductor"`; or `"auto"`, eager's kernels launched one
             by one or, as with `"graphs"`, by one call for each block, as the plan of a step or call says.
         most_result_bytes: Bytes of kernels' results that may be kept for a backward; None is any number.
+        updates_there: Whether the device may update blocks, where memory is left.
         weights: Files and folders with the model's state, or None.
         opaque: What happens if the model is one opaque block: `"warn"`, `"refuse"` or `"allow"`.
     """
@@ -92,6 +93,7 @@ class Limits:
     hardware: Hardware | None = None
     kernels: str = "eager"
     most_result_bytes: int | None = None
+    updates_there: bool = False
     weights: tuple[Path, ...] | None = None
     opaque: str = "warn"
 

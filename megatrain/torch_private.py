@@ -128,6 +128,14 @@ unset_fake_temporarily = _found("torch._subclasses.fake_tensor", "unset_fake_tem
 forbid_memory = _found("torch", "_C._set_throw_on_mutable_data_ptr")
 # Torch's own AdamW kernel: the bits of `AdamW(fused=True)`.
 fused_adamw = _found("torch", "_fused_adamw_")
+# The compiler of CUDA at run time, and what loads its kernels: each None if this torch has none, as only a kernel of
+# ours needs it, without which the host makes all updates.
+gpu_compiler: Any
+load_gpu_kernels: Any
+gpu_compiler, load_gpu_kernels = (
+    None if is_missing(found) else found
+    for found in (_found("torch.cuda._utils", name) for name in ("_get_gpu_rtc_library", "_cuda_load_module"))
+)
 # The backward of a softmax, into memory that is there.
 log_softmax_backward = _found("torch", "ops.aten._log_softmax_backward_data.out")
 # The norm of each of several tensors, as `clip_grad_norm_` takes them on a device; and copies in one call.

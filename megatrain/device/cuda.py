@@ -23,6 +23,7 @@ from megatrain.device.interface import LaunchGraphs
 from megatrain.errors import ExecuteError
 from megatrain.sizes import format_bytes
 from megatrain.torch_allocator import end_capture_of_memory
+from megatrain.torch_private import gpu_compiler, load_gpu_kernels
 
 _DEVICES = Path("/sys/bus/pci/devices")
 _ADDRESS = re.compile(r"[0-9a-f]{4,}:[0-9a-f]{2}:[0-9a-f]{2}\.[0-7]")
@@ -167,6 +168,32 @@ _LAST_ERROR = {"libcudart": "cudaGetLastError", "libamdhip64": "hipGetLastError"
 _waiting = threading.local()
 
 
+_THREADS = 256
+
+
+def _compiled(source: str, function: str) -> Any:
+    """Compiles a kernel for the current GPU; torch's own compile function wants the headers of a toolkit.
+
+    Raises:
+        RuntimeError: If NVRTC refuses it.
+    """
+    nvrtc, major_minor = gpu_compiler(), torch.cuda.get_device_capability()
+    program, nbytes = ctypes.c_void_p(), ctypes.c_size_t()
+    flags = [f"--gpu-architecture=sm_{major_minor[0]}{major_minor[1]}".encode(), b"--fmad=false"]
+    steps = [
+        lambda: nvrtc.nvrtcCreateProgram(ctypes.byref(program), source.encode(), b"kernel.cu", 0, None, None),
+        lambda: nvrtc.nvrtcCompileProgram(program, len(flags), (ctypes.c_char_p * len(flags))(*flags)),
+        lambda: nvrtc.nvrtcGetCUBINSize(program, ctypes.byref(nbytes)),
+    ]
+    for step in steps:
+        if (code := step()) != 0:
+            raise RuntimeError(f"NVRTC refuses `{function}`: error {code}")
+    binary = ctypes.create_string_buffer(nbytes.value)
+    nvrtc.nvrtcGetCUBIN(program, binary)
+    nvrtc.nvrtcDestroyProgram(ctypes.byref(program))
+    return load_gpu_kernels(binary.raw, [function])[function]
+
+
 class Cuda(Accelerator):
     """A GPU of NVIDIA, or of AMD under the same name.
 
@@ -207,6 +234,22 @@ class Cuda(Accelerator):
         version = Path("/proc/driver/nvidia/version")
         driver = version.read_text().partition("\n")[0] if version.is_file() else ""
         return f"CUDA {torch.version.cuda}, HIP {torch.version.hip}, {driver}"
+
+    def kernel(self, source: str, function: str) -> Callable[..., None] | None:
+        """Compiles by NVRTC, which comes with torch; None on cards of AMD, and where it or the driver refuses."""
+        if torch.version.hip is not None or gpu_compiler is None or load_gpu_kernels is None:
+            return None
+        try:
+            with torch.cuda.device(self.torch_device):
+                made = _compiled(source, function)
+        except (AttributeError, AssertionError, KeyError, OSError, RuntimeError, TypeError):  # private parts of torch
+            return None
+
+        def launch(number: int, *arguments: torch.Tensor | int | float) -> None:
+            with torch.cuda.device(self.torch_device):
+                made(grid=(-(-number // _THREADS), 1, 1), block=(_THREADS, 1, 1), args=[*arguments])
+
+        return launch
 
     def launch_graphs(self) -> CudaGraphs:
         """Captures CUDA graphs."""

@@ -233,6 +233,19 @@ class Device:
         """Adds the product of two matrices to `total`, in its dtype: the product isn't rounded to that of the two."""
         total.addmm_(left.to(total.dtype), right.to(total.dtype))
 
+    def kernel(self, source: str, function: str) -> Callable[..., None] | None:
+        """Compiles a kernel of CUDA C in which only `fmaf` fuses; None if the device runs none.
+
+        Args:
+            source: All of it, without files that it includes.
+            function: Its name, `extern "C"`; one thread works on one element.
+
+        Returns:
+            Launches it on the calling thread's current stream: takes the number of elements, then its arguments, which
+            are tensors, `int` and `double`.
+        """
+        return None
+
     def launch_graphs(self) -> LaunchGraphs:
         """Makes what records launch graphs, where `has_launch_graphs`."""
         raise AssertionError(f"{self} has no launch graphs")

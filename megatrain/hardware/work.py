@@ -116,3 +116,13 @@ def update_traffic(dtype: str, masters: str) -> int:
         masters: The kind of master of bf16 parameters; all others are their own.
     """
     return UPDATE_TRAFFIC[masters if dtype == "torch.bfloat16" else "whole"]
+
+
+UPDATE_PIECE = 1 << 18
+"""Elements that the device updates at a time where it has only torch's kernel: bf16 ones become fp32 for that time."""
+_SCRATCH = 32  # device bytes for each of these elements
+
+
+def update_scratch(sizes: Iterable[int]) -> int:
+    """Device bytes that updates of parameters of so many elements take there, one after the other."""
+    return _SCRATCH * min(UPDATE_PIECE, max(sizes, default=0))

@@ -81,6 +81,17 @@ def state_image(state: Sequence[StateEntry], alignment: int = ALIGNMENT) -> Bloc
     return replace(layout, entries=tuple(entries))
 
 
+def optimizer_image(layout: BlockImage) -> BlockImage:
+    """Lays out what AdamW keeps of a block's parameters, flat: of each a low half if it is bf16, and two moments."""
+    parts: list[tuple[str, TensorSpec]] = []
+    for entry in layout.entries:
+        shape = (entry.spec.numel,)
+        if entry.spec.dtype == torch.bfloat16:
+            parts.append((f"{entry.key}.low", TensorSpec(shape, torch.int16)))
+        parts += [(f"{entry.key}.{name}", TensorSpec(shape, torch.float32)) for name in ("exp_avg", "exp_avg_sq")]
+    return image(parts, layout.alignment)
+
+
 def views(layout: BlockImage, buffer: torch.Tensor) -> list[torch.Tensor]:
     """Returns the tensors of an image as views of `buffer`, in the order of its entries.
 

@@ -27,38 +27,11 @@ static inline uint32_t as_bits(float value) {
 
 enum { NUMBERS = 7, SCALARS = 8, PIECE = 1 << 16 };
 
-#define NARROW as_float((uint32_t)narrow[i] << 16)
-#define WIDE wide[i]
+#define INLINE static inline
+#include "adamw_step.h"
 
-/* LOAD is an expression for the parameter, STORE a statement that takes `p`. */
 #define UPDATE(LOAD, GRADIENT, STORE)                                                                          \
-    _Pragma("omp simd") for (int64_t i = start; i < end; i++) {                                                \
-        float g = (GRADIENT) * scale;                                                                          \
-        float p = (LOAD) * decay;                                                                              \
-        float m = is_near ? fmaf(weight, g - mean[i], mean[i]) : fmaf(weight - 1.0f, g - mean[i], g);          \
-        float v = fmaf(rest2 * g, g, square[i] * beta2);                                                       \
-        float denominator = sqrtf(v) / correction + eps;                                                       \
-        p = p + size * m / denominator;                                                                        \
-        mean[i] = m;                                                                                           \
-        square[i] = v;                                                                                         \
-        STORE                                                                                                  \
-    }
-
-/* Where something else wrote the high half, the low one may not belong to it: next to a zero the sum would be NaN. */
-static inline float join(uint16_t high, int16_t low) {
-    uint32_t upper = (uint32_t)high << 16, bits = upper + (uint32_t)(int32_t)low;
-    return as_float((bits & 0x7fffffffu) > 0x7f800000u ? upper : bits);
-}
-
-#define JOIN join(high[i], low[i])
-#define SPLIT                                                                                                  \
-    uint32_t bits = as_bits(p);                                                                                \
-    int is_nan = (bits & 0x7fffffffu) > 0x7f800000u;                                                           \
-    bits = is_nan ? ((bits | 0x400000u) & 0xffff0000u) : bits;                                                 \
-    high[i] = (uint16_t)((is_nan ? bits : bits + 0x8000u) >> 16);                                              \
-    low[i] = (int16_t)(uint16_t)bits;
-
-#define KEEP values[i] = p;
+    _Pragma("omp simd") for (int64_t i = start; i < end; i++) { STEP(LOAD, GRADIENT, STORE) }
 
 static void piece_of(const int64_t *tensor, const float *scalars, int64_t start, int64_t end) {
     float *restrict values = (float *)(intptr_t)tensor[0];

@@ -242,7 +242,7 @@ def _prepare(item: _Fast, state: dict[str, Any]) -> _Fast:
     parameter, path = item.parameter, item.path
     if not state:
         state.update(path.new_state(parameter))
-    _check_names(parameter, path, state)
+    check_names(parameter, path, state)
     for name, tensor in {"gradient": item.gradient, **{name: state[name] for name in path.moments}}.items():
         if tensor.shape != parameter.shape or tensor.layout != torch.strided:
             raise OptimizerError(
@@ -256,7 +256,7 @@ def _prepare(item: _Fast, state: dict[str, Any]) -> _Fast:
     return item._replace(gradient=flat)
 
 
-def _check_names(parameter: torch.Tensor, path: FastPath, state: Mapping[str, Any]) -> None:
+def check_names(parameter: torch.Tensor, path: FastPath, state: Mapping[str, Any]) -> None:
     """Refuses state without one of a fast path's names, and moments of another dtype: usually they are fp32."""
     missing = [name for name in (*path.numbers, *path.moments) if not isinstance(state.get(name), torch.Tensor)]
     if missing:

@@ -199,6 +199,16 @@ class BlockOptimizer:
             return False
         return self._code.run(prepared, self.owned(block), self._fast, self.optimizer.state)
 
+    def options(self, parameter: torch.Tensor) -> Any:
+        """The options of a parameter's fast path in the step under way; None if it isn't this optimizer's."""
+        found = None if self._fast is None else self._fast.of(parameter, is_whole=parameter.dtype == torch.float32)
+        return None if found is None else found[1]
+
+    def note_updated(self, block: int) -> None:
+        """Notes that the device has updated a block."""
+        self._left.discard(block)
+        self._prepared.pop(block, None)
+
     def reopen(self, block: int) -> None:
         """Lets a block be updated again, because a part of its update is left that somebody else was to make."""
         self._left.add(block)

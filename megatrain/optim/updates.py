@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
@@ -235,6 +236,15 @@ class Updates:
         if any(block in updater.left for updater in updaters):
             return  # one that updates all at once needs the gradients in the end
         self._drop(block)
+
+    def options(self, parameter: torch.Tensor) -> Any:
+        """The options of a parameter in the step that has begun, for an update on the device."""
+        return next(found for each in self._updaters if (found := each.options(parameter)) is not None)
+
+    def note_updated(self, block: int) -> None:
+        """Notes that the device has updated a block of the step that has begun."""
+        for updater in self._updaters:
+            updater.note_updated(block)
 
     def _drop(self, block: int) -> None:
         """Lets go of the gradients of a block that is updated."""

@@ -31,6 +31,7 @@ class Plan(PlannedStep):
         reserve: What the device needs besides, in words.
         hardware: The machine whose time is predicted, or None.
         kernels: How kernels are launched, and why, in words; empty where eager's calls launch them without a choice.
+        why_host: Why the host makes all updates, whatever memory of the device is left; empty if the device may.
         step_s: Seconds of a step, predicted; None without `hardware`.
         tokens_per_s: Tokens a second, predicted; None without `hardware`, or if the example has no token ids.
     """

@@ -36,6 +36,8 @@ from megatrain.sizes import format_bytes
 _SHIFTS = (1, 3, 63)
 # Above the bound of all plans of the same blocks: nearer ones gain nothing by smaller blocks.
 _FAR = 0.15
+# With blocks that the device updates, of which the bound takes any part, and which cost it nothing.
+_FAR_THERE = 0.3
 # The last resort of "auto" and "recompute" is to do the same as "offload".
 _LEAST = {"auto": "offload", "recompute": "offload"}
 
@@ -54,6 +56,21 @@ def updates_allowed(*, overlap: bool, waits: bool, clip: bool, spread: bool) -> 
     if clip:
         return ("deferred",)
     return ("spread", "overlap") if spread else ("overlap",)
+
+
+def waits_for_host(updates: str, *, clip: bool, reports_norm: bool = False) -> str:
+    """Says why every update waits for the host, so that the device makes none; empty if it may make some.
+
+    Args:
+        updates: When updates run, as in `StepKind`.
+        clip: Whether they wait for a norm.
+        reports_norm: Whether they make one.
+    """
+    if clip or reports_norm:
+        return "a norm of the gradients is wanted, which the host takes"
+    if updates not in ("overlap", "spread"):
+        return "updates wait for all gradients: overlap=False, or code of yours that may look at them"
+    return ""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -119,7 +136,7 @@ class StepPlans:
         """
         machine = None if limits.device_memory is None else limits.hardware
         asked = limits.device_memory, limits.activations, machine, limits.master_kind, limits.most_result_bytes
-        asked = *asked, limits.kernels
+        asked = *asked, limits.kernels, limits.updates_there
         key = frozenset(map(id, captures)), kind, *asked
         if key not in self._known:
             alike = (known for (others, *_), known in self._known.items() if others == key[0])
@@ -204,7 +221,7 @@ def plan_step(
         if not or_least:
             raise with_true_hint(error, captures[0].at(0), partial(_with_blocks, captures, plan)) from None
         found = _least(captures, plan, limits, str(error))
-    if kind.is_training_step and not any(op.what == "G" for op in found.schedule.ops):
+    if kind.is_training_step and not any(op.what in "GU" for op in found.schedule.ops):
         raise ExecuteError(
             "no parameter of the model gets a gradient.\n  A step trains parameters that require grad and that "
             "the outputs depend on.\n  Unfreeze some, or call the model without a TrainStep."
@@ -238,6 +255,7 @@ def scheduled(
             hardware=limits.hardware,
             usual=usual_machine(limits.device),
             masters=limits.master_kind,
+            updates_there=limits.updates_there and kind.updates in ("overlap", "spread"),
             # Kernels other than eager's return no results that could be kept.
             most_result_bytes=limits.most_result_bytes if limits.kernels == "eager" else 0,
             recorded=recordable_blocks(programs)[0] if records else (),
@@ -350,7 +368,8 @@ class _Tries:
         """Smaller blocks, in the same or smaller pieces, where that makes a step shorter."""
         schedule = found[2]
         bound = step_bound(schedule.effects(), memory, machine)
-        if bound.above(schedule.simulate(machine).step_s) < _FAR:
+        far = _FAR_THERE if schedule.device_updates else _FAR
+        if bound.above(schedule.simulate(machine).step_s) < far:
             return found
         smaller = map(self.first, range(found[0] + self.width, self.end, self.width))
         fits = [found, *(each for each in smaller if each is not None)]
@@ -416,7 +435,8 @@ def _given_choices(
     for level, programs in _levels(captures, planned):
         for program in {id(each): each for each in programs}.values() if len(programs) > 1 else ():
             check_buffers(program)
-        merged = merge_programs(programs, limits.master_kind).workload
+        there = any(block.optimizer_bytes for block in planned.blocks)
+        merged = merge_programs(programs, limits.master_kind, updates_there=there).workload
         # Plans saved by an earlier version don't say whether code reads values.
         found = replace(merged, loss_bytes=loss_bytes, last_reads_values=planned.last_reads_values)
         if as_compared(found, limits) == as_compared(planned, limits):
@@ -427,6 +447,8 @@ def _given_choices(
                 if left is not None and schedule.device_bytes > left:
                     sizes = f"{format_bytes(schedule.device_bytes)} -> {format_bytes(left)}"
                     raise _refused([f"memory of the device, without that of recorded kernels: {sizes}"])
+            if schedule.device_updates and not limits.updates_there:
+                raise _refused(["updates on the device: here the host makes all of them"])
             if schedule.results and limits.kernels in ("graphs", "inductor"):
                 raise _refused(["results of attention that are kept: compiled and recorded kernels return none"])
             schedule.check()

@@ -76,8 +76,17 @@ def device_lines(table: Schedule, hardware: Hardware | None) -> list[str]:
         f"slots: {', '.join(_counted(slot.nbytes for slot in table.slots))}",
         f"keeps: {kept}; parks {counted(num_parked, 'activation')}",
         *results_lines(table, hardware),
+        *(f"updates: {line}" for line in [updates_there(table)] if line),
         f"moves: {format_bytes(table.h2d_bytes)} to the device, {format_bytes(table.d2h_bytes)} to the host",
     ]
+
+
+def updates_there(table: Schedule) -> str:
+    """What the device updates, in words; empty if that is nothing."""
+    blocks = [table.known_workload().blocks[block] for block in table.device_updates]
+    nbytes = format_bytes(sum(block.state_bytes + block.optimizer_bytes for block in blocks))
+    number = f"{len(blocks)} of {counted(len(table.known_workload().update_blocks()), 'block')}"
+    return f"{number} on the device, where weights and optimizer state ({nbytes}) stay" if blocks else ""
 
 
 def time_text(plan: PlannedStep) -> list[str]:
@@ -213,7 +222,8 @@ GIB = 1 << 30
 
 def reasons(plan: PlannedStep) -> str:
     """Says why a plan is as it is; the next GiB of memory is planned for that."""
-    parts = [_time(plan), *_kernels(plan), *_peak(plan), *_what_is_kept(plan), *_next_gib(plan), *_host(plan)]
+    kept = [*_what_is_kept(plan), *_updates_there(plan)]
+    parts = [_time(plan), *_kernels(plan), *_peak(plan), *kept, *_next_gib(plan), *_host(plan)]
     return "\n".join(parts)
 
 
@@ -306,6 +316,13 @@ def _what_is_kept(plan: PlannedStep) -> Iterator[str]:
     yield from _parks(plan)
 
 
+def _updates_there(plan: PlannedStep) -> Iterator[str]:
+    if found := updates_there(plan.schedule):
+        yield f"Updates of {found}: neither these weights nor their gradients cross."
+    elif plan.why_host and plan.schedule.kind.updates != "none":
+        yield f"The host makes all updates: {plan.why_host}."
+
+
 def _repeated(table: Schedule, block: int) -> Works:
     """The kernels of the recompute of a block."""
     work = table.known_workload().blocks[block]
@@ -370,6 +387,7 @@ def _gains(plan: PlannedStep, more: PlannedStep) -> list[str]:
         ("retained graphs", len(plan.schedule.saves), len(more.schedule.saves)),
         ("blocks whose weights cross once", len(plan.schedule.resident()), len(more.schedule.resident())),
         ("blocks whose frozen weights stay", len(plan.schedule.persistent), len(more.schedule.persistent)),
+        ("blocks updated on the device", len(plan.schedule.device_updates), len(more.schedule.device_updates)),
         ("slots", len(plan.schedule.slots), len(more.schedule.slots)),
     ):
         found += [f"{there} {name} in place of {here}"] if here != there else []

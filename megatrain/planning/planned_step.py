@@ -88,6 +88,7 @@ class PlannedStep:
     hardware: Hardware | None = None
     asked: Asked | None = field(default=None, repr=False, compare=False)
     kernels: str = ""
+    why_host: str = ""
 
     @cached_property
     def simulation(self) -> Simulation | None:

@@ -22,6 +22,8 @@ from megatrain.hardware.hardware import Hardware
 from megatrain.hardware.machine import HARDWARE, machine_of
 from megatrain.interrupts import Interrupts
 from megatrain.optim.blockwise import takes_turns
+from megatrain.optim.fast.on_device import why_not
+from megatrain.optim.masters.narrow_model import is_all_wide
 from megatrain.optim.need import OPTIMIZER
 from megatrain.options import COMPILE, PRECISION, Limits, check_masters, check_opaque, given_bytes
 from megatrain.passes.measuring.measure import KnownCosts
@@ -41,7 +43,7 @@ from megatrain.planning.host_plan import (
 )
 from megatrain.planning.loss_bytes import Loss, measure_loss
 from megatrain.planning.plan import Plan
-from megatrain.planning.plan_step import StepChoices, StepPlans, updates_allowed
+from megatrain.planning.plan_step import StepChoices, StepPlans, updates_allowed, waits_for_host
 from megatrain.planning.plan_text import reserve_text
 from megatrain.planning.planned_step import Asked, StepLimits
 from megatrain.planning.step_programs import StepPrograms, undisturbed
@@ -117,6 +119,7 @@ class Planner:
             limits.hardware,
             Asked(limits, sizes, self._source.fixed, found.num_tokens, self.plan),
             made.why_kernels,
+            _why_not_there(limits, found.model),
         )
 
     def _with_host_room(self, found: _Capture, limits: StepLimits) -> tuple[StepChoices, HostPlan]:
@@ -124,7 +127,8 @@ class Planner:
 
         def plan(updates: str, **changes: Any) -> tuple[StepChoices, HostPlan]:
             kind = _step_kind(found.programs.at(0), limits, updates)
-            captures, changed = [found.programs] * kind.micro_batches, replace(limits, **changes)
+            captures = [found.programs] * kind.micro_batches
+            changed = replace(limits, updates_there=not _why_not_there(limits, found.model), **changes)
             made = self._plans.plan(captures, kind, changed, lambda: found.loss_bytes, or_least=True)
             return made, _host_plan(found, made, limits)
 
@@ -257,6 +261,23 @@ def _updates(limits: StepLimits, model: nn.Module) -> tuple[str, ...]:
         clip=limits.max_grad_norm is not None,
         spread=not (limits.has_device and limits.device.is_host),
     )
+
+
+def _why_not_there(limits: StepLimits, model: nn.Module) -> str:
+    """Says why the host makes all updates, whatever memory of the device is left; empty if the device may make some."""
+    if limits.optimizer is None:
+        return "no optimizer was given"
+    if limits.has_device and limits.device.is_host:
+        return "the device is the host"
+    if why := waits_for_host(_updates(limits, model)[0], clip=limits.max_grad_norm is not None):
+        return why
+    entries, tensors = inventory(model)
+    optimizers, parameters = over(limits.optimizer, entries, tensors)
+    if limits.master_kind == "rounded":
+        return "masters are rounded at random, by numbers of the host"
+    trained = [parameters[key] for key, entry in entries.items() if entry.kind == "parameter" and entry.requires_grad]
+    is_narrow = limits.precision == "bf16" and is_all_wide(entries)
+    return why_not(optimizers, trained, device=limits.device if limits.has_device else None, is_narrow=is_narrow)
 
 
 def _step_kind(program: Program, limits: StepLimits, updates: str) -> StepKind:

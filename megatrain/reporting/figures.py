@@ -257,10 +257,15 @@ def _weights(schedule: Schedule, books: Books, tick: int) -> Iterator[PeakHolder
     rest = schedule.arena_bytes
     for position, op in schedule.positions():
         begin, end = position.tick, max(position.tick, last.get(position.tick, 0))
-        if op.slot is not None and (op.block in schedule.persistent or begin <= tick <= end):
-            nbytes = books.effects.copied(schedule.known_workload().blocks[op.block].state_bytes)
-            rest -= nbytes
+        is_there = op.block in schedule.device_updates
+        if op.slot is not None and (is_there or op.block in schedule.persistent or begin <= tick <= end):
+            work = schedule.known_workload().blocks[op.block]
+            nbytes = books.effects.copied(work.state_bytes)
+            rest -= nbytes + work.optimizer_bytes * is_there
             yield PeakHolder(f"weights of {_block(schedule, op.block)}", "weights", nbytes)
+            if is_there:
+                name = f"optimizer state of {_block(schedule, op.block)}"
+                yield PeakHolder(name, "weights", work.optimizer_bytes)
     yield PeakHolder("free slots", "weights", rest)
 
 

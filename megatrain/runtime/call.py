@@ -12,7 +12,7 @@ from torch import nn
 
 from megatrain.device import Device, is_on_host
 from megatrain.errors import DeviceMemoryWarning, ExecuteError
-from megatrain.memory.block_image import stored_stride
+from megatrain.memory.block_image import BlockImage, stored_stride
 from megatrain.passes.kept_results import KeptResults
 from megatrain.passes.program import Block
 from megatrain.runtime.accumulation import ParameterGradient
@@ -415,6 +415,12 @@ class StepTrainer(Protocol):
 
     def update(self, block: int) -> None:
         """Updates the parameters that belong to a block."""
+
+    def bring(self, layout: BlockImage, where: Bytes) -> None:
+        """Has weights of this layout, of a block that the device updates, in the arena; the optimizer's state behind."""
+
+    def update_there(self, block: int, layout: BlockImage, gradients: Sequence[torch.Tensor | None]) -> None:
+        """Updates a block on the device, as work of the thread's stream; with gradients in the order of the layout."""
 
     def wait(self, block: int, go_on: Callable[[], object]) -> None:
         """Waits until all processes have updated their parts of a block; on a thread of its own.

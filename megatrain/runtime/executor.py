@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import nn
@@ -23,7 +23,7 @@ from megatrain.runtime.streams.events import Watch
 from megatrain.runtime.versions import Start
 from megatrain.scheduler.builder.build import backward_schedule
 from megatrain.scheduler.effects import BUILT_IN
-from megatrain.scheduler.instructions import Instructions
+from megatrain.scheduler.instructions import Bytes, Instructions
 from megatrain.scheduler.schedule import Schedule
 
 
@@ -90,6 +90,11 @@ class Executor:
         """Keys of the parameters whose gradient is whole with each block's."""
         known = set(self.facts.trained)
         return [[key for key in keys if key in known] for keys in self.facts.completes]
+
+    @property
+    def places_there(self) -> Mapping[int, Bytes]:
+        """See `Operations.places_there`."""
+        return self._operations.places_there
 
     @checked()
     def begin(

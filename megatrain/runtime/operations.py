@@ -56,8 +56,10 @@ class Operations:
         self.gradients = GradientBuffer(lambda key: engine.tensors[key], engine.bus, parts=parts, places=places)
         all_ = self.instructions.all
         self._offloads = {each.op.block: each.position for each in all_ if each.op.what == "G"}
+        self._there = frozenset(schedule.device_updates)
         # The last B of each block that has no G: its gradients stay where they are made, or have no elements.
-        backwards = [each for each in all_ if each.op.what == "B" and each.op.block not in self._offloads]
+        others = self._there.union(self._offloads)
+        backwards = [each for each in all_ if each.op.what == "B" and each.op.block not in others]
         self._alone = {each.op.block: each.position for each in backwards}
         self._is_serial = schedule.kind.updates == "serial"
         self._lowered: list[tuple[Half, _Lowered]] = []
@@ -147,7 +149,10 @@ class Operations:
                 self.engine.arena.slot(*where).fill_(0xFF)
 
     def prefetch(self, run: Run, instruction: Instruction) -> None:
-        """W: copies weights into a slot."""
+        """W: copies weights into a slot, or has them there with the optimizer's state."""
+        if instruction.op.block in self._there and instruction.state is not None:
+            run.step_trainer.bring(self.loaded[0].images[instruction.op.block], instruction.state)
+            return
         self.slots.prefetch(instruction.op.block, instruction.state, persists=instruction.persists)
 
     def park(self, run: Run, instruction: Instruction) -> None:
@@ -273,8 +278,20 @@ class Operations:
         run.step_trainer.norm()
 
     def update(self, run: Run, instruction: Instruction) -> None:
-        """U."""
+        """U of the host."""
         run.step_trainer.update(instruction.op.block)
+
+    def update_there(self, run: Run, instruction: Instruction) -> None:
+        """U of the device."""
+        block, found = instruction.op.block, run.calls[0].parameter_gradients[instruction.op.block]
+        run.step_trainer.update_there(block, self.loaded[0].images[block], [gradient for gradient, _ in found])
+
+    @property
+    def places_there(self) -> dict[int, Bytes]:
+        """The bytes of the arena of each block that the device updates, by the identity of its image."""
+        found, images = self.instructions.all, self.loaded[0].images
+        there = [each for each in found if each.op.what == "W" and each.op.block in self._there]
+        return {id(images[each.op.block]): each.state for each in there if each.state is not None}
 
 
 class Run:
@@ -478,6 +495,7 @@ HANDLERS: dict[tuple[str, str], Handler] = {
     (Stream.H2D, "A"): Operations.unpark,
     (Stream.COMPUTE, "F"): Operations.forward,
     (Stream.COMPUTE, "B"): Operations.backward,
+    (Stream.COMPUTE, "U"): Operations.update_there,
     (Stream.D2H, "A"): Operations.park,
     (Stream.D2H, "G"): Operations.offload,
     (Stream.HOST, "S"): Operations.squares,

@@ -29,7 +29,7 @@ class TimedKind(NamedTuple):
         mark: What tells it from other ops of its letter, which take another time. `*`: the graph of this F or B is
             retained, so B doesn't recompute. `+`: this U also sums the squares of its gradients, for a norm that is
             reported. `~`: this F keeps its results, so B doesn't compute them
-            again. `-`: the block of this W is persistent, so only what isn't frozen moves. `^`: the kernels of this F
+            again. `-`: the block of this W stays on the device, so only the rest moves. `^`: the kernels of this F
             or B are recorded.
     """
 
@@ -162,7 +162,7 @@ def _kinds(schedule: Table) -> Iterator[tuple[Position, Op, TimedKind]]:
             "~": op.what in "FBA" and op.block in results,
             "^": op.what in "FB" and op.block in recorded,
             "+": op.what == "U" and schedule.kind.reports_norm,
-            "-": op.what == "W" and op.block in persistent,
+            "-": op.what == "W" and (op.block in persistent or op.block in schedule.device_updates),
         }
         mark = "".join(mark for mark, holds in marks.items() if holds)
         yield position, op, TimedKind(op.stream, op.what, op.block, op.micro_batch or 0, mark)

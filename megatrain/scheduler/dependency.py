@@ -96,7 +96,7 @@ def derive_waits(schedule: Table, workload: Workload | None = None) -> dict[Posi
 
 
 def weight_bindings(schedule: Table) -> dict[Position, Position]:
-    """For each F and B, the `W` whose slot it reads: the last one of its block in an earlier tick."""
+    """For each F, B and U of compute, the `W` whose slot it reads: the last of its block in an earlier tick."""
     latest: dict[int, Position] = {}
     found: dict[Position, Position] = {}
     for tick, row in enumerate(schedule.ticks):
@@ -197,7 +197,9 @@ def _range(books: Books, op: Op, item: Item) -> _Range:
     if item.kind != "weights" or op.slot is None or op.slot >= len(books.table.slots):
         return item, 0, 1
     start = books.table.slots[op.slot].offset
-    return None, start, start + books.effects.copied(books.workload.blocks[op.block].state_bytes)
+    work = books.workload.blocks[op.block]
+    behind = work.optimizer_bytes if op.block in books.effects.device_updates else 0
+    return None, start, start + books.effects.copied(work.state_bytes + behind)
 
 
 def _memory_edges(books: Books, memory: str) -> Iterator[_Edge]:

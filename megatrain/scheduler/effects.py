@@ -137,6 +137,7 @@ class Effects:
         persistent: Blocks whose frozen weights are on the device before the step begins.
         deferred: Blocks whose update follows in the next step.
         recorded: Blocks whose kernels are launched by one call.
+        device_updates: Blocks that the device updates.
     """
 
     def __init__(
@@ -149,8 +150,10 @@ class Effects:
         persistent: Collection[int],
         deferred: Collection[int],
         recorded: Collection[int] = (),
+        device_updates: Collection[int] = (),
     ) -> None:
         self.workload, self.kind, self.deferred = workload, kind, frozenset(deferred)
+        self.device_updates = frozenset(device_updates)
         self.inputs, self.outputs, self.kept = workload.inputs(), workload.outputs(), workload.results()
         goes_back = kind.mode != "forward"
         self.has_gradient = [goes_back and workload.has_value_gradient(i) for i in range(len(workload.values))]
@@ -163,7 +166,7 @@ class Effects:
             for member in workload.update_group(block):
                 self.owners[member].append(block)
         self._sharers = Counter(value.storage for value in workload.values)
-        # What is known so far: the steps of `chosen` share it. Ops by all choices on which they depend.
+        # What is known so far, which the steps of `chosen` share: ops by all choices on which they depend.
         self._known: dict[tuple[str, str, int, int, int], KnownOp] = {}
         self._choice_numbers: dict[object, int] = {}
         self.items: list[ItemFacts] = []
@@ -333,7 +336,8 @@ class Effects:
 
 def _prefetch(step: Effects, block: int, micro_batch: int) -> Effect:
     work = step.workload.blocks[block]
-    moves = step.copied(work.state_bytes - (work.frozen_bytes if block in step.persistent else 0))
+    stays = work.state_bytes if block in step.device_updates else work.frozen_bytes if block in step.persistent else 0
+    moves = step.copied(work.state_bytes - stays)
     return Effect(tuple(step.state(block)), (Item("weights", block),), moves=moves)
 
 
@@ -436,18 +440,21 @@ def _update(step: Effects, block: int, micro_batch: int) -> Effect:
     return Effect(tuple(reads), makes, moves=moves, num_parameters=blocks[block].num_gradients)
 
 
+def _device_update(step: Effects, block: int, micro_batch: int) -> Effect:
+    items = Item("parameters", block), Item("weights", block)  # it writes into weights, which only its stream reads
+    return Effect(items, work=step.workload.blocks[block].device_update)
+
+
 KINDS: dict[tuple[str, str], OpKind] = {
     (kind.stream, kind.what): kind
     for kind in (
-        # Weights to a slot, and what a backward needs back from the host.
         OpKind(Stream.H2D, "W", _prefetch, has_slot=True),
         OpKind(Stream.H2D, "A", _return, per_micro_batch=True),
         OpKind(Stream.COMPUTE, "F", _forward, _forward_workspace, per_micro_batch=True),
         OpKind(Stream.COMPUTE, "B", _backward, _backward_workspace, per_micro_batch=True),
-        # What a backward needs to the host, and gradients of parameters.
+        OpKind(Stream.COMPUTE, "U", _device_update, lambda step, b, _: step.workload.blocks[b].update_workspace_bytes),
         OpKind(Stream.D2H, "A", _park, per_micro_batch=True),
         OpKind(Stream.D2H, "G", _offload),
-        # Squares of a block's gradients, the norm of all of them, and an optimizer's update.
         OpKind(Stream.HOST, "S", _squares),
         OpKind(Stream.HOST, "N", _norm, has_block=False),
         OpKind(Stream.HOST, "U", _update),

@@ -72,6 +72,7 @@ class _Maker:
         self._bindings = weight_bindings(table)
         self._parked, self.park_bytes = _park_places(table)
         self._places = {place.block: Bytes(place.offset, place.nbytes) for place in table.places}
+        self._staying = {*table.persistent, *table.device_updates}
         self._leaves = self._last_readers()
         backwards = [(position, op) for position, op in table.positions() if op.what == "B"]
         self._recomputed = table.recomputed
@@ -84,7 +85,7 @@ class _Maker:
             op=op,
             waits=self._waits.get(position, ()),
             state=None if load is None else self._state(load),
-            persists=op.what == "W" and op.block in self._table.persistent,
+            persists=op.what == "W" and op.block in self._staying,
             parked=self._parked.get(op.block, ()) if op.what == "A" else (),
             landing=self._landing(op) if op.what == "G" else None,
             retains=op.what == "F" and op.block in self._table.saves,
@@ -99,7 +100,9 @@ class _Maker:
         if self._table.kind.transfer == "bind":
             return None
         assert op.slot is not None
-        return Bytes(self._table.slots[op.slot].offset, self._blocks[op.block].state_bytes)
+        work = self._blocks[op.block]
+        behind = work.optimizer_bytes if op.block in self._table.device_updates else 0
+        return Bytes(self._table.slots[op.slot].offset, work.state_bytes + behind)
 
     def _landing(self, op: Op) -> Bytes | None:
         if self._table.kind.transfer == "bind":
@@ -114,7 +117,7 @@ class _Maker:
         found: dict[Position, list[Bytes]] = defaultdict(list)
         for load, reader in last.items():
             state = self._state(load)
-            if state is not None and self._ops[load].block not in self._table.persistent:
+            if state is not None and self._ops[load].block not in self._staying:
                 found[reader].append(state)
         return found
 

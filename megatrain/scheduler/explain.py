@@ -277,6 +277,7 @@ def _figures(schedule: Table, other: Table) -> Iterator[str]:
         ("blocks with recorded kernels", _blocks(schedule.recorded), _blocks(other.recorded)),
         ("inputs kept of the last blocks", str(schedule.keep), str(other.keep)),
         ("blocks persistent", _blocks(schedule.persistent), _blocks(other.persistent)),
+        ("blocks updated on the device", _blocks(schedule.device_updates), _blocks(other.device_updates)),
         ("slots", _slots(schedule), _slots(other)),
         ("places", _places(schedule), _places(other)),
     ):

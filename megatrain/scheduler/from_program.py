@@ -12,7 +12,9 @@ from megatrain.checks import checked, count, one_of, optional
 from megatrain.counts import counted
 from megatrain.errors import MicroBatchError, ScheduleError
 from megatrain.hardware.hardware import Hardware
-from megatrain.hardware.work import UPDATE_TRAFFIC, most, update_traffic
+from megatrain.hardware.work import UPDATE_TRAFFIC, most, update_scratch, update_traffic
+from megatrain.memory.block_image import optimizer_image, state_image
+from megatrain.native.native_kernel import LANES
 from megatrain.passes.interpret import reads_values
 from megatrain.passes.kept_results import kept_results
 from megatrain.passes.program import Block, Program, has_backward, trained_holders
@@ -23,7 +25,6 @@ from megatrain.scheduler.workload import BlockWork, KeptWork, ValueWork, Workloa
 from megatrain.sizes import SIZE, aligned, parse_bytes
 from megatrain.tracer.spec import NORMED
 
-# What a batch may change of a block, besides its name.
 _BLOCK_SIZES = ("saved_bytes", "forward_workspace_bytes", "backward_workspace_bytes")
 _BLOCK_WORKS = ("forward", "backward")
 _BLOCK_KEPT = "kept"
@@ -179,20 +180,29 @@ def _differences(first: Workload, other: Workload) -> Iterator[str]:
 
 
 @checked(update_traffic=optional(count(1, 2**20)), masters=one_of(*UPDATE_TRAFFIC))
-def workload(program: Program, *, update_traffic: int | None = None, masters: str = "exact") -> Workload:
+def workload(
+    program: Program, *, update_traffic: int | None = None, masters: str = "exact", updates_there: bool = False
+) -> Workload:
     """Describes `program` by bytes and dependencies only.
 
     Args:
         program: After `measure`.
         update_traffic: Bytes that an update reads and writes per byte of a parameter; None counts those of AdamW.
         masters: The kind of master of bf16 parameters: `"exact"`, `"rounded"`, or `"whole"` for none.
+        updates_there: Whether the device may update blocks whose parameters are theirs alone; the state is AdamW's.
 
     Raises:
         OptionError: If an argument has a wrong type or value.
     """
     updates, whole = _updates(program, update_traffic, masters), _whole_gradients(program)
     return Workload(
-        blocks=tuple(_block_work(program, block, updates[block.index], whole) for block in program.blocks),
+        blocks=tuple(
+            replace(
+                _block_work(program, block, updates[block.index], whole),
+                **(_updated_there(program, block, updates[block.index], masters) if updates_there else {}),
+            )
+            for block in program.blocks
+        ),
         values=(*_value_works(program), *_result_works(program)),
         storages=(*_storages(program), *(spec.nbytes for _, found in kept_results(program) for _, spec in found)),
         last_reads_values=any(reads_values(program.templates[b.template].graph) for b in program.blocks[-1:]),
@@ -280,6 +290,7 @@ def step_schedule(
     hardware: Hardware | None = None,
     usual: Hardware | None = None,
     masters: str = "exact",
+    updates_there: bool = False,
     most_result_bytes: int | None = None,
     recorded: Collection[int] = (),
 ) -> Schedule:
@@ -296,6 +307,7 @@ def step_schedule(
         hardware: As in `schedule`.
         usual: As in `build`.
         masters: As in `workload`.
+        updates_there: See there.
         most_result_bytes: As in `build`.
         recorded: As in `build`.
 
@@ -304,7 +316,8 @@ def step_schedule(
     """
     for program in {id(each): each for each in programs}.values() if kind.micro_batches > 1 else ():
         check_buffers(program)
-    works = replace(merge_programs(programs, masters).workload, loss_bytes=loss_bytes)
+    merged = merge_programs(programs, masters, updates_there=updates_there)
+    works = replace(merged.workload, loss_bytes=loss_bytes)
     return build(
         works,
         kind,
@@ -319,17 +332,19 @@ def step_schedule(
     )
 
 
-def merge_programs(programs: Sequence[Program], masters: str = "exact") -> Merged:
+def merge_programs(programs: Sequence[Program], masters: str = "exact", *, updates_there: bool = False) -> Merged:
     """Merges the workloads of captures of one model, which all use the state that comes for the first of them.
 
     Args:
         programs: One per micro-batch; some may be the same.
         masters: As in `workload`.
+        updates_there: See there.
 
     Raises:
         ScheduleError: If a block of one has other state than that of the first, or they write other buffers.
     """
-    works = {key: workload(program, masters=masters) for key, program in {id(each): each for each in programs}.items()}
+    made = partial(workload, masters=masters, updates_there=updates_there)
+    works = {key: made(program) for key, program in {id(each): each for each in programs}.items()}
     merged = merge([works[id(program)] for program in programs])
     refuse(_differences_of_state(programs[0], other) for other in programs)
     return merged
@@ -399,6 +414,20 @@ def _whole_gradients(program: Program) -> frozenset[str]:
     """Keys of the parameters whose gradient is whole as it leaves the device, so that its norm can be taken there."""
     uses, state = Counter(key for block in program.blocks for key in block.binding), program.state
     return frozenset(k for k, n in uses.items() if n == 1 and state[k].base is None and state[k].spec.dtype in NORMED)
+
+
+def _updated_there(program: Program, block: Block, update: _Update, masters: str) -> dict[str, int]:
+    """The sizes of a block that the device can update: one that trains all its state, and shares and returns none."""
+    entries, others = [program.state[key] for key in block.binding], {o.name for o in program.outputs}
+    holders, specs = trained_holders(program), [entry.spec for entry in entries]
+    is_alone = update.nbytes > 0 and all(holders.get(entry.key) == (block.index,) for entry in entries)
+    if not is_alone or masters == "rounded" or others.intersection(block.binding):
+        return {}
+    if len(set(block.binding)) < len(entries) or any(spec.numel == 0 or spec.numel % LANES for spec in specs):
+        return {}
+    scratch = max(spec.nbytes for spec in specs) + update_scratch(spec.numel for spec in specs)
+    layout = optimizer_image(state_image(entries, program.alignment))
+    return {"optimizer_bytes": layout.nbytes, "update_workspace_bytes": scratch}
 
 
 def _block_work(program: Program, block: Block, update: _Update, whole: frozenset[str]) -> BlockWork:

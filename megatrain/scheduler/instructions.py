@@ -35,9 +35,11 @@ class Instruction:
         position: Its place in the table.
         op: The op.
         waits: Ops of other streams that must be over when it starts.
-        state: Bytes of the slots that a `W` fills, or that an F or B reads; None for what has no state, and for all
-            where weights are used in place.
-        persists: A `W` whose frozen weights may be there from an earlier step: then it moves only the rest.
+        state: Bytes of the slots that a `W` fills, or that an F, a B or the device's U reads; None for what has no
+            state, and for all where weights are used in place. Of a block that the device updates, those of the
+            optimizer's state follow those of the weights.
+        persists: A `W` whose frozen weights, or whose whole state, may be there from an earlier step: then it moves
+            only the rest.
         parked: The values that an `A` moves.
         landing: Host bytes where a `G` puts gradients; None where they stay where they are made.
         retains: An F that retains its graph.

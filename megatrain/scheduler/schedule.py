@@ -61,7 +61,7 @@ class Schedule(Table):
         return made
 
     def bindings(self) -> dict[Position, Position]:
-        """For each F and B of a block with state, the position of the `W` whose slot it reads."""
+        """For each op of compute of a block with state, the position of the `W` whose slot it reads."""
         return weight_bindings(self)
 
     def resident(self) -> tuple[int, ...]:

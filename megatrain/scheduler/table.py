@@ -255,6 +255,9 @@ class Table:
             these aren't computed again. They stay on the device or are parked as the block's inputs are.
         recorded: Blocks whose kernels are recorded and launched by one call (CUDA graphs), ascending: in the forward,
             and in the backward, which recomputes.
+        device_updates: Blocks that the device updates, ascending. Their weights stay there across training steps, with
+            the state of the optimizer behind them, in bytes of the arena that no other block uses. Each has one `W`,
+            which moves nothing once they are there, no `G`, and its `U` on the stream of compute.
         workload: The workload that it was built for; not part of the text, nor of equality.
     """
 
@@ -274,6 +277,7 @@ class Table:
     persistent: tuple[int, ...] = ()
     results: tuple[int, ...] = ()
     recorded: tuple[int, ...] = ()
+    device_updates: tuple[int, ...] = ()
     workload: Workload | None = field(default=None, compare=False, repr=False)
 
     @property
@@ -283,11 +287,14 @@ class Table:
 
     @property
     def frozen(self) -> tuple[int, ...]:
-        """Blocks without gradients of their own, ascending: no G offloads any. Empty for inference."""
+        """Blocks without gradients of their own, ascending: no G offloads any, and no update on the device uses any.
+
+        Empty for inference.
+        """
         if self.kind.mode == "forward":
             return ()
         computed = {op.block for op in self.ops if op.what in "FB"}
-        return tuple(sorted(computed.difference(op.block for op in self.ops if op.what == "G")))
+        return tuple(sorted(computed.difference(op.block for op in self.ops if op.what in "GU")))
 
     @property
     def recomputed(self) -> frozenset[int]:
@@ -352,7 +359,7 @@ class Table:
         """
         workload = self.known_workload()
         kept = self.saves, self.results, self.parked(), self.persistent
-        return Effects(workload, self.kind, *kept, self.deferred, self.recorded)
+        return Effects(workload, self.kind, *kept, self.deferred, self.recorded, self.device_updates)
 
     def parked(self) -> dict[int, tuple[int, ...]]:
         """Values that `A` parks and returns, by the block of the op."""

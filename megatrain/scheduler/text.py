@@ -139,6 +139,7 @@ def parse_table(text: str, workload: Workload | None = None) -> Table:
         persistent=read.of("persistent"),
         results=read.of("results"),
         recorded=read.of("recorded"),
+        device_updates=read.of("updated on the device"),
         workload=workload,
         **{name: figure for name, figure in read.figures.items() if name not in _COUNTS},
     )
@@ -267,11 +268,11 @@ def _choice(name: str, known: Sequence[str]) -> _Line:
     return _Line(parts, lambda text, read: read.say(name, _one_of(text, known)))
 
 
-def _blocks(name: str) -> _Line:
-    """The line that names the blocks of a field."""
+def _blocks(name: str, key: str = "") -> _Line:
+    """The line that names the blocks of a field, of the same name unless it has a key of its own."""
     return _Line(
         lambda schedule: ranges(getattr(schedule, name)),
-        lambda text, read: read.blocks.setdefault(name, []).extend(_read_ranges(text, read)),
+        lambda text, read: read.blocks.setdefault(key or name, []).extend(_read_ranges(text, read)),
     )
 
 
@@ -279,6 +280,7 @@ def _blocks(name: str) -> _Line:
 _LINES: dict[str, _Line] = {
     "slots": _Line(lambda s: [f"{i} = {x.offset}+{x.nbytes}" for i, x in enumerate(s.slots)], _read_slots, "; "),
     **{name: _blocks(name) for name in ("saves", "results", "recorded", "frozen", "persistent")},
+    "updated on the device": _blocks("device_updates", "updated on the device"),
     "mode": _choice("mode", MODES),
     "transfer": _choice("transfer", TRANSFERS),
     "micro-batches": _several("micro-batches", "micro_batches"),

@@ -92,6 +92,9 @@ class BlockWork:
         kept: Of the block where it keeps its results; None if it has none.
         partial_gradient_bytes: The part of `gradient_bytes` that isn't whole as it leaves the device: the host adds
             gradients of other blocks to it, and takes its norm. The device takes the norms of all others.
+        optimizer_bytes: Device bytes that the state of the optimizer takes there, low halves of masters included, if
+            the device updates the block. 0 if only the host can.
+        update_workspace_bytes: Most device bytes alive inside such an update, beyond state and gradients.
     """
 
     name: str
@@ -110,6 +113,8 @@ class BlockWork:
     num_gradients: int = 0
     kept: KeptWork | None = None
     partial_gradient_bytes: int = 0
+    optimizer_bytes: int = 0
+    update_workspace_bytes: int = 0
 
     @property
     def landing_bytes(self) -> int:
@@ -120,6 +125,11 @@ class BlockWork:
     def is_mostly_frozen(self) -> bool:
         """Whether at least half of its state is frozen: then it is worth the memory to have it there all the time."""
         return 0 < self.state_bytes <= 2 * self.frozen_bytes
+
+    @property
+    def device_update(self) -> Works:
+        """The kernels of an update on the device: they read and write what the host's update does."""
+        return (Kernels(MEMORY, 0, self.update_bytes, max(1, self.num_gradients)),)
 
     def measured(self, has_results: bool) -> BlockWork | KeptWork:
         """What has the workspace of the block, where its results are kept or not."""
@@ -259,6 +269,11 @@ class Workload:
                 f"block {index} ({block.name}) has {block.frozen_bytes} frozen bytes in a state of "
                 f"{block.state_bytes} bytes.\n  Frozen bytes are a part of the state."
             )
+        if block.optimizer_bytes > 0 and (block.update_bytes == 0 or block.shares or block.frozen_bytes > 0):
+            raise ScheduleError(
+                f"block {index} ({block.name}) can't be updated on the device.\n"
+                "  Such a block has parameters only, trains all of them, and shares none."
+            )
         if block.update_bytes > 0 and not (block.has_backward and block.gradient_bytes > 0 and block.state_bytes > 0):
             raise ScheduleError(
                 f"block {index} ({block.name}) has nothing to update.\n"
@@ -293,6 +308,8 @@ class Workload:
         found = asdict(self)
         if not self.last_reads_values:
             del found["last_reads_values"]
+        for block in found["blocks"] if not any(block.optimizer_bytes for block in self.blocks) else ():
+            del block["optimizer_bytes"], block["update_workspace_bytes"]
         return found
 
     @staticmethod

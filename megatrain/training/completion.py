@@ -96,6 +96,15 @@ class Completion:
         finally:
             self.mark()
 
+    @contextmanager
+    def marked(self) -> Generator[None]:
+        """Marks tensors of which the host has old values in the body, which is the user's code within a step."""
+        try:
+            self.mark()
+            yield
+        finally:
+            self.unmark()
+
     def mark(self) -> None:
         """Gives them a subclass of their own class, as torch's lazy parameters have one until they have a shape."""
         optimizers = [optimizer for known in self._optimizers if (optimizer := known()) is not None]

@@ -14,12 +14,14 @@ from megatrain.compiled.inside import Compiled, Variant
 from megatrain.errors import ExecuteError, OptimizerError
 from megatrain.interrupts import Interrupts
 from megatrain.memory.host_limits import update_threads
+from megatrain.optim.fast.on_device import why_not
 from megatrain.optim.per_parameter import check_steps
 from megatrain.optim.proxy import Optimizer
 from megatrain.optim.updates import Updates
 from megatrain.passes.program import Program, trained_holders
 from megatrain.planning.host_plan import HostPlan, host_plan
 from megatrain.planning.loss_bytes import Loss, measure_loss
+from megatrain.planning.plan_step import waits_for_host
 from megatrain.planning.saved_plan import AnyPlan
 from megatrain.planning.step_programs import StepPrograms
 from megatrain.runtime.exchange import Exchange
@@ -29,6 +31,7 @@ from megatrain.scheduler.step_kind import StepKind
 from megatrain.tracer.arguments import Arguments
 from megatrain.tracer.traced import TracedModule
 from megatrain.training.batch import MicroBatch, untrained
+from megatrain.training.device_updates import DeviceUpdates
 from megatrain.training.modes import without_modes
 from megatrain.training.step_tables import StepTables
 from megatrain.training.update_times import UpdateTimes
@@ -125,6 +128,7 @@ class Setup:
         optimizers: The user's.
         tables: The schedules of steps.
         updates: Take the gradients of the blocks; None before the first step.
+        there: Updates blocks on the device; None before the first step that has some.
         is_completing: Whether due updates are running.
     """
 
@@ -164,6 +168,8 @@ class Setup:
         self._blocks: list[list[torch.Tensor]] = []
         self._shapes: dict[str, torch.Size] = {}
         self.updates: Updates | None = None
+        self.there: DeviceUpdates | None = None
+        self._asked: tuple[object, str] = None, ""
         self.is_completing = False
 
     @property
@@ -178,6 +184,11 @@ class Setup:
         """Whether updates of an earlier step are still due."""
         return self.updates is not None and self.updates.is_under_way
 
+    @property
+    def is_behind(self) -> bool:
+        """Whether the host has old values of something: an update is due, or the device has made it."""
+        return self.is_due or (self.there is not None and self.there.is_ahead)
+
     def complete(self) -> None:
         """Runs the due updates."""
         if self.updates is not None and self.updates.is_under_way:
@@ -190,13 +201,27 @@ class Setup:
                     self.is_completing = False
 
     def look(self) -> None:
-        """Runs the due updates, because somebody looks at what they change."""
+        """Runs the due updates, and copies what the device has updated, because somebody looks at what they change."""
         self._times.note_look()
+        self.catch_up()
+
+    def catch_up(self) -> None:
+        """Has all values on the host: runs the due updates, and copies what the device has updated."""
         self.complete()
+        if self.there is not None:
+            with Interrupts(), without_modes(), self._compiled.engine.turn.run("an update", in_child=True):
+                self.is_completing = True
+                try:
+                    self.there.give_back()
+                finally:
+                    self.is_completing = False
 
     def changing(self) -> Iterable[torch.Tensor]:
-        """The tensors that due updates will change."""
-        return self.updates.changing() if self.updates is not None else ()
+        """The tensors of the host that due updates will change, or that have other values on the device."""
+        if self.updates is not None:
+            yield from self.updates.changing()
+        if self.there is not None:
+            yield from self.there.changing()
 
     def setting(self, batches: Sequence[MicroBatch], failed: Sequence[dict[Variant, str]]) -> Setting:
         """Finds everything that a step runs; captures new calls.
@@ -213,7 +238,7 @@ class Setup:
         self._check_apart()  # groups may have been added
         own = [untrained(self._compiled.model, batch) for batch in batches]
         # A capture may read the parameters.
-        find = partial(self._compiled.variant_for, before_capture=self.complete)
+        find = partial(self._compiled.variant_for, before_capture=self.catch_up)
         found = [find(self._compiled.cast(given), unfit) for given, unfit in zip(own, failed, strict=True)]
         variants, arguments = [variant for variant, _ in found], [given for _, given in found]
         kind = self._kind(variants)
@@ -233,6 +258,7 @@ class Setup:
     def _kind(self, variants: Sequence[Variant]) -> StepKind:
         runs_in_backward = any(variant.runs_in_backward for variant in variants)
         updates, clip, reports_norm = self._times.choose(runs_in_backward=runs_in_backward)
+        self.tables.updates_there = not self.why_not_there(updates, clip=clip, reports_norm=reports_norm)
         # Of a step that failed some may be taken already.
         is_left = self.updates is not None and self.is_due and (self.updates.is_whole or updates == "spread")
         if updates not in ("deferred", "spread") or not is_left:
@@ -240,6 +266,28 @@ class Setup:
         if updates == "deferred" and not self.is_due:
             updates = "none"
         return self.tables.kind(len(variants), updates, clip=clip, reports_norm=reports_norm)
+
+    def why_not_there(self, updates: str, *, clip: bool, reports_norm: bool) -> str:
+        """Says why no block may be updated on the device, whatever memory it has; empty if some may.
+
+        Args:
+            updates: When updates run, as in `StepKind`.
+            clip: Whether they wait for a norm.
+            reports_norm: Whether they make one.
+        """
+        if why := waits_for_host(updates, clip=clip, reports_norm=reports_norm):
+            return why
+        if self._times.is_looked_at:
+            return "somebody looks at parameters or at the optimizer's state after each step"
+        if not self._exchange.is_alone:
+            return "other processes share the parameters"
+        if why := why_not(self.optimizers, (), device=self._compiled.options.device):
+            return why
+        # To find the model's parameters takes longer than to look at the groups.
+        asked = id(self._blocks), *(len(group["params"]) for each in self.optimizers for group in each.param_groups)
+        if self._asked[0] != asked:
+            self._asked = asked, why_not(self.optimizers, self._compiled.masters)
+        return self._asked[1]
 
     def host_plan(self, setting: Setting) -> HostPlan:
         """Adds up the host memory that steps like this one take, without allocating it.
@@ -305,8 +353,12 @@ class Setup:
                 norm_threads=None if engine.device.is_host else self.threads,
                 exchange=self._exchange,
             )
-        if self.is_due:
+        if self.is_behind:
             self._times.note_due()
+        if self.there is None and setting.schedule.device_updates:
+            self.there = DeviceUpdates(engine, self.optimizers, self._compiled.masters)
+        if self.there is not None:
+            self.there.keep(executor.places_there)
         if setting.kind.updates == "spread" and self.is_due and self.updates.due != list(setting.schedule.deferred):
             self.complete()  # what other schedules defer, or a step that failed has left
         self.updates.sums_squares = setting.kind.reports_norm

@@ -221,8 +221,8 @@ class TrainStep:
         return ProgressLine(num_steps, tokens_per_step, lambda: self.progress.count, lambda: self._compiled.peak_bytes)
 
     def flush(self) -> None:
-        """Runs the due updates, so that parameters have their values after the latest step."""
-        if self._run.running is not None or self._setup.is_due:
+        """Has parameters and moments as the latest step left them: runs due updates, copies what the device updated."""
+        if self._run.running is not None or self._setup.is_behind:
             with self._compiled.exclusively("flush()", in_child=True), self._completion.suspended():
                 self._setup.look()
 
@@ -231,6 +231,8 @@ class TrainStep:
         running = self._run.running  # another thread may end it meanwhile
         if running is not None:
             running.check_no_hook()
+            self._completion.unmark()
+            running.look()
         elif not self._setup.is_completing:
             self.flush()
 

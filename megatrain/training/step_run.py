@@ -157,7 +157,9 @@ class StepRun:
         engine, updates = executor.engine, self._setup.updates
         assert updates is not None
         parts = setting, shares, self._rules.loss, updates, engine.tensors, self._setup.threads
-        running = Running(*parts, looks=self._rules.looks, exchange=self._exchange)
+        there, marked = self._setup.there, self._completion.marked
+        looks = self._rules.looks
+        running = Running(*parts, looks=looks, exchange=self._exchange, there=there, marked=marked)
         before = RngState.now(engine.device, [call for variant in setting.variants for call in variant.opaque])
         with engine.turn.run(differentiates=True), running.interrupts:
             self.running = running

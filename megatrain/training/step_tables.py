@@ -39,6 +39,7 @@ class StepTables:
 
     Attributes:
         is_planned: Whether a plan was given.
+        updates_there: Whether the device may update blocks in the next step; set before its schedule is asked for.
     """
 
     def __init__(
@@ -53,6 +54,7 @@ class StepTables:
         self._budget = budget
         self._plans = StepPlans(_MOST, None if plan is None else saved_plan(plan), self._exchange)
         self.is_planned = plan is not None
+        self.updates_there = False
         self._arena: GrowingArena | None = None
         self._executors: OrderedDict[tuple[frozenset[int], StepKind], tuple[StepChoices, _Executors]] = OrderedDict()
 
@@ -99,6 +101,8 @@ class StepTables:
         # The budget may have been lowered since the last step, or restored.
         if self._limits.device_memory != self._budget.nbytes:
             self._limits = replace(self._limits, device_memory=self._budget.nbytes)
+        if self._limits.updates_there != self.updates_there:
+            self._limits = replace(self._limits, updates_there=self.updates_there)
         limits = self._limits
         if limits.kernels == "auto" and not self.is_planned and not self._may_record(captures, kind):
             limits = limits.launching_each

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -13,13 +13,16 @@ from torch import nn
 from megatrain.device import find
 from megatrain.errors import ExecuteError, ReadsParameterError
 from megatrain.interrupts import Interrupts
+from megatrain.memory.block_image import BlockImage
 from megatrain.optim.updates import Updates
 from megatrain.planning.loss_bytes import Loss
 from megatrain.runtime.accumulation import check_kind, gradient_form, hooked, is_hooked, laid_out, warn_of_order
 from megatrain.runtime.call import Versions
 from megatrain.runtime.exchange import Exchange
 from megatrain.runtime.random_calls import GlobalGenerators
+from megatrain.scheduler.instructions import Bytes
 from megatrain.training.batch import Differentiated, Shares, loss_of
+from megatrain.training.device_updates import DeviceUpdates
 from megatrain.training.setup import Setting
 
 Gradients = list[torch.Tensor | None]
@@ -84,6 +87,8 @@ class Running:
         threads: How many threads the work of the host may take.
         looks: Whether a gradient that isn't finite prevents the updates.
         exchange: Who else takes this step.
+        there: Updates blocks on the device; None if no schedule so far has such blocks.
+        marked: Marks tensors of which the host has old values in its body.
 
     Attributes:
         has_begun: The optimizers have begun the step with this step's gradients.
@@ -108,6 +113,8 @@ class Running:
         *,
         looks: bool,
         exchange: Exchange,
+        there: DeviceUpdates | None = None,
+        marked: Callable[[], AbstractContextManager[None]] = nullcontext,
     ):
         self.kind = setting.kind
         self.interrupts = Interrupts()
@@ -130,6 +137,8 @@ class Running:
         self._threads = threads
         self._looks_for_nonfinite = looks
         self.exchange = exchange
+        self._there, self._marked = there, marked
+        self._beginning = threading.Lock()
         runs_in_backward = self._has_hooks
         warn_of_order(
             setting.programs[0].gradient_order, lambda key: is_hooked(self._parameters[key]), lambda: runs_in_backward
@@ -170,7 +179,9 @@ class Running:
             next(of_results) if trained else t.requires_grad_(b)
             for t, trained, b in zip(outputs, is_trained, returned, strict=True)
         ]
-        with torch.enable_grad(), self.exchange.watching_loss():
+        is_ahead = self._there is not None and self._there.is_ahead
+        marked = self._marked() if is_ahead else nullcontext()
+        with torch.enable_grad(), self.exchange.watching_loss(), marked:
             traced.leave(given, own.tensors)
             result = traced.result(given, own.tensors)
             loss = loss_of(result, self._setting.batches[micro_batch], self._loss)
@@ -274,6 +285,11 @@ class Running:
         finally:
             parameter.grad = None
 
+    def look(self) -> None:
+        """Has the host's values as they are before the updates of this step, because the loss looks at them."""
+        if self._there is not None:
+            self._there.write_back(is_within=True)
+
     def check_no_hook(self) -> None:
         """Refuses an action that a hook on a gradient must not take.
 
@@ -323,6 +339,20 @@ class Running:
         finally:
             self._note_updates()
 
+    def bring(self, layout: BlockImage, where: Bytes) -> None:
+        """See `StepTrainer`."""
+        assert self._there is not None
+        self._there.bring(layout, where, [self._parameters[entry.key] for entry in layout.entries])
+
+    def update_there(self, block: int, layout: BlockImage, gradients: Sequence[torch.Tensor | None]) -> None:
+        """See `StepTrainer`; on the caller's thread."""
+        assert self._there is not None
+        self._begin()
+        try:
+            self._there.update(layout, block, gradients, self._updates)
+        finally:
+            self._note_updates()
+
     def wait(self, block: int, go_on: Callable[[], object]) -> None:
         """See `StepTrainer`."""
         if block in self._deferred:
@@ -334,12 +364,13 @@ class Running:
 
     def _begin(self) -> None:
         """Begins the optimizers' step with this step's gradients; the previous step ends first."""
-        if not self.has_begun:
-            self.check()
-            if self._updates.is_under_way:
-                self._updates.finish()
-            self._updates.begin()
-            self.has_begun = True
+        with self._beginning:  # the device's first update may come at the same time as the host's
+            if not self.has_begun:
+                self.check()
+                if self._updates.is_under_way:
+                    self._updates.finish()
+                self._updates.begin()
+                self.has_begun = True
 
     def finish(self) -> None:
         """Runs the rest of the step that the optimizers have begun, if they have, but not what this step defers."""

@@ -77,6 +77,11 @@ class UpdateTimes:
         """Notes that updates are still due when the next step begins: nobody has looked."""
         self._looks = 0
 
+    @property
+    def is_looked_at(self) -> bool:
+        """Whether somebody has looked after each of so many steps: then nothing is left to be completed by a look."""
+        return self._looks >= self._most_looks
+
     def spread_no_more(self) -> None:
         """Leaves no update to the next step any more, because the host lacks the memory for the gradients."""
         self._spread = False
@@ -94,7 +99,7 @@ class UpdateTimes:
         looks = runs_in_backward or has_gradient_hooks(self._model)
         waits = self._holds_others() if self._needs_norm else looks
         reports_norm = self._reports_norm and not clip
-        may_spread = self._spread and not clip and self._looks < self._most_looks
+        may_spread = self._spread and not clip and not self.is_looked_at
         spreads = may_spread and not (reports_norm or self._holds_others())
         updates, *_ = updates_allowed(overlap=self._overlap, waits=in_turn or waits, clip=clip, spread=spreads)
         return Times(updates, clip, reports_norm)

@@ -6,9 +6,24 @@ from tests.mutants.fault import Fault
 
 _CHECK = "tests/scheduler/test_check.py::"
 _ORDERS = "tests/simulated_runs/test_orders.py::"
+_THERE = "tests/scheduler/test_device_updates.py::"
 _RECORDED = "test_recorded_kernels_have_the_bits_of_a_loop_in_any_order_of_the_streams"
 
 FAULTS: list[Fault] = [
+    Fault(
+        "what an optimizer keeps on the device has no bytes of its own",
+        "scheduler/builder/stays.py",
+        "            nbytes += workload.blocks[block].optimizer_bytes if block in device_updates else 0\n",
+        "",
+        (f"{_THERE}test_any_blocks_may_be_updated_there_and_neither_their_weights_nor_gradients_cross",),
+    ),
+    Fault(
+        "the checker lets the device update a block before its last backward",
+        "scheduler/check/host_rules.py",
+        '            case.require_before(reader, update, "writes what is read by", rule)\n\n\ndef check_updates',
+        "            pass\n\n\ndef check_updates",
+        (f"{_THERE}test_every_other_table_is_refused_or_harmless_and_all_other_instructions_are_refused",),
+    ),
     Fault(
         "no op waits for memory that another stream releases",
         "scheduler/dependency.py",

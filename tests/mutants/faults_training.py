@@ -4,7 +4,25 @@ from __future__ import annotations
 
 from tests.mutants.fault import Fault
 
+_THERE = "tests/simulated_runs/test_device_updates.py::"
+
 FAULTS: list[Fault] = [
+    Fault(
+        "a look at weights that the device has updated finds the values of before",
+        "training/device_updates.py",
+        "            for each in block.parameters if block.is_ahead else ():\n",
+        "            for each in block.parameters if not block.is_ahead else ():\n",
+        (f"{_THERE}test_looks_writes_calls_other_batches_freezing_and_checkpoints_change_nothing",),
+        on_device=True,
+    ),
+    Fault(
+        "a write into moments that the device has updated is lost in silence",
+        "training/device_updates.py",
+        "        if is_written:\n",
+        "        if False:\n",
+        (f"{_THERE}test_a_write_through_an_older_view_is_told_and_lost",),
+        on_device=True,
+    ),
     Fault(
         "updates overlap a backward that a hook may end",
         "training/update_times.py",
@@ -29,7 +47,7 @@ FAULTS: list[Fault] = [
     Fault(
         "a capture reads parameters whose updates are still due",
         "training/setup.py",
-        "before_capture=self.complete)",
+        "before_capture=self.catch_up)",
         "before_capture=lambda: None)",
         ("tests/training/test_step.py::test_a_capture_comes_after_the_updates_that_are_due",),
     ),

@@ -26,6 +26,8 @@ def every_plan(workload: Workload, kind: StepKind) -> Iterator[Choices]:
     """All choices: slots, parked values, retained graphs, results, weights that stay, late offloads, giants alone."""
     backward = workload.backward_blocks()
     blocks = [b for b, work in enumerate(workload.blocks) if work.state_bytes > 0]
+    may_update = kind.updates in ("overlap", "spread") and not kind.reports_norm
+    able = [b for b in blocks if may_update and workload.blocks[b].optimizer_bytes > 0]
     frozen = [b for b in blocks if workload.blocks[b].is_mostly_frozen]
     keeping = [b for b in backward[:-1] if workload.blocks[b].kept is not None]
     has_giants = bool(giants(workload))
@@ -33,11 +35,11 @@ def every_plan(workload: Workload, kind: StepKind) -> Iterator[Choices]:
     for slots, keep, saves in product((1, 2, 3), range(keep_all(workload) + 1), _subsets(backward)):
         if not set(least) <= set(saves):
             continue
-        for persistent in _subsets(frozen):
-            for resident in _subsets([b for b in blocks if b in backward and b not in persistent]):
+        for persistent, there in product(_subsets(frozen), _subsets(able)):
+            for resident in _subsets([b for b in blocks if b in backward and b not in (*persistent, *there)]):
                 for late, alone in product((False, True)[: kind.micro_batches], (False, True)[: 1 + has_giants]):
                     for results in _subsets([b for b in keeping if b not in saves]):
-                        yield Choices(slots, keep, saves, resident, persistent, alone, late, results)
+                        yield Choices(slots, keep, saves, resident, persistent, alone, late, results, (), there)
 
 
 def _subsets(numbers: tuple[int, ...] | list[int]) -> Iterator[tuple[int, ...]]:

@@ -19,8 +19,8 @@ class Harm(AssertionError):
 def op_name(position: Position, op: Op) -> str:
     if op.what in "WGSNU" and op.micro_batch is not None:
         raise Harm(f"{op} of one micro-batch")
-    leaves = ">" if op.what == "A" and position.stream == Stream.D2H else ""
-    return f"{op.what}{op.block}.{op.micro_batch or 0}{leaves}"
+    is_other = (op.what, position.stream) in (("A", Stream.D2H), ("U", Stream.COMPUTE))
+    return f"{op.what}{op.block}.{op.micro_batch or 0}{'>' if is_other else ''}"
 
 
 class Ledger:
@@ -38,11 +38,14 @@ class Ledger:
         has_updates = schedule.kind.updates != "none"
         # Gradients leave when all parameters were read, so an update of the previous step's stands above the first G.
         first = min((p.tick for p, op in schedule.positions() if op.what == "G"), default=0)
-        heads = {op.block for p, op in schedule.positions() if op.what == "U" and p.tick < first}
-        self.updating = {b for b, work in enumerate(self.blocks) if work.update_bytes and has_updates}
+        heads = {
+            op.block for p, op in schedule.positions() if p.stream == Stream.HOST and op.what == "U" and p.tick < first
+        }
+        there = set(schedule.device_updates)
+        self.updating = {b for b, work in enumerate(self.blocks) if work.update_bytes and has_updates} - there
         self.deferred = {"deferred": self.updating, "spread": heads}.get(schedule.kind.updates, set[int]())
         self.groups = {b: {b, *self.blocks[b].shares} for b in self.updating}
-        self.offloading = {b for b in machine.backwards if self.blocks[b].gradient_bytes}
+        self.offloading = {b for b in machine.backwards if self.blocks[b].gradient_bytes} - there
         self.new_gradients: set[int] = set()
         self.updated: set[int] = set()
         self.at_work: set[int] = set()

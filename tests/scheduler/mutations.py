@@ -92,6 +92,8 @@ def _other_headers(schedule: Schedule, random: Random) -> Iterator[tuple[str, Sc
     yield f"results {results}", with_figures(replace(schedule, results=results))
     persistent = tuple(sorted(set(schedule.persistent) ^ {block}))
     yield f"persistent {persistent}", with_figures(replace(schedule, persistent=persistent))
+    there = tuple(sorted(set(schedule.device_updates) ^ {block}))
+    yield f"device_updates {there}", with_figures(replace(schedule, device_updates=there))
     for index, slot in enumerate(schedule.slots):
         for offset, nbytes in ((slot.offset + 32, slot.nbytes), (slot.offset, max(0, slot.nbytes - 1))):
             other = replace(slot, offset=offset, nbytes=nbytes)

@@ -70,9 +70,10 @@ class Machine:
         # Where the frozen weights of persistent blocks lie from the first step on.
         self.staying: dict[int, tuple[int, int]] = {}
         for _, op in self.schedule.positions():
-            if op.what == "W" and op.block in self.schedule.persistent and op.slot is not None:
+            stays = op.block in (*self.schedule.persistent, *self.schedule.device_updates)
+            if op.what == "W" and stays and op.slot is not None:
                 offset = self.schedule.slots[op.slot].offset
-                self.staying[op.block] = offset, offset + self.workload.blocks[op.block].state_bytes
+                self.staying[op.block] = offset, offset + self.slot_bytes(op.block)
         is_backward = self.kind.mode == "backward"
         for index, value in enumerate(self.workload.values):
             for number in self.numbers:
@@ -85,6 +86,11 @@ class Machine:
         if is_backward:
             for block in self.schedule.saves:
                 self.allocate(("saved", block, 0), self.workload.blocks[block].saved_bytes, [f"B{block}.0"])
+
+    def slot_bytes(self, block: int) -> int:
+        """Bytes of a block in its slot: weights, and behind them what an optimizer has there."""
+        work = self.workload.blocks[block]
+        return work.state_bytes + work.optimizer_bytes * (block in self.schedule.device_updates)
 
     # What lives on the device.
 
@@ -171,7 +177,8 @@ class Machine:
         if op.what in "FB" and number > 0:
             before = f"{op.what}{op.block}.{number - 1}"
             self.expect(self.done[before] == 1, f"{name} ahead of {before}")
-        self.ledger.start(op)
+        if not (op.what == "U" and position.stream == Stream.COMPUTE):
+            self.ledger.start(op)
         getattr(self, f"start_{op.what}", lambda *_: None)(position, op)
         self.check_memory(name)
 
@@ -184,7 +191,8 @@ class Machine:
         name = op_name(position, op)
         getattr(self, f"finish_{op.what}", lambda *_: None)(position, op)
         self.done[name] += 1
-        self.ledger.finish(op)
+        if not (op.what == "U" and position.stream == Stream.COMPUTE):
+            self.ledger.finish(op)
         # A loss is made of the outputs of a micro-batch until its backward begins, if it has one.
         is_over = op.what == "B" or (
             op.what == "F" and op.block == len(self.workload.blocks) - 1 and not self.backwards
@@ -207,7 +215,7 @@ class Machine:
     def start_W(self, position: Position, op: Op) -> None:
         assert op.slot is not None
         slot = self.schedule.slots[op.slot]
-        nbytes = 0 if self.kind.transfer == "bind" else self.workload.blocks[op.block].state_bytes
+        nbytes = 0 if self.kind.transfer == "bind" else self.slot_bytes(op.block)
         self.expect(nbytes <= slot.nbytes, f"{op} overflows its slot")
         stop = slot.offset + nbytes
         for block, (low, high) in self.staying.items():
@@ -215,6 +223,8 @@ class Machine:
         if op.block in self.schedule.persistent:
             self.expect(self.kind.is_training_step, f"{op} finds nothing from another step")
             self.expect(self.workload.blocks[op.block].frozen_bytes > 0, f"{op} has nothing that stays")
+        if op.block in self.staying:
+            self.expect(self.done[op_name(position, op)] == 0, f"{op} overwrites what the device has updated")
             self.expect(op.block in self.staying, f"{op} into two places")
             self.expect(self.staying[op.block] == (slot.offset, stop), f"{op} where its weights aren't")
         self.weights = {p: (a, b, c) for p, (a, b, c) in self.weights.items() if not (a < stop and slot.offset < b)}
@@ -263,7 +273,8 @@ class Machine:
         if ("parameters", op.block, 0) in self.tensors:
             self.workspace += work.gradient_bytes
         elif work.gradient_bytes > 0:
-            self.allocate(("parameters", op.block, 0), work.gradient_bytes, [f"G{op.block}.0"])
+            user = f"U{op.block}.0>" if op.block in self.schedule.device_updates else f"G{op.block}.0"
+            self.allocate(("parameters", op.block, 0), work.gradient_bytes, [user])
 
     def hand_in_gradients(self, op: Op) -> None:
         number = op.micro_batch or 0
@@ -330,11 +341,30 @@ class Machine:
         for number in self.numbers:
             self.expect(self.done[f"B{op.block}.{number}"] == 1, f"{op} without micro-batch {number}")
 
+    def start_U(self, position: Position, op: Op) -> None:
+        if position.stream != Stream.COMPUTE:
+            return
+        work = self.workload.blocks[op.block]
+        self.expect(op.block in self.schedule.device_updates and work.optimizer_bytes > 0, f"{op} has no state there")
+        self.expect_weights(position, op)
+        self.expect_ready("parameters", op.block, op)
+        for number in self.numbers:
+            for what in "FB":
+                self.expect(self.done[f"{what}{op.block}.{number}"] == 1, f"{op} before {what} of micro-batch {number}")
+        self.workspace = work.update_workspace_bytes
+
+    def finish_U(self, position: Position, op: Op) -> None:
+        if position.stream == Stream.COMPUTE:
+            self.expect_weights(position, op)
+            self.workspace = 0
+
     def check_end(self) -> None:
         forwards = () if self.kind.mode == "backward" else range(len(self.workload.blocks))
         expected = {f"F{b}.{m}" for b in forwards for m in self.numbers}
         expected |= {f"B{b}.{m}" for b in self.backwards for m in self.numbers}
-        expected |= {f"G{b}.0" for b in self.backwards if self.workload.blocks[b].gradient_bytes > 0}
+        there = self.schedule.device_updates
+        expected |= {f"G{b}.0" for b in self.backwards if self.workload.blocks[b].gradient_bytes > 0 and b not in there}
+        expected |= {f"U{b}.0>" for b in there}
         self.expect(expected <= {name for name, count in self.done.items() if count}, "something never ran")
         for key, needed in self.needed.items():
             self.expect(set(needed) == {"end"}, f"{key} is never released: {dict(needed)}")

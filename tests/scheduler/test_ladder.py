@@ -49,7 +49,7 @@ def test_weights_come_in_the_order_in_which_they_are_needed(plan: Schedule):
     ops = dict(plan.positions())
     for position, load in plan.bindings().items():
         readers[load.tick] = min(position.tick, readers.get(load.tick, position.tick))
-    assert all(ops[position].what in "FB" for position in plan.bindings())
+    assert all(ops[position].what in "FBU" for position in plan.bindings())
     assert [readers[tick] for tick in sorted(readers)] == sorted(readers.values())
 
 

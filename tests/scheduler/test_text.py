@@ -72,7 +72,7 @@ def test_a_schedule_equals_what_its_text_reads(plan: Schedule):
     ("before", "after", "message"),
     [
         ("W3@1", "W3", "line 9 of the schedule can't be read: `W3` must name a slot."),
-        ("F2", "G2", "line 9 of the schedule can't be read: the compute stream can't do `G`; it does F and B."),
+        ("F2", "G2", "line 9 of the schedule can't be read: the compute stream can't do `G`; it does F and B and U."),
         ("F3*", "F3", "line 10 of the schedule can't be read: `F3` must have a star"),
         ("F2 ", "F2*", "line 9 of the schedule can't be read: `F2*` must not have a star"),
         ("   4 ", "   5 ", "line 10 of the schedule can't be read: expected tick 4, found `5`."),

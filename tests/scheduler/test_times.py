@@ -156,7 +156,7 @@ def test_another_table_of_the_program_is_predicted_exactly_or_an_op_is_named(
 
     def kind_of(plan: Schedule, op: Op) -> tuple[Any, ...]:
         has_squares = op.what == "U" and plan.kind.reports_norm
-        persists = op.what == "W" and op.block in plan.persistent
+        persists = op.what == "W" and op.block in (*plan.persistent, *plan.device_updates)
         is_saved = op.what in "FB" and op.block in plan.saves
         has_results = op.what in "FBA" and op.block in plan.results
         return op.stream, op.what, op.block, is_saved, has_results, has_squares, persists

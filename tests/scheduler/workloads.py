@@ -71,6 +71,11 @@ def blocks(draw: st.DrawFn) -> tuple[BlockWork, ...]:
             holders = [i for i, other in others if other.gradient_bytes > 0 or not other.has_backward]
             shares = draw(st.sets(st.sampled_from(holders), max_size=2)) if holders and draw(st.booleans()) else ()
             found[index] = replace(work, update_bytes=7 * work.gradient_bytes, shares=tuple(sorted(shares)))
+    shared = {other for work in found for other in work.shares}
+    for index, work in enumerate(found):
+        if work.update_bytes and not (work.shares or work.frozen_bytes or index in shared) and draw(st.booleans()):
+            sizes = draw(st.integers(1, 99)), draw(st.integers(0, 60))
+            found[index] = replace(work, optimizer_bytes=sizes[0], update_workspace_bytes=sizes[1])
     return tuple(found)
 
 
@@ -156,6 +161,7 @@ class Options:
     reports_norm: bool = False
     has_giants_alone: bool = False
     results: frozenset[int] = frozenset()
+    device_updates: frozenset[int] = frozenset()
 
     def build(self, workload: Workload) -> Schedule:
         made = self._with_weights(workload)
@@ -165,24 +171,26 @@ class Options:
             return made
         builder = Builder(workload, made.kind)
         resident = made.resident() if made.kind.transfer == "copy" and made.kind.is_training_step else ()
-        kept = tuple(b for b in resident if b not in made.persistent)
+        kept = tuple(b for b in resident if b not in (*made.persistent, *made.device_updates))
         plan = Choices(self.num_slots, made.keep, made.saves, kept, made.persistent, self.has_giants_alone)
-        return schedule_of(builder.table(replace(plan, results=results)))
+        return schedule_of(builder.table(replace(plan, results=results, device_updates=made.device_updates)))
 
     def _with_weights(self, workload: Workload) -> Schedule:
         made = self._built(workload)
         if made.kind.transfer == "bind" or not made.kind.is_training_step:
             return made
-        if not (self.staying or self.has_giants_alone):
+        there = self.device_updates if self.updates in ("overlap", "spread") and not self.reports_norm else ()
+        there = tuple(sorted(b for b, work in enumerate(workload.blocks) if b in there and work.optimizer_bytes))
+        if not (self.staying or self.has_giants_alone or there):
             return made
-        blocks = [b for b in sorted(self.staying) if b < len(workload.blocks)]
+        blocks = [b for b in sorted(self.staying) if b < len(workload.blocks) and b not in there]
         frozen = tuple(b for b in blocks if workload.blocks[b].frozen_bytes > 0)
         builder = Builder(workload, made.kind)
         plan = Choices(self.num_slots, made.keep, made.saves, tuple(blocks[::2]), frozen, self.has_giants_alone)
-        return schedule_of(builder.table(plan))
+        return schedule_of(builder.table(replace(plan, device_updates=there)))
 
     def _built(self, workload: Workload) -> Schedule:
-        not_of_schedule = ("staying", "has_giants_alone", "results")
+        not_of_schedule = ("staying", "has_giants_alone", "results", "device_updates")
         return schedule(workload, **{name: part for name, part in vars(self).items() if name not in not_of_schedule})
 
 
@@ -217,6 +225,7 @@ def whole_steps() -> st.SearchStrategy[Options]:
         staying=st.one_of(st.just(frozenset[int]()), st.frozensets(st.integers(0, 6))),
         has_giants_alone=st.booleans(),
         results=st.one_of(st.just(frozenset[int]()), st.frozensets(st.integers(0, 6))),
+        device_updates=st.one_of(st.just(frozenset[int]()), st.frozensets(st.integers(0, 6), min_size=3)),
     )
 
 
@@ -234,6 +243,16 @@ def with_updates(workload: Workload) -> Workload:
     """The workload with an update of all that is trained."""
     blocks = tuple(replace(b, update_bytes=7 * b.gradient_bytes) for b in workload.blocks)
     return replace(workload, blocks=blocks)
+
+
+def with_room_for_state(workload: Workload) -> Workload:
+    """The same, whose blocks the device can update: AdamW's state of bf16 parameters takes five times their bytes."""
+    sizes = [(5 * b.state_bytes, b.state_bytes // 8) for b in workload.blocks]
+    pairs = zip(workload.blocks, sizes, strict=True)
+    return replace(
+        workload,
+        blocks=tuple(replace(b, optimizer_bytes=s, update_workspace_bytes=w) for b, (s, w) in pairs),
+    )
 
 
 def trained(count: int, *, tied: bool = False) -> Workload:

@@ -5,17 +5,21 @@ from __future__ import annotations
 import copy
 import gc
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import nn
 
 import megatrain
+from megatrain.hardware.hardware import Hardware
 from megatrain.tracer.arguments import Structure
 from tests.simulated_device.simulator import Simulator, Synchronization
 from tests.training.parity import LossOf, loop_gradients
 
 DEVICE = "sim"
+SLOW_HOST = replace(Hardware.preset("rtx-4090"), host_bytes_per_s=1e8)
+"""A machine whose updates are best made on the device, as far as it has room."""
 ORDERS = ("late", "seeded", "late but compute", "late compute", "late h2d", "late d2h")
 """Orders of the streams in which a missing wait shows; `"early"` is the usual one."""
 

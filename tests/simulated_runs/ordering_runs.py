@@ -32,7 +32,7 @@ from tests.runtime.stepping import issue
 from tests.simulated_device.adapter import SimulatedDevice
 from tests.simulated_device.simulator import GIB, HardwareProfile, Simulator
 from tests.simulated_device.virtual_hosts import VirtualHosts
-from tests.simulated_runs.on_device import DEVICE, Chain, compiled_copy, on_device
+from tests.simulated_runs.on_device import DEVICE, SLOW_HOST, Chain, compiled_copy, on_device
 from tests.simulated_runs.test_virtual_time import BUS, HOST_BYTES_PER_S, made
 from tests.training.parity import TASKS
 
@@ -51,6 +51,23 @@ def trained(mode: dict[str, Any]) -> Found:
     losses = [step([on_device(task.batch(10 * number + m, 2)) for m in range(2)]) for number in range(3)]
     step.flush()
     return [*losses, *model.parameters()]
+
+
+def kept() -> Found:
+    """Weights, masters and moments that the device updates, while somebody looks at them now and then."""
+    torch.manual_seed(0)
+    compiled, model = compiled_copy(Chain(), precision="bf16", memory="1MiB", hardware=SLOW_HOST, block_bytes=1)
+    optimizer, found = torch.optim.AdamW(model.parameters(), lr=0.1), list[torch.Tensor]()
+    step = megatrain.TrainStep(compiled, optimizer, loss=lambda result, _: result.float().square().mean())
+    for number in range(5):
+        found.append(step(torch.randn(4, 32).to(DEVICE)))
+        assert step.schedule.device_updates, "on this machine all fit"
+        if number in (1, 2, 4):
+            with torch.get_device_module(DEVICE).stream(torch.Stream(device=DEVICE) if number != 2 else None):
+                found += [parameter.detach().clone() for parameter in model.parameters()]
+    step.flush()
+    moments = [state["exp_avg_sq"] for state in optimizer.state.values()]
+    return [*found, *model.parameters(), *moments, *(master.low for master in compiled.masters.values())]
 
 
 def called(width: int = 32) -> Found:
@@ -311,6 +328,7 @@ def measured(sim: Simulator) -> Found:
 RUNS: dict[str, Callable[[Simulator], Found]] = {
     "overlap": lambda _: trained({"spread": False}),
     "spread": lambda _: trained({}),
+    "kept": lambda _: kept(),
     "called": lambda _: called(),
     "evaluated": lambda _: evaluated(),
     "bare": lambda _: bare(),

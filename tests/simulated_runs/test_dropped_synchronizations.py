@@ -43,6 +43,8 @@ NOTICED: dict[str, str] = {
     "bus._next: self._device.wait_for": "ringed",
     "bus._note: stream.record_event": "ringed",
     "bus._arrive: self._device.wait_for": "ringed",
+    "device_updates.write_back: self._engine.streams.settle": "kept",
+    "device_updates.write_back: self._engine.device.synchronize": "kept",
     "engine.reserve_slots: self.streams.settle": "grown",
     "engine.release_slots: self.streams.settle": "walked",
     "gradients._land: self._bus.device.synchronize": "spread",

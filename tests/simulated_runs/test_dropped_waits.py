@@ -19,15 +19,22 @@ from megatrain.device import Device, DeviceEvent
 from megatrain.runtime.streams.stream import Lane, Queued
 from megatrain.runtime.streams.stream_set import Chaos
 from tests.simulated_device import Simulator
-from tests.simulated_runs.on_device import DEVICE, on_device
-from tests.training.parity import TASKS
+from tests.simulated_runs.on_device import DEVICE, SLOW_HOST, Chain, on_device
+from tests.training.parity import TASKS, Task, generator_of
 
 TASK = TASKS["stack"]
+THERE = Task(
+    lambda: Chain(depth=5, width=16),
+    lambda number, size: torch.randn(size, 16, generator=generator_of(number)),
+    lambda result, _: result.square().mean(),
+)
+"""Of tensors that the device can update."""
 MODES: dict[str, dict[str, Any]] = {
     "overlap": {"spread": False},
     "spread": {},
     "deferred": {"max_grad_norm": 0.5},
     "serial": {"overlap": False},
+    "there": {},
 }
 
 # Waits that may go unnoticed, and why the step is right without them.
@@ -67,15 +74,25 @@ class Trial:
     """Steps of a small model from one start, in every order that may show a missing wait."""
 
     def __init__(self, sim: Simulator, mode: str) -> None:
-        self.sim, self.model = sim, TASK.build()
+        torch.manual_seed(0)
+        task = THERE if mode == "there" else TASK
+        self.sim, self.model = sim, task.build()
         self.start = [p.detach().clone() for p in self.model.parameters()]
         compiled = megatrain.compile(
-            self.model, device=DEVICE, activations="offload", block_bytes=1, chaos=Chaos(max_delay_s=0)
+            self.model,
+            device=DEVICE,
+            activations="offload",
+            block_bytes=1,
+            chaos=Chaos(max_delay_s=0),
+            **({"hardware": SLOW_HOST, "memory": "24KiB"} if mode == "there" else {}),
         )
         self.streams = compiled.megatrain.engine.streams
-        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.5)
-        self.step = megatrain.TrainStep(compiled, self.optimizer, loss=TASK.loss, **MODES[mode])
-        self.batches = [[on_device(TASK.batch(10 * n + m, 2)) for m in range(2)] for n in range(2)]
+        parameters = self.model.parameters()
+        self.optimizer: torch.optim.Optimizer = torch.optim.SGD(parameters, lr=0.5)
+        if mode == "there":
+            self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.1, fused=True)
+        self.step = megatrain.TrainStep(compiled, self.optimizer, loss=task.loss, **MODES[mode])
+        self.batches = [[on_device(task.batch(10 * n + m, 2)) for m in range(2)] for n in range(2)]
         self.expected = self.run()
 
     def run(self) -> list[torch.Tensor]:
@@ -111,11 +128,13 @@ class Trial:
 
 # On the device, the other modes wait as overlap does, or for the host.
 @pytest.mark.parametrize(
-    "mode", [pytest.param(mode, marks=[pytest.mark.nightly] * (mode != "overlap")) for mode in MODES]
+    "mode", [pytest.param(mode, marks=[pytest.mark.nightly] * (mode not in ("overlap", "there"))) for mode in MODES]
 )
 def test_a_step_without_one_of_its_waits_is_noticed(sim: Simulator, mode: str):
     trial = Trial(sim, mode)
     assert trial.is_right()
+    there = trial.step.schedule.device_updates
+    assert (0 < len(there) < 5) == (mode == "there"), there
     known = [*REDUNDANT, OF_MEMORY]
     noticed, unnoticed, tried = list[str](), list[str](), Counter[str | None]()
     for one in trial.step.schedule.instructions.all:

@@ -100,6 +100,9 @@ class DeviceArena:
 
     Args:
         device: The device of the memory.
+
+    Attributes:
+        before_loss: Called with an offset and bytes from there on, before their contents are lost.
     """
 
     def __init__(self, device: Device) -> None:
@@ -109,6 +112,7 @@ class DeviceArena:
         # Of all frozen weights that were ever here: to read them anew takes longer than to copy them.
         self._remembered: dict[Hashable, Persisting] = {}
         self._buffer = self._none()
+        self.before_loss: Callable[[int, int], None] | None = None
 
     @property
     def nbytes(self) -> int:
@@ -151,6 +155,8 @@ class DeviceArena:
 
     def write(self, offset: int, nbytes: int) -> torch.Tensor:
         """Returns `slot` to be filled: of frozen weights that lay there nothing is known any more."""
+        if self.before_loss is not None:
+            self.before_loss(offset, nbytes)
         for start, size in [(a, n) for a, n in self._persisting if a < offset + nbytes and offset < a + n]:
             del self._persisting[start, size]
         return self.slot(offset, nbytes)
@@ -170,6 +176,8 @@ class DeviceArena:
 
     def release(self) -> None:
         """Gives the memory back; the next `resize` allocates anew."""
+        if self.before_loss is not None:
+            self.before_loss(0, self.nbytes)
         self._views.clear()
         self._persisting.clear()
         self._buffer = self._none()

@@ -17,6 +17,7 @@ from math import inf
 from typing import NamedTuple
 
 from megatrain.hardware.hardware import Hardware
+from megatrain.scheduler.builder.host_ticks import deferred_updates
 from megatrain.scheduler.builder.search import result_bytes
 from megatrain.scheduler.costs import OpSeconds
 from megatrain.scheduler.effects import Effects, turn_block
@@ -49,22 +50,22 @@ def step_bound(step: Effects, memory: int | None, machine: Hardware) -> StepBoun
         memory: Bytes of the device; None is any number.
         machine: Whose rates count.
     """
-    parts = StepParts(step, machine)
     assert step.kind.mode == "train", "other steps have no turn"
     if memory is None or turn_block(step.workload) is None:
         left = inf
     else:
         left = float(max(0, memory - bytes_at_turn(step)))
+    parts = StepParts(step, machine, left)
     graphs, stays = tuple(parts.graphs()), tuple(parts.stays())
     found = [StepBound(*chain) for chain in parts.chains()]
     compute = [Tradeoff(s, "compute", ((each.compute, each.nbytes) for each in graphs)) for s in parts.compute_limits()]
     copies = [
         Tradeoff(
-            start + to_device * parts.h2d_s(stays) + to_host * parts.d2h_s(stays),
+            start + to_device * parts.h2d_s(stays) + to_host * parts.d2h_s(stays) + of_host * parts.host_s(stays),
             reason,
-            ((to_device * each.h2d + to_host * each.d2h, each.nbytes) for each in stays),
+            ((to_device * each.h2d + to_host * each.d2h + of_host * each.host, each.nbytes) for each in stays),
         )
-        for start, to_device, to_host, reason in parts.copy_limits()
+        for start, to_device, to_host, of_host, reason in parts.copy_limits()
     ]
     found.append(StepBound(*least_seconds(compute, copies, left)))
     return max(found, key=lambda bound: bound.seconds)
@@ -77,21 +78,33 @@ class SavingUse(NamedTuple):
     compute: float = 0.0
     h2d: float = 0.0
     d2h: float = 0.0
+    host: float = 0.0
 
 
 class StepParts:
-    """Seconds of the parts of a step."""
+    """Seconds of the parts of a step.
 
-    def __init__(self, step: Effects, machine: Hardware) -> None:
+    Args:
+        step: Its effects.
+        machine: Whose rates count.
+        left: Device bytes that uses of memory may take: blocks whose optimizer state fits may be updated there.
+    """
+
+    def __init__(self, step: Effects, machine: Hardware, left: float = inf) -> None:
         self._step, self._machine = step, machine
         self._workload, self._kind = step.workload, step.kind
         self._seconds = OpSeconds(machine)
         everything = range(len(step.workload.blocks))
         recorded = step.recorded
-        self._saved = Effects(step.workload, step.kind, everything, (), {}, everything, step.deferred, recorded)
+        # As if the host made all updates: which are deferred depends on them.
+        deferred = deferred_updates(step.workload, step.kind) if step.device_updates else step.deferred
+        self._saved = Effects(step.workload, step.kind, everything, (), {}, everything, deferred, recorded)
+        kind, blocks = step.kind, step.workload.blocks
+        may_update = kind.transfer == "copy" and kind.updates in ("overlap", "spread") and not kind.reports_norm
+        self._there = frozenset(b for b in everything if may_update and 0 < blocks[b].optimizer_bytes <= left)
         self._turn, self._backward = turn_block(step.workload), step.workload.backward_blocks()
         self._numbers = range(step.kind.micro_batches)
-        self._gradients = [b for b in step.workload.gradient_blocks() if b in self._backward]
+        self._gradients = [b for b in step.workload.gradient_blocks() if b in self._backward and b not in self._there]
 
     def _op(self, stream: str, what: str, block: int, number: int = 0) -> float:
         return self._seconds.of(stream, self._saved.of(stream, what, block, number))
@@ -142,6 +155,9 @@ class StepParts:
             nbytes = 0 if block == self._turn else self._step.copied(work.state_bytes)
             if is_read_again or work.frozen_bytes:
                 yield SavingUse(nbytes, h2d=whole * (1 + is_read_again) - (least if work.frozen_bytes else whole))
+            if block in self._there:
+                rest = {"d2h": self._op(Stream.D2H, "G", block), "host": self._op(Stream.HOST, "U", block)}
+                yield SavingUse(work.optimizer_bytes, h2d=least, **rest)
         for index, value in enumerate(self._workload.values):
             readers = [b for b in self._workload.backward_readers(index) if b in self._backward]
             if not value.is_parkable or value.is_result or not readers or self._kind.transfer == "bind":
@@ -153,16 +169,17 @@ class StepParts:
 
     def h2d_s(self, stays: Iterable[SavingUse] = ()) -> float:
         """Seconds of copies to the device: the least, and what the given uses of memory would save."""
-        least = sum(self._weights(block)[1] for block in range(len(self._workload.blocks)))
-        return least + sum(each.h2d for each in stays)
+        others = (block for block in range(len(self._workload.blocks)) if block not in self._there)
+        return sum(self._weights(block)[1] for block in others) + sum(each.h2d for each in stays)
 
     def d2h_s(self, stays: Iterable[SavingUse] = ()) -> float:
         """Seconds of copies to the host: likewise."""
         return sum(self._op(Stream.D2H, "G", b) for b in self._gradients) + sum(each.d2h for each in stays)
 
     def _updates(self, *, deferred: bool) -> list[int]:
-        updates = self._workload.update_blocks() if self._kind.updates != "none" else ()
-        return [block for block in updates if (block in self._step.deferred) == deferred]
+        """Blocks whose updates are there in all plans, and in this place: with some on the device, others defer."""
+        updates = self._workload.update_blocks() if self._kind.updates != "none" and not self._there else ()
+        return [block for block in updates if (block in self._saved.deferred) == deferred]
 
     def _update_s(self, blocks: Iterable[int]) -> float:
         return sum(self._op(Stream.HOST, "U", block) for block in blocks)
@@ -172,14 +189,16 @@ class StepParts:
         has_norm = self._kind.clip or self._kind.reports_norm
         return sum(self._op(Stream.HOST, "S", b) for b in squares) + has_norm * self._op(Stream.HOST, "N", NO_BLOCK)
 
-    def host_s(self) -> float:
-        """Seconds of all ops of the host."""
-        return self._update_s([*self._updates(deferred=True), *self._updates(deferred=False)]) + self._squares_s()
+    def host_s(self, stays: Iterable[SavingUse] = ()) -> float:
+        """Seconds of all ops of the host: the least, and what the given uses of memory would save."""
+        updates = self._workload.update_blocks() if self._kind.updates != "none" else ()
+        least = self._update_s(block for block in updates if block not in self._there)
+        return least + self._squares_s() + sum(each.host for each in stays)
 
     def head_s(self) -> float:
         """Seconds before the first forward: the updates that its block waits for, and the copy of its weights."""
-        owners = [owner for owner in self._step.owners[0] if owner in self._step.deferred]
-        return self._update_s(owners) + self._weights(0)[1]
+        owners = [owner for owner in self._saved.owners[0] if owner in self._saved.deferred and not self._there]
+        return self._update_s(owners) + (0.0 if 0 in self._there else self._weights(0)[1])
 
     def tail_s(self) -> float:
         """Seconds after the last backward: its gradients leave, and what waits for them."""
@@ -202,18 +221,19 @@ class StepParts:
         others = max(self.host_s(), *(a * self.h2d_s() + b * self.d2h_s() for a, b in link_limits(self._machine)))
         yield most + (1 - self._machine.compute_beside) * others
 
-    def copy_limits(self) -> Iterator[tuple[float, float, float, str]]:
-        """Limits of copies: seconds besides them, what a second of each direction counts, and what is bound."""
+    def copy_limits(self) -> Iterator[tuple[float, float, float, float, str]]:
+        """Limits of copies and of the host: seconds besides, what a second of each stream counts, and what is bound."""
         last = self._backward[0] if self._backward else None
         end = 0.0 if last is None else self._op(Stream.COMPUTE, "B", last, self._numbers[-1]) + self.tail_s()
-        host, compute = self.host_s(), self._least_compute()
-        yield end, 1.0, 0.0, "copies to the device"
-        yield 0.0, 0.0, 1.0, "copies to the host"
-        yield host, *memory_limits(self._machine), "host memory, which updates and copies share"
+        compute = self._least_compute()
+        yield end, 1.0, 0.0, 0.0, "copies to the device"
+        yield 0.0, 0.0, 1.0, 0.0, "copies to the host"
+        yield 0.0, *memory_limits(self._machine), 1.0, "host memory, which updates and copies share"
+        yield 0.0, 0.0, 0.0, 1.0, "updates on the host"
         slowed = 1 - self._machine.compute_beside
         for a, b in link_limits(self._machine):
-            yield 0.0, a, b, "copies both ways"
-            yield compute, a * slowed, b * slowed, "compute, slowed down by copies"
+            yield 0.0, a, b, 0.0, "copies both ways"
+            yield compute, a * slowed, b * slowed, 0.0, "compute, slowed down by copies"
 
     def chains(self) -> Iterator[tuple[float, str]]:
         """Chains of ops that all plans have, and what each is called."""

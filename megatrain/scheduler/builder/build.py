@@ -58,6 +58,7 @@ def choose_plan(
         # A call's caller has tensors of their own besides; all that a training step has counts.
         stays=streams and kind.is_training_step and num_slots is None,
         parks=False,
+        is_any_slots=num_slots is None,
     )
     least = 0 if freedom.keep else keep
     starts = [_starting_plan(builder, count, least, activations, recorded) for count in counts]
@@ -68,11 +69,22 @@ def choose_plan(
     if freedom.saves and kind.mode == "train":
         results = [b for b in sparing_results(builder.workload, hardware or usual) if b not in start.saves]
         freedom = replace(freedom, results=within(builder.workload, kind, results, most_result_bytes))
+    best = _best(builder, memory, freedom, start, hardware, usual)
+    may_update = freedom.stays and kind.updates in ("overlap", "spread") and not kind.reports_norm
+    if not may_update:
+        return best
+    return Search(builder, memory, replace(freedom, results=()), hardware or usual).updated_there(best, start)
+
+
+def _best(
+    builder: Builder, memory: int, freedom: Freedom, start: Choices, hardware: Hardware | None, usual: Hardware
+) -> Choices:
+    """The plan with the shortest step in which the host makes all updates."""
     found = _by_rule(builder, memory, freedom, usual, start)
-    if hardware is None or not streams:
+    if hardware is None or builder.kind.transfer != "copy" or builder.kind.mode == "forward":
         return Search(builder, memory, freedom, hardware or usual).shortest(found)
     found += _by_rule(builder, memory, freedom, hardware, start)
-    more = [start] if num_slots is not None else [start, *_of_slots(start)]
+    more = [start, *(_of_slots(start) if freedom.is_any_slots else ())]
     # Results start parked like other values, and stay where memory is left.
     more += [replace(plan, results=freedom.results) for plan in more if freedom.results]
     return Search(builder, memory, replace(freedom, parks=True), hardware).fastest(found, more)

@@ -36,6 +36,7 @@ class Choices:
             before it, rather than during that of one micro-batch. They take device memory longer.
         results: As in `Schedule`.
         recorded: As in `Schedule`.
+        device_updates: As in `Schedule`.
     """
 
     num_slots: int
@@ -47,6 +48,7 @@ class Choices:
     has_late_offloads: bool = False
     results: tuple[int, ...] = ()
     recorded: tuple[int, ...] = ()
+    device_updates: tuple[int, ...] = ()
 
 
 def with_late_offloads(plan: Choices, kind: StepKind) -> Choices:
@@ -75,9 +77,8 @@ class Builder:
         self.workload = workload
         self.kind = kind
         self.stages = compute_stages(workload, kind)
-        self._deferred = deferred_updates(workload, kind)
         self._parking = Parking(workload, kind)
-        self._step = Effects(workload, kind, (), (), {}, (), self._deferred)
+        self._steps: dict[tuple[int, ...], Effects] = {}  # by the blocks that the device updates
         self._placed: dict[Hashable, _Weights] = {}
         self._ticks: dict[Hashable, tuple[Tick, ...]] = {}
         self._tables: dict[Choices, Table] = {}
@@ -110,6 +111,7 @@ class Builder:
             persistent=plan.persistent,
             results=plan.results,
             recorded=plan.recorded,
+            device_updates=plan.device_updates,
             workload=self.workload,
         )
         return with_figures(table, parked, Books(table, effects=self._effects(plan, parked)))
@@ -118,7 +120,16 @@ class Builder:
         return self._parking.values(keep=plan.keep, saves=plan.saves, results=plan.results)
 
     def _effects(self, plan: Choices, parked: Parks) -> Effects:
-        return self._step.chosen(plan.saves, plan.results, parked, plan.persistent, plan.recorded)
+        step = self._step(plan.device_updates)
+        return step.chosen(plan.saves, plan.results, parked, plan.persistent, plan.recorded)
+
+    def _step(self, device_updates: tuple[int, ...]) -> Effects:
+        """The effects of steps in which the device updates some blocks, whatever else they choose."""
+        if device_updates not in self._steps:
+            deferred = deferred_updates(self.workload, self.kind, device_updates)
+            parts = self.workload, self.kind, (), (), {}, (), deferred, (), device_updates
+            self._steps[device_updates] = Effects(*parts)
+        return self._steps[device_updates]
 
     def _place(self, plan: Choices) -> _Weights:
         chosen = _placing(plan)
@@ -131,9 +142,10 @@ class Builder:
                 resident=frozenset(plan.resident),
                 persistent=frozenset(plan.persistent),
                 alone=giants(self.workload) if plan.has_giants_alone else (),
+                device_updates=frozenset(plan.device_updates),
             )
             loads = [stay.block for stay in stays]
-            head = head_updates(self.workload, self._deferred, loads)
+            head = head_updates(self.workload, self._step(plan.device_updates).deferred, loads)
             self._placed[chosen] = _Weights(head, stays, *place_slots(stays))
         return self._placed[chosen]
 
@@ -149,6 +161,7 @@ class Builder:
                 num_slots=plan.num_slots,
                 has_late_offloads=plan.has_late_offloads,
                 written=written(self.workload, placed.head),
+                device_updates=plan.device_updates,
             )
             host = place_host(self.workload, self.kind, rows.ticks, placed.head)
             cells: list[list[Op]] = [[] for _ in range(max(rows.num_ticks, host.num_ticks))]
@@ -162,7 +175,7 @@ class Builder:
 
 def _placing(plan: Choices) -> Hashable:
     """What the places of weights depend on."""
-    return plan.num_slots, plan.resident, plan.persistent, plan.has_giants_alone
+    return plan.num_slots, plan.resident, plan.persistent, plan.has_giants_alone, plan.device_updates
 
 
 def with_figures(table: Table, parked: Parks | None = None, books: Books | None = None) -> Table:
@@ -212,6 +225,7 @@ def _ops(rows: Rows, host: HostTicks, *, has_micro_batches: bool) -> Iterator[tu
             for number, tick in enumerate(ticks):
                 yield tick, _op(stream, what, block, None, number if has_micro_batches else None)
     for stream, what, of_block in (
+        (Stream.COMPUTE, "U", rows.ticks.update),
         (Stream.D2H, "G", rows.ticks.offload),
         (Stream.HOST, "U", host.update),
         (Stream.HOST, "S", host.squares),

@@ -38,8 +38,8 @@ class HostTicks:
 DEFERRED_SHARE = Fraction(2, 5)
 
 
-def deferred_updates(workload: Workload, kind: StepKind) -> frozenset[int]:
-    """The blocks whose update is deferred to the head of the next step.
+def deferred_updates(workload: Workload, kind: StepKind, device_updates: Collection[int] = ()) -> frozenset[int]:
+    """The blocks whose update is deferred to the head of the next step, of those that the host updates.
 
     Of spread updates two fifths of the bytes are deferred, evenly among the blocks. The backward releases blocks in one
     order and the next forward needs them in the other: so each leaves the host time for some blocks of each region. The
@@ -50,7 +50,7 @@ def deferred_updates(workload: Workload, kind: StepKind) -> frozenset[int]:
     deferred: set[int] = set()
     ahead = Fraction(0)  # bytes of deferred updates beyond their share
     for blocks in _sharing_blocks(workload):
-        updates = [block for block in blocks if workload.blocks[block].update_bytes > 0]
+        updates = [b for b in blocks if workload.blocks[b].update_bytes > 0 and b not in device_updates]
         nbytes = sum(workload.blocks[block].update_bytes for block in updates)
         is_deferred = ahead <= 0
         deferred.update(updates if is_deferred else ())
@@ -119,7 +119,7 @@ def place_host(workload: Workload, kind: StepKind, ticks: OpTicks, head: Mapping
     arrivals = sorted(ticks.offload.values())
     placed = dict(head)
     for ready, block in _by_readiness(workload, ticks):
-        if block in head:
+        if block in head or block in ticks.update:
             continue
         following = bisect_right(arrivals, ready) + int(kind.updates == "spread")
         overlapped = arrivals[following] if following < len(arrivals) else max(ready, *arrivals[-1:]) + 1

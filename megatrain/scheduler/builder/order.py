@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import NamedTuple
@@ -81,13 +81,14 @@ def first_at_once(queue: Sequence[Arrival], workload: Workload, written: Mapping
 
 @dataclass(frozen=True, slots=True)
 class OpTicks:
-    """The tick of each op but `W`, by block: of `F`, `B` and `A` those of all micro-batches."""
+    """The tick of each op but `W`, by block: of `F`, `B` and `A` those of all micro-batches; `U` of the device only."""
 
     forward: dict[int, list[int]] = field(default_factory=dict[int, list[int]])
     backward: dict[int, list[int]] = field(default_factory=dict[int, list[int]])
     park: dict[int, list[int]] = field(default_factory=dict[int, list[int]])
     restore: dict[int, list[int]] = field(default_factory=dict[int, list[int]])
     offload: dict[int, int] = field(default_factory=dict[int, int])
+    update: dict[int, int] = field(default_factory=dict[int, int])
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,6 +123,7 @@ class _Placer:
     Args:
         num_slots: As in `assign_ticks`, like that below.
         written: See there.
+        device_updates: See there.
         queue: The transfers to the device.
         num_stays: The number of stays.
     """
@@ -130,10 +132,11 @@ class _Placer:
         self,
         num_slots: int,
         written: Mapping[int, Written],
+        device_updates: Collection[int],
         queue: Sequence[Arrival],
         num_stays: int,
     ) -> None:
-        self._num_slots, self._written = num_slots, written
+        self._num_slots, self._written, self._device_updates = num_slots, written, device_updates
         self._queue = queue
         # How much of the queue a step needs: its own transfers and everything queued before them.
         self._needs = {arrival.needed: index + 1 for index, arrival in enumerate(queue)}
@@ -142,6 +145,7 @@ class _Placer:
         self._leaving: list[_Leaving] = []
         self._h2d = self._d2h = -1
         self._compute: list[int] = []
+        self._latest = -1  # of compute, updates included
         self._ticks = OpTicks()
         self._loads = [0] * num_stays
 
@@ -158,7 +162,7 @@ class _Placer:
         block = stage[0].block
         forward = self._ticks.forward.setdefault(block, []) if not stage[0].is_backward else []
         backward = self._ticks.backward.setdefault(block, []) if stage[-1].is_backward else []
-        tick = compute[-1] if compute else -1
+        tick = self._latest
         for step, work in enumerate(stage, len(compute)):
             if step in needs:
                 self._place_transfers(needs[step])
@@ -173,12 +177,16 @@ class _Placer:
                     leaving += [_Leaving(park, work.micro_batch, 0) for park in parks]
             else:
                 backward.append(tick)
-                if work is offloads_after:
+                if work is offloads_after and block in self._device_updates:
+                    tick += 1
+                    self._ticks.update[block] = tick
+                elif work is offloads_after:
                     leaving.append(_Leaving(block, None, step if beside is None else beside))
+        self._latest = tick
 
     def rows(self) -> Rows:
         """What was placed, with all that was left to leave."""
-        over = self._compute[-1] if self._compute else -1
+        over = self._latest
         self._place_d2h(over)
         num_ticks = max(self._h2d, self._d2h, over) + 1
         return Rows(self._ticks, tuple(self._loads), num_ticks)
@@ -246,6 +254,7 @@ def assign_ticks(
     num_slots: int,
     has_late_offloads: bool,
     written: Mapping[int, Written],
+    device_updates: Collection[int] = (),
 ) -> Rows:
     """Places all ops; the order of each stream is fixed, so one pass in the order of compute steps does.
 
@@ -260,9 +269,10 @@ def assign_ticks(
         num_slots: As in `Choices`.
         has_late_offloads: See there.
         written: When the host has written a block's weights, where it does.
+        device_updates: As in `Choices`.
     """
     queue = first_at_once(arrivals(stages, stays, parked, num_slots), workload, written)
-    placer = _Placer(num_slots, written, queue, len(stays))
+    placer = _Placer(num_slots, written, device_updates, queue, len(stays))
     parks = _parks_by_producer(workload, parked)
     trained = (work for stage in stages for work in stage if work.is_backward)
     last = {work.block: work for work in trained if workload.blocks[work.block].gradient_bytes > 0}

@@ -64,6 +64,8 @@ def within(workload: Workload, kind: StepKind, blocks: Sequence[int], most_bytes
 _WEIGHTS = (0.0, 0.7, 1.4, 2.0, 4.0, inf)
 # A ladder whose fastest plan is faster than the best one by less than this part isn't worth climbing.
 _NEAR = 0.002
+# Updates on the device that make a step no shorter than so much aren't worth the copies when somebody looks.
+_WORTH = 0.98
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +79,7 @@ class Freedom:
         parks: Values may be parked for the sake of time alone. Else memory goes to them first: on the host, too, they
             take memory.
         results: The blocks whose results may be kept.
+        is_any_slots: The number of slots is.
     """
 
     keep: bool
@@ -84,6 +87,7 @@ class Freedom:
     stays: bool
     parks: bool
     results: tuple[int, ...] = ()
+    is_any_slots: bool = True
 
 
 class MemoryUse(NamedTuple):
@@ -147,7 +151,8 @@ class Family:
         if not freedom.parks:
             graphs += [seconds.results(b) for b in freedom.results if b not in start.saves]
         graphs.sort(key=lambda use: (-use.seconds / max(1, use.nbytes), -use.number))
-        weights = [seconds.weights(b) for b, block in enumerate(blocks) if block.state_bytes > 0]
+        streamed = [b for b, block in enumerate(blocks) if block.state_bytes > 0 and b not in start.device_updates]
+        weights = [seconds.weights(b) for b in streamed]
         weights.sort(key=lambda use: by_benefit(use.number, use.nbytes))
         persistent = [use for use in weights if use.choice == "persistent"]
         resident = [use for use in weights if use.choice == "resident" and blocks[use.number].has_backward]
@@ -229,7 +234,9 @@ class _Seconds:
         works = enumerate(self._workload.blocks)
         forward = sum(self._op_seconds.of_kernels(block.forward, b in plan.recorded) for b, block in works)
         backward = sum(self._backward(b, plan, is_saved=b in plan.saves) for b in self._workload.backward_blocks())
-        return forward * self._kind.micro_batches + backward
+        blocks = self._workload.blocks
+        updates = sum(self._op_seconds.of_kernels(blocks[b].device_update) for b in plan.device_updates)
+        return forward * self._kind.micro_batches + backward + updates
 
     def graph(self, block: int, plan: Choices) -> MemoryUse:
         """A block's graphs."""
@@ -321,6 +328,37 @@ class Search:
             return best
         ways = dict.fromkeys([nearest, nearest.first_blocks_first()])
         return self.shortest([best, *(self._climbed(way, weight) for way in ways for weight in _WEIGHTS)])
+
+    def updated_there(self, best: Choices, start: Choices) -> Choices:
+        """The plan with the shortest step, where blocks may be updated on the device.
+
+        Tried are as many blocks as fit, a half and a quarter of them; then numbers around the best of these. Each has
+        beside it what else fits.
+
+        Args:
+            best: The best plan without.
+            start: The most frugal plan.
+        """
+        blocks = self._builder.workload.blocks
+        able = [b for b, block in enumerate(blocks) if block.optimizer_bytes > 0]
+        able.sort(key=lambda b: by_benefit(b, blocks[b].update_bytes))
+
+        def plan(count: int) -> Choices:
+            return replace(start, device_updates=tuple(sorted(able[:count])))
+
+        most = bisect_right(range(1, len(able) + 1), False, key=lambda count: not self.fits(plan(count)))
+        if most == 0:
+            return best
+        found: dict[int, Choices] = {}
+        counts = {most, most // 2, most // 4}.difference({0})
+        for _ in range(2):  # time falls with more of them, and then rises: look closer at the least
+            found |= {count: self.balanced(plan(count)) for count in sorted(counts, reverse=True)}
+            known = [0, *sorted(found)]
+            at = min(range(1, len(known)), key=lambda index: self._time(found[known[index]]))
+            near = {(known[at] + other) // 2 for other in known[at - 1 : at + 2]}
+            counts = near.difference({0}, found)
+        shortest = self.shortest(list(found.values()))
+        return shortest if self._time(shortest) < self._time(best) * _WORTH else best
 
     def _family(self, start: Choices) -> Family:
         return Family.of(self._builder, start, self._freedom, self._machine)

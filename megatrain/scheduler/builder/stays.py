@@ -91,20 +91,22 @@ def stays_of(
     resident: Collection[int],
     persistent: Collection[int],
     alone: Collection[int] = (),
+    device_updates: Collection[int] = (),
 ) -> tuple[Stay, ...]:
     """Every stay of every block's state, in the order of first need.
 
     Resident blocks stay from their forward to their backward, which saves their second prefetch. The last `num_slots`
     of the other blocks do so in any case: together they are no more than what the slots hold at the turn. The bytes of
-    persistent blocks are reserved for the whole step. If the first blocks are resident, theirs are reserved from its
-    start: their weights come while the host still updates others. Next to blocks that are `alone` only those are there.
+    persistent blocks are reserved for the whole step, and so are those of blocks that the device updates, with the
+    state of the optimizer. If the first blocks are resident, theirs are reserved from its start: their weights come
+    while the host still updates others. Next to blocks that are `alone` only those are there.
     """
     uses: dict[int, list[int]] = {}
     for number, stage in enumerate(stages):
         block = stage[0].block
         if workload.blocks[block].state_bytes > 0:
             uses.setdefault(block, []).append(number)
-    kept = {*resident, *persistent}
+    kept, whole = {*resident, *persistent, *device_updates}, {*persistent, *device_updates}
     ahead, at_turn = num_slots - 1, 1 if alone else num_slots
     streamed = [block for block in uses if block not in kept]
     staying = {*resident, *streamed[max(0, len(streamed) - at_turn) :]}
@@ -113,7 +115,8 @@ def stays_of(
     for block, at in uses.items():
         nbytes = 0 if kind.transfer == "bind" else workload.blocks[block].state_bytes
         own = ahead + (at[0] if at[0] < AHEAD and block in first else 0)
-        if block in persistent:
+        if block in whole:
+            nbytes += workload.blocks[block].optimizer_bytes if block in device_updates else 0
             found.append(Stay(block, at[0], -ahead, len(stages) - 1, nbytes, ahead + min(at[0], AHEAD)))
             continue
         for run in [at] if block in staying else [[stage] for stage in at]:

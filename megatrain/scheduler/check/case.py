@@ -41,6 +41,11 @@ class Case:
         for position, op in self.ops:
             self._at.setdefault((op.stream, op.what, op.block, op.micro_batch or 0), []).append(position)
 
+    def held_bytes(self, block: int) -> int:
+        """Bytes that a block has in its slot: its state, and that of the optimizer where the device updates it."""
+        work = self.workload.blocks[block]
+        return work.state_bytes + (work.optimizer_bytes if block in self.schedule.device_updates else 0)
+
     def at(self, stream: Stream, what: str, block: int, micro_batch: int = 0) -> list[Position]:
         """All positions of one op, ascending; an op that has no micro-batch counts as one of the first."""
         return self._at.get((stream, what, block, micro_batch), [])

@@ -80,7 +80,7 @@ def _check_places_are_free(case: Case, places: Mapping[int, range], rule: str) -
     readers: dict[int, list[Position]] = {block: [] for block in places}
     is_deferred = {block: any(map(case.is_deferred, case.updates_of(block))) for block in places}
     for position, op in case.ops:
-        if op.what == "U":
+        if op.what == "U" and position.stream == Stream.HOST:
             for member in {op.block, *case.workload.blocks[op.block].shares} & set(readers):
                 readers[member].append(position)
     # The waiting gradients by place, and the ops that consume them; those of the previous step are in the same places.
@@ -105,11 +105,37 @@ def _check_places_are_free(case: Case, places: Mapping[int, range], rule: str) -
         waiting[op.block] = mine, [] if is_deferred[op.block] else readers[op.block]
 
 
+def check_device_updates(case: Case) -> None:
+    """The device updates a block once, after every micro-batch has added to the gradients and nothing reads weights."""
+    rule = (
+        "A block that the device updates has state for that, one W, and one U on compute, after its F and B; other "
+        "blocks have no such U."
+    )
+    blocks, kind = case.schedule.device_updates, case.schedule.kind
+    is_known = list(blocks) == sorted(set(blocks)) and all(0 <= b < len(case.workload.blocks) for b in blocks)
+    is_able = kind.transfer == "copy" and kind.updates in ("overlap", "spread") and not kind.reports_norm
+    if blocks and not (
+        is_known
+        and is_able
+        and not kind.clip
+        and not set(blocks) & set(case.schedule.persistent)
+        and all(case.workload.blocks[b].optimizer_bytes > 0 for b in blocks)
+    ):
+        raise case.fault(f"the device can't update blocks {list(blocks)}.", rule, 0, "Change `device_updates`.")
+    for block in range(len(case.workload.blocks)):
+        if block not in blocks:
+            case.never(Stream.COMPUTE, "U", block, "is an update of the host", rule)
+            continue
+        update = case.once(Stream.COMPUTE, "U", block, rule)
+        for reader in [*case.backwards(block), *(case.forward(block, number) for number in case.micro_batches)]:
+            case.require_before(reader, update, "writes what is read by", rule)
+
+
 def check_updates(case: Case) -> None:
     """Each block with parameters of its own to update has one U, where `updates` says."""
     rule = "A step with updates has one U for each block that updates parameters; other steps have none."
     for block, work in enumerate(case.workload.blocks):
-        if work.update_bytes == 0 or case.schedule.kind.updates == "none":
+        if work.update_bytes == 0 or case.schedule.kind.updates == "none" or block in case.schedule.device_updates:
             case.never(Stream.HOST, "U", block, "has nothing to update", rule)
             continue
         members = (block, *work.shares)

@@ -95,7 +95,7 @@ def _check_flags(case: Case, instructions: Instructions) -> None:
         _expect(
             instruction, "results that are kept", instruction.keeps, keeps, "`results` says which blocks keep them."
         )
-        persists = op.what == "W" and op.block in case.schedule.persistent
+        persists = op.what == "W" and op.block in (*case.schedule.persistent, *case.schedule.device_updates)
         _expect(instruction, "weights that persist", instruction.persists, persists, "`persistent` says which do.")
         turns = op.what == "B" and number not in turned
         _expect(instruction, "a turn", instruction.turns, turns, "The caller's gradients arrive before the first B.")
@@ -119,10 +119,10 @@ def _check_state(case: Case, instructions: Instructions) -> None:
         for instruction in by_tick[tick]:
             op, expected = instruction.op, None
             if op.what == "W" and op.slot is not None and not is_bound:
-                nbytes = case.workload.blocks[op.block].state_bytes
+                nbytes = case.held_bytes(op.block)
                 expected = Bytes(case.schedule.slots[op.slot].offset, nbytes)
                 pending.append((op.block, instruction.position, expected))
-            elif op.what in "FB" and op.block in filled and not is_bound:
+            elif instruction.position.stream == Stream.COMPUTE and op.block in filled and not is_bound:
                 load, expected = filled[op.block]
                 reader[load] = instruction.position, expected
             _expect(instruction, "state", instruction.state, expected, rule)
@@ -130,7 +130,7 @@ def _check_state(case: Case, instructions: Instructions) -> None:
         pending.clear()
     left: dict[Position, set[Bytes]] = {}
     for load, (position, where) in reader.items():
-        if case.op(load).block not in case.schedule.persistent:
+        if case.op(load).block not in (*case.schedule.persistent, *case.schedule.device_updates):
             left.setdefault(position, set()).add(where)
     for instruction in instructions.all:
         _expect(instruction, "left bytes", sorted(instruction.leaves), sorted(left.get(instruction.position, ())), rule)
@@ -251,7 +251,11 @@ def _uses(case: Case) -> Iterator[tuple[Item, list[Position]]]:
             yield Item("saved", block, number), [case.backward(block, number)]
     for block in backwards:
         if workload.blocks[block].gradient_bytes > 0:
-            yield Item("parameters", block), case.at(Stream.D2H, "G", block)
+            is_used_here = block in case.schedule.device_updates
+            yield (
+                Item("parameters", block),
+                case.at(*((Stream.COMPUTE, "U") if is_used_here else (Stream.D2H, "G")), block),
+            )
 
 
 def _value_uses(

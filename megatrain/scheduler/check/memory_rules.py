@@ -43,7 +43,7 @@ def _check_overwrites(case: Case, readers: dict[Position, list[Position]], rule:
             continue
         if position not in readers:
             raise case.fault(f"{case.name(position)} is read by nothing.", rule, position.tick, "Remove it.")
-        nbytes = 0 if case.schedule.kind.transfer == "bind" else case.workload.blocks[op.block].state_bytes
+        nbytes = 0 if case.schedule.kind.transfer == "bind" else case.held_bytes(op.block)
         start = case.schedule.slots[op.slot].offset
         overwritten = [p for p, (a, b) in lying.items() if a < start + nbytes and start < b]
         for load in overwritten:
@@ -55,14 +55,17 @@ def _check_overwrites(case: Case, readers: dict[Position, list[Position]], rule:
 
 
 def check_persistent(case: Case) -> None:
-    """Nothing else is ever copied to where the frozen weights of a block stay across steps."""
-    rule = "A persistent block has frozen weights, one W a step, and bytes of the arena that no other W writes."
+    """Nothing else is ever copied to where weights of a block stay across steps, frozen or updated there."""
+    rule = (
+        "A block whose weights stay has frozen ones, or is updated on the device; it has one W a step, and bytes of "
+        "the arena that no other W writes."
+    )
     blocks, schedule = case.schedule.persistent, case.schedule
     is_known = list(blocks) == sorted(set(blocks)) and all(0 <= b < len(case.workload.blocks) for b in blocks)
     has_kind = schedule.kind.is_training_step and schedule.kind.transfer == "copy"
     if blocks and not (is_known and has_kind and all(case.workload.blocks[b].frozen_bytes > 0 for b in blocks)):
         raise case.fault(f"blocks {list(blocks)} can't be persistent.", rule, 0, "Change `persistent`.")
-    for block in blocks:
+    for block in (*blocks, *schedule.device_updates):
         load = case.once(Stream.H2D, "W", block, rule)
         start, stop = _written(case, load)
         for position, op in case.ops:
@@ -80,6 +83,8 @@ def check_persistent(case: Case) -> None:
 def loaded_bytes(case: Case, block: int) -> int:
     """Bytes that a W of a block copies: what isn't there since an earlier step."""
     work = case.workload.blocks[block]
+    if block in case.schedule.device_updates:
+        return 0
     return work.state_bytes - (work.frozen_bytes if block in case.schedule.persistent else 0)
 
 
@@ -88,7 +93,7 @@ def _written(case: Case, load: Position) -> tuple[int, int]:
     op = case.op(load)
     assert op.slot is not None
     start = case.schedule.slots[op.slot].offset
-    return start, start + case.workload.blocks[op.block].state_bytes
+    return start, start + case.held_bytes(op.block)
 
 
 def recount_host(case: Case) -> int:
@@ -137,7 +142,7 @@ def recount_waiting(case: Case) -> int:
 
 def consumed_bytes(case: Case) -> dict[int, int]:
     """Bytes of gradients that the host needs no more after a tick: its `U` is the last to read those of some block."""
-    updates = [(p.tick, op.block) for p, op in case.ops if op.what == "U"]
+    updates = [(p.tick, op.block) for p, op in case.ops if op.what == "U" and p.stream == Stream.HOST]
     found: dict[int, int] = {}
     seen: set[int] = set()
     for tick, block in reversed(updates):
@@ -280,7 +285,8 @@ def _gradient_spans(case: Case) -> Iterator[tuple[int, range]]:
     for block in case.workload.backward_blocks():
         work = case.workload.blocks[block]
         if work.gradient_bytes > 0:
-            leaving = case.at(Stream.D2H, "G", block)[0]
+            is_used_here = block in case.schedule.device_updates
+            leaving = case.at(*((Stream.COMPUTE, "U") if is_used_here else (Stream.D2H, "G")), block)[0]
             yield work.gradient_bytes, range(_while(min(case.backwards(block))), _while(leaving) + 1)
 
 
@@ -293,6 +299,8 @@ def needed_moments(case: Case) -> Iterator[int]:
         workspace = 0
         if row.compute is not None and row.compute.what == "F":
             workspace = _measured(case, row.compute.block).forward_workspace_bytes
+        elif row.compute is not None and row.compute.what == "U":
+            workspace = case.workload.blocks[row.compute.block].update_workspace_bytes
         elif row.compute is not None:
             block = row.compute.block
             work = case.workload.blocks[block]

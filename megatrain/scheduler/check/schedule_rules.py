@@ -15,7 +15,7 @@ import networkx as nx
 from megatrain.counts import counted
 from megatrain.errors import ScheduleError
 from megatrain.scheduler.check.case import Case
-from megatrain.scheduler.check.host_rules import check_norm, check_places, check_updates
+from megatrain.scheduler.check.host_rules import check_device_updates, check_norm, check_places, check_updates
 from megatrain.scheduler.check.memory_rules import (
     check_figures,
     check_live_bytes,
@@ -100,7 +100,7 @@ def _check_ops_are_known(case: Case) -> None:
 
 
 def _check_slot_fits(case: Case, position: Position, op: Op, rule: str) -> None:
-    slots, nbytes = case.schedule.slots, case.workload.blocks[op.block].state_bytes
+    slots, nbytes = case.schedule.slots, case.held_bytes(op.block)
     assert op.slot is not None
     if nbytes == 0:
         raise case.fault(f"{case.name(position)} moves no state.", rule, position.tick, "Leave it out.")
@@ -246,7 +246,8 @@ def check_gradients(case: Case) -> None:
     """The parameter gradients of every block leave exactly once, summed over the micro-batches."""
     rule = "Parameter gradients leave the device once, after the B of every micro-batch, because each adds to them."
     for block, work in enumerate(case.workload.blocks):
-        if work.gradient_bytes > 0 and work.has_backward and case.schedule.kind.mode != "forward":
+        has_own = work.gradient_bytes > 0 and work.has_backward and case.schedule.kind.mode != "forward"
+        if has_own and block not in case.schedule.device_updates:
             offload = case.once(Stream.D2H, "G", block, rule)
             for backward in case.backwards(block):
                 case.require_before(backward, offload, "moves gradients of", rule)
@@ -267,6 +268,7 @@ RULES: tuple[Callable[[Case], None], ...] = (
     check_inputs,
     check_parks,
     check_weights,
+    check_device_updates,
     check_persistent,
     check_gradients,
     check_norm,

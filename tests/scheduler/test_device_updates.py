@@ -1,0 +1,94 @@
+"""Updates on the device: any blocks of a step, in any order of the streams; no other table passes the check."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from random import Random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatrain.errors import ScheduleError
+from megatrain.scheduler.builder.draft import Builder, Choices
+from megatrain.scheduler.items import Stream
+from megatrain.scheduler.schedule import Schedule, schedule_of
+from megatrain.scheduler.step_kind import StepKind
+from tests.draws import draws
+from tests.scheduler.mutations import mutants, with_figures
+from tests.scheduler.symbolic import Harm, find_harm
+from tests.scheduler.test_instructions import is_rejected as is_refused
+from tests.scheduler.test_instructions import mutants as other_instructions
+from tests.scheduler.workloads import LAYER, assert_checked_and_read_back, trained, with_room_for_state
+
+WORK = with_room_for_state(trained(5))
+
+
+def planned(there: frozenset[int], *, updates: str = "spread", micro_batches: int = 2, num_slots: int = 2) -> Schedule:
+    kind = StepKind(updates=updates, micro_batches=micro_batches, outputs="release")
+    return schedule_of(Builder(WORK, kind).table(Choices(num_slots, 1, (4,), device_updates=tuple(sorted(there)))))
+
+
+STEPS = st.builds(
+    planned,
+    st.frozensets(st.integers(0, 4), min_size=1),
+    updates=st.sampled_from(["overlap", "spread"]),
+    micro_batches=st.integers(1, 3),
+    num_slots=st.integers(1, 3),
+)
+
+
+@given(STEPS, st.integers(0, 2**20))
+@draws(60, usual=20)
+def test_any_blocks_may_be_updated_there_and_neither_their_weights_nor_gradients_cross(plan: Schedule, seed: int):
+    assert_checked_and_read_back(plan, WORK)
+    find_harm(plan, WORK, seed=seed, runs=8)
+    loads = [op.block for op in plan.ops if op.what == "W" and op.block not in plan.device_updates]
+    assert plan.h2d_bytes - plan.park_bytes == LAYER * len(loads)
+    assert plan.d2h_bytes - plan.park_bytes == LAYER * (5 - len(plan.device_updates))
+    of_host = [op.block for op in plan.ops if (op.stream, op.what) == (Stream.HOST, "U")]
+    assert sorted([*of_host, *plan.device_updates]) == [*range(5)]
+
+
+@given(STEPS, st.integers(0, 2**20), st.booleans())
+@draws(20, usual=4)
+def test_every_other_table_is_refused_or_harmless_and_all_other_instructions_are_refused(
+    plan: Schedule, seed: int, fits: bool
+):
+    rejected = 0
+    for name, mutant in mutants(plan, Random(seed)):
+        mutant = with_figures(mutant) if fits else mutant
+        try:
+            mutant.check()
+        except ScheduleError:
+            rejected += 1
+            continue
+        try:
+            find_harm(mutant, WORK, seed=seed)
+        except Harm as harm:
+            raise AssertionError(f"{name}: {harm}\n{plan}\n{mutant}") from harm
+    assert rejected > 100
+    made = plan.instructions
+    assert [name for name, other in other_instructions(made, Random(seed)) if not is_refused(plan, other)] == []
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"device_updates": (0, 3)},
+        {"device_updates": (3, 0)},
+        {"device_updates": (9,)},
+        {"persistent": (0,)},
+        {"kind": StepKind(updates="deferred", clip=True, micro_batches=2, outputs="release")},
+    ],
+)
+def test_blocks_that_have_no_such_update_or_no_room_are_refused(change: dict[str, object]):
+    plan = planned(frozenset({0}))
+    with pytest.raises(ScheduleError):
+        replace(plan, **change).check()  # pyright: ignore[reportArgumentType]
+    narrow = replace(WORK, blocks=tuple(replace(b, optimizer_bytes=b.optimizer_bytes + 64) for b in WORK.blocks))
+    with pytest.raises(ScheduleError, match="its slot has"):
+        plan.check(narrow)
+    shared = replace(WORK, blocks=(replace(WORK.blocks[0], shares=(1,)), *WORK.blocks[1:]))
+    with pytest.raises(ScheduleError, match="can't be updated on the device"):
+        shared.check()
