@@ -417,7 +417,7 @@ class StepTrainer(Protocol):
         """Updates the parameters that belong to a block."""
 
     def bring(self, layout: BlockImage, where: Bytes) -> None:
-        """Has weights of this layout, of a block that the device updates, in the arena; the optimizer's state behind."""
+        """Has weights of a block that the device updates in the arena, with the optimizer's state behind them."""
 
     def update_there(self, block: int, layout: BlockImage, gradients: Sequence[torch.Tensor | None]) -> None:
         """Updates a block on the device, as work of the thread's stream; with gradients in the order of the layout."""

@@ -57,8 +57,7 @@ class Operations:
         all_ = self.instructions.all
         self._offloads = {each.op.block: each.position for each in all_ if each.op.what == "G"}
         self._there = frozenset(schedule.device_updates)
-        # The last B of each block that has no G: its gradients stay where they are made, or have no elements.
-        others = self._there.union(self._offloads)
+        others = self._there.union(self._offloads)  # the last B of each other block leaves gradients where they are
         backwards = [each for each in all_ if each.op.what == "B" and each.op.block not in others]
         self._alone = {each.op.block: each.position for each in backwards}
         self._is_serial = schedule.kind.updates == "serial"
@@ -151,8 +150,7 @@ class Operations:
     def prefetch(self, run: Run, instruction: Instruction) -> None:
         """W: copies weights into a slot, or has them there with the optimizer's state."""
         if instruction.op.block in self._there and instruction.state is not None:
-            run.step_trainer.bring(self.loaded[0].images[instruction.op.block], instruction.state)
-            return
+            return run.step_trainer.bring(self.loaded[0].images[instruction.op.block], instruction.state)
         self.slots.prefetch(instruction.op.block, instruction.state, persists=instruction.persists)
 
     def park(self, run: Run, instruction: Instruction) -> None:
@@ -254,7 +252,7 @@ class Operations:
             The rest of the work, which takes no memory: until it runs, the sums are as they were.
         """
         first, index = run.calls[0], block.index
-        # Memory that others hold too must not become a `.grad`; looked up before this call holds the gradient as well.
+        # Memory that others hold must not become a `.grad`; looked up before this call holds it.
         sums, add_in_place = added(first.parameter_gradients.get(index), marked(gradients, self.engine.meter.has))
 
         def add() -> None:
@@ -283,15 +281,14 @@ class Operations:
 
     def update_there(self, run: Run, instruction: Instruction) -> None:
         """U of the device."""
-        block, found = instruction.op.block, run.calls[0].parameter_gradients[instruction.op.block]
-        run.step_trainer.update_there(block, self.loaded[0].images[block], [gradient for gradient, _ in found])
+        found = [gradient for gradient, _ in run.calls[0].parameter_gradients[instruction.op.block]]
+        run.step_trainer.update_there(instruction.op.block, self.loaded[0].images[instruction.op.block], found)
 
     @property
     def places_there(self) -> dict[int, Bytes]:
         """The bytes of the arena of each block that the device updates, by the identity of its image."""
-        found, images = self.instructions.all, self.loaded[0].images
-        there = [each for each in found if each.op.what == "W" and each.op.block in self._there]
-        return {id(images[each.op.block]): each.state for each in there if each.state is not None}
+        loads = [one for one in self.instructions.all if one.op.what == "W" and one.op.block in self._there]
+        return {id(self.loaded[0].images[one.op.block]): one.state for one in loads if one.state is not None}
 
 
 class Run:
@@ -302,11 +299,8 @@ class Run:
 
     Args:
         operations: Runs the instructions.
-        calls: One per micro-batch.
+        calls: One per micro-batch; an attribute.
         watch: Takes the time of each operation.
-
-    Attributes:
-        calls: See above.
     """
 
     def __init__(self, operations: Operations, calls: Sequence[Call], *, watch: Watch | None = None):

@@ -441,8 +441,7 @@ def _update(step: Effects, block: int, micro_batch: int) -> Effect:
 
 
 def _device_update(step: Effects, block: int, micro_batch: int) -> Effect:
-    items = Item("parameters", block), Item("weights", block)  # it writes into weights, which only its stream reads
-    return Effect(items, work=step.workload.blocks[block].device_update)
+    return Effect((Item("parameters", block), Item("weights", block)), work=step.workload.blocks[block].device_update)
 
 
 KINDS: dict[tuple[str, str], OpKind] = {
