@@ -67,7 +67,7 @@ def waits_for_host(updates: str, *, clip: bool, reports_norm: bool = False) -> s
         reports_norm: Whether they make one.
     """
     if clip or reports_norm:
-        return "a norm of the gradients is wanted, which the host takes"
+        return "updates wait for a norm of all gradients, or one is reported"
     if updates not in ("overlap", "spread"):
         return "updates wait for all gradients: overlap=False, or code of yours that may look at them"
     return ""

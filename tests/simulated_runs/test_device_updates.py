@@ -221,7 +221,7 @@ def test_an_update_that_ends_in_the_middle_ends_training(sim: Simulator, monkeyp
 @pytest.mark.parametrize(
     ("options", "why"),
     [
-        ({"max_grad_norm": 1.0}, "a norm of the gradients is wanted"),
+        ({"max_grad_norm": 1.0}, "updates wait for a norm of all gradients"),
         ({"overlap": False}, "updates wait for all gradients"),
     ],
 )
