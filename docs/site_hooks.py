@@ -14,7 +14,7 @@ from typing import Any
 from mkdocs.structure.files import File
 
 ROOT = Path(__file__).parent.parent
-LINK = re.compile(r"(?<!\!)(\[[^\]]*\]\()(?!\w+:|#)([^)#\s]+)(#[^)\s]*)?\)")
+LINK = re.compile(r"(\]\()(?!\w+:|#)([^)#\s]+)(#[^)\s]*)?\)")  # of pictures too, and of links around them
 CODE = re.compile(r"^(`{3,}).*?^\1$|`[^`\n]*`", re.DOTALL | re.MULTILINE)
 LANGUAGES = {".py": "python", ".toml": "toml", ".yml": "yaml", ".cff": "yaml"}
 
