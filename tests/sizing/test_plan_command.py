@@ -144,9 +144,9 @@ def test_a_unified_memory_holds_both_parts(config: Path, capsys: pytest.CaptureF
     tight = printed(capsys, config, "--hardware=gb10", "--memory=700KiB", "--micro-batch=1", *STEP)
     device, host = re.findall(r"^(?:device|host): ([\d.]+) KiB of", tight, re.MULTILINE)
     assert float(device) + float(host) <= 700
-    said = refused(capsys, config, "--hardware=gb10", "--memory=300KiB", "--micro-batch=1", *STEP)
+    said = refused(capsys, config, "--hardware=gb10", "--memory=200KiB", "--micro-batch=1", *STEP)
     needs, there = re.findall(r"a step needs ([\d.]+) KiB of host memory, ([\d.]+) KiB are available", said)[0]
-    assert 0 < float(there) < 300 < float(needs)
+    assert 0 < float(there) < 200 < float(needs)
 
 
 def test_adapters_and_more_layers_come_from_the_configuration(config: Path, capsys: pytest.CaptureFixture[str]):
@@ -184,8 +184,8 @@ def test_what_does_not_fit_is_refused_with_ways_out(config: Path, capsys: pytest
 
 @pytest.mark.nightly
 def test_what_the_host_has_no_room_for_is_refused_with_ways_out(config: Path, capsys: pytest.CaptureFixture[str]):
-    host = refused(capsys, config, "--hardware=rtx-4090", "--micro-batch=4", *STEP, "--host-memory=250KiB")
-    assert "of host memory, 250.00 KiB are available" in host
+    host = refused(capsys, config, "--hardware=rtx-4090", "--micro-batch=4", *STEP, "--host-memory=150KiB")
+    assert "of host memory, 150.00 KiB are available" in host
     assert "\n    --optimizer " in host
 
 
