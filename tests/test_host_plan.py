@@ -19,6 +19,7 @@ import megatrain
 from megatrain.errors import ExecuteError
 from megatrain.memory.bus import GrowingArena
 from megatrain.optim.blockwise import BlockOptimizer
+from megatrain.optim.need import names
 from megatrain.planning.host_plan import HostPlan, HostRow, host_plan
 from tests.models import MODELS, Gpt
 from tests.runtime.parity import loss_of
@@ -86,13 +87,21 @@ def test_rows_are_what_a_step_leaves(name: str):
 
 
 @pytest.mark.parametrize(
-    ("name", "optimizer"), [("gpt", "SGD"), ("frozen_bias", "Adafactor"), ("gpt", "Muon"), ("frozen_bias", "Adagrad")]
+    ("name", "optimizer"),
+    [
+        ("gpt", "SGD"),
+        ("frozen_bias", "Adafactor"),
+        ("gpt", "Muon"),
+        ("frozen_bias", "Adagrad"),
+        ("frozen_bias", "AdamW8bit"),
+    ],
 )
 def test_rows_of_other_optimizers_too(name: str, optimizer: str):
     model, args, kwargs = MODELS[name]()
     chosen = [p for p in model.parameters() if p.dim() == 2] if optimizer == "Muon" else model.parameters()
     options = {"momentum": 0.9} if optimizer == "SGD" and name == "gpt" else {}
-    check_figures(model, getattr(torch.optim, optimizer)(chosen, **options), args, kwargs)
+    made: Any = names()[optimizer]
+    check_figures(model, made(chosen, **options), args, kwargs)
 
 
 class Stacked(nn.Module):
@@ -185,13 +194,14 @@ def test_gradients_are_the_arena_where_they_land(step_options: dict[str, Any]):
 # -- bf16 --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("name", "masters"), [("AdamW", "exact"), ("SGD", "rounded")])
+@pytest.mark.parametrize(("name", "masters"), [("AdamW", "exact"), ("AdamW8bit", "exact"), ("SGD", "rounded")])
 def test_rows_in_bf16_are_what_a_step_leaves(name: str, masters: str):
     model, ids = Gpt(width=64), torch.randint(0, 32, (2, 8))
     model.positions.requires_grad_(False)
     model.register_parameter("unused", nn.Parameter(torch.zeros(10)))
     compiled = megatrain.compile(model, device="cpu", precision="bf16", masters=masters)
-    optimizer = getattr(torch.optim, name)(model.parameters(), **({"momentum": 0.9} if name == "SGD" else {}))
+    made: Any = names()[name]
+    optimizer = made(model.parameters(), **({"momentum": 0.9} if name == "SGD" else {}))
     step = megatrain.TrainStep(compiled, optimizer, loss=lambda logits, _: logits.square().mean())
     schedule = step.prepare(ids)
     plan = host_plan(compiled.program, schedule, model, optimizer, precision="bf16", masters=compiled.masters)

@@ -58,10 +58,8 @@ class TrainOptions:
     chunking: str = _option(
         "auto", of_compile("chunking"), "auto, always or never: chunks of a head's loss, tiles of tokens"
     )
-    moments: str = _option(
-        "exact",
-        one_of("exact", "8bit"),
-        "exact, or 8bit: those of AdamW in 2 bytes a parameter, not 8 (default: exact)",
+    optimizer: str = _option(
+        "adamw", one_of("adamw", "adamw8bit"), "adamw, or adamw8bit: moments of 2 bytes a parameter (default: adamw)"
     )
     kernels: str = _option("auto", of_compile("kernels"), "auto, eager, graphs (recorded) or inductor (compiled)")
     length: int | None = _option(

@@ -217,7 +217,7 @@ class _Run:
 
     @property
     def _is_coded(self) -> bool:
-        return self.options.moments == "8bit"
+        return self.options.optimizer == "adamw8bit"
 
     def _on_paper(self) -> Any:
         """Lets TRL prepare the data, with a model that has no memory.

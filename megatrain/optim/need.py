@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import warnings
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
@@ -41,7 +42,7 @@ def made_over(
     """Makes an optimizer with its default options over parameters that have no memory.
 
     Args:
-        kind: A class, or the name of one in `torch.optim`.
+        kind: A class, or one of `names`.
         specs: The parameters by key.
 
     Returns:
@@ -65,10 +66,22 @@ def made_over(
             ) from error
 
 
+def names() -> dict[str, type[Optimizer]]:
+    """The optimizers that a name may stand for: those of `torch.optim`, and ours."""
+    found = {name: kind for name, kind in vars(torch.optim).items() if isinstance(kind, type)}
+    theirs = {name: kind for name, kind in found.items() if issubclass(kind, Optimizer) and kind is not Optimizer}
+    return theirs | {AdamW8bit.__name__: AdamW8bit}
+
+
 def _class_of(kind: object) -> object:
-    if kind == AdamW8bit.__name__:
-        return AdamW8bit
-    return getattr(torch.optim, kind, None) if isinstance(kind, str) else kind
+    return names().get(kind) if isinstance(kind, str) else kind
+
+
+def _nearest(value: object) -> str | None:
+    """The name that is like a misspelt one."""
+    by_small = {name.lower(): name for name in names()}
+    found = difflib.get_close_matches(value.lower(), by_small, 1) if isinstance(value, str) else []
+    return f'{{name}}="{by_small[found[0]]}"' if found else None
 
 
 def _fault(value: object) -> str | None:
@@ -80,9 +93,11 @@ def _fault(value: object) -> str | None:
 
 
 OPTIMIZER = Rule(
-    "an optimizer over the model's parameters, a list of several, a class, or the name of a class in torch.optim",
+    "an optimizer over the model's parameters, a list of several, a class, or the name of one: AdamW8bit, or of "
+    "torch.optim",
     '{name}="AdamW"',
     _fault,
+    _nearest,
 )
 """What `made_over` takes, and optimizers themselves."""
 

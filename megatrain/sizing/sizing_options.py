@@ -17,15 +17,10 @@ LENGTH, TOKENS_PER_STEP = 4096, 65536
 
 
 def _optimizers() -> Mapping[str, str]:
-    """Those of torch and ours, by their names in small letters."""
-    from torch import optim
+    """Names of optimizers by these in small letters."""
+    from megatrain.optim.need import names
 
-    found = {name: kind for name, kind in vars(optim).items() if isinstance(kind, type)}
-    return {
-        name.lower(): name
-        for name, kind in found.items()
-        if issubclass(kind, optim.Optimizer) and kind is not optim.Optimizer
-    } | {"adamw8bit": "AdamW8bit"}
+    return {name.lower(): name for name in names()}
 
 
 def _of(

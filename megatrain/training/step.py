@@ -307,8 +307,8 @@ class TrainStep:
         step._boundary.progress, step.user = restored
         return step
 
-    def __del__(self) -> None:
-        if hasattr(self, "_completion") and not sys.is_finalizing():
+    def __del__(self, _is_over: Callable[[], bool] = sys.is_finalizing) -> None:  # at the end even `sys` may be gone
+        if hasattr(self, "_completion") and not _is_over():
             self.flush()  # a function that trains and returns leaves the model trained
             self._completion.detach()
 

@@ -92,14 +92,14 @@ def both(tmp_path: Path, name: str) -> tuple[Path, Path, list[Any]]:
 
 
 @pytest.mark.parametrize(
-    ("name", "memory", "moments"),
-    [("text", "1MiB", "exact"), ("messages", "200KiB", "8bit"), nightly(("prompt", "1MiB", "exact"))],
+    ("name", "memory", "optimizer"),
+    [("text", "1MiB", "adamw"), ("messages", "200KiB", "adamw8bit"), nightly(("prompt", "1MiB", "adamw"))],
 )
-def test_the_weights_are_trained_as_by_trls_trainer(name: str, memory: str, moments: str, tmp_path: Path) -> None:
+def test_the_weights_are_trained_as_by_trls_trainer(name: str, memory: str, optimizer: str, tmp_path: Path) -> None:
     folder, out, command = both(tmp_path, name)
-    assert train(*command, "--memory", memory, "--moments", moments) == 0
+    assert train(*command, "--memory", memory, "--optimizer", optimizer) == 0
     model = LlamaForCausalLM.from_pretrained(folder)
-    own = {"optimizer_cls_and_kwargs": (AdamW8bit, {"lr": 1e-2})} if moments == "8bit" else {}
+    own = {"optimizer_cls_and_kwargs": (AdamW8bit, {"lr": 1e-2})} if optimizer == "adamw8bit" else {}
     expected = stock(OwnLoss, tmp_path, model, name, data_collator=Padded(0, pad_to_multiple_of=16), **own)
     assert log_of(out) == rows_of(expected.state.log_history)
     assert sum("eval_loss" in row for row in log_of(out)) == 3  # before, at step 3, and at the end

@@ -174,8 +174,9 @@ def test_exact_moments_are_encoded_and_come_back_as_torch_has_them() -> None:
     assert back.keys() == before.keys()
     assert (back["exp_avg"] - before["exp_avg"]).abs().max() < 0.01 * before["exp_avg"].abs().max()
     again = megatrain.AdamW8bit([parameter])
+    again.register_load_state_dict_pre_hook(lambda _, given: {**given, "state": {0: {**given["state"][0], "seen": 1}}})
     again.load_state_dict(coded.state_dict())
-    assert_same(dict(again.state[parameter]), dict(state), "loaded")
+    assert_same(dict(again.state[parameter]), {**state, "seen": 1}, "loaded, as a hook of the user's has left it")
     with pytest.raises(OptimizerError, match="has no `exp_avg_codes`"):
         coded.load_state_dict({**coded.state_dict(), "state": {0: {"step": state["step"]}}})
 
@@ -185,6 +186,15 @@ def test_what_has_no_codes_is_refused_with_the_way_out() -> None:
     parameter.grad = torch.ones_like(parameter)
     with pytest.raises(OptimizerError, match="isn't contiguous"):
         megatrain.AdamW8bit([parameter]).step()
+    for dtype in (torch.float64, torch.complex64):
+        other = nn.Parameter(torch.ones(4, dtype=dtype))
+        other.grad = torch.ones_like(other)
+        with pytest.raises(OptimizerError, match=rf"parameter is {dtype}"):
+            megatrain.AdamW8bit([other]).step()
+    table = nn.Embedding(4, 8, sparse=True)
+    table(torch.tensor([1])).sum().backward()
+    with pytest.raises(OptimizerError, match=r"the gradient of a \(4, 8\) parameter is torch.sparse_coo"):
+        megatrain.AdamW8bit(table.parameters()).step()
     plain = nn.Parameter(torch.ones(64))
     optimizer = megatrain.AdamW8bit([plain])
     optimizer.param_groups[0]["amsgrad"] = True

@@ -201,7 +201,7 @@ def test_a_write_through_an_older_view_is_told_and_lost(sim: Simulator):
 def test_an_update_that_ends_in_the_middle_ends_training(sim: Simulator, monkeypatch: pytest.MonkeyPatch):
     from megatrain.optim.fast import on_device
 
-    one, made, fused = Training(), list[int](), on_device.fused_adamw
+    one, made, fused = Training(), list[int](), on_device.fused_update
     one.take(0)
 
     def failing(*args: Any, **kwargs: Any) -> None:
@@ -210,7 +210,7 @@ def test_an_update_that_ends_in_the_middle_ends_training(sim: Simulator, monkeyp
             raise RuntimeError("no more")
         fused(*args, **kwargs)
 
-    monkeypatch.setattr(on_device, "fused_adamw", failing)
+    monkeypatch.setattr(on_device, "fused_update", failing)
     with pytest.raises(RuntimeError, match="no more"):
         one.take(1)
     monkeypatch.undo()

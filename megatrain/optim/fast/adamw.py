@@ -114,7 +114,7 @@ def adamw_(
             InC(ADAMW, LANES, [(master, moments.both, gradient)])([gradient], [scalars], threads)
         elif kernel == "native":
             raise OptimizerError(f"kernel='native' isn't available: {reason}.\n  Use kernel='auto'.")
-    update = _plain if kernel == "plain" else _fused
+    update = _plain if kernel == "plain" else fused_update
     for values, wide, both in in_pieces(master, gradient, moments.both, scale=scale, start=done):
         update(values, wide, Moments(*both), step, options)
 
@@ -142,7 +142,7 @@ def native_reason() -> str | None:
         theirs = Moments.zeros(masters[0])
         for step in range(1, 4):
             gradient = torch.randn(values.shape, generator=generator).to(torch.bfloat16 if narrow else torch.float32)
-            _fused(values, gradient.float(), theirs, step, options)
+            fused_update(values, gradient.float(), theirs, step, options)
             for master, mine in states:
                 in_c = InC(ADAMW, LANES, [(master, mine.both, gradient)])
                 in_c([gradient], [scalars_of(step, options, 1.0)], 1)
@@ -226,8 +226,10 @@ def _plain(values: torch.Tensor, gradient: torch.Tensor, moments: Moments, step:
     values.addcdiv_(moments.exp_avg, gradient, value=-(lr / (1 - beta1**step)))
 
 
-def _fused(values: torch.Tensor, gradient: torch.Tensor, moments: Moments, step: int, options: AdamWOptions) -> None:
-    """Torch's own kernel."""
+def fused_update(
+    values: torch.Tensor, gradient: torch.Tensor, moments: Moments, step: int, options: AdamWOptions
+) -> None:
+    """Torch's own kernel; all tensors are fp32 and flat, and on one device."""
     fused_adamw(
         [values],
         [gradient],

@@ -16,7 +16,7 @@ from megatrain.optim.fast.codes import (
     CODES,
     GROUP,
     SCALES,
-    check_contiguous,
+    check_parameter,
     coded_from,
     coded_state,
     exact_state,
@@ -35,7 +35,8 @@ class AdamW8bit(torch.optim.AdamW):
     What an update computes is AdamW in fp32; only what is kept of the moments until the next step is rounded, to the
     nearest code. See docs/precision.md for what the rounding costs. Deterministic: codes follow from gradients.
 
-    An exact state of `torch.optim.AdamW` may be loaded: its moments are encoded. `exact_state` gives the way back.
+    An exact state of `torch.optim.AdamW` may be loaded: its moments are encoded. A checkpoint of megatrain also goes on
+    with `torch.optim.AdamW`: its moments are decoded.
 
     Args:
         params: Parameters, or groups of them, as of any optimizer of torch.
@@ -46,7 +47,8 @@ class AdamW8bit(torch.optim.AdamW):
         maximize: Whether to go up instead of down.
 
     Raises:
-        OptimizerError: In a step, of a parameter that isn't contiguous: groups are counted in the order of memory.
+        OptimizerError: In a step, of a parameter that isn't contiguous (groups are counted in the order of memory) or
+            of another dtype than fp32, bf16 and fp16; or of a sparse gradient.
     """
 
     def __init__(
@@ -77,31 +79,41 @@ class AdamW8bit(torch.optim.AdamW):
                 loss = closure()
         for group in self.param_groups:
             check_options(group)
+            options = AdamWOptions.of(group)
             for parameter in group["params"]:
                 if parameter.grad is not None:
-                    self._update(parameter, group)
+                    self._update(parameter, parameter.grad, options)
         return loss
 
-    def _update(self, parameter: torch.Tensor, group: Mapping[str, Any]) -> None:
-        check_contiguous(parameter)
+    def _update(self, parameter: torch.Tensor, gradient: torch.Tensor, options: AdamWOptions) -> None:
+        check_parameter(parameter)
+        if gradient.layout != torch.strided:
+            raise OptimizerError(
+                f"the gradient of a {tuple(parameter.shape)} parameter is {gradient.layout}.\n"
+                "  AdamW8bit updates all elements, by dense gradients.\n"
+                "  Make the embedding with sparse=False, or give it to torch.optim.SparseAdam in a list of optimizers."
+            )
         state = self.state[parameter]
         if not state:
             state.update(new_state(parameter))
         state["step"] += 1
         values = parameter.detach().float().view(-1)
-        gradient = parameter.grad.float().reshape(-1)  # pyright: ignore[reportOptionalMemberAccess]
-        update_(
-            values, gradient, coded_state(state), scalars_of(int(state["step"].item()), AdamWOptions.of(group), 1.0)
-        )
+        scalars = scalars_of(int(state["step"].item()), options, 1.0)
+        update_(values, gradient.float().reshape(-1), coded_state(state), scalars)
         if parameter.dtype != torch.float32:
             parameter.detach().view(-1).copy_(values)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Loads its own state, or that of `torch.optim.AdamW`, whose moments are encoded."""
-        super().load_state_dict(state_dict)
-        # torch has converted all state to the dtype of its parameter.
-        given = state_dict["state"]
-        ids = [key for group in state_dict["param_groups"] for key in group["params"]]
+        loaded = [state_dict]
+        # The last hook sees what the others have made of it; torch converts all state to the dtype of its parameter.
+        hook = self.register_load_state_dict_pre_hook(lambda _, found: loaded.__setitem__(0, found))
+        try:
+            super().load_state_dict(state_dict)
+        finally:
+            hook.remove()
+        given = loaded[0]["state"]
+        ids = [key for group in loaded[0]["param_groups"] for key in group["params"]]
         parameters = [parameter for group in self.param_groups for parameter in group["params"]]
         for key, parameter in zip(ids, parameters, strict=True):
             if given.get(key):
@@ -146,7 +158,7 @@ class AdamW8bitInOnePass(FastPath):
         Raises:
             OptimizerError: If the parameter isn't contiguous.
         """
-        check_contiguous(parameter)
+        check_parameter(parameter)
         return new_state(parameter)
 
     def update(self, given: ParameterUpdate) -> None:

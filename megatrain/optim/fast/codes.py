@@ -26,19 +26,13 @@ GROUP = 32
 """Elements that share two scales."""
 EXACT = ("exp_avg", "exp_avg_sq")
 CODES = {"exp_avg_codes": torch.int8, "exp_avg_sq_codes": torch.uint8}
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 SCALES = {"exp_avg_scales": torch.bfloat16, "exp_avg_sq_scales": torch.float32}
 _PER_SQUARE, _PER_ROOT = float.fromhex("0x1.040c2p-14"), float.fromhex("0x1.00804p-8")  # 1 / 127^2, 1 / 255.5
 _LEAST, _INFINITE, _NAN = 0x00800000, 0x7F800000, 0x7FC00000  # bits of 2^-126, of infinity, of a quiet NaN
 Moments = tuple[torch.Tensor, torch.Tensor]
 Coded = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 """Codes of the first and of the second moment, and the scales of both."""
-
-
-def new_codes(parameter: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Returns the moments before the first step, by name: codes of the parameter's shape, and flat scales; zeros."""
-    groups = -(-parameter.numel() // GROUP)
-    codes = {name: torch.zeros_like(parameter, dtype=dtype, requires_grad=False) for name, dtype in CODES.items()}
-    return codes | {name: torch.zeros(groups, dtype=dtype, device=parameter.device) for name, dtype in SCALES.items()}
 
 
 def decoded(coded: Coded) -> Moments:
@@ -140,7 +134,7 @@ def coded_from(state: Mapping[str, Any], parameter: torch.Tensor) -> dict[str, A
     device = parameter.device
     kept = {name: value for name, value in state.items() if name not in (*EXACT, *CODES, *SCALES)}
     if all(name in state for name in EXACT):
-        check_contiguous(parameter)
+        check_parameter(parameter)
         moments: Any = tuple(state[name].to(device, torch.float32).reshape(-1) for name in EXACT)
         found = dict(zip((*CODES, *SCALES), encoded(moments), strict=True))
         return kept | {name: value.view(parameter.shape) if name in CODES else value for name, value in found.items()}
@@ -156,8 +150,16 @@ def coded_from(state: Mapping[str, Any], parameter: torch.Tensor) -> dict[str, A
 
 
 def new_state(parameter: torch.Tensor) -> dict[str, Any]:
-    """Returns the whole state before the first step."""
-    return {"step": torch.tensor(0.0), **new_codes(parameter)}
+    """Returns the state before the first step: codes of the parameter's shape, and flat scales; zeros.
+
+    Raises:
+        OptimizerError: If the parameter can't have codes.
+    """
+    check_parameter(parameter)
+    groups = -(-parameter.numel() // GROUP)
+    codes = {name: torch.zeros_like(parameter, dtype=dtype, requires_grad=False) for name, dtype in CODES.items()}
+    scales = {name: torch.zeros(groups, dtype=dtype, device=parameter.device) for name, dtype in SCALES.items()}
+    return {"step": torch.tensor(0.0), **codes, **scales}
 
 
 def coded_state(state: Mapping[str, Any]) -> Coded:
@@ -166,12 +168,18 @@ def coded_state(state: Mapping[str, Any]) -> Coded:
     return codes[0], codes[1], state["exp_avg_scales"], state["exp_avg_sq_scales"]
 
 
-def check_contiguous(parameter: torch.Tensor) -> None:
-    """Refuses a parameter whose groups another order of memory would change.
+def check_parameter(parameter: torch.Tensor) -> None:
+    """Refuses a parameter whose groups another order of memory would change, or whose values fp32 can't hold.
 
     Raises:
-        OptimizerError: If it isn't contiguous.
+        OptimizerError: If it isn't contiguous, or of another dtype than fp32, bf16 and fp16.
     """
+    if parameter.dtype not in _DTYPES:
+        raise OptimizerError(
+            f"a {tuple(parameter.shape)} parameter is {parameter.dtype}.\n"
+            "  AdamW8bit updates in fp32: parameters of fp32, bf16 and fp16.\n"
+            "  Give such parameters to torch.optim.AdamW, in a list of optimizers."
+        )
     if not parameter.is_contiguous():
         raise OptimizerError(
             f"a {tuple(parameter.shape)} parameter with strides {parameter.stride()} isn't contiguous.\n"

@@ -14,11 +14,18 @@ from megatrain import native
 from megatrain.device import Device
 from megatrain.hardware.work import UPDATE_PIECE
 from megatrain.native.native_kernel import LANES
-from megatrain.optim.fast.adamw import AdamWInOnePass, AdamWOptions, Moments, adamw_, native_reason, scalars_of
+from megatrain.optim.fast.adamw import (
+    AdamWInOnePass,
+    AdamWOptions,
+    Moments,
+    adamw_,
+    fused_update,
+    native_reason,
+    scalars_of,
+)
 from megatrain.optim.fast.path import fast_path
 from megatrain.optim.masters.halves import SplitMaster, WholeMaster
 from megatrain.optim.proxy import Optimizer
-from megatrain.torch_private import fused_adamw
 
 _MOST = 1 << 30  # elements of a launch
 
@@ -117,21 +124,7 @@ def _by_torch(state: StateThere, gradient: torch.Tensor, step: int, options: Ada
     for start in range(0, gradient.numel(), UPDATE_PIECE):
         own, given = state.part(start, start + UPDATE_PIECE), gradient[start : start + UPDATE_PIECE].float()
         values = own.values if own.low is None else _joined(own.values, own.low)
-        fused_adamw(
-            [values],
-            [given],
-            [own.mean],
-            [own.square],
-            [],
-            [torch.tensor(float(step))],
-            lr=options.lr,
-            beta1=options.betas[0],
-            beta2=options.betas[1],
-            weight_decay=options.weight_decay,
-            eps=options.eps,
-            amsgrad=False,
-            maximize=options.maximize,
-        )
+        fused_update(values, given, Moments(own.mean, own.square), step, options)
         if own.low is not None:
             _split(values, own.values, own.low)
 
