@@ -12,6 +12,7 @@ from torch import nn
 import megatrain
 from megatrain.optim.norm import GradientNorm
 from megatrain.runtime.streams.stream_set import Chaos, Recording
+from megatrain.training.trainer import Running
 from tests.comparing import assert_same
 from tests.gpu.test_cuda_training import device, moved
 from tests.host_updates import HostUpdates
@@ -125,8 +126,11 @@ def hooked(model: nn.Sequential) -> None:
 
 @pytest.mark.parametrize("mode", ["deferred", "overlap"])
 def test_the_device_takes_the_norms_of_gradients_that_are_whole_there(mode: str, monkeypatch: pytest.MonkeyPatch):
-    read: list[torch.Size] = []
-    norm_of = GradientNorm._norm_of
+    read, heard = list[torch.Size](), dict[str, torch.Tensor]()
+    norm_of, hear = GradientNorm._norm_of, Running.hear_norm
+    monkeypatch.setattr(
+        Running, "hear_norm", lambda self, key, norm: hear(self, key, heard.setdefault(key, norm.clone()))
+    )
     monkeypatch.setattr(GradientNorm, "_sums", lambda self, gradients: {})
     monkeypatch.setattr(
         GradientNorm, "_norm_of", lambda self, g, dtype: read.append(g.shape) or norm_of(self, g, dtype)
@@ -144,6 +148,11 @@ def test_the_device_takes_the_norms_of_gradients_that_are_whole_there(mode: str,
     step([moved(x) for x in batches])
     assert step.progress.grad_norm is not None
     assert step.progress.grad_norm.item() == pytest.approx(expected.item(), rel=1e-6)
+    by_name = {name: parameter.grad for name, parameter in eager.named_parameters()}
+    assert heard.keys() == by_name.keys() - {"0.0.weight"}
+    for name in heard.keys() - {"1.0.weight"}:
+        (norm,) = torch._foreach_norm([by_name[name]], 2.0)  # as `clip_grad_norm_` calls it
+        assert_same(norm.cpu(), heard[name], name)
     # The sum of two blocks' gradients is the host's, and so is what a hook makes of a gradient.
     assert read == [torch.Size([400, 400])] * 2
     # The plan knows of the sum, of which two blocks have a part, but not of hooks.
