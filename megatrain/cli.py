@@ -19,10 +19,10 @@ from megatrain.checks import PATH, count, number, one_of
 from megatrain.command_options import OF_COMPILE, Option, add_options, flag, given_options, rule_of
 from megatrain.errors import MegatrainError
 from megatrain.finetune import train_options
-from megatrain.finetune.known_models import check_found, known
 from megatrain.hardware.presets import PRESETS
 from megatrain.sizes import MEMORY
 from megatrain.sizing import sizing_options
+from megatrain.sizing.known_models import check_found, known
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
