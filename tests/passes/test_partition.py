@@ -18,7 +18,7 @@ from megatrain.tracer.trace import trace
 from tests import captures
 from tests.draws import draws
 from tests.models import Gpt, Stack
-from tests.strategies import block_limits, module_trees
+from tests.strategies import WIDTH, block_limits, module_trees
 
 
 def _names(program: Program) -> list[str]:
@@ -28,7 +28,7 @@ def _names(program: Program) -> list[str]:
 @given(model=module_trees(), limit=block_limits())
 @draws(40)
 def test_random_trees_are_cut_completely_and_in_order(model: nn.Module, limit: int | None):
-    traced = canonicalize(trace(model, (torch.randn(3, 4),)))
+    traced = canonicalize(trace(model, (torch.randn(3, WIDTH),)))
     calls = [n for n in traced.graph.nodes if n.op in ("call_function", "call_method")]
     intervals = find_intervals(traced, limit)
     assert all(interval.nodes for interval in intervals)

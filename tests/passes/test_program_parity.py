@@ -22,7 +22,7 @@ from tests import captures
 from tests.comparing import assert_same
 from tests.draws import draws
 from tests.models import MODELS
-from tests.strategies import block_limits, module_trees
+from tests.strategies import WIDTH, block_limits, module_trees
 from tests.tracer.parity import SEED, Step, assert_same_step, eager_step, program_step
 
 TELLING = {
@@ -49,7 +49,7 @@ def test_blocks_one_after_the_other_equal_eager(name: str, limit: int | None):
 @given(model=module_trees(), limit=block_limits())
 @draws(60)
 def test_random_module_trees_equal_eager(model: nn.Module, limit: int | None):
-    args = (torch.randn(3, 4, generator=torch.Generator().manual_seed(1)),)
+    args = (torch.randn(3, WIDTH, generator=torch.Generator().manual_seed(1)),)
     eager = _eager_or_reject(copy.deepcopy(model), args)
     torch.manual_seed(SEED)  # a capture holds for the numbers that the model read of what it drew
     traced = trace(model, args)

@@ -29,7 +29,7 @@ from tests.training.user_edits import EDITS, OPTIMIZERS
 
 NUM_STEPS = 6
 ROUNDS_OTHERWISE = ("fused", "adam", "nadam", "radam", "asgd", "adafactor")
-"""On a device torch takes these optimizers' fused or foreach code, on the host not (docs/limits.md)."""
+"""On a device torch takes these optimizers' fused or foreach code, on the host (where masters are) not (docs/limits.md)."""
 CALLS = ("evaluate", "averaged")
 """They call the model: before it is compiled it is on the host, where only eager's reference isn't."""
 SPEAKS = ("module hook", "logs", "activation hook")
@@ -327,7 +327,7 @@ def trainings(draw: st.DrawFn, device: str = "cpu") -> Training:
     def some(parts: dict[str, Part], place: str | None = None) -> list[str]:
         return [n for n, p in parts.items() if (p.narrow or not is_narrow) and (place is None or place in p.at)]
 
-    optimizers = [n for n in some(OPTIMIZERS) if device == "cpu" or n not in ROUNDS_OTHERWISE]
+    optimizers = [n for n in some(OPTIMIZERS) if device == "cpu" or is_narrow or n not in ROUNDS_OTHERWISE]
     layers = draw(st.lists(st.sampled_from(some(LAYERS)), min_size=1, max_size=3))
     places = ["start", "steps", "steps", *(["forward"] if is_loop else [])]
     edits: list[Edit] = []
