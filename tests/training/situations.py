@@ -29,7 +29,7 @@ from tests.training.user_edits import EDITS, OPTIMIZERS
 
 NUM_STEPS = 6
 ROUNDS_OTHERWISE = ("fused", "adam", "nadam", "radam", "asgd", "adafactor")
-"""On a device torch takes these optimizers' fused or foreach code, on the host (where masters are) not (docs/limits.md)."""
+"""On a device torch takes their fused or foreach code; on the host, where masters are, it doesn't (docs/limits.md)."""
 CALLS = ("evaluate", "averaged")
 """They call the model: before it is compiled it is on the host, where only eager's reference isn't."""
 SPEAKS = ("module hook", "logs", "activation hook")
