@@ -151,7 +151,9 @@ def test_the_device_takes_the_norms_of_gradients_that_are_whole_there(mode: str,
     by_name = {name: parameter.grad for name, parameter in eager.named_parameters()}
     assert heard.keys() == by_name.keys() - {"0.0.weight"}
     for name in heard.keys() - {"1.0.weight"}:
-        (norm,) = torch._foreach_norm([by_name[name]], 2.0)  # as `clip_grad_norm_` calls it
+        gradient = by_name[name]
+        assert gradient is not None
+        (norm,) = torch._foreach_norm([gradient], 2.0)  # as `clip_grad_norm_` calls it
         assert_same(norm.cpu(), heard[name], name)
     # The sum of two blocks' gradients is the host's, and so is what a hook makes of a gradient.
     assert read == [torch.Size([400, 400])] * 2
