@@ -60,7 +60,7 @@ def _ends(card: Path) -> Iterator[tuple[float, float]]:
 def _figure(device: Path, name: str) -> float:
     """The number with which such a file begins; 0 if there is none, or if it says `Unknown`."""
     with suppress(OSError, ValueError, IndexError):
-        return float((device / name).read_text().split()[0])
+        return float((device / name).read_text(encoding="utf-8").split()[0])
     return 0.0
 
 
@@ -232,7 +232,7 @@ class Cuda(Accelerator):
 
     def _software(self) -> str:
         version = Path("/proc/driver/nvidia/version")
-        driver = version.read_text().partition("\n")[0] if version.is_file() else ""
+        driver = version.read_text(encoding="utf-8").partition("\n")[0] if version.is_file() else ""
         return f"CUDA {torch.version.cuda}, HIP {torch.version.hip}, {driver}"
 
     def kernel(self, source: str, function: str) -> Callable[..., None] | None:
@@ -363,7 +363,7 @@ def _last_error() -> Callable[[], int] | None:
 def loaded_libraries() -> list[Path]:
     """The files that are mapped into this process, libraries among them; empty where the system doesn't tell."""
     try:
-        lines = Path("/proc/self/maps").read_text().splitlines()
+        lines = Path("/proc/self/maps").read_text(encoding="utf-8").splitlines()
     except OSError:
         return []
     return [Path(name) for name in dict.fromkeys(line.split(maxsplit=5)[5] for line in lines if "/" in line)]

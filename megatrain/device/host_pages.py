@@ -22,6 +22,8 @@ _HUGE_FROM = 64 << 20
 # Of Linux, also where Python doesn't name them.
 _MADV_POPULATE_WRITE = 23
 _MAP_FIXED_NOREPLACE = 0x100000
+# Windows has no such flags, and maps nothing that isn't private unless it gets a name.
+_PRIVATE = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if hasattr(mmap, "MAP_PRIVATE") else {}
 _MOST_THREADS = 8
 
 
@@ -47,7 +49,7 @@ class HostPages(mmap.mmap):
         """
         try:
             # Shared memory would be in pages of 4 KiB, which take longer to lock and to look up.
-            pages = HostPages(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+            pages = HostPages(-1, nbytes, **_PRIVATE)
         except (OSError, OverflowError, ValueError) as error:
             raise ExecuteError(f"the host can't allocate {format_bytes(nbytes)} of memory: {error}") from error
         if nbytes >= _HUGE_FROM:
@@ -141,4 +143,5 @@ def _c_function(name: str) -> Any:
         return None
 
 
-os.register_at_fork(after_in_child=_reserve)
+if hasattr(os, "register_at_fork"):  # Windows has no forks
+    os.register_at_fork(after_in_child=_reserve)

@@ -12,6 +12,7 @@ from io import RawIOBase
 from pathlib import Path
 
 import torch
+from filelock import FileLock, Timeout
 
 from megatrain.device import is_on_host
 from megatrain.errors import CheckpointError
@@ -114,7 +115,8 @@ def _forget() -> None:
     _worker = None  # a forked process has no threads but its own
 
 
-os.register_at_fork(after_in_child=_forget)
+if hasattr(os, "register_at_fork"):  # Windows has no forks
+    os.register_at_fork(after_in_child=_forget)
 
 
 class Digest:
@@ -169,6 +171,25 @@ def room_to_read() -> Generator[None]:
         ) from error
 
 
+@contextmanager
+def locked(file: Path) -> Generator[None]:
+    """Holds the lock of `file`, which is made if it isn't there, and stays. The lock ends with the process in any case.
+
+    Raises:
+        BlockingIOError: If another process holds it, or this one does already.
+        OSError: If the system refuses the file.
+    """
+    lock = FileLock(file)
+    try:
+        lock.acquire(timeout=0)
+    except Timeout as error:
+        raise BlockingIOError(f"`{file}` is locked") from error
+    try:
+        yield
+    finally:
+        lock.release()
+
+
 def make(folder: Path) -> None:
     """Makes a folder in one that exists."""
     folder.mkdir()
@@ -188,7 +209,9 @@ def sync(file: RawIOBase) -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    """Returns when the names in `folder` would survive a loss of power."""
+    """Returns when the names in `folder` would survive a loss of power; Windows can't be asked for that."""
+    if not hasattr(os, "O_DIRECTORY"):
+        return
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -2,8 +2,9 @@
 
 For a folder `run` there may be, next to it:
 
-    run.partial-<id>    being written, or left over
-    run.old-<id>        the previous `run`, while `run.partial-<id>` takes its place
+    run.partial-<id>        being written, or left over
+    run.partial-<id>.lock   held by the process that writes it; the lock ends with the process in any case
+    run.old-<id>            the previous `run`, while `run.partial-<id>` takes its place
 
 `run.old-<id>` exists only after `run.partial-<id>` is complete. So if `run` is missing and both of these exist, a save
 ended between its two renames, and `run.partial-<id>` is the new content of `run`.
@@ -11,12 +12,11 @@ ended between its two renames, and `run.partial-<id>` is the new content of `run
 
 from __future__ import annotations
 
-import fcntl
 import os
 import re
 import uuid
 from collections.abc import Generator, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from megatrain.errors import CheckpointError
@@ -25,6 +25,7 @@ from megatrain.files.weight_files import exists
 
 _PARTIAL = ".partial-"
 _OLD = ".old-"
+_LOCK = ".lock"
 
 
 def resolved(folder: str | os.PathLike[str]) -> Path:
@@ -67,17 +68,20 @@ def replaced(folder: Path) -> Generator[Path]:
     folder.parent.mkdir(parents=True, exist_ok=True)
     _tidy(folder)
     partial = folder.with_name(f"{folder.name}{_PARTIAL}{uuid.uuid4().hex[:12]}")
-    disk.make(partial)
-    lock = os.open(partial, os.O_RDONLY)
+    # Not inside the folder, which Windows doesn't rename while a file in it is open.
+    lock = partial.with_name(partial.name + _LOCK)
     try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        yield partial
-        _exchange(folder, partial)
-    except BaseException:
-        _undo(folder, partial)
-        raise
+        with disk.locked(lock):
+            disk.make(partial)
+            try:
+                yield partial
+                _exchange(folder, partial)
+            except BaseException:
+                _undo(folder, partial)
+                raise
     finally:
-        os.close(lock)
+        with suppress(OSError):  # the next save removes it
+            lock.unlink(missing_ok=True)
 
 
 def _exchange(folder: Path, partial: Path) -> None:
@@ -109,13 +113,17 @@ def _undo(folder: Path, partial: Path) -> None:
 def _tidy(folder: Path) -> None:
     """Finishes a save that was ended between its renames, and removes leftovers."""
     leftovers = [*_beside(folder, _PARTIAL), *_beside(folder, _OLD)]
-    for leftover in leftovers:
-        if _is_locked(leftover):
+    locks = list(_beside(folder, _PARTIAL, _LOCK))
+    for lock in locks:
+        try:
+            with disk.locked(lock):
+                pass
+        except BlockingIOError as error:
             raise CheckpointError(
-                f"another save to `{folder}` is running, in `{leftover.name}`.\n"
+                f"another save to `{folder}` is running, in `{lock.name.removesuffix(_LOCK)}`.\n"
                 "  Two saves at the same time would remove each other's files.\n"
                 "  Wait for the other save, or save to another folder."
-            )
+            ) from error
     whole = present(folder)
     if whole != folder:
         disk.rename(whole, folder)
@@ -123,25 +131,12 @@ def _tidy(folder: Path) -> None:
     for leftover in leftovers:
         if folder.exists() or _PARTIAL in leftover.name.removeprefix(folder.name):
             disk.remove(leftover)
+    for lock in locks:
+        disk.unlink(lock)
 
 
-def _is_locked(leftover: Path) -> bool:
-    """Tells whether a living process writes there: the lock ends with the process in any case."""
-    try:
-        descriptor = os.open(leftover, os.O_RDONLY)
-    except FileNotFoundError:
-        return False
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    finally:
-        os.close(descriptor)
-    return False
-
-
-def _beside(folder: Path, infix: str) -> Iterator[Path]:
-    pattern = re.compile(re.escape(folder.name + infix) + "[0-9a-f]{12}")
+def _beside(folder: Path, infix: str, suffix: str = "") -> Iterator[Path]:
+    pattern = re.compile(re.escape(folder.name + infix) + "[0-9a-f]{12}" + re.escape(suffix))
     if exists(folder.parent) and folder.parent.is_dir():
         yield from sorted(path for path in folder.parent.iterdir() if pattern.fullmatch(path.name))
 

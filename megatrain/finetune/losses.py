@@ -36,13 +36,14 @@ class Losses(TrainerCallback):
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Begins the file with what the checkpoint has."""
-        self._path.write_text("".join(f"{json.dumps(row)}\n" for row in state.log_history))
+        rows = "".join(f"{json.dumps(row)}\n" for row in state.log_history)
+        self._path.write_text(rows, encoding="utf-8")
         self._began, self._first = time.monotonic(), state.global_step
 
     def on_log(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Appends the newest row."""
         row = state.log_history[-1]
-        with self._path.open("a") as file:
+        with self._path.open("a", encoding="utf-8") as file:
             file.write(f"{json.dumps(row)}\n")
         now, is_last = time.monotonic(), state.global_step == state.max_steps
         is_due = now - self._shown >= self._every_s or is_last

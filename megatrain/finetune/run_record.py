@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import json
 import os
 from collections.abc import Generator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,7 @@ from megatrain.files import disk
 from megatrain.finetune.train_options import TrainOptions
 
 NAME = "megatrain_train.json"
+_LOCK = ".megatrain_train.lock"
 _VERSION = 2
 # A run may go on in another folder, on another device and with another budget: its numbers stay. What is read is
 # compared by its contents.
@@ -46,7 +46,7 @@ class RunRecord:
         made = RunRecord(folder, settings, dict(inputs))
         if (folder / NAME).is_file():
             made._compare(folder / NAME)
-        elif folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        elif folder.exists() and (not folder.is_dir() or any(path.name != _LOCK for path in folder.iterdir())):
             raise CheckpointError(
                 f"`{folder}` has other files, and no training of this command.\n"
                 "  A training has a folder of its own, and goes on only with what it has written itself.\n"
@@ -61,30 +61,27 @@ class RunRecord:
         Raises:
             CheckpointError: If another process trains there, or the system refuses the folder.
         """
-        try:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            descriptor = os.open(self.folder, os.O_RDONLY)
-        except OSError as error:
-            raise CheckpointError(
-                f"`{self.folder}` can't be made: {error}.\n  A training writes its checkpoints into a folder.\n"
-                "  Give another --out, in a folder where you may write."
-            ) from error
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        with ExitStack() as held:
+            try:
+                self.folder.mkdir(parents=True, exist_ok=True)
+                held.enter_context(disk.locked(self.folder / _LOCK))
+            except BlockingIOError as error:
+                raise CheckpointError(
+                    f"another process trains in `{self.folder}`.\n  A folder has one training at a time.\n"
+                    "  Wait for its end, or give another --out."
+                ) from error
+            except OSError as error:
+                raise CheckpointError(
+                    f"`{self.folder}` can't be made: {error}.\n  A training writes its checkpoints into a folder.\n"
+                    "  Give another --out, in a folder where you may write."
+                ) from error
             yield
-        except BlockingIOError as error:
-            raise CheckpointError(
-                f"another process trains in `{self.folder}`.\n  A folder has one training at a time.\n"
-                "  Wait for its end, or give another --out."
-            ) from error
-        finally:
-            os.close(descriptor)
 
     def write(self) -> None:
         """Writes the record; a process that is killed leaves the old one or the new one."""
         content = {"version": _VERSION, **{name: value for name, value in asdict(self).items() if name != "folder"}}
         partial = self.folder / f".{NAME}.partial"
-        with partial.open("w") as file:
+        with partial.open("w", encoding="utf-8") as file:
             json.dump(content, file, indent=1)
             file.flush()
             os.fsync(file.fileno())
@@ -94,7 +91,7 @@ class RunRecord:
     def _compare(self, path: Path) -> None:
         """Takes over whether the training of the folder is finished, if it is this one."""
         try:
-            found = json.loads(path.read_text())
+            found = json.loads(path.read_text(encoding="utf-8"))
             before, inputs, self.is_finished = (
                 dict(found["settings"]),
                 dict(found["inputs"]),
@@ -125,7 +122,7 @@ class RunRecord:
 def recorded_batch(folder: Path) -> int | None:
     """Sequences in a micro-batch of the training in a folder; None if there is none, or its record can't be read."""
     try:
-        found = json.loads((folder / NAME).read_text())["settings"]["batch"]
+        found = json.loads((folder / NAME).read_text(encoding="utf-8"))["settings"]["batch"]
     except (OSError, ValueError, LookupError, TypeError):
         return None  # what is wrong with it is said when it is compared
     return found if isinstance(found, int) else None

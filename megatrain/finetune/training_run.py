@@ -460,4 +460,4 @@ def _newest(folder: Path) -> tuple[Path, dict[str, Any]] | None:
         found = newest_whole(folder)
     except CheckpointError:
         return None
-    return None if found is None else (Path(found), json.loads((Path(found) / STATE).read_text()))
+    return None if found is None else (Path(found), json.loads((Path(found) / STATE).read_text(encoding="utf-8")))

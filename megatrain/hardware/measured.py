@@ -347,7 +347,7 @@ def cached(
 
 def _read(file: Path, facts: str, accept: Callable[..., object]) -> dict[str, Any] | None:
     try:
-        data: Any = json.loads(file.read_text())
+        data: Any = json.loads(file.read_text(encoding="utf-8"))
         if data["format"] != _FORMAT or data["facts"] != facts:
             return None
         accept(**data["figures"])
@@ -361,7 +361,7 @@ def _write(file: Path, data: Mapping[str, Any]) -> None:
     file.parent.mkdir(parents=True, exist_ok=True)
     descriptor, name = tempfile.mkstemp(dir=file.parent, prefix=f"{file.stem}-", suffix=".part")
     try:
-        with os.fdopen(descriptor, "w") as part:
+        with os.fdopen(descriptor, "w", encoding="utf-8") as part:
             json.dump(data, part, indent=1)
         Path(name).replace(file)
     except BaseException:

@@ -36,8 +36,8 @@ def _left_in_groups(root: Path) -> Iterator[int]:
 def _left(group: Path, limit: str, use: str, reclaimable: str) -> int | None:
     """Returns what one group leaves; None if it isn't there, or has no limit."""
     try:
-        most, used = (group / limit).read_text().strip(), (group / use).read_text()
-        stat = dict(line.split(" ", 1) for line in (group / "memory.stat").read_text().splitlines())
+        most, used = (group / limit).read_text(encoding="utf-8").strip(), (group / use).read_text(encoding="utf-8")
+        stat = dict(line.split(" ", 1) for line in (group / "memory.stat").read_text(encoding="utf-8").splitlines())
         return None if most == "max" else max(0, int(most) - int(used) + int(stat.get(reclaimable, 0)))
     except (OSError, ValueError):
         return None
@@ -54,7 +54,7 @@ def control_groups(controller: str, root: Path) -> Iterator[tuple[int, Path]]:
         The version of control groups, 1 or 2, and a folder, which may not exist.
     """
     try:
-        lines = (root / "proc/self/cgroup").read_text().splitlines()
+        lines = (root / "proc/self/cgroup").read_text(encoding="utf-8").splitlines()
     except OSError:
         return
     for line in lines:
@@ -100,9 +100,9 @@ def _quotas(root: Path) -> Iterator[float]:
     for version, group in control_groups("cpu", root):
         try:
             if version == 2:
-                quota, period = (group / "cpu.max").read_text().split()
+                quota, period = (group / "cpu.max").read_text(encoding="utf-8").split()
             else:
-                quota, period = ((group / f"cpu.cfs_{name}_us").read_text() for name in ("quota", "period"))
+                quota, period = (_text(group / f"cpu.cfs_{name}_us") for name in ("quota", "period"))
             # Without a limit the one version says max, the other -1.
             if quota != "max" and int(quota) > 0 and int(period) > 0:
                 yield int(quota) / int(period)
@@ -133,7 +133,7 @@ def cache_bytes(root: Path = Path("/")) -> int:
 
 
 def _text(path: Path) -> str:
-    return path.read_text().strip()
+    return path.read_text(encoding="utf-8").strip()
 
 
 def return_free_memory() -> None:

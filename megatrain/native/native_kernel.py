@@ -84,7 +84,8 @@ def build(source: Path, compilers: tuple[str, ...] = _COMPILERS) -> ctypes.CDLL 
     compiler = next((path for path in map(shutil.which, compilers) if path), None)
     if compiler is None:
         return f"no C compiler: none of {', '.join(compilers)} is on the path"
-    with tempfile.TemporaryDirectory(prefix="megatrain-") as folder:
+    # Windows doesn't remove a library that is loaded.
+    with tempfile.TemporaryDirectory(prefix="megatrain-", ignore_cleanup_errors=True) as folder:
         library = f"{folder}/{source.stem}.so"
         command = [compiler, *_FLAGS, str(source), "-o", library, "-lm"]
         try:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import json
 import mmap
 import os
@@ -119,6 +118,8 @@ class SharedMemory:
     @contextmanager
     def locked(self) -> Generator[None]:
         """Keeps all other threads and processes out during the body; the system lets go of it if this one ends."""
+        import fcntl  # here, because Windows has none; `made` refuses there
+
         with self._lock:
             fcntl.flock(self._journal, fcntl.LOCK_EX)
             try:
@@ -250,7 +251,7 @@ def host_name() -> str:
         return NAME
     parts = [socket.gethostname(), str(os.getuid()) if hasattr(os, "getuid") else ""]
     with suppress(OSError):  # another system than Linux, which has no such memory either
-        parts.append(Path("/proc/sys/kernel/random/boot_id").read_text().strip())
+        parts.append(Path("/proc/sys/kernel/random/boot_id").read_text(encoding="utf-8").strip())
         parts.append(str(os.stat("/proc/self/ns/pid").st_ino))
     return "/".join(parts)
 

@@ -71,7 +71,8 @@ def _write(path: Path, config: Any, model: nn.Module) -> None:
     try:
         config.to_json_file(path)
         if path.name == "config.json":
-            path.write_text(json.dumps({**json.loads(path.read_text()), **_facts(model, config)}, indent=2) + "\n")
+            written = json.loads(path.read_text(encoding="utf-8"))
+            path.write_text(json.dumps({**written, **_facts(model, config)}, indent=2) + "\n", encoding="utf-8")
     except (TypeError, ValueError) as error:
         raise CheckpointError(
             f"the model's {path.stem} can't be written to `{path.name}`: {error}.\n"

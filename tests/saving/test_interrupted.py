@@ -161,6 +161,14 @@ def test_a_removed_checkpoint_does_not_come_back(tmp_path: Path):
     assert "has no checkpoint.json" in refusal(lambda: load(tmp_path / "run"))
 
 
+def test_a_lock_of_a_process_that_ended_is_removed(tmp_path: Path):
+    save_trained(tmp_path / "run", seed=1)
+    (tmp_path / "run.partial-0123456789ab").mkdir()
+    (tmp_path / "run.partial-0123456789ab.lock").touch()
+    save_trained(tmp_path / "run", seed=2)
+    assert names(tmp_path) == ["run"]
+
+
 def test_two_saves_to_one_place_at_a_time_are_refused(tmp_path: Path):
     save_trained(tmp_path / "run", seed=1)
 

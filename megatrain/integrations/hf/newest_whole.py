@@ -47,7 +47,7 @@ def _number_of(checkpoint: Path) -> int:
 
 def _is_whole(checkpoint: Path) -> bool:
     try:
-        json.loads((checkpoint / STATE).read_text())
+        json.loads((checkpoint / STATE).read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return False
     return True

@@ -101,8 +101,8 @@ def kernel_on(device: Device) -> Kernel | None:
 def source() -> str:
     """The kernel for CUDA, whole."""
     folder = Path(native.__file__).parent
-    step = (folder / "adamw_step.h").read_text()
-    return (folder / "adamw.cu").read_text().replace('#include "adamw_step.h"', step)
+    step = (folder / "adamw_step.h").read_text(encoding="utf-8")
+    return (folder / "adamw.cu").read_text(encoding="utf-8").replace('#include "adamw_step.h"', step)
 
 
 def _by(compiled: Callable[..., None]) -> Kernel:
