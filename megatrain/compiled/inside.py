@@ -15,6 +15,7 @@ from torch import nn
 
 from megatrain.checks import PATH, checked
 from megatrain.compiled.captures import Variant, Variants, naming_inputs
+from megatrain.compiled.hand_over import handed_over
 from megatrain.compiled.printed import compiled_text, dump
 from megatrain.compiled.walking import Walks, narrowed_inputs, walks
 from megatrain.errors import ExecuteError
@@ -36,6 +37,7 @@ from megatrain.saving import Source
 from megatrain.scheduler.schedule import Schedule
 from megatrain.tracer.arguments import Arguments
 from megatrain.tracer.guards import GuardFailedError
+from megatrain.tracer.inventory import inventory
 from megatrain.tracer.recording.inputs import check_device
 from megatrain.tracer.traced import TracedModule
 
@@ -379,6 +381,43 @@ class Compiled:
         self.complete_updates()
         with self._masters.loading():
             yield
+
+    def weights(self) -> Generator[tuple[str, torch.Tensor]]:
+        """Yields the model's weights for an inference engine on the same card (`engine.load_weights(...)`), by name.
+
+        Updates that are due are made first, and the device's memory for weights is given back (see `release`). From
+        the first tensor to the last, calls and training steps of this model are refused, and other threads wait.
+
+        Yields:
+            Names and tensors of all parameters and saved buffers, tied ones once, in their own dtypes (bf16 with
+            `precision="bf16"`). A tensor is the model's own memory of the host, page-locked where a GPU computes:
+            copy it, and don't write to it. A layer with adapters of peft comes merged, as its `merge()` does it, in
+            new memory of the device, one layer at a time, under the name that it has without adapters.
+
+        Raises:
+            ExecuteError: If parameters have no values or are packed, or a layer can't be merged.
+        """
+        with self._turn.hold("weights()"):
+            with ordinary_tensors():  # not while the caller's code runs
+                self.release()
+                entries, tensors = inventory(self.model)
+                is_bound = self.options.transfer == "bind" and not any(tensor.is_meta for tensor in tensors.values())
+                if not is_bound or self.engine.has_unread_weights:
+                    entries, tensors = self.engine.adopt_state(), dict(self.engine.tensors)
+            with self._turn.run("weights()"):
+                device = self.options.device.torch_device
+                yield from handed_over(self.model, entries, tensors, device, self.budget.nbytes)
+
+    def release(self) -> None:
+        """Gives the device's memory that holds weights between calls and steps back, for others on the card.
+
+        The next call or step takes it again, and copies weights that stayed there once more. Kernels that were
+        recorded, and optimizer state that stays on the device, keep theirs.
+        """
+        with self.exclusively("release()"):
+            self.complete_updates()
+            self.engine.release_slots()
+            self.options.device.empty_cache()
 
     def master_state_dict(self) -> dict[str, Source]:
         """The model's `state_dict` in fp32: exact masters; all other bf16 tensors are converted.

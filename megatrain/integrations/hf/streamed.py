@@ -15,7 +15,7 @@ from __future__ import annotations
 import functools
 import inspect
 import types
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -86,6 +86,29 @@ def replace_step(optimizer: Any, has_updated: Callable[[torch.optim.Optimizer], 
         return None if has_updated(plain(optimizer)) else update(closure)
 
     vars(optimizer)["step"] = types.MethodType(step, optimizer)
+
+
+def fill(engine: Any, compiled: CompiledModule) -> None:
+    """Has TRL's inference engine (vLLM, on the same card or a server's) take its weights from a model that streams.
+
+    Args:
+        engine: The trainer's `vllm_generation`; None without one. Older ones read the parameters, which is as right.
+        compiled: Gives its slots back before the engine wakes up.
+    """
+    if engine is None or not hasattr(engine, "_iter_named_params"):
+        return
+    synchronize, is_server = engine.sync_weights, engine.mode == "server"
+
+    def named() -> Iterator[tuple[str, torch.Tensor]]:
+        for name, tensor in compiled.megatrain.weights():
+            # A server gets them from card to card.
+            yield engine._fix_param_name_to_vllm(name), tensor.to(engine.accelerator.device) if is_server else tensor
+
+    def sync_weights() -> None:
+        compiled.megatrain.release()
+        synchronize()
+
+    engine._iter_named_params, engine.sync_weights = named, sync_weights
 
 
 PREFIX = "megatrain_"
@@ -174,6 +197,7 @@ class Streamed(_Base):
         refuse_several(self)
         self._is_made = True
         self.model = self.model_wrapped = self.callback_handler.model = self._streaming(self.model)
+        fill(getattr(self, "vllm_generation", None), self.model)
 
     @property
     def train_step(self) -> TrainStep | None:

@@ -125,8 +125,8 @@ def _is_autograd() -> bool:
 
 _RUNNING = (
     "{what} was called while {it} runs.\n"
-    "  A run waits for hooks on gradients and for the loss, so these can't wait for the end of the run.\n"
-    "  Call it after the run has returned."
+    "  A run waits for hooks on gradients, the loss, and who takes weights(), so these can't wait for its end.\n"
+    "  Call it after the run has returned, or weights() has yielded the last tensor."
 )
 _FORKED = (
     "{what} was called in a forked process.\n"
