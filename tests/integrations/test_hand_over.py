@@ -32,9 +32,10 @@ def trained(model: nn.Module) -> torch.optim.Optimizer:
 def stepped(model: nn.Module) -> tuple[Any, Callable[[], object]]:
     """A compiled model after two steps, whose last updates are due, and what takes another step."""
     compiled = megatrain.compile(model, device="cpu", transfer="copy", memory="8MiB")
-    step = megatrain.TrainStep(compiled, trained(model), spread=True)
+    step = megatrain.TrainStep(compiled, trained(model), max_grad_norm=0.1, spread=True)
     for _ in range(2):
         step(BATCH)
+    assert step._setup.is_due
     return compiled, lambda: step(BATCH)
 
 
@@ -45,6 +46,7 @@ def eager(model: nn.Module) -> tuple[nn.Module, Callable[[], object]]:
 
     def step() -> None:
         model(**BATCH).loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
         optimizer.step()
         optimizer.zero_grad()
 
