@@ -11,7 +11,8 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from megatrain.errors import ScheduleError
-from megatrain.ranks.ops import PEERS, SUMS, with_others
+from megatrain.ranks.ops import PEERS, SUMS
+from megatrain.ranks.rank_exchange import with_others  # its module registers the ops
 from megatrain.scheduler.builder.build import build
 from megatrain.scheduler.check.schedule_rules import check_schedule
 from megatrain.scheduler.dependency import dependency_graph
@@ -25,10 +26,11 @@ from tests.scheduler.mutations import with_cells, with_figures
 from tests.scheduler.workloads import Options, assert_checked_and_read_back, trained, whole_steps, workloads
 
 
-def of_rank(workload: Workload, chosen: Options) -> Schedule:
-    made = replace(chosen, outputs="release").build(workload)
+def alone(workload: Workload, chosen: Options) -> Schedule:
+    """The schedule of one process that a rank begins with: the host makes all of its updates."""
+    made = replace(chosen, outputs="release", device_updates=frozenset()).build(workload)
     assume(any(op.what == "G" for op in made.ops) and made.kind.holds_gradients)
-    return with_others(made)
+    return made
 
 
 def shared(updates: str = "deferred", num: int = 3) -> Schedule:
@@ -42,14 +44,14 @@ def position(schedule: Schedule, token: str) -> Position:
 @given(workloads(), whole_steps())
 @draws(80, usual=20)
 def test_a_rank_has_the_ops_of_one_process_in_their_order_and_its_own(workload: Workload, chosen: Options):
-    found = of_rank(workload, chosen)
-    alone = replace(chosen, outputs="release").build(workload)
+    before = alone(workload, chosen)
+    found = with_others(before)
     for stream in (Stream.H2D, Stream.COMPUTE, Stream.D2H, Stream.HOST):
-        mine, theirs = ([str(op) for op in each.ops if op.stream == stream] for each in (found, alone))
+        mine, theirs = ([str(op) for op in each.ops if op.stream == stream] for each in (found, before))
         assert mine == theirs
-    assert [op.block for op in found.ops if op.what == "T"] == [op.block for op in alone.ops if op.what == "G"]
-    assert [op.block for op in found.ops if op.what == "V"] == [op.block for op in alone.ops if op.what == "U"]
-    assert found.device_bytes == alone.device_bytes
+    assert [op.block for op in found.ops if op.what == "T"] == [op.block for op in before.ops if op.what == "G"]
+    assert [op.block for op in found.ops if op.what == "V"] == [op.block for op in before.ops if op.what == "U"]
+    assert found.device_bytes == before.device_bytes
     assert_checked_and_read_back(found, workload)
 
 
@@ -59,7 +61,7 @@ def test_ranks_never_wait_for_each_other_in_a_circle(workload: Workload, chosen:
     """Ranks make the same updates at the same places, but may have other slots and micro-batches."""
     first = chosen[0]
     alike = {"updates": first.updates, "clip": first.clip, "reports_norm": first.reports_norm}
-    schedules = [of_rank(workload, replace(options, **alike)) for options in chosen]
+    schedules = [with_others(alone(workload, replace(options, **alike))) for options in chosen]
     assert nx.is_directed_acyclic_graph(graph_of_ranks(schedules))
 
 
@@ -124,11 +126,11 @@ def test_gradients_that_others_may_still_read_are_not_overwritten():
 
 
 def test_a_table_of_one_process_has_no_such_ops():
-    alone = build(trained(3), StepKind(updates="overlap", outputs="release"), num_slots=3)
+    plain = build(trained(3), StepKind(updates="overlap", outputs="release"), num_slots=3)
     for op, rule in (
         (Op(SUMS, "T", 2), "sums:T1 is missing|adds what never lands|uses the total"),
         (Op(PEERS, "V", 2), "T2 is missing|V0 is missing|T1 is missing|T0 is missing"),
     ):
-        broken = with_cells(alone, {Position(len(alone.ticks), op.stream): op})
+        broken = with_cells(plain, {Position(len(plain.ticks), op.stream): op})
         with pytest.raises(ScheduleError, match=rule):
             with_figures(broken).check()
