@@ -5,13 +5,11 @@ from __future__ import annotations
 import json
 import os
 import select
-import threading
 import time
 import weakref
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -145,11 +143,11 @@ MEETING_S = 600.0
 """How long a rank waits for the others to call `compile`."""
 LOOK_S = 0.5
 """How often a rank that waits looks whether another one has failed or ended."""
-ENDED_S = 5.0
-"""How long to look for the rank because of which a connection broke."""
 POLL_S = 5e-5
 """How often a rank looks whether another one is done."""
-_TRANSFER = timedelta(days=7)  # ranks that live are waited for
+_FAILED, _MET, _LENGTHS, _TEXT = 0, 8, 16, 32
+"""Bytes of a rank's page: the length of the text that says why it failed, the number of its latest meeting, the lengths
+of its latest two letters, and that text."""
 _made: Counter[str] = Counter()
 _GONE = "Look at the output of that process. Start all ranks again, and load the latest checkpoint."
 
@@ -163,7 +161,7 @@ PROCESS_GROUP = Rule(
 class Ranks:
     """The processes of one host that train one model together; all of them make it at the same time.
 
-    They meet by collectives of Gloo, and share memory.
+    They find each other by the store of their process group. From then on they meet in memory that they share.
 
     Args:
         group: The process group of the user.
@@ -186,70 +184,66 @@ class Ranks:
         name = f"{group.group_name}/{_made[group.group_name]}"
         _made[group.group_name] += 1
         of_group: Any = group.get_group_store()
-        store = dist.PrefixStore(f"megatrain/{name}", of_group.clone())
-        self.count = self.num_areas = self.board_bytes = 0
-        self._groups: list[Any] = []  # what `_abandon` keeps
+        self.count = self.num_areas = self.board_bytes = self._num_meetings = 0
         self._ends: dict[int, int] = {}
-        self._failures: torch.Tensor | None = None
-        self._wait_for_all(store)
-        self._meetings: Any = dist.ProcessGroupGloo(
-            dist.PrefixStore("meetings", store), self.rank, self.size, timedelta(seconds=MEETING_S)
-        )
-        self._groups.append(self._meetings)
-        self.memory = self._shared_memory()
+        self._pages: list[torch.Tensor] = []
+        try:
+            self.memory = self._shared_memory(dist.PrefixStore(f"megatrain/{name}", of_group.clone()))
+        except RuntimeError as error:
+            raise RanksError(f"the store of the process group can't be reached.\n  {_GONE}") from error
         self.store = SharedStore(self.memory, self.rank, self.size)
-        # The first pages: why each rank has failed, a text after its length.
-        self._failures = torch.frombuffer(self.memory.landing(0, self.size * PAGE), dtype=torch.uint8)
+        pages = torch.frombuffer(self.memory.landing(0, self.size * PAGE), dtype=torch.uint8)
+        self._pages = [*pages.view(self.size, PAGE)]
 
     @staticmethod
     def of(group: ProcessGroup | None) -> Ranks | None:
         """The ranks of a group; None for a process that trains alone."""
         return None if group is None or group.size() == 1 else Ranks(group)
 
-    def _wait_for_all(self, store: Any) -> None:
-        store.set(f"here/{self.rank}", "")
-        keys = [f"here/{rank}" for rank in range(self.size)]
-        try:
-            store.wait(keys, timedelta(seconds=MEETING_S))
-        except RuntimeError as error:
-            with suppress(RuntimeError):
-                missing = [str(rank) for rank, key in enumerate(keys) if not store.check([key])]
-                raise RanksError(
-                    f"rank {', '.join(missing)} didn't come within {MEETING_S:.0f} s.\n"
-                    "  All ranks of the process group compile the model, in the same order among several models.\n"
-                    "  Call megatrain.compile(model, process_group=...) on each rank."
-                ) from error
-            raise RanksError(f"the store of the process group can't be reached.\n  {_GONE}") from error
-
-    def _shared_memory(self) -> SharedMemory:
+    def _shared_memory(self, store: Any) -> SharedMemory:
         """Memory that all ranks map; all of them call this at the same time."""
-        told = self.exchange([host_name(), os.getpid(), can_tell_copies()])
+        told = self._told(store, "here", [host_name(), os.getpid(), can_tell_copies()])
         is_able = len({name for name, *_ in told}) == 1 and all(can for *_, can in told)
+        ends = {rank: end_of(process) for rank, (_, process, _) in enumerate(told) if is_able and rank != self.rank}
+        self._ends = {rank: end for rank, end in ends.items() if end is not None}
+        weakref.finalize(self, close_all, list(self._ends.values()))
         file = SharedMemory.made() if is_able and self.rank == 0 else None
-        addresses = self.exchange(None if file is None else file.address)
+        addresses = self._told(store, "memory", None if file is None else file.address)
         if is_able and file is None:
             with suppress(OSError):  # nobody shares then: each finds that out below
                 file = SharedMemory.opened(addresses[0])
-        if not all(self.exchange(file is not None)) or file is None:
+        if not all(self._told(store, "open", file is not None)) or file is None:
             raise RanksError(
                 f"the {self.size} ranks share no memory: they are on several hosts, or the system has none to share.\n"
                 "  Ranks that train together are processes of one Linux host, with one store for all of them.\n"
                 "  On several hosts take FSDP2 or DeepSpeed; or train on one host."
             )
-        ends = {rank: end_of(process) for rank, (_, process, _) in enumerate(told) if rank != self.rank}
-        self._ends = {rank: end for rank, end in ends.items() if end is not None}
-        weakref.finalize(self, close_all, list(self._ends.values()))
         return file
+
+    def _told(self, store: Any, what: str, value: Any) -> list[Any]:
+        """As `exchange`, before there is memory that ranks share."""
+        store.set(f"{what}/{self.rank}", json.dumps(value))
+        keys = [f"{what}/{rank}" for rank in range(self.size)]
+        until = time.monotonic() + MEETING_S
+        while not store.check(keys):
+            self.look()
+            if time.monotonic() > until:
+                missing = [str(rank) for rank, key in enumerate(keys) if not store.check([key])]
+                raise RanksError(
+                    f"rank {', '.join(missing)} didn't come within {MEETING_S:.0f} s.\n"
+                    "  All ranks of the process group compile the model, in the same order among several models.\n"
+                    "  Call megatrain.compile(model, process_group=...) on each rank."
+                )
+            time.sleep(LOOK_S / 50)
+        return [json.loads(store.get(key)) for key in keys]
 
     def announce(self, text: str, rank: int | None = None) -> None:
         """Tells all ranks that wait that this one has failed, or that another one was found to have ended."""
-        if self._failures is None:
-            return
-        content = text.encode()[: PAGE - 8]
-        page = self._failures[(own := self.rank if rank is None else rank) * PAGE : (own + 1) * PAGE]
-        with self.memory.locked():
-            page[8 : 8 + len(content)] = torch.frombuffer(bytearray(content), dtype=torch.uint8)
-            page[:8].view(torch.int64)[0] = len(content)
+        content = text.encode()[: PAGE - _TEXT]
+        for page in self._pages[slice(self.rank, self.rank + 1) if rank is None else slice(rank, rank + 1)]:
+            with self.memory.locked():
+                page[_TEXT : _TEXT + len(content)] = torch.frombuffer(bytearray(content), dtype=torch.uint8)
+                _number(page, _FAILED).fill_(len(content))
 
     def look(self) -> None:
         """Looks for a rank that can't go on.
@@ -257,12 +251,10 @@ class Ranks:
         Raises:
             RanksError: Naming the rank.
         """
-        if self._failures is None:
-            return
-        for rank in range(self.size):
-            page = self._failures[rank * PAGE : (rank + 1) * PAGE]
-            if rank != self.rank and (nbytes := int(page[:8].view(torch.int64)[0])):
-                raise RanksError(f"rank {rank} failed: {bytes(page[8 : 8 + nbytes].tolist()).decode(errors='replace')}")
+        for rank, page in enumerate(self._pages):
+            if rank != self.rank and (nbytes := int(_number(page, _FAILED))):
+                text = bytes(page[_TEXT : _TEXT + nbytes].tolist()).decode(errors="replace")
+                raise RanksError(f"rank {rank} failed: {text}")
         poll = select.poll()
         for end in self._ends.values():
             poll.register(end, select.POLLIN)
@@ -272,57 +264,30 @@ class Ranks:
                 self.announce(f"it ended.\n  {_GONE}", rank)
                 raise RanksError(f"rank {rank} ended.\n  {_GONE}")
 
-    def exchange(self, value: Any, go_on: Callable[[], object] = lambda: None) -> list[Any]:
+    def exchange(self, value: Any) -> list[Any]:
         """Gives a value to all ranks; returns those of all, by rank.
+
+        Each writes a letter, and waits for those of the others. A letter stays until the meeting after the next: to
+        begin that, all must have begun the next, and so have read this one's.
 
         Args:
             value: Numbers, texts, lists and dictionaries.
-            go_on: Called now and then; raises an error to give the wait up.
 
         Raises:
             RanksError: If another rank can't answer.
         """
         content = json.dumps(value).encode()
-        text = torch.frombuffer(bytearray(content), dtype=torch.uint8)
-        sizes = self._gathered(torch.tensor([text.numel()]), go_on)
-        padded = torch.zeros(max(int(each) for each in sizes), dtype=torch.uint8)
-        padded[: text.numel()] = text
-        texts = self._gathered(padded, go_on)
-        return [json.loads(bytes(t[: int(n)].numpy())) for t, n in zip(texts, sizes, strict=True)]
-
-    def _gathered(self, own: torch.Tensor, go_on: Callable[[], object]) -> list[torch.Tensor]:
-        found = [torch.zeros_like(own) for _ in range(self.size)]
-        options: Any = dist.distributed_c10d.AllgatherOptions()
-        options.timeout = _TRANSFER
-        over = threading.Event()
-        try:
-            future = self._meetings.allgather([found], [own], options).get_future()
-            future.add_done_callback(lambda _: over.set())
-            while not over.wait(LOOK_S):
-                go_on()
-                try:
-                    self.look()
-                except RanksError:
-                    if not over.wait(LOOK_S):  # a rank may end as soon as it has answered
-                        raise
-            future.value()
-        except BaseException as error:
-            self._abandon()
-            if isinstance(error, RuntimeError):
-                raise self._reason(error) from error
-            raise
-        return found
-
-    def _reason(self, error: BaseException) -> RanksError:
-        """The rank because of which a meeting failed: as a rule it ended, and its connections with it."""
-        until = time.monotonic() + ENDED_S
-        try:
-            while time.monotonic() < until:
-                self.look()
-                time.sleep(LOOK_S / 10)
-        except RanksError as found:
-            return found
-        return RanksError(f"a meeting of the ranks failed: {type(error).__name__}: {error}\n  {_GONE}")
+        self._num_meetings += 1
+        number, own = self._num_meetings, self._pages[self.rank]
+        place = _LENGTHS + 8 * (number % 2)
+        with self.memory.locked():
+            self.memory.write_letter(2 * self.rank + number % 2, content)
+            _number(own, place).fill_(len(content))
+            _number(own, _MET).fill_(number)
+        met = [_number(page, _MET) for page in self._pages]
+        self.wait_until(lambda: all(int(each) >= number for each in met), lambda: None)
+        letters = [(2 * rank + number % 2, int(_number(page, place))) for rank, page in enumerate(self._pages)]
+        return [json.loads(self.memory.letter(*each)) for each in letters]
 
     def wait_until(self, is_over: Callable[[], bool], go_on: Callable[[], object]) -> None:
         """Returns once something of other ranks is over.
@@ -338,22 +303,20 @@ class Ranks:
         while not is_over():
             go_on()
             if time.monotonic() - looked > LOOK_S:
-                self.look()
+                try:
+                    self.look()
+                except RanksError:
+                    time.sleep(LOOK_S)
+                    if not is_over():  # a rank may end as soon as it has answered
+                        raise
                 looked = time.monotonic()
             time.sleep(POLL_S)
         with self.memory.locked():
             pass  # what others have written before is read after
 
-    def _abandon(self) -> None:
-        """Keeps the groups for the life of the process: the end of a group waits for its transfers, maybe for ever."""
-        if self._groups:
-            # What a thread that never ends holds isn't let go of when Python ends.
-            threading.Thread(target=_hold, args=self._groups, name="megatrain-abandoned", daemon=True).start()
-            self._groups = []
 
-
-def _hold(*_: object) -> None:
-    threading.Event().wait()
+def _number(page: torch.Tensor, start: int) -> torch.Tensor:
+    return page[start : start + 8].view(torch.int64)[0]
 
 
 NO_BACKWARD = (

@@ -173,7 +173,7 @@ class RankExchange(Exchange):
         if self._stage != _VOTED and not self._is_telling and isinstance(error, Exception):
             if found is None:
                 with suppress(RanksError):  # of several failures each rank raises its own
-                    self._tell(at, {"failed": words_of(error)})
+                    self.tell(at, {"failed": words_of(error)})
             elif found is not error:
                 raise found from error
             return
@@ -191,11 +191,8 @@ class RankExchange(Exchange):
         Raises:
             RanksError: If another rank failed, or is elsewhere.
         """
-        return self._tell(at, word)
-
-    def _tell(self, at: str, word: Word, go_on: Callable[[], object] = lambda: None) -> list[Word]:
         self._is_telling = True
-        words = self._ranks.exchange({"at": at, **word}, go_on)
+        words = self._ranks.exchange({"at": at, **word})
         self._is_telling = False
         check_words(self._ranks, words)
         return words
@@ -253,11 +250,11 @@ class RankExchange(Exchange):
             compared |= values_of(self._compiled, self._optimizers)
         changed: Changed = self._sharing.changed() if self.shares else {}
         own = {"digest": _digest(compared), "changed": changed, "count": self._ranks.count}
-        words = self._tell("a step", {**word, **own})
+        words = self.tell("a step", {**word, **own})
         if len({each["digest"] for each in words}) > 1:
-            refuse_difference([each["facts"] for each in self._tell("a step", {"facts": compared})])
+            refuse_difference([each["facts"] for each in self.tell("a step", {"facts": compared})])
         if check_changed([each["changed"] for each in words]):
-            self._sharing.share(lambda: self._tell("a step", {}))
+            self._sharing.share(lambda: self.tell("a step", {}))
         self._is_compared = True
         return words
 
@@ -274,7 +271,7 @@ class RankExchange(Exchange):
         further = landings if schedule.kind.transfer == "bind" else 0
         own = sum(map(room.bytes_of, _OWN)) if self.shares else room.total_bytes
         held = min(room.held_bytes, room.total_bytes)
-        words = self._tell("a step", {"own": own + further, "shared": room.total_bytes - own, "held": held})
+        words = self.tell("a step", {"own": own + further, "shared": room.total_bytes - own, "held": held})
         shared = max(int(word["shared"]) for word in words)
         each, held_by_all = ([int(word[name]) for word in words] for name in ("own", "held"))
         needed = shared + sum(each)
@@ -289,7 +286,7 @@ class RankExchange(Exchange):
                 f"  {parts} has up to {format_bytes(max(each))}; {format_bytes(needed - available)} are missing.\n"
                 f"  Use fewer devices, or smaller or fewer micro-batches, of which less is parked{way}."
             )
-        self._tell("a step", {})  # nobody allocates before all have looked
+        self.tell("a step", {})  # nobody allocates before all have looked
         self._has_room = True
 
     def vote(self) -> None:
@@ -299,7 +296,7 @@ class RankExchange(Exchange):
             RanksError: If one failed.
         """
         if self._stage == _MET:
-            self._tell("a step", {})
+            self.tell("a step", {})
             self._stage = _VOTED
 
     def may_repeat(self) -> bool:
@@ -317,7 +314,7 @@ class RankExchange(Exchange):
     def losses(self, losses: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
         """See `Exchange`. They are on the host."""
         own = losses[0].dtype
-        words = self._tell("a step", {"losses": torch.stack([loss.to(own) for loss in losses]).tolist()})
+        words = self.tell("a step", {"losses": torch.stack([loss.to(own) for loss in losses]).tolist()})
         return [torch.tensor(x, dtype=own) for word in words for x in word["losses"]]
 
     # -- between steps ---------------------------------------------------------------------------------------
@@ -328,7 +325,7 @@ class RankExchange(Exchange):
         Raises:
             RanksError: Naming what isn't the same on all.
         """
-        told = self._tell(at, {"changed": self._sharing.changed() if self.shares and self._is_compared else {}})
+        told = self.tell(at, {"changed": self._sharing.changed() if self.shares and self._is_compared else {}})
         check_changed([word["changed"] for word in told])
 
     def refuse(self, what: str, way_out: str) -> None:

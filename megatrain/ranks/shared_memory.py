@@ -27,6 +27,8 @@ from megatrain.sizes import aligned
 PAGE = mmap.PAGESIZE
 _REGION = 256 << 20
 """Least bytes of a region: what nobody touches takes no memory, and each region takes two file descriptors."""
+_LETTERS, _LETTER = 1 << 40, 1 << 32
+"""Where letters begin in the memory of landings, below those of the first rank, and the most bytes of each."""
 _MAP_NORESERVE = 0x4000
 _SCANNED = 1 << 20
 """Pages whose state is read in one piece."""
@@ -165,6 +167,14 @@ class SharedMemory:
             if os.fstat(self._landings).st_size < offset + nbytes:
                 os.ftruncate(self._landings, offset + nbytes)
         return HostPages(self._landings, nbytes, flags=mmap.MAP_SHARED | _MAP_NORESERVE, offset=offset)
+
+    def write_letter(self, number: int, content: bytes) -> None:
+        """Writes a letter in place of the one of this number; the caller holds the lock."""
+        os.pwrite(self._landings, content, _LETTERS + number * _LETTER)
+
+    def letter(self, number: int, nbytes: int) -> bytes:
+        """Reads a letter of so many bytes."""
+        return os.pread(self._landings, nbytes, _LETTERS + number * _LETTER)
 
     def _mapped(self, descriptor: int, offset: int, nbytes: int) -> Region:
         kinds = mmap.MAP_SHARED, mmap.MAP_PRIVATE
