@@ -25,8 +25,7 @@ from megatrain.optim.masters.narrow_model import MasterWeights, explained, maste
 from megatrain.optim.masters.registry import Masters
 from megatrain.options import Limits
 from megatrain.passes.program import Program
-from megatrain.ranks.apart import Group, note_apart
-from megatrain.ranks.processes import NO_BACKWARD, Ranks
+from megatrain.ranks.processes import NO_BACKWARD, Group, Ranks, note_apart
 from megatrain.runtime.autograd import run_step
 from megatrain.runtime.engine import Engine, ordinary_tensors
 from megatrain.runtime.executor import Executor

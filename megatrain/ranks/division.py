@@ -6,7 +6,7 @@ import copy
 import os
 from collections.abc import Callable, Collection, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch.autograd.graph import increment_version
@@ -22,7 +22,7 @@ from megatrain.ranks.processes import Ranks
 from megatrain.ranks.shared_store import STATE, Name, SharedStore
 from megatrain.tracer.packing import is_wrapper
 
-_STEPS = 2
+_STEPS, _EDGE = 2, 4
 
 
 def unshareable(optimizer: Optimizer) -> str | None:
@@ -36,21 +36,21 @@ def unshareable(optimizer: Optimizer) -> str | None:
     chosen = [parameter for group in optimizer.param_groups for parameter in _few(group["params"])]
     try:
         with unnoticed():
-            return with_gradients_it_takes(optimizer, lambda sparse: _reason(optimizer, chosen, sparse=sparse))
+            return _reason(optimizer, chosen)
     except OptimizerError:
         raise
     except Exception as error:  # the user's optimizer may raise anything on stand-ins
         return f"{type(optimizer).__name__} can't be tried on small stand-ins ({error})"
 
 
-def _reason(optimizer: Optimizer, chosen: list[torch.Tensor], *, sparse: bool) -> str | None:
-    stand_ins = {p: torch.nn.Parameter(corner(p).float(), requires_grad=p.requires_grad) for p in chosen}
-    runner = over_stand_ins(optimizer, stand_ins, of_state=corner)
+def _reason(optimizer: Optimizer, chosen: list[torch.Tensor]) -> str | None:
+    stand_ins = {p: torch.nn.Parameter(_corner(p).float(), requires_grad=p.requires_grad) for p in chosen}
+    runner = over_stand_ins(optimizer, stand_ins, of_state=_corner)
     kind, before = type(optimizer).__name__, _options(runner)
     generator = torch.Generator().manual_seed(0)
     for _ in range(_STEPS):
         for stand_in in stand_ins.values():
-            stand_in.grad = random_gradient(stand_in, generator, sparse=sparse)
+            stand_in.grad = torch.randn(stand_in.shape, generator=generator)
         step_code(type(optimizer))(runner)
     if not is_same(before, _options(runner)):
         return f"{kind} changes its options in a step"
@@ -62,6 +62,13 @@ def _reason(optimizer: Optimizer, chosen: list[torch.Tensor], *, sparse: bool) -
             if unshareable_value(name, value):
                 return f"the state `{name}` of {kind} isn't a plain tensor"
     return None
+
+
+def _corner(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy of the first few elements along each dimension; of a tensor on meta zeros on the host."""
+    if tensor.is_meta:
+        return torch.zeros([min(size, _EDGE) for size in tensor.shape], dtype=tensor.dtype)
+    return tensor.detach()[tuple(slice(0, _EDGE) for _ in tensor.shape)].clone()
 
 
 def unshareable_value(name: Any, value: Any) -> bool:
@@ -308,46 +315,3 @@ def check_moment(optimizer: Optimizer, name: Name, value: object) -> None:
             "  Ranks of one host share the optimizer's state, and each updates a part of the parameters.\n"
             "  Leave such state out, or train in one process."
         )
-
-
-Result = TypeVar("Result")
-
-_EDGE = 4
-
-
-def corner(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns a copy of the first few elements along each dimension; of a tensor on meta zeros on the host."""
-    if tensor.is_meta:
-        return torch.zeros([min(size, _EDGE) for size in tensor.shape], dtype=tensor.dtype)
-    return tensor.detach()[tuple(slice(0, _EDGE) for _ in tensor.shape)].clone()
-
-
-def random_gradient(parameter: torch.Tensor, generator: torch.Generator, *, sparse: bool) -> torch.Tensor:
-    """Returns a gradient for a stand-in, of its shape and dtype."""
-    gradient = torch.randn(parameter.shape, generator=generator).to(parameter.dtype)
-    return gradient.to_sparse(1) if sparse and gradient.dim() else gradient
-
-
-def with_gradients_it_takes(optimizer: Optimizer, attempt: Callable[[bool], Result]) -> Result:
-    """Tries something with gradients such as the parameters have now, and then with the other kind.
-
-    Some optimizers take sparse gradients only.
-
-    Args:
-        optimizer: The user's.
-        attempt: Is told whether gradients are sparse.
-
-    Raises:
-        OptimizerError: If an attempt does.
-        Exception: The error of the first attempt, if both fail: any error of the optimizer's code on its stand-ins.
-    """
-    is_sparse = any(p.grad is not None and p.grad.is_sparse for g in optimizer.param_groups for p in g["params"])
-    causes: list[Exception] = []
-    for sparse in (is_sparse, not is_sparse):
-        try:
-            return attempt(sparse)
-        except OptimizerError:
-            raise
-        except Exception as error:  # an optimizer that takes only one kind may raise anything at the other
-            causes.append(error)
-    raise causes[0]

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from megatrain.checks.several_optimizers import parameters_of
-from megatrain.errors import ExecuteError, OptimizerError, RanksError
+from megatrain.errors import ExecuteError, OptimizerError
 from megatrain.files.disk import Digest, bytes_of, obstacle
 from megatrain.optim.blockwise import has_hooks
 from megatrain.optim.masters.registry import Masters
@@ -117,27 +117,6 @@ def facts_of(compiled: Trained, optimizers: Sequence[Optimizer], rules: Mapping[
         # Kernels split sums among threads.
         found["the number of threads (OMP_NUM_THREADS)"] = str(torch.get_num_threads())
     return found | _settings(compiled, optimizers)
-
-
-def refuse_difference(facts: Sequence[Facts]) -> None:
-    """Says what differs between ranks: all of them say the same.
-
-    Args:
-        facts: Of each rank.
-
-    Raises:
-        RanksError: Naming it.
-    """
-    for rank, theirs in enumerate(facts[1:], start=1):
-        names = [name for name in {**facts[0], **theirs} if facts[0].get(name) != theirs.get(name)]
-        if names:
-            first, other = (found.get(names[0], "nothing") for found in (facts[0], theirs))
-            raise RanksError(
-                f"the ranks differ: {names[0]} is {first} on rank 0, but {other} on rank {rank}.\n"
-                f"  Ranks that train together have the same model, values, optimizer and options; {len(names)} "
-                "differ.\n"
-                "  Build all alike on each rank: call torch.manual_seed first, or load the same checkpoint."
-            )
 
 
 def _settings(compiled: Trained, optimizers: Sequence[Optimizer]) -> Facts:

@@ -17,10 +17,10 @@ from megatrain.memory.host_limits import available_bytes
 from megatrain.optim.proxy import Optimizer
 from megatrain.passes.program import Program
 from megatrain.ranks.division import Parts, unshareable
-from megatrain.ranks.facts import Facts, Trained, check_supported, facts_of, refuse_difference, values_of
+from megatrain.ranks.facts import Facts, Trained, check_supported, facts_of, values_of
 from megatrain.ranks.landings import Landings, blocks_text
 from megatrain.ranks.ops import TOTAL, WHOLE, check_totals, check_whole, with_others
-from megatrain.ranks.processes import NoCollectives, Ranks, check_words, words_of
+from megatrain.ranks.processes import NoCollectives, Ranks, check_words, refuse_difference, words_of
 from megatrain.ranks.sharing import Changed, Sharing, check_changed
 from megatrain.runtime.exchange import Exchange, Room, Word
 from megatrain.runtime.gradients import Landed
@@ -35,6 +35,10 @@ _OWN = (
     "gradients",
 )
 """Rows of a host plan that each process has for itself; of the others the ranks share one copy."""
+_ALIKE = (
+    "Ranks that train together have the same model, values, optimizer and options.\n"
+    "  Build all alike on each rank: call torch.manual_seed first, or load the same checkpoint."
+)
 # A step that hasn't met the others yet; one whose forward runs, so that it may run again; and one that all take.
 _ALONE, _MET, _VOTED = "alone", "met", "voted"
 
@@ -252,7 +256,7 @@ class RankExchange(Exchange):
         own = {"digest": _digest(compared), "changed": changed, "count": self._ranks.count}
         words = self.tell("a step", {**word, **own})
         if len({each["digest"] for each in words}) > 1:
-            refuse_difference([each["facts"] for each in self.tell("a step", {"facts": compared})])
+            refuse_difference([each["facts"] for each in self.tell("a step", {"facts": compared})], _ALIKE)
         if check_changed([each["changed"] for each in words]):
             self._sharing.share(lambda: self.tell("a step", {}))
         self._is_compared = True

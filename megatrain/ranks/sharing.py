@@ -13,10 +13,10 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import nn
 
-from megatrain.errors import RanksError
 from megatrain.optim.proxy import Optimizer
 from megatrain.ranks.division import check_moment, share_moments
 from megatrain.ranks.facts import Trained, digest_text
+from megatrain.ranks.processes import refuse_difference
 from megatrain.ranks.shared_store import LOW, STATE, Name, SharedStore
 from megatrain.runtime.stores.residency import NewMemory
 
@@ -156,14 +156,11 @@ def check_changed(words: Sequence[Changed]) -> bool:
     Raises:
         RanksError: Naming what isn't.
     """
-    for rank, word in enumerate(words[1:], start=1):
-        for name in {**words[0], **word}:
-            if words[0].get(name) != word.get(name):
-                mine, theirs = (each.get(name, "as it was") for each in (words[0], word))
-                raise RanksError(
-                    f"the ranks differ: {name} is {mine} on rank 0, but {theirs} on rank {rank}.\n"
-                    "  Code that writes parameters, buffers or an optimizer's state between two steps must do the "
-                    "same on\n  each rank, although ranks of one host share the memory.\n"
-                    "  Write on all ranks, then take the step."
-                )
+    refuse_difference(
+        words,
+        "Code that writes parameters, buffers or an optimizer's state between two steps must do the same on\n"
+        "  each rank, although ranks of one host share the memory.\n"
+        "  Write on all ranks, then take the step.",
+        nothing="as it was",
+    )
     return any(words)

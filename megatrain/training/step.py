@@ -19,7 +19,7 @@ from megatrain.planning.host_plan import HostPlan
 from megatrain.planning.loss_bytes import Loss
 from megatrain.planning.saved_plan import PLAN, AnyPlan, SavedPlan, timed_choices
 from megatrain.progress import ProgressLine
-from megatrain.ranks.apart import refuse_apart
+from megatrain.ranks.processes import refuse_apart
 from megatrain.ranks.rank_exchange import exchange_of
 from megatrain.runtime.streams.events import RunClock, Stopwatch, Watch
 from megatrain.scheduler.costs import Measured

@@ -18,8 +18,7 @@ from transformers.trainer_utils import has_length
 
 from megatrain.compiled.module import CompiledModule
 from megatrain.errors import ExecuteError, OptionError, RanksError
-from megatrain.ranks.apart import others_here
-from megatrain.ranks.processes import NoCollectives, Ranks, compare, meet, words_of
+from megatrain.ranks.processes import NoCollectives, Ranks, compare, meet, others_here, words_of
 
 T = TypeVar("T")
 _FLAGS = ("should_training_stop", "should_epoch_stop", "should_log", "should_evaluate", "should_save")
