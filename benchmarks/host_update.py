@@ -23,10 +23,10 @@ from pathlib import Path
 import torch
 
 from megatrain.memory.host_limits import update_threads
-from megatrain.optim.fast.adamw import AdamWOptions, Kernel, Moments, adamw_, native_reason
+from megatrain.optim.fast.adamw import AdamWOptions, Moments, adamw_, fused_update, native_reason
 from megatrain.optim.fast.adamw_8bit import AdamW8bitInOnePass
 from megatrain.optim.fast.codes import new_state
-from megatrain.optim.fast.path import ParameterUpdate
+from megatrain.optim.fast.path import ParameterUpdate, in_pieces
 from megatrain.optim.masters.halves import Master, SplitMaster, WholeMaster
 from megatrain.optim.norm import GradientNorm
 
@@ -47,16 +47,21 @@ def ways(numel: int, *, inductor: bool, deepspeed: bool) -> list[Way]:
     """Makes the tensors, which all ways share, and the ways."""
     values, gradient = torch.randn(numel) * 0.02, torch.randn(numel) * 1e-3
     halves = SplitMaster.of(values)
-    moments, narrow = Moments.zeros(halves), gradient.bfloat16()
+    moments, narrow = (torch.zeros(numel), torch.zeros(numel)), gradient.bfloat16()
     parameter, out = torch.nn.Parameter(values), torch.zeros(numel)
     parameter.grad = gradient
 
-    def ours(kernel: Kernel, master: Master = halves, given: torch.Tensor = gradient) -> Callable[[], object]:
-        return lambda: adamw_(master, moments, given, step=3, options=OPTIONS, kernel=kernel)
+    def ours(master: Master = halves, given: torch.Tensor = gradient) -> Callable[[], object]:
+        return lambda: adamw_(master, moments, given, step=3, options=OPTIONS)
+
+    @torch.no_grad()
+    def on_pieces() -> None:
+        for piece, wide, (mean, square) in in_pieces(halves, gradient, moments):
+            fused_update(piece, wide, (mean, square), 3, OPTIONS)
 
     def of_torch(fused: bool) -> Callable[[], object]:
         optimizer = torch.optim.AdamW([parameter], lr=OPTIONS.lr, fused=fused, foreach=None if fused else False)
-        state = {"exp_avg": moments.exp_avg, "exp_avg_sq": moments.exp_avg_sq}
+        state = dict(zip(("exp_avg", "exp_avg_sq"), moments, strict=True))
         optimizer.state[parameter] = {"step": torch.tensor(3.0), **state}
         return optimizer.step
 
@@ -67,13 +72,12 @@ def ways(numel: int, *, inductor: bool, deepspeed: bool) -> list[Way]:
         Way("gradient norm, as on a GPU, bf16", 2, lambda: _norm(parameter, narrow)),
         Way("fp32, torch, operation by operation", 28, of_torch(fused=False)),
         Way("fp32, torch, fused", 28, of_torch(fused=True)),
-        Way("split, plain", 28, ours("plain")),
-        Way("split, torch's fused on pieces", 28, ours("fused")),
+        Way("split, torch's fused on pieces", 28, on_pieces),
     ]
     if native_reason() is None:
-        made.append(Way("fp32, native", 28, ours("native", WholeMaster(values))))
-        made.append(Way("split, native", 28, ours("native")))
-        made.append(Way("split, native, bf16 gradient", 26, ours("native", halves, narrow)))
+        made.append(Way("fp32, native", 28, ours(WholeMaster(values))))
+        made.append(Way("split, native", 28, ours()))
+        made.append(Way("split, native, bf16 gradient", 26, ours(halves, narrow)))
         made.append(Way("split, native, bf16 gradient, 8-bit moments", 14.375, _in_codes(halves, narrow)))
     if deepspeed:
         made.append(_of_deepspeed(parameter, moments))
@@ -100,7 +104,7 @@ def _of_deepspeed(parameter: torch.nn.Parameter, moments: Moments) -> Way:
     from deepspeed.ops.adam import DeepSpeedCPUAdam  # pyright: ignore[reportMissingImports]
 
     optimizer = DeepSpeedCPUAdam([parameter], lr=OPTIONS.lr, weight_decay=OPTIONS.weight_decay, adamw_mode=True)
-    optimizer.state[parameter] = {"step": 3, "exp_avg": moments.exp_avg, "exp_avg_sq": moments.exp_avg_sq}
+    optimizer.state[parameter] = {"step": 3, "exp_avg": moments[0], "exp_avg_sq": moments[1]}
     return Way("fp32, DeepSpeedCPUAdam", 28, optimizer.step)
 
 
@@ -122,7 +126,7 @@ def _of_inductor(values: torch.Tensor, master: SplitMaster, moments: Moments, gr
         high.copy_(((bits + 0x8000) >> 16).to(torch.int16))
 
     fp32, halves = torch.compile(over_fp32), torch.compile(over_halves)
-    high, (m, v) = master.high.view(torch.int16), (moments.exp_avg, moments.exp_avg_sq)
+    high, (m, v) = master.high.view(torch.int16), moments
     return [
         Way("fp32, Inductor", 28, lambda: fp32(values, gradient, m, v)),
         Way("split, Inductor", 28, lambda: halves(high, master.low, gradient, m, v)),

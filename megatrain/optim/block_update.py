@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
-from itertools import groupby
 from typing import Any, NamedTuple
 
 import torch
@@ -70,8 +69,7 @@ class MasterStep:
         fast = list(self._fast(optimizer)) if is_per_parameter(optimizer) else []
         # All work that can fail comes before the first write.
         with torch.no_grad():
-            for path, items in groupby(_prepared(optimizer, fast), key=lambda item: item.path):
-                self._in_one_pass(path, [*items], optimizer.state)
+            self._in_one_pass(_prepared(optimizer, fast), optimizer.state)
         _without(optimizer, [item.parameter for item in fast], self._by_its_own_code)
 
     def cannot_fail(self, optimizer: Optimizer, parameters: Iterable[torch.Tensor]) -> bool:
@@ -103,23 +101,14 @@ class MasterStep:
                 if (found := known[is_whole]) is not None:
                     yield _Fast(parameter, master, gradient, *found)
 
-    def _in_one_pass(self, path: FastPath, items: Sequence[_Fast], states: Mapping[torch.Tensor, Any]) -> None:
-        given: list[ParameterUpdate] = []
-        for parameter, master, gradient, _, options in items:
-            state, order = states[parameter], memory_order(parameter)
-            moments = tuple(in_memory(state[name], order) for name in path.moments)
-            numbers = tuple(state[name] for name in path.numbers)
-            scale = self._scale_of(parameter)
-            given.append(ParameterUpdate(master, gradient, moments, numbers, options, scale, self._threads))
-        prepared = path.prepare(given)
+    def _in_one_pass(self, items: Sequence[_Fast], states: Mapping[torch.Tensor, Any]) -> None:
         try:
-            if prepared is not None:
-                gradients, options, scales = zip(*((g.gradient, g.options, g.scale) for g in given), strict=True)
-                prepared(gradients, options, scales)
-                increment_version([number for each in given for number in each.numbers])
-            else:
-                for each in given:
-                    path.update(each)
+            for parameter, master, gradient, path, options in items:
+                state, order = states[parameter], memory_order(parameter)
+                moments = tuple(in_memory(state[name], order) for name in path.moments)
+                numbers = tuple(state[name] for name in path.numbers)
+                scale = self._scale_of(parameter)
+                path.update(ParameterUpdate(master, gradient, moments, numbers, options, scale, self._threads))
         finally:
             for item in items:
                 self._wrote(item.parameter)

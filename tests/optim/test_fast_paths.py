@@ -11,7 +11,6 @@ import torch
 from torch import nn
 
 from megatrain.errors import OptimizerError, OptionError
-from megatrain.hardware.work import UPDATE_TRAFFIC
 from megatrain.optim.block_update import MasterStep
 from megatrain.optim.fast import FastPath, NativeKernel, ParameterUpdate, fast_path, register, unregister
 from megatrain.optim.fast.adamw import AdamWInOnePass
@@ -20,7 +19,6 @@ from megatrain.optim.need import OPTIMIZER, Updated, made_over, optimizer_need
 from megatrain.optim.per_parameter import register as per_parameter
 from megatrain.optim.proxy import Optimizer, step_code
 from megatrain.optim.updates import Updates
-from megatrain.planning.host_plan import MASTER_OF
 from megatrain.tracer.spec import TensorSpec
 
 
@@ -170,15 +168,6 @@ def test_the_need_of_an_optimizer_is_that_of_its_path(descent: Descent):
     assert need.scratch_bytes == 4000 + 4000, "what an update that isn't sure to end writes is copied"
     descent.is_sure = lambda master, gradient: True
     assert optimizer_need(sgd(parameter), blocks, undoes=True).scratch_bytes == 0
-
-
-def test_traffic_counts_each_byte_that_is_read_or_written():
-    adamw = AdamWInOnePass()
-    for kind, master in MASTER_OF.items():
-        assert adamw.traffic(master) == UPDATE_TRAFFIC[kind]
-    assert adamw.traffic(SplitMaster) * 2 == 26
-    assert adamw.traffic(RoundedMaster) * 2 == 22
-    assert Descent().traffic(WholeMaster) == 5
 
 
 def test_a_kernel_of_c_is_called_by_its_signature(tmp_path):

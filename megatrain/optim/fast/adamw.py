@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import ctypes
 import functools
+from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
@@ -20,7 +21,8 @@ from megatrain.torch_private import fused_adamw
 
 _OF_A_THREAD = 1 << 17  # elements: to wake a thread takes as long as to update some ten thousand
 _SCALARS = 8  # of a tensor, as `adamw.c` lists them
-Kernel = Literal["auto", "plain", "fused", "native"]
+Moments = tuple[torch.Tensor, torch.Tensor]
+"""The averages of one parameter's gradients, and of their squares."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,28 +55,6 @@ class AdamWOptions:
         return cls(lr, (float(beta1), float(beta2)), eps, weight_decay, bool(group.get("maximize")))
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Moments:
-    """The fp32 averages of one parameter, contiguous and of its shape."""
-
-    exp_avg: torch.Tensor
-    exp_avg_sq: torch.Tensor
-
-    @property
-    def both(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """First and second."""
-        return self.exp_avg, self.exp_avg_sq
-
-    @classmethod
-    def zeros(cls, master: Master) -> Moments:
-        """Returns the moments before the first step."""
-        return cls(torch.zeros(master.shape), torch.zeros(master.shape))
-
-    def part(self, start: int, end: int) -> Moments:
-        """Returns elements `start` to `end` of the flattened tensors, as views."""
-        return Moments(self.exp_avg.view(-1)[start:end], self.exp_avg_sq.view(-1)[start:end])
-
-
 @torch.no_grad()
 def adamw_(
     master: Master,
@@ -84,71 +64,33 @@ def adamw_(
     step: int,
     options: AdamWOptions,
     scale: float = 1.0,
-    kernel: Kernel = "auto",
     threads: int | None = None,
 ) -> None:
-    """Updates a master and its moments in place.
+    """Updates a master and its moments in place, with the bits of `torch.optim.AdamW(fused=True)` on fp32 masters.
 
-    `kernel="plain"` has the bits of `torch.optim.AdamW(foreach=False)` on fp32 masters, the others those of
-    `fused=True`. `"native"` is one pass over memory where a C compiler is at hand; `"auto"` is that, or else `"fused"`.
+    That is one pass over memory in C as far as its lanes go, where a compiler is at hand; else torch's own kernel.
 
     Args:
-        master: Whole, split, or rounded (which `"native"` doesn't know: `"auto"` is then `"fused"`).
-        moments: Of the master's shape.
+        master: Whole, split, or rounded, which only torch's kernel knows.
+        moments: fp32, contiguous and of the master's shape.
         gradient: Of the master's shape, fp32 or bf16; converted to fp32 before anything else. Not written to.
         step: Which step this is, from 1.
         options: Of the parameter's group.
         scale: Factor of the gradient, such as the coefficient of clipping; rounded to fp32.
-        kernel: Which of the implementations.
-        threads: How many threads `"native"` uses; None is as many as torch. The others use torch's.
-
-    Raises:
-        OptimizerError: If `"native"` was asked for and isn't available.
+        threads: How many threads the function of C uses; None is as many as torch. Torch's kernel uses torch's.
     """
     assert gradient.shape == master.shape
-    scalars, done = scalars_of(step, options, scale), 0
-    if kernel in ("auto", "native") and is_native(type(master), gradient.dtype):
-        reason = native_reason()
-        if reason is None:
-            done = gradient.numel() // LANES * LANES
-            InC(ADAMW, LANES, [(master, moments.both, gradient)])([gradient], [scalars], threads)
-        elif kernel == "native":
-            raise OptimizerError(f"kernel='native' isn't available: {reason}.\n  Use kernel='auto'.")
-    update = _plain if kernel == "plain" else fused_update
-    for values, wide, both in in_pieces(master, gradient, moments.both, scale=scale, start=done):
-        update(values, wide, Moments(*both), step, options)
+    done = 0
+    if is_native(type(master), gradient.dtype) and native_reason() is None:
+        done = gradient.numel() // LANES * LANES
+        InC(ADAMW, LANES, [(master, moments, gradient)])([gradient], [scalars_of(step, options, scale)], threads)
+    for values, wide, (mean, square) in in_pieces(master, gradient, moments, scale=scale, start=done):
+        fused_update(values, wide, (mean, square), step, options)
 
 
 def is_native(master: type[Master], gradient: torch.dtype) -> bool:
     """Tells whether the native kernels know masters and gradients of these kinds."""
     return master is not RoundedMaster and gradient in (torch.float32, torch.bfloat16)
-
-
-@functools.cache
-def native_reason() -> str | None:
-    """Returns why `kernel="native"` isn't available on this machine, or None if it is.
-
-    The kernel is built, and its bits compared with torch's: processors differ in what torch fuses.
-    """
-    reason = ADAMW.fault()
-    if reason is not None:
-        return reason
-    generator = torch.Generator().manual_seed(0)
-    for narrow, beta1 in ((False, 0.9), (True, 0.9), (False, 0.3)):
-        options = AdamWOptions(1e-3, (beta1, 0.99), weight_decay=0.1)
-        values = torch.randn(64 * LANES, generator=generator)
-        masters = (SplitMaster.of(values), WholeMaster(values.clone()))
-        states = [(master, Moments.zeros(master)) for master in masters]
-        theirs = Moments.zeros(masters[0])
-        for step in range(1, 4):
-            gradient = torch.randn(values.shape, generator=generator).to(torch.bfloat16 if narrow else torch.float32)
-            fused_update(values, gradient.float(), theirs, step, options)
-            for master, mine in states:
-                in_c = InC(ADAMW, LANES, [(master, mine.both, gradient)])
-                in_c([gradient], [scalars_of(step, options, 1.0)], 1)
-        if not all(torch.equal(read_(torch.empty_like(values), master), values) for master in masters):
-            return "its bits differ from those of torch's fused AdamW on this processor"
-    return None
 
 
 class InC:
@@ -212,20 +154,6 @@ class PreparedInC:
         self._in_c(gradients, scalars, self._threads)
 
 
-def _plain(values: torch.Tensor, gradient: torch.Tensor, moments: Moments, step: int, options: AdamWOptions) -> None:
-    """The operations of `torch.optim.AdamW(foreach=False)`; writes into `gradient`."""
-    (beta1, beta2), lr = options.betas, options.lr
-    if options.maximize:
-        gradient.neg_()
-    if options.weight_decay != 0:
-        values.mul_(1 - lr * options.weight_decay)
-    moments.exp_avg.lerp_(gradient, 1 - beta1)
-    moments.exp_avg_sq.mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
-    # The gradient has been read: its memory takes the denominator.
-    torch.sqrt(moments.exp_avg_sq, out=gradient).div_((1 - beta2**step) ** 0.5).add_(options.eps)
-    values.addcdiv_(moments.exp_avg, gradient, value=-(lr / (1 - beta1**step)))
-
-
 def fused_update(
     values: torch.Tensor, gradient: torch.Tensor, moments: Moments, step: int, options: AdamWOptions
 ) -> None:
@@ -233,8 +161,8 @@ def fused_update(
     fused_adamw(
         [values],
         [gradient],
-        [moments.exp_avg],
-        [moments.exp_avg_sq],
+        [moments[0]],
+        [moments[1]],
         [],
         [torch.tensor(float(step))],
         lr=options.lr,
@@ -262,11 +190,76 @@ def scalars_of(step: int, options: AdamWOptions, scale: float) -> tuple[float, .
     )
 
 
-class AdamWInOnePass(FastPath):
+class InOnePass(FastPath):
+    """An update by a function of C, as far as whole lanes of a parameter go.
+
+    Attributes:
+        kernel: The function.
+        lanes: It takes multiples of so many elements.
+    """
+
+    kernel: NativeKernel
+    lanes: int
+
+    @abstractmethod
+    def fault(self) -> str | None:
+        """Returns why the function isn't used on this machine, or None if it is: its bits are torch's."""
+
+    @abstractmethod
+    def by_torch(
+        self, values: torch.Tensor, gradient: torch.Tensor, state: Mapping[str, Any], step: int, options: AdamWOptions
+    ) -> None:
+        """Updates flat fp32 values and their state by torch's operations."""
+
+    def in_c(self, given: Sequence[ParameterUpdate]) -> InC:
+        """One call of the function for several parameters."""
+        state = [(each.master, (*each.moments, *each.numbers[1:]), each.gradient) for each in given]
+        return InC(self.kernel, self.lanes, state)
+
+    def prepare(self, given: Sequence[ParameterUpdate]) -> PreparedUpdate | None:
+        """Prepares one call, if the function does all of it."""
+        return PreparedInC(self.in_c(given), given) if all(map(self._is_whole, given)) else None
+
+    def _is_whole(self, given: ParameterUpdate) -> bool:
+        step = given.numbers[0]
+        is_sure = self.is_sure(type(given.master), given.gradient.dtype)
+        return is_sure and not given.gradient.numel() % self.lanes and step.dtype == torch.float32 and is_on_host(step)
+
+    def is_sure(self, master: type[Master], gradient: torch.dtype) -> bool:
+        """Whether the function does it, which takes no memory."""
+        return is_native(master, gradient) and self.fault() is None
+
+    def found_fault(self) -> str | None:
+        """Builds the function, and compares its bits with torch's: processors differ in what torch fuses."""
+        reason = self.kernel.fault()
+        if reason is not None:
+            return reason
+        generator = torch.Generator().manual_seed(0)
+        for dtype, beta1 in ((torch.float32, 0.9), (torch.bfloat16, 0.9), (torch.float32, 0.3)):
+            options = AdamWOptions(1e-3, (beta1, 0.99), weight_decay=0.1)
+            values = torch.randn(64 * self.lanes, generator=generator)
+            masters = (SplitMaster.of(values), WholeMaster(values.clone()))
+            theirs, *ours = (self.new_state(values) for _ in range(1 + len(masters)))
+            for step in range(1, 4):
+                gradient = torch.randn(values.shape, generator=generator).to(dtype)
+                self.by_torch(values, gradient.float(), theirs, step, options)
+                for master, state in zip(masters, ours, strict=True):
+                    moments, numbers = (tuple(state[name] for name in names) for names in (self.moments, self.numbers))
+                    given = ParameterUpdate(master, gradient, moments, numbers, options)
+                    self.in_c([given])([gradient], [scalars_of(step, options, 1.0)], 1)
+            is_alike = all(torch.equal(read_(torch.empty_like(values), master), values) for master in masters)
+            names = (*self.moments, *self.numbers[1:])
+            if not is_alike or any(not torch.equal(state[name], theirs[name]) for state in ours for name in names):
+                return "its bits differ from those of torch's operations on this processor"
+        return None
+
+
+class AdamWInOnePass(InOnePass):
     """AdamW over masters, with the bits of `fused=True` over fp32 parameters."""
 
     moments = ("exp_avg", "exp_avg_sq")
     numbers = ("step",)
+    kernel, lanes = ADAMW, LANES
 
     def matches(self, optimizer: Optimizer, group: Mapping[str, Any]) -> bool:
         """Whether its step is AdamW's own, with options that the fused update has."""
@@ -284,32 +277,26 @@ class AdamWInOnePass(FastPath):
 
     def update(self, given: ParameterUpdate) -> None:
         """Updates one parameter by `adamw_`."""
-        (step,) = given.numbers
+        (step,), (mean, square) = given.numbers, given.moments
         step.add_(1)
-        adamw_(
-            given.master,
-            Moments(*given.moments),
-            given.gradient,
-            step=int(step.item()),
-            options=given.options,
-            scale=given.scale,
-            threads=given.threads,
-        )
+        numbers: dict[str, Any] = {"step": int(step.item()), "options": given.options, "scale": given.scale}
+        adamw_(given.master, (mean, square), given.gradient, **numbers, threads=given.threads)
 
-    def prepare(self, given: Sequence[ParameterUpdate]) -> PreparedUpdate | None:
-        """Prepares one call of the native kernel, if the kernel does all of it."""
-        if not all(map(self._is_native, given)):
-            return None
-        return PreparedInC(InC(ADAMW, LANES, [(each.master, each.moments, each.gradient) for each in given]), given)
+    def fault(self) -> str | None:
+        """As `native_reason`."""
+        return native_reason()
 
-    def _is_native(self, given: ParameterUpdate) -> bool:
-        (step,) = given.numbers
-        is_sure = self.is_sure(type(given.master), given.gradient.dtype)
-        return is_sure and not given.gradient.numel() % LANES and step.dtype == torch.float32 and is_on_host(step)
+    def by_torch(
+        self, values: torch.Tensor, gradient: torch.Tensor, state: Mapping[str, Any], step: int, options: AdamWOptions
+    ) -> None:
+        """By torch's fused kernel."""
+        fused_update(values, gradient, (state["exp_avg"], state["exp_avg_sq"]), step, options)
 
-    def is_sure(self, master: type[Master], gradient: torch.dtype) -> bool:
-        """Whether the native kernel does it, which takes no memory."""
-        return is_native(master, gradient) and native_reason() is None
+
+@functools.cache
+def native_reason() -> str | None:
+    """Returns why AdamW isn't updated by one pass in C on this machine, or None if it is."""
+    return AdamWInOnePass().found_fault()
 
 
 _ADAMW = step_code(torch.optim.AdamW)

@@ -8,10 +8,9 @@ from typing import Any
 
 import torch
 
-from megatrain.device import is_on_host
 from megatrain.errors import OptimizerError
 from megatrain.native.native_kernel import ADAMW_8BIT
-from megatrain.optim.fast.adamw import AdamWOptions, InC, PreparedInC, is_native, scalars_of
+from megatrain.optim.fast.adamw import AdamWOptions, InC, InOnePass, is_native, scalars_of
 from megatrain.optim.fast.codes import (
     CODES,
     GROUP,
@@ -23,8 +22,7 @@ from megatrain.optim.fast.codes import (
     new_state,
     update_,
 )
-from megatrain.optim.fast.path import FastPath, ParameterUpdate, PreparedUpdate, in_pieces
-from megatrain.optim.masters.halves import Master, SplitMaster, WholeMaster, read_
+from megatrain.optim.fast.path import ParameterUpdate, in_pieces
 from megatrain.optim.proxy import Optimizer, step_code
 from megatrain.saving.optimizers import Conversion, conversions
 
@@ -135,12 +133,13 @@ def check_options(group: Mapping[str, Any]) -> None:
             )
 
 
-class AdamW8bitInOnePass(FastPath):
+class AdamW8bitInOnePass(InOnePass):
     """AdamW8bit over masters or fp32 parameters: the bits of `AdamW8bit.step` over fp32 parameters on a CPU."""
 
     moments = tuple(CODES)
     numbers = ("step", *SCALES)
     dtypes = CODES
+    kernel, lanes = ADAMW_8BIT, GROUP
 
     def matches(self, optimizer: Optimizer, group: Mapping[str, Any]) -> bool:
         """Whether its step is AdamW8bit's own."""
@@ -169,7 +168,7 @@ class AdamW8bitInOnePass(FastPath):
         done, numbers = 0, scalars_of(int(step.item()), given.options, given.scale)
         if is_native(type(given.master), given.gradient.dtype) and native_reason() is None:
             done = given.gradient.numel() // GROUP * GROUP
-            _in_c([given])([given.gradient], [numbers], given.threads)
+            self.in_c([given])([given.gradient], [numbers], given.threads)
         codes = [moment.view(-1)[done:] for moment in given.moments]
         scales = [each[done // GROUP :] for each in (mean_scales, root_scales)]
         at = 0
@@ -179,25 +178,27 @@ class AdamW8bitInOnePass(FastPath):
             update_(values, wide, coded, numbers)
             at += values.numel()
 
-    def prepare(self, given: Sequence[ParameterUpdate]) -> PreparedUpdate | None:
-        """Prepares one call of the native kernel, if the kernel does all of it."""
-        return PreparedInC(_in_c(given), given) if all(map(self._is_native, given)) else None
+    def in_c(self, given: Sequence[ParameterUpdate]) -> InC:
+        """One call of the function for several parameters, whose scales are checked."""
+        for each in given:
+            _check_scales(each)
+        return super().in_c(given)
 
-    def _is_native(self, given: ParameterUpdate) -> bool:
-        step = given.numbers[0]
-        is_sure = self.is_sure(type(given.master), given.gradient.dtype)
-        return is_sure and not given.gradient.numel() % GROUP and step.dtype == torch.float32 and is_on_host(step)
+    def fault(self) -> str | None:
+        """As `native_reason`."""
+        return native_reason()
 
-    def is_sure(self, master: type[Master], gradient: torch.dtype) -> bool:
-        """Whether the native kernel does it, which takes no memory."""
-        return is_native(master, gradient) and native_reason() is None
+    def by_torch(
+        self, values: torch.Tensor, gradient: torch.Tensor, state: Mapping[str, Any], step: int, options: AdamWOptions
+    ) -> None:
+        """By the operations of `codes.update_`."""
+        update_(values, gradient, coded_state(state), scalars_of(step, options, 1.0))
 
-    def traffic(self, master: type[Master]) -> float:
-        """Bytes that an update reads and writes, per byte of the parameter."""
-        width = 4 if master is WholeMaster else 2
-        beside = 2 if master is SplitMaster else 0
-        scales = sum(dtype.itemsize for dtype in SCALES.values()) / GROUP
-        return (width + 2 * (width + beside + len(CODES) + scales)) / width
+
+@functools.cache
+def native_reason() -> str | None:
+    """Returns why AdamW8bit isn't updated by one pass in C on this machine, or None if it is."""
+    return AdamW8bitInOnePass().found_fault()
 
 
 AdamW8bit.__module__ = "megatrain"  # which checkpoints name: the class may move
@@ -223,36 +224,3 @@ def _check_scales(given: ParameterUpdate) -> None:
                 f"  AdamW8bit has one scale for {GROUP} elements: {dtype}, {(groups,)}.\n"
                 "  Load the optimizer's state by its load_state_dict, or clear the parameter's state to begin anew."
             )
-
-
-def _in_c(given: Sequence[ParameterUpdate]) -> InC:
-    for each in given:
-        _check_scales(each)
-    state = [(each.master, (*each.moments, *each.numbers[1:]), each.gradient) for each in given]
-    return InC(ADAMW_8BIT, GROUP, state)
-
-
-@functools.cache
-def native_reason() -> str | None:
-    """Returns why the native kernel isn't available on this machine, or None if it is; see `fast.adamw`."""
-    reason = ADAMW_8BIT.fault()
-    if reason is not None:
-        return reason
-    generator = torch.Generator().manual_seed(0)
-    for dtype, beta1 in ((torch.float32, 0.9), (torch.bfloat16, 0.9), (torch.float32, 0.3)):
-        options = AdamWOptions(1e-3, (beta1, 0.99), weight_decay=0.1)
-        values = torch.randn(64 * GROUP, generator=generator)
-        theirs = new_state(values)
-        masters = (SplitMaster.of(values), WholeMaster(values.clone()))
-        mine = [new_state(values) for _ in masters]
-        for step in range(1, 4):
-            gradient = torch.randn(values.shape, generator=generator).to(dtype)
-            update_(values, gradient.float(), coded_state(theirs), scalars_of(step, options, 1.0))
-            for master, state in zip(masters, mine, strict=True):
-                numbers = tuple(state[name] for name in AdamW8bitInOnePass.numbers)
-                given = ParameterUpdate(master, gradient, coded_state(state)[:2], numbers, options)
-                _in_c([given])([gradient], [scalars_of(step, options, 1.0)], 1)
-        is_alike = all(torch.equal(read_(torch.empty_like(values), master), values) for master in masters)
-        if not is_alike or any(not torch.equal(state[name], theirs[name]) for state in mine for name in CODES | SCALES):
-            return "its bits differ from those of torch's operations on this processor"
-    return None

@@ -17,7 +17,6 @@ from megatrain.native.native_kernel import LANES
 from megatrain.optim.fast.adamw import (
     AdamWInOnePass,
     AdamWOptions,
-    Moments,
     adamw_,
     fused_update,
     native_reason,
@@ -124,7 +123,7 @@ def _by_torch(state: StateThere, gradient: torch.Tensor, step: int, options: Ada
     for start in range(0, gradient.numel(), UPDATE_PIECE):
         own, given = state.part(start, start + UPDATE_PIECE), gradient[start : start + UPDATE_PIECE].float()
         values = own.values if own.low is None else _joined(own.values, own.low)
-        fused_update(values, given, Moments(own.mean, own.square), step, options)
+        fused_update(values, given, (own.mean, own.square), step, options)
         if own.low is not None:
             _split(values, own.values, own.low)
 
@@ -156,17 +155,17 @@ def _has_bits_of_host(kernel: Kernel, device: Device) -> bool:
             values = torch.randn(count, generator=dice)
             values[:4] = torch.tensor([0.0, -0.0, float("inf"), float("nan")])
             master = SplitMaster.of(values) if is_split else WholeMaster(values)
-            moments = Moments.zeros(master)
+            moments = torch.zeros(count), torch.zeros(count)
             kept = [master.high, master.low] if isinstance(master, SplitMaster) else [master.values]
-            there = [tensor.to(device.torch_device, copy=True) for tensor in (*kept, *moments.both)]
+            there = [tensor.to(device.torch_device, copy=True) for tensor in (*kept, *moments)]
             state = StateThere(there[0], there[1] if is_split else None, *there[-2:])
             for step in range(1, 4):
                 options = AdamWOptions(1e-3 * step, (beta1, 0.99), weight_decay=0.1)
                 options = replace(options, maximize=step == 3)
                 gradient = torch.randn(count, generator=dice).to(torch.bfloat16 if is_narrow else torch.float32)
-                adamw_(master, moments, gradient, step=step, options=options, kernel="native", threads=1)
+                adamw_(master, moments, gradient, step=step, options=options, threads=1)
                 kernel(state, gradient.to(device.torch_device), step, options)
-            pairs = zip((*kept, *moments.both), there, strict=True)
+            pairs = zip((*kept, *moments), there, strict=True)
             if not all(_same_bits(mine, its.cpu()) for mine, its in pairs):
                 return False
     return True

@@ -12,7 +12,7 @@ import torch
 
 from megatrain.checks import checked, instance_of
 from megatrain.errors import OptimizerError
-from megatrain.optim.masters.halves import CHUNK, Master, SplitMaster, WholeMaster, pieces
+from megatrain.optim.masters.halves import CHUNK, Master, pieces
 from megatrain.optim.proxy import Optimizer
 
 Piece = tuple[torch.Tensor, torch.Tensor, tuple[torch.Tensor, ...]]
@@ -141,7 +141,7 @@ class FastPath(ABC):
         """Updates one parameter and its state in place; gradients are not recorded."""
 
     def prepare(self, given: Sequence[ParameterUpdate]) -> PreparedUpdate | None:
-        """Prepares the updates of several parameters, for this step and later ones; None (the default) if it doesn't.
+        """Prepares the updates of several parameters, for later steps; None (the default) if it doesn't.
 
         Only for updates that, once they write, are sure to reach their end. The tensors of `given` keep their memory as
         long as the result is called. Each call gets gradients of its own.
@@ -161,18 +161,6 @@ class FastPath(ABC):
         """
         del master, gradient
         return False
-
-    def traffic(self, master: type[Master]) -> float:
-        """Returns the bytes of host memory that an update reads and writes, per byte of the parameter.
-
-        The gradient is read; values and moments are read and written, each once.
-
-        Args:
-            master: The kind of master; of an fp32 parameter it is `WholeMaster`, all others are bf16 parameters.
-        """
-        width = 4 if master is WholeMaster else 2
-        beside = 2 if master is SplitMaster else 0
-        return (width + 2 * (width + beside + 4 * len(self.moments))) / width
 
 
 _PATHS: list[FastPath] = []
