@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Container, Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -51,7 +49,7 @@ def sums_of_squares(tensors: Sequence[torch.Tensor], threads: int) -> list[float
 
 
 _LARGE = 1 << 17  # elements: a smaller gradient's norm is taken sooner than threads wake
-_NORM_PIECE = 1 << 20  # elements: few enough for a copy in fp32, enough for a thread to be worth it
+_MASK = 1 << 20  # elements whose mask is in memory at a time
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,8 +75,8 @@ class GradientNorm:
     On the host torch takes a gradient's norm on one thread, and of a bf16 gradient it makes an fp32 copy first: a
     second and more for a billion parameters, in which a GPU waits. So a device takes the norms of gradients that are
     whole as they leave it, by eager's function. Of all others (of tied parameters, parts, several processes, or with
-    hooks) large ones are, with `threads`, summed in fp64 by a function of C, or where there is no C compiler in pieces
-    by torch. Such a norm is closer to the exact one; its bits are the same for any number of threads, but not torch's.
+    hooks) large ones are, with `threads`, summed in fp64 by a function of C, where there is a C compiler. Such a norm is
+    closer to the exact one; its bits are the same for any number of threads, but not torch's.
 
     Args:
         parameters: In the order in which `clip_grad_norm_` would get them.
@@ -95,18 +93,14 @@ class GradientNorm:
     ):
         self._masters = masters
         self._threads = threads
-        self._pool: ThreadPoolExecutor | None = None
         self._place = {parameter: place for place, parameter in enumerate(parameters)}
         self._norms: dict[int, tuple[torch.Tensor, torch.dtype]] = {}
         self._first: NonFinite | None = None
 
     def begin(self) -> None:
-        """Forgets the last step, and lets its threads go."""
+        """Forgets the last step."""
         self._norms.clear()
         self._first = None
-        if self._pool is not None:
-            self._pool.shutdown(cancel_futures=True)
-            self._pool = None
 
     @property
     def num_gradients(self) -> int:
@@ -158,8 +152,10 @@ class GradientNorm:
             dtype = torch.float32 if gradient.dtype == torch.bfloat16 and parameter in self._masters else gradient.dtype
             if parameter in known:
                 norm = known[parameter].to(dtype)
+            elif parameter in sums:
+                norm = sums[parameter].sqrt().to(dtype)
             else:
-                norm = self._norm_of(gradient, dtype) if parameter not in sums else sums[parameter].sqrt().to(dtype)
+                norm = torch.linalg.vector_norm(gradient, dtype=dtype)
             self._norms[place] = norm, dtype
             if self._first is None and not math.isfinite(norm.item()) and not _is_finite(gradient):
                 self._first = NonFinite(block, place)
@@ -168,24 +164,12 @@ class GradientNorm:
         """The sums of the squares of large gradients, in one call for all, if there is a C compiler."""
         if self._threads is None:
             return {}
-        large = {
-            parameter: gradient.contiguous()
-            for parameter, gradient in gradients.items()
-            if gradient is not None and parameter in self._place and _is_large(gradient) and gradient.dtype in DTYPES
-        }
+        found = {p: gradient for p, gradient in gradients.items() if gradient is not None and p in self._place}
+        large = {p: gradient.contiguous() for p, gradient in found.items() if _is_large(gradient)}
         if not large or SQUARES.fault() is not None:
             return {}
         sums = sums_of_squares([*large.values()], self._threads)
         return {parameter: torch.tensor(s, dtype=torch.float64) for parameter, s in zip(large, sums, strict=True)}
-
-    def _norm_of(self, gradient: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        if self._threads is None or not _is_large(gradient):
-            return torch.linalg.vector_norm(gradient, dtype=dtype)
-        if self._pool is None:
-            self._pool = ThreadPoolExecutor(self._threads, initializer=partial(torch.set_num_threads, 1))
-        pieces = gradient.reshape(-1).split(_NORM_PIECE)
-        squares = self._pool.map(lambda piece: torch.linalg.vector_norm(piece, dtype=dtype).double() ** 2, pieces)
-        return torch.stack(list(squares)).sum().sqrt().to(dtype)
 
     def told(self) -> dict[int, tuple[float, str]]:
         """The norm of each gradient that was added, and its dtype, by the place of its parameter."""
@@ -223,9 +207,9 @@ def _order(dtypes: Sequence[torch.dtype]) -> list[int]:
 
 
 def _is_large(gradient: torch.Tensor) -> bool:
-    return gradient.layout == torch.strided and gradient.numel() > _LARGE
+    return gradient.layout == torch.strided and gradient.numel() > _LARGE and gradient.dtype in DTYPES
 
 
 def _is_finite(gradient: torch.Tensor) -> bool:
     # A piece at a time: the mask of a large gradient would be a large tensor.
-    return all(bool(piece.isfinite().all()) for piece in gradient.reshape(-1).split(_NORM_PIECE))
+    return all(bool(piece.isfinite().all()) for piece in gradient.reshape(-1).split(_MASK))
