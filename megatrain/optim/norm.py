@@ -75,7 +75,7 @@ class GradientNorm:
     On the host torch takes a gradient's norm on one thread, and of a bf16 gradient it makes an fp32 copy first: a
     second and more for a billion parameters, in which a GPU waits. So a device takes the norms of gradients that are
     whole as they leave it, by eager's function. Of all others (of tied parameters, parts, several processes, or with
-    hooks) large ones are, with `threads`, summed in fp64 by a function of C, where there is a C compiler. Such a norm is
+    hooks) large ones are, with `threads`, summed in fp64 by a function of C, where there is a compiler. Such a norm is
     closer to the exact one; its bits are the same for any number of threads, but not torch's.
 
     Args:
