@@ -179,7 +179,8 @@ class Options:
         made = self._built(workload)
         if made.kind.transfer == "bind" or not made.kind.is_training_step:
             return made
-        there = self.device_updates if self.updates in ("overlap", "spread") and not self.reports_norm else ()
+        may = self.updates in ("overlap", "spread") and not (self.clip or self.reports_norm)
+        there = self.device_updates if may else ()
         there = tuple(sorted(b for b, work in enumerate(workload.blocks) if b in there and work.optimizer_bytes))
         if not (self.staying or self.has_giants_alone or there):
             return made
