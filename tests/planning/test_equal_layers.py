@@ -14,6 +14,7 @@ from megatrain.planning.planner import Planner
 from megatrain.sizing.plan_command import _step_limits
 from megatrain.sizing.sized_models import ConfigModel
 from megatrain.sizing.sizing_options import SizingOptions
+from tests.nightly import nightly
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # what these libraries warn of is theirs
 
@@ -29,14 +30,19 @@ MODELS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("kind", MODELS)
-@pytest.mark.parametrize("lora", [0, 2])
-def test_a_few_layers_give_the_plan_of_all(kind: str, lora: int, tmp_path: Any, monkeypatch: pytest.MonkeyPatch):
+@pytest.mark.parametrize(
+    ("kind", "lora", "machine"),
+    [("equal", 2, "rtx-4090"), ("tied", 0, None), ("alternating", 0, None), ("experts", 0, None)]
+    + [nightly((kind, 2, "rtx-4090")) for kind in MODELS if kind != "equal"],
+)
+def test_a_few_layers_give_the_plan_of_all(
+    kind: str, lora: int, machine: str | None, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+):
     figures = {**SIZES, **MODELS[kind]}
     AutoConfig.for_model(**figures).save_pretrained(tmp_path)
-    options = SizingOptions(str(tmp_path), hardware="rtx-4090", memory="200KiB", sequence=16, lora=lora)
+    options = SizingOptions(str(tmp_path), hardware=machine, memory="200KiB", sequence=16, lora=lora)
     source = ConfigModel(options)
-    limits = replace(_step_limits(options, "rtx-4090"), micro_batches=2)
+    limits = replace(_step_limits(options, machine), micro_batches=2)
     found = Planner(source).plan(limits)
     few = source.few(source.sizes)
     assert few is not None
