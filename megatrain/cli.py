@@ -166,7 +166,7 @@ _COMMANDS: Mapping[str, tuple[str, Mapping[str, Option], Callable[..., int]]] = 
     "report": (
         "draw a training step as planned and as measured, on one page of HTML",
         _REPORT,
-        _late("megatrain.reporting.report_command", "run"),
+        _late("megatrain.reporting.step_report", "run"),
     ),
 }
 """What `--help` says, the options, and what runs with those that are given."""

@@ -13,8 +13,7 @@ from torch import nn
 from megatrain.errors import OptionError
 from megatrain.finetune.pretrained import Adapters, longest, model_on_paper, need_libraries, positions_of, read_config
 from megatrain.planning.equal_layers import Layers
-from megatrain.planning.host_plan import DEPTH, LORA, MICRO_BATCH, SEQUENCE, ExampleSizes, ModelSizes
-from megatrain.planning.model_and_inputs import model_and_inputs
+from megatrain.planning.host_plan import DEPTH, LORA, MICRO_BATCH, SEQUENCE, ExampleSizes, ModelSizes, model_and_inputs
 from megatrain.sizing.known_models import known
 from megatrain.sizing.sizing_options import LENGTH, SizingOptions
 from megatrain.tracer.arguments import Arguments

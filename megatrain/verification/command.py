@@ -19,7 +19,7 @@ from torch import nn
 from megatrain.checks import PATH
 from megatrain.command_options import OF_COMPILE
 from megatrain.errors import MegatrainError, OptionError
-from megatrain.planning.model_and_inputs import model_and_inputs
+from megatrain.planning.host_plan import model_and_inputs
 from megatrain.verification.side_by_side import verify_call
 
 _PACKAGE = Path(__file__).parents[1]
