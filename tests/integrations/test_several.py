@@ -28,8 +28,7 @@ from tests.integrations.several import (
     train_here,
     without_cpu_here,
 )
-from tests.ranks.processes import Processes
-from tests.ranks.shared_processes import processes_fixture
+from tests.ranks.processes import Processes, processes_fixture
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore"),  # what these libraries warn of is theirs

@@ -7,8 +7,7 @@ from collections.abc import Callable, Generator
 import pytest
 
 from tests.captures import OF_MANY_FILES, lowered_once, rehearsed_once
-from tests.ranks.processes import Processes
-from tests.ranks.shared_processes import processes_fixture
+from tests.ranks.processes import Processes, processes_fixture
 
 three = processes_fixture(3, "package")
 devices = processes_fixture(3, simulated=True)

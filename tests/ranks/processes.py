@@ -7,19 +7,21 @@ import multiprocessing as mp
 import os
 import signal
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from multiprocessing.process import BaseProcess
 from queue import Empty
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 
 from tests.captures import lowered_once, rehearsed_once
-from tests.simulated_device.loading import load
+from tests.simulated_device.loading import load, unavailable
 
 WAIT_S = 100.0
+SHARED = "memfd:megatrain-store"
 TESTS = ("tests.ranks.sides",)  # which import what most processes of tests need
 
 
@@ -93,3 +95,33 @@ def _serve(rank: int, size: int, port: int, inbox: Any, outbox: Any, simulated: 
             content = io.BytesIO()
             torch.save(found, content)
             outbox.put(content.getvalue())
+
+
+def processes_fixture(size: int, scope: Any = "module", *, simulated: bool = False) -> Any:
+    """A fixture: so many processes, which end with its scope.
+
+    Args:
+        size: How many.
+        scope: Of the fixture, as pytest's.
+        simulated: Each has the simulated device; where there is none, tests are skipped.
+    """
+
+    @pytest.fixture(scope=scope)
+    def processes() -> Iterator[Processes]:
+        reason = unavailable() if simulated else None
+        if reason is not None:
+            pytest.skip(reason)
+        made = Processes(size, simulated=simulated)
+        yield made
+        made.close()
+
+    return processes
+
+
+def refused(work: Callable[[], object]) -> str:
+    """What was raised, or nothing."""
+    try:
+        work()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return ""

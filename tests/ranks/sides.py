@@ -253,7 +253,9 @@ def moved(batch: Any, device: str) -> Any:
 def edited(how: str, step: megatrain.TrainStep) -> None:
     """Writes parameters or moments as a user's code may; twice the same is not the same as once."""
     model, (optimizer,) = step._compiled.model, step._optimizers
-    parameter = next(p for p in model.parameters() if p.requires_grad)
+    parameter = next((p for p in model.parameters() if p.requires_grad), None)
+    if parameter is None or ("moments" in how and "exp_avg" not in optimizer.state.get(parameter, {})):
+        return
     with torch.no_grad():
         if how == "in place":
             parameter.mul_(0.5)

@@ -13,7 +13,7 @@ from megatrain.errors import MegatrainError
 from tests.comparing import assert_same
 from tests.draws import draws
 from tests.ranks.processes import Processes
-from tests.ranks.sides import MODES, Case, train_drawn
+from tests.ranks.sides import EDITS, MODES, Case, eager_drawn, train_drawn
 from tests.strategies import (
     WIDTH,
     Branch,
@@ -46,36 +46,42 @@ REFUSED = "differs from micro-batch 0", "the ranks differ: what block"
 
 @st.composite
 def trainings(draw: st.DrawFn) -> tuple[nn.Module, Case]:
-    """A model, and how it is trained for two steps."""
+    """A model, and how it is trained for two steps: with a micro-batch on each rank, or with several."""
     parts = st.lists(module_trees(leaves=LEAVES, wrappers=WRAPPERS), min_size=1, max_size=2)
     model = nn.Sequential(*draw(parts))
-    counts = (1,) * draw(st.integers(2, 3))
+    size, is_eager = draw(st.integers(2, 3)), draw(st.booleans())
+    counts = st.tuples(*[st.integers(1, 2) if is_eager else st.just(1)] * size)
     compile: dict[str, Any] = {
         "transfer": draw(st.sampled_from(["auto", "copy"])),
-        "precision": draw(st.sampled_from(["fp32", "bf16"])),
+        "precision": "fp32" if is_eager else draw(st.sampled_from(["fp32", "bf16"])),
         "activations": draw(st.sampled_from(["auto", "recompute", "offload"])),
     }
     return model, Case(
         "drawn",
         draw(st.sampled_from(sorted(MODES))),
-        [counts, counts],
+        [draw(counts), draw(counts)],
         optimizer=draw(st.sampled_from(["adamw", "sgd"])),
         compile=compile,
         is_weighted=draw(st.booleans()),
+        looks=draw(st.booleans()),
         chaos=draw(st.none() | st.integers(0, 999)),
+        edits="" if is_eager else draw(st.sampled_from(["", *EDITS])),
+        hooks=not is_eager and draw(st.booleans()),
     )
 
 
 def outcome(model: nn.Module, case: Case) -> Any:
+    """What the ranks have to find: by one process, or by eager PyTorch where a rank has several micro-batches."""
     try:
-        return train_drawn(None, case, model)
+        is_each = all(count == 1 for counts in case.deal for count in counts)
+        return train_drawn(None, case, model) if is_each else eager_drawn(case, model)
     except (MegatrainError, RuntimeError) as error:
         return error
 
 
 @pytest.mark.nightly
 @given(training=trainings())
-@draws(60, usual=4)
+@draws(120, usual=8)
 def test_ranks_train_random_models_with_the_bits_of_one_process(training: tuple[nn.Module, Case], three: Processes):
     model, case = training
     expected = outcome(model, case)
@@ -89,4 +95,6 @@ def test_ranks_train_random_models_with_the_bits_of_one_process(training: tuple[
         return
     event("the same bits")
     for rank, each in enumerate(found):
-        assert_same({name: value for name, value in expected.items() if name in each}, each, f"rank {rank}")
+        names = expected.keys() & each.keys()
+        assert {"losses", "parameters", "optimizers"} <= names
+        assert_same({name: expected[name] for name in names}, {name: each[name] for name in names}, f"rank {rank}")
