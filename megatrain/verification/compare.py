@@ -15,6 +15,7 @@ from torch import nn
 
 from megatrain.passes.distance import TOLERANCES, largest, scale_by_kind, tensor_distance
 from megatrain.passes.program import Program
+from megatrain.tracer.python.python_values import vars_of
 from megatrain.verification.report import Difference
 
 Key = tuple[str, str]
@@ -153,16 +154,7 @@ def _inside(item: Any) -> Iterator[tuple[str, Any]]:
     elif isinstance(item, tuple | list) and not isinstance(item, torch.Size):
         yield from ((f"[{i}]", inner) for i, inner in enumerate(item))
     else:
-        attributes = getattr(item, "__dict__", None)
-        held: dict[str, Any] = attributes if type(attributes) is dict else {}
-        slots = {n for c in type(item).__mro__ for n in _slots(c) if n not in held and hasattr(item, n)}
-        yield from ((f".{n}", inner) for n, inner in held.items())
-        yield from ((f".{n}", getattr(item, n)) for n in sorted(slots))
-
-
-def _slots(kind: type) -> tuple[str, ...]:
-    slots = kind.__dict__.get("__slots__", ())
-    return tuple(n for n in ((slots,) if isinstance(slots, str) else slots) if not n.startswith("__"))
+        yield from ((f".{name}", inner) for name, inner in vars_of(item).items())
 
 
 def _joined(path: str, label: str) -> str:
