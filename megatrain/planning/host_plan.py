@@ -224,6 +224,11 @@ class HostPlan:
         """The sum of all rows; a step never holds more."""
         return sum(row.nbytes for row in self.rows)
 
+    @property
+    def by_use(self) -> tuple[Mapping[str, int], int]:
+        """The rows by name, and `held_bytes`."""
+        return {row.name: row.nbytes for row in self.rows}, self.held_bytes
+
     def bytes_of(self, name: str) -> int:
         """Returns the bytes of a row, or of all rows `name.*`; 0 if there is none."""
         return sum(row.nbytes for row in self.rows if row.name == name or row.name.startswith(f"{name}."))

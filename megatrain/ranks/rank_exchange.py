@@ -22,7 +22,7 @@ from megatrain.ranks.landings import Landings, blocks_text
 from megatrain.ranks.ops import TOTAL, WHOLE, check_totals, check_whole, with_others
 from megatrain.ranks.processes import NoCollectives, Ranks, check_words, refuse_difference, words_of
 from megatrain.ranks.sharing import Changed, Sharing, check_changed
-from megatrain.runtime.exchange import Exchange, Room, Word
+from megatrain.runtime.exchange import Exchange, Word
 from megatrain.runtime.gradients import Landed
 from megatrain.runtime.operations import Operations, Run
 from megatrain.runtime.streams.events import Aborted
@@ -262,7 +262,7 @@ class RankExchange(Exchange):
         self._is_compared = True
         return words
 
-    def check_room(self, schedule: Schedule, room: Room) -> None:
+    def check_room(self, schedule: Schedule, room: Callable[[], tuple[Mapping[str, int], int]]) -> None:
         """See `Exchange`. Each rank by itself would find that its own part fits; the system would end processes later.
 
         Raises:
@@ -273,9 +273,10 @@ class RankExchange(Exchange):
             return
         landings = sum(block.landing_bytes for block in schedule.known_workload().blocks if block.has_backward)
         further = landings if schedule.kind.transfer == "bind" else 0
-        own = sum(map(room.bytes_of, _OWN)) if self.shares else room.total_bytes
-        held = min(room.held_bytes, room.total_bytes)
-        words = self.tell("a step", {"own": own + further, "shared": room.total_bytes - own, "held": held})
+        rows, held = room()
+        total = sum(rows.values())
+        own = sum(rows.get(name, 0) for name in _OWN) if self.shares else total
+        words = self.tell("a step", {"own": own + further, "shared": total - own, "held": min(held, total)})
         shared = max(int(word["shared"]) for word in words)
         each, held_by_all = ([int(word[name]) for word in words] for name in ("own", "held"))
         needed = shared + sum(each)

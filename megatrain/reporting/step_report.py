@@ -197,7 +197,7 @@ def _refused(path: str | os.PathLike[str], reason: str) -> OptionError:
     )
 
 
-# -- `megatrain report TARGET PAGE` -------------------------------------------------------------------------------------
+# -- `megatrain report TARGET PAGE` -----------------------------------------------------------------------------------
 
 
 def run(

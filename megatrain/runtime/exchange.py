@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -16,24 +16,6 @@ from megatrain.scheduler.schedule import Schedule
 
 Word = dict[str, Any]
 """What a process tells others: numbers, texts, lists and dictionaries, by name."""
-
-
-class Room(Protocol):
-    """The host memory that steps take; see `HostPlan`."""
-
-    @property
-    def total_bytes(self) -> int:
-        """All of it."""
-        ...
-
-    @property
-    def held_bytes(self) -> int:
-        """The part that this process has already."""
-        ...
-
-    def bytes_of(self, name: str) -> int:
-        """The bytes of a row."""
-        ...
 
 
 class Exchange:
@@ -137,8 +119,13 @@ class Exchange:
         del programs, schedule, facts, word
         return []
 
-    def check_room(self, schedule: Schedule, room: Room) -> None:
-        """Refuses a step before any process has allocated something for it, where the memory is too small for all."""
+    def check_room(self, schedule: Schedule, room: Callable[[], tuple[Mapping[str, int], int]]) -> None:
+        """Refuses a step before any process has allocated something for it, where the memory is too small for all.
+
+        Args:
+            schedule: Of the step.
+            room: Adds up the host memory that it takes: bytes by use, and how many of them this process has already.
+        """
 
     def vote(self) -> None:
         """Waits until the forwards of all processes have succeeded; until then each may run its own again."""

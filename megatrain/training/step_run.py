@@ -147,7 +147,7 @@ class StepRun:
         """Runs a step; what is refused before it has an executor leaves no trace."""
         attempt.setting = setting = self._setup.setting(attempt.batches, attempt.failed)
         if not self._exchange.is_alone:
-            self._exchange.check_room(setting.schedule, self._setup.host_plan(setting))
+            self._exchange.check_room(setting.schedule, lambda: self._setup.host_plan(setting).by_use)
         while (executor := self._setup.executor(setting)) is None:
             self._setup.complete()
             attempt.setting = setting = self._setup.setting(attempt.batches, attempt.failed)

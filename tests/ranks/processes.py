@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import io
 import multiprocessing as mp
 import os
@@ -58,9 +59,15 @@ class Processes:
             arguments: What can be pickled.
             of: Whose results; None waits for all.
         """
-        for inbox in self.inboxes:
-            inbox.put((function, arguments))
+        self.begin(function, *arguments)
         return [self.result(rank) for rank in (range(self.size) if of is None else of)]
+
+    def begin(self, function: Callable[..., Any], *arguments: Any) -> None:
+        """Has all ranks run a function, and doesn't wait."""
+        # pytest imports a test's module by a name that processes don't know.
+        module = f"tests.{function.__module__.removeprefix('tests.')}"
+        for inbox in self.inboxes:
+            inbox.put((module, function.__qualname__, arguments))
 
     def result(self, rank: int) -> Any:
         """The result of a rank."""
@@ -88,8 +95,8 @@ def _serve(rank: int, size: int, port: int, inbox: Any, outbox: Any, simulated: 
     with lowered_once(), rehearsed_once():  # tests have few models
         while True:
             try:
-                function, arguments = inbox.get()
-                found = function(rank, *arguments)
+                module, name, arguments = inbox.get()
+                found = getattr(importlib.import_module(module), name)(rank, *arguments)
             except BaseException as error:
                 found = error
             content = io.BytesIO()

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 import megatrain
 from megatrain.optim.block_update import MasterStep
-from megatrain.ranks import shared_memory
+from megatrain.ranks import rank_exchange, shared_memory
 from megatrain.runtime.streams.stream_set import Chaos
 from tests.comparing import assert_same
 from tests.models import Stack
@@ -123,6 +123,17 @@ def impossible(rank: int) -> list[str]:
         refused(lambda: megatrain.compile(seeded_stack(1), device="cpu", **inductor)),
         refused(on_two_hosts),
     ]
+
+
+def without_room(rank: int) -> list[str]:
+    """The host has no memory for the ranks, and then it has."""
+    step, usual = begin(CASE, dist.group.WORLD)[2], rank_exchange.available_bytes
+    rank_exchange.available_bytes = lambda: -(1 << 30)
+    try:
+        texts = [refused(lambda: step(batch(0, rank)))]
+    finally:
+        rank_exchange.available_bytes = usual
+    return [*texts, refused(lambda: step(batch(0, rank)))]
 
 
 def saving_alone(rank: int, folder: str) -> tuple[list[str], bool]:
@@ -257,6 +268,16 @@ def test_what_several_ranks_cannot_do_is_refused_by_name(three: Processes):
     )
     for found in three.run(impossible):
         assert [text.partition("\n")[0] for text in found] == list(texts)
+
+
+@pytest.mark.nightly
+def test_ranks_that_need_more_of_the_host_than_there_is_are_refused_together(three: Processes):
+    for first, then in three.run(without_room):
+        assert re.match(r"ExecuteError: 3 ranks of one host need [\d.]+ \w+ of its memory, .*are available\.", first), (
+            first
+        )
+        assert "All share" in first
+        assert then == ""
 
 
 def test_a_group_of_one_rank_is_a_process_alone():

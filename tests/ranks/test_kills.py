@@ -72,8 +72,7 @@ def test_a_rank_that_is_killed_at_any_moment_leaves_nothing_and_costs_nothing(se
     case = Case("tied", mode, [(1, 1, 1)] * NUM_STEPS, **options)
     made = Processes(3, simulated=on_devices)
     try:
-        for inbox in made.inboxes:
-            inbox.put((until_killed, (case, folder)))
+        made.begin(until_killed, case, folder)
         if seed % 2:  # while steps are taken and saved, however long the ranks took to begin
             until = time.monotonic() + LATEST_S * 10
             while not os.path.exists(folder) and time.monotonic() < until:
