@@ -149,11 +149,15 @@ def test_a_unified_memory_holds_both_parts(config: Path, capsys: pytest.CaptureF
     assert 0 < float(there) < 200 < float(needs)
 
 
-def test_adapters_and_more_layers_come_from_the_configuration(config: Path, capsys: pytest.CaptureFixture[str]):
+def test_adapters_come_from_the_options(config: Path, capsys: pytest.CaptureFixture[str]):
     full = printed(capsys, config, "--memory=1GiB", "--micro-batch=1", *STEP)
     adapted = printed(capsys, config, "--memory=1GiB", "--micro-batch=1", "--lora=4", *STEP)
     moments = [float(re.findall(r"exp_avg +(\d+)", said)[0]) for said in (full, adapted)]
     assert moments[1] < moments[0] / 2
+
+
+@pytest.mark.nightly
+def test_more_layers_come_from_the_configuration(config: Path, capsys: pytest.CaptureFixture[str]):
     deep = printed(
         capsys, config, "--memory=300KiB", "--micro-batch=1", "--host-memory=700KiB", "--largest=depth", *STEP
     )
