@@ -106,7 +106,7 @@ FAULTS: list[Fault] = [
     ),
     Fault(
         "a prepared update writes into a moment that the user replaced",
-        "optim/prepared.py",
+        "optim/block_update.py",
         " or state.get(name) is not tensor or tensor.data_ptr() != address",
         " or tensor.data_ptr() != address",
         (f"{PREPARED}::test_prepared_updates_leave_what_updates_made_anew_leave",),
@@ -120,7 +120,7 @@ FAULTS: list[Fault] = [
     ),
     Fault(
         "a prepared update reads a gradient in the dtype of an earlier one",
-        "optim/prepared.py",
+        "optim/block_update.py",
         "(gradient.dtype, gradient.stride()) != self.gradient",
         "gradient.stride() != self.gradient[1]",
         (f"{PREPARED}::test_prepared_updates_leave_what_updates_made_anew_leave",),

@@ -14,7 +14,6 @@ from megatrain.optim.block_update import MasterStep
 from megatrain.optim.blockwise import BlockOptimizer
 from megatrain.optim.fast.adamw import native_reason
 from megatrain.optim.masters.registry import Masters
-from megatrain.optim.prepared import PreparedBlock
 from megatrain.optim.proxy import is_same
 
 pytestmark = pytest.mark.skipif(native_reason() is not None, reason="only the native kernel is prepared")
@@ -133,13 +132,13 @@ def test_prepared_updates_leave_what_updates_made_anew_leave(
     edit: Callable[[Side], None] | None, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ):
     ran: list[bool] = []
-    own = PreparedBlock.run
+    own = MasterStep.run
 
-    def run(self: PreparedBlock, *args: Any) -> bool:
+    def run(self: MasterStep, *args: Any) -> bool:
         ran.append(own(self, *args))
         return ran[-1]
 
-    monkeypatch.setattr(PreparedBlock, "run", run)
+    monkeypatch.setattr(MasterStep, "run", run)
     prepared = Side(dtype)
     for number in range(2):
         prepared.step(number)
@@ -149,7 +148,7 @@ def test_prepared_updates_leave_what_updates_made_anew_leave(
     for number in (3, 4):
         prepared.step(number)
     assert ran[-2:] == [True, True], "prepared again"
-    monkeypatch.setattr(PreparedBlock, "run", lambda *_: False)
+    monkeypatch.setattr(MasterStep, "run", lambda *_: False)
     anew = Side(dtype)
     for number in range(5):
         anew.step(number, edit if number == 2 else None)
