@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 import re
 import signal
 import time
@@ -21,6 +22,7 @@ import megatrain
 from megatrain.checks.several_optimizers import parameters_of
 from megatrain.memory.host_limits import return_free_memory
 from megatrain.optim.block_update import MasterStep
+from megatrain.ranks.processes import Ranks
 from megatrain.ranks.shared_memory import PAGE, SharedMemory, can_tell_copies
 from megatrain.ranks.shared_store import STATE, Name
 from tests.comparing import assert_same
@@ -97,6 +99,17 @@ def updating_by(code: Callable[[Any, MasterStep, Any], None]) -> Generator[None]
         yield
     finally:
         MasterStep.__call__, MasterStep.run = own, run
+
+
+def meeting(rank: int, count: int) -> list[Any]:
+    """Meets often, each rank at its own pace and with values of other lengths; returns what wasn't heard right."""
+    ranks, draw, wrong = Ranks(dist.group.WORLD), random.Random(rank), list[Any]()  # pyright: ignore
+    for number in range(count):
+        time.sleep(draw.choice([0, 0, 0, 1e-3]))
+        found = ranks.exchange([number, rank, "x" * draw.randrange(3000)])
+        time.sleep(draw.choice([0, 0, 0, 1e-3]))
+        wrong += [found] if [each[:2] for each in found] != [[number, other] for other in range(ranks.size)] else []
+    return wrong
 
 
 UPDATED = Case("tied", "spread", [(1, 1, 1)] * 3)
@@ -241,6 +254,11 @@ def test_shared_memory_is_one_with_copies_of_what_each_writes_on_its_own():
     assert (mine.private[start + PAGE], theirs.is_written(start, PAGE), theirs.is_written(start, PAGE + 1)) == (0, 0, 1)
     theirs.drop(start, PAGE + 1)
     assert (theirs.private[start + PAGE], theirs.is_written(start, PAGE + 1)) == (0, 0)
+
+
+@pytest.mark.nightly
+def test_ranks_hear_all_in_each_meeting(three: Processes):
+    assert three.run(meeting, 400) == [[], [], []]
 
 
 @pytest.mark.nightly
