@@ -251,14 +251,8 @@ def _has_copies(address: int, nbytes: int) -> bool:
     return False
 
 
-NAME: str | None = None
-"""What a test says for the host of this process: ranks that say the same count as on one host, others as apart."""
-
-
 def host_name() -> str:
     """Equal for processes that can open each other's files, on one host."""
-    if NAME is not None:
-        return NAME
     parts = [socket.gethostname(), str(os.getuid()) if hasattr(os, "getuid") else ""]
     with suppress(OSError):  # another system than Linux, which has no such memory either
         parts.append(Path("/proc/sys/kernel/random/boot_id").read_text(encoding="utf-8").strip())

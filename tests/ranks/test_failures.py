@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 import megatrain
 from megatrain.optim.block_update import MasterStep
-from megatrain.ranks import rank_exchange, shared_memory
+from megatrain.ranks import processes, rank_exchange
 from megatrain.runtime.streams.stream_set import Chaos
 from tests.comparing import assert_same
 from tests.models import Stack
@@ -109,11 +109,12 @@ def impossible(rank: int) -> list[str]:
     inductor = {"kernels": "inductor", "process_group": group}
 
     def on_two_hosts() -> None:
-        shared_memory.NAME = "ab"[rank == 2]
+        usual = processes.host_name
+        processes.host_name = lambda: "ab"[rank == 2]
         try:
             megatrain.compile(seeded_stack(1), device="cpu", process_group=group)
         finally:
-            shared_memory.NAME = None
+            processes.host_name = usual
 
     return [
         refused(lambda: compiled(given).sum().backward()),
@@ -155,7 +156,7 @@ def failing_op(rank: int, op: str) -> tuple[str, str]:
     return refused(lambda: step(steps[0])), refused(lambda: step(steps[1]))
 
 
-processes = processes_fixture(3, "function")
+three_to_kill = processes_fixture(3, "function")
 
 
 # -- what differs --------------------------------------------------------------------------------------------
@@ -236,8 +237,8 @@ def test_a_last_block_that_reads_other_values_than_its_capture_runs_again_by_its
 
 
 @pytest.mark.parametrize("when", [nightly("loss"), "update", nightly("between")])
-def test_a_rank_that_is_killed_is_named(when: str, processes: Processes):
-    found = processes.run(dying, when, of=(0, 2))
+def test_a_rank_that_is_killed_is_named(when: str, three_to_kill: Processes):
+    found = three_to_kill.run(dying, when, of=(0, 2))
     for text in found:
         named = "rank 1 ended.", "rank 1 failed: it ended"
         assert text.removeprefix("RanksError: ").startswith(named), text
