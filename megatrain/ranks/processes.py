@@ -163,9 +163,9 @@ LOOK_S = 0.5
 """How often a rank that waits looks whether another one has failed or ended."""
 POLL_S = 5e-5
 """How often a rank looks whether another one is done."""
-_FAILED, _MET, _LENGTHS, _TEXT = 0, 8, 16, 32
-"""Bytes of a rank's page: the length of the text that says why it failed, the number of its latest meeting, the lengths
-of its latest two letters, and that text."""
+_FAILED, _MET, _LENGTHS = 0, 1, 2
+"""Numbers of a rank on the board: the length of the letter that says why it failed, its latest meeting, and the lengths
+of its letters in that meeting and the one before."""
 _made: Counter[str] = Counter()
 _GONE = "Look at the output of that process. Start all ranks again, and load the latest checkpoint."
 
@@ -204,14 +204,13 @@ class Ranks:
         of_group: Any = group.get_group_store()
         self.count = self.num_areas = self.board_bytes = self._num_meetings = 0
         self._ends: dict[int, int] = {}
-        self._pages: list[torch.Tensor] = []
+        self._board: torch.Tensor | None = None
         try:
             self.memory = self._shared_memory(dist.PrefixStore(f"megatrain/{name}", of_group.clone()))
         except RuntimeError as error:
             raise RanksError(f"the store of the process group can't be reached.\n  {_GONE}") from error
         self.store = SharedStore(self.memory, self.rank, self.size)
-        pages = torch.frombuffer(self.memory.landing(0, self.size * PAGE), dtype=torch.uint8)
-        self._pages = [*pages.view(self.size, PAGE)]
+        self._board = torch.frombuffer(self.memory.landing(0, self.size * PAGE), dtype=torch.int64).view(self.size, -1)
 
     @staticmethod
     def of(group: ProcessGroup | None) -> Ranks | None:
@@ -257,11 +256,11 @@ class Ranks:
 
     def announce(self, text: str, rank: int | None = None) -> None:
         """Tells all ranks that wait that this one has failed, or that another one was found to have ended."""
-        content = text.encode()[: PAGE - _TEXT]
-        for page in self._pages[slice(self.rank, self.rank + 1) if rank is None else slice(rank, rank + 1)]:
+        content, own = text.encode(), self.rank if rank is None else rank
+        if self._board is not None:
             with self.memory.locked():
-                page[_TEXT : _TEXT + len(content)] = torch.frombuffer(bytearray(content), dtype=torch.uint8)
-                _number(page, _FAILED).fill_(len(content))
+                self.memory.write_letter(2 * self.size + own, content)
+                self._board[own, _FAILED] = len(content)
 
     def look(self) -> None:
         """Looks for a rank that can't go on.
@@ -269,9 +268,9 @@ class Ranks:
         Raises:
             RanksError: Naming the rank.
         """
-        for rank, page in enumerate(self._pages):
-            if rank != self.rank and (nbytes := int(_number(page, _FAILED))):
-                text = bytes(page[_TEXT : _TEXT + nbytes].tolist()).decode(errors="replace")
+        for rank, nbytes in enumerate([] if self._board is None else self._board[:, _FAILED].tolist()):
+            if nbytes and rank != self.rank:
+                text = self.memory.letter(2 * self.size + rank, nbytes).decode(errors="replace")
                 raise RanksError(f"rank {rank} failed: {text}")
         poll = select.poll()
         for end in self._ends.values():
@@ -294,18 +293,17 @@ class Ranks:
         Raises:
             RanksError: If another rank can't answer.
         """
+        assert self._board is not None
         content = json.dumps(value).encode()
         self._num_meetings += 1
-        number, own = self._num_meetings, self._pages[self.rank]
-        place = _LENGTHS + 8 * (number % 2)
+        number, which = self._num_meetings, self._num_meetings % 2
+        lengths, met = self._board[:, _LENGTHS + which], self._board[:, _MET]
         with self.memory.locked():
-            self.memory.write_letter(2 * self.rank + number % 2, content)
-            _number(own, place).fill_(len(content))
-            _number(own, _MET).fill_(number)
-        met = [_number(page, _MET) for page in self._pages]
-        self.wait_until(lambda: all(int(each) >= number for each in met), lambda: None)
-        letters = [(2 * rank + number % 2, int(_number(page, place))) for rank, page in enumerate(self._pages)]
-        return [json.loads(self.memory.letter(*each)) for each in letters]
+            self.memory.write_letter(2 * self.rank + which, content)
+            lengths[self.rank], met[self.rank] = len(content), number
+        self.wait_until(lambda: int(met.min()) >= number, lambda: None)
+        letters = enumerate(lengths.tolist())
+        return [json.loads(self.memory.letter(2 * rank + which, nbytes)) for rank, nbytes in letters]
 
     def wait_until(self, is_over: Callable[[], bool], go_on: Callable[[], object]) -> None:
         """Returns once something of other ranks is over.
@@ -331,10 +329,6 @@ class Ranks:
             time.sleep(POLL_S)
         with self.memory.locked():
             pass  # what others have written before is read after
-
-
-def _number(page: torch.Tensor, start: int) -> torch.Tensor:
-    return page[start : start + 8].view(torch.int64)[0]
 
 
 NO_BACKWARD = (
