@@ -18,7 +18,7 @@ import pytest
 import torch
 
 ROOT = Path(__file__).parent.parent
-MOST_LINES = 60
+MOST_LINES = 72
 
 
 def printed_here(name: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> str:
@@ -34,7 +34,8 @@ def printed_here(name: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> st
 
 def printed(name: str, folder: Path, *launcher: str) -> str:
     """Runs an example in an empty folder, without network for the Hugging Face libraries."""
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}
+    path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+    environment = {**os.environ, "PYTHONPATH": path, "HF_HUB_OFFLINE": "1"}
     command = [sys.executable, *launcher, str(ROOT / "examples" / f"{name}.py")]
     ended = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=1200)
     assert ended.returncode == 0, ended.stderr
@@ -71,6 +72,20 @@ def test_minimal_learns_within_a_budget_below_its_weights(tmp_path: Path, monkey
     weights, held, budget = numbers(r"weights (\d+) B, most that the device held (\d+) B, budget (\d+) B", shown)
     assert held <= budget < weights
     assert "schedule: 8 blocks" in shown
+
+
+@pytest.mark.skipif(is_missing("diffusers"), reason="needs diffusers: pip install -e .[users]")
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", ["diffusion", "diffusion_lora"])
+def test_diffusion_models_learn_within_a_budget_below_their_weights(name: str, tmp_path: Path):
+    shown = printed(name, tmp_path)
+    losses = numbers(r"step \d+: loss ([\d.]+)", shown)
+    assert losses[-1] < 0.9 * losses[0]
+    weights, held = numbers(r"weights (\d+) B, the step takes (\d+) B", shown)
+    assert held < weights
+    if name == "diffusion":
+        errors = numbers(r"error of sampled images ([\d.]+)", shown)
+        assert errors[-1] < 0.5 * errors[0]
 
 
 @pytest.mark.nightly

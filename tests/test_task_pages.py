@@ -238,6 +238,27 @@ def test_each_refusal_is_as_shown_and_each_way_out_works():
     assert num_refused == 8
 
 
+def test_an_adapter_gets_kohyas_names_and_its_scale():
+    """Read as those tools do: `lora_up @ lora_down * alpha / rank` is what the adapter adds."""
+    from peft import LoraConfig, inject_adapter_in_model
+
+    model = torch.nn.Sequential()
+    model.add_module("block", torch.nn.Sequential(torch.nn.Linear(6, 4), torch.nn.ReLU(), torch.nn.Linear(4, 3)))
+    weights = {f"block_{name}": model.get_submodule(f"block.{name}").weight.detach().clone() for name in "02"}  # pyright: ignore
+    adapted: Any = inject_adapter_in_model(
+        LoraConfig(r=2, lora_alpha=8, init_lora_weights=False, target_modules=["0", "2"]), model
+    )
+    found = execute(blocks("diffusion", "python")[0])["with_kohyas_names"](adapted, 8)
+    assert len(found) == 6
+    for layer, weight in weights.items():
+        down, up, alpha = (
+            found[f"lora_transformer_{layer}.{part}"] for part in ("lora_down.weight", "lora_up.weight", "alpha")
+        )
+        merged = adapted.get_submodule(layer.replace("_", "."))
+        merged.merge()
+        torch.testing.assert_close(weight + up @ down * (alpha / len(down)), merged.weight)
+
+
 def test_the_pages_are_short_and_linked_from_the_readme():
     readme = (FOLDER.parents[1] / "README.md").read_text()
     for path in FOLDER.glob("*.md"):
