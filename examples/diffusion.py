@@ -6,7 +6,7 @@ Its weights and images are random and small; nothing is downloaded. Needs diffus
 from itertools import pairwise
 
 import torch
-from diffusers import SD3Transformer2DModel
+from diffusers import SD3Transformer2DModel  # pyright: ignore[reportMissingImports]
 from torch import nn
 
 import megatrain

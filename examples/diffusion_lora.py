@@ -7,7 +7,7 @@ import tempfile
 from pathlib import Path
 
 import torch
-from diffusers import FluxTransformer2DModel
+from diffusers import FluxTransformer2DModel  # pyright: ignore[reportMissingImports]
 from peft import LoraConfig
 from safetensors.torch import load_file, save_file
 from torch import nn
