@@ -161,8 +161,9 @@ MEETING_S = 600.0
 """How long a rank waits for the others to call `compile`."""
 LOOK_S = 0.5
 """How often a rank that waits looks whether another one has failed or ended."""
-POLL_S = 5e-5
-"""How often a rank looks whether another one is done."""
+POLL_S, LATER_POLL_S = 5e-5, 2e-3
+"""How often a rank looks whether another one is done; and once it has waited for `LOOK_S`, so that a rank that waits
+for minutes leaves the processor to the others."""
 _FAILED, _MET, _LENGTHS = 0, 1, 2
 """Numbers of a rank on the board: the length of the letter that says why it failed, its latest meeting, and the lengths
 of its letters in that meeting and the one before."""
@@ -315,7 +316,7 @@ class Ranks:
         Raises:
             RanksError: If another rank can't go on.
         """
-        looked = time.monotonic()
+        looked, pause = time.monotonic(), POLL_S
         while not is_over():
             go_on()
             if time.monotonic() - looked > LOOK_S:
@@ -325,8 +326,8 @@ class Ranks:
                     time.sleep(LOOK_S)
                     if not is_over():  # a rank may end as soon as it has answered
                         raise
-                looked = time.monotonic()
-            time.sleep(POLL_S)
+                looked, pause = time.monotonic(), LATER_POLL_S
+            time.sleep(pause)
         with self.memory.locked():
             pass  # what others have written before is read after
 

@@ -88,6 +88,10 @@ def replace_step(optimizer: Any, has_updated: Callable[[torch.optim.Optimizer], 
     vars(optimizer)["step"] = types.MethodType(step, optimizer)
 
 
+# What TRL's engine calls for its weights, and the name that vLLM has for one; both aren't documented.
+_WEIGHTS, _NAME = "_iter_named_params", "_fix_param_name_to_vllm"
+
+
 def fill(engine: Any, compiled: CompiledModule) -> None:
     """Has TRL's inference engine (vLLM, on the same card or a server's) take its weights from a model that streams.
 
@@ -95,20 +99,21 @@ def fill(engine: Any, compiled: CompiledModule) -> None:
         engine: The trainer's `vllm_generation`; None without one. Older ones read the parameters, which is as right.
         compiled: Gives its slots back before the engine wakes up.
     """
-    if engine is None or not hasattr(engine, "_iter_named_params"):
+    if engine is None or not hasattr(engine, _WEIGHTS):
         return
+    renamed = getattr(engine, _NAME)
     synchronize, is_server = engine.sync_weights, engine.mode == "server"
 
     def named() -> Iterator[tuple[str, torch.Tensor]]:
         for name, tensor in compiled.megatrain.weights():
             # A server gets them from card to card.
-            yield engine._fix_param_name_to_vllm(name), tensor.to(engine.accelerator.device) if is_server else tensor
+            yield renamed(name), tensor.to(engine.accelerator.device) if is_server else tensor
 
     def sync_weights() -> None:
         compiled.megatrain.release()
         synchronize()
 
-    engine._iter_named_params, engine.sync_weights = named, sync_weights
+    vars(engine).update({_WEIGHTS: named, "sync_weights": sync_weights})
 
 
 PREFIX = "megatrain_"
