@@ -84,6 +84,11 @@ vmap_home: Any = _found("torch._functorch", "apis")
 function_modes = _found("torch.overrides", "_get_current_function_mode_stack")
 # Which dispatch modes are active: they see calls, and launches of recordings are none.
 dispatch_modes = _found("torch.utils._python_dispatch", "_get_current_dispatch_mode_stack")
+# How many there are, at little cost: a mode of the user's sees each call.
+count_dispatch_modes = _found("torch", "_C._len_torch_dispatch_stack")
+count_function_modes = _found("torch", "_C._len_torch_function_stack")
+# No mode is asked where a stand-in for a tensor is made.
+DisableTorchDispatch = _found("torch", "_C._DisableTorchDispatch")
 # In which order attention tries its kernels: recordings were made in one order.
 attention_priority = _found("torch", "_C._get_sdp_priority_order")
 # The kernels that were written in Python (`aten/mul.Tensor/CUDA`), and all kernels of an operator, as text with files:

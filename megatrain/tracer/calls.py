@@ -6,7 +6,7 @@ import inspect
 import math
 import operator
 from collections.abc import Callable, Mapping
-from types import BuiltinFunctionType, FunctionType
+from types import BuiltinFunctionType, FunctionType, MethodDescriptorType, WrapperDescriptorType
 from typing import Any
 
 import torch
@@ -29,6 +29,16 @@ def call_name(func: Callable[..., Any]) -> str:
     if name in ("__get__", "__set__"):
         return getattr(getattr(func, "__self__", None), "__name__", name)
     return name
+
+
+def is_of_torch(func: Any) -> bool:
+    """Tells whether this is a function of torch itself, by its name one that changes no operand."""
+    name = call_name(func)
+    if name.endswith("_") and not name.endswith("__"):
+        return False
+    if isinstance(func, FunctionType):
+        return func.__module__.partition(".")[0] == "torch"
+    return isinstance(func, BuiltinFunctionType | MethodDescriptorType | WrapperDescriptorType)
 
 
 def target_name(node: fx.Node) -> str:

@@ -27,7 +27,7 @@ from megatrain.tracer.python.side_outputs import SideOutputs
 from megatrain.tracer.python.snapshot import Snapshot
 from megatrain.tracer.recording.inputs import bind_inputs
 from megatrain.tracer.recording.module_calls import repeated_modules
-from megatrain.tracer.recording.obstacles import FOLLOW_HOST, RUN_AGAIN, Attempt, NeedSavedError, Obstacle
+from megatrain.tracer.recording.obstacles import FOLLOW_HOST, RUN_AGAIN, Attempt, NeedSavedError, NeedWholeError, Obstacle
 from megatrain.tracer.recording.packed_state import PackedState
 from megatrain.tracer.recording.python_effects import Hooks, PythonEffects, running_hooks
 from megatrain.tracer.recording.random_numbers import HOST_GENERATORS, kept_rng
@@ -234,6 +234,7 @@ class Capture:
             recorder.tape.bind_state(fake, key)
         hooks = Hooks(self._model, recorder, self._attempt, self._outer)
         with watching(recorder, self._model, hooks, self._attempt, self._refuse_stray):
+            recorder.recall.begin()
             try:
                 with self._interrupts.released():
                     result = self._model(*args, **kwargs)
@@ -243,6 +244,8 @@ class Capture:
                     raise self._stray from None
                 if recorder.needs_saved:
                     raise NeedSavedError from None
+                if recorder.recall.needs_whole:
+                    raise NeedWholeError from None
                 raise
         if following.error is not None:
             raise following.error  # the model's code has caught it
@@ -250,6 +253,8 @@ class Capture:
             raise self._stray
         if recorder.needs_saved:
             raise NeedSavedError  # the model's code has caught it
+        if recorder.recall.needs_whole:
+            raise NeedWholeError  # likewise
         self._returned = containers.check(result)
         hooks.check()
         self._effects.changed_by.update(hooks.changed_by)

@@ -14,7 +14,7 @@ from torch.autograd.graph import get_gradient_edge
 
 from megatrain.torch_private import pytree, sequence_number
 
-_Ready = list[fx.Node | None]
+Ready = list[fx.Node | None]
 """What waits when one of autograd's nodes has run: parameters that it has completed, and None for any other node."""
 
 
@@ -27,7 +27,7 @@ class GradientOrder:
     """
 
     def __init__(self) -> None:
-        self._ready: dict[fx.Node, list[_Ready]] = {}
+        self._ready: dict[fx.Node, list[Ready]] = {}
 
     @staticmethod
     def ends(operands: Sequence[torch.Tensor], nodes: Sequence[fx.Node]) -> dict[Any, fx.Node | None]:
@@ -43,6 +43,14 @@ class GradientOrder:
         made = [x.grad_fn for x in tensors if x.grad_fn is not None]
         if made:
             self._ready[call] = _made_ready([node for node in dict.fromkeys(made) if node not in ends], ends)
+
+    def ready(self, call: fx.Node) -> list[Ready] | None:
+        """What each node of a call's history makes ready; None if nothing was read from it."""
+        return self._ready.get(call)
+
+    def note_equal(self, call: fx.Node, ready: list[Ready]) -> None:
+        """Notes a call whose history is known from an equal one."""
+        self._ready[call] = ready
 
     def groups(self, graph: fx.Graph) -> tuple[tuple[str, ...], ...]:
         """Returns the keys of the parameters that the graph's results depend on, in the order of their gradients.
@@ -63,7 +71,7 @@ class GradientOrder:
                 found += [keys] if len(keys) > 2 else [(key,) for key in keys]
         return tuple(found)
 
-    def _of(self, call: fx.Node) -> list[_Ready]:
+    def _of(self, call: fx.Node) -> list[Ready]:
         """What each node of a call's history makes ready; a Function gets its history only after its forward."""
         if call in self._ready or not call.meta.get("grad"):
             return self._ready.get(call, [])
@@ -73,7 +81,7 @@ class GradientOrder:
         return [[n for n in call.all_input_nodes if n.op == "get_attr" and n.meta["requires_grad"]]]
 
 
-def _made_ready(roots: Sequence[Any], ends: dict[Any, fx.Node | None]) -> list[_Ready]:
+def _made_ready(roots: Sequence[Any], ends: dict[Any, fx.Node | None]) -> list[Ready]:
     """Goes through a history as the engine does; returns what each node makes ready, where this is a parameter."""
     waits: Counter[Any] = Counter()
     inner, stack = set(roots), list(roots)
@@ -85,10 +93,10 @@ def _made_ready(roots: Sequence[Any], ends: dict[Any, fx.Node | None]) -> list[_
                 stack.append(following)
     queue = [(-sequence_number(node), place, node) for place, node in enumerate(roots) if not waits[node]]
     heapq.heapify(queue)
-    found: list[_Ready] = []
+    found: list[Ready] = []
     while queue:
         node = heapq.heappop(queue)[2]
-        ready: _Ready = [None] * len(queue)
+        ready: Ready = [None] * len(queue)
         for following, _ in node.next_functions:
             waits[following] -= 1
             if following is None or waits[following]:

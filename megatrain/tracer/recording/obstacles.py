@@ -63,6 +63,10 @@ class NeedSavedError(StartAgainError):
     """A call needs what autograd saved in an earlier one; the capture starts again and keeps it."""
 
 
+class NeedWholeError(StartAgainError):
+    """A call needs the history of a tensor that a recalled call made; the capture starts again and runs every call."""
+
+
 class ValuesNeededError(RuntimeError):
     """A call of the model's that we, not torch, refuse on tensors without values."""
 
@@ -322,6 +326,7 @@ class Attempt:
         observed: Forward hooks that run by their own code at each step, next to the graph.
         kept: Forward hooks that can't: they are captured.
         follows_reads: Follows the numbers that Python reads from tensors of one element; with `uses_values`.
+        recalls: Makes the results of a call from those of an equal one; see `Recall`.
     """
 
     make_fake: frozenset[Site] = frozenset()
@@ -334,6 +339,7 @@ class Attempt:
     observed: frozenset[HookSite] = frozenset()
     kept: frozenset[HookSite] = frozenset()
     follows_reads: bool = False
+    recalls: bool = True
 
     def runs_again(self, name: str) -> bool:
         """Tells whether a module, or an attribute of one, belongs to an opaque module."""
@@ -348,6 +354,9 @@ class Attempt:
             case WrittenInputError():
                 assert error.name not in self.written_inputs, "a copy of an input was taken for the input"
                 return replace(self, written_inputs=self.written_inputs | {error.name})
+            case NeedWholeError():
+                assert self.recalls, "a call was recalled although each was to run"
+                return replace(self, recalls=False)
             case _:
                 assert not self.keeps_saved, "what autograd saved was thrown away although it is needed"
                 return replace(self, keeps_saved=True)

@@ -49,6 +49,24 @@ class GeneratorWatch:
         """
         if self._is_free:
             return call(), False
+        others = self.check_straight()
+        before = self._own
+        torch.set_rng_state(before)
+        try:
+            result = call()
+        finally:
+            with disable_current_modes():
+                self._own = torch.get_rng_state()
+                has_drawn = not torch.equal(before, self._own)
+            torch.set_rng_state(others)
+        return result, has_drawn
+
+    def check_straight(self) -> torch.Tensor:
+        """Checks that the model has only drawn since its last draw; returns the process-wide state.
+
+        Raises:
+            Obstacle: If it has seeded or set the generator.
+        """
         with disable_current_modes():
             others = torch.get_rng_state()
             is_straight = is_ahead(self._others, others)
@@ -60,16 +78,7 @@ class GeneratorWatch:
                 "Seed outside the forward.",
                 remedy=RUN_AGAIN,
             )
-        before = self._own
-        torch.set_rng_state(before)
-        try:
-            result = call()
-        finally:
-            with disable_current_modes():
-                self._own = torch.get_rng_state()
-                has_drawn = not torch.equal(before, self._own)
-            torch.set_rng_state(others)
-        return result, has_drawn
+        return others
 
 
 def is_ahead(before: torch.Tensor, now: torch.Tensor) -> bool:

@@ -34,6 +34,7 @@ from megatrain.tracer.recording.obstacles import (
 )
 from megatrain.tracer.recording.opaque import Observer, OpaqueCall, without_history
 from megatrain.tracer.recording.packed_state import check_run, unpacked_result
+from megatrain.tracer.recording.recall import Asked, Recipe
 from megatrain.tracer.recording.runner import CallRunner
 from megatrain.tracer.recording.tape import place_of
 from megatrain.tracer.source_line import user_line
@@ -138,13 +139,32 @@ class Recorder(CallRunner):
     ) -> Any:
         self.tape.site = (user_line(), call_name(func))
         check_call(func, args, kwargs)
+        asked = None if run is not None else self.recall.asked(func, args, kwargs, self.tape.site[1])
+        if asked is not None and asked.recipe is not None:
+            return self._recalled(asked, asked.recipe)
         if any(map(is_followed, pytree.tree_leaves((args, kwargs)))):
             return self._record_on_numbers(func, args, kwargs, run)
         if self._attempt.follows_reads and self.tape.site[1] == "item":
             [tensor], _ = self._as_recorded(args, kwargs)
             if tensor.dtype.is_floating_point or (tensor.dtype in _INTEGERS and not self.tape.is_known(tensor)):
                 return self.read_number(tensor)
-        return self._record_plain(func, args, kwargs, run)
+        return self._record_plain(func, args, kwargs, run, asked)
+
+    def _recalled(self, asked: Asked, recipe: Recipe) -> Any:
+        """Records a call that equals an earlier one; makes its results without running it."""
+        self.effects.clear()
+        self.effects.is_random = recipe.is_random
+        self.runs_on_fakes = True
+        if recipe.is_random:
+            self._generator.check_straight()
+        with self.unrecorded():
+            results = self.recall.made(recipe, asked)
+        node = self.tape.append_equal(recipe.node, asked.args, asked.kwargs)
+        self.recall.bind(recipe, asked, node, results, self.tape.append_part)
+        if recipe.ready is not None:
+            ready = [[None if i is None else asked.nodes[i] for i in each] for each in recipe.ready]
+            self.gradient_order.note_equal(node, ready)
+        return results[0] if recipe.kind is None else recipe.kind(results)
 
     def read_number(self, tensor: torch.Tensor, kind: Callable[..., Any] | None = None) -> Followed:
         """Records the read of a tensor's only element, as a float or an int if `kind` is one of these; follows it."""
@@ -156,7 +176,12 @@ class Recorder(CallRunner):
             return self.following.number(held, kind)
 
     def _record_plain(
-        self, func: Callable[..., Any], args: Any, kwargs: Any, run: Callable[..., Any] | None = None
+        self,
+        func: Callable[..., Any],
+        args: Any,
+        kwargs: Any,
+        run: Callable[..., Any] | None = None,
+        asked: Asked | None = None,
     ) -> Any:
         if is_property_set(func):
             return None  # nothing that would change anything passes the check
@@ -188,6 +213,8 @@ class Recorder(CallRunner):
             node = self.tape.append(func, args, kwargs, nodes, result)
             with self.unrecorded():
                 self.gradient_order.note(node, ends, result)
+                if asked is not None and given is None and packed is None:
+                    self.recall.note(asked, node, result, self.effects, self.gradient_order.ready(node))
         elif not is_question:
             self._read(func, args, kwargs, nodes, result)
         return result if given is None else given

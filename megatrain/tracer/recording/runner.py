@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from types import BuiltinFunctionType, FunctionType, MethodDescriptorType, WrapperDescriptorType
 from typing import Any, NoReturn
 
 import torch
@@ -14,7 +13,7 @@ from torch.overrides import TorchFunctionMode
 
 from megatrain.interrupts import Interrupts
 from megatrain.torch_private import FakeTensor, FakeTensorMode, pytree
-from megatrain.tracer.calls import call_name
+from megatrain.tracer.calls import is_of_torch
 from megatrain.tracer.inventory import StateValues
 from megatrain.tracer.python.followed_numbers import Following
 from megatrain.tracer.recording.effect_watch import EffectWatch
@@ -32,6 +31,7 @@ from megatrain.tracer.recording.obstacles import (
 )
 from megatrain.tracer.recording.packed_state import PackedState
 from megatrain.tracer.recording.random_numbers import GeneratorWatch
+from megatrain.tracer.recording.recall import Recall
 from megatrain.tracer.recording.tape import Tape
 from megatrain.tracer.spec import storage_key
 
@@ -69,6 +69,8 @@ class CallRunner(TorchFunctionMode):
         earlier_tape = None if earlier is None else earlier.tape
         self.tape = Tape(self.effects, device, uses_values=attempt.uses_values, earlier=earlier_tape)
         self.gradient_order = GradientOrder()
+        is_recalling = attempt.recalls and not attempt.uses_values
+        self.recall = Recall(fake_mode, self.tape.table, originals, is_on=is_recalling)
         self.is_recording = False
         self._fake_mode = fake_mode
         self._state = state
@@ -122,6 +124,8 @@ class CallRunner(TorchFunctionMode):
                     args, kwargs = pytree.tree_map_only(torch.Tensor, self._fake_mode.from_tensor, (args, kwargs))
                 with self._fake_mode, self.effects:
                     result = call_on_fakes(func, args, kwargs, *self.tape.site)
+            if self.effects.written:
+                self.recall.note_writes(self.effects.written)
             return result
 
     @contextmanager
@@ -215,7 +219,7 @@ def _makes_large(
     Such a call is tried on tensors without values. No result of torch's own functions has more elements than all
     operands and whole numbers multiplied, so nearly all calls need no trial.
     """
-    if _most_elements(args, kwargs, operands) * _WIDEST <= MOST_BYTES or not _is_of_torch(func):
+    if _most_elements(args, kwargs, operands) * _WIDEST <= MOST_BYTES or not is_of_torch(func):
         return False
     given = max((tensor.untyped_storage().nbytes() for tensor in operands), default=0)
     try:
@@ -235,13 +239,3 @@ def _without_values(tensor: torch.Tensor) -> torch.Tensor:
 def _most_elements(args: Sequence[Any], kwargs: Mapping[str, Any], operands: Sequence[torch.Tensor]) -> int:
     numbers = [abs(leaf) for leaf in pytree.tree_leaves((args, kwargs)) if type(leaf) is int]
     return math.prod(max(1, size) for size in (*numbers, *(tensor.numel() for tensor in operands)))
-
-
-def _is_of_torch(func: Any) -> bool:
-    """Tells whether a trial has no effect: a function of torch that changes no operand."""
-    name = call_name(func)
-    if name.endswith("_") and not name.endswith("__"):
-        return False
-    if isinstance(func, FunctionType):
-        return func.__module__.partition(".")[0] == "torch"
-    return isinstance(func, BuiltinFunctionType | MethodDescriptorType | WrapperDescriptorType)

@@ -60,6 +60,28 @@ class TensorTable:
             storage_bytes=tensor.untyped_storage().nbytes(),
         )
 
+    def bind_equal(self, tensor: FakeTensor, node: fx.Node, like: fx.Node, given: fx.Node | None) -> None:
+        """Makes `node` the definition of a tensor that is like that of another node.
+
+        Args:
+            tensor: A tensor that no node has defined.
+            node: Its node.
+            like: Defines a tensor that is described alike.
+            given: Of the tensor whose memory it views; None if it has memory of its own.
+        """
+        self._nodes[id(tensor)] = node
+        self._kept[id(tensor)] = tensor
+        number = self._number(tensor) if given is None else given.meta["storage"]
+        self._names[number].append((node, tensor))
+        meta = like.meta
+        node.meta.update(
+            spec=meta["spec"],
+            requires_grad=meta["has_history"],
+            has_history=meta["has_history"],
+            storage=number,
+            storage_bytes=meta["storage_bytes"],
+        )
+
     def stand_in(self, tensor: torch.Tensor, original: torch.Tensor) -> None:
         """Lets `tensor` count as `original` wherever it appears: the same node, the same memory."""
         self._nodes[id(tensor)] = self._nodes[id(original)]
@@ -85,6 +107,10 @@ class TensorTable:
     def knows_storage(self, key: int) -> bool:
         """Tells whether a bound tensor lies in that storage."""
         return key in self._numbers
+
+    def count(self, number: int) -> int:
+        """How many nodes were bound to the memory of a number."""
+        return len(self._names[number])
 
     def names(self, key: int) -> Iterator[tuple[fx.Node, torch.Tensor]]:
         """Lists what is bound in a storage and still held by somebody, in order of binding."""
@@ -274,6 +300,18 @@ class Tape:
             self._fix_shapes(node, result)
         return node
 
+    def append_equal(self, like: fx.Node, args: Any, kwargs: Any) -> fx.Node:
+        """Appends and returns the node of a call that isn't made, as it equals that of another node."""
+        node = self.graph.create_node(like.op, like.target, args, kwargs)
+        node.meta.update(self._context(), is_random=like.meta["is_random"])
+        return node
+
+    def append_part(self, node: fx.Node, index: int) -> fx.Node:
+        """Appends and returns the node of one of several results of a call."""
+        part = self.graph.call_function(getitem, (node, index))
+        part.meta.update({k: node.meta[k] for k in ("modules", "source", "grad", "autocast")}, is_random=False)
+        return part
+
     def append_opaque(
         self, opaque: Opaque, operands: list[fx.Node], results: Sequence[torch.Tensor], *, has_drawn: bool
     ) -> fx.Node:
@@ -328,8 +366,7 @@ class Tape:
     def _bind_item(self, node: fx.Node, index: int, item: Any) -> None:
         if not any(isinstance(x, torch.Tensor) for x in pytree.tree_leaves(item)):
             return
-        part = self.graph.call_function(getitem, (node, index))
-        part.meta.update({k: node.meta[k] for k in ("modules", "source", "grad", "autocast")}, is_random=False)
+        part = self.append_part(node, index)
         for group in (self._known, self._from_inputs):
             if node in group:
                 group.add(part)
