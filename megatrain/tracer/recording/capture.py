@@ -32,6 +32,7 @@ from megatrain.tracer.recording.packed_state import PackedState
 from megatrain.tracer.recording.python_effects import Hooks, PythonEffects, running_hooks
 from megatrain.tracer.recording.random_numbers import HOST_GENERATORS, kept_rng
 from megatrain.tracer.recording.recorder import Recorder
+from megatrain.tracer.recording.tape import place_of
 from megatrain.tracer.recording.sandbox import fake_state, swapped_state, watching
 from megatrain.tracer.source_line import user_line
 from megatrain.tracer.spec import TensorSpec
@@ -99,10 +100,10 @@ def _is_same(one: Any, other: Any) -> bool:
 
 
 class Made:
-    """The tensors of one capture, followed weakly, with the place in the model that made each."""
+    """The tensors of one capture, followed weakly, with the node of each."""
 
-    def __init__(self, tensors: Iterable[tuple[torch.Tensor, str]]) -> None:
-        self._made = [(weakref.ref(tensor), place) for tensor, place in tensors]
+    def __init__(self, tensors: Iterable[tuple[torch.Tensor, fx.Node]]) -> None:
+        self._made = [(weakref.ref(tensor), node) for tensor, node in tensors]
 
     def check(self) -> None:
         """Looks for tensors that Python code holds although the capture is over and has let go of them.
@@ -116,9 +117,9 @@ class Made:
             held = self._held()
         if not held:
             return
-        place = next(place for ref, place in self._made if id(ref()) in held)
+        node = next(node for ref, node in self._made if id(ref()) in held)
         raise TraceError(
-            f"the forward leaves a tensor, made {place}, where a capture can't follow it.\n"
+            f"the forward leaves a tensor, made {place_of(node)}, where a capture can't follow it.\n"
             "  A capture follows attributes of modules, and variables and objects that the model's code or its "
             "hooks name.\n"
             "  Keep the tensor in one of these places, or return it from the model."

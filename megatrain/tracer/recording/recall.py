@@ -23,7 +23,11 @@ from megatrain.torch_private import (
     count_dispatch_modes,
     count_function_modes,
     dispatch_modes,
+    forbid_memory,
+    function_class,
     function_modes,
+    make_subclass,
+    pytree,
 )
 from megatrain.tracer.calls import is_of_torch, is_property_get, is_property_set
 from megatrain.tracer.guards import is_metadata_read
@@ -97,6 +101,7 @@ class Asked:
         kwargs: The keyword arguments, likewise.
         operands: The tensors among both, in order.
         nodes: Of these.
+        autocast: The regions of autocast that it is in.
         recipe: What an equal call did, if its results can be made.
     """
 
@@ -105,6 +110,7 @@ class Asked:
     kwargs: dict[str, Any]
     operands: list[torch.Tensor]
     nodes: list[fx.Node]
+    autocast: tuple[tuple[str, torch.dtype], ...]
     recipe: Recipe | None
 
 
@@ -140,6 +146,7 @@ class Recall:
         self._views: set[int] = set()  # memory that recalled calls view
         self._runs_views = False
         self._writes = 0
+        self._attributes: dict[torch.device, dict[str, Any]] = {}  # of a fake tensor that no call has made
         self._start = torch.zeros((), requires_grad=True)
         self.is_used = False
         self.needs_whole = False
@@ -176,13 +183,14 @@ class Recall:
         if len(nodes) > 1:
             numbers = [node.meta["storage"] for node in nodes]
             shared = [*map(nodes.index, nodes), *map(numbers.index, numbers)]
-        key = func, told, tuple(shared), _state()
+        autocast = autocast_state()
+        key = func, told, tuple(shared), autocast, _state()
         if key not in self._recipes:
-            return Asked(key, tuple(given), kwargs, operands, nodes, None)
+            return Asked(key, tuple(given), kwargs, operands, nodes, autocast, None)
         recipe = self._recipes[key]
         if recipe is None or (self._runs_views and any(made.is_view for made in recipe.made)):
             return None
-        return Asked(key, tuple(given), kwargs, operands, nodes, recipe)
+        return Asked(key, tuple(given), kwargs, operands, nodes, autocast, recipe)
 
     def _told(
         self, values: Iterable[Any], operands: list[torch.Tensor], nodes: list[fx.Node]
@@ -249,8 +257,11 @@ class Recall:
     ) -> None:
         """Keeps what a call did that has run, if an equal call can do without."""
         self._recipes[asked.key] = None
-        if effects.written or effects.is_value_dependent or effects.hides_draws:
+        if "writes" in node.meta or effects.is_value_dependent or effects.hides_draws:
             return
+        for device in {x.fake_device for x in pytree.tree_leaves(result) if type(x) is FakeTensor}:
+            if device not in self._attributes:
+                self._attributes[device] = vars(FakeTensor(self._fake_mode, torch.empty(0, device="meta"), device))
         kind = None if isinstance(result, torch.Tensor) else type(result)
         results = [result] if kind is None else result
         if kind not in (None, tuple, list) or any(type(x) is not FakeTensor for x in results):
@@ -295,11 +306,11 @@ class Recall:
             NeedWholeError: If a recalled call views this memory: autograd doesn't know, and would leave its history
                 as it was.
         """
-        self._writes += 1
         for tensor in written:
             if storage_key(tensor) in self._views:
                 self.refuse()
             nodes = [node for node, _ in self._table.names(storage_key(tensor))]
+            self._writes += bool(nodes)
             self._runs_views |= any(node.op != "get_attr" for node in nodes)
             for node in nodes:
                 self._form_of.pop(node, None)
@@ -328,9 +339,14 @@ class Recall:
                     inner.set_(memory, made.offset, made.shape, made.stride)  # pyright: ignore
                 if made.has_history:
                     lacking.append(len(found))
-                found.append(FakeTensor(self._fake_mode, inner, made.device))
+                tensor = make_subclass(
+                    FakeTensor, inner, False, dispatch_device=True, device_for_backend_keys=made.device
+                )
+                forbid_memory(tensor)
+                vars(tensor).update(self._attributes[made.device])
+                found.append(tensor)
             if lacking:
-                with_history = _History.apply(self._start, [found[i] for i in lacking], self.refuse)
+                with_history = _apply(self._start, [found[i] for i in lacking], self.refuse)
                 for i, tensor in zip(lacking, with_history, strict=True):
                     found[i] = tensor
         return found
@@ -356,7 +372,13 @@ class Recall:
                 self._views.add(storage_key(tensor))
 
 
-class _History(torch.autograd.Function):
+class _Unwatched(function_class):
+    """Of a Function whose attributes a capture doesn't watch."""
+
+    __getattribute__ = type.__getattribute__
+
+
+class _History(torch.autograd.Function, metaclass=_Unwatched):
     """Returns tensors that aren't arguments of the call, with a history that says that it was left out."""
 
     @staticmethod
@@ -369,13 +391,16 @@ class _History(torch.autograd.Function):
         ctx.refuse()
 
 
+# Without what torch does for transforms of torch.func, none of which is active where calls are recorded.
+_apply: Any = super(torch.autograd.Function, _History).apply  # pyright: ignore[reportUnknownMemberType]
+
+
 def _state() -> Hashable:
     """What of torch's own state changes what a call returns, or its history."""
     attention = torch.backends.cuda
     return (
         torch.is_grad_enabled(),
         torch.is_inference_mode_enabled(),
-        autocast_state(),
         torch.get_default_dtype(),
         count_function_modes(),
         torch.are_deterministic_algorithms_enabled(),

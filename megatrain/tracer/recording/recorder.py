@@ -11,7 +11,7 @@ import torch
 from torch import fx, nn
 
 from megatrain.interrupts import Interrupts
-from megatrain.torch_private import DisableTorchFunction, pytree
+from megatrain.torch_private import DisableTorchDispatch, DisableTorchFunction, FakeTensor, pytree
 from megatrain.tracer.calls import as_call, call_name, is_property_get, is_property_set
 from megatrain.tracer.guards import PLAIN, is_metadata_read
 from megatrain.tracer.python.followed_numbers import (
@@ -36,10 +36,11 @@ from megatrain.tracer.recording.opaque import Observer, OpaqueCall, without_hist
 from megatrain.tracer.recording.packed_state import check_run, unpacked_result
 from megatrain.tracer.recording.recall import Asked, Recipe
 from megatrain.tracer.recording.runner import CallRunner
-from megatrain.tracer.recording.tape import place_of
 from megatrain.tracer.source_line import user_line
 
 _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
+# What a tensor without values answers itself.
+_OF_SHAPE = frozenset(("size", "dim", "ndimension", "numel", "nelement", "stride", "storage_offset", "__len__"))
 _RECORDED_PROPERTIES = {"data", "T", "mT", "H", "mH", "real", "imag"}
 
 
@@ -77,9 +78,9 @@ class Recorder(CallRunner):
             obstacle.lacks_large |= self._left_out_large
             raise
 
-    def over(self) -> list[tuple[torch.Tensor, str]]:
-        """Lets go of all tensors; lists the fake ones, with the place that made each."""
-        made = [(tensor, place_of(node)) for tensor, node in self.tape.table.made()]
+    def over(self) -> list[tuple[torch.Tensor, fx.Node]]:
+        """Lets go of all tensors; lists the fake ones, with the node of each."""
+        made = list(self.tape.table.made())
         self.effects.clear()
         self.tape.table.forget()
         self.effects.clear()
@@ -142,6 +143,9 @@ class Recorder(CallRunner):
         asked = None if run is not None else self.recall.asked(func, args, kwargs, self.tape.site[1])
         if asked is not None and asked.recipe is not None:
             return self._recalled(asked, asked.recipe)
+        if self.tape.site[1] in _OF_SHAPE and len(args) > 0 and type(args[0]) is FakeTensor:
+            with self.unrecorded(), DisableTorchDispatch():
+                return func(*args, **kwargs)
         if any(map(is_followed, pytree.tree_leaves((args, kwargs)))):
             return self._record_on_numbers(func, args, kwargs, run)
         if self._attempt.follows_reads and self.tape.site[1] == "item":
@@ -159,7 +163,7 @@ class Recorder(CallRunner):
             self._generator.check_straight()
         with self.unrecorded():
             results = self.recall.made(recipe, asked)
-        node = self.tape.append_equal(recipe.node, asked.args, asked.kwargs)
+        node = self.tape.append_equal(recipe.node, asked.args, asked.kwargs, asked.autocast)
         self.recall.bind(recipe, asked, node, results, self.tape.append_part)
         if recipe.ready is not None:
             ready = [[None if i is None else asked.nodes[i] for i in each] for each in recipe.ready]

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from megatrain.patches import replaced_elsewhere
-from megatrain.torch_private import FakeTensorMode, TorchDispatchMode
+from megatrain.torch_private import FakeTensor, FakeTensorMode, TorchDispatchMode
 from megatrain.tracer.python.names import Outer
 from megatrain.tracer.python.snapshot import Snapshot
 from megatrain.tracer.recording.effect_watch import gives_own_memory
@@ -95,10 +95,11 @@ def fake_state(
     """Makes a fake tensor on `device` for each state tensor, with the same layout and `requires_grad`."""
     fakes: dict[str, torch.Tensor] = {}
     for key, tensor in tensors.items():
-        with fake_mode, torch.no_grad():
-            fake = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
+        meta = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+        fake = FakeTensor(fake_mode, meta, device)
         if isinstance(tensor, nn.Parameter):
-            fake = nn.Parameter(fake, requires_grad=tensor.requires_grad)
+            fake._is_param = True
+            fake.requires_grad_(tensor.requires_grad)
             attributes: dict[str, Any] = vars(fake)
             attributes |= {k: v for k, v in vars(tensor).items() if k not in attributes}
         elif tensor.requires_grad and tensor.is_leaf:

@@ -219,8 +219,7 @@ class Tape:
 
     def bind_state(self, tensor: torch.Tensor, key: str) -> None:
         """Binds a parameter or buffer."""
-        node = self.graph.get_attr(key.replace(".", "_"))
-        node.target = key
+        node = self.graph.create_node("get_attr", key, name=key.replace(".", "_"))
         self.table.bind(tensor, node)
         node.meta["key"] = key
 
@@ -300,10 +299,11 @@ class Tape:
             self._fix_shapes(node, result)
         return node
 
-    def append_equal(self, like: fx.Node, args: Any, kwargs: Any) -> fx.Node:
+    def append_equal(self, like: fx.Node, args: Any, kwargs: Any, autocast: Any) -> fx.Node:
         """Appends and returns the node of a call that isn't made, as it equals that of another node."""
-        node = self.graph.create_node(like.op, like.target, args, kwargs)
-        node.meta.update(self._context(), is_random=like.meta["is_random"])
+        node = self.graph.create_node(like.op, like.target)
+        node.args, node.kwargs = args, kwargs  # in `create_node`, fx looks for symbolic numbers among them
+        node.meta.update(self._context(autocast), is_random=like.meta["is_random"])
         return node
 
     def append_part(self, node: fx.Node, index: int) -> fx.Node:
@@ -348,12 +348,12 @@ class Tape:
             if isinstance(tensor, torch.Tensor):
                 self.fix("call_method", "size", (self.table.latest(tensor),), {}, tensor.size())
 
-    def _context(self) -> dict[str, Any]:
+    def _context(self, autocast: Any = None) -> dict[str, Any]:
         return {
             "modules": tuple(self.module_stack),
             "source": self.site[0],
             "grad": torch.is_grad_enabled(),
-            "autocast": autocast_state(),
+            "autocast": autocast_state() if autocast is None else autocast,
         }
 
     def _bind_results(self, node: fx.Node, result: Any) -> None:
