@@ -51,8 +51,8 @@ _LARGEST_BUFFER = 65536
 _NOTHING = ()
 _UNCHANGEABLE = (tuple, frozenset, MappingProxyType)
 # Most of what a model holds is of these types; of the second, nothing but what they contain can be seen.
-_SIMPLE = frozenset((*VALUES, torch.Tensor, nn.Parameter, FunctionType))
-_BARE = frozenset((list, dict, set, deque, OrderedDict))
+SIMPLE = frozenset((*VALUES, torch.Tensor, nn.Parameter, FunctionType))
+BARE = frozenset((list, dict, set, deque, OrderedDict))
 # Visited on their own, or never looked into.
 _CLOSED = (nn.Module, torch.Tensor, type, ModuleType, FunctionType, Enum)
 
@@ -159,6 +159,8 @@ WHOLE = (*BUFFERS, GeneratorState)
 
 def identity_of(holder: Any) -> Any:
     """Tells holders apart, however they were found, as long as what they are in is alive."""
+    if type(holder) in BARE:
+        return id(holder)  # as most holders
     if isinstance(holder, Named):
         return id(holder.holder), holder.name
     if isinstance(holder, ObjectSlots):
@@ -209,6 +211,8 @@ def put_into(holder: Any, changed: Mapping[Any, Any], removed: Iterable[Any] = (
 
 def is_same(holder: Any, left: dict[Any, Any], right: dict[Any, Any]) -> bool:
     """Tells whether a holder holds the same at two times."""
+    if not left and not right:
+        return True
     if left.keys() != right.keys():
         return False
     if all(map(is_, left.values(), right.values())) and all(map(is_, left, right)):
@@ -297,9 +301,9 @@ def holders_in(value: Any) -> Sequence[Any]:
     Modules, classes and functions are visited on their own, or are the same as long as they are themselves.
     """
     kind = type(value)
-    if kind in _SIMPLE or (kind is tuple and _SIMPLE.issuperset(map(type, value))):
+    if kind in SIMPLE or (kind is tuple and SIMPLE.issuperset(map(type, value))):
         return _NOTHING
-    if kind in _BARE:
+    if kind in BARE:
         return (value,) if len(value) <= LARGEST else _NOTHING
     if isinstance(value, _CLOSED):
         return _NOTHING

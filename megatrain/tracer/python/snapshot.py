@@ -7,7 +7,7 @@ import functools
 import io
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType, SimpleNamespace
@@ -20,11 +20,13 @@ from torch import nn
 from megatrain.torch_private import FakeTensor
 from megatrain.tracer.python.names import Outer
 from megatrain.tracer.python.python_values import (
+    BARE,
     BUFFERS,
     CONTAINERS,
     GENERATORS,
     LARGEST,
     MISSING,
+    SIMPLE,
     VALUES,
     WHOLE,
     Missing,
@@ -127,12 +129,19 @@ class Snapshot:
             if identity in self._saved or identity in passed:
                 continue
             content = held_in(holder)
-            is_in_namespace = isinstance(holder, Named) and id(holder.holder) in self._saved
-            if is_in_namespace or is_unchangeable(holder):
-                passed.add(identity)
-            else:
+            if type(holder) in BARE:  # as most holders
                 self._saved[identity] = name, HolderPlace(root, way), holder, content
-            for label, item in content.items() if not isinstance(holder, WHOLE) else ():
+            else:
+                is_in_namespace = isinstance(holder, Named) and id(holder.holder) in self._saved
+                if is_in_namespace or is_unchangeable(holder):
+                    passed.add(identity)
+                else:
+                    self._saved[identity] = name, HolderPlace(root, way), holder, content
+                if isinstance(holder, WHOLE):
+                    continue
+            for label, item in content.items():
+                if type(item) in SIMPLE:
+                    continue
                 inner = holders_in(item)
                 if inner and (follows is None or follows(item)):
                     stack += [((*way, (label, which)), found) for which, found in enumerate(inner)]
@@ -141,6 +150,26 @@ class Snapshot:
     def holders(self) -> frozenset[Any]:
         """Identities of the namespaces, containers and variables."""
         return frozenset(self._saved)
+
+    def with_registries(self, module: nn.Module, others: Mapping[int, dict[str, Any]]) -> Snapshot:
+        """Returns what `module` holds once its modules have been given other registries in place of these.
+
+        Args:
+            module: The module that was read.
+            others: What now stands for a registry, by the identity of the one that was there.
+        """
+        found = Snapshot(nn.Module())
+        found._saved = {}
+        for identity, (name, place, holder, content) in self._saved.items():
+            if identity in others:
+                holder = others[identity]
+                identity, content = id(holder), dict(holder)
+            found._saved[identity] = name, place, holder, content
+        for child in module.modules():
+            name, place, holder, content = found._saved[id(vars(child))]
+            now = {label: others.get(id(value), value) for label, value in content.items()}
+            found._saved[id(vars(child))] = name, place, holder, now
+        return found
 
     def restore(self) -> None:
         """Puts everything back in place."""

@@ -24,7 +24,7 @@ from megatrain.tracer.python.assumptions import Assuming, Assumptions
 from megatrain.tracer.python.names import Outer
 from megatrain.tracer.python.python_values import HOLDERS, held_in, put_into
 from megatrain.tracer.python.side_outputs import SideOutputs
-from megatrain.tracer.python.snapshot import Snapshot
+from megatrain.tracer.python.snapshot import Change, Snapshot
 from megatrain.tracer.recording.inputs import bind_inputs
 from megatrain.tracer.recording.module_calls import repeated_modules
 from megatrain.tracer.recording.obstacles import FOLLOW_HOST, RUN_AGAIN, Attempt, NeedSavedError, NeedWholeError, Obstacle
@@ -188,10 +188,11 @@ class Capture:
             with assuming.reading(self._followed):
                 result, given = self._run_forward(self._recorder)
             self._packed.check_unchanged()
-            self._effects.refuse_unregistered(start)
+            changes = start.changes()
+            self._effects.refuse_unregistered(changes)
             rebound = self._rebound_buffers()
-            left = self._left(start)
-            self._refuse_kept_state(start)
+            left = self._left(changes)
+            self._refuse_kept_state(start, changes)
         if self._attempt.follows_host and not self._recorder.host_drawer and moved == [HOST_GENERATORS]:
             moved.clear()  # no module drew: another thread did
         if moved:
@@ -219,9 +220,9 @@ class Capture:
                     "  Clone the input first, or return the result instead."
                 )
 
-    def _left(self, start: Snapshot) -> SideOutputs:
-        changes = self._effects.own(start, self._recorder)
-        return SideOutputs.of(changes, {id(self._fakes[key]): t for key, t in self._tensors.items()})
+    def _left(self, changes: Sequence[Change]) -> SideOutputs:
+        own = self._effects.own(changes, self._recorder)
+        return SideOutputs.of(own, {id(self._fakes[key]): t for key, t in self._tensors.items()})
 
     def _run_forward(self, recorder: Recorder) -> tuple[Any, list[torch.Tensor]]:
         """Runs the model; returns its result, and what its inputs were bound to."""
@@ -274,29 +275,27 @@ class Capture:
         )
         raise self._stray
 
-    def _refuse_kept_state(self, start: Snapshot) -> None:
+    def _refuse_kept_state(self, start: Snapshot, changes: Sequence[Change]) -> None:
         """Runs a forward that changed attributes again, to see whether the next call would do something else.
 
         What an opaque module changes in itself doesn't count: its code runs at each step.
         """
-        for change in start.changes():
-            if isinstance(change.before, torch.Tensor) and id(change.before) in self._fake_ids():
+        fakes = {id(fake) for fake in self._fakes.values()}
+        for change in changes:
+            if isinstance(change.before, torch.Tensor) and id(change.before) in fakes:
                 has_names = isinstance(change.holder, (dict, *HOLDERS))
                 others = {} if has_names else held_in(change.holder)
                 put_into(change.holder, {**others, change.label: change.before})
-        changes = self._effects.own(start, self._recorder)
+        changes = self._effects.own(start.changes(), self._recorder) if changes else ()
         if not changes:
             return
         between = self._effects.now()
         again = self._new_recorder(self._recorder)
         self._run_forward(again)
         differs = _calls(again) != _calls(self._recorder)
-        counted = [c for c in self._effects.own(between, again) if c.is_plain]
+        counted = [c for c in self._effects.own(between.changes(), again) if c.is_plain]
         flags = [c for c in changes if c.is_plain and differs]
         self._effects.refuse_any((*counted, *flags))
-
-    def _fake_ids(self) -> set[int]:
-        return {id(fake) for fake in self._fakes.values()}
 
     def _rebound_buffers(self) -> dict[str, torch.Tensor]:
         """Finds buffers that the forward re-assigned (`self.ema = ...`) rather than wrote in place."""

@@ -35,14 +35,14 @@ class PythonEffects:
         """Reads all that may change."""
         return Snapshot(self._model, self._outer)
 
-    def own(self, start: Snapshot, recorder: Recorder) -> list[Change]:
-        """Lists what the captured code changed since, not the code that runs again at each step.
+    def own(self, changes: Iterable[Change], recorder: Recorder) -> list[Change]:
+        """Lists which changes are the captured code's, not those of code that runs again at each step.
 
         Raises:
             TraceError: If both changed one list or set: their turns would be lost.
         """
         theirs = recorder.changed_by_users
-        changes = [change for change in start.changes() if not self._is_opaque(change)]
+        changes = [change for change in changes if not self._is_opaque(change)]
         holders = {change.where[0] for change in changes if change.where in theirs}
         own = [change for change in changes if change.where not in theirs]
         for change in own:
@@ -54,7 +54,7 @@ class PythonEffects:
                 )
         return own
 
-    def refuse_unregistered(self, start: Snapshot) -> None:
+    def refuse_unregistered(self, changes: Iterable[Change]) -> None:
         """Refuses a forward that leaves a module with another class, or without one of its parameters.
 
         What is back at the end of the forward (a parametrization that it removes) has only made other calls.
@@ -62,7 +62,7 @@ class PythonEffects:
         Raises:
             TraceError: If it does: no later call would begin as this one did.
         """
-        for change in start.changes():
+        for change in changes:
             is_class = isinstance(change.holder, ModuleClass)
             is_gone = change.place.labels == (("_parameters", 0),) and change.now is None
             if (is_class or is_gone) and not self._is_opaque(change):

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
+from types import BuiltinFunctionType, FunctionType, MethodDescriptorType, WrapperDescriptorType
 from typing import Any, NoReturn
 
 import torch
@@ -29,7 +30,7 @@ from megatrain.torch_private import (
     make_subclass,
     pytree,
 )
-from megatrain.tracer.calls import is_of_torch, is_property_get, is_property_set
+from megatrain.tracer.calls import call_name, is_of_torch
 from megatrain.tracer.guards import is_metadata_read
 from megatrain.tracer.recording.effect_watch import EffectWatch, has_hooks
 from megatrain.tracer.recording.gradient_order import Ready
@@ -40,6 +41,7 @@ from megatrain.tracer.spec import autocast_state, storage_key
 _LITERALS = frozenset(
     (bool, int, str, type(None), type(...), torch.dtype, torch.device, torch.layout, torch.memory_format)
 )
+_FUNCTIONS = frozenset((FunctionType, BuiltinFunctionType, MethodDescriptorType, WrapperDescriptorType))
 _OURS = __name__.partition(".")[0]
 
 
@@ -140,6 +142,7 @@ class Recall:
         self._originals = originals
         self._is_on = is_on
         self._num_modes = -1
+        self._comparable: dict[Any, bool] = {}
         self._recipes: dict[Hashable, Recipe | None] = {}
         self._forms: dict[Hashable, int] = {}
         self._form_of: dict[fx.Node, int] = {}
@@ -161,12 +164,14 @@ class Recall:
 
     # -- calls that are about to be made --------------------------------------------------------------------
 
-    def asked(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any], name: str) -> Asked | None:
+    def asked(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Asked | None:
         """Reads a call; None if it can't be compared, or did before what can't be made again."""
-        if not self._is_on or is_metadata_read(name) or not is_of_torch(func) or is_property_set(func):
+        if not self._is_on or type(func) not in _FUNCTIONS or count_dispatch_modes() != self._num_modes:
             return None
-        is_differentiating = str(getattr(func, "__module__", "")).startswith("torch.autograd")
-        if is_differentiating or is_property_get(func) or count_dispatch_modes() != self._num_modes:
+        is_comparable = self._comparable.get(func)
+        if is_comparable is None:
+            is_comparable = self._comparable[func] = _is_comparable(func)
+        if not is_comparable:
             return None
         operands: list[torch.Tensor] = []
         nodes: list[fx.Node] = []
@@ -393,6 +398,12 @@ class _History(torch.autograd.Function, metaclass=_Unwatched):
 
 # Without what torch does for transforms of torch.func, none of which is active where calls are recorded.
 _apply: Any = super(torch.autograd.Function, _History).apply  # pyright: ignore[reportUnknownMemberType]
+
+
+def _is_comparable(func: Any) -> bool:
+    """Whether calls of a function are compared: one of torch's own that makes tensors."""
+    is_differentiating = str(getattr(func, "__module__", "")).startswith("torch.autograd")
+    return is_of_torch(func) and not (is_differentiating or is_metadata_read(call_name(func)))
 
 
 def _state() -> Hashable:

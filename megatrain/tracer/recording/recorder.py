@@ -74,9 +74,12 @@ class Recorder(CallRunner):
         try:
             yield
         except Obstacle as obstacle:
-            obstacle.calls = obstacle.calls or self.tape.calls()
-            obstacle.lacks_large |= self._left_out_large
+            self._locate(obstacle)
             raise
+
+    def _locate(self, obstacle: Obstacle) -> None:
+        obstacle.calls = obstacle.calls or self.tape.calls()
+        obstacle.lacks_large |= self._left_out_large
 
     def over(self) -> list[tuple[torch.Tensor, fx.Node]]:
         """Lets go of all tensors; lists the fake ones, with the node of each."""
@@ -106,8 +109,11 @@ class Recorder(CallRunner):
 
     def record(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Runs one call and appends its node; used directly for calls that no mode can see."""
-        with self._located():
+        try:
             return self._record(func, args, kwargs)
+        except Obstacle as obstacle:
+            self._locate(obstacle)
+            raise
 
     def record_forward(
         self,
@@ -140,7 +146,7 @@ class Recorder(CallRunner):
     ) -> Any:
         self.tape.site = (user_line(), call_name(func))
         check_call(func, args, kwargs)
-        asked = None if run is not None else self.recall.asked(func, args, kwargs, self.tape.site[1])
+        asked = None if run is not None else self.recall.asked(func, args, kwargs)
         if asked is not None and asked.recipe is not None:
             return self._recalled(asked, asked.recipe)
         if self.tape.site[1] in _OF_SHAPE and len(args) > 0 and type(args[0]) is FakeTensor:

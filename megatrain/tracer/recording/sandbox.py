@@ -143,7 +143,7 @@ def swapped_state(
             for child in module.modules():
                 for kind, held in own[id(child)].items():
                     vars(child)[kind] = stand_ins[id(held)]
-            yield Snapshot(module, outer)
+            yield saved.with_registries(module, stand_ins)
         finally:
             saved.restore()
 
