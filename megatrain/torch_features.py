@@ -169,6 +169,20 @@ def _vmap_can_be_replaced() -> bool:
     return is_told and result.tolist() == [[2], [2]]
 
 
+def _backwards_are_noticed() -> bool:
+    seen, original = list[bool](), original_of(private.backward_home, "_engine_run_backward")
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        seen.append(True)
+        return original(*args, **kwargs)
+
+    a = _leaf()
+    with replaced_here(private.backward_home, "_engine_run_backward", run):
+        (a * 2).sum().backward()
+        torch.autograd.grad((a * 2).sum(), [a])
+    return len(seen) == 2
+
+
 def _saved_hooks_are_told() -> bool:
     def pack(tensor: torch.Tensor) -> Any:
         return tensor
@@ -283,6 +297,7 @@ def _python_kernels_are_told() -> bool:
 _PROBES: tuple[tuple[str, str, Callable[[], bool]], ...] = (
     ("autograd.Function.apply", "look a Function's methods up in its class", _functions_are_looked_up),
     ("torch._functorch.apis.vmap_impl", "run every call of torch.vmap", _vmap_can_be_replaced),
+    ("torch.autograd._engine_run_backward", "run every backward", _backwards_are_noticed),
     ("torch._C._autograd._top_saved_tensors_default_hooks", "return the hooks", _saved_hooks_are_told),
     ("torch._C._will_engine_execute_node", "tell of the running backward, as `keep_graph`", _engine_tells),
     ("torch.Tensor._make_subclass", "give memory to a parameter on meta", _meta_gets_memory),

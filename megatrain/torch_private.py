@@ -89,6 +89,9 @@ count_dispatch_modes = _found("torch", "_C._len_torch_dispatch_stack")
 count_function_modes = _found("torch", "_C._len_torch_function_stack")
 # No mode is asked where a stand-in for a tensor is made.
 DisableTorchDispatch = _found("torch", "_C._DisableTorchDispatch")
+# What `backward` and `torch.autograd.grad` call in the end, in this module: a capture notices backwards in a forward.
+backward_home: Any = _found("torch", "autograd")
+run_backward = _found("torch.autograd", "_engine_run_backward")
 # In which order attention tries its kernels: recordings were made in one order.
 attention_priority = _found("torch", "_C._get_sdp_priority_order")
 # The kernels that were written in Python (`aten/mul.Tensor/CUDA`), and all kernels of an operator, as text with files:

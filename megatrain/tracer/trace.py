@@ -16,6 +16,7 @@ from megatrain.interrupts import Interrupts
 from megatrain.torch_features import check_torch
 from megatrain.tracer.arguments import Arguments
 from megatrain.tracer.packing import check_plain_state
+from megatrain.tracer.python.followed_numbers import DecidedError
 from megatrain.tracer.recording.capture import Capture
 from megatrain.tracer.recording.inputs import check_arguments, device_of, note_host_inputs
 from megatrain.tracer.recording.module_calls import (
@@ -107,6 +108,7 @@ def _captured(
             if HostRng.now() != host:
                 latest = HostRng.now()
                 host.restore()  # else a model that seeds might leave what it finds, as if it hadn't touched it
+            capture = None
             try:
                 capture = Capture(model, arguments, device, attempt, interrupts)
                 traced = capture.run()
@@ -121,9 +123,19 @@ def _captured(
                 raise
             except Obstacle as obstacle:
                 following = attempt.after(obstacle, model)
-                if following is None:
+                if following is not None:
+                    attempt = following
+                elif capture is not None and capture.has_recalled:
+                    attempt = attempt.without_recall()
+                else:
                     raise (obstacle.cause or TraceError(str(obstacle))) from None
-                attempt = following
+            except DecidedError:
+                raise
+            except Exception:
+                # What is raised to the user is what a capture raises that runs every call.
+                if capture is None or not capture.has_recalled:
+                    raise
+                attempt = attempt.without_recall()
     finally:
         if not is_others:
             host.restore()

@@ -27,7 +27,14 @@ from megatrain.tracer.python.side_outputs import SideOutputs
 from megatrain.tracer.python.snapshot import Change, Snapshot
 from megatrain.tracer.recording.inputs import bind_inputs
 from megatrain.tracer.recording.module_calls import repeated_modules
-from megatrain.tracer.recording.obstacles import FOLLOW_HOST, RUN_AGAIN, Attempt, NeedSavedError, NeedWholeError, Obstacle
+from megatrain.tracer.recording.obstacles import (
+    FOLLOW_HOST,
+    RUN_AGAIN,
+    Attempt,
+    NeedSavedError,
+    NeedWholeError,
+    Obstacle,
+)
 from megatrain.tracer.recording.packed_state import PackedState
 from megatrain.tracer.recording.python_effects import Hooks, PythonEffects, running_hooks
 from megatrain.tracer.recording.random_numbers import HOST_GENERATORS, kept_rng
@@ -167,6 +174,11 @@ class Capture:
         )
         self._recorders.append(recorder)
         return recorder
+
+    @property
+    def has_recalled(self) -> bool:
+        """Whether the results of a call were made from those of an equal one."""
+        return any(recorder.recall.is_used for recorder in self._recorders)
 
     def check_over(self) -> None:
         """Checks, after the run, that nobody has got hold of tensors that stand for others."""

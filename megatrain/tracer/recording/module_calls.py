@@ -18,7 +18,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import CheckpointFunction
 
 from megatrain.patches import original_of, replaced_here
-from megatrain.torch_private import FakeTensor, function_class, function_modes, pytree, vmap_home
+from megatrain.torch_private import FakeTensor, backward_home, function_class, function_modes, pytree, vmap_home
 from megatrain.tracer.python.python_values import VALUES
 from megatrain.tracer.python.snapshot import Snapshot
 from megatrain.tracer.recording.obstacles import RUN_AGAIN, Attempt, Obstacle
@@ -136,6 +136,20 @@ def with_backward_hooks(root: nn.Module) -> dict[str, str]:
         for name, module in root.named_modules()
         if module._backward_hooks or module._backward_pre_hooks
     }
+
+
+@contextmanager
+def noticed_backwards(recorder: Recorder) -> Generator[None]:
+    """Notices where the forward differentiates: then each call must have its own history, and none is recalled."""
+    original: Any = original_of(backward_home, "_engine_run_backward")
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        if recorder.recall.is_used:
+            recorder.recall.refuse()
+        return original(*args, **kwargs)
+
+    with replaced_here(backward_home, "_engine_run_backward", run):
+        yield
 
 
 @contextmanager

@@ -355,11 +355,15 @@ class Attempt:
                 assert error.name not in self.written_inputs, "a copy of an input was taken for the input"
                 return replace(self, written_inputs=self.written_inputs | {error.name})
             case NeedWholeError():
-                assert self.recalls, "a call was recalled although each was to run"
-                return replace(self, recalls=False)
+                return self.without_recall()
             case _:
                 assert not self.keeps_saved, "what autograd saved was thrown away although it is needed"
                 return replace(self, keeps_saved=True)
+
+    def without_recall(self) -> Attempt:
+        """Returns the same attempt with every call run."""
+        assert self.recalls, "a call was recalled although each was to run"
+        return replace(self, recalls=False)
 
     def note_memory(self, error: torch.OutOfMemoryError) -> None:
         """Notes on an error of the device's memory why this attempt takes more of it than others."""

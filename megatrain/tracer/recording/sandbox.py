@@ -21,6 +21,7 @@ from megatrain.tracer.recording.module_calls import (
     followed_calls,
     followed_counts,
     kept_dtypes,
+    noticed_backwards,
     recorded_functions,
     recorded_maps,
 )
@@ -77,6 +78,7 @@ def watching(
         recorded_maps(recorder),
         kept_dtypes(recorder),
         followed_counts(recorder),
+        noticed_backwards(recorder),
         # Then the recorder: modes of the user's are entered in the body, so they come before it, as in eager.
         recorder,
         # Last, because what it replaces is torch's own, and meant for the user's code alone.

@@ -1,0 +1,361 @@
+"""Laws: a capture that recalls equal calls says what a capture says that runs every call, and refuses the same."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.overrides import TorchFunctionMode
+from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode
+
+import megatrain
+from megatrain.tracer.recording.recall import Recall
+from tests.models import MODELS
+from tests.tracer.recalling import both, counted_recalls, every_call_run
+
+WIDTH = 4
+COUNTER = itertools.count()
+
+
+class Scale(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, factor: float) -> torch.Tensor:
+        ctx.factor = factor
+        return x * factor
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        return grads[0] * ctx.factor, None
+
+
+class Marks(torch.autograd.Function):
+    """Writes into its operand."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        ctx.mark_dirty(x)
+        return x.mul_(2)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        return grads[0] * 2
+
+
+class Doubling(TorchFunctionMode):
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        return result * 2 if func is F.relu else result
+
+
+class Layer(nn.Module):
+    """A layer that does something of which captures must take note, and some plain arithmetic."""
+
+    def __init__(self, quirk: str, index: int):
+        super().__init__()
+        self.quirk, self.index = quirk, index
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.norm = nn.LayerNorm(WIDTH)
+        self.register_buffer("buffer", torch.full((WIDTH,), float(index)))
+        self.calls = 0
+
+    def forward(self, x: torch.Tensor, shared: dict[str, Any]) -> torch.Tensor:
+        y = self.norm(x)
+        y = QUIRKS[self.quirk](self, y, shared)
+        return x + F.gelu(self.linear(y).view(-1, 2, 2).transpose(1, 2).reshape(x.shape))
+
+
+Quirk = Callable[[Layer, torch.Tensor, dict[str, Any]], torch.Tensor]
+QUIRKS: dict[str, Quirk] = {"none": lambda layer, x, shared: x}
+
+
+def quirk(do: Quirk) -> Quirk:
+    QUIRKS[do.__name__.replace("_", " ")] = do
+    return do
+
+
+@quirk
+def dropout(layer: Layer, x: torch.Tensor, shared: dict[str, Any]) -> torch.Tensor:
+    return F.dropout(x, 0.5)
+
+
+@quirk
+def an_index_that_is_read(layer: Layer, x: torch.Tensor, shared: dict[str, Any]) -> torch.Tensor:
+    return x * (layer.index + 1) if layer.index % 2 else x.relu()
+
+
+@quirk
+def a_number_that_changes(layer: Layer, x: torch.Tensor, shared: dict[str, Any]) -> torch.Tensor:
+    return x * [1, 1.0, True, -0.0][layer.index % 4]
+
+
+@quirk
+def a_buffer_that_is_written(layer: Layer, x: torch.Tensor, shared: dict[str, Any]) -> torch.Tensor:
+    with torch.no_grad():
+        layer.buffer.mul_(0.5).add_(x.mean((0, 1)), alpha=0.5)
+    return x + layer.buffer
+
+
+@quirk
+def a_write_into_a_result(layer: Layer, x: torch.Tensor, shared: dict[str, Any]) -> torch.Tensor:
+    y = torch.zeros_like(x)
+    y[..., :2] = x[..., 2:]
+    return y.add_(x)
+
+
+@quirk
+def a_write_into_a_view(layer: Layer, x: torch.Tensor, shared: dict[str, Any]) -> torch.Tensor:
+    y = torch.ones_like(layer.linear.weight).expand(2, WIDTH, WIDTH).clone()
+    if layer.index > 1:  # the calls of the layers before are recalled then
+        y[0].mul_(x.sum())
+    return x * y[0].sum()
+
+
+@quirk
+def a_write_into_what_another_layer_has_left(layer: Layer, x: torch.Tensor, shared: dict[str, Any]) -> torch.Tensor:
+    held = shared.setdefault("held", [])
+    held.append((x * 2).view(-1))
+    if layer.index == 3:
+        held[2].mul_(2)
+    return x + held[min(2, len(held) - 1)].view(x.shape)
+
+
+@quirk
+def no_gradients(layer: Layer, x: torch.Tensor, shared: dict[str, Any]) -> torch.Tensor:
+    with torch.set_grad_enabled(layer.index % 2 == 0):
+        return layer.linear(x)
+
+
+@quirk
+def detached(layer: Layer, x: torch.Tensor, shared: dict[str, Any]) -> torch.Tensor:
+    return layer.linear(x.detach()) if layer.index % 3 else layer.linear(x)
+
+
+@quirk
+def other_strides(layer: Layer, x: torch.Tensor, shared: dict[str, Any]) -> torch.Tensor:
+    y = x.transpose(0, 1) if layer.index % 2 else x
+    return y.contiguous().relu().transpose(0, 1) if layer.index % 2 else y.relu()
+
+
+@quirk
+def the_same_tensor_twice(layer: Layer, x: torch.Tensor, shared: dict[str, Any]) -> torch.Tensor:
+    other = x if layer.index % 2 else x.clone()
+    return torch.cat([x, other], -1)[..., WIDTH // 2 : -WIDTH // 2] * torch.stack([other, x]).sum(0)
+
+
+@quirk
+def autocast(layer: Layer, x: torch.Tensor, shared: dict[str, Any]) -> torch.Tensor:
+    with torch.autocast("cpu", torch.bfloat16, enabled=layer.index % 2 == 0):
+        return layer.linear(x).float()
+
+
+@quirk
+def another_default_dtype(layer: Layer, x: torch.Tensor, shared: dict[str, Any]) -> torch.Tensor:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64 if layer.index % 2 else torch.float32)
+    try:
+        return x + torch.arange(WIDTH) * (x.argmax(-1, keepdim=True) * 1.5)
+    finally:
+        torch.set_default_dtype(before)
+
+
+@quirk
+def another_kernel_of_attention(layer: Layer, x: torch.Tensor, shared: dict[str, Any]) -> torch.Tensor:
+    q = x.view(*x.shape[:2], 2, 2).transpose(1, 2)
+    with sdpa_kernel(SDPBackend.MATH if layer.index % 2 else SDPBackend.FLASH_ATTENTION):
+        return F.scaled_dot_product_attention(q, q, q, is_causal=True).transpose(1, 2).reshape(x.shape)
+
+
+@quirk
+def a_checkpoint(layer: Layer, x: torch.Tensor, shared: dict[str, Any]) -> torch.Tensor:
+    return checkpoint(lambda y: F.dropout(layer.linear(y).relu(), 0.1), x, use_reentrant=bool(layer.index % 2))
+
+
+@quirk
+def a_function(layer: Layer, x: torch.Tensor, shared: dict[str, Any]) -> torch.Tensor:
+    return Scale.apply(x, float(layer.index))
+
+
+@quirk
+def a_function_that_writes(layer: Layer, x: torch.Tensor, shared: dict[str, Any]) -> torch.Tensor:
+    return Marks.apply(x.mul(1.5))
+
+
+@quirk
+def a_gradient_inside(layer: Layer, x: torch.Tensor, shared: dict[str, Any]) -> torch.Tensor:
+    if layer.index < 2:
+        return x
+    with torch.enable_grad():
+        y = layer.linear(x).square().sum()
+        return torch.autograd.grad(y, x, create_graph=True)[0] if x.requires_grad else x
+
+
+@quirk
+def a_gradient_that_is_tried(layer: Layer, x: torch.Tensor, shared: dict[str, Any]) -> torch.Tensor:
+    try:
+        return a_gradient_inside(layer, x, shared)
+    except Exception:
+        return x * 3
+
+
+@quirk
+def a_mode(layer: Layer, x: torch.Tensor, shared: dict[str, Any]) -> torch.Tensor:
+    if layer.index % 2:
+        with Doubling():
+            return F.relu(x)
+    return F.relu(x)
+
+
+@quirk
+def a_mode_that_counts(layer: Layer, x: torch.Tensor, shared: dict[str, Any]) -> torch.Tensor:
+    with FlopCounterMode(display=False) as mode:
+        y = layer.linear(x)
+    return y * (1 + mode.get_total_flops())
+
+
+@quirk
+def a_list_of_results(layer: Layer, x: torch.Tensor, shared: dict[str, Any]) -> torch.Tensor:
+    parts = x.chunk(2, -1) if layer.index % 2 else x.split([1, 3], -1)
+    return torch.cat([x[..., :0], *reversed(parts)], -1)
+
+
+@quirk
+def the_largest(layer: Layer, x: torch.Tensor, shared: dict[str, Any]) -> torch.Tensor:
+    values, indices = x.max(-1, keepdim=True)
+    return x - values + indices + torch.topk(x, 1).values
+
+
+@quirk
+def a_mask(layer: Layer, x: torch.Tensor, shared: dict[str, Any]) -> torch.Tensor:
+    return x.masked_fill(shared["mask"] if layer.index % 2 else ~shared["mask"], 0.0)
+
+
+@quirk
+def pieces_by_value(layer: Layer, x: torch.Tensor, shared: dict[str, Any]) -> torch.Tensor:
+    places = torch.tensor([1 + layer.index % 2])
+    return torch.cat(torch.tensor_split(x, places, -1)[::-1], -1)
+
+
+@quirk
+def a_choice_by_value(layer: Layer, x: torch.Tensor, shared: dict[str, Any]) -> torch.Tensor:
+    return x[shared["keep"]].sum() + x
+
+
+@quirk
+def a_counter(layer: Layer, x: torch.Tensor, shared: dict[str, Any]) -> torch.Tensor:
+    layer.calls += 1
+    return x * layer.calls
+
+
+@quirk
+def a_counter_of_all_layers(layer: Layer, x: torch.Tensor, shared: dict[str, Any]) -> torch.Tensor:
+    shared["count"] = shared.get("count", 0) + 1
+    return x * shared["count"]
+
+
+@quirk
+def an_iterator(layer: Layer, x: torch.Tensor, shared: dict[str, Any]) -> torch.Tensor:
+    return x * next(shared["iterator"])
+
+
+@quirk
+def a_value_that_is_kept(layer: Layer, x: torch.Tensor, shared: dict[str, Any]) -> torch.Tensor:
+    layer.kept = layer.linear(x).mean()
+    return x
+
+
+@quirk
+def a_guess_by_weights(layer: Layer, x: torch.Tensor, shared: dict[str, Any]) -> torch.Tensor:
+    return x * 2 if layer.linear.weight.sum() > -1000 else x
+
+
+@quirk
+def a_number_of_numpy(layer: Layer, x: torch.Tensor, shared: dict[str, Any]) -> torch.Tensor:
+    return x * float(np.random.rand())
+
+
+@quirk
+def a_seed(layer: Layer, x: torch.Tensor, shared: dict[str, Any]) -> torch.Tensor:
+    if layer.index == 3:
+        torch.manual_seed(0)
+    return F.dropout(x, 0.5)
+
+
+@quirk
+def questions(layer: Layer, x: torch.Tensor, shared: dict[str, Any]) -> torch.Tensor:
+    y = layer.linear(x).view(-1)
+    facts = [y.is_leaf, y.size(0), y.dim(), y.stride(0), len(y), y.requires_grad, y.is_contiguous(), y.device.type]
+    return x * len(str(facts))
+
+
+@quirk
+def an_error(layer: Layer, x: torch.Tensor, shared: dict[str, Any]) -> torch.Tensor:
+    return x @ layer.norm.weight.view(2, 2) if layer.index == 3 else x
+
+
+NEED_ALL = {"a gradient inside", "a gradient that is tried", "a choice by value", "a guess by weights"}
+
+
+class Stack(nn.Module):
+    def __init__(self, quirks: list[str], order: list[int], ties: bool, hooked: int | None, overridden: int | None):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(Layer(name, i) for i, name in enumerate(quirks))
+        self.order = order
+        self.seen: list[int] = []
+        if ties:
+            self.layers[-1].linear = self.layers[0].linear
+            self.layers[-2].norm.weight = self.layers[0].norm.weight
+        if hooked is not None:
+            self.layers[hooked].linear.register_forward_hook(lambda module, args, result: result * 2)
+        if overridden is not None:
+            layer = self.layers[overridden]
+            layer.norm.forward = lambda x: x * 3
+
+    def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        shared: dict[str, Any] = {"mask": mask, "keep": mask[..., 0], "iterator": iter(range(1, 100))}
+        for i in self.order:
+            x = self.layers[i](x, shared)
+        return x
+
+
+def check(model: nn.Module, *args: torch.Tensor) -> list[str]:
+    """Returns the calls that were recalled."""
+    whole, found = (None, None), []
+    with counted_recalls() as recalled:
+        whole, found = both(model, args)
+    assert found == whole
+    return recalled
+
+
+def inputs() -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(2, 3, WIDTH, generator=generator)
+    return x, x > 0
+
+
+@pytest.mark.parametrize("name", QUIRKS)
+def test_layers_with_a_quirk(name: str) -> None:
+    """The calls around the quirk are recalled, but where the forward needs every call, or values of weights."""
+    recalled = check(Stack([name] * 4, [0, 1, 2, 3], False, None, None), *inputs())
+    assert len(recalled) > 10 or name in NEED_ALL
+
+
+@settings(max_examples=15)
+@given(st.data())
+def test_layers_of_any_kinds_in_any_order(data: st.DataObject) -> None:
+    kinds = st.sampled_from([name for name in QUIRKS if name not in ("an error", "a number of numpy")])
+    quirks = data.draw(st.lists(kinds, min_size=3, max_size=5))
+    places = st.integers(0, len(quirks) - 1)
+    order = data.draw(st.lists(places, min_size=3, max_size=6))
+    some = st.one_of(st.none(), st.none(), places)
+    check(Stack(quirks, order, data.draw(st.booleans()), data.draw(some), data.draw(some)), *inputs())
