@@ -108,36 +108,38 @@ def _captured(
             if HostRng.now() != host:
                 latest = HostRng.now()
                 host.restore()  # else a model that seeds might leave what it finds, as if it hadn't touched it
-            capture = None
+            made: list[Capture] = []
             try:
-                capture = Capture(model, arguments, device, attempt, interrupts)
-                traced = capture.run()
+                made.append(Capture(model, arguments, device, attempt, interrupts))
+                traced = made[0].run()
                 # Without code of the user's that runs again the last attempt drew nothing, and so none before it did.
                 is_others = not any(isinstance(node.target, Opaque | Observer) for node in traced.graph.nodes)
-                capture.check_over()
+                made[0].check_over()
                 return traced
             except StartAgainError as error:
                 attempt = attempt.again(error)
             except torch.OutOfMemoryError as error:
                 attempt.note_memory(error)
                 raise
-            except Obstacle as obstacle:
-                following = attempt.after(obstacle, model)
-                if following is not None:
-                    attempt = following
-                elif capture is not None and capture.has_recalled:
-                    attempt = attempt.without_recall()
-                else:
-                    raise (obstacle.cause or TraceError(str(obstacle))) from None
-            except DecidedError:
-                raise
-            except Exception:
-                # What is raised to the user is what a capture raises that runs every call.
-                if capture is None or not capture.has_recalled:
-                    raise
-                attempt = attempt.without_recall()
+            except Exception as error:
+                attempt = _following(error, attempt, model, has_recalled=any(each.has_recalled for each in made))
     finally:
         if not is_others:
             host.restore()
         elif HostRng.now() == host:
             latest.restore()  # drawn by others during an earlier attempt
+
+
+def _following(error: Exception, attempt: Attempt, model: nn.Module, *, has_recalled: bool) -> Attempt:
+    """Returns the attempt that follows one that has failed.
+
+    What the user gets is what a capture raises that runs every call, whatever an equal call would have done.
+    """
+    following = attempt.after(error, model) if isinstance(error, Obstacle) else None
+    if following is None and has_recalled and not isinstance(error, DecidedError):
+        following = attempt.without_recall()
+    if following is not None:
+        return following
+    if isinstance(error, Obstacle):
+        raise (error.cause or TraceError(str(error))) from None
+    raise error

@@ -41,7 +41,7 @@ def counted_recalls() -> Generator[list[str]]:
 
 
 def told(traced: TracedModule) -> list[str]:
-    """All that a capture says, a fact a line: its nodes with their whole meta, guards, assumptions, order of gradients."""
+    """All that a capture says, a fact a line: nodes with their whole meta, guards, assumptions."""
     lines = [str(traced), str(traced.outputs), str(traced.gradient_order), str(traced.side_outputs.names)]
     lines += [f"{key}: {entry}" for key, entry in traced.state.items()]
     lines += [f"{node.name}: {_target(node)} {node.args} {node.kwargs} {_meta(node)}" for node in traced.graph.nodes]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -18,13 +17,9 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
-import megatrain
-from megatrain.tracer.recording.recall import Recall
-from tests.models import MODELS
-from tests.tracer.recalling import both, counted_recalls, every_call_run
+from tests.tracer.recalling import both, counted_recalls
 
 WIDTH = 4
-COUNTER = itertools.count()
 
 
 class Scale(torch.autograd.Function):
@@ -65,6 +60,7 @@ class Layer(nn.Module):
         self.quirk, self.index = quirk, index
         self.linear = nn.Linear(WIDTH, WIDTH)
         self.norm = nn.LayerNorm(WIDTH)
+        self.buffer: torch.Tensor
         self.register_buffer("buffer", torch.full((WIDTH,), float(index)))
         self.calls = 0
 
@@ -305,21 +301,24 @@ def an_error(layer: Layer, x: torch.Tensor, shared: dict[str, Any]) -> torch.Ten
 NEED_ALL = {"a gradient inside", "a gradient that is tried", "a choice by value", "a guess by weights"}
 
 
+def _doubled(module: nn.Module, args: Any, result: torch.Tensor) -> torch.Tensor:
+    return result * 2
+
+
 class Stack(nn.Module):
     def __init__(self, quirks: list[str], order: list[int], ties: bool, hooked: int | None, overridden: int | None):
         super().__init__()
         torch.manual_seed(0)
-        self.layers = nn.ModuleList(Layer(name, i) for i, name in enumerate(quirks))
+        layers = [Layer(name, i) for i, name in enumerate(quirks)]
+        self.layers = nn.ModuleList(layers)
         self.order = order
-        self.seen: list[int] = []
         if ties:
-            self.layers[-1].linear = self.layers[0].linear
-            self.layers[-2].norm.weight = self.layers[0].norm.weight
+            layers[-1].linear = layers[0].linear
+            layers[-2].norm.weight = layers[0].norm.weight
         if hooked is not None:
-            self.layers[hooked].linear.register_forward_hook(lambda module, args, result: result * 2)
+            layers[hooked].linear.register_forward_hook(_doubled)
         if overridden is not None:
-            layer = self.layers[overridden]
-            layer.norm.forward = lambda x: x * 3
+            layers[overridden].norm.forward = lambda input: input * 3  # pyright: ignore[reportIncompatibleVariableOverride]
 
     def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
         shared: dict[str, Any] = {"mask": mask, "keep": mask[..., 0], "iterator": iter(range(1, 100))}

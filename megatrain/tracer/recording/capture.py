@@ -31,16 +31,14 @@ from megatrain.tracer.recording.obstacles import (
     FOLLOW_HOST,
     RUN_AGAIN,
     Attempt,
-    NeedSavedError,
-    NeedWholeError,
     Obstacle,
 )
 from megatrain.tracer.recording.packed_state import PackedState
 from megatrain.tracer.recording.python_effects import Hooks, PythonEffects, running_hooks
 from megatrain.tracer.recording.random_numbers import HOST_GENERATORS, kept_rng
 from megatrain.tracer.recording.recorder import Recorder
-from megatrain.tracer.recording.tape import place_of
 from megatrain.tracer.recording.sandbox import fake_state, swapped_state, watching
+from megatrain.tracer.recording.tape import place_of
 from megatrain.tracer.source_line import user_line
 from megatrain.tracer.spec import TensorSpec
 from megatrain.tracer.traced import ReturnedArgument, TracedModule, WrittenInputs
@@ -256,19 +254,13 @@ class Capture:
                 # An interpreter that ran the operation (TorchScript) wraps the refusal in its own error.
                 if self._stray is not None:
                     raise self._stray from None
-                if recorder.needs_saved:
-                    raise NeedSavedError from None
-                if recorder.recall.needs_whole:
-                    raise NeedWholeError from None
+                recorder.check_needs()
                 raise
         if following.error is not None:
             raise following.error  # the model's code has caught it
         if self._stray is not None:
             raise self._stray
-        if recorder.needs_saved:
-            raise NeedSavedError  # the model's code has caught it
-        if recorder.recall.needs_whole:
-            raise NeedWholeError  # likewise
+        recorder.check_needs()  # the model's code may have caught the error
         self._returned = containers.check(result)
         hooks.check()
         self._effects.changed_by.update(hooks.changed_by)

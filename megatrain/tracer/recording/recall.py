@@ -14,7 +14,7 @@ from types import BuiltinFunctionType, FunctionType, MethodDescriptorType, Wrapp
 from typing import Any, NoReturn
 
 import torch
-from torch import fx
+from torch import fx, nn
 
 from megatrain.torch_private import (
     DisableTorchDispatch,
@@ -46,7 +46,7 @@ _OURS = __name__.partition(".")[0]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Made:
+class ResultRecipe:
     """How a result of a call is made.
 
     Args:
@@ -88,13 +88,13 @@ class Recipe:
 
     node: fx.Node
     kind: Callable[[Any], Any] | None
-    made: tuple[Made, ...]
+    made: tuple[ResultRecipe, ...]
     is_random: bool
     ready: tuple[tuple[int | None, ...], ...] | None
 
 
 @dataclass(slots=True, eq=False)
-class Asked:
+class ComparedCall:
     """A call that is about to be made, as far as it can be compared.
 
     Args:
@@ -164,14 +164,9 @@ class Recall:
 
     # -- calls that are about to be made --------------------------------------------------------------------
 
-    def asked(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Asked | None:
+    def asked(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> ComparedCall | None:
         """Reads a call; None if it can't be compared, or did before what can't be made again."""
-        if not self._is_on or type(func) not in _FUNCTIONS or count_dispatch_modes() != self._num_modes:
-            return None
-        is_comparable = self._comparable.get(func)
-        if is_comparable is None:
-            is_comparable = self._comparable[func] = _is_comparable(func)
-        if not is_comparable:
+        if not self._compares(func):
             return None
         operands: list[torch.Tensor] = []
         nodes: list[fx.Node] = []
@@ -191,11 +186,20 @@ class Recall:
         autocast = autocast_state()
         key = func, told, tuple(shared), autocast, _state()
         if key not in self._recipes:
-            return Asked(key, tuple(given), kwargs, operands, nodes, autocast, None)
+            return ComparedCall(key, tuple(given), kwargs, operands, nodes, autocast, None)
         recipe = self._recipes[key]
         if recipe is None or (self._runs_views and any(made.is_view for made in recipe.made)):
             return None
-        return Asked(key, tuple(given), kwargs, operands, nodes, autocast, recipe)
+        return ComparedCall(key, tuple(given), kwargs, operands, nodes, autocast, recipe)
+
+    def _compares(self, func: Any) -> bool:
+        """Tells whether calls of a function are compared now."""
+        if not self._is_on or type(func) not in _FUNCTIONS or count_dispatch_modes() != self._num_modes:
+            return False
+        is_comparable = self._comparable.get(func)
+        if is_comparable is None:
+            is_comparable = self._comparable[func] = _is_comparable(func)
+        return is_comparable
 
     def _told(
         self, values: Iterable[Any], operands: list[torch.Tensor], nodes: list[fx.Node]
@@ -250,25 +254,31 @@ class Recall:
         """A number for all that a call can tell of a fake tensor."""
         if tensor.layout != torch.strided or tensor.constant is not None or tensor.is_conj() or tensor.is_neg():
             raise _OddError
-        form = (
-            *_geometry(tensor), tensor.is_leaf, tensor.untyped_storage().nbytes(), node.op, isinstance(tensor, torch.nn.Parameter)
-        )  # fmt: skip
+        is_parameter, nbytes = isinstance(tensor, nn.Parameter), tensor.untyped_storage().nbytes()
+        form = *_geometry(tensor), tensor.is_leaf, is_parameter, nbytes, node.op
         return self._forms.setdefault(form, len(self._forms))
 
     # -- calls that were made ---------------------------------------------------------------------------------
 
     def note(
-        self, asked: Asked, node: fx.Node, result: Any, effects: EffectWatch, ready: Sequence[Ready] | None
+        self,
+        asked: ComparedCall | None,
+        node: fx.Node,
+        result: Any,
+        effects: EffectWatch,
+        ready: Sequence[Ready] | None,
     ) -> None:
-        """Keeps what a call did that has run, if an equal call can do without."""
+        """Keeps what a call did that has run, if an equal call can do without; None for one that isn't compared."""
+        if asked is None:
+            return
         self._recipes[asked.key] = None
         if "writes" in node.meta or effects.is_value_dependent or effects.hides_draws:
             return
         for device in {x.fake_device for x in pytree.tree_leaves(result) if type(x) is FakeTensor}:
             if device not in self._attributes:
                 self._attributes[device] = vars(FakeTensor(self._fake_mode, torch.empty(0, device="meta"), device))
-        kind = None if isinstance(result, torch.Tensor) else type(result)
-        results = [result] if kind is None else result
+        kind: Any = None if isinstance(result, torch.Tensor) else type(result)
+        results: Any = [result] if kind is None else result
         if kind not in (None, tuple, list) or any(type(x) is not FakeTensor for x in results):
             return
         places = None
@@ -282,7 +292,7 @@ class Recall:
         if all(map(_is_alike, self.made(recipe, asked), results)):
             self._recipes[asked.key] = recipe
 
-    def _how(self, asked: Asked, tensor: FakeTensor, results: Sequence[FakeTensor]) -> Made:
+    def _how(self, asked: ComparedCall, tensor: FakeTensor, results: Sequence[FakeTensor]) -> ResultRecipe:
         """How a result is made.
 
         Raises:
@@ -293,16 +303,16 @@ class Recall:
         geometry = _geometry(tensor)
         same = next((i for i, x in enumerate(asked.operands) if x is tensor), None)
         if same is not None:
-            return Made(same, False, *geometry, tensor.requires_grad, form, node)
+            return ResultRecipe(same, False, *geometry, tensor.requires_grad, form, node)
         number = node.meta["storage"]
         known = [i for i, x in enumerate(asked.nodes) if x.meta["storage"] == number]
         if known:
             if type(asked.operands[known[0]]) is not FakeTensor:
                 raise _OddError
-            return Made(known[0], True, *geometry, tensor.requires_grad, form, node)
+            return ResultRecipe(known[0], True, *geometry, tensor.requires_grad, form, node)
         if sum(storage_key(x) == storage_key(tensor) for x in results) > 1 or self._table.count(number) > 1:
             raise _OddError
-        return Made(None, False, *geometry, tensor.requires_grad, form, node)
+        return ResultRecipe(None, False, *geometry, tensor.requires_grad, form, node)
 
     def note_writes(self, written: Sequence[torch.Tensor]) -> None:
         """Notes what a call that has run has written.
@@ -327,7 +337,7 @@ class Recall:
 
     # -- results that are made --------------------------------------------------------------------------------
 
-    def made(self, recipe: Recipe, asked: Asked) -> list[Any]:
+    def made(self, recipe: Recipe, asked: ComparedCall) -> list[Any]:
         """Returns the results of a call that equals an earlier one."""
         found: list[Any] = []
         lacking: list[int] = []
@@ -359,7 +369,7 @@ class Recall:
     def bind(
         self,
         recipe: Recipe,
-        asked: Asked,
+        asked: ComparedCall,
         node: fx.Node,
         results: Sequence[Any],
         part: Callable[[fx.Node, int], fx.Node],
@@ -383,7 +393,7 @@ class _Unwatched(function_class):
     __getattribute__ = type.__getattribute__
 
 
-class _History(torch.autograd.Function, metaclass=_Unwatched):
+class _LeftOut(torch.autograd.Function, metaclass=_Unwatched):
     """Returns tensors that aren't arguments of the call, with a history that says that it was left out."""
 
     @staticmethod
@@ -397,7 +407,7 @@ class _History(torch.autograd.Function, metaclass=_Unwatched):
 
 
 # Without what torch does for transforms of torch.func, none of which is active where calls are recorded.
-_apply: Any = super(torch.autograd.Function, _History).apply  # pyright: ignore[reportUnknownMemberType]
+_apply: Any = super(torch.autograd.Function, _LeftOut).apply  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def _is_comparable(func: Any) -> bool:
@@ -425,7 +435,7 @@ def _state() -> Hashable:
 
 
 def _geometry(tensor: FakeTensor) -> tuple[tuple[int, ...], tuple[int, ...], int, torch.dtype, torch.device]:
-    return tuple(tensor.shape), tensor.stride(), tensor.storage_offset(), tensor.dtype, tensor.fake_device
+    return tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset()), tensor.dtype, tensor.fake_device
 
 
 def _is_alike(made: FakeTensor, tensor: FakeTensor) -> bool:

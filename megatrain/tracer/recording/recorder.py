@@ -34,13 +34,14 @@ from megatrain.tracer.recording.obstacles import (
 )
 from megatrain.tracer.recording.opaque import Observer, OpaqueCall, without_history
 from megatrain.tracer.recording.packed_state import check_run, unpacked_result
-from megatrain.tracer.recording.recall import Asked, Recipe
+from megatrain.tracer.recording.recall import ComparedCall, Recipe
 from megatrain.tracer.recording.runner import CallRunner
 from megatrain.tracer.source_line import user_line
 
 _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 # What a tensor without values answers itself.
-_OF_SHAPE = frozenset(("size", "dim", "ndimension", "numel", "nelement", "stride", "storage_offset", "__len__"))
+_QUESTIONS = "size", "dim", "ndimension", "numel", "nelement", "stride", "storage_offset"
+_OF_SHAPE = {name: getattr(torch.Tensor, name) for name in _QUESTIONS}
 _RECORDED_PROPERTIES = {"data", "T", "mT", "H", "mH", "real", "imag"}
 
 
@@ -149,7 +150,7 @@ class Recorder(CallRunner):
         asked = None if run is not None else self.recall.asked(func, args, kwargs)
         if asked is not None and asked.recipe is not None:
             return self._recalled(asked, asked.recipe)
-        if self.tape.site[1] in _OF_SHAPE and len(args) > 0 and type(args[0]) is FakeTensor:
+        if _OF_SHAPE.get(self.tape.site[1]) is func and type(args[0]) is FakeTensor:
             with self.unrecorded(), DisableTorchDispatch():
                 return func(*args, **kwargs)
         if any(map(is_followed, pytree.tree_leaves((args, kwargs)))):
@@ -160,7 +161,7 @@ class Recorder(CallRunner):
                 return self.read_number(tensor)
         return self._record_plain(func, args, kwargs, run, asked)
 
-    def _recalled(self, asked: Asked, recipe: Recipe) -> Any:
+    def _recalled(self, asked: ComparedCall, recipe: Recipe) -> Any:
         """Records a call that equals an earlier one; makes its results without running it."""
         self.effects.clear()
         self.effects.is_random = recipe.is_random
@@ -191,7 +192,7 @@ class Recorder(CallRunner):
         args: Any,
         kwargs: Any,
         run: Callable[..., Any] | None = None,
-        asked: Asked | None = None,
+        asked: ComparedCall | None = None,
     ) -> Any:
         if is_property_set(func):
             return None  # nothing that would change anything passes the check
@@ -223,8 +224,8 @@ class Recorder(CallRunner):
             node = self.tape.append(func, args, kwargs, nodes, result)
             with self.unrecorded():
                 self.gradient_order.note(node, ends, result)
-                if asked is not None and given is None and packed is None:
-                    self.recall.note(asked, node, result, self.effects, self.gradient_order.ready(node))
+                asked = asked if given is None and packed is None else None
+                self.recall.note(asked, node, result, self.effects, self.gradient_order.ready(node))
         elif not is_question:
             self._read(func, args, kwargs, nodes, result)
         return result if given is None else given

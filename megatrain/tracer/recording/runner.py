@@ -23,6 +23,7 @@ from megatrain.tracer.recording.obstacles import (
     Attempt,
     MakeFakeError,
     NeedSavedError,
+    NeedWholeError,
     WrittenInputError,
     call_on_fakes,
     refuse,
@@ -144,6 +145,18 @@ class CallRunner(TorchFunctionMode):
     def _refuse_saved(self, _: object = None) -> NoReturn:
         self.needs_saved = True  # for where the model catches the error
         raise NeedSavedError
+
+    def check_needs(self) -> None:
+        """Checks that the forward could do without what this attempt leaves out.
+
+        Raises:
+            NeedSavedError: If a call needed what autograd saves.
+            NeedWholeError: If a call needed a history that a recalled call has left out.
+        """
+        if self.needs_saved:
+            raise NeedSavedError
+        if self.recall.needs_whole:
+            raise NeedWholeError
 
     def _is_too_large(self, func: Any, args: Any, kwargs: Any, operands: list[torch.Tensor]) -> bool:
         """Tells of a call whose operands have values whether its result stays without."""
