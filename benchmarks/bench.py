@@ -34,7 +34,7 @@ from megatrain.sizes import format_bytes
 
 EAGER = "eager, checkpointed"
 PEERS = (EAGER, "megatrain, bind", "megatrain, copy")
-COMPILE_DEPTHS = (4, 24, 96)
+COMPILE_DEPTHS = (4, 32, 96)
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,20 +176,23 @@ def in_fresh_process(function: Callable[..., Any], *args: Any) -> Any:
         return pool.apply(function, args)
 
 
-def measure_compile(depths: Sequence[int], repeats: int) -> dict[int, float]:
-    """Returns the best time to compile, from module to checked schedule, by number of decoder layers."""
-    found: dict[int, float] = {}
+def measure_compile(depths: Sequence[int], repeats: int) -> tuple[dict[int, float], dict[int, float]]:
+    """Returns the best times to compile, from module to checked schedule, and to capture, by number of layers."""
+    compiled: dict[int, float] = {}
+    captured: dict[int, float] = {}
     for depth in tqdm(depths, desc="compile times", unit="depth"):
         shape = Shape(depth=depth, width=64, vocabulary=256, context=32, batch_size=1)
-        found[depth] = min(_compile_seconds(shape) for _ in range(repeats))
-    return found
+        model, batch = shape.model(), shape.batch()
+        options: dict[str, Any] = {"device": "cpu", "transfer": "bind", "example_kwargs": batch}
+        captured[depth] = min(_seconds(megatrain.trace, model, (), batch) for _ in range(repeats))
+        compiled[depth] = min(_seconds(megatrain.compile, model, **options) for _ in range(repeats))
+    return compiled, captured
 
 
-def _compile_seconds(shape: Shape) -> float:
-    model, batch = shape.model(), shape.batch()
+def _seconds(work: Callable[..., Any], *args: Any, **options: Any) -> float:
     gc.collect()
     start = time.perf_counter()
-    megatrain.compile(model, device="cpu", transfer="bind", example_kwargs=batch)
+    work(*args, **options)
     return time.perf_counter() - start
 
 
@@ -212,12 +215,13 @@ def format_peers(times: dict[str, Any], memory: dict[str, dict[str, int]]) -> st
     return "\n".join(lines)
 
 
-def format_compile(seconds: dict[int, float]) -> str:
-    """Returns the table of compile times."""
+def format_compile(seconds: dict[int, float], captured: dict[int, float]) -> str:
+    """Returns the table of compile times, and of those of its first part, the capture."""
     steps = [None, *growth(seconds)]
-    lines = ["decoder layers   compile   per added layer"]
+    lines = ["decoder layers   capture   compile   per added layer"]
     for depth, added in zip(sorted(seconds), steps, strict=True):
-        lines.append(f"{depth:>14} {seconds[depth]:>7.2f} s   {'-' if added is None else f'{1000 * added:.1f} ms':>15}")
+        times = f"{captured[depth]:>7.2f} s {seconds[depth]:>7.2f} s"
+        lines.append(f"{depth:>14} {times}   {'-' if added is None else f'{1000 * added:.1f} ms':>15}")
     return "\n".join(lines)
 
 
@@ -253,8 +257,8 @@ def main() -> None:
     print(f"{num_parameters / 1e6:.0f}M parameters, {tokens}, on {shape.device}")
     memory = {name: in_fresh_process(measure_memory, name, shape) for name in tqdm(PEERS, desc="memory", unit="peer")}
     times = measure_times(shape, options.rounds)
-    compile_seconds = measure_compile(COMPILE_DEPTHS, options.repeats)
-    print(f"\n{format_peers(times, memory)}\n\n{format_compile(compile_seconds)}")
+    compile_seconds, capture_seconds = measure_compile(COMPILE_DEPTHS, options.repeats)
+    print(f"\n{format_peers(times, memory)}\n\n{format_compile(compile_seconds, capture_seconds)}")
     if len({found["loss"] for found in times.values()}) > 1:
         print("\nThe losses differ: " + ", ".join(f"{name} {found['loss']!r}" for name, found in times.items()))
     results = {
@@ -264,6 +268,7 @@ def main() -> None:
         "times": times,
         "memory": memory,
         "compile_s": compile_seconds,
+        "capture_s": capture_seconds,
         "compile_s_per_added_layer": growth(compile_seconds),
     }
     options.output.write_text(json.dumps(results, indent=2) + "\n")

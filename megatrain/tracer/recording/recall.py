@@ -255,7 +255,7 @@ class Recall:
         if tensor.layout != torch.strided or tensor.constant is not None or tensor.is_conj() or tensor.is_neg():
             raise _OddError
         is_parameter, nbytes = isinstance(tensor, nn.Parameter), tensor.untyped_storage().nbytes()
-        form = *_geometry(tensor), tensor.is_leaf, is_parameter, nbytes, node.op
+        form = *_geometry(tensor), tensor.is_leaf, is_parameter, nbytes, node.op == "get_attr"
         return self._forms.setdefault(form, len(self._forms))
 
     # -- calls that were made ---------------------------------------------------------------------------------
