@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Self
 
-from megatrain.checks import PATHS, Rule, one_of, optional
+from megatrain.checks import PATHS, Rule, count, one_of, optional
 from megatrain.device import HOST, Device
 from megatrain.errors import OpaqueModelWarning, OptionError, TooSmallError, TraceError
 from megatrain.files.replace import present
@@ -54,6 +54,7 @@ COMPILE: Mapping[str, Rule] = {
     "chunking": CHUNKING,
     "kernels": KERNELS,
     "hardware": optional(HARDWARE),
+    "lengths": optional(count(2, 2**24)),
 }
 """What the options of `compile` may be, one by one."""
 
@@ -79,6 +80,7 @@ class Limits:
         updates_there: Whether the device may update blocks, where memory is left.
         weights: Files and folders with the model's state, or None.
         opaque: What happens if the model is one opaque block: `"warn"`, `"refuse"` or `"allow"`.
+        lengths: Calls have a multiple of so many tokens in a row; None leaves them as they are.
     """
 
     device: Device = HOST
@@ -96,6 +98,7 @@ class Limits:
     updates_there: bool = False
     weights: tuple[Path, ...] | None = None
     opaque: str = "warn"
+    lengths: int | None = None
 
     @property
     def master_kind(self) -> Kind:

@@ -41,6 +41,7 @@ def compile(  # noqa: PLR0913  # the name torch users expect; all but the model 
     hardware: Hardware | str | None = None,
     chunking: str = "auto",
     kernels: str = "auto",
+    lengths: int | None = None,
     process_group: ProcessGroup | None = None,
     chaos: Chaos | None = None,
     recording: Recording | None = None,
@@ -91,6 +92,11 @@ def compile(  # noqa: PLR0913  # the name torch users expect; all but the model 
             `"inductor"` compiles the forward and the backward of each template once, by torch.compile; all blocks of
             the template share the result. Numbers differ by rounding. A template for which one of these is impossible
             runs as with `"eager"`: `print(compiled)` says why. See docs/kernels.md.
+        lengths: Batches are padded to the next multiple of so many tokens in a row, such as 1024, before they are
+            captured and run, so that batches of any length have few captures. Outputs have the batch's own length, and
+            losses and gradients are those of the batch without padding, but for the rounding of kernels that get other
+            shapes. A model whose real tokens notice padding is refused after a trial. None pads nothing. See
+            docs/trainers.md, "Batches of many shapes".
         process_group: Processes that train the model together, such as `torch.distributed.group.WORLD` under torchrun;
             all of them call `compile` at the same time. Each gives a `TrainStep` micro-batches of its own, and all make
             the same updates. They are processes of one host, and share one store. See docs/several-devices.md.
@@ -127,8 +133,15 @@ def compile(  # noqa: PLR0913  # the name torch users expect; all but the model 
         kernels=kernels,
         weights=given_paths(weights),
         opaque=opaque,
+        lengths=lengths,
     ).resolved(hardware)
     check_ranks(process_group, kernels)
+    if lengths is not None and process_group is not None:
+        raise OptionError(
+            f"lengths={lengths} is for a process that trains alone, and process_group= is given.\n"
+            "  Padding is tried before the first batch of each kind, and processes may meet kinds at different times.\n"
+            "  Leave lengths= out, and let your collator pad to a multiple."
+        )
     compiled = Compiled(model, options, chaos, recording, process_group)
     if compiled.ranks is not None:
         check_cards(compiled.ranks, options.device)

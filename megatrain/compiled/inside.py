@@ -16,6 +16,8 @@ from torch import nn
 from megatrain.checks import PATH, checked
 from megatrain.compiled.captures import Variant, Variants, naming_inputs
 from megatrain.compiled.hand_over import handed_over
+from megatrain.compiled.length_trial import Outcome, run_own_code
+from megatrain.compiled.lengths import Lengths, Padded
 from megatrain.compiled.printed import compiled_text, dump
 from megatrain.compiled.walking import Walks, narrowed_inputs, walks
 from megatrain.errors import ExecuteError
@@ -29,7 +31,7 @@ from megatrain.ranks.processes import NO_BACKWARD, Group, Ranks, note_apart
 from megatrain.runtime.autograd import run_step
 from megatrain.runtime.engine import Engine, ordinary_tensors
 from megatrain.runtime.executor import Executor
-from megatrain.runtime.random_calls import RngState
+from megatrain.runtime.random_calls import RngState, kept_generators
 from megatrain.runtime.streams.events import Turn
 from megatrain.runtime.streams.stream_set import Chaos, Recording
 from megatrain.saving import Source
@@ -87,6 +89,7 @@ class Compiled:
         ranks: The group's; None for a process that trains alone.
         has_group: Whether there is a group, also one of a single process.
         budget: The bound of the device memory that schedules take.
+        lengths: Pads calls; None if they stay as they are.
     """
 
     def __init__(
@@ -106,6 +109,7 @@ class Compiled:
         self._bound_version = 0
         self._turn = Turn()
         self.walks = Walks(model, options, self.budget)
+        self.lengths = None if options.lengths is None else Lengths(model, options.lengths, self._try)
         self._before_reads: WeakSet[Callable[[], object]] = WeakSet()
 
     def __str__(self) -> str:
@@ -245,13 +249,52 @@ class Compiled:
     def prepare(self, *args: Any, **kwargs: Any) -> Variant:
         """Compiles for the signature of these arguments without running."""
         with self.exclusively("prepare()"):
-            variant, _ = self._variant_for(self.cast(Arguments.of(self.model, args, kwargs)))
+            padded = self.padded(Arguments.of(self.model, args, kwargs), runs=False)
+            variant, _ = self._variant_for(self.cast(padded.arguments))
             assert variant.schedule  # planned now
             return variant
 
     def cast(self, arguments: Arguments) -> Arguments:
         """Returns the arguments of a call with fp32 tensors as bf16, if the model was fp32 and computes in bf16."""
         return arguments.converted(torch.float32, torch.bfloat16) if self._masters.casts_inputs else arguments
+
+    # -- any length ---------------------------------------------------------------------------------------
+
+    def padded(self, arguments: Arguments, *, runs: bool = True) -> Padded:
+        """Brings a call to a multiple of `lengths` tokens; as it is without that option.
+
+        Args:
+            arguments: Of the call.
+            runs: Whether the model's own code may run, to try padding for a new kind of call.
+
+        Raises:
+            TraceError: If the model notices padding, or an argument isn't understood.
+        """
+        if self.lengths is None:
+            return Padded(arguments, {})
+        if runs:
+            self.lengths.learn(arguments)
+        return self.lengths.padded(arguments)
+
+    def check_padded(self, variant: Variant, padded: Padded) -> None:
+        """Looks whether a capture of padded arguments leaves tensors elsewhere than in its result."""
+        if self.lengths is not None:
+            self.lengths.check(variant.traced, padded)
+
+    def _try(self, arguments: Arguments) -> Outcome:
+        """Runs the model's own code for the trial of `lengths`."""
+        what, latest = "the trial of lengths=", self.walks.latest
+        try:
+            if self.has_unread_weights:
+                with self._walk(what):
+                    pass  # reads them
+            cast = self.cast(arguments)
+            args, kwargs = cast.rebuild(cast.tensors)
+            with kept_generators(self.options.device):
+                device = self.options.device.torch_device
+                return run_own_code(self.model, args, kwargs, device, self._walk(what))
+        finally:
+            self.walks.latest = latest
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the model; the result has the model's own output structure.
@@ -263,16 +306,17 @@ class Compiled:
         """
         if walks(args, kwargs, has_grad=torch.is_grad_enabled()):
             return self.walked("the call", self.model, args, kwargs)
-        own = Arguments.of(self.model, args, kwargs)
+        padded = self.padded(Arguments.of(self.model, args, kwargs))
+        own = padded.arguments
         arguments = self.cast(own)
         with self.exclusively():
             self.complete_updates()
             check_device(arguments, self.options.device)
             with naming_inputs(self.model, arguments.tensors):
-                variant, tensors = self._run(arguments)
+                variant, tensors = self._run(arguments, padded)
             note_apart(self, tensors)
             variant.traced.leave(tensors, own.tensors)
-        result, returned = variant.traced.result(tensors, own.tensors), variant.traced.returned_argument
+        result, returned = variant.traced.result(padded.cut(tensors), own.tensors), variant.traced.returned_argument
         return result if returned is None else returned.put(args, kwargs, result)
 
     def walk(self) -> AbstractContextManager[None]:
@@ -298,12 +342,13 @@ class Compiled:
             with self._turn.run(what):
                 yield
 
-    def _run(self, arguments: Arguments) -> tuple[Variant, list[torch.Tensor]]:
+    def _run(self, arguments: Arguments, padded: Padded) -> tuple[Variant, list[torch.Tensor]]:
         """Runs the variant whose assumptions hold; some are checked in the middle of the step, before any commit."""
         (variant, given), device = self._variant_for(arguments), self.options.device
         failed: dict[Variant, str] = {}
         attempts = Attempts("the call", device)
         while True:
+            self.check_padded(variant, padded)
             variant.lowered.note_call()
             executor = self._executor(variant)
             start = RngState.now(device, variant.opaque)

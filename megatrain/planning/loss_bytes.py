@@ -45,6 +45,8 @@ from megatrain.tracer.traced import TracedModule
 
 Loss = Callable[[Any, Any], torch.Tensor]
 """Makes a scalar of the model's result and the micro-batch."""
+Cut = Callable[[Sequence[torch.Tensor]], Sequence[torch.Tensor]]
+"""Brings the tensors that a capture returns to the lengths of the caller's batch; `list` if they have them."""
 # Of a loss that can't be measured: results in fp32, their log-softmax, its gradient, and that of the results in fp32.
 _COPIES = 4
 _MOST = 50_000  # objects that a loss may reach
@@ -59,7 +61,13 @@ _HERE = sys._getframe().f_code  # of variables that no message names
 
 
 def measure_loss(
-    program: Program, traced: TracedModule, inputs: Sequence[torch.Tensor], batch: Any, loss: Loss, device: Device
+    program: Program,
+    traced: TracedModule,
+    inputs: Sequence[torch.Tensor],
+    batch: Any,
+    cut: Cut,
+    loss: Loss,
+    device: Device,
 ) -> int:
     """Runs a loss and its backward on tensors without values, and leaves no trace of that.
 
@@ -68,6 +76,7 @@ def measure_loss(
         traced: The capture; it makes the result of the model's tensors.
         inputs: The tensors of the call.
         batch: The micro-batch, the loss's second argument.
+        cut: Brings the model's tensors to the lengths of the batch.
         loss: The caller's function.
         device: The compute device.
 
@@ -81,14 +90,16 @@ def measure_loss(
     try:
         # An error that leaves a dispatch mode called from C++ ends the process.
         with Interrupts(), kept_generators(device):
-            return _measured(program, traced, inputs, batch, loss)
+            return _measured(program, traced, inputs, batch, cut, loss)
     except Exception:  # the bound stands for any failure, and a real one comes again in the step
         return _bound(program)
     finally:
         reached.restore()
 
 
-def _measured(program: Program, traced: TracedModule, inputs: Sequence[torch.Tensor], batch: Any, loss: Loss) -> int:
+def _measured(
+    program: Program, traced: TracedModule, inputs: Sequence[torch.Tensor], batch: Any, cut: Cut, loss: Loss
+) -> int:
     with (
         exact_fakes(allow_non_fake_inputs=True) as mode,
         torch.autograd.set_detect_anomaly(False),
@@ -98,7 +109,7 @@ def _measured(program: Program, traced: TracedModule, inputs: Sequence[torch.Ten
         results = [t for t in outputs if t.requires_grad]
         known = [t for t in pytree.tree_leaves((given, fakes, outputs)) if isinstance(t, torch.Tensor)]
         with torch.enable_grad(), LiveBytes(known, program.device) as live:
-            found = loss(traced.result(outputs, fakes), given)
+            found = loss(traced.result(cut(outputs), fakes), given)
             gradients: Any = torch.autograd.grad(found.reshape(()), results, allow_unused=True)
             made = sum(g.untyped_storage().nbytes() for g in gradients if g is not None)
     return max(0, live.peak - made)

@@ -20,7 +20,7 @@ from megatrain.optim.proxy import Optimizer
 from megatrain.optim.updates import Updates
 from megatrain.passes.program import Program, trained_holders
 from megatrain.planning.host_plan import HostPlan, host_plan
-from megatrain.planning.loss_bytes import Loss, measure_loss
+from megatrain.planning.loss_bytes import Cut, Loss, measure_loss
 from megatrain.planning.plan_step import waits_for_host
 from megatrain.planning.saved_plan import AnyPlan
 from megatrain.planning.step_programs import StepPrograms
@@ -88,6 +88,7 @@ class Setting:
         programs: The ones that are run.
         kind: The kind of the step.
         schedule: Of the whole step.
+        cuts: Bring the tensors that each capture returns to the lengths of its micro-batch.
     """
 
     batches: Sequence[MicroBatch]
@@ -99,10 +100,11 @@ class Setting:
     programs: Sequence[Program]
     kind: StepKind
     schedule: Schedule
+    cuts: Sequence[Cut]
 
     def without_tensors(self) -> Setting:
         """Returns what tells of the step and holds none of the caller's batch."""
-        return replace(self, batches=(), own=(), arguments=())
+        return replace(self, batches=(), own=(), arguments=(), cuts=())
 
 
 class Setup:
@@ -236,11 +238,16 @@ class Setup:
             OptimizerError: If two optimizers hold the same parameter.
         """
         self._check_apart()  # groups may have been added
-        own = [untrained(self._compiled.model, batch) for batch in batches]
+        padded = [self._compiled.padded(untrained(self._compiled.model, b), runs=False) for b in batches]
+        own = [each.arguments for each in padded]
+        # Of the model's own loss nothing else is computed.
+        cuts: list[Cut] = [list if self._is_own_loss else each.cut for each in padded]
         # A capture may read the parameters.
         find = partial(self._compiled.variant_for, before_capture=self.catch_up)
         found = [find(self._compiled.cast(given), unfit) for given, unfit in zip(own, failed, strict=True)]
         variants, arguments = [variant for variant, _ in found], [given for _, given in found]
+        for variant, each in zip(variants, padded, strict=True):
+            self._compiled.check_padded(variant, each)
         kind = self._kind(variants)
         pairs = [variant.for_step(is_own_loss=self._is_own_loss) for variant in variants]
         traced, captures = [pair[0] for pair in pairs], [pair[1] for pair in pairs]
@@ -248,12 +255,12 @@ class Setup:
         def loss_bytes() -> int:
             if self._loss is None:
                 return 0  # it is in the program
-            parts = zip(captures, traced, own, batches, strict=True)
-            given = {id(c): (c.at(0), t, a.tensors, b.given) for c, t, a, b in parts}
+            parts = zip(captures, traced, own, batches, cuts, strict=True)
+            given = {id(c): (c.at(0), t, a.tensors, b.given, cut) for c, t, a, b, cut in parts}
             return max(measure_loss(*each, self._loss, self._compiled.options.device) for each in given.values())
 
         programs, schedule = self.tables.schedule(captures, kind, loss_bytes)
-        return Setting(batches, own, arguments, variants, traced, captures, programs, schedule.kind, schedule)
+        return Setting(batches, own, arguments, variants, traced, captures, programs, schedule.kind, schedule, cuts)
 
     def _kind(self, variants: Sequence[Variant]) -> StepKind:
         runs_in_backward = any(variant.runs_in_backward for variant in variants)

@@ -20,7 +20,7 @@ from megatrain.runtime.executor import Executor
 from megatrain.runtime.random_calls import RngState
 from megatrain.runtime.streams.events import Watch
 from megatrain.tracer.guards import GuardFailedError
-from megatrain.training.batch import Counts, FollowingLoss, MicroBatch, Shares, Weight, micro_batches
+from megatrain.training.batch import Counts, FollowingLoss, MicroBatch, Shares, Weight, micro_batches, untrained
 from megatrain.training.boundary import Boundary
 from megatrain.training.completion import Completion
 from megatrain.training.modes import warn_of_dropout
@@ -102,7 +102,11 @@ class StepRun:
         self._is_mode_known = False
 
     def prepare(self, batches: Sequence[MicroBatch]) -> None:
-        """Finds what a step with some micro-batches runs, without running or allocating anything."""
+        """Finds what a step with some micro-batches runs, without running or allocating anything.
+
+        With `lengths=`, the model's own code runs on a few tokens before its first capture.
+        """
+        self._try_lengths(batches)
         with self._compiled.exclusively("prepare()"), torch.enable_grad(), self._completion.suspended():
             self.setting = self._setup.setting(batches, [{} for _ in batches]).without_tensors()
 
@@ -116,6 +120,7 @@ class StepRun:
         if not self._is_mode_known:
             self._is_mode_known = True
             warn_of_dropout(self._compiled.model)
+        self._try_lengths(micro_batches(batch))
         rules, repeated = self._rules, Attempts("the step", self._compiled.options.device, self._rules.budget)
         with (
             self._compiled.exclusively("the step"),
@@ -142,6 +147,12 @@ class StepRun:
                         repeated.over(attempt.executor.memory_figures, is_half=self._boundary.has_recovered)
                         self._completion.has_stepped = True
                         return spent(loss)
+
+    def _try_lengths(self, batches: Sequence[MicroBatch]) -> None:
+        """Tries the padding of new kinds of calls, while nobody else may want to see the model between two steps."""
+        if (lengths := self._compiled.lengths) is not None:
+            for batch in batches:
+                lengths.learn(untrained(self._compiled.model, batch))
 
     def _run(self, attempt: _Try) -> torch.Tensor:
         """Runs a step; what is refused before it has an executor leaves no trace."""

@@ -183,7 +183,7 @@ class Running:
         marked = self._marked() if is_ahead else nullcontext()
         with torch.enable_grad(), self.exchange.watching_loss(), marked:
             traced.leave(given, own.tensors)
-            result = traced.result(given, own.tensors)
+            result = traced.result(self._setting.cuts[micro_batch](given), own.tensors)
             loss = loss_of(result, self._setting.batches[micro_batch], self._loss)
             if isinstance(loss, Differentiated):
                 shared, is_differentiated = loss.loss, any(gradient is not None for gradient in gradients)
