@@ -22,8 +22,10 @@ from megatrain.tracer.arguments import Structure
 from megatrain.tracer.python.snapshot import Snapshot
 from megatrain.tracer.user_dicts import opened
 
-Axes = tuple[tuple[int, str], ...]
-"""Dimensions of an output that grow with tokens, and the prefix of these."""
+Sizes = Mapping[str, tuple[int, int]]
+"""Rows and tokens of a row, by the prefix of the axis of tokens."""
+Axes = tuple[tuple[int, str, bool], ...]
+"""Dimensions of an output that grow with tokens, the prefix of these, and whether all rows stand one after another."""
 _TOLERANCES = {torch.float64: 1e-10, torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 5e-2}
 """Relative to the largest value: kernels round otherwise for another number of rows. The second padding is as long as
 the rows themselves, so that what counts tokens changes by half."""
@@ -81,7 +83,7 @@ def run_own_code(
     try:
         with walk, torch.no_grad(), trial:
             result = model(*args, **kwargs)
-        tensors = [tensor.detach() for tensor in Structure.of(result).placeholders]
+        tensors = Structure.of(result).placeholders
         now = dict(model.named_buffers())
         for name, (_, value) in before.items():
             if name in now and not _is_same_bits(now[name], value):
@@ -131,13 +133,16 @@ def _is_zero(parameter: torch.Tensor) -> bool:
         return values.numel() > 0 and not values.reshape(-1)[:64].any().item() and not values.any().item()
 
 
-def grown_axes(plain: Outcome, padded: Sequence[Outcome], added: Sequence[Mapping[str, int]]) -> list[Axes] | str:
+def grown_axes(
+    plain: Outcome, padded: Sequence[Outcome], sizes: Sizes, added: Sequence[Mapping[str, int]]
+) -> list[Axes] | str:
     """Finds the dimensions of outputs that are longer by the padding.
 
     Args:
         plain: Without padding.
         padded: With paddings of different lengths.
-        added: These, by prefix.
+        sizes: Without padding.
+        added: The lengths, by prefix.
 
     Returns:
         For each output; or why that can't be said.
@@ -147,30 +152,54 @@ def grown_axes(plain: Outcome, padded: Sequence[Outcome], added: Sequence[Mappin
         others = [each.tensors[index : index + 1] for each in padded if len(each.tensors) == len(plain.tensors)]
         if len(others) < len(padded) or any(each.dim() != tensor.dim() for (each,) in others):
             return "it returns other tensors for a padded batch"
-        axes = list[tuple[int, str]]()
+        axes = list[tuple[int, str, bool]]()
         for dim, size in enumerate(tensor.shape):
             more = [each.shape[dim] - size for (each,) in others]
-            prefix = next((p for p in added[0] if more == [counts[p] for counts in added]), None)
+            prefix = next((p for p in sizes if more == [counts[p] for counts in added]), None)
+            is_flat = prefix is None
+            for each, (rows, length) in sizes.items() if is_flat and size else ():
+                if size == rows * length and more == [rows * counts[each] for counts in added]:
+                    prefix = each
             if any(more) and prefix is None:
                 shapes = f"{list(tensor.shape)}, and {list(others[-1][0].shape)} with {max(added[-1].values())} tokens"
                 return f"{plain.name(index)} has the shape {shapes} of padding"
             if any(more) and prefix is not None:
-                axes.append((dim, prefix))
+                axes.append((dim, prefix, is_flat))
         found.append(tuple(axes))
     return found
 
 
+def cut(tensor: torch.Tensor, axes: Axes, sizes: Sizes, added: Mapping[str, int]) -> torch.Tensor:
+    """Cuts an output to its length without padding.
+
+    Args:
+        tensor: With padding.
+        axes: Of the output.
+        sizes: Without padding.
+        added: How much longer rows are, by prefix.
+    """
+    found = tensor
+    for dim, prefix, is_flat in axes:
+        (rows, length), more = sizes[prefix], added[prefix]
+        if more and is_flat:
+            found = found.unflatten(dim, (rows, length + more)).narrow(dim + 1, 0, length).flatten(dim, dim + 1)
+        elif more:
+            found = found.narrow(dim, 0, found.shape[dim] - more)
+    # As eager's: a loss may call `view`.
+    return found if found is tensor or not tensor.is_contiguous() else found.contiguous()
+
+
 def difference(
-    plain: Outcome, padded: Sequence[Outcome], axes: Sequence[Axes], added: Sequence[Mapping[str, int]]
+    plain: Outcome, padded: Sequence[Outcome], axes: Sequence[Axes], sizes: Sizes, added: Sequence[Mapping[str, int]]
 ) -> str | None:
     """Says what is different with padding; None if nothing is."""
-    for outcome in padded:
+    for outcome, more in zip(padded, added, strict=True):
         if outcome.plain != plain.plain:
             return "a number of Python in its result is another one"
         if outcome.written.keys() != plain.written.keys():
             return f"it writes other buffers ({', '.join(outcome.written.keys() ^ plain.written.keys())})"
         for index, (tensor, other) in enumerate(zip(plain.tensors, outcome.tensors, strict=True)):
-            if not _is_near(tensor, _first(other, tensor.shape), outcome.precision):
+            if not _is_near(tensor, cut(other, axes[index], sizes, more), outcome.precision):
                 return f"{plain.name(index)} is another one for the same real tokens"
         for name, value in plain.written.items():
             if not _is_near(value, outcome.written[name], outcome.precision):

@@ -9,13 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import nn
 
-from megatrain.compiled.length_trial import Axes, Outcome, difference, first_module, grown_axes
+from megatrain.compiled.length_trial import Axes, Outcome, Sizes, cut, difference, first_module, grown_axes
 from megatrain.errors import TraceError
 from megatrain.torch_private import pytree
 from megatrain.tracer.arguments import Arguments, positions_of
@@ -74,6 +74,11 @@ class _Call:
     is_flattened: bool
     is_known: bool
 
+    @property
+    def sizes(self) -> Sizes:
+        """Rows and tokens of each axis."""
+        return {prefix: (tokens.rows, tokens.length) for prefix, tokens in self.tokens.items()}
+
     def place(self, name: str, leaf: Any) -> tuple[str, str] | None:
         """Splits a name of something that has a value for each token: the prefix of its axis, and the plain name."""
         prefix = _DECODER if name.startswith(_DECODER) and _DECODER in self.tokens else ""
@@ -109,11 +114,13 @@ class Padded:
     Args:
         arguments: With padding.
         added: Tokens that were added to each axis, by prefix; none if nothing is to be cut.
+        sizes: Of the caller's batch.
         axes: As in `Rule`.
     """
 
     arguments: Arguments
     added: Mapping[str, int]
+    sizes: Sizes = field(default_factory=dict[str, tuple[int, int]])
     axes: Sequence[Axes] = ()
 
     def cut(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -133,17 +140,8 @@ class Padded:
                 "  Outputs are cut to the caller's length as the trial has shown.\n"
                 "  Return the same outputs for each batch, or leave lengths= out."
             )
-        cut = [_cut(tensor, axes, self.added) for tensor, axes in zip(tensors, self.axes, strict=False)]
-        return [*cut, *tensors[len(cut) :]]
-
-
-def _cut(tensor: torch.Tensor, axes: Axes, added: Mapping[str, int]) -> torch.Tensor:
-    found = tensor
-    for dim, prefix in axes:
-        if added[prefix]:
-            found = found.narrow(dim, 0, found.shape[dim] - added[prefix])
-    # As eager's: a loss may call `view`.
-    return found if found is tensor or not tensor.is_contiguous() else found.contiguous()
+        found = [cut(t, axes, self.sizes, self.added) for t, axes in zip(tensors, self.axes, strict=False)]
+        return [*found, *tensors[len(found) :]]
 
 
 class Lengths:
@@ -189,7 +187,7 @@ class Lengths:
         rule = self._rules.get(self._kind(call)) or Rule(call.mask != "mask", ())
         lengths = {prefix: self._target(tokens.length) for prefix, tokens in call.tokens.items()}
         added = {prefix: lengths[prefix] - tokens.length for prefix, tokens in call.tokens.items()}
-        return Padded(self._with_padding(call, added, is_open=rule.is_open), added, rule.axes)
+        return Padded(self._with_padding(call, added, is_open=rule.is_open), added, call.sizes, rule.axes)
 
     @contextmanager
     def at_least(self, length: int) -> Generator[None]:
@@ -426,23 +424,26 @@ class Lengths:
         small = self._small(call)
         added = list(self._added(call, small))
         plain = self._run(small.arguments)
-        reasons: list[tuple[str, Arguments]] = []
+        reasons: list[tuple[str, Arguments | None]] = []
         for is_open in self._ways(call):
             padded = [self._with_padding(small, each, is_open=is_open, is_garbage=True) for each in added]
             try:
                 outcomes = [self._run(each) for each in padded]
             except Exception as error:  # the model's own code raises anything where it can't take such a batch
                 text = str(error).strip().partition("\n")[0]
-                reasons.append((f"it raises a {type(error).__name__} for a padded batch ({text})", padded[-1]))
+                reasons.append((f"it raises a {type(error).__name__} for a padded batch ({text})", None))
                 continue
-            axes = grown_axes(plain, outcomes, added)
-            reason = axes if isinstance(axes, str) else difference(plain, outcomes, axes, added)
+            axes = grown_axes(plain, outcomes, small.sizes, added)
+            if isinstance(axes, str):
+                reasons.append((axes, None))
+                continue
+            reason = difference(plain, outcomes, axes, small.sizes, added)
             if reason is None:
-                assert not isinstance(axes, str)
                 return Rule(is_open, axes)
             reasons.append((reason, padded[-1]))
-        reason, arguments = reasons[0]
-        where = first_module(self._model, lambda: self._run(small.arguments), lambda: self._run(arguments))
+        reason, noticed = reasons[0]
+        own, run = small.arguments, self._run
+        where = "" if noticed is None else first_module(self._model, lambda: run(own), lambda: run(noticed))
         raise _refused(
             f"padding isn't harmless for this model: {reason}{where}",
             "Rows are brought to a multiple of so many tokens, and real tokens must not notice.",
