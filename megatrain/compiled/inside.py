@@ -281,8 +281,8 @@ class Compiled:
         if self.lengths is not None:
             self.lengths.check(variant.traced, padded)
 
-    def _try(self, arguments: Arguments) -> Outcome:
-        """Runs the model's own code for the trial of `lengths`."""
+    def _try(self, arguments: Arguments, replaces: bool) -> Outcome:
+        """Runs the model's own code for the trial of `lengths`; see `run_own_code`."""
         what, latest = "the trial of lengths=", self.walks.latest
         try:
             if self.has_unread_weights:
@@ -292,7 +292,7 @@ class Compiled:
             args, kwargs = cast.rebuild(cast.tensors)
             with kept_generators(self.options.device):
                 device = self.options.device.torch_device
-                return run_own_code(self.model, args, kwargs, device, self._walk(what))
+                return run_own_code(self.model, args, kwargs, device, self._walk(what), replaces=replaces)
         finally:
             self.walks.latest = latest
 

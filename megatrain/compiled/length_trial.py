@@ -2,13 +2,13 @@
 
 The model's own code runs on a few tokens, without padding and with two different ones. If outputs, losses and buffers
 are the same functions of the weights, so are their gradients, so none is computed. A branch that is multiplied by
-zeros (a gate, an adapter's second matrix) would hide what it does: parameters of zeros are replaced by other numbers.
-Dropout draws a number for each token, padding included, so it's left out.
+zeros (a gate, an adapter's second matrix) would hide what it does: the trial is repeated with other numbers in place of
+parameters of zeros. Only repeated, because large biases would hide what differs between tokens. Dropout draws a number for each token, padding included, so it's left out.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -67,6 +67,8 @@ def run_own_code(
     kwargs: Mapping[str, Any],
     device: torch.device,
     walk: AbstractContextManager[object],
+    *,
+    replaces: bool,
 ) -> Outcome:
     """Runs a model's own code for a trial. Attributes and buffers are put back; generators are the caller's matter.
 
@@ -76,8 +78,9 @@ def run_own_code(
         kwargs: Keyword arguments.
         device: Where it computes.
         walk: Has the model's code find the state there.
+        replaces: Whether parameters of zeros are replaced.
     """
-    trial = _Trial(model, device)
+    trial = _Trial(zeros(model) if replaces else (), device)
     before = {name: (buffer, buffer.detach().clone()) for name, buffer in model.named_buffers()}
     saved, written = Snapshot(model), dict[str, torch.Tensor]()
     try:
@@ -103,15 +106,19 @@ def _is_same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 class _Trial(TorchFunctionMode):
-    """Leaves out dropout, and has random numbers in place of parameters that are all zero."""
+    """Leaves out dropout, and has random numbers in place of some parameters.
 
-    def __init__(self, model: nn.Module, device: torch.device) -> None:
+    Args:
+        replaced: These.
+        device: Where others are expected.
+    """
+
+    def __init__(self, replaced: Iterable[torch.Tensor], device: torch.device) -> None:
         super().__init__()
         generator = torch.Generator().manual_seed(0)
         self._others = {
-            id(p): torch.randn(p.shape, generator=generator).mul_(0.02).to(device, p.dtype)
-            for p in model.parameters()
-            if type(p) is nn.Parameter and p.is_floating_point() and _is_zero(p)
+            id(p): torch.randn(p.shape, generator=generator).mul_(_scale(p)).to(device, p.dtype)
+            for p in replaced
         }
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -124,6 +131,16 @@ class _Trial(TorchFunctionMode):
         if self._others:
             args, kwargs = pytree.tree_map(lambda value: self._others.get(id(value), value), (args, kwargs))
         return func(*args, **kwargs)
+
+
+def zeros(model: nn.Module) -> list[nn.Parameter]:
+    """The parameters of which all elements are zero."""
+    return [p for p in model.parameters() if type(p) is nn.Parameter and p.is_floating_point() and _is_zero(p)]
+
+
+def _scale(parameter: torch.Tensor) -> float:
+    """So that a product with it is neither large nor small."""
+    return parameter.shape[-1] ** -0.5 if parameter.dim() > 1 else 0.5
 
 
 def _is_zero(parameter: torch.Tensor) -> bool:
@@ -155,16 +172,19 @@ def grown_axes(
         axes = list[tuple[int, str, bool]]()
         for dim, size in enumerate(tensor.shape):
             more = [each.shape[dim] - size for (each,) in others]
-            prefix = next((p for p in sizes if more == [counts[p] for counts in added]), None)
-            is_flat = prefix is None
-            for each, (rows, length) in sizes.items() if is_flat and size else ():
+            if not any(more):
+                continue
+            prefixes = [p for p in sizes if more == [counts[p] for counts in added]]
+            if len(prefixes) > 1:
+                prefixes = [p for p in prefixes if sizes[p][1] == size]
+            is_flat = not prefixes
+            for each, (rows, length) in sizes.items() if is_flat else ():
                 if size == rows * length and more == [rows * counts[each] for counts in added]:
-                    prefix = each
-            if any(more) and prefix is None:
+                    prefixes.append(each)
+            if len(prefixes) != 1:
                 shapes = f"{list(tensor.shape)}, and {list(others[-1][0].shape)} with {max(added[-1].values())} tokens"
                 return f"{plain.name(index)} has the shape {shapes} of padding"
-            if any(more) and prefix is not None:
-                axes.append((dim, prefix, is_flat))
+            axes.append((dim, prefixes[0], is_flat))
         found.append(tuple(axes))
     return found
 
@@ -190,20 +210,19 @@ def cut(tensor: torch.Tensor, axes: Axes, sizes: Sizes, added: Mapping[str, int]
 
 
 def difference(
-    plain: Outcome, padded: Sequence[Outcome], axes: Sequence[Axes], sizes: Sizes, added: Sequence[Mapping[str, int]]
+    plain: Outcome, padded: Outcome, axes: Sequence[Axes], sizes: Sizes, added: Mapping[str, int]
 ) -> str | None:
     """Says what is different with padding; None if nothing is."""
-    for outcome, more in zip(padded, added, strict=True):
-        if outcome.plain != plain.plain:
-            return "a number of Python in its result is another one"
-        if outcome.written.keys() != plain.written.keys():
-            return f"it writes other buffers ({', '.join(outcome.written.keys() ^ plain.written.keys())})"
-        for index, (tensor, other) in enumerate(zip(plain.tensors, outcome.tensors, strict=True)):
-            if not _is_near(tensor, cut(other, axes[index], sizes, more), outcome.precision):
-                return f"{plain.name(index)} is another one for the same real tokens"
-        for name, value in plain.written.items():
-            if not _is_near(value, outcome.written[name], outcome.precision):
-                return f"it writes its buffer `{name}` with other values"
+    if padded.plain != plain.plain:
+        return "a number of Python in its result is another one"
+    if padded.written.keys() != plain.written.keys():
+        return f"it writes other buffers ({', '.join(padded.written.keys() ^ plain.written.keys())})"
+    for index, (tensor, other) in enumerate(zip(plain.tensors, padded.tensors, strict=True)):
+        if not _is_near(tensor, cut(other, axes[index], sizes, added), padded.precision):
+            return f"{plain.name(index)} is another one for the same real tokens"
+    for name, value in plain.written.items():
+        if not _is_near(value, padded.written[name], padded.precision):
+            return f"it writes its buffer `{name}` with other values"
     return None
 
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from megatrain.compiled.length_trial import Axes, Outcome, Sizes, cut, difference, first_module, grown_axes
+from megatrain.compiled.length_trial import Axes, Outcome, Sizes, cut, difference, first_module, grown_axes, zeros
 from megatrain.errors import TraceError
 from megatrain.torch_private import pytree
 from megatrain.tracer.arguments import Arguments, positions_of
@@ -150,10 +150,11 @@ class Lengths:
     Args:
         model: The user's.
         multiple: Of how many tokens a row has so many.
-        run: Runs the model's own code, without gradients, and leaves no trace.
+        run: Runs the model's own code, without gradients, and leaves no trace; with other numbers in place of parameters
+            of zeros, if the second argument says so.
     """
 
-    def __init__(self, model: nn.Module, multiple: int, run: Callable[[Arguments], Outcome]) -> None:
+    def __init__(self, model: nn.Module, multiple: int, run: Callable[[Arguments, bool], Outcome]) -> None:
         self.multiple = multiple
         self._model = model
         self._run = run
@@ -359,7 +360,7 @@ class Lengths:
             call: As it is.
             added: By prefix.
             is_open: See `Rule`.
-            is_garbage: The padding has some of the call's own tokens, if no number stands for padding by name.
+            is_garbage: The padding has other tokens than usual, if no number stands for padding by name.
         """
         given = call.arguments
         leaves = [
@@ -390,10 +391,11 @@ class Lengths:
         match plain:
             case "input_ids":
                 pad_id = self._pad_id()
-                is_own = is_garbage and pad_id is None
-                return _with_own(leaf, count) if is_own else _filled(leaf, 1, count, pad_id or 0)
+                own = int(leaf.max()) if is_garbage and pad_id is None else 0
+                return _filled(leaf, 1, count, own if pad_id is None else pad_id)
             case "inputs_embeds":
-                return _with_own(leaf, count) if is_garbage else _filled(leaf, 1, count, 0)
+                filled = _filled(leaf, 1, count, 0)
+                return filled - 2 * _filled(leaf - leaf, 1, count, 1) * filled[:, :1] if is_garbage else filled
             case "labels" | "shift_labels":
                 return _filled(leaf, 1, count, IGNORED)
             case "attention_mask":
@@ -422,32 +424,41 @@ class Lengths:
             TraceError: If padding changes what the model makes of real tokens, however it is done.
         """
         small = self._small(call)
-        added = list(self._added(call, small))
-        plain = self._run(small.arguments)
-        reasons: list[tuple[str, Arguments | None]] = []
+        first = ""
         for is_open in self._ways(call):
-            padded = [self._with_padding(small, each, is_open=is_open, is_garbage=True) for each in added]
-            try:
-                outcomes = [self._run(each) for each in padded]
-            except Exception as error:  # the model's own code raises anything where it can't take such a batch
-                text = str(error).strip().partition("\n")[0]
-                reasons.append((f"it raises a {type(error).__name__} for a padded batch ({text})", None))
-                continue
-            axes = grown_axes(plain, outcomes, small.sizes, added)
-            if isinstance(axes, str):
-                reasons.append((axes, None))
-                continue
-            reason = difference(plain, outcomes, axes, small.sizes, added)
-            if reason is None:
-                return Rule(is_open, axes)
-            reasons.append((reason, padded[-1]))
-        reason, noticed = reasons[0]
-        own, run = small.arguments, self._run
-        where = "" if noticed is None else first_module(self._model, lambda: run(own), lambda: run(noticed))
+            found = self._trial(call, small, is_open=is_open, replaces=False)
+            again = not isinstance(found, str) and zeros(self._model)
+            noticed = self._trial(call, small, is_open=is_open, replaces=True) if again else found
+            if not isinstance(noticed, str):
+                assert not isinstance(found, str)
+                return Rule(is_open, found)
+            first = first or noticed
         raise _refused(
-            f"padding isn't harmless for this model: {reason}{where}",
+            f"padding isn't harmless for this model: {first}",
             "Rows are brought to a multiple of so many tokens, and real tokens must not notice.",
         )
+
+    def _trial(self, call: _Call, small: _Call, *, is_open: bool, replaces: bool) -> list[Axes] | str:
+        """Returns how outputs grow with tokens; or what is different with padding."""
+        added = list(self._added(call, small))
+        padded = [
+            self._with_padding(small, each, is_open=is_open, is_garbage=bool(which)) for which, each in enumerate(added)
+        ]
+        plain = self._run(small.arguments, replaces)
+        try:
+            outcomes = [self._run(each, replaces) for each in padded]
+        except Exception as error:  # the model's own code raises anything where it can't take such a batch
+            text = str(error).strip().partition("\n")[0]
+            return f"it raises {_article(type(error).__name__)} for a padded batch ({text})"
+        axes = grown_axes(plain, outcomes, small.sizes, added)
+        if isinstance(axes, str):
+            return axes
+        for outcome, more, each in zip(outcomes, added, padded, strict=True):
+            reason = difference(plain, outcome, axes, small.sizes, more)
+            if reason is not None:
+                own, run = small.arguments, self._run
+                return reason + first_module(self._model, lambda: run(own, replaces), lambda: run(each, replaces))  # noqa: B023  # called here
+        return axes
 
     def _ways(self, call: _Call) -> Sequence[bool]:
         if call.mask == "mask":
@@ -474,7 +485,8 @@ class Lengths:
         room = {prefix: self._target(each.length) - small.tokens[prefix].length for prefix, each in call.tokens.items()}
         most = {prefix: min(room[prefix], each.length + 5) for prefix, each in small.tokens.items()}
         # The tokens that an output grows with are told by their number.
-        most = {prefix: max(1, count - at) for at, (prefix, count) in enumerate(most.items())}
+        if len(most) > 1 and len(set(most.values())) == 1:
+            most[_DECODER] = max(1, most[_DECODER] - 1)
         yield {prefix: min(3, count // 2) for prefix, count in most.items()}
         yield most
 
@@ -484,6 +496,10 @@ def _refused(what: str, rule: str) -> TraceError:
         f"lengths= can't be used: {what}.\n  {rule}\n"
         "  Leave lengths= out, and let your collator pad (pad_to_multiple_of=); docs/trainers.md has more."
     )
+
+
+def _article(name: str) -> str:
+    return f"{'an' if name[:1] in 'AEIOU' else 'a'} {name}"
 
 
 def _is_flattened(call: _Call, leaves: Mapping[str, Any]) -> bool:
@@ -501,12 +517,6 @@ def _filled(tensor: torch.Tensor, dim: int, count: int, value: int) -> torch.Ten
     shape = list(tensor.shape)
     shape[dim] = count
     return torch.cat([tensor, tensor.new_full(shape, value)], dim)
-
-
-def _with_own(tensor: torch.Tensor, count: int) -> torch.Tensor:
-    """Adds tokens of the same rows, from the right to the left."""
-    times = -(-count // tensor.shape[1])
-    return torch.cat([tensor, *[tensor.flip(1)] * times], 1)[:, : tensor.shape[1] + count]
 
 
 def _ends(ends: torch.Tensor, length: int, count: int) -> torch.Tensor:
