@@ -186,23 +186,21 @@ class Lengths:
         if not self._needs(call):
             return Padded(arguments, {})
         rule = self._rules.get(self._kind(call)) or Rule(call.mask != "mask", ())
-        lengths = {prefix: self._target(tokens.length) for prefix, tokens in call.tokens.items()}
-        added = {prefix: lengths[prefix] - tokens.length for prefix, tokens in call.tokens.items()}
+        added = {prefix: self._target(each.length, prefix) - each.length for prefix, each in call.tokens.items()}
         return Padded(self._with_padding(call, added, is_open=rule.is_open), added, call.sizes, rule.axes)
 
     @contextmanager
     def at_least(self, length: int) -> Generator[None]:
-        """Within the body rows are brought to the length that rows of so many tokens have."""
+        """Within the body rows are brought to the length that rows of so many tokens have; not those of a decoder."""
         before, self._least = self._least, length
         try:
             yield
         finally:
             self._least = before
 
-    def num_tokens(self, arguments: Arguments) -> tuple[int, bool]:
-        """How many tokens a row of a call has, the most of all axes, and whether a row holds several documents."""
-        call = self._read(arguments)
-        return max(tokens.length for tokens in call.tokens.values()), call.is_flattened
+    def is_flattened(self, arguments: Arguments) -> bool:
+        """Whether rows of a call hold several documents."""
+        return self._read(arguments).is_flattened
 
     def check(self, traced: TracedModule, padded: Padded) -> None:
         """Looks whether a capture of padded arguments leaves tensors elsewhere than in its result.
@@ -215,7 +213,7 @@ class Lengths:
         if traced.written_inputs.indices:
             name = traced.written_inputs.names[0]
             raise _refused(f"the model writes into `{name}`", "It would write into a copy with padding.")
-        sizes = {self._target(tokens.length) for tokens in self._read(padded.arguments).tokens.values()}
+        sizes = {length + padded.added[prefix] for prefix, (_, length) in padded.sizes.items()}
         count = len(traced.outputs.placeholders)
         for name, node in zip(traced.side_outputs.names, traced.results[count:], strict=False):
             if sizes & set(node.meta["spec"].shape):
@@ -243,9 +241,9 @@ class Lengths:
             found.update(v for n in _BOUNDS if isinstance(v := values.get(n), int) and v > 0)
         return sorted(found)
 
-    def _target(self, length: int) -> int:
+    def _target(self, length: int, prefix: str = "") -> int:
         """The length to which rows of a length are brought: a multiple, or a bound of the model's that is less."""
-        length = max(length, self._least)
+        length = length if prefix else max(length, self._least)
         multiple = -(-length // self.multiple) * self.multiple
         return next((bound for bound in self._bounds() if length <= bound < multiple), multiple)
 
@@ -256,7 +254,7 @@ class Lengths:
     def _needs(self, call: _Call) -> bool:
         names = call.arguments.leaf_names
         return any(name in _ENDS for name in names) or any(
-            self._target(tokens.length) != tokens.length for tokens in call.tokens.values()
+            self._target(tokens.length, prefix) != tokens.length for prefix, tokens in call.tokens.items()
         )
 
     def _read(self, arguments: Arguments) -> _Call:
@@ -471,7 +469,7 @@ class Lengths:
         if not call.is_known:
             return call
         tokens = {
-            prefix: Tokens(min(2, each.rows), max(1, min(each.length, _TRIED, self._target(each.length) // 2)))
+            prefix: Tokens(min(2, each.rows), max(1, min(each.length, _TRIED, self._target(each.length, prefix) // 2)))
             for prefix, each in call.tokens.items()
         }
         given = call.arguments
@@ -482,7 +480,7 @@ class Lengths:
 
     def _added(self, call: _Call, small: _Call) -> Iterator[Mapping[str, int]]:
         """Two paddings, the second of which is as long as may be: what it changes must be seen."""
-        room = {prefix: self._target(each.length) - small.tokens[prefix].length for prefix, each in call.tokens.items()}
+        room = {p: self._target(each.length, p) - small.tokens[p].length for p, each in call.tokens.items()}
         most = {prefix: min(room[prefix], each.length + 5) for prefix, each in small.tokens.items()}
         # The tokens that an output grows with are told by their number.
         if len(most) > 1 and len(set(most.values())) == 1:

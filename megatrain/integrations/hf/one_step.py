@@ -10,7 +10,13 @@ from typing import Any
 import torch
 
 from megatrain.compiled.module import CompiledModule
-from megatrain.errors import MicroBatchError, OptimizerError, ReadsParameterError, StreamedCallsWarning
+from megatrain.errors import (
+    MicroBatchError,
+    OptimizerError,
+    ReadsParameterError,
+    ScheduleError,
+    StreamedCallsWarning,
+)
 from megatrain.integrations.hf.code_losses import AGAIN, Code, CodeLosses, is_same, reason_of
 from megatrain.integrations.hf.several import Several
 from megatrain.integrations.hf.whole_calls import streaming_code
@@ -18,6 +24,8 @@ from megatrain.integrations.paused import SpentError
 from megatrain.optim.block_update import MasterStep
 from megatrain.optim.blockwise import BlockOptimizer
 from megatrain.runtime.random_calls import GlobalGenerators
+from megatrain.tracer.arguments import Arguments
+from megatrain.training.batch import MicroBatch
 from megatrain.training.step import TrainStep
 
 
@@ -44,6 +52,8 @@ class OneStep:
         step: The training step; None before the first, and if there can be none.
         reason: Why updates aren't training steps; None if they are.
         has_updated: The update was taken within the training step, and the trainer's own has nothing left to do.
+        longest: How many tokens the longest row of the data has, and how many rows are flattened into one; a step of
+            that length is planned before the first. None if nobody knows, or without `lengths`.
     """
 
     def __init__(
@@ -58,6 +68,7 @@ class OneStep:
         self.step: TrainStep | None = None
         self.reason: str | None = None
         self.has_updated = False
+        self.longest: tuple[int, int] | None = None
         self.compiled = compiled
         ranks = compiled.megatrain.ranks
         self.several = None if ranks is None else Several(ranks)
@@ -188,6 +199,7 @@ class OneStep:
         self._losses.outside = outside = self._outside_model()
         start = [None if p.grad is None else p.grad.clone() for p in outside]
         try:
+            self._plan_longest(self.step, batches)
             self.step(batches)
         except MicroBatchError as error:  # found before the first operation: the code still waits
             reason = "the micro-batches of an update run other layers (the model leaves out some at random, say)"
@@ -209,6 +221,27 @@ class OneStep:
         self._losses.waiting.clear()
         self.has_updated = True
         return self._losses.losses
+
+
+    def _plan_longest(self, step: TrainStep, batches: Sequence[MicroBatch]) -> None:
+        """Plans a step of the longest batches, so that none is refused later.
+
+        Raises:
+            ScheduleError: If the memory is too small for it.
+        """
+        lengths, longest = self.compiled.megatrain.lengths, self.longest
+        if lengths is None or longest is None:
+            return
+        length, rows = longest
+        given = Arguments.of(self.compiled.megatrain.model, batches[0].args, dict(batches[0].kwargs))
+        length *= rows if lengths.is_flattened(given) else 1
+        try:
+            with lengths.at_least(length):
+                step.prepare(batches)
+        except ScheduleError as error:
+            error.add_note(f"megatrain: this is the step of the longest batches, whose rows have {length} tokens.")
+            raise
+        self.longest = None
 
 
 def _put_gradients(parameters: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor | None]) -> None:

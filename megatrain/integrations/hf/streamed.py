@@ -116,10 +116,27 @@ def fill(engine: Any, compiled: CompiledModule) -> None:
     vars(engine).update({_WEIGHTS: named, "sync_weights": sync_weights})
 
 
+def longest_row(dataset: Any) -> int | None:
+    """How many tokens the longest row of a data set has; None if looking would take long, or rows have no tokens."""
+    if isinstance(dataset, list | tuple):
+        rows: Any = dataset
+        known = [len(row["input_ids"]) for row in rows if isinstance(row, Mapping) and "input_ids" in row]
+        return max(known, default=None)
+    if "input_ids" not in (getattr(dataset, "column_names", None) or ()) or not hasattr(dataset, "with_format"):
+        return None
+    from pyarrow import compute  # the data set has it
+
+    tables = dataset.with_format("arrow").select_columns(["input_ids"])
+    if not hasattr(tables, "__len__"):
+        return None  # it comes from the network, row by row
+    found = [compute.max(compute.list_value_length(each["input_ids"])).as_py() for each in tables.iter(10_000)]
+    return max(found, default=None)
+
+
 PREFIX = "megatrain_"
 _OF_COMPILE = (
     "device", "memory", "precision", "activations", "transfer", "block_bytes", "masters", "opaque", "passes",
-    "chunking", "kernels", "hardware", "chaos", "recording",
+    "chunking", "kernels", "hardware", "lengths", "chaos", "recording",
 )  # fmt: skip
 _OF_STEP = ("overlap", "spread", "on_nonfinite", "plan")
 
@@ -323,6 +340,8 @@ class Streamed(_Base):
     def _prepare_for_training(self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: Any) -> Any:
         found = super()._prepare_for_training(max_steps, train_dataloader, resume_from_checkpoint)
         self._replace_step()  # where the user has made the scheduler
+        if self.model.megatrain.lengths is not None and (length := longest_row(self.train_dataset)):
+            self._known().longest = length, self.args.per_device_train_batch_size
         several = self._known().several
         if several is not None:
             self._look_ahead(self.args.gradient_accumulation_steps)
