@@ -144,6 +144,25 @@ class Padded:
         return [*found, *tensors[len(found) :]]
 
 
+def bounds_of(config: Any) -> list[int]:
+    """Numbers of positions from which on a model may compute otherwise, or has no embedding; ascending.
+
+    Args:
+        config: The model's; None for one that has none.
+    """
+    found: set[int] = set()
+    for each in (config, *(getattr(config, name, None) for name in ("rope_parameters", "rope_scaling"))):
+        values = [each.get(name) if isinstance(each, dict) else getattr(each, name, None) for name in _BOUNDS]  # pyright: ignore
+        found.update(value for value in values if isinstance(value, int) and value > 0)
+    return sorted(found)
+
+
+def brought_to(length: int, multiple: int, bounds: Sequence[int]) -> int:
+    """The length to which rows of a length are brought: the next multiple, or a bound of the model's before that."""
+    found = -(-length // multiple) * multiple
+    return next((bound for bound in bounds if length <= bound < found), found)
+
+
 class Lengths:
     """Pads the calls of one model.
 
@@ -232,20 +251,10 @@ class Lengths:
         return None
 
     def _bounds(self) -> list[int]:
-        """Numbers of positions from which on the model may compute otherwise, or has no embedding; ascending."""
-        config = self._config
-        held = [config, *(getattr(config, name, None) for name in ("rope_parameters", "rope_scaling"))]
-        found: set[int] = set()
-        for each in held:
-            values: Any = each if isinstance(each, dict) else {} if each is None else {n: getattr(each, n, None) for n in _BOUNDS}
-            found.update(v for n in _BOUNDS if isinstance(v := values.get(n), int) and v > 0)
-        return sorted(found)
+        return bounds_of(self._config)
 
     def _target(self, length: int, prefix: str = "") -> int:
-        """The length to which rows of a length are brought: a multiple, or a bound of the model's that is less."""
-        length = length if prefix else max(length, self._least)
-        multiple = -(-length // self.multiple) * self.multiple
-        return next((bound for bound in self._bounds() if length <= bound < multiple), multiple)
+        return brought_to(length if prefix else max(length, self._least), self.multiple, self._bounds())
 
     def _pad_id(self) -> int | None:
         found = getattr(self._config, "pad_token_id", None)

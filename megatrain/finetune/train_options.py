@@ -65,6 +65,11 @@ class TrainOptions:
     length: int | None = _option(
         None, optional(count(2, 2**24)), "most tokens of a sequence (default: 2048, or what the model takes if less)"
     )
+    lengths: int | None = _option(
+        None,
+        of_compile("lengths"),
+        "pad micro-batches to a multiple of so many tokens, such as 256 (default: to the longest sequence)",
+    )
     documents: bool = _option(False, None, "empty lines of a .txt separate documents (default: it is one document)")
     data_config: str | None = _option(None, optional(TEXT), "configuration of a data set (default: the only one)")
     split: str | None = _option(None, optional(TEXT), "split of a data set (default: train)")

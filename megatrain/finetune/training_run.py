@@ -21,6 +21,7 @@ import torch
 import transformers
 from trl import SFTConfig, SFTTrainer, get_training_chat_template, is_conversational
 
+from megatrain.compiled.lengths import bounds_of, brought_to
 from megatrain.counts import counted
 from megatrain.device import Device, find, usable
 from megatrain.errors import CheckpointError, OptionError
@@ -185,9 +186,12 @@ class _Run:
         found = {"data": self._training, "evaluation data": self._held_out}
         surveys = {name: survey(rows) for name, rows in found.items() if rows is not None}
         self.digests = {name: digest for name, (_, _, digest) in surveys.items()}
-        # All rows are padded to one width, so that one schedule serves every step.
-        width = -(-max(width for width, _, _ in surveys.values()) // _MULTIPLE) * _MULTIPLE
-        self._width = min(width, self._arguments.max_length)
+        # All rows are padded to one width, so that one schedule serves every step; or to a few, and this is the largest.
+        width = max(width for width, _, _ in surveys.values())
+        if options.lengths is None:
+            self._width = min(-(-width // _MULTIPLE) * _MULTIPLE, self._arguments.max_length)
+        else:
+            self._width = brought_to(width, options.lengths, bounds_of(self._config))
         self._check_ids(max(largest for _, largest, _ in surveys.values()))
         self._count()
 
@@ -346,7 +350,8 @@ class _Run:
         trained = [p for p in model.parameters() if p.requires_grad]
         kind = f"adapters of rank {options.lora_rank}" if options.lora else "all weights"
         sizes = f"{arguments.gradient_accumulation_steps} x {counted(self.batch, 'sequence')}"
-        print(f"data    {counted(len(self._training), 'sequence')} of {self._width} tokens; {held_out} evaluated")
+        most = "" if options.lengths is None else "at most "
+        print(f"data    {counted(len(self._training), 'sequence')} of {most}{self._width} tokens; {held_out} evaluated")
         print(
             f"model   {type(model).__name__}, {kind}: {counted(sum(p.numel() for p in trained), 'parameter')} to train"
         )
@@ -417,7 +422,8 @@ class _Run:
         arguments.dataset_kwargs = {"skip_prepare_dataset": True}
         arguments.eval_strategy = "no" if self._held_out is None else "steps"
         arguments.eval_on_start = self._held_out is not None and found is None
-        padded = dataclasses.replace(self._paper.data_collator, pad_to_multiple_of=self._width)
+        multiple = self._width if options.lengths is None else None
+        padded = dataclasses.replace(self._paper.data_collator, pad_to_multiple_of=multiple)
         transformers.set_seed(options.seed)
         stop = _StopBetweenSteps()
         trainer = _StreamedSFT(
@@ -426,7 +432,7 @@ class _Run:
             train_dataset=self._training, eval_dataset=self._held_out, callbacks=[stop, Losses(record.folder)],
             megatrain_device=self._device, megatrain_precision=options.precision, megatrain_memory=options.memory,
             megatrain_block_bytes=options.block_bytes, megatrain_chunking=options.chunking,
-            megatrain_kernels=options.kernels,
+            megatrain_kernels=options.kernels, megatrain_lengths=options.lengths,
             optimizer_cls_and_kwargs=(AdamW8bit, {"lr": arguments.learning_rate}) if self._is_coded else None,
             megatrain_on_nonfinite="raise",  # the trainer would show another loss in its place, and go on
         )  # fmt: skip
