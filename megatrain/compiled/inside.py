@@ -272,7 +272,7 @@ class Compiled:
         """
         if self.lengths is None:
             return Padded(arguments, {})
-        if runs:
+        if runs and (self.has_unread_weights or not any(p.is_meta for p in nn.Module.parameters(self.model))):
             self.lengths.learn(arguments)
         return self.lengths.padded(arguments)
 

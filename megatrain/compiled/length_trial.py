@@ -3,7 +3,8 @@
 The model's own code runs on a few tokens, without padding and with two different ones. If outputs, losses and buffers
 are the same functions of the weights, so are their gradients, so none is computed. A branch that is multiplied by
 zeros (a gate, an adapter's second matrix) would hide what it does: the trial is repeated with other numbers in place of
-parameters of zeros. Only repeated, because large biases would hide what differs between tokens. Dropout draws a number for each token, padding included, so it's left out.
+parameters of zeros. Only repeated, because large biases would hide what differs between tokens. Dropout draws a number
+for each token, padding included, so it's left out.
 """
 
 from __future__ import annotations
@@ -117,8 +118,7 @@ class _Trial(TorchFunctionMode):
         super().__init__()
         generator = torch.Generator().manual_seed(0)
         self._others = {
-            id(p): torch.randn(p.shape, generator=generator).mul_(_scale(p)).to(device, p.dtype)
-            for p in replaced
+            id(p): torch.randn(p.shape, generator=generator).mul_(_scale(p)).to(device, p.dtype) for p in replaced
         }
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -21,7 +21,7 @@ import torch
 import transformers
 from trl import SFTConfig, SFTTrainer, get_training_chat_template, is_conversational
 
-from megatrain.compiled.lengths import bounds_of, brought_to
+from megatrain.compiled.padding import bounds_of, brought_to
 from megatrain.counts import counted
 from megatrain.device import Device, find, usable
 from megatrain.errors import CheckpointError, OptionError

@@ -180,7 +180,9 @@ class Planner:
         if limits.loss is not None:
             args, kwargs = arguments.rebuild(arguments.tensors)
             batch: Any = args[0] if len(args) == 1 and not kwargs else args or kwargs
-            loss_bytes = measure_loss(programs.at(0), traced, arguments.tensors, batch, list, limits.loss, limits.device)
+            loss_bytes = measure_loss(
+                programs.at(0), traced, arguments.tensors, batch, list, limits.loss, limits.device
+            )
         return _Capture(model, programs, loss_bytes, num_tokens(arguments))
 
     @contextmanager

@@ -150,9 +150,9 @@ class StepRun:
 
     def _try_lengths(self, batches: Sequence[MicroBatch]) -> None:
         """Tries the padding of new kinds of calls, while nobody else may want to see the model between two steps."""
-        if (lengths := self._compiled.lengths) is not None:
+        if self._compiled.lengths is not None:
             for batch in batches:
-                lengths.learn(untrained(self._compiled.model, batch))
+                self._compiled.padded(untrained(self._compiled.model, batch))
 
     def _run(self, attempt: _Try) -> torch.Tensor:
         """Runs a step; what is refused before it has an executor leaves no trace."""

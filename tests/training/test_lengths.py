@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import copy
-import re
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -28,9 +27,10 @@ from transformers import (
 )
 
 import megatrain
-from megatrain.errors import OptionError, ScheduleError, TraceError
+from megatrain.errors import OptionError, TraceError
 from tests.comparing import assert_same, difference
 from tests.draws import draws
+from tests.nightly import nightly
 
 SIZES: dict[str, Any] = {
     "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2,
@@ -67,7 +67,7 @@ def num_captures(model: Any) -> int:
     return len(list(model.megatrain._variants))
 
 
-# -- batches -----------------------------------------------------------------------------------------------------------
+# -- batches ----------------------------------------------------------------------------------------------------------
 
 
 def tokens(seed: int, rows: int, length: int) -> torch.Tensor:
@@ -112,14 +112,14 @@ def by_hand(batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 KINDS = {"plain": plain, "ragged": ragged, "left": left, "flattened": flattened}
 micro_batch = st.builds(
-    lambda kind, seed, sizes: KINDS[kind](seed, sizes),
+    lambda kind, seed, sizes: cast(Any, KINDS[kind])(seed, sizes),
     st.sampled_from(list(KINDS)),
     st.integers(0, 1000),
     st.lists(st.integers(2, LONGEST // 2), min_size=2, max_size=2),
 )
 
 
-# -- the numbers --------------------------------------------------------------------------------------------------------
+# -- the numbers ------------------------------------------------------------------------------------------------------
 
 
 def eager_step(model: nn.Module, optimizer: torch.optim.Optimizer, batches: Sequence[Any]) -> torch.Tensor:
@@ -206,8 +206,8 @@ def to_translate(seed: int, sizes: Sequence[int]) -> dict[str, torch.Tensor]:
 
 def t5() -> Any:
     torch.manual_seed(0)
-    sizes = {"vocab_size": 64, "d_model": 32, "d_kv": 16, "d_ff": 48, "num_layers": 1, "num_heads": 2}
-    return T5ForConditionalGeneration(T5Config(**sizes, dropout_rate=0.0, decoder_start_token_id=0))
+    sizes: dict[str, Any] = {"vocab_size": 64, "d_model": 32, "d_kv": 16, "d_ff": 48, "num_layers": 1, "num_heads": 2}
+    return T5ForConditionalGeneration(T5Config(**sizes, **{"dropout_rate": 0.0, "decoder_start_token_id": 0}))
 
 
 def mixtral() -> Any:
@@ -229,7 +229,10 @@ def classified(seed: int, sizes: Sequence[int]) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize(
     ("build", "make"),
-    [(bert, plain), (bert, ragged), (gpt2, plain), (gpt2, left), (t5, to_translate), (mixtral, plain), (classifier, classified)],
+    [
+        (bert, plain), nightly((bert, ragged)), nightly((gpt2, plain)), (gpt2, left), (t5, to_translate),
+        nightly((mixtral, plain)), nightly((classifier, classified)),
+    ],
 )  # fmt: skip
 def test_other_models(build: Callable[[], Any], make: Any) -> None:
     """A mask is made for a model that isn't causal; a bound of positions is as good as a multiple."""
@@ -296,6 +299,8 @@ def test_ends_of_documents_repeat_and_the_longest_is_bounded() -> None:
 
 def test_a_trial_leaves_no_trace_and_no_number_is_drawn() -> None:
     class Notes(nn.Module):
+        seen: torch.Tensor
+
         def __init__(self) -> None:
             super().__init__()
             self.calls = 0
@@ -321,7 +326,7 @@ def arguments_of(streamed: Any, batch: Any) -> Any:
     return Arguments.of(streamed.megatrain.model, (), batch)
 
 
-# -- refusals -----------------------------------------------------------------------------------------------------------
+# -- refusals ---------------------------------------------------------------------------------------------------------
 
 
 class Mixing(nn.Module):
@@ -367,6 +372,8 @@ class Learned(nn.Module):
 
 
 class Counts(nn.Module):
+    count: torch.Tensor
+
     def __init__(self) -> None:
         super().__init__()
         self.register_buffer("count", torch.zeros(()))
@@ -422,7 +429,7 @@ IDS = torch.ones(2, 5, dtype=torch.long)
     [
         ({"x": IDS}, "no argument with tokens"),
         ({"input_ids": IDS, "weights": IDS}, r"`weights` \[2, 5\] may have a value for each token"),
-        ({"input_ids": IDS, "attention_mask": torch.ones(2, 1, 5, 5)}, r"`attention_mask` has the shape \[2, 1, 5, 5\]"),
+        ({"input_ids": IDS, "attention_mask": torch.ones(2, 1, 5, 5)}, r"`attention_mask` has the shape \[2, 1, 5"),
         ({"input_ids": IDS, "token_type_ids": IDS[:, :3]}, r"`token_type_ids` has the shape \[2, 3\]"),
         ({"input_ids": IDS, "logits_to_keep": 2}, "`logits_to_keep` counts positions from the right end"),
         ({"input_ids": IDS, "past_key_values": (IDS,)}, "`past_key_values"),
@@ -440,7 +447,21 @@ def test_an_argument_without_tokens_stays_as_it_is_whatever_its_size() -> None:
     for size in (5, 9):
         batch = {"input_ids": IDS[:, :size], "pictures": torch.ones(2, 3, 9 if size == 5 else size)}
         assert_same(model(**batch), streamed(**batch), "result")
-    assert_same(model(torch.ones(2, 9).long()), streamed(torch.ones(2, 9).long(), pictures=torch.ones(2, 3, 9)), "later")
+    assert_same(
+        model(torch.ones(2, 9).long()), streamed(torch.ones(2, 9).long(), pictures=torch.ones(2, 3, 9)), "later"
+    )
+
+
+def test_positions_that_are_counted_are_refused_and_bounds_are_not_passed() -> None:
+    """Rotary embeddings of longer rows than usual depend on how long these are."""
+    ropes = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
+    streamed = compiled(llama(rope_parameters=ropes, max_position_embeddings=12))
+    streamed(**plain(0, (10, 10)))
+    assert [str(node.meta["spec"]) for node in streamed.traced.inputs][0] == "i64[2, 12]"
+    with pytest.raises(
+        TraceError, match=r'a row has 13 tokens, and rope_type="dynamic" depends on this number from 12'
+    ):
+        streamed(**plain(0, (13, 13)))
 
 
 class Leaves(Takes):
@@ -454,9 +475,17 @@ def test_tensors_of_all_tokens_in_attributes_are_refused() -> None:
         compiled(Leaves())(IDS)
 
 
-def test_several_processes_are_refused_and_no_length_below_two() -> None:
-    with pytest.raises(OptionError, match=re.escape("lengths=1")):
-        compiled(Takes(), lengths=1)
+def test_wrong_numbers_and_several_processes_are_refused() -> None:
+    for wrong in (1, 0, True, 16.0, "1024"):
+        with pytest.raises(OptionError, match="lengths="):
+            compiled(Takes(), lengths=wrong)
+    store = torch.distributed.HashStore()
+    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        with pytest.raises(OptionError, match="lengths=8 is for a process that trains alone"):
+            compiled(Takes(), process_group=torch.distributed.group.WORLD)
+    finally:
+        torch.distributed.destroy_process_group()
 
 
 def test_without_the_option_nothing_is_padded() -> None:
@@ -464,5 +493,3 @@ def test_without_the_option_nothing_is_padded() -> None:
     assert streamed.megatrain.lengths is None
     batch = ragged(0, (5, 3))
     assert difference(llama()(**batch).logits, streamed(**batch).logits) is None
-    with pytest.raises(ScheduleError):
-        compiled(llama(), memory="1KiB", lengths=None)(**batch)

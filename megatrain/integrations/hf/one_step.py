@@ -222,7 +222,6 @@ class OneStep:
         self.has_updated = True
         return self._losses.losses
 
-
     def _plan_longest(self, step: TrainStep, batches: Sequence[MicroBatch]) -> None:
         """Plans a step of the longest batches, so that none is refused later.
 

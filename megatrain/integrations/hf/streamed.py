@@ -124,8 +124,9 @@ def longest_row(dataset: Any) -> int | None:
         return max(known, default=None)
     if "input_ids" not in (getattr(dataset, "column_names", None) or ()) or not hasattr(dataset, "with_format"):
         return None
-    from pyarrow import compute  # the data set has it
+    import pyarrow.compute  # the data set has it
 
+    compute: Any = pyarrow.compute
     tables = dataset.with_format("arrow").select_columns(["input_ids"])
     if not hasattr(tables, "__len__"):
         return None  # it comes from the network, row by row
