@@ -290,7 +290,9 @@ class Padding:
         if name in _LONGEST and leaf is not None:
             return torch.full_like(leaf, total) if isinstance(leaf, torch.Tensor) else total
         place = call.place(name, leaf)
-        return leaf if place is None else self._longer(call, leaf, *place, added[place[0]], is_open, is_garbage)
+        if place is None or not isinstance(leaf, torch.Tensor):
+            return leaf
+        return self._longer(call, leaf, *place, added[place[0]], is_open, is_garbage)
 
     def _longer(
         self, call: Call, leaf: torch.Tensor, prefix: str, plain: str, count: int, is_open: bool, is_garbage: bool
@@ -356,7 +358,7 @@ def _few(call: Call, name: str, leaf: Any, tokens: Mapping[str, Tokens]) -> Any:
     if name in _LONGEST and leaf is not None:
         return torch.full_like(leaf, length - half) if isinstance(leaf, torch.Tensor) else length - half
     place = call.place(name, leaf)
-    if place is None:
+    if place is None or not isinstance(leaf, torch.Tensor):
         return leaf[:rows] if name == "labels" and isinstance(leaf, torch.Tensor) and leaf.dim() else leaf
     prefix, plain = place
     rows, length = tokens[prefix].rows, tokens[prefix].length

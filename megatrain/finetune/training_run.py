@@ -186,7 +186,8 @@ class _Run:
         found = {"data": self._training, "evaluation data": self._held_out}
         surveys = {name: survey(rows) for name, rows in found.items() if rows is not None}
         self.digests = {name: digest for name, (_, _, digest) in surveys.items()}
-        # All rows are padded to one width, so that one schedule serves every step; or to a few, and this is the largest.
+        # All rows are padded to one width, so that one schedule serves every step; or to a few, of which this is the
+        # largest.
         width = max(width for width, _, _ in surveys.values())
         if options.lengths is None:
             self._width = min(-(-width // _MULTIPLE) * _MULTIPLE, self._arguments.max_length)

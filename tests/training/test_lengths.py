@@ -457,7 +457,7 @@ def test_positions_that_are_counted_are_refused_and_bounds_are_not_passed() -> N
     ropes = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
     streamed = compiled(llama(rope_parameters=ropes, max_position_embeddings=12))
     streamed(**plain(0, (10, 10)))
-    assert [str(node.meta["spec"]) for node in streamed.traced.inputs][0] == "i64[2, 12]"
+    assert next(str(node.meta["spec"]) for node in streamed.traced.inputs) == "i64[2, 12]"
     with pytest.raises(
         TraceError, match=r'a row has 13 tokens, and rope_type="dynamic" depends on this number from 12'
     ):
