@@ -99,8 +99,8 @@ MANY = 12
 LATEST_VALUES, MANY_VALUES = 32, 5
 """The same of captures for values: a mode or a flag has a few."""
 _SHAPES = (
-    "A capture and its plan may take longer than a call, and are kept. Let shapes come again: pad to a multiple, or "
-    "pack. docs/trainers.md says how, under batches of many shapes."
+    "A capture and its plan may take longer than a call, and are kept. Let shapes come again: lengths=1024, a "
+    "collator that pads to a multiple, or packing. docs/trainers.md says how, under batches of many shapes."
 )
 _VALUES = (
     "Values of Python are constants of a capture, and a capture takes longer than a call. Let tensors hold what "

@@ -18,6 +18,7 @@ from megatrain.compiled.captures import Variant, Variants, naming_inputs
 from megatrain.compiled.hand_over import handed_over
 from megatrain.compiled.length_trial import Outcome, run_own_code
 from megatrain.compiled.lengths import Lengths, Padded
+from megatrain.compiled.padding import refused
 from megatrain.compiled.printed import compiled_text, dump
 from megatrain.compiled.walking import Walks, narrowed_inputs, walks
 from megatrain.errors import ExecuteError
@@ -39,6 +40,7 @@ from megatrain.scheduler.schedule import Schedule
 from megatrain.tracer.arguments import Arguments
 from megatrain.tracer.guards import GuardFailedError
 from megatrain.tracer.inventory import inventory
+from megatrain.tracer.packing import packing_text
 from megatrain.tracer.recording.inputs import check_device
 from megatrain.tracer.traced import TracedModule
 
@@ -284,6 +286,12 @@ class Compiled:
     def _try(self, arguments: Arguments, replaces: bool) -> Outcome:
         """Runs the model's own code for the trial of `lengths`; see `run_own_code`."""
         what, latest = "the trial of lengths=", self.walks.latest
+        packed = (name for name, p in nn.Module.named_parameters(self.model) if packing_text(p) is not None)
+        if self.options.transfer != "bind" and (name := next(packed, None)):
+            raise refused(
+                f"the model has packed (quantized) weights (`{name}`)",
+                "Padding is tried by the model's own code, which can't read those on the device.",
+            )
         try:
             if self.has_unread_weights:
                 with self._walk(what):

@@ -109,11 +109,13 @@ def test_the_weights_are_trained_as_by_trls_trainer(name: str, memory: str, opti
     assert len(AutoTokenizer.from_pretrained(out)) == 64
 
 
-def test_the_losses_are_those_of_trls_own_head(tmp_path: Path) -> None:
+@pytest.mark.parametrize("more", [(), nightly("--lengths=4")])
+def test_the_losses_are_those_of_trls_own_head(more: Any, tmp_path: Path) -> None:
+    """Also of micro-batches of a few widths."""
     save_model(tmp_path / "model", attention_dropout=0.0)  # masks draw otherwise
     (tmp_path / "command").mkdir()
     _, out, command = both(tmp_path / "command", "messages")
-    assert train(tmp_path / "model", *command[1:]) == 0
+    assert train(tmp_path / "model", *command[1:], *([more] if more else [])) == 0
     expected = stock(SFTTrainer, tmp_path, LlamaForCausalLM.from_pretrained(tmp_path / "model"), "messages")
     for key in ("loss", "eval_loss", "grad_norm"):
         losses = [row[key] for row in log_of(out) if key in row]
