@@ -493,3 +493,11 @@ def test_without_the_option_nothing_is_padded() -> None:
     assert streamed.megatrain.lengths is None
     batch = ragged(0, (5, 3))
     assert difference(llama()(**batch).logits, streamed(**batch).logits) is None
+
+
+@pytest.mark.parametrize("kind", list(KINDS))
+def test_padding_is_what_a_collator_would_make(kind: str) -> None:
+    """Positions of a flattened row start over in its padding; nothing but padding is added."""
+    batch = cast(Any, KINDS[kind])(0, (4, 7))
+    padded = compiled(llama()).megatrain.padded(arguments_of(compiled(llama()), batch)).arguments
+    assert_same(by_hand(batch), dict(zip(padded.names, padded.tensors, strict=True)), kind)
