@@ -37,8 +37,11 @@ SIZES: dict[str, Any] = {
 }  # fmt: skip
 LENGTHS, LONGEST = 8, 20
 ROUNDED = 5e-6
-"""Kernels of a product of matrices round otherwise for another number of rows: fp32 has 1.2e-7, and a gradient passes
-through about ten products, each a sum of at most 64 terms. Without padding, 6e-7 was the most in 2000 batches."""
+"""Kernels of a product of matrices round otherwise for another number of rows, by some units of fp32's 1.2e-7 for each
+of ten products. In 400 random batches, padded by hand in eager, losses and logits differed by 2.7e-7 at most."""
+OF_GRADIENTS = 5e-5
+"""Attention is nearly uniform at first, so the terms of the gradients of queries and keys nearly cancel, and their
+rounding is large beside the sums: 8.8e-6 at most in those batches."""
 
 
 def llama(kind: Any = LlamaForCausalLM, **more: Any) -> Any:
@@ -172,7 +175,7 @@ def test_calls_return_results_and_gradients_of_the_batch(batches: Any) -> None:
             (result.loss + result.logits[0, -1].sum()).backward()
             sides.append({n: p.grad for n, p in nn.Module.named_parameters(side)})
             nn.Module.zero_grad(side)
-        assert_same(*sides, "gradients", tolerance=ROUNDED)
+        assert_same(*sides, "gradients", tolerance=OF_GRADIENTS)
 
 
 def own_loss(result: Any, batch: Any) -> torch.Tensor:
