@@ -94,7 +94,7 @@ def compile(  # noqa: PLR0913  # the name torch users expect; all but the model 
             runs as with `"eager"`: `print(compiled)` says why. See docs/kernels.md.
         lengths: Batches are padded to the next multiple of so many tokens in a row, such as 1024, before they are
             captured and run, so that batches of any length have few captures. Outputs have the batch's own length, and
-            losses and gradients are those of the batch without padding, but for the rounding of kernels that get other
+            losses and gradients are those of the batch without padding, up to the rounding of kernels that get other
             shapes. A model whose real tokens notice padding is refused after a trial. None pads nothing. See
             docs/trainers.md, "Batches of many shapes".
         process_group: Processes that train the model together, such as `torch.distributed.group.WORLD` under torchrun;

@@ -16,7 +16,7 @@ from torch import nn
 from megatrain.checks import PATH, checked
 from megatrain.compiled.captures import Variant, Variants, naming_inputs
 from megatrain.compiled.hand_over import handed_over
-from megatrain.compiled.length_trial import Outcome, run_own_code
+from megatrain.compiled.length_trial import OwnRun, run_own_code
 from megatrain.compiled.lengths import Lengths, Padded
 from megatrain.compiled.padding import refused
 from megatrain.compiled.printed import compiled_text, dump
@@ -283,7 +283,7 @@ class Compiled:
         if self.lengths is not None:
             self.lengths.check(variant.traced, padded)
 
-    def _try(self, arguments: Arguments, replaces: bool) -> Outcome:
+    def _try(self, arguments: Arguments, replaces: bool) -> OwnRun:
         """Runs the model's own code for the trial of `lengths`; see `run_own_code`."""
         what, latest = "the trial of lengths=", self.walks.latest
         packed = (name for name, p in nn.Module.named_parameters(self.model) if packing_text(p) is not None)

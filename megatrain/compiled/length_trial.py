@@ -33,7 +33,7 @@ the rows themselves, so that what counts tokens changes by half."""
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class OwnRun:
     """What a run of the model's own code left.
 
     Args:
@@ -70,7 +70,7 @@ def run_own_code(
     walk: AbstractContextManager[object],
     *,
     replaces: bool,
-) -> Outcome:
+) -> OwnRun:
     """Runs a model's own code for a trial. Attributes and buffers are put back; generators are the caller's matter.
 
     Args:
@@ -99,7 +99,7 @@ def run_own_code(
                 if not _is_same_bits(buffer, value):
                     buffer.copy_(value)
     dtypes = {p.dtype for p in model.parameters() if p.dtype in _TOLERANCES}
-    return Outcome(result, tensors, written, max(dtypes, key=lambda dtype: _TOLERANCES[dtype], default=torch.float32))
+    return OwnRun(result, tensors, written, max(dtypes, key=lambda dtype: _TOLERANCES[dtype], default=torch.float32))
 
 
 def _is_same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
@@ -151,7 +151,7 @@ def _is_zero(parameter: torch.Tensor) -> bool:
 
 
 def grown_axes(
-    plain: Outcome, padded: Sequence[Outcome], sizes: Sizes, added: Sequence[Mapping[str, int]]
+    plain: OwnRun, padded: Sequence[OwnRun], sizes: Sizes, added: Sequence[Mapping[str, int]]
 ) -> list[Axes] | str:
     """Finds the dimensions of outputs that are longer by the padding.
 
@@ -210,7 +210,7 @@ def cut(tensor: torch.Tensor, axes: Axes, sizes: Sizes, added: Mapping[str, int]
 
 
 def difference(
-    plain: Outcome, padded: Outcome, axes: Sequence[Axes], sizes: Sizes, added: Mapping[str, int]
+    plain: OwnRun, padded: OwnRun, axes: Sequence[Axes], sizes: Sizes, added: Mapping[str, int]
 ) -> str | None:
     """Says what is different with padding; None if nothing is."""
     if padded.plain != plain.plain:
@@ -246,7 +246,7 @@ def _is_near(one: torch.Tensor, other: torch.Tensor, precision: torch.dtype) -> 
     return bool((left - right).abs().max() <= tolerance * left.abs().max())
 
 
-def first_module(model: nn.Module, plain: Callable[[], Outcome], padded: Callable[[], Outcome]) -> str:
+def first_module(model: nn.Module, plain: Callable[[], OwnRun], padded: Callable[[], OwnRun]) -> str:
     """Names the first module whose output differs, to end a sentence; empty if none does, or a run fails."""
     try:
         with _outputs(model) as one:

@@ -15,8 +15,9 @@ from functools import partial
 import torch
 from torch import nn
 
-from megatrain.compiled.length_trial import Axes, Outcome, Sizes, cut, difference, first_module, grown_axes, zeros
-from megatrain.compiled.padding import DECODER, Call, Padding, Tokens, brought_to, refused
+from megatrain.compiled.length_trial import Axes, OwnRun, Sizes, cut, difference, first_module, grown_axes, zeros
+from megatrain.compiled.padding import DECODER, NamedCall, Padding, Tokens, brought_to, refused
+from megatrain.counts import counted
 from megatrain.errors import TraceError
 from megatrain.tracer.arguments import Arguments, positions_of
 from megatrain.tracer.traced import TracedModule
@@ -26,7 +27,7 @@ _TRIED = 32
 
 
 @dataclass(frozen=True, slots=True)
-class Rule:
+class PaddingRule:
     """How calls of one kind are padded.
 
     Args:
@@ -46,7 +47,7 @@ class Padded:
         arguments: With padding.
         added: Tokens that were added to each axis, by prefix; none if nothing is to be cut.
         sizes: Of the caller's batch.
-        axes: As in `Rule`; None if nobody has tried, because the model has no values.
+        axes: As in `PaddingRule`; None if nobody has tried, because the model has no values.
     """
 
     arguments: Arguments
@@ -85,12 +86,12 @@ class Lengths:
             parameters of zeros, if the second argument says so.
     """
 
-    def __init__(self, model: nn.Module, multiple: int, run: Callable[[Arguments, bool], Outcome]) -> None:
+    def __init__(self, model: nn.Module, multiple: int, run: Callable[[Arguments, bool], OwnRun]) -> None:
         self.multiple = multiple
         self._model = model
         self._padding = Padding(model)
         self._run = run
-        self._rules: dict[Hashable, Rule] = {}
+        self._rules: dict[Hashable, PaddingRule] = {}
         self._least = 0
 
     # -- the calls of users -----------------------------------------------------------------------------------
@@ -145,7 +146,7 @@ class Lengths:
         num_outputs = len(traced.outputs.placeholders)
         if padded.axes is not None and num_outputs != len(padded.axes):
             raise refused(
-                f"the model returns {num_outputs} tensors, and returned {len(padded.axes)} in the trial of lengths=",
+                f"the model returns {counted(num_outputs, 'tensor')}, and returned {len(padded.axes)} in its trial",
                 "Outputs are cut to the length of the batch as the trial has shown.",
             )
         if traced.written_inputs.indices:
@@ -161,12 +162,12 @@ class Lengths:
     def _target(self, length: int, prefix: str = "") -> int:
         return brought_to(length if prefix else max(length, self._least), self.multiple, self._padding.bounds)
 
-    def _needs(self, call: Call) -> bool:
+    def _needs(self, call: NamedCall) -> bool:
         targets = [(self._target(tokens.length, prefix), tokens.length) for prefix, tokens in call.tokens.items()]
         return call.has_ends or any(target != length for target, length in targets)
 
-    def _kind(self, call: Call) -> Hashable:
-        """Calls of one kind are padded alike, and have the same outputs but for their lengths."""
+    def _kind(self, call: NamedCall) -> Hashable:
+        """Calls of one kind are padded alike, and have the same outputs except for their lengths."""
         arguments = call.arguments
         leaves = tuple(
             (leaf.dim(), leaf.dtype)
@@ -182,7 +183,7 @@ class Lengths:
 
     # -- the trial ------------------------------------------------------------------------------------------------
 
-    def _tried(self, call: Call) -> Rule:
+    def _tried(self, call: NamedCall) -> PaddingRule:
         """Finds how calls of a kind are padded.
 
         Raises:
@@ -196,14 +197,14 @@ class Lengths:
             noticed = self._trial(call, small, is_open=is_open, replaces=True) if again else found
             if not isinstance(noticed, str):
                 assert not isinstance(found, str)
-                return Rule(is_open, found)
+                return PaddingRule(is_open, found)
             first = first or noticed
         raise refused(
             f"padding isn't harmless for this model: {first}",
             "Rows are brought to a multiple of so many tokens, and real tokens must not notice.",
         )
 
-    def _trial(self, call: Call, small: Call, *, is_open: bool, replaces: bool) -> list[Axes] | str:
+    def _trial(self, call: NamedCall, small: NamedCall, *, is_open: bool, replaces: bool) -> list[Axes] | str:
         """Returns how outputs grow with tokens; or what is different with padding."""
         added = list(self._added(call, small))
         padded = [
@@ -226,13 +227,13 @@ class Lengths:
                 return reason + first_module(self._model, *runs)
         return axes
 
-    def _ways(self, call: Call) -> Sequence[bool]:
+    def _ways(self, call: NamedCall) -> Sequence[bool]:
         if call.mask == "mask":
             return (False,)
         may_mask = call.mask == "full" or "attention_mask" in positions_of(self._model).names
         return (True, False) if may_mask and not call.is_flattened else (True,)
 
-    def _small(self, call: Call) -> Call:
+    def _small(self, call: NamedCall) -> NamedCall:
         """A call with a few of the same tokens, all of them real; the call itself if it has other tensors as well."""
         if not call.is_known:
             return call
@@ -242,7 +243,7 @@ class Lengths:
         }
         return replace(call, arguments=self._padding.few(call, tokens), tokens=tokens)
 
-    def _added(self, call: Call, small: Call) -> Iterator[Mapping[str, int]]:
+    def _added(self, call: NamedCall, small: NamedCall) -> Iterator[Mapping[str, int]]:
         """Two paddings, the second of which is as long as may be: what it changes must be seen."""
         room = {p: self._target(each.length, p) - small.tokens[p].length for p, each in call.tokens.items()}
         room = {

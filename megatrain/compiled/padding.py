@@ -47,7 +47,7 @@ class Tokens:
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
+class NamedCall:
     """A call, read by the names of its arguments.
 
     Args:
@@ -153,7 +153,7 @@ class Padding:
         found = getattr(self._config, "pad_token_id", None)
         return found if isinstance(found, int) and found >= 0 else None
 
-    def read(self, arguments: Arguments) -> Call:
+    def read(self, arguments: Arguments) -> NamedCall:
         """Reads a call by the names of its arguments.
 
         Raises:
@@ -176,7 +176,7 @@ class Padding:
             )
         labelled = DECODER if has_decoder else ""
         self._check_rope(tokens[""].length)
-        call = Call(arguments, tokens, labelled, self._mask(leaves, tokens))
+        call = NamedCall(arguments, tokens, labelled, self._mask(leaves, tokens))
         is_known = all([self._understood(call, name, leaf) for name, leaf in leaves.items()])
         has_ends = any(leaves.get(name) is not None for name in _ENDS)
         return replace(call, is_flattened=_is_flattened(call, leaves), is_known=is_known, has_ends=has_ends)
@@ -192,7 +192,7 @@ class Padding:
             )
 
     def _mask(self, leaves: Mapping[str, Any], tokens: Mapping[str, Tokens]) -> str:
-        """See `Call.mask`; a single row is looked at, because in most models it then needs no mask."""
+        """See `NamedCall.mask`; a single row is looked at, because in most models it then needs no mask."""
         mask = leaves.get("attention_mask")
         if mask is None:
             return "none"
@@ -205,7 +205,7 @@ class Padding:
             )
         return "full" if rows == 1 and bool(mask.all()) else "mask"
 
-    def _understood(self, call: Call, name: str, leaf: Any) -> bool:
+    def _understood(self, call: NamedCall, name: str, leaf: Any) -> bool:
         """Whether the name of an argument says how it is padded, or that it has no tokens.
 
         Raises:
@@ -233,7 +233,7 @@ class Padding:
             )
         return False
 
-    def _check_shape(self, call: Call, name: str, leaf: torch.Tensor, prefix: str, plain: str) -> None:
+    def _check_shape(self, call: NamedCall, name: str, leaf: torch.Tensor, prefix: str, plain: str) -> None:
         rows, length = call.tokens[prefix].rows, call.tokens[prefix].length
         is_right = leaf.dim() >= 2 and (
             leaf.shape[-1] == length and leaf.shape[-2] in (1, rows)
@@ -248,7 +248,9 @@ class Padding:
 
     # -- padding ------------------------------------------------------------------------------------------------
 
-    def padded(self, call: Call, added: Mapping[str, int], *, is_open: bool, is_garbage: bool = False) -> Arguments:
+    def padded(
+        self, call: NamedCall, added: Mapping[str, int], *, is_open: bool, is_garbage: bool = False
+    ) -> Arguments:
         """Returns a call with so many tokens more on each axis.
 
         Args:
@@ -274,7 +276,7 @@ class Padding:
         args, kwargs = pytree.tree_unflatten(leaves, given.tree)
         return Arguments.of(self._model, args, {**kwargs, **more})
 
-    def few(self, call: Call, tokens: Mapping[str, Tokens]) -> Arguments:
+    def few(self, call: NamedCall, tokens: Mapping[str, Tokens]) -> Arguments:
         """Returns a call with the first rows and tokens of a call, all of them real."""
         given = call.arguments
         leaves = [_few(call, name, leaf, tokens) for name, leaf in zip(given.leaf_names, given.leaves, strict=True)]
@@ -282,7 +284,7 @@ class Padding:
         return Arguments.of(self._model, args, kwargs)
 
     def _leaf(
-        self, call: Call, name: str, leaf: Any, added: Mapping[str, int], *, is_open: bool, is_garbage: bool
+        self, call: NamedCall, name: str, leaf: Any, added: Mapping[str, int], *, is_open: bool, is_garbage: bool
     ) -> Any:
         total = call.tokens[""].length + added[""]
         if name in _ENDS and isinstance(leaf, torch.Tensor):
@@ -295,7 +297,7 @@ class Padding:
         return self._longer(call, leaf, *place, added[place[0]], is_open, is_garbage)
 
     def _longer(
-        self, call: Call, leaf: torch.Tensor, prefix: str, plain: str, count: int, is_open: bool, is_garbage: bool
+        self, call: NamedCall, leaf: torch.Tensor, prefix: str, plain: str, count: int, is_open: bool, is_garbage: bool
     ) -> torch.Tensor:
         """Adds to a tensor with a value for each token what it has for padding."""
         is_open = is_open and not prefix
@@ -311,7 +313,7 @@ class Padding:
             values[plain] = pad_id if pad_id is not None else int(leaf.max()) if is_garbage else 0
         return _filled(leaf, 1, count, values.get(plain, 0))
 
-    def _positions(self, call: Call, leaf: torch.Tensor, count: int, *, is_open: bool) -> torch.Tensor:
+    def _positions(self, call: NamedCall, leaf: torch.Tensor, count: int, *, is_open: bool) -> torch.Tensor:
         ascending = torch.arange(count, dtype=leaf.dtype, device=leaf.device)
         if call.is_flattened:
             more = ascending % min(self.bounds, default=max(1, count))
@@ -320,7 +322,7 @@ class Padding:
         return torch.cat([leaf, more.expand(*leaf.shape[:-1], count)], -1)
 
 
-def _is_flattened(call: Call, leaves: Mapping[str, Any]) -> bool:
+def _is_flattened(call: NamedCall, leaves: Mapping[str, Any]) -> bool:
     positions = leaves.get("position_ids")
     if call.mask != "none" or DECODER in call.tokens:
         return False
@@ -349,7 +351,7 @@ def _ends(ends: torch.Tensor, total: int) -> torch.Tensor:
     return torch.cat([ends, ends.new_full((entries - len(ends),), total)])
 
 
-def _few(call: Call, name: str, leaf: Any, tokens: Mapping[str, Tokens]) -> Any:
+def _few(call: NamedCall, name: str, leaf: Any, tokens: Mapping[str, Tokens]) -> Any:
     """An argument of a trial: of two documents, if rows have several."""
     rows, length = tokens[""].rows, tokens[""].length
     half = length // 2

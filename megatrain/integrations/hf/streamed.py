@@ -341,8 +341,9 @@ class Streamed(_Base):
     def _prepare_for_training(self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: Any) -> Any:
         found = super()._prepare_for_training(max_steps, train_dataloader, resume_from_checkpoint)
         self._replace_step()  # where the user has made the scheduler
-        if self.model.megatrain.lengths is not None and (length := longest_row(self.train_dataset)):
-            self._known().longest = length, self.args.per_device_train_batch_size
+        one_step = self._known()
+        if one_step.compiled.megatrain.lengths is not None and (length := longest_row(self.train_dataset)):
+            one_step.longest = length, self.args.per_device_train_batch_size
         several = self._known().several
         if several is not None:
             self._look_ahead(self.args.gradient_accumulation_steps)
