@@ -208,7 +208,8 @@ class Lengths:
         """Returns how outputs grow with tokens; or what is different with padding."""
         added = list(self._added(call, small))
         padded = [
-            self._padding.padded(small, each, is_open=is_open, is_garbage=bool(which))
+            # Another token may stand for a part of a picture, of which there are so many.
+            self._padding.padded(small, each, is_open=is_open, is_garbage=bool(which) and call.is_known)
             for which, each in enumerate(added)
         ]
         plain = self._run(small.arguments, replaces)

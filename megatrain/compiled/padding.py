@@ -135,14 +135,17 @@ class Padding:
         self._unknown: dict[str, bool] = {}  # names of tensors that aren't understood, and whether they have tokens
 
     @cached_property
+    def _whole_config(self) -> Any:
+        """The configuration of the model; None if it has none."""
+        found = (vars(module).get("config") for module in self._model.modules())
+        return next((config for config in found if config is not None), None)
+
+    @cached_property
     def _config(self) -> Any:
-        """The configuration of the text that the model reads; None for a model that has none."""
-        for module in self._model.modules():
-            config = vars(module).get("config")
-            if config is not None:
-                text = getattr(config, "get_text_config", None)
-                return text() if callable(text) and not getattr(config, "is_encoder_decoder", False) else config
-        return None
+        """That of the text which the model reads."""
+        config = self._whole_config
+        text = getattr(config, "get_text_config", None)
+        return text() if callable(text) and not getattr(config, "is_encoder_decoder", False) else config
 
     @property
     def bounds(self) -> list[int]:
@@ -150,8 +153,8 @@ class Padding:
         return bounds_of(self._config)
 
     def _pad_id(self) -> int | None:
-        found = getattr(self._config, "pad_token_id", None)
-        return found if isinstance(found, int) and found >= 0 else None
+        ids = [getattr(config, "pad_token_id", None) for config in (self._config, self._whole_config)]
+        return next((found for found in ids if isinstance(found, int) and found >= 0), None)
 
     def read(self, arguments: Arguments) -> NamedCall:
         """Reads a call by the names of its arguments.

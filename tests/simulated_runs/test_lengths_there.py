@@ -19,7 +19,8 @@ def test_batches_of_any_length_have_the_bits_of_padded_ones_there(sim: Simulator
     torch.manual_seed(0)
     sizes: dict[str, Any] = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 2}
     model = LlamaForCausalLM(LlamaConfig(**sizes, num_hidden_layers=3, num_key_value_heads=2, use_cache=False))
-    eager = copy.deepcopy(model).to(DEVICE)
+    eager: Any = copy.deepcopy(model)
+    eager.to(DEVICE)
     compiled: Any = megatrain.compile(model, device=DEVICE, memory="192KiB", lengths=8)
     optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (eager, compiled)]
     step = megatrain.TrainStep(compiled, optimizers[1])

@@ -175,7 +175,7 @@ def test_calls_return_results_and_gradients_of_the_batch(batches: Any) -> None:
             (result.loss + result.logits[0, -1].sum()).backward()
             sides.append({n: p.grad for n, p in nn.Module.named_parameters(side)})
             nn.Module.zero_grad(side)
-        assert_same(*sides, "gradients", tolerance=OF_GRADIENTS)
+        assert_same(sides[0], sides[1], "gradients", tolerance=OF_GRADIENTS)
 
 
 def own_loss(result: Any, batch: Any) -> torch.Tensor:
