@@ -504,3 +504,29 @@ def test_padding_is_what_a_collator_would_make(kind: str) -> None:
     batch = cast(Any, KINDS[kind])(0, (4, 7))
     padded = compiled(llama()).megatrain.padded(arguments_of(compiled(llama()), batch)).arguments
     assert_same(by_hand(batch), dict(zip(padded.names, padded.tensors, strict=True)), kind)
+
+
+class Seeing(nn.Module):
+    """Tokens of 63 stand for parts of pictures, and there must be as many of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed, self.see, self.body = nn.Embedding(64, 32), nn.Linear(12, 32), llama()
+
+    def forward(self, input_ids: torch.Tensor, pixel_values: torch.Tensor, labels: torch.Tensor) -> Any:
+        is_part, x = (input_ids == 63)[..., None].expand(-1, -1, 32), self.embed(input_ids)
+        x = x.masked_scatter(is_part, self.see(pixel_values.flatten(0, 1)))
+        return self.body(inputs_embeds=x, labels=labels)
+
+
+def test_pictures_stay_as_they_are() -> None:
+    model = Seeing()
+    streamed = compiled(model)
+    for size in (6, 11):
+        batch = plain(0, (size, size))
+        batch["input_ids"][:, 1:4] = 63
+        batch["pixel_values"] = torch.randn(2, 3, 12)
+        step = model(**batch), streamed(**batch)
+        assert_same([step[0].loss, step[0].logits], [step[1].loss, step[1].logits], "result", tolerance=ROUNDED)
+    assert num_captures(streamed) == 2
