@@ -85,7 +85,7 @@ def test_a_folder_that_cannot_be_written_keeps_nothing(tmp_path: Path):
 
 
 def test_a_write_that_fails_leaves_no_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(os, "fdopen", lambda *_: (_ for _ in ()).throw(OSError("full")))
+    monkeypatch.setattr(os, "fdopen", lambda *_, **__: (_ for _ in ()).throw(OSError("full")))
     assert kept(tmp_path, "a machine", Measured()) == FIGURES
     assert list(tmp_path.iterdir()) == []
 

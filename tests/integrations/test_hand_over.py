@@ -62,6 +62,11 @@ def taken(compiled: Any) -> dict[str, torch.Tensor]:
     return dict(found)
 
 
+def merged(model: Any) -> dict[str, torch.Tensor]:
+    """The weights of a model without adapters, as peft merges them."""
+    return copy.deepcopy(model).merge_and_unload().state_dict()
+
+
 def assert_alike(found: Any, expected: Any) -> None:
     assert found.keys() == expected.keys()
     for name, tensor in found.items():
@@ -120,7 +125,7 @@ def test_layers_with_adapters_come_merged_and_stay_as_they_were(name: str):
     model = ADAPTERS[name]()
     other, go_on = eager(model)
     compiled, step = stepped(model)
-    assert_alike(taken(compiled), copy.deepcopy(other).merge_and_unload().state_dict())
+    assert_alike(taken(compiled), merged(other))
     step()
     go_on()
     assert_alike(model.state_dict(), other.state_dict())
@@ -223,7 +228,7 @@ def test_trls_engine_on_the_same_card_is_filled_between_steps(
 
     def plain() -> dict[str, torch.Tensor]:
         streamed = trainer.model.megatrain.model
-        return streamed.state_dict() if name == "whole" else copy.deepcopy(streamed).merge_and_unload().state_dict()
+        return streamed.state_dict() if name == "whole" else merged(streamed)
 
     first = {key: value.clone() for key, value in plain().items()}
 
