@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import re
 import warnings
 from collections.abc import Generator, Iterator, Mapping
@@ -67,15 +68,20 @@ def _meta(node: fx.Node) -> dict[str, Any]:
     return {key: node.meta[key] for key in sorted(node.meta)}
 
 
-def both(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None = None) -> Iterator[Any]:
-    """Captures with every call run, and with recall: yields what each says, or its error."""
+def both(
+    model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None = None, *, copies: bool = False
+) -> Iterator[Any]:
+    """Captures with every call run, and with recall: yields what each says, or its error.
+
+    With `copies` each is of a copy: a first forward of some models changes their configuration.
+    """
     for is_whole in (True, False):
         state = torch.get_rng_state()
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
                 with every_call_run() if is_whole else nullcontext():
-                    found = told(trace(model, args, kwargs))
+                    found = told(trace(copy.deepcopy(model) if copies else model, args, kwargs))
         except Exception as error:
             found = [type(error).__name__, str(error), *getattr(error, "__notes__", ())]
         assert torch.equal(state, torch.get_rng_state())

@@ -20,6 +20,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from megatrain.passes.pipeline import lower
 from megatrain.tracer.trace import trace
+from tests.models import MODELS
 from tests.tracer.recalling import both, counted_recalls, every_call_run
 from tests.zoo.collect import cases
 
@@ -118,6 +119,14 @@ def a_write_into_a_view(layer: Layer, x: torch.Tensor, shared: dict[str, Any]) -
     if layer.index > 1:  # the calls of the layers before are recalled then
         y[0].mul_(x.sum())
     return x * y[0].sum()
+
+
+@quirk
+def a_view_of_what_is_written_later(layer: Layer, x: torch.Tensor, shared: dict[str, Any]) -> torch.Tensor:
+    y = layer.linear(x)
+    first = y[..., :1]
+    y += 1  # the history of the view is made anew when somebody asks for it
+    return x + y + first
 
 
 @quirk
@@ -368,6 +377,15 @@ def test_layers_of_any_kinds_in_any_order(data: st.DataObject) -> None:
 
 @pytest.mark.nightly
 @pytest.mark.filterwarnings("ignore")  # what models say about themselves
+@pytest.mark.parametrize("name", MODELS)
+def test_models_of_the_tests(name: str) -> None:
+    model, args, kwargs = MODELS[name]()
+    whole, found = both(model, args, kwargs)
+    assert found == whole
+
+
+@pytest.mark.nightly
+@pytest.mark.filterwarnings("ignore")  # what models say about themselves
 @pytest.mark.parametrize("name", cases())
 def test_models_of_the_zoo(name: str) -> None:
     case = cases()[name]
@@ -376,7 +394,7 @@ def test_models_of_the_zoo(name: str) -> None:
     torch.manual_seed(0)
     model = case.build()
     args, kwargs = case.inputs(0)
-    whole, found = both(model, args, kwargs)
+    whole, found = both(model, args, kwargs, copies=True)
     assert found == whole
 
 

@@ -148,6 +148,7 @@ class Recall:
         self._form_of: dict[fx.Node, int] = {}
         self._views: set[int] = set()  # memory that recalled calls view
         self._runs_views = False
+        self._written: set[int] = set()  # memory that calls have written
         self._writes = 0
         self._attributes: dict[torch.device, dict[str, Any]] = {}  # of a fake tensor that no call has made
         self._start = torch.zeros((), requires_grad=True)
@@ -254,6 +255,8 @@ class Recall:
         """A number for all that a call can tell of a fake tensor."""
         if tensor.layout != torch.strided or tensor.constant is not None or tensor.is_conj() or tensor.is_neg():
             raise _OddError
+        if tensor.requires_grad and storage_key(tensor) in self._written:
+            raise _OddError  # to ask for the history of a view of such memory makes that anew, by calls of its own
         is_parameter, nbytes = isinstance(tensor, nn.Parameter), tensor.untyped_storage().nbytes()
         form = *_geometry(tensor), tensor.is_leaf, is_parameter, nbytes, node.op == "get_attr"
         return self._forms.setdefault(form, len(self._forms))
@@ -325,6 +328,7 @@ class Recall:
             if storage_key(tensor) in self._views:
                 self.refuse()
             nodes = [node for node, _ in self._table.names(storage_key(tensor))]
+            self._written.add(storage_key(tensor))
             self._writes += bool(nodes)
             self._runs_views |= any(node.op != "get_attr" for node in nodes)
             for node in nodes:
