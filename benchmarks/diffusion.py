@@ -55,7 +55,10 @@ def _flux() -> nn.Module:
 def _qwen() -> nn.Module:
     from diffusers import QwenImageTransformer2DModel  # pyright: ignore[reportMissingImports]
 
-    return QwenImageTransformer2DModel()
+    transformer = QwenImageTransformer2DModel()
+    with torch.device("cpu"):  # its angles are plain attributes, whose values the forward reads
+        transformer.pos_embed = type(transformer.pos_embed)(theta=10000, axes_dim=[16, 56, 56], scale_rope=True)
+    return transformer
 
 
 def _wan() -> nn.Module:
