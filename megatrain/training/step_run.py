@@ -120,7 +120,10 @@ class StepRun:
         if not self._is_mode_known:
             self._is_mode_known = True
             warn_of_dropout(self._compiled.model)
-        self._try_lengths(micro_batches(batch))
+        if (
+            self._compiled.lengths is not None
+        ):  # never of several processes, which hear below of a batch that is refused
+            self._try_lengths(micro_batches(batch))
         rules, repeated = self._rules, Attempts("the step", self._compiled.options.device, self._rules.budget)
         with (
             self._compiled.exclusively("the step"),
