@@ -120,9 +120,8 @@ class StepRun:
         if not self._is_mode_known:
             self._is_mode_known = True
             warn_of_dropout(self._compiled.model)
-        if (
-            self._compiled.lengths is not None
-        ):  # never of several processes, which hear below of a batch that is refused
+        # With several processes there are no lengths, and the others hear below of a batch that is refused.
+        if self._compiled.lengths is not None:
             self._try_lengths(micro_batches(batch))
         rules, repeated = self._rules, Attempts("the step", self._compiled.options.device, self._rules.budget)
         with (
