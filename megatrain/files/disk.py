@@ -177,13 +177,15 @@ def locked(file: Path) -> Generator[None]:
 
     Raises:
         BlockingIOError: If another process holds it, or this one does already.
-        OSError: If the system refuses the file.
+        OSError: If the system refuses the file, or its file system has no locks.
     """
     lock = FileLock(file)
     try:
         lock.acquire(timeout=0)
     except Timeout as error:
         raise BlockingIOError(f"`{file}` is locked") from error
+    except NotImplementedError as error:  # what some versions of filelock say of such a file system
+        raise OSError(str(error)) from error
     try:
         yield
     finally:

@@ -169,6 +169,19 @@ def test_a_lock_of_a_process_that_ended_is_removed(tmp_path: Path):
     assert names(tmp_path) == ["run"]
 
 
+def test_a_file_system_without_locks_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    save_trained(tmp_path / "run", seed=1)
+
+    def refuse(*_: object, **__: object) -> None:
+        raise NotImplementedError("FileSystem does not appear to support flock")
+
+    monkeypatch.setattr(disk.FileLock, "acquire", refuse)
+    text = refusal(lambda: save_trained(tmp_path / "run", seed=2))
+    assert text.startswith(f"saving to `{tmp_path / 'run'}` failed: FileSystem does not appear to support flock.")
+    assert_whole(tmp_path / "run", 1)
+    assert names(tmp_path) == ["run"]
+
+
 def test_two_saves_to_one_place_at_a_time_are_refused(tmp_path: Path):
     save_trained(tmp_path / "run", seed=1)
 
