@@ -54,7 +54,7 @@ COMPILE: Mapping[str, Rule] = {
     "chunking": CHUNKING,
     "kernels": KERNELS,
     "hardware": optional(HARDWARE),
-    "lengths": optional(count(2, 2**24)),
+    "lengths": optional(count(2, 2**24, 1024)),
 }
 """What the options of `compile` may be, one by one."""
 

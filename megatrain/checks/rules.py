@@ -105,8 +105,8 @@ def one_of(*choices: str) -> Rule:
     )
 
 
-def count(least: int = 0, most: int | None = None) -> Rule:
-    """A whole number from `least` to `most`; a bool isn't one."""
+def count(least: int = 0, most: int | None = None, example: int | None = None) -> Rule:
+    """A whole number from `least` to `most`, such as `example`; a bool isn't one."""
 
     def fault(value: Any) -> str | None:
         if not _is_whole(value):
@@ -116,7 +116,7 @@ def count(least: int = 0, most: int | None = None) -> Rule:
         return f"is more than {most}" if most is not None and value > most else None
 
     bounds = f"of at least {least}" if most is None else f"from {least} to {most}"
-    return Rule(f"a whole number {bounds}", f"{{name}}={max(least, 0)}", fault)
+    return Rule(f"a whole number {bounds}", f"{{name}}={max(least, 0) if example is None else example}", fault)
 
 
 def _is_whole(value: object) -> bool:

@@ -119,7 +119,7 @@ def refused(what: str, rule: str) -> TraceError:
     """The error that says why a call can't be padded, the rule, and the way out."""
     return TraceError(
         f"lengths= can't be used: {what}.\n  {rule}\n"
-        "  Leave lengths= out, and let your collator pad (pad_to_multiple_of=); docs/trainers.md has more."
+        "  Leave lengths= out: then each shape of a batch is captured by itself. docs/trainers.md has more ways."
     )
 
 
