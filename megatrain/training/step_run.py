@@ -106,7 +106,8 @@ class StepRun:
 
         With `lengths=`, the model's own code runs on a few tokens before its first capture.
         """
-        self._try_lengths(batches)
+        if self._compiled.lengths is not None:
+            self._try_lengths(batches)
         with self._compiled.exclusively("prepare()"), torch.enable_grad(), self._completion.suspended():
             self.setting = self._setup.setting(batches, [{} for _ in batches]).without_tensors()
 
@@ -152,9 +153,8 @@ class StepRun:
 
     def _try_lengths(self, batches: Sequence[MicroBatch]) -> None:
         """Tries the padding of new kinds of calls, while nobody else may want to see the model between two steps."""
-        if self._compiled.lengths is not None:
-            for batch in batches:
-                self._compiled.padded(untrained(self._compiled.model, batch))
+        for batch in batches:
+            self._compiled.padded(untrained(self._compiled.model, batch))
 
     def _run(self, attempt: _Try) -> torch.Tensor:
         """Runs a step; what is refused before it has an executor leaves no trace."""
