@@ -78,7 +78,7 @@ class StepChoices:
     """What was chosen for a step.
 
     Args:
-        captures: One per micro-batch.
+        captures: One per micro-batch, or more: a step of some of them runs by this schedule, too.
         level: Of their rewrites.
         programs: Of each capture at this level. The schedule serves them in any order.
         schedule: Of the step, checked.
@@ -97,6 +97,10 @@ class StepChoices:
         """Returns the programs of these captures, in their order."""
         known = dict(zip(map(id, self.captures), self.programs, strict=True))
         return [known[id(capture)] for capture in captures]
+
+    def serves(self, captures: Sequence[StepPrograms]) -> bool:
+        """Whether it was made for these captures, and maybe others."""
+        return set(map(id, captures)) <= set(map(id, self.captures))
 
 
 class StepPlans:
@@ -134,10 +138,7 @@ class StepPlans:
         Raises:
             ScheduleError: If the step doesn't fit, isn't the one of the given plan, or can't be planned.
         """
-        machine = None if limits.device_memory is None else limits.hardware
-        asked = limits.device_memory, limits.activations, machine, limits.master_kind, limits.most_result_bytes
-        asked = *asked, limits.kernels, limits.updates_there
-        key = frozenset(map(id, captures)), kind, *asked
+        key = frozenset(map(id, captures)), *self._asked(kind, limits)
         if key not in self._known:
             alike = (known for (others, *_), known in self._known.items() if others == key[0])
             other = next(alike, None)
@@ -155,6 +156,17 @@ class StepPlans:
                 self._known.popitem(last=False)
         self._known.move_to_end(key)
         return self._known[key]
+
+    def known(self, captures: Sequence[StepPrograms], kind: StepKind, limits: Limits) -> StepChoices | None:
+        """Returns the latest choices for a step of these captures, and maybe others; None if there are none."""
+        asked = self._asked(kind, limits)
+        alike = (found for key, found in reversed(self._known.items()) if key[1:] == asked and found.serves(captures))
+        return next(alike, None)
+
+    def _asked(self, kind: StepKind, limits: Limits) -> tuple[Hashable, ...]:
+        machine = None if limits.device_memory is None else limits.hardware
+        bounds = limits.device_memory, limits.activations, machine, limits.master_kind, limits.most_result_bytes
+        return kind, *bounds, limits.kernels, limits.updates_there
 
     def _planned(
         self, captures: Sequence[StepPrograms], kind: StepKind, limits: Limits, loss_bytes: int, *, or_least: bool

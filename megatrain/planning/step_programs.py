@@ -119,6 +119,11 @@ class StepPrograms:
         """The last level."""
         return self.width * (1 + len(self._sizes)) - 1
 
+    @cached_property
+    def input_bytes(self) -> int:
+        """Bytes of the tensors that a call gets: of captures of one model, the longer have more."""
+        return sum(node.meta["spec"].nbytes for node in self._traced.inputs)
+
     @property
     def in_own_blocks(self) -> Sequence[Program]:
         """The programs of the model's own blocks, each once."""

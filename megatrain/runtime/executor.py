@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from copy import copy
 
 import torch
 from torch import nn
@@ -35,7 +36,8 @@ class Executor:
         schedule: A checked schedule of that program, or of the programs' merged workload.
         model: The model, whose parameters move into a host store; or the engine that holds it already.
         arena: Where gradients of a training step wait for their updates; None takes one of its own.
-        merged: The programs in the order in which their workloads were merged; None is that of first use.
+        merged: The programs, and maybe more, in the order in which their workloads were merged; None is that of first
+            use.
 
     Raises:
         ExecuteError: If the schedule is of other programs.
@@ -55,21 +57,34 @@ class Executor:
         programs = [program] if isinstance(program, Program) else list(program)
         check_fits(programs, schedule)
         engine = model if isinstance(model, Engine) else Engine(model, programs[0].device)
-        self.program = programs[0]
         self.schedule = schedule
         self.engine = engine
         is_training, recorded = schedule.kind.mode == "train", frozenset(schedule.recorded)
-        loaded = Loaded.of_each(programs, merged, engine, is_training=is_training, recorded=recorded)
+        self._loaded = Loaded.of_each(programs, merged, engine, is_training=is_training, recorded=recorded)
         if schedule.kind.is_training_step and arena is None:
             arena = GrowingArena(engine.bus)
-        for each in loaded:
+        for each in self._loaded.values():
             each.check_recomputed(schedule.saves)
-        self._operations = Operations(loaded, schedule, engine, arena)
+        loaded = [self._loaded[id(each)] for each in programs]
         self._resumed: tuple[Instructions, int] | None = None
-        self.loaded = loaded[0]
-        self.facts = self.loaded.facts
+        self._serve(Operations(loaded, schedule, engine, schedule.instructions, arena))
+
+    def _serve(self, operations: Operations) -> None:
+        self._operations = operations
+        self.loaded = operations.loaded[0]
+        self.program, self.facts = self.loaded.program, self.loaded.facts
         self.differentiable_outputs = self.facts.differentiable_outputs
         self.differentiable_inputs = self.facts.differentiable_inputs
+
+    def in_order(self, programs: Sequence[Program]) -> Executor:
+        """Returns an executor of the same schedule and programs, with the micro-batches in another order.
+
+        Args:
+            programs: One per micro-batch, of those for which the schedule was made.
+        """
+        found = copy(self)
+        found._serve(self._operations.in_order([self._loaded[id(program)] for program in programs]))
+        return found
 
     @property
     def why_unrecorded(self) -> str:

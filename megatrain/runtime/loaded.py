@@ -213,15 +213,19 @@ class Loaded:
         *,
         is_training: bool,
         recorded: Collection[int] = (),
-    ) -> list[Loaded]:
+    ) -> dict[int, Loaded]:
         """Brings the programs of a step's micro-batches onto an engine, each once.
 
         Args:
             programs: One per micro-batch.
-            merged: The same, in the order in which their workloads were merged; None is that of first use.
+            merged: The same and maybe more, in the order in which their workloads were merged; None is that of first
+                use.
             engine: Holds the state.
             is_training: The schedule has a backward.
             recorded: Blocks whose kernels are recorded.
+
+        Returns:
+            By the identity of the program.
 
         Raises:
             ExecuteError: See `Engine.adopt`.
@@ -230,16 +234,15 @@ class Loaded:
         """
         merged = programs if merged is None else merged
         distinct = {id(program): program for program in merged}
-        if distinct.keys() != {id(program) for program in programs}:
+        if not distinct.keys() >= {id(program) for program in programs}:
             raise ExecuteError(
-                "merged has other programs than the micro-batches.\n"
+                "merged lacks programs of the micro-batches.\n"
                 "  A schedule serves the programs that it was made for.\n"
                 "  Give the programs that run, or None."
             )
         places = dict(zip(map(id, merged), merge_programs(merged).places, strict=True))
         made = partial(Loaded._of, engine=engine, is_training=is_training, recorded=recorded)
-        known = {key: made(program, places[key]) for key, program in distinct.items()}
-        return [known[id(program)] for program in programs]
+        return {key: made(program, places[key]) for key, program in distinct.items()}
 
     @staticmethod
     def _of(

@@ -37,6 +37,7 @@ class Operations:
         loaded: The programs, one per micro-batch.
         schedule: What they run.
         engine: Streams, host store and arena.
+        instructions: Those of the schedule.
         arena: Host memory where gradients wait for their updates; None if none wait.
 
     Attributes:
@@ -44,9 +45,16 @@ class Operations:
         runners: Of all blocks.
     """
 
-    def __init__(self, loaded: Sequence[Loaded], schedule: Schedule, engine: Engine, arena: GrowingArena | None = None):
+    def __init__(
+        self,
+        loaded: Sequence[Loaded],
+        schedule: Schedule,
+        engine: Engine,
+        instructions: Instructions,
+        arena: GrowingArena | None = None,
+    ):
         self.loaded, self.schedule, self.engine = loaded, schedule, engine
-        self.instructions = schedule.instructions
+        self.instructions, self._arena = instructions, arena
         self.runners = [runner for each in loaded for runner in each.runners]
         self.segments = engine.segments.of(schedule, [each.program for each in loaded])
         first = loaded[0]
@@ -62,6 +70,10 @@ class Operations:
         self._alone = {each.op.block: each.position for each in backwards}
         self._is_serial = schedule.kind.updates == "serial"
         self._lowered: list[tuple[Half, _Lowered]] = []
+
+    def in_order(self, loaded: Sequence[Loaded]) -> Operations:
+        """The same on the same programs, with the micro-batches in another order."""
+        return Operations(loaded, self.schedule, self.engine, self.instructions, self._arena)
 
     def _places(self, arena: GrowingArena | None) -> PlacePolicy | None:
         """Returns where gradients go; None for calls whose gradients are made on the host, and stay there."""

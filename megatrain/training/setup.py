@@ -252,12 +252,12 @@ class Setup:
         pairs = [variant.for_step(is_own_loss=self._is_own_loss) for variant in variants]
         traced, captures = [pair[0] for pair in pairs], [pair[1] for pair in pairs]
 
-        def loss_bytes() -> int:
+        def loss_bytes(capture: StepPrograms) -> int:
             if self._loss is None:
                 return 0  # it is in the program
-            parts = zip(captures, traced, own, batches, cuts, strict=True)
-            given = {id(c): (c.at(0), t, a.tensors, b.given, cut) for c, t, a, b, cut in parts}
-            return max(measure_loss(*each, self._loss, self._compiled.options.device) for each in given.values())
+            at = captures.index(capture)
+            given = capture.at(0), traced[at], own[at].tensors, batches[at].given, cuts[at]
+            return measure_loss(*given, self._loss, self._compiled.options.device)
 
         programs, schedule = self.tables.schedule(captures, kind, loss_bytes)
         return Setting(batches, own, arguments, variants, traced, captures, programs, schedule.kind, schedule, cuts)
@@ -305,9 +305,7 @@ class Setup:
         # The next step runs the updates that a first step leaves due, by another schedule.
         kind = replace(setting.kind, updates="deferred") if setting.kind.updates == "none" else setting.kind
         options = self._compiled.options
-        loss_bytes = setting.schedule.known_workload().loss_bytes
-        captures = setting.captures
-        _, schedule = self.tables.schedule(captures, kind, lambda: loss_bytes)
+        _, schedule = self.tables.schedule(setting.captures, kind, lambda _: 0)
         return host_plan(
             _distinct(setting.programs),
             schedule,

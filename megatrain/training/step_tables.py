@@ -6,7 +6,9 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TypeVar
+from weakref import WeakKeyDictionary
 
+from megatrain.errors import ScheduleError
 from megatrain.memory.bus import GrowingArena
 from megatrain.memory.device_budget import DeviceBudget
 from megatrain.options import Limits
@@ -30,6 +32,9 @@ _Executors = OrderedDict[tuple[int, ...], Executor]
 
 class StepTables:
     """Makes schedules of whole steps, and keeps them.
+
+    With `lengths=` the micro-batches of nearly each step have other lengths. So a step is planned for all captures
+    that came so far and are no larger than its own, and serves each step of these with as large a one.
 
     Args:
         options: The options of `compile`.
@@ -56,7 +61,8 @@ class StepTables:
         self.is_planned = plan is not None
         self.updates_there = False
         self._arena: GrowingArena | None = None
-        self._executors: OrderedDict[tuple[frozenset[int], StepKind], tuple[StepChoices, _Executors]] = OrderedDict()
+        self._executors: OrderedDict[int, tuple[StepChoices, _Executors]] = OrderedDict()
+        self._loss_bytes: WeakKeyDictionary[StepPrograms, int] = WeakKeyDictionary()
 
     def kind(self, micro_batches: int, updates: str, *, clip: bool, reports_norm: bool) -> StepKind:
         """Returns the kind of a training step of the compiled model."""
@@ -70,14 +76,14 @@ class StepTables:
         )
 
     def schedule(
-        self, captures: Sequence[StepPrograms], kind: StepKind, loss_bytes: Callable[[], int]
+        self, captures: Sequence[StepPrograms], kind: StepKind, loss_bytes: Callable[[StepPrograms], int]
     ) -> tuple[Sequence[Program], Schedule]:
         """Plans a step, with as little rewritten as fits.
 
         Args:
             captures: One per micro-batch.
             kind: The kind of the step.
-            loss_bytes: Measures the loss; called once for these captures.
+            loss_bytes: Measures the loss of a capture; called once for each.
 
         Returns:
             The program of each capture, and the checked schedule of a step with these.
@@ -86,7 +92,10 @@ class StepTables:
             ScheduleError: If the memory is too small, or the micro-batches can't share blocks.
             ExecuteError: If there is nothing to train.
         """
-        choices = self._chosen(captures, kind, loss_bytes)
+        for capture in captures:
+            if capture not in self._loss_bytes:
+                self._loss_bytes[capture] = loss_bytes(capture)
+        choices = self._chosen(captures, kind)
         why = choices.why_kernels
         if self._limits.kernels == "auto" and not self.is_planned and not why:
             gave_up = next(filter(None, (each.why_eager for each in captures)), "")
@@ -95,46 +104,62 @@ class StepTables:
             capture.why_kernels = why
         return choices.programs_of(captures), choices.schedule
 
-    def _chosen(
-        self, captures: Sequence[StepPrograms], kind: StepKind, loss_bytes: Callable[[], int] = lambda: 0
-    ) -> StepChoices:
+    def _chosen(self, captures: Sequence[StepPrograms], kind: StepKind) -> StepChoices:
         # The budget may have been lowered since the last step, or restored.
         if self._limits.device_memory != self._budget.nbytes:
             self._limits = replace(self._limits, device_memory=self._budget.nbytes)
         if self._limits.updates_there != self.updates_there:
             self._limits = replace(self._limits, updates_there=self.updates_there)
         limits = self._limits
-        if limits.kernels == "auto" and not self.is_planned and not self._may_record(captures, kind):
+        if limits.kernels == "auto" and not self.is_planned and not self._may_record(captures):
             limits = limits.launching_each
-        return self._plans.plan(captures, kind, limits, loss_bytes)
+        if limits.lengths is None or self.is_planned:
+            return self._planned(captures, kind, limits)
+        largest = max(each.input_bytes for each in captures)
+        known = self._plans.known(captures, kind, limits)
+        if known is not None and max(each.input_bytes for each in known.captures) == largest:
+            return known
+        others = [each for each in self._loss_bytes if each.input_bytes <= largest and each not in captures]
+        try:
+            return self._planned([*captures, *others], kind, limits)
+        except ScheduleError:  # what others need may not fit, or they have other blocks
+            return self._planned(captures, kind, limits)
 
-    def _may_record(self, captures: Sequence[StepPrograms], kind: StepKind) -> bool:
+    def _planned(self, captures: Sequence[StepPrograms], kind: StepKind, limits: Limits) -> StepChoices:
+        return self._plans.plan(captures, kind, limits, lambda: max(self._loss_bytes[each] for each in captures))
+
+    def _may_record(self, captures: Sequence[StepPrograms]) -> bool:
         """Whether kernels of a step may be recorded: shapes that don't come again aren't worth it."""
-        known = self._executors.get((frozenset(map(id, captures)), kind))
-        for executor in () if known is None else known[1].values():
-            if executor.why_unrecorded:  # as they are launched one by one after all, nothing needs to be recomputed
-                for capture in captures:
-                    capture.why_eager = executor.why_unrecorded
+        for choices, executors in self._executors.values():
+            for executor in executors.values() if choices.serves(captures) else ():
+                if executor.why_unrecorded:  # as they are launched one by one after all, nothing need be recomputed
+                    for capture in captures:
+                        capture.why_eager = executor.why_unrecorded
         return all(each.num_steps >= RECORDED_FROM - 1 and not each.why_eager for each in captures)
 
     def has_executor(self, captures: Sequence[StepPrograms], kind: StepKind) -> bool:
-        """Tells whether `executor` was called for these, in any order."""
-        known = self._executors.get((frozenset(map(id, captures)), kind))
-        return known is not None and known[0] is self._chosen(captures, kind)
+        """Tells whether `executor` was called for these, in any order, or for others with the same schedule."""
+        choices = self._chosen(captures, kind)
+        known = self._executors.get(id(choices))
+        return known is not None and known[0] is choices
 
     def executor(self, captures: Sequence[StepPrograms], kind: StepKind, engine: Engine) -> Executor:
         """Returns the executor of a known schedule; the first one moves the model into the engine's store."""
-        key, choices = (frozenset(map(id, captures)), kind), self._chosen(captures, kind)
+        choices = self._chosen(captures, kind)
         if not self.has_executor(captures, kind):
-            self._executors[key] = choices, OrderedDict()
-        _, executors = _latest(self._executors, key)
+            self._executors[id(choices)] = choices, OrderedDict()
+        _, executors = _latest(self._executors, id(choices))
         order = tuple(map(id, captures))
         if order not in executors:
             if self._arena is None:
                 self._arena = self._exchange.landing(engine.bus)
                 engine.gradients.clear()  # gradients land there from now on
             programs = choices.programs_of(captures)
-            executors[order] = Executor(programs, choices.schedule, engine, arena=self._arena, merged=choices.programs)
+            if executors:
+                executors[order] = next(iter(executors.values())).in_order(programs)
+            else:
+                merged = choices.programs
+                executors[order] = Executor(programs, choices.schedule, engine, arena=self._arena, merged=merged)
         for capture in {id(each): each for each in captures}.values():
             capture.num_steps += 1
         return _latest(executors, order)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any, cast
 
@@ -28,6 +29,7 @@ from transformers import (
 
 import megatrain
 from megatrain.errors import OptionError, TraceError
+from megatrain.planning import plan_step
 from tests.comparing import assert_same, difference
 from tests.draws import draws
 from tests.nightly import nightly
@@ -176,6 +178,29 @@ def test_calls_return_results_and_gradients_of_the_batch(batches: Any) -> None:
             sides.append({n: p.grad for n, p in nn.Module.named_parameters(side)})
             nn.Module.zero_grad(side)
         assert_same(sides[0], sides[1], "gradients", tolerance=OF_GRADIENTS)
+
+
+def test_steps_whose_longest_row_is_as_long_share_a_schedule(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In any order of micro-batches; a step of shorter rows has one of its own, with less to keep."""
+    made: list[str] = []
+    scheduled = plan_step.scheduled
+    monkeypatch.setattr(plan_step, "scheduled", lambda *a, **k: made.append("") or scheduled(*a, **k))
+    own, streamed = llama(), compiled(llama(), memory="1MiB")
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.05) for m in (own, streamed)]
+    step = megatrain.TrainStep(streamed, optimizers[1], max_grad_norm=1.0)
+    lengths, texts = (3, 10, 20), dict[int, str]()
+    first = [(20, 3), (10, 3), (3, 3), (20, 10)]
+    for seed, sizes in enumerate([*first, *itertools.product(lengths, lengths)]):
+        batches = [plain(seed, (size, size)) for size in sizes]
+        assert_same(eager_step(own, optimizers[0], batches), step(batches), "loss", tolerance=ROUNDED)
+        if seed >= len(first):
+            assert not made, f"rows of {sizes} were planned anew"
+            assert texts.setdefault(max(sizes), str(step.schedule)) == str(step.schedule)
+        elif seed == len(first) - 1:
+            made.clear()
+    assert len(set(texts.values())) == len(lengths), "a step of shorter rows has less to keep"
+    step.flush()
+    assert_same(state(own), state(streamed.megatrain.model), "weights", tolerance=OF_GRADIENTS)
 
 
 def own_loss(result: Any, batch: Any) -> torch.Tensor:
