@@ -178,7 +178,7 @@ class Lengths:
             for leaf in arguments.leaves
         )
         modes = tuple(module.training for module in self._model.modules())
-        is_several = call.tokens[""].rows > 1
+        is_several = max(each.rows for each in call.tokens.values()) > 1
         return arguments.layout, arguments.leaf_names, leaves, modes, is_several, call.mask, call.is_flattened
 
     # -- the trial ------------------------------------------------------------------------------------------------

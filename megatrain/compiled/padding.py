@@ -30,7 +30,7 @@ _PER_TOKEN = (
 _ENDS = ("cu_seq_lens_q", "cu_seq_lens_k")
 _LONGEST = ("max_length_q", "max_length_k")
 _FROM_THE_END = ("logits_to_keep", "num_logits_to_keep")
-_BOUNDS = ("max_position_embeddings", "n_positions", "original_max_position_embeddings")
+_BOUNDS = ("max_position_embeddings", "n_positions", "original_max_position_embeddings", "max_target_positions")
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,9 +52,9 @@ class NamedCall:
 
     Args:
         arguments: As they were given.
-        tokens: The axes of tokens, by prefix.
+        tokens: The axes of tokens, by prefix; a model of sounds or pictures has only that of its decoder.
         labelled: The prefix of the axis that labels have.
-        mask: `"none"`; `"full"` for a single row without masked positions; else `"mask"`.
+        mask: `"none"`; `"full"` for a single row without masked positions; else `"mask"`, as where no mask is added.
         is_flattened: Rows hold several documents, whose positions start over.
         is_known: Every tensor with a dimension has a name that is understood.
         has_ends: It has the ends of documents, of which there are as many as a padded call has.
@@ -172,14 +172,15 @@ class Padding:
             for tensor in found:
                 if isinstance(tensor, torch.Tensor) and tensor.dim() >= 2:
                     tokens.setdefault(prefix, Tokens(tensor.shape[0], tensor.shape[1]))
-        if "" not in tokens:
+        if not tokens:
             raise refused(
                 f"the call has no argument with tokens: it has {', '.join(leaves) or 'none'}",
                 "Tokens are `input_ids` [rows, tokens] or `inputs_embeds` [rows, tokens, width], by name.",
             )
         labelled = DECODER if has_decoder else ""
-        self._check_rope(tokens[""].length)
-        call = NamedCall(arguments, tokens, labelled, self._mask(leaves, tokens))
+        if "" in tokens:
+            self._check_rope(tokens[""].length)
+        call = NamedCall(arguments, tokens, labelled, self._mask(leaves, tokens) if "" in tokens else "mask")
         is_known = all([self._understood(call, name, leaf) for name, leaf in leaves.items()])
         has_ends = any(leaves.get(name) is not None for name in _ENDS)
         return replace(call, is_flattened=_is_flattened(call, leaves), is_known=is_known, has_ends=has_ends)
@@ -289,7 +290,7 @@ class Padding:
     def _leaf(
         self, call: NamedCall, name: str, leaf: Any, added: Mapping[str, int], *, is_open: bool, is_garbage: bool
     ) -> Any:
-        total = call.tokens[""].length + added[""]
+        total = call.tokens[""].length + added[""] if "" in call.tokens else 0
         if name in _ENDS and isinstance(leaf, torch.Tensor):
             return _ends(leaf, total)
         if name in _LONGEST and leaf is not None:
@@ -356,7 +357,7 @@ def _ends(ends: torch.Tensor, total: int) -> torch.Tensor:
 
 def _few(call: NamedCall, name: str, leaf: Any, tokens: Mapping[str, Tokens]) -> Any:
     """An argument of a trial: of two documents, if rows have several."""
-    rows, length = tokens[""].rows, tokens[""].length
+    rows, length = (first := next(iter(tokens.values()))).rows, first.length
     half = length // 2
     if name in _ENDS and isinstance(leaf, torch.Tensor):
         return leaf.new_tensor(sorted({0, half, length}))

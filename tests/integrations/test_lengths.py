@@ -8,7 +8,15 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import DataCollatorWithFlattening, LlamaConfig, LlamaForCausalLM
+from transformers import (
+    DataCollatorWithFlattening,
+    LlamaConfig,
+    LlamaForCausalLM,
+    Qwen2VLConfig,
+    Qwen2VLForConditionalGeneration,
+    WhisperConfig,
+    WhisperForConditionalGeneration,
+)
 
 from megatrain.errors import ScheduleError
 from megatrain.integrations.hf.streamed import longest_row
@@ -117,6 +125,74 @@ def test_rows_of_a_data_set_tell_their_longest() -> None:
     assert longest_row(iter(ROWS)) is None
 
 
+def whisper() -> Any:
+    torch.manual_seed(0)
+    sizes: dict[str, Any] = {"vocab_size": 64, "d_model": 32, "encoder_ffn_dim": 48, "decoder_ffn_dim": 48}
+    layers: dict[str, Any] = {
+        f"{side}_{what}": 2 for side in ("encoder", "decoder") for what in ("layers", "attention_heads")
+    }
+    ids = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 1, "dropout": 0.0}
+    sounds = {"num_mel_bins": 8, "max_source_positions": 16, "max_target_positions": 64}
+    return WhisperForConditionalGeneration(WhisperConfig(**sizes, **layers, **ids, **sounds))
+
+
+def spoken(rows: Sequence[Mapping[str, Any]]) -> dict[str, torch.Tensor]:
+    """Sounds of one length, as Whisper's feature extractor makes them, and their texts padded to the longest."""
+    seeds = [sum(row["labels"]) for row in rows]
+    sounds = [torch.randn(8, 32, generator=torch.Generator().manual_seed(seed)) for seed in seeds]
+    return {
+        "input_features": torch.stack(sounds),
+        "labels": padded([{"input_ids": row["labels"]} for row in rows])["labels"],
+    }
+
+
+PICTURES = ((4, 4), (2, 8), (4, 8))
+
+
+def qwen_vl() -> Any:
+    torch.manual_seed(0)
+    text: dict[str, Any] = {
+        "vocab_size": 64, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2,
+        "num_key_value_heads": 2, "use_cache": False, "bos_token_id": 1, "eos_token_id": 2,
+        "rope_parameters": {"rope_type": "default", "mrope_section": [1, 1, 2], "rope_theta": 10000.0},
+    }  # fmt: skip
+    pictures: dict[str, Any] = {
+        "depth": 2, "embed_dim": 16, "hidden_size": 16, "num_heads": 2, "mlp_ratio": 2, "patch_size": 4,
+        "temporal_patch_size": 2,
+    }  # fmt: skip
+    ids: dict[str, Any] = {"image_token_id": 60, "video_token_id": 61, "vision_start_token_id": 57}
+    return Qwen2VLForConditionalGeneration(Qwen2VLConfig(text_config=text, vision_config=pictures, **ids))
+
+
+def pictured(rows: Sequence[Mapping[str, Any]]) -> dict[str, torch.Tensor]:
+    """One text with a picture, whose size and place depend on the text."""
+    (row,) = rows
+    height, width = PICTURES[sum(row["input_ids"]) % 3]
+    words, count = torch.tensor(row["input_ids"]).clamp(max=50), height * width // 4
+    ids = torch.cat([words[:1], torch.tensor([57, *[60] * count, 58]), words[1:]])[None]
+    seen = torch.randn(height * width, 96, generator=torch.Generator().manual_seed(len(words)))
+    return {
+        "input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids.masked_fill(ids >= 57, -100),
+        "pixel_values": seen, "image_grid_thw": torch.tensor([[1, height, width]]),
+        "mm_token_type_ids": (ids == 60).long(),
+    }  # fmt: skip
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize(
+    ("model", "collate", "options", "most"),
+    [
+        (whisper, spoken, {}, -(-LONGEST // LENGTHS)),
+        # A picture's size is read by the model's code, so each is captured for itself.
+        (qwen_vl, pictured, {"per_device_train_batch_size": 1}, 3 * -(-(LONGEST + 10) // LENGTHS)),
+    ],
+)
+def test_speech_and_pictures(model: Any, collate: Any, options: Any, most: int, tmp_path: Path) -> None:
+    scenario = Scenario(**{**vars(of_a_collator(collate, **options)), "model": model})
+    ran = assert_streams_as_stock(scenario, tmp_path)
+    assert 1 < num_of(ran, is_training=True) <= most
+
+
 def trl_script(name: str, rows: Any, model: Any = llama, **options: Any) -> Scenario:
     pytest.importorskip("trl", reason="needs trl: pip install -e .[users]")
     from tests.integrations import test_trl
@@ -147,4 +223,17 @@ def trl_script(name: str, rows: Any, model: Any = llama, **options: Any) -> Scen
 def test_trls_trainers(name: str, rows: str, options: dict[str, Any], tmp_path: Path) -> None:
     given = {"gradient_accumulation_steps": 2, "optim": "sgd", **options}
     ran = assert_streams_as_stock(trl_script(name, rows, **given), tmp_path)
+    assert num_of(ran, is_training=True) <= 4
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", ["grpo, lora, a penalty", "grpo, accumulation"])
+def test_completions_of_grpo(name: str, tmp_path: Path) -> None:
+    """Each update has completions of other lengths; the stock run draws the same ones."""
+    pytest.importorskip("trl", reason="needs trl: pip install -e .[users]")
+    from tests.integrations import test_trl
+
+    scenario = vars(test_trl.SCENARIOS[name]())
+    given = {"streaming": {**scenario["streaming"], "lengths": LENGTHS}, "tolerance": 1e-4}
+    ran = assert_streams_as_stock(Scenario(**{**scenario, **given}), tmp_path)
     assert num_of(ran, is_training=True) <= 4

@@ -25,6 +25,8 @@ from transformers import (
     MixtralForCausalLM,
     T5Config,
     T5ForConditionalGeneration,
+    WhisperConfig,
+    WhisperForConditionalGeneration,
 )
 
 import megatrain
@@ -238,6 +240,21 @@ def t5() -> Any:
     return T5ForConditionalGeneration(T5Config(**sizes, **{"dropout_rate": 0.0, "decoder_start_token_id": 0}))
 
 
+def whisper() -> Any:
+    torch.manual_seed(0)
+    sizes = {"encoder_layers": 1, "decoder_layers": 1, "encoder_attention_heads": 2, "decoder_attention_heads": 2}
+    more = {"encoder_ffn_dim": 48, "decoder_ffn_dim": 48, "num_mel_bins": 8, "max_source_positions": 16}
+    ids = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 1}
+    given: dict[str, Any] = {"vocab_size": 64, "d_model": 32, "max_target_positions": 21, "dropout": 0.0}
+    return WhisperForConditionalGeneration(WhisperConfig(**given, **sizes, **more, **ids))
+
+
+def spoken(seed: int, sizes: Sequence[int]) -> dict[str, torch.Tensor]:
+    """Pieces of sound of one length, and texts of their own lengths."""
+    sounds = torch.randn(len(sizes), 8, 32, generator=torch.Generator().manual_seed(seed))
+    return {"input_features": sounds, "labels": ragged(seed, sizes)["labels"]}
+
+
 def mixtral() -> Any:
     """Its losses of routers count tokens; logits of routers have all rows one after another."""
     torch.manual_seed(0)
@@ -259,6 +276,7 @@ def classified(seed: int, sizes: Sequence[int]) -> dict[str, torch.Tensor]:
     ("build", "make"),
     [
         (bert, plain), nightly((bert, ragged)), nightly((gpt2, plain)), (gpt2, left), (t5, to_translate),
+        (whisper, spoken),
         nightly((mixtral, plain)), nightly((classifier, classified)),
     ],
 )  # fmt: skip
