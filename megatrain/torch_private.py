@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import autograd, nn
 from torch._C import ScriptFunction, ScriptMethod
+from torch._ops import OpOverload, OpOverloadPacket
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.modules.dropout import _DropoutNd as DropoutNd

@@ -175,6 +175,11 @@ def kept_results(program: Program) -> Iterator[tuple[Block, Sequence[tuple[str, 
             yield block, tuple(zip(names, cost.results.specs, strict=True))
 
 
+def is_attention(name: str) -> bool:
+    """Tells whether an operator is a kernel of attention, torch's or flash-attn's."""
+    return any(part in name for part in ("_attention", "_varlen_attn", "flash_attn::"))
+
+
 def is_kept(func: Any, args: Sequence[Any], kwargs: Any) -> bool:
     """Tells whether the results of a kernel may be handed out in place of another run.
 
@@ -187,7 +192,7 @@ def is_kept(func: Any, args: Sequence[Any], kwargs: Any) -> bool:
 @functools.cache
 def _is_fused_attention(func: Any) -> bool:
     schema = func._schema
-    is_forward = "_attention" in schema.name and "backward" not in schema.name
+    is_forward = is_attention(schema.name) and "backward" not in schema.name
     has_statistics = len(schema.returns) > 1 and all(part.alias_info is None for part in schema.returns)
     return is_forward and has_statistics and not schema.is_mutable
 

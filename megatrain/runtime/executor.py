@@ -82,8 +82,8 @@ class Executor:
         Args:
             programs: One per micro-batch, of those for which the schedule was made.
         """
-        found = copy(self)
-        found._serve(self._operations.in_order([self._loaded[id(program)] for program in programs]))
+        found, loaded, own = copy(self), [self._loaded[id(program)] for program in programs], self._operations
+        found._serve(Operations(loaded, self.schedule, self.engine, own.instructions, own.arena))
         return found
 
     @property

@@ -35,14 +35,7 @@ class Operations:
 
     Args:
         loaded: The programs, one per micro-batch.
-        schedule: What they run.
-        engine: Streams, host store and arena.
-        instructions: Those of the schedule.
         arena: Host memory where gradients wait for their updates; None if none wait.
-
-    Attributes:
-        slots, gradients: The places of state on the device, and of the gradients of parameters.
-        runners: Of all blocks.
     """
 
     def __init__(
@@ -54,11 +47,11 @@ class Operations:
         arena: GrowingArena | None = None,
     ):
         self.loaded, self.schedule, self.engine = loaded, schedule, engine
-        self.instructions, self._arena = instructions, arena
+        self.instructions, self.arena = instructions, arena
         self.runners = [runner for each in loaded for runner in each.runners]
         self.segments = engine.segments.of(schedule, [each.program for each in loaded])
-        first = loaded[0]
         assert engine.store is not None
+        first = loaded[0]
         self.slots = Slots(first.images, engine.store, engine.arena, first.program, schedule)
         parts, places = first.facts.parts, self._places(arena)
         self.gradients = GradientBuffer(lambda key: engine.tensors[key], engine.bus, parts=parts, places=places)
@@ -70,10 +63,6 @@ class Operations:
         self._alone = {each.op.block: each.position for each in backwards}
         self._is_serial = schedule.kind.updates == "serial"
         self._lowered: list[tuple[Half, _Lowered]] = []
-
-    def in_order(self, loaded: Sequence[Loaded]) -> Operations:
-        """The same on the same programs, with the micro-batches in another order."""
-        return Operations(loaded, self.schedule, self.engine, self.instructions, self._arena)
 
     def _places(self, arena: GrowingArena | None) -> PlacePolicy | None:
         """Returns where gradients go; None for calls whose gradients are made on the host, and stay there."""

@@ -13,6 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import fx
 
+from megatrain.torch_private import OpOverload, OpOverloadPacket
+
 _NAMESPACES: tuple[tuple[str, Any], ...] = (
     ("F", F),
     ("torch", torch),
@@ -84,6 +86,8 @@ def applied_function(target: Any) -> type[torch.autograd.Function] | None:
 
 def function_text(target: Any) -> str:
     """Returns the printed name of a function that a `call_function` node calls."""
+    if isinstance(target, OpOverload | OpOverloadPacket):
+        return f"torch.ops.{target}"
     name = call_name(target)
     for prefix, namespace in _NAMESPACES:
         if getattr(namespace, name, None) is target:

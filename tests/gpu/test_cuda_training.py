@@ -13,6 +13,7 @@ import megatrain
 from megatrain.device import find
 from tests.models import MODELS, Gpt
 from tests.runtime.parity import assert_close, train
+from tests.runtime.test_varlen_attention import Packed, packed, torchs
 
 NAMES = [
     "gpt_loss",
@@ -59,6 +60,20 @@ CASES = tuple(zip(NAMES, ["offload", "keep", "recompute", "offload", "keep"] * 2
 )
 def test_training_equals_eager(name: str, activations: str) -> None:
     assert_parity_there(name, activations=activations)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="flash attention needs CUDA")
+@pytest.mark.parametrize("activations", ["recompute", "keep"])
+def test_attention_over_documents_equals_eager(activations: str) -> None:
+    """By `torch.nn.attention.varlen`, whose kernels the CPU hasn't got."""
+    model = Packed(torchs).bfloat16()
+    x, ends, longest = packed(0, 400, 624)
+    given = x.to(device(), torch.bfloat16), ends.to(device()), longest
+    eager, streamed = copy.deepcopy(model).to(device()), copy.deepcopy(model)
+    compiled = megatrain.compile(streamed, device=device(), activations=activations)
+    expected, found = (train(m, own, given, {}) for m, own in ((eager, eager), (compiled, streamed)))
+    # The kernel adds up gradients of queries in an order that isn't fixed.
+    assert_close(expected, found, 2e-2)
 
 
 def allocated_peak(depth: int) -> tuple[int, megatrain.Schedule]:

@@ -131,8 +131,14 @@ def whisper() -> Any:
     layers: dict[str, Any] = {
         f"{side}_{what}": 2 for side in ("encoder", "decoder") for what in ("layers", "attention_heads")
     }
-    ids = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 1, "dropout": 0.0}
-    sounds = {"num_mel_bins": 8, "max_source_positions": 16, "max_target_positions": 64}
+    ids: dict[str, Any] = {
+        "pad_token_id": 0,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "decoder_start_token_id": 1,
+        "dropout": 0.0,
+    }
+    sounds: dict[str, Any] = {"num_mel_bins": 8, "max_source_positions": 16, "max_target_positions": 64}
     return WhisperForConditionalGeneration(WhisperConfig(**sizes, **layers, **ids, **sounds))
 
 

@@ -15,7 +15,7 @@ from megatrain.hardware.work import Works, total_flops
 from megatrain.passes.cost import ResultCost
 from megatrain.passes.interpret import Code
 from megatrain.passes.kept_results import HandedResults, NotedResults, is_kept
-from megatrain.passes.measuring.kernels import KernelWork, LiveBytes, is_on, kernel_flops
+from megatrain.passes.measuring.kernels import KernelWork, LiveBytes, is_of_flash_attn, is_on, kernel_flops
 from megatrain.passes.measuring.runs import measure_backward, storage_sizes
 from megatrain.tracer.packing import has_wrappers
 from megatrain.tracer.spec import TensorSpec
@@ -129,7 +129,7 @@ def _places(graph: fx.Graph, names: Collection[str]) -> tuple[int, ...]:
 
 def _is_plain(node: fx.Node) -> bool:
     """Tells whether a call is one of torch's own functions: the code of others may look at what it is given."""
-    if node.op == "call_method":
+    if node.op == "call_method" or is_of_flash_attn(node.target):
         return True
     home = getattr(node.target, "__module__", None) or ""
     is_of_class = isinstance(node.target, type) or isinstance(getattr(node.target, "__self__", None), type)

@@ -16,8 +16,10 @@ from megatrain.hardware.kernels_alone import DTYPES, launches
 from megatrain.hardware.work import MEMORY, Kernels, Works, put_together
 from megatrain.passes.exact_fakes import exact_fakes
 from megatrain.passes.interpret import Code, opaque_calls
+from megatrain.passes.kept_results import is_attention
 from megatrain.passes.program import Program
 from megatrain.torch_private import FakeTensor, TorchDispatchMode, pytree
+from megatrain.tracer.calls import applied_function
 from megatrain.tracer.packing import has_wrappers
 
 _MEASURED_RATES = {dtype: rate for rate, dtype in DTYPES.items()} | {torch.float16: "bf16"}
@@ -160,7 +162,7 @@ def _rate(name: str, given: list[torch.Tensor]) -> str:
     kind = _RATES.get(dtype, "fp32")
     if kind == "fp32" and _allows_tf32(is_convolution=name in _CONVOLUTIONS):
         kind = "tf32"
-    return f"{kind} attention" if "_attention" in name else kind
+    return f"{kind} attention" if is_attention(name) else kind
 
 
 def _allows_tf32(*, is_convolution: bool) -> bool:
@@ -178,7 +180,7 @@ def kernel_flops(func: Any, args: Any, kwargs: Mapping[str, Any], result: Any) -
     name = func._schema.name
     if name == PACKED_PRODUCT:  # of inputs (..., inner) and a weight whose shape is the third argument
         return 2 * args[0].numel() * args[2][0]
-    if "_attention" in name:
+    if is_attention(name):
         found = _attention_flops(func, args, kwargs)
         if found is not None:
             return found
@@ -193,25 +195,46 @@ def _packet(name: str) -> Any:
     return getattr(getattr(torch.ops, space), plain, None)
 
 
+def is_of_flash_attn(target: Any) -> bool:
+    """Tells whether a call applies a `Function` of flash-attn: it calls operators, and looks at no values."""
+    function = applied_function(target)
+    return function is not None and function.__module__.partition(".")[0] == "flash_attn"
+
+
 def _attention_flops(func: Any, args: Any, kwargs: Mapping[str, Any]) -> int | None:
     """Two products for each head of the query: with the keys, and with the values. A backward has five.
 
     What a causal mask hides isn't computed. torch counts it, and up to version 2.11 refuses heads that share keys.
+    Of documents one after another only the longest is known: all are taken to be as long.
     """
-    named = {a.name: value for a, value in zip(func._schema.arguments, args, strict=False)} | dict(kwargs)
+    named: dict[str, Any] = {a.name: value for a, value in zip(func._schema.arguments, args, strict=False)}
+    named |= {_FLASH_ATTNS[name]: value for name, value in named.items() if name in _FLASH_ATTNS} | dict(kwargs)
     if not all(isinstance(named.get(part), torch.Tensor) for part in ("query", "key", "value")):
         return None
     query, key, value = named["query"], named["key"], named["value"]
-    if query.dim() != 4:  # sequences of several lengths, one after the other
-        return None
-    sequence, head = (1, 2) if func._schema.name.startswith(("aten::_flash", "aten::_efficient")) else (2, 1)
-    rows, columns = query.shape[sequence], key.shape[sequence]
-    pairs = _causal_pairs(rows, columns) if named.get("is_causal") else rows * columns
-    of_heads = 2 * query.shape[0] * query.shape[head] * pairs
-    with_keys, with_values = of_heads * query.shape[3], of_heads * value.shape[3]
+    if query.dim() == 4:
+        is_rows_first = func._schema.name.startswith(("aten::_flash", "aten::_efficient", "flash_attn::"))
+        sequence, head = (1, 2) if is_rows_first else (2, 1)
+        rows, columns, texts = query.shape[sequence], key.shape[sequence], query.shape[0]
+    elif "max_q" in named:
+        rows, columns, head = max(1, named["max_q"]), named["max_k"], 1
+        texts = query.shape[0] / rows
+    else:
+        return None  # torch has a formula for its own
+    left, right = named.get("window_size") or (named.get("window_size_left", -1), named.get("window_size_right", -1))
+    is_causal = named.get("is_causal") or (left, right) == (-1, 0)
+    pairs = _causal_pairs(rows, columns) if is_causal else rows * columns
+    of_heads = 2 * query.shape[head] * int(texts * pairs)
+    with_keys, with_values = of_heads * query.shape[-1], of_heads * value.shape[-1]
     if "backward" in func._schema.name:  # scores again, then gradients of values, scores, queries and keys
         return 3 * with_keys + 2 * with_values
     return with_keys + with_values
+
+
+_FLASH_ATTNS = {
+    "q": "query", "k": "key", "v": "value", "causal": "is_causal", "max_seqlen_q": "max_q", "max_seqlen_k": "max_k",
+}  # fmt: skip
+"""What flash-attn's operators call their arguments."""
 
 
 def _causal_pairs(rows: int, columns: int) -> int:
@@ -233,6 +256,9 @@ _ATTENTION = {
     "aten::_flash_attention_backward": 1,
     "aten::_efficient_attention_backward": 1,
     "aten::_cudnn_attention_backward": 2,
+    "torch_attn::_varlen_attn_backward": 1,
+    "flash_attn::_flash_attn_backward": 1,
+    "flash_attn::_flash_attn_varlen_backward": 1,
 }
 
 
@@ -263,7 +289,7 @@ def private_bytes(func: Any, args: Any) -> int:
     query, key, value = args[1], args[2], args[3]
     if query.dim() == 3:  # sequences of several lengths, one after the other; their number is that of the bounds less 1
         (rows, heads, width), batch, kv_heads = query.shape, 1, key.shape[1]
-        rows += _ROWS * max(0, _length(args[6]) - 1)
+        rows += _ROWS * max(0, _length(args[9 if func._schema.name.startswith("flash_attn::") else 6]) - 1)
     else:
         batch, rows, heads, width = query.shape[0], query.shape[place], query.shape[3 - place], query.shape[3]
         kv_heads = key.shape[3 - place]

@@ -21,6 +21,7 @@ from megatrain.passes.exact_fakes import exact_fakes
 from megatrain.passes.interpret import Code, opaque_calls
 from megatrain.passes.measuring.fused import fused_kernels
 from megatrain.passes.measuring.kept_work import kept_cost, may_be_worth
+from megatrain.passes.measuring.kernels import is_of_flash_attn
 from megatrain.passes.measuring.runs import Workspace, fixed_work_obstacle, measure_backward, measure_forward
 from megatrain.passes.program import Program, Template
 from megatrain.passes.rewrites.tiled_region import without_results
@@ -122,8 +123,9 @@ def _measured(template: Template, needs: list[Needs], program: Program, *, fuses
         held = _held_state(code, leaves, len(template.inputs)) if _functions(template) else ()
         watched = code.watched(_check_history)
         # A Function's backward is the user's own code, which must run when their backward does, not before. That of
-        # packed weights is their library's: only a run shows the weights that it makes in full.
-        runs_backward = all(isinstance(node.target, PackedCall) for node in _functions(template))
+        # packed weights is their library's: only a run shows the weights that it makes in full. So is flash-attn's.
+        theirs = [isinstance(n.target, PackedCall) or is_of_flash_attn(n.target) for n in _functions(template)]
+        runs_backward = all(theirs)
         measure_with = partial(measure_backward, num_inputs=len(template.inputs), device=device)
         repeated = _repeated(template.graph, device)
         saved, in_backward, backward = measure_with(watched, leaves, runs_backward=runs_backward)
