@@ -31,9 +31,6 @@ class Site:
     Args:
         after: The node that it follows; it also follows all earlier additions there.
         modules: The module calls that it is in, outermost first.
-        source: The user's line.
-        grad: Whether gradients are enabled.
-        autocast: The autocast regions.
     """
 
     after: fx.Node
@@ -106,11 +103,7 @@ def tried(
     """Runs a call that a pass adds on tensors without values, in the modes of its site.
 
     Args:
-        target: The function, or the name of the method.
         given: Its arguments, and its keyword arguments, with nodes for tensors.
-        site: Where it will stand.
-        operands: The nodes that it is given.
-        device: Where the model computes.
         mode: Makes the tensors without values; one serves many trials.
 
     Raises:
@@ -208,11 +201,7 @@ def operands_of(target: Target, given: Any, site: Site, end: fx.Node) -> list[fx
 
 
 def check_target(target: Any) -> None:
-    """Refuses a target that no node can call.
-
-    Raises:
-        LowerError: Naming it, and what to call instead.
-    """
+    """Refuses a target that no node can call."""
     if isinstance(target, nn.Module):
         refuse_call(
             target,

@@ -165,17 +165,7 @@ _Tensors = Mapping[tuple[str, str], torch.Tensor | None]
 
 
 class _Trials:
-    """Runs a capture and its rewritten form on the same random weights and inputs.
-
-    Args:
-        traced: The capture.
-        arguments: Of the call.
-        tensors: The model's state.
-        seed: Of the draws.
-
-    Attributes:
-        kept: Inputs that stay as given.
-    """
+    """Runs a capture and its rewritten form on the same random weights and inputs."""
 
     def __init__(
         self, traced: TracedModule, arguments: Arguments, tensors: Mapping[str, torch.Tensor], seed: int

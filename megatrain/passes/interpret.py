@@ -56,7 +56,6 @@ class Code:
         """Runs the graph; differentiable where the caller's grad mode and the recorded one both allow it.
 
         Args:
-            arguments: One per placeholder.
             is_checked: Whether values are compared with those of the capture; each comparison waits for the device.
                 False repeats a run that was checked.
             mode: Is active in the calls of `around`, and is entered for each of them.

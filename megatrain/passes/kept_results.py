@@ -52,7 +52,6 @@ class KeptResults:
     """The results of the fused kernels below some calls, in the order in which they ran.
 
     Args:
-        kernels: What ran.
         tensors: The tensors that are kept; empty while they are kept elsewhere.
     """
 
@@ -112,11 +111,7 @@ class NotedResults(TorchDispatchMode):
         return all(tensor._version == version for tensor, version in self._tensors)
 
     def taken(self) -> KeptResults:
-        """What was noted, without the history that autograd gave it since.
-
-        Raises:
-            ExecuteError: If something wrote into it.
-        """
+        """What was noted, without the history that autograd gave it since."""
         if not self.is_unchanged:
             raise ExecuteError(_WRITTEN)
         tensors, self._tensors = [tensor.detach() for tensor, _ in self._tensors], []

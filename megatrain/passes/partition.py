@@ -20,7 +20,6 @@ class Interval:
     """A contiguous run of calls that becomes one block.
 
     Args:
-        name: The modules it covers.
         nodes: The calls, in execution order.
         depth: How many module calls, outermost first, all its nodes share; a finer cut looks below.
     """
@@ -215,7 +214,6 @@ def partition(traced: TracedModule, *, block_bytes: int | None = None) -> Progra
     model has one.
 
     Args:
-        traced: The capture.
         block_bytes: Target bytes of a block's state. Larger blocks are cut at their child modules, runs of
             smaller ones are merged. None keeps the model's own repeated modules.
 

@@ -81,10 +81,6 @@ class Pattern:
             once, on symbols. A parameter stands for any tensor or value; one that is used twice, for the same in both
             places. Other arguments must be those of the graph, and what isn't given must be the default there.
         through: Calls that may stand between those of the pattern, on their first operand: `("view", "reshape")`.
-
-    Raises:
-        LowerError: If the function asks for values or shapes, has parameters without names, or doesn't return the
-            result of a call.
     """
 
     def __init__(self, function: Callable[..., Any], through: Collection[Target] = ()):
@@ -99,7 +95,6 @@ class Pattern:
         reads must stay as it is once the match has begun: whatever takes its place may read it later.
 
         Args:
-            graph: A captured graph.
             kept: Nodes that something besides the graph reads.
         """
         taken: set[fx.Node] = set()
@@ -126,12 +121,7 @@ def _is_closed(match: Match, kept: Collection[fx.Node]) -> bool:
 
 
 class _Attempt:
-    """One try to lay a pattern over a graph, from its result backwards.
-
-    Attributes:
-        calls: The graph's calls, so far.
-        given: What the parameters stand for, so far.
-    """
+    """One try to lay a pattern over a graph, from its result backwards."""
 
     def __init__(self, through: Collection[Target]):
         self._through = through

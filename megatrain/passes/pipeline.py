@@ -261,11 +261,7 @@ def _check_kind(name: str, made: object, given: TracedModule | Program, *, is_re
 
 
 def _check(name: str, made: TracedModule | Program, given: TracedModule | Program) -> None:
-    """Runs the checker on the result of a pass.
-
-    Raises:
-        LowerError: Naming the pass and the rule that it broke.
-    """
+    """Runs the checker on the result of a pass."""
     try:
         if isinstance(made, Program):
             verify_program(made)

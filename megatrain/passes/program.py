@@ -71,9 +71,7 @@ class Value:
 
     Args:
         name: Unique in the program.
-        spec: Shape, dtype, layout.
         producer: Index of the block that computes it; None for an input.
-        requires_grad: A gradient flows back through it.
         storage: Number of its storage; values with one number alias.
         storage_bytes: Bytes of that storage, on the device, or on the host if `spec.on_host`.
     """

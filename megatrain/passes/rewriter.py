@@ -362,11 +362,7 @@ class Rewriter:
 
 
 def _check_alike(old: fx.Node, new: fx.Node) -> None:
-    """Checks that all readers of `old` may read `new`.
-
-    Raises:
-        LowerError: If one is no call of one tensor, or the tensors differ in spec or in whether they need a gradient.
-    """
+    """Checks that all readers of `old` may read `new`."""
     for node in (old, new):
         if node.op not in CALLS or "spec" not in node.meta:
             refuse_rewrite(

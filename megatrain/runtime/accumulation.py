@@ -24,7 +24,6 @@ def marked(
     """Marks each gradient whose memory is also that of a value, or of another gradient.
 
     Args:
-        gradients: Of a block's parameters.
         is_held: Tells whether a call holds a tensor's memory.
     """
     places = [None if g is None or g.layout != torch.strided else g.untyped_storage().data_ptr() for g in gradients]
@@ -97,7 +96,6 @@ def whole_norms(
 
     Args:
         keys: Of the parameters, in the order of `gradients`.
-        gradients: On the device.
         completes: Keys of those to which no other block has added, or will.
 
     Returns:
@@ -114,11 +112,7 @@ def whole_norms(
 
 
 class Accumulation:
-    """Takes gradients into `.grad`.
-
-    Args:
-        parameter_of: Returns the parameter of a key, which the user may replace between calls.
-    """
+    """Takes gradients into `.grad`."""
 
     def __init__(self, parameter_of: Callable[[str], torch.Tensor]):
         self._parameter_of = parameter_of
@@ -156,11 +150,7 @@ def accumulate(parameter: torch.Tensor, gradient: torch.Tensor) -> None:
 
 
 def hooked(parameter: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
-    """Returns the parameter's whole gradient after its `register_hook` hooks.
-
-    Raises:
-        ExecuteError: If one returns a gradient of another kind, as autograd would.
-    """
+    """Returns the parameter's whole gradient after its `register_hook` hooks."""
     for hook in (parameter._backward_hooks or {}).values():  # pyright: ignore[reportPrivateUsage]
         replaced = hook(gradient)
         if replaced is not None:
@@ -207,11 +197,7 @@ def warn_of_order(
 
 
 def check_kind(gradient: Any, kind: str) -> None:
-    """Refuses a hook's result if an update couldn't use it instead of the gradient.
-
-    Raises:
-        ExecuteError: If shape, dtype, layout or device are others.
-    """
+    """Refuses a hook's result if an update couldn't use it instead of the gradient."""
     found = gradient_form(gradient) if isinstance(gradient, torch.Tensor) else type(gradient).__name__
     if found != kind:
         raise ExecuteError(

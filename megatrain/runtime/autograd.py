@@ -30,8 +30,6 @@ class Demand:
     the sum over all calls of the model. `backward(inputs=...)` leaves the others alone.
 
     Args:
-        keys: Of the parameters.
-        parameters: The tensors themselves.
         nodes: Their nodes in the caller's graph, one each.
         program: What runs; it has the order of eager's gradients.
     """
@@ -132,15 +130,7 @@ class _CallNode(torch.autograd.Function):
 
 
 def run_step(executor: Executor, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Runs one call; its results are differentiable where the model's own outputs would be.
-
-    Args:
-        executor: For this signature of inputs.
-        inputs: The model's tensor inputs, in order.
-
-    Returns:
-        The tensors of the model's output, in order.
-    """
+    """Runs one call; its results are differentiable where the model's own outputs would be."""
     outputs: list[torch.Tensor] = []
     if torch.is_grad_enabled() and executor.differentiable_outputs:
         anchor = torch.empty(0, requires_grad=True)

@@ -31,8 +31,6 @@ class LocalGraph:
     """A block's own autograd graph, from leaves that stand for its inputs and state to its outputs.
 
     Args:
-        inputs: Leaves, in the order of the template's inputs.
-        state: Leaves, in the order of the template's state.
         roots: Where the gradients of outputs enter; None where an output has no history. The outputs themselves are
             free to go.
         carries: Where the gradient that later blocks left for an input enters: aliases of the inputs, made last. The
@@ -119,9 +117,7 @@ class RepeatedGraph:
     """Stands for the graph of a forward that runs with its backward.
 
     Args:
-        inputs: Values of the template's inputs.
         state: The block's state, which stays where it is until the backward is over.
-        replays: Runs the work.
         key: What the work depends on besides.
         again: Runs the forward under autograd: `again(inputs, state)`.
         drawing: Has the body draw the random numbers of the first run.
@@ -162,9 +158,6 @@ class BlockRunner:
     """Executes a template for any block that uses it.
 
     Args:
-        template: The template to run.
-        device: Compute device.
-        kernels: `"eager"` or `"inductor"`.
         replays: Records the kernels of blocks whose graph isn't retained; None for none.
     """
 
@@ -215,11 +208,7 @@ class BlockRunner:
         return RngState.now(self._device, self._code.opaque) if self._is_random else None
 
     def repeated(self, state: RngState | None) -> AbstractContextManager[None]:
-        """Runs the body as if it were at the moment when `state` was read.
-
-        Raises:
-            ExecuteError: If the template draws numbers that nothing repeats.
-        """
+        """Runs the body as if it were at the moment when `state` was read."""
         if self._hides_draws:
             raise ExecuteError(HIDDEN_DRAWS.format("a block has"))
         return repeated_rng(state, self._device, self._code.opaque)
@@ -298,8 +287,6 @@ class BlockRunner:
         """Runs the code under autograd, from fresh leaves; or, if all of it is recorded, only with its backward.
 
         Args:
-            inputs: Values of the template's inputs.
-            state: Views of the block's state.
             needs_grad: One per input and then one per state tensor.
             is_carried: One per input: whether later blocks may leave it a gradient.
             read_state: Returns the block's state again when its backward runs, wherever it lies by then.

@@ -36,10 +36,6 @@ class Call:
     Every tensor goes in and out through `hold` and `drop`, so that the meter sees what is really on the device.
 
     Args:
-        meter: Counts the bytes held.
-        offload: Host memory for this call's parked activations.
-        start: Its starting state.
-        loaded: The program that it runs.
         generators: Random generators of its own; None if it draws from the global ones.
         can_repeat: A backward may be attempted again, so that each block notes the generators' state.
 
@@ -223,12 +219,7 @@ class Call:
         self._versions = [(name, tensor, version(tensor)) for name, tensor in kept]
 
     def remember_bytes(self, start: Start, state: Mapping[str, torch.Tensor]) -> None:
-        """Notes some bytes of inputs, outputs and state, for writes that torch doesn't count.
-
-        Args:
-            start: Of the call.
-            state: The bytes of the state that the backward reads, see `sampled`.
-        """
+        """Notes some bytes of inputs, outputs and state, for writes that torch doesn't count."""
         outputs = zip(self.loaded.program.outputs, self.outputs, strict=True)
         self._sample = Sample(state)
         self._handed = Handed({**start.inputs, **{ref.name: each for ref, each in outputs if ref.kind == "value"}})
@@ -238,9 +229,6 @@ class Call:
 
         Returns:
             Checks the rest; to be called after the backward.
-
-        Raises:
-            ExecuteError: Naming what was written.
         """
         start.check_sample(self._sample, state)
         written = self._handed.look()
@@ -267,11 +255,7 @@ class Call:
             self.start = None
 
     def check_versions(self) -> None:
-        """Checks that nobody wrote into a value between forward and backward.
-
-        Raises:
-            ExecuteError: Naming the value. Eager autograd refuses the same with a version counter.
-        """
+        """Checks that nobody wrote into a value between forward and backward."""
         for name, tensor, before in self._versions:
             if version(tensor) != before:
                 raise ExecuteError(
@@ -333,12 +317,7 @@ _OTHER_KERNELS = (
 
 
 class Versions:
-    """How often some of the model's state was written before the user's code runs in a step.
-
-    Args:
-        engine: Holds the state.
-        keys: What is watched.
-    """
+    """How often some of the model's state was written before the user's code runs in a step."""
 
     def __init__(self, engine: Engine, keys: Iterable[str]):
         self._engine = engine
@@ -354,14 +333,7 @@ class Versions:
             self._known[key] = _stamp(tensor)
 
     def check(self, writer: str) -> None:
-        """Checks that nobody has written or replaced any since.
-
-        Args:
-            writer: Whose code has run, for the message.
-
-        Raises:
-            ExecuteError: Naming the tensor.
-        """
+        """Checks that nobody has written or replaced any since."""
         if self._known:
             self._engine.find_replaced()
         for key, known in self._known.items():
@@ -426,7 +398,6 @@ class StepTrainer(Protocol):
         """Waits until all processes have updated their parts of a block; on a thread of its own.
 
         Args:
-            block: The block.
             go_on: Called now and then; raises an error to give the wait up.
         """
 

@@ -36,10 +36,6 @@ from megatrain.tracer.spec import DEVICE, TensorSpec
 class Runners:
     """Makes runners, and finds those that are there.
 
-    Args:
-        device: Compute device.
-        kernels: `"auto"`, `"eager"`, `"graphs"` or `"inductor"`.
-
     Attributes:
         why_unrecorded: Why a model with `"auto"` can't record anything; empty if it can.
     """
@@ -62,7 +58,6 @@ class Runners:
         """Returns the runner of a template.
 
         Args:
-            template: The template.
             recorded_bytes: Its kernels are recorded, which takes so many bytes of the device; None if they aren't.
         """
         graphs = None if recorded_bytes is None else self._recording()
@@ -88,7 +83,6 @@ class Runners:
         """Tells whether recordings of other schedules hold memory that one needs.
 
         Args:
-            runners: Of the schedule that is about to run.
             left: Bytes that the schedule leaves of the budget, in which all recordings must be.
         """
         if sum(self._recorded_bytes.values()) <= left:
@@ -101,9 +95,6 @@ class Runners:
 
         With `"auto"`, plans with eager's kernels take the place of the others, so that shapes which take turns don't
         record again and again.
-
-        Args:
-            runners: Of the schedule.
         """
         assert self._graphs is not None
         own, kept = set(map(id, runners)), dict[Any, int]()

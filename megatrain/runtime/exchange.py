@@ -24,8 +24,6 @@ class Exchange:
     `megatrain.ranks.rank_exchange` has the one of several processes.
 
     Attributes:
-        is_alone: There are no others.
-        rank: This process.
         shares: Others update parts of the state that this process reads.
         broken: Why no step can follow; None as long as one can.
     """
@@ -84,12 +82,8 @@ class Exchange:
         """Waits until all processes have updated their parts of some parameters.
 
         Args:
-            held: The parameters.
             go_on: Called now and then; raises an error to give the wait up.
             gives_up: Whether to return where an update has failed elsewhere, so that any process may make it.
-
-        Returns:
-            Whether all are updated.
         """
         del held, go_on, gives_up
         return True
@@ -109,9 +103,7 @@ class Exchange:
 
         Args:
             programs: What runs here, one per micro-batch, of the same blocks.
-            schedule: Of the step.
             facts: What must be the same on all.
-            word: What this process tells the others.
 
         Returns:
             What all tell, by rank; none where there are no others.
@@ -123,7 +115,6 @@ class Exchange:
         """Refuses a step before any process has allocated something for it, where the memory is too small for all.
 
         Args:
-            schedule: Of the step.
             room: Adds up the host memory that it takes: bytes by use, and how many of them this process has already.
         """
 

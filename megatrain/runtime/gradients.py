@@ -36,9 +36,6 @@ class GradientMemory:
     storage of its own, and again when nobody holds that storage any more: a gradient that the user keeps is never
     overwritten.
 
-    Args:
-        bus: Brings gradients to the host.
-
     Attributes:
         slab: Of the size of the largest block's gradients, once they pass through it.
     """
@@ -54,14 +51,7 @@ class GradientMemory:
         return self.slab.nbytes + sum(arena.nbytes for arena in {room.arena for room in self._rooms.values()})
 
     def reserve(self, specs: Mapping[str, TensorSpec]) -> None:
-        """Makes rooms for gradients that have none.
-
-        Args:
-            specs: Of the parameters, by key.
-
-        Raises:
-            ExecuteError: If the host can't give the memory.
-        """
+        """Makes rooms for gradients that have none."""
         fresh = {key: spec for key, spec in specs.items() if not self._has_room(key, spec)}
         keys, sizes = list(fresh), [aligned(spec.nbytes) for spec in fresh.values()]
         for group in together(sizes, self._bus.device.lock_bytes):
@@ -108,12 +98,7 @@ class GradientPlace(NamedTuple):
 
 
 class Landed(NamedTuple):
-    """A gradient on the host.
-
-    Args:
-        gradient: None if there is none.
-        is_lent: Its memory takes the next block's gradients.
-    """
+    """A gradient on the host."""
 
     gradient: torch.Tensor | None
     is_lent: bool = False
@@ -132,9 +117,6 @@ class PlacePolicy(Protocol):
 
         Args:
             keeps: Whether somebody will keep the memory of a parameter's gradient.
-
-        Raises:
-            ExecuteError: If the host can't give it.
         """
 
     def of(
@@ -147,9 +129,7 @@ class PlacePolicy(Protocol):
         """Returns the places of a block's gradients; of one without an entry new memory. None: where they are made.
 
         Args:
-            block: Whose gradients.
             where: The bytes that the schedule has for them.
-            gradients: By key.
             stays: Whether the memory of a gradient may be the taker's.
         """
         ...
@@ -160,7 +140,6 @@ class StepPlaces:
 
     Args:
         nbytes: Bytes of all of them; some may use the same bytes one after another.
-        program: What runs.
         arena: Where they are, kept from step to step.
     """
 
@@ -202,11 +181,7 @@ class CallPlaces:
     """Those of a call: gradients that stay go to rooms of their own, all others through the slab.
 
     Args:
-        program: What runs.
         trained: Keys of the parameters that a backward can reach.
-        parts: Parts of parameters, which have gradients of their own.
-        memory: Has the rooms and the slab.
-        slab_bytes: The largest block's gradients.
     """
 
     def __init__(
@@ -290,8 +265,6 @@ class GradientBuffer:
     blocks' gradients arrive, and is handed on once, with the last of them.
 
     Args:
-        parameter_of: Returns the parameter of a key, which the user may replace between calls.
-        bus: Brings gradients to the host.
         parts: Parts of parameters; the gradient of each becomes rows of the parameter's, whose other rows are zero.
         places: Where gradients go; None if they are made in host memory, and stay there.
     """
@@ -334,9 +307,6 @@ class GradientBuffer:
             handed: Keys of gradients that were handed on before, by a backward that this one repeats; extended.
             land: Gets what lands of each block first; None where nobody else has gradients of it.
             hear: Gets the norms of gradients that are whole as they leave the device; None if nobody asks.
-
-        Raises:
-            ExecuteError: If the host lacks the memory where they land.
         """
         self.end()
         self._reuses_places = True
@@ -374,9 +344,7 @@ class GradientBuffer:
         """Takes one block's gradients. If a hook on a parameter fails, the same block may come again.
 
         Args:
-            block: Which it is.
             keys: Parameters, in the order of `gradients`.
-            gradients: On the compute device.
             completes: Keys whose sum is complete with this block.
             where: Where the gradients land on the host; None if they stay where they are made, to be adopted there.
         """
@@ -397,10 +365,7 @@ class GradientBuffer:
         """Takes one block's gradients, where they are: the second half of `receive`, or what follows a `Land`.
 
         Args:
-            block: Which it is.
-            keys: Parameters, in the order of `landed`.
             landed: The gradients; None if the block came before.
-            completes: See `receive`.
         """
         if block not in self._received:
             assert landed is not None

@@ -43,7 +43,6 @@ class Facts:
         is_carried: Per block and input: a later block, the caller, or another device can give it a gradient first.
         completes: Per block: the state of which it is the last, in backward order, to give a gradient; first the
             parts of parameters, then the parameters, in the order of eager's backward.
-        parts: The parts of parameters.
         differentiable_outputs: Places of the model's outputs through which a gradient flows.
         differentiable_inputs: Places of the model's inputs that get one.
     """
@@ -181,10 +180,6 @@ class Loaded:
     """A program whose state is in the host store of an engine.
 
     Args:
-        program: The blocks.
-        images: Layout of each block's state.
-        runners: The runner of each block.
-        facts: Where gradients flow.
         names: The values' names, by their index in the schedule's workload; None for those of other micro-batches.
             After the program's values come the results that blocks may keep.
         entering: The value with which each buffer that the forward writes begins.
@@ -220,16 +215,11 @@ class Loaded:
             programs: One per micro-batch.
             merged: The same and maybe more, in the order in which their workloads were merged; None is that of first
                 use.
-            engine: Holds the state.
-            is_training: The schedule has a backward.
-            recorded: Blocks whose kernels are recorded.
 
         Returns:
             By the identity of the program.
 
         Raises:
-            ExecuteError: See `Engine.adopt`.
-            WeightsError: See `Engine.adopt`.
             ScheduleError: If they can't share blocks.
         """
         merged = programs if merged is None else merged
@@ -281,14 +271,7 @@ class Loaded:
         )
 
     def check_recomputed(self, saves: Collection[int]) -> None:
-        """Checks that a second run of each block that is recomputed draws the random numbers of its first.
-
-        Args:
-            saves: Blocks whose graph is kept.
-
-        Raises:
-            ExecuteError: Naming the block whose random numbers nothing repeats.
-        """
+        """Checks that a second run of each block that is recomputed draws the random numbers of its first."""
         for block in self.program.blocks:
             is_recomputed = block.index not in saves and any(self.facts.needs_grad[block.index])
             if is_recomputed and self.program.templates[block.template].hides_draws:
@@ -296,11 +279,7 @@ class Loaded:
 
 
 def check_fits(programs: Sequence[Program], schedule: Schedule) -> None:
-    """Checks that a schedule is one of these programs.
-
-    Raises:
-        ExecuteError: If it has other micro-batches or blocks.
-    """
+    """Checks that a schedule is one of these programs."""
     if len(programs) != schedule.kind.micro_batches:
         raise ExecuteError(
             f"the schedule has {counted(schedule.kind.micro_batches, 'micro-batch')}; programs: {len(programs)}.\n"

@@ -27,9 +27,7 @@ class WalkFigures:
     """What a walk did.
 
     Args:
-        what: The call that walked.
         num_prefetches: Copies of state to the device.
-        h2d_bytes: Their bytes.
         budget_bytes: The bound of device memory; None if the state is used in place.
         peak_bytes: Most bytes of the device that state, results and caches held.
     """
@@ -58,9 +56,6 @@ class HeldBytes:
 
     Sizes are rounded up as the device's allocator does. Nobody says when a tensor of the model's own code ends, so
     storages are referred to weakly, and looked at when the sum matters.
-
-    Args:
-        device: The compute device.
 
     Attributes:
         nbytes: Bytes of the known storages; those that are gone count until `prune`.
@@ -105,8 +100,6 @@ class CachedWeight:
     """A copy of a parameter or buffer in device memory of its own.
 
     Args:
-        key: Of the state.
-        tensor: The copy.
         arrived: Settled when its values are there.
         is_waited_for: Compute waits for `arrived` already.
         latest: The number of the call that read it last; 0 before the first.
@@ -183,10 +176,7 @@ class WeightCache:
     was read last is the one that will not be read for longest: it goes first.
 
     Args:
-        what: The call that walks.
         engine: Holds the state on the host, in a step of its streams.
-        entries: The model's state.
-        budget_bytes: The bound of the device's memory.
         learned: Read and extended.
     """
 
@@ -248,7 +238,6 @@ class WeightCache:
         """Counts what a call took and returned, keeps what it wrote, and makes room.
 
         Args:
-            keys: The state that it read.
             tensors: Its other arguments, which may be views of state, and its results.
             written: Memory that it wrote, where versions don't tell.
 

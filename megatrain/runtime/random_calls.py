@@ -54,7 +54,6 @@ class Draws:
     """The random calls of a program, in the order of its forward.
 
     Args:
-        calls: Of each block.
         are_hidden: Some of them draw from a state that torch doesn't show.
         are_opaque: There are opaque modules, which drew nothing when they were captured.
     """
@@ -142,11 +141,6 @@ class MicroBatchGenerators:
 
         If a forward draws, all draw as in a loop over micro-batches.
 
-        Args:
-            draws: The random calls of each micro-batch.
-            are_random: Which of them draw.
-            device: Compute device.
-
         Raises:
             DrawsError: If a forward can't be drawn ahead: it draws in an opaque module or a hook, or from a state that
                 torch doesn't show.
@@ -182,11 +176,7 @@ class MicroBatchGenerators:
         return found
 
     def check(self, device: Device) -> None:
-        """Checks that the forward, which is over, drew as many numbers as were drawn ahead.
-
-        Raises:
-            DrawsError: If it drew others.
-        """
+        """Checks that the forward, which is over, drew as many numbers as were drawn ahead."""
         now = RngState.now(device) if self.forward is None else self.forward.state
         has_moved = self.host is not None and self.host != HostRng.now()
         if has_moved or (self.ends_at is not None and not self.ends_at.is_same(now)):
@@ -212,11 +202,7 @@ class MicroBatchGenerators:
 
 @contextmanager
 def _without_draws(device: Device, refusal: Callable[[], DrawsError]) -> Generator[None]:
-    """Runs a loss or a block.
-
-    Raises:
-        DrawsError: If it draws, or seeds; the generators are as they were.
-    """
+    """Runs a loss or a block."""
     with kept_generators(device):
         before = GlobalGenerators.now(device)
         yield
@@ -265,7 +251,6 @@ class RngState:
     """The generators' state at one moment.
 
     Args:
-        host: State of the CPU generator.
         device: State of the compute device's generator; None where it draws from that of the CPU.
         python: Further state that code of opaque modules reads; None if there are no opaque modules.
     """
@@ -338,10 +323,6 @@ def moving_in_turn(turn: AbstractContextManager[object]) -> Generator[None]:
 
 class OwnGenerators:
     """Torch's generators of one micro-batch, separate from the global ones.
-
-    Args:
-        state: Where they begin.
-        device: Compute device.
 
     Attributes:
         state: Where torch's generators are now.

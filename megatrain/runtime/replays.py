@@ -44,9 +44,6 @@ class Replays:
     arguments are copied into memory of their own first, and results are copied out before the next recording runs.
 
     Args:
-        template: Of the blocks.
-        device: Compute device.
-        graphs: Of all templates of the model.
         warns: Whether the user asked for recordings, and hears where none are made.
 
     Attributes:
@@ -179,9 +176,6 @@ class _Result:
     """A result of recorded work.
 
     Args:
-        dtype: Of its elements.
-        shape: See `Tensor.shape`.
-        stride: See `Tensor.stride`.
         offset: Where it begins in its storage, in elements.
         address: Of its storage; results may share one.
         memory: The whole storage; None for a view of what was given.
@@ -222,10 +216,8 @@ class _Recording:
     All copies from or to memory without holes are two calls, one for arguments and one for results.
 
     Args:
-        launch: Launches it.
         dense: Arguments without holes: their numbers, and where the work reads them.
         others: Those of other arguments.
-        found: The results.
         sources: Of each result that has its storage for itself, the memory in which the work leaves it; else None.
     """
 
@@ -336,11 +328,6 @@ class InductorCode(Code):
     inductor's cache on disk keeps them. Weights are arguments, so that blocks share the kernels. A block that is
     repeated runs those of its first run.
 
-    Args:
-        graph: As in `Code`.
-        template: Whose graph it is.
-        device: Compute device.
-
     Attributes:
         why_eager: Why the graph runs on eager's kernels; empty if it doesn't.
     """
@@ -385,11 +372,7 @@ class InductorCode(Code):
         return run
 
     def _try(self, eager: _Function, compiled: _Function, arguments: Sequence[torch.Tensor], start: RngState) -> None:
-        """Runs a template that draws random numbers in both ways, for nothing but to compare them.
-
-        Raises:
-            _OtherDrawsError: If they drew other numbers.
-        """
+        """Runs a template that draws random numbers in both ways, for nothing but to compare them."""
         ran: list[tuple[list[torch.Tensor], RngState]] = []
         for function in (eager, compiled):
             with repeated_rng(start, self._device):

@@ -25,10 +25,7 @@ class Stamp(NamedTuple):
     """How often a tensor of the model's state was written, to tell later whether it was written again.
 
     Args:
-        tensor: The user's tensor.
         place: Its place in the host store, written when the user replaced the memory or the tensor.
-        versions: Version counters of both.
-        address: Of the tensor.
     """
 
     tensor: torch.Tensor
@@ -141,10 +138,8 @@ class Start:
 
     Args:
         inputs: The caller's tensors, where the capture had them, by the value they enter as.
-        versions: Their version counters.
         buffers: Buffers that the forward writes, as they were, on the host, by the value they enter as.
         state: A stamp per tensor of state that some block reads.
-        rng: The generators' state; None if nothing is drawn.
     """
 
     inputs: Mapping[str, torch.Tensor]
@@ -164,11 +159,7 @@ class Start:
         """Notes the starting state of a call.
 
         Args:
-            program: The program that it will run.
-            inputs: The model's tensor inputs, in order.
-            tensors: The model's state by key.
             places: The place of each tensor of the blocks' state in the host store.
-            device: The compute device.
         """
         named = {name: tensor.detach() for name, tensor in zip(program.inputs, inputs, strict=True)}
         is_random = any(template.is_random for template in program.templates.values())
@@ -184,11 +175,7 @@ class Start:
         """Checks that the weights are those of the forward.
 
         Args:
-            keys: Of these.
             movable: Which may have other memory by now, as eager's backward reads their old one.
-
-        Raises:
-            ExecuteError: Naming the tensor that was modified.
         """
         for key in keys:
             if not self.state[key].is_current or (self.state[key].has_moved and key not in movable):
@@ -200,19 +187,12 @@ class Start:
         Args:
             sample: Of the places, when the forward was over.
             places: The same bytes now.
-
-        Raises:
-            ExecuteError: Naming the tensor that was modified.
         """
         for key in sample.look(places)():
             raise _written(key, self.state[key].tensor, _UNCOUNTED)
 
     def check_inputs(self) -> None:
-        """Checks that the inputs haven't changed.
-
-        Raises:
-            ExecuteError: Naming the input that was modified.
-        """
+        """Checks that the inputs haven't changed."""
         for name, tensor in self.inputs.items():
             if version(tensor) != self.versions[name]:
                 raise ExecuteError(
@@ -235,11 +215,7 @@ def _written(key: str, tensor: torch.Tensor, more: str = "") -> ExecuteError:
 
 
 def check_handed(changed: Iterable[str]) -> None:
-    """Refuses writes into inputs and outputs that torch doesn't count.
-
-    Raises:
-        ExecuteError: Naming the value.
-    """
+    """Refuses writes into inputs and outputs that torch doesn't count."""
     for name in changed:
         raise ExecuteError(
             f"value `{name}` was modified in place between forward and backward.\n{_UNCOUNTED}"

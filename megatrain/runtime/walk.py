@@ -34,14 +34,9 @@ def walk(
     and in objects of the caller (caches) is what it would leave there in eager.
 
     Args:
-        what: The call, for errors.
         model: Its modules' state is in the engine's store, or comes there now.
         engine: Idle, in a turn of its model.
         budget_bytes: The bound of the device's memory: for state, for what calls return, and for what is held already.
-        learned: What earlier walks have shown.
-
-    Yields:
-        A function that returns the figures so far.
 
     Raises:
         ExecuteError: If the state has no values, or a parameter is packed; or, from a torch call of the body, if there
@@ -112,9 +107,7 @@ class WalkMode(TorchFunctionMode):
     answered with the compute device. All else passes unchanged.
 
     Args:
-        cache: Brings the state.
         keys: Of the state, by the id of the model's own tensors.
-        device: The compute device.
     """
 
     def __init__(self, cache: WeightCache, keys: Mapping[int, str], device: torch.device) -> None:

@@ -30,7 +30,6 @@ class Positions:
     """What a signature calls its positional arguments.
 
     Args:
-        names: Of its parameters, in order.
         rest: Of the parameter that takes all further ones (`*args`), if there is one.
     """
 
@@ -220,7 +219,6 @@ class Structure:
     """An object of any type (tuple, dict, dataclass, model output, cache) with its tensors numbered.
 
     Args:
-        skeleton: The object, holding placeholder tensors.
         placeholders: The distinct tensors in it, in the order a deep copy meets them.
     """
 
@@ -289,10 +287,7 @@ class Arguments:
 
     Args:
         tensors: The tensors among the leaves, then those that hold numbers; see `with_numbers`.
-        names: Of the tensors; see `megatrain.tracer.arguments`.
         leaves: All that is no container.
-        tree: How they stand in `(args, kwargs)`.
-        leaf_names: Of the leaves.
         layout: The tree as text, which a signature compares.
         attributes: Numbers of the model that the last tensors hold.
         follows_reads: Whether a capture follows the numbers that Python reads from tensors of one element.
@@ -351,8 +346,6 @@ class Arguments:
 
         Args:
             places: Of numbers among the leaves, ascending.
-            attributes: Numbers of the model.
-            follows_reads: Whether a capture follows the numbers that Python reads from tensors.
         """
         leaves, names = list(self.leaves), [self.leaf_names[i] for i in places]
         values = [*(leaves[i] for i in places), *(attribute.now() for attribute in attributes)]

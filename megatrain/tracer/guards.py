@@ -36,11 +36,6 @@ class Expectation:
 
     Args:
         op: `"call_method"` or `"call_function"`.
-        target: What is called.
-        expected: The value read at capture.
-        source: The user's line.
-        calls: The module calls around it.
-        name: Of what is read, for messages.
     """
 
     __name__ = "check"
@@ -111,11 +106,7 @@ class Guard:
 
     Args:
         op: `"call_method"` or `"call_function"`.
-        target: What is called.
         args: Its arguments, with nodes of the traced graph in place of tensors.
-        kwargs: Its keyword arguments, likewise.
-        expected: The value read at capture.
-        source: The user's line.
         place: How many nodes the graph had when it was read.
     """
 

@@ -20,10 +20,7 @@ class StateEntry:
     Args:
         key: Its first fully qualified name.
         kind: `"parameter"`, `"buffer"` or `"constant"` (a tensor that is read and that no module registers).
-        spec: Shape, dtype, layout.
-        requires_grad: Whether it is trained.
         ties: The other names of the same tensor; for a part, of the whole.
-        persistent: Whether it is part of `state_dict()`.
         packed_in: For the tensors of a packed parameter: the key of what the model registers.
         base: For a part of a tensor: the key of the whole, which is what the model registers.
         rows: For a part: its first row along the first dimension, and the row after its last.
@@ -141,7 +138,6 @@ class StateValues:
         """Returns the values of one fake state tensor, with its `requires_grad`.
 
         Args:
-            fake: The tensor.
             refuse: Called by a backward that reaches a copy of a parameter, and raises. Autograd's graph doesn't hold
                 such a copy. With None the copy is a leaf, for a backward to reach.
         """
@@ -184,12 +180,7 @@ class StateValues:
 
 
 def with_own_history(value: torch.Tensor, refuse: Callable[[], NoReturn]) -> torch.Tensor:
-    """Gives `value`, which has no history, one that holds no memory: a graph of autograd would hold a leaf.
-
-    Args:
-        value: The tensor, which is returned.
-        refuse: Called by a backward that gets there; raises.
-    """
+    """Gives `value`, which has no history, one that holds no memory: a graph of autograd would hold a leaf."""
     with torch.enable_grad():
         return _History.apply(torch.zeros((), requires_grad=True), [value], refuse)
 

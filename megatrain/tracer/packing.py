@@ -53,7 +53,6 @@ class Packing:
     """An object's form without its tensors.
 
     Args:
-        kind: Its class.
         inner: By attribute, in order: the packing of what is there, or None for a plain tensor.
         make: Makes such an object around what belongs into these attributes.
         key: Equal for packings that make equal objects of equal tensors.
@@ -303,10 +302,6 @@ def check_plain(what: str, tensor: torch.Tensor) -> None:
 
     Args:
         what: How messages name it, ``input `x` ``.
-        tensor: The tensor.
-
-    Raises:
-        TraceError: If it isn't.
     """
     if type(tensor) in _PLAIN and tensor.layout == torch.strided and not tensor.is_quantized and not tensor.is_nested:
         return

@@ -78,7 +78,6 @@ def traced_call(
 
     Raises:
         DecidedError: If tensors hold numbers among the arguments, and Python decides on one of these.
-        TraceError: See `trace`.
     """
     check_torch()
     model = original(model)

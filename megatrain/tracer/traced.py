@@ -31,8 +31,6 @@ class ReturnedArgument:
 
     Args:
         place: Of the argument: its position or its keyword.
-        changed: Keys that it has set.
-        removed: Keys that it has removed.
     """
 
     place: int | str
@@ -64,7 +62,6 @@ class WrittenInputs:
     """Inputs that the forward writes into: it gets a copy of each, whose last content goes back to the caller.
 
     Args:
-        names: Of these inputs.
         indices: Their places among the tensor arguments, ascending.
     """
 

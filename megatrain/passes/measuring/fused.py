@@ -72,11 +72,7 @@ class _Chain:
 
 
 class FusedWork(KernelWork):
-    """Notes kernels as a compiler would make them, while the mode is active.
-
-    Args:
-        device: The compute device.
-    """
+    """Notes kernels as a compiler would make them, while the mode is active."""
 
     def __init__(self, device: torch.device) -> None:
         super().__init__(device)
@@ -186,9 +182,7 @@ def fused_kernels(
     """Runs a template without values; returns the fused kernels of its forward, and those of backwards.
 
     Args:
-        code: Of the template.
         leaves: For each backward the inputs and state, of which those that need a gradient require one.
-        device: The compute device.
     """
     with torch.no_grad(), FusedWork(device) as kernels:
         outputs: Any = code(list(leaves[0]))

@@ -48,9 +48,6 @@ def kept_cost(
         graphs: The template's own, in which calls are counted; without calls whose shapes depend on values; and of a
             forward that is repeated.
         leaves: The arguments, without values.
-        num_inputs: How many of them are inputs.
-        device: The compute device.
-        forward: The kernels of a forward.
     """
     original, graph, hollow = graphs
     worth = _WorthKeeping(device)

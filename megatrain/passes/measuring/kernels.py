@@ -83,11 +83,7 @@ _CONVOLUTIONS = {"aten::convolution", "aten::convolution_backward", "aten::_conv
 
 
 class KernelWork(TorchDispatchMode):
-    """Notes what each kernel on the compute device computes, reads and writes, while the mode is active.
-
-    Args:
-        device: The compute device.
-    """
+    """Notes what each kernel on the compute device computes, reads and writes, while the mode is active."""
 
     def __init__(self, device: torch.device) -> None:
         super().__init__()
@@ -275,7 +271,6 @@ def private_bytes(func: Any, args: Any) -> int:
     in full, with the scales of their blocks in fp32, twice where these are quantized as well.
 
     Args:
-        func: The overload of an operator.
         args: Its arguments; the query, or the list of weights, is the second, then come keys and values.
     """
     if func._schema.name == PACKED_PRODUCT:
@@ -311,11 +306,8 @@ class LiveBytes(TorchDispatchMode):
 
     Args:
         known: Tensors that don't count.
-        device: The compute device.
 
     Attributes:
-        current: Bytes alive now.
-        peak: Most bytes alive at once.
         peak_parts: The bytes of each storage that was alive then, and of a kernel's own buffers.
     """
 

@@ -74,8 +74,6 @@ def measure(program: Program, costs: KnownCosts | None = None, *, fuses: bool = 
     """Returns `program` with the cost of every template filled in; allocates nothing.
 
     Args:
-        program: Of which.
-        costs: Those that are known; others are added to them.
         fuses: Whether kernels count as a compiler makes them, which fuses chains of element-wise calls. Bytes of memory
             are still those of eager's kernels.
     """
@@ -184,11 +182,7 @@ def _leaves(arguments: list[torch.Tensor], needs: Needs) -> list[torch.Tensor]:
 
 
 def _check_history(node: fx.Node, result: Any) -> None:
-    """Compares with the model's own run whether a result has a history: where one is lost, weights would not train.
-
-    Raises:
-        LowerError: If the result has lost its history.
-    """
+    """Compares with the model's own run whether a result has a history: where one is lost, weights would not train."""
     if isinstance(result, torch.Tensor) and node.meta.get("has_history") and not result.requires_grad:
         raise LowerError(
             f"`{node.name} = {call_text(node)}` has no gradient in the program, but has one in the model.\n"

@@ -156,7 +156,6 @@ class Workspace(NamedTuple):
     """What is alive within a run beyond what stays.
 
     Args:
-        nbytes: Most bytes at once.
         parts: The bytes of each tensor of them, and of a kernel's own buffers.
     """
 
@@ -184,11 +183,6 @@ def measure_backward(
     """Measures a forward under autograd, and its backward.
 
     Args:
-        code: The forward.
-        arguments: Leaves.
-        num_inputs: How many of them are inputs; the rest is state.
-        device: The compute device.
-        runs_backward: Whether there is a backward.
         held: Tensors that don't count.
 
     Returns:

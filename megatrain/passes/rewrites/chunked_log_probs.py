@@ -26,11 +26,7 @@ class Logits:
 
 @dataclass(frozen=True, slots=True)
 class Operand:
-    """Stands for another tensor among the arguments of a call, such as a bias.
-
-    Args:
-        index: Of the tensor, among the operands.
-    """
+    """Stands for another tensor among the arguments of a call, such as a bias."""
 
     index: int
 
@@ -40,9 +36,7 @@ class RowCall:
     """A call that computes each row of logits from this row alone.
 
     Args:
-        target: The function, or the name of the method.
         args: Its arguments, with `Logits` for the logits.
-        kwargs: Its keyword arguments.
         text: The printed call, which tells 1 from 1.0.
     """
 
@@ -217,7 +211,6 @@ class LogitsInPlace:
         """Returns the gradient of a chunk's logits, which are computed once more; the next call writes over it.
 
         Args:
-            rows: As for `log_probs`.
             labels: Of the chunk, of shape [rows].
             of_results: Gradients of `Head.results`, each of shape [rows].
         """

@@ -37,8 +37,6 @@ class HeadPattern:
     """A loss of a linear head in a graph.
 
     Args:
-        loss: The call of `cross_entropy` or `nll_loss`.
-        linear: The call that makes logits.
         between: What is called between the two, in order, without a softmax.
         dtype: Of the softmax's result, where the call of the softmax says so.
     """
@@ -200,11 +198,9 @@ class HeadLoss:
     that of the rows; the result is what `cross_entropy` returns.
 
     Args:
-        head: How log-probabilities are computed.
         reduction: `"mean"`, `"sum"` or `"none"`.
         ignore_index: Label of rows that don't count.
         smoothing: Label smoothing, from 0 to 1.
-        shape: Of the labels.
     """
 
     head: Head
@@ -291,7 +287,6 @@ def chunk_head_loss(traced: TracedModule, *, rows: int | None = None, divisor: i
     sums over chunks, in fp32 or wider.
 
     Args:
-        traced: The capture.
         rows: Of a chunk; None takes as many as make its logits about as large as all hidden states, and at least 256.
         divisor: Without `rows`: so many times fewer than these.
     """

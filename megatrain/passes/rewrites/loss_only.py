@@ -35,11 +35,7 @@ class DeadOutput(torch.Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Raises at all that needs values.
-
-        Raises:
-            ExecuteError: Saying who may read the result.
-        """
+        """Raises at all that needs values."""
         if is_property_get(func) or call_name(func) in _HARMLESS:
             return super().__torch_function__(func, types, args, kwargs)
         raise ExecuteError(

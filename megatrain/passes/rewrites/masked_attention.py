@@ -31,13 +31,7 @@ _MOST = 1 << 28
 
 @dataclass(frozen=True, slots=True)
 class MaskNote:
-    """What became of a call's mask; in `node.meta["mask"]` of what a pass puts there. Prints the pass's promise.
-
-    Args:
-        nbytes: Of the mask that was.
-        text: What is there instead.
-        promise: Which numbers keep their bits.
-    """
+    """What became of a call's mask; in `node.meta["mask"]` of what a pass puts there. Prints the pass's promise."""
 
     nbytes: int
     text: str
@@ -118,12 +112,7 @@ class BandedAttention(InParts):
     further which keys are seen.
 
     Args:
-        band: Which keys a query sees.
         rows: Queries at a time, a multiple of 512.
-        queries: Their number.
-        keys: Their number.
-        options: `scale` and `enable_gqa`, as for torch.
-        specs: Of the result.
     """
 
     band: SeenBand
@@ -189,9 +178,6 @@ def causal_attention(traced: TracedModule) -> TracedModule:
     Results and gradients have the bits of the masked kernel on the CPU, as long as no score is infinite or NaN: a
     masked kernel adds -inf to the scores of later keys, another one doesn't compute them. On a GPU a mask takes another
     kernel than causality, whose sums have another order.
-
-    Args:
-        traced: The capture.
     """
     promise = "the same bits on the CPU, another kernel on a GPU"
 
@@ -223,7 +209,6 @@ def banded_attention(traced: TracedModule, *, rows: int | None = None) -> Traced
     infinite or NaN. Gradients of keys and values are sums over parts, in fp32 or wider.
 
     Args:
-        traced: The capture.
         rows: Queries at a time; None takes half a window, a multiple of 512.
     """
     promise = "results and gradients of queries keep the CPU's bits, those of keys and values are sums in fp32"

@@ -17,11 +17,7 @@ from megatrain.tracer.spec import TensorSpec
 
 
 class GradientSum:
-    """A sum of gradients in fp32 or wider, rounded once to the dtype of the tensor.
-
-    Args:
-        tensor: Whose gradient it is.
-    """
+    """A sum of gradients in fp32 or wider, rounded once to the dtype of the tensor."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self._dtype = tensor.dtype
@@ -62,7 +58,6 @@ class Piece(NamedTuple):
     Attributes:
         operands: Where the part's operands are in those of the call; None for what it reads whole.
         results: Likewise its results.
-        given: What else its computation needs.
     """
 
     operands: Sequence[Range | None]
@@ -229,7 +224,6 @@ def computed_parts(
     it, and the last, because all earlier results are there by then. Its kernels count for those in between.
 
     Args:
-        operands: Of the call.
         parts: To be asked for the next when one is done.
         known_by: Equal for parts that are alike.
     """

@@ -77,9 +77,6 @@ class PositionProof:
     Followed are `arange`, views, sums and comparisons of positions, fills, `tril` and `triu`, logical functions,
     `where`, `masked_fill`, and casts. Whatever depends on inputs, weights or random numbers, and all memory that is
     written into, is unknown.
-
-    Args:
-        graph: Of a capture.
     """
 
     def __init__(self, graph: fx.Graph):

@@ -126,8 +126,6 @@ class _Finder:
     """Looks for the regions of one block, for one number of tokens.
 
     Args:
-        tokens: Their number.
-        trials: Runs calls on a few tokens.
         plain: The calls that a region may have.
     """
 
@@ -253,7 +251,6 @@ def tile_tokens(
     weights, and of all that tokens share, are sums over tiles in fp32 or wider.
 
     Args:
-        traced: The capture.
         rows: Tokens of a tile; None takes a sixteenth of them, and at least 256.
         divisor: Without `rows`: so many times fewer than these, and at least 256.
         block_bytes: Target bytes of a block's state: no region crosses the cuts between blocks.

@@ -74,7 +74,6 @@ class TiledRegion(InParts):
         key: Equal for graphs that compute the same.
         axes: Of each operand the dimension along which tokens lie; None for what all tokens share.
         out_axes: Likewise of each result.
-        specs: Of the results.
         rows: Tokens of a tile, at most.
         is_hollow: The results have no values: only their gradients are asked for.
     """

@@ -83,11 +83,7 @@ _SIZED = ("view", "reshape", "expand")
 
 
 class Trials:
-    """Runs calls on a few tokens without values, to see whether they treat each alone; equal ones run once.
-
-    Args:
-        device: Where the model computes.
-    """
+    """Runs calls on a few tokens without values, to see whether they treat each alone; equal ones run once."""
 
     def __init__(self, device: torch.device):
         self._device = device

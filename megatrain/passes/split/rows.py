@@ -195,7 +195,6 @@ class Gather:
     """A call that picks rows of a table by number.
 
     Args:
-        index: The numbers.
         counts_from_end: A number below zero counts from the end, rather than being out of range.
         padding: The row that gets no gradient.
     """

@@ -49,11 +49,7 @@ class Part:
 
 
 class PartWriter:
-    """Adds the calls of parts, after the call that they replace.
-
-    Args:
-        rewriter: Has the graph.
-    """
+    """Adds the calls of parts, after the call that they replace."""
 
     def __init__(self, rewriter: Rewriter):
         self._rewriter = rewriter
@@ -266,7 +262,6 @@ def split_state(traced: TracedModule, *, limit: int, alignment: int = ALIGNMENT)
     whole. Each part's calls carry a module call of their own, `experts.up[0:64]`, where `partition` may cut.
 
     Args:
-        traced: The capture.
         limit: Target bytes of a block's state; a single row may be larger.
         alignment: Parts begin at multiples of so many bytes where rows allow.
     """

@@ -30,7 +30,6 @@ def segment_sizes(schedule: Schedule, programs: Sequence[Program]) -> list[int]:
     any other op, so that these take no place of what is held.
 
     Args:
-        schedule: The schedule.
         programs: One per micro-batch.
     """
     small: Counter[int] = Counter()
@@ -47,7 +46,6 @@ def held_sizes(schedule: Schedule, programs: Sequence[Program], moment: int) -> 
     """Bytes of each large tensor that a step makes and holds at a moment, besides slots; largest first.
 
     Args:
-        schedule: The schedule.
         programs: One per micro-batch.
         moment: That of the peak.
     """
@@ -118,13 +116,7 @@ def _large(sizes: Sequence[int] | Iterator[int]) -> Iterator[int]:
 
 
 class ScheduleSegments:
-    """The segments of one schedule.
-
-    Args:
-        segments: Of the model.
-        schedule: The schedule.
-        programs: One per micro-batch.
-    """
+    """The segments of one schedule."""
 
     def __init__(self, segments: Segments, schedule: Schedule, programs: Sequence[Program]) -> None:
         self._segments = segments
@@ -139,11 +131,7 @@ class ScheduleSegments:
 
 
 class Segments:
-    """The memory that torch's allocator was given for the steps of a model.
-
-    Args:
-        device: The device.
-    """
+    """The memory that torch's allocator was given for the steps of a model."""
 
     def __init__(self, device: Device) -> None:
         self._device = device
@@ -233,8 +221,6 @@ class Meter:
         """Counts `tensors` as held under `key`, in place of what was held under it.
 
         Args:
-            key: For `release`.
-            tensors: The tensors that are held.
             is_private: They may be freed before `key` is released (autograd frees what it saved one by one), so
                 other tensors may use their addresses by then. Only storages that aren't counted yet count for this key.
         """

@@ -52,9 +52,6 @@ def check_room(moves: Sequence[tuple[torch.Tensor, TensorSpec]], alignment: int)
 
     Each tensor is copied and then frees its own memory, so that the most that is needed at once is padding
     plus the largest tensor, unless several tensors share one storage: that is freed with the last of them.
-
-    Raises:
-        ExecuteError: With both numbers.
     """
     left: dict[int, list[int]] = {}
     for tensor, _ in moves:
@@ -101,10 +98,8 @@ class HostStore:
     copy. The arenas exist as long as any tensor views them, even longer than the store.
 
     Args:
-        images: Layout of each block's state, in block order.
         tensors: The state by key: the model's own parameters and buffers, on the CPU. Tensors that `images`
             do not name stay as they are; a later `extend` may take them.
-        bus: Takes the state to the compute device.
         weights: Files that hold the values of these tensors; with them, tensors may be on meta.
 
     Attributes:
@@ -147,7 +142,6 @@ class HostStore:
         Args:
             images: Layouts; equal ones may be added again.
             tensors: More state by key, in addition to that given at construction.
-            weights: Files that hold the values of new state.
         """
         self._tensors.update(tensors or {})
         fresh: dict[str, TensorSpec] = {}
@@ -196,11 +190,7 @@ class HostStore:
         return self._residencies
 
     def move(self, places: Mapping[str, NewMemory]) -> None:
-        """Gives state that is here other memory, which has the same values.
-
-        Args:
-            places: By key.
-        """
+        """Gives state that is here other memory, which has the same values."""
         for key, place in places.items():
             residency = self._residencies[key]
             replace_memory(key, residency.tensor, place.view)
@@ -343,9 +333,6 @@ class HostStore:
         Args:
             tensors: The state by key as it is now, where the objects themselves may have been replaced
                 (`load_state_dict(assign=True)`); None if they are the same.
-
-        Raises:
-            ExecuteError: If shape, dtype or device changed.
         """
         for key, tensor in (tensors or {}).items():
             residency = self._residencies.get(key)

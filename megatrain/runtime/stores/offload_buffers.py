@@ -20,9 +20,6 @@ class OffloadPool:
 
     The largest memory is kept: a call that parks less takes a part of it, so that calls of several shapes in turn don't
     map and page-lock memory each time.
-
-    Args:
-        bus: Takes values to the host and back.
     """
 
     def __init__(self, bus: Bus) -> None:
@@ -38,10 +35,6 @@ class OffloadPool:
 
         Args:
             nbytes: Bytes of all values that each call will park.
-            num_calls: How many calls.
-
-        Raises:
-            ExecuteError: If the host can't give the memory.
         """
         share = aligned(nbytes)
         lease = _Lease(self._arena(share * num_calls), self._returned)
@@ -107,7 +100,6 @@ class OffloadBuffer:
         """Copies a value to the host, on the current stream.
 
         Args:
-            name: By which `get` finds it.
             tensor: The value. Its memory may be used again once compute waits for this copy.
             offset: Its first byte in the range, at a multiple of `megatrain.sizes.ALIGNMENT`.
         """
@@ -142,9 +134,6 @@ class BufferCopies:
 
     A model with BatchNorm has hundreds of them, of a few bytes each. A copy from or to pageable memory would wait for
     the device, buffer by buffer.
-
-    Args:
-        bus: To the compute device.
     """
 
     def __init__(self, bus: Bus) -> None:
@@ -199,11 +188,7 @@ class BufferCopies:
         return found
 
     def download(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
-        """Writes values into buffers on the host, and waits until they are there.
-
-        Args:
-            pairs: Each buffer, and its value.
-        """
+        """Writes values into buffers on the host, and waits until they are there."""
         stream, here = self._device.current_stream(), self._device.torch_device
         packed = [p for p in pairs if stream is not None and p[1].layout == torch.strided and p[1].device == here]
         if packed:

@@ -29,7 +29,6 @@ class Sent:
     """Page-locked memory that the ranks of a host share, from which a tensor is copied to the device.
 
     Args:
-        arena: The memory.
         offset: The tensor's first byte there.
         is_stale: Tells whether this rank's user has written other values, in memory that isn't page-locked.
     """
@@ -44,8 +43,6 @@ class NewMemory:
     """Other memory for a tensor of state, which has its values.
 
     Args:
-        arena: An arena.
-        offset: The tensor's first byte there.
         view: The tensor there, as a view of its own storage.
         sent: Where copies to the device come from; None for the arena.
     """
@@ -63,8 +60,6 @@ class StorePlace:
     The user's tensor gets a storage of its own over these bytes, so that the store knows when nobody holds it any more.
 
     Args:
-        arena: An arena.
-        offset: The tensor's first byte there.
         view: The tensor there, for the store alone.
         lent: Returns None when nobody holds the storage that the user's tensor got, in whatever form.
     """
@@ -144,11 +139,7 @@ class Residency:
         self.tensor, self.memory = tensor, new_memory()
 
     def check_alike(self) -> None:
-        """Checks that the user's tensor is what the model was compiled for.
-
-        Raises:
-            ExecuteError: If shape, dtype or device changed.
-        """
+        """Checks that the user's tensor is what the model was compiled for."""
         tensor, view = self.tensor, self.view
         if tensor.shape == view.shape and tensor.dtype == view.dtype and tensor.device == view.device:
             return
@@ -197,7 +188,6 @@ def staying(
     """Finds the state that must stay where it is, because somebody else holds this memory as well.
 
     Args:
-        tensors: Of the state, by key.
         specs: Theirs in the store; what is laid out in another way can't stay.
         is_slow: Warn that copies to the device are slower from there.
     """
@@ -216,12 +206,6 @@ def take_in(changed: Sequence[Residency]) -> list[HostArena]:
     """Goes on with the memory that the user gave to tensors, or copies its values into memory of the store.
 
     Nothing is ever written that somebody else may hold. Memory that the tensor alone names is copied, and so freed.
-
-    Args:
-        changed: The residencies of these tensors.
-
-    Returns:
-        New arenas.
 
     Raises:
         ExecuteError: If shape, dtype or device changed, before anything is taken in.

@@ -30,10 +30,7 @@ class Persisting:
     bytes, of which every step takes a part.
 
     Args:
-        name: Of the block, for the error.
-        layout: The image in which they are.
         keys: Its entries that are frozen.
-        stamp: When they were copied.
     """
 
     name: str
@@ -98,9 +95,6 @@ class DeviceArena:
     Views handed out before a new size keep the old memory alive and do not see the new one. So the size changes between
     runs only, and views that outlast a run are kept here, where they end with their memory.
 
-    Args:
-        device: The device of the memory.
-
     Attributes:
         before_loss: Called with an offset and bytes from there on, before their contents are lost.
     """
@@ -139,12 +133,7 @@ class DeviceArena:
         return self._buffer.data[offset : offset + nbytes]
 
     def kept_views(self, key: Hashable, make: Callable[[], list[torch.Tensor]]) -> list[torch.Tensor]:
-        """Returns views of the memory that were made once, until the memory is another.
-
-        Args:
-            key: What they are.
-            make: Makes them, from `slot`.
-        """
+        """Returns views of the memory that were made once, until the memory is another."""
         if key not in self._views:
             self._views[key] = make()
         return self._views[key]
@@ -184,15 +173,7 @@ class DeviceArena:
 
 
 class Slots:
-    """Fills slots from the host store and gives templates views of them, without a copy.
-
-    Args:
-        images: Layout of each block's state.
-        store: Holds the state.
-        arena: That slots are cut from.
-        program: Whose blocks they are.
-        schedule: Says whose frozen weights stay.
-    """
+    """Fills slots from the host store and gives templates views of them, without a copy."""
 
     def __init__(
         self, images: Sequence[BlockImage], store: HostStore, arena: DeviceArena, program: Program, schedule: Table
@@ -232,12 +213,7 @@ class Slots:
         """Copies a block's state to the arena; nothing where state is used in place.
 
         Args:
-            block: The block.
-            where: The bytes.
             persists: Its frozen weights may be there from an earlier step.
-
-        Raises:
-            ExecuteError: If frozen weights were changed unseen.
         """
         if where is not None and persists:
             self._prefetch_changing(block, where)

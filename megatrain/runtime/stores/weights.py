@@ -20,7 +20,6 @@ class Weights:
 
     Args:
         model: The model, on the CPU or on meta, or partly so.
-        paths: Files and folders with its state.
 
     Raises:
         WeightsError: If a file can't be read, or names, shapes and dtypes are not the model's: all of what
@@ -72,7 +71,6 @@ class Weights:
         """Reads the values of one tensor of state.
 
         Args:
-            key: One of `keys`.
             out: On the CPU, of the state's shape and dtype, with any strides.
 
         Raises:
@@ -218,7 +216,6 @@ def replace_memory(key: str, tensor: torch.Tensor, view: torch.Tensor) -> None:
     """Makes `tensor` use the memory of `view`; it stays the same object, with its attributes and hooks.
 
     Args:
-        key: Its name, for the error.
         tensor: On the CPU or on meta.
         view: On the CPU, of the same shape and dtype.
 

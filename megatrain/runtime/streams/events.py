@@ -60,7 +60,6 @@ class Turn:
         """Keeps other threads away; the same thread may hold it several times over, but not within `run`.
 
         Args:
-            what: The name of the called function, for the error.
             in_child: It needs no other thread, so that a forked process may do it, too.
 
         Raises:
@@ -74,8 +73,6 @@ class Turn:
         """As `hold`, for the operations of a call or a step: what they call may not use the model.
 
         Args:
-            what: See `hold`.
-            in_child: See `hold`.
             differentiates: They use autograd's engine, whose threads may run hooks as well.
         """
         with self._taken(what, in_child=in_child, is_running=True, differentiates=differentiates):
@@ -263,8 +260,6 @@ class Session:
 
         Args:
             stream: Stream whose next operation waits, `CALLER` for the caller's thread.
-            label: That operation.
-            event: The event that it waits for.
             patient: Keeps waiting although the step is aborted; only for events that are settled regardless.
 
         Raises:
@@ -311,12 +306,6 @@ class Stopwatch:
     step that nothing holds up, Python launches an operation while the device still runs the one before: an operation
     takes as long as Python needs from when it could have begun, or as the device needs once it is launched, whichever
     is longer.
-
-    Args:
-        device: Where all work but the host's runs.
-
-    Attributes:
-        seconds: By position.
     """
 
     def __init__(self, device: Device) -> None:
@@ -356,9 +345,6 @@ class RunClock:
 
     Work of the host is timed by its clock, work of an accelerator by events of its streams. The two clocks are set
     once, when the step begins and the device is idle; they may drift apart by some microseconds a second.
-
-    Args:
-        device: Where all work but the host's runs.
 
     Raises:
         ExecuteError: If the device's events don't measure time.

@@ -263,11 +263,7 @@ class StreamThread:
     thread at a time.
 
     Args:
-        name: Name in messages and recordings, such as `h2d`.
         device: Where its work runs; if it has streams, this one owns one of them.
-        chaos: Disturbance, for tests.
-        recording: Log of what ran, for tests.
-        steps: The steps it shares with other streams; `StreamSet` passes it.
     """
 
     def __init__(
@@ -297,9 +293,7 @@ class StreamThread:
         """Queues an operation; returns at once.
 
         Args:
-            label: The operation, for messages and recordings.
             work: Called on this stream's thread, without gradients, in the context of the device's stream.
-            waits: Events that must be done before it runs.
             done: Settled when it is over: run, failed, or dropped because its step was aborted.
         """
         self.is_idle = False
@@ -352,12 +346,6 @@ class ComputeStream:
     """The compute stream: operations run at once, on the thread that submits them and its current stream of the device.
 
     That is the caller's thread; in `loss.backward()` on an accelerator, autograd's own thread for the device.
-
-    Args:
-        device: Where compute runs.
-        chaos: Disturbance, for tests.
-        recording: Log of what ran, for tests.
-        steps: The steps it shares with other streams; `StreamSet` passes it.
     """
 
     name = CALLER

@@ -49,8 +49,6 @@ class StreamSet:
 
     Args:
         device: Where compute runs; transfers get streams of their own there if it has any.
-        chaos: Disturbance of all streams, for tests.
-        recording: Log of what ran, for tests.
 
     Attributes:
         h2d: Host to device: prefetches.
@@ -108,7 +106,6 @@ class StreamSet:
 
         Args:
             error: Why; `finish` raises it as it is, unless something else had failed before.
-            label: Operation at which it happened, if any.
         """
         self._steps.current.abort(Failure(label, error, is_callers=True))
 

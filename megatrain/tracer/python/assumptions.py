@@ -85,9 +85,7 @@ class Assumptions:
     """All that a capture assumed about Python state; printing it lists the values, one a line.
 
     Args:
-        values: Values that were read.
         unset: Names that were asked for in vain.
-        tree: The modules, their registries and hooks.
         skipped: Variables of libraries that the code names, which aren't watched.
     """
 
@@ -134,11 +132,7 @@ def _attribute_lines(parts: list[tuple[str, Kept]]) -> Iterator[str]:
 
 
 class AssumptionCheck:
-    """Compares what a capture assumed about Python state with what there is now.
-
-    Attributes:
-        held: Whether they held when they were last compared.
-    """
+    """Compares what a capture assumed about Python state with what there is now."""
 
     def __init__(self, assumptions: Assumptions) -> None:
         self._assumptions = assumptions

@@ -64,7 +64,6 @@ class Followed:
 
     Attributes:
         value: The number of the capture.
-        following: The run that it belongs to.
         function: Computes it; None for one that a tensor holds.
         operands: What `function` is called with, followed and plain numbers; or that tensor.
     """
@@ -183,10 +182,7 @@ class OnNumbers:
 
     Args:
         op: `"call_method"` or `"call_function"`.
-        target: What is called.
-        args: Positional and keyword arguments of the capture.
         operands: The tensors among them, then those that hold numbers.
-        calls: The module calls around it.
     """
 
     __slots__ = ("_alike", "_calls", "_leaves", "_tree", "function", "op", "target")
@@ -207,7 +203,6 @@ class OnNumbers:
         """Returns the positional and keyword arguments of the call.
 
         Args:
-            tensors: What stands for the operands.
             value: Gives what stands for a number; None computes it.
         """
         compute = value or (lambda number: number.value(tensors))

@@ -123,7 +123,6 @@ class NamedVariables:
     """The variables that the code of a model and of its hooks names, in a fixed order.
 
     Args:
-        model: The model.
         read: The methods that were looked up, by class of module; None takes every method that is named anywhere.
         without: Identities of forward hooks to leave out.
 

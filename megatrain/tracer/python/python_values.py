@@ -89,7 +89,6 @@ class Named:
     Args:
         path: What messages call it: `SCALE`, `settings.SCALE`, `model.scale`.
         holder: The namespace it lives in, a closure's cell, or a module, which isn't kept alive.
-        name: Its name there.
         code: The code that names it, if it is a variable.
         line: The user's line that read it, if it is an attribute.
     """

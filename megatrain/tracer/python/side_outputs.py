@@ -26,7 +26,6 @@ class OutputPlace:
     Args:
         kind: `"old"`: the holder has it already, under `key`; `"new"`: made for each call, number `key`;
             `"fixed"`: the object `key` itself, at every call.
-        key: See `kind`.
     """
 
     kind: str
@@ -38,9 +37,7 @@ class HeldObject:
     """What a call leaves in one namespace, dictionary, list or set.
 
     Args:
-        place: Where the namespace or container is found.
         content: All that a list or set holds afterwards, what has changed in whatever has names or was appended to.
-        removed: Keys that are gone from it.
         is_appended: It is a list whose items stay: an earlier micro-batch of the same step may have left more.
     """
 
@@ -68,8 +65,6 @@ class SideOutputs:
     """All that a call leaves in attributes.
 
     Args:
-        names: The attributes and items, for reading.
-        held: What to put where.
         structure: The values made for each call, with their tensors numbered.
     """
 

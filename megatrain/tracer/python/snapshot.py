@@ -60,7 +60,6 @@ class Change:
     """An attribute, or an item of a container in one, that holds another object; None for nothing.
 
     Attributes:
-        place: The way to `holder`.
         is_added: Nothing was held there before, not even None.
     """
 
@@ -155,7 +154,6 @@ class Snapshot:
         """Returns what `module` holds once its modules have been given other registries in place of these.
 
         Args:
-            module: The module that was read.
             others: What now stands for a registry, by the identity of the one that was there.
         """
         found = Snapshot(nn.Module())
@@ -267,8 +265,6 @@ class Mismatch:
 
     Args:
         path: The place, from the value that was compared: `.rope["theta"]`, or nothing for the value itself.
-        expected: What was kept there.
-        now: What is there.
     """
 
     path: str
@@ -310,7 +306,6 @@ class Same(Kept):
     """An object that only itself stands for: a function, a module, a lock. It is not kept alive.
 
     Args:
-        value: The object.
         is_cut: It may hold what can change, and nobody looks into it.
 
     Attributes:
@@ -369,10 +364,7 @@ class Contents(Kept):
     """A container or a plain object.
 
     Args:
-        kind: Its type.
         itself: Itself, where its type may hold more than can be seen.
-        items: What it holds, by index or key.
-        attributes: Its attributes.
     """
 
     kind: type

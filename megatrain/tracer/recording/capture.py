@@ -67,9 +67,6 @@ class Containers:
 
         Returns:
             What the model has changed in the latter.
-
-        Raises:
-            TraceError: Naming an argument that was changed.
         """
         returned: ReturnedArgument | None = None
         for name, value, leaves, layout in self.held:

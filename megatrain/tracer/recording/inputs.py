@@ -68,8 +68,6 @@ def note_host_inputs(error: Exception, arguments: Arguments, device: torch.devic
 
     Args:
         error: What torch raised at a call of the model's; only one about devices gets a note.
-        arguments: Of the model.
-        device: Where the model computes.
     """
     specs = zip(arguments.names, (TensorSpec.of(t, device) for t in arguments.tensors), strict=True)
     names = [f"`{name}`" for name, spec in specs if spec.on_host]

@@ -263,8 +263,6 @@ class Mapped:
     """Repeats a call of `vmap`; the target of a graph node.
 
     Args:
-        call: Takes positional and keyword arguments.
-        args: These arguments at capture.
         hidden: Tensors that the mapped function reads from closures: other tensors stand for them at each call.
         modes: The user's modes for torch functions that were active, outermost first.
     """

@@ -81,12 +81,9 @@ class Obstacle(TraceError):
 
     Args:
         what: What the model does, for the error and for the printed program.
-        rule: Why it can't be followed.
-        way_out: What the user can do.
         remedy: `REFUSE`; `USE_VALUES`: capture on the values of the weights; `RUN_AGAIN`: let the module that does
             it run its own code at each step, opaque to the graph; `FOLLOW_HOST`: find that module first;
             `OBSERVE`: let hooks run their own code at each step, next to the graph.
-        place: The user's line.
         calls: Names of the modules whose calls the model was in, outermost first.
         hooks: The forward hooks that it was met in, if any.
     """
@@ -317,7 +314,6 @@ class Attempt:
 
     Args:
         make_fake: Calls whose results are fake although they could be computed from inputs alone.
-        written_inputs: Names of the inputs that the model writes into.
         uses_values: Runs on the values of the weights instead of fake ones.
         keeps_saved: On values, keeps what autograd saves for a backward, because the forward itself differentiates.
         computes_large: Runs calls on inputs alone for real even if their results are very large.

@@ -67,12 +67,8 @@ class Opaque:
     """Calls a module on tensors that stand for its arguments and its state; the target of a graph node.
 
     Args:
-        name: Fully qualified name of the module.
         reason: Why it can't be captured, with the user's line.
-        module: The user's module.
-        args: Positional and keyword arguments of the call at capture.
         holders: Per state tensor, in order: every place in the module that holds it.
-        calls: The module calls around it and itself, outermost first.
     """
 
     __name__ = "opaque"
@@ -195,10 +191,8 @@ def without_history(
     """Frees what autograd saved while a module ran: it may be as large as all that the module computed.
 
     Args:
-        result: What the module returned.
         results: The tensors that its node gives.
         operands: What the module was given: it may return such a tensor.
-        refuse: Called by a backward that gets to the module; raises.
     """
     given = {id(tensor) for tensor in operands}
     made = {id(t): t for t in pytree.tree_leaves(result) if isinstance(t, torch.Tensor) and t.grad_fn is not None}
@@ -423,7 +417,6 @@ class Observer:
         """Runs the hook during a capture.
 
         Args:
-            tensors: As for a call.
             seen: Called with each tensor that the hook is given or computes.
         """
         given = [t.view_as(t) for t in tensors]

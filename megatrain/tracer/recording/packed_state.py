@@ -228,7 +228,6 @@ class PackedCall:
     tensors; the same object is made of them before the call, so the class's own code runs in each step.
 
     Args:
-        function: What the user's code called.
         packings: By place: the form of the arguments to pack.
         handler: The class whose `__torch_function__` torch would ask at this call, if there is one.
     """
@@ -254,9 +253,6 @@ class PackedCall:
 
     def first_result(self, *args: Any, **kwargs: Any) -> Any:
         """Makes the call, and looks whether it leaves the packed arguments as they were: each call gets new ones.
-
-        Returns:
-            What the function returned.
 
         Raises:
             Obstacle: If it changes one, other than by writing into a tensor.

@@ -62,11 +62,7 @@ class GeneratorWatch:
         return result, has_drawn
 
     def check_straight(self) -> torch.Tensor:
-        """Checks that the model has only drawn since its last draw; returns the process-wide state.
-
-        Raises:
-            Obstacle: If it has seeded or set the generator.
-        """
+        """Checks that the model has only drawn since its last draw; returns the process-wide state."""
         with disable_current_modes():
             others = torch.get_rng_state()
             is_straight = is_ahead(self._others, others)

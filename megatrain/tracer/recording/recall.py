@@ -51,15 +51,8 @@ class ResultRecipe:
 
     Args:
         given: The place of the operand that it is, or whose memory it views; None if it has memory of its own.
-        is_view: Whether it views that operand's memory.
-        shape: Sizes.
-        stride: In elements.
         offset: Of its first element in its memory, in elements.
-        dtype: Of its elements.
-        device: Where the call puts it.
-        has_history: Whether it requires a gradient.
         form: Of the result.
-        node: That of the first such result.
     """
 
     given: int | None
@@ -79,10 +72,7 @@ class Recipe:
     """What an earlier call did.
 
     Args:
-        node: Of that call.
         kind: Of its result: a tuple or list of tensors, or None for a tensor.
-        made: Its results.
-        is_random: Whether it draws.
         ready: What each node of its history makes ready, by places of operands; None if it completes no parameter.
     """
 
@@ -100,10 +90,6 @@ class ComparedCall:
     Args:
         key: Equal for equal calls.
         args: The arguments, with nodes in place of tensors.
-        kwargs: The keyword arguments, likewise.
-        operands: The tensors among both, in order.
-        nodes: Of these.
-        autocast: The regions of autocast that it is in.
         recipe: What an equal call did, if its results can be made.
     """
 
@@ -124,13 +110,9 @@ class Recall:
     """The calls of one run of a forward.
 
     Args:
-        fake_mode: Of the fake tensors.
-        table: The nodes of tensors.
         originals: The fake tensor of each real one of the model's state, by identity.
-        is_on: Whether anything is recalled.
 
     Attributes:
-        is_used: Whether a call was recalled.
         needs_whole: Whether the forward needs a history that a recalled call left out; its code may catch the error.
     """
 

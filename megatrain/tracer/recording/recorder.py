@@ -126,9 +126,6 @@ class Recorder(CallRunner):
         """Records the call of an `autograd.Function` from inside, where torch has asked for its forward.
 
         Args:
-            func: What the node calls.
-            args: Its arguments.
-            run: The forward.
             has_history: Tells of a result whether torch will give it a history when the forward is over.
         """
         with self._located():

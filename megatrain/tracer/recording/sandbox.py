@@ -56,10 +56,6 @@ def watching(
     """Has the recorder see all that the body, one run of the model's forward on this thread, does.
 
     Args:
-        recorder: Gets each torch call.
-        model: The model, holding fake state.
-        hooks: The user's forward hooks.
-        attempt: Which modules run their own code.
         report: Called with each operation that no torch function has called: results of TorchScript and of C++
             extensions would become constants.
     """

@@ -64,8 +64,6 @@ class TensorTable:
         """Makes `node` the definition of a tensor that is like that of another node.
 
         Args:
-            tensor: A tensor that no node has defined.
-            node: Its node.
             like: Defines a tensor that is described alike.
             given: Of the tensor whose memory it views; None if it has memory of its own.
         """
@@ -189,7 +187,6 @@ class Tape:
 
     Args:
         effects: What the call being recorded does; cleared before each.
-        device: Where the model computes.
         uses_values: All tensors are real; what is known can't be told from their type.
         earlier: The tape of a first run of which this is the repetition.
     """
