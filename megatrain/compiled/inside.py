@@ -41,7 +41,7 @@ from megatrain.tracer.arguments import Arguments
 from megatrain.tracer.guards import GuardFailedError
 from megatrain.tracer.inventory import inventory
 from megatrain.tracer.packing import packing_text
-from megatrain.tracer.recording.inputs import check_device
+from megatrain.tracer.trace import check_device
 from megatrain.tracer.traced import TracedModule
 
 if TYPE_CHECKING:

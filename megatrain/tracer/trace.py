@@ -4,30 +4,29 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Mapping
+from enum import Enum
 from typing import Any
 
 import torch
 from torch import nn
 
 from megatrain.checks import checked, optional
-from megatrain.device import Device, find
-from megatrain.errors import TraceError
+from megatrain.device import HOST, Device, find, is_on_host
+from megatrain.errors import ExecuteError, TraceError
 from megatrain.interrupts import Interrupts
 from megatrain.torch_features import check_torch
-from megatrain.tracer.arguments import Arguments
+from megatrain.tracer.arguments import Arguments, HeldNumber, holds_tensors
 from megatrain.tracer.packing import check_plain_state
 from megatrain.tracer.python.followed_numbers import DecidedError
 from megatrain.tracer.recording.capture import Capture
-from megatrain.tracer.recording.inputs import check_arguments, device_of, note_host_inputs
-from megatrain.tracer.recording.module_calls import (
-    with_backward_hooks,
-)
+from megatrain.tracer.recording.module_calls import with_backward_hooks
 from megatrain.tracer.recording.obstacles import Attempt, Obstacle, StartAgainError
 from megatrain.tracer.recording.opaque import Observer, Opaque
 from megatrain.tracer.recording.random_numbers import HostRng
 from megatrain.tracer.source_line import original
-from megatrain.tracer.spec import DEVICE, EXAMPLE_ARGS, EXAMPLE_KWARGS, MODEL
+from megatrain.tracer.spec import DEVICE, EXAMPLE_ARGS, EXAMPLE_KWARGS, MODEL, TensorSpec
 from megatrain.tracer.traced import TracedModule
+from megatrain.tracer.user_dicts import IMMUTABLE
 
 # One capture at a time in a process; other threads go on with whatever else they do.
 _capturing = threading.RLock()
@@ -116,7 +115,7 @@ def _captured(
                 made[0].check_over()
                 return traced
             except StartAgainError as error:
-                attempt = attempt.again(error)
+                attempt = attempt.again(**error.changes)
             except torch.OutOfMemoryError as error:
                 attempt.note_memory(error)
                 raise
@@ -136,9 +135,80 @@ def _following(error: Exception, attempt: Attempt, model: nn.Module, *, has_reca
     """
     following = attempt.after(error, model) if isinstance(error, Obstacle) else None
     if following is None and has_recalled and not isinstance(error, DecidedError):
-        following = attempt.without_recall()
+        following = attempt.again(recalls=False)
     if following is not None:
         return following
     if isinstance(error, Obstacle):
         raise (error.cause or TraceError(str(error))) from None
     raise error
+
+
+# Arguments that a capture refuses, and where they are.
+
+
+def is_plain(leaf: object) -> bool:
+    """Tells whether a capture can stand for calls with this argument: a tensor, or a value that never changes."""
+    return isinstance(leaf, (torch.Tensor, Enum, HeldNumber, *IMMUTABLE))
+
+
+def check_arguments(arguments: Arguments) -> None:
+    """Refuses what may hide tensors, or change unseen between calls."""
+    for name, leaf in zip(arguments.leaf_names, arguments.leaves, strict=True):
+        if is_plain(leaf):
+            continue
+        if isinstance(leaf, torch.Generator):
+            raise TraceError(
+                f"the argument `{name}` is a torch.Generator, from which the model would draw.\n"
+                "  A recompute restores only the default generators.\n"
+                "  Leave it out, or draw from it before the call and pass the numbers. Under torch.no_grad() a model "
+                "takes it."
+            )
+        if holds_tensors(leaf):
+            raise TraceError(
+                f"the argument `{name}` is a {type(leaf).__qualname__} with tensors in it.\n"
+                "  Inputs are found in tuples, lists, dicts, UserDicts and classes known to torch.utils._pytree.\n"
+                "  Pass the tensors themselves, or register the class. Under torch.no_grad() a compiled model takes "
+                "any object, such as a cache."
+            )
+        raise TraceError(
+            f"the argument `{name}` is a {type(leaf).__qualname__}, which may change between calls.\n"
+            "  A capture stands for calls with equal arguments: plain values, dtypes, devices and enums compare.\n"
+            "  Pass plain values or tensors instead of this object. Under torch.no_grad() a compiled model takes any "
+            "object, such as a cache."
+        )
+
+
+def check_device(arguments: Arguments, device: Device) -> None:
+    """Refuses a call whose tensors are neither where it computes nor on the host.
+
+    Whether the model takes a tensor of the host as it is, a capture finds out: the model's own calls do or don't.
+    """
+    for name, tensor in zip(arguments.names, arguments.tensors, strict=True):
+        if tensor.device != device.torch_device and not is_on_host(tensor):
+            raise ExecuteError(
+                f"input `{name}` is on {tensor.device}, the compute device is {device}.\n"
+                "  Inputs must be on the compute device, as for any module on that device, or on the CPU.\n"
+                f'  Move it with .to("{device.torch_device}").'
+            )
+
+
+def note_host_inputs(error: Exception, arguments: Arguments, device: torch.device) -> None:
+    """Notes on an error of the model's own code which inputs are on the host, where it may have wanted them elsewhere.
+
+    Args:
+        error: What torch raised at a call of the model's; only one about devices gets a note.
+    """
+    specs = zip(arguments.names, (TensorSpec.of(t, device) for t in arguments.tensors), strict=True)
+    names = [f"`{name}`" for name, spec in specs if spec.on_host]
+    if names and "device" in str(error):
+        error.add_note(
+            f"on the CPU: {', '.join(names)}; the model computes on {device}.\n"
+            "  An input on the CPU stays there, as in eager, for calls that take it there.\n"
+            f'  Move what the model uses on the device with .to("{device}").'
+        )
+
+
+def device_of(arguments: Arguments) -> torch.device:
+    """Returns the device of the first real input that isn't on the host, else the CPU."""
+    places = (t.device for t in arguments.tensors if not t.is_meta and not is_on_host(t))
+    return next(places, HOST.torch_device)

@@ -25,7 +25,6 @@ from megatrain.tracer.python.names import Outer
 from megatrain.tracer.python.python_values import HOLDERS, held_in, put_into
 from megatrain.tracer.python.side_outputs import SideOutputs
 from megatrain.tracer.python.snapshot import Change, Snapshot
-from megatrain.tracer.recording.inputs import bind_inputs
 from megatrain.tracer.recording.module_calls import repeated_modules
 from megatrain.tracer.recording.obstacles import (
     FOLLOW_HOST,
@@ -99,6 +98,36 @@ def _entries(value: Any, before: Any) -> tuple[Mapping[Any, Any], Mapping[Any, A
 
 def _is_same(one: Any, other: Any) -> bool:
     return one is other or (not isinstance(one, torch.Tensor) and type(one) is type(other) and one == other)
+
+
+def bind_inputs(
+    recorder: Recorder, arguments: Arguments, fake_mode: FakeTensorMode, device: torch.device, attempt: Attempt
+) -> tuple[list[torch.Tensor], WrittenInputs]:
+    """Makes a placeholder for each input; returns what the forward gets, and which of it are copies for writing."""
+    given: list[torch.Tensor] = []
+    names: list[str] = []
+    indices: list[int] = []
+    for index, (name, tensor) in enumerate(zip(arguments.names, arguments.tensors, strict=True)):
+        node = recorder.tape.graph.create_node("placeholder", name, name=name)
+        given.append(_copied(tensor, fake_mode, device, uses_values=attempt.uses_values))
+        recorder.tape.bind_input(given[-1], node)
+        if node.name in attempt.written_inputs:
+            names.append(name)
+            indices.append(index)
+    for index in indices:
+        given[index] = recorder.record(torch.Tensor.clone, (given[index],), {})
+    return given, WrittenInputs(tuple(names), tuple(indices))
+
+
+def _copied(
+    tensor: torch.Tensor, fake_mode: FakeTensorMode, device: torch.device, *, uses_values: bool
+) -> torch.Tensor:
+    if not tensor.is_meta and (uses_values or not tensor.requires_grad):
+        return tensor.detach().clone(memory_format=torch.preserve_format).requires_grad_(tensor.requires_grad)
+    place = device if tensor.is_meta else tensor.device
+    with fake_mode:
+        fake = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=place)
+    return fake.requires_grad_(tensor.requires_grad)
 
 
 class Made:

@@ -36,35 +36,15 @@ HookSite = tuple[str, str, int]
 
 
 class StartAgainError(Exception):
-    """This attempt at a capture is over, and it is known how the next one begins."""
+    """This attempt at a capture is over, and it is known how the next one begins: `changes` are those of `again`."""
+
+    def __init__(self, **changes: Any):
+        super().__init__(changes)
+        self.changes = changes
 
 
 # A call in the user's code, wherever it stands in a loop: its line and its name.
 Site = tuple[SourceLine | None, str]
-
-
-class MakeFakeError(StartAgainError):
-    """A real tensor is written into; the capture starts again with the outputs of this call fake."""
-
-    def __init__(self, site: Site):
-        super().__init__(site)
-        self.site = site
-
-
-class WrittenInputError(StartAgainError):
-    """The model writes into an input; the capture starts again with a copy of it, written back after each call."""
-
-    def __init__(self, name: str):
-        super().__init__(name)
-        self.name = name
-
-
-class NeedSavedError(StartAgainError):
-    """A call needs what autograd saved in an earlier one; the capture starts again and keeps it."""
-
-
-class NeedWholeError(StartAgainError):
-    """A call needs the history of a tensor that a recalled call made; the capture starts again and runs every call."""
 
 
 class ValuesNeededError(RuntimeError):
@@ -341,25 +321,14 @@ class Attempt:
         """Tells whether a module, or an attribute of one, belongs to an opaque module."""
         return any(not module or name == module or name.startswith(f"{module}.") for module in self.opaque)
 
-    def again(self, error: StartAgainError) -> Attempt:
-        """Returns the attempt that follows an error which asks for another."""
-        match error:
-            case MakeFakeError():
-                assert error.site not in self.make_fake, "a call that was made fake gave real tensors"
-                return replace(self, make_fake=self.make_fake | {error.site})
-            case WrittenInputError():
-                assert error.name not in self.written_inputs, "a copy of an input was taken for the input"
-                return replace(self, written_inputs=self.written_inputs | {error.name})
-            case NeedWholeError():
-                return self.without_recall()
-            case _:
-                assert not self.keeps_saved, "what autograd saved was thrown away although it is needed"
-                return replace(self, keeps_saved=True)
-
-    def without_recall(self) -> Attempt:
-        """Returns the same attempt with every call run."""
-        assert self.recalls, "a call was recalled although each was to run"
-        return replace(self, recalls=False)
+    def again(self, **changes: Any) -> Attempt:
+        """Returns the attempt with other values of some fields; a set is added to the one that is there."""
+        for name, value in changes.items():
+            if isinstance(value, frozenset):
+                changes[name] = getattr(self, name) | value
+        following = replace(self, **changes)
+        assert following != self, f"an attempt asks for what it has: {', '.join(changes)}"
+        return following
 
     def note_memory(self, error: torch.OutOfMemoryError) -> None:
         """Notes on an error of the device's memory why this attempt takes more of it than others."""

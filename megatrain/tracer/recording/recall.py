@@ -34,7 +34,6 @@ from megatrain.tracer.calls import call_name, is_of_torch
 from megatrain.tracer.guards import is_metadata_read
 from megatrain.tracer.recording.effect_watch import EffectWatch, has_hooks
 from megatrain.tracer.recording.gradient_order import Ready
-from megatrain.tracer.recording.obstacles import NeedWholeError
 from megatrain.tracer.recording.tape import TensorTable
 from megatrain.tracer.spec import autocast_state, storage_key
 
@@ -111,14 +110,19 @@ class Recall:
 
     Args:
         originals: The fake tensor of each real one of the model's state, by identity.
-
-    Attributes:
-        needs_whole: Whether the forward needs a history that a recalled call left out; its code may catch the error.
+        refuse: Asks for a capture that runs every call: the forward needs a history that a recalled call left out.
     """
 
     def __init__(
-        self, fake_mode: FakeTensorMode, table: TensorTable, originals: dict[int, torch.Tensor], *, is_on: bool
+        self,
+        fake_mode: FakeTensorMode,
+        table: TensorTable,
+        originals: dict[int, torch.Tensor],
+        refuse: Callable[..., NoReturn],
+        *,
+        is_on: bool,
     ) -> None:
+        self.refuse = refuse
         self._fake_mode = fake_mode
         self._table = table
         self._originals = originals
@@ -135,7 +139,6 @@ class Recall:
         self._attributes: dict[torch.device, dict[str, Any]] = {}  # of a fake tensor that no call has made
         self._start = torch.zeros((), requires_grad=True)
         self.is_used = False
-        self.needs_whole = False
 
     def begin(self) -> None:
         """Notes which modes are active before the forward; those of others see every call, so every call runs."""
@@ -303,7 +306,7 @@ class Recall:
         """Notes what a call that has run has written.
 
         Raises:
-            NeedWholeError: If a recalled call views this memory: autograd doesn't know, and would leave its history
+            StartAgainError: If a recalled call views this memory: autograd doesn't know, and would leave its history
                 as it was.
         """
         for tensor in written:
@@ -315,11 +318,6 @@ class Recall:
             self._runs_views |= any(node.op != "get_attr" for node in nodes)
             for node in nodes:
                 self._form_of.pop(node, None)
-
-    def refuse(self, *_: object) -> NoReturn:
-        """Asks for a capture that runs every call."""
-        self.needs_whole = True
-        raise NeedWholeError
 
     # -- results that are made --------------------------------------------------------------------------------
 

@@ -21,10 +21,7 @@ from megatrain.tracer.recording.gradient_order import GradientOrder
 from megatrain.tracer.recording.obstacles import (
     RUN_AGAIN,
     Attempt,
-    MakeFakeError,
-    NeedSavedError,
-    NeedWholeError,
-    WrittenInputError,
+    StartAgainError,
     call_on_fakes,
     refuse,
     refuse_read,
@@ -71,7 +68,7 @@ class CallRunner(TorchFunctionMode):
         self.tape = Tape(self.effects, device, uses_values=attempt.uses_values, earlier=earlier_tape)
         self.gradient_order = GradientOrder()
         is_recalling = attempt.recalls and not attempt.uses_values
-        self.recall = Recall(fake_mode, self.tape.table, originals, is_on=is_recalling)
+        self.recall = Recall(fake_mode, self.tape.table, originals, self._refuse_recall, is_on=is_recalling)
         self.is_recording = False
         self._fake_mode = fake_mode
         self._state = state
@@ -85,7 +82,7 @@ class CallRunner(TorchFunctionMode):
         self.runs_on_fakes = False
         self._left_out_large = False
         self._drops_saved = attempt.uses_values and not attempt.keeps_saved
-        self.needs_saved = False
+        self._needs: dict[str, Any] = {}  # what another attempt must have; the model may catch the error that says so
         self.host_drawer: tuple[str, ...] = ()  # the calls around a draw from Python's or NumPy's generators
         self.following = Following()
 
@@ -142,21 +139,24 @@ class CallRunner(TorchFunctionMode):
         with saved_tensors_hooks(lambda _: None, self._refuse_saved):
             yield
 
-    def _refuse_saved(self, _: object = None) -> NoReturn:
-        self.needs_saved = True  # for where the model catches the error
-        raise NeedSavedError
+    def _refuse_saved(self, *_: object) -> NoReturn:
+        """Asks for an attempt that keeps what autograd saves."""
+        self._needs = {"keeps_saved": True}
+        raise StartAgainError(**self._needs)
+
+    def _refuse_recall(self, *_: object) -> NoReturn:
+        """Asks for an attempt that runs every call."""
+        self._needs = {"recalls": False}
+        raise StartAgainError(**self._needs)
 
     def check_needs(self) -> None:
         """Checks that the forward could do without what this attempt leaves out.
 
         Raises:
-            NeedSavedError: If a call needed what autograd saves.
-            NeedWholeError: If a call needed a history that a recalled call has left out.
+            StartAgainError: If a call needed what autograd saves, or a history that a recalled call has left out.
         """
-        if self.needs_saved:
-            raise NeedSavedError
-        if self.recall.needs_whole:
-            raise NeedWholeError
+        if self._needs:
+            raise StartAgainError(**self._needs)
 
     def _is_too_large(self, func: Any, args: Any, kwargs: Any, operands: list[torch.Tensor]) -> bool:
         """Tells of a call whose operands have values whether its result stays without."""
@@ -205,7 +205,7 @@ class CallRunner(TorchFunctionMode):
                     "Clone the input first.",
                 )
             if node.op == "placeholder":
-                raise WrittenInputError(str(node.name))
+                raise StartAgainError(written_inputs=frozenset({str(node.name)}))
             is_real = not isinstance(known, FakeTensor)
             if node.op == "get_attr" and (is_real or self._state.is_shared(known)):
                 refuse(
@@ -215,7 +215,7 @@ class CallRunner(TorchFunctionMode):
                 )
             turns_unknown = self.runs_on_fakes or self.effects.is_random
             if turns_unknown and not self._attempt.uses_values and is_real and node in self.tape.made_by:
-                raise MakeFakeError(self.tape.made_by[node])
+                raise StartAgainError(make_fake=frozenset({self.tape.made_by[node]}))
 
     def _as_fake(self, tensor: torch.Tensor) -> torch.Tensor:
         if isinstance(tensor, FakeTensor):
