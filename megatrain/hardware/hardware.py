@@ -121,8 +121,8 @@ class Hardware:
 
         Args:
             device: A device as for `compile`; None takes the accelerator, or the CPU.
-            products: The products of matrices whose rates count, as (rows, inner, columns, rate), say those of a model
-                (`megatrain.passes.measuring.kernels.products_of`). Without them products of a layer are taken.
+            products: The products of matrices whose rates count, as (rows, inner, columns, rate), say those of a model.
+                Without them products of a layer are taken.
             cache: The folder of what was measured; None takes `.cache/megatrain` of the user's home. There is a file
                 for each machine, device, driver, version of torch, number of threads, and list of products.
             fresh: Whether to measure again.

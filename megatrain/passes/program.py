@@ -15,7 +15,7 @@ from megatrain.passes.interpret import opaque_calls
 from megatrain.sizes import ALIGNMENT
 from megatrain.tracer.calls import call_text
 from megatrain.tracer.inventory import StateEntry
-from megatrain.tracer.recording.opaque import Observer, Opaque
+from megatrain.tracer.recording.opaque import Opaque
 from megatrain.tracer.spec import TensorSpec
 
 
@@ -172,12 +172,6 @@ class Program:
     def opaque_calls(self) -> tuple[Opaque, ...]:
         """All modules that run their own code at each step."""
         return tuple(call for block in self.blocks for call in self.opaque(block))
-
-    @property
-    def observers(self) -> tuple[Observer, ...]:
-        """All hooks that run their own code next to the graph."""
-        graphs = [self.templates[block.template].graph for block in self.blocks]
-        return tuple(node.target for graph in graphs for node in graph.nodes if isinstance(node.target, Observer))
 
     def opaque(self, block: Block) -> tuple[Opaque, ...]:
         """Modules in a block that run their own code."""

@@ -414,7 +414,7 @@ def turn(calls: Sequence[Call], micro_batch: int, trainer: StepTrainer, engine: 
     facts = call.loaded.facts
     call.remember_versions({*facts.watched, *facts.returned_buffers})
     outputs = call.loaded.program.outputs
-    call.generators.check(engine.device)
+    call.generators.check()
     is_only, is_last = len(calls) == 1, call is calls[-1]
     read = Versions(engine, _read_later(call, is_last=is_last) if trainer.has_loss else ())
     with call.generators.drawing(None):

@@ -6,7 +6,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 
@@ -109,32 +109,6 @@ Land = Callable[[int, Bytes | None, Sequence[Landed]], "Sequence[Landed] | None"
 `GradientBuffer.collect` will get the gradients later."""
 
 
-class PlacePolicy(Protocol):
-    """Chooses where gradients go."""
-
-    def begin(self, keeps: Callable[[str], bool]) -> None:
-        """Has all memory there before the backward begins.
-
-        Args:
-            keeps: Whether somebody will keep the memory of a parameter's gradient.
-        """
-
-    def of(
-        self,
-        block: int,
-        where: Bytes | None,
-        gradients: Mapping[str, torch.Tensor | None],
-        stays: Callable[[str], bool],
-    ) -> Mapping[str, GradientPlace] | None:
-        """Returns the places of a block's gradients; of one without an entry new memory. None: where they are made.
-
-        Args:
-            where: The bytes that the schedule has for them.
-            stays: Whether the memory of a gradient may be the taker's.
-        """
-        ...
-
-
 class StepPlaces:
     """Those of a training step: each block's gradients have a place, where they wait for their updates.
 
@@ -151,7 +125,7 @@ class StepPlaces:
         self._places: dict[int, dict[str, GradientPlace]] = {}
 
     def begin(self, keeps: Callable[[str], bool]) -> None:
-        """See `PlacePolicy`."""
+        """Has all memory there before the backward; `keeps` tells who will keep the memory of its gradient."""
         memory = self._arena.ensure(self._nbytes)
         if memory is not self._memory:
             self._memory = memory
@@ -164,7 +138,12 @@ class StepPlaces:
         gradients: Mapping[str, torch.Tensor | None],
         stays: Callable[[str], bool],
     ) -> Mapping[str, GradientPlace] | None:
-        """See `PlacePolicy`; a block has the same bytes each time."""
+        """Returns the places of a block's gradients; None leaves them where they are made.
+
+        Args:
+            where: The bytes that the schedule has for them, the same each time.
+            stays: Whether the memory of a gradient may be the taker's.
+        """
         if where is None:
             return None
         if block not in self._places:
@@ -203,7 +182,7 @@ class CallPlaces:
         self._has_sums = bool(owners) or any(uses[key] > 1 for key in self._specs)
 
     def begin(self, keeps: Callable[[str], bool]) -> None:
-        """See `PlacePolicy`."""
+        """See `StepPlaces`."""
         kept = {key: spec for key, spec in self._specs.items() if keeps(key)}
         self._memory.reserve(kept)
         is_slab_used = self._has_sums or any(
@@ -218,7 +197,7 @@ class CallPlaces:
         gradients: Mapping[str, torch.Tensor | None],
         stays: Callable[[str], bool],
     ) -> Mapping[str, GradientPlace] | None:
-        """See `PlacePolicy`."""
+        """See `StepPlaces`; a gradient without an entry gets new memory."""
         found: dict[str, GradientPlace] = {}
         offset = 0
         for key, gradient in gradients.items():
@@ -275,7 +254,7 @@ class GradientBuffer:
         bus: Bus,
         parts: Sequence[StateEntry] = (),
         *,
-        places: PlacePolicy | None = None,
+        places: StepPlaces | CallPlaces | None = None,
     ):
         self._parameter_of = parameter_of
         self._bus = bus

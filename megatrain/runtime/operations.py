@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from functools import cached_property, partial
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -16,9 +16,10 @@ from megatrain.runtime.accumulation import added, marked
 from megatrain.runtime.block import LocalGraph
 from megatrain.runtime.call import DONE, FAILED, Call, StepTrainer, forward_without_graph, showing, turn
 from megatrain.runtime.engine import Engine
-from megatrain.runtime.gradients import CallPlaces, GradientBuffer, PlacePolicy, StepPlaces
+from megatrain.runtime.gradients import CallPlaces, GradientBuffer, StepPlaces
 from megatrain.runtime.loaded import Loaded
 from megatrain.runtime.random_calls import MicroBatchGenerators
+from megatrain.runtime.stores.device_memory import segment_sizes
 from megatrain.runtime.stores.slots import Slots
 from megatrain.runtime.streams.events import Watch
 from megatrain.runtime.streams.stream_set import Event
@@ -49,7 +50,6 @@ class Operations:
         self.loaded, self.schedule, self.engine = loaded, schedule, engine
         self.instructions, self.arena = instructions, arena
         self.runners = [runner for each in loaded for runner in each.runners]
-        self.segments = engine.segments.of(schedule, [each.program for each in loaded])
         assert engine.store is not None
         first = loaded[0]
         self.slots = Slots(first.images, engine.store, engine.arena, first.program, schedule)
@@ -64,7 +64,7 @@ class Operations:
         self._is_serial = schedule.kind.updates == "serial"
         self._lowered: list[tuple[Half, _Lowered]] = []
 
-    def _places(self, arena: GrowingArena | None) -> PlacePolicy | None:
+    def _places(self, arena: GrowingArena | None) -> StepPlaces | CallPlaces | None:
         """Returns where gradients go; None for calls whose gradients are made on the host, and stay there."""
         loaded, engine, nbytes = self.loaded[0], self.engine, self.instructions.landing_bytes
         if arena is not None:
@@ -72,6 +72,11 @@ class Operations:
         if engine.device.can_bind:
             return None
         return CallPlaces(loaded.program, loaded.facts.trained, loaded.facts.parts, engine.gradients, nbytes)
+
+    @cached_property
+    def segment_sizes(self) -> list[int]:
+        """Bytes of the segments of device memory that a run needs; looked up when they are first needed."""
+        return segment_sizes(self.schedule, [each.program for each in self.loaded])
 
     def start(self, inputs: Sequence[torch.Tensor], number: int = 0) -> Start:
         """Returns a micro-batch's starting state: its inputs, and the present model."""
@@ -376,7 +381,7 @@ class Run:
         scheduled = operations.schedule.device_bytes
         engine.reserve_slots(operations.instructions.slot_bytes, scheduled, operations.runners)
         if engine.is_tight(scheduled):
-            operations.segments.make()
+            engine.segments.make(operations.segment_sizes)
         for number, call in enumerate(self.calls):
             call.begin(engine.buffers if number == 0 else None)
         for call, later in pairwise(self.calls):
@@ -442,7 +447,7 @@ class Run:
 
     def leave_generators(self) -> None:
         """Sets the global generators to the end of the last forward, from which code after a training step draws."""
-        self.calls[-1].generators.leave(self.device)
+        self.calls[-1].generators.leave()
 
     def commit(self) -> None:
         """Writes the buffers, and ends a training step."""

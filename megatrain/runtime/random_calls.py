@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Generator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain, pairwise
 
 import torch
@@ -119,21 +119,21 @@ class MicroBatchGenerators:
     """What a micro-batch of a training step draws from.
 
     Args:
-        forward: Its forward; None for the global generators.
-        quiet_on: The compute device, if its loss may not draw: the model draws, and the next forward comes later in the
-            loop, and earlier in the step. None if the loss draws from the global generators.
+        state: Where the generators of its forward are now; None if it draws from the global ones.
         ends_at: Where its forward must end, because the next one begins there; None if none does.
+        is_quiet: Its loss may not draw: the model draws, and the next forward comes later in the loop, and earlier in
+            the step.
+        is_still: No block may draw: opaque modules drew nothing when they were captured.
         host: Where Python's and NumPy's generators must stay, because nobody knows of draws from them; None if they may
             move.
-        still_on: The compute device, if no block may draw: opaque modules drew nothing when they were captured. None if
-            blocks may, or there are no opaque modules.
     """
 
-    forward: OwnGenerators | None = None
-    quiet_on: Device | None = None
+    device: Device
+    state: RngState | None = None
     ends_at: RngState | None = None
+    is_quiet: bool = False
+    is_still: bool = False
     host: HostRng | None = None
-    still_on: Device | None = None
 
     @staticmethod
     def of(draws: Sequence[Draws | None], are_random: Sequence[bool], device: Device) -> Sequence[MicroBatchGenerators]:
@@ -148,7 +148,7 @@ class MicroBatchGenerators:
         count = len(draws)
         if count == 1 or not any(are_random):
             has_opaque = count > 1 and any(each is not None and each.are_opaque for each in draws)
-            return [MicroBatchGenerators(still_on=device if has_opaque else None) for _ in draws]
+            return [MicroBatchGenerators(device, is_still=has_opaque) for _ in draws]
         if any(each is not None and each.are_hidden for each in draws):
             raise DrawsError(
                 "the model has an RNN with dropout, whose random numbers come from a state inside of cuDNN.\n"
@@ -162,25 +162,21 @@ class MicroBatchGenerators:
                 "  Give TrainStep a single micro-batch, or write the loop yourself; print(compiled.program) says why "
                 "code is opaque."
             )
-        found = [MicroBatchGenerators(quiet_on=device) for _ in draws]
-        if any(each is not None and each.are_opaque for each in draws):
-            host = HostRng.now()
-            for each in found:
-                each.host = host
+        host = HostRng.now() if any(each is not None and each.are_opaque for each in draws) else None
+        found = [MicroBatchGenerators(device, is_quiet=True, host=host) for _ in draws]
         with kept_generators(device):
             for each, (earlier, later) in zip(draws, pairwise(found), strict=False):
                 assert each is not None
                 each.make(device)
-                earlier.ends_at = RngState.now(device)
-                later.forward = OwnGenerators(earlier.ends_at, device)
+                earlier.ends_at = later.state = RngState.now(device)
         return found
 
-    def check(self, device: Device) -> None:
+    def check(self) -> None:
         """Checks that the forward, which is over, drew as many numbers as were drawn ahead."""
-        now = RngState.now(device) if self.forward is None else self.forward.state
+        now = RngState.now(self.device) if self.state is None else self.state
         has_moved = self.host is not None and self.host != HostRng.now()
         if has_moved or (self.ends_at is not None and not self.ends_at.is_same(now)):
-            raise _drew_otherwise()
+            raise DrawsError(_DREW_OTHERWISE)
 
     def drawing(self, block: int | None) -> AbstractContextManager[None]:
         """Lets the body draw as a block of the forward does; None is the loss.
@@ -189,61 +185,44 @@ class MicroBatchGenerators:
             DrawsError: If a loss or a block draws that may not.
         """
         if block is None:
-            return nullcontext() if self.quiet_on is None else _without_draws(self.quiet_on, _loss_draws)
-        if self.still_on is not None:
-            return _without_draws(self.still_on, _drew_otherwise)
-        return nullcontext() if self.forward is None else self.forward.drawing()
+            return self._without_draws(_LOSS_DRAWS) if self.is_quiet else nullcontext()
+        if self.is_still:
+            return self._without_draws(_DREW_OTHERWISE)
+        return nullcontext() if self.state is None else self._drawing_own(self.state)
 
-    def leave(self, device: Device) -> None:
+    @contextmanager
+    def _drawing_own(self, state: RngState) -> Generator[None]:
+        """Runs the body with generators of this micro-batch instead of the global ones, which stay as they are."""
+        with kept_generators(self.device):
+            state.restore(self.device)
+            yield
+            self.state = RngState.now(self.device)
+
+    @contextmanager
+    def _without_draws(self, refusal: str) -> Generator[None]:
+        with kept_generators(self.device):
+            before = RngState.of_all(self.device)
+            yield
+            is_quiet = before.is_same(RngState.of_all(self.device))
+        if not is_quiet:
+            raise DrawsError(refusal)
+
+    def leave(self) -> None:
         """Sets the global generators to the end of this forward, the last of a step."""
-        if self.forward is not None:
-            self.forward.state.restore(device)
+        if self.state is not None:
+            self.state.restore(self.device)
 
 
-@contextmanager
-def _without_draws(device: Device, refusal: Callable[[], DrawsError]) -> Generator[None]:
-    """Runs a loss or a block."""
-    with kept_generators(device):
-        before = GlobalGenerators.now(device)
-        yield
-        is_quiet = before.is_same(GlobalGenerators.now(device))
-    if not is_quiet:
-        raise refusal()
-
-
-def _drew_otherwise() -> DrawsError:
-    return DrawsError(
-        "the model drew another number of random values than the shapes of its tensors say.\n"
-        "  Micro-batches of a step draw in the order of a loop, so what each draws must be known ahead.\n"
-        "  Give TrainStep a single micro-batch, or draw the values (torch.poisson, gamma) outside of the model."
-    )
-
-
-def _loss_draws() -> DrawsError:
-    return DrawsError(
-        "the loss draws random numbers, and so does the model.\n"
-        "  In a loop over micro-batches a loss draws before the next forward; a step runs the forwards in turns.\n"
-        "  Draw in the model, give TrainStep a single micro-batch, or write the loop yourself."
-    )
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class PythonState:
-    """State that the code of opaque modules reads and changes: Python's and NumPy's generators, attributes."""
-
-    generators: HostRng
-    attributes: tuple[Snapshot, ...]
-
-    @staticmethod
-    def now(opaque: Sequence[Opaque | Observer]) -> PythonState:
-        """Reads the generators and the attributes of opaque modules."""
-        return PythonState(HostRng.now(), tuple(call.python_state() for call in opaque))
-
-    def restore(self) -> None:
-        """Puts everything back."""
-        self.generators.restore()
-        for attributes in self.attributes:
-            attributes.restore()
+_DREW_OTHERWISE = (
+    "the model drew another number of random values than the shapes of its tensors say.\n"
+    "  Micro-batches of a step draw in the order of a loop, so what each draws must be known ahead.\n"
+    "  Give TrainStep a single micro-batch, or draw the values (torch.poisson, gamma) outside of the model."
+)
+_LOSS_DRAWS = (
+    "the loss draws random numbers, and so does the model.\n"
+    "  In a loop over micro-batches a loss draws before the next forward; a step runs the forwards in turns.\n"
+    "  Draw in the model, give TrainStep a single micro-batch, or write the loop yourself."
+)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -252,35 +231,40 @@ class RngState:
 
     Args:
         device: State of the compute device's generator; None where it draws from that of the CPU.
-        python: Further state that code of opaque modules reads; None if there are no opaque modules.
+        python: That of Python's and NumPy's generators; None if no code reads them.
+        attributes: What opaque modules and hooks read and change besides.
     """
 
     host: torch.Tensor
     device: torch.Tensor | None
-    python: PythonState | None
+    python: HostRng | None = None
+    attributes: tuple[Snapshot, ...] = ()
 
     @staticmethod
     def now(device: Device, opaque: Sequence[Opaque | Observer] = ()) -> RngState:
-        """Reads the generators."""
-        return RngState(torch.get_rng_state(), device.generator_state(), PythonState.now(opaque) if opaque else None)
+        """Reads torch's generators, and all that the code of opaque modules and hooks reads."""
+        found = RngState.of_all(device) if opaque else RngState(torch.get_rng_state(), device.generator_state())
+        return replace(found, attributes=tuple(call.python_state() for call in opaque))
+
+    @staticmethod
+    def of_all(device: Device) -> RngState:
+        """Reads all global generators: torch's, Python's and NumPy's."""
+        return RngState(torch.get_rng_state(), device.generator_state(), HostRng.now())
 
     def is_same(self, other: RngState) -> bool:
-        """Tells whether both are the same state of torch's generators."""
+        """Tells whether nothing was drawn from one to the other."""
         of_device = self.device is None or (other.device is not None and torch.equal(self.device, other.device))
-        return torch.equal(self.host, other.host) and of_device
-
-    def sharing(self, other: RngState) -> RngState:
-        """The same state of torch's generators, with the memory of another where nothing was drawn."""
-        host = other.host if torch.equal(self.host, other.host) else self.host
-        return RngState(host, self.device, None)
+        return torch.equal(self.host, other.host) and of_device and self.python == other.python
 
     def restore(self, device: Device) -> None:
-        """Sets the generators back to this state."""
+        """Puts everything back to this state."""
         torch.set_rng_state(self.host)
         if self.device is not None:
             device.set_generator_state(self.device)
         if self.python is not None:
             self.python.restore()
+        for attributes in self.attributes:
+            attributes.restore()
 
 
 @contextmanager
@@ -321,52 +305,10 @@ def moving_in_turn(turn: AbstractContextManager[object]) -> Generator[None]:
         _moving.turn = before
 
 
-class OwnGenerators:
-    """Torch's generators of one micro-batch, separate from the global ones.
-
-    Attributes:
-        state: Where torch's generators are now.
-    """
-
-    def __init__(self, state: RngState, device: Device):
-        self.state = state
-        self._device = device
-
-    @contextmanager
-    def drawing(self) -> Generator[None]:
-        """Runs the body with these generators instead of the global ones, which stay as they are."""
-        with kept_generators(self._device):
-            self.state.restore(self._device)
-            yield
-            self.state = RngState.now(self._device)
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class GlobalGenerators:
-    """The states of all global generators: torch's, Python's and NumPy's."""
-
-    torch: RngState
-    host: HostRng
-
-    @staticmethod
-    def now(device: Device) -> GlobalGenerators:
-        """Reads the generators."""
-        return GlobalGenerators(RngState.now(device), HostRng.now())
-
-    def is_same(self, other: GlobalGenerators) -> bool:
-        """Tells whether nothing was drawn from one to the other."""
-        return self.torch.is_same(other.torch) and self.host == other.host
-
-    def restore(self, device: Device) -> None:
-        """Sets the generators back to these states."""
-        self.torch.restore(device)
-        self.host.restore()
-
-
 @contextmanager
 def kept_generators(device: Device) -> Generator[None]:
     """Puts the global generators back after the body."""
-    present = GlobalGenerators.now(device)
+    present = RngState.of_all(device)
     try:
         yield
     finally:

@@ -19,7 +19,7 @@ from megatrain.planning.loss_bytes import Loss
 from megatrain.runtime.accumulation import check_kind, gradient_form, hooked, is_hooked, laid_out, warn_of_order
 from megatrain.runtime.call import Versions
 from megatrain.runtime.exchange import Exchange
-from megatrain.runtime.random_calls import GlobalGenerators
+from megatrain.runtime.random_calls import RngState
 from megatrain.scheduler.instructions import Bytes
 from megatrain.training.batch import Differentiated, Shares, loss_of
 from megatrain.training.device_updates import DeviceUpdates
@@ -258,9 +258,9 @@ class Running:
             yield
             return
         device = find(self._setting.programs[0].device)
-        before = GlobalGenerators.now(device)
+        before = RngState.of_all(device)
         yield
-        if not before.is_same(GlobalGenerators.now(device)):
+        if not before.is_same(RngState.of_all(device)):
             raise ExecuteError(
                 f"a hook on the gradient of `{key}` draws random numbers, in a step of several micro-batches.\n"
                 "  A step runs hooks once, on the sum; a loop runs them after each micro-batch, and so draws others.\n"

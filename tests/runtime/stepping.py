@@ -17,10 +17,7 @@ TIMEOUT_S = 300.0
 
 def issue(streams: StreamSet, stream: str, label: str, work: Callable[[], Any], waits: tuple[Event, ...] = ()) -> Event:
     done = Event(label)
-    if stream == "compute":
-        streams.compute.run(label, work, waits, done)
-    else:
-        getattr(streams, stream).submit(label, work, waits, done)
+    streams.submit(stream, label, work, waits, done)
     return done
 
 

@@ -11,29 +11,23 @@ import pytest
 import torch
 
 from megatrain.errors import ExecuteError
-from megatrain.runtime.streams.stream_set import (
-    Chaos,
-    Event,
-    InjectedFailure,
-    StreamSet,
-    StreamThread,
-)
+from megatrain.runtime.streams.stream_set import Chaos, Event, InjectedFailure, StreamSet
 from tests.runtime.stepping import ALL, CPU, STREAMS, TIMEOUT_S, issue, nothing, run_chain, run_step, wait_until
 
 pytestmark = pytest.mark.usefixtures("no_hang")
 
 
 def test_a_stream_runs_in_order_on_one_thread_of_its_own_without_gradients():
-    stream = StreamThread("h2d", CPU)
+    streams = StreamSet(CPU)
     seen: list[tuple[int, str, bool]] = []
     events = [Event(str(i)) for i in range(50)]
     for i, event in enumerate(events):
         work = lambda i=i: seen.append((i, threading.current_thread().name, torch.is_grad_enabled()))  # noqa: E731
-        stream.submit(str(i), work, (), event)
+        streams.submit("h2d", str(i), work, (), event)
     wait_until(lambda: all(event.host_done for event in events))
     assert seen == [(i, "megatrain-h2d", False) for i in range(50)]
     assert torch.is_grad_enabled()
-    stream.close()
+    streams.close()
 
 
 @pytest.mark.parametrize("label", ["W0", "W3", "F1", "G3", "U0", "U2"])
@@ -77,14 +71,14 @@ def test_a_circle_of_waits_is_an_error(streams: StreamSet):
     for _ in range(5):
         one, two = Event("W1"), Event("G1")
         streams.begin()
-        streams.h2d.submit("W1", nothing, (two,), one)
-        streams.d2h.submit("G1", nothing, (one,), two)
+        streams.submit("h2d", "W1", nothing, (two,), one)
+        streams.submit("d2h", "G1", nothing, (one,), two)
         with pytest.raises(ExecuteError, match=r"waits for (W1|G1), which no operation"):
             streams.finish()
     done = Event("W1")
     streams.begin()
     issue(streams, "h2d", "W0", nothing, (done,))
-    streams.h2d.submit("W1", nothing, (), done)
+    streams.submit("h2d", "W1", nothing, (), done)
     with pytest.raises(ExecuteError, match="h2d:W0 waits for W1"):
         streams.finish()
 
@@ -93,7 +87,7 @@ def interrupt_asleep(streams: StreamSet, go: threading.Event) -> threading.Threa
     """Interrupts the main thread once it sleeps; opens `go` when the step has been aborted for it."""
 
     def work() -> None:
-        step = streams._steps.current
+        step = streams._session
         wait_until(lambda: "compute" in step._asleep)
         signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
         wait_until(lambda: step.failure is not None)

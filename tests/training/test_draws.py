@@ -14,7 +14,7 @@ from torch import nn
 import megatrain
 from megatrain.device import Cpu
 from megatrain.errors import DrawsError
-from megatrain.runtime.random_calls import GlobalGenerators
+from megatrain.runtime.random_calls import RngState
 from tests.comparing import assert_same, snapshot
 from tests.training.parity import loop_step
 
@@ -132,16 +132,16 @@ def test_draws_are_eagers_for_one_micro_batch_and_refused_for_several_without_a_
     eager, expected, compiled, found = both(make, activations="recompute" if name == "random" else "auto")
     step = megatrain.TrainStep(compiled, found, loss=loss)
     for _ in range(2):
-        start = GlobalGenerators.now(Cpu())
+        start = RngState.of_all(Cpu())
         wanted = loop_step(eager, expected, X[0], loss=loss)[0]
         start.restore(Cpu())
         assert_same(step(X[0]), wanted)
     assert_same(dict(compiled.state_dict()), dict(eager.state_dict()))
-    before, start = snapshot(compiled, found), GlobalGenerators.now(Cpu())
+    before, start = snapshot(compiled, found), RngState.of_all(Cpu())
     with pytest.raises(DrawsError, match=text):
         step(X)
     assert_same(snapshot(compiled, found), before)
-    assert start.is_same(GlobalGenerators.now(Cpu()))
+    assert start.is_same(RngState.of_all(Cpu()))
     step(X[0])
 
 

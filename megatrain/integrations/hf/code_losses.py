@@ -15,7 +15,7 @@ from megatrain.errors import DrawsError
 from megatrain.integrations.hf.several import Several
 from megatrain.integrations.hf.whole_calls import check_streamed, gradients_of, has_forward_replaced
 from megatrain.integrations.paused import CallsAgainError, DifferentiatesError, PausedCall, PausedCode
-from megatrain.runtime.random_calls import GlobalGenerators
+from megatrain.runtime.random_calls import RngState
 from megatrain.torch_private import FakeTensor
 from megatrain.tracer.arguments import tensors_given
 from megatrain.tracer.recording.opaque import tensors_in
@@ -106,9 +106,9 @@ class CodeLosses(FollowingLoss):
         """Whether a micro-batch isn't the whole update."""
         return self.expected > 1 or self._several is not None
 
-    def generators(self) -> GlobalGenerators:
+    def generators(self) -> RngState:
         """The states of the global generators."""
-        return GlobalGenerators.now(self._compiled.options.device)
+        return RngState.of_all(self._compiled.options.device)
 
     # -- before a step ----------------------------------------------------------------------------------------
 

@@ -23,7 +23,7 @@ from megatrain.integrations.hf.whole_calls import streaming_code
 from megatrain.integrations.paused import SpentError
 from megatrain.optim.block_update import MasterStep
 from megatrain.optim.blockwise import BlockOptimizer
-from megatrain.runtime.random_calls import GlobalGenerators
+from megatrain.runtime.random_calls import RngState
 from megatrain.tracer.arguments import Arguments
 from megatrain.training.batch import MicroBatch
 from megatrain.training.step import TrainStep
@@ -78,7 +78,7 @@ class OneStep:
         self._losses = CodeLosses(compiled, self.several, is_models_own, attributes, of_losses)
         self._has_none = False
         self._said: set[str] = set()
-        self._start: GlobalGenerators | None = None
+        self._start: RngState | None = None
 
     def begin(self, count: int) -> None:
         """An update of so many micro-batches begins."""

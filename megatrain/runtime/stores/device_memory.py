@@ -115,21 +115,6 @@ def _large(sizes: Sequence[int] | Iterator[int]) -> Iterator[int]:
 # left of them fits no other value, and no product. So up to half of what a step holds could be lost in holes.
 
 
-class ScheduleSegments:
-    """The segments of one schedule."""
-
-    def __init__(self, segments: Segments, schedule: Schedule, programs: Sequence[Program]) -> None:
-        self._segments = segments
-        self._of = schedule, programs
-        self._sizes: list[int] | None = None
-
-    def make(self) -> None:
-        """See `Segments.make`."""
-        if self._sizes is None:
-            self._sizes = segment_sizes(*self._of)
-        self._segments.make(self._sizes)
-
-
 class Segments:
     """The memory that torch's allocator was given for the steps of a model."""
 
@@ -137,10 +122,6 @@ class Segments:
         self._device = device
         self._nbytes = 0
         self._num_emptied = 0
-
-    def of(self, schedule: Schedule, programs: Sequence[Program]) -> ScheduleSegments:
-        """Returns what makes the segments of a schedule, whose sizes are looked up when they are first needed."""
-        return ScheduleSegments(self, schedule, programs)
 
     def make(self, sizes: Sequence[int]) -> None:
         """Has the allocator take some segments at once, and keep them.

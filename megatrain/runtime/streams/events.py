@@ -6,7 +6,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Generator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from queue import SimpleQueue
 
@@ -55,8 +55,20 @@ class Turn:
         self._differentiates = False
         self._process = os.getpid()
 
+    def run(
+        self, what: str = "the model", *, in_child: bool = False, differentiates: bool = False
+    ) -> AbstractContextManager[None]:
+        """As `hold`, for the operations of a call or a step: what they call may not use the model.
+
+        Args:
+            differentiates: They use autograd's engine, whose threads may run hooks as well.
+        """
+        return self.hold(what, in_child=in_child, is_running=True, differentiates=differentiates)
+
     @contextmanager
-    def hold(self, what: str, *, in_child: bool = False) -> Generator[None]:
+    def hold(
+        self, what: str, *, in_child: bool = False, is_running: bool = False, differentiates: bool = False
+    ) -> Generator[None]:
         """Keeps other threads away; the same thread may hold it several times over, but not within `run`.
 
         Args:
@@ -65,23 +77,6 @@ class Turn:
         Raises:
             ExecuteError: If it is called from within a run, or in a forked process.
         """
-        with self._taken(what, in_child=in_child):
-            yield
-
-    @contextmanager
-    def run(self, what: str = "the model", *, in_child: bool = False, differentiates: bool = False) -> Generator[None]:
-        """As `hold`, for the operations of a call or a step: what they call may not use the model.
-
-        Args:
-            differentiates: They use autograd's engine, whose threads may run hooks as well.
-        """
-        with self._taken(what, in_child=in_child, is_running=True, differentiates=differentiates):
-            yield
-
-    @contextmanager
-    def _taken(
-        self, what: str, *, in_child: bool, is_running: bool = False, differentiates: bool = False
-    ) -> Generator[None]:
         self._check(what, in_child=in_child)
         # Ctrl-C between the lock and what is noted of it would keep the turn for ever.
         with Interrupts() as interrupts:

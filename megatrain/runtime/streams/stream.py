@@ -1,4 +1,4 @@
-"""Stream and ComputeStream: operations in order, each after the events it waits for."""
+"""Lane and StreamThread: operations in order, each after the events it waits for."""
 
 from __future__ import annotations
 
@@ -130,32 +130,6 @@ class Recording:
         return "\n".join(f"{name}: {'; '.join(map(str, self.on(name)))}" for name in names)
 
 
-class Probe:
-    """Applies a `Chaos` and a `Recording` to the operations of one stream."""
-
-    def __init__(self, stream: str, chaos: Chaos | None, recording: Recording | None) -> None:
-        self._stream = stream
-        self._chaos = chaos
-        self._recording = recording
-        self._delay = None if chaos is None else chaos.delay(stream)
-
-    def before(self, label: str, waits: tuple[str, ...], *, is_recovery: bool = False) -> None:
-        """Called when the waits of an operation are over, before its work; no failure is injected into a recovery."""
-        if self._delay is not None:
-            self._delay()
-        if self._recording is not None:
-            self._recording.add_issued(self._stream, label, waits)
-        if self._chaos is not None and not is_recovery and self._chaos.strikes(self._stream, label):
-            raise InjectedFailure(f"chaos made {self._stream}:{label} fail")
-
-    def after(self, label: str) -> None:
-        """Called after the work of an operation, before others can see that it is done."""
-        if self._delay is not None:
-            self._delay()
-        if self._recording is not None:
-            self._recording.add_completed(self._stream, label)
-
-
 class Queued(NamedTuple):
     """A queued operation. Without work it is a marker: settled when reached, even after a failure."""
 
@@ -166,53 +140,61 @@ class Queued(NamedTuple):
     done: Event
 
 
-class Steps:
-    """The current step of a set of streams; shared so that streams need not know their owner."""
-
-    __slots__ = ("current",)
-
-    def __init__(self) -> None:
-        self.current = Session()
-
-
 class Lane:
     """All that a thread needs to run a stream's operations, without the stream, which must stay collectable."""
 
-    def __init__(self, name: str, device: Device, probe: Probe | None) -> None:
+    def __init__(self, name: str, device: Device, chaos: Chaos | None, recording: Recording | None) -> None:
         self.name = name
         self.device = device
-        self.probe = probe
+        self._chaos = chaos
+        self._recording = recording
+        self._delay = None if chaos is None else chaos.delay(name)
         self.device_stream: DeviceStream | None = None
         self.is_entered = False
 
     def perform(self, op: Queued) -> None:
         """Runs one operation on this thread and settles its event; raises what went wrong after noting it."""
-        step, label, work, waits, done = op
         try:
-            if step.failure is not None:
-                raise Aborted(label)
-            for event in waits:
-                step.wait(self.name, label, event)
-                if event.mark is not None:
-                    self._wait_for_mark(event.mark, event.device)
-            if self.probe is not None:
-                self.probe.before(label, tuple(event.label for event in waits), is_recovery=step.is_recovery)
-            assert work is not None
-            work()
-            if self.device_stream is not None:
-                done.mark, done.device = self.device_stream.record_event(), self.device
-            if self.probe is not None:
-                self.probe.after(label)
+            self._run(op)
         except Aborted:
-            done.settle(failed=True)
+            op.done.settle(failed=True)
             raise
         except BaseException as error:
+            place = f"{self.name}:{op.label}"
             if self.name == CALLER and is_late(error):
-                error.add_note(late_words(f"{self.name}:{label}"))
-            step.abort(Failure(f"{self.name}:{label}", error, is_callers=self.name == CALLER))
-            done.settle(failed=True)
+                error.add_note(late_words(place))
+            op.step.abort(Failure(place, error, is_callers=self.name == CALLER))
+            op.done.settle(failed=True)
             raise
-        done.settle()
+        op.done.settle()
+
+    def _run(self, op: Queued) -> None:
+        step, label, work, waits, done = op
+        if step.failure is not None:
+            raise Aborted(label)
+        for event in waits:
+            step.wait(self.name, label, event)
+            if event.mark is not None:
+                self._wait_for_mark(event.mark, event.device)
+        self._begins(op)
+        assert work is not None
+        work()
+        if self.device_stream is not None:
+            done.mark, done.device = self.device_stream.record_event(), self.device
+        # Before others can see that it is done.
+        if self._delay is not None:
+            self._delay()
+        if self._recording is not None:
+            self._recording.add_completed(self.name, label)
+
+    def _begins(self, op: Queued) -> None:
+        """Disturbs and records an operation whose waits are over; no failure is injected into a recovery."""
+        if self._delay is not None:
+            self._delay()
+        if self._recording is not None:
+            self._recording.add_issued(self.name, op.label, tuple(event.label for event in op.waits))
+        if self._chaos is not None and not op.step.is_recovery and self._chaos.strikes(self.name, op.label):
+            raise InjectedFailure(f"chaos made {self.name}:{op.label} fail")
 
     def _wait_for_mark(self, mark: DeviceEvent, device: Device | None) -> None:
         if self.device_stream is None:
@@ -257,27 +239,20 @@ def _serve(lane: Lane, queue: SimpleQueue[Queued | None], ready: threading.Event
 
 
 class StreamThread:
-    """A queue of operations run in order by a thread of its own, started at the first `submit`.
+    """A queue of operations run in order by a thread of its own, started with the first one.
 
-    The thread ends at `close()`, or when the stream is garbage collected. All operations are submitted by one
-    thread at a time.
+    The thread ends at `close()`, or when the stream is garbage collected. All operations are put in by one thread at a
+    time.
 
     Args:
         device: Where its work runs; if it has streams, this one owns one of them.
     """
 
     def __init__(
-        self,
-        name: str,
-        device: Device,
-        *,
-        chaos: Chaos | None = None,
-        recording: Recording | None = None,
-        steps: Steps | None = None,
+        self, name: str, device: Device, chaos: Chaos | None = None, recording: Recording | None = None
     ) -> None:
         self.name = name
-        self._steps = Steps() if steps is None else steps
-        self._lane = Lane(name, device, _probe(name, chaos, recording))
+        self._lane = Lane(name, device, chaos, recording)
         self._lane.device_stream = device.new_stream()
         self._queue: SimpleQueue[Queued | None] = SimpleQueue()
         self._thread: threading.Thread | None = None
@@ -289,17 +264,9 @@ class StreamThread:
         """The device's stream; None where it has none."""
         return self._lane.device_stream
 
-    def submit(self, label: str, work: Callable[[], None], waits: Sequence[Event], done: Event) -> None:
-        """Queues an operation; returns at once.
-
-        Args:
-            work: Called on this stream's thread, without gradients, in the context of the device's stream.
-            done: Settled when it is over: run, failed, or dropped because its step was aborted.
-        """
+    def put(self, op: Queued) -> None:
+        """Queues an operation, whose work runs on this stream's thread, without gradients; returns at once."""
         self.is_idle = False
-        self._put(Queued(self._steps.current, label, work, waits, done))
-
-    def _put(self, op: Queued) -> None:
         op.done.stream = self.name
         self._queue.put(op)
         if self._thread is None:
@@ -318,21 +285,17 @@ class StreamThread:
         torch.set_num_threads(num_threads)
         self._thread, self._stop = thread, finalizer
 
-    def mark(self) -> Event:
-        """Queues a marker, settled once all that was submitted before is over, failed or not."""
-        done = Event(f"end of {self.name}")
-        self._put(Queued(self._steps.current, done.label, None, (), done))
-        return done
-
-    def drain(self) -> None:
-        """Waits until all that was submitted is over (issued, on an accelerator). Raises no failure of it."""
+    def drain(self, step: Session) -> None:
+        """Waits until all that was put in is over (issued, on an accelerator). Raises no failure of it."""
         if not self.is_idle:
-            self._steps.current.wait(CALLER, "finish", self.mark(), patient=True)
+            end = Event(f"end of {self.name}")
+            self.put(Queued(step, end.label, None, (), end))
+            step.wait(CALLER, "finish", end, patient=True)
             self.is_idle = True
 
-    def close(self) -> None:
-        """Waits until what is queued is over, then ends the thread. A later `submit` starts another."""
-        self.drain()
+    def close(self, step: Session) -> None:
+        """Waits until what is queued is over, then ends the thread. A later operation starts another."""
+        self.drain(step)
         if self._thread is not None and self._stop is not None:
             self._stop()
             if self._thread is not threading.current_thread():
@@ -340,39 +303,3 @@ class StreamThread:
             self._thread = self._stop = None
             # The next thread has to enter the device as well.
             self._lane.is_entered = False
-
-
-class ComputeStream:
-    """The compute stream: operations run at once, on the thread that submits them and its current stream of the device.
-
-    That is the caller's thread; in `loss.backward()` on an accelerator, autograd's own thread for the device.
-    """
-
-    name = CALLER
-
-    def __init__(
-        self,
-        device: Device,
-        *,
-        chaos: Chaos | None = None,
-        recording: Recording | None = None,
-        steps: Steps | None = None,
-    ) -> None:
-        self._steps = Steps() if steps is None else steps
-        self._lane = Lane(self.name, device, _probe(self.name, chaos, recording))
-
-    def run(self, label: str, work: Callable[[], None], waits: Sequence[Event], done: Event) -> None:
-        """Waits for `waits`, runs `work`, settles `done`.
-
-        Raises:
-            Aborted: If the step has failed; `StreamSet.finish` then raises the failure.
-            BaseException: The error of `work`, unchanged, after aborting the step.
-        """
-        lane = self._lane
-        lane.device_stream = lane.device.current_stream()  # the caller's to change
-        done.stream = self.name
-        lane.perform(Queued(self._steps.current, label, work, waits, done))
-
-
-def _probe(name: str, chaos: Chaos | None, recording: Recording | None) -> Probe | None:
-    return None if chaos is None and recording is None else Probe(name, chaos, recording)

@@ -13,29 +13,10 @@ import contextlib
 from collections.abc import Callable, Collection, Generator, Sequence
 
 from megatrain.device import HOST, Device, DeviceEvent, DeviceStream
-from megatrain.runtime.streams.events import Aborted, Event, Failure, Session
-from megatrain.runtime.streams.stream import (
-    Chaos,
-    ComputeStream,
-    InjectedFailure,
-    Issued,
-    Recording,
-    Steps,
-    StreamThread,
-)
+from megatrain.runtime.streams.events import CALLER, Aborted, Event, Failure, Session
+from megatrain.runtime.streams.stream import Chaos, InjectedFailure, Lane, Queued, Recording, StreamThread
 
-__all__ = [
-    "Aborted",
-    "Chaos",
-    "ComputeStream",
-    "Event",
-    "Failure",
-    "InjectedFailure",
-    "Issued",
-    "Recording",
-    "StreamSet",
-    "StreamThread",
-]
+__all__ = ["Chaos", "Event", "InjectedFailure", "Recording", "StreamSet"]
 
 
 TRANSFERS = ("h2d", "d2h")
@@ -54,7 +35,6 @@ class StreamSet:
         h2d: Host to device: prefetches.
         d2h: Device to host: offloads and parks.
         host: Work on the host, such as optimizer updates; waits until the bytes it waits for have arrived.
-        compute: Compute, on the thread that submits.
     """
 
     def __init__(
@@ -67,20 +47,18 @@ class StreamSet:
         self.device = device
         self.chaos = chaos
         self.recording = recording
-        self._steps = Steps()
-        self.h2d, self.d2h = (self._thread(name, device) for name in TRANSFERS)
-        self.host = self._thread("host", HOST)
-        self.compute = ComputeStream(device, chaos=chaos, recording=recording, steps=self._steps)
+        self._session = Session()
+        self.h2d, self.d2h = (StreamThread(name, device, chaos, recording) for name in TRANSFERS)
+        self.host = StreamThread("host", HOST, chaos, recording)
+        # That runs at once, on the thread that submits and its current stream of the device.
+        self._compute = Lane(CALLER, device, chaos, recording)
         self._queues = {stream.name: stream for stream in (self.h2d, self.d2h, self.host)}
         self._end_of_latest: DeviceEvent | None = None  # on the stream that was the caller's then
-
-    def _thread(self, name: str, device: Device) -> StreamThread:
-        return StreamThread(name, device, chaos=self.chaos, recording=self.recording, steps=self._steps)
 
     @property
     def failure(self) -> Failure | None:
         """The first failure of the current step, until `finish` raises it."""
-        return self._steps.current.failure
+        return self._session.failure
 
     def begin(self, *, is_recovery: bool = False) -> None:
         """Starts a step. The rest of an unfinished earlier step is dropped first, and its failure forgotten.
@@ -92,7 +70,7 @@ class StreamSet:
             self.abort(Aborted("abandoned"))
             self._end()
             self._settle_device()
-        self._steps.current = Session(is_recovery=is_recovery)
+        self._session = Session(is_recovery=is_recovery)
         compute = self.device.current_stream()
         if compute is not None:
             if self._end_of_latest is not None:
@@ -107,19 +85,29 @@ class StreamSet:
         Args:
             error: Why; `finish` raises it as it is, unless something else had failed before.
         """
-        self._steps.current.abort(Failure(label, error, is_callers=True))
+        self._session.abort(Failure(label, error, is_callers=True))
 
     def submit(self, name: str, label: str, work: Callable[[], None], waits: Sequence[Event], done: Event) -> None:
-        """Queues an operation of the stream of that name; compute runs at once. See `Stream.submit`.
+        """Queues an operation of the stream of that name; compute runs at once.
 
         A stream that the set doesn't have works on the host, and is made with its first operation.
+
+        Args:
+            done: Settled when it is over: run, failed, or dropped because its step was aborted.
+
+        Raises:
+            Aborted: At an operation of compute, if the step has failed; `finish` then raises the failure.
+            BaseException: The error of compute's work, unchanged, after aborting the step.
         """
-        if name == self.compute.name:
-            self.compute.run(label, work, waits, done)
+        op = Queued(self._session, label, work, waits, done)
+        if name == CALLER:
+            self._compute.device_stream = self.device.current_stream()  # the caller's to change
+            done.stream = name
+            self._compute.perform(op)
             return
         if name not in self._queues:
-            self._queues[name] = self._thread(name, HOST)
-        self._queues[name].submit(label, work, waits, done)
+            self._queues[name] = StreamThread(name, HOST, self.chaos, self.recording)
+        self._queues[name].put(op)
 
     def finish(self, *, waits_for: Collection[str] = TRANSFERS) -> None:
         """Waits until all queues are empty and raises the step's first failure, once.
@@ -183,8 +171,8 @@ class StreamSet:
         """Drops what is queued and ends the threads; a later step starts them again."""
         self.abort(Aborted("closed"))
         for stream in self._queues.values():
-            stream.close()
-        self._steps.current = Session()
+            stream.close(self._session)
+        self._session = Session()
 
     def _end(self) -> Failure | None:
         """Drains the queues and takes the failure. An interrupted drain aborts the step and is completed."""
@@ -193,14 +181,14 @@ class StreamSet:
         except BaseException as error:
             self.abort(error)
             self._drain()
-            self._steps.current = Session()
+            self._session = Session()
             raise
-        failure, self._steps.current = self.failure, Session()
+        failure, self._session = self.failure, Session()
         return failure
 
     def _drain(self) -> None:
         for stream in self._queues.values():
-            stream.drain()
+            stream.drain(self._session)
 
     def _settle_device(self) -> None:
         """After a failure: waits until the device is done with what was issued; memory can be reused then."""
