@@ -167,11 +167,7 @@ def _check_device(target: Target, result: Any, device: torch.device, operands: S
 
 
 def operands_of(target: Target, given: Any, site: Site, end: fx.Node) -> list[fx.Node]:
-    """Returns the distinct nodes that a call is given; `end` is the last node that stands at its site until now.
-
-    Raises:
-        LowerError: If one is no tensor of the graph, or is made after `end`.
-    """
+    """Returns the distinct nodes that a call is given; `end` is the last node that stands at its site until now."""
     found: list[fx.Node] = []
     for leaf in pytree.tree_leaves(given):
         if isinstance(leaf, torch.Tensor):

@@ -12,11 +12,7 @@ from megatrain.tracer.spec import TensorSpec
 
 
 def verify_program(program: Program) -> None:
-    """Checks a program; the pipeline runs it after each pass.
-
-    Raises:
-        LowerError: Naming the block or template at fault and the rule it breaks.
-    """
+    """Checks a program; the pipeline runs it after each pass."""
     is_lifted = any(template.state for template in program.templates.values())
     for template in program.templates.values():
         _check_template(template, is_lifted)

@@ -49,11 +49,7 @@ class _Kernel(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class KeptResults:
-    """The results of the fused kernels below some calls, in the order in which they ran.
-
-    Args:
-        tensors: The tensors that are kept; empty while they are kept elsewhere.
-    """
+    """The results of the fused kernels below some calls, in the order in which they ran."""
 
     kernels: tuple[_Kernel, ...]
     tensors: tuple[torch.Tensor, ...]

@@ -21,11 +21,7 @@ ParameterGradient = tuple[torch.Tensor | None, bool]
 def marked(
     gradients: Sequence[torch.Tensor | None], is_held: Callable[[torch.Tensor], bool]
 ) -> list[ParameterGradient]:
-    """Marks each gradient whose memory is also that of a value, or of another gradient.
-
-    Args:
-        is_held: Tells whether a call holds a tensor's memory.
-    """
+    """Marks each gradient whose memory is also that of a value, or of another gradient."""
     places = [None if g is None or g.layout != torch.strided else g.untyped_storage().data_ptr() for g in gradients]
     count = Counter(places)
     return [

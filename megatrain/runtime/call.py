@@ -237,11 +237,7 @@ class Call:
         return lambda: check_handed(written())
 
     def check_open(self, outputs: Collection[int]) -> Start:
-        """Returns the call's starting state, if these outputs may be differentiated (again).
-
-        Raises:
-            ExecuteError: If one was already, without `retain_graph`, or the call failed.
-        """
+        """Returns the call's starting state, if these outputs may be differentiated (again)."""
         if self.status == FAILED:
             raise ExecuteError(_FAILED)
         if self.start is None or self._spent.intersection(outputs):
@@ -395,11 +391,7 @@ class StepTrainer(Protocol):
         """Updates a block on the device, as work of the thread's stream; with gradients in the order of the layout."""
 
     def wait(self, block: int, go_on: Callable[[], object]) -> None:
-        """Waits until all processes have updated their parts of a block; on a thread of its own.
-
-        Args:
-            go_on: Called now and then; raises an error to give the wait up.
-        """
+        """Waits until all processes have updated their parts of a block; on a thread of its own."""
 
 
 def turn(calls: Sequence[Call], micro_batch: int, trainer: StepTrainer, engine: Engine) -> None:

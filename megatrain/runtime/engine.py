@@ -34,11 +34,7 @@ from megatrain.tracer.spec import DEVICE, TensorSpec
 
 
 class Runners:
-    """Makes runners, and finds those that are there.
-
-    Attributes:
-        why_unrecorded: Why a model with `"auto"` can't record anything; empty if it can.
-    """
+    """Makes runners, and finds those that are there."""
 
     def __init__(self, device: Device, kernels: str) -> None:
         self._device, self._kernels = device, kernels
@@ -80,11 +76,7 @@ class Runners:
         return self._graphs
 
     def are_in_the_way(self, runners: Collection[BlockRunner], left: int) -> bool:
-        """Tells whether recordings of other schedules hold memory that one needs.
-
-        Args:
-            left: Bytes that the schedule leaves of the budget, in which all recordings must be.
-        """
+        """Tells whether recordings of other schedules hold memory that one needs."""
         if sum(self._recorded_bytes.values()) <= left:
             return False
         own = set(map(id, runners))

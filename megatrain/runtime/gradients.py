@@ -35,9 +35,6 @@ class GradientMemory:
     The memory is made once, and page-locked where transfers gain from that. A room is given out as a tensor with a
     storage of its own, and again when nobody holds that storage any more: a gradient that the user keeps is never
     overwritten.
-
-    Attributes:
-        slab: Of the size of the largest block's gradients, once they pass through it.
     """
 
     def __init__(self, bus: Bus) -> None:
@@ -157,11 +154,7 @@ class StepPlaces:
 
 
 class CallPlaces:
-    """Those of a call: gradients that stay go to rooms of their own, all others through the slab.
-
-    Args:
-        trained: Keys of the parameters that a backward can reach.
-    """
+    """Those of a call: gradients that stay go to rooms of their own, all others through the slab."""
 
     def __init__(
         self,

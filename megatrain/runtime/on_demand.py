@@ -56,9 +56,6 @@ class HeldBytes:
 
     Sizes are rounded up as the device's allocator does. Nobody says when a tensor of the model's own code ends, so
     storages are referred to weakly, and looked at when the sum matters.
-
-    Attributes:
-        nbytes: Bytes of the known storages; those that are gone count until `prune`.
     """
 
     def __init__(self, device: Device) -> None:

@@ -45,9 +45,6 @@ class Replays:
 
     Args:
         warns: Whether the user asked for recordings, and hears where none are made.
-
-    Attributes:
-        why_eager: Why nothing is recorded; empty if something may be.
     """
 
     def __init__(self, template: Template, device: Device, graphs: LaunchGraphs, *, warns: bool = True) -> None:
@@ -327,9 +324,6 @@ class InductorCode(Code):
     The kernels are made at the first call for each combination of grad mode and tensors that require gradients, and
     inductor's cache on disk keeps them. Weights are arguments, so that blocks share the kernels. A block that is
     repeated runs those of its first run.
-
-    Attributes:
-        why_eager: Why the graph runs on eager's kernels; empty if it doesn't.
     """
 
     __slots__ = ("_device", "_is_to_be_tried", "_name", "why_eager")

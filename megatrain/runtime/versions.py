@@ -156,11 +156,7 @@ class Start:
         places: Mapping[str, torch.Tensor],
         device: Device,
     ) -> Start:
-        """Notes the starting state of a call.
-
-        Args:
-            places: The place of each tensor of the blocks' state in the host store.
-        """
+        """Notes the starting state of a call."""
         named = {name: tensor.detach() for name, tensor in zip(program.inputs, inputs, strict=True)}
         is_random = any(template.is_random for template in program.templates.values())
         return Start(

@@ -126,9 +126,6 @@ def attribute_packings(parameter: torch.Tensor) -> Mapping[str, Packing | None]:
 
     Returns:
         By attribute: the packing of the object there, or None for a plain tensor.
-
-    Raises:
-        UnpackableError: If an object there can't be taken apart.
     """
     if is_usual(parameter) or not isinstance(parameter, nn.Parameter) or is_lazy(parameter):
         return {}
@@ -147,11 +144,7 @@ def attribute_packings(parameter: torch.Tensor) -> Mapping[str, Packing | None]:
 
 
 def inner_tensors(tensor: torch.Tensor) -> list[tuple[Path, torch.Tensor]]:
-    """Lists the plain tensors that a registered tensor consists of, with the path to each; itself has an empty one.
-
-    Raises:
-        UnpackableError: If it can't be taken apart.
-    """
+    """Lists the plain tensors that a registered tensor consists of, with the path to each; itself has an empty one."""
     if is_usual(tensor):
         return [((), tensor)]
     if is_wrapper(tensor):
@@ -298,11 +291,7 @@ _PLAIN = (torch.Tensor, nn.Parameter, FakeTensor)
 
 
 def check_plain(what: str, tensor: torch.Tensor) -> None:
-    """Checks that a tensor is dense, and that its class changes nothing about what calls on it do.
-
-    Args:
-        what: How messages name it, ``input `x` ``.
-    """
+    """Checks that a tensor is dense, and that its class changes nothing about what calls on it do."""
     if type(tensor) in _PLAIN and tensor.layout == torch.strided and not tensor.is_quantized and not tensor.is_nested:
         return
     if is_lazy(tensor):

@@ -198,11 +198,7 @@ _CALL: _Kinds = {
 
 
 def check_meta(node: fx.Node) -> None:
-    """Checks that a node of a captured graph is described.
-
-    Raises:
-        TraceError: Naming the node, the key that is missing or wrong, and the way out.
-    """
+    """Checks that a node of a captured graph is described."""
     if node.op == "output":
         return
     if node.op not in ("placeholder", "get_attr", *CALLS):

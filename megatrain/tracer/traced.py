@@ -59,11 +59,7 @@ class ReturnedArgument:
 
 @dataclass(frozen=True, slots=True)
 class WrittenInputs:
-    """Inputs that the forward writes into: it gets a copy of each, whose last content goes back to the caller.
-
-    Args:
-        indices: Their places among the tensor arguments, ascending.
-    """
+    """Inputs that the forward writes into: it gets a copy of each, whose last content goes back to the caller."""
 
     names: tuple[str, ...] = ()
     indices: tuple[int, ...] = ()

@@ -260,9 +260,6 @@ def _length(bounds: Any) -> int:
 class LiveBytes(TorchDispatchMode):
     """Follows the bytes of storages made on the compute device while it is active, and of kernels' own buffers.
 
-    Args:
-        known: Tensors that don't count.
-
     Attributes:
         peak_parts: The bytes of each storage that was alive then, and of a kernel's own buffers.
     """

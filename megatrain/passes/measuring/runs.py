@@ -105,9 +105,6 @@ def recordable_blocks(programs: Iterable[Program]) -> tuple[frozenset[int], str]
 
     Templates that one block alone runs aren't recorded: a recording keeps its memory.
 
-    Args:
-        programs: At least one.
-
     Returns:
         The blocks, and what keeps the first template that others share from being recorded; empty if nothing does.
     """
@@ -153,11 +150,7 @@ Run = Callable[[list[torch.Tensor]], tuple[torch.Tensor, ...]]
 
 
 class Workspace(NamedTuple):
-    """What is alive within a run beyond what stays.
-
-    Args:
-        parts: The bytes of each tensor of them, and of a kernel's own buffers.
-    """
+    """What is alive within a run beyond what stays."""
 
     nbytes: int
     parts: tuple[int, ...]

@@ -123,11 +123,7 @@ def _lengths(nodes: Sequence[fx.Node]) -> list[int]:
 
 
 class _Finder:
-    """Looks for the regions of one block, for one number of tokens.
-
-    Args:
-        plain: The calls that a region may have.
-    """
+    """Looks for the regions of one block, for one number of tokens."""
 
     def __init__(self, tokens: int, trials: Trials, plain: set[fx.Node]):
         self._tokens, self._trials, self._plain = tokens, trials, plain

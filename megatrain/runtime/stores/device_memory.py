@@ -28,9 +28,6 @@ def segment_sizes(schedule: Schedule, programs: Sequence[Program]) -> list[int]:
 
     They hold what is there at the peak, with the temporary tensors of the op there; and the small temporary tensors of
     any other op, so that these take no place of what is held.
-
-    Args:
-        programs: One per micro-batch.
     """
     small: Counter[int] = Counter()
     for program in {id(each): each for each in programs}.values():
@@ -128,9 +125,6 @@ class Segments:
 
         Then each tensor of these sizes takes its own memory, the smallest into which it fits. Segments that were made
         for more than these stay instead, unless the allocator's cache was emptied since.
-
-        Args:
-            sizes: Bytes of each segment, largest first.
         """
         is_there = self._num_emptied == self._device.num_emptied
         if is_there and sum(sizes) <= self._nbytes:

@@ -31,11 +31,7 @@ class OffloadPool:
         self._returned: SimpleQueue[HostArena] = SimpleQueue()
 
     def take(self, nbytes: int, num_calls: int) -> list[OffloadBuffer]:
-        """Returns the buffers of the calls of one run; they come back with `OffloadBuffer.give`, or when dropped.
-
-        Args:
-            nbytes: Bytes of all values that each call will park.
-        """
+        """Returns the buffers of the calls of one run; they come back with `OffloadBuffer.give`, or when dropped."""
         share = aligned(nbytes)
         lease = _Lease(self._arena(share * num_calls), self._returned)
         return [OffloadBuffer(lease, range(n * share, n * share + nbytes), self._bus) for n in range(num_calls)]

@@ -28,9 +28,6 @@ class Persisting:
     A write that torch counts, and new memory, change the stamp. Writes through `.data` and NumPy aren't counted. Most
     of them write whole tensors, so each step compares a sample of each tensor. The others are found by sums of all
     bytes, of which every step takes a part.
-
-    Args:
-        keys: Its entries that are frozen.
     """
 
     name: str

@@ -47,11 +47,7 @@ class Weights:
         self._seen = {key: (tensor, _version(tensor)) for key, tensor in inventory(model)[1].items()}
 
     def check_unchanged(self, model: nn.Module) -> None:
-        """Refuses what the user put into the model since `remember`, which reading would overwrite.
-
-        Raises:
-            WeightsError: Naming the state; or as at construction, if names or specs are other ones now.
-        """
+        """Refuses what the user put into the model since `remember`, which reading would overwrite."""
         tensors = inventory(model)[1]
         known = {key: seen for key, seen in self._seen.items() if key in self._sources}
         changed = [

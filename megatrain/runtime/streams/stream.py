@@ -243,9 +243,6 @@ class StreamThread:
 
     The thread ends at `close()`, or when the stream is garbage collected. All operations are put in by one thread at a
     time.
-
-    Args:
-        device: Where its work runs; if it has streams, this one owns one of them.
     """
 
     def __init__(

@@ -62,11 +62,7 @@ class HeldObject:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SideOutputs:
-    """All that a call leaves in attributes.
-
-    Args:
-        structure: The values made for each call, with their tensors numbered.
-    """
+    """All that a call leaves in attributes."""
 
     names: tuple[str, ...]
     held: tuple[HeldObject, ...]

@@ -261,11 +261,7 @@ _LONGEST_TEXT = 80
 
 @dataclass(frozen=True, slots=True)
 class Mismatch:
-    """Where a value isn't what it was.
-
-    Args:
-        path: The place, from the value that was compared: `.rope["theta"]`, or nothing for the value itself.
-    """
+    """Where a value isn't what it was."""
 
     path: str
     expected: Any

@@ -62,11 +62,7 @@ class Containers:
         return Containers([(place, value, *pytree.tree_flatten(contents(value))) for place, value in placed])
 
     def check(self, result: Any) -> ReturnedArgument | None:
-        """Checks that all of them hold what they held, except for a dictionary that is the model's result.
-
-        Returns:
-            What the model has changed in the latter.
-        """
+        """Checks that all of them hold what they held, except for a dictionary that is the model's result."""
         returned: ReturnedArgument | None = None
         for name, value, leaves, layout in self.held:
             now, layout_now = pytree.tree_flatten(contents(value))
@@ -137,11 +133,7 @@ class Made:
         self._made = [(weakref.ref(tensor), node) for tensor, node in tensors]
 
     def check(self) -> None:
-        """Looks for tensors that Python code holds although the capture is over and has let go of them.
-
-        Raises:
-            TraceError: If there are any: the user would find tensors without values, at every later call too.
-        """
+        """Looks for tensors that Python code holds although the capture is over and has let go of them."""
         held = self._held()
         if held:
             gc.collect()  # what only refers to itself is nobody's

@@ -295,9 +295,6 @@ class OpaqueCall:
 
         Returns:
             The module's result, the tensors that its node gives, and the buffers that it re-assigned.
-
-        Raises:
-            Obstacle: If the module does something that would be lost, or wrong, when it runs again.
         """
         memory = [_memory(t) for t in tensors]
         state = tensors[len(tensors) - self._num_state :]
@@ -414,11 +411,7 @@ class Observer:
             raise ExecuteError(_changes(self.name, "writes into a tensor in place"))
 
     def first_run(self, tensors: Sequence[torch.Tensor], seen: Callable[[torch.Tensor], None]) -> None:
-        """Runs the hook during a capture.
-
-        Args:
-            seen: Called with each tensor that the hook is given or computes.
-        """
+        """Runs the hook during a capture."""
         given = [t.view_as(t) for t in tensors]
         for tensor in given:
             seen(tensor)

@@ -56,11 +56,7 @@ class PackedState:
             kept.clear()
 
     def check_unchanged(self) -> None:
-        """Checks, after the forward, that it has left the packed parameters as they were.
-
-        Raises:
-            TraceError: If it has put something else into their attributes: the model itself would not get it.
-        """
+        """Checks, after the forward, that it has left the packed parameters as they were."""
         for name, stand_in, before in self._made:
             now = _held(stand_in, before)
             changed = sorted(key for key in before if before[key] != now[key])

@@ -58,9 +58,6 @@ class PythonEffects:
         """Refuses a forward that leaves a module with another class, or without one of its parameters.
 
         What is back at the end of the forward (a parametrization that it removes) has only made other calls.
-
-        Raises:
-            TraceError: If it does: no later call would begin as this one did.
         """
         for change in changes:
             is_class = isinstance(change.holder, ModuleClass)

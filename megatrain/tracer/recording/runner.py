@@ -150,11 +150,7 @@ class CallRunner(TorchFunctionMode):
         raise StartAgainError(**self._needs)
 
     def check_needs(self) -> None:
-        """Checks that the forward could do without what this attempt leaves out.
-
-        Raises:
-            StartAgainError: If a call needed what autograd saves, or a history that a recalled call has left out.
-        """
+        """Checks that the forward could do without what this attempt leaves out."""
         if self._needs:
             raise StartAgainError(**self._needs)
 
