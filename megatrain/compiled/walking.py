@@ -19,7 +19,7 @@ from megatrain.runtime.on_demand import Learned, WalkFigures
 from megatrain.runtime.walk import walk
 from megatrain.torch_features import check_torch
 from megatrain.torch_private import pytree
-from megatrain.tracer.packing import check_plain_state
+from megatrain.tracer.inventory import check_plain_state
 from megatrain.tracer.trace import is_plain
 from megatrain.tracer.user_dicts import Opened, opened, with_tensors
 

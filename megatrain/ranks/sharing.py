@@ -18,7 +18,7 @@ from megatrain.ranks.division import check_moment, share_moments
 from megatrain.ranks.facts import Trained, digest_text
 from megatrain.ranks.processes import refuse_difference
 from megatrain.ranks.shared_store import LOW, STATE, Name, SharedStore
-from megatrain.runtime.stores.residency import NewMemory
+from megatrain.runtime.stores.residency import StorePlace
 
 Changed = Mapping[str, str]
 """What isn't shared yet, or was written by this rank's user: a text of its value, by its name."""
@@ -132,7 +132,7 @@ class Sharing:
             sent = {} if engine.device.can_bind else self._store.sent(moved)
             engine.bus.lock(list({id(each.arena): each.arena for each in sent.values()}.values()))
             with self._compiled.masters.moving():
-                engine.store.move({k: NewMemory(t.arena, t.start, t.private, sent.get(k)) for k, t in moved.items()})
+                engine.store.move({k: StorePlace(t.arena, t.start, t.private) for k, t in moved.items()}, sent)
                 self._compiled.masters.take_lows(
                     {key: twins[Name(LOW, key)].shared for key in moved if Name(LOW, key) in twins}
                 )

@@ -13,7 +13,7 @@ from torch import nn
 from megatrain.checks import Rule, checked, one_of
 from megatrain.device import Device, LaunchGraphs, is_on_host, usable
 from megatrain.errors import ExecuteError
-from megatrain.memory.block_image import image, state_image
+from megatrain.memory.block_image import BlockImage, image, state_image
 from megatrain.memory.bus import Bus
 from megatrain.memory.device_budget import DeviceBudget
 from megatrain.memory.out_of_memory import MemoryFigures
@@ -23,7 +23,7 @@ from megatrain.runtime.block import BlockRunner
 from megatrain.runtime.gradients import GradientMemory
 from megatrain.runtime.replays import Replays
 from megatrain.runtime.stores.device_memory import Meter, Segments
-from megatrain.runtime.stores.host_store import BlockImage, HostStore
+from megatrain.runtime.stores.host_store import HostStore
 from megatrain.runtime.stores.offload_buffers import BufferCopies, OffloadPool
 from megatrain.runtime.stores.slots import DeviceArena
 from megatrain.runtime.stores.weights import Weights

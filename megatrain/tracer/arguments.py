@@ -18,7 +18,7 @@ from megatrain.device import Device
 from megatrain.errors import TraceError
 from megatrain.garbage import paused_collection
 from megatrain.torch_private import pytree
-from megatrain.tracer.packing import check_plain
+from megatrain.tracer.inventory import check_plain
 from megatrain.tracer.spec import TensorSpec
 from megatrain.tracer.user_dicts import opened
 

@@ -8,19 +8,18 @@ there (scales, tables of codes). Either way the inner tensors are plain tensors.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from types import FunctionType, MethodType, ModuleType
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
 from megatrain.errors import TraceError
-from megatrain.torch_private import FakeTensor, is_traceable_wrapper_subclass
-from megatrain.tracer.spec import storage_key
+from megatrain.torch_private import FakeTensorMode, is_traceable_wrapper_subclass
 
 Path = tuple[str, ...]
 """Names of attributes, from a parameter to an inner tensor."""
@@ -285,116 +284,126 @@ def _told(value: Any) -> tuple[Hashable, str]:
     return (type(value), id(value)), type(value).__qualname__
 
 
-# What is neither packed nor plain is refused: no spec describes it, and no arena holds it.
-
-_PLAIN = (torch.Tensor, nn.Parameter, FakeTensor)
-
-
-def check_plain(what: str, tensor: torch.Tensor) -> None:
-    """Checks that a tensor is dense, and that its class changes nothing about what calls on it do."""
-    if type(tensor) in _PLAIN and tensor.layout == torch.strided and not tensor.is_quantized and not tensor.is_nested:
-        return
-    if is_lazy(tensor):
-        raise TraceError(
-            f"{what} is not initialized yet.\n"
-            "  A lazy module takes its shapes from the first batch, but a capture needs them earlier.\n"
-            "  Call the model itself once, uncompiled, then compile it."
-        )
-    if tensor.is_nested or tensor.is_quantized or tensor.layout != torch.strided:
-        kind = "nested" if tensor.is_nested else "quantized" if tensor.is_quantized else f"{tensor.layout}"
-        raise TraceError(
-            f"{what} is a {kind.removeprefix('torch.')} tensor.\n"
-            "  Inputs, parameters and buffers must be dense tensors, described fully by shape, dtype and strides.\n"
-            "  Pass its dense parts, and build the tensor inside the forward."
-        )
-    if is_wrapper(tensor):
-        raise TraceError(
-            f"{what} is a {type(tensor).__qualname__}, a tensor class that keeps its values in inner tensors.\n"
-            "  Only parameters and buffers may be of such a class.\n"
-            "  Pass its inner tensors, and make the object around them inside the forward."
-        )
-    if _changes_calls(type(tensor)):
-        _refuse_class(what, type(tensor))
+def registered(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Lists a model's parameters and buffers, each once."""
+    yield from model.named_parameters()
+    yield from model.named_buffers()
 
 
-def _refuse_class(what: str, kind: type) -> NoReturn:
-    if _dispatches(kind):
-        rest = (
-            "a tensor class that says nowhere where its values are.\n"
-            "  A class of packed tensors lists its inner tensors in `__tensor_flatten__`; then they can be streamed.\n"
-            "  Load the weights in bf16 or fp32 instead (frozen weights too), or replace them by their dequantized "
-            "values."
-        )
-    elif issubclass(kind, nn.Parameter):
-        rest = (
-            "a class of parameters with its own behaviour, and holds plain values.\n"
-            "  Quantized weights are followed when they are quantized, with scales and tables in their attributes.\n"
-            "  If a later step quantizes this one (with bitsandbytes, `model.to(device)`), take it first; otherwise "
-            "assign a torch.nn.Parameter of its values."
-        )
-    else:
-        rest = (
-            "a special tensor class.\n"
-            "  This class may change the meaning of every call, and a capture of plain tensors can't show the change.\n"
-            "  Use a plain tensor: `.as_subclass(torch.Tensor)`, if its values are ordinary."
-        )
-    raise TraceError(f"{what} is a {kind.__qualname__}, {rest}")
+class PackedState:
+    """Stand-ins of packed parameters, around the fake tensors that stand for their inner tensors.
 
+    Attributes:
+        stand_ins: By the id of the registered tensor.
 
-def check_plain_state(model: nn.Module) -> None:
-    """Checks all parameters and buffers: each is plain, or frozen and packed of plain tensors."""
-    for what, named in (("parameter", model.named_parameters()), ("buffer", model.named_buffers())):
-        for name, tensor in named:
-            if type(tensor) in _PLAIN:
-                check_plain(f"{what} `{name}`", tensor)
+    Raises:
+        TraceError: If no stand-in can be made, on this device.
+    """
+
+    def __init__(
+        self, model: nn.Module, fakes: Mapping[int, torch.Tensor], fake_mode: FakeTensorMode, device: torch.device
+    ) -> None:
+        self._fakes, self._fake_mode, self._device = dict(fakes), fake_mode, device
+        self.stand_ins: dict[int, torch.Tensor] = {}
+        self._objects: dict[int, tuple[Any, Packing]] = {}
+        self._handlers: dict[int, tuple[torch.Tensor, type]] = {}
+        for name, tensor in registered(model):
+            if is_wrapper(tensor):
+                self.stand_ins[id(tensor)] = self._wrapper(name, tensor)
             else:
-                _check_packed(f"{what} `{name}`", name, tensor)
+                self._attributes(tensor)
+        pairs = [(name, self.stand_ins[id(t)], t) for name, t in registered(model) if id(t) in self.stand_ins]
+        # The stand-ins' attributes as they were made: a forward must leave them so.
+        self._made = [(name, stand_in, _held(stand_in, vars(tensor))) for name, stand_in, tensor in pairs]
 
+    def forget(self) -> None:
+        """Lets go of all tensors, when the capture is over."""
+        for kept in (self.stand_ins, self._made, self._objects, self._handlers, self._fakes):
+            kept.clear()
 
-def _check_packed(what: str, name: str, tensor: torch.Tensor) -> None:
-    inner = [] if is_lazy(tensor) else [(path, held) for path, held in taken_apart(name, tensor) if path]
-    if is_wrapper(tensor):
-        _check_frozen(what, tensor)
-    elif not inner:
-        check_plain(what, tensor)
-    _check_whole(what, tensor, inner)
-    for path, held in inner:
-        check_plain(f"the inner tensor `{'.'.join(path)}` of {what}", held)
+    def check_unchanged(self) -> None:
+        """Checks, after the forward, that it has left the packed parameters as they were."""
+        for name, stand_in, before in self._made:
+            now = _held(stand_in, before)
+            changed = sorted(key for key in before if before[key] != now[key])
+            if changed:
+                raise TraceError(
+                    f"the forward changes the attribute `{changed[0]}` of the packed parameter `{name}`.\n"
+                    "  A packed parameter stays as it is: its inner tensors are streamed, and a change would be lost.\n"
+                    "  Use quantized layers that only read their weights in the forward (torchao's int8, bitsandbytes' "
+                    "4-bit)."
+                )
 
+    def packing(self, value: Any) -> Packing | None:
+        """The form of an argument of a call; None if it isn't packed."""
+        if is_wrapper(value):
+            return Packing.of(value)
+        known = self._objects.get(id(value))
+        return None if known is None else known[1]
 
-def _check_whole(what: str, tensor: torch.Tensor, inner: Collection[tuple[Path, torch.Tensor]]) -> None:
-    """Refuses quantized parameters whose library moves their values and scales about while it computes."""
-    if is_wrapper(tensor) or tensor.is_floating_point() or tensor.is_complex():
-        return
-    again = [".".join(path) for path, held in inner if storage_key(held) == storage_key(tensor)]
-    if again or not inner:
-        where = f"again in its attribute `{again[0]}`" if again else "without scales"
+    def handler(self, values: Iterable[Any]) -> type | None:
+        """The class whose `__torch_function__` torch would ask at a call with these arguments, if there is one."""
+        asked = (self._handlers.get(id(value)) for value in values)
+        return next((found[1] for found in asked if found is not None), None)
+
+    def _around_fakes(self, packing: Packing, value: Any) -> Any:
+        return packing.packed(iter([self._fakes[id(inner)] for _, inner in packing.tensors(value)]))
+
+    def _wrapper(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        packing = Packing.of(tensor)
+        assert packing is not None
+        stand_in = self._around_fakes(packing, tensor)
+        if stand_in.device != self._device:
+            stand_in = self._moved(name, tensor, packing)
+        attributes = vars(stand_in)
+        attributes.update({key: value for key, value in vars(tensor).items() if key not in attributes})
+        return stand_in
+
+    def _moved(self, name: str, tensor: torch.Tensor, packing: Packing) -> torch.Tensor:
+        """Makes the stand-in of a wrapper whose form says on which device it is, as `.to` does."""
+        inner = [t for _, t in packing.tensors(tensor)]
+        with self._fake_mode, torch.no_grad():
+            here = packing.packed(iter([torch.empty_strided(t.shape, t.stride(), dtype=t.dtype) for t in inner]))
+            there = here.to(self._device)
+        moved = Packing.of(there) if is_wrapper(there) else None
+        if moved is not None and [p for p, _ in moved.tensors(there)] == [p for p, _ in packing.tensors(tensor)]:
+            stand_in = moved.packed(iter([self._fakes[id(t)] for t in inner]))
+            if stand_in.device == self._device:
+                return stand_in
         raise TraceError(
-            f"{what} is a {type(tensor).__qualname__} that holds its values {where}.\n"
-            "  Such weights (bitsandbytes' 8-bit layers) move between attributes in each forward, where no capture "
-            "follows.\n"
-            "  Quantize with torchao's Int8WeightOnlyConfig or to bitsandbytes' 4 bit, or load the weights in bf16."
+            f"parameter `{name}` is a {type(tensor).__qualname__}, which can't be brought to {self._device}.\n"
+            "  Its inner tensors are streamed to the device, and the class makes a weight of them there.\n"
+            "  Compute on the CPU, or load this weight in bf16 or fp32."
         )
 
+    def _attributes(self, tensor: torch.Tensor) -> None:
+        packings = attribute_packings(tensor)
+        if not packings:
+            return
+        stand_in = self.stand_ins[id(tensor)] = self._fakes[id(tensor)]
+        for name, packing in packings.items():
+            value = vars(tensor)[name]
+            vars(stand_in)[name] = self._fakes[id(value)] if packing is None else self._around_fakes(packing, value)
+            if packing is not None:
+                self._note_object(vars(stand_in)[name], packing)
+        kind: Any = type(tensor)
+        if kind.__torch_function__ is not nn.Parameter.__torch_function__:
+            self._handlers[id(stand_in)] = (stand_in, kind)
 
-def _check_frozen(what: str, tensor: torch.Tensor) -> None:
-    if tensor.requires_grad:
-        raise TraceError(
-            f"{what} is a {type(tensor).__qualname__} that is trained.\n"
-            "  Its values are in inner tensors, which no gradient reaches: packed (quantized) weights are streamed "
-            "frozen.\n"
-            "  Freeze it with requires_grad_(False) and train adapters (LoRA), or load it in bf16 or fp32."
-        )
+    def _note_object(self, value: Any, packing: Packing) -> None:
+        self._objects[id(value)] = (value, packing)
+        for name, inner in packing.inner:
+            if inner is not None:
+                self._note_object(getattr(value, name), inner)
 
 
-def _dispatches(kind: type) -> bool:
-    """Tells whether a class computes by itself, so that its dense values say nothing."""
-    return any("__torch_dispatch__" in vars(base) for base in kind.__mro__ if base not in _PLAIN)
+def _held(stand_in: torch.Tensor, names: Iterable[str]) -> dict[str, Any]:
+    """What a stand-in holds under these names, in values that compare: identities of tensors, keys of objects."""
+    return {name: _identity(vars(stand_in).get(name)) for name in names}
 
 
-def _changes_calls(kind: type) -> bool:
-    """Tells whether a class other than torch's own gives its tensors another behaviour (or passes on its type)."""
-    own = [c for c in kind.__mro__ if c not in _PLAIN and issubclass(c, torch.Tensor)]
-    if issubclass(kind, nn.Parameter):
-        return any("__torch_function__" in vars(c) or "__torch_dispatch__" in vars(c) for c in own)
-    return any(not c.__module__.startswith("torch._C") for c in own)
+def _identity(value: Any) -> Any:
+    packing = None if isinstance(value, torch.Tensor) else Packing.of(value)
+    if packing is None:
+        return type(value), id(value)
+    return packing.key, [id(tensor) for _, tensor in packing.tensors(value)]

@@ -16,7 +16,7 @@ from megatrain.errors import ExecuteError, TraceError
 from megatrain.interrupts import Interrupts
 from megatrain.torch_features import check_torch
 from megatrain.tracer.arguments import Arguments, HeldNumber, holds_tensors
-from megatrain.tracer.packing import check_plain_state
+from megatrain.tracer.inventory import check_plain_state
 from megatrain.tracer.python.followed_numbers import DecidedError
 from megatrain.tracer.recording.capture import Capture
 from megatrain.tracer.recording.module_calls import with_backward_hooks
@@ -65,7 +65,8 @@ def trace(
         TorchError: If this version of torch can't be used.
         TraceError: If the forward can't be captured faithfully. The model's own exceptions pass unchanged.
     """
-    arguments = Arguments.of(original(model), tuple(args), dict(kwargs or {}))
+    model = original(model)
+    arguments = Arguments.of(model, tuple(args), dict(kwargs or {}))
     target = find(device).torch_device if device is not None else device_of(arguments)
     return traced_call(model, arguments, target, opaque)
 
@@ -73,13 +74,12 @@ def trace(
 def traced_call(
     model: nn.Module, arguments: Arguments, target: torch.device, opaque: Mapping[str, str] | None = None
 ) -> TracedModule:
-    """Captures a call with some arguments; see `trace`.
+    """Captures a call of a model itself with some arguments; see `trace`.
 
     Raises:
         DecidedError: If tensors hold numbers among the arguments, and Python decides on one of these.
     """
     check_torch()
-    model = original(model)
     check_arguments(arguments)
     check_plain_state(model)
     opaque = {**with_backward_hooks(model), **(opaque or {})}

@@ -13,8 +13,7 @@ from megatrain.counts import counted
 from megatrain.errors import CheckpointError
 from megatrain.saving import Checkpoint, Saved, Source
 from megatrain.tracer.inventory import inventory
-from megatrain.tracer.packing import packing_text, unpacked_state
-from megatrain.tracer.recording.packed_state import registered
+from megatrain.tracer.packing import packing_text, registered, unpacked_state
 from megatrain.tracer.spec import TensorSpec
 
 

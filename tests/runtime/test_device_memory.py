@@ -21,8 +21,8 @@ from megatrain.errors import DeviceMemoryWarning, OptionError
 from megatrain.memory.device_budget import DeviceBudget
 from megatrain.memory.host_limits import available_bytes
 from megatrain.runtime.engine import Engine
+from megatrain.runtime.stores import slots
 from megatrain.runtime.stores.device_memory import LEAST_BYTES, Meter, Segments, fitting, held_sizes, segment_sizes
-from megatrain.runtime.stores.host_store import HostStore
 from megatrain.scheduler.lifetimes import find_peak
 from megatrain.scheduler.schedule import Schedule
 from tests.extending.test_device import Toy
@@ -79,14 +79,14 @@ def build() -> nn.Module:
 
 def test_every_weight_in_a_slot_and_on_the_host_is_aligned(monkeypatch: pytest.MonkeyPatch):
     model, seen = build(), list[int]()
-    views = HostStore.views
+    views = slots.views
 
     def noted(layout: Any, buffer: torch.Tensor) -> list[torch.Tensor]:
         found = views(layout, buffer)
         seen.extend(t.data_ptr() for t in found)
         return found
 
-    monkeypatch.setattr(HostStore, "views", staticmethod(noted))
+    monkeypatch.setattr(slots, "views", noted)
     eager, inputs = copy.deepcopy(model), (torch.randn(2, 5),)
     compiled = megatrain.compile(model, device=Wide(), activations="offload")
     assert_same(train(eager, eager, inputs, {}), train(compiled, model, inputs, {}))

@@ -15,9 +15,10 @@ from torch import nn
 
 from megatrain.device import HOST, Cpu
 from megatrain.errors import ExecuteError
+from megatrain.memory.block_image import BlockImage, image, views
 from megatrain.memory.bus import Bus
 from megatrain.runtime.stores import offload_buffers as buffer_copies
-from megatrain.runtime.stores.host_store import BlockImage, HostStore, image
+from megatrain.runtime.stores.host_store import HostStore
 from megatrain.runtime.stores.offload_buffers import BufferCopies, OffloadPool
 from megatrain.sizes import aligned
 from megatrain.tracer.spec import TensorSpec
@@ -43,7 +44,7 @@ def store_of(*blocks: dict[str, torch.Tensor]) -> tuple[HostStore, list[BlockIma
 def prefetched(store: HostStore, layout: BlockImage) -> list[torch.Tensor]:
     slot = torch.full((layout.nbytes,), 0xFF, dtype=torch.uint8)
     store.prefetch(layout, slot)
-    return store.views(layout, slot)
+    return views(layout, slot)
 
 
 @pytest.mark.filterwarnings("ignore::megatrain.HeldMemoryWarning")

@@ -28,8 +28,7 @@ from megatrain.optim.masters.halves import (
 )
 from megatrain.optim.masters.registry import Kind, Masters
 from megatrain.runtime.stores.weights import Weights
-from megatrain.tracer.inventory import StateEntry, first_packed, inventory
-from megatrain.tracer.packing import check_plain_state
+from megatrain.tracer.inventory import StateEntry, check_plain_state, first_packed, inventory
 
 
 @dataclass(frozen=True, slots=True, eq=False)

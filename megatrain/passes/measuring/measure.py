@@ -28,7 +28,7 @@ from megatrain.passes.rewrites.tiled_region import without_results
 from megatrain.torch_private import pytree
 from megatrain.tracer.calls import applied_function, call_text
 from megatrain.tracer.guards import Expectation
-from megatrain.tracer.recording.packed_state import PackedCall
+from megatrain.tracer.recording.packed_calls import PackedCall
 from megatrain.tracer.spec import TensorSpec
 
 Needs = tuple[bool, ...]

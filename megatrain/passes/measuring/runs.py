@@ -24,7 +24,7 @@ from megatrain.tracer.packing import plain_tensors
 from megatrain.tracer.python.followed_numbers import OnNumbers
 from megatrain.tracer.recording.module_calls import Mapped
 from megatrain.tracer.recording.opaque import Observer
-from megatrain.tracer.recording.packed_state import PackedCall
+from megatrain.tracer.recording.packed_calls import PackedCall
 
 # Whose Python decides by its arguments and by torch's settings alone; and the operators that are torch's own.
 _KNOWN = frozenset({"torch", "builtins", "_operator", "operator", "math", __name__.partition(".")[0]})

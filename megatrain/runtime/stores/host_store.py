@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import islice
 
 import torch
 from torch.autograd.graph import increment_version
 
 from megatrain.errors import ExecuteError
-from megatrain.memory.block_image import BlockImage, Entry, image, is_alike, stored_stride, views
+from megatrain.memory.block_image import BlockImage, is_alike
 from megatrain.memory.bus import PIECE_BYTES, Bus
 from megatrain.memory.host_arena import HostArena, together
 from megatrain.memory.host_limits import available_bytes
 from megatrain.memory.unshared import check_unshared
 from megatrain.runtime.stores.residency import (
-    NewMemory,
     OneCopy,
     Residency,
     Sent,
@@ -76,9 +75,6 @@ def check_room(moves: Sequence[tuple[torch.Tensor, TensorSpec]], alignment: int)
         )
 
 
-__all__ = ["BlockImage", "Entry", "HostArena", "HostStore", "image", "stored_stride", "views"]
-
-
 Writes = tuple[tuple[int, int], ...]
 """Of each of some tensors: which memory it has had, and torch's count of the writes into it."""
 
@@ -121,8 +117,8 @@ class HostStore:
         self._tensors = dict(tensors)
         self._residencies: dict[str, Residency] = {}
         self._arenas: list[HostArena] = []
-        self._by_id: dict[int, _Placed] = {}
-        self._by_value: dict[BlockImage, _Placed] = {}
+        # By the identity of an image, which lives as long as what is placed: hashing one costs more than a small copy.
+        self._placed: dict[int, _Placed] = {}
         self.num_moves = 0
         self.extend(images, weights=weights)
 
@@ -180,32 +176,32 @@ class HostStore:
         for key, residency in gone.items():
             del self._residencies[key]
             increment_version(residency.view)  # a backward that is still to come sees that its weights were changed
-        for placed in [p for p in self._by_value.values() if any(e.owner in gone for e in p.layout.entries)]:
-            del self._by_value[placed.layout]
-            self._by_id = {key: p for key, p in self._by_id.items() if p.layout != placed.layout}
+        self._placed = {
+            number: placed
+            for number, placed in self._placed.items()
+            if not any(entry.owner in gone for entry in placed.layout.entries)
+        }
 
     @property
     def residencies(self) -> Mapping[str, Residency]:
         """Where the state is, by key."""
         return self._residencies
 
-    def move(self, places: Mapping[str, NewMemory]) -> None:
-        """Gives state that is here other memory, which has the same values."""
+    def move(self, places: Mapping[str, StorePlace], sent: Mapping[str, Sent]) -> None:
+        """Gives state that is here other memory, which has the same values; `sent` has where copies come from."""
         for key, place in places.items():
             residency = self._residencies[key]
             replace_memory(key, residency.tensor, place.view)
-            residency.places = [StorePlace(place.arena, place.offset, place.view, lambda: None)]
-            residency.use(place.arena, place.offset, place.view, place.sent)
+            residency.places = [place]
+            residency.use(place.arena, place.offset, place.view, sent.get(key))
         self._place_anew()
 
     def _place_anew(self) -> None:
         """Finds the copies of all blocks again, and lets go of arenas in which nothing is any more."""
         used = {id(each.arena) for residency in self._residencies.values() for each in (residency, *residency.places)}
         self._arenas = [arena for key, arena in {id(arena): arena for arena in self._arenas}.items() if key in used]
-        layouts = [*self._by_value, *[placed.layout for placed in self._by_id.values()]]
-        self._by_value, self._by_id = {}, {}
-        for layout in layouts:
-            self._place(layout)
+        for placed in self._placed.values():
+            self._place(placed.layout)
         self.num_moves += 1
 
     def lock(self) -> None:
@@ -256,21 +252,10 @@ class HostStore:
         self._residencies[key] = Residency(key, spec, arena, 0, tensor, view, [])
 
     def _place(self, layout: BlockImage) -> None:
-        placed = self._by_value.get(layout)
-        if placed is None:
-            residencies = [residency_of(entry, self._residencies) for entry in layout.entries]
-            runs = tuple(copies_of(layout.entries, residencies, layout.alignment))
-            sent = tuple(residency.sent for residency in residencies if residency.sent is not None)
-            placed = _Placed(layout, runs, tuple(residency.view for residency in residencies), sent)
-            self._by_value[layout] = placed
-        # Hashing an image costs more than a small copy; a caller that keeps its image pays for a lookup only.
-        if placed.layout is not layout:
-            placed = replace(placed, layout=layout)
-        self._by_id[id(layout)] = placed
-
-    def _placed(self, layout: BlockImage) -> _Placed:
-        placed = self._by_id.get(id(layout))
-        return self._by_value[layout] if placed is None else placed
+        residencies = [residency_of(entry, self._residencies) for entry in layout.entries]
+        runs = tuple(copies_of(layout.entries, residencies, layout.alignment))
+        sent = tuple(residency.sent for residency in residencies if residency.sent is not None)
+        self._placed[id(layout)] = _Placed(layout, runs, tuple(residency.view for residency in residencies), sent)
 
     def prefetch(self, layout: BlockImage, out: torch.Tensor, *, without: frozenset[str] = frozenset()) -> None:
         """Copies a block's state into a slot, with one copy for adjacent tensors and one for each tied.
@@ -282,7 +267,7 @@ class HostStore:
             out: The slot, `uint8`, at least as large as the image.
             without: Keys of entries that are there.
         """
-        placed = self._placed(layout)
+        placed = self._placed[id(layout)]
         runs: Sequence[OneCopy] = placed.runs
         own = any(sent.is_stale() for sent in placed.sent)
         if without or own:
@@ -318,12 +303,7 @@ class HostStore:
 
     def bound(self, layout: BlockImage) -> list[torch.Tensor]:
         """Returns a block's state in place: views of the arena that need no gradient, in image order."""
-        return list(self._placed(layout).bound)
-
-    @staticmethod
-    def views(layout: BlockImage, buffer: torch.Tensor) -> list[torch.Tensor]:
-        """Returns a block's state in a slot as views, in the order of the image."""
-        return views(layout, buffer)
+        return list(self._placed[id(layout)].bound)
 
     def refresh(self, tensors: Mapping[str, torch.Tensor] | None = None) -> None:
         """Takes over new memory that the user gave to a tensor since the last call (`p.data = x`).

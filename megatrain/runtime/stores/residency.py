@@ -39,21 +39,6 @@ class Sent:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class NewMemory:
-    """Other memory for a tensor of state, which has its values.
-
-    Args:
-        view: The tensor there, as a view of its own storage.
-        sent: Where copies to the device come from; None for the arena.
-    """
-
-    arena: HostArena
-    offset: int
-    view: torch.Tensor
-    sent: Sent | None = None
-
-
-@dataclass(frozen=True, slots=True, eq=False)
 class StorePlace:
     """A place of the store's own for the values of one tensor.
 
@@ -61,13 +46,13 @@ class StorePlace:
 
     Args:
         view: The tensor there, for the store alone.
-        lent: Returns None when nobody holds the storage that the user's tensor got, in whatever form.
+        lent: Returns None when nobody holds the storage that the user's tensor got, in whatever form, or it got none.
     """
 
     arena: HostArena
     offset: int
     view: torch.Tensor
-    lent: Callable[[], object]
+    lent: Callable[[], object] = lambda: None
 
     def is_of(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor is in the storage that was lent."""

@@ -9,7 +9,7 @@ import torch
 
 from megatrain.device import Device
 from megatrain.errors import ExecuteError
-from megatrain.memory.block_image import BlockImage
+from megatrain.memory.block_image import BlockImage, views
 from megatrain.passes.program import Program
 from megatrain.runtime.stores.host_store import HostStore, Writes
 from megatrain.runtime.versions import Sample, sampled, sums_of_bytes
@@ -247,4 +247,4 @@ class Slots:
             return self._store.bound(layout)
         # The engine keeps each image for good, so its address is a name.
         key = (id(layout), where.offset)
-        return arena.kept_views(key, lambda: self._store.views(layout, arena.slot(*where)))
+        return arena.kept_views(key, lambda: views(layout, arena.slot(*where)))

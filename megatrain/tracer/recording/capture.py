@@ -19,7 +19,8 @@ from megatrain.interrupts import Interrupts
 from megatrain.torch_private import FakeTensorMode, pytree
 from megatrain.tracer.arguments import Arguments, Structure
 from megatrain.tracer.calls import call_text
-from megatrain.tracer.inventory import StateEntry, StateValues, inventory
+from megatrain.tracer.inventory import StateEntry, StateValues, fake_state, inventory
+from megatrain.tracer.packing import PackedState
 from megatrain.tracer.python.assumptions import Assuming, Assumptions
 from megatrain.tracer.python.names import Outer
 from megatrain.tracer.python.python_values import HOLDERS, held_in, put_into
@@ -32,11 +33,10 @@ from megatrain.tracer.recording.obstacles import (
     Attempt,
     Obstacle,
 )
-from megatrain.tracer.recording.packed_state import PackedState
 from megatrain.tracer.recording.python_effects import Hooks, PythonEffects, running_hooks
 from megatrain.tracer.recording.random_numbers import HOST_GENERATORS, kept_rng
 from megatrain.tracer.recording.recorder import Recorder
-from megatrain.tracer.recording.sandbox import fake_state, swapped_state, watching
+from megatrain.tracer.recording.sandbox import swapped_state, watching
 from megatrain.tracer.recording.tape import place_of
 from megatrain.tracer.source_line import user_line
 from megatrain.tracer.spec import TensorSpec
@@ -126,35 +126,35 @@ def _copied(
     return fake.requires_grad_(tensor.requires_grad)
 
 
-class Made:
-    """The tensors of one capture, followed weakly, with the node of each."""
+def check_let_go(made: Iterable[tuple[torch.Tensor, fx.Node]]) -> None:
+    """Looks for tensors that Python code holds although the capture is over and has let go of them.
 
-    def __init__(self, tensors: Iterable[tuple[torch.Tensor, fx.Node]]) -> None:
-        self._made = [(weakref.ref(tensor), node) for tensor, node in tensors]
+    Raises:
+        TraceError: If there are any: the user would find tensors without values, at every later call too.
+    """
+    followed = [(weakref.ref(tensor), node) for tensor, node in made]
+    held = _held(ref for ref, _ in followed)
+    if held:
+        gc.collect()  # what only refers to itself is nobody's
+        held = _held(ref for ref, _ in followed)
+    if not held:
+        return
+    node = next(node for ref, node in followed if id(ref()) in held)
+    raise TraceError(
+        f"the forward leaves a tensor, made {place_of(node)}, where a capture can't follow it.\n"
+        "  A capture follows attributes of modules, and variables and objects that the model's code or its "
+        "hooks name.\n"
+        "  Keep the tensor in one of these places, or return it from the model."
+    )
 
-    def check(self) -> None:
-        """Looks for tensors that Python code holds although the capture is over and has let go of them."""
-        held = self._held()
-        if held:
-            gc.collect()  # what only refers to itself is nobody's
-            held = self._held()
-        if not held:
-            return
-        node = next(node for ref, node in self._made if id(ref()) in held)
-        raise TraceError(
-            f"the forward leaves a tensor, made {place_of(node)}, where a capture can't follow it.\n"
-            "  A capture follows attributes of modules, and variables and objects that the model's code or its "
-            "hooks name.\n"
-            "  Keep the tensor in one of these places, or return it from the model."
-        )
 
-    def _held(self) -> set[int]:
-        """Identities of what is held by those who hold one of the tensors."""
-        alive = [tensor for tensor in (ref() for ref, _ in self._made) if tensor is not None]
-        # One look over all objects; autograd, which also keeps tensors, isn't among them.
-        holders = gc.get_referrers(*alive) if alive else []
-        others = [holder for holder in holders if holder is not alive and not isinstance(holder, FrameType)]
-        return {id(item) for holder in others for item in gc.get_referents(holder)}
+def _held(made: Iterable[weakref.ref[torch.Tensor]]) -> set[int]:
+    """Identities of what is held by those who hold one of the tensors."""
+    alive = [tensor for tensor in (ref() for ref in made) if tensor is not None]
+    # One look over all objects; autograd, which also keeps tensors, isn't among them.
+    holders = gc.get_referrers(*alive) if alive else []
+    others = [holder for holder in holders if holder is not alive and not isinstance(holder, FrameType)]
+    return {id(item) for holder in others for item in gc.get_referents(holder)}
 
 
 class Capture:
@@ -198,11 +198,10 @@ class Capture:
 
     def check_over(self) -> None:
         """Checks, after the run, that nobody has got hold of tensors that stand for others."""
-        made = Made(pair for recorder in self._recorders for pair in recorder.over())
         self._fakes.clear()
         self._by_id.clear()
         self._packed.forget()
-        made.check()
+        check_let_go(pair for recorder in self._recorders for pair in recorder.over())
 
     def run(self) -> TracedModule:
         """Runs the model once, and again where it changes attributes."""

@@ -33,7 +33,7 @@ from megatrain.tracer.recording.obstacles import (
     refuse_flag,
 )
 from megatrain.tracer.recording.opaque import Observer, OpaqueCall, without_history
-from megatrain.tracer.recording.packed_state import check_run, unpacked_result
+from megatrain.tracer.recording.packed_calls import check_opaque, check_run, packed_call, unpacked_result
 from megatrain.tracer.recording.recall import ComparedCall, Recipe
 from megatrain.tracer.recording.runner import CallRunner
 from megatrain.tracer.source_line import user_line
@@ -201,7 +201,7 @@ class Recorder(CallRunner):
         is_question = is_metadata_read(self.tape.site[1])
         packed = None
         if not is_question:
-            packed = self._packed.call(func, args, kwargs, self._originals)
+            packed = packed_call(self._packed, func, args, kwargs, self._originals)
             args, kwargs = self._as_recorded(args, kwargs)
         if packed is not None:
             check_run(run)
@@ -258,7 +258,7 @@ class Recorder(CallRunner):
         self.tape.site = (user_line(), name)
         with self._located(), self.unrecorded():
             check_transforms()
-            self._packed.check_opaque(name, module, self._attempt.opaque[name])
+            check_opaque(self._packed, name, module, self._attempt.opaque[name])
             refuse_followed((args, kwargs))
             args, kwargs = self._as_recorded(args, kwargs)
             calls = (*self.tape.calls(), name)

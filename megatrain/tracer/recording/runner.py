@@ -15,6 +15,7 @@ from megatrain.interrupts import Interrupts
 from megatrain.torch_private import FakeTensor, FakeTensorMode, pytree
 from megatrain.tracer.calls import is_of_torch
 from megatrain.tracer.inventory import StateValues
+from megatrain.tracer.packing import PackedState
 from megatrain.tracer.python.followed_numbers import Following
 from megatrain.tracer.recording.effect_watch import EffectWatch
 from megatrain.tracer.recording.gradient_order import GradientOrder
@@ -27,7 +28,6 @@ from megatrain.tracer.recording.obstacles import (
     refuse_read,
     unprinted_failures,
 )
-from megatrain.tracer.recording.packed_state import PackedState
 from megatrain.tracer.recording.random_numbers import GeneratorWatch
 from megatrain.tracer.recording.recall import Recall
 from megatrain.tracer.recording.tape import Tape

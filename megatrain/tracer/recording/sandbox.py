@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from megatrain.patches import replaced_elsewhere
-from megatrain.torch_private import FakeTensor, FakeTensorMode, TorchDispatchMode
+from megatrain.torch_private import TorchDispatchMode
 from megatrain.tracer.python.names import Outer
 from megatrain.tracer.python.snapshot import Snapshot
 from megatrain.tracer.recording.effect_watch import gives_own_memory
@@ -85,25 +85,6 @@ def watching(
 
 _REGISTRIES = ("_parameters", "_buffers")
 _SHOWN = ("__dict__", *_REGISTRIES)
-
-
-def fake_state(
-    tensors: dict[str, torch.Tensor], fake_mode: FakeTensorMode, device: torch.device
-) -> dict[str, torch.Tensor]:
-    """Makes a fake tensor on `device` for each state tensor, with the same layout and `requires_grad`."""
-    fakes: dict[str, torch.Tensor] = {}
-    for key, tensor in tensors.items():
-        meta = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
-        fake = FakeTensor(fake_mode, meta, device)
-        if isinstance(tensor, nn.Parameter):
-            fake._is_param = True
-            fake.requires_grad_(tensor.requires_grad)
-            attributes: dict[str, Any] = vars(fake)
-            attributes |= {k: v for k, v in vars(tensor).items() if k not in attributes}
-        elif tensor.requires_grad and tensor.is_leaf:
-            fake.requires_grad_()
-        fakes[key] = fake
-    return fakes
 
 
 @contextmanager
