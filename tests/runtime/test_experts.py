@@ -189,7 +189,7 @@ def test_parts_lie_in_their_whole_and_a_prefetch_is_one_copy_per_tensor():
     assert torch.equal(views(image, slot)[0], model.layers[0].up[4:8])
     joined = state_image([compiled.program.state[f"layers.0.up[{a}:{a + 4}]"] for a in (0, 4)])
     store.extend([joined])
-    assert len(store._placed(joined).runs) == 1
+    assert len(store._placed[id(joined)].runs) == 1
     total = sum(-(-t.numel() * t.element_size() // 64) * 64 for t in compiled.megatrain.engine.tensors.values())
     assert store.nbytes <= total
 

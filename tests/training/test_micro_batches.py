@@ -144,7 +144,7 @@ def moved(monkeypatch: pytest.MonkeyPatch, count: int, mode: str, **options: Any
     original = HostStore.prefetch
 
     def counting(self: HostStore, layout: Any, out: torch.Tensor, **rest: Any) -> None:
-        copied.append(sum(run.end - run.start for run in self._placed(layout).runs))
+        copied.append(sum(run.end - run.start for run in self._placed[id(layout)].runs))
         original(self, layout, out, **rest)
 
     monkeypatch.setattr(HostStore, "prefetch", counting)
