@@ -80,11 +80,7 @@ class TemplateCost:
     results: ResultCost | None = None
 
     def backward_of(self, needs: Sequence[bool]) -> Works:
-        """The kernels of the backward of a block.
-
-        Args:
-            needs: Of each input, and then of the state, whether its gradient is needed.
-        """
+        """The kernels of a backward for which of the inputs, and then of the state, need a gradient."""
         return dict(self.backwards).get(tuple(needs), self.backward)
 
     def __str__(self) -> str:

@@ -227,11 +227,7 @@ def _run(
 
 
 def run_pass(step: Pass, value: TracedModule | Program, *, is_rewrite: bool) -> TracedModule | Program:
-    """Runs one pass, and the checker on what it returns.
-
-    Raises:
-        LowerError: Naming the pass and the rule that it broke.
-    """
+    """Runs one pass, and the checker on what it returns; a LowerError names the pass and the rule that it broke."""
     name, made = pass_name(step), step(value)
     _check_kind(name, made, value, is_rewrite=is_rewrite)
     _check(name, made, value)

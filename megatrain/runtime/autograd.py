@@ -70,11 +70,7 @@ class Demand:
             self._returned[key] = gradient
 
     def returned(self) -> list[torch.Tensor | None]:
-        """Returns the gradients for the engine, one per parameter.
-
-        Raises:
-            ExecuteError: If a parameter with hooks got no gradient: the engine would run its hooks all the same.
-        """
+        """Returns the gradients for the engine; an ExecuteError for hooks that it would run without one."""
         for key in self._hooked:
             if self._returned[key] is None:
                 raise ExecuteError(

@@ -51,11 +51,7 @@ class Runners:
         return self._kernels == "graphs"
 
     def of(self, template: Template, recorded_bytes: int | None = None) -> BlockRunner:
-        """Returns the runner of a template.
-
-        Args:
-            recorded_bytes: Its kernels are recorded, which takes so many bytes of the device; None if they aren't.
-        """
+        """Returns the runner of a template; if `recorded_bytes` of the device are given, its kernels are recorded."""
         graphs = None if recorded_bytes is None else self._recording()
         key = _key(template), graphs is not None
         runner = self._there.get(key)

@@ -210,11 +210,7 @@ class WeightCache:
         return self._budget - 2 * self._learned.growth
 
     def get(self, keys: Sequence[str]) -> list[torch.Tensor]:
-        """Returns state on the device, for one call.
-
-        Raises:
-            ExecuteError: If there is no room for it.
-        """
+        """Returns state on the device, for one call; an ExecuteError if there is no room for it."""
         self._clock += 1
         for key in keys:
             if self._latest_key not in (None, key):

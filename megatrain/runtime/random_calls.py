@@ -179,11 +179,7 @@ class MicroBatchGenerators:
             raise DrawsError(_DREW_OTHERWISE)
 
     def drawing(self, block: int | None) -> AbstractContextManager[None]:
-        """Lets the body draw as a block of the forward does; None is the loss.
-
-        Raises:
-            DrawsError: If a loss or a block draws that may not.
-        """
+        """Lets the body draw as a block of the forward does, or as the loss, if that may; None is the loss."""
         if block is None:
             return self._without_draws(_LOSS_DRAWS) if self.is_quiet else nullcontext()
         if self.is_still:

@@ -304,11 +304,7 @@ class Arguments:
 
     @staticmethod
     def of(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
-        """Flattens the arguments of one call; containers are those that `torch.utils._pytree` knows, and UserDicts.
-
-        Raises:
-            TraceError: If one is a sparse, nested or quantized tensor, or of a tensor class of its own.
-        """
+        """Flattens the arguments of one call; a TraceError if one is a sparse, nested, quantized or special tensor."""
         args, kwargs = opened((args, kwargs))
         found, tree = pytree.tree_flatten((args, kwargs))
         leaves, layout = tuple(found), str(tree)
@@ -385,11 +381,7 @@ def tensors_given(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[torch.
 
 
 def call_signature(arguments: Arguments, device: Device) -> tuple[Hashable, Hashable]:
-    """What a capture assumes of a call.
-
-    Returns:
-        Structure, specs, literals, modes, and torch's defaults, with the types of numbers; and the numbers.
-    """
+    """What a capture assumes of a call: structure, specs, literals, modes and types of numbers; and the numbers."""
     has_grad = torch.is_grad_enabled()
     place = device.torch_device
     given = arguments.tensors[: len(arguments.tensors) - arguments.num_held]

@@ -74,11 +74,7 @@ def trace(
 def traced_call(
     model: nn.Module, arguments: Arguments, target: torch.device, opaque: Mapping[str, str] | None = None
 ) -> TracedModule:
-    """Captures a call of a model itself with some arguments; see `trace`.
-
-    Raises:
-        DecidedError: If tensors hold numbers among the arguments, and Python decides on one of these.
-    """
+    """Captures a call of a model itself; a DecidedError if Python decides on a number that a tensor holds."""
     check_torch()
     check_arguments(arguments)
     check_plain_state(model)

@@ -212,11 +212,7 @@ class OnNumbers:
         return pytree.tree_unflatten(leaves, self._tree)
 
     def __call__(self, *tensors: torch.Tensor) -> Any:
-        """Makes the call.
-
-        Raises:
-            GuardFailedError: If the result has another shape, dtype or memory than in the capture.
-        """
+        """Makes the call; a GuardFailedError if the result has another shape, dtype or memory than in the capture."""
         result = self._called(*self.arguments(tensors))
         found = alike(result, tensors)
         if found != self._alike:

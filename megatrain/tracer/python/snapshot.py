@@ -57,11 +57,7 @@ def _is_ours(value: Any) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """An attribute, or an item of a container in one, that holds another object; None for nothing.
-
-    Attributes:
-        is_added: Nothing was held there before, not even None.
-    """
+    """What holds another object now, None for nothing; `is_added` says that nothing was there before, not even None."""
 
     name: str
     holder: Any
@@ -357,11 +353,7 @@ def _described(tensor: torch.Tensor, kind: type) -> tuple[Any, ...]:
 
 @dataclass(slots=True, eq=False)
 class Contents(Kept):
-    """A container or a plain object.
-
-    Args:
-        itself: Itself, where its type may hold more than can be seen.
-    """
+    """A container or a plain object; also `itself`, where its type may hold more than can be seen."""
 
     kind: type
     itself: Same | None

@@ -36,11 +36,7 @@ def packed_call(
     kwargs: Mapping[str, Any],
     originals: Mapping[int, torch.Tensor],
 ) -> PackedCall | None:
-    """Returns the call to record in place of a function's, if one of its arguments is packed.
-
-    Raises:
-        Obstacle: If a packed argument is inside a list, or has a gradient.
-    """
+    """Returns the call to record in place of a function's, if one of its arguments is packed."""
     given: dict[Place, Any] = {**dict(enumerate(args)), **kwargs}
     given = {p: originals.get(id(x), x) if isinstance(x, torch.Tensor) else x for p, x in given.items()}
     packings = {place: packing for place, value in given.items() if (packing := state.packing(value)) is not None}

@@ -281,11 +281,7 @@ class Recall:
             self._recipes[asked.key] = recipe
 
     def _how(self, asked: ComparedCall, tensor: FakeTensor, results: Sequence[FakeTensor]) -> ResultRecipe:
-        """How a result is made.
-
-        Raises:
-            _OddError: If it can't be made: it shares memory in a way that isn't a view of one fake operand.
-        """
+        """How a result is made, unless it shares memory in a way that isn't a view of one fake operand."""
         node = self._table.latest(tensor)
         form = self._form(tensor, node)
         geometry = _geometry(tensor)
