@@ -14,9 +14,8 @@ from torch import fx
 from megatrain.checks import checked, function, named, optional, sequence_of
 from megatrain.device import find
 from megatrain.errors import LowerError, OptionError, TraceError
-from megatrain.passes.canonicalize import canonicalize, copied_graph
+from megatrain.passes.canonicalize import canonicalize, copied_graph, dedup
 from megatrain.passes.check import verify_program
-from megatrain.passes.dedup import dedup
 from megatrain.passes.measuring.measure import KnownCosts, measure
 from megatrain.passes.partition import partition
 from megatrain.passes.program import Block, Port, Program, Template

@@ -17,7 +17,7 @@ from megatrain.memory.block_image import BlockImage, image, state_image
 from megatrain.memory.bus import Bus
 from megatrain.memory.device_budget import DeviceBudget
 from megatrain.memory.out_of_memory import MemoryFigures
-from megatrain.passes.dedup import template_key
+from megatrain.passes.canonicalize import template_key
 from megatrain.passes.program import Program, Template
 from megatrain.runtime.block import BlockRunner
 from megatrain.runtime.gradients import GradientMemory

@@ -11,21 +11,21 @@ HEADS = "tests/rewrites/test_head_loss.py"
 FAULTS: list[Fault] = [
     Fault(
         "layers that differ in the sign of a zero share a template",
-        "passes/dedup.py",
+        "passes/canonicalize.py",
         "repr(value) if isinstance(value, float) else value)",
         "value)",
         (f"{SHARING}::test_layers_that_differ_in_code_have_their_own_templates",),
     ),
     Fault(
         "layers that differ in their grad mode share a template",
-        "passes/dedup.py",
+        "passes/canonicalize.py",
         '                meta.get("grad"),\n',
         "",
         (f"{SHARING}::test_layers_that_differ_in_code_have_their_own_templates",),
     ),
     Fault(
         "layers that differ in arguments given by place share a template",
-        "passes/dedup.py",
+        "passes/canonicalize.py",
         "                frozen(node.args, number),\n",
         "",
         (f"{SHARING}::test_layers_that_differ_in_code_have_their_own_templates",),

@@ -9,8 +9,7 @@ import torch
 from torch import nn
 
 from megatrain import lower, trace
-from megatrain.passes.canonicalize import canonicalize
-from megatrain.passes.dedup import dedup
+from megatrain.passes.canonicalize import canonicalize, dedup
 from megatrain.passes.partition import partition
 from megatrain.passes.pipeline import lift_state
 from megatrain.passes.split.split_state import split_state

@@ -10,9 +10,9 @@ import torch
 from torch import nn
 
 import megatrain
-from megatrain.passes.cost import TemplateCost
 from megatrain.passes.exact_fakes import ExactFakes, exact_fakes
 from megatrain.passes.pipeline import Rewrite, lower
+from megatrain.passes.program import TemplateCost
 from megatrain.passes.rewrites import parts
 from megatrain.passes.rewrites.head_loss import chunk_head_loss
 from megatrain.passes.rewrites.masked_attention import banded_attention

@@ -10,9 +10,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from megatrain.hardware.work import total_flops
-from megatrain.passes.cost import ResultCost
 from megatrain.passes.pipeline import lower
-from megatrain.passes.program import Program
+from megatrain.passes.program import Program, ResultCost
 from megatrain.tracer.trace import trace
 from tests.attention import HEADS, TOKENS, WIDTH, Attention, Layers, text
 

@@ -10,8 +10,7 @@ import pytest
 import torch
 
 from megatrain.errors import LowerError, OptionError
-from megatrain.passes.canonicalize import canonicalize, copied_graph
-from megatrain.passes.dedup import dedup
+from megatrain.passes.canonicalize import canonicalize, copied_graph, dedup
 from megatrain.passes.measuring.measure import measure
 from megatrain.passes.partition import partition
 from megatrain.passes.pipeline import lift_state, lower

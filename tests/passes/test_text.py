@@ -12,8 +12,7 @@ import torch.nn.functional as F
 from expecttest import assert_expected_inline
 from torch import fx, nn
 
-from megatrain.passes.canonicalize import canonicalize
-from megatrain.passes.dedup import dedup
+from megatrain.passes.canonicalize import canonicalize, dedup
 from megatrain.passes.partition import partition
 from megatrain.passes.pipeline import lift_state, lower
 from megatrain.tracer.calls import call_text

@@ -12,11 +12,11 @@ from torch import fx
 from torch.autograd.graph import saved_tensors_hooks
 
 from megatrain.hardware.work import Works, total_flops
-from megatrain.passes.cost import ResultCost
 from megatrain.passes.interpret import Code
 from megatrain.passes.kept_results import HandedResults, NotedResults, is_kept
 from megatrain.passes.measuring.kernels import KernelWork, LiveBytes, is_of_flash_attn, is_on, kernel_flops
 from megatrain.passes.measuring.runs import measure_backward, storage_sizes
+from megatrain.passes.program import ResultCost
 from megatrain.tracer.packing import has_wrappers
 from megatrain.tracer.spec import TensorSpec
 

@@ -15,7 +15,7 @@ from torch import fx
 
 from megatrain.errors import LowerError
 from megatrain.passes.call_trial import Site
-from megatrain.passes.dedup import graph_key
+from megatrain.passes.canonicalize import graph_key
 from megatrain.passes.partition import find_intervals
 from megatrain.passes.rewriter import Rewriter
 from megatrain.passes.rewrites.head_loss import HeadLoss
