@@ -16,7 +16,7 @@ import torch
 from megatrain.checks.several_optimizers import parameters_of
 from megatrain.optim import need
 from megatrain.optim.need import Updated
-from megatrain.passes.measuring import kept_work
+from megatrain.passes import kept_results
 from megatrain.passes.measuring.measure import KnownCosts
 from megatrain.passes.pipeline import lower
 from megatrain.passes.program import Program
@@ -68,7 +68,7 @@ def lowered_once(known: Lowered | None = None) -> Generator[None]:
         for other, program in made if after_pass is None else ():
             if is_same_capture(other, traced):
                 return program
-        costs = COSTS.setdefault(kept_work.LEAST_FLOPS_PER_BYTE, KnownCosts())
+        costs = COSTS.setdefault(kept_results.LEAST_FLOPS_PER_BYTE, KnownCosts())
         made.append((traced, real(traced, options, more, after_pass, costs)))
         return made[-1][1]
 

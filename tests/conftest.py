@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, Phase, settings
 from hypothesis.internal.conjecture import engine
 
 from megatrain.compiled import captures as compiled_captures
-from megatrain.passes.measuring import kept_work
+from megatrain.passes import kept_results
 from megatrain.planning import plan_step
 from tests import captures
 from tests.garbage import Frozen
@@ -118,7 +118,7 @@ def one_thread() -> Generator[None]:
 @pytest.fixture
 def short_texts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Has attention's results count as worth keeping for texts of 1024 tokens, as they do for longer ones."""
-    monkeypatch.setattr(kept_work, "LEAST_FLOPS_PER_BYTE", 256)
+    monkeypatch.setattr(kept_results, "LEAST_FLOPS_PER_BYTE", 256)
 
 
 @pytest.fixture

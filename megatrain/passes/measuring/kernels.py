@@ -14,7 +14,6 @@ from torch.utils.flop_counter import flop_registry
 from megatrain.device import is_on_host
 from megatrain.hardware.kernels_alone import launches
 from megatrain.hardware.work import MEMORY, Kernels, Works, put_together
-from megatrain.passes.kept_results import is_attention
 from megatrain.torch_private import FakeTensor, TorchDispatchMode, pytree
 from megatrain.tracer.calls import applied_function
 from megatrain.tracer.packing import has_wrappers
@@ -145,6 +144,11 @@ def _packet(name: str) -> Any:
     """The operator of a name such as `aten::mm`, with all its overloads."""
     space, _, plain = name.partition("::")
     return getattr(getattr(torch.ops, space), plain, None)
+
+
+def is_attention(name: str) -> bool:
+    """Tells whether an operator is a kernel of attention, torch's or flash-attn's."""
+    return any(part in name for part in ("_attention", "_varlen_attn", "flash_attn::"))
 
 
 def is_of_flash_attn(target: Any) -> bool:

@@ -17,8 +17,8 @@ from megatrain.interrupts import Interrupts
 from megatrain.passes.canonicalize import copied_graph, template_key
 from megatrain.passes.exact_fakes import exact_fakes
 from megatrain.passes.interpret import Code, opaque_calls
+from megatrain.passes.kept_results import kept_cost, may_be_worth
 from megatrain.passes.measuring.fused import fused_kernels
-from megatrain.passes.measuring.kept_work import kept_cost, may_be_worth
 from megatrain.passes.measuring.kernels import is_of_flash_attn
 from megatrain.passes.measuring.runs import Workspace, fixed_work_obstacle, measure_backward, measure_forward
 from megatrain.passes.program import Program, Template, TemplateCost
