@@ -170,17 +170,13 @@ def lowered_with(
     passes: Sequence[Pass] | None = None,
     after_pass: AfterPass | None,
     alignment: int | None,
-    fuses: bool = False,
 ) -> Program:
-    """Does what `lower` does; of templates whose costs are known nothing is measured, and others are added to them.
-
-    With `fuses`, kernels count as a compiler makes them; see `measure`.
-    """
+    """Does what `lower` does; of templates whose costs are known nothing is measured, and others are added to them."""
     limit = None if block_bytes is None else parse_bytes(block_bytes)
     alignment = find(traced.device).alignment if alignment is None else alignment
     if passes is None:
         splits = () if limit is None else (partial(split_state, limit=limit, alignment=alignment),)
-        of_program = lift_state, dedup, partial(measure, costs=costs, fuses=fuses)
+        of_program = lift_state, dedup, partial(measure, costs=costs)
         passes = (canonicalize, *rewrites, *splits, partial(partition, block_bytes=limit), *of_program)
     elif rewrites or limit is not None:
         raise OptionError(
