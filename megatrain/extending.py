@@ -15,7 +15,7 @@ import torch
 from megatrain.checks import Rule, checked
 from megatrain.checks import function as callable_with
 from megatrain.errors import OptionError
-from megatrain.passes.measuring.runs import recordable
+from megatrain.passes.measured_runs import recordable
 from megatrain.runtime.operations import HANDLERS, Handler, Operations, Run
 from megatrain.scheduler.check.case import Case
 from megatrain.scheduler.check.schedule_rules import further_rules

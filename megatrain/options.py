@@ -17,7 +17,7 @@ from megatrain.files.weight_files import WeightFiles, read_paths
 from megatrain.hardware.hardware import Hardware
 from megatrain.hardware.machine import HARDWARE, machine_of
 from megatrain.optim.masters.registry import Kind
-from megatrain.passes.measuring.runs import launch_graph_bytes
+from megatrain.passes.measured_runs import launch_graph_bytes
 from megatrain.passes.pipeline import PASSES, Rewrite
 from megatrain.passes.program import Program
 from megatrain.scheduler.builder.build import STEP

@@ -17,7 +17,7 @@ from megatrain.checks.several_optimizers import parameters_of
 from megatrain.optim import need
 from megatrain.optim.need import Updated
 from megatrain.passes import kept_results
-from megatrain.passes.measuring.measure import KnownCosts
+from megatrain.passes.measure import KnownCosts
 from megatrain.passes.pipeline import lower
 from megatrain.passes.program import Program
 from megatrain.planning import step_programs as lowering

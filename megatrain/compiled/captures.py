@@ -19,7 +19,7 @@ from megatrain.memory.device_budget import DeviceBudget
 from megatrain.optim.grad_scaler import warn_of_torchs_own
 from megatrain.options import Limits, check_opaque
 from megatrain.passes.interpret import looks_in_backward
-from megatrain.passes.measuring.measure import KnownCosts
+from megatrain.passes.measure import KnownCosts
 from megatrain.passes.program import Program
 from megatrain.passes.rewrites.loss_only import loss_only
 from megatrain.planning.kernel_choice import RECORDED_FROM, with_kernels

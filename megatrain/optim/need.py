@@ -28,7 +28,7 @@ from megatrain.optim.proxy import (
     step_code,
     unnoticed,
 )
-from megatrain.passes.measuring.kernels import LiveBytes
+from megatrain.passes.kernels import LiveBytes
 from megatrain.torch_features import check_torch
 from megatrain.torch_private import FakeTensorMode, forbid_memory, pytree
 from megatrain.tracer.packing import plain_tensors

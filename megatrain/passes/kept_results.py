@@ -22,15 +22,8 @@ from megatrain.device import is_on_host
 from megatrain.errors import ExecuteError
 from megatrain.hardware.work import Works, total_flops
 from megatrain.passes.interpret import Code
-from megatrain.passes.measuring.kernels import (
-    KernelWork,
-    LiveBytes,
-    is_attention,
-    is_of_flash_attn,
-    is_on,
-    kernel_flops,
-)
-from megatrain.passes.measuring.runs import measure_backward, storage_sizes
+from megatrain.passes.kernels import KernelWork, LiveBytes, is_attention, is_of_flash_attn, is_on, kernel_flops
+from megatrain.passes.measured_runs import measure_backward, storage_sizes
 from megatrain.passes.program import Block, Program, ResultCost, has_backward
 from megatrain.torch_private import TorchDispatchMode
 from megatrain.tracer.packing import has_wrappers

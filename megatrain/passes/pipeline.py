@@ -16,7 +16,7 @@ from megatrain.device import find
 from megatrain.errors import LowerError, OptionError, TraceError
 from megatrain.passes.canonicalize import canonicalize, copied_graph, dedup
 from megatrain.passes.check import verify_program
-from megatrain.passes.measuring.measure import KnownCosts, measure
+from megatrain.passes.measure import KnownCosts, measure
 from megatrain.passes.partition import partition
 from megatrain.passes.program import Block, Port, Program, Template
 from megatrain.passes.split.split_state import split_state

@@ -9,7 +9,7 @@ from megatrain.counts import counted
 from megatrain.errors import TooSmallError
 from megatrain.hardware.machine import usual_machine
 from megatrain.options import Limits
-from megatrain.passes.measuring.runs import launch_graph_bytes, recordable_blocks
+from megatrain.passes.measured_runs import launch_graph_bytes, recordable_blocks
 from megatrain.passes.program import Program, has_backward
 from megatrain.planning.bands import format_s
 from megatrain.scheduler.schedule import Schedule

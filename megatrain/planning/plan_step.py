@@ -16,7 +16,7 @@ from megatrain.errors import ExecuteError, ScheduleError, TooSmallError
 from megatrain.hardware.hardware import Hardware
 from megatrain.hardware.machine import usual_machine
 from megatrain.options import Limits
-from megatrain.passes.measuring.runs import recordable_blocks
+from megatrain.passes.measured_runs import recordable_blocks
 from megatrain.passes.program import Program
 from megatrain.planning.kernel_choice import AS_ASKED, as_compared, given_kernels, with_kernels
 from megatrain.planning.saved_plan import SavedPlan

@@ -26,7 +26,7 @@ from megatrain.optim.fast.on_device import why_not
 from megatrain.optim.masters.narrow_model import is_all_wide
 from megatrain.optim.need import OPTIMIZER
 from megatrain.options import COMPILE, PRECISION, Limits, check_masters, check_opaque, given_bytes
-from megatrain.passes.measuring.measure import KnownCosts
+from megatrain.passes.measure import KnownCosts
 from megatrain.passes.pipeline import PASSES, Rewrite
 from megatrain.passes.program import Program
 from megatrain.passes.rewrites.loss_only import loss_only

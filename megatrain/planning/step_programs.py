@@ -12,7 +12,7 @@ import torch
 
 from megatrain.garbage import paused_collection
 from megatrain.options import Limits
-from megatrain.passes.measuring.measure import KnownCosts
+from megatrain.passes.measure import KnownCosts
 from megatrain.passes.pipeline import AfterPass, Rewrite, lowered_with
 from megatrain.passes.program import Program
 from megatrain.passes.rewrites.head_loss import HeadLoss, chunk_head_loss

@@ -16,7 +16,7 @@ from megatrain.errors import ExecuteError
 from megatrain.memory.block_image import BlockImage
 from megatrain.passes.interpret import has_inner_grad, looks_in_backward
 from megatrain.passes.kept_results import kept_results
-from megatrain.passes.measuring.runs import launch_graph_sizes
+from megatrain.passes.measured_runs import launch_graph_sizes
 from megatrain.passes.program import Block, Program, has_backward, shared_templates
 from megatrain.runtime.block import HIDDEN_DRAWS, BlockRunner
 from megatrain.runtime.engine import Engine

@@ -61,7 +61,6 @@ class Operations:
         others = self._there.union(self._offloads)  # the last B of each other block leaves gradients where they are
         backwards = [each for each in all_ if each.op.what == "B" and each.op.block not in others]
         self._alone = {each.op.block: each.position for each in backwards}
-        self._is_serial = schedule.kind.updates == "serial"
         self._lowered: list[tuple[Half, _Lowered]] = []
 
     def _places(self, arena: GrowingArena | None) -> StepPlaces | CallPlaces | None:
@@ -137,7 +136,7 @@ class Operations:
     def waits(self, instruction: Instruction) -> Sequence[Position]:
         """What an instruction waits for. All gradients are those that no G brings, too."""
         waits, op = list(instruction.waits), instruction.op
-        if op.what == "N" or (op.what == "U" and self._is_serial):
+        if op.what == "N" or (op.what == "U" and self.schedule.kind.updates == "serial"):
             waits += self._alone.values()
         elif op.what == "B" and self._alone.get(op.block) == instruction.position:
             # Gradients without elements reach hooks after those of later blocks, as in eager.
@@ -289,12 +288,6 @@ class Operations:
         """U of the device."""
         found = [gradient for gradient, _ in run.calls[0].parameter_gradients[instruction.op.block]]
         run.step_trainer.update_there(instruction.op.block, self.loaded[0].images[instruction.op.block], found)
-
-    @property
-    def places_there(self) -> dict[int, Bytes]:
-        """The bytes of the arena of each block that the device updates, by the identity of its image."""
-        loads = [one for one in self.instructions.all if one.op.what == "W" and one.op.block in self._there]
-        return {id(self.loaded[0].images[one.op.block]): one.state for one in loads if one.state is not None}
 
 
 class Run:

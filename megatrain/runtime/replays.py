@@ -23,7 +23,7 @@ from megatrain.garbage import paused_collection
 from megatrain.memory.block_image import is_dense
 from megatrain.passes.distance import largest, tensor_distance
 from megatrain.passes.interpret import Code
-from megatrain.passes.measuring.runs import fixed_work_obstacle, launch_graph_obstacle
+from megatrain.passes.measured_runs import fixed_work_obstacle, launch_graph_obstacle
 from megatrain.passes.program import Template
 from megatrain.runtime.random_calls import RngState, repeated_rng
 from megatrain.torch_private import foreach_copy, patch_functorch

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from megatrain.hardware.work import MEMORY, Kernels, Works, total_bytes, total_flops
-from megatrain.passes.measuring.kernels import KernelWork
+from megatrain.passes.kernels import KernelWork
 from megatrain.passes.pipeline import lower
 from megatrain.passes.program import Program, TemplateCost
 from megatrain.scheduler.from_program import workload

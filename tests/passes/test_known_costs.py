@@ -13,8 +13,8 @@ from torch.nn import functional as F
 
 import megatrain
 from megatrain.options import Limits
-from megatrain.passes.measuring import measure as measuring
-from megatrain.passes.measuring.measure import KnownCosts
+from megatrain.passes import measure as measuring
+from megatrain.passes.measure import KnownCosts
 from megatrain.passes.pipeline import lower
 from megatrain.passes.program import Program
 from megatrain.planning.step_programs import StepPrograms, lowered

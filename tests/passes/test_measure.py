@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from megatrain.hardware.work import products, total_flops
-from megatrain.passes.measuring.kernels import LiveBytes, private_bytes
+from megatrain.passes.kernels import LiveBytes, private_bytes
 from megatrain.passes.pipeline import lower
 from megatrain.passes.program import Program, TemplateCost
 from megatrain.tracer.trace import trace

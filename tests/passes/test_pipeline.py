@@ -11,7 +11,7 @@ import torch
 
 from megatrain.errors import LowerError, OptionError
 from megatrain.passes.canonicalize import canonicalize, copied_graph, dedup
-from megatrain.passes.measuring.measure import measure
+from megatrain.passes.measure import measure
 from megatrain.passes.partition import partition
 from megatrain.passes.pipeline import lift_state, lower
 from megatrain.passes.program import Program

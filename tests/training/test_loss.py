@@ -15,7 +15,7 @@ from torch import nn
 
 import megatrain
 from megatrain.errors import ExecuteError, ScheduleError
-from megatrain.passes.measuring.kernels import LiveBytes
+from megatrain.passes.kernels import LiveBytes
 from megatrain.scheduler.lifetimes import find_peak
 from tests.comparing import assert_same, snapshot
 from tests.training.parity import SideBySide, adamw, loop_step, stack_batch

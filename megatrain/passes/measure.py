@@ -18,8 +18,8 @@ from megatrain.passes.canonicalize import copied_graph, template_key
 from megatrain.passes.exact_fakes import exact_fakes
 from megatrain.passes.interpret import Code, opaque_calls
 from megatrain.passes.kept_results import kept_cost, may_be_worth
-from megatrain.passes.measuring.kernels import is_of_flash_attn
-from megatrain.passes.measuring.runs import Workspace, measure_backward, measure_forward
+from megatrain.passes.kernels import is_of_flash_attn
+from megatrain.passes.measured_runs import Workspace, measure_backward, measure_forward
 from megatrain.passes.program import Program, Template, TemplateCost
 from megatrain.passes.rewrites.tiled_region import without_results
 from megatrain.torch_private import pytree
