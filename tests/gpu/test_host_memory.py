@@ -85,9 +85,9 @@ def test_a_failure_leaves_the_device_usable() -> None:
     too_large: Any = partial(torch.empty, 1 << 62, device=device())
     fits: Any = partial(torch.ones, 3, device=device())
     for _ in range(3):
-        streams.h2d.submit("W0", too_large, (), Event("W0"))
+        streams.submit("h2d", "W0", too_large, (), Event("W0"))
         with pytest.raises(ExecuteError, match="h2d:W0 failed"):
             streams.finish()
         with streams.step():
-            streams.d2h.submit("G0", lambda: fits().to("cpu"), (), Event("G0"))
+            streams.submit("d2h", "G0", lambda: fits().to("cpu"), (), Event("G0"))
     streams.close()

@@ -87,7 +87,7 @@ class VirtualHosts:
             def replaced(owner: Any, name: str, made: Callable[[Any], Any]) -> None:
                 stack.enter_context(patch.object(owner, name, made(getattr(owner, name))))
 
-            replaced(StreamThread, "_put", self._submitting)
+            replaced(StreamThread, "put", self._submitting)
             replaced(Lane, "perform", self._performing)
             replaced(Event, "settle", self._settling)
             replaced(Session, "wait", self._waiting)
