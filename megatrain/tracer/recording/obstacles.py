@@ -26,7 +26,6 @@ from megatrain.torch_private import (
 from megatrain.tracer.calls import call_name, is_property_get, is_property_set
 from megatrain.tracer.recording.effect_watch import has_users_hooks
 from megatrain.tracer.source_line import OURS, SourceLine, user_line
-from megatrain.tracer.spec import TensorSpec
 
 REFUSE, USE_VALUES, RUN_AGAIN, FOLLOW_HOST = "refuse", "use values", "run again", "follow host"
 OBSERVE = "observe"
@@ -104,44 +103,12 @@ def refuse_read(source: SourceLine | None, name: str) -> NoReturn:
     )
 
 
-def refuse_unknown(tensor: torch.Tensor) -> NoReturn:
-    """Raises the obstacle for a tensor that no recorded call made."""
-    refuse(
-        f"uses a tensor {TensorSpec.of(tensor)} of unknown origin",
-        "A capture knows only the inputs, the registered parameters and buffers, and tensors computed from these.",
-        "Register it as a parameter or buffer, or detach it.",
-    )
-
-
 def refuse_flag(where: str = "") -> NoReturn:
     """Raises the obstacle for a forward that freezes a parameter or begins to train it."""
     refuse(
         f"changes whether a parameter requires a gradient{where}",
         "Which parameters are trained is known before a call: their gradients and updates are planned.",
         "Call requires_grad_() outside the forward.",
-    )
-
-
-def refuse_kept() -> NoReturn:
-    """Raises the obstacle for a tensor that an earlier call of the model left."""
-    refuse(
-        "uses a tensor of an earlier call, kept in an attribute,",
-        "A capture would use the tensor of the first call for ever.",
-        "Keep it in a registered buffer, or pass it as an input.",
-        remedy=RUN_AGAIN,
-    )
-
-
-def refuse_other_history(tensor: torch.Tensor, calls: tuple[str, ...]) -> NoReturn:
-    """Raises the obstacle for a tensor whose history the model's own run knows and the graph doesn't, or vice versa."""
-    has_one = "has a history" if tensor.requires_grad else "has no history"
-    raise Obstacle(
-        f"uses a tensor {TensorSpec.of(tensor)} that {has_one} which no recorded call explains",
-        "A graph must have the same gradients as the model's own run.",
-        "Call custom Functions by their `apply`, inside a module of their own.",
-        remedy=RUN_AGAIN,
-        place=user_line(),
-        calls=calls,
     )
 
 

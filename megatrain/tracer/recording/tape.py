@@ -19,9 +19,7 @@ from megatrain.tracer.recording.obstacles import (
     HookSite,
     Obstacle,
     Site,
-    refuse_kept,
-    refuse_other_history,
-    refuse_unknown,
+    refuse,
 )
 from megatrain.tracer.recording.opaque import Opaque
 from megatrain.tracer.source_line import user_line
@@ -227,7 +225,7 @@ class Tape:
             return node
         origin = self.escapes.origin(tensor)
         if origin is not None:
-            obstacle = Obstacle(
+            raise Obstacle(
                 "uses a tensor made inside a module that runs its own code",
                 "The tensor left the module by another way than the module's result.",
                 "Return the tensor from the module.",
@@ -236,11 +234,20 @@ class Tape:
                 calls=origin[0],
                 hooks=origin[1],
             )
-            raise obstacle
         if self._earlier is not None and self._earlier.has_computed(tensor):
-            refuse_kept()
+            refuse(
+                "uses a tensor of an earlier call, kept in an attribute,",
+                "A capture would use the tensor of the first call for ever.",
+                "Keep it in a registered buffer, or pass it as an input.",
+                remedy=RUN_AGAIN,
+            )
         if tensor.requires_grad or isinstance(tensor, FakeTensor):
-            refuse_unknown(tensor)
+            refuse(
+                f"uses a tensor {TensorSpec.of(tensor)} of unknown origin",
+                "A capture knows only the inputs, the registered parameters and buffers, and tensors computed from "
+                "these.",
+                "Register it as a parameter or buffer, or detach it.",
+            )
         key = f"constant.{len(self.constants)}"
         self.constants[key] = tensor
         with self.graph.inserting_before(self._first_call()):
@@ -256,7 +263,15 @@ class Tape:
         """
         node = self.node_of(tensor)
         if node.meta["requires_grad"] != tensor.requires_grad:
-            refuse_other_history(tensor, self.calls() or ("",))
+            has_one = "has a history" if tensor.requires_grad else "has no history"
+            raise Obstacle(
+                f"uses a tensor {TensorSpec.of(tensor)} that {has_one} which no recorded call explains",
+                "A graph must have the same gradients as the model's own run.",
+                "Call custom Functions by their `apply`, inside a module of their own.",
+                remedy=RUN_AGAIN,
+                place=user_line(),
+                calls=self.calls() or ("",),
+            )
         return node
 
     def has_computed(self, tensor: torch.Tensor) -> bool:
