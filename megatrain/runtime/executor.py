@@ -110,7 +110,7 @@ class Executor:
     def places_there(self) -> Mapping[int, Bytes]:
         """The bytes of the arena of each block that the device updates, by the identity of its image."""
         there = self.schedule.device_updates
-        loads = [one for one in self.schedule.instructions.all if one.op.what == "W" and one.op.block in there]
+        loads = [one for one in self._operations.instructions.all if one.op.what == "W" and one.op.block in there]
         return {id(self.loaded.images[one.op.block]): one.state for one in loads if one.state is not None}
 
     @checked()

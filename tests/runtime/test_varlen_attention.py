@@ -14,7 +14,7 @@ from torch.nn.attention.varlen import varlen_attn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import megatrain
-from megatrain.passes.measuring.kernels import kernel_flops, private_bytes
+from megatrain.passes.kernels import kernel_flops, private_bytes
 from tests import varlen
 from tests.attention import EAGER_TO_KEEP
 from tests.comparing import assert_same
