@@ -18,8 +18,9 @@ from megatrain.passes.canonicalize import copied_graph, template_key
 from megatrain.passes.exact_fakes import exact_fakes
 from megatrain.passes.interpret import Code, opaque_calls
 from megatrain.passes.kept_results import kept_cost, may_be_worth
+from megatrain.passes.fused import fused_kernels
 from megatrain.passes.kernels import is_of_flash_attn
-from megatrain.passes.measured_runs import Workspace, measure_backward, measure_forward
+from megatrain.passes.measured_runs import Workspace, fixed_work_obstacle, measure_backward, measure_forward
 from megatrain.passes.program import Program, Template, TemplateCost
 from megatrain.passes.rewrites.tiled_region import without_results
 from megatrain.torch_private import pytree
@@ -51,10 +52,15 @@ class KnownCosts:
         needs: Sequence[Needs],
         device: torch.device,
         measured: Callable[[], TemplateCost],
+        *,
+        fuses: bool = False,
     ) -> TemplateCost:
-        """Returns the cost of a template, for its uses: which of its inputs and state need a gradient in each."""
+        """Returns the cost of a template, for its uses: which of its inputs and state need a gradient in each.
+
+        With `fuses`, its kernels count as a compiler makes them.
+        """
         histories = tuple(node.meta.get("has_history") for node in template.graph.nodes)
-        key = template_key(template), histories, tuple(needs), device
+        key = template_key(template), histories, tuple(needs), device, fuses
         if key not in self._known:
             self._known[key] = template, measured()
             if len(self._known) > MOST:
@@ -62,28 +68,35 @@ class KnownCosts:
         return self._known[key][1]
 
 
-def measure(program: Program, costs: KnownCosts | None = None) -> Program:
-    """Returns `program` with the cost of every template filled in, also in `costs`; allocates nothing."""
+def measure(program: Program, costs: KnownCosts | None = None, *, fuses: bool = False) -> Program:
+    """Returns `program` with the cost of every template filled in; allocates nothing.
+
+    Args:
+        fuses: Whether kernels count as a compiler makes them, which fuses chains of element-wise calls. Bytes of memory
+            are still those of eager's kernels.
+    """
     costs = KnownCosts() if costs is None else costs
     needs: dict[str, list[Needs]] = {}
     for block in program.blocks:
         needs.setdefault(block.template, []).append(program.needs_gradients(block))
     templates = {
-        name: dataclasses.replace(template, cost=_cost(template, list(dict.fromkeys(needs[name])), program, costs))
+        name: dataclasses.replace(
+            template, cost=_cost(template, list(dict.fromkeys(needs[name])), program, costs, fuses=fuses)
+        )
         for name, template in program.templates.items()
     }
     return dataclasses.replace(program, templates=templates)
 
 
-def _cost(template: Template, needs: list[Needs], program: Program, costs: KnownCosts) -> TemplateCost:
+def _cost(template: Template, needs: list[Needs], program: Program, costs: KnownCosts, *, fuses: bool) -> TemplateCost:
     if opaque_calls(template.graph):
         return _upper_bound(template, "a module runs its own code")
     if _has_unknown_shapes(template.graph):
         return _upper_bound(template, "a shape depends on values")
     try:
         with Interrupts():  # an error that leaves a dispatch mode called from C++ ends the process
-            measured = partial(_measured, template, needs, program)
-            return costs.of(template, needs, program.device, measured)
+            measured = partial(_measured, template, needs, program, fuses=fuses)
+            return costs.of(template, needs, program.device, measured, fuses=fuses)
     except LowerError:
         raise
     except Exception as error:  # the bound is right for any failure, and printed with it
@@ -93,7 +106,7 @@ def _cost(template: Template, needs: list[Needs], program: Program, costs: Known
         return _upper_bound(template, f"it doesn't run without values: {type(error).__name__}: {told}")
 
 
-def _measured(template: Template, needs: list[Needs], program: Program) -> TemplateCost:
+def _measured(template: Template, needs: list[Needs], program: Program, *, fuses: bool = False) -> TemplateCost:
     """Measures bytes where all gradients are needed that some block needs, and kernels for each of the `needs`."""
     device, all_needs = program.device, tuple(map(any, zip(*needs, strict=True)))
     code = Code(_to_measure(template.graph, device))
@@ -127,7 +140,7 @@ def _measured(template: Template, needs: list[Needs], program: Program) -> Templ
         backward = tuple(Kernels(rate, 2 * flops, 2 * nbytes, 2 * count) for rate, flops, nbytes, count in forward)
     held_parts = [template.state[index].spec.device_bytes for index in held]
     parts = tuple(sorted((*saved, *held_parts), reverse=True))
-    return TemplateCost(
+    cost = TemplateCost(
         sum(parts),
         in_forward.nbytes,
         in_backward.nbytes,
@@ -139,6 +152,21 @@ def _measured(template: Template, needs: list[Needs], program: Program) -> Templ
         workspace_parts=(in_forward.parts, in_backward.parts),
         results=results,
     )
+    is_eager = not fuses or not runs_backward or fixed_work_obstacle(dataclasses.replace(template, cost=cost))
+    return cost if is_eager else _fused(cost, template, needs, program)
+
+
+def _fused(cost: TemplateCost, template: Template, needs: list[Needs], program: Program) -> TemplateCost:
+    """The same with the kernels that a compiler makes."""
+    all_needs = tuple(map(any, zip(*needs, strict=True)))
+    each = list(dict.fromkeys([all_needs, *needs]))
+    code = Code(_to_measure(template.graph, program.device))
+    with exact_fakes():
+        arguments = [port.spec.empty(program.device) for port in (*template.inputs, *template.state)]
+        forward, backwards = fused_kernels(code, [_leaves(arguments, one) for one in each], program.device)
+        found = dict(zip(each, backwards, strict=True))
+    others = tuple((one, works) for one, works in found.items() if one != all_needs)
+    return dataclasses.replace(cost, forward=forward, backward=found[all_needs], backwards=others)
 
 
 def _repeated(graph: fx.Graph, device: torch.device) -> Code | None:

@@ -170,13 +170,17 @@ def lowered_with(
     passes: Sequence[Pass] | None = None,
     after_pass: AfterPass | None,
     alignment: int | None,
+    fuses: bool = False,
 ) -> Program:
-    """Does what `lower` does; of templates whose costs are known nothing is measured, and others are added to them."""
+    """Does what `lower` does; of templates whose costs are known nothing is measured, and others are added to them.
+
+    With `fuses`, kernels count as a compiler makes them; see `measure`.
+    """
     limit = None if block_bytes is None else parse_bytes(block_bytes)
     alignment = find(traced.device).alignment if alignment is None else alignment
     if passes is None:
         splits = () if limit is None else (partial(split_state, limit=limit, alignment=alignment),)
-        of_program = lift_state, dedup, partial(measure, costs=costs)
+        of_program = lift_state, dedup, partial(measure, costs=costs, fuses=fuses)
         passes = (canonicalize, *rewrites, *splits, partial(partition, block_bytes=limit), *of_program)
     elif rewrites or limit is not None:
         raise OptionError(

@@ -38,6 +38,11 @@ class StepLimits(Limits):
     overlap: bool = True
     loss: Loss | None = None
 
+    @property
+    def may_compile(self) -> bool:
+        """Whether a compiler makes kernels for the device, or for a card that isn't there."""
+        return not self.has_device or self.device.has_inductor
+
 
 @dataclass(frozen=True, slots=True)
 class Asked:

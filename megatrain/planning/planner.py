@@ -150,7 +150,8 @@ class Planner:
 
     def _captured(self, limits: StepLimits, sizes: Mapping[str, int]) -> _Capture:
         given = tuple(map(id, (limits.loss, *limits.passes)))
-        asked = limits.precision, limits.block_bytes, limits.chunking, limits.device.alignment
+        fuses = limits.kernels == "inductor"
+        asked = limits.precision, limits.block_bytes, limits.chunking, limits.device.alignment, fuses
         key = (*sorted(sizes.items()), *asked, given)
         if key not in self._captures:
             self._captures[key] = self._capture(limits, sizes)

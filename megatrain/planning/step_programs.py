@@ -200,6 +200,7 @@ def lowered(
             rewrites=rewrites,
             after_pass=after_pass,
             alignment=limits.device.alignment,
+            fuses=limits.kernels == "inductor",
         )
 
 
