@@ -15,10 +15,9 @@ from megatrain.errors import LowerError
 from megatrain.hardware.work import Kernels
 from megatrain.interrupts import Interrupts
 from megatrain.passes.canonicalize import copied_graph, template_key
-from megatrain.passes.exact_fakes import exact_fakes
-from megatrain.passes.interpret import Code, opaque_calls
-from megatrain.passes.kept_results import kept_cost, may_be_worth
 from megatrain.passes.fused import fused_kernels
+from megatrain.passes.interpret import Code, exact_fakes, opaque_calls
+from megatrain.passes.kept_results import kept_cost, may_be_worth
 from megatrain.passes.kernels import is_of_flash_attn
 from megatrain.passes.measured_runs import Workspace, fixed_work_obstacle, measure_backward, measure_forward
 from megatrain.passes.program import Program, Template, TemplateCost

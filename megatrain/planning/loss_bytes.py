@@ -21,7 +21,7 @@ from torch import nn
 
 from megatrain.device import Device
 from megatrain.interrupts import Interrupts
-from megatrain.passes.exact_fakes import exact_fakes
+from megatrain.passes.interpret import exact_fakes
 from megatrain.passes.kernels import LiveBytes
 from megatrain.passes.program import Program
 from megatrain.runtime.random_calls import kept_generators

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import megatrain
-from megatrain.passes.exact_fakes import ExactFakes, exact_fakes
+from megatrain.passes.interpret import ExactFakes, exact_fakes
 from megatrain.passes.pipeline import Rewrite, lower
 from megatrain.passes.program import TemplateCost
 from megatrain.passes.rewrites import parts

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatrain.passes.exact_fakes import exact_fakes
+from megatrain.passes.interpret import exact_fakes
 from tests.simulated_device.simulator import Simulator
 from tests.simulated_runs.on_device import DEVICE
 from tests.stand_in_triton import JITFunction, Scaled, Scaling, assert_bits_of_eager, in_layers, stand_in_triton

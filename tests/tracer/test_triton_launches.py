@@ -15,7 +15,7 @@ from torch import nn
 
 import megatrain
 from megatrain.errors import OpaqueModelWarning, TraceError
-from megatrain.passes.exact_fakes import exact_fakes
+from megatrain.passes.interpret import exact_fakes
 from megatrain.passes.rewrites.tile_tokens import tile_tokens
 from megatrain.tracer.calls import call_text
 from megatrain.tracer.recording.unseen_kernels import kernels_need_values

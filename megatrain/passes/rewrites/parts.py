@@ -11,7 +11,7 @@ from torch.autograd.function import once_differentiable
 from torch.autograd.graph import saved_tensors_hooks
 
 from megatrain.device import find
-from megatrain.passes.exact_fakes import ExactFakes
+from megatrain.passes.interpret import ExactFakes
 from megatrain.torch_private import FakeTensor
 from megatrain.tracer.spec import TensorSpec
 

@@ -13,7 +13,7 @@ from torch import fx
 from megatrain.interrupts import Interrupts
 from megatrain.passes.call_trial import Site, called, followed, marked
 from megatrain.passes.canonicalize import frozen
-from megatrain.passes.exact_fakes import exact_fakes
+from megatrain.passes.interpret import exact_fakes
 from megatrain.torch_private import TorchDispatchMode, pytree
 from megatrain.tracer.calls import target_name
 
