@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import threading
 from collections import OrderedDict
 from dataclasses import dataclass, fields
 from typing import Any
@@ -199,35 +198,12 @@ def test_autocast_around_the_forward_alone() -> None:
     assert_parity_of(seeded(Trunk), drive)
 
 
-def test_forward_and_backward_on_different_threads() -> None:
-    def drive(call, model):
-        losses = [call(batch(rows))[0].square().sum() for rows in (5, 3)]
-        for loss in losses:
-            thread = threading.Thread(target=loss.backward)
-            thread.start()
-            thread.join()
-
-    assert_parity_of(seeded(Trunk), drive)
-
-
 def both(name: str = "gpt_loss", **options: Any) -> tuple[Any, Any, Any, Any]:
     """An eager model, its compiled copy, and their inputs."""
     model, args, kwargs = MODELS[name]()
     options = {"device": "cpu", "transfer": "copy", "activations": "recompute", **options}
     streamed = copy.deepcopy(model)
     return model, megatrain.compile(streamed, **options), args, kwargs
-
-
-def test_other_shapes_compile_variants_over_the_same_weights() -> None:
-    eager, compiled, _, _ = both()
-    for length in (8, 5, 8, 12):
-        ids = torch.randint(0, 32, (2, length), generator=torch.Generator().manual_seed(length))
-        for call in (eager, compiled):
-            torch.manual_seed(length)
-            call(ids, targets=ids)[1].backward()
-        assert compiled.traced.inputs[0].meta["spec"].shape == (2, length)
-    assert_same_state(eager, compiled)
-    assert len(list(compiled.megatrain._variants)) == 3
 
 
 class Hands(torch.autograd.Function):
@@ -278,24 +254,6 @@ def test_inference_mode() -> None:
                 results[-1].backward()
         assert torch.equal(*results)
     assert_same_state(eager, compiled)
-
-
-def test_calls_from_several_threads_take_turns() -> None:
-    _, compiled, args, kwargs = both()
-    failures: list[BaseException] = []
-
-    def work() -> None:
-        try:
-            compiled(*args, **kwargs)[1].backward()
-        except BaseException as error:
-            failures.append(error)
-
-    threads = [threading.Thread(target=work) for _ in range(6)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert failures == []
 
 
 @dataclass

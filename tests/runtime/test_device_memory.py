@@ -21,7 +21,7 @@ from megatrain.errors import DeviceMemoryWarning, OptionError
 from megatrain.memory.device_budget import DeviceBudget
 from megatrain.memory.host_limits import available_bytes
 from megatrain.runtime.engine import Engine
-from megatrain.runtime.stores.device_memory import LEAST_BYTES, Meter, Segments, fitting, held_sizes, segment_sizes
+from megatrain.runtime.stores.device_memory import LEAST_BYTES, Segments, fitting, held_sizes, segment_sizes
 from megatrain.runtime.stores.host_store import HostStore
 from megatrain.scheduler.lifetimes import find_peak
 from megatrain.scheduler.schedule import Schedule
@@ -49,19 +49,6 @@ def test_an_arena_grows_and_shrinks_only_when_it_must(needed: int, scheduled: in
     assert engine.arena.nbytes == engine.meter.current == expected
     if expected == 100:
         assert engine.arena.slot(0, 100).data_ptr() == before
-
-
-def test_a_meter_counts_each_storage_once():
-    meter = Meter()
-    base = torch.empty(1000, dtype=torch.uint8)
-    meter.hold("a", [base[:10], base[500:].view(torch.int32)])
-    assert meter.current == 1000
-    meter.hold("b", [base])
-    assert meter.current == 1000
-    meter.release("a")
-    assert meter.current == 1000
-    meter.release("b")
-    assert (meter.current, meter.peak) == (0, 1000)
 
 
 class Wide(Toy):
@@ -269,12 +256,6 @@ def test_segments_are_made_once_and_stay_for_smaller_steps():
     assert (card.num_emptied, card.taken) == (1, [5, 4])
     segments.make([8, 2])
     assert (card.num_emptied, card.taken) == (2, [8, 2])
-
-
-def test_a_card_with_too_little_memory_gets_as_many_as_fit():
-    card = Noting(capacity=8)
-    Segments(card).make([5, 4, 1])
-    assert card.taken == [5]
 
 
 class Layers(nn.Module):

@@ -120,21 +120,6 @@ def drawing(activations: str) -> megatrain.CompiledModule:
     return megatrain.compile(Drawing(), device="cpu", transfer="copy", activations=activations)
 
 
-@pytest.mark.usefixtures("hidden_draws")
-def test_a_block_that_would_be_recomputed_is_refused_ahead():
-    with pytest.raises(megatrain.ExecuteError, match=r"block 0 layers\.0\S*, which is recomputed, has an RNN with dro"):
-        drawing("recompute")(torch.ones(2, 4))
-
-
-@pytest.mark.usefixtures("hidden_draws")
-def test_several_micro_batches_are_refused():
-    model = drawing("keep")
-    step = megatrain.TrainStep(model, torch.optim.SGD(model.parameters(), 0.1), loss=lambda result, batch: result)
-    step([torch.ones(2, 4)])
-    with pytest.raises(megatrain.DrawsError, match="an RNN with dropout, whose random numbers come from a state insi"):
-        step([torch.ones(2, 4), torch.ones(2, 4)])
-
-
 def taken(step: megatrain.TrainStep, number: int) -> None:
     torch.manual_seed(number)
     step([torch.full((2, 4), 1.0 + number)])

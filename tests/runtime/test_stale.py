@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import math
-import operator
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from enum import Enum
@@ -222,12 +221,6 @@ def test_a_change_between_two_calls_is_seen(sides: SideBySide, turn: int) -> Non
         assert sides.count <= before + 1, what
 
 
-def test_functions_written_in_c_may_stand_in_attributes() -> None:
-    module: Any = nn.Linear(2, 2)
-    module.functions = [torch.relu, torch._C._nn.gelu, abs, operator.neg, str.join, type]  # pyright: ignore[reportAttributeAccessIssue]
-    assert torch.equal(megatrain.compile(module, device="cpu")(torch.ones(1, 2)), module(torch.ones(1, 2)))
-
-
 def test_what_the_forward_does_not_read_makes_no_other_capture(sides: SideBySide) -> None:
     sides.check()
     sides.change(lambda m: setattr(m, "unread", 2))
@@ -242,16 +235,6 @@ def test_what_the_forward_does_not_read_makes_no_other_capture(sides: SideBySide
     sides.change(lambda m: m.weights.append(9.0))
     sides.check()
     assert sides.count == 2
-
-
-def test_a_module_of_the_same_shape_shares_the_program(sides: SideBySide) -> None:
-    sides.check()
-    program = sides.compiled.program
-    sides.change(lambda m: setattr(m, "tied", nn.Linear(4, 4).requires_grad_(True)))
-    sides.streamed.tied.load_state_dict(sides.eager.tied.state_dict())
-    sides.check()
-    assert sides.count == 2
-    assert sides.compiled.program is program
 
 
 GLOBALS: tuple[Callable[[], Any], ...] = (

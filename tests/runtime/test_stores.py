@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import itertools
 from types import SimpleNamespace
 from typing import Any
 
 import psutil
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from torch import nn
 
 from megatrain.device import HOST, Cpu
@@ -19,7 +16,6 @@ from megatrain.memory.bus import Bus
 from megatrain.runtime.stores import offload_buffers as buffer_copies
 from megatrain.runtime.stores.host_store import BlockImage, HostStore, image
 from megatrain.runtime.stores.offload_buffers import BufferCopies, OffloadPool
-from megatrain.sizes import aligned
 from megatrain.tracer.spec import TensorSpec
 from tests.extending.test_device import Toy
 from tests.runtime.strict_toy import StrictToy
@@ -66,60 +62,6 @@ def test_dense_strides_are_kept_and_others_become_contiguous():
             assert torch.equal(tensor, expected[key])
             assert (tensor.stride() == strides[key]) == dense
             assert dense or tensor.is_contiguous()
-
-
-def test_parameters_become_views_and_stay_the_same_objects():
-    model = nn.Sequential(nn.Linear(7, 5), nn.BatchNorm1d(5))
-    before = {key: value.clone() for key, value in model.state_dict().items()}
-    state = dict(itertools.chain(model.named_parameters(), model.named_buffers()))
-    identities = {key: id(tensor) for key, tensor in state.items()}
-    store, (layout,) = store_of(state)
-    after = dict(itertools.chain(model.named_parameters(), model.named_buffers()))
-    assert {key: id(tensor) for key, tensor in after.items()} == identities
-    for key, tensor in after.items():
-        assert torch.equal(tensor, before[key])
-        assert isinstance(tensor, nn.Parameter) == tensor.requires_grad
-        assert tensor.data_ptr() % 64 == 0
-    places = sorted(
-        (t.data_ptr(), t.untyped_storage().data_ptr(), t.untyped_storage().nbytes()) for t in after.values()
-    )
-    assert all(start == storage for start, storage, _ in places), "each has a storage of its own"
-    assert places[-1][0] + places[-1][2] - places[0][0] <= store.nbytes, "all lie in one arena"
-    assert store.nbytes == layout.nbytes
-
-
-@given(st.data())
-def test_any_layout_is_prefetched_right(data: st.DataObject):
-    tensors = {f"t{i}": torch.randn(data.draw(st.integers(0, 40))) for i in range(6)}
-    keys = st.lists(st.sampled_from(sorted(tensors)), unique=True, max_size=6)
-    blocks = [{k: tensors[k] for k in data.draw(keys)} for _ in range(4)]
-    expected = {key: tensor.clone() for key, tensor in tensors.items()}
-    store, images = store_of(*blocks[:2])
-    later = [image_of(block) for block in blocks[2:]]
-    store.extend(later, tensors)
-    for layout in (*images, *later):
-        for found in (prefetched(store, layout), store.bound(layout)):
-            for entry, tensor in zip(layout.entries, found, strict=True):
-                assert torch.equal(tensor, expected[entry.key])
-    used = {key for block in blocks for key in block}
-    assert store.nbytes == sum(aligned(expected[key].nbytes) for key in used)
-
-
-def test_refresh_takes_in_new_memory_and_new_objects():
-    parameter = nn.Parameter(torch.zeros(4))
-    model = nn.Module()
-    model.p = parameter
-    store, (layout,) = store_of({"p": parameter})
-    home = parameter.data_ptr()
-    parameter.data = torch.full((4,), 2.0)
-    store.refresh()
-    assert parameter.data_ptr() == home
-    assert store.bound(layout)[0].tolist() == [2.0] * 4
-    model.load_state_dict({"p": torch.full((4,), 5.0)}, assign=True)
-    assert model.p is not parameter
-    store.refresh({"p": model.p, "unknown": torch.ones(1)})
-    assert model.p.data_ptr() == home
-    assert store.bound(layout)[0].tolist() == [5.0] * 4
 
 
 def test_refresh_refuses_another_shape_or_dtype():

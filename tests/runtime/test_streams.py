@@ -58,21 +58,6 @@ def test_a_failure_anywhere_surfaces_once_and_leaves_the_set_usable(label: str):
     broken.close()
 
 
-def test_waiting_for_what_was_never_submitted_is_an_error(streams: StreamSet):
-    with pytest.raises(ExecuteError, match=r"compute:F0 waits for W7, which no operation"), streams.step():
-        issue(streams, "compute", "F0", nothing, (Event("W7"),))
-    with pytest.raises(ExecuteError, match=r"d2h:G0 waits for F7, which no operation"), streams.step():
-        issue(streams, "d2h", "G0", nothing, (Event("F7"),))
-
-    def body() -> None:
-        w = issue(streams, "h2d", "W0", nothing, (Event("F7"),))
-        a = issue(streams, "d2h", "A0", nothing, (w,))
-        issue(streams, "compute", "F0", nothing, (a,))
-
-    with pytest.raises(ExecuteError, match=r"waits for F7"):
-        run_step(streams, body)
-
-
 def test_a_circle_of_waits_is_an_error(streams: StreamSet):
     for _ in range(5):
         one, two = Event("W1"), Event("G1")

@@ -10,7 +10,6 @@ import weakref
 from pathlib import Path
 from typing import Any
 
-import numpy
 import pytest
 import torch
 from torch import nn
@@ -24,23 +23,6 @@ from tests.runtime.parity import train
 from tests.runtime.saved import IDS, Partial, assert_holds, gpt, on_meta, partial_on_meta, save, save_sharded, state_of
 
 ROOT = Path(__file__).parent.parent.parent
-CALL = ((IDS, IDS), {})
-
-
-@pytest.mark.parametrize(("layout", "transfer"), [("folder", "copy"), ("index", "bind"), ("list", "copy")])
-def test_a_model_on_meta_trains_as_the_same_model_with_weights(tmp_path: Path, layout: str, transfer: str):
-    reference = gpt()
-    index = save_sharded(tmp_path, state_of(reference))
-    weights = {"index": index, "list": sorted(tmp_path.glob("*.safetensors"))}.get(layout, tmp_path)
-    if layout == "folder":
-        index.unlink()
-    model = on_meta()
-    identities = [id(p) for p in model.parameters()]
-    compiled = megatrain.compile(model, device="cpu", transfer=transfer, weights=weights)
-    expected, found = train(reference, reference, *CALL), train(compiled, model, *CALL)
-    assert_same(expected, found)
-    assert [id(p) for p in model.parameters()] == identities
-    assert model.head.weight is model.embed.weight
 
 
 def hugging_face(folder: Path) -> tuple[nn.Module, nn.Module]:
@@ -136,22 +118,6 @@ def test_what_the_user_changed_before_loading_is_not_undone(tmp_path: Path, chan
     with pytest.raises(WeightsError, match=r"`positions.weight`.* changed after compile"):
         compiled(IDS)
     assert_holds(model, before)
-
-
-def test_tensors_that_are_there_already_are_replaced_and_freed(tmp_path: Path):
-    state = state_of(gpt(1))
-    model = on_meta()
-    array = numpy.ones((16, 16), dtype=numpy.float32)
-    old = weakref.ref(array)
-    model.positions.weight = nn.Parameter(torch.from_numpy(array))
-    del array
-    kept = model.positions.weight
-    compiled = megatrain.compile(model, device="cpu", weights=save(tmp_path / "a.safetensors", state))
-    assert old() is not None
-    compiled(IDS)
-    assert old() is None
-    assert model.positions.weight is kept
-    assert_holds(model, state)
 
 
 def test_a_parameter_that_cannot_stay_the_same_object_is_refused_early(tmp_path: Path):

@@ -13,7 +13,6 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-import megatrain
 from megatrain.saving import load, save
 from tests.models import MODELS
 from tests.saving.training import Tied, adamw, known, refusal, same, save_trained, state_of, trained
@@ -81,20 +80,6 @@ def test_transformers_loads_it(tmp_path: Path):
     assert not info["unexpected_keys"]
     assert same(dict(again.state_dict()), dict(model.state_dict()))
     assert again.lm_head.weight is again.model.embed_tokens.weight
-
-
-def test_compile_takes_it_as_weights(tmp_path: Path):
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(4, 4), nn.GELU(), nn.Linear(4, 4))
-    x = torch.randn(2, 4)
-    optimizer = torch.optim.AdamW(model.parameters())
-    model(x).sum().backward()
-    optimizer.step()
-    save(tmp_path / "run", state_of(model), optimizer=optimizer)
-    with torch.device("meta"):
-        fresh = nn.Sequential(nn.Linear(4, 4), nn.GELU(), nn.Linear(4, 4))
-    compiled = megatrain.compile(fresh, device="cpu", weights=tmp_path / "run")
-    assert torch.equal(compiled(x), model(x))
 
 
 # -- ties --------------------------------------------------------------------------------------------------------
@@ -283,20 +268,6 @@ def test_a_damaged_tensor_is_named_when_it_is_read(tmp_path: Path):
     )[0]
     assert text.startswith(f"`{last}` in `{file}` is damaged: its bytes differ from the saved ones.")
     assert f"`{last}` in `{file}` is damaged" in refusal(checkpoint.check)
-
-
-@pytest.mark.parametrize("cut", [1, 60])
-def test_all_cut_and_missing_files_are_in_one_error(tmp_path: Path, cut: int):
-    save_trained(tmp_path / "run", shard_bytes=200)
-    first, second, *_ = sorted((tmp_path / "run").glob("model-*.safetensors"))
-    first.write_bytes(first.read_bytes()[:-cut])
-    second.unlink()
-    (tmp_path / "run/training/extra").write_text("")  # what nobody saved is nobody's business
-    text = refusal(lambda: load(tmp_path / "run"))
-    assert "is damaged in 2 places." in text
-    assert f"\n  `{first}` has " in text
-    assert f"\n  `{second}` can't be read: No such file or directory" in text
-    assert "`frozen`" in text
 
 
 def test_what_is_no_checkpoint_and_another_schema(tmp_path: Path):
