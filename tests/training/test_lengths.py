@@ -31,8 +31,7 @@ from transformers import (
 
 import megatrain
 from megatrain.errors import OptionError, TraceError
-from megatrain.planning import plan_step
-from tests.comparing import assert_same, difference
+from tests.comparing import assert_same
 from tests.draws import draws
 from tests.nightly import nightly
 
@@ -454,13 +453,6 @@ def test_a_model_that_notices_padding_is_refused_by_name(layer: nn.Module, reaso
     assert not num_captures(streamed), "nothing was captured"
 
 
-def test_a_causal_convolution_is_not_refused() -> None:
-    layer = nn.Sequential(nn.ConstantPad1d((2, 0), 0.0), nn.Conv1d(16, 16, 3))
-    model = Mixing(layer)
-    streamed = compiled(model)
-    assert_same(model(**plain(0, (5, 5))), streamed(**plain(0, (5, 5))), "loss", tolerance=ROUNDED)
-
-
 class Takes(nn.Module):
     """Takes any arguments."""
 
@@ -489,18 +481,6 @@ IDS = torch.ones(2, 5, dtype=torch.long)
 def test_what_is_not_understood_is_refused_by_name(batch: Any, reason: str) -> None:
     with pytest.raises(TraceError, match=reason):
         compiled(Takes())(**batch)
-
-
-def test_an_argument_without_tokens_stays_as_it_is_whatever_its_size() -> None:
-    """A picture of another size than the tokens' number may have that size later."""
-    model = Takes()
-    streamed = compiled(model)
-    for size in (5, 9):
-        batch = {"input_ids": IDS[:, :size], "pictures": torch.ones(2, 3, 9 if size == 5 else size)}
-        assert_same(model(**batch), streamed(**batch), "result")
-    assert_same(
-        model(torch.ones(2, 9).long()), streamed(torch.ones(2, 9).long(), pictures=torch.ones(2, 3, 9)), "later"
-    )
 
 
 def test_positions_that_are_counted_are_refused_and_bounds_are_not_passed() -> None:
@@ -539,42 +519,9 @@ def test_wrong_numbers_and_several_processes_are_refused() -> None:
         torch.distributed.destroy_process_group()
 
 
-def test_without_the_option_nothing_is_padded() -> None:
-    streamed = compiled(llama(), lengths=None)
-    assert streamed.megatrain.lengths is None
-    batch = ragged(0, (5, 3))
-    assert difference(llama()(**batch).logits, streamed(**batch).logits) is None
-
-
 @pytest.mark.parametrize("kind", list(KINDS))
 def test_padding_is_what_a_collator_would_make(kind: str) -> None:
     """Positions of a flattened row start over in its padding; nothing but padding is added."""
     batch = cast(Any, KINDS[kind])(0, (4, 7))
     padded = compiled(llama()).megatrain.padded(arguments_of(compiled(llama()), batch)).arguments
     assert_same(by_hand(batch), dict(zip(padded.names, padded.tensors, strict=True)), kind)
-
-
-class Seeing(nn.Module):
-    """Tokens of 63 stand for parts of pictures, and there must be as many of them."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.embed, self.see, self.body = nn.Embedding(64, 32), nn.Linear(12, 32), llama()
-
-    def forward(self, input_ids: torch.Tensor, pixel_values: torch.Tensor, labels: torch.Tensor) -> Any:
-        is_part, x = (input_ids == 63)[..., None].expand(-1, -1, 32), self.embed(input_ids)
-        x = x.masked_scatter(is_part, self.see(pixel_values.flatten(0, 1)))
-        return self.body(inputs_embeds=x, labels=labels)
-
-
-def test_pictures_stay_as_they_are() -> None:
-    model = Seeing()
-    streamed = compiled(model)
-    for size in (6, 11):
-        batch = plain(0, (size, size))
-        batch["input_ids"][:, 1:4] = 63
-        batch["pixel_values"] = torch.randn(2, 3, 12)
-        step = model(**batch), streamed(**batch)
-        assert_same([step[0].loss, step[0].logits], [step[1].loss, step[1].logits], "result", tolerance=ROUNDED)
-    assert num_captures(streamed) == 2

@@ -15,8 +15,8 @@ from megatrain.runtime.streams.stream_set import Chaos
 from megatrain.scheduler.step_kind import StepKind
 from tests.comparing import assert_same, snapshot
 from tests.training.hazards import TRAP
-from tests.training.parity import MODES, TASKS, SideBySide, adamw, fresh, loop_gradients, loop_step, sgd
-from tests.training.test_failures import Run, batches, tokens
+from tests.training.parity import TASKS, SideBySide, adamw, fresh, loop_gradients, loop_step, sgd
+from tests.training.test_failures import batches
 
 PLACES = {"layers.0.fc.weight": 0, "layers.1.norm.bias": 1, "head.weight": None}
 
@@ -188,39 +188,6 @@ def test_gradients_wait_no_longer_than_without_a_norm() -> None:
         return [found[tick] for tick in sorted(found)]
 
     assert rows(reported) == rows(plain)
-
-
-def test_hooks_on_a_step_make_the_updates_wait_for_the_norm() -> None:
-    """They may change gradients, after the loop has taken its norm."""
-    sides = SideBySide.of("stack", adamw, report_norm=True)
-
-    def change(optimizer: Any, *_: Any) -> None:
-        for group in optimizer.param_groups:
-            for parameter in group["params"]:
-                parameter.grad.mul_(0.5)
-
-    for optimizer in (sides.eager_optimizer, sides.optimizer):
-        optimizer.register_step_pre_hook(change)
-    for number in range(2):
-        take(sides, number, TASKS["stack"].batch(number, 2))
-    sides.assert_same()
-    assert (sides.step.schedule.kind.updates, sides.step.schedule.kind.clip) == ("serial", True)
-
-
-def test_a_failure_of_any_operation_leaves_a_whole_norm(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(MODES, "reported", {"report_norm": True})
-    run = Run("reported")
-    run.sides.max_norm = math.inf
-    engine, completed = run.sides.compiled.megatrain.engine, []
-    for token in [*tokens(run.sides.step.schedule)[::4], "host:N"]:
-        engine.set_chaos(Chaos(fail=token, max_delay_s=0))
-        if run.fail((ExecuteError, RuntimeError), token, heal=lambda: engine.set_chaos(None)):
-            completed.append(token)
-            assert run.sides.step.progress.grad_norm is not None
-        take(run.sides, run.number, batches(run.number))
-        run.number += 1
-    run.sides.assert_same()
-    assert "host:N" in completed
 
 
 @pytest.mark.parametrize("other", [{"clip": True, "updates": "overlap"}, {"updates": "deferred"}, {"updates": "none"}])

@@ -186,17 +186,6 @@ def test_memory_that_lacks_between_two_sums_of_gradients_adds_none_twice(back: i
     run.go_on()
 
 
-def test_memory_that_always_lacks_behind_an_update_is_the_end_and_says_so():
-    run = Run("overlap")
-    with first_update() as fail:
-        TRAP.arm(("backward", 0), behind(fail), always=True)
-        with pytest.raises(DeviceMemoryError, match="It did again when the step was repeated") as caught:
-            run.sides.step(batches(2))
-    assert "the model is in the middle of a step: blocks [0" in "\n".join(caught.value.__notes__)
-    with pytest.raises(ExecuteError, match=r"the model is in the middle of a step: blocks \[0"):
-        run.sides.step(batches(2))
-
-
 # -- calls ---------------------------------------------------------------------------------------------------
 
 
@@ -208,20 +197,6 @@ def trained(model: Any, module: Any, args: Any, kwargs: Any, healed: Callable[[]
     found = [out.detach(), *(p.grad.clone() for p in model.parameters() if p.grad is not None), torch.get_rng_state()]
     model.zero_grad()
     return found
-
-
-def test_calls_that_lack_memory_once_have_eagers_bits(lacking: Lacking):
-    model, args, kwargs = MODELS["gpt_loss"]()
-    model.train()
-    expected = trained(eager := copy.deepcopy(model), eager, args, kwargs)
-    compiled = megatrain.compile(model, device="cpu", memory="1MiB", activations="offload")
-    trained(model, compiled, args, kwargs)
-    for token in tokens(compiled.schedule):
-        lacking.arm(token)
-        with pytest.warns(DeviceMemoryWarning, match="the (call|backward) was repeated"):
-            found = trained(model, compiled, args, kwargs)
-        assert lacking.times == 0, token
-        assert_same(expected, found)
 
 
 @pytest.mark.parametrize("token", ["compute:F2", "compute:B2"])

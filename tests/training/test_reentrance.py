@@ -101,20 +101,6 @@ def test_what_would_wait_for_its_own_step_is_refused(site: str, tmp_path: Path) 
     sides.assert_same()
 
 
-def test_a_hook_of_a_backward_of_ones_own_may_call_the_model() -> None:
-    """It runs after the run, as in eager."""
-    sides = SideBySide.of("stack", sgd)
-    x, found = stack_batch(0, 2), []
-    for model in (sides.eager, sides.compiled):
-        weight = next(model.parameters())
-        handle = weight.register_hook(lambda _, model=model: found.append(model(x).detach().sum()))
-        try:
-            within(lambda model=model: model(x).sum().backward())
-        finally:
-            handle.remove()
-    assert_same(found[0], found[1])
-
-
 def test_another_model_may_be_used_in_a_hook_unless_that_leads_back() -> None:
     sides, other = SideBySide.of("hazardous", sgd), SideBySide.of("stack", sgd)
     teacher = megatrain.compile(other.eager, device="cpu", transfer="copy")

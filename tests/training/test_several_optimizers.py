@@ -11,13 +11,13 @@ import torch
 from torch import nn
 
 import megatrain
-from megatrain.errors import ExecuteError, OptimizerError, OptionError
+from megatrain.errors import OptimizerError, OptionError
 from megatrain.optim.per_parameter import register
 from megatrain.planning.host_plan import host_plan
 from tests.comparing import assert_same, snapshot
 from tests.training.hazards import TRAP
 from tests.training.parity import MODES, TASKS, TELLING_MODES, SideBySide, fresh, loop_step
-from tests.training.test_failures import Run, batches, failing
+from tests.training.test_failures import batches
 
 STEPS = 4
 Optimizers = list[torch.optim.Optimizer]
@@ -157,9 +157,6 @@ def looking(model: nn.Module, log: list[Any], *, changes: bool) -> Any:
     return hook
 
 
-# -- due updates -----------------------------------------------------------------------------------------------------
-
-
 # -- failures --------------------------------------------------------------------------------------------------------
 
 
@@ -188,24 +185,6 @@ def trapped(optimizer: torch.optim.Optimizer, found: Any) -> Any:
 def hazards(parameters: Sequence[Any]) -> Optimizers:
     matrices, others = split(parameters)
     return [First(matrices, lr=0.1, momentum=0.9), Second(others, lr=1e-2, amsgrad=True)]
-
-
-@pytest.mark.parametrize(
-    ("mode", "which", "more"),
-    [
-        ("overlap", "First", 0),
-        ("serial", "Second", 0),
-        ("spread", "Second", 0),
-        ("deferred", "First", -1),
-        ("serial", "First", 1),
-    ],
-)
-def test_an_update_that_fails_once(mode: str, which: str, more: int) -> None:
-    """Of the first block's, the first optimizer's leaves no trace of the step; the second comes after it."""
-    run = Run(mode, optimizer=over(hazards))
-    TRAP.arm(which, failing, after=len(run.sides.step.schedule.deferred) + more)
-    assert run.fail(ExecuteError, which) == (more > 0 or (which, more) == ("Second", 0))
-    run.go_on()
 
 
 # -- refusals --------------------------------------------------------------------------------------------------------

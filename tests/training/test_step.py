@@ -130,32 +130,6 @@ def test_a_timed_step_has_the_bits_of_a_step_and_the_order_of_its_table():
     assert_same(dict(models[0].state_dict()), dict(models[1].state_dict()))
 
 
-class Branch(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.more, self.last = (nn.Linear(8, 8) for _ in range(3))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = self.first(x)
-        if x.sum() > 0:
-            x = self.more(x)
-        return self.last(x)
-
-
-def test_an_attempt_that_failed_leaves_no_times():
-    """The branch is known in the middle of the step, which then begins anew with another table."""
-    model = Branch()
-    with torch.no_grad():
-        model.first.weight.copy_(torch.eye(8))
-    compiled = megatrain.compile(model, device="cpu", transfer="copy", block_bytes=1)
-    step = TrainStep(compiled, torch.optim.SGD(model.parameters(), lr=0.0), loss=lambda y, _: y.sum())
-    step(torch.ones(2, 8) * 9)
-    first = step.schedule
-    assert step.time(-9 * torch.ones(2, 8)).schedule == step.schedule
-    assert first.num_blocks == step.schedule.num_blocks + 1
-    assert step.measure(9 * torch.ones(2, 8)).num_blocks == first.num_blocks
-
-
 # -- reads: on an accelerator each waits -----------------------------------------------------------------------------
 
 
