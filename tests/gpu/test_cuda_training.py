@@ -21,9 +21,7 @@ NAMES = [
     "cnn",
     "torch_encoder",
     "llama_labels",
-    "qwen2_labels",
-    "gpt2_labels",
-    "bert_labels",
+    "qwen2",
     "t5_labels",
     "vit_labels",
 ]

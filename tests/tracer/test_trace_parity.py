@@ -14,16 +14,8 @@ from torch import nn
 from megatrain.passes.interpret import Code
 from megatrain.passes.pipeline import lower
 from megatrain.tracer.trace import trace
-from tests import captures
 from tests.models import MODELS, Stack
-from tests.runtime.test_parity import CONTAINED
 from tests.tracer.parity import assert_same_step, eager_step, graph_step
-
-
-@pytest.mark.parametrize("name", CONTAINED)
-def test_a_capture_equals_eager(name: str):
-    """All others are trained, compiled, in tests/runtime/test_parity.py."""
-    assert_same_step(graph_step(captures.traced(name), *MODELS[name]()), eager_step(*MODELS[name]()))
 
 
 @pytest.mark.parametrize("name", ["cnn", "torch_encoder", "t5_labels"])
