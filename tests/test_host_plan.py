@@ -120,33 +120,6 @@ def test_parts_of_parameters_count_as_their_wholes():
     check_figures(model, torch.optim.AdamW(model.parameters()), (ids,), {}, block_bytes=1024, memory="20KB")
 
 
-class Adapted(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.base = nn.Linear(32, 32).requires_grad_(False)
-        self.down, self.up = nn.Linear(32, 2, bias=False), nn.Linear(2, 32, bias=False)
-
-    def forward(self, x):
-        return self.base(x) + self.up(self.down(x))
-
-
-def adapted() -> nn.Module:
-    return nn.Sequential(*(Adapted() for _ in range(3)))
-
-
-def test_of_adapters_only_they_have_state_and_gradients():
-    model, x = adapted(), torch.randn(2, 32)
-    check_figures(model, torch.optim.AdamW(model.parameters()), (x,), {}, memory="20KB")
-    program = megatrain.lower(megatrain.trace(model, (x,)))
-    schedule = megatrain.schedule(program)
-    plan = host_plan(program, schedule, model, "AdamW")
-    trained = 3 * 2 * 32 * 2
-    assert plan.bytes_of("parameters") == 3 * (4 * 32 * 32 + 128) + 4 * trained
-    assert (plan.bytes_of("AdamW.exp_avg"), plan.bytes_of("gradients")) == (4 * trained, 4 * trained)
-    assert plan.bytes_of("slab") == 4 * trained // 3 == megatrain.schedule(program).landing_bytes
-    assert host_plan(program, schedule, model, on_host=True).bytes_of("slab") == 0
-
-
 def whole_step(model: nn.Module, *args: Any, **options: Any) -> tuple[Any, megatrain.Schedule]:
     program = megatrain.lower(megatrain.trace(model, args))
     return program, megatrain.schedule(program, outputs="release", **options)
@@ -163,19 +136,6 @@ def test_what_waits_and_what_is_parked_is_what_the_schedule_says(updates: str, c
     assert plan.bytes_of("slab") == 0, "gradients land where they wait"
     assert plan.bytes_of("gradients") + plan.bytes_of("parks") == schedule.host_bytes
     assert plan.bytes_of("parks") == (3 * 4 * 8 * 64 * 4 if transfer == "copy" else 0)
-
-
-def test_wholes_of_gradients_count_beside_their_parts_and_sums_do_not():
-    tied, ids = Gpt(), torch.randint(0, 32, (2, 8))
-    program, schedule = whole_step(tied, ids, updates="serial")
-    landing = sum(block.landing_bytes for block in schedule.known_workload().blocks)
-    assert host_plan(program, schedule, tied).bytes_of("gradients") == landing
-    stacked, ids = Stacked(), torch.randint(0, 40, (5,))
-    program = megatrain.lower(megatrain.trace(stacked, (ids,)), block_bytes=1024)
-    schedule = megatrain.schedule(program, updates="serial", outputs="release")
-    assert host_plan(program, schedule, stacked).bytes_of("gradients") == 2 * 4 * sum(
-        p.numel() for p in stacked.parameters()
-    )
 
 
 @pytest.mark.parametrize("step_options", [{"overlap": False}, {"max_grad_norm": 1.0}], ids=str)

@@ -122,19 +122,6 @@ def given_up_unseen() -> None:
     Capture.is_given_up = True
 
 
-def test_an_interrupt_ends_a_capture_as_usual(notes: list[str]):
-    graphs = CudaGraphs(torch.device("cuda", 0))
-    del notes[:]
-
-    def interrupted() -> None:
-        raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        graphs.record(interrupted)
-    assert notes == ["begin", "end"]
-    assert cuda_graphs._broken == []
-
-
 def test_memory_of_the_graphs_comes_from_a_recording(notes: list[str]):
     graphs = CudaGraphs(torch.device("cuda", 0))
     del notes[:]
@@ -164,13 +151,6 @@ def test_each_setting_that_chooses_kernels_makes_other_recordings(name: str):
     finally:
         setattr(place, attribute, now)
     assert kernel_settings() == before
-
-
-@pytest.mark.parametrize("which", ["preferred_blas_library", "preferred_linalg_library", "preferred_rocm_fa_library"])
-def test_the_library_of_products_does_so(which: str, monkeypatch: pytest.MonkeyPatch):
-    before = kernel_settings()
-    monkeypatch.setattr(torch.backends.cuda, which, lambda: "another")
-    assert kernel_settings() != before
 
 
 def test_the_order_of_attentions_kernels_and_kernels_in_python_do_so(monkeypatch: pytest.MonkeyPatch):

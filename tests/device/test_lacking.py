@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import megatrain
-from megatrain.device import Accelerator, Cuda, find, register, unregister
+from megatrain.device import Accelerator, find, register, unregister
 from megatrain.errors import OptionError
 from megatrain.finetune.demo import demonstrate
 from megatrain.saving import generators_now
@@ -102,12 +102,6 @@ def whole(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimpleNamespace]:
     unregister("xpu")
 
 
-def test_an_accelerator_with_everything_is_the_default(whole: SimpleNamespace):
-    assert isinstance(find(None), Whole)
-    assert find("xpu").lacking() == []
-    assert str(megatrain.compile(nn.Linear(2, 2)).megatrain.options.device) == "xpu:0"
-
-
 def fail(*args: Any) -> Any:
     raise RuntimeError("not supported by this backend")
 
@@ -142,10 +136,3 @@ def test_free_memory_comes_from_the_generic_function_where_the_module_has_none(
     del whole.mem_get_info
     monkeypatch.setattr(torch.accelerator, "get_memory_info", lambda device: (5, 7))
     assert find("xpu").memory() == (5, 7)
-
-
-def test_cuda_is_asked_nothing(monkeypatch: pytest.MonkeyPatch):
-    """A question would initialize it."""
-    put_in(monkeypatch, "cuda", object())
-    assert Cuda(0).lacking() == ()
-    assert isinstance(find(None), Cuda)

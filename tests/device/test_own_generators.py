@@ -50,13 +50,6 @@ def test_the_generator_of_the_compute_device_is_put_back_not_that_of_the_current
     assert same == [False, True]
 
 
-def test_a_device_that_nobody_used_is_not_asked(monkeypatch: pytest.MonkeyPatch):
-    module = put_in(monkeypatch, is_used=False)
-    with kept_rng(Accelerator("xpu", 1)):
-        pass
-    assert module.asked == []
-
-
 @pytest.mark.parametrize("is_used", [False, True])
 def test_work_on_the_cpu_asks_no_accelerator(monkeypatch: pytest.MonkeyPatch, is_used: bool):
     module = put_in(monkeypatch, is_used=is_used)

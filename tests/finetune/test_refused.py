@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 
-from megatrain.finetune.run_record import RunRecord, fingerprint
 from megatrain.planning import host_plan
 from tests.finetune.commands import data, save_model, train, write_lines
 from tests.test_bad_command_line import keywords
@@ -110,14 +109,6 @@ def test_libraries_that_are_missing_are_named(
     assert "pip install trl" in said
 
 
-def test_several_processes_are_refused(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
-    assert train(folder / "model", folder / "text.jsonl", "--out", tmp_path / "out") == 2
-    assert "megatrain train is one process, and torchrun has started it." in capsys.readouterr().err
-
-
 def test_too_little_memory_of_the_host_is_refused_before_weights_are_read(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -159,31 +150,6 @@ def test_a_folder_of_other_settings_is_refused_with_the_differences(
         (out / "megatrain_train.json").write_text(json.dumps(wrong))
         assert train(*command, "--steps=1") == 2
         assert "megatrain_train.json` can't be read: " in capsys.readouterr().err
-
-
-def test_a_folder_that_cant_be_the_trainings_is_refused(
-    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    command = [folder / "model", folder / "text.jsonl", *ON_CPU, "--out"]
-    with RunRecord(tmp_path / "out", {}, {}).locked():
-        assert train(*command, tmp_path / "out") == 2
-    assert "another process trains in" in capsys.readouterr().err
-    (tmp_path / "thesis.txt").write_text("years of work")
-    assert train(*command, tmp_path) == 2
-    assert "has other files, and no training of this command." in capsys.readouterr().err
-    assert train(*command, tmp_path / "thesis.txt" / "out") == 2
-    assert f"megatrain: `{tmp_path / 'thesis.txt' / 'out'}` can't be made: " in capsys.readouterr().err
-
-
-def test_models_that_differ_at_their_end_alone_are_two(tmp_path: Path) -> None:
-    """As two tunings of one model do, whose embeddings are frozen."""
-    weights = tmp_path / "model.safetensors"
-    weights.write_bytes(bytes(3 * 2**20))
-    before = fingerprint(str(tmp_path))
-    with weights.open("r+b") as file:
-        file.seek(-1, 2)
-        file.write(b"x")
-    assert fingerprint(str(tmp_path)) != before
 
 
 def test_a_training_that_diverges_ends_with_the_parameter(

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 
 import pytest
 
 from megatrain.device.kinds import HOST
 from megatrain.errors import OptionError
-from megatrain.hardware import kernels_alone, measured
+from megatrain.hardware import measured
 from megatrain.hardware.hardware import Hardware
-from megatrain.hardware.kernels_alone import Product, product_rates
 from megatrain.hardware.measured import Link, cached, elements_beyond, rates_together
 from megatrain.native.native_kernel import LANES
 
@@ -76,20 +74,6 @@ def test_a_file_that_is_broken_or_of_other_facts_is_measured_anew(tmp_path: Path
     assert json.loads(file.read_text())["figures"] == FIGURES
 
 
-def test_a_folder_that_cannot_be_written_keeps_nothing(tmp_path: Path):
-    (tmp_path / "file").write_text("")
-    measure = Measured()
-    assert kept(tmp_path / "file", "a machine", measure) == FIGURES
-    assert kept(tmp_path / "file", "a machine", measure) == FIGURES
-    assert measure.times == 2
-
-
-def test_a_write_that_fails_leaves_no_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(os, "fdopen", lambda *_, **__: (_ for _ in ()).throw(OSError("full")))
-    assert kept(tmp_path, "a machine", Measured()) == FIGURES
-    assert list(tmp_path.iterdir()) == []
-
-
 def test_the_figures_say_that_they_were_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(measured, "_measured", lambda device, products: {**FIGURES, "name": "cpu"})
     machine = Hardware.measure("cpu", cache=tmp_path)
@@ -105,22 +89,6 @@ def test_the_figures_say_that_they_were_measured(tmp_path: Path, monkeypatch: py
 def test_a_wrong_option_is_refused_before_anything_is_measured(option: str, wrong):
     with pytest.raises(OptionError, match=f"^{option}="):
         Hardware.measure(**{option: wrong})
-
-
-@pytest.mark.parametrize("products", [[(1, 2)], [(0, 1, 1)], ["mm"], [(1, 1, 1, "fp4")], "x", 3])
-def test_products_that_are_none_are_refused(tmp_path: Path, products):
-    with pytest.raises(OptionError, match="products="):
-        Hardware.measure("cpu", cache=tmp_path, products=products)
-
-
-def test_products_that_one_thread_computes_wake_nobody(monkeypatch: pytest.MonkeyPatch):
-    """Waking takes longer than a small product: no rate is negative."""
-    monkeypatch.setattr(kernels_alone, "_product_s", lambda device, product: 1e-4)
-    small, shared = Product(8, 8, 8), Product(512, 512, 512, "bf16")
-    rates = product_rates(HOST, [small, shared], woken_s=4e-5)
-    assert rates["fp32"] == pytest.approx(small.flops / 1e-4)
-    assert rates["bf16"] == pytest.approx(shared.flops / 6e-5)
-    assert product_rates(HOST, [small, shared], woken_s=1.0)["bf16"] == pytest.approx(shared.flops / 5e-5)
 
 
 @pytest.mark.nightly

@@ -46,19 +46,6 @@ def test_threads_wake_for_kernels_that_are_shared_only():
     assert machine.seconds((small,)) == pytest.approx(6 * 2e-6)
 
 
-@given(st.lists(KERNELS, max_size=30), st.randoms())
-@draws(50)
-def test_the_order_of_kernels_makes_no_difference(kernels: list[Kernels], random):
-    shuffled = list(kernels)
-    random.shuffle(shuffled)
-    assert put_together(shuffled) == put_together(kernels)
-
-
-def test_a_layer_of_many_kernels_has_a_few_figures():
-    layer = [Kernels("bf16", 2 * 8192 * 4096 * n, 2 * (8192 * 4096 + 4096 * n + 8192 * n)) for n in (4096, 1024, 14336)]
-    assert len(put_together(7 * layer + 40 * [Kernels(MEMORY, 0, 3 * 8192 * 4096 * 2)])) == 4
-
-
 def test_the_most_of_several_is_one_of_them_whatever_the_order():
     some: list[Works] = [(), products(8), products(8, 3), (Kernels("fp32", 4, 9), Kernels("fp32", 4, 9))]
     assert most(some) == most(some[::-1]) == some[3]

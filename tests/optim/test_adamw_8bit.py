@@ -17,14 +17,13 @@ from megatrain.errors import CheckpointError, OptimizerError, ResumeWarning
 from megatrain.optim.block_update import MasterStep
 from megatrain.optim.fast import adamw_8bit
 from megatrain.optim.fast.codes import CODES, GROUP, SCALES, coded_state, decoded, encoded, exact_state
-from megatrain.optim.masters.halves import RoundedMaster, SplitMaster, WholeMaster, read_
+from megatrain.optim.masters.halves import SplitMaster, WholeMaster, read_
 from megatrain.optim.need import Updated, optimizer_need
 from megatrain.tracer.spec import TensorSpec
 from tests.comparing import assert_same
 from tests.draws import draws
 
 F = np.float32
-LARGEST = float(np.finfo(F).max)
 
 
 class Reference:
@@ -71,13 +70,6 @@ class Reference:
         if scale == 0 or not np.isfinite(scale):
             return 0, scale
         return np.rint(root * (F(1) / scale * F(255.5)) - F(0.5)), scale
-
-
-def state_of(parameter: torch.Tensor) -> dict[str, torch.Tensor]:
-    return {"step": torch.tensor(0.0)} | {
-        **{name: torch.zeros(parameter.shape, dtype=dtype) for name, dtype in CODES.items()},
-        **{name: torch.zeros(-(-parameter.numel() // GROUP), dtype=dtype) for name, dtype in SCALES.items()},
-    }
 
 
 def assert_is(reference: Reference, values: torch.Tensor, state: dict[str, Any]) -> None:
@@ -213,15 +205,6 @@ def test_it_takes_six_bytes_and_a_fifth() -> None:
     blocks = [[Updated(parameter, TensorSpec((3200,), torch.float32), SplitMaster)]]
     need = optimizer_need(megatrain.AdamW8bit([parameter]), blocks)
     assert sum(need.state.values()) - 4 == 3200 * (2 + 6 / GROUP)
-
-
-def test_rounded_masters_are_updated_in_pieces() -> None:
-    parameter = nn.Parameter(torch.randn(70).bfloat16())
-    optimizer = megatrain.AdamW8bit([parameter], lr=0.1)
-    before = parameter.detach().clone()
-    master = RoundedMaster(parameter.detach(), torch.Generator().manual_seed(0))
-    MasterStep({parameter: master}, gradient_of=lambda _: torch.ones(70))(optimizer)
-    assert ((parameter - before).float() + 0.1).abs().max() < 0.03  # two of bf16's steps near 2
 
 
 def trained(kind: type[torch.optim.AdamW], steps: int) -> tuple[Any, Any, Any]:

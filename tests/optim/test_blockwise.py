@@ -118,25 +118,6 @@ def test_steps_leave_the_same_bits_in_any_order(name: str):
     assert schedules[0].state_dict().keys() == schedules[1].state_dict().keys()
 
 
-@pytest.mark.parametrize("make", [torch.optim.SparseAdam, torch.optim.SGD])
-def test_sparse_gradients(make):
-    ps, qs = ([torch.nn.Embedding(6, 3, sparse=True).weight for _ in range(2)] for _ in range(2))
-    for p, q in zip(ps, qs, strict=True):
-        q.data.copy_(p.data)
-    whole, parts = make(ps), make(qs)
-    blocks = BlockOptimizer(parts, [[q] for q in qs])
-    for step in range(5):
-        for p, q in zip(ps, qs, strict=True):
-            for weight in (p, q):
-                weight.grad = None
-                torch.nn.functional.embedding(
-                    torch.tensor([step % 3, 5]), weight, sparse=True
-                ).square().sum().backward()
-        whole.step()
-        step_by_blocks(blocks, (1, 0))
-    assert_equal(whole, ps, parts, qs)
-
-
 def test_what_is_set_during_a_step_takes_effect_with_the_next():
     ps, qs = parameters(), parameters()
     whole, parts = (torch.optim.SGD(x, lr=torch.tensor(0.1)) for x in (ps, qs))
@@ -151,22 +132,6 @@ def test_what_is_set_during_a_step_takes_effect_with_the_next():
     blocks.finish()
     assert all(torch.equal(p, q) for p, q in zip(ps, qs, strict=True))
     assert parts.param_groups[0]["lr"] == 5.0
-
-
-def test_parameters_stay_in_their_groups_for_everybody_else_while_a_block_is_updated():
-    ps = parameters()
-    seen, own = [], []
-
-    @register
-    class Peeking(torch.optim.SGD):
-        def step(self, closure=None):
-            seen.append((len(self.param_groups[0]["params"]) < len(SHAPES), len(own[0].param_groups[0]["params"])))
-            return super().step(closure)
-
-    own.append(Peeking(ps, lr=0.1))
-    step_by_blocks(by_blocks(own[0], ps), range(len(BLOCKS)))
-    assert (True, len(SHAPES)) in seen
-    assert {count for _, count in seen} == {len(SHAPES)}
 
 
 def test_hooks_run_once_a_step_and_see_the_users_optimizer():

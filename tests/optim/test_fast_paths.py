@@ -160,16 +160,6 @@ def test_options_that_can_not_be_read_fail_before_anything_is_written():
     assert torch.equal(groups[0][0], torch.ones(3))
 
 
-def test_the_need_of_an_optimizer_is_that_of_its_path(descent: Descent):
-    parameter = torch.nn.Parameter(torch.zeros(1000, dtype=torch.bfloat16))
-    blocks = [[Updated(parameter, TensorSpec((1000,), torch.float32), SplitMaster)]]
-    need = optimizer_need(sgd(parameter), blocks, undoes=True)
-    assert dict(need.state) == {"momentum_buffer": 4000}
-    assert need.scratch_bytes == 4000 + 4000, "what an update that isn't sure to end writes is copied"
-    descent.is_sure = lambda master, gradient: True
-    assert optimizer_need(sgd(parameter), blocks, undoes=True).scratch_bytes == 0
-
-
 def test_a_kernel_of_c_is_called_by_its_signature(tmp_path):
     source = tmp_path / "scale.c"
     source.write_text(
@@ -240,28 +230,6 @@ def test_every_optimizer_of_torch_keeps_what_was_found(name: str, options: dict[
     assert (again.state, again.is_estimate) == (need.state, False), "state that exists"
 
 
-def test_groups_options_and_layouts_count_by_parameter():
-    parameters = [nn.Parameter(torch.randn(8, 6).t()), nn.Parameter(torch.randn(6, 8)), nn.Parameter(torch.randn(5))]
-    optimizer = torch.optim.SGD([{"params": parameters[:1], "momentum": 0.9}, {"params": parameters[1:]}])
-    need = optimizer_need(optimizer, [[Updated(p, TensorSpec.of(p)) for p in parameters]])
-    assert dict(need.state) == {"momentum_buffer": 192}
-
-
-def test_parameters_of_others_are_passed_over_and_state_of_others_counts():
-    mine, other, untrained = parameters_of(((4,), (5,), (6,)))
-    optimizer = torch.optim.Adagrad([mine, untrained])
-    need = optimizer_need(optimizer, alone([mine, other]))
-    assert dict(need.state) == {"step": 8, "sum": 40}
-
-
-def test_state_counts_as_it_is_also_where_the_step_would_make_another():
-    parameter = nn.Parameter(torch.zeros(10))
-    optimizer = torch.optim.AdamW([parameter])
-    halves = {"exp_avg": torch.zeros(10, dtype=torch.bfloat16), "exp_avg_sq": torch.zeros(10, dtype=torch.bfloat16)}
-    optimizer.state[parameter] = {"step": torch.tensor(3.0), **halves}
-    assert dict(optimizer_need(optimizer, alone([parameter])).state) == {"step": 4, "exp_avg": 20, "exp_avg_sq": 20}
-
-
 def test_scratch_is_what_the_update_of_the_largest_block_drops():
     small, large = parameters_of(((100,), (1000,)))
     alone_at_a_time = optimizer_need(torch.optim.AdamW([small, large]), alone([small, large]))
@@ -270,16 +238,6 @@ def test_scratch_is_what_the_update_of_the_largest_block_drops():
     together = [[Updated(p, TensorSpec.of(p)) for p in (small, large)]]
     foreach = optimizer_need(torch.optim.AdamW([small, large], foreach=True), together)
     assert foreach.scratch_bytes == 4400
-
-
-def test_halves_are_joined_unless_the_update_is_one_pass():
-    parameter = nn.Parameter(torch.zeros(1000, dtype=torch.bfloat16))
-    blocks = [[Updated(parameter, TensorSpec((1000,), torch.float32), SplitMaster)]]
-    one_pass = optimizer_need(torch.optim.AdamW([parameter]), blocks)
-    assert (one_pass.scratch_bytes, one_pass.state["exp_avg"]) == (0, 4000)
-    by_code = optimizer_need(torch.optim.AdamW([parameter], amsgrad=True), blocks)
-    assert by_code.scratch_bytes == 2 * 4000 + 8000
-    assert optimizer_need(torch.optim.SGD([parameter]), blocks).scratch_bytes == 8000
 
 
 @pytest.mark.parametrize("reason", [None, "no compiler"])

@@ -69,33 +69,6 @@ def test_stochastic_rounding_is_unbiased_and_seeded():
     assert abs(share - 0.3) < 4 * (0.3 * 0.7 / value.numel()) ** 0.5
 
 
-def test_stochastic_rounding_leaves_what_bf16_holds():
-    values = torch.cat([torch.randn(100).bfloat16().float(), torch.tensor([torch.inf, -torch.inf, -0.0])])
-    master = RoundedMaster(torch.empty(values.shape, dtype=torch.bfloat16), torch.Generator().manual_seed(5))
-    write_(master, values)
-    assert torch.equal(bits(master.high.float()), bits(values))
-    write_(master, bits(values).bitwise_or(0x7F800001).view(torch.float32))
-    assert master.high.isnan().all()
-
-
-def test_stochastic_rounding_draws_the_same_whatever_the_pieces(monkeypatch):
-    values = torch.randn(1000)
-    results = []
-    for chunk in (CHUNK, 16):
-        monkeypatch.setattr("megatrain.optim.masters.halves.CHUNK", chunk)
-        master = RoundedMaster(torch.empty(1000, dtype=torch.bfloat16), torch.Generator().manual_seed(5))
-        write_(master, values)
-        results.append(master.high)
-    assert torch.equal(results[0], results[1])
-
-
-def test_shapes_and_orders_of_memory():
-    for values in (torch.randn(()), torch.randn(0), torch.randn(3, 4).t(), torch.randn(2 * CHUNK + 5)):
-        master = SplitMaster.of(values)
-        assert master.high.shape == master.low.shape == values.shape
-        assert torch.equal(read_(torch.empty(values.shape), master), values)
-
-
 SHAPES = ((50, 30), (30,), (40, 40), (7,), (20, 10))
 NORMS = (1, 3)  # stay fp32
 BLOCKS = ((0, 1), (2, 3), (4,))
@@ -220,26 +193,6 @@ def test_state_that_was_made_in_bf16_is_refused_before_anything_is_written():
         assert all(torch.equal(p, b) for p, b in zip(narrow, before, strict=True))
 
 
-def test_adagrad_made_before_the_parameters_are_bf16_has_the_bits_of_fp32():
-    wide, narrow, masters = sides()
-    for p in narrow:
-        p.data = p.detach().float()
-    whole, parts = torch.optim.Adagrad(wide, lr=0.1), torch.optim.Adagrad(narrow, lr=0.1)
-    for p in narrow:
-        if isinstance(masters.get(p), SplitMaster):
-            p.data = masters[p].high
-    gradients: dict[torch.Tensor, torch.Tensor] = {}
-    generator = torch.Generator().manual_seed(1)
-    for _ in range(5):
-        set_gradients(wide, narrow, gradients, generator)
-        whole.step()
-        MasterStep(masters, gradient_of=lambda p: gradients.get(p, p.grad))(parts)
-    for p, q in zip(wide, narrow, strict=True):
-        master = masters.get(q)
-        values = q.detach() if master is None else read_(torch.empty(master.shape), master)
-        assert torch.equal(values, p.detach())
-
-
 @pytest.fixture(params=["in C", "by torch"])
 def kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     if request.param == "by torch":
@@ -298,32 +251,6 @@ def test_a_bf16_gradient_is_widened_first_and_one_that_is_not_finite_shows(kerne
         assert read_(torch.empty(1003), master).isnan().nonzero().flatten().tolist() == [5, 6]
     for one, other in ((halves[0].high, halves[1].high), (halves[0].low, halves[1].low)):
         assert torch.equal(one.view(torch.int16), other.view(torch.int16))
-
-
-def test_an_update_by_nothing_leaves_every_kind_of_master(kernel: str):
-    upper = torch.arange(-(1 << 15), 1 << 15, dtype=torch.int32)[:, None] << 16
-    values = (upper | torch.tensor([0, 1, 0x7FFF, 0x8000, 0x8001, 0xFFFF], dtype=torch.int32)).flatten()
-    values = values.view(torch.float32)
-    master, before = SplitMaster.of(values), SplitMaster.of(values)
-    options = AdamWOptions(1e-3, weight_decay=0.0)
-    adamw_(master, zeros(master), torch.zeros(values.shape), step=1, options=options)
-    nan = values.isnan()
-    assert torch.equal(master.high.isnan(), nan)
-    for mine, theirs in ((master.high, before.high), (master.low, before.low)):
-        assert torch.equal(mine.view(torch.int16)[~nan], theirs.view(torch.int16)[~nan])
-
-
-@pytest.mark.skipif(native_reason() is not None, reason="no kernel in C")
-def test_the_native_kernel_has_the_same_bits_with_any_number_of_threads():
-    numel = 3 * CHUNK + 5
-    values, gradient = torch.randn(numel), torch.randn(numel)
-    results = []
-    for threads in (1, 2, 3):
-        master = SplitMaster.of(values)
-        adamw_(master, zeros(master), gradient, step=1, options=AdamWOptions(1e-3), threads=threads)
-        results.append(read_(torch.empty(numel), master))
-    assert torch.equal(results[0], results[1])
-    assert torch.equal(results[0], results[2])
 
 
 def test_a_compiler_that_is_missing_or_fails_is_said_and_so_is_amsgrad(tmp_path):

@@ -80,30 +80,6 @@ def test_which_parameters_have_masters_hangs_on_what_is_trained_now():
     assert_same_bits(model[0].weight.detach().float(), values_of(compiled)["0.weight"], "trained from now on")
 
 
-def test_masters_follow_the_memory_of_their_parameters():
-    compiled = narrow()
-    start = values_of(compiled)
-    before = compiled.megatrain.model[0].weight.data_ptr()
-    compiled(X)
-    assert compiled.megatrain.model[0].weight.data_ptr() != before
-    for name, p in compiled.megatrain.model.named_parameters():
-        assert compiled.masters[p].high.data_ptr() == p.data_ptr()
-        assert_same_bits(start[name], values_of(compiled)[name], name)
-
-
-def test_a_parameter_with_gaps_in_its_memory_gets_memory_of_its_own():
-    values = torch.randn(8, 16).bfloat16()
-    gaps = stack(torch.bfloat16), stack(torch.bfloat16), stack()
-    for model in gaps:
-        model[0].weight.data = values.to(model[0].weight.dtype, copy=True)[:, ::2]
-    gaps[2][0].weight.data = values[:, ::2].float() * 1.001
-    expected = [values[:, ::2].float(), stack()[0].weight, gaps[2][0].weight.detach().clone()]
-    compiled = [narrow(model) for model in gaps]
-    compiled[1].load_state_dict(stack().state_dict())
-    for each, one in zip(compiled, expected, strict=True):
-        assert_same_bits(one, values_of(each)["0.weight"], "0.weight")
-
-
 def test_a_model_and_its_masters_go_when_nobody_needs_them():
     compiled = narrow()
     compiled(X)
@@ -265,16 +241,6 @@ def test_the_weights_of_a_checkpoint_are_bf16_for_any_reader(tmp_path: Path):
         assert_same_bits(values, values_of(again)[name], name)
 
 
-def test_low_halves_that_were_never_needed_are_stored_as_zeros(tmp_path: Path):
-    compiled = narrow(stack(torch.bfloat16))
-    save(tmp_path / "run", compiled.state_dict(), tensors=compiled.masters.sources())
-    load(tmp_path / "run").check()
-    other = narrow()
-    load(tmp_path / "run").read_weights(other.state_dict())
-    other.masters.restore(load(tmp_path / "run").tensors)
-    assert not any(bool(other.masters[p].low.any()) for p in other.parameters())
-
-
 def test_everything_that_does_not_fit_is_in_one_error(tmp_path: Path):
     loop = trained()
     save_loop(tmp_path / "run", loop)
@@ -297,11 +263,3 @@ def test_everything_that_does_not_fit_is_in_one_error(tmp_path: Path):
     ]
     for name, values in values_of(compiled).items():
         assert_same_bits(before[name], values, name)
-
-
-def test_a_damaged_low_half_is_named(tmp_path: Path):
-    save_loop(tmp_path / "run", trained())
-    (file,) = (tmp_path / "run/training").glob("tensors-*")
-    file.write_bytes(file.read_bytes()[:-1] + b"?")
-    with pytest.raises(CheckpointError, match=r"`[^`]+\.low` in `.*tensors-.*is damaged"):
-        narrow().masters.restore(load(tmp_path / "run").tensors)

@@ -12,7 +12,6 @@ from megatrain.passes.measuring.kernels import LiveBytes, private_bytes
 from megatrain.passes.pipeline import lower
 from megatrain.passes.program import Program, TemplateCost
 from megatrain.tracer.trace import trace
-from tests.models import MODELS
 
 
 def _cost(program: Program, block: int = 0) -> TemplateCost:
@@ -64,12 +63,6 @@ def test_measuring_runs_under_the_shapes_of_the_capture_where_they_depend_on_val
     assert total_flops(_cost(program).forward) == 2 * 1 * 4 * 4
 
 
-def test_a_cost_does_not_hang_on_what_was_measured_before_in_the_process():
-    # The backward of an LSTM gives one tensor as the gradient of two biases; a cache of fake results made two of it.
-    costs = [_cost(lower(trace(*MODELS["lstm"]()))) for _ in range(3)]
-    assert costs[0] == costs[1] == costs[2]
-
-
 def test_a_cost_prints_bytes_in_full_and_work_in_three_digits():
     texts = {
         0: "0 FLOP",
@@ -106,19 +99,6 @@ def test_the_fp32_sums_of_attentions_backward_are_counted(kind: str):
             op(*given, None, out, softmax, seed, seed, 0.0, [True, True, True, False])
     gradients = 3 * query.nbytes
     assert live.peak == gradients + 4 * batch * heads * 1024 * (width + 1)
-
-
-def test_heads_that_share_keys_have_gradients_of_their_own_at_first():
-    query = torch.empty(1, 8, 256, 64, device="meta", dtype=torch.bfloat16)
-    key = torch.empty(1, 2, 256, 64, device="meta", dtype=torch.bfloat16)
-    op = ATTENTION._scaled_dot_product_flash_attention_backward.default
-    alone = private_bytes(op, (query, query, query, query))
-    assert private_bytes(op, (query, query, key, key)) == alone + 2 * 4 * key.nbytes
-    packed = torch.empty(1000, 8, 64, device="meta", dtype=torch.bfloat16)
-    bounds = torch.empty(4, device="meta", dtype=torch.int32)
-    varying = ATTENTION._flash_attention_backward.default
-    found = private_bytes(varying, (packed, packed, packed, packed, packed, None, bounds))
-    assert found == 4 * 8 * (1000 + 3 * 128 + 128 - 104) * (64 + 1)
 
 
 def test_rnns_of_cudnn_have_a_copy_of_their_weights():

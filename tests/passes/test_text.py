@@ -85,10 +85,6 @@ def test_a_gpt_prints_as_a_program(golden: Callable[[str, str], None]):
     golden("program_gpt", str(captures.program("gpt_loss")))
 
 
-def test_a_cnn_prints_as_a_program(golden: Callable[[str, str], None]):
-    golden("program_cnn", str(captures.program("cnn")))
-
-
 def scaled(x: torch.Tensor, scale: float = 1.0, shift: int | None = None, *, is_flat: bool = False) -> torch.Tensor:
     """A function of a user's own, with defaults."""
     y = x * scale + (0 if shift is None else shift)

@@ -113,14 +113,6 @@ def test_the_text_has_a_line_for_each_row_and_stars_on_the_front(table: Alternat
         assert line.startswith("*") == (row in table.front())
 
 
-def test_a_size_that_an_example_does_not_have_is_no_alternative():
-    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 1))
-    plan = megatrain.plan(model, torch.ones(4, 8), optimizer="SGD", micro_batches=2)
-    assert "sequence" not in str(plan.alternatives)
-    assert "tokens/s" not in str(plan.alternatives)
-    assert plan.alternatives.front() == (), "no machine, no times"
-
-
 def test_what_can_not_be_planned_says_why(table: Alternatives):
     row = Alternative({"optimizer": "LBFGS"}, None, refused="it needs all parameters at once.")
     text = str(Alternatives((table.rows[0], row)))
@@ -138,16 +130,6 @@ def test_a_model_that_has_changed_is_refused():
     }
     with pytest.raises(OptionError, match="the model has changed since it was planned"):
         plan.largest("micro_batch")
-
-
-def test_a_plan_without_its_model_has_no_alternatives():
-    plan = planned()
-    bare = megatrain.Plan(plan.program, plan.schedule, plan.host, None, None, "fp32")
-    with pytest.raises(OptionError, match="this plan has no alternatives: it doesn't know its model"):
-        _ = bare.alternatives
-    with pytest.raises(OptionError, match="this plan can't change its sizes"):
-        bare.largest("micro_batch")
-    assert str(bare.why()).startswith("No time is known")
 
 
 # -- ways out -------------------------------------------------------------------------------------------------
@@ -212,32 +194,6 @@ def test_the_largest_micro_batch_fits_and_the_next_does_not(hardware: str | None
     assert found.too_large == found.size + 1
     assert str(found.plan) == str(largest)
     assert str(found).startswith(f"largest micro_batch: {found.size}; at {found.size + 1}: ")
-
-
-def test_multiples_and_a_bound_are_kept():
-    found = planned(hardware=None).largest("micro_batch", multiple=2)
-    assert found.size % 2 == 0
-    assert found.too_large == found.size + 2
-    bounded = planned(device_memory="1GiB", host_memory="1GiB", hardware=None).largest("micro_batch", most=7)
-    assert (bounded.size, bounded.too_large) == (7, None)
-    assert "no larger one was planned" in str(bounded)
-
-
-def test_a_function_makes_the_model_of_each_size():
-    asked: list[int] = []
-
-    def deep(depth: int) -> tuple[nn.Module, tuple[torch.Tensor]]:
-        asked.append(depth)
-        with torch.device("meta"):
-            return nn.Sequential(*(nn.Linear(64, 64) for _ in range(depth))), (torch.ones(4, 64),)
-
-    options = {"optimizer": "AdamW", "device_memory": "1MiB", "host_memory": "300KiB"}
-    found = megatrain.plan(*deep(1)[:1], torch.ones(4, 64), **options).largest(deep)  # type: ignore[arg-type]
-    assert found.too_large == found.size + 1
-    for depth in (found.size, found.size + 1):
-        model, args = deep(depth)
-        assert megatrain.plan(model, *args, **options).fits == (depth == found.size)  # type: ignore[arg-type]
-    assert set(range(1, 3)) <= set(asked)
 
 
 def test_what_can_not_change_is_refused_with_the_way_out():
@@ -338,9 +294,3 @@ def test_a_plan_that_takes_hardly_longer_with_less_of_the_host_is_named():
     assert format_s(cheaper.step_s) in line
     parking_little = planned(device_memory="700KiB", **options)
     assert "less of the host" not in parking_little.why()
-
-
-def test_without_a_machine_no_time_is_said():
-    text = planned(hardware=None).why()
-    assert text.startswith("No time is known without hardware=")
-    assert "tokens/s" not in text

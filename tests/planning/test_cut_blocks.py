@@ -93,27 +93,6 @@ def test_blocks_that_dont_fit_are_cut_and_train_as_the_loop_does(mode: str):
     assert_as_loop(model, eager, losses, trained(eager, batches, mode))
 
 
-@pytest.mark.parametrize("mode", [mode if mode == "spread" else nightly(mode) for mode in MODES])
-def test_batches_with_and_without_cut_blocks_take_turns(mode: str, monkeypatch: pytest.MonkeyPatch):
-    """Shorter batches got their schedule while there was more memory; updates that are due belong to other blocks."""
-    model, eager = Model(), Model()
-    step = step_of(model, "1MiB", mode)
-    batches = [batch(0), *(batch(number, 8 + number % 2) for number in range(1, 7))]
-    losses = [step(batches[0]).item()]
-    assert len(step.program.blocks) == 5
-    with monkeypatch.context() as patch:
-        patch.setattr(DeviceBudget, "nbytes", property(lambda _: parse_bytes(MEMORY)))
-        losses.append(step(batches[1]).item())
-        assert len(step.program.blocks) > 5
-    numbers = [len(step.program.blocks)]
-    for each in batches[2:]:
-        losses.append(step(each).item())
-        numbers.append(len(step.program.blocks))
-    step.flush()
-    assert len(set(numbers)) > 1, "shapes take turns with their own blocks"
-    assert_as_loop(model, eager, losses, trained(eager, batches, mode))
-
-
 def test_what_was_cut_stays_so(monkeypatch: pytest.MonkeyPatch):
     step = step_of(Model(), MEMORY)
     step(batch(0))

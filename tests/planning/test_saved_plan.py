@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
-import megatrain
 from megatrain import SavedPlan
-from megatrain.errors import OptionError, ScheduleError
+from megatrain.errors import ScheduleError
 from tests.planning.steps import Words, made, planned
 
 
@@ -92,11 +90,3 @@ def test_a_plan_whose_schedule_is_not_safe_is_refused():
     data["schedule"] = data["schedule"].replace("device: ", "device: 1", 1)
     with pytest.raises(ScheduleError):
         SavedPlan.from_json(json.dumps(data))
-
-
-def test_a_plan_knows_its_workload():
-    saved = made().saved()
-    with pytest.raises(ScheduleError, match="doesn't know its workload"):
-        replace(saved, schedule=megatrain.Schedule.parse(str(saved.schedule)))
-    with pytest.raises(OptionError, match="precision"):
-        replace(saved, precision="fp8")

@@ -69,19 +69,6 @@ def calls(rank: int) -> dict[str, Any]:
     return {**found, "gradients": [p.grad for p in wrapped.parameters()]}
 
 
-def collective_in_loss(rank: int) -> list[str]:
-    """A loss that tells others what it is, in a step of all."""
-
-    def loss(result: torch.Tensor, batch: Any) -> torch.Tensor:
-        found = square(result, batch)
-        dist.all_reduce(found.detach().clone())
-        return found
-
-    compiled = compiled_here(process_group=dist.group.WORLD)
-    step = megatrain.TrainStep(compiled, torch.optim.SGD(compiled.parameters(), 0.1), loss=loss)
-    return said_by(lambda: step(stack_batch(rank, 2)))
-
-
 @pytest.mark.nightly
 def test_a_step_that_others_know_nothing_of_is_refused(three: Processes):
     found = three.run(steps)
@@ -110,13 +97,6 @@ def test_a_backward_that_nobody_exchanges_is_noted_once(three: Processes):
         for name in ("again", "wrapped", "on purpose", "frozen", "no_grad"):
             assert each[name] == [], name
         assert_same([p.grad for p in eager.parameters()], each["gradients"], tolerance=1e-6)
-
-
-@pytest.mark.nightly
-def test_a_loss_that_waits_for_others_is_refused_and_nobody_waits(three: Processes):
-    for said in three.run(collective_in_loss):
-        assert len(said) == 1
-        assert "the loss exchanges values with other processes (allreduce), within a training step of all" in said[0]
 
 
 def test_without_other_processes_nothing_is_said():

@@ -11,7 +11,6 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from megatrain.errors import ScheduleError
-from megatrain.ranks.ops import PEERS, SUMS
 from megatrain.ranks.rank_exchange import with_others  # its module registers the ops
 from megatrain.scheduler.builder.build import build
 from megatrain.scheduler.check.schedule_rules import check_schedule
@@ -19,7 +18,7 @@ from megatrain.scheduler.dependency import dependency_graph
 from megatrain.scheduler.items import Stream
 from megatrain.scheduler.schedule import Schedule
 from megatrain.scheduler.step_kind import StepKind
-from megatrain.scheduler.table import Op, Position
+from megatrain.scheduler.table import Position
 from megatrain.scheduler.workload import Workload
 from tests.draws import draws
 from tests.scheduler.mutations import with_cells, with_figures
@@ -123,14 +122,3 @@ def test_gradients_that_others_may_still_read_are_not_overwritten():
     assert reused
     for earlier, later in reused:
         assert nx.has_path(graph, position(schedule, f"V{earlier}"), position(schedule, f"G{later}"))
-
-
-def test_a_table_of_one_process_has_no_such_ops():
-    plain = build(trained(3), StepKind(updates="overlap", outputs="release"), num_slots=3)
-    for op, rule in (
-        (Op(SUMS, "T", 2), "sums:T1 is missing|adds what never lands|uses the total"),
-        (Op(PEERS, "V", 2), "T2 is missing|V0 is missing|T1 is missing|T0 is missing"),
-    ):
-        broken = with_cells(plain, {Position(len(plain.ticks), op.stream): op})
-        with pytest.raises(ScheduleError, match=rule):
-            with_figures(broken).check()

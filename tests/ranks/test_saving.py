@@ -11,8 +11,6 @@ import torch
 import torch.distributed as dist
 
 import megatrain
-from megatrain.saving import load
-from megatrain.saving.manifest import Manifest
 from megatrain.saving.save import Shard
 from tests.comparing import assert_same
 from tests.nightly import nightly
@@ -29,12 +27,6 @@ def begun() -> tuple[Any, megatrain.TrainStep]:
     return compiled, step
 
 
-def saved(rank: int, folder: str) -> Any:
-    """The user's values in what was saved."""
-    begun()[1].save(folder, shard_bytes=300, user={"rank": rank})
-    return load(folder).extra["user"]
-
-
 def failing(rank: int, folder: str) -> list[str]:
     """The disk is full in the second save; rank 0 has a value that can't be stored in the third."""
     _, step = begun()
@@ -46,20 +38,6 @@ def failing(rank: int, folder: str) -> list[str]:
     texts.append(refused(lambda: step.save(folder, user={"value": object()} if rank == 0 else None)))
     take(CASE, rank, step, [2])
     return [*texts, refused(lambda: step.save(folder))]
-
-
-def written_alone(rank: int, folder: str) -> list[str]:
-    """Rank 1 alone writes a parameter between two steps."""
-    compiled, step = begun()
-    parameter = next(compiled.megatrain.model.parameters())
-    with torch.no_grad():
-        before = parameter.clone()
-        if rank == 1:
-            parameter.data.mul_(2)
-        found = [refused(lambda: step.save(folder))]
-        if rank == 1:
-            parameter.data.copy_(before)
-        return [*found, refused(lambda: step.save(folder))]
 
 
 def _full_disk() -> Any:
@@ -74,19 +52,6 @@ FOUR_STEPS = replace(TWO, deal=[(1, 1)] * 4)
 
 
 @pytest.mark.nightly
-def test_ranks_write_what_one_process_writes(three: Processes, tmp_path: Path):
-    folder, alone = tmp_path / "run", tmp_path / "alone"
-    assert three.run(saved, str(folder)) == [{"rank": 0}] * 3
-    step = begin(CASE)[2]
-    take(CASE, None, step, range(2))
-    step.save(alone, shard_bytes=300)
-    files = {file for file in Manifest.read(folder).files if file.endswith(".safetensors") and "/extra" not in file}
-    assert len(files) == 20
-    for file in files:
-        assert (folder / file).read_bytes() == (alone / file).read_bytes(), file
-
-
-@pytest.mark.nightly
 def test_a_save_that_fails_leaves_the_checkpoint_before(three: Processes, tmp_path: Path):
     for rank, (first, second, third, fourth) in enumerate(three.run(failing, str(tmp_path / "run"))):
         assert (first, fourth) == ("", "")
@@ -95,13 +60,6 @@ def test_a_save_that_fails_leaves_the_checkpoint_before(three: Processes, tmp_pa
         assert "No space left on device" in second
         assert third.startswith(said + "1 value can't be stored in a checkpoint")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["run"]
-
-
-@pytest.mark.nightly
-def test_a_value_that_one_rank_alone_has_written_is_not_saved(three: Processes, tmp_path: Path):
-    for first, then in three.run(written_alone, str(tmp_path / "run")):
-        assert first.startswith("RanksError: the ranks differ: the value of `embedding.weight` is as it was on rank 0")
-        assert then == ""
 
 
 @pytest.mark.parametrize("reader", [nightly("two"), nightly("alone")])

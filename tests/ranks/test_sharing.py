@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import random
 import re
-import signal
 import time
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
@@ -19,7 +17,6 @@ import torch.distributed as dist
 from torch import nn
 
 import megatrain
-from megatrain.checks.several_optimizers import parameters_of
 from megatrain.memory.host_limits import return_free_memory
 from megatrain.optim.block_update import MasterStep
 from megatrain.ranks.processes import Ranks
@@ -112,29 +109,6 @@ def meeting(rank: int, count: int) -> list[Any]:
     return wrong
 
 
-UPDATED = Case("tied", "spread", [(1, 1, 1)] * 3)
-
-
-def failing_update(rank: int, times: int) -> tuple[str, dict[str, Any]]:
-    """An update of rank 1 at the head of a step fails once it has written; all try again."""
-    compiled, optimizer, step = begin(UPDATED, dist.group.WORLD)
-    take(UPDATED, rank, step, [0])
-    left = [times if rank == 1 else 0]
-
-    def failing(own: Any, step: MasterStep, optimizer: Any) -> None:
-        own(step, optimizer)
-        if left[0] and any(step._gradient_of(p) is not None for p in parameters_of(optimizer)):
-            left[0] -= 1
-            raise ValueError("no update today")
-
-    with updating_by(failing):
-        text = refused(lambda: take(UPDATED, rank, step, [1]))
-    taken = take(UPDATED, rank, step, [1, 2])
-    found = {**taken, **state_of(compiled, optimizer, step)}
-    del found["generator"]
-    return text, found
-
-
 def writing_alone(rank: int, what: str) -> list[str]:
     """Rank 1 alone writes a parameter, or a moment; the next step of all is refused until it is undone."""
     compiled, optimizer, step = begin(CASE, dist.group.WORLD)
@@ -148,30 +122,6 @@ def writing_alone(rank: int, what: str) -> list[str]:
     if rank == 1:
         tensor.copy_(before)
     return [*found, refused(lambda: take(CASE, rank, step, [1]))]
-
-
-def forking(rank: int) -> list[tuple[str, int]]:
-    """Forked children read a parameter, once its update is due and once it is made; how each of them ended."""
-    case = Case("tied", "spread", [(1, 1, 1)] * 3)
-    compiled, _, step = begin(case, dist.group.WORLD)
-    take(case, rank, step, range(1))
-    parameter = compiled.megatrain.model.embedding.weight
-
-    def read_in_child() -> tuple[str, int]:
-        reading, writing = os.pipe()
-        child = os.fork()
-        if child == 0:
-            os.write(writing, refused(lambda: parameter.sum()).encode())
-            os._exit(0)
-        os.close(writing)
-        _, status = os.waitpid(child, 0)
-        return os.read(reading, 1 << 16).decode(), status
-
-    found = [read_in_child()]
-    step.flush()
-    found.append(read_in_child())
-    take(case, rank, step, [1])
-    return found
 
 
 class Wide(nn.Module):
@@ -297,20 +247,6 @@ def test_ranks_wait_for_a_slow_update_of_another(mode: str, three: Processes):
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("times", [1, 2])
-def test_an_update_that_fails_leaves_no_trace_and_is_made_with_the_next_step(times: int, three: Processes):
-    found = three.run(failing_update, times)
-    assert re.fullmatch(r"ExecuteError: host:U\d failed: ValueError: no update today", found[1][0]), found
-    compiled, optimizer, step = begin(UPDATED)
-    expected = {"losses": take(UPDATED, None, step, range(3))["losses"][1:], **state_of(compiled, optimizer, step)}
-    for text, state in found[::2]:
-        # A rank hears of it from the store, or from any rank that has heard of it before.
-        assert re.match(r"RanksError: rank \d failed before the step|ExecuteError: peers:V", text), text
-        del state["norms"]
-        assert_same({name: expected[name] for name in state}, state, "state")
-
-
-@pytest.mark.nightly
 @pytest.mark.parametrize("what", ["parameter", "moment"])
 def test_what_one_rank_alone_writes_is_refused_and_named(what: str, three: Processes):
     for first, then in three.run(writing_alone, what):
@@ -319,16 +255,6 @@ def test_what_one_rank_alone_writes_is_refused_and_named(what: str, three: Proce
             first
         )
         assert then == ""
-
-
-@pytest.mark.nightly
-def test_a_forked_process_makes_no_update_that_others_would_see_and_sees_none(three: Processes):
-    for (text, status), (_, later) in three.run(forking):
-        assert (text.partition("\n")[0], status) == (
-            "ExecuteError: updates are due, and a forked process can't make them.",
-            0,
-        )
-        assert os.WTERMSIG(later) == signal.SIGSEGV
 
 
 @pytest.mark.nightly

@@ -150,14 +150,6 @@ def test_what_cannot_be_drawn_is_refused(tmp_path: Path):
     )
 
 
-def test_the_same_step_is_the_same_page(tmp_path: Path):
-    for name in ("one", "other"):
-        made = megatrain.report(small(), tmp_path / f"{name}.html", costs=CARD)
-        made.perfetto(tmp_path / f"{name}.json")
-    assert (tmp_path / "one.html").read_bytes() == (tmp_path / "other.html").read_bytes()
-    assert (tmp_path / "one.json").read_bytes() == (tmp_path / "other.json").read_bytes()
-
-
 # -- the command -----------------------------------------------------------------------------------------------------
 
 
@@ -190,13 +182,6 @@ def test_the_command_trains_measures_and_draws(folder: Path, function: str, caps
     assert "written: page.html (" in out
     assert "one training step of a real run" in (folder / "page.html").read_text()
     assert json.loads((folder / "trace.json").read_text())["traceEvents"]
-
-
-def test_with_rates_the_command_plans_and_runs_nothing(folder: Path, capsys: pytest.CaptureFixture[str]):
-    status, out, _ = said(["made.py:build", "page.html", "--memory=1MiB", *RATES], capsys)
-    assert status == 0
-    assert "\n  plan: " in out
-    assert "measured" not in out
 
 
 @pytest.mark.parametrize(

@@ -172,23 +172,6 @@ def test_near_misses_are_left_alone(name: str):
         assert not check_rewrite(NEAR_MISSES[name], rewrite, batch(600)).changed
 
 
-def test_other_numbers_of_keys_than_of_queries_are_left_alone():
-    class Last(nn.Module):
-        """The last 8 queries; counted from the first key as torch does, or from the last."""
-
-        def __init__(self, first: int):
-            super().__init__()
-            self.weight, self._first = nn.Linear(8, 8), first
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            x = self.weight(x)
-            mask = torch.arange(20)[None] <= torch.arange(self._first, self._first + 8)[:, None]
-            return F.scaled_dot_product_attention(x[:, -8:], x, x, attn_mask=mask)
-
-    for first in (0, 12):
-        assert not check_rewrite(Last(first), causal_attention, (torch.randn(2, 20, 8),)).changed
-
-
 def test_a_mask_that_something_else_reads_stays_for_that():
     class Counted(Model):
         def forward(self, ids: torch.Tensor) -> Any:
@@ -258,17 +241,6 @@ def test_windows_run_in_parts_of_half_a_window_on_the_keys_that_these_see():
     assert (made.rows, made.most_keys) == (2048, 6144)
     assert [(rows.start, keys.start, keys.stop) for rows, keys in made.ranges()][3] == (6144, 2048, 8192)
     assert parts(300, 500) is None  # one part
-
-
-def test_under_autocast_operands_are_cast_once():
-    class Cast(Model):
-        def forward(self, ids: torch.Tensor) -> torch.Tensor:
-            with torch.autocast("cpu", torch.bfloat16):
-                return super().forward(ids)
-
-    for rewrite, make, tolerance in ((causal_attention, causal, 0), (IN_PARTS, window(100), None)):
-        report = check_rewrite(Cast(make), rewrite, batch(600, texts=1), trials=1, tolerance=tolerance)
-        assert report.ok, report
 
 
 def step_of(model: nn.Module, **options: Any) -> Any:

@@ -157,33 +157,6 @@ def test_what_mixes_tokens_is_left_out(name: str):
     assert not any(text.count("linear") > 1 for text in calls)
 
 
-def test_a_capture_with_dead_calls_is_tiled_too():
-    traced = megatrain.trace(Model(), kwargs=batch(0))
-    assert len(canonicalize(traced).graph.nodes) < len(traced.graph.nodes)
-    tiled = tile_tokens(traced, rows=64)
-    tiled.check()
-    assert any(isinstance(node.target, TiledRegion) for node in tiled.graph.nodes)
-
-
-def _routed(x: torch.Tensor) -> torch.Tensor:
-    """A router of experts, which writes into one of the results of a call that makes several."""
-    chosen, _ = x.sin().softmax(-1).topk(4, -1)
-    chosen /= chosen.sum(-1, keepdim=True)
-    return x * chosen[..., :1]
-
-
-def _repeated(x: torch.Tensor) -> torch.Tensor:
-    """Heads of keys that several heads of queries read: one memory for all of them."""
-    return x.sin().unsqueeze(2).expand(-1, -1, 3, -1).cumsum(1).sum(2)
-
-
-@pytest.mark.parametrize("form", [_routed, _repeated])
-def test_results_that_a_region_does_not_make_alone_or_that_repeat_are_right(form: Callable[..., torch.Tensor]):
-    torch.manual_seed(7)
-    report = check_rewrite(Alone(form), partial(tile_tokens, rows=64), (torch.randn(2, TOKENS, WIDTH),), trials=1)
-    assert report.ok, str(report)
-
-
 # What is made of a linear layer's result, and whether a backward reads the values of the result.
 USES: dict[str, tuple[Callable[[torch.Tensor, torch.Tensor], torch.Tensor], bool]] = {
     "a sum": (lambda y, x: x + y, False),

@@ -17,13 +17,10 @@ from megatrain.scheduler.builder.build import backward_schedule
 from megatrain.scheduler.builder.host_ticks import DEFERRED_SHARE, deferred_updates
 from megatrain.scheduler.from_program import schedule
 from megatrain.scheduler.from_program import workload as workload_of
-from megatrain.scheduler.items import Stream
 from megatrain.scheduler.schedule import Schedule
 from megatrain.scheduler.step_kind import UPDATES, StepKind
-from megatrain.scheduler.table import Position
 from megatrain.scheduler.workload import Workload
 from tests.draws import draws
-from tests.scheduler.mutations import with_cells, with_figures
 from tests.scheduler.symbolic import find_harm
 from tests.scheduler.workloads import (
     LAYER,
@@ -172,31 +169,7 @@ def test_all_gradients_wait_unless_updates_follow_them_at_once(updates: str, cli
     assert waiting(schedule(trained(8), updates=updates, clip=clip)) == blocks * LAYER
 
 
-def test_gradients_of_shared_parameters_wait_for_the_update_that_needs_them_all():
-    # Those of the head stay until U0, besides the two that come and go.
-    assert waiting(schedule(trained(8, tied=True), updates="overlap")) == 3 * LAYER
-
-
-def test_gradients_that_no_update_needs_wait_until_the_step_ends():
-    workload = trained(6)
-    blocks = tuple(replace(b, update_bytes=0) if i % 2 else b for i, b in enumerate(workload.blocks))
-    workload = replace(workload, blocks=blocks)
-    assert waiting(schedule(workload, updates="overlap")) == 4 * LAYER
-    # They are the caller's when a step is over, so the next begins only with those that are to be used.
-    late = schedule(workload, updates="deferred")
-    assert waiting(late) == 6 * LAYER
-    assert str(late.ticks[0].host) == "U0"
-    assert most_at_once(late, Hardware(1e9, 1e9, 1e9)) == 6 * LAYER
-
-
 # -- spread updates ----------------------------------------------------------------------------------------------
-
-
-def tied_pairs(workload: Workload) -> Workload:
-    """Block 0 updates a parameter that block 3 holds too, which updates others that block 5 holds."""
-    blocks = list(workload.blocks)
-    blocks[0], blocks[3] = replace(blocks[0], shares=(3,)), replace(blocks[3], shares=(5,))
-    return replace(workload, blocks=tuple(blocks))
 
 
 def test_so_many_bytes_are_deferred_evenly_from_the_first_block_on():
@@ -211,26 +184,6 @@ def test_so_many_bytes_are_deferred_evenly_from_the_first_block_on():
         assert abs(share - DEFERRED_SHARE * total) <= 7 * LAYER
     assert deferred_updates(workload, StepKind(updates="deferred")) == set(range(32))
     assert not deferred_updates(workload, StepKind(updates="overlap"))
-
-
-def test_a_chain_of_shared_parameters_is_deferred_as_one():
-    workload = tied_pairs(trained(8))
-    plan = schedule(workload, updates="spread")
-    find_harm(plan, workload)
-    assert {0, 3, 5} <= set(plan.deferred)
-    ops = [str(op) for op in plan.ops]
-    for block in range(8):
-        for member in {0: (0, 3), 3: (3, 5)}.get(block, (block,)):
-            assert (ops.index(f"U{block}") < ops.index(f"G{member}")) == (block in plan.deferred)
-    position, end = next(p for p, op in plan.positions() if str(op) == "U3"), Position(len(plan.ticks), Stream.HOST)
-    parted = with_figures(with_cells(plan, {position: None, end: plan.ticks[position.tick].host}))
-    with pytest.raises(ScheduleError) as caught:
-        parted.check()
-    assert str(caught.value) == (
-        f"host:U0 at tick 0 uses gradients of the previous step, host:U3 at tick {end.tick} those of this step.\n"
-        "  Updates that use gradients of one block are all deferred, or none is.\n"
-        "  Move one of them."
-    )
 
 
 def test_spread_updates_leave_no_time_unused():

@@ -18,7 +18,7 @@ from torch import nn
 import megatrain
 from megatrain.device import find
 from megatrain.integrations.hf.one_step import OneStep
-from megatrain.optim.grad_scaler import host_scaler, warn_of_torchs_own
+from megatrain.optim.grad_scaler import warn_of_torchs_own
 from tests.comparing import assert_same
 from tests.simulated_device.simulator import OrderName, Simulator
 from tests.simulated_runs.on_device import (
@@ -114,25 +114,6 @@ def test_the_launching_thread_waits_at_the_end_alone(sim: Simulator, name: str, 
     # BatchNorm's statistics are brought to the host before each loss, whose code may read them; nothing else waits.
     assert len(waits) == (count if name == "cnn" else 0), waits
     assert not any("run.py" in wait or "call.py" in wait for wait in waits)
-
-
-def test_weights_of_micro_batches_on_the_device_are_not_waited_for(sim: Simulator):
-    begun, found = TASKS["stack"].build(), list[Any]()
-    for on_host in (False, True):
-
-        def weight(batch: Any, on_host: bool = on_host) -> Any:
-            count = (batch[0] if isinstance(batch, tuple) else batch).gt(0).sum() + 1
-            return int(count) if on_host else count
-
-        model, step = stepping("stack", "deferred", copy.deepcopy(begun), weight=weight)
-        result = [step(batches("stack", number, 3)).item() for number in range(2)]
-        given = batches("stack", 2, 3)
-        with sim.synchronizations() as waits:
-            loss = step(given)
-        assert len(on_launching_threads(waits)) == (3 if on_host else 0)
-        step.flush()
-        found.append(([*result, loss.item()], [p.detach().clone() for p in model.parameters()]))
-    assert_same(*found)
 
 
 def test_wrong_weights_on_the_device_are_refused_and_leave_no_trace(sim: Simulator):
@@ -310,13 +291,6 @@ def test_an_update_with_infinite_gradients_is_left_out(sim: Simulator, order: Or
     taken, scale = scaled_steps(megatrain.GradScaler(init_scale=8.0), [1.0, float("inf"), 1.0, float("nan"), 1.0])
     assert taken == [True, False, True, False, True]
     assert scale == 2.0
-
-
-def test_it_goes_on_from_another_scaler(sim: Simulator):
-    other = torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=3, backoff_factor=0.25)
-    scaler = host_scaler(other)
-    assert scaler.state_dict() == other.state_dict()
-    assert scaled_steps(scaler, [1.0, float("inf")]) == ([True, False], 1.0)
 
 
 def warned(make: Any) -> list[Any]:

@@ -133,23 +133,6 @@ def test_steps_run_in_exactly_the_memory_of_the_schedule(
         assert num_retries() == before, order
 
 
-def test_batches_of_other_sizes_share_one_budget(sim: Simulator, plain: int):
-    """A small batch has room for two slots, a large one for a single slot only: the arena must make way for it."""
-    width, budget = 512, 4_470_000
-    model = nn.Sequential(*(nn.Linear(width, width) for _ in range(6)))
-    compiled = megatrain.compile(model, device=DEVICE, memory=budget, activations="offload")
-    step = megatrain.TrainStep(compiled, sgd(model), loss=loss_of)
-    slots: list[int] = []
-    for number, rows in enumerate((8, 128, 8, 128)):
-        batch = torch.randn(rows, width, generator=generator_of(number)).to(DEVICE)
-        slots.append(step.prepare(batch).num_slots)
-        torch.accelerator.reset_peak_memory_stats()
-        step(batch)
-        torch.accelerator.synchronize()
-        assert torch.accelerator.max_memory_allocated() <= plain + budget, number
-    assert slots == [2, 1, 2, 1]
-
-
 @pytest.mark.parametrize("number", [3, pytest.param(0, marks=pytest.mark.nightly)])
 def test_what_runs_again_with_another_capture_takes_no_more_memory(plain: int, number: int):
     """Nothing of the attempt that failed is left when the next one begins.
@@ -373,20 +356,6 @@ def runs_on_the_smallest_card(
 
 def hole_batch(count: int, rows: int, width: int) -> list[torch.Tensor]:
     return [torch.empty(rows, width, device=DEVICE) for _ in range(count)]
-
-
-@pytest.mark.nightly
-def test_values_that_stay_take_no_holes_of_temporary_tensors(sim: Simulator):
-    """Two values of 96 MiB fill three quarters of the 256 MiB that a product had: a third as much again is lost."""
-    sim.configure(compute=False, poison=False, capacity=64 << 30)
-    runs_on_the_smallest_card(sim, Layers(8, 384, 1024, 256), hole_batch(8, 65536, 384), "deferred", "recompute")
-
-
-@pytest.mark.nightly
-def test_small_tensors_share_segments_without_a_rest(sim: Simulator):
-    """Hidden values of 7.25 MiB: two of them leave 5.5 of the 20 MiB of a segment, which fit no third."""
-    sim.configure(compute=False, poison=False, capacity=64 << 30)
-    runs_on_the_smallest_card(sim, Layers(29, 256, 3712, 149184), hole_batch(8, 512, 256), "spread", "keep")
 
 
 @st.composite

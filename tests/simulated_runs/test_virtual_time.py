@@ -19,8 +19,8 @@ from megatrain.hardware.hardware import Hardware
 from megatrain.scheduler.items import Stream
 from tests.simulated_device.simulator import GIB, HardwareProfile, Simulator
 from tests.simulated_device.virtual_hosts import VirtualHosts
-from tests.simulated_runs.on_device import DEVICE, held_bytes, on_launching_threads
-from tests.training.parity import MODES, adamw
+from tests.simulated_runs.on_device import held_bytes, on_launching_threads
+from tests.training.parity import MODES
 
 WIDTH, ROWS = 512, 4096
 
@@ -176,39 +176,3 @@ def test_timed_copies_take_the_time_of_the_bus_and_nothing_waits_for_a_time(sim:
         for wait in step.schedule.waits()[timing.position]:
             if Stream.HOST not in (wait.stream, timing.position.stream):
                 assert ends[wait] <= timing.start_s + 1e-5, (timing, wait)
-
-
-class Short(nn.Module):
-    """Layers of many short kernels."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(4))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for layer in self.layers:
-            y = layer(x)
-            for _ in range(12):
-                y = y.tanh() + x
-            x = y
-        return x.sum()
-
-
-def test_short_kernels_wait_for_python_no_more_where_they_are_recorded(sim: Simulator):
-    """Modelled: 20 us to launch a kernel, and kernels of less than that."""
-    machine = Hardware(25e9, 25e9, {"fp32": 2e13}, launch_s=1e-6, issue_s=20e-6, memory_bytes_per_s=1e12)
-    sim.configure(compute=False, poison=False)
-    hosts = VirtualHosts(sim, 1e12)
-    taken: dict[str, float] = {}
-    for kernels in ("eager", "graphs"):
-        compiled = megatrain.compile(Short(), device=DEVICE, activations="recompute", kernels=kernels)
-        step = megatrain.TrainStep(compiled, adamw(compiled), **MODES["overlap"])
-        batch = [torch.empty(64, 64, device=DEVICE) for _ in range(2)]
-        sim.set_profile(None)
-        for _ in range(3):
-            step(batch)
-        sim.set_profile(HardwareProfile.of(machine))
-        hosts.take(step, batch)
-        taken[kernels] = hosts.take(step, batch)
-        step.flush()
-    assert taken["graphs"] < 0.6 * taken["eager"], taken

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import re
 from pathlib import Path
 from typing import Any
@@ -149,13 +148,6 @@ def test_a_unified_memory_holds_both_parts(config: Path, capsys: pytest.CaptureF
     assert 0 < float(there) < 200 < float(needs)
 
 
-def test_adapters_come_from_the_options(config: Path, capsys: pytest.CaptureFixture[str]):
-    full = printed(capsys, config, "--memory=1GiB", "--micro-batch=1", *STEP)
-    adapted = printed(capsys, config, "--memory=1GiB", "--micro-batch=1", "--lora=4", *STEP)
-    moments = [float(re.findall(r"exp_avg +(\d+)", said)[0]) for said in (full, adapted)]
-    assert moments[1] < moments[0] / 2
-
-
 @pytest.mark.nightly
 def test_more_layers_come_from_the_configuration(config: Path, capsys: pytest.CaptureFixture[str]):
     deep = printed(
@@ -207,21 +199,6 @@ def test_wrong_options_are_refused(
     arguments: tuple[str, ...], said: str, config: Path, capsys: pytest.CaptureFixture[str]
 ):
     assert said in refused(capsys, config, *arguments)
-
-
-def test_what_is_no_model_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    nowhere = tmp_path / "nowhere" / "at-all" / "x"
-    assert f"there is no folder `{nowhere}`" in refused(capsys, nowhere, "--memory=1GiB")
-    assert f"the configuration of `{tmp_path}` can't be read: " in refused(capsys, tmp_path, "--memory=1GiB")
-    assert "there is no module `nowhere`" in refused(capsys, "nowhere:build", "--memory=1GiB")
-    (tmp_path / "config.json").write_text('{"model_type": "nothing_known"}')
-    assert "can't be read" in refused(capsys, tmp_path, "--memory=1GiB")
-
-
-def test_a_missing_library_is_named(config: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
-    find = importlib.util.find_spec
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *a: None if name == "peft" else find(name, *a))
-    assert "megatrain plan needs peft" in refused(capsys, config, "--memory=1GiB", "--lora=4")
 
 
 def test_a_configuration_that_says_something_of_each_layer_keeps_its_depth(tmp_path: Path):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -147,16 +146,6 @@ def test_weights_are_those_of_the_latest_step(overlap: bool):
     assert_same(values(compiled), values(eager))
 
 
-def test_new_values_and_new_memory_of_a_parameter_are_seen():
-    eager, compiled = llama(), compiled_of(llama())
-    generated(compiled)
-    for model in (eager, compiled):
-        with torch.no_grad():
-            model.lm_head.weight.mul_(-2)
-        model.model.norm.weight.data = torch.linspace(0, 2, 32)
-    assert_generates_alike(compiled, eager)
-
-
 # -- calls with a cache ----------------------------------------------------------------------------------------------
 
 
@@ -220,20 +209,6 @@ class Boxed:
         self.kept = kept
 
 
-class Remembers(nn.Module):
-    """Adds what it has seen before, and keeps the new."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(4, 4)
-
-    def forward(self, x: torch.Tensor, box: Any) -> torch.Tensor:
-        kept = box.kept if isinstance(box, Boxed) else box
-        x = self.layer(x) + sum(kept, torch.zeros(4))
-        kept.append(x)
-        return x
-
-
 def keyed(box: Boxed) -> Any:
     return [(pytree.SequenceKey(i), t) for i, t in enumerate(box.kept)], None
 
@@ -241,22 +216,6 @@ def keyed(box: Boxed) -> Any:
 pytree.register_pytree_node(
     Boxed, lambda box: (box.kept, None), lambda kept, _: Boxed(list(kept)), flatten_with_keys_fn=keyed
 )
-
-
-def test_an_object_that_torch_takes_apart_is_still_the_callers():
-    torch.manual_seed(0)
-    model, x = Remembers(), torch.ones(2, 4)
-    eager, compiled = copy.deepcopy(model), compiled_of(model, "1MiB")
-    boxes = Boxed([]), Boxed([])
-    with torch.no_grad():
-        for _ in range(3):
-            assert torch.equal(compiled(x, boxes[1]), eager(x, boxes[0]))
-    assert len(boxes[1].kept) == 3
-    assert_same(boxes[1].kept, boxes[0].kept)
-    with pytest.raises(TraceError, match=r"(?s)changes its argument `1`, a Boxed\..*compiled\.megatrain\.walk\(\)"):
-        compiled(x, boxes[1])
-    with pytest.raises(TraceError, match="changes its argument `box`, a list"):
-        compiled(x, box=[])
 
 
 class Pipeline(nn.Module):
@@ -372,25 +331,6 @@ class Unseen(nn.Module):
         return x * self.get_buffer("steps")
 
 
-UNSEEN: dict[str, Callable[[torch.Tensor], object]] = {
-    "data": lambda tensor: tensor.data.add_(1),
-    "an element of data": lambda tensor: tensor.data[1:].fill_(float(tensor.sum()) + 1),
-    "numpy": lambda tensor: tensor.numpy().__iadd__(1),
-}
-
-
-@pytest.mark.parametrize(("write", "is_one_walk"), [*((name, False) for name in UNSEEN), ("data", True)])
-def test_writes_that_no_version_counts_are_the_models(write: str, is_one_walk: bool):
-    torch.manual_seed(0)
-    model = Unseen(UNSEEN[write])
-    eager, compiled = copy.deepcopy(model), compiled_of(model, "1MiB")
-    with torch.no_grad(), compiled.megatrain.walk() if is_one_walk else nullcontext():
-        for _ in range(3):
-            x = torch.randn(2, 4)
-            assert torch.equal(compiled(x, object()), eager(x))
-    assert_same(values(model), values(eager))
-
-
 def test_a_write_that_no_version_counts_into_a_trained_parameter_is_refused():
     model = Unseen(lambda _: model.linear.weight.data.mul_(2))
     before, compiled = values(model), compiled_of(model, "1MiB")
@@ -462,36 +402,3 @@ generate() needs more device memory than the budget of 30.00 KiB, for what the m
         ExecuteError, match=r"generate\(\) needs more device memory .* for `model\.embed_tokens\.weight`"
     ):
         generated(compiled)
-
-
-class _AfterPrefix(nn.Module):
-    """A model after a prefix, whose keys and values it is given as tensors."""
-
-    def __init__(self, model: Any) -> None:
-        super().__init__()
-        self.model = model
-
-    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor, prefix: Any) -> torch.Tensor:
-        cache = DynamicCache()
-        for number, layer in enumerate(prefix):
-            cache.update(*layer, number)
-        return self.model(input_ids=input_ids, labels=labels, past_key_values=cache).loss
-
-
-@pytest.mark.nightly
-def test_a_cache_that_comes_as_tensors_has_gradients():
-    eager, streamed = _AfterPrefix(llama()), _AfterPrefix(llama())
-    compiled = compiled_of(streamed, "256KiB")
-    with torch.no_grad():
-        layers = eager.model(input_ids=IDS, use_cache=True).past_key_values.layers
-    prefixes: list[list[tuple[torch.Tensor, ...]]] = []
-    for module in (eager, compiled):
-        prefixes.append([tuple(t.clone().requires_grad_() for t in (each.keys, each.values)) for each in layers])
-        module(IDS, IDS, prefixes[-1]).backward()
-    assert len(compiled.program.blocks) > 1
-    for (name, one), other in zip(eager.named_parameters(), streamed.parameters(), strict=True):
-        assert torch.equal(grad_of(one), grad_of(other)), name
-    for one, other in zip(*([t for pair in prefix for t in pair] for prefix in prefixes), strict=True):
-        assert torch.equal(grad_of(one), grad_of(other))
-    with pytest.raises(TraceError, match=r"is a DynamicCache.*with tensors in it(.|\n)*Pass the tensors themselves"):
-        compiled_of(llama())(input_ids=IDS, past_key_values=DynamicCache([(each.keys, each.values) for each in layers]))

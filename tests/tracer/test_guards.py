@@ -7,7 +7,6 @@ import pytest
 import torch
 
 from megatrain.errors import TraceError
-from megatrain.tracer.arguments import tensors_given
 from megatrain.tracer.guards import Guard, GuardCheck
 from megatrain.tracer.trace import trace
 from tests.models import MODELS, Stack
@@ -37,17 +36,6 @@ def test_both_answers_have_their_own_graph():
     full, args, _ = MODELS["mask_read_true"]()
     assert "mul" in str(trace(masked, MODELS["mask_read"]()[1]))
     assert "mul" not in str(trace(full, args))
-
-
-def test_padding_is_guarded_in_an_unmodified_llama():
-    model, args, kwargs = MODELS["llama_unpadded"]()
-    traced = trace(model, args, kwargs)
-    names = [n.name for n in traced.inputs]
-    inputs = dict(zip(names, tensors_given(args, kwargs), strict=True))
-    assert _failure(traced, *inputs.values()) is None
-    inputs["attention_mask"] = torch.ones(2, 7, dtype=torch.int64)
-    inputs["attention_mask"][1, 4:] = 0
-    assert _failure(traced, *inputs.values()) is not None
 
 
 def test_a_list_read_from_an_input_is_compared_as_it_was_when_it_was_read():

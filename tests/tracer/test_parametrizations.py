@@ -18,7 +18,6 @@ from megatrain.errors import TraceError
 from megatrain.tracer.trace import trace
 from tests.comparing import assert_same
 from tests.parametrized import KINDS, OPAQUE, WIDTH, Branching, Model, model_of
-from tests.runtime.parity import PATHS, assert_parity
 from tests.tracer.parity import assert_same_step, eager_step, graph_step
 
 X = torch.randn(5, WIDTH, generator=torch.Generator().manual_seed(1))
@@ -51,17 +50,6 @@ def test_a_capture_equals_eager_and_leaves_the_model_as_it_was(kind: str):
     assert_same_step(graph_step(traced, model, (X,), {}), eager_step(eager, (X,), {}))
 
 
-@pytest.mark.parametrize(("kind", "path"), [("two", "offload"), ("one twice", "bind"), ("trained", "keep")])
-def test_training_equals_eager(kind: str, path: str):
-    model = model_of(KINDS[kind])
-    keys = list(model.state_dict())
-    compiled = assert_parity(model, (X,), {}, steps=3, **PATHS[path])
-    assert list(compiled.state_dict()) == keys
-    assert compiled.recompiled_because == ()
-    assert len(compiled.program.blocks) >= 3
-    assert not compiled.program.opaque_calls
-
-
 @pytest.mark.parametrize(("kind", "model_kind"), list(zip(list(OPAQUE)[:2], [Model, Branching], strict=True)))
 def test_code_that_no_graph_can_repeat_runs_again_with_what_parametrizes_around_it(kind: str, model_kind: Any):
     model = model_of(OPAQUE[kind], model_kind)
@@ -80,38 +68,6 @@ def test_code_that_no_graph_can_repeat_runs_again_with_what_parametrizes_around_
     names = [call.name for call in compiled.program.opaque_calls]
     assert names == [f"layers.{i}.experts" for i in range(3)]
     assert len(compiled.program.blocks) >= 3
-
-
-class Lent(nn.Module):
-    """Lends a value to a module below for the time of a call."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = Drawn()
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.inner.factor = 3.0
-        y = self.inner(x)
-        self.inner.factor = 1.0
-        return y
-
-
-class Drawn(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.fc, self.factor, self.count = nn.Linear(WIDTH, WIDTH), 1.0, 0
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.count += 1
-        return self.fc(x) * self.factor
-
-
-def test_an_attribute_that_is_lent_to_code_that_runs_again_is_there_at_each_step():
-    torch.manual_seed(0)
-    model = nn.Sequential(Lent(), Lent(), nn.Linear(WIDTH, 2))
-    compiled = assert_parity(model, (X,), {}, steps=3, transfer="copy")
-    assert [call.name for call in compiled.program.opaque_calls] == ["0", "1"]
-    assert "changes `0.inner.factor` and then calls `0.inner` at test_" in compiled.program.opaque_calls[0].reason
 
 
 class Doubled(nn.Module):

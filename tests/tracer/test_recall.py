@@ -20,7 +20,6 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from megatrain.passes.pipeline import lower
 from megatrain.tracer.trace import trace
-from tests.models import MODELS
 from tests.tracer.recalling import both, counted_recalls, every_call_run
 from tests.zoo.collect import cases
 
@@ -373,15 +372,6 @@ def test_layers_of_any_kinds_in_any_order(data: st.DataObject) -> None:
     order = data.draw(st.lists(places, min_size=3, max_size=5))
     some = st.one_of(st.none(), st.none(), places)
     check(Stack(quirks, order, data.draw(st.booleans()), data.draw(some), data.draw(some)), *inputs())
-
-
-@pytest.mark.nightly
-@pytest.mark.filterwarnings("ignore")  # what models say about themselves
-@pytest.mark.parametrize("name", MODELS)
-def test_models_of_the_tests(name: str) -> None:
-    model, args, kwargs = MODELS[name]()
-    whole, found = both(model, args, kwargs)
-    assert found == whole
 
 
 @pytest.mark.nightly

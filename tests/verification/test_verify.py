@@ -54,17 +54,6 @@ def test_a_right_model_is_equal_bit_for_bit(name):
     assert "in 2 steps), largest relative difference 0.00e+00 (tolerance " in line
 
 
-def test_everything_that_a_step_produces_is_compared():
-    model, args, kwargs = MODELS["ema_buffer"]()
-    report = verify(model, args[0].requires_grad_(), **CPU, steps=3, **kwargs)
-    assert names(report, "output") == {"result"}
-    assert names(report, "gradient") == names(report, "parameter") == {n for n, _ in model.named_parameters()}
-    assert names(report, "buffer") == {n for n, _ in model.named_buffers()}
-    assert names(report, "input gradient") == {"x"}
-    assert names(report, "rng") == {"cpu", "numpy", "python"}
-    assert {d.step for d in report.differences} == {0, 1, 2}
-
-
 def test_outputs_are_named_by_their_path_and_plain_values_are_compared():
     model, args, kwargs = MODELS["nested_outputs"]()
     report = verify(model, *args, **CPU, **kwargs)
@@ -91,24 +80,6 @@ def test_plain_outputs_that_differ_are_said_in_words():
     assert report.max_error == float("inf")
     assert report.differences[0].reason in str(report)
     assert json.loads(report.to_json())["max_error"] is None
-
-
-def test_without_gradients_the_outputs_are_compared_and_it_says_so():
-    with torch.no_grad():
-        report = verify(Stack().bfloat16(), torch.ones(2, 3).bfloat16(), **CPU)
-    assert (report.max_error, report.tolerance) == (0, 3e-2)
-    assert "no output is differentiable" in str(report)
-    with torch.inference_mode():
-        assert verify(Stack(), torch.ones(2, 3), **CPU, tolerance=0).tolerance == 0
-
-
-def test_nan_in_eager_is_pointed_out():
-    model = Stack()
-    with torch.no_grad():
-        model.head.bias[0] = float("nan")
-    report = verify(model, torch.ones(2, 3), **CPU)
-    assert report.ok
-    assert "eager PyTorch itself has NaN, which equals NaN, in output result" in str(report)
 
 
 # -- options -------------------------------------------------------------------------------------------------
