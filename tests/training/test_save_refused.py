@@ -279,7 +279,7 @@ def test_other_schedulers_are_refused_by_name(several: Any, name: str, picked: l
 
 
 def test_lists_of_one_are_stored_as_one(several: Any):
-    run, folders = several
+    _, folders = several
     extras = [content_of(folders[name])["extra"] for name in ("one", "list")]
     assert [extra["scheduler"] for extra in extras] == [extras[0]["scheduler"]] * 2
     assert extras[1]["scheduler_class"] == CONSTANT
