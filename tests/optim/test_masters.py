@@ -138,34 +138,6 @@ def test_clipped_steps_block_by_block_leave_the_bits_of_fp32(name: str):
             assert q.grad is None
 
 
-def test_a_failing_step_leaves_parameters_bf16_and_in_place_and_the_low_halves():
-    _, narrow, masters = sides()
-    before = [p.detach().clone() for p in narrow]
-    split = {p: m.low.clone() for p, m in masters.items() if isinstance(m, SplitMaster)}
-
-    class Failing(torch.optim.SGD):
-        @torch.no_grad()
-        def step(self, closure=None):
-            for p in self.param_groups[0]["params"]:
-                if p in split:
-                    p.add_(1)  # the joined values, which are thrown away
-            raise RuntimeError("out of luck")
-
-    for p in narrow:
-        p.grad = torch.ones_like(p)
-    code = MasterStep(masters)
-    blocks = BlockOptimizer(Failing(narrow, lr=1.0), [narrow], code=code)
-    blocks.begin()
-    with pytest.raises(RuntimeError, match="out of luck"):
-        blocks.finish()
-    for p, b in zip(narrow, before, strict=True):
-        assert torch.equal(p, b)
-        assert p.dtype == b.dtype
-        assert p.grad is not None
-        assert p.grad.dtype == p.dtype
-    assert all(torch.equal(masters[p].low, low) for p, low in split.items())
-
-
 def test_moments_that_were_narrowed_by_loading_are_refused():
     _, narrow, masters = sides()
     optimizer = torch.optim.AdamW(narrow)
@@ -262,31 +234,6 @@ def test_a_compiler_that_is_missing_or_fails_is_said_and_so_is_amsgrad(tmp_path)
     optimizer = torch.optim.AdamW([torch.nn.Parameter(torch.ones(1))], amsgrad=True)
     with pytest.raises(OptimizerError, match="amsgrad"):
         AdamWOptions.of(optimizer.param_groups[0])
-
-
-def weights(numel: int = 1 << 16) -> torch.Tensor:
-    return torch.randn(numel, generator=torch.Generator().manual_seed(0)) * 0.02
-
-
-def tiny_updates(master, steps: int = 10) -> None:
-    generator = torch.Generator().manual_seed(1)
-    moments = zeros(master)
-    for step in range(1, steps + 1):
-        gradient = torch.randn(master.high.shape, generator=generator)
-        adamw_(master, moments, gradient, step=step, options=AdamWOptions(1e-5, weight_decay=0.0))
-
-
-def test_stochastic_rounding_follows_the_exact_masters_on_average():
-    start = weights().bfloat16()
-    rounded = RoundedMaster(start.clone(), torch.Generator().manual_seed(3))
-    exact = SplitMaster.of(start.float())
-    tiny_updates(rounded)
-    tiny_updates(exact)
-    moved = read_(torch.empty(start.shape), exact) - start.float()
-    apart = rounded.high.float() - start.float() - moved
-    # The error of each weight has mean 0; the mean of all has a standard error of std / sqrt(n).
-    assert abs(apart.mean()) < 4 * apart.std() / start.numel() ** 0.5
-    assert (rounded.high != start).any()
 
 
 def _of_rest() -> ParameterUpdate:

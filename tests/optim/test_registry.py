@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import gc
-import weakref
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +11,8 @@ from torch import nn
 
 import megatrain
 from megatrain.errors import CheckpointError, ExecuteError
-from megatrain.optim.block_update import MasterStep
 from megatrain.optim.fast.adamw import AdamWOptions, adamw_
-from megatrain.optim.masters.halves import RoundedMaster, SplitMaster, WholeMaster, read_
+from megatrain.optim.masters.halves import SplitMaster, read_
 from megatrain.saving import load, save
 from tests.comparing import assert_same_bits
 from tests.optim.reference import MAKERS, Loop, values_of
@@ -45,21 +42,6 @@ def trained(steps: int = 2, **options: Any) -> Loop:
 # -- which there are ---------------------------------------------------------------------------------------------
 
 
-def test_fp32_parameters_are_their_own_masters():
-    model = stack()
-    model[0].bias.requires_grad_(False)
-    model[2].double()
-    compiled = megatrain.compile(model, device="cpu")
-    masters = compiled.masters
-    assert list(masters) == [model[0].weight, *model[4].parameters()]
-    assert all(isinstance(master, WholeMaster) for master in masters.values())
-    assert masters[model[0].weight].values.data_ptr() == model[0].weight.data_ptr()
-    assert model[2].weight not in masters
-    assert masters.get(nn.Parameter(torch.ones(3))) is None
-    assert masters.sources() == {}
-    assert repr(masters) == "Masters(whole, 3 parameters, 0 B of low halves)"
-
-
 def test_which_parameters_have_masters_hangs_on_what_is_trained_now():
     compiled = narrow()
     weight, bias = compiled.megatrain.model[0].weight, compiled.megatrain.model[0].bias
@@ -78,17 +60,6 @@ def test_which_parameters_have_masters_hangs_on_what_is_trained_now():
     assert len(compiled.masters) == 4
     model[0].weight.requires_grad_(True)
     assert_same_bits(model[0].weight.detach().float(), values_of(compiled)["0.weight"], "trained from now on")
-
-
-def test_a_model_and_its_masters_go_when_nobody_needs_them():
-    compiled = narrow()
-    compiled(X)
-    low = weakref.ref(compiled.masters[compiled.megatrain.model[0].weight].low)
-    model = weakref.ref(compiled.megatrain.model)
-    del compiled
-    gc.collect()
-    assert model() is None
-    assert low() is None
 
 
 # -- what the user writes -----------------------------------------------------------------------------------------
@@ -116,17 +87,6 @@ def test_what_the_user_writes_is_the_master(write, calls: int):
     assert_same_bits(values.float(), after.pop("2.weight"), "what was written")
     for name, expected in after.items():
         assert_same_bits(before[name], expected, name)
-
-
-def test_a_parameter_put_in_anothers_place_begins_with_its_values():
-    loop = trained()
-    before = values_of(loop.compiled)
-    loop.model[2].weight = nn.Parameter(torch.ones(8, 8, dtype=torch.bfloat16))
-    for _ in range(2):
-        after = values_of(loop.compiled)
-        assert_same_bits(torch.ones(8, 8), after["2.weight"], "2.weight")
-        assert_same_bits(before["0.weight"], after["0.weight"], "0.weight")
-        loop.compiled(X)
 
 
 def test_a_write_that_nobody_sees_counts_to_within_its_rounding():
@@ -172,30 +132,6 @@ def test_others_see_an_update(optimizer: str):
         result.sum().backward()
 
 
-def test_moments_in_another_memory_order_are_laid_out_anew():
-    """As after a load: state is contiguous then, whatever the parameter is."""
-    results = []
-    for loads in (False, True):
-        model = seeded(lambda: nn.Conv2d(4, 4, 3)).to(memory_format=torch.channels_last)  # pyright: ignore[reportCallIssue]
-        compiled = narrow(model)
-        optimizer = MAKERS["adamw"](list(model.parameters()))
-        step = MasterStep(compiled.masters)
-        x = torch.randn(2, 4, 6, 6, generator=torch.Generator().manual_seed(0))
-        for index in range(3):
-            model.zero_grad()
-            compiled(x).float().square().mean().backward()
-            if loads and index:
-                for state in optimizer.state.values():
-                    state.update({key: value.contiguous() for key, value in state.items()})
-                model.weight.grad = model.weight.grad.contiguous()
-            step(optimizer)
-        results.append((values_of(compiled)["weight"], optimizer.state[model.weight]["exp_avg"]))
-        assert not model.weight.is_contiguous()
-    for one, other in zip(*results, strict=True):
-        assert_same_bits(one, other, "with moments that were loaded")
-        assert one.stride() == other.stride()
-
-
 # -- rounded masters -------------------------------------------------------------------------------------------------
 
 
@@ -206,17 +142,6 @@ def rounded(order: tuple[int, ...] = (0, 1, 2), seed: int = 0, optimizer: str = 
     for _ in range(3):
         loop.step((X,), {}, order)
     return loop
-
-
-@pytest.mark.parametrize("optimizer", MAKERS)
-def test_rounded_masters_hang_on_the_seed_and_on_no_order(optimizer: str):
-    one, other, third = rounded((0, 1, 2), 0, optimizer), rounded((2, 1, 0), 0, optimizer), rounded(seed=1)
-    for name, p in one.model.state_dict().items():
-        assert_same_bits(p, other.model.state_dict()[name], name)
-        assert p.dtype == torch.bfloat16
-    assert any(not torch.equal(p, third.model.state_dict()[name]) for name, p in one.model.state_dict().items())
-    assert all(isinstance(master, RoundedMaster) for master in one.compiled.masters.values())
-    assert one.compiled.masters.low_bytes == 0
 
 
 # -- checkpoints --------------------------------------------------------------------------------------------------

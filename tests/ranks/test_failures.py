@@ -14,8 +14,7 @@ import torch.distributed as dist
 
 import megatrain
 from megatrain.optim.block_update import MasterStep
-from megatrain.ranks import processes, rank_exchange
-from megatrain.runtime.streams.stream_set import Chaos
+from megatrain.ranks import processes
 from tests.models import Stack
 from tests.nightly import nightly
 from tests.ranks.processes import Processes, processes_fixture, refused
@@ -123,26 +122,6 @@ def impossible(rank: int) -> list[str]:
     ]
 
 
-def without_room(rank: int) -> list[str]:
-    """The host has no memory for the ranks, and then it has."""
-    step, usual = begin(CASE, dist.group.WORLD)[2], rank_exchange.available_bytes
-    rank_exchange.available_bytes = lambda: -(1 << 30)
-    try:
-        texts = [refused(lambda: step(batch(0, rank)))]
-    finally:
-        rank_exchange.available_bytes = usual
-    return [*texts, refused(lambda: step(batch(0, rank)))]
-
-
-def failing_op(rank: int, op: str) -> tuple[str, str]:
-    """An op of rank 1 fails; then there is another step."""
-    chaos = Chaos(max_delay_s=0, fail=op) if rank == 1 else None
-    case = replace(CASE, compile={"chaos": chaos, "transfer": "copy", "block_bytes": "100B"})
-    _, _, step = begin(case, dist.group.WORLD)
-    steps = [case.batches(number)[rank] for number in range(2)]
-    return refused(lambda: step(steps[0])), refused(lambda: step(steps[1]))
-
-
 three_to_kill = processes_fixture(3, "function")
 
 
@@ -193,19 +172,6 @@ def test_a_rank_that_fails_in_the_middle_ends_the_training_of_all(three: Process
         assert texts[2].startswith("ExecuteError: the ranks are no longer at the same step")
 
 
-@pytest.mark.nightly
-@pytest.mark.parametrize("op", ["F1", "T1", *map(nightly, ("B1", "T3", "G0", "G3", "U0", "U2", "V1"))])
-def test_an_op_that_fails_is_named_on_all_ranks(op: str, three: Processes):
-    found = three.run(failing_op, op)
-    assert f"{op} fail" in found[1][0]
-    early = "before the step" if op == "F1" else ""  # and the next step fails likewise
-    for rank in (0, 2):
-        assert found[rank][0].startswith(f"RanksError: rank 1 failed {early}".rstrip()), found[rank]
-        assert f"{op} fail" in found[rank][0]
-    for _, then in found:
-        assert (f"{op} fail" in then) if early else then.startswith("ExecuteError: the ranks are no longer at the same")
-
-
 @pytest.mark.parametrize("when", [nightly("loss"), "update", nightly("between")])
 def test_a_rank_that_is_killed_is_named(when: str, three_to_kill: Processes):
     found = three_to_kill.run(dying, when, of=(0, 2))
@@ -229,16 +195,6 @@ def test_what_several_ranks_cannot_do_is_refused_by_name(three: Processes):
     )
     for found in three.run(impossible):
         assert [text.partition("\n")[0] for text in found] == list(texts)
-
-
-@pytest.mark.nightly
-def test_ranks_that_need_more_of_the_host_than_there_is_are_refused_together(three: Processes):
-    for first, then in three.run(without_room):
-        assert re.match(r"ExecuteError: 3 ranks of one host need [\d.]+ \w+ of its memory, .*are available\.", first), (
-            first
-        )
-        assert "All share" in first
-        assert then == ""
 
 
 def test_a_group_of_one_rank_is_a_process_alone():

@@ -11,12 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import megatrain
-from megatrain.device import find
 from tests.comparing import assert_same
 from tests.draws import draws
 from tests.nightly import nightly
 from tests.ranks.processes import Processes, refused
-from tests.ranks.sides import EDITS, Case, begin, moved, take, train, train_here
+from tests.ranks.sides import EDITS, Case, train, train_here
 from tests.ranks.test_parity import THREE, TWO
 from tests.simulated_device.loading import load
 from tests.simulated_runs.on_device import choose
@@ -39,27 +38,6 @@ def train_alone_there(rank: int, case: Case) -> Any:
     load().reset()
     alone: Any = dist.new_group([0])
     return train(case, alone, None) if rank == 0 else None
-
-
-def waiting_there(rank: int, case: Case) -> list[str]:
-    """Where the launching thread waits for the device in the third step."""
-    simulator = load()
-    simulator.reset()
-    _, _, step = begin(case, dist.group.WORLD)
-    take(case, rank, step, range(2))
-    given = [moved(batch, case.device(rank)) for batch in case.batches(2)[rank]]
-    with simulator.synchronizations() as found:
-        step(given)
-    return [str(one) for one in found if not one.thread.startswith("megatrain-")]
-
-
-def sharing_a_card(rank: int) -> str:
-    """Each rank asks for the device that the others have."""
-    simulator = load()
-    simulator.reset()
-    device = find("sim:0")
-    device.identity = lambda: "the only card"  # pyright: ignore
-    return refused(lambda: megatrain.compile(seeded_stack(2), device=device, process_group=dist.group.WORLD))
 
 
 def running_out(rank: int) -> list[str]:
@@ -118,21 +96,6 @@ def test_ranks_on_devices_train_with_the_bits_of_one_process(name: str, devices:
 @draws(60, usual=6)
 def test_drawn_trainings_on_devices_have_the_bits_of_one_process(devices: Processes, kernels: str, **drawn: Any):
     assert_parity(Case(deal=THREE, compile={"kernels": kernels}, **drawn), devices)
-
-
-@pytest.mark.parametrize("mode", [*map(nightly, MODES)])
-def test_the_launching_thread_of_a_rank_waits_for_the_losses_alone(mode: str, devices: Processes):
-    for waits in devices.run(waiting_there, Case("tied", mode, THREE, order="early")):
-        # The losses go to the other ranks, and their sum comes back.
-        assert len(waits) == 2, waits
-        assert all(name in wait for name, wait in zip(("exchange.py", "step_run.py"), waits, strict=True)), waits
-
-
-@pytest.mark.nightly
-def test_ranks_that_share_a_card_are_refused(devices: Processes):
-    for text in devices.run(sharing_a_card):
-        assert text.startswith("RanksError: ranks 0, 1, 2 compute on the same device"), text
-        assert "LOCAL_RANK" in text
 
 
 @pytest.mark.nightly

@@ -7,7 +7,6 @@ import re
 import time
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -25,7 +24,7 @@ from megatrain.ranks.shared_store import STATE, Name
 from tests.comparing import assert_same
 from tests.nightly import nightly
 from tests.ranks.processes import SHARED, Processes, refused
-from tests.ranks.sides import Case, begin, state_of, take
+from tests.ranks.sides import Case, begin, take
 from tests.training.parity import square
 
 CASE = Case("tied", "overlap", [(1, 1, 1)] * 4, compile={"precision": "bf16"})
@@ -50,23 +49,6 @@ def held(rank: int, case: Case) -> dict[str, Any]:
         "lows": sum(name.kind == "low" for name in twins),
         "updated": sorted(name for name, owner in shared.owners.items() if owner == rank),
     }
-
-
-def planned(rank: int, case: Case) -> list[Any]:
-    """Losses and the end of a training without a plan, with that of these ranks, and with that of a process alone."""
-    apart = dist.new_subgroups(1)[0]
-    plans: list[Any] = [None]
-    for group in (dist.group.WORLD, apart):
-        _, _, step = begin(case, group)
-        take(case, rank, step, range(2))
-        plans.append(step.plan)
-    found: list[Any] = []
-    for plan in plans:
-        torch.manual_seed(5)
-        compiled, optimizer, step = begin(case, dist.group.WORLD, plan=plan)
-        found.append({**take(case, rank, step, range(3)), **state_of(compiled, optimizer, step)})
-        del found[-1]["generator"]
-    return found
 
 
 def slow(rank: int, mode: str) -> list[torch.Tensor]:
@@ -220,21 +202,6 @@ def test_ranks_of_one_host_share_parameters_moments_and_masters(three: Processes
     updated = [name for each in found for name in each["updated"]]
     assert len(updated) == len(set(updated)), "each parameter is updated by one rank"
     assert all(each["updated"] for each in found), "each rank updates some"
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("mode", ["overlap", "deferred"])
-def test_a_plan_of_these_ranks_or_of_a_process_alone_is_taken_by_ranks(mode: str, three: Processes):
-    """The ops that wait for others are put into a plan that has none."""
-    for plain, *others in three.run(planned, replace(CASE, mode=mode)):
-        for other in others:
-            assert_same(plain, other, "a step with a plan")
-
-
-@pytest.mark.nightly
-def test_state_that_cannot_be_shared_leaves_each_rank_its_own_store(three: Processes):
-    rounded = replace(CASE, compile={"precision": "bf16", "masters": "rounded"})
-    assert [each["shares"] for each in three.run(held, rounded)] == [False] * 3
 
 
 @pytest.mark.nightly

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections import OrderedDict
 from dataclasses import dataclass, fields
 from typing import Any
@@ -15,7 +14,6 @@ from torch.utils.checkpoint import checkpoint
 import megatrain
 from megatrain.errors import ExecuteError
 from tests.comparing import assert_same_state
-from tests.models import MODELS
 from tests.runtime.parity import PATHS, assert_parity_of, seeded
 from tests.runtime.test_backwards import Trunk, batch
 
@@ -108,22 +106,6 @@ def test_every_kind_of_output() -> None:
     assert_parity_of(seeded(Outputs), drive)
 
 
-def test_identities_are_kept() -> None:
-    def drive(call, model):
-        x = batch()
-        out = call(x)
-        assert out["again"] is out["result"]
-        assert out["input"] is x
-        assert out["parameter"] is model.first.weight
-        assert out["buffer"] is model.scale
-        assert out["count"] is model.calls
-        with torch.no_grad():
-            y = batch(requires_grad=True)
-            assert call(y)["input"] is y
-
-    assert_parity_of(seeded(Outputs), drive)
-
-
 @pytest.mark.parametrize("model", [Plain, Aliased, Traced])
 def test_writing_where_it_would_matter_is_refused_or_right(model) -> None:
     """A result that autograd saved, one with a second name, one that the next block reads."""
@@ -198,14 +180,6 @@ def test_autocast_around_the_forward_alone() -> None:
     assert_parity_of(seeded(Trunk), drive)
 
 
-def both(name: str = "gpt_loss", **options: Any) -> tuple[Any, Any, Any, Any]:
-    """An eager model, its compiled copy, and their inputs."""
-    model, args, kwargs = MODELS[name]()
-    options = {"device": "cpu", "transfer": "copy", "activations": "recompute", **options}
-    streamed = copy.deepcopy(model)
-    return model, megatrain.compile(streamed, **options), args, kwargs
-
-
 class Hands(torch.autograd.Function):
     """Gives the parameter a gradient that is somebody else's memory."""
 
@@ -237,23 +211,6 @@ def test_gradients_never_share_memory_with_what_others_hold() -> None:
         for parameter in model.parameters():
             parameter.grad.zero_()
         assert (x.tolist(), gradient.tolist()) == ([1, 2, 3], [4, 5, 6])
-
-
-def test_inference_mode() -> None:
-    eager, compiled, args, kwargs = both(activations="offload")
-    for is_inference in (True, False, True, False):
-        results = []
-        for call in (eager, compiled):
-            torch.manual_seed(0)
-            if is_inference:
-                with torch.inference_mode():
-                    results.append(call(args[0].clone(), **kwargs)[1])
-            else:
-                call.zero_grad()
-                results.append(call(*args, **kwargs)[1])
-                results[-1].backward()
-        assert torch.equal(*results)
-    assert_same_state(eager, compiled)
 
 
 @dataclass

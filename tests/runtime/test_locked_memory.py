@@ -273,20 +273,6 @@ def locked(nbytes: int) -> HostArena:
     return arena
 
 
-def test_memory_is_unlocked_with_its_last_view_when_no_copy_is_under_way(cudart: FakeCudart):
-    arena = locked(5000)
-    assert arena.is_locked
-    arena.lock(Cuda(0))
-    assert cudart.log == [("register", 5000, 0)]
-    view = arena.part(0, 8)
-    arena.close()
-    del arena
-    assert cudart.locked
-    del view
-    assert not cudart.locked
-    assert cudart.log[1:] == ["settled", ("unregister", 5000)]
-
-
 def test_large_memory_is_locked_in_pieces(cudart: FakeCudart, monkeypatch: pytest.MonkeyPatch):
     assert Cuda.lock_bytes == 64 << 30
     monkeypatch.setattr(Cuda, "lock_bytes", 2 * PAGE)

@@ -18,9 +18,8 @@ import megatrain
 from megatrain.errors import ExecuteError, WeightsError
 from megatrain.files import weight_files as checkpoint
 from tests.comparing import assert_same
-from tests.gradients import grad_of
 from tests.runtime.parity import train
-from tests.runtime.saved import IDS, Partial, assert_holds, gpt, on_meta, partial_on_meta, save, save_sharded, state_of
+from tests.runtime.saved import IDS, assert_holds, gpt, on_meta, save, save_sharded, state_of
 
 ROOT = Path(__file__).parent.parent.parent
 
@@ -129,26 +128,6 @@ def test_a_parameter_that_cannot_stay_the_same_object_is_refused_early(tmp_path:
     assert all(p.is_meta for p in model.parameters())
     del watching
     compiled(IDS)
-
-
-def test_state_that_no_block_reads_is_loaded_too(tmp_path: Path):
-    reference = Partial()
-    state = state_of(reference)
-    model = partial_on_meta()
-    compiled = megatrain.compile(model, device="cpu", weights=save(tmp_path / "a.safetensors", state))
-    x = torch.randn(3, 4)
-    compiled.prepare(x)
-    compiled.load_weights()
-    assert_holds(model, state)
-    for both in (False, True):
-        found, expected = compiled(x, both), reference(x, both)
-        assert torch.equal(found, expected)
-        found.sum().backward()
-        expected.sum().backward()
-    assert_holds(model, reference.state_dict())
-    for (name, p), q in zip(model.named_parameters(), reference.parameters(), strict=True):
-        assert (p.grad is None) == (q.grad is None) == (name == "unused")
-        assert p.grad is None or torch.equal(grad_of(p), grad_of(q))
 
 
 def test_tied_names_with_different_values_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -279,14 +279,6 @@ def test_a_compiled_model_inside_a_compiled_models_forward_is_refused():
         megatrain.compile(outer, device="cpu")(torch.ones(2, 4))
 
 
-def test_the_class_is_made_once_and_goes_with_its_last_model():
-    one, other = megatrain.compile(Plain(), device="cpu"), megatrain.compile(Plain(), device="cpu")
-    assert type(one) is type(other)
-    with pytest.raises(TypeError, match=r"made by megatrain\.compile"):
-        megatrain.CompiledModule()
-    assert type(type(one)()) is Plain
-
-
 class Slotted(nn.Linear):
     __slots__ = ("mine",)
 

@@ -26,30 +26,6 @@ from tests.zoo.collect import cases
 WIDTH = 4
 
 
-class Scale(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, factor: float) -> torch.Tensor:
-        ctx.factor = factor
-        return x * factor
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
-        return grads[0] * ctx.factor, None
-
-
-class Marks(torch.autograd.Function):
-    """Writes into its operand."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-        ctx.mark_dirty(x)
-        return x.mul_(2)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
-        return grads[0] * 2
-
-
 class Doubling(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
@@ -94,22 +70,10 @@ def an_index_that_is_read(layer: Layer, x: torch.Tensor, shared: dict[str, Any])
 
 
 @quirk
-def a_number_that_changes(layer: Layer, x: torch.Tensor, shared: dict[str, Any]) -> torch.Tensor:
-    return x * [1, 1.0, True, -0.0][layer.index % 4]
-
-
-@quirk
 def a_buffer_that_is_written(layer: Layer, x: torch.Tensor, shared: dict[str, Any]) -> torch.Tensor:
     with torch.no_grad():
         layer.buffer.mul_(0.5).add_(x.mean((0, 1)), alpha=0.5)
     return x + layer.buffer
-
-
-@quirk
-def a_write_into_a_result(layer: Layer, x: torch.Tensor, shared: dict[str, Any]) -> torch.Tensor:
-    y = torch.zeros_like(x)
-    y[..., :2] = x[..., 2:]
-    return y.add_(x)
 
 
 @quirk
@@ -157,25 +121,9 @@ def other_strides(layer: Layer, x: torch.Tensor, shared: dict[str, Any]) -> torc
 
 
 @quirk
-def the_same_tensor_twice(layer: Layer, x: torch.Tensor, shared: dict[str, Any]) -> torch.Tensor:
-    other = x if layer.index % 2 else x.clone()
-    return torch.cat([x, other], -1)[..., WIDTH // 2 : -WIDTH // 2] * torch.stack([other, x]).sum(0)
-
-
-@quirk
 def autocast(layer: Layer, x: torch.Tensor, shared: dict[str, Any]) -> torch.Tensor:
     with torch.autocast("cpu", torch.bfloat16, enabled=layer.index % 2 == 0):
         return layer.linear(x).float()
-
-
-@quirk
-def another_default_dtype(layer: Layer, x: torch.Tensor, shared: dict[str, Any]) -> torch.Tensor:
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(torch.float64 if layer.index % 2 else torch.float32)
-    try:
-        return x + torch.arange(WIDTH) * (x.argmax(-1, keepdim=True) * 1.5)
-    finally:
-        torch.set_default_dtype(before)
 
 
 @quirk
@@ -188,16 +136,6 @@ def another_kernel_of_attention(layer: Layer, x: torch.Tensor, shared: dict[str,
 @quirk
 def a_checkpoint(layer: Layer, x: torch.Tensor, shared: dict[str, Any]) -> torch.Tensor:
     return checkpoint(lambda y: F.dropout(layer.linear(y).relu(), 0.1), x, use_reentrant=bool(layer.index % 2))
-
-
-@quirk
-def a_function(layer: Layer, x: torch.Tensor, shared: dict[str, Any]) -> torch.Tensor:
-    return Scale.apply(x, float(layer.index))
-
-
-@quirk
-def a_function_that_writes(layer: Layer, x: torch.Tensor, shared: dict[str, Any]) -> torch.Tensor:
-    return Marks.apply(x.mul(1.5))
 
 
 @quirk
@@ -233,23 +171,6 @@ def a_mode_that_counts(layer: Layer, x: torch.Tensor, shared: dict[str, Any]) ->
 
 
 @quirk
-def a_list_of_results(layer: Layer, x: torch.Tensor, shared: dict[str, Any]) -> torch.Tensor:
-    parts = x.chunk(2, -1) if layer.index % 2 else x.split([1, 3], -1)
-    return torch.cat([x[..., :0], *reversed(parts)], -1)
-
-
-@quirk
-def the_largest(layer: Layer, x: torch.Tensor, shared: dict[str, Any]) -> torch.Tensor:
-    values, indices = x.max(-1, keepdim=True)
-    return x - values + indices + torch.topk(x, 1).values
-
-
-@quirk
-def a_mask(layer: Layer, x: torch.Tensor, shared: dict[str, Any]) -> torch.Tensor:
-    return x.masked_fill(shared["mask"] if layer.index % 2 else ~shared["mask"], 0.0)
-
-
-@quirk
 def pieces_by_value(layer: Layer, x: torch.Tensor, shared: dict[str, Any]) -> torch.Tensor:
     places = torch.tensor([1 + layer.index % 2])
     return torch.cat(torch.tensor_split(x, places, -1)[::-1], -1)
@@ -261,20 +182,9 @@ def a_choice_by_value(layer: Layer, x: torch.Tensor, shared: dict[str, Any]) -> 
 
 
 @quirk
-def a_counter(layer: Layer, x: torch.Tensor, shared: dict[str, Any]) -> torch.Tensor:
-    layer.calls += 1
-    return x * layer.calls
-
-
-@quirk
 def a_counter_of_all_layers(layer: Layer, x: torch.Tensor, shared: dict[str, Any]) -> torch.Tensor:
     shared["count"] = shared.get("count", 0) + 1
     return x * shared["count"]
-
-
-@quirk
-def an_iterator(layer: Layer, x: torch.Tensor, shared: dict[str, Any]) -> torch.Tensor:
-    return x * next(shared["iterator"])
 
 
 @quirk
@@ -298,13 +208,6 @@ def a_seed(layer: Layer, x: torch.Tensor, shared: dict[str, Any]) -> torch.Tenso
     if layer.index == 3:
         torch.manual_seed(0)
     return F.dropout(x, 0.5)
-
-
-@quirk
-def questions(layer: Layer, x: torch.Tensor, shared: dict[str, Any]) -> torch.Tensor:
-    y = layer.linear(x).view(-1)
-    facts = [y.is_leaf, y.size(0), y.dim(), y.stride(0), len(y), y.requires_grad, y.is_contiguous(), y.device.type]
-    return x * len(str(facts))
 
 
 @quirk
@@ -335,7 +238,7 @@ class Stack(nn.Module):
             layers[overridden].norm.forward = lambda input: input * 3  # pyright: ignore[reportIncompatibleVariableOverride]
 
     def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-        shared: dict[str, Any] = {"mask": mask, "keep": mask[..., 0], "iterator": iter(range(1, 100))}
+        shared: dict[str, Any] = {"keep": mask[..., 0]}
         for i in self.order:
             x = self.layers[i](x, shared)
         return x
