@@ -105,17 +105,6 @@ def test_a_run_goes_on_in_as_many_processes_and_in_one(two: Processes, tmp_path:
     assert_as_one(more, one, start=2)
 
 
-@pytest.mark.nightly
-def test_each_process_goes_on_with_its_own_generators(two: Processes, tmp_path: Path):
-    whole = in_several(two, "saved, dropout", tmp_path / "whole")
-    checkpoint = str(tmp_path / "whole" / "checkpoint-2")
-    again = in_several(two, "saved, dropout", tmp_path / "again", resume_from_checkpoint=checkpoint)
-    stock = in_several(two, "saved, dropout", tmp_path / "stock", streams=False)
-    for ours, resumed, theirs in zip(whole, again, stock, strict=True):
-        assert_same(ours["values"], theirs["values"])
-        assert_same([resumed[key] for key in ("values", "generators")], [ours[key] for key in ("values", "generators")])
-
-
 # -- what is refused, and what fails -----------------------------------------------------------------------------------
 
 OTHER = "RanksError, 0 updates: the ranks differ: "

@@ -86,23 +86,6 @@ def test_a_gradient_that_is_lost_is_told_although_the_outputs_are_equal():
     assert [(d.kind, d.name) for d in report.deviations if not d.ok] == [("gradient", "fc.weight")]
 
 
-def test_indices_that_fit_their_places_alone_stay_as_given():
-    class Places(nn.Module):
-        """The first column counts in a smaller table than the second."""
-
-        def __init__(self) -> None:
-            super().__init__()
-            self.small, self.large = nn.Embedding(2, 6), nn.Embedding(90, 6)
-            self.fc = nn.Linear(6, 6)
-
-        def forward(self, ids: torch.Tensor) -> torch.Tensor:
-            return self.fc(self.small(ids[:, 0]) + self.large(ids[:, 1]))
-
-    report = check_rewrite(Places(), replacing(F.linear, apart), (torch.tensor([[0, 80], [1, 81], [0, 82]]),))
-    assert report.ok, str(report)
-    assert report.kept == ("ids",)
-
-
 def test_a_model_whose_way_depends_on_its_weights_is_refused():
     class Branching(nn.Module):
         def __init__(self) -> None:

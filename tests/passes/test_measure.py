@@ -39,21 +39,6 @@ def test_saved_bytes_and_flops_of_a_small_mlp_are_exact():
     assert cost.forward_workspace_bytes == 2 * 5 * 32 * 4 - 5 * 8 * 4
 
 
-def test_a_chain_frees_what_it_no_longer_needs():
-    class Chain(nn.Linear):
-        def forward(self, x):
-            x = super().forward(x)
-            for _ in range(6):
-                x = torch.tanh(x)
-            return x
-
-    cost = _cost(lower(trace(Chain(16, 16), (torch.randn(4, 16),))))
-    tensor = 4 * 16 * 4
-    # One operand beside the result, where a loop in Python would do no better; all of them with a graph.
-    assert cost.forward_workspace_bytes <= tensor
-    assert cost.saved_bytes == 5 * tensor
-
-
 def test_measuring_runs_under_the_shapes_of_the_capture_where_they_depend_on_values():
     class Selected(nn.Linear):
         def forward(self, x):

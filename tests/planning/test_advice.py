@@ -104,22 +104,6 @@ def test_what_becomes_of_the_numbers(changes: Changes, numbers: str):
     assert numbers_after(changes) == numbers
 
 
-def test_the_text_has_a_line_for_each_row_and_stars_on_the_front(table: Alternatives):
-    lines = str(table).splitlines()[1:]
-    head, rows = lines[0].split(), lines[1 : 1 + len(table.rows)]
-    assert head == ["change", "numbers", "fits", "device", "host", "a", "step", "tokens/s"]
-    for row, line in zip(table.rows, rows, strict=True):
-        assert words(row.change) in line
-        assert line.startswith("*") == (row in table.front())
-
-
-def test_what_can_not_be_planned_says_why(table: Alternatives):
-    row = Alternative({"optimizer": "LBFGS"}, None, refused="it needs all parameters at once.")
-    text = str(Alternatives((table.rows[0], row)))
-    assert 'optimizer="LBFGS"  other    refused' in text
-    assert 'optimizer="LBFGS": it needs all parameters at once.' in text
-
-
 def test_a_model_that_has_changed_is_refused():
     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 1))
     plan = megatrain.plan(model, torch.ones(4, 8), optimizer="SGD")
@@ -222,20 +206,6 @@ def test_a_step_of_which_no_size_fits_is_refused():
         planned(device_memory="100KiB").largest("micro_batch")
 
 
-def test_a_model_that_can_not_run_at_a_size_says_so():
-    class Fixed(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer = nn.Linear(8, 8)
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self.layer(x) + torch.ones(4, 8)
-
-    found = megatrain.plan(Fixed(), torch.ones(4, 8)).largest("micro_batch")
-    assert (found.size, found.too_large) == (4, 5)
-    assert found.refused.startswith("the model can't run at micro_batch 5: RuntimeError: ")
-
-
 # -- reasons --------------------------------------------------------------------------------------------------
 
 
@@ -277,20 +247,3 @@ def test_the_next_gib_is_planned():
     too_small = planned(device_memory="64KiB")
     assert too_small.lower_bound is None
     assert "With 1 GiB more of the device the step would fit." in too_small.why()
-
-
-def test_a_plan_that_takes_hardly_longer_with_less_of_the_host_is_named():
-    options: dict[str, Any] = {"host_memory": "1GiB", "micro_batches": 16, "optimizer": "SGD", "max_grad_norm": None}
-    plan = planned(device_memory="900KiB", **options)
-    (line,) = (line for line in plan.why().splitlines() if "less of the host" in line)
-    assert plan.schedule.park_bytes > 0
-    cheaper = planned(device_memory="900KiB", **{**options, "host_memory": plan.host.total_bytes - (128 << 10)})
-    spared = plan.host.total_bytes - cheaper.host.total_bytes
-    assert cheaper.fits
-    assert plan.step_s is not None
-    assert cheaper.step_s is not None
-    assert cheaper.step_s <= 1.01 * plan.step_s
-    assert line.startswith(f"With {format_bytes(spared)} less of the host, by host_memory=, a step would take ")
-    assert format_s(cheaper.step_s) in line
-    parking_little = planned(device_memory="700KiB", **options)
-    assert "less of the host" not in parking_little.why()

@@ -226,24 +226,6 @@ def test_one_and_one_point_nought_are_two_templates():
     assert "mul(1.0)," in decimal.call_text("")
 
 
-@pytest.mark.parametrize("label", [WORDS, -1, -100])
-def test_a_label_that_is_no_word_is_eagers_own_error(label: int):
-    class Given(Reader):
-        def forward(self, ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:  # pyright: ignore
-            return F.cross_entropy(self.head(self.embed(ids)).flatten(0, 1), labels.flatten(), ignore_index=7)
-
-    model = Given(flat)
-    compiled = megatrain.compile(model, device="cpu", passes=[partial(chunk_head_loss, rows=40)])
-    ids, labels = ids_of(0), ids_of(0)
-    assert torch.equal(compiled(ids, labels), model(ids, labels))
-    labels[2, 3] = label
-    with pytest.raises(IndexError) as expected:
-        model(ids, labels)
-    with pytest.raises(IndexError) as found:
-        compiled(ids, labels)
-    assert str(found.value) == str(expected.value)
-
-
 def test_the_measured_memory_is_that_of_chunks():
     """The block of the head needs the memory of a chunk's logits, and the measured peak is within the plan."""
     ids = torch.randint(WORDS, (8, 64))

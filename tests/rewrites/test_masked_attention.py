@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import re
 from collections.abc import Callable
 from functools import partial
 from itertools import cycle
@@ -25,7 +24,6 @@ from megatrain.passes.rewrites.masked_attention import (
     causal_attention,
 )
 from megatrain.sizes import parse_bytes
-from tests.nightly import nightly
 
 WIDTH, WORDS = 32, 50
 DTYPES = [torch.float32, torch.bfloat16]
@@ -292,24 +290,3 @@ def test_masks_are_left_out_where_a_step_doesnt_fit_and_it_trains_as_eager_does(
     assert step._compiled.peak_bytes <= schedule.device_bytes <= parse_bytes(memory)
     for one, other in zip(loop.parameters(), model.parameters(), strict=True):
         assert torch.equal(one, other) if "queries" not in text else (one - other).detach().abs().mean() < 1e-6
-
-
-@pytest.mark.usefixtures("no_smaller_blocks")
-@pytest.mark.parametrize(
-    ("tokens", "mask", "size", "instead"),
-    [
-        (524288, causal, "256.00 GiB", "causality"),
-        nightly((65536, window(8192), "4.00 GiB", "4096 queries at a time on 12288 keys")),
-    ],
-)
-def test_a_plan_says_what_became_of_masks_and_needs_no_memory_for_them(tokens: int, mask: Any, size: str, instead: str):
-    """Nothing of these sizes exists while a plan is made."""
-    with torch.device("meta"):
-        model, ids = Model(mask), torch.zeros(1, tokens, dtype=torch.long)
-    never, auto = (
-        megatrain.plan(model, ids, device_memory="1KiB", optimizer="AdamW", chunking=chunking)
-        for chunking in ("never", "auto")
-    )
-    assert never.schedule.device_bytes > 2 * tokens**2 > 10 * auto.schedule.device_bytes
-    line = next(line for line in str(auto).splitlines() if "masks:" in line)
-    assert re.fullmatch(rf"  masks: attention in blocks \d+, \d+ with {instead} instead of a mask of {size}", line)

@@ -17,7 +17,6 @@ from megatrain.passes import check_rewrite
 from megatrain.passes.canonicalize import canonicalize
 from megatrain.passes.rewrites.tile_tokens import tile_tokens
 from megatrain.passes.rewrites.tiled_region import TiledRegion
-from megatrain.planning.plan_text import piece_lines
 from tests.nightly import nightly
 
 WIDTH, WORDS, TOKENS = 32, 100, 300
@@ -217,22 +216,3 @@ def test_a_step_that_only_fits_in_tiles_trains_as_the_loop_does(activations: str
     assert regions(train.program)
     for one, other in zip(plain.parameters(), model.parameters(), strict=True):
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
-
-
-def test_a_plan_counts_equal_regions_of_one_block_each():
-    class Twice(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.mlps = nn.ModuleList(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)) for _ in range(2))
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            for mlp in self.mlps:
-                x = mlp(x.cumsum(-2))  # sums over tokens end a region
-            return x
-
-    model = nn.Sequential(Twice(), Twice())
-    compiled = megatrain.compile(model, device="cpu", passes=[partial(tile_tokens, rows=64)])
-    compiled(torch.randn(1, TOKENS, WIDTH))
-    (first, second), (line,) = regions(compiled.program), piece_lines(compiled.program)
-    assert first == second
-    assert line.startswith("tiled: 4 calls on 64 of 300 tokens at a time in blocks 0-1, ")

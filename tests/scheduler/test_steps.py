@@ -14,20 +14,17 @@ import megatrain
 from megatrain.errors import ScheduleError
 from megatrain.hardware.hardware import Hardware
 from megatrain.scheduler.builder.build import backward_schedule
-from megatrain.scheduler.builder.host_ticks import DEFERRED_SHARE, deferred_updates
 from megatrain.scheduler.from_program import schedule
 from megatrain.scheduler.from_program import workload as workload_of
 from megatrain.scheduler.schedule import Schedule
-from megatrain.scheduler.step_kind import UPDATES, StepKind
+from megatrain.scheduler.step_kind import UPDATES
 from megatrain.scheduler.workload import Workload
 from tests.draws import draws
 from tests.scheduler.symbolic import find_harm
 from tests.scheduler.workloads import (
     LAYER,
-    chain,
     step_schedules,
     trained,
-    with_updates,
     workloads,
 )
 
@@ -170,20 +167,6 @@ def test_all_gradients_wait_unless_updates_follow_them_at_once(updates: str, cli
 
 
 # -- spread updates ----------------------------------------------------------------------------------------------
-
-
-def test_so_many_bytes_are_deferred_evenly_from_the_first_block_on():
-    sizes = [LAYER * n for n in (6, *[1] * 30, 7)]
-    workload = with_updates(chain(sizes))
-    deferred = schedule(workload, updates="spread").deferred
-    assert deferred[:2] == (0, 10)  # the first is as large as six; it is two fifths of the first fifteen
-    assert deferred[2:6] == (13, 15, 18, 20)
-    for end in range(15, 33):
-        total = sum(sizes[:end])
-        share = sum(sizes[b] for b in deferred if b < end)
-        assert abs(share - DEFERRED_SHARE * total) <= 7 * LAYER
-    assert deferred_updates(workload, StepKind(updates="deferred")) == set(range(32))
-    assert not deferred_updates(workload, StepKind(updates="overlap"))
 
 
 def test_spread_updates_leave_no_time_unused():

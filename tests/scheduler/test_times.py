@@ -13,26 +13,21 @@ from hypothesis import strategies as st
 
 from megatrain.errors import OptionError, ScheduleError
 from megatrain.hardware.hardware import Hardware
-from megatrain.scheduler.builder.build import build
 from megatrain.scheduler.costs import Measured, op_durations
 from megatrain.scheduler.effects import streams
 from megatrain.scheduler.from_program import schedule
 from megatrain.scheduler.items import Stream
 from megatrain.scheduler.schedule import Schedule
 from megatrain.scheduler.simulate import TimedRun, memory_bound, shared_timeline
-from megatrain.scheduler.step_kind import StepKind
 from megatrain.scheduler.table import Op, Position
 from megatrain.scheduler.workload import Workload
 from tests.draws import draws
 from tests.scheduler.workloads import (
-    LAYER,
-    chain,
     example,
     schedules,
     step_schedules,
     trained,
     whole_steps,
-    with_updates,
     workloads,
 )
 
@@ -114,21 +109,6 @@ def test_impossible_hardware_is_refused():
             Hardware(*rates)
 
 
-@pytest.mark.parametrize(
-    ("updates", "clip", "ends"), [("overlap", False, "WGU"), ("deferred", True, "UWGS"), ("serial", False, "WGUUUUU")]
-)
-def test_the_ends_of_a_step_are_what_nothing_computes_beside(updates: str, clip: bool, ends: str):
-    plan = build(with_updates(chain([50 * LAYER, *[LAYER] * 4])), StepKind(updates=updates, clip=clip))
-    seconds = op_durations(plan, MACHINE)
-    found: dict[str, float] = {}
-    for position, op in plan.positions():  # of a weight that comes twice, the first
-        found.setdefault(str(op).partition("@")[0], seconds[position])
-    bounds = plan.lower_bounds(MACHINE)
-    names = [f"{what}{ends[:at].count(what)}" for at, what in enumerate(ends)]
-    assert bounds["ends"] - bounds["compute"] == pytest.approx(sum(found[name] for name in names), rel=1e-6)
-    assert bounds["ends"] <= plan.simulate(MACHINE).step_s
-
-
 # -- measured ----------------------------------------------------------------------------------------------------
 
 
@@ -168,25 +148,6 @@ def timed(plan: Schedule, **seconds: float) -> dict[Position, float]:
     """A millisecond for each op, but for those that are named."""
     names = {name.replace("_", "."): found for name, found in seconds.items()}
     return {p: names.get(str(op).split("@")[0], 1e-3) for p, op in plan.positions()}
-
-
-def test_several_runs_count_as_their_median_in_any_order():
-    plan = schedule(trained(3), updates="overlap")
-    runs = [Measured.of(plan, timed(plan, F1=s, U2=2 * s)) for s in (5.0, 1.0, 100.0)]
-    whole = Measured.mean(runs)
-    backwards = dict(reversed(timed(plan, F1=5.0, U2=10.0).items()))
-    assert str(Measured.of(plan, backwards)) == str(runs[0])
-    durations = op_durations(plan, whole)
-    names = {str(op): durations[p] for p, op in plan.positions()}
-    assert (names["F1"], names["U2"], names["F0"]) == (5.0, 10.0, 1e-3)
-    assert Measured.mean(runs[::-1]) == whole
-    assert str(Measured.mean(runs[::-1])) == str(whole)
-    assert Measured.mean(runs[:1]) == runs[0]
-    assert Measured.mean([whole, whole]) == whole
-    # The step before updates has none, so its run has a say in the others only.
-    before = schedule(trained(3))
-    mixed = Measured.mean([runs[0], Measured.of(before, timed(before, F1=7.0))])
-    assert [mixed.seconds[kind] for kind in mixed.seconds if str(kind) in ("F1.0", "U2")] == [6.0, 10.0]
 
 
 def test_times_and_ops_must_fit_each_other():

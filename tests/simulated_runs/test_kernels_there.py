@@ -78,21 +78,6 @@ def test_a_shape_is_recorded_from_its_third_run_on_with_eagers_bits(made: list[s
     assert "one by one until run 3 of this shape" in str(compiled)
 
 
-def test_calls_are_recorded_from_the_third_on(made: list[str]):
-    found: list[Any] = []
-    for options in ({"kernels": "eager"}, {}):
-        compiled = compiled_of(**options)
-        for seed in range(5):
-            assert bool(made) == (seed > 2 and not options)
-            compiled(batch(seed)).square().mean().backward()
-        found.append([p.grad for p in compiled.parameters()])
-        if options:
-            continue
-        assert compiled.schedule.recorded
-        assert "kernels of calls: recorded in" in str(compiled)
-    assert_same(found[0], found[1])
-
-
 def test_kernels_that_take_longer_than_their_launches_are_launched_one_by_one(made: list[str]):
     compiled = compiled_of(hardware=MANY)
     step = step_of(compiled)

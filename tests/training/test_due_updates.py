@@ -276,20 +276,6 @@ def test_an_interrupt_while_marking_or_unmarking_leaves_all_usable(use: Callable
 # -- spread over two steps -------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("often", "expected"), [(True, 5 * ["spread"] + 2 * ["overlap"]), (False, 7 * ["spread"])])
-def test_parameters_that_are_looked_at_after_each_step_are_updated_within(often: bool, expected: list[str]) -> None:
-    sides = SideBySide.of("hazardous", adamw, spread=True)
-    found: list[str] = []
-    for number in range(7):
-        sides.take(batch(number), seed=number)
-        found.append(sides.step.schedule.kind.updates)
-        if number >= 2 if often else number % 3 != 2:
-            for parameter in sides.streamed.parameters():
-                parameter.sum()
-    assert found == expected
-    sides.assert_same()
-
-
 @pytest.mark.parametrize(
     ("options", "updates"),
     [

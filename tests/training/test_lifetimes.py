@@ -8,14 +8,12 @@ import sys
 import threading
 import weakref
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
 import megatrain
-from megatrain.tracer.arguments import _copied_around_tensors
 from tests.threads import living
 
 ROOT = Path(__file__).parent.parent.parent
@@ -118,18 +116,3 @@ def test_a_forked_process_is_refused_runs_and_may_look() -> None:
         *(f"{name} works" for name in ("read", "eager", "state", "optimizer", "flush", "nothing")),
         "parent works",
     ]
-
-
-def test_no_step_is_collected_while_arguments_are_copied() -> None:
-    """Its due updates would run in the mode that finds the tensors of the arguments, and be lost."""
-    seen: list[bool] = []
-
-    class Looking:
-        def __deepcopy__(self, memo: dict[int, Any]) -> Looking:
-            seen.append(gc.isenabled())
-            return self
-
-    _copied_around_tensors([torch.ones(2), nn.Parameter(torch.ones(2)), Looking()])
-    assert seen
-    assert not any(seen)
-    assert gc.isenabled()

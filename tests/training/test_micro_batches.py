@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import megatrain
-from megatrain.errors import ExecuteError, MicroBatchError, OptimizerError, OptionError, ScheduleError
+from megatrain.errors import ExecuteError, MicroBatchError, OptimizerError, OptionError
 from megatrain.runtime.stores.host_store import HostStore
 from megatrain.runtime.streams.stream_set import Chaos
 from megatrain.training import batch as shares
@@ -26,7 +26,6 @@ from tests.training.parity import (
     ids,
     labelled,
     padded_in_some,
-    second,
     sgd,
     square,
 )
@@ -134,33 +133,6 @@ def test_eight_micro_batches_move_each_weight_as_often_as_one(
     assert one == eight
     assert bytes_of_one == bytes_of_eight > 0
     assert max(eight.values()) <= 2
-
-
-class WideHead(nn.Linear):
-    """Its logits are by far the largest tensor."""
-
-    def __init__(self) -> None:
-        super().__init__(4, 512)
-
-    def forward(self, x: torch.Tensor) -> Any:
-        logits = super().forward(x)
-        return logits, logits.square().mean()
-
-
-def test_a_step_fits_where_a_call_must_hold_its_outputs_and_does_not() -> None:
-    model = nn.Sequential(nn.Linear(4, 2000), nn.Linear(2000, 4), WideHead())
-    x = torch.randn(64, 4, generator=torch.Generator().manual_seed(0))
-    program = megatrain.lower(megatrain.trace(model, (x,)))
-    options: dict[str, Any] = {"num_slots": 1, "keep": 0, "activations": "offload"}
-    least = megatrain.schedule(program, updates="overlap", outputs="release", **options).device_bytes
-    assert least < megatrain.schedule(program, **options).device_bytes
-    compiled = megatrain.compile(model, device="cpu", memory=least)
-    step = megatrain.TrainStep(compiled, sgd(model), loss=second)
-    step(x)
-    assert step.schedule.device_bytes <= least
-    with pytest.raises(ScheduleError, match="is too small"):
-        compiled(x)
-    step(x)
 
 
 # -- refusals ------------------------------------------------------------------------------------------------

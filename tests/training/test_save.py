@@ -20,7 +20,6 @@ from torch import nn
 import megatrain
 from megatrain.errors import ExecuteError
 from megatrain.saving import load
-from tests.saving.training import refusal
 from tests.training.hazards import TRAP, WIDTH, hazardous
 from tests.training.resuming import (
     BF16,
@@ -173,14 +172,6 @@ def test_files_of_compile_that_are_read_later_do_not_undo_a_checkpoint(tmp_path:
         assert losses[-2:] == expected
 
 
-def test_parameters_beside_the_model_are_refused(tmp_path: Path):
-    run = Run(SMALL)
-    run.optimizer.add_param_group({"params": [nn.Parameter(torch.ones(3))]})
-    assert refusal(lambda: run.save(tmp_path / "run")).startswith(
-        "the optimizer has 1 parameter that the model doesn't have"
-    )
-
-
 # -- files -----------------------------------------------------------------------------------------------------------
 
 
@@ -220,14 +211,3 @@ def test_a_config_of_any_library_is_written_unless_the_caller_did(tmp_path: Path
     run.model.config = Configured.Config(4)
     run.save(tmp_path / "other")
     assert not (tmp_path / "other/config.json").exists()
-
-
-def test_a_config_that_can_not_be_written_is_refused_and_the_checkpoint_stays(tmp_path: Path):
-    run = Run(Case(Configured, lambda step: torch.ones(2, 4)))
-    run.save(tmp_path / "run")
-    run.model.config.width = object()
-    text = refusal(lambda: run.save(tmp_path / "run"))
-    assert text.startswith("the model's config can't be written to `config.json`: Object of type object is not JSON")
-    assert "more=lambda folder" in text
-    load(tmp_path / "run").check()
-    run.save(tmp_path / "run", more=lambda folder: (folder / "config.json").write_text("mine"))

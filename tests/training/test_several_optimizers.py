@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Generator, Sequence
 from typing import Any
 
@@ -39,11 +38,6 @@ def split(parameters: Sequence[Any]) -> tuple[list[Any], list[Any]]:
 def muon_adamw(parameters: Sequence[Any]) -> Optimizers:
     matrices, others = split(parameters)
     return [torch.optim.Muon(matrices, lr=2e-2, weight_decay=0.1), torch.optim.AdamW(others, lr=1e-2)]
-
-
-def sgd_adamw(parameters: Sequence[Any]) -> Optimizers:
-    matrices, others = split(parameters)
-    return [torch.optim.SGD(matrices, lr=0.1, momentum=0.9), torch.optim.AdamW(others, lr=1e-2, fused=True)]
 
 
 def sgd_adafactor(parameters: Sequence[Any]) -> Optimizers:
@@ -119,42 +113,6 @@ def test_an_optimizer_may_hold_only_a_parameter_outside_the_model(mode: str) -> 
     step.flush()
     assert_same(losses[0].scale.detach(), losses[1].scale.detach(), "scale")
     assert_same(snapshot(eager, *expected), snapshot(models[1], *found))
-
-
-# -- hooks on steps --------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(("clip", "hooked"), [(None, (1,)), (0.5, (0, 1))])
-def test_hooks_see_what_the_optimizers_before_have_done(hooked: tuple[int, ...], clip: float | None) -> None:
-    """Parameters and gradients as in the loop; what a hook makes of a gradient counts for the steps that follow."""
-    sides = SideBySide.of("hazardous", over(sgd_adamw), max_grad_norm=clip)
-    seen: tuple[list[Any], list[Any]] = ([], [])
-    for model, optimizers, log in (
-        (sides.eager, sides.eager_optimizers, seen[0]),
-        (sides.streamed, sides.optimizers, seen[1]),
-    ):
-        for i in hooked:
-            optimizers[i].register_step_pre_hook(looking(model, log, changes=True))
-            optimizers[i].register_step_post_hook(looking(model, log, changes=False))
-    for number in range(3):
-        sides.take(batches(number), seed=number)
-    assert len(seen[0]) == 3 * 2 * len(hooked)
-    assert_same(*seen)
-    sides.assert_same()
-    assert sides.step.schedule.kind.updates == "serial"
-    assert all(p.grad is None for p in sides.streamed.parameters())
-
-
-def looking(model: nn.Module, log: list[Any], *, changes: bool) -> Any:
-    def hook(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        parameters = {name: p.detach().clone() for name, p in model.named_parameters()}
-        gradients = {name: None if p.grad is None else p.grad.clone() for name, p in model.named_parameters()}
-        log.append((parameters, gradients if changes else None, copy.deepcopy(optimizer.state_dict())))
-        if changes:
-            for parameter in (p for p in model.parameters() if p.grad is not None):
-                parameter.grad = parameter.grad.sign() if parameter.dim() == 2 else parameter.grad.mul_(0.5)
-
-    return hook
 
 
 # -- failures --------------------------------------------------------------------------------------------------------

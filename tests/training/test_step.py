@@ -20,7 +20,6 @@ import megatrain
 from megatrain import SavedPlan, TrainStep
 from megatrain.checks.several_optimizers import parameters_of
 from megatrain.errors import ExecuteError, OptionError, ScheduleError
-from megatrain.hardware.hardware import Hardware
 from megatrain.tracer.guards import Expectation, Guard
 from tests.comparing import assert_same, snapshot
 from tests.models import Stack
@@ -82,23 +81,6 @@ def test_a_step_that_was_not_planned_is_refused_with_the_difference(plan: Any, s
     with pytest.raises(ScheduleError, match=f"isn't one of this step: (?s:.*){said}"):
         taken([IDS, IDS])
     assert_same(snapshot(model), before)
-
-
-# A link so slow that weights which stay save more than graphs that are retained; or so fast that they save nothing.
-SLOW_LINK = Hardware(1e6, 1e6, 1e12, host_bytes_per_s=1e12)
-
-
-def test_a_machine_is_named_or_measured(monkeypatch: pytest.MonkeyPatch):
-    asked: list[Any] = []
-    monkeypatch.setattr(Hardware, "measure", lambda device: asked.append(device) or SLOW_LINK)
-    compiled = megatrain.compile(Stack(2), device="cpu", hardware="measured")
-    assert [str(device) for device in asked] == ["cpu"]
-    assert compiled.megatrain.options.hardware == SLOW_LINK
-    assert "steps planned by their time" in str(compiled.megatrain)
-    named = megatrain.compile(Stack(2), device="cpu", hardware="a100")
-    assert named.megatrain.options.hardware == Hardware.preset("a100")
-    with pytest.raises(megatrain.OptionError, match=r"hardware is .measured., .rtx-3080., "):
-        megatrain.compile(Stack(2), device="cpu", hardware="a10")
 
 
 # -- times -----------------------------------------------------------------------------------------------------------
