@@ -72,25 +72,6 @@ def test_nothing_of_the_model_changes():
     assert torch.equal(torch.get_rng_state(), generator)
 
 
-@pytest.mark.parametrize(
-    ("options", "updates", "clip"),
-    [
-        ({}, "spread", False),
-        ({"device": "cpu"}, "overlap", False),
-        ({"host_memory": "1KiB"}, "overlap", False),  # the plan that needs less is refused
-        ({"max_grad_norm": 1.0}, "deferred", True),
-        ({"overlap": False}, "serial", False),
-        ({"overlap": False, "max_grad_norm": 0.5}, "serial", True),
-        ({"optimizer": None}, "none", False),
-    ],
-)
-def test_updates_run_as_in_a_step(options: dict[str, Any], updates: str, clip: bool):
-    plan = megatrain.plan(on_meta(), IDS, **{"optimizer": "SGD", **options})
-    assert (plan.schedule.kind.updates, plan.schedule.kind.clip) == (updates, clip)
-    assert plan.schedule.kind.outputs == "release"
-    plan.schedule.check()
-
-
 def test_an_optimizer_may_be_a_name_a_class_or_over_the_models_own_parameters():
     model = on_meta(depth=1)
     given = (

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -211,68 +210,3 @@ def test_gradients_never_share_memory_with_what_others_hold() -> None:
         for parameter in model.parameters():
             parameter.grad.zero_()
         assert (x.tolist(), gradient.tolist()) == ([1, 2, 3], [4, 5, 6])
-
-
-@dataclass
-class Items(OrderedDict[str, Any]):
-    """A class of outputs that are fields, attributes and items; a copy is made of the fields, in their order."""
-
-    loss: Any = None
-    image: Any = None
-    logits: Any = None
-    hidden: Any = None
-
-    def __post_init__(self) -> None:
-        for field in fields(self):
-            if self.__dict__.get(field.name) is not None:
-                self[field.name] = self.__dict__[field.name]
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        if value is not None:
-            super().__setitem__(name, value)
-        super().__setattr__(name, value)
-
-    def __setitem__(self, key: str, value: Any) -> None:
-        super().__setitem__(key, value)
-        super().__setattr__(key, value)
-
-    def __reduce__(self) -> Any:
-        make, _, *rest = super().__reduce__()
-        return make, tuple(getattr(self, field.name) for field in fields(self)), *rest
-
-
-class Adding(nn.Linear):
-    """Adds items to a result that is made already, and takes an attribute back."""
-
-    def forward(self, x: torch.Tensor) -> Any:
-        y = super().forward(x)
-        found = Items(logits=y, hidden=(y * 2, {"deep": Items(hidden=y * 3)}))
-        found["image"] = y * 4
-        found.loss = y.sum()
-        found.hidden[1]["deep"].logits = y * 5
-        found.hidden[1]["deep"].hidden = None
-        return [found]
-
-
-def test_items_of_a_result_keep_their_order_and_attributes() -> None:
-    shown: list[Any] = []
-
-    def show(outputs: Any) -> Any:
-        items = [(key, show(value) if isinstance(value, Items) else type(value)) for key, value in outputs.items()]
-        return type(outputs), items, {name: value is None for name, value in vars(outputs).items()}
-
-    def loss(result: Any, batch: Any) -> torch.Tensor:
-        shown.append((show(result[0]), show(result[0].hidden[1]["deep"])))
-        return result[0].loss
-
-    for compiles in (False, True):
-        model: Any = Adding(4, 4)
-        call = megatrain.compile(model, device="cpu") if compiles else model
-        for _ in range(2):
-            loss(call(torch.ones(2, 4)), None)
-        if compiles:
-            step = megatrain.TrainStep(call, torch.optim.SGD(model.parameters(), lr=0.1), loss=loss)
-            for _ in range(2):
-                step(torch.ones(2, 4))
-    assert [key for key, _ in shown[0][0][1]] == ["logits", "hidden", "image", "loss"]
-    assert shown[1:] == [shown[0]] * (len(shown) - 1)

@@ -11,7 +11,6 @@ from torch import nn
 
 import megatrain
 from megatrain.device import HOST
-from megatrain.memory.block_image import state_image
 from megatrain.memory.bus import Bus
 from megatrain.runtime.gradients import GradientBuffer
 from megatrain.runtime.streams.stream_set import Chaos
@@ -45,23 +44,6 @@ def side_by_side(model: nn.Module, drive: Any, **options: Any) -> Any:
 
 def parts_of(compiled: Any, key: str = STACK) -> list[tuple[int, int]]:
     return [entry.rows for entry in compiled.program.state.values() if entry.base == key]
-
-
-@pytest.mark.parametrize(("kind", "options"), [(Bmm, {"transfer": "bind"}), (Gathered, {"transfer": "copy"})])
-def test_two_losses_of_one_call_one_after_the_other(kind, options):
-    def drive(call, model):
-        x = tokens().requires_grad_()
-        out, loss = call(x)
-        loss.backward(retain_graph=True)
-        first = {name: None if p.grad is None else p.grad.clone() for name, p in model.named_parameters()}
-        out.square().mean().backward(retain_graph=True)
-        held = model.layers[0].up.grad
-        (out.sum() + loss).backward()
-        assert model.layers[0].up.grad is held
-        return out, loss, x.grad, [g for g in first.values() if g is not None]
-
-    compiled = side_by_side(layers(kind), drive, **options)
-    assert len(parts_of(compiled)) == 4
 
 
 @pytest.mark.parametrize(("kind", "transfer", "is_sharded"), [(Bmm, "copy", True), (Gathered, "bind", False)])
@@ -121,13 +103,6 @@ def test_a_stack_that_an_opaque_module_reads_stays_whole():
     assert len(parts_of(compiled, "experts.down")) == 4
 
 
-def trained_once(model: nn.Module, **options):
-    compiled = megatrain.compile(model, device="cpu", block_bytes=LIMIT, transfer="copy", **options)
-    out, loss = compiled(tokens())
-    (out.sum() + loss).backward()
-    return compiled
-
-
 def test_the_buffer_completes_a_parameter_with_its_last_part():
     parameter = nn.Parameter(torch.zeros(6, 2))
     whole = StateEntry("w", "parameter", TensorSpec((6, 2), torch.float32), True)
@@ -144,22 +119,3 @@ def test_the_buffer_completes_a_parameter_with_its_last_part():
     buffer.begin()
     buffer.receive(0, ["w[2:6]", "w[0:2]"], [(None, False)] * 2, ["w[2:6]", "w[0:2]", "w"], where)
     assert parameter.grad is None
-
-
-def test_parts_lie_in_their_whole_and_a_prefetch_is_one_copy_per_tensor():
-    model = layers(Layers.KINDS["bmm"], 1)
-    compiled = trained_once(model)
-    store = compiled.megatrain.engine.store
-    image = state_image([compiled.program.state["layers.0.up[4:8]"]])
-    store.extend([image])
-    assert len(store._placed(image).runs) == 1
-    (view,) = store.bound(image)
-    assert view.data_ptr() == model.layers[0].up[4:8].data_ptr()
-    slot = torch.zeros(image.nbytes, dtype=torch.uint8)
-    store.prefetch(image, slot)
-    assert torch.equal(store.views(image, slot)[0], model.layers[0].up[4:8])
-    joined = state_image([compiled.program.state[f"layers.0.up[{a}:{a + 4}]"] for a in (0, 4)])
-    store.extend([joined])
-    assert len(store._placed(joined).runs) == 1
-    total = sum(-(-t.numel() * t.element_size() // 64) * 64 for t in compiled.megatrain.engine.tensors.values())
-    assert store.nbytes <= total

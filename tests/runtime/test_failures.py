@@ -82,19 +82,3 @@ def test_reentrant_call_is_refused() -> None:
     with pytest.raises(ExecuteError, match="the model was called while it runs"):
         outer(torch.ones(2, 4)).sum().backward()
     outer(torch.ones(2, 4))
-
-
-def test_state_that_turns_into_another_dtype_is_taken_in() -> None:
-    compiled = compiled_gpt()
-    compiled(IDS)
-    compiled.megatrain.model.double()
-    eager = copy.deepcopy(compiled.megatrain.model)
-    results = []
-    for model in (eager, compiled):
-        torch.manual_seed(0)
-        logits, _ = model(IDS)
-        logits.sum().backward()
-        results.append(logits)
-    assert results[0].dtype == torch.float64
-    assert torch.equal(*results)
-    assert_same_state(eager, compiled)

@@ -14,7 +14,6 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import nn
 from torch.optim import lr_scheduler
 
 from megatrain.saving import OptimizerState, Source, generators_now, load, restore_generators, save
@@ -66,28 +65,6 @@ def test_training_goes_on_as_if_never_stopped(tmp_path: Path, name: str, schedul
     assert same(again[1].state_dict(), first[1].state_dict())
     assert again[2].get_last_lr() == first[2].get_last_lr()
     assert same(drawn(), expected)
-
-
-def test_state_of_an_optimizer_with_lists_of_tensors(tmp_path: Path):
-    torch.manual_seed(1)
-    model = nn.Linear(3, 3)
-    optimizer = torch.optim.LBFGS(model.parameters(), max_iter=3)
-    x = torch.randn(5, 3)
-
-    def closure() -> torch.Tensor:
-        optimizer.zero_grad()
-        loss = (model(x) - x.roll(1, 1)).square().mean()
-        loss.backward()
-        return loss
-
-    for _ in range(3):
-        optimizer.step(closure)
-    save(tmp_path / "run", state_of(model), optimizer=optimizer)
-    assert len(optimizer.state_dict()["state"][0]["old_dirs"]) > 1
-    again = torch.optim.LBFGS(nn.Linear(3, 3).parameters())
-    names: dict[str, torch.Tensor] = dict(zip(("weight", "bias"), again.param_groups[0]["params"], strict=True))
-    load(tmp_path / "run").read_optimizer(again, names)
-    assert same(again.state_dict(), optimizer.state_dict())
 
 
 def test_state_that_is_there_is_overwritten_where_it_lies(tmp_path: Path):

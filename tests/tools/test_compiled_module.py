@@ -132,21 +132,6 @@ Plain(""",
     assert str(compiled).endswith(f"\n{model!r}")
 
 
-def test_its_repr_is_the_models_own_also_in_what_holds_it():
-    model = Plain()
-    compiled = megatrain.compile(model, device="cpu")
-    compiled(torch.ones(2, 4))
-    assert repr(compiled) == repr(model)
-    assert repr(nn.Sequential(compiled)) == repr(nn.Sequential(model))
-    assert f"{compiled!r}" != f"{compiled}"
-
-    class Named(nn.Linear):
-        def __str__(self):
-            return "a linear layer"
-
-    assert str(megatrain.compile(Named(2, 2), device="cpu")).splitlines()[-1] == "a linear layer"
-
-
 def test_copies_and_pickles_are_those_of_the_plain_model():
     compiled = compiled_llama()
     optimizer = torch.optim.AdamW(compiled.parameters(), lr=0.1)

@@ -26,7 +26,6 @@ from transformers import (
 import megatrain
 from megatrain.errors import ExecuteError, TraceError
 from tests.comparing import assert_same, assert_same_state
-from tests.gradients import grad_of
 from tests.integrations.runs import fast_or_nightly
 from tests.tools.models import IDS, llama, values
 
@@ -204,44 +203,6 @@ def keyed(box: Boxed) -> Any:
 pytree.register_pytree_node(
     Boxed, lambda box: (box.kept, None), lambda kept, _: Boxed(list(kept)), flatten_with_keys_fn=keyed
 )
-
-
-class Pipeline(nn.Module):
-    """Its modules pass one dictionary on, as those of sentence-transformers do."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = nn.Linear(4, 8), nn.Linear(8, 3)
-
-    def forward(self, features: dict[str, Any]) -> dict[str, Any]:
-        features["hidden"] = torch.tanh(self.first(features["x"]))
-        features.update({"result": self.second(features["hidden"])})
-        features.pop("unused", None)
-        return features
-
-
-@pytest.mark.parametrize("by_name", [False, True])
-def test_a_dictionary_that_is_changed_and_returned_is_the_callers(by_name: bool):
-    torch.manual_seed(0)
-    model = Pipeline()
-    eager, compiled = copy.deepcopy(model), compiled_of(model, "1MiB")
-    for step in range(3):
-        x, unused = torch.randn(2, 4), torch.ones(())
-        given = [{"x": x, "unused": unused, "kept": "text"} for _ in range(2)]
-        found = [
-            side(features=own) if by_name else side(own) for side, own in zip((eager, compiled), given, strict=True)
-        ]
-        assert found[1] is given[1]
-        assert list(given[1]) == list(given[0]) == ["x", "kept", "hidden", "result"]
-        assert given[1]["x"] is x
-        assert torch.equal(given[1]["result"], given[0]["result"])
-        for one in found:
-            (one["result"].square().mean() + one["hidden"].mean()).backward()
-        for mine, theirs in zip(model.parameters(), eager.parameters(), strict=True):
-            assert torch.equal(grad_of(mine), grad_of(theirs)), step
-            mine.data.mul_(0.9)
-            theirs.data.mul_(0.9)
-    assert "returns its argument" in str(compiled.megatrain.traced)
 
 
 def test_a_cache_where_gradients_are_wanted_is_refused():

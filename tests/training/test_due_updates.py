@@ -23,13 +23,11 @@ from tests.comparing import assert_same, assert_same_bits, snapshot
 from tests.interrupting import Lines
 from tests.runtime.parity import seeded
 from tests.training.parity import (
-    MODES,
     TASKS,
     SideBySide,
     adamw,
     fresh,
     labelled,
-    loop_step,
     sgd,
     square,
 )
@@ -166,28 +164,6 @@ def test_the_last_updates_are_not_lost_with_the_step() -> None:
     assert type(optimizer) is torch.optim.SGD
     assert not optimizer._optimizer_state_dict_pre_hooks
     assert_same(expected, snapshot(model, optimizer))
-
-
-def test_two_steps_take_turns_over_one_model() -> None:
-    """Two optimizers over disjoint parameters; each step sees what the other updated."""
-    task = TASKS["hazardous"]
-    for modes in (("deferred", "overlap"), ("serial", "deferred"), ("deferred", "deferred")):
-        eager, compiled = task.build(), fresh("hazardous")
-        models: tuple[Any, Any] = (eager, compiled.megatrain.model)
-        halves = [[list(m.layers.parameters()), list(m.head.parameters())] for m in models]
-        expected, found = ([torch.optim.SGD(p, lr=0.1, momentum=0.9) for p in half] for half in halves)
-        steps = [
-            megatrain.TrainStep(compiled, optimizer, loss=task.loss, **MODES[mode])
-            for optimizer, mode in zip(found, modes, strict=True)
-        ]
-        for number in range(4):
-            which, norm = number % 2, MODES[modes[number % 2]].get("max_grad_norm")
-            torch.manual_seed(number)
-            loss, _ = loop_step(eager, expected[which], batch(number), loss=task.loss, max_norm=norm)
-            torch.manual_seed(number)
-            assert_same(loss, steps[which](batch(number)), (modes, number))
-        compiled.state_dict()
-        assert_same(snapshot(eager, *expected), snapshot(compiled.megatrain.model, *found), modes)
 
 
 # -- in whatever mode, on whatever thread ----------------------------------------------------------------------------

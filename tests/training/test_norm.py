@@ -9,13 +9,12 @@ from typing import Any
 import pytest
 import torch
 
-import megatrain
 from megatrain.errors import ExecuteError, OptionError
 from megatrain.runtime.streams.stream_set import Chaos
 from megatrain.scheduler.step_kind import StepKind
 from tests.comparing import assert_same, snapshot
 from tests.training.hazards import TRAP
-from tests.training.parity import TASKS, SideBySide, adamw, fresh, loop_gradients, loop_step, sgd
+from tests.training.parity import TASKS, SideBySide, adamw, loop_gradients, loop_step, sgd
 from tests.training.test_failures import batches
 
 PLACES = {"layers.0.fc.weight": 0, "layers.1.norm.bias": 1, "head.weight": None}
@@ -145,8 +144,6 @@ def test_a_norm_that_overflows_goes_where_eager_lets_it_go(factor: float, option
 
 # -- reported --------------------------------------------------------------------------------------------------------
 
-INFINITE = {"max_grad_norm": math.inf}
-
 
 def take(sides: SideBySide, number: int, given: Any) -> None:
     """Takes a step on both sides; compares losses and norms."""
@@ -170,24 +167,6 @@ def test_the_norm_has_the_bits_of_the_loop(name: str, mode: str) -> None:
     assert (schedule.kind.updates, schedule.kind.clip, schedule.kind.reports_norm) == (mode, False, True)
     assert [op.what for op in schedule.ops if op.what in "SN"] == ["N"]
     assert f"\nupdates: {mode}, norm\n" in str(schedule)
-
-
-def test_gradients_wait_no_longer_than_without_a_norm() -> None:
-    compiled, batch = fresh("llama"), TASKS["llama"].batch(0, 2)
-    ways: list[dict[str, Any]] = [{}, {"report_norm": True}, INFINITE]
-    plain, reported, clipped = (
-        megatrain.TrainStep(compiled, adamw(compiled.megatrain.model), **options).prepare(batch) for options in ways
-    )
-    assert reported.landing_bytes == plain.landing_bytes < clipped.landing_bytes
-
-    def rows(schedule: Any) -> list[list[Any]]:
-        found: dict[int, list[Any]] = {}
-        for position, op in schedule.positions():
-            if op.what != "N":
-                found.setdefault(position.tick, []).append((position.stream, op))
-        return [found[tick] for tick in sorted(found)]
-
-    assert rows(reported) == rows(plain)
 
 
 @pytest.mark.parametrize("other", [{"clip": True, "updates": "overlap"}, {"updates": "deferred"}, {"updates": "none"}])

@@ -14,7 +14,6 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
 from torch import nn
 
 import megatrain
@@ -31,7 +30,6 @@ from tests.training.resuming import (
     after,
     differences,
     points,
-    seed,
     stack,
     warm_up,
 )
@@ -143,33 +141,6 @@ def test_saves_on_another_thread_wait_for_the_end_of_a_step(tmp_path: Path):
     resumed = Run(case, tmp_path / "run")
     resumed.train(6 - resumed.step.progress.count)
     assert differences(undisturbed.state(), resumed.state()) == []
-
-
-def small() -> nn.Module:
-    seed(3)
-    return nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 3))
-
-
-def test_files_of_compile_that_are_read_later_do_not_undo_a_checkpoint(tmp_path: Path):
-    def made() -> tuple[Any, torch.optim.Optimizer]:
-        with torch.device("meta"):
-            model = nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 3))
-        compiled = megatrain.compile(
-            model, device="cpu", weights=tmp_path / "first.safetensors", example_args=(points(0),)
-        )
-        return compiled, torch.optim.SGD(compiled.parameters(), lr=0.1, momentum=0.9)
-
-    save_file(small().state_dict(), tmp_path / "first.safetensors")
-    loss: dict[str, Any] = {"loss": lambda result, _: result.square().mean()}
-    run = megatrain.TrainStep(*made(), **loss)
-    run.save(tmp_path / "begin")  # before any step: what the files hold
-    run(points(1))
-    run.save(tmp_path / "run")
-    expected = [run(points(2)).item(), run(points(3)).item()]
-    for folder, first in (("begin", 1), ("run", 2)):
-        again = megatrain.TrainStep.load(tmp_path / folder, *made(), **loss)
-        losses = [again(points(step)).item() for step in range(first, 4)]
-        assert losses[-2:] == expected
 
 
 # -- files -----------------------------------------------------------------------------------------------------------

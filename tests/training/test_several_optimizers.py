@@ -12,7 +12,6 @@ from torch import nn
 import megatrain
 from megatrain.errors import OptimizerError, OptionError
 from megatrain.optim.per_parameter import register
-from megatrain.planning.host_plan import host_plan
 from tests.comparing import assert_same, snapshot
 from tests.training.hazards import TRAP
 from tests.training.parity import MODES, TASKS, TELLING_MODES, SideBySide, fresh, loop_step
@@ -190,22 +189,3 @@ def test_a_parameter_that_two_optimizers_hold_is_named() -> None:
     own = nn.Parameter(torch.ones(3))
     with pytest.raises(OptimizerError, match=r"hold the parameter \(3,\)"):
         megatrain.TrainStep(compiled, [torch.optim.SGD([*others, own]), torch.optim.SGD([*matrices, own])])
-
-
-# -- memory ----------------------------------------------------------------------------------------------------------
-
-
-def test_the_host_plan_has_the_state_of_all_and_the_largest_update() -> None:
-    sides = SideBySide.of("gpt", over(muon_adamw), **MODES["deferred"])
-    for number in range(2):
-        sides.take(TASKS["gpt"].batch(number, 2), seed=number)
-    sides.step.flush()
-    plan, alone = sides.step.host_plan, []
-    for optimizer in sides.optimizers:
-        kept = [t for state in optimizer.state.values() for t in state.values() if isinstance(t, torch.Tensor)]
-        assert plan.bytes_of(type(optimizer).__name__) == sum(t.untyped_storage().nbytes() for t in kept) > 0
-        alone.append(host_plan(sides.step.program, sides.step.schedule, sides.streamed, optimizer, on_host=True))
-    both = host_plan(sides.step.program, sides.step.schedule, sides.streamed, sides.optimizers, on_host=True)
-    assert both.total_bytes == plan.total_bytes
-    scratch = [each.bytes_of("update scratch") for each in alone]
-    assert max(scratch) <= both.bytes_of("update scratch") < sum(scratch)
