@@ -127,12 +127,3 @@ def test_what_is_missing_is_named(
     with pytest.raises(OptionError, match=rf"^device xpu:0 lacks {what}\."):
         megatrain.Engine(nn.Linear(2, 2), torch.device("xpu"))
     assert str(find(None)) == "cpu"
-
-
-def test_free_memory_comes_from_the_generic_function_where_the_module_has_none(
-    monkeypatch: pytest.MonkeyPatch, whole: SimpleNamespace
-):
-    assert find("xpu").memory() == (1 << 30, 1 << 31)
-    del whole.mem_get_info
-    monkeypatch.setattr(torch.accelerator, "get_memory_info", lambda device: (5, 7))
-    assert find("xpu").memory() == (5, 7)

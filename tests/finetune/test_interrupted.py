@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import shutil
 import signal
 import time
 from pathlib import Path
@@ -83,25 +81,6 @@ def test_a_killed_training_goes_on_from_the_newest_whole_checkpoint(
     said = capsys.readouterr().out
     assert any(f"resume  step {step} of {NUM_STEPS}, from" in said for step in (4, 8))
     assert_same_run(out, undisturbed)
-
-
-def test_a_training_that_ended_before_its_model_was_copied_copies_it(
-    undisturbed: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    out = tmp_path / "out"
-    shutil.copytree(undisturbed / "out", out)
-    for path in [*out.glob("*.safetensors"), out / "config.json"]:
-        path.unlink()
-    unfinished(out)
-    assert train(*arguments(undisturbed, out)) == 0
-    assert "\nresume" not in capsys.readouterr().out
-    assert_same_run(out, undisturbed)
-    assert (out / "config.json").exists()
-
-
-def unfinished(out: Path) -> None:
-    record = json.loads((out / "megatrain_train.json").read_text())
-    (out / "megatrain_train.json").write_text(json.dumps({**record, "is_finished": False}))
 
 
 def test_the_first_ctrl_c_ends_at_the_next_checkpoint_and_the_second_at_once() -> None:

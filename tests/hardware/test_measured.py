@@ -7,11 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from megatrain.device.kinds import HOST
-from megatrain.errors import OptionError
 from megatrain.hardware import measured
 from megatrain.hardware.hardware import Hardware
-from megatrain.hardware.measured import Link, cached, elements_beyond, rates_together
+from megatrain.hardware.measured import cached, elements_beyond
 from megatrain.native.native_kernel import LANES
 
 FIGURES = {"h2d_bytes_per_s": 1e9, "d2h_bytes_per_s": 2e9, "flops_per_s": {"fp32": 1e12}, "memory_bytes": 2**30}
@@ -85,12 +83,6 @@ def test_the_figures_say_that_they_were_measured(tmp_path: Path, monkeypatch: py
         Hardware.measure("cpu", cache=tmp_path, products=[(8, 8, 8, "fp32")])
 
 
-@pytest.mark.parametrize(("option", "wrong"), [("device", "toaster"), ("device", 1.5), ("cache", 3), ("fresh", "yes")])
-def test_a_wrong_option_is_refused_before_anything_is_measured(option: str, wrong):
-    with pytest.raises(OptionError, match=f"^{option}="):
-        Hardware.measure(**{option: wrong})
-
-
 @pytest.mark.nightly
 @pytest.mark.parametrize("products", [[], [(64, 32, 48, "fp64")], [(8, 8, 8, "fp32")]])
 def test_this_machine_has_figures(tmp_path: Path, products):
@@ -100,21 +92,6 @@ def test_this_machine_has_figures(tmp_path: Path, products):
     assert machine.host_bytes_per_s < 1e13
     assert machine.memory_bytes is not None
     assert ("fp64" in str(machine)) == bool(products)
-
-
-def test_copies_of_threads_have_rates_alone_and_together(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(measured, "_HOST_BYTES", 1 << 18)
-    link = Link(HOST)
-    assert min(*link.alone(), *link.both()) > 0
-    link.close()
-
-
-def test_rates_together_are_those_while_all_work():
-    """One has copied 10 bytes a second from the start, the other 5 from the third second on, until the fifth."""
-    one, other = [float(n) for n in range(8)], [3.0, 4.0, 5.0]
-    assert rates_together([one, other], 10) == (10, 10)
-    assert rates_together([one, [3.0, 5.0]], 10) == (10, 5)
-    assert rates_together([[0.0, 4.0, 8.0], [2.0, 6.0]], 8) == (2, 2)
 
 
 GIB = 1 << 30

@@ -11,8 +11,6 @@ from torch import nn
 
 import megatrain
 from megatrain.errors import CheckpointError, ExecuteError
-from megatrain.optim.fast.adamw import AdamWOptions, adamw_
-from megatrain.optim.masters.halves import SplitMaster, read_
 from megatrain.saving import load, save
 from tests.comparing import assert_same_bits
 from tests.optim.reference import MAKERS, Loop, values_of
@@ -89,33 +87,6 @@ def test_what_the_user_writes_is_the_master(write, calls: int):
         assert_same_bits(before[name], expected, name)
 
 
-def test_a_write_that_nobody_sees_counts_to_within_its_rounding():
-    values = torch.randn(64, generator=torch.Generator().manual_seed(0))
-    values[:4] = torch.tensor([1.0 - 2**-10, -1.0 + 2**-10, 3.4e38, -3.4e38])
-    master = SplitMaster.of(values)
-    assert master.low[:2].lt(0).any()
-    written = torch.randn(64).bfloat16()
-    written[:20] = torch.tensor([0.0, -0.0, 0.0, -0.0] * 5)
-    written[20:22] = torch.tensor([torch.inf, -torch.inf])
-    master.high.copy_(written)
-    found = read_(torch.empty(64), master)
-    assert not found.isnan().any()
-    assert_same_bits(SplitMaster.of(found).high.abs(), written.abs(), "rounded")
-    options = AdamWOptions(lr=0.0, weight_decay=0.0)
-    adamw_(master, (torch.zeros(64), torch.zeros(64)), torch.zeros(64), step=1, options=options)
-    assert_same_bits(found, read_(torch.empty(64), master), "after an update by nothing")
-
-
-def test_a_master_can_be_set_by_itself():
-    compiled = trained().compiled
-    values = torch.randn(8, 8)
-    assert compiled.masters.take(compiled.megatrain.model[2].weight, values)
-    compiled(X)
-    assert_same_bits(values, values_of(compiled)["2.weight"], "2.weight")
-    assert not compiled.masters.take(compiled.megatrain.model[2].weight, values[:2])
-    assert not compiled.masters.take(nn.Parameter(values), values)
-
-
 # -- updates ------------------------------------------------------------------------------------------------------
 
 
@@ -151,19 +122,6 @@ def save_loop(folder: Path, loop: Loop) -> None:
     names = dict(loop.model.named_parameters())
     state = loop.model.state_dict(keep_vars=True)
     save(folder, state, optimizer=loop.optimizer, names=names, tensors=loop.compiled.masters.sources())
-
-
-def test_the_weights_of_a_checkpoint_are_bf16_for_any_reader(tmp_path: Path):
-    loop = trained()
-    save_loop(tmp_path / "run", loop)
-    with torch.device("meta"):
-        fresh = stack()
-    again = narrow(fresh, weights=tmp_path / "run")
-    assert torch.equal(again(X), loop.compiled(X))
-    assert not any(bool(again.masters[p].low.any()) for p in fresh.parameters())
-    again.masters.restore(load(tmp_path / "run").tensors)
-    for name, values in values_of(loop.compiled).items():
-        assert_same_bits(values, values_of(again)[name], name)
 
 
 def test_everything_that_does_not_fit_is_in_one_error(tmp_path: Path):

@@ -13,7 +13,6 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import megatrain
 from megatrain.errors import ScheduleError, TooSmallError
-from megatrain.memory.device_budget import DeviceBudget
 from megatrain.sizes import parse_bytes
 from tests.nightly import nightly
 
@@ -91,16 +90,6 @@ def test_blocks_that_dont_fit_are_cut_and_train_as_the_loop_does(mode: str):
     assert len(step.program.blocks) > 5
     assert step._compiled.peak_bytes <= step.schedule.device_bytes <= parse_bytes(MEMORY)
     assert_as_loop(model, eager, losses, trained(eager, batches, mode))
-
-
-def test_what_was_cut_stays_so(monkeypatch: pytest.MonkeyPatch):
-    step = step_of(Model(), MEMORY)
-    step(batch(0))
-    first = step.program
-    monkeypatch.setattr(DeviceBudget, "nbytes", property(lambda _: 1 << 30))
-    step([batch(1), batch(2)])
-    assert step.schedule.kind.micro_batches == 2
-    assert step.program is first
 
 
 def test_a_size_that_was_given_is_kept():

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 from transformers import AutoConfig
 
-from megatrain.planning.equal_layers import Repeated
 from megatrain.planning.planner import Planner
 from megatrain.sizing.plan_command import _step_limits
 from megatrain.sizing.sized_models import ConfigModel
@@ -60,12 +59,3 @@ def named_by_block(program: Any) -> str:
     lines = [line for line in str(program).splitlines() if line.startswith("  block")]
     order = "\n".join(map(str, program.gradient_order)) + "\n".join(map(str, program.state.items()))
     return re.sub(r"\b\w+\b", lambda word: names.get(word[0], word[0]), "\n".join(lines)) + order
-
-
-def test_blocks_that_do_not_repeat_are_captured_whole(tmp_path: Any, monkeypatch: pytest.MonkeyPatch):
-    AutoConfig.for_model(**SIZES, **MODELS["equal"]).save_pretrained(tmp_path)
-    options = SizingOptions(str(tmp_path), memory="200KiB", sequence=16)
-    source, limits = ConfigModel(options), _step_limits(options, None)
-    repeated = Planner(source).plan(limits)
-    monkeypatch.setattr(Repeated, "program", lambda *_: None)
-    assert str(Planner(source).plan(limits)) == str(repeated)

@@ -85,11 +85,3 @@ def test_compiled_kernels_refuse_a_plan_with_results():
         ScheduleError, match="results of attention that are kept: compiled and recorded kernels return none"
     ):
         step.prepare(text())
-
-
-def test_fewer_results_are_kept_where_the_host_has_room_for_some():
-    memory, host = frugal().schedule.device_bytes + MORE, keeping().host.total_bytes - 1
-    plan = planned(device_memory=memory, host_memory=host)
-    assert plan.fits
-    assert plan.schedule.results == (1, 2)
-    assert plan.hardware is EAGER_TO_KEEP

@@ -13,10 +13,9 @@ from hypothesis import strategies as st
 import megatrain
 from tests.comparing import assert_same
 from tests.draws import draws
-from tests.nightly import nightly
 from tests.ranks.processes import Processes, refused
 from tests.ranks.sides import EDITS, Case, train, train_here
-from tests.ranks.test_parity import THREE, TWO
+from tests.ranks.test_parity import THREE
 from tests.simulated_device.loading import load
 from tests.simulated_runs.on_device import choose
 from tests.training.parity import MODES, seeded_stack, square, stack_batch
@@ -58,17 +57,6 @@ def running_out(rank: int) -> list[str]:
     return found
 
 
-CASES = {
-    "tied-spread-late": Case("tied", "spread", THREE, order="late", is_weighted=True),
-    "tied-spread-late-unseen": Case("tied", "spread", THREE, order="late", edits="unseen", looks=True),
-    "tied-deferred-late-graphs": Case("tied", "deferred", THREE, order="late", compile={"kernels": "graphs"}),
-    "tied-serial-hooks": Case("tied", "serial_clipped", THREE, order="late but compute", hooks=True),
-    "adapted-overlap-compute": Case("adapted", "overlap", THREE, order="late compute", edits="new moments"),
-    "stack-deferred-clipped-bf16": Case("stack", "deferred", TWO, order="seeded", compile={"precision": "bf16"}),
-    "deciding-deferred-late": Case("deciding", "deferred", TWO, order="late"),
-}
-
-
 def assert_parity(case: Case, devices: Processes) -> None:
     expected = devices.run(train_alone_there, case)[0]
     assert not isinstance(expected, BaseException), expected
@@ -77,11 +65,6 @@ def assert_parity(case: Case, devices: Processes) -> None:
         assert not isinstance(found[rank], BaseException), found[rank]
         wanted = {name: value for name, value in expected.items() if name in found[rank]}
         assert_same(wanted, found[rank], f"rank {rank}")
-
-
-@pytest.mark.parametrize("name", [*map(nightly, CASES)])
-def test_ranks_on_devices_train_with_the_bits_of_one_process(name: str, devices: Processes):
-    assert_parity(CASES[name], devices)
 
 
 @pytest.mark.nightly

@@ -15,7 +15,7 @@ from megatrain.saving.save import Shard
 from tests.comparing import assert_same
 from tests.nightly import nightly
 from tests.ranks.processes import Processes, refused
-from tests.ranks.sides import Case, begin, resume, resume_here, state_of, take, train_here
+from tests.ranks.sides import Case, begin, resume, resume_here, state_of, take
 
 CASE = Case("tied", "deferred", [(1, 1, 1)] * 6, compile={"precision": "bf16"})
 
@@ -79,21 +79,3 @@ def test_a_checkpoint_of_two_ranks_goes_on_elsewhere(reader: str, three: Process
         if rank > 0:
             del side["generator"]
         assert_same({name: expected[name] for name in side}, side, f"rank {rank}")
-
-
-@pytest.mark.nightly
-def test_a_checkpoint_has_the_generators_of_each_rank(three: Processes, tmp_path: Path):
-    folder = str(tmp_path / "run")
-    drawn = replace(TWO, deal=[(1, 2)] * 4, draws=True)
-    undisturbed = three.run(train_here, drawn)[:2]
-    assert three.run(resume_here, replace(drawn, deal=drawn.deal[:2]), folder, 0, True)[:2] == [True, True]
-    for rank, found in enumerate(three.run(resume_here, drawn, folder, 2, False)[:2]):
-        assert not isinstance(found, BaseException), found
-        expected = undisturbed[rank]
-        found["losses"], found["norms"] = (
-            expected["losses"][:2] + found["losses"],
-            expected["norms"][:2] + found["norms"],
-        )
-        assert_same(expected, found, f"rank {rank}")
-    first, second = (each["generator"] for each in undisturbed)
-    assert not torch.equal(first, second), "each rank draws from its own"

@@ -2,26 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from megatrain.planning.bands import GAPS, Band, planned_band
 from megatrain.reporting.figures import compared
-from megatrain.scheduler.costs import Hardware, op_durations
+from megatrain.scheduler.costs import Hardware
 from megatrain.scheduler.schedule import Schedule
 from tests.draws import draws
 from tests.reporting.steps import drawn
 
 RATES = st.floats(1e2, 1e6)
 MACHINES = st.builds(Hardware, RATES, RATES, RATES, st.just(0.0), RATES)
-RATE_OF = {"h2d": "h2d_bytes_per_s", "d2h": "d2h_bytes_per_s", "compute": "flops_per_s", "host": "host_bytes_per_s"}
-
-
-def planned(plan: Schedule, machine: Hardware) -> Band:
-    return planned_band(plan.instructions, op_durations(plan, machine), "")
 
 
 def assert_whole(band: Band) -> None:
@@ -50,20 +43,6 @@ def test_the_plan_is_the_simulation(plan: Schedule, machine: Hardware):
     assert dict(band.busy) == {s: pytest.approx(part) for s, part in simulation.busy.items() if part > 0}
     assert GAPS not in band.shares
     assert_whole(band)
-
-
-@given(drawn(), MACHINES)
-@draws(60)
-def test_the_next_bottleneck_is_that_of_a_machine_whose_bound_takes_no_time(plan: Schedule, machine: Hardware):
-    band = planned(plan, machine)
-    if not band.shares or plan.device_updates:  # which compute does at the rate of its memory
-        return
-    bound = next(iter(band.shares))
-    without = planned(plan, replace(machine, **{RATE_OF[bound]: float("inf")}))
-    assert (band.then is None) == (without.step_s == 0)
-    if band.then is not None:
-        assert band.then.step_s == pytest.approx(without.step_s)
-        assert without.shares[band.then.name] == pytest.approx(max(without.shares.values()))
 
 
 @pytest.mark.parametrize(

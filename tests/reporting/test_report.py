@@ -12,7 +12,7 @@ from torch import nn
 
 import megatrain
 from megatrain import cli
-from megatrain.errors import ExecuteError, OptionError, ScheduleError
+from megatrain.errors import OptionError, ScheduleError
 from megatrain.scheduler.schedule import Schedule
 from tests.reporting.steps import CARD, run_of, small
 
@@ -88,16 +88,6 @@ def test_a_step_is_drawn_as_it_ran(step: megatrain.TrainStep, tmp_path: Path):
     made.perfetto(tmp_path / "trace.json")
     trace = json.loads((tmp_path / "trace.json").read_text())
     assert any("test_report.py" in event["args"].get("source", "") for event in trace["traceEvents"] if "args" in event)
-
-
-def test_a_prepared_step_is_drawn_without_running(step: megatrain.TrainStep, tmp_path: Path):
-    with pytest.raises(ExecuteError, match=r"^no step is compiled yet"):
-        megatrain.report(step, tmp_path / "report.html", costs=CARD)
-    step.prepare(torch.randn(4, 8))
-    made = megatrain.report(step, tmp_path / "report.html", costs=CARD)
-    assert made.figures.measured is None
-    assert made.figures.plan.origin == "modelled from the rates of a machine"
-    assert step.progress.count == 0
 
 
 def test_a_plan_and_a_schedule_are_drawn(tmp_path: Path):

@@ -15,10 +15,9 @@ from megatrain.errors import ExecuteError
 from megatrain.memory.bus import Bus
 from megatrain.runtime.stores import offload_buffers as buffer_copies
 from megatrain.runtime.stores.host_store import BlockImage, HostStore, image
-from megatrain.runtime.stores.offload_buffers import BufferCopies, OffloadPool
+from megatrain.runtime.stores.offload_buffers import BufferCopies
 from megatrain.tracer.spec import TensorSpec
 from tests.extending.test_device import Toy
-from tests.runtime.strict_toy import StrictToy
 
 CPU = Bus(Cpu())
 
@@ -34,34 +33,6 @@ def image_of(state: dict[str, torch.Tensor]) -> BlockImage:
 def store_of(*blocks: dict[str, torch.Tensor]) -> tuple[HostStore, list[BlockImage]]:
     images = [image_of(block) for block in blocks]
     return HostStore(images, {k: t for block in blocks for k, t in block.items()}, CPU), images
-
-
-def prefetched(store: HostStore, layout: BlockImage) -> list[torch.Tensor]:
-    slot = torch.full((layout.nbytes,), 0xFF, dtype=torch.uint8)
-    store.prefetch(layout, slot)
-    return store.views(layout, slot)
-
-
-@pytest.mark.filterwarnings("ignore::megatrain.HeldMemoryWarning")
-def test_dense_strides_are_kept_and_others_become_contiguous():
-    values = torch.arange(24.0)
-    state = {
-        "channels_last": values.reshape(1, 2, 3, 4).contiguous(memory_format=torch.channels_last),
-        "transposed": values.reshape(4, 6).t(),
-        "expanded": torch.arange(3.0).expand(2, 3),
-        "gaps": values.reshape(6, 4)[:, :2],
-    }
-    expected = {key: tensor.clone() for key, tensor in state.items()}
-    strides = {key: tensor.stride() for key, tensor in state.items()}
-    state = {key: nn.Parameter(tensor) for key, tensor in state.items()}
-    # Two of them share memory with `values`, so each gets a store of its own, which leaves the dense one in place.
-    for key, parameter in state.items():
-        store, (layout,) = store_of({key: parameter})
-        dense = key in ("channels_last", "transposed")
-        for tensor in (parameter, *store.bound(layout), *prefetched(store, layout)):
-            assert torch.equal(tensor, expected[key])
-            assert (tensor.stride() == strides[key]) == dense
-            assert dense or tensor.is_contiguous()
 
 
 def test_refresh_refuses_another_shape_or_dtype():
@@ -95,26 +66,6 @@ def test_what_has_no_values_or_another_spec_is_refused():
         store_of({"p": torch.empty(3, device="meta")})
     with pytest.raises(ExecuteError, match=r"`p` is f32\[4\], but the model was compiled for f32\[3\]"):
         HostStore([image([("p", spec(3))])], {"p": torch.ones(4)}, CPU)
-
-
-def test_the_largest_memory_is_kept_and_calls_take_parts_of_it():
-    toy = StrictToy()
-    pool = OffloadPool(Bus(toy))
-    for _ in range(3):
-        for length, num_calls in ((1, 4), (5, 1), (2, 3), (5, 2), (11, 1)):
-            calls = pool.take(length * 64, num_calls)
-            for number, parks in enumerate(calls):
-                assert parks.nbytes == length * 64
-                parks.put("x", torch.full((1,), float(number)), (length - 1) * 64)
-            toy.synchronize()
-            found = torch.empty(1)
-            for number, parks in enumerate(calls):
-                parks.get("x", found)
-                assert found.item() == number
-            for parks in (calls[0], *calls):
-                parks.give()
-    assert toy.num_locks == 5, "4, 5, 6, 10 and 11 lines of 64 bytes, none of them twice"
-    assert len(toy.locked) == 1
 
 
 def buffers() -> dict[str, torch.Tensor]:

@@ -98,16 +98,6 @@ def test_tied_names_are_stored_once_and_read_into_tied_and_untied_models(tmp_pat
     assert same(dict(parameters.state_dict()), dict(model.state_dict()))
 
 
-def test_views_of_one_memory_that_are_not_the_same_tensor_are_no_ties(tmp_path: Path):
-    whole = torch.arange(6.0)
-    tensors = {"a": whole[:3], "b": whole[3:], "c": whole.view(2, 3), "d": whole.view(3, 2), "e": whole[:0]}
-    save(tmp_path / "run", {**tensors, "f": whole[:0]})
-    assert load(tmp_path / "run").manifest.ties == {}
-    out = {name: torch.empty_like(t) for name, t in {**tensors, "f": whole[:0]}.items()}
-    load(tmp_path / "run").read_weights(out)
-    assert same({name: out[name] for name in tensors}, tensors)
-
-
 def test_different_values_for_what_is_tied_here_are_refused(tmp_path: Path):
     untied = Tied()
     untied.head.weight = nn.Parameter(untied.embed.weight.detach() + 1)
@@ -198,24 +188,6 @@ def test_a_folder_with_something_else_is_not_replaced(tmp_path: Path):
     (tmp_path / "file").write_text("")
     assert "exists and isn't a checkpoint" in refusal(lambda: save_trained(tmp_path / "file"))
     assert "file` is a file, so" in refusal(lambda: save_trained(tmp_path / "file" / "deeper" / "run"))
-
-
-def test_new_empty_nested_and_linked_folders(tmp_path: Path):
-    (tmp_path / "empty").mkdir()
-    (tmp_path / "latest").symlink_to(tmp_path / "deep/er/run")
-    for name in ("empty", "deep/er/run", "latest"):
-        save_trained(tmp_path / name, seed=len(name))
-    assert (tmp_path / "latest").is_symlink()
-    assert load(tmp_path / "deep/er/run").extra == {"seed": len("latest")}
-    assert load(tmp_path / "empty").extra == {"seed": len("empty")}
-
-
-def test_neighbours_with_similar_names_stay(tmp_path: Path):
-    for name in ("run.old-backup", "run.partial-1", "run-2", "run.old-0123456789abcdef"):
-        save(tmp_path / name, {"w": torch.ones(1)})
-    for _ in range(2):
-        save(tmp_path / "run", {"w": torch.ones(1)})
-    assert len(list(tmp_path.iterdir())) == 5
 
 
 def test_files_of_the_caller_are_checked_too_and_must_not_be_the_checkpoints(tmp_path: Path):

@@ -61,34 +61,6 @@ def test_a_dropped_wait_is_a_missing_wait(sim: Simulator):
     assert sum_after_copy(waits=True) == 0
 
 
-# -- waits of the host -------------------------------------------------------------------------------------------
-
-
-def test_each_kind_is_noted(sim: Simulator):
-    x = torch.ones(10, device="sim")
-    stream = torch.Stream(device="sim")
-    host = torch.zeros(10)
-    with sim.synchronizations() as found:
-        stream.record_event().synchronize()
-        stream.synchronize()
-        torch.accelerator.synchronize()
-        x.sum().item()
-        host.copy_(x)
-        torch.nonzero(x)
-        torch.accelerator.empty_cache()
-    assert [one.kind for one in found] == [
-        "event",
-        "stream",
-        "device",
-        "item",
-        "blocking copy",
-        "op",
-        "allocator",
-        "allocator",
-    ]
-    assert found[5].what == "aten::nonzero"
-
-
 # -- recordings, as CUDA graphs ----------------------------------------------------------------------------------
 
 

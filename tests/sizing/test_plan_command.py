@@ -15,7 +15,7 @@ from megatrain import cli
 from megatrain.counts import counted
 from megatrain.device.accelerator import of_card
 from megatrain.hardware.presets import PRESETS
-from megatrain.planning.host_plan import DEPTH, LORA, MICRO_BATCH, SEQUENCE
+from megatrain.planning.host_plan import DEPTH
 from megatrain.sizing.sized_models import ConfigModel
 from megatrain.sizing.sizing_options import SizingOptions
 from tests.test_bad_command_line import keywords
@@ -134,29 +134,6 @@ def test_a_table_of_all_machines_has_the_rows_of_single_plans(config: Path, caps
         assert plan.simulation is not None
         assert f"  {64 / plan.simulation.step_s:.0f}  " in rows[name]
     assert "GiB  1 x 4" in rows["gb10"]
-
-
-@pytest.mark.nightly
-def test_a_unified_memory_holds_both_parts(config: Path, capsys: pytest.CaptureFixture[str]):
-    ample = printed(capsys, config, "--hardware=gb10", "--micro-batch=1", *STEP)
-    assert "doesn't fit" not in ample
-    tight = printed(capsys, config, "--hardware=gb10", "--memory=700KiB", "--micro-batch=1", *STEP)
-    device, host = re.findall(r"^(?:device|host): ([\d.]+) KiB of", tight, re.MULTILINE)
-    assert float(device) + float(host) <= 700
-    said = refused(capsys, config, "--hardware=gb10", "--memory=200KiB", "--micro-batch=1", *STEP)
-    needs, there = re.findall(r"a step needs ([\d.]+) KiB of host memory, ([\d.]+) KiB are available", said)[0]
-    assert 0 < float(there) < 200 < float(needs)
-
-
-@pytest.mark.nightly
-def test_more_layers_come_from_the_configuration(config: Path, capsys: pytest.CaptureFixture[str]):
-    deep = printed(
-        capsys, config, "--memory=300KiB", "--micro-batch=1", "--host-memory=700KiB", "--largest=depth", *STEP
-    )
-    (depth,) = re.findall(r"largest depth: (\d+)", deep)
-    source = ConfigModel(SizingOptions(str(config), memory="1GiB", sequence=16))
-    model, _ = source.made({MICRO_BATCH: 1, SEQUENCE: 16, LORA: 0, DEPTH: int(depth)})
-    assert len(model.model.layers) == int(depth) > 1  # pyright: ignore
 
 
 @pytest.mark.nightly

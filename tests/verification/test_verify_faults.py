@@ -110,21 +110,6 @@ def test_a_slot_that_holds_another_blocks_weights_is_found(monkeypatch):
     assert found.what == "state `blocks.1.fc.weight`"
 
 
-def test_weights_of_before_an_update_are_found_in_the_second_step(monkeypatch):
-    real = Slots.prefetch
-    kept: dict[int, torch.Tensor] = {}
-
-    def prefetch(self, block, where, **options):
-        real(self, block, where, **options)
-        if block == 1:
-            buffer = self._arena.slot(*where)
-            buffer.copy_(kept.setdefault(id(self._arena), buffer.clone()))
-
-    monkeypatch.setattr(Slots, "prefetch", prefetch)
-    found = first(report_of("stack"))
-    assert (found.step, found.block, found.phase, found.what) == (1, 1, "forward", "state `blocks.0.fc.weight`")
-
-
 def test_a_parked_value_that_comes_back_changed_is_found(monkeypatch):
     real = OffloadBuffer.get
 
@@ -200,22 +185,3 @@ def test_a_capture_that_is_not_the_model_names_the_module():
     found = first(megatrain.verify(model, torch.ones(2, 3), device="cpu"))
     assert (found.culprit, found.name, found.block, found.phase) == ("capture", "blocks.2", 3, "forward")
     assert "traced graph" in str(found)
-
-
-COUNTS = {"calls": 0}
-
-
-class Counts(Scaled):
-    """Keeps Python state where no capture looks."""
-
-    def forward(self, x):
-        COUNTS["calls"] += 1
-        return super().forward(x) * COUNTS["calls"]
-
-
-def test_state_outside_of_the_model_names_the_module():
-    model = scaled_stack()
-    model.blocks[1] = Counts(1.0)
-    found = first(megatrain.verify(model, torch.ones(2, 3), device="cpu"))
-    assert (found.culprit, found.name) == ("model", "blocks.1")
-    assert "eager PyTorch itself gives other numbers" in str(found)
