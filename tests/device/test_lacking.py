@@ -13,7 +13,6 @@ from torch import nn
 import megatrain
 from megatrain.device import Accelerator, find, register, unregister
 from megatrain.errors import OptionError
-from megatrain.finetune.demo import demonstrate
 from megatrain.saving import generators_now
 
 
@@ -50,13 +49,6 @@ def test_mps_is_refused_in_words_and_the_cpu_is_the_default():
     assert str(compiled.megatrain.options.device) == "cpu"
     compiled(torch.ones(1, 2)).sum().backward()
     assert generators_now()["device"] is None
-
-
-@pytest.mark.usefixtures("mps")
-def test_the_demo_takes_the_cpu_there(tmp_path: Any, capsys: pytest.CaptureFixture[str]):
-    with pytest.raises(KeyboardInterrupt):
-        demonstrate(folder=tmp_path / "demo", interrupt_at=0.5, steps=2)
-    assert "4.00 MiB of cpu" in capsys.readouterr().out
 
 
 class Event:

@@ -92,7 +92,7 @@ def both(tmp_path: Path, name: str) -> tuple[Path, Path, list[Any]]:
 
 @pytest.mark.parametrize(
     ("name", "memory", "optimizer"),
-    [("text", "1MiB", "adamw"), ("messages", "200KiB", "adamw8bit"), nightly(("prompt", "1MiB", "adamw"))],
+    [nightly(("text", "1MiB", "adamw")), ("messages", "200KiB", "adamw8bit"), nightly(("prompt", "1MiB", "adamw"))],
 )
 def test_the_weights_are_trained_as_by_trls_trainer(name: str, memory: str, optimizer: str, tmp_path: Path) -> None:
     folder, out, command = both(tmp_path, name)
@@ -108,7 +108,8 @@ def test_the_weights_are_trained_as_by_trls_trainer(name: str, memory: str, opti
     assert len(AutoTokenizer.from_pretrained(out)) == 64
 
 
-@pytest.mark.parametrize("more", [(), nightly("--lengths=4")])
+@pytest.mark.nightly
+@pytest.mark.parametrize("more", [(), "--lengths=4"])
 def test_the_losses_are_those_of_trls_own_head(more: Any, tmp_path: Path) -> None:
     """Also of micro-batches of a few widths."""
     save_model(tmp_path / "model", attention_dropout=0.0)  # masks draw otherwise
@@ -182,7 +183,7 @@ def alpaca(row: dict[str, Any]) -> dict[str, Any]:
     return {"instruction": asked, "input": "", "output": answered}
 
 
-@pytest.mark.parametrize("kind", [sharegpt, alpaca])
+@pytest.mark.parametrize("kind", [sharegpt, nightly(alpaca)])
 def test_common_formats_train_as_chats_do(
     kind: Callable[[dict[str, Any]], Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

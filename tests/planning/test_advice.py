@@ -10,7 +10,7 @@ from torch import nn
 
 import megatrain
 from megatrain.errors import ExecuteError, OptionError, ScheduleError
-from megatrain.planning.advice import MOST, Alternative, Alternatives, Changes, numbers_after, ways_out, words
+from megatrain.planning.advice import MOST, Alternatives, Changes, numbers_after, ways_out, words
 from megatrain.planning.bands import format_s
 from megatrain.planning.host_plan import MICRO_BATCH, SEQUENCE
 from megatrain.planning.plan_text import band_of
@@ -33,15 +33,10 @@ def again(changes: Changes, **options: Any) -> megatrain.Plan:
     return planned(ids=torch.zeros(rows, columns, dtype=torch.long), **values)
 
 
-@pytest.mark.parametrize("which", [slice(1), nightly(slice(1, None))], ids=["first of its kind", "others"])
-def test_each_row_is_the_plan_of_its_options(table: Alternatives, which: slice):
-    """Rows are of a kind if they change the same options."""
+@pytest.mark.nightly
+def test_each_row_is_the_plan_of_its_options(table: Alternatives):
     assert len(table.rows) > 10
-    kinds: dict[frozenset[str], list[Alternative]] = {}
     for row in table.rows:
-        kinds.setdefault(frozenset(row.change), []).append(row)
-    assert len(kinds) > 5
-    for row in (row for rows in kinds.values() for row in rows[which]):
         expected = again(row.change)
         assert str(row.plan) == str(expected), row.change
         assert row.plan is not None
@@ -62,8 +57,6 @@ def test_every_kind_of_change_is_there(table: Alternatives):
         "precision",
         "optimizer",
     }
-    other = planned(precision="bf16", activations="keep", hardware=None).alternatives
-    assert {"masters", "activations"} <= {name for row in other.rows for name in row.change}
 
 
 def test_the_front_is_what_nothing_beats(table: Alternatives):
@@ -126,7 +119,7 @@ OWN_BLOCKS: dict[str, Any] = {"chunking": "never"}
 @pytest.mark.parametrize(
     "options",
     [
-        {"device_memory": "480KiB", **OWN_BLOCKS},
+        nightly({"device_memory": "480KiB", **OWN_BLOCKS}),
         {"host_memory": "1800KiB"},
     ],
 )
@@ -243,7 +236,6 @@ def test_the_next_gib_is_planned():
     ample = planned(device_memory="1GiB").why()
     assert "With 1 GiB more of the device nothing would change." in ample
     assert "isn't bounded" in planned(device_memory=None).why()
-    assert "No plan of these blocks takes less than " in planned(device_memory=None).why()
     too_small = planned(device_memory="64KiB")
     assert too_small.lower_bound is None
     assert "With 1 GiB more of the device the step would fit." in too_small.why()

@@ -129,6 +129,7 @@ def test_a_plan_with_cut_blocks_may_be_given():
     assert_as_loop(model, eager, losses, trained(eager, [batch(0)], "serial"))
 
 
+@pytest.mark.nightly
 def test_smaller_blocks_that_make_a_step_shorter_are_taken_on_a_known_machine():
     """Four layers of a 70B, with head and embedding larger than a layer, in half of an RTX 4090."""
     sizes = {"hidden_size": 8192, "intermediate_size": 28672, "num_attention_heads": 64, "num_key_value_heads": 8}

@@ -31,8 +31,7 @@ MODELS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize(
     ("kind", "lora", "machine"),
-    [("equal", 2, "rtx-4090"), ("tied", 0, None), ("alternating", 0, None), ("experts", 0, None)]
-    + [nightly((kind, 2, "rtx-4090")) for kind in MODELS if kind != "equal"],
+    [("tied", 0, None), *(nightly((kind, 2, "rtx-4090")) for kind in MODELS)],
 )
 def test_a_few_layers_give_the_plan_of_all(
     kind: str, lora: int, machine: str | None, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
