@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from megatrain.finetune.run_record import RunRecord
 from megatrain.planning import host_plan
 from tests.finetune.commands import data, save_model, train, write_lines
 from tests.test_bad_command_line import keywords
@@ -150,3 +151,17 @@ def test_a_folder_of_other_settings_is_refused_with_the_differences(
         (out / "megatrain_train.json").write_text(json.dumps(wrong))
         assert train(*command, "--steps=1") == 2
         assert "megatrain_train.json` can't be read: " in capsys.readouterr().err
+
+
+def test_a_folder_that_cant_be_the_trainings_is_refused(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = [folder / "model", folder / "text.jsonl", *ON_CPU, "--out"]
+    with RunRecord(tmp_path / "out", {}, {}).locked():
+        assert train(*command, tmp_path / "out") == 2
+    assert "another process trains in" in capsys.readouterr().err
+    (tmp_path / "thesis.txt").write_text("years of work")
+    assert train(*command, tmp_path) == 2
+    assert "has other files, and no training of this command." in capsys.readouterr().err
+    assert train(*command, tmp_path / "thesis.txt" / "out") == 2
+    assert f"megatrain: `{tmp_path / 'thesis.txt' / 'out'}` can't be made: " in capsys.readouterr().err

@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 import megatrain
 from megatrain.ranks.processes import NoCollectives
@@ -68,3 +70,37 @@ def test_without_other_processes_nothing_is_said():
     assert said_by(lambda: compiled_here()(stack_batch(0, 2)).sum().backward()) == []
     with NoCollectives():
         assert torch.ones(2).sum() == 2
+
+
+def calls(rank: int) -> dict[str, Any]:
+    """Calls models with gradients and without."""
+    batch = stack_batch(rank, 2)
+    alone, _ = dist.new_subgroups(1)
+    plain, wrapped = compiled_here(), DistributedDataParallel(compiled_here())
+    on_purpose, frozen = compiled_here(process_group=alone), compiled_here().requires_grad_(False)
+
+    def backward(model: nn.Module) -> None:
+        square(model(batch), batch).backward()
+
+    found = {name: said_by(lambda m=model: backward(m)) for name, model in {"plain": plain, "again": plain}.items()}
+    found |= {"wrapped": said_by(lambda: backward(wrapped)), "on purpose": said_by(lambda: backward(on_purpose))}
+    found["frozen"] = said_by(lambda: frozen(batch))
+    with torch.no_grad():
+        found["no_grad"] = said_by(lambda: compiled_here()(batch))
+    return {**found, "gradients": [p.grad for p in wrapped.parameters()]}
+
+
+@pytest.mark.nightly
+def test_a_backward_that_nobody_exchanges_is_noted_once(three: Processes):
+    found = three.run(calls)
+    eager = seeded_stack(3)
+    for rank in range(3):
+        (square(eager(stack_batch(rank, 2)), None) / 3).backward()
+    for each in found:
+        assert len(each["plain"]) == 1
+        assert each["plain"][0].startswith(
+            "ApartWarning: loss.backward() leaves the gradients of this process alone, and"
+        )
+        for name in ("again", "wrapped", "on purpose", "frozen", "no_grad"):
+            assert each[name] == [], name
+        assert_same([p.grad for p in eager.parameters()], each["gradients"], tolerance=1e-6)

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from megatrain.errors import ScheduleError
 from megatrain.ranks.rank_exchange import with_others  # its module registers the ops
 from megatrain.scheduler.builder.build import build
+from megatrain.scheduler.check.schedule_rules import check_schedule
 from megatrain.scheduler.dependency import dependency_graph
 from megatrain.scheduler.items import Stream
 from megatrain.scheduler.schedule import Schedule
@@ -111,3 +112,13 @@ def test_gradients_that_others_may_still_read_are_not_overwritten():
     assert reused
     for earlier, later in reused:
         assert nx.has_path(graph, position(schedule, f"V{earlier}"), position(schedule, f"G{later}"))
+
+
+def test_a_wait_that_may_close_a_circle_is_refused():
+    """`U2` would wait for the `U0` of other ranks, which may stand after their `U2`."""
+    schedule = shared("deferred", num=5)
+    graph = dependency_graph(schedule)
+    check_schedule(schedule, schedule.known_workload(), graph)
+    graph.add_edge(position(schedule, "V0"), position(schedule, "U2"), kind="data")
+    with pytest.raises(ScheduleError, match=r"host:U2 at tick \d+ waits for peers:V0 at tick \d+, of a later block"):
+        check_schedule(schedule, schedule.known_workload(), graph)

@@ -284,3 +284,8 @@ def test_large_memory_is_locked_in_pieces(cudart: FakeCudart, monkeypatch: pytes
     assert arena.cuts(arena.tensor[2 * PAGE - 64 : 2 * PAGE + 64]) == [64]
     del arena
     assert not cudart.locked
+
+
+def test_an_arena_beyond_reason_is_refused_with_its_size():
+    with pytest.raises(ExecuteError, match=r"the host can't allocate .* PiB of memory"):
+        HostArena(1 << 60)

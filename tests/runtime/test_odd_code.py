@@ -187,3 +187,9 @@ def test_what_torch_compile_wrapped_trains_as_eager(how: str) -> None:
     assert len(compiled.program.blocks) == 3
     assert not compiled.program.opaque_calls
     assert len(list(compiled.megatrain._variants)) == 2
+
+
+@pytest.mark.usefixtures("hidden_draws")
+def test_a_block_that_would_be_recomputed_is_refused_ahead():
+    with pytest.raises(megatrain.ExecuteError, match=r"block 0 layers\.0\S*, which is recomputed, has an RNN with dro"):
+        drawing("recompute")(torch.ones(2, 4))

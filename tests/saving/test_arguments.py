@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatrain.errors import MegatrainError, OptionError
+from megatrain.errors import CheckpointError, MegatrainError, OptionError
 from megatrain.saving import load, save
 from tests.saving.training import Tied, adamw, known, save_trained, state_of
 
@@ -77,3 +78,12 @@ def test_what_a_checkpoint_is_read_into_is_refused_if_it_is_something_else(tmp_p
         (lambda: checkpoint.read_optimizer(adamw(model), list(model.parameters())), "is a list"),
     ):
         assert text in refusal(OptionError, action)
+
+
+def test_a_path_that_the_system_refuses_is_one_of_our_errors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+    Path("loop").symlink_to("loop")
+    for path in ("loop", "loop/run"):
+        for action in (lambda path=path: save(path, {}), lambda path=path: load(path)):
+            assert "can't be a folder" in refusal(CheckpointError, action)
+    assert os.listdir() == ["loop"]

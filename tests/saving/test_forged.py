@@ -62,6 +62,7 @@ TEXT = {"bytes": 1, "header_bytes": 1, "sha256": "0" * 64, "tensors": {}}
 FIELDS: dict[str, tuple[Place, Any, str]] = {
     "a file elsewhere": (("files", "../notes.txt"), TEXT, "'../notes.txt' isn't the name of a file in this folder"),
     "a flag": ((*NOTES, "bytes"), True, "bytes` is wrong: expected `int`, got `bool`"),
+    "kind of tensor": (SHARD, ["X9", [], 8, "0" * 64], "is wrong: 'X9' is no kind of tensor"),
     "a tensor more": (SHARD, ["F32", [], 8, "0" * 64], "has a header that contradicts checkpoint.json"),
     "a field more": ((*NOTES, "evil"), 1, "is wrong: object contains unknown field `evil`"),
     "no text": (("optimizer", "class"), 7, "`content.optimizer.class` is wrong: expected `str`, got `int`"),
@@ -162,3 +163,13 @@ def test_what_load_would_refuse_is_refused_by_save(tmp_path: Path):
     save(tmp_path / "run", {}, extra=extra)
     assert load(tmp_path / "run").extra == extra
     assert json.loads((tmp_path / "run/checkpoint.json").read_text())["schema"] == 2
+
+
+def test_a_name_twice_in_the_manifest_is_refused(whole: Path):
+    manifest = whole / "checkpoint.json"
+    before = manifest.read_bytes()
+    manifest.write_bytes(before.replace(b'"ties":{', b'"ties":{"head.weight":"frozen",'))
+    try:
+        assert "'head.weight' is in one object twice" in refusal(lambda: load(whole))
+    finally:
+        manifest.write_bytes(before)

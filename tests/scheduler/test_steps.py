@@ -16,10 +16,13 @@ from megatrain.hardware.hardware import Hardware
 from megatrain.scheduler.builder.build import backward_schedule
 from megatrain.scheduler.from_program import schedule
 from megatrain.scheduler.from_program import workload as workload_of
+from megatrain.scheduler.items import Stream
 from megatrain.scheduler.schedule import Schedule
 from megatrain.scheduler.step_kind import UPDATES
+from megatrain.scheduler.table import Position
 from megatrain.scheduler.workload import Workload
 from tests.draws import draws
+from tests.scheduler.mutations import with_cells, with_figures
 from tests.scheduler.symbolic import find_harm
 from tests.scheduler.workloads import (
     LAYER,
@@ -179,3 +182,30 @@ def test_spread_updates_leave_no_time_unused():
     seconds = {updates: plan.simulate(machine).step_s for updates, plan in plans.items()}
     assert seconds["spread"] < 0.9 * min(seconds["overlap"], seconds["deferred"])
     assert seconds["spread"] < 1.1 * plans["spread"].lower_bounds(machine)["host memory"]
+
+
+def tied_pairs(workload: Workload) -> Workload:
+    """Block 0 updates a parameter that block 3 holds too, which updates others that block 5 holds."""
+    blocks = list(workload.blocks)
+    blocks[0], blocks[3] = replace(blocks[0], shares=(3,)), replace(blocks[3], shares=(5,))
+    return replace(workload, blocks=tuple(blocks))
+
+
+def test_a_chain_of_shared_parameters_is_deferred_as_one():
+    workload = tied_pairs(trained(8))
+    plan = schedule(workload, updates="spread")
+    find_harm(plan, workload)
+    assert {0, 3, 5} <= set(plan.deferred)
+    ops = [str(op) for op in plan.ops]
+    for block in range(8):
+        for member in {0: (0, 3), 3: (3, 5)}.get(block, (block,)):
+            assert (ops.index(f"U{block}") < ops.index(f"G{member}")) == (block in plan.deferred)
+    position, end = next(p for p, op in plan.positions() if str(op) == "U3"), Position(len(plan.ticks), Stream.HOST)
+    parted = with_figures(with_cells(plan, {position: None, end: plan.ticks[position.tick].host}))
+    with pytest.raises(ScheduleError) as caught:
+        parted.check()
+    assert str(caught.value) == (
+        f"host:U0 at tick 0 uses gradients of the previous step, host:U3 at tick {end.tick} those of this step.\n"
+        "  Updates that use gradients of one block are all deferred, or none is.\n"
+        "  Move one of them."
+    )

@@ -18,7 +18,7 @@ from torch import nn
 import megatrain
 from megatrain.device import find
 from megatrain.integrations.hf.one_step import OneStep
-from megatrain.optim.grad_scaler import warn_of_torchs_own
+from megatrain.optim.grad_scaler import host_scaler, warn_of_torchs_own
 from tests.comparing import assert_same
 from tests.simulated_device.simulator import OrderName, Simulator
 from tests.simulated_runs.on_device import (
@@ -310,3 +310,10 @@ def test_torchs_own_scaler_is_warned_of(sim: Simulator):
         warnings.simplefilter("error")
         warn_of_torchs_own([torch.float16], find("cpu"))
         warn_of_torchs_own([torch.bfloat16], find(DEVICE))
+
+
+def test_it_goes_on_from_another_scaler(sim: Simulator):
+    other = torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=3, backoff_factor=0.25)
+    scaler = host_scaler(other)
+    assert scaler.state_dict() == other.state_dict()
+    assert scaled_steps(scaler, [1.0, float("inf")]) == ([True, False], 1.0)

@@ -386,3 +386,14 @@ def test_padding_is_what_a_collator_would_make(kind: str) -> None:
     batch = cast(Any, KINDS[kind])(0, (4, 7))
     padded = compiled(llama()).megatrain.padded(arguments_of(compiled(llama()), batch)).arguments
     assert_same(by_hand(batch), dict(zip(padded.names, padded.tensors, strict=True)), kind)
+
+
+class Leaves(Takes):
+    def forward(self, input_ids: torch.Tensor, **more: Any) -> torch.Tensor:
+        self.hidden = self.embed(input_ids)
+        return self.hidden.sum(-1)
+
+
+def test_tensors_of_all_tokens_in_attributes_are_refused() -> None:
+    with pytest.raises(TraceError, match="leaves a tensor of all tokens in `hidden`"):
+        compiled(Leaves())(IDS)
