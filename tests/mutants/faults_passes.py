@@ -10,6 +10,13 @@ HEADS = "tests/rewrites/test_head_loss.py"
 
 FAULTS: list[Fault] = [
     Fault(
+        "a call that a pass adds runs with gradients where the one that it is like doesn't",
+        "passes/rewriter.py",
+        "source=site.source, grad=site.grad,",
+        "source=site.source, grad=True,",
+        (f"{REWRITE}::test_a_call_gets_its_meta_from_the_trial_and_from_the_call_it_is_like",),
+    ),
+    Fault(
         "layers that differ in the sign of a zero share a template",
         "passes/dedup.py",
         "repr(value) if isinstance(value, float) else value)",
