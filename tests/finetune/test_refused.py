@@ -73,7 +73,6 @@ BAD: dict[str, tuple[list[str], str]] = {
     "a small vocabulary": (["small", "text.jsonl"], "makes token id 63, and the model knows the ids below 20."),
     "no such device": (["model", "text.jsonl", "--device=cuda:9"], "--device='cuda:9' is not available here: there "),
     "too long": (["model", "text.jsonl", "--length=65"], "--length 65 is longer than what the model takes: 64"),
-    "no device memory": (["model", "text.jsonl", "--memory=20KiB"], "a memory of 20480 B is too small: at least"),
     "a step too small": (["model", "text.jsonl", "--tokens-per-step=8"], "is less than one micro-batch: 1 x 16"),
     "a long warm-up": (["model", "text.jsonl", "--steps=3", "--warmup=4"], "--warmup 4 is longer than the training"),
     "both counts": (["model", "text.jsonl", "--steps=3", "--epochs=1"], "--steps and --epochs are both given."),

@@ -198,6 +198,7 @@ def test_common_formats_train_as_chats_do(
     assert said.count("step    2 of 2 steps: loss ") == 2  # where no terminal shows a bar
 
 
+@pytest.mark.nightly
 def test_micro_batches_are_chosen_for_the_card_and_stay_where_the_training_goes_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -159,7 +159,8 @@ def test_a_step_that_nothing_rescues_says_so():
 # -- the largest size -----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("hardware", ["rtx-4090", nightly(None)])  # the largest sequence has none
+@pytest.mark.nightly
+@pytest.mark.parametrize("hardware", ["rtx-4090", None])  # the largest sequence has none
 def test_the_largest_micro_batch_fits_and_the_next_does_not(hardware: str | None):
     found = planned(hardware=hardware).largest("micro_batch")
     assert found.size > 1
