@@ -14,7 +14,7 @@ FAULTS: list[Fault] = [
         "passes/rewriter.py",
         "source=site.source, grad=site.grad,",
         "source=site.source, grad=True,",
-        (f"{REWRITE}::test_a_call_gets_its_meta_from_the_trial_and_from_the_call_it_is_like",),
+        (f"{REWRITE}::test_modes_are_those_of_the_call_it_is_like",),
     ),
     Fault(
         "layers that differ in the sign of a zero share a template",

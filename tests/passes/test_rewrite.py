@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -19,6 +20,7 @@ from megatrain.passes.rewriter import Rewriter
 from megatrain.tracer.spec import TensorSpec
 from megatrain.tracer.trace import trace
 from megatrain.tracer.traced import TracedModule
+from tests.models import MODELS
 from tests.tracer.parity import assert_same_step, eager_step, program_step
 
 X = torch.randn(4, 6, generator=torch.Generator().manual_seed(3))
@@ -266,3 +268,41 @@ def test_calls_that_are_alike_are_tried_once_and_get_what_their_own_trial_would_
     made(rewriter, x, linear, trials=1, grad=False)
     made(rewriter, x, linear, trials=1, target=functools.partial(halves))
     made(rewriter, x, linear, trials=0)
+
+
+def test_modes_are_those_of_the_call_it_is_like():
+    rewriter = Rewriter(_traced())
+    (total,) = [n for n in rewriter.calls("sum") if not n.meta["grad"]]
+    assert not rewriter.call(total, "exp", total).meta["requires_grad"]
+    rewriter = Rewriter(trace(*MODELS["autocast_region"]()))
+    narrow = next(n for n in rewriter.calls(F.linear) if n.meta["autocast"])
+    made = rewriter.call(narrow, F.linear, *narrow.args)
+    assert made.meta["autocast"] == narrow.meta["autocast"]
+    assert made.meta["spec"].dtype == torch.bfloat16
+    rewriter = Rewriter(_traced())
+    (linear,) = rewriter.calls(F.linear)
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):  # of whoever runs the pass: these don't count
+        made = rewriter.call(linear, F.linear, *linear.args)
+    assert made.meta["spec"] == linear.meta["spec"]
+    assert made.meta["requires_grad"]
+
+
+def test_a_view_shares_the_memory_of_its_operand():
+    rewriter = Rewriter(_traced())
+    linear = rewriter.calls(F.linear)[0]
+    view = rewriter.call(linear, "narrow", linear, 0, 1, 2)
+    assert (view.meta["storage"], view.meta["storage_bytes"]) == (linear.meta["storage"], 96)
+    turned = rewriter.call(linear, "transpose", linear, 0, 1)
+    assert turned.meta["spec"].stride == (1, 6)
+
+
+def test_a_call_with_several_results_gives_a_node_for_each():
+    rewriter = Rewriter(_traced())
+    linear = rewriter.calls(F.linear)[0]
+    values, places = rewriter.call(linear, torch.max, linear, dim=1)
+    assert (values.target, places.target) == (operator.getitem, operator.getitem)
+    assert (values.meta["requires_grad"], places.meta["requires_grad"]) == (True, False)
+    assert places.meta["spec"] == TensorSpec((4,), torch.int64)
+    halves = rewriter.call(linear, torch.chunk, linear, 2)
+    assert [half.meta["storage"] for half in halves] == [linear.meta["storage"]] * 2
+    rewriter.done().check()

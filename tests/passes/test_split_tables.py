@@ -10,7 +10,7 @@ from torch import nn
 from megatrain import lower, trace
 from megatrain.passes.canonicalize import canonicalize
 from megatrain.passes.split.split_state import split_state
-from tests.passes.splitting import assert_exact, parts_of, seeded, unmeasured
+from tests.passes.splitting import assert_exact, parts_of, seeded, tokens, unmeasured
 from tests.tracer.parity import program_step
 
 # -- what else picks rows ------------------------------------------------------------------------------------
@@ -106,3 +106,20 @@ def test_a_tensor_at_the_target_size_stays_whole():
     traced = trace(seeded(Table, PICKS["index"]), (IDS,))
     assert not parts_of(lower(traced, block_bytes=40 * 32))
     assert parts_of(lower(traced, block_bytes=40 * 32 - 1)) == {"table": [(0, 20), (20, 40)]}
+
+
+def test_a_picked_weight_that_is_written_in_between_is_not_moved():
+    class Writes(nn.Module):
+        def __init__(self):
+            super().__init__()
+            # Frozen: in eager, too, its gradient would need the ids as they were.
+            self.stack = nn.Parameter(torch.randn(8, 4, 8), requires_grad=False)
+
+        def forward(self, x, ids):
+            ids = ids + 0
+            picked = self.stack[ids]
+            ids.zero_()
+            return torch.bmm(x.unsqueeze(1), picked).squeeze(1) + ids[:, None]
+
+    args = (tokens(3, 4).requires_grad_(), torch.tensor([1, 7, 3]))
+    assert parts_of(assert_exact(seeded(Writes), args, 300))

@@ -238,3 +238,24 @@ def test_the_measured_memory_is_that_of_chunks():
     assert costs[1].forward_workspace_bytes < costs[0].forward_workspace_bytes / 4
     assert costs[1].backward_workspace_bytes < costs[0].backward_workspace_bytes / 4
     assert costs[1].saved_bytes < costs[0].saved_bytes / 4
+
+
+class WritesLater(Reader):
+    """Writes into its hidden states once a head that saves nothing has read them."""
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        hidden = self.layer(self.embed(ids))
+        logits = self.head(hidden)
+        hidden.mul_(0.5)
+        return self.form(self, logits, ids) + hidden.sum()
+
+
+def test_hidden_states_that_are_written_after_the_head_has_read_them_stay():
+    """The loss is called last: chunks would read what was written meanwhile."""
+    model = WritesLater(flat)
+    model.head.requires_grad_(False)
+    assert chunk_head_loss(traced := megatrain.trace(model, (ids_of(0),)), rows=4) is traced
+    expected = WritesLater(flat)(ids_of(0)).item()
+    compiled = megatrain.compile(model, device="cpu", chunking="always")
+    trained = [p for p in model.parameters() if p.requires_grad]
+    assert megatrain.TrainStep(compiled, torch.optim.SGD(trained, lr=0.1))(ids_of(0)).item() == expected

@@ -176,3 +176,15 @@ def test_a_source_that_gives_other_values_than_it_says(tmp_path: Path, made: lis
     assert text.startswith("the source of `w` gives other values than its spec f32[6]")
     assert load(tmp_path / "run").extra == {"seed": 1}
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
+
+
+def test_parameters_may_stand_in_another_order_within_their_groups(tmp_path: Path):
+    model, optimizer = save_trained(tmp_path / "run")
+    again = Tied()
+    turned = adamw(again)
+    for group in turned.param_groups:
+        group["params"].reverse()
+    load(tmp_path / "run").read_optimizer(turned, dict(again.named_parameters()))
+    for p, q in zip(model.parameters(), again.parameters(), strict=True):
+        assert same(optimizer.state.get(p, {}), turned.state.get(q, {}))
+    assert [g["lr"] for g in turned.param_groups] == [g["lr"] for g in optimizer.param_groups]

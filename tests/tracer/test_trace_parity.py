@@ -104,3 +104,25 @@ def test_tensors_made_in_a_loop_and_written_into_cost_one_more_run_in_all():
     traced = trace(model, args)
     assert next(runs) == 2
     assert_same_step(graph_step(traced, model, args, {}), eager_step(model, args, {}))
+
+
+def test_buffers_that_swap_places_are_written_back_under_their_new_names():
+    class Swapping(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.fc = nn.Linear(3, 3)
+            self.register_buffer("older", torch.zeros(3))
+            self.register_buffer("newer", torch.ones(3))
+            self.register_buffer("last", torch.ones(3))
+
+        def forward(self, x):
+            self.older, self.newer = self.newer, x.detach().mean(0)
+            self.last = x[0]
+            return self.fc(x) + self.older
+
+    torch.manual_seed(0)
+    model, args = Swapping(), (torch.randn(2, 3),)
+    traced = trace(model, args)
+    step = graph_step(traced, model, args, {})
+    assert_same_step(step, eager_step(copy.deepcopy(model), args, {}))
+    assert {key for key, _ in traced.writes_back} == {"older", "newer", "last"}

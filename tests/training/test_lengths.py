@@ -397,3 +397,45 @@ class Leaves(Takes):
 def test_tensors_of_all_tokens_in_attributes_are_refused() -> None:
     with pytest.raises(TraceError, match="leaves a tensor of all tokens in `hidden`"):
         compiled(Leaves())(IDS)
+
+
+class VarLen(nn.Module):
+    """Attention within documents, whose ends are given as flash-attn's kernels get them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed, self.qkv, self.head = nn.Embedding(64, 16), nn.Linear(16, 48), nn.Linear(16, 64)
+
+    def forward(
+        self,
+        input_ids: torch.Tensor,
+        labels: torch.Tensor,
+        position_ids: torch.Tensor,
+        seq_idx: torch.Tensor,
+        cu_seq_lens_q: torch.Tensor,
+        cu_seq_lens_k: torch.Tensor,
+        max_length_q: int,
+        max_length_k: int,
+    ) -> torch.Tensor:
+        x = self.embed(input_ids)
+        at = torch.arange(x.shape[1])
+        of = torch.searchsorted(cu_seq_lens_q.long(), at, right=True)
+        first = cu_seq_lens_k.long()[of - 1]
+        sees = (of[:, None] == of[None]) & (at[:, None] >= at[None]) & (at - first < max_length_q)
+        sees = sees & (seq_idx[0][:, None] == seq_idx[0][None])
+        q, k, v = self.qkv(x + position_ids[..., None].sin()).chunk(3, -1)
+        made = F.scaled_dot_product_attention(q[:, None], k[:, None], v[:, None], attn_mask=sees)[:, 0]
+        return F.cross_entropy(self.head(made).flatten(0, 1), labels.flatten())
+
+
+def test_ends_of_documents_repeat_and_the_longest_is_bounded() -> None:
+    model = VarLen()
+    streamed, one = compiled(model), torch.tensor([0])
+    for seed, sizes in enumerate([(3, 4), (2, 2, 2), (8,), (1, 3)]):
+        ends = torch.cat([one, torch.tensor(sizes).cumsum(0)]).int()
+        documents = torch.repeat_interleave(torch.arange(len(sizes)), torch.tensor(sizes))[None].int()
+        more = {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends, "max_length_q": max(sizes), "max_length_k": max(sizes)}
+        batch = {**flattened(seed, sizes), "seq_idx": documents, **more}
+        assert_same(model(**batch), streamed(**batch), "loss", tolerance=ROUNDED)
+    assert num_captures(streamed) == 2, "the batch of three documents has more entries"

@@ -173,3 +173,20 @@ def test_the_norm_has_the_bits_of_the_loop(name: str, mode: str) -> None:
 def test_a_norm_that_nothing_waits_for_belongs_to_updates_of_its_own_step(other: dict[str, Any]) -> None:
     with pytest.raises(OptionError, match="reports_norm=True with clip="):
         StepKind(reports_norm=True, **other)
+
+
+def test_hooks_on_a_step_make_the_updates_wait_for_the_norm() -> None:
+    """They may change gradients, after the loop has taken its norm."""
+    sides = SideBySide.of("stack", adamw, report_norm=True)
+
+    def change(optimizer: Any, *_: Any) -> None:
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                parameter.grad.mul_(0.5)
+
+    for optimizer in (sides.eager_optimizer, sides.optimizer):
+        optimizer.register_step_pre_hook(change)
+    for number in range(2):
+        take(sides, number, TASKS["stack"].batch(number, 2))
+    sides.assert_same()
+    assert (sides.step.schedule.kind.updates, sides.step.schedule.kind.clip) == ("serial", True)
