@@ -273,7 +273,8 @@ def test_calls_that_are_alike_are_tried_once_and_get_what_their_own_trial_would_
 def test_modes_are_those_of_the_call_it_is_like():
     rewriter = Rewriter(_traced())
     (total,) = [n for n in rewriter.calls("sum") if not n.meta["grad"]]
-    assert not rewriter.call(total, "exp", total).meta["requires_grad"]
+    without = rewriter.call(total, "exp", total)
+    assert (without.meta["grad"], without.meta["requires_grad"]) == (False, False)
     rewriter = Rewriter(trace(*MODELS["autocast_region"]()))
     narrow = next(n for n in rewriter.calls(F.linear) if n.meta["autocast"])
     made = rewriter.call(narrow, F.linear, *narrow.args)
