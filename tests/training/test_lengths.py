@@ -20,10 +20,13 @@ from transformers import (
     GPT2LMHeadModel,
     LlamaConfig,
     LlamaForCausalLM,
+    WhisperConfig,
+    WhisperForConditionalGeneration,
 )
 
 import megatrain
 from megatrain.errors import OptionError, TraceError
+from megatrain.planning import plan_step
 from tests.comparing import assert_same
 from tests.draws import draws
 from tests.nightly import nightly
@@ -222,7 +225,27 @@ def test_a_loss_sees_outputs_of_the_batchs_length() -> None:
     assert num_captures(streamed) == 2
 
 
-@pytest.mark.parametrize(("build", "make"), [(bert, plain), nightly((bert, ragged)), (gpt2, left)])
+def whisper() -> Any:
+    torch.manual_seed(0)
+    sizes: dict[str, Any] = {
+        "encoder_layers": 1,
+        "decoder_layers": 1,
+        "encoder_attention_heads": 2,
+        "decoder_attention_heads": 2,
+    }
+    more: dict[str, Any] = {"encoder_ffn_dim": 48, "decoder_ffn_dim": 48, "num_mel_bins": 8, "max_source_positions": 16}
+    ids: dict[str, Any] = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 1}
+    given: dict[str, Any] = {"vocab_size": 64, "d_model": 32, "max_target_positions": 21, "dropout": 0.0}
+    return WhisperForConditionalGeneration(WhisperConfig(**given, **sizes, **more, **ids))
+
+
+def spoken(seed: int, sizes: Sequence[int]) -> dict[str, torch.Tensor]:
+    """Pieces of sound of one length, and texts of their own lengths."""
+    sounds = torch.randn(len(sizes), 8, 32, generator=torch.Generator().manual_seed(seed))
+    return {"input_features": sounds, "labels": ragged(seed, sizes)["labels"]}
+
+
+@pytest.mark.parametrize(("build", "make"), [(bert, plain), nightly((bert, ragged)), (gpt2, left), (whisper, spoken)])
 def test_other_models(build: Callable[[], Any], make: Any) -> None:
     """A mask is made for a model that isn't causal; a bound of positions is as good as a multiple."""
     model = build()
