@@ -125,20 +125,6 @@ def test_parameters_stay_the_same_objects_and_buffers_their_dtype():
     assert compiled.masters.low_bytes == sum(2 * p.numel() for p in model.parameters() if p.requires_grad)
 
 
-def test_a_model_that_is_compiled_again_goes_on_with_its_masters():
-    model, args = small_gpt()
-    start = {name: p.detach().clone() for name, p in model.named_parameters()}
-    for memory in (None, "48KiB"):
-        compiled = megatrain.compile(model, device="cpu", precision="bf16", memory=memory)
-        compiled(*args)
-        for name, values in values_of(compiled).items():
-            assert_same_bits(start[name], values, name)
-    x = torch.randn(2, 3)
-    layer = nn.Sequential(nn.Linear(3, 3))
-    for _ in range(2):  # and inputs are still cast
-        assert megatrain.compile(layer, device="cpu", precision="bf16")(x).dtype == torch.bfloat16
-
-
 def test_a_module_that_needs_fp32_parameters_is_named_and_may_keep_them():
     model, args, kwargs = MODELS["cnn"]()
     with pytest.raises(RuntimeError, match="expected scalar type") as caught:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -12,7 +12,6 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
 import megatrain
-from megatrain.device import LaunchGraphs, find
 from megatrain.errors import EagerKernelsWarning, OptionError, ScheduleError
 from megatrain.runtime import replays
 from megatrain.runtime.replays import Replays
@@ -115,32 +114,6 @@ def test_a_given_plan_leaves_recordings_their_memory():
     planned = megatrain.TrainStep(compiled, adamw(compiled), loss=lambda y, _: y.square().mean(), plan=step.plan)
     with pytest.raises(ScheduleError, match="memory of the device, without that of recorded kernels"):
         planned(batch(0))
-
-
-@pytest.mark.parametrize("place", [2, *(pytest.param(n, marks=pytest.mark.nightly) for n in (1, 3, 4, 5, 6, 7))])
-def test_an_interrupt_while_kernels_are_recorded_costs_nothing(place: int, monkeypatch: pytest.MonkeyPatch):
-    """At the n-th recording, or when its work has run."""
-    wanted = [gradients_after(eager_of(EqualBlocks()), [seed, seed + 1]) for seed in range(2)]
-    compiled, count = compiled_of(EqualBlocks()), 0
-    graphs = type(find(None).launch_graphs())
-    record = graphs.record
-
-    def interrupted(self: LaunchGraphs, work: Callable[[], object]) -> Callable[[], None]:
-        nonlocal count
-        count += 1
-
-        def stopped() -> None:
-            work()
-            if count == place:
-                raise KeyboardInterrupt
-
-        return record(self, stopped)
-
-    monkeypatch.setattr(graphs, "record", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        gradients_after(compiled, range(8))
-    assert count == place
-    assert_same(wanted, [gradients_after(compiled, [seed, seed + 1]) for seed in range(2)])
 
 
 def batch(seed: int) -> torch.Tensor:

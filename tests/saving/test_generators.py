@@ -88,16 +88,6 @@ def test_on_another_kind_of_device_a_run_says_that_its_numbers_differ_and_repeat
         assert drawn[0][1 - number] != drawn[1][1 - number], "those of other devices stay"
 
 
-def test_the_cpu_goes_on_on_the_cpu_whatever_else_a_machine_has(monkeypatch: pytest.MonkeyPatch):
-    put_in(monkeypatch, None, None)
-    state = generators_now("cpu")
-    drawn = torch.rand(1).item()
-    put_in(monkeypatch, "cuda", Devices(2))
-    restore_generators(state, "cpu")
-    assert torch.rand(1).item() == drawn
-    assert state["device"] is None
-
-
 def earlier(states: list[torch.Tensor], schema: int) -> dict[str, Any]:
     """A state as earlier versions saved it: with those of all devices of the machine."""
     state = {key: value for key, value in generators_now("cpu").items() if key != "device"}
@@ -158,16 +148,3 @@ def test_a_state_that_is_none_is_refused_before_anything_is_set(monkeypatch: pyt
     assert f"generators.{change.split()[0]}" in text
     assert len(text.splitlines()) == 3
     assert same(generators_now("xpu"), before)
-
-
-def test_another_generator_of_numpy_goes_on(monkeypatch: pytest.MonkeyPatch):
-    before = np.random.get_bit_generator()  # pyright: ignore[reportAttributeAccessIssue]
-    try:
-        np.random.set_bit_generator(np.random.PCG64(3))  # pyright: ignore[reportAttributeAccessIssue]
-        state = generators_now()
-        drawn = np.random.rand()
-        restore_generators(state)
-        assert np.random.rand() == drawn
-    finally:
-        np.random.set_bit_generator(before)  # pyright: ignore[reportAttributeAccessIssue]
-    assert "generators.numpy is refused" in refusal(lambda: restore_generators(state))

@@ -7,7 +7,6 @@ import gc
 import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,14 +16,12 @@ from torch import nn
 
 import megatrain
 from megatrain.device import find
-from megatrain.integrations.hf.one_step import OneStep
 from megatrain.optim.grad_scaler import host_scaler, warn_of_torchs_own
 from tests.comparing import assert_same
 from tests.simulated_device.simulator import OrderName, Simulator
 from tests.simulated_runs.on_device import (
     DEVICE,
     Chain,
-    choose,
     compiled_copy,
     eager_copy,
     host_copy,
@@ -73,19 +70,6 @@ def test_a_call_blocks_on_the_host_only_for_what_reads_its_memory(sim: Simulator
         with sim.synchronizations() as found:
             compiled(x)
     assert [(one.kind, one.thread) for one in found] == [("event", "MainThread")]
-
-
-def test_old_arenas_go(sim: Simulator):
-    compiled, _, _ = chain()
-    x = torch.randn(4, 32).to(DEVICE)
-    with torch.no_grad():
-        compiled(x)
-    arena = compiled.megatrain.engine.arena
-    more = 2 * arena.nbytes
-    gc.collect()
-    expected = torch.accelerator.memory_allocated() + more - arena.nbytes
-    arena.resize(more)
-    assert abs(torch.accelerator.memory_allocated() - expected) <= 512  # of rounding
 
 
 # -- what a step waits for ---------------------------------------------------------------------------------------
@@ -202,11 +186,6 @@ def test_a_training_with_dropout_goes_on(sim: Simulator, tmp_path: Path, before:
 # -- code of trainers --------------------------------------------------------------------------------------------
 
 
-def trainers_model() -> nn.Module:
-    torch.manual_seed(0)
-    return nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Dropout(0.2)) for _ in range(4)))
-
-
 def code(called: Callable[[Any], torch.Tensor], x: torch.Tensor, kept: list[torch.Tensor]) -> torch.Tensor:
     """What a trainer does with one micro-batch: it reads the result, writes into a loss, keeps a metric."""
     result = called(x)
@@ -215,52 +194,6 @@ def code(called: Callable[[Any], torch.Tensor], x: torch.Tensor, kept: list[torc
     kept.append(result.detach().max())
     (loss / 3).backward()
     return loss.detach() / 3
-
-
-@pytest.mark.parametrize("calls_again", [False, pytest.param(True, marks=pytest.mark.nightly)])
-def test_a_trainers_code_has_eagers_bits_and_no_micro_batch_waits_for_the_device(sim: Simulator, calls_again: bool):
-    eager = trainers_model().to(DEVICE)
-    expected = torch.optim.SGD(eager.parameters(), lr=0.1, momentum=0.9)
-    compiled = megatrain.compile(trainers_model(), device=DEVICE, activations="offload")
-    found = torch.optim.SGD(compiled.parameters(), lr=0.1, momentum=0.9)
-
-    def make(loss: Any) -> megatrain.TrainStep:
-        return megatrain.TrainStep(compiled, found, loss=loss, reduce="sum", max_grad_norm=0.1)
-
-    one_step = OneStep(compiled, make, lambda: (found,), lambda: False, {}, compiled)
-    if calls_again:
-        with pytest.warns(megatrain.StreamedCallsWarning):
-            one_step.fall_back("this test says so")
-    module = torch.get_device_module(DEVICE)
-    for step, order in enumerate(("early", "late", "seeded")):
-        choose(sim, "early")
-        given = on_device([torch.randn(size, 8, generator=generator_of(step)) for size in (2, 5, 3)])
-        torch.manual_seed(step)
-        wanted: list[torch.Tensor] = []
-        losses = [code(eager, x, wanted) for x in given]
-        norm = nn.utils.clip_grad_norm_(eager.parameters(), 0.1)
-        expected.step()
-        expected.zero_grad()
-        after = module.get_rng_state(DEVICE)
-        choose(sim, order, compiled)
-        torch.manual_seed(step)
-        kept: list[torch.Tensor] = []
-        with sim.synchronizations() as waits:
-            one_step.begin(len(given))
-            taken = [loss for x in given for loss in one_step.take(partial(code, compiled, x, kept))]
-        assert one_step.has_updated != calls_again
-        if calls_again:
-            nn.utils.clip_grad_norm_(compiled.parameters(), 0.1)
-            found.step()
-            found.zero_grad()
-        else:
-            assert one_step.step is not None
-            assert_same(host_copy([one_step.step.progress.grad_norm]), host_copy([norm]))  # pyright: ignore
-        assert_same(host_copy([*taken, *kept]), host_copy([*losses, *wanted]))
-        assert torch.equal(module.get_rng_state(DEVICE), after)
-        assert_same(host_copy(list(compiled.parameters())), host_copy(list(eager.parameters())))
-        if step > 1 and not calls_again:  # the first ones capture
-            assert on_launching_threads(waits) == []
 
 
 # -- loss scaling ------------------------------------------------------------------------------------------------

@@ -16,7 +16,6 @@ from megatrain import Report, verify
 from megatrain.verification import Difference, side_by_side
 from megatrain.verification.compare import Tolerance as Allowed
 from megatrain.verification.compare import compare, distance
-from tests.gradients import grad_of
 from tests.models import MODELS, Stack
 
 CPU: dict[str, Any] = {"device": "cpu"}
@@ -132,40 +131,6 @@ def test_model_inputs_and_generators_are_left_as_they_were():
     assert numpy_words() == worlds[1]
     assert torch.equal(torch.get_rng_state(), worlds[2])
     assert torch.initial_seed() == worlds[3]
-
-
-class ReadsGradients(Stack):
-    def forward(self, x):
-        return super().forward(x * random.random() * np.random.rand()) * next(self.parameters()).grad.sum()
-
-
-def test_a_refusal_passes_unchanged_and_leaves_everything_alone():
-    model = ReadsGradients()
-    for p in model.parameters():
-        p.grad = torch.ones_like(p)
-    other, meta = Stack(), Stack().to("meta")
-
-    class Raises(Stack):
-        def forward(self, x):
-            raise KeyError("the model's own")
-
-    raising = Raises()
-    states = random.getstate(), torch.get_rng_state()
-    with pytest.raises(KeyError, match="the model's own"):
-        verify(raising, torch.ones(2, 3), **CPU)
-    with pytest.raises(megatrain.TraceError, match=r"reads `\.grad`"):
-        verify(model, torch.ones(2, 3), **CPU)
-    with pytest.raises(megatrain.ScheduleError):
-        verify(other, torch.ones(2, 3), **CPU, memory="100 B")
-    with pytest.raises(megatrain.OptionError, match="10 quux"):
-        verify(other, torch.ones(2, 3), **CPU, memory="10 quux")
-    with pytest.raises(megatrain.ExecuteError, match="meta"):
-        verify(meta, torch.ones(2, 3), **CPU)
-    with pytest.raises(megatrain.OptionError, match=r"model is an nn\.Module"):
-        verify(len, torch.ones(2, 3))  # pyright: ignore[reportArgumentType]
-    assert all(torch.equal(grad_of(p), torch.ones_like(p)) for p in model.parameters())
-    assert random.getstate() == states[0]
-    assert torch.equal(torch.get_rng_state(), states[1])
 
 
 def test_a_model_that_cannot_be_copied_is_refused():
