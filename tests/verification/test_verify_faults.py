@@ -10,7 +10,6 @@ import torch
 from torch import nn
 
 import megatrain
-import megatrain.planning.step_programs
 from megatrain.passes.interpret import Code
 from megatrain.runtime.block import BlockRunner, LocalGraph
 from megatrain.runtime.executor import Executor
