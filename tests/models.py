@@ -227,62 +227,15 @@ def llama_unpadded() -> Sample:
     return _llama(), (), {"input_ids": _ids(), "attention_mask": torch.ones(2, 7, dtype=torch.int64)}
 
 
-def _qwen2() -> nn.Module:
-    tf = _transformers()
-    return tf.Qwen2ForCausalLM(tf.Qwen2Config(**_DECODER, tie_word_embeddings=True)).train()
-
-
 @register
 def qwen2() -> Sample:
-    return _qwen2(), (), {"input_ids": _ids()}
-
-
-@register
-def qwen2_labels() -> Sample:
-    ids = _ids()
-    return _qwen2(), (), {"input_ids": ids, "labels": ids}
-
-
-def _gpt2() -> nn.Module:
     tf = _transformers()
-    config = tf.GPT2Config(
-        vocab_size=64, n_embd=16, n_layer=3, n_head=2, n_positions=32, bos_token_id=1, eos_token_id=2
-    )
-    return tf.GPT2LMHeadModel(config).train()
+    model = tf.Qwen2ForCausalLM(tf.Qwen2Config(**_DECODER, tie_word_embeddings=True)).train()
+    return model, (), {"input_ids": _ids()}
 
 
 @register
-def gpt2() -> Sample:
-    return _gpt2(), (), {"input_ids": _ids()}
-
-
-@register
-def gpt2_labels() -> Sample:
-    ids = _ids()
-    return _gpt2(), (), {"input_ids": ids, "labels": ids}
-
-
-def _bert() -> nn.Module:
-    tf = _transformers()
-    config = tf.BertConfig(
-        vocab_size=64, hidden_size=16, num_hidden_layers=3, num_attention_heads=2, intermediate_size=24
-    )
-    return tf.BertForMaskedLM(config).train()
-
-
-@register
-def bert() -> Sample:
-    return _bert(), (), {"input_ids": _ids()}
-
-
-@register
-def bert_labels() -> Sample:
-    ids, mask = _ids(), torch.ones(2, 7, dtype=torch.int64)
-    mask[0, 5:] = 0
-    return _bert(), (), {"input_ids": ids, "attention_mask": mask, "labels": ids}
-
-
-def _t5() -> nn.Module:
+def t5_labels() -> Sample:
     tf = _transformers()
     config = tf.T5Config(
         vocab_size=64,
@@ -294,20 +247,12 @@ def _t5() -> nn.Module:
         decoder_start_token_id=0,
         use_cache=False,
     )
-    return tf.T5ForConditionalGeneration(config).train()
+    model = tf.T5ForConditionalGeneration(config).train()
+    return model, (), {"input_ids": _ids(), "labels": _ids(shape=(2, 5))}
 
 
 @register
-def t5() -> Sample:
-    return _t5(), (), {"input_ids": _ids(), "decoder_input_ids": _ids(shape=(2, 5))}
-
-
-@register
-def t5_labels() -> Sample:
-    return _t5(), (), {"input_ids": _ids(), "labels": _ids(shape=(2, 5))}
-
-
-def _vit() -> nn.Module:
+def vit_labels() -> Sample:
     tf = _transformers()
     config = tf.ViTConfig(
         hidden_size=16,
@@ -319,17 +264,8 @@ def _vit() -> nn.Module:
         num_labels=5,
         hidden_dropout_prob=0.1,
     )
-    return tf.ViTForImageClassification(config).train()
-
-
-@register
-def vit() -> Sample:
-    return _vit(), (), {"pixel_values": torch.randn(2, 3, 8, 8)}
-
-
-@register
-def vit_labels() -> Sample:
-    return _vit(), (), {"pixel_values": torch.randn(2, 3, 8, 8), "labels": torch.tensor([1, 4])}
+    model = tf.ViTForImageClassification(config).train()
+    return model, (), {"pixel_values": torch.randn(2, 3, 8, 8), "labels": torch.tensor([1, 4])}
 
 
 # -- structure -----------------------------------------------------------------------------------------------
@@ -775,23 +711,6 @@ class RandomPath(Stack):
 @register
 def random_path() -> Sample:
     return RandomPath(), (_x(),), {}
-
-
-class Indexed(Stack):
-    """Index assignment, masked fills and `out=`-free in-place chains on a fresh tensor."""
-
-    def forward(self, x):
-        y = super().forward(x)
-        table = torch.zeros(2, 4)
-        table[:, 1:3] = y
-        table[0, 0] = 1.0
-        table.masked_fill_(table > 1, 1.0)
-        return table @ table.t(), table
-
-
-@register
-def indexed_assignment() -> Sample:
-    return Indexed(), (_x(),), {}
 
 
 class Experts(nn.Module):

@@ -70,35 +70,6 @@ def test_a_rule_refuses_what_breaks_it_and_nothing_else(rule: Rule, right: list[
         assert way.startswith("  Give ")
 
 
-class Unprintable:
-    def __repr__(self) -> str:
-        raise RuntimeError("no")
-
-
-class Long:
-    def __repr__(self) -> str:
-        return "a\nb"
-
-
-@pytest.mark.parametrize(
-    ("value", "printed"),
-    [
-        (Unprintable(), "it=<Unprintable instance at 0x"),
-        (Long(), "it=<Long> is "),
-        (10**9000, "it=<int> is "),
-        ("y" * 9000, "it='yyy"),
-        ([[1] * 9000] * 9000, "it=[[1, 1, 1, 1, ...], "),
-    ],
-    ids=["raises", "lines", "digits", "text", "nested"],
-)
-def test_any_value_is_shown_in_one_short_line(value: object, printed: str) -> None:
-    with pytest.raises(OptionError) as caught:
-        one_of("a").check("it", value)
-    first = str(caught.value).splitlines()[0]
-    assert first.startswith(printed)
-    assert len(first) < 160
-
-
 @checked(choice=one_of("a", "b"))
 def called(
     model: Path,
@@ -151,19 +122,6 @@ def test_a_decorated_function_keeps_its_signature_and_text() -> None:
     assert called.__doc__ == "Its own text."
     with pytest.raises(TypeError, match="missing 1 required positional argument: 'model'"):
         called()  # type: ignore[call-arg]  # pyright: ignore[reportCallIssue]
-
-
-def test_a_rule_for_no_parameter_is_our_own_mistake() -> None:
-    with pytest.raises(AssertionError, match="chioce"):
-        checked(chioce=FLAG)(lambda choice: choice)
-
-
-def test_a_type_that_nothing_checks_is_our_own_mistake() -> None:
-    @checked()
-    def pair(given: tuple[int, str]) -> None: ...
-
-    with pytest.raises(AssertionError, match="needs a rule of its own"):
-        pair((1, "a"))
 
 
 @checked(size=count(1))

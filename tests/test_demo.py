@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file
 
 from megatrain import cli, saving
-from megatrain.errors import CheckpointError, OptionError
+from megatrain.errors import OptionError
 from megatrain.finetune import demo
 from tests.saving.training import same
 
@@ -128,32 +128,7 @@ def test_a_wrong_value_ends_with_status_2_and_the_rule(
     assert not (tmp_path / "run").exists()
 
 
-def test_what_the_demo_did_not_write_is_neither_resumed_nor_replaced(tmp_path: Path):
-    foreign, stray = tmp_path / "foreign", tmp_path / "stray"
-    saving.save(foreign, {"weight": torch.ones(2)}, extra={"user": {"demo": 3}})
-    stray.mkdir()
-    (stray / "thesis.txt").write_text("years of work")
-    for folder in (foreign, stray):
-        before = {path: path.read_bytes() for path in folder.rglob("*.*")}
-        for resume in (True, False):
-            with pytest.raises(CheckpointError):
-                demo.demonstrate(folder=folder, resume=resume, steps=1)
-        assert {path: path.read_bytes() for path in folder.rglob("*.*")} == before
-
-
 def test_a_missing_transformers_is_named_with_the_way_out(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setitem(sys.modules, "transformers", None)
     with pytest.raises(OptionError, match=r"(?s)transformers is not installed.*pip install"):
         demo.build_model()
-
-
-def test_a_demo_that_is_interrupted_before_it_saves_says_so(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-):
-    def interrupted() -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(demo, "build_model", interrupted)
-    assert run(tmp_path / "run") == 130
-    assert "interrupted; nothing was saved, and nothing is still running" in capsys.readouterr().err
-    assert not (tmp_path / "run").exists()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import json
 import os
 import subprocess
@@ -17,7 +16,6 @@ from torch import nn
 
 import megatrain
 from megatrain.errors import ExecuteError
-from megatrain.memory.bus import GrowingArena
 from megatrain.optim.blockwise import BlockOptimizer
 from megatrain.optim.need import names
 from megatrain.planning.host_plan import HostPlan, HostRow, host_plan
@@ -120,33 +118,6 @@ def test_parts_of_parameters_count_as_their_wholes():
     check_figures(model, torch.optim.AdamW(model.parameters()), (ids,), {}, block_bytes=1024, memory="20KB")
 
 
-class Adapted(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.base = nn.Linear(32, 32).requires_grad_(False)
-        self.down, self.up = nn.Linear(32, 2, bias=False), nn.Linear(2, 32, bias=False)
-
-    def forward(self, x):
-        return self.base(x) + self.up(self.down(x))
-
-
-def adapted() -> nn.Module:
-    return nn.Sequential(*(Adapted() for _ in range(3)))
-
-
-def test_of_adapters_only_they_have_state_and_gradients():
-    model, x = adapted(), torch.randn(2, 32)
-    check_figures(model, torch.optim.AdamW(model.parameters()), (x,), {}, memory="20KB")
-    program = megatrain.lower(megatrain.trace(model, (x,)))
-    schedule = megatrain.schedule(program)
-    plan = host_plan(program, schedule, model, "AdamW")
-    trained = 3 * 2 * 32 * 2
-    assert plan.bytes_of("parameters") == 3 * (4 * 32 * 32 + 128) + 4 * trained
-    assert (plan.bytes_of("AdamW.exp_avg"), plan.bytes_of("gradients")) == (4 * trained, 4 * trained)
-    assert plan.bytes_of("slab") == 4 * trained // 3 == megatrain.schedule(program).landing_bytes
-    assert host_plan(program, schedule, model, on_host=True).bytes_of("slab") == 0
-
-
 def whole_step(model: nn.Module, *args: Any, **options: Any) -> tuple[Any, megatrain.Schedule]:
     program = megatrain.lower(megatrain.trace(model, args))
     return program, megatrain.schedule(program, outputs="release", **options)
@@ -163,32 +134,6 @@ def test_what_waits_and_what_is_parked_is_what_the_schedule_says(updates: str, c
     assert plan.bytes_of("slab") == 0, "gradients land where they wait"
     assert plan.bytes_of("gradients") + plan.bytes_of("parks") == schedule.host_bytes
     assert plan.bytes_of("parks") == (3 * 4 * 8 * 64 * 4 if transfer == "copy" else 0)
-
-
-def test_wholes_of_gradients_count_beside_their_parts_and_sums_do_not():
-    tied, ids = Gpt(), torch.randint(0, 32, (2, 8))
-    program, schedule = whole_step(tied, ids, updates="serial")
-    landing = sum(block.landing_bytes for block in schedule.known_workload().blocks)
-    assert host_plan(program, schedule, tied).bytes_of("gradients") == landing
-    stacked, ids = Stacked(), torch.randint(0, 40, (5,))
-    program = megatrain.lower(megatrain.trace(stacked, (ids,)), block_bytes=1024)
-    schedule = megatrain.schedule(program, updates="serial", outputs="release")
-    assert host_plan(program, schedule, stacked).bytes_of("gradients") == 2 * 4 * sum(
-        p.numel() for p in stacked.parameters()
-    )
-
-
-@pytest.mark.parametrize("step_options", [{"overlap": False}, {"max_grad_norm": 1.0}], ids=str)
-def test_gradients_are_the_arena_where_they_land(step_options: dict[str, Any]):
-    model = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.GELU()) for _ in range(6)))
-    compiled = megatrain.compile(model, device="cpu", memory="100KB")
-    optimizer = torch.optim.SGD(model.parameters())
-    step = megatrain.TrainStep(compiled, optimizer, loss=lambda out, _: out.square().mean(), **step_options)
-    for _ in range(2):
-        step(torch.ones(8, 64))
-    plan = host_plan(compiled.program, step.schedule, model, optimizer, on_host=True)
-    arenas = [found for found in gc.get_objects() if type(found) is GrowingArena and found.nbytes]
-    assert plan.bytes_of("gradients") in [arena.nbytes for arena in arenas]
 
 
 # -- bf16 --------------------------------------------------------------------------------------------------------

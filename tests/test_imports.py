@@ -167,11 +167,6 @@ def test_a_circle_is_seen_however_it_is_closed():
     assert circles(late) == circles(typed) == [["megatrain.a", "megatrain.b"]]
 
 
-def test_no_two_files_have_one_name():
-    names = Counter(path.name for path in MODULES if path.name != "__init__.py")
-    assert [name for name, count in names.items() if count > 1] == []
-
-
 def test_no_two_classes_have_one_name():
     names = Counter(
         node.name for path in MODULES for node in parsed(path.read_text()).body if isinstance(node, ast.ClassDef)

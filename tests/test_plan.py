@@ -14,7 +14,6 @@ from expecttest import assert_expected_inline
 
 import megatrain
 from megatrain.errors import ExecuteError, OptionError, ScheduleError
-from megatrain.planning.bands import format_s
 from tests.models import Gpt
 
 ROOT = Path(__file__).parent.parent
@@ -53,31 +52,6 @@ host: 940.25 KiB of 976.56 KiB: fits, 36.31 KiB left
     )
 
 
-def test_a_plan_says_its_time_for_a_machine():
-    options: dict[str, Any] = {"device_memory": "360KiB", "optimizer": "AdamW", "micro_batches": 2}
-    plan = megatrain.plan(on_meta(depth=2), IDS, hardware="rtx-4090", **options)
-    by_rule = megatrain.plan(on_meta(depth=2), IDS, **options)
-    machine = megatrain.Hardware.preset("rtx-4090")
-    assert plan.simulation == plan.schedule.simulate(machine)
-    assert plan.simulation is not None
-    assert plan.simulation.step_s <= by_rule.schedule.simulate(machine).step_s
-    rate = f"{32 / plan.simulation.step_s:.0f} tokens/s"
-    time, least = str(plan).splitlines()[-2:]
-    assert time.startswith(f"time: step {format_s(plan.simulation.step_s)}; busy: ")
-    assert time.endswith(f"; bound by {plan.simulation.bound}; predicted for rtx-4090; {rate}")
-    bound = plan.lower_bound
-    assert bound is not None
-    assert 0 < bound.seconds <= plan.simulation.step_s
-    above = f"{plan.simulation.step_s / bound.seconds - 1:.1%}"
-    assert least == f"bound: {format_s(bound.seconds)}, {bound.reason}; the step takes {above} more"
-    assert by_rule.lower_bound is None
-    assert by_rule.simulation is None
-    with pytest.raises(
-        OptionError, match=r"^hardware='abacus' is not known.\n  hardware is \"measured\", .*, or a Hardware, or"
-    ):
-        megatrain.plan(on_meta(), IDS, hardware="abacus")
-
-
 def test_a_model_on_meta_gives_the_text_of_the_same_model_with_weights():
     options: dict[str, Any] = {"optimizer": "Adafactor", "precision": "bf16", "host_memory": "1GiB"}
     meta, real = on_meta(depth=1), Gpt(width=64, depth=1)
@@ -98,25 +72,6 @@ def test_nothing_of_the_model_changes():
     assert torch.equal(torch.get_rng_state(), generator)
 
 
-@pytest.mark.parametrize(
-    ("options", "updates", "clip"),
-    [
-        ({}, "spread", False),
-        ({"device": "cpu"}, "overlap", False),
-        ({"host_memory": "1KiB"}, "overlap", False),  # the plan that needs less is refused
-        ({"max_grad_norm": 1.0}, "deferred", True),
-        ({"overlap": False}, "serial", False),
-        ({"overlap": False, "max_grad_norm": 0.5}, "serial", True),
-        ({"optimizer": None}, "none", False),
-    ],
-)
-def test_updates_run_as_in_a_step(options: dict[str, Any], updates: str, clip: bool):
-    plan = megatrain.plan(on_meta(), IDS, **{"optimizer": "SGD", **options})
-    assert (plan.schedule.kind.updates, plan.schedule.kind.clip) == (updates, clip)
-    assert plan.schedule.kind.outputs == "release"
-    plan.schedule.check()
-
-
 def test_an_optimizer_may_be_a_name_a_class_or_over_the_models_own_parameters():
     model = on_meta(depth=1)
     given = (
@@ -127,14 +82,6 @@ def test_an_optimizer_may_be_a_name_a_class_or_over_the_models_own_parameters():
     )
     state = [megatrain.plan(model, IDS, optimizer=each).host.bytes_of("SGD") for each in given]
     assert state == [0, 0, 0, 4 * sum(p.numel() for p in model.parameters())]
-
-
-def test_bf16_halves_what_moves_and_keeps_twelve_bytes():
-    wide, narrow = (megatrain.plan(on_meta(), IDS, optimizer="AdamW", precision=p) for p in ("fp32", "bf16"))
-    assert abs(2 * narrow.schedule.h2d_bytes / wide.schedule.h2d_bytes - 1) < 0.02
-    passing = ("gradients", "parks", "update scratch")
-    per_parameter = [p.host.total_bytes - sum(map(p.host.bytes_of, passing)) for p in (wide, narrow)]
-    assert all(abs(nbytes / wide.host.num_parameters - 12) < 0.1 for nbytes in per_parameter)
 
 
 @pytest.mark.usefixtures("no_smaller_blocks")

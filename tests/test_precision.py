@@ -125,41 +125,6 @@ def test_parameters_stay_the_same_objects_and_buffers_their_dtype():
     assert compiled.masters.low_bytes == sum(2 * p.numel() for p in model.parameters() if p.requires_grad)
 
 
-def test_a_model_that_is_compiled_again_goes_on_with_its_masters():
-    model, args = small_gpt()
-    start = {name: p.detach().clone() for name, p in model.named_parameters()}
-    for memory in (None, "48KiB"):
-        compiled = megatrain.compile(model, device="cpu", precision="bf16", memory=memory)
-        compiled(*args)
-        for name, values in values_of(compiled).items():
-            assert_same_bits(start[name], values, name)
-    x = torch.randn(2, 3)
-    layer = nn.Sequential(nn.Linear(3, 3))
-    for _ in range(2):  # and inputs are still cast
-        assert megatrain.compile(layer, device="cpu", precision="bf16")(x).dtype == torch.bfloat16
-
-
-class Fussy(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.layer = nn.Linear(3, 3)
-        self.fixed = nn.Parameter(torch.randn(3), requires_grad=False)
-
-    def forward(self, x):
-        if self.layer.weight.grad is not None:
-            x = x + self.layer.weight.grad.sum()
-        return self.layer(x) * self.fixed
-
-
-def test_a_compile_that_fails_gives_the_fp32_model_back():
-    model = Fussy()
-    start = {name: p.detach().clone() for name, p in model.named_parameters()}
-    with pytest.raises(TraceError):
-        megatrain.compile(model, device="cpu", precision="bf16", example_args=(torch.ones(2, 3),))
-    for name, p in model.named_parameters():
-        assert_same_bits(start[name], p, name)
-
-
 def test_a_module_that_needs_fp32_parameters_is_named_and_may_keep_them():
     model, args, kwargs = MODELS["cnn"]()
     with pytest.raises(RuntimeError, match="expected scalar type") as caught:
@@ -206,24 +171,6 @@ def test_fp32_inputs_are_cast_and_get_fp32_gradients():
     assert compiled(x, x).dtype == torch.bfloat16
 
 
-class Writing(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.layer = nn.Linear(4, 4)
-
-    def forward(self, x):
-        x.mul_(2)
-        return self.layer(x), x
-
-
-def test_what_a_forward_writes_into_a_cast_input_reaches_the_callers_tensor():
-    x = torch.randn(3, 4)
-    start = x.clone()
-    _, same = megatrain.compile(Writing(), device="cpu", precision="bf16")(x)
-    assert same is x
-    assert_same_bits(2 * start.bfloat16().float(), x, "x")
-
-
 # -- files ---------------------------------------------------------------------------------------------------------
 
 
@@ -249,36 +196,6 @@ def test_files_give_a_model_on_meta_exact_masters(tmp_path: Path, stored: torch.
     assert_same_bits(state["positions.weight"].bfloat16(), model.positions.weight, "positions")
     assert masters.keys() == dict(model.named_parameters()).keys() - {"positions.weight"}
     assert all(a is b for a, b in zip(optimizer.param_groups[0]["params"], model.parameters(), strict=True))
-
-
-def test_tied_names_must_agree_in_every_bit_of_the_master(tmp_path: Path):
-    reference, args = small_gpt()
-    state = {name: t.clone() for name, t in reference.state_dict().items()}
-    state["embed.weight"][0, 0] = state["head.weight"][0, 0] = 1.0 + 2**-8  # a tie, which torch rounds otherwise
-    save_file(state, tmp_path / "a.safetensors")
-    megatrain.compile(meta_gpt(), device="cpu", precision="bf16", weights=tmp_path)(*args)
-    state["head.weight"][0, 0] += 2**-20
-    save_file(state, tmp_path / "a.safetensors")
-    compiled = megatrain.compile(meta_gpt(), device="cpu", precision="bf16", weights=tmp_path)
-    with pytest.raises(
-        WeightsError, match=r"`embed.weight` and `head.weight` are one tensor in the model, but differ in the files"
-    ):
-        compiled(*args)
-
-
-def test_a_model_on_meta_is_planned_and_loaded_later():
-    reference, args = small_gpt()
-    model = meta_gpt()
-    compiled = megatrain.compile(model, device="cpu", precision="bf16", example_args=args)
-    assert "t0" in str(compiled.program)
-    with pytest.raises(ExecuteError, match="is on the meta device"):
-        compiled(*args)
-    model.to_empty(device="cpu")
-    model.head.weight = model.embed.weight
-    compiled.load_state_dict(reference.state_dict())
-    compiled(*args)
-    for name, values in values_of(compiled).items():
-        assert_same_bits(reference.state_dict()[name], values, name)
 
 
 # -- state dicts -----------------------------------------------------------------------------------------------------

@@ -11,7 +11,6 @@ import time
 import pytest
 import torch
 
-import megatrain
 from megatrain.progress import ProgressLine, stage
 
 
@@ -38,10 +37,6 @@ def test_work_that_takes_a_while_has_a_line_that_goes_with_it(monkeypatch: pytes
     assert text.rpartition("\r")[2].strip() == ""  # and it is gone at the end
 
 
-def test_short_work_has_none(monkeypatch: pytest.MonkeyPatch):
-    assert said(monkeypatch, Terminal(), 0.1, after_s=60) == ""
-
-
 def test_a_file_gets_plain_lines_of_long_work_alone(monkeypatch: pytest.MonkeyPatch):
     assert said(monkeypatch, io.StringIO(), 0.3, after_s=0, every_s=0.01) == ""
     monkeypatch.setattr("megatrain.progress._PLAIN_EVERY_S", 0.01)
@@ -52,22 +47,6 @@ def test_a_file_gets_plain_lines_of_long_work_alone(monkeypatch: pytest.MonkeyPa
         time.sleep(0.02)
         line.update(torch.tensor(1.5))
     assert re.fullmatch(r"megatrain: step 2 of 4, loss 1.500, \d+ tokens/s\n", file.getvalue())
-
-
-class Slow(torch.nn.Linear):
-    """Takes a while to capture."""
-
-    def forward(self, input: torch.Tensor) -> torch.Tensor:
-        time.sleep(1.6)
-        return super().forward(input).sum()
-
-
-def test_a_capture_that_takes_a_while_has_one(monkeypatch: pytest.MonkeyPatch):
-    terminal = Terminal()
-    monkeypatch.setattr("sys.stderr", terminal)
-    megatrain.compile(Slow(4, 4), device="cpu")(torch.ones(2, 4))
-    assert "capturing: 00:0" in terminal.getvalue()
-    assert terminal.getvalue().rpartition("\r")[2].strip() == ""
 
 
 def test_of_stages_within_each_other_the_outermost_is_shown(monkeypatch: pytest.MonkeyPatch):

@@ -45,12 +45,6 @@ def test_what_is_no_size_is_refused_with_what_is_accepted(size: object):
         parse_bytes(size)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("size", [0, -1, -(2**40), "0", "0GiB", "0.0001KB", 0.0, -4.0])
-def test_less_than_a_byte_is_refused(size: int | str):
-    with pytest.raises(OptionError, match="less than one byte"):
-        parse_bytes(size)
-
-
 @pytest.mark.parametrize(
     ("num_bytes", "text"),
     [

@@ -9,12 +9,11 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from megatrain.device import Cuda
 from megatrain.device import cuda as cuda_graphs
 from megatrain.device.cuda import CudaGraphs
-from megatrain.device.interface import kernel_settings, replaced_kernel
+from megatrain.device.interface import kernel_settings
 from megatrain.errors import ExecuteError
 
 
@@ -122,19 +121,6 @@ def given_up_unseen() -> None:
     Capture.is_given_up = True
 
 
-def test_an_interrupt_ends_a_capture_as_usual(notes: list[str]):
-    graphs = CudaGraphs(torch.device("cuda", 0))
-    del notes[:]
-
-    def interrupted() -> None:
-        raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        graphs.record(interrupted)
-    assert notes == ["begin", "end"]
-    assert cuda_graphs._broken == []
-
-
 def test_memory_of_the_graphs_comes_from_a_recording(notes: list[str]):
     graphs = CudaGraphs(torch.device("cuda", 0))
     del notes[:]
@@ -164,32 +150,3 @@ def test_each_setting_that_chooses_kernels_makes_other_recordings(name: str):
     finally:
         setattr(place, attribute, now)
     assert kernel_settings() == before
-
-
-@pytest.mark.parametrize("which", ["preferred_blas_library", "preferred_linalg_library", "preferred_rocm_fa_library"])
-def test_the_library_of_products_does_so(which: str, monkeypatch: pytest.MonkeyPatch):
-    before = kernel_settings()
-    monkeypatch.setattr(torch.backends.cuda, which, lambda: "another")
-    assert kernel_settings() != before
-
-
-def test_the_order_of_attentions_kernels_and_kernels_in_python_do_so(monkeypatch: pytest.MonkeyPatch):
-    before = kernel_settings()
-    with sdpa_kernel([SDPBackend.MATH, SDPBackend.FLASH_ATTENTION], set_priority=True):
-        first = kernel_settings()
-    with sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.MATH], set_priority=True):
-        assert len({before, first, kernel_settings()}) == 3
-    assert kernel_settings() == before
-    library = torch.library.Library("aten", "IMPL")
-    library.impl("special_airy_ai", lambda x: x, "XLA")
-    assert kernel_settings() != before
-    assert replaced_kernel() == "aten::special_airy_ai of XLA"
-    del library
-    assert replaced_kernel() == ""
-    monkeypatch.setattr("megatrain.device.interface._flash", lambda: "FA3")
-    assert kernel_settings() != before
-    torch.set_default_dtype(torch.float64)
-    try:
-        assert kernel_settings() != before
-    finally:
-        torch.set_default_dtype(torch.float32)

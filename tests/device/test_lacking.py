@@ -11,9 +11,8 @@ import torch
 from torch import nn
 
 import megatrain
-from megatrain.device import Accelerator, Cuda, find, register, unregister
+from megatrain.device import Accelerator, find, register, unregister
 from megatrain.errors import OptionError
-from megatrain.finetune.demo import demonstrate
 from megatrain.saving import generators_now
 
 
@@ -50,13 +49,6 @@ def test_mps_is_refused_in_words_and_the_cpu_is_the_default():
     assert str(compiled.megatrain.options.device) == "cpu"
     compiled(torch.ones(1, 2)).sum().backward()
     assert generators_now()["device"] is None
-
-
-@pytest.mark.usefixtures("mps")
-def test_the_demo_takes_the_cpu_there(tmp_path: Any, capsys: pytest.CaptureFixture[str]):
-    with pytest.raises(KeyboardInterrupt):
-        demonstrate(folder=tmp_path / "demo", interrupt_at=0.5, steps=2)
-    assert "4.00 MiB of cpu" in capsys.readouterr().out
 
 
 class Event:
@@ -102,12 +94,6 @@ def whole(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimpleNamespace]:
     unregister("xpu")
 
 
-def test_an_accelerator_with_everything_is_the_default(whole: SimpleNamespace):
-    assert isinstance(find(None), Whole)
-    assert find("xpu").lacking() == []
-    assert str(megatrain.compile(nn.Linear(2, 2)).megatrain.options.device) == "xpu:0"
-
-
 def fail(*args: Any) -> Any:
     raise RuntimeError("not supported by this backend")
 
@@ -133,19 +119,3 @@ def test_what_is_missing_is_named(
     with pytest.raises(OptionError, match=rf"^device xpu:0 lacks {what}\."):
         megatrain.Engine(nn.Linear(2, 2), torch.device("xpu"))
     assert str(find(None)) == "cpu"
-
-
-def test_free_memory_comes_from_the_generic_function_where_the_module_has_none(
-    monkeypatch: pytest.MonkeyPatch, whole: SimpleNamespace
-):
-    assert find("xpu").memory() == (1 << 30, 1 << 31)
-    del whole.mem_get_info
-    monkeypatch.setattr(torch.accelerator, "get_memory_info", lambda device: (5, 7))
-    assert find("xpu").memory() == (5, 7)
-
-
-def test_cuda_is_asked_nothing(monkeypatch: pytest.MonkeyPatch):
-    """A question would initialize it."""
-    put_in(monkeypatch, "cuda", object())
-    assert Cuda(0).lacking() == ()
-    assert isinstance(find(None), Cuda)

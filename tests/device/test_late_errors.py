@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from typing import Any
 
 import pytest
 import torch
@@ -45,24 +44,3 @@ def test_the_words_on_an_error_of_a_transfer(thread: str):
     assert first == f"{label} failed: AcceleratorError: {ASSERT}"
     assert more[0] == f"  A device reports its errors later: what failed is {label}, or an op issued before."
     assert more[-1].startswith('  Start again with device="cpu", or with CUDA_LAUNCH_BLOCKING=1')
-
-
-def test_other_errors_have_no_such_words():
-    with pytest.raises(ExecuteError) as caught:
-        run(Asserting("megatrain-d2h", RuntimeError("disk on fire")))
-    assert str(caught.value).endswith("failed: RuntimeError: disk on fire")
-
-
-def test_an_error_on_the_launching_thread_passes_with_a_note(monkeypatch: pytest.MonkeyPatch):
-    compiled = megatrain.compile(nn.Sequential(nn.Linear(4, 4)), device=Toy())
-    compiled(torch.ones(2, 4))
-    error = torch.AcceleratorError(ASSERT)
-
-    def fail(*args: Any, **kwargs: Any) -> Any:
-        raise error
-
-    monkeypatch.setattr("megatrain.runtime.block.BlockRunner._run", fail)
-    with pytest.raises(torch.AcceleratorError) as caught:
-        compiled(torch.ones(2, 4))
-    assert caught.value is error
-    assert error.__notes__[0].startswith("  A device reports its errors later: what failed is compute:F0, or an op")

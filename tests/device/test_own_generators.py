@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch import nn
 
-import megatrain
 from megatrain.device import Accelerator
 from megatrain.tracer.recording.random_numbers import kept_rng
 
@@ -48,24 +46,3 @@ def test_the_generator_of_the_compute_device_is_put_back_not_that_of_the_current
             torch.rand(1, generator=generator)
     same = [torch.equal(now.get_state(), then) for now, then in zip(module.generators, before, strict=True)]
     assert same == [False, True]
-
-
-def test_a_device_that_nobody_used_is_not_asked(monkeypatch: pytest.MonkeyPatch):
-    module = put_in(monkeypatch, is_used=False)
-    with kept_rng(Accelerator("xpu", 1)):
-        pass
-    assert module.asked == []
-
-
-@pytest.mark.parametrize("is_used", [False, True])
-def test_work_on_the_cpu_asks_no_accelerator(monkeypatch: pytest.MonkeyPatch, is_used: bool):
-    module = put_in(monkeypatch, is_used=is_used)
-    model, x = nn.Sequential(nn.Linear(2, 2), nn.Dropout()), torch.ones(1, 2)
-    with monkeypatch.context() as patch:
-        # Of torch, not of a generator: other kinds aren't built in.
-        patch.setattr(torch.accelerator, "is_available", lambda: False)
-        megatrain.trace(model, (x,), device="cpu")
-        megatrain.plan(model, x, device_memory="1GiB")
-        megatrain.compile(model, device="cpu")(x).sum().backward()
-        megatrain.verify(model, x, device="cpu")
-    assert module.asked == []

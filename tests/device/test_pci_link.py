@@ -54,14 +54,6 @@ def test_the_slowest_link_on_the_way_counts(tmp_path: Path, ends: list[tuple[str
     assert link_share(CARD, machine_with(tmp_path, *ends)) == share
 
 
-def test_a_card_that_the_system_does_not_know_has_all_of_its_link(tmp_path: Path):
-    assert link_share(CARD, machine_with(tmp_path)) == 1
-    assert link_share(CARD, tmp_path / "none") == 1
-    (tmp_path / CARD).mkdir()
-    (tmp_path / CARD / "max_link_speed").write_text("")
-    assert link_share(CARD, tmp_path) == 1
-
-
 def test_a_card_of_nvidia_is_looked_up_by_its_address(monkeypatch: pytest.MonkeyPatch):
     asked: list[str] = []
     card = SimpleNamespace(pci_domain_id=1, pci_bus_id=0x65, pci_device_id=10)

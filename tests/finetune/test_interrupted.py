@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import shutil
 import signal
 import time
 from pathlib import Path
@@ -83,42 +81,6 @@ def test_a_killed_training_goes_on_from_the_newest_whole_checkpoint(
     said = capsys.readouterr().out
     assert any(f"resume  step {step} of {NUM_STEPS}, from" in said for step in (4, 8))
     assert_same_run(out, undisturbed)
-
-
-def test_a_training_that_was_killed_in_its_first_checkpoint_begins_anew(undisturbed: Path, tmp_path: Path) -> None:
-    out = tmp_path / "out"
-    (out / "checkpoint-4").mkdir(parents=True)
-    shutil.copy(undisturbed / "out" / "megatrain_train.json", out)
-    unfinished(out)
-    assert train(*arguments(undisturbed, out)) == 0
-    assert_same_run(out, undisturbed)
-
-
-def test_a_training_that_ended_before_its_model_was_copied_copies_it(
-    undisturbed: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    out = tmp_path / "out"
-    shutil.copytree(undisturbed / "out", out)
-    for path in [*out.glob("*.safetensors"), out / "config.json"]:
-        path.unlink()
-    unfinished(out)
-    assert train(*arguments(undisturbed, out)) == 0
-    assert "\nresume" not in capsys.readouterr().out
-    assert_same_run(out, undisturbed)
-    assert (out / "config.json").exists()
-
-
-def unfinished(out: Path) -> None:
-    record = json.loads((out / "megatrain_train.json").read_text())
-    (out / "megatrain_train.json").write_text(json.dumps({**record, "is_finished": False}))
-
-
-def test_a_finished_training_is_left_alone(undisturbed: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    out = undisturbed / "out"
-    before = {path: path.stat().st_mtime_ns for path in out.rglob("*")}
-    assert train(*arguments(undisturbed, out)) == 0
-    assert capsys.readouterr().out == f"the training in `{out}` is finished; there is nothing left to do.\n"
-    assert {path: path.stat().st_mtime_ns for path in out.rglob("*")} == before
 
 
 def test_the_first_ctrl_c_ends_at_the_next_checkpoint_and_the_second_at_once() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,6 @@ from torch import nn
 import megatrain
 from megatrain.device import Device, find
 from megatrain.errors import ExecuteError
-from megatrain.memory.bus import Bus
 from megatrain.runtime.streams.stream_set import Event, StreamSet
 from tests.comparing import assert_same
 from tests.gpu.test_cuda_training import device
@@ -66,18 +64,6 @@ def test_training_equals_fp32_masters_with_bf16_compute() -> None:
         moved = (reference.masters[name] - start[name]).abs().max()
         assert (values - reference.masters[name]).abs().max() <= 5e-2 * moved
         assert loop.compiled.masters[dict(model.named_parameters())[name]].low.any()
-
-
-def test_an_arena_is_page_locked_until_its_last_view_goes() -> None:
-    arena = Bus(find(None)).arena(100_001)
-    assert arena.is_locked
-    assert arena.tensor.is_pinned()
-    view = arena.tensor[64:]
-    del arena
-    gc.collect()
-    assert view.is_pinned()
-    for _ in range(50):
-        Bus(find(None)).arena(1 << 22).close()
 
 
 def test_a_failure_leaves_the_device_usable() -> None:

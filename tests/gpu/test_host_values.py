@@ -16,7 +16,6 @@ import megatrain
 from megatrain.scheduler.schedule import Schedule
 from megatrain.scheduler.workload import Workload
 from tests.gpu.test_cuda_training import device
-from tests.gpu.test_train_step import MODES
 from tests.simulated_device import is_loaded
 from tests.simulated_device.lstm_cell import lstm_cell
 
@@ -59,16 +58,6 @@ class PackedStack(nn.Module):
             packed = layer(packed)
         states, _ = pad_packed_sequence(packed, batch_first=True)
         return F.cross_entropy(self.head(states).flatten(0, 1), ids[:, : states.shape[1]].flatten())
-
-
-class OnlyBetween(PackedStack):
-    """Its lengths are a list; what torch makes of them is read by blocks that recompute, and by no other."""
-
-    def forward(self, ids: torch.Tensor, lengths: torch.Tensor | list[int]) -> torch.Tensor:
-        packed = pack_padded_sequence(self.embed(ids), torch.as_tensor(lengths), batch_first=True, enforce_sorted=False)
-        for layer in self.layers:
-            packed = layer(packed)
-        return self.head(packed.data).square().mean()
 
 
 LENGTHS = ([5, 2, 4], [3, 5, 1], [5, 5, 5], [5, 2, 4])
@@ -195,68 +184,6 @@ def test_packed_sequences_are_like_eager(activations: str) -> None:
             assert_same(one.grad, other.grad.cpu(), f"{name}, batch {number}")
         assert_plan(compiled.schedule, has_host_values=True)
     assert '"i64[5] cpu"' in str(compiled.program)
-
-
-@pytest.mark.parametrize("activations", ["offload", "keep"])
-def test_values_made_on_the_host_are_not_parked(activations: str) -> None:
-    torch.manual_seed(0)
-    model, ids = OnlyBetween(), batch(0)["ids"]
-    eager = copy.deepcopy(model).to(device())
-    compiled = megatrain.compile(model, device=device(), activations=activations, memory="1MiB")
-    for _ in range(2):
-        expected, found = eager(ids, LENGTHS[0]), compiled(ids, LENGTHS[0])
-        expected.backward()
-        found.backward()
-    for (name, one), other in zip(model.named_parameters(), eager.parameters(), strict=True):
-        assert one.grad is not None
-        assert other.grad is not None
-        assert_same(one.grad, other.grad.cpu(), name)
-    assert_plan(compiled.schedule, has_host_values=True)
-
-
-def looped(model: nn.Module, batches: list[list[dict[str, torch.Tensor]]], clip: float | None) -> nn.Module:
-    """Trains eagerly on the accelerator, with updates on the host."""
-    eager, optimizer = copy.deepcopy(model).to(device()), torch.optim.AdamW(model.parameters(), foreach=False)
-    for micro_batches in batches:
-        for given in micro_batches:
-            (eager(**given) / len(micro_batches)).backward()
-        for one, other in zip(eager.parameters(), model.parameters(), strict=True):
-            other.grad, one.grad = None if one.grad is None else one.grad.cpu(), None
-        if clip is not None:
-            torch.nn.utils.clip_grad_norm_(model.parameters(), clip, foreach=False)
-        optimizer.step()
-        with torch.no_grad():
-            for one, other in zip(eager.parameters(), model.parameters(), strict=True):
-                one.copy_(other)
-    return model
-
-
-def test_packed_sequences_train() -> None:
-    mode, micro_batches, activations = "deferred", 2, "offload"
-    torch.manual_seed(0)
-    model = PackedStack()
-    numbers = range(0, len(LENGTHS), micro_batches)
-    batches = [[batch(start + i) for i in range(micro_batches)] for start in numbers]
-    expected = looped(copy.deepcopy(model), batches, MODES[mode].get("max_grad_norm"))
-    compiled = megatrain.compile(model, device=device(), activations=activations, memory="1MiB")
-    optimizer = torch.optim.AdamW(compiled.parameters(), foreach=False)
-    step = megatrain.TrainStep(compiled, optimizer, **MODES[mode])
-    for given in batches:
-        step(given)
-    assert_plan(step.schedule, has_host_values=True)
-    for (name, one), other in zip(compiled.named_parameters(), expected.parameters(), strict=True):
-        assert_same(one.detach(), other.detach(), name)
-
-
-def test_lengths_on_the_host_and_on_the_device_are_two_captures() -> None:
-    model = Ruled(lambda x, order: x[order])
-    compiled = megatrain.compile(model, device=device(), memory="1MiB")
-    x, order = X.to(device()), torch.tensor([1, 0, 3, 2])
-    on_host, on_device = compiled(x, order), compiled(x, order.to(device()))
-    assert_same(on_host.detach(), on_device.detach(), "sum")
-    assert not any(value.spec.on_host for value in compiled.program.values.values())
-    compiled(x, order)
-    assert any(value.spec.on_host for value in compiled.program.values.values())
 
 
 def test_a_tensor_on_the_host_that_eager_refuses_is_refused_with_its_words() -> None:

@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.overrides import TorchFunctionMode, handle_torch_function, has_torch_function_unary
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import megatrain
@@ -102,13 +102,6 @@ LIBRARY.define("scaled(Tensor x) -> Tensor")
 LIBRARY.impl("scaled", lambda x: x * from_environment(), "CompositeImplicitAutograd")
 
 
-def overridable(x: torch.Tensor) -> torch.Tensor:
-    """A function that modes for torch functions see, as those of libraries may be."""
-    if has_torch_function_unary(x):
-        return handle_torch_function(overridable, (x,), x)
-    return x * from_environment()
-
-
 class Calls(nn.Module):
     """Applies a function."""
 
@@ -127,32 +120,14 @@ def hooked(x: torch.Tensor) -> torch.Tensor:
     return y
 
 
-def distance(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
-    return (one - other).abs().sum(-1) * from_environment()
-
-
-def with_distance(x: torch.Tensor) -> torch.Tensor:
-    return x * F.triplet_margin_with_distance_loss(x, x * 2, x * 3, distance_function=distance)
-
-
-def mapped(x: torch.Tensor) -> torch.Tensor:
-    rows = torch.arange(32, device=x.device)
-    return x * torch.vmap(lambda i: i * from_environment())(rows) * 0.01
-
-
 WAYS: dict[str, Callable[..., Any]] = {
     "forward": lambda x: InForward.apply(x),
     "backward": lambda x: InBackward.apply(x),
-    "looked up before": InForward.apply,
     "subclass of a marked one": lambda x: OfFixed.apply(x),
     "custom op": lambda x: scaled(x),
     "custom op's backward": lambda x: scaled_back(x),
-    "overload of a custom op": lambda x: torch.ops.megatrain_tests.scaled.default(x),
     "kernel of a library": lambda x: torch.ops.megatrain_tests_more.scaled(x),
-    "overridable function": overridable,
     "hook on a tensor": hooked,
-    "function as an argument": with_distance,
-    "vmap": mapped,
 }
 
 

@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 
 import pytest
 
-from megatrain.device.kinds import HOST
-from megatrain.errors import OptionError
-from megatrain.hardware import kernels_alone, measured
+from megatrain.hardware import measured
 from megatrain.hardware.hardware import Hardware
-from megatrain.hardware.kernels_alone import Product, product_rates
-from megatrain.hardware.measured import Link, cached, elements_beyond, rates_together
+from megatrain.hardware.measured import cached, elements_beyond
 from megatrain.native.native_kernel import LANES
 
 FIGURES = {"h2d_bytes_per_s": 1e9, "d2h_bytes_per_s": 2e9, "flops_per_s": {"fp32": 1e12}, "memory_bytes": 2**30}
@@ -76,20 +72,6 @@ def test_a_file_that_is_broken_or_of_other_facts_is_measured_anew(tmp_path: Path
     assert json.loads(file.read_text())["figures"] == FIGURES
 
 
-def test_a_folder_that_cannot_be_written_keeps_nothing(tmp_path: Path):
-    (tmp_path / "file").write_text("")
-    measure = Measured()
-    assert kept(tmp_path / "file", "a machine", measure) == FIGURES
-    assert kept(tmp_path / "file", "a machine", measure) == FIGURES
-    assert measure.times == 2
-
-
-def test_a_write_that_fails_leaves_no_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(os, "fdopen", lambda *_, **__: (_ for _ in ()).throw(OSError("full")))
-    assert kept(tmp_path, "a machine", Measured()) == FIGURES
-    assert list(tmp_path.iterdir()) == []
-
-
 def test_the_figures_say_that_they_were_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(measured, "_measured", lambda device, products: {**FIGURES, "name": "cpu"})
     machine = Hardware.measure("cpu", cache=tmp_path)
@@ -101,28 +83,6 @@ def test_the_figures_say_that_they_were_measured(tmp_path: Path, monkeypatch: py
         Hardware.measure("cpu", cache=tmp_path, products=[(8, 8, 8, "fp32")])
 
 
-@pytest.mark.parametrize(("option", "wrong"), [("device", "toaster"), ("device", 1.5), ("cache", 3), ("fresh", "yes")])
-def test_a_wrong_option_is_refused_before_anything_is_measured(option: str, wrong):
-    with pytest.raises(OptionError, match=f"^{option}="):
-        Hardware.measure(**{option: wrong})
-
-
-@pytest.mark.parametrize("products", [[(1, 2)], [(0, 1, 1)], ["mm"], [(1, 1, 1, "fp4")], "x", 3])
-def test_products_that_are_none_are_refused(tmp_path: Path, products):
-    with pytest.raises(OptionError, match="products="):
-        Hardware.measure("cpu", cache=tmp_path, products=products)
-
-
-def test_products_that_one_thread_computes_wake_nobody(monkeypatch: pytest.MonkeyPatch):
-    """Waking takes longer than a small product: no rate is negative."""
-    monkeypatch.setattr(kernels_alone, "_product_s", lambda device, product: 1e-4)
-    small, shared = Product(8, 8, 8), Product(512, 512, 512, "bf16")
-    rates = product_rates(HOST, [small, shared], woken_s=4e-5)
-    assert rates["fp32"] == pytest.approx(small.flops / 1e-4)
-    assert rates["bf16"] == pytest.approx(shared.flops / 6e-5)
-    assert product_rates(HOST, [small, shared], woken_s=1.0)["bf16"] == pytest.approx(shared.flops / 5e-5)
-
-
 @pytest.mark.nightly
 @pytest.mark.parametrize("products", [[], [(64, 32, 48, "fp64")], [(8, 8, 8, "fp32")]])
 def test_this_machine_has_figures(tmp_path: Path, products):
@@ -132,21 +92,6 @@ def test_this_machine_has_figures(tmp_path: Path, products):
     assert machine.host_bytes_per_s < 1e13
     assert machine.memory_bytes is not None
     assert ("fp64" in str(machine)) == bool(products)
-
-
-def test_copies_of_threads_have_rates_alone_and_together(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(measured, "_HOST_BYTES", 1 << 18)
-    link = Link(HOST)
-    assert min(*link.alone(), *link.both()) > 0
-    link.close()
-
-
-def test_rates_together_are_those_while_all_work():
-    """One has copied 10 bytes a second from the start, the other 5 from the third second on, until the fifth."""
-    one, other = [float(n) for n in range(8)], [3.0, 4.0, 5.0]
-    assert rates_together([one, other], 10) == (10, 10)
-    assert rates_together([one, [3.0, 5.0]], 10) == (10, 5)
-    assert rates_together([[0.0, 4.0, 8.0], [2.0, 6.0]], 8) == (2, 2)
 
 
 GIB = 1 << 30

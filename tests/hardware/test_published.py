@@ -66,6 +66,7 @@ def workload_of(sequences: int, length: int) -> Workload:
     return replace(works, blocks=tuple(blocks))
 
 
+@pytest.mark.nightly
 def test_our_own_steps_on_an_h100_took_what_the_simulator_says_within_10_percent():
     # Updates weren't prepared then: Python took ten times as long for each parameter.
     machine = replace(Hardware.preset("h100-sxm"), update_s=500e-6)

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatrain.hardware.hardware import Hardware
-from megatrain.hardware.work import MEMORY, Kernels, Works, most, products, put_together, total_flops, total_kernels
+from megatrain.hardware.work import MEMORY, Kernels, put_together, total_flops, total_kernels
 from tests.draws import draws
 
 RATES = st.sampled_from(["bf16", "fp32", "bf16 attention"])
@@ -44,25 +44,6 @@ def test_threads_wake_for_kernels_that_are_shared_only():
     large, small = Kernels(MEMORY, 0, 3 << 20, 6), Kernels(MEMORY, 0, (3 << 20) - 6, 6)
     assert machine.seconds((large,)) == pytest.approx(6 * (2e-6 + 5e-5))
     assert machine.seconds((small,)) == pytest.approx(6 * 2e-6)
-
-
-@given(st.lists(KERNELS, max_size=30), st.randoms())
-@draws(50)
-def test_the_order_of_kernels_makes_no_difference(kernels: list[Kernels], random):
-    shuffled = list(kernels)
-    random.shuffle(shuffled)
-    assert put_together(shuffled) == put_together(kernels)
-
-
-def test_a_layer_of_many_kernels_has_a_few_figures():
-    layer = [Kernels("bf16", 2 * 8192 * 4096 * n, 2 * (8192 * 4096 + 4096 * n + 8192 * n)) for n in (4096, 1024, 14336)]
-    assert len(put_together(7 * layer + 40 * [Kernels(MEMORY, 0, 3 * 8192 * 4096 * 2)])) == 4
-
-
-def test_the_most_of_several_is_one_of_them_whatever_the_order():
-    some: list[Works] = [(), products(8), products(8, 3), (Kernels("fp32", 4, 9), Kernels("fp32", 4, 9))]
-    assert most(some) == most(some[::-1]) == some[3]
-    assert most([most(some), *some]) == most(some)
 
 
 def test_time_is_products_and_bytes_and_launches_done_by_hand():

@@ -110,9 +110,6 @@ def train_here(rank: int, name: str, folder: str, streams: bool, training: dict[
     return left(found)
 
 
-# -- loops of accelerate ---------------------------------------------------------------------------------------------
-
-
 # -- what is refused -------------------------------------------------------------------------------------------------
 
 

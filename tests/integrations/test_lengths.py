@@ -21,7 +21,6 @@ from transformers import (
 from megatrain.errors import ScheduleError
 from megatrain.integrations.hf.streamed import longest_row
 from tests.integrations.runs import EVAL, SAVED, Scenario, assert_streams_as_stock, llama, run
-from tests.nightly import nightly
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 LENGTHS = 8
@@ -67,13 +66,10 @@ def num_of(ran: Any, *, is_training: bool) -> int:
     return sum(variant.lowered._is_training == is_training for variant in captures)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("collate", "longest"),
-    [
-        nightly((padded, LONGEST)),
-        nightly((without_mask, LONGEST)),
-        (DataCollatorWithFlattening(), 2 * LONGEST),
-    ],
+    [(padded, LONGEST), (without_mask, LONGEST), (DataCollatorWithFlattening(), 2 * LONGEST)],
 )
 def test_a_trainer_has_the_stock_runs_losses_in_few_captures(collate: Any, longest: int, tmp_path: Path) -> None:
     """Gradients of two micro-batches, `num_items_in_batch`, evaluation and checkpoints included."""

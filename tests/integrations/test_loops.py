@@ -136,66 +136,6 @@ def by_itself(lightning: Any) -> Any:
     return Module
 
 
-def by_hand(lightning: Any) -> Any:
-    class ByHand(by_itself(lightning)):
-        """Manual optimization, with two optimizers in turns."""
-
-        def __init__(self, net: nn.Module) -> None:
-            super().__init__(net)
-            self.automatic_optimization = False
-
-        def training_step(self, batch: Any, index: int) -> None:
-            optimizer: Any = self.optimizers()[index % 2]
-            optimizer.zero_grad()
-            self.manual_backward(loss := F.cross_entropy(self.net(batch[0]), batch[1]))
-            self.clip_gradients(optimizer, gradient_clip_val=0.5, gradient_clip_algorithm="norm")
-            optimizer.step()
-            self.found.append(loss.detach().clone())
-
-        def configure_optimizers(self) -> Any:
-            parameters = list(self.net.parameters())
-            return [torch.optim.AdamW(parameters[:4], lr=0.01), torch.optim.SGD(parameters[4:], lr=0.1)]
-
-    return ByHand
-
-
-CALLBACKS: dict[str, dict[str, Any]] = {
-    "StochasticWeightAveraging": {"swa_lrs": 0.01, "swa_epoch_start": 1},
-    "GradientAccumulationScheduler": {"scheduling": {0: 2, 1: 4}},
-}
-LIGHTNING: dict[str, tuple[Any, dict[str, Any]]] = {
-    "accumulated, clipped": (by_itself, {"accumulate_grad_batches": 3, "gradient_clip_val": 0.5}),
-    "by hand": (by_hand, {"val_check_interval": 2}),
-    **{name: (by_itself, {"callbacks": name, "max_epochs": 3}) for name in CALLBACKS},
-}
-
-
-@pytest.mark.parametrize("name", LIGHTNING)
-def test_lightning_trains_goes_on_and_predicts_with_the_plain_models_bits(name: str, tmp_path: Path) -> None:
-    lightning = pytest.importorskip("lightning", reason=NEEDS)
-    make, options = LIGHTNING[name]
-
-    def train(net: Any, folder: Path) -> Any:
-        module, results = make(lightning)(net), list[Any]()
-        for epochs, more in ((1, {}), (options.get("max_epochs", 2), {"ckpt_path": folder / "first.ckpt"})):
-            given = {**options, "max_epochs": epochs}
-            if kind := given.pop("callbacks", None):
-                callbacks: Any = importlib.import_module("lightning.pytorch.callbacks")
-                given["callbacks"] = [getattr(callbacks, kind)(**CALLBACKS[kind])]
-            trainer = lightning.Trainer(
-                accelerator="cpu", default_root_dir=folder, logger=False, enable_progress_bar=False,
-                enable_model_summary=False, enable_checkpointing=False, **given,
-            )  # fmt: skip
-            trainer.fit(module, loader(POINTS, 3), loader(POINTS[:6], 3), **more)
-            trainer.save_checkpoint(folder / "first.ckpt")
-            results.append({k: float(v) for k, v in trainer.callback_metrics.items()})
-            results.append([trainer.global_step, trainer.predict(module, loader(POINTS, 6))])
-        saved = torch.load(folder / "first.ckpt", weights_only=False)
-        return [module.found, results, saved["state_dict"], saved["optimizer_states"]]
-
-    both(stack, train, tmp_path)
-
-
 def test_a_lightning_module_of_the_page_trains_and_goes_on_with_the_stock_runs_bits(tmp_path: Path) -> None:
     lightning = pytest.importorskip("lightning", reason=NEEDS)
     found: dict[str, Any] = {}
@@ -259,6 +199,3 @@ def test_fabric_of_the_page_trains_by_whole_steps(tmp_path: Path, monkeypatch: p
         assert_same({name: t.detach() for name, t in state.items()}, dict(eager.state_dict()))
     assert_same(saved["optimizer"]["state"], optimizer.state_dict()["state"])
     assert found["step"].progress.count == 4
-
-
-# -- diffusers ------------------------------------------------------------------------------------------------------

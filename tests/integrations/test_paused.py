@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -117,14 +116,6 @@ def test_errors_of_the_code_come_out_with_their_lines(is_behind: bool):
     with pytest.raises(ZeroDivisionError, match="mine") as raised:
         paused(model, code).give(torch.ones(()))
     assert any(entry.name == "code" for entry in raised.traceback)
-
-
-def test_no_thread_is_left():
-    before, model = threading.active_count(), compiled()
-    for _ in range(3):
-        paused(model, lambda: model(X)).abandon()
-        paused(model, lambda: model(X)).give(torch.ones(()))
-    assert threading.active_count() <= before + 3  # the streams' own
 
 
 def test_modes_around_the_call_are_told_and_the_default_device_is_the_callers():

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -15,8 +14,7 @@ import transformers
 from packaging.version import Version
 from peft import LoraConfig, PeftModel, get_peft_model
 
-import megatrain
-from megatrain.errors import TooSmallError, TraceError
+from megatrain.errors import TraceError
 from tests.integrations.runs import (
     RAGGED,
     REASSOCIATED,
@@ -227,22 +225,3 @@ def test_experts_of_a_python_loop_run_their_own_code_with_the_stock_runs_bits(tm
     found = assert_streams_as_stock(Scenario({"max_steps": 12}, model, RAGGED * 2), tmp_path)
     opaque = [call.name for call in found.trainer.model.program.opaque_calls]
     assert opaque == ["base_model.model.model.layers.0.mlp.experts"]  # and not the experts alone, without adapters
-
-
-def test_a_budget_below_a_stack_names_only_blocks_that_help() -> None:
-    """A stack that an adapter is added to stays whole, however small the blocks."""
-    ids = (torch.arange(16).reshape(2, 8) * 3) % 63 + 1
-
-    def refused(**options: Any) -> TooSmallError:
-        compiled = megatrain.compile(of_stacks()(), device="cpu", memory="8KiB", **options)
-        step = megatrain.TrainStep(compiled, torch.optim.SGD([p for p in compiled.parameters() if p.requires_grad]))
-        with pytest.raises(TooSmallError) as error:
-            step({"input_ids": ids, "labels": ids})
-        return error.value
-
-    usual, finest = refused(), refused(block_bytes=1)
-    assert "a smaller block_bytes" not in usual.helps
-    said = re.search(r"a smaller block_bytes \((\d+) B are needed then\)", str(usual))
-    least = usual.least_bytes if said is None else int(said[1])
-    assert finest.least_bytes >= least > 8 << 10
-    assert "block_bytes" not in str(finest)

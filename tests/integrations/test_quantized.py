@@ -275,17 +275,3 @@ def test_optimizers_of_8_bits(name: str, options: dict[str, Any], tmp_path: Path
     for each in (step, resumed):
         each.flush()
     assert_same(list(model.parameters()), list(again.parameters()))
-
-
-@pytest.mark.parametrize("name", ["torchao AdamW8bit", "bitsandbytes AdamW8bit"])
-def test_a_plan_counts_two_bytes_of_state_a_parameter_of_a_registered_class(
-    name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    model = network()
-    optimizer = OPTIMIZERS[name](model.parameters())
-    monkeypatch.setattr("megatrain.optim.per_parameter._registered", {type(optimizer)})
-    plan = megatrain.plan(model, torch.randn(8, WIDTH), optimizer=optimizer, loss=square)
-    assert not plan.host.is_estimate
-    states = ("exp_avg", "exp_avg_sq") if "torchao" in name else ("state1", "state2")
-    for state in states:
-        assert WIDTH * WIDTH * 3 <= plan.host.bytes_of(f"AdamW8bit.{state}") < 1.2 * WIDTH * WIDTH * 3

@@ -17,7 +17,6 @@ from megatrain.errors import ExecuteError, OptionError, ScheduleError, StreamedC
 from megatrain.integrations.hf import Trainer
 from megatrain.integrations.hf.requirements import refuse_trainer
 from megatrain.integrations.hf.streamed import StreamOptions
-from megatrain.integrations.hf.whole_calls import note_where_parts_run
 from tests.comparing import assert_same
 from tests.integrations.runs import GIVEN, ROWS, llama, streamed_kind, with_loss
 from tests.integrations.test_trainer import of_model
@@ -103,11 +102,6 @@ class PartsInItsOwnStep(Parts):
         return super().training_step(*args, **kwargs)
 
 
-def constant(self: Any, model: Any, inputs: Any) -> Any:
-    """A loss that trains nothing, for some batches."""
-    return torch.zeros((), requires_grad=True) if self.state.global_step == 1 else model(**inputs).loss, None
-
-
 @pytest.mark.parametrize("kind", [Parts, PartsInItsOwnStep])
 @pytest.mark.filterwarnings("ignore::megatrain.errors.StreamedCallsWarning")
 def test_parts_of_the_model_that_are_called_by_themselves_are_refused(kind: Any, tmp_path: Path):
@@ -116,24 +110,6 @@ def test_parts_of_the_model_that_are_called_by_themselves_are_refused(kind: Any,
     with pytest.raises(ExecuteError, match=r"gives `.*` a gradient, and doesn't call the model"):
         made.train()
     assert_same({name: p.detach() for name, p in made.model.named_parameters()}, before)
-
-
-@pytest.mark.filterwarnings("ignore::megatrain.errors.StreamedCallsWarning")
-def test_a_loss_that_is_a_constant_now_and_then_trains_as_the_stock_run(tmp_path: Path):
-    found: list[Any] = []
-    for kind in (with_loss(constant), streamed_kind(with_loss(constant))):
-        made = trainer(tmp_path, kind)
-        made.train()
-        found.append({name: p.detach().clone() for name, p in made.model.named_parameters()})
-    assert_same(found[1], found[0])
-
-
-def test_an_error_of_torch_about_devices_says_where_parameters_are():
-    error, other = RuntimeError("Expected all tensors to be on the same device"), RuntimeError("another")
-    for each in (error, other):
-        note_where_parts_run(each)
-    assert "keeps the model's parameters in host memory" in error.__notes__[0]
-    assert not hasattr(other, "__notes__")
 
 
 def test_a_trainer_that_redirects_the_forward_is_refused():

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from accelerate.state import AcceleratorState
-from transformers import BertConfig, BertForSequenceClassification, BertModel
+from transformers import BertConfig, BertModel
 
 import megatrain
 from tests.comparing import assert_same
@@ -32,7 +32,6 @@ ONE = [text(i, 4) for i in range(12)]
 PAIRS: dict[str, Any] = {"one": ONE, "other": [text(i + 1, 5) for i in range(12)]}
 TRIPLES = {**PAIRS, "third": [text(i + 4, 3) for i in range(12)]}
 SCORED = {**PAIRS, "score": [i / 12 for i in range(12)]}
-CLASSED = {**PAIRS, "label": [i % 3 for i in range(12)]}
 LABELLED = {"one": ONE, "label": [i % 3 for i in range(12)]}
 RANKING = "MultipleNegativesRankingLoss"
 AGAIN, REPLACES = "the loss calls the model more than once", "the loss replaces the model's forward"
@@ -136,37 +135,4 @@ def test_a_loss_of_sentence_transformers(name: str, tmp_path: Path) -> None:
         found.append([str(ran[0]), *ran[1:], model.encode([text(i, 5) for i in range(3)], convert_to_tensor=True)])
         assert (reason or "").startswith(expected or "") if streams else reason is None
         assert bool(reason) == bool(streams and expected)
-    assert_same(found[1], found[0])
-
-
-CROSSED: dict[str, tuple[dict[str, Any], int, str | None]] = {
-    "CrossEntropyLoss": (CLASSED, 3, None),
-}
-"""Rows, labels of the model, and why an update isn't one training step."""
-
-
-@pytest.mark.parametrize("name", CROSSED)
-def test_a_cross_encoder(name: str, tmp_path: Path) -> None:
-    losses: Any = importlib.import_module("sentence_transformers.cross_encoder.losses")
-    rows, labels, expected = CROSSED[name]
-    found: list[Any] = []
-    for streams in (False, True):
-        AcceleratorState._reset_state(reset_partial_state=True)
-        place = saved(BertForSequenceClassification, tmp_path / "bert", num_labels=labels)
-        model = sentences.CrossEncoder(place, device="cpu")
-        torch.manual_seed(1)
-        folder, count = tmp_path / str(streams), 2 if expected is None else 1
-        ran, reason = train(
-            folder,
-            "CrossEncoder",
-            model,
-            getattr(losses, name),
-            rows,
-            streams=streams,
-            gradient_accumulation_steps=count,
-        )
-        again = sentences.CrossEncoder(str(folder / "saved"), device="cpu")
-        pairs = [(text(1, 4), text(2, 5)), (text(3, 3), text(4, 4))]
-        found.append([str(ran[0]), *ran[1:], [torch.as_tensor(each.predict(pairs)) for each in (model, again)]])
-        assert reason == (expected if streams else None)
     assert_same(found[1], found[0])

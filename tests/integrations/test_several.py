@@ -11,13 +11,10 @@ from typing import Any
 
 import pytest
 import torch
-from accelerate import DistributedType
 
-import megatrain
 from megatrain.errors import OptionError
 from megatrain.integrations.hf.newest_whole import newest_whole
 from megatrain.integrations.hf.several import refuse_several
-from megatrain.integrations.hf.streamed import join
 from tests.comparing import assert_same
 from tests.integrations import several
 from tests.integrations.runs import codes, fast_or_nightly, run
@@ -87,13 +84,6 @@ def test_two_processes_train_and_evaluate_as_the_stock_run_does(two: Processes, 
     assert sum("eval_loss" in row for row in found[0]["log"]) == 3
 
 
-@pytest.mark.nightly
-def test_two_processes_that_accumulate_have_the_bits_of_the_stock_run(two: Processes, tmp_path: Path):
-    # Each adds up its own micro-batches, and then there is one sum of two numbers.
-    found = in_several(two, "means", tmp_path / "streams")
-    assert_alike(found, in_several(two, "means", tmp_path / "stock", streams=False))
-
-
 # -- checkpoints -------------------------------------------------------------------------------------------------------
 
 
@@ -113,17 +103,6 @@ def test_a_run_goes_on_in_as_many_processes_and_in_one(two: Processes, tmp_path:
     assert_as_one([alone], one, start=2)
     more = in_several(two, "saved", tmp_path / "more", resume_from_checkpoint=str(tmp_path / "one" / "checkpoint-2"))
     assert_as_one(more, one, start=2)
-
-
-@pytest.mark.nightly
-def test_each_process_goes_on_with_its_own_generators(two: Processes, tmp_path: Path):
-    whole = in_several(two, "saved, dropout", tmp_path / "whole")
-    checkpoint = str(tmp_path / "whole" / "checkpoint-2")
-    again = in_several(two, "saved, dropout", tmp_path / "again", resume_from_checkpoint=checkpoint)
-    stock = in_several(two, "saved, dropout", tmp_path / "stock", streams=False)
-    for ours, resumed, theirs in zip(whole, again, stock, strict=True):
-        assert_same(ours["values"], theirs["values"])
-        assert_same([resumed[key] for key in ("values", "generators")], [ours[key] for key in ("values", "generators")])
 
 
 # -- what is refused, and what fails -----------------------------------------------------------------------------------
@@ -184,24 +163,6 @@ def test_what_accelerate_is_told_elsewhere_is_refused_by_name(kind: str, given: 
     settings = {"parallelism_config": None, "auto_find_batch_size": False, "save_on_each_node": False, **given}
     with pytest.raises(OptionError, match=says):
         refuse_several(SimpleNamespace(args=SimpleNamespace(**settings), accelerator=accelerator))
-
-
-def test_a_single_process_of_torchrun_is_not_wrapped_either():
-    wrapped: list[bool] = []
-
-    def prepare(model: Any, device_placement: Any = None, evaluation_mode: bool = False) -> Any:
-        wrapped.append(not evaluation_mode)
-
-    compiled = megatrain.compile(torch.nn.Linear(2, 2), device="cpu")
-    for kind, of_streams in (("MULTI_CPU", False), ("NO", True)):
-        accelerator = SimpleNamespace(
-            num_processes=1, distributed_type=DistributedType(kind), prepare_model=prepare, backward=print
-        )
-        join(accelerator)
-        accelerator.prepare_model(torch.nn.Linear(2, 2))
-        accelerator.prepare_model(compiled)
-        assert wrapped == [True, of_streams]
-        wrapped.clear()
 
 
 # -- torchrun ----------------------------------------------------------------------------------------------------------

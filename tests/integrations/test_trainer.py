@@ -47,10 +47,6 @@ pytestmark = [
 ]
 FOUR = {**TWO, "max_steps": 4}
 BEST = {**EVAL, **SAVED, "load_best_model_at_end": True, "metric_for_best_model": "loss", "max_steps": 4}
-BERT: dict[str, Any] = {
-    "vocab_size": 64, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32,
-    "max_position_embeddings": 16,
-}  # fmt: skip
 
 
 # -- models and data ------------------------------------------------------------------------------------------------
@@ -101,32 +97,11 @@ def hooked_parameters() -> Any:
 # -- losses ---------------------------------------------------------------------------------------------------------
 
 
-def two_terms(self: Any, model: Any, inputs: Any) -> Any:
-    """Computes its own loss from the logits."""
-    labels = inputs.pop("labels")
-    outputs = model(**inputs)
-    loss = nn.functional.cross_entropy(outputs.logits.flatten(0, 1) / 2, labels.flatten())
-    return loss + 0.01 * outputs.logits.square().mean(), outputs
-
-
-TwoTerms: Any = with_loss(two_terms)
-
-
 def twice(self: Any, model: Any, inputs: Any) -> Any:
     """Two views of a batch."""
     first = model(**inputs)
     second = model(**{**inputs, "input_ids": inputs["input_ids"].flip(0)})
     return first.loss + (first.logits - second.logits).square().mean(), first
-
-
-def guided(self: Any, model: Any, inputs: Any) -> Any:
-    """Looks without gradients first, in eval mode."""
-    model.eval()
-    with torch.no_grad():
-        before = model(**inputs).logits
-    model.train()
-    outputs = model(**inputs)
-    return outputs.loss + nn.functional.mse_loss(outputs.logits, before.softmax(-1)), outputs
 
 
 def noisy(self: Any, model: Any, inputs: Any) -> Any:
@@ -253,7 +228,6 @@ def of_model(model: Any) -> Mapping[str, Any]:
 
 T5: dict[str, Any] = {"kind": Seq2SeqTrainer, "arguments": Seq2SeqTrainingArguments, "tolerance": REASSOCIATED}
 GENERATED = {"predict_with_generate": True, "generation_max_length": 6, "generation_num_beams": 2}
-DROPS = {"attention_dropout": 0.3}
 
 SCENARIOS: dict[str, Scenario] = {
     "accumulation, ragged": Scenario({**TWO, "max_grad_norm": 0.5}, rows=RAGGED),
@@ -261,26 +235,15 @@ SCENARIOS: dict[str, Scenario] = {
         {**EVAL, "eval_on_start": True, "eval_accumulation_steps": 1},
         more=lambda model: {"compute_metrics": mean_of},
     ),
-    "predicted": Scenario(
-        after=lambda t: [torch.tensor(t.predict(t.eval_dataset).predictions), t.evaluate(RAGGED)["eval_loss"]]
-    ),
     "bf16, accumulation": Scenario({"bf16": True, **TWO, "label_smoothing_factor": 0.1}),
     "a scaler of the loss": Scenario(TWO, kind=Scaled, reason="fp16 scales the loss"),
     "gradient checkpointing, reentrant": Scenario(
         {**TWO, "gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": True}}
     ),
-    "dropout": Scenario(TWO, model=lambda: llama(**DROPS)),
-    "neftune": Scenario({"neftune_noise_alpha": 5.0, **TWO}),
-    "epochs, all in each": Scenario(
-        {"max_steps": -1, "num_train_epochs": 2, "logging_strategy": "epoch", "eval_strategy": "epoch",
-         "save_strategy": "epoch", "save_total_limit": 1, "per_device_train_batch_size": 5, **TWO}
-    ),
     "stops early": Scenario(
         {**BEST, "learning_rate": 0.5}, more=lambda model: {"callbacks": [EarlyStoppingCallback(1)]}
     ),
     "the best at the end": Scenario({**BEST, "save_total_limit": 1, "learning_rate": 0.3}, rows=RAGGED),
-    "model_init": Scenario(TWO, more=lambda model: {"model": None, "model_init": lambda: llama()}),
-    "tensors on a budget": Scenario(TWO, streaming={"memory": "300KiB"}),
     # -- models
     "t5, generates": Scenario(
         {**SUMMED, **EVAL, "eval_steps": 2, **GENERATED}, model=t5, **T5,
@@ -294,8 +257,6 @@ SCENARIOS: dict[str, Scenario] = {
         TWO, model=hooked_parameters, reason="`model.layers.0.self_attn.q_proj.weight` has a hook"
     ),
     # -- losses
-    "own loss": Scenario(TWO, kind=TwoTerms),
-    "looks without gradients first": Scenario(TWO, kind=with_loss(guided), model=lambda: llama(**DROPS)),
     "calls again": Scenario(
         SUMMED, kind=with_loss(twice), reason="the loss calls the model more than once", tolerance=REASSOCIATED
     ),
@@ -303,7 +264,6 @@ SCENARIOS: dict[str, Scenario] = {
         TWO, kind=with_loss(counted), after=lambda t: [t.calls, *t.seen],
         reason="the code before the call of the model changes `calls`",
     ),
-    "draws before the call": Scenario(kind=with_loss(noisy)),
     "draws before the calls": Scenario(TWO, kind=with_loss(noisy), reason="the loss draws random numbers"),
     "divides by a norm": Scenario(
         TWO, kind=with_loss(divides_by_norm), reason="the loss asks for gradients that go through the model"

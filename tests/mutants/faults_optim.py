@@ -14,6 +14,13 @@ _UPDATES = f"{CODES}::test_updates_are_the_references_whoever_computes_them"
 
 FAULTS: list[Fault] = [
     Fault(
+        "what a hook of an optimizer's step makes of gradients is lost",
+        "optim/updates.py",
+        "        if has_hooks:\n            self._source.using.take_shown()\n",
+        "        if has_hooks:\n            self._source.using.hide()\n",
+        ("tests/training/test_user_code.py::test_user_code_has_eagers_results_or_is_refused_by_name",),
+    ),
+    Fault(
         "where there is no compiler, codes stand for the lower end of their interval",
         "optim/fast/codes.py",
         "square.float().add_(0.5)",

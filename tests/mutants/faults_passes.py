@@ -10,6 +10,13 @@ HEADS = "tests/rewrites/test_head_loss.py"
 
 FAULTS: list[Fault] = [
     Fault(
+        "a call that a pass adds runs with gradients where the one that it is like doesn't",
+        "passes/rewriter.py",
+        "source=site.source, grad=site.grad,",
+        "source=site.source, grad=True,",
+        (f"{REWRITE}::test_modes_are_those_of_the_call_it_is_like",),
+    ),
+    Fault(
         "layers that differ in the sign of a zero share a template",
         "passes/canonicalize.py",
         "repr(value) if isinstance(value, float) else value)",

@@ -6,6 +6,13 @@ from tests.mutants.fault import Fault
 
 FAULTS: list[Fault] = [
     Fault(
+        name="memory that a user gives to a parameter isn't taken in",
+        path="runtime/stores/host_store.py",
+        old="        if changed:\n            check_unshared(",
+        new="        if not changed:\n            check_unshared(",
+        seen_by=("tests/training/test_due_updates.py::test_every_write_comes_after_the_updates",),
+    ),
+    Fault(
         name="an operation of the executor doesn't wait for what its schedule names first",
         path="runtime/operations.py",
         old="        waits, op = list(instruction.waits), instruction.op\n",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Iterator
 from typing import Any
 
@@ -14,11 +13,9 @@ from megatrain.errors import OptimizerError, OptionError
 from megatrain.optim.block_update import MasterStep
 from megatrain.optim.fast import FastPath, NativeKernel, ParameterUpdate, fast_path, register, unregister
 from megatrain.optim.fast.adamw import AdamWInOnePass
-from megatrain.optim.masters.halves import CHUNK, Master, RoundedMaster, SplitMaster, WholeMaster, read_
+from megatrain.optim.masters.halves import CHUNK, RoundedMaster, SplitMaster, WholeMaster, read_
 from megatrain.optim.need import OPTIMIZER, Updated, made_over, optimizer_need
-from megatrain.optim.per_parameter import register as per_parameter
 from megatrain.optim.proxy import Optimizer, step_code
-from megatrain.optim.updates import Updates
 from megatrain.tracer.spec import TensorSpec
 
 
@@ -26,15 +23,12 @@ class Descent(FastPath):
     """SGD with a momentum, so that there is one tensor of state."""
 
     moments = ("momentum_buffer",)
-    fails = False
 
     def matches(self, optimizer: Optimizer, group: dict[str, Any]) -> bool:
         return type(optimizer) is torch.optim.SGD and group["momentum"] != 0
 
     def update(self, given: ParameterUpdate) -> None:
-        for place, (values, gradient, (buffer,)) in enumerate(given.pieces()):
-            if self.fails and place:
-                raise MemoryError("in the second piece")
+        for values, gradient, (buffer,) in given.pieces():
             buffer.mul_(given.options["momentum"]).add_(gradient)
             values.add_(buffer, alpha=-given.options["lr"])
 
@@ -112,24 +106,6 @@ def test_pieces_join_to_the_whole_parameter_and_change_all_of_it(kind: type, des
         assert torch.equal(found, expected)
 
 
-def test_an_update_that_fails_is_put_back_and_taken_again(descent: Descent):
-    size = CHUNK * torch.get_num_threads()
-    parameter = torch.nn.Parameter(torch.zeros(2 * size))
-    optimizer = sgd(parameter)
-    masters: dict[torch.Tensor, Master] = {parameter: WholeMaster(parameter.detach())}
-    updates = Updates([optimizer], [[parameter]], masters=masters, names={parameter: "weight"})
-    updates.receive(parameter, torch.ones(2 * size))
-    updates.begin()
-    descent.fails = True
-    with pytest.raises(MemoryError):
-        updates.update(0)
-    assert torch.equal(parameter, torch.zeros(2 * size))
-    assert parameter not in optimizer.state
-    descent.fails = False
-    updates.finish()
-    assert torch.equal(parameter, torch.full((2 * size,), -0.1))
-
-
 def test_state_that_is_not_the_paths_is_refused_before_anything_is_written(descent: Descent):
     first, second = (torch.nn.Parameter(torch.ones(3)) for _ in range(2))
     optimizer = sgd(first, second)
@@ -147,27 +123,6 @@ def test_state_that_is_not_the_paths_is_refused_before_anything_is_written(desce
             step(optimizer)
         assert first not in optimizer.state
         assert torch.equal(first, torch.ones(3))
-
-
-def test_options_that_can_not_be_read_fail_before_anything_is_written():
-    groups = [[torch.nn.Parameter(torch.ones(3))] for _ in range(2)]
-    optimizer = torch.optim.AdamW([{"params": group} for group in groups], fused=True)
-    optimizer.param_groups[1]["betas"] = (0.9,)
-    for (p,) in groups:
-        p.grad = torch.ones(3)
-    with pytest.raises(ValueError, match="unpack"):
-        MasterStep({p: WholeMaster(p.detach()) for (p,) in groups})(optimizer)
-    assert torch.equal(groups[0][0], torch.ones(3))
-
-
-def test_the_need_of_an_optimizer_is_that_of_its_path(descent: Descent):
-    parameter = torch.nn.Parameter(torch.zeros(1000, dtype=torch.bfloat16))
-    blocks = [[Updated(parameter, TensorSpec((1000,), torch.float32), SplitMaster)]]
-    need = optimizer_need(sgd(parameter), blocks, undoes=True)
-    assert dict(need.state) == {"momentum_buffer": 4000}
-    assert need.scratch_bytes == 4000 + 4000, "what an update that isn't sure to end writes is copied"
-    descent.is_sure = lambda master, gradient: True
-    assert optimizer_need(sgd(parameter), blocks, undoes=True).scratch_bytes == 0
 
 
 def test_a_kernel_of_c_is_called_by_its_signature(tmp_path):
@@ -240,28 +195,6 @@ def test_every_optimizer_of_torch_keeps_what_was_found(name: str, options: dict[
     assert (again.state, again.is_estimate) == (need.state, False), "state that exists"
 
 
-def test_groups_options_and_layouts_count_by_parameter():
-    parameters = [nn.Parameter(torch.randn(8, 6).t()), nn.Parameter(torch.randn(6, 8)), nn.Parameter(torch.randn(5))]
-    optimizer = torch.optim.SGD([{"params": parameters[:1], "momentum": 0.9}, {"params": parameters[1:]}])
-    need = optimizer_need(optimizer, [[Updated(p, TensorSpec.of(p)) for p in parameters]])
-    assert dict(need.state) == {"momentum_buffer": 192}
-
-
-def test_parameters_of_others_are_passed_over_and_state_of_others_counts():
-    mine, other, untrained = parameters_of(((4,), (5,), (6,)))
-    optimizer = torch.optim.Adagrad([mine, untrained])
-    need = optimizer_need(optimizer, alone([mine, other]))
-    assert dict(need.state) == {"step": 8, "sum": 40}
-
-
-def test_state_counts_as_it_is_also_where_the_step_would_make_another():
-    parameter = nn.Parameter(torch.zeros(10))
-    optimizer = torch.optim.AdamW([parameter])
-    halves = {"exp_avg": torch.zeros(10, dtype=torch.bfloat16), "exp_avg_sq": torch.zeros(10, dtype=torch.bfloat16)}
-    optimizer.state[parameter] = {"step": torch.tensor(3.0), **halves}
-    assert dict(optimizer_need(optimizer, alone([parameter])).state) == {"step": 4, "exp_avg": 20, "exp_avg_sq": 20}
-
-
 def test_scratch_is_what_the_update_of_the_largest_block_drops():
     small, large = parameters_of(((100,), (1000,)))
     alone_at_a_time = optimizer_need(torch.optim.AdamW([small, large]), alone([small, large]))
@@ -270,16 +203,6 @@ def test_scratch_is_what_the_update_of_the_largest_block_drops():
     together = [[Updated(p, TensorSpec.of(p)) for p in (small, large)]]
     foreach = optimizer_need(torch.optim.AdamW([small, large], foreach=True), together)
     assert foreach.scratch_bytes == 4400
-
-
-def test_halves_are_joined_unless_the_update_is_one_pass():
-    parameter = nn.Parameter(torch.zeros(1000, dtype=torch.bfloat16))
-    blocks = [[Updated(parameter, TensorSpec((1000,), torch.float32), SplitMaster)]]
-    one_pass = optimizer_need(torch.optim.AdamW([parameter]), blocks)
-    assert (one_pass.scratch_bytes, one_pass.state["exp_avg"]) == (0, 4000)
-    by_code = optimizer_need(torch.optim.AdamW([parameter], amsgrad=True), blocks)
-    assert by_code.scratch_bytes == 2 * 4000 + 8000
-    assert optimizer_need(torch.optim.SGD([parameter]), blocks).scratch_bytes == 8000
 
 
 @pytest.mark.parametrize("reason", [None, "no compiler"])
@@ -298,65 +221,6 @@ def test_what_is_kept_to_undo_an_update_counts_where_one_may_fail(reason: str | 
     assert optimizer_need(by_code, alone([wide]), undoes=True).scratch_bytes == 8000 + 4000 + 8004
 
 
-@per_parameter
-class OverMemory(torch.optim.Optimizer):
-    """Hands addresses to code of C, as fused kernels of other libraries do."""
-
-    def __init__(self, params: Any):
-        super().__init__(params, {})
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
-        for parameter in (p for group in self.param_groups for p in group["params"]):
-            state = self.state[parameter]
-            if not state:
-                state["mean"], state["count"] = torch.zeros_like(parameter), torch.zeros(())
-            ctypes.memset(state["mean"].data_ptr(), 1, state["mean"].nbytes)
-
-
-def test_of_code_that_needs_memory_or_fails_new_state_is_taken_for_that_of_adamw():
-    @per_parameter
-    class Broken(OverMemory):
-        def step(self, closure: Any = None) -> None:
-            raise KeyError("no such device")
-
-    parameters = parameters_of(SHAPES)
-    nbytes = sum(parameter.nbytes for parameter in parameters)
-    for kind in (OverMemory, Broken):
-        need = optimizer_need(kind(parameters), alone(parameters))
-        assert need.is_estimate
-        assert dict(need.state) == {"state": 2 * nbytes}
-    optimizer = OverMemory(parameters)
-    step(optimizer, parameters)
-    assert dict(optimizer_need(optimizer, alone(parameters)).state) == kept(optimizer), "state that exists"
-
-
-@per_parameter
-class Counting(torch.optim.Optimizer):
-    """Keeps a count that belongs to no parameter."""
-
-    def __init__(self, params: Any):
-        super().__init__(params, {})
-        self.counts: Any = self.state  # torch types its keys as tensors
-        self.counts["all"] = {"count": torch.zeros(())}
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
-        self.counts["all"]["count"] += 1
-        for parameter in (p for group in self.param_groups for p in group["params"]):
-            self.state[parameter].setdefault("mean", torch.zeros_like(parameter)).lerp_(parameter.grad, 0.1)
-
-
-def test_state_that_belongs_to_no_parameter_is_there_and_stays_as_it_is():
-    parameters = parameters_of(SHAPES)
-    optimizer = Counting(parameters)
-    need = optimizer_need(optimizer, alone(parameters))
-    assert not need.is_estimate
-    assert optimizer.counts["all"]["count"] == 0
-    step(optimizer, parameters)
-    assert dict(need.state) == kept(optimizer)
-
-
 def test_code_that_may_do_anything_is_not_run():
     class Any(torch.optim.SGD):
         def step(self, closure: object = None) -> None:
@@ -370,12 +234,6 @@ def test_code_that_may_do_anything_is_not_run():
     assert dict(need.state) == {"mean": 120, "state": 160}
     assert need.undo_bytes == 200 + 280
     assert need.scratch_bytes == need.undo_bytes + 200 + 2 * 120
-
-
-def test_what_needs_all_parameters_at_once_is_refused():
-    (parameter,) = parameters_of(((3,),))
-    with pytest.raises(OptimizerError, match="LBFGS can't update in a training step"):
-        optimizer_need(torch.optim.LBFGS([parameter]), alone([parameter]))
 
 
 def test_a_class_is_made_over_parameters_without_memory():

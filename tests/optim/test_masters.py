@@ -32,16 +32,6 @@ def bits(values: torch.Tensor) -> torch.Tensor:
     return values.view(torch.int32)
 
 
-def test_every_bit_comes_back():
-    values = every_upper_half()
-    back = read_(torch.empty_like(values), SplitMaster.of(values))
-    nan = values.isnan()
-    assert torch.equal(bits(back)[~nan], bits(values)[~nan])
-    # A NaN keeps its sign and what of its payload fits the high half, and becomes quiet.
-    assert torch.equal(bits(back)[nan], (bits(values)[nan] | 0x400000) & -0x10000)
-    assert back[nan].isnan().all()
-
-
 def test_the_high_half_is_torchs_rounding_but_for_exact_ties():
     values = every_upper_half()
     high, torchs = SplitMaster.of(values).high, values.bfloat16()
@@ -67,33 +57,6 @@ def test_stochastic_rounding_is_unbiased_and_seeded():
     assert results[0].unique().tolist() == [1.0, 1.0 + 2**-7]
     share = float((results[0] > 1).float().mean())
     assert abs(share - 0.3) < 4 * (0.3 * 0.7 / value.numel()) ** 0.5
-
-
-def test_stochastic_rounding_leaves_what_bf16_holds():
-    values = torch.cat([torch.randn(100).bfloat16().float(), torch.tensor([torch.inf, -torch.inf, -0.0])])
-    master = RoundedMaster(torch.empty(values.shape, dtype=torch.bfloat16), torch.Generator().manual_seed(5))
-    write_(master, values)
-    assert torch.equal(bits(master.high.float()), bits(values))
-    write_(master, bits(values).bitwise_or(0x7F800001).view(torch.float32))
-    assert master.high.isnan().all()
-
-
-def test_stochastic_rounding_draws_the_same_whatever_the_pieces(monkeypatch):
-    values = torch.randn(1000)
-    results = []
-    for chunk in (CHUNK, 16):
-        monkeypatch.setattr("megatrain.optim.masters.halves.CHUNK", chunk)
-        master = RoundedMaster(torch.empty(1000, dtype=torch.bfloat16), torch.Generator().manual_seed(5))
-        write_(master, values)
-        results.append(master.high)
-    assert torch.equal(results[0], results[1])
-
-
-def test_shapes_and_orders_of_memory():
-    for values in (torch.randn(()), torch.randn(0), torch.randn(3, 4).t(), torch.randn(2 * CHUNK + 5)):
-        master = SplitMaster.of(values)
-        assert master.high.shape == master.low.shape == values.shape
-        assert torch.equal(read_(torch.empty(values.shape), master), values)
 
 
 SHAPES = ((50, 30), (30,), (40, 40), (7,), (20, 10))
@@ -165,34 +128,6 @@ def test_clipped_steps_block_by_block_leave_the_bits_of_fp32(name: str):
             assert q.grad is None
 
 
-def test_a_failing_step_leaves_parameters_bf16_and_in_place_and_the_low_halves():
-    _, narrow, masters = sides()
-    before = [p.detach().clone() for p in narrow]
-    split = {p: m.low.clone() for p, m in masters.items() if isinstance(m, SplitMaster)}
-
-    class Failing(torch.optim.SGD):
-        @torch.no_grad()
-        def step(self, closure=None):
-            for p in self.param_groups[0]["params"]:
-                if p in split:
-                    p.add_(1)  # the joined values, which are thrown away
-            raise RuntimeError("out of luck")
-
-    for p in narrow:
-        p.grad = torch.ones_like(p)
-    code = MasterStep(masters)
-    blocks = BlockOptimizer(Failing(narrow, lr=1.0), [narrow], code=code)
-    blocks.begin()
-    with pytest.raises(RuntimeError, match="out of luck"):
-        blocks.finish()
-    for p, b in zip(narrow, before, strict=True):
-        assert torch.equal(p, b)
-        assert p.dtype == b.dtype
-        assert p.grad is not None
-        assert p.grad.dtype == p.dtype
-    assert all(torch.equal(masters[p].low, low) for p, low in split.items())
-
-
 def test_moments_that_were_narrowed_by_loading_are_refused():
     _, narrow, masters = sides()
     optimizer = torch.optim.AdamW(narrow)
@@ -203,41 +138,6 @@ def test_moments_that_were_narrowed_by_loading_are_refused():
     optimizer.load_state_dict(optimizer.state_dict())
     with pytest.raises(OptimizerError, match="moments of a"):
         code(optimizer)
-
-
-def test_state_that_was_made_in_bf16_is_refused_before_anything_is_written():
-    """Adagrad makes its sums when it is made, and `load_state_dict` converts what it loads."""
-    _, narrow, masters = sides()
-    made = {"adagrad": torch.optim.Adagrad(narrow, lr=0.1), "loaded": torch.optim.SGD(narrow, lr=0.1, momentum=0.9)}
-    for p in narrow:
-        made["loaded"].state[p]["momentum_buffer"] = torch.zeros_like(p)
-    before = [p.detach().clone() for p in narrow]
-    for optimizer in made.values():
-        for p in narrow:
-            p.grad = torch.ones_like(p)
-        with pytest.raises(OptimizerError, match=r"(?s)is torch.bfloat16, its master is fp32.*before compile"):
-            MasterStep(masters)(optimizer)
-        assert all(torch.equal(p, b) for p, b in zip(narrow, before, strict=True))
-
-
-def test_adagrad_made_before_the_parameters_are_bf16_has_the_bits_of_fp32():
-    wide, narrow, masters = sides()
-    for p in narrow:
-        p.data = p.detach().float()
-    whole, parts = torch.optim.Adagrad(wide, lr=0.1), torch.optim.Adagrad(narrow, lr=0.1)
-    for p in narrow:
-        if isinstance(masters.get(p), SplitMaster):
-            p.data = masters[p].high
-    gradients: dict[torch.Tensor, torch.Tensor] = {}
-    generator = torch.Generator().manual_seed(1)
-    for _ in range(5):
-        set_gradients(wide, narrow, gradients, generator)
-        whole.step()
-        MasterStep(masters, gradient_of=lambda p: gradients.get(p, p.grad))(parts)
-    for p, q in zip(wide, narrow, strict=True):
-        master = masters.get(q)
-        values = q.detach() if master is None else read_(torch.empty(master.shape), master)
-        assert torch.equal(values, p.detach())
 
 
 @pytest.fixture(params=["in C", "by torch"])
@@ -300,32 +200,6 @@ def test_a_bf16_gradient_is_widened_first_and_one_that_is_not_finite_shows(kerne
         assert torch.equal(one.view(torch.int16), other.view(torch.int16))
 
 
-def test_an_update_by_nothing_leaves_every_kind_of_master(kernel: str):
-    upper = torch.arange(-(1 << 15), 1 << 15, dtype=torch.int32)[:, None] << 16
-    values = (upper | torch.tensor([0, 1, 0x7FFF, 0x8000, 0x8001, 0xFFFF], dtype=torch.int32)).flatten()
-    values = values.view(torch.float32)
-    master, before = SplitMaster.of(values), SplitMaster.of(values)
-    options = AdamWOptions(1e-3, weight_decay=0.0)
-    adamw_(master, zeros(master), torch.zeros(values.shape), step=1, options=options)
-    nan = values.isnan()
-    assert torch.equal(master.high.isnan(), nan)
-    for mine, theirs in ((master.high, before.high), (master.low, before.low)):
-        assert torch.equal(mine.view(torch.int16)[~nan], theirs.view(torch.int16)[~nan])
-
-
-@pytest.mark.skipif(native_reason() is not None, reason="no kernel in C")
-def test_the_native_kernel_has_the_same_bits_with_any_number_of_threads():
-    numel = 3 * CHUNK + 5
-    values, gradient = torch.randn(numel), torch.randn(numel)
-    results = []
-    for threads in (1, 2, 3):
-        master = SplitMaster.of(values)
-        adamw_(master, zeros(master), gradient, step=1, options=AdamWOptions(1e-3), threads=threads)
-        results.append(read_(torch.empty(numel), master))
-    assert torch.equal(results[0], results[1])
-    assert torch.equal(results[0], results[2])
-
-
 def test_a_compiler_that_is_missing_or_fails_is_said_and_so_is_amsgrad(tmp_path):
     broken = tmp_path / "broken.c"
     assert "no C compiler" in str(native.build(broken, compilers=("no-such-compiler",)))
@@ -335,31 +209,6 @@ def test_a_compiler_that_is_missing_or_fails_is_said_and_so_is_amsgrad(tmp_path)
     optimizer = torch.optim.AdamW([torch.nn.Parameter(torch.ones(1))], amsgrad=True)
     with pytest.raises(OptimizerError, match="amsgrad"):
         AdamWOptions.of(optimizer.param_groups[0])
-
-
-def weights(numel: int = 1 << 16) -> torch.Tensor:
-    return torch.randn(numel, generator=torch.Generator().manual_seed(0)) * 0.02
-
-
-def tiny_updates(master, steps: int = 10) -> None:
-    generator = torch.Generator().manual_seed(1)
-    moments = zeros(master)
-    for step in range(1, steps + 1):
-        gradient = torch.randn(master.high.shape, generator=generator)
-        adamw_(master, moments, gradient, step=step, options=AdamWOptions(1e-5, weight_decay=0.0))
-
-
-def test_stochastic_rounding_follows_the_exact_masters_on_average():
-    start = weights().bfloat16()
-    rounded = RoundedMaster(start.clone(), torch.Generator().manual_seed(3))
-    exact = SplitMaster.of(start.float())
-    tiny_updates(rounded)
-    tiny_updates(exact)
-    moved = read_(torch.empty(start.shape), exact) - start.float()
-    apart = rounded.high.float() - start.float() - moved
-    # The error of each weight has mean 0; the mean of all has a standard error of std / sqrt(n).
-    assert abs(apart.mean()) < 4 * apart.std() / start.numel() ** 0.5
-    assert (rounded.high != start).any()
 
 
 def _of_rest() -> ParameterUpdate:

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import signal
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,14 +9,11 @@ import torch
 from torch import nn
 
 import megatrain
-from megatrain.errors import TraceError
 from megatrain.optim.masters import halves, narrow_model
 from megatrain.optim.masters.narrow_model import Narrowed
 from tests.comparing import assert_same_bits
 from tests.gradients import grad_of
-from tests.interrupting import Lines
 
-FILES = ("optim/masters/narrow_model.py", "optim/masters/narrow_model.py")
 KINDS = ("exact", "rounded")
 
 
@@ -80,40 +74,6 @@ class State:
 def attempt(model: nn.Module, kind: str, *, captures: bool = False) -> Any:
     arguments: dict[str, Any] = {"example_args": (torch.ones(2, 4),)} if captures else {}
     return megatrain.compile(model, device="cpu", precision="bf16", masters=kind, **arguments)
-
-
-def interrupted(kind: str, *, captures: bool, act: Callable[[], None] | None = None, step: int = 1) -> int:
-    """Compiles again and again, and interrupts so many lines further each time; returns at about how many lines."""
-    model = Mixed()
-    state = State(model)
-    for at in range(1, 5000, step):
-        lines = Lines(*FILES, at=at, act=act)
-        # Where it captures, each compile fails, and is undone.
-        with lines.watched(), contextlib.suppress(KeyboardInterrupt, *([TraceError] if captures else [])):
-            attempt(model, kind, captures=captures)
-            assert not lines.where, f"nothing was raised at {lines.where}"
-        if not lines.where:
-            return at - 1
-        state.check(lines.where)
-    raise AssertionError("too many lines")
-
-
-@pytest.mark.parametrize(
-    ("kind", "captures", "is_signal", "step"),
-    [
-        *((kind, False, False, 7) for kind in KINDS),
-        ("exact", True, True, 9),
-        *(
-            pytest.param(kind, captures, False, 1, marks=pytest.mark.nightly)
-            for kind in KINDS
-            for captures in (False, True)
-        ),
-        pytest.param("exact", True, True, 1, marks=pytest.mark.nightly),
-    ],
-)
-def test_an_interrupt_at_any_line_leaves_the_model_as_it_was(kind: str, captures: bool, is_signal: bool, step: int):
-    act = (lambda: signal.raise_signal(signal.SIGINT)) if is_signal else None
-    assert interrupted(kind, captures=captures, act=act, step=step) > (150 if captures else 100)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -76,14 +76,6 @@ def test_without_gradients_the_norm_is_zero_and_one_that_overflows_is_no_element
     assert norm.first_nonfinite is None
 
 
-def test_parameters_that_are_not_clipped_are_left_out():
-    inside, outside = (torch.nn.Parameter(torch.zeros(2)) for _ in range(2))
-    norm = GradientNorm([inside])
-    norm.add(0, {inside: torch.ones(2), outside: torch.full((2,), torch.nan)})
-    assert norm.first_nonfinite is None
-    assert torch.equal(norm.total(), torch.ones(2).norm())
-
-
 def test_a_sparse_gradient_is_refused():
     parameter = torch.nn.Parameter(torch.zeros(4, 3))
     with pytest.raises(OptimizerError, match="sparse gradient"):

@@ -44,34 +44,6 @@ def test_the_quota_of_a_container_counts(tmp_path: Path):
         assert update_threads(3, tmp_path) == 125
 
 
-@pytest.mark.usefixtures("processors")
-@pytest.mark.parametrize(
-    ("groups", "quotas", "left"),
-    [
-        # The lowest of all groups above counts.
-        ("0::/jobs/mine", {"jobs/mine": "1600000 100000", "jobs": "800000 100000", "": "max 100000"}, 5),
-        # In a container that doesn't see its own path the quota is at the top.
-        ("0::/docker/0123", {"": "1000000 100000"}, 7),
-    ],
-)
-def test_the_quota_of_a_group_above_counts(tmp_path: Path, groups: str, quotas: dict[str, str], left: int):
-    write(tmp_path / "proc/self/cgroup", groups)
-    for group, quota in quotas.items():
-        write(tmp_path / "sys/fs/cgroup" / group / "cpu.max", quota)
-    assert update_threads(3, tmp_path) == left
-
-
-@pytest.mark.usefixtures("processors")
-def test_the_first_version_of_control_groups_counts_too(tmp_path: Path):
-    write(tmp_path / "proc/self/cgroup", "4:memory:/other\n9:cpu,cpuacct:/jobs/mine\n1:name=systemd:/\n0::/")
-    top = tmp_path / "sys/fs/cgroup/cpu,cpuacct"
-    for group, quota in (("", -1), ("jobs", 1200000), ("jobs/mine", -1), ("other", 100000)):
-        write(top / group / "cpu.cfs_quota_us", quota)
-        write(top / group / "cpu.cfs_period_us", 100000)
-    assert update_threads(3, tmp_path) == 9
-    assert update_threads() >= 1, "this machine's files can be read"
-
-
 @pytest.mark.parametrize(("device", "left"), [(Accelerator("xpu", 0), 3), (Device(torch.device("xpu"), "plain"), 1)])
 def test_updates_leave_the_threads_that_launch_their_processors(
     monkeypatch: pytest.MonkeyPatch, device: Device, left: int

@@ -17,10 +17,8 @@ from megatrain.passes.rewrites import parts
 from megatrain.passes.rewrites.head_loss import chunk_head_loss
 from megatrain.passes.rewrites.masked_attention import banded_attention
 from megatrain.passes.rewrites.parts import computed_parts
-from megatrain.passes.rewrites.tile_tokens import tile_tokens
 from tests.rewrites import test_masked_attention as masked
 from tests.rewrites.test_head_loss import Reader, flat, ids_of
-from tests.rewrites.test_tile_tokens import Model
 
 
 def measured(model: nn.Module, args: Any, rewrite: Rewrite) -> dict[str, TemplateCost | None]:
@@ -64,9 +62,3 @@ def test_parts_are_alike_only_where_they_follow_each_other_and_have_no_values():
 def test_chunks_of_a_head(monkeypatch: pytest.MonkeyPatch):
     """99 rows: 3 chunks of 13 rows and 5 of 12."""
     assert_as_all(Reader(flat), (ids_of(0),), partial(chunk_head_loss, rows=14), 3, monkeypatch)
-
-
-def test_tiles(monkeypatch: pytest.MonkeyPatch):
-    """The last tile is longer: it looks like the others, and has other shapes."""
-    ids = torch.zeros(1, 330, dtype=torch.long)
-    assert_as_all(Model(), (ids, ids), partial(tile_tokens, rows=64), 2, monkeypatch)

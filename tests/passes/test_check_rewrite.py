@@ -6,7 +6,6 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -85,52 +84,6 @@ def test_a_gradient_that_is_lost_is_told_although_the_outputs_are_equal():
     report = check_rewrite(Net().eval(), replacing(F.linear, detached), (X,), trials=1)
     assert not report.ok
     assert [(d.kind, d.name) for d in report.deviations if not d.ok] == [("gradient", "fc.weight")]
-
-
-def test_a_rewrite_sees_the_graph_that_a_compiled_model_gives_it():
-    """`.float()` of a float makes a call that nothing reads: with it, the head isn't the only reader of its logits."""
-
-    class Cast(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.head = nn.Linear(6, 9)
-
-        def forward(self, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-            return F.cross_entropy(self.head(x).float(), labels)
-
-    report = check_rewrite(Cast(), partial(chunk_head_loss, rows=2), (X, torch.tensor([1, 3, 5, 7, 2])))
-    assert report.ok, str(report)
-
-
-class Mask(nn.Module):
-    """Draws a mask from NumPy, as SpecAugment does; runs as a module."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x * torch.from_numpy(np.random.rand(5, 1).astype("float32"))
-
-
-def test_indices_that_fit_their_places_alone_stay_as_given():
-    class Places(nn.Module):
-        """The first column counts in a smaller table than the second."""
-
-        def __init__(self) -> None:
-            super().__init__()
-            self.small, self.large = nn.Embedding(2, 6), nn.Embedding(90, 6)
-            self.fc = nn.Linear(6, 6)
-
-        def forward(self, ids: torch.Tensor) -> torch.Tensor:
-            return self.fc(self.small(ids[:, 0]) + self.large(ids[:, 1]))
-
-    report = check_rewrite(Places(), replacing(F.linear, apart), (torch.tensor([[0, 80], [1, 81], [0, 82]]),))
-    assert report.ok, str(report)
-    assert report.kept == ("ids",)
-
-
-def test_draws_of_numpy_are_the_same_in_both():
-    before = np.random.get_state(legacy=False)["state"]["pos"]
-    report = check_rewrite(nn.Sequential(nn.Linear(6, 6), Mask()), replacing(F.linear, apart), (X,))
-    assert report.ok, str(report)
-    assert np.random.get_state(legacy=False)["state"]["pos"] == before
 
 
 def test_a_model_whose_way_depends_on_its_weights_is_refused():

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import gc
 import weakref
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import fx
@@ -12,11 +11,6 @@ from torch import fx
 from megatrain.passes.interpret import Code
 
 PLAIN: dict[str, Any] = {"grad": True, "autocast": ()}
-
-
-class Pair(NamedTuple):
-    left: Any
-    right: Any
 
 
 def built(make: Any, **meta: Any) -> fx.Graph:
@@ -27,28 +21,6 @@ def built(make: Any, **meta: Any) -> fx.Graph:
         node.meta.update({**PLAIN, **meta})
     graph.output((result,))
     return graph
-
-
-def test_containers_and_names_that_python_keeps_for_itself_reach_the_call() -> None:
-    given: list[Any] = []
-
-    def take(*args: Any, **kwargs: Any) -> torch.Tensor:
-        given.append((args, kwargs))
-        return args[0]
-
-    def make(graph: fx.Graph, x: fx.Node) -> fx.Node:
-        return graph.call_function(
-            take, (x, [x, 1.5], (None,), Pair(x, "a\n'"), slice(x, None, 2)), {"from": torch.float16, "to": {"k": [x]}}
-        )
-
-    code, x = Code(built(make)), torch.ones(2)
-    for _ in range(2):
-        assert code([x])[0] is x
-    (args, kwargs), again = given
-    assert args == (x, [x, 1.5], (None,), Pair(x, "a\n'"), slice(x, None, 2))
-    assert isinstance(args[3], Pair)
-    assert kwargs == {"from": torch.float16, "to": {"k": [x]}}
-    assert args[1] is not again[0][1]  # the call may change its list
 
 
 def test_recorded_modes_count_and_not_the_callers() -> None:
@@ -93,22 +65,3 @@ def test_watching_sees_each_result_with_its_node() -> None:
     seen: list[tuple[str, float]] = []
     Code(built(make)).watched(lambda node, result: seen.append((node.name, float(result.sum()))))([torch.zeros(2)])
     assert seen == [("exp", 2.0), ("neg", -2.0)]
-
-
-def test_code_is_freed_without_the_collector() -> None:
-    class Kept:
-        def __call__(self, x: torch.Tensor) -> torch.Tensor:
-            return x
-
-    kept = Kept()
-    kept.__name__ = "kept"  # pyright: ignore[reportAttributeAccessIssue]
-    code = Code(built(lambda graph, x: graph.call_function(kept, (x,))))
-    code([torch.ones(1)])
-    gc.collect()
-    function = weakref.ref(code._function)  # pyright: ignore[reportPrivateUsage, reportArgumentType]
-    gc.disable()
-    try:
-        del code
-        assert function() is None
-    finally:
-        gc.enable()

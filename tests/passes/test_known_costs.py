@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import gc
-import weakref
 from typing import Any
 
 import pytest
@@ -92,24 +90,6 @@ def test_what_differs_is_measured(other: dict[str, Any], measured: list[str]):
     assert {t.cost for t in program.templates.values()} == {
         t.cost for t in lower(trace(model, (x,))).templates.values()
     }
-
-
-def test_a_template_lives_as_long_as_its_cost_and_the_oldest_are_forgotten(monkeypatch: pytest.MonkeyPatch):
-    """An argument that a key knows by its identity alone must not be taken for a later one at the same address."""
-    monkeypatch.setattr(measuring, "MOST", 2)
-    costs, device = KnownCosts(), torch.device("cpu")
-    graphs: list[weakref.ref[Any]] = []
-    for width in (4, 8, 16):
-        program = lower(trace(nn.Linear(width, width), (torch.zeros(2, width),)))
-        (template,) = program.templates.values()
-        graphs.append(weakref.ref(template.graph))
-        cost = template.cost
-        assert cost is not None
-        assert costs.of(template, [(True,) * 3], device, lambda cost=cost: cost) is cost
-        del program, template
-        gc.collect()
-        assert graphs[-1]() is not None
-    assert [graph() is None for graph in graphs] == [True, False, False]
 
 
 def test_a_plan_measures_each_template_once(measured: list[str]):

@@ -12,7 +12,6 @@ from megatrain.passes.kernels import LiveBytes, private_bytes
 from megatrain.passes.pipeline import lower
 from megatrain.passes.program import Program, TemplateCost
 from megatrain.tracer.trace import trace
-from tests.models import MODELS
 
 
 def _cost(program: Program, block: int = 0) -> TemplateCost:
@@ -40,21 +39,6 @@ def test_saved_bytes_and_flops_of_a_small_mlp_are_exact():
     assert cost.forward_workspace_bytes == 2 * 5 * 32 * 4 - 5 * 8 * 4
 
 
-def test_a_chain_frees_what_it_no_longer_needs():
-    class Chain(nn.Linear):
-        def forward(self, x):
-            x = super().forward(x)
-            for _ in range(6):
-                x = torch.tanh(x)
-            return x
-
-    cost = _cost(lower(trace(Chain(16, 16), (torch.randn(4, 16),))))
-    tensor = 4 * 16 * 4
-    # One operand beside the result, where a loop in Python would do no better; all of them with a graph.
-    assert cost.forward_workspace_bytes <= tensor
-    assert cost.saved_bytes == 5 * tensor
-
-
 def test_measuring_runs_under_the_shapes_of_the_capture_where_they_depend_on_values():
     class Selected(nn.Linear):
         def forward(self, x):
@@ -62,12 +46,6 @@ def test_measuring_runs_under_the_shapes_of_the_capture_where_they_depend_on_val
 
     program = lower(trace(Selected(4, 4), (torch.tensor([[1.0] * 4, [-1.0] * 4]),)))
     assert total_flops(_cost(program).forward) == 2 * 1 * 4 * 4
-
-
-def test_a_cost_does_not_hang_on_what_was_measured_before_in_the_process():
-    # The backward of an LSTM gives one tensor as the gradient of two biases; a cache of fake results made two of it.
-    costs = [_cost(lower(trace(*MODELS["lstm"]()))) for _ in range(3)]
-    assert costs[0] == costs[1] == costs[2]
 
 
 def test_a_cost_prints_bytes_in_full_and_work_in_three_digits():
@@ -106,19 +84,6 @@ def test_the_fp32_sums_of_attentions_backward_are_counted(kind: str):
             op(*given, None, out, softmax, seed, seed, 0.0, [True, True, True, False])
     gradients = 3 * query.nbytes
     assert live.peak == gradients + 4 * batch * heads * 1024 * (width + 1)
-
-
-def test_heads_that_share_keys_have_gradients_of_their_own_at_first():
-    query = torch.empty(1, 8, 256, 64, device="meta", dtype=torch.bfloat16)
-    key = torch.empty(1, 2, 256, 64, device="meta", dtype=torch.bfloat16)
-    op = ATTENTION._scaled_dot_product_flash_attention_backward.default
-    alone = private_bytes(op, (query, query, query, query))
-    assert private_bytes(op, (query, query, key, key)) == alone + 2 * 4 * key.nbytes
-    packed = torch.empty(1000, 8, 64, device="meta", dtype=torch.bfloat16)
-    bounds = torch.empty(4, device="meta", dtype=torch.int32)
-    varying = ATTENTION._flash_attention_backward.default
-    found = private_bytes(varying, (packed, packed, packed, packed, packed, None, bounds))
-    assert found == 4 * 8 * (1000 + 3 * 128 + 128 - 104) * (64 + 1)
 
 
 def test_rnns_of_cudnn_have_a_copy_of_their_weights():

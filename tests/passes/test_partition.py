@@ -46,20 +46,6 @@ def test_a_block_called_twice_is_two_blocks_on_one_state():
     assert program.blocks[1].binding == program.blocks[3].binding
 
 
-def test_a_tied_parameter_is_bound_under_one_name():
-    program = captures.program("gpt")
-    assert "embed.weight" in program.blocks[0].binding
-    assert "embed.weight" in program.blocks[-1].binding
-    assert program.state["embed.weight"].ties == ("head.weight",)
-
-
-def test_an_unused_parameter_is_in_no_block():
-    program = captures.program("unused_parameter")
-    bound = {key for block in program.blocks for key in block.binding}
-    assert bound == set(program.state)
-    assert not [key for key in bound if "unused" in key or "spare" in key]
-
-
 def test_a_large_block_is_cut_at_its_children_and_small_ones_are_merged():
     traced = trace(Gpt(depth=4), (torch.zeros(1, 4, dtype=torch.int64),))
     whole = lower(traced)
@@ -72,11 +58,6 @@ def test_a_large_block_is_cut_at_its_children_and_small_ones_are_merged():
     assert "blocks.0.attn.qkv" in _names(lower(traced, block_bytes=layer // 4))
     assert len(lower(traced, block_bytes=3 * layer).blocks) < len(whole.blocks)
     assert len(lower(traced, block_bytes=10**9).blocks) == 1
-
-
-def test_what_cannot_be_cut_stays_whole_below_any_limit():
-    program = lower(captures.traced("stack"), block_bytes=1)
-    assert [program.state_bytes(b) for b in program.blocks] == [64, 80, 80, 80, 40]
 
 
 def test_a_block_that_writes_into_its_input_works_on_a_copy():

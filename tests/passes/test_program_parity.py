@@ -30,7 +30,7 @@ TELLING = {
     "block_called_twice": 1, "shared_parameter": 1, "unet": None, "lengths_read": None, "custom_function": 1,
     "ema_buffer": 10**9, "aliased_inplace": None, "parameter_view": 1, "no_grad_region": 10**9, "autocast_region": 1,
     "nested_outputs": None, "hidden_collected": 1, "returns_everything": None, "views": 1, "checkpointed": None,
-    "random_path": 1, "indexed_assignment": None, "mixture_of_experts": 1, "spectral_norm": None,
+    "random_path": 1, "mixture_of_experts": 1, "spectral_norm": None,
 }  # fmt: skip
 """For each model blocks at its own modules, a block for each call and row (or nearly), or one of all."""
 NIGHTLY = [(name, limit) for name in MODELS for limit in (None, 500, 10**9) if TELLING.get(name, 0) != limit]

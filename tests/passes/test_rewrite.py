@@ -95,63 +95,6 @@ def test_a_call_gets_its_meta_from_the_trial_and_from_the_call_it_is_like():
     assert numbers.count(node.meta["storage"]) == 1
 
 
-def test_calls_stand_in_the_order_in_which_they_were_added():
-    rewriter = Rewriter(_traced())
-    linear = rewriter.calls(F.linear)[0]
-    first = rewriter.call(linear, "abs", linear)
-    second = rewriter.call(linear, "neg", first)
-    assert (linear.next, first.next) == (first, second)
-    rewriter.erase(second)
-    assert rewriter.call(linear, "exp", first).prev is first
-
-
-def test_a_view_shares_the_memory_of_its_operand():
-    rewriter = Rewriter(_traced())
-    linear = rewriter.calls(F.linear)[0]
-    view = rewriter.call(linear, "narrow", linear, 0, 1, 2)
-    assert (view.meta["storage"], view.meta["storage_bytes"]) == (linear.meta["storage"], 96)
-    turned = rewriter.call(linear, "transpose", linear, 0, 1)
-    assert turned.meta["spec"].stride == (1, 6)
-
-
-def test_a_call_with_several_results_gives_a_node_for_each():
-    rewriter = Rewriter(_traced())
-    linear = rewriter.calls(F.linear)[0]
-    values, places = rewriter.call(linear, torch.max, linear, dim=1)
-    assert (values.target, places.target) == (operator.getitem, operator.getitem)
-    assert (values.meta["requires_grad"], places.meta["requires_grad"]) == (True, False)
-    assert places.meta["spec"] == TensorSpec((4,), torch.int64)
-    halves = rewriter.call(linear, torch.chunk, linear, 2)
-    assert [half.meta["storage"] for half in halves] == [linear.meta["storage"]] * 2
-    rewriter.done().check()
-
-
-def test_a_call_that_gives_back_its_operand_adds_nothing():
-    rewriter = Rewriter(_traced())
-    linear = rewriter.calls(F.linear)[0]
-    count = len(rewriter.graph.nodes)
-    assert rewriter.call(linear, "contiguous", linear) is linear
-    assert rewriter.call(linear, "to", linear, torch.float32) is linear
-    assert len(rewriter.graph.nodes) == count
-
-
-def test_modes_are_those_of_the_call_it_is_like():
-    rewriter = Rewriter(_traced())
-    (total,) = [n for n in rewriter.calls("sum") if not n.meta["grad"]]
-    assert not rewriter.call(total, "exp", total).meta["requires_grad"]
-    rewriter = Rewriter(trace(*MODELS["autocast_region"]()))
-    narrow = next(n for n in rewriter.calls(F.linear) if n.meta["autocast"])
-    made = rewriter.call(narrow, F.linear, *narrow.args)
-    assert made.meta["autocast"] == narrow.meta["autocast"]
-    assert made.meta["spec"].dtype == torch.bfloat16
-    rewriter = Rewriter(_traced())
-    (linear,) = rewriter.calls(F.linear)
-    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):  # of whoever runs the pass: these don't count
-        made = rewriter.call(linear, F.linear, *linear.args)
-    assert made.meta["spec"] == linear.meta["spec"]
-    assert made.meta["requires_grad"]
-
-
 def test_a_call_that_draws_is_marked():
     rewriter = Rewriter(_traced())
     linear = rewriter.calls(F.linear)[0]
@@ -202,15 +145,6 @@ def test_what_is_dead_goes_with_the_state_that_nobody_reads():
     with pytest.raises(LowerError, match="isn't a node of this graph"):
         rewriter.call(relu, "abs", relu)  # it was replaced
     assert set(made.state) == {"0.weight", "0.bias"}
-
-
-def test_nodes_of_the_capture_stand_for_those_of_the_copy():
-    traced = _traced()
-    rewriter = Rewriter(traced)
-    linear = next(n for n in traced.graph.nodes if n.target is F.linear)
-    node = rewriter.call(linear, "abs", linear)
-    assert node.graph is rewriter.graph
-    assert node.args[0] in rewriter.calls(F.linear)
 
 
 def _value(rewriter: Rewriter):
@@ -334,3 +268,42 @@ def test_calls_that_are_alike_are_tried_once_and_get_what_their_own_trial_would_
     made(rewriter, x, linear, trials=1, grad=False)
     made(rewriter, x, linear, trials=1, target=functools.partial(halves))
     made(rewriter, x, linear, trials=0)
+
+
+def test_modes_are_those_of_the_call_it_is_like():
+    rewriter = Rewriter(_traced())
+    (total,) = [n for n in rewriter.calls("sum") if not n.meta["grad"]]
+    without = rewriter.call(total, "exp", total)
+    assert (without.meta["grad"], without.meta["requires_grad"]) == (False, False)
+    rewriter = Rewriter(trace(*MODELS["autocast_region"]()))
+    narrow = next(n for n in rewriter.calls(F.linear) if n.meta["autocast"])
+    made = rewriter.call(narrow, F.linear, *narrow.args)
+    assert made.meta["autocast"] == narrow.meta["autocast"]
+    assert made.meta["spec"].dtype == torch.bfloat16
+    rewriter = Rewriter(_traced())
+    (linear,) = rewriter.calls(F.linear)
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):  # of whoever runs the pass: these don't count
+        made = rewriter.call(linear, F.linear, *linear.args)
+    assert made.meta["spec"] == linear.meta["spec"]
+    assert made.meta["requires_grad"]
+
+
+def test_a_view_shares_the_memory_of_its_operand():
+    rewriter = Rewriter(_traced())
+    linear = rewriter.calls(F.linear)[0]
+    view = rewriter.call(linear, "narrow", linear, 0, 1, 2)
+    assert (view.meta["storage"], view.meta["storage_bytes"]) == (linear.meta["storage"], 96)
+    turned = rewriter.call(linear, "transpose", linear, 0, 1)
+    assert turned.meta["spec"].stride == (1, 6)
+
+
+def test_a_call_with_several_results_gives_a_node_for_each():
+    rewriter = Rewriter(_traced())
+    linear = rewriter.calls(F.linear)[0]
+    values, places = rewriter.call(linear, torch.max, linear, dim=1)
+    assert (values.target, places.target) == (operator.getitem, operator.getitem)
+    assert (values.meta["requires_grad"], places.meta["requires_grad"]) == (True, False)
+    assert places.meta["spec"] == TensorSpec((4,), torch.int64)
+    halves = rewriter.call(linear, torch.chunk, linear, 2)
+    assert [half.meta["storage"] for half in halves] == [linear.meta["storage"]] * 2
+    rewriter.done().check()

@@ -98,26 +98,3 @@ def test_aliasing_of_what_a_layer_returns_tells_templates_apart():
 
     assert count(True, True) == 1
     assert count(True, False) == 2
-
-
-def test_names_of_modules_change_names_of_ports_and_nothing_else():
-    def made(*names: str) -> nn.Module:
-        layers = [nn.Sequential() for _ in range(2)]
-        for layer in layers:
-            layer.add_module(names[0], nn.Linear(4, 4))
-            layer.add_module(names[1], nn.BatchNorm1d(4))
-            layer.add_module(names[2], nn.BatchNorm1d(4))
-        return nn.Sequential(*layers)
-
-    def shape_of(model: nn.Module) -> list[Any]:
-        """All of a program but names."""
-        program = lower(trace(model, (torch.zeros(3, 4),)))
-        place = {name: i for i, name in enumerate([*program.values, *program.state])}
-        return [
-            [(b.template, [place[name] for name in (*b.inputs, *b.outputs, *b.binding)]) for b in program.blocks],
-            [(t.name, [str(n.target) for n in t.graph.nodes if n.op.startswith("call")], t.cost)
-             for t in program.templates.values()],
-            [(place[one], place[other]) for one, other in (*program.commits, *program.buffers)],
-        ]  # fmt: skip
-
-    assert shape_of(made("b", "c", "d")) == shape_of(made("norm_2", "y10", "y9"))

@@ -13,11 +13,10 @@ from torch import nn
 
 from megatrain import LowerError, lower, trace
 from megatrain.passes.check import verify_program
-from tests.comparing import assert_same
 from tests.draws import draws
 from tests.experts import IDLE, Grouped, Layers, Listed
-from tests.passes.splitting import assert_exact, largest, parts_of, seeded, tokens, unmeasured
-from tests.tracer.parity import eager_step, program_step
+from tests.passes.splitting import assert_exact, largest, parts_of, seeded, tokens
+from tests.tracer.parity import program_step
 
 
 def test_a_layer_of_many_stacked_experts_is_cut_into_groups_and_stays_exact():
@@ -33,23 +32,6 @@ def test_a_layer_of_many_stacked_experts_is_cut_into_groups_and_stays_exact():
     assert torch.equal(found.gradients["layers.0.up"][IDLE], torch.zeros(8, 16)), "no token chose it"
     args[0][2, 3] = float("inf")  # it spoils no other expert's gradient
     assert_exact(model, args, stack // 4)
-
-
-@pytest.mark.parametrize("kind", Layers.SHARED)
-def test_tokens_that_all_experts_share_get_the_sum_over_groups(kind: str):
-    """Their gradient sums over experts in one product; cut, it sums group by group, so only rounding differs."""
-    model = seeded(Layers, Layers.SHARED[kind], 1, 32, 8, 16)
-    args = (tokens(6, 8),)
-    eager, traced = eager_step(model, args, {}), trace(model, args)
-    program = lower(traced, passes=unmeasured(4096))
-    found = program_step(traced, program, model, args, {})
-    assert largest(program) <= 4096
-    for a, b in zip(eager.outputs, found.outputs, strict=True):
-        assert torch.equal(a, b)
-    for key in ("layers.0.up", "layers.0.down"):
-        assert_same(eager.gradients[key], found.gradients[key], key)
-    for key, gradient in eager.gradients.items():
-        torch.testing.assert_close(found.gradients[key], gradient, rtol=1e-5, atol=1e-6)
 
 
 def test_experts_that_are_modules_are_cut_between_them():

@@ -123,19 +123,3 @@ def test_a_picked_weight_that_is_written_in_between_is_not_moved():
 
     args = (tokens(3, 4).requires_grad_(), torch.tensor([1, 7, 3]))
     assert parts_of(assert_exact(seeded(Writes), args, 300))
-
-
-def test_a_result_written_in_place_is_the_joined_one():
-    class Bias(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.stack = nn.Parameter(torch.randn(8, 4, 8))
-            self.bias = nn.Parameter(torch.randn(8, 8))
-
-        def forward(self, x, ids):
-            out = torch.bmm(x.unsqueeze(1), self.stack[ids]).squeeze(1)
-            out.add_(self.bias[ids])
-            return out
-
-    args = (tokens(3, 4), torch.tensor([1, 7, 3]))
-    assert set(parts_of(assert_exact(seeded(Bias), args, 200))) == {"stack", "bias"}

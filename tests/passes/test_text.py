@@ -4,18 +4,14 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any
 
-import pytest
 import torch
-import torch.nn.functional as F
 from expecttest import assert_expected_inline
-from torch import fx, nn
+from torch import nn
 
 from megatrain.passes.canonicalize import canonicalize, dedup
 from megatrain.passes.partition import partition
 from megatrain.passes.pipeline import lift_state, lower
-from megatrain.tracer.calls import call_text
 from megatrain.tracer.trace import trace
 from tests import captures
 
@@ -84,10 +80,6 @@ def test_a_gpt_prints_as_a_program(golden: Callable[[str, str], None]):
     golden("program_gpt", str(captures.program("gpt_loss")))
 
 
-def test_a_cnn_prints_as_a_program(golden: Callable[[str, str], None]):
-    golden("program_cnn", str(captures.program("cnn")))
-
-
 def scaled(x: torch.Tensor, scale: float = 1.0, shift: int | None = None, *, is_flat: bool = False) -> torch.Tensor:
     """A function of a user's own, with defaults."""
     y = x * scale + (0 if shift is None else shift)
@@ -98,53 +90,6 @@ def scaled(x: torch.Tensor, scale: float = 1.0, shift: int | None = None, *, is_
 @functools.wraps(scaled)
 def doubled(x: torch.Tensor, scale: float = 2.0) -> torch.Tensor:
     return scaled(x, scale)
-
-
-@pytest.mark.parametrize(
-    ("target", "args", "kwargs", "text"),
-    [
-        (F.dropout, (), {"p": 0.5, "training": True, "inplace": False}, "F.dropout(x)"),
-        (F.dropout, (0.5, True, False), {}, "F.dropout(x)"),
-        (F.dropout, (0.5, False, False), {}, "F.dropout(x, 0.5, False)"),
-        (F.dropout, (0.5,), {"training": False}, "F.dropout(x, training=False)"),
-        # What is equal and isn't the same stays.
-        (F.dropout, (0.5, 1), {}, "F.dropout(x, 0.5, 1)"),
-        (scaled, (1,), {}, "scaled(x, 1)"),
-        (scaled, (1.0,), {"shift": None, "is_flat": False}, "scaled(x)"),
-        (scaled, (-0.0,), {"is_flat": True}, "scaled(x, -0.0, is_flat=True)"),
-        # It goes by the name of what it wraps.
-        (doubled, (1.0,), {}, "scaled(x, 1.0)"),
-        (doubled, (2.0,), {}, "scaled(x)"),
-        # Written in C: what its defaults are isn't known.
-        (F.linear, (None,), {}, "F.linear(x, None)"),
-        ("split", (2, 0), {}, "x.split(2)"),
-        ("split", (2, 1), {}, "x.split(2, 1)"),
-    ],
-)
-def test_a_call_is_printed_without_the_functions_own_defaults(target, args, kwargs, text):
-    graph = fx.Graph()
-    x = graph.placeholder("x")
-    made: Any = graph.call_method if isinstance(target, str) else graph.call_function
-    assert call_text(made(target, (x, *args), kwargs)).rpartition("test_text.")[2] == text
-
-
-def test_a_state_port_has_the_name_of_its_state_unless_another_tensor_has_it():
-    class Twice(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.first = nn.Linear(2, 2, bias=False)
-            self.second = nn.ModuleDict({"first": nn.Linear(2, 2, bias=False)})
-
-        def forward(self, **inputs):
-            (given,) = inputs.values()
-            return self.second["first"](self.first(given))
-
-    program = lower(trace(Twice(), (), {"first_weight": torch.ones(1, 2)}))
-    (template,) = program.templates.values()
-    assert [port.name for port in template.inputs] == ["first_weight"]
-    assert [port.name for port in template.state] == ["first_weight_1", "first_weight_2"]
-    (template,) = lower(trace(Twice(), (), {"x": torch.ones(1, 2)})).templates.values()
-    assert [port.name for port in template.state] == ["first_weight", "first_weight_1"]
 
 
 def test_values_show_in_a_line_without_addresses():

@@ -13,7 +13,6 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import megatrain
 from megatrain.errors import ScheduleError, TooSmallError
-from megatrain.memory.device_budget import DeviceBudget
 from megatrain.sizes import parse_bytes
 from tests.nightly import nightly
 
@@ -93,37 +92,6 @@ def test_blocks_that_dont_fit_are_cut_and_train_as_the_loop_does(mode: str):
     assert_as_loop(model, eager, losses, trained(eager, batches, mode))
 
 
-@pytest.mark.parametrize("mode", [mode if mode == "spread" else nightly(mode) for mode in MODES])
-def test_batches_with_and_without_cut_blocks_take_turns(mode: str, monkeypatch: pytest.MonkeyPatch):
-    """Shorter batches got their schedule while there was more memory; updates that are due belong to other blocks."""
-    model, eager = Model(), Model()
-    step = step_of(model, "1MiB", mode)
-    batches = [batch(0), *(batch(number, 8 + number % 2) for number in range(1, 7))]
-    losses = [step(batches[0]).item()]
-    assert len(step.program.blocks) == 5
-    with monkeypatch.context() as patch:
-        patch.setattr(DeviceBudget, "nbytes", property(lambda _: parse_bytes(MEMORY)))
-        losses.append(step(batches[1]).item())
-        assert len(step.program.blocks) > 5
-    numbers = [len(step.program.blocks)]
-    for each in batches[2:]:
-        losses.append(step(each).item())
-        numbers.append(len(step.program.blocks))
-    step.flush()
-    assert len(set(numbers)) > 1, "shapes take turns with their own blocks"
-    assert_as_loop(model, eager, losses, trained(eager, batches, mode))
-
-
-def test_what_was_cut_stays_so(monkeypatch: pytest.MonkeyPatch):
-    step = step_of(Model(), MEMORY)
-    step(batch(0))
-    first = step.program
-    monkeypatch.setattr(DeviceBudget, "nbytes", property(lambda _: 1 << 30))
-    step([batch(1), batch(2)])
-    assert step.schedule.kind.micro_batches == 2
-    assert step.program is first
-
-
 def test_a_size_that_was_given_is_kept():
     with pytest.raises(TooSmallError):
         step_of(Model(), MEMORY, block_bytes=WORDS * WIDTH * 4).prepare(batch(0))
@@ -161,6 +129,7 @@ def test_a_plan_with_cut_blocks_may_be_given():
     assert_as_loop(model, eager, losses, trained(eager, [batch(0)], "serial"))
 
 
+@pytest.mark.nightly
 def test_smaller_blocks_that_make_a_step_shorter_are_taken_on_a_known_machine():
     """Four layers of a 70B, with head and embedding larger than a layer, in half of an RTX 4090."""
     sizes = {"hidden_size": 8192, "intermediate_size": 28672, "num_attention_heads": 64, "num_key_value_heads": 8}

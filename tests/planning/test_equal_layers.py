@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 from transformers import AutoConfig
 
-from megatrain.planning.equal_layers import Layers, Repeated
 from megatrain.planning.planner import Planner
 from megatrain.sizing.plan_command import _step_limits
 from megatrain.sizing.sized_models import ConfigModel
@@ -32,8 +31,7 @@ MODELS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize(
     ("kind", "lora", "machine"),
-    [("equal", 2, "rtx-4090"), ("tied", 0, None), ("alternating", 0, None), ("experts", 0, None)]
-    + [nightly((kind, 2, "rtx-4090")) for kind in MODELS if kind != "equal"],
+    [("tied", 0, None), *(nightly((kind, 2, "rtx-4090")) for kind in MODELS)],
 )
 def test_a_few_layers_give_the_plan_of_all(
     kind: str, lora: int, machine: str | None, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
@@ -60,24 +58,3 @@ def named_by_block(program: Any) -> str:
     lines = [line for line in str(program).splitlines() if line.startswith("  block")]
     order = "\n".join(map(str, program.gradient_order)) + "\n".join(map(str, program.state.items()))
     return re.sub(r"\b\w+\b", lambda word: names.get(word[0], word[0]), "\n".join(lines)) + order
-
-
-def test_blocks_that_do_not_repeat_are_captured_whole(tmp_path: Any, monkeypatch: pytest.MonkeyPatch):
-    AutoConfig.for_model(**SIZES, **MODELS["equal"]).save_pretrained(tmp_path)
-    options = SizingOptions(str(tmp_path), memory="200KiB", sequence=16)
-    source, limits = ConfigModel(options), _step_limits(options, None)
-    repeated = Planner(source).plan(limits)
-    monkeypatch.setattr(Repeated, "program", lambda *_: None)
-    assert str(Planner(source).plan(limits)) == str(repeated)
-
-
-def test_layers_that_differ_are_no_period(tmp_path: Any):
-    figures = {**SIZES, "model_type": "deepseek_v3", "num_hidden_layers": 6, "first_k_dense_replace": 5}
-    more: dict[str, Any] = {
-        "n_routed_experts": 4, "n_group": 1, "topk_group": 1, "num_experts_per_tok": 2, "kv_lora_rank": 8,
-        "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8,
-    }  # fmt: skip
-    AutoConfig.for_model(**figures, **more).save_pretrained(tmp_path)
-    source = ConfigModel(SizingOptions(str(tmp_path), hardware="rtx-4090"))
-    assert Layers.of(source.made(source.sizes)[0]) is None
-    assert source.few(source.sizes) is None

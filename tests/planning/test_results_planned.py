@@ -56,17 +56,6 @@ def test_a_plan_with_results_is_shorter_than_the_one_that_recomputes():
     assert spared == pytest.approx(0.2, rel=0.05)
 
 
-def test_nothing_is_parked_unless_a_machine_is_given():
-    memory = frugal().schedule.device_bytes + MORE
-    for options in ({"activations": "recompute"}, {"hardware": None}):
-        assert planned(device_memory=memory, **options).schedule.park_bytes == 0
-
-
-def test_short_texts_have_no_results():
-    short = megatrain.plan(Layers(), text(length=64), device_memory="2MiB", **ASKED)
-    assert not any(value.is_result for value in short.schedule.known_workload().values)
-
-
 def test_results_are_not_parked_where_the_host_has_no_room():
     plan = planned(device_memory=frugal().schedule.device_bytes + MORE, host_memory=frugal().host.total_bytes)
     assert plan.fits
@@ -96,11 +85,3 @@ def test_compiled_kernels_refuse_a_plan_with_results():
         ScheduleError, match="results of attention that are kept: compiled and recorded kernels return none"
     ):
         step.prepare(text())
-
-
-def test_fewer_results_are_kept_where_the_host_has_room_for_some():
-    memory, host = frugal().schedule.device_bytes + MORE, keeping().host.total_bytes - 1
-    plan = planned(device_memory=memory, host_memory=host)
-    assert plan.fits
-    assert plan.schedule.results == (1, 2)
-    assert plan.hardware is EAGER_TO_KEEP

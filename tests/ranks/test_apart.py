@@ -51,6 +51,27 @@ def steps(rank: int) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.nightly
+def test_a_step_that_others_know_nothing_of_is_refused(three: Processes):
+    found = three.run(steps)
+    for rank, each in enumerate(found):
+        assert each["without"][0].startswith(
+            "this step would train the model apart from the 2 other processes of torch"
+        )
+        assert each["unchanged"]
+        assert each["on purpose"] == []
+        expected = compiled_here()
+        step_of(expected)(stack_batch(rank, 2))
+        assert_same([p.detach() for p in expected.parameters()], each["values"])
+
+
+def test_without_other_processes_nothing_is_said():
+    assert said_by(lambda: step_of(compiled_here())(stack_batch(0, 2))) == []
+    assert said_by(lambda: compiled_here()(stack_batch(0, 2)).sum().backward()) == []
+    with NoCollectives():
+        assert torch.ones(2).sum() == 2
+
+
 def calls(rank: int) -> dict[str, Any]:
     """Calls models with gradients and without."""
     batch = stack_batch(rank, 2)
@@ -69,33 +90,6 @@ def calls(rank: int) -> dict[str, Any]:
     return {**found, "gradients": [p.grad for p in wrapped.parameters()]}
 
 
-def collective_in_loss(rank: int) -> list[str]:
-    """A loss that tells others what it is, in a step of all."""
-
-    def loss(result: torch.Tensor, batch: Any) -> torch.Tensor:
-        found = square(result, batch)
-        dist.all_reduce(found.detach().clone())
-        return found
-
-    compiled = compiled_here(process_group=dist.group.WORLD)
-    step = megatrain.TrainStep(compiled, torch.optim.SGD(compiled.parameters(), 0.1), loss=loss)
-    return said_by(lambda: step(stack_batch(rank, 2)))
-
-
-@pytest.mark.nightly
-def test_a_step_that_others_know_nothing_of_is_refused(three: Processes):
-    found = three.run(steps)
-    for rank, each in enumerate(found):
-        assert each["without"][0].startswith(
-            "this step would train the model apart from the 2 other processes of torch"
-        )
-        assert each["unchanged"]
-        assert each["on purpose"] == []
-        expected = compiled_here()
-        step_of(expected)(stack_batch(rank, 2))
-        assert_same([p.detach() for p in expected.parameters()], each["values"])
-
-
 @pytest.mark.nightly
 def test_a_backward_that_nobody_exchanges_is_noted_once(three: Processes):
     found = three.run(calls)
@@ -110,17 +104,3 @@ def test_a_backward_that_nobody_exchanges_is_noted_once(three: Processes):
         for name in ("again", "wrapped", "on purpose", "frozen", "no_grad"):
             assert each[name] == [], name
         assert_same([p.grad for p in eager.parameters()], each["gradients"], tolerance=1e-6)
-
-
-@pytest.mark.nightly
-def test_a_loss_that_waits_for_others_is_refused_and_nobody_waits(three: Processes):
-    for said in three.run(collective_in_loss):
-        assert len(said) == 1
-        assert "the loss exchanges values with other processes (allreduce), within a training step of all" in said[0]
-
-
-def test_without_other_processes_nothing_is_said():
-    assert said_by(lambda: step_of(compiled_here())(stack_batch(0, 2))) == []
-    assert said_by(lambda: compiled_here()(stack_batch(0, 2)).sum().backward()) == []
-    with NoCollectives():
-        assert torch.ones(2).sum() == 2

@@ -11,13 +11,11 @@ import torch
 import torch.distributed as dist
 
 import megatrain
-from megatrain.saving import load
-from megatrain.saving.manifest import Manifest
 from megatrain.saving.save import Shard
 from tests.comparing import assert_same
 from tests.nightly import nightly
 from tests.ranks.processes import Processes, refused
-from tests.ranks.sides import Case, begin, resume, resume_here, state_of, take, train_here
+from tests.ranks.sides import Case, begin, resume, resume_here, state_of, take
 
 CASE = Case("tied", "deferred", [(1, 1, 1)] * 6, compile={"precision": "bf16"})
 
@@ -27,12 +25,6 @@ def begun() -> tuple[Any, megatrain.TrainStep]:
     compiled, _, step = begin(CASE, dist.group.WORLD)
     take(CASE, dist.get_rank(), step, range(2))
     return compiled, step
-
-
-def saved(rank: int, folder: str) -> Any:
-    """The user's values in what was saved."""
-    begun()[1].save(folder, shard_bytes=300, user={"rank": rank})
-    return load(folder).extra["user"]
 
 
 def failing(rank: int, folder: str) -> list[str]:
@@ -48,20 +40,6 @@ def failing(rank: int, folder: str) -> list[str]:
     return [*texts, refused(lambda: step.save(folder))]
 
 
-def written_alone(rank: int, folder: str) -> list[str]:
-    """Rank 1 alone writes a parameter between two steps."""
-    compiled, step = begun()
-    parameter = next(compiled.megatrain.model.parameters())
-    with torch.no_grad():
-        before = parameter.clone()
-        if rank == 1:
-            parameter.data.mul_(2)
-        found = [refused(lambda: step.save(folder))]
-        if rank == 1:
-            parameter.data.copy_(before)
-        return [*found, refused(lambda: step.save(folder))]
-
-
 def _full_disk() -> Any:
     def write(shard: Shard, folder: Path) -> None:
         raise OSError(28, "No space left on device")
@@ -74,19 +52,6 @@ FOUR_STEPS = replace(TWO, deal=[(1, 1)] * 4)
 
 
 @pytest.mark.nightly
-def test_ranks_write_what_one_process_writes(three: Processes, tmp_path: Path):
-    folder, alone = tmp_path / "run", tmp_path / "alone"
-    assert three.run(saved, str(folder)) == [{"rank": 0}] * 3
-    step = begin(CASE)[2]
-    take(CASE, None, step, range(2))
-    step.save(alone, shard_bytes=300)
-    files = {file for file in Manifest.read(folder).files if file.endswith(".safetensors") and "/extra" not in file}
-    assert len(files) == 20
-    for file in files:
-        assert (folder / file).read_bytes() == (alone / file).read_bytes(), file
-
-
-@pytest.mark.nightly
 def test_a_save_that_fails_leaves_the_checkpoint_before(three: Processes, tmp_path: Path):
     for rank, (first, second, third, fourth) in enumerate(three.run(failing, str(tmp_path / "run"))):
         assert (first, fourth) == ("", "")
@@ -95,13 +60,6 @@ def test_a_save_that_fails_leaves_the_checkpoint_before(three: Processes, tmp_pa
         assert "No space left on device" in second
         assert third.startswith(said + "1 value can't be stored in a checkpoint")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["run"]
-
-
-@pytest.mark.nightly
-def test_a_value_that_one_rank_alone_has_written_is_not_saved(three: Processes, tmp_path: Path):
-    for first, then in three.run(written_alone, str(tmp_path / "run")):
-        assert first.startswith("RanksError: the ranks differ: the value of `embedding.weight` is as it was on rank 0")
-        assert then == ""
 
 
 @pytest.mark.parametrize("reader", [nightly("two"), nightly("alone")])
@@ -121,21 +79,3 @@ def test_a_checkpoint_of_two_ranks_goes_on_elsewhere(reader: str, three: Process
         if rank > 0:
             del side["generator"]
         assert_same({name: expected[name] for name in side}, side, f"rank {rank}")
-
-
-@pytest.mark.nightly
-def test_a_checkpoint_has_the_generators_of_each_rank(three: Processes, tmp_path: Path):
-    folder = str(tmp_path / "run")
-    drawn = replace(TWO, deal=[(1, 2)] * 4, draws=True)
-    undisturbed = three.run(train_here, drawn)[:2]
-    assert three.run(resume_here, replace(drawn, deal=drawn.deal[:2]), folder, 0, True)[:2] == [True, True]
-    for rank, found in enumerate(three.run(resume_here, drawn, folder, 2, False)[:2]):
-        assert not isinstance(found, BaseException), found
-        expected = undisturbed[rank]
-        found["losses"], found["norms"] = (
-            expected["losses"][:2] + found["losses"],
-            expected["norms"][:2] + found["norms"],
-        )
-        assert_same(expected, found, f"rank {rank}")
-    first, second = (each["generator"] for each in undisturbed)
-    assert not torch.equal(first, second), "each rank draws from its own"

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import os
 import random
 import re
-import signal
 import time
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -19,7 +16,6 @@ import torch.distributed as dist
 from torch import nn
 
 import megatrain
-from megatrain.checks.several_optimizers import parameters_of
 from megatrain.memory.host_limits import return_free_memory
 from megatrain.optim.block_update import MasterStep
 from megatrain.ranks.processes import Ranks
@@ -28,7 +24,7 @@ from megatrain.ranks.shared_store import STATE, Name
 from tests.comparing import assert_same
 from tests.nightly import nightly
 from tests.ranks.processes import SHARED, Processes, refused
-from tests.ranks.sides import Case, begin, state_of, take
+from tests.ranks.sides import Case, begin, take
 from tests.training.parity import square
 
 CASE = Case("tied", "overlap", [(1, 1, 1)] * 4, compile={"precision": "bf16"})
@@ -53,23 +49,6 @@ def held(rank: int, case: Case) -> dict[str, Any]:
         "lows": sum(name.kind == "low" for name in twins),
         "updated": sorted(name for name, owner in shared.owners.items() if owner == rank),
     }
-
-
-def planned(rank: int, case: Case) -> list[Any]:
-    """Losses and the end of a training without a plan, with that of these ranks, and with that of a process alone."""
-    apart = dist.new_subgroups(1)[0]
-    plans: list[Any] = [None]
-    for group in (dist.group.WORLD, apart):
-        _, _, step = begin(case, group)
-        take(case, rank, step, range(2))
-        plans.append(step.plan)
-    found: list[Any] = []
-    for plan in plans:
-        torch.manual_seed(5)
-        compiled, optimizer, step = begin(case, dist.group.WORLD, plan=plan)
-        found.append({**take(case, rank, step, range(3)), **state_of(compiled, optimizer, step)})
-        del found[-1]["generator"]
-    return found
 
 
 def slow(rank: int, mode: str) -> list[torch.Tensor]:
@@ -112,29 +91,6 @@ def meeting(rank: int, count: int) -> list[Any]:
     return wrong
 
 
-UPDATED = Case("tied", "spread", [(1, 1, 1)] * 3)
-
-
-def failing_update(rank: int, times: int) -> tuple[str, dict[str, Any]]:
-    """An update of rank 1 at the head of a step fails once it has written; all try again."""
-    compiled, optimizer, step = begin(UPDATED, dist.group.WORLD)
-    take(UPDATED, rank, step, [0])
-    left = [times if rank == 1 else 0]
-
-    def failing(own: Any, step: MasterStep, optimizer: Any) -> None:
-        own(step, optimizer)
-        if left[0] and any(step._gradient_of(p) is not None for p in parameters_of(optimizer)):
-            left[0] -= 1
-            raise ValueError("no update today")
-
-    with updating_by(failing):
-        text = refused(lambda: take(UPDATED, rank, step, [1]))
-    taken = take(UPDATED, rank, step, [1, 2])
-    found = {**taken, **state_of(compiled, optimizer, step)}
-    del found["generator"]
-    return text, found
-
-
 def writing_alone(rank: int, what: str) -> list[str]:
     """Rank 1 alone writes a parameter, or a moment; the next step of all is refused until it is undone."""
     compiled, optimizer, step = begin(CASE, dist.group.WORLD)
@@ -148,30 +104,6 @@ def writing_alone(rank: int, what: str) -> list[str]:
     if rank == 1:
         tensor.copy_(before)
     return [*found, refused(lambda: take(CASE, rank, step, [1]))]
-
-
-def forking(rank: int) -> list[tuple[str, int]]:
-    """Forked children read a parameter, once its update is due and once it is made; how each of them ended."""
-    case = Case("tied", "spread", [(1, 1, 1)] * 3)
-    compiled, _, step = begin(case, dist.group.WORLD)
-    take(case, rank, step, range(1))
-    parameter = compiled.megatrain.model.embedding.weight
-
-    def read_in_child() -> tuple[str, int]:
-        reading, writing = os.pipe()
-        child = os.fork()
-        if child == 0:
-            os.write(writing, refused(lambda: parameter.sum()).encode())
-            os._exit(0)
-        os.close(writing)
-        _, status = os.waitpid(child, 0)
-        return os.read(reading, 1 << 16).decode(), status
-
-    found = [read_in_child()]
-    step.flush()
-    found.append(read_in_child())
-    take(case, rank, step, [1])
-    return found
 
 
 class Wide(nn.Module):
@@ -273,41 +205,12 @@ def test_ranks_of_one_host_share_parameters_moments_and_masters(three: Processes
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("mode", ["overlap", "deferred"])
-def test_a_plan_of_these_ranks_or_of_a_process_alone_is_taken_by_ranks(mode: str, three: Processes):
-    """The ops that wait for others are put into a plan that has none."""
-    for plain, *others in three.run(planned, replace(CASE, mode=mode)):
-        for other in others:
-            assert_same(plain, other, "a step with a plan")
-
-
-@pytest.mark.nightly
-def test_state_that_cannot_be_shared_leaves_each_rank_its_own_store(three: Processes):
-    rounded = replace(CASE, compile={"precision": "bf16", "masters": "rounded"})
-    assert [each["shares"] for each in three.run(held, rounded)] == [False] * 3
-
-
-@pytest.mark.nightly
 @pytest.mark.parametrize("mode", ["overlap", "spread", nightly("serial"), nightly("deferred")])
 def test_ranks_wait_for_a_slow_update_of_another(mode: str, three: Processes):
     case = Case("tied", mode, [(1, 1, 1)] * 3)
     expected = take(case, None, begin(case)[2], range(3))["losses"]
     for found in three.run(slow, mode):
         assert_same(expected, found, "losses")
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("times", [1, 2])
-def test_an_update_that_fails_leaves_no_trace_and_is_made_with_the_next_step(times: int, three: Processes):
-    found = three.run(failing_update, times)
-    assert re.fullmatch(r"ExecuteError: host:U\d failed: ValueError: no update today", found[1][0]), found
-    compiled, optimizer, step = begin(UPDATED)
-    expected = {"losses": take(UPDATED, None, step, range(3))["losses"][1:], **state_of(compiled, optimizer, step)}
-    for text, state in found[::2]:
-        # A rank hears of it from the store, or from any rank that has heard of it before.
-        assert re.match(r"RanksError: rank \d failed before the step|ExecuteError: peers:V", text), text
-        del state["norms"]
-        assert_same({name: expected[name] for name in state}, state, "state")
 
 
 @pytest.mark.nightly
@@ -319,16 +222,6 @@ def test_what_one_rank_alone_writes_is_refused_and_named(what: str, three: Proce
             first
         )
         assert then == ""
-
-
-@pytest.mark.nightly
-def test_a_forked_process_makes_no_update_that_others_would_see_and_sees_none(three: Processes):
-    for (text, status), (_, later) in three.run(forking):
-        assert (text.partition("\n")[0], status) == (
-            "ExecuteError: updates are due, and a forked process can't make them.",
-            0,
-        )
-        assert os.WTERMSIG(later) == signal.SIGSEGV
 
 
 @pytest.mark.nightly

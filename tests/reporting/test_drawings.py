@@ -7,7 +7,6 @@ import re
 from html.parser import HTMLParser
 from typing import Any
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -18,7 +17,7 @@ from megatrain.scheduler.costs import Hardware
 from megatrain.scheduler.effects import streams
 from megatrain.scheduler.schedule import Schedule
 from tests.draws import draws
-from tests.reporting.steps import EVIL, drawn, evil, long, made, small
+from tests.reporting.steps import EVIL, drawn, evil, made, small
 
 Event = dict[str, Any]
 
@@ -82,11 +81,6 @@ def test_the_page_runs_nothing_and_asks_for_nothing():
     assert policy.split(";")[0] == "default-src 'none'"
     (style,) = [text for _, text in seen.of("style")]
     assert not re.search(r"@import|url\(", style)
-
-
-@pytest.mark.parametrize("micro_batches", [1, 4])
-def test_a_hundred_layers_make_a_small_page(micro_batches: int):
-    assert len(page_text(made(long(100, micro_batches)).figures).encode()) < 200_000
 
 
 # -- the trace -----------------------------------------------------------------------------------------------------

@@ -2,21 +2,15 @@
 
 from __future__ import annotations
 
-from expecttest import TestCase
 from hypothesis import given
-from hypothesis import strategies as st
 
-from megatrain.planning.bands import measured_band, planned_band
+from megatrain.planning.bands import measured_band
 from megatrain.reporting.figures import at_peak, device_curve
-from megatrain.scheduler.costs import Hardware, op_durations
 from megatrain.scheduler.lifetimes import Books, find_peak
 from megatrain.scheduler.schedule import Schedule
 from megatrain.scheduler.simulate import TimedRun
 from tests.draws import draws
-from tests.reporting.steps import drawn, made
-
-RATES = st.floats(1e2, 1e6)
-MACHINES = st.builds(Hardware, RATES, RATES, RATES, st.sampled_from([0.0, 1e-3]), RATES)
+from tests.reporting.steps import drawn
 
 
 @given(drawn())
@@ -29,17 +23,6 @@ def test_where_each_tick_takes_a_second_the_curve_reaches_the_planned_peak_and_n
     assert all(size >= 0 for _, sizes in found.points for size in sizes)
 
 
-@given(drawn(), MACHINES)
-@draws(100, usual=10)
-def test_at_no_moment_of_any_timing_more_lives_than_is_planned(plan: Schedule, machine: Hardware):
-    instructions = plan.instructions
-    band = planned_band(instructions, op_durations(plan, machine), "")
-    found = device_curve(Books(plan), instructions, band)
-    assert max(total for _, total in found.totals) <= plan.device_bytes
-    assert [moment for moment, _ in found.points] == sorted({moment for moment, _ in found.points})
-    assert found.points[0][0] == 0
-
-
 @given(drawn())
 @draws(100, usual=10)
 def test_the_holders_of_the_peak_are_all_of_its_bytes(plan: Schedule):
@@ -50,25 +33,3 @@ def test_the_holders_of_the_peak_are_all_of_its_bytes(plan: Schedule):
     assert found.nbytes == plan.device_bytes
     assert sums == parts
     assert [h.nbytes for h in found.holders] == sorted((h.nbytes for h in found.holders), reverse=True)
-
-
-class TestHolders(TestCase):
-    def test_the_holders_of_the_peak_have_names(self) -> None:
-        found = made().figures.peak
-        assert "\n".join(f"  {line}" for line in found.words()) in str(made())
-        self.assertExpectedInline(
-            "\n".join(f"{holder.nbytes} {holder.name}" for holder in found.holders),
-            """\
-165632 workspace of B2.1
-132864 gradients of block 2 (layers.2)
-132864 gradients of block 3 (layers.3)
-132864 weights of block 1 (layers.1)
-132864 weights of block 2 (layers.2)
-8192 value v0 of micro-batch 0
-8192 value v1 of micro-batch 1
-8192 gradient of value v1 of micro-batch 0
-8192 gradient of value v1 of micro-batch 1
-8192 gradient of value v2 of micro-batch 1
-256 value ids of micro-batch 0
-256 value ids of micro-batch 1""",
-        )

@@ -12,7 +12,7 @@ from torch import nn
 
 import megatrain
 from megatrain import cli
-from megatrain.errors import ExecuteError, OptionError, ScheduleError
+from megatrain.errors import OptionError, ScheduleError
 from megatrain.scheduler.schedule import Schedule
 from tests.reporting.steps import CARD, run_of, small
 
@@ -90,16 +90,6 @@ def test_a_step_is_drawn_as_it_ran(step: megatrain.TrainStep, tmp_path: Path):
     assert any("test_report.py" in event["args"].get("source", "") for event in trace["traceEvents"] if "args" in event)
 
 
-def test_a_prepared_step_is_drawn_without_running(step: megatrain.TrainStep, tmp_path: Path):
-    with pytest.raises(ExecuteError, match=r"^no step is compiled yet"):
-        megatrain.report(step, tmp_path / "report.html", costs=CARD)
-    step.prepare(torch.randn(4, 8))
-    made = megatrain.report(step, tmp_path / "report.html", costs=CARD)
-    assert made.figures.measured is None
-    assert made.figures.plan.origin == "modelled from the rates of a machine"
-    assert step.progress.count == 0
-
-
 def test_a_plan_and_a_schedule_are_drawn(tmp_path: Path):
     plan = megatrain.plan(Layers(), torch.randn(4, 8), optimizer="AdamW")
     made = megatrain.report(plan, tmp_path / "plan.html", costs=CARD)
@@ -150,14 +140,6 @@ def test_what_cannot_be_drawn_is_refused(tmp_path: Path):
     )
 
 
-def test_the_same_step_is_the_same_page(tmp_path: Path):
-    for name in ("one", "other"):
-        made = megatrain.report(small(), tmp_path / f"{name}.html", costs=CARD)
-        made.perfetto(tmp_path / f"{name}.json")
-    assert (tmp_path / "one.html").read_bytes() == (tmp_path / "other.html").read_bytes()
-    assert (tmp_path / "one.json").read_bytes() == (tmp_path / "other.json").read_bytes()
-
-
 # -- the command -----------------------------------------------------------------------------------------------------
 
 
@@ -190,13 +172,6 @@ def test_the_command_trains_measures_and_draws(folder: Path, function: str, caps
     assert "written: page.html (" in out
     assert "one training step of a real run" in (folder / "page.html").read_text()
     assert json.loads((folder / "trace.json").read_text())["traceEvents"]
-
-
-def test_with_rates_the_command_plans_and_runs_nothing(folder: Path, capsys: pytest.CaptureFixture[str]):
-    status, out, _ = said(["made.py:build", "page.html", "--memory=1MiB", *RATES], capsys)
-    assert status == 0
-    assert "\n  plan: " in out
-    assert "measured" not in out
 
 
 @pytest.mark.parametrize(

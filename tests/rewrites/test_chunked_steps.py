@@ -12,7 +12,6 @@ from torch import nn
 
 import megatrain
 from megatrain.errors import TooSmallError
-from megatrain.memory.device_budget import DeviceBudget
 from megatrain.passes.rewrites.head_loss import HeadLoss
 from megatrain.planning.plan_step import first_that_fits
 from megatrain.sizes import parse_bytes
@@ -119,39 +118,6 @@ def test_never_is_refused_and_always_needs_no_budget():
     assert rows_of(step.program) == [64]
 
 
-def test_always_chunks_calls_whose_logits_nobody_gets():
-    class Alone(Model):
-        def forward(self, ids: torch.Tensor, labels: torch.Tensor) -> Any:
-            return super().forward(ids, labels)["loss"]
-
-    for kind, rows in ((Alone, [256]), (Model, [])):
-        compiled = megatrain.compile(kind(), device="cpu", chunking="always", example_kwargs=batch(0))
-        assert rows_of(compiled.program) == rows
-
-
-def test_a_batch_of_another_shape_is_planned_by_itself():
-    step = step_of(Model(), memory="5MiB")
-    for length, rows in ((400, [256]), (20, []), (400, [256])):
-        step(batch(0, length))
-        assert rows_of(step.program) == rows
-    # A step of both, in any order, is one schedule.
-    step([batch(0, 20), batch(1, 400)])
-    step([batch(0, 400), batch(1, 20)])
-    assert rows_of(step.program) == [256]
-
-
-def test_a_chunked_capture_stays_chunked(monkeypatch: pytest.MonkeyPatch):
-    """The second step has another schedule, for which there is room now: its numbers must not change for that."""
-    step = step_of(Model(), memory="5MiB")
-    step(batch(0))
-    first = step.program
-    monkeypatch.setattr(DeviceBudget, "nbytes", property(lambda _: 1 << 30))
-    step([batch(1), batch(2)])
-    assert step.schedule.kind.micro_batches == 2
-    assert step.program is first
-    assert rows_of(first) == [256]
-
-
 def test_an_error_names_the_least_that_would_do():
     """Sums over chunks in fp32 may take more than the logits that they save: another level needs the least then."""
     variant = step_of(Model(FEW))._compiled.prepare(**batch(0, words=FEW))
@@ -166,12 +132,3 @@ def test_an_error_names_the_least_that_would_do():
         first_that_fits([programs, programs], refuse)
     assert error.value.least_bytes == 100
     assert next(needs, None) is None
-
-
-def test_a_refused_plan_is_that_of_the_smallest_chunks():
-    given: dict[str, Any] = {"example_kwargs": batch(0, words=FEW), "device_memory": "64KiB", "optimizer": "AdamW"}
-    plan = megatrain.plan(Model(FEW), **given)
-    assert not plan.fits
-    assert rows_of(plan.program) == [64]
-    never = megatrain.plan(Model(FEW), **given, chunking="never")
-    assert never.missing_device_bytes > plan.missing_device_bytes

@@ -179,26 +179,6 @@ def test_sums_over_chunks_are_rounded_once():
     assert errors[1] <= 1.05 * errors[0]
 
 
-def test_each_of_several_heads_is_chunked():
-    """Multi-token prediction: a head for each of the next words."""
-
-    class Several(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            torch.manual_seed(0)
-            self.embed = nn.Embedding(WORDS, WIDTH)
-            self.heads = nn.ModuleList(nn.Linear(WIDTH, WORDS) for _ in range(3))
-
-        def forward(self, ids: torch.Tensor) -> torch.Tensor:
-            hidden = self.embed(ids)
-            logits = [head(hidden[:, : -1 - i]) for i, head in enumerate(self.heads)]
-            return sum(F.cross_entropy(x.flatten(0, 1), ids[:, 1 + i :].flatten()) for i, x in enumerate(logits))  # pyright: ignore
-
-    traced = chunk_head_loss(megatrain.trace(Several(), (ids_of(0),)), rows=4)
-    assert [n.target.shape.numel() for n in traced.graph.nodes if isinstance(n.target, HeadLoss)] == [96, 93, 90]
-    assert str(traced).count("linear, cross_entropy; 4 rows at a time") == 3
-
-
 def of_half(_: Any, logits: torch.Tensor, ids: torch.Tensor, end: Any = flat) -> torch.Tensor:
     with torch.autocast("cpu", torch.bfloat16) if end is flat else torch.no_grad():
         return flat(_, logits, ids)
@@ -234,6 +214,32 @@ def test_what_isnt_the_pattern_stays(form: str):
     assert chunk_head_loss(traced, rows=4) is traced
 
 
+def target_of(form: Any) -> HeadLoss:
+    traced = chunk_head_loss(megatrain.trace(Reader(form), (ids_of(0),)), rows=4)
+    return next(node.target for node in traced.graph.nodes if isinstance(node.target, HeadLoss))
+
+
+def test_one_and_one_point_nought_are_two_templates():
+    whole, decimal = (target_of(lambda m, x, y, by=by: flat(m, x * by, y)) for by in (1, 1.0))
+    assert whole != decimal
+    assert "mul(1)," in whole.call_text("")
+    assert "mul(1.0)," in decimal.call_text("")
+
+
+def test_the_measured_memory_is_that_of_chunks():
+    """The block of the head needs the memory of a chunk's logits, and the measured peak is within the plan."""
+    ids = torch.randint(WORDS, (8, 64))
+    model = Reader(flat)
+    costs = []
+    for passes in ((), (partial(chunk_head_loss, rows=16),)):
+        program = megatrain.lower(megatrain.trace(model, (ids,)), rewrites=passes)
+        costs.append(program.templates[program.blocks[-1].template].cost)
+    assert not costs[1].unmeasured
+    assert costs[1].forward_workspace_bytes < costs[0].forward_workspace_bytes / 4
+    assert costs[1].backward_workspace_bytes < costs[0].backward_workspace_bytes / 4
+    assert costs[1].saved_bytes < costs[0].saved_bytes / 4
+
+
 class WritesLater(Reader):
     """Writes into its hidden states once a head that saves nothing has read them."""
 
@@ -253,63 +259,3 @@ def test_hidden_states_that_are_written_after_the_head_has_read_them_stay():
     compiled = megatrain.compile(model, device="cpu", chunking="always")
     trained = [p for p in model.parameters() if p.requires_grad]
     assert megatrain.TrainStep(compiled, torch.optim.SGD(trained, lr=0.1))(ids_of(0)).item() == expected
-
-
-def test_fewer_rows_than_a_chunk_stay():
-    traced = megatrain.trace(Reader(flat), (ids_of(0),))
-    assert chunk_head_loss(traced) is traced
-    assert chunk_head_loss(traced, rows=99) is traced
-    assert chunk_head_loss(traced, rows=98) is not traced
-
-
-def target_of(form: Any) -> HeadLoss:
-    traced = chunk_head_loss(megatrain.trace(Reader(form), (ids_of(0),)), rows=4)
-    return next(node.target for node in traced.graph.nodes if isinstance(node.target, HeadLoss))
-
-
-def test_one_and_one_point_nought_are_two_templates():
-    whole, decimal = (target_of(lambda m, x, y, by=by: flat(m, x * by, y)) for by in (1, 1.0))
-    assert whole != decimal
-    assert "mul(1)," in whole.call_text("")
-    assert "mul(1.0)," in decimal.call_text("")
-
-
-@pytest.mark.parametrize("label", [WORDS, -1, -100])
-def test_a_label_that_is_no_word_is_eagers_own_error(label: int):
-    class Given(Reader):
-        def forward(self, ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:  # pyright: ignore
-            return F.cross_entropy(self.head(self.embed(ids)).flatten(0, 1), labels.flatten(), ignore_index=7)
-
-    model = Given(flat)
-    compiled = megatrain.compile(model, device="cpu", passes=[partial(chunk_head_loss, rows=40)])
-    ids, labels = ids_of(0), ids_of(0)
-    assert torch.equal(compiled(ids, labels), model(ids, labels))
-    labels[2, 3] = label
-    with pytest.raises(IndexError) as expected:
-        model(ids, labels)
-    with pytest.raises(IndexError) as found:
-        compiled(ids, labels)
-    assert str(found.value) == str(expected.value)
-
-
-def test_a_second_derivative_is_refused():
-    target = target_of(flat)
-    hidden, weight = torch.randn(99, WIDTH, requires_grad=True), torch.randn(WORDS, WIDTH)
-    loss = target(hidden, ids_of(0).flatten(), weight, None, None)
-    (gradient,) = torch.autograd.grad(loss, hidden, create_graph=True)
-    with pytest.raises(RuntimeError, match="once_differentiable"):
-        gradient.sum().backward()
-
-
-def test_the_measured_memory_is_that_of_chunks():
-    """The block of the head needs the memory of a chunk's logits, and the measured peak is within the plan."""
-    ids = torch.randint(WORDS, (8, 64))
-    model = Reader(flat)
-    costs = []
-    for passes in ((), (partial(chunk_head_loss, rows=16),)):
-        program = megatrain.lower(megatrain.trace(model, (ids,)), rewrites=passes)
-        costs.append(program.templates[program.blocks[-1].template].cost)
-    assert not costs[1].unmeasured
-    assert costs[1].forward_workspace_bytes < costs[0].forward_workspace_bytes / 4
-    assert costs[1].backward_workspace_bytes < costs[0].backward_workspace_bytes / 4
-    assert costs[1].saved_bytes < costs[0].saved_bytes / 4

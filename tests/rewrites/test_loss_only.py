@@ -148,21 +148,6 @@ def test_a_step_computes_what_is_read_with_the_loops_bits(name: str):
     assert "batch_norm" in str(step.program)
 
 
-def test_a_call_still_returns_everything():
-    model = Net()
-    compiled = megatrain.compile(model, device="cpu")
-    step = megatrain.TrainStep(compiled, torch.optim.AdamW(compiled.parameters(), lr=0.01))
-    step(batch(0))
-    step.flush()
-    torch.manual_seed(3)
-    expected = copy.deepcopy(model)(**batch(1))
-    torch.manual_seed(3)
-    found = compiled(**batch(1))
-    assert torch.equal(expected.logits, found.logits)
-    assert all(torch.equal(one, other) for one, other in zip(expected.hidden, found.hidden, strict=True))
-    assert len(compiled.program.outputs) > len(step.program.outputs)
-
-
 READS: dict[str, Any] = {
     "a value": lambda r: r.logits[0, 0].item(),
     "a sum": lambda r: r.hidden[1].sum(),
@@ -188,17 +173,6 @@ def test_reading_what_isnt_computed_is_an_error_and_updates_nothing(reads: str):
         step(batch(0))
     assert 'reads="loss"' in str(error.value)
     assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
-
-
-def test_its_shape_may_be_asked():
-    shapes: list[Any] = []
-
-    def loss(result: Any, _: Any) -> torch.Tensor:
-        shapes.append((result.logits.shape, result.logits.dtype, result.logits.float().size(0), repr(result.logits)))
-        return result.loss
-
-    by_step(Net(), loss=loss, reads="loss")
-    assert shapes[-1] == (torch.Size([6, 4]), torch.float32, 6, "<a result that this training step doesn't compute>")
 
 
 def test_a_hook_that_looks_at_logits_keeps_them():

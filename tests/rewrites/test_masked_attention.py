@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import re
 from collections.abc import Callable
 from functools import partial
 from itertools import cycle
@@ -25,7 +24,6 @@ from megatrain.passes.rewrites.masked_attention import (
     causal_attention,
 )
 from megatrain.sizes import parse_bytes
-from tests.nightly import nightly
 
 WIDTH, WORDS = 32, 50
 DTYPES = [torch.float32, torch.bfloat16]
@@ -172,23 +170,6 @@ def test_near_misses_are_left_alone(name: str):
         assert not check_rewrite(NEAR_MISSES[name], rewrite, batch(600)).changed
 
 
-def test_other_numbers_of_keys_than_of_queries_are_left_alone():
-    class Last(nn.Module):
-        """The last 8 queries; counted from the first key as torch does, or from the last."""
-
-        def __init__(self, first: int):
-            super().__init__()
-            self.weight, self._first = nn.Linear(8, 8), first
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            x = self.weight(x)
-            mask = torch.arange(20)[None] <= torch.arange(self._first, self._first + 8)[:, None]
-            return F.scaled_dot_product_attention(x[:, -8:], x, x, attn_mask=mask)
-
-    for first in (0, 12):
-        assert not check_rewrite(Last(first), causal_attention, (torch.randn(2, 20, 8),)).changed
-
-
 def test_a_mask_that_something_else_reads_stays_for_that():
     class Counted(Model):
         def forward(self, ids: torch.Tensor) -> Any:
@@ -260,17 +241,6 @@ def test_windows_run_in_parts_of_half_a_window_on_the_keys_that_these_see():
     assert parts(300, 500) is None  # one part
 
 
-def test_under_autocast_operands_are_cast_once():
-    class Cast(Model):
-        def forward(self, ids: torch.Tensor) -> torch.Tensor:
-            with torch.autocast("cpu", torch.bfloat16):
-                return super().forward(ids)
-
-    for rewrite, make, tolerance in ((causal_attention, causal, 0), (IN_PARTS, window(100), None)):
-        report = check_rewrite(Cast(make), rewrite, batch(600, texts=1), trials=1, tolerance=tolerance)
-        assert report.ok, report
-
-
 def step_of(model: nn.Module, **options: Any) -> Any:
     compiled = megatrain.compile(model, device="cpu", **options)
     return megatrain.TrainStep(compiled, torch.optim.SGD(compiled.parameters(), lr=0.1, momentum=0.9))
@@ -320,24 +290,3 @@ def test_masks_are_left_out_where_a_step_doesnt_fit_and_it_trains_as_eager_does(
     assert step._compiled.peak_bytes <= schedule.device_bytes <= parse_bytes(memory)
     for one, other in zip(loop.parameters(), model.parameters(), strict=True):
         assert torch.equal(one, other) if "queries" not in text else (one - other).detach().abs().mean() < 1e-6
-
-
-@pytest.mark.usefixtures("no_smaller_blocks")
-@pytest.mark.parametrize(
-    ("tokens", "mask", "size", "instead"),
-    [
-        (524288, causal, "256.00 GiB", "causality"),
-        nightly((65536, window(8192), "4.00 GiB", "4096 queries at a time on 12288 keys")),
-    ],
-)
-def test_a_plan_says_what_became_of_masks_and_needs_no_memory_for_them(tokens: int, mask: Any, size: str, instead: str):
-    """Nothing of these sizes exists while a plan is made."""
-    with torch.device("meta"):
-        model, ids = Model(mask), torch.zeros(1, tokens, dtype=torch.long)
-    never, auto = (
-        megatrain.plan(model, ids, device_memory="1KiB", optimizer="AdamW", chunking=chunking)
-        for chunking in ("never", "auto")
-    )
-    assert never.schedule.device_bytes > 2 * tokens**2 > 10 * auto.schedule.device_bytes
-    line = next(line for line in str(auto).splitlines() if "masks:" in line)
-    assert re.fullmatch(rf"  masks: attention in blocks \d+, \d+ with {instead} instead of a mask of {size}", line)

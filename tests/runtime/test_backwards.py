@@ -15,7 +15,6 @@ from torch import nn
 import megatrain
 from megatrain.errors import ExecuteError
 from megatrain.runtime.streams.stream_set import Chaos, Recording
-from tests.comparing import assert_same_state
 from tests.runtime.parity import assert_parity_of, seeded
 
 WIDTH = 4
@@ -40,16 +39,6 @@ class Trunk(nn.Module):
 
 def batch(rows: int = 5, *, requires_grad: bool = False) -> torch.Tensor:
     return torch.randn(rows, WIDTH, generator=torch.Generator().manual_seed(rows)).requires_grad_(requires_grad)
-
-
-def test_outputs_with_a_common_trunk_need_none_either() -> None:
-    """Eager refuses the second backward, because the trunk's graph is gone; a compiled call repeats the trunk."""
-    eager, compiled = seeded(lambda: Trunk(p=0)), megatrain.compile(seeded(lambda: Trunk(p=0)), device="cpu")
-    for call, keeps in ((eager, True), (compiled, False)):
-        left, right, _ = call(batch())
-        left.sum().backward(retain_graph=keeps)
-        right.square().sum().backward()
-    assert_same_state(eager, compiled.megatrain.model)
 
 
 def test_backward_into_some_leaves_only() -> None:
@@ -165,11 +154,3 @@ def test_a_hook_without_a_gradient_is_refused() -> None:
         left.sum().backward()
     left, right, _ = compiled(batch())
     (left.sum() + right.sum()).backward()
-
-
-def test_a_parameter_used_outside_as_well() -> None:
-    def drive(call, model):
-        left, _, _ = call(batch())
-        (left.sum() + (model.left.weight * 2).sum()).backward()
-
-    assert_parity_of(seeded(Trunk), drive)

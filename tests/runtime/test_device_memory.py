@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import copy
 import inspect
 import warnings
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import psutil
 import pytest
@@ -21,13 +19,9 @@ from megatrain.errors import DeviceMemoryWarning, OptionError
 from megatrain.memory.device_budget import DeviceBudget
 from megatrain.memory.host_limits import available_bytes
 from megatrain.runtime.engine import Engine
-from megatrain.runtime.stores import slots
-from megatrain.runtime.stores.device_memory import LEAST_BYTES, Meter, Segments, fitting, held_sizes, segment_sizes
-from megatrain.scheduler.lifetimes import find_peak
-from megatrain.scheduler.schedule import Schedule
+from megatrain.runtime.stores.device_memory import fitting
 from tests.extending.test_device import Toy
 from tests.models import MODELS
-from tests.runtime.parity import assert_same, train
 
 CPU = Cpu()
 
@@ -51,19 +45,6 @@ def test_an_arena_grows_and_shrinks_only_when_it_must(needed: int, scheduled: in
         assert engine.arena.slot(0, 100).data_ptr() == before
 
 
-def test_a_meter_counts_each_storage_once():
-    meter = Meter()
-    base = torch.empty(1000, dtype=torch.uint8)
-    meter.hold("a", [base[:10], base[500:].view(torch.int32)])
-    assert meter.current == 1000
-    meter.hold("b", [base])
-    assert meter.current == 1000
-    meter.release("a")
-    assert meter.current == 1000
-    meter.release("b")
-    assert (meter.current, meter.peak) == (0, 1000)
-
-
 class Wide(Toy):
     """A toy that wants what an accelerator wants."""
 
@@ -75,25 +56,6 @@ def build() -> nn.Module:
     torch.manual_seed(0)
     layers = [nn.Sequential(nn.Linear(5, 3), nn.Tanh(), nn.Linear(3, 5)) for _ in range(4)]
     return nn.Sequential(*layers)
-
-
-def test_every_weight_in_a_slot_and_on_the_host_is_aligned(monkeypatch: pytest.MonkeyPatch):
-    model, seen = build(), list[int]()
-    views = slots.views
-
-    def noted(layout: Any, buffer: torch.Tensor) -> list[torch.Tensor]:
-        found = views(layout, buffer)
-        seen.extend(t.data_ptr() for t in found)
-        return found
-
-    monkeypatch.setattr(slots, "views", noted)
-    eager, inputs = copy.deepcopy(model), (torch.randn(2, 5),)
-    compiled = megatrain.compile(model, device=Wide(), activations="offload")
-    assert_same(train(eager, eager, inputs, {}), train(compiled, model, inputs, {}))
-    assert seen
-    assert all(address % 512 == 0 for address in seen)
-    assert all(p.data_ptr() % 512 == 0 for p in model.parameters())
-    assert "4 blocks, 1 template; state at multiples of 512 B" in str(compiled.program).replace("templates", "template")
 
 
 def test_the_plan_for_a_device_and_the_run_on_it_agree_on_bytes():
@@ -134,16 +96,6 @@ class Card(Device):
         self.num_asked += 1
         free, self.free = self.free, int(self.free * self.falls_to)
         return Memory(free, self.total)
-
-
-def test_a_slot_with_half_the_lanes_is_named(monkeypatch: pytest.MonkeyPatch):
-    compiled = megatrain.compile(MODELS["gpt_loss"]()[0])
-    assert "the slot of the card" not in str(compiled.megatrain)
-    monkeypatch.setattr(Device, "link_share", lambda _: 0.5)
-    assert "\n  the slot of the card has 0.5 of the card's link to the host\n" in str(compiled.megatrain)
-    # Its copies don't go over PCIe.
-    monkeypatch.setattr(Device, "card", lambda _: "NVIDIA GH200 480GB")
-    assert "the slot of the card" not in str(compiled.megatrain)
 
 
 def test_memory_is_asked_once_for_all_schedules():
@@ -239,78 +191,6 @@ def test_the_lowest_of_all_groups_above_counts_and_pages_of_files_are_free(tmp_p
     assert available_bytes(tmp_path) == 150
     version_2(tmp_path, "jobs", "max", 1900)
     assert available_bytes(tmp_path) == 400
-
-
-class Noting(Cpu):
-    """Notes what is asked of it."""
-
-    def __init__(self, capacity: int = 1 << 40) -> None:
-        super().__init__()
-        self.capacity = capacity
-        self.taken: list[int] = []
-
-    def allocate(self, nbytes: int) -> torch.Tensor:
-        if sum(self.taken) + nbytes > self.capacity:
-            raise torch.OutOfMemoryError("full")
-        self.taken.append(nbytes)
-        return torch.empty(1, dtype=torch.uint8)
-
-    def empty_cache(self) -> None:
-        self.num_emptied += 1
-        self.taken.clear()
-
-
-def test_segments_are_made_once_and_stay_for_smaller_steps():
-    card = Noting()
-    segments = Segments(card)
-    segments.make([5, 4])
-    segments.make([5, 4])
-    segments.make([8])
-    assert (card.num_emptied, card.taken) == (1, [5, 4])
-    segments.make([8, 2])
-    assert (card.num_emptied, card.taken) == (2, [8, 2])
-
-
-def test_a_card_with_too_little_memory_gets_as_many_as_fit():
-    card = Noting(capacity=8)
-    Segments(card).make([5, 4, 1])
-    assert card.taken == [5]
-
-
-class Layers(nn.Module):
-    """Values of 2 MiB, graphs with 8 MiB more, weights of 4 MiB each."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(512, 2048), nn.Tanh(), nn.Linear(2048, 512)) for _ in "123")
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for layer in self.layers:
-            x = layer(x)
-        return x.sum()
-
-
-def test_what_is_held_at_the_peak_is_listed_tensor_by_tensor():
-    activations = "keep"
-    model = Layers()
-    compiled = megatrain.compile(model, activations=activations, transfer="copy")
-    x = torch.randn(1024, 512)
-    step = megatrain.TrainStep(compiled, torch.optim.SGD(model.parameters(), lr=0.1))
-    schedule = step.prepare([x, x])
-    assert isinstance(schedule, Schedule)
-    assert step.program is not None
-    found = held_sizes(schedule, [step.program] * 2, find_peak(schedule).moment)
-    assert found == sorted(found, reverse=True)
-    assert min(found) > LEAST_BYTES
-    assert 2 * MIB in found
-    assert (8 * MIB in found) == (activations == "keep")
-    # All that the schedule counts at its peak, but slots, small tensors, the caller's inputs and workspaces.
-    assert sum(found) < schedule.device_bytes - schedule.arena_bytes
-    every = segment_sizes(schedule, [step.program] * 2)
-    # The hidden values of the layer at the peak and its gradient, beyond a retained graph.
-    assert sum(every) >= sum(found) + 16 * MIB
-    # Slots aren't among them; small temporary tensors of other ops are less.
-    assert sum(every) < schedule.device_bytes
 
 
 def test_equal_tensors_share_segments_without_a_rest():

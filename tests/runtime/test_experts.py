@@ -11,7 +11,6 @@ from torch import nn
 
 import megatrain
 from megatrain.device import HOST
-from megatrain.memory.block_image import state_image, views
 from megatrain.memory.bus import Bus
 from megatrain.runtime.gradients import GradientBuffer
 from megatrain.runtime.streams.stream_set import Chaos
@@ -21,7 +20,7 @@ from megatrain.tracer.spec import TensorSpec
 from tests.comparing import assert_same
 from tests.experts import Bmm, Gathered, Layers
 from tests.gradients import grad_of
-from tests.runtime.parity import PATHS, assert_parity, assert_parity_of, seeded, train
+from tests.runtime.parity import assert_parity_of, seeded, train
 from tests.runtime.saved import save, save_sharded, state_of
 
 NUM, WIDTH, INNER = 16, 8, 16
@@ -45,38 +44,6 @@ def side_by_side(model: nn.Module, drive: Any, **options: Any) -> Any:
 
 def parts_of(compiled: Any, key: str = STACK) -> list[tuple[int, int]]:
     return [entry.rows for entry in compiled.program.state.values() if entry.base == key]
-
-
-@pytest.mark.parametrize(("kind", "options"), [(Bmm, {"transfer": "bind"}), (Gathered, {"transfer": "copy"})])
-def test_two_losses_of_one_call_one_after_the_other(kind, options):
-    def drive(call, model):
-        x = tokens().requires_grad_()
-        out, loss = call(x)
-        loss.backward(retain_graph=True)
-        first = {name: None if p.grad is None else p.grad.clone() for name, p in model.named_parameters()}
-        out.square().mean().backward(retain_graph=True)
-        held = model.layers[0].up.grad
-        (out.sum() + loss).backward()
-        assert model.layers[0].up.grad is held
-        return out, loss, x.grad, [g for g in first.values() if g is not None]
-
-    compiled = side_by_side(layers(kind), drive, **options)
-    assert len(parts_of(compiled)) == 4
-
-
-def test_hooks_see_the_whole_gradient_once_in_each_backward():
-    def drive(call, model):
-        seen = []
-        stack = model.layers[0].up
-        stack.register_hook(lambda g: seen.append(g.clone()) or g * 2)
-        stack.register_post_accumulate_grad_hook(lambda p: seen.append(p.grad.clone()))
-        out, loss = call(tokens())
-        loss.backward(retain_graph=True)
-        out.sum().backward()
-        assert [t.shape for t in seen] == [stack.shape] * 4
-        return seen
-
-    side_by_side(layers(Gathered), drive, transfer="copy")
 
 
 @pytest.mark.parametrize(("kind", "transfer", "is_sharded"), [(Bmm, "copy", True), (Gathered, "bind", False)])
@@ -136,27 +103,6 @@ def test_a_stack_that_an_opaque_module_reads_stays_whole():
     assert len(parts_of(compiled, "experts.down")) == 4
 
 
-def largest(compiled) -> int:
-    return max(compiled.program.state_bytes(block) for block in compiled.program.blocks)
-
-
-@pytest.mark.parametrize(
-    ("kind", "path"), [("bmm", "recompute"), ("gathered", "offload"), ("selected", "keep"), ("einsum", "bind")]
-)
-def test_training_with_expert_groups_equals_eager(kind: str, path: str):
-    compiled = assert_parity(
-        layers(Layers.KINDS[kind]), (tokens(),), {}, **{**PATHS[path], "block_bytes": LIMIT, "chaos": CHAOS}
-    )
-    assert largest(compiled) <= LIMIT
-
-
-def trained_once(model: nn.Module, **options):
-    compiled = megatrain.compile(model, device="cpu", block_bytes=LIMIT, transfer="copy", **options)
-    out, loss = compiled(tokens())
-    (out.sum() + loss).backward()
-    return compiled
-
-
 def test_the_buffer_completes_a_parameter_with_its_last_part():
     parameter = nn.Parameter(torch.zeros(6, 2))
     whole = StateEntry("w", "parameter", TensorSpec((6, 2), torch.float32), True)
@@ -173,57 +119,3 @@ def test_the_buffer_completes_a_parameter_with_its_last_part():
     buffer.begin()
     buffer.receive(0, ["w[2:6]", "w[0:2]"], [(None, False)] * 2, ["w[2:6]", "w[0:2]", "w"], where)
     assert parameter.grad is None
-
-
-def test_parts_lie_in_their_whole_and_a_prefetch_is_one_copy_per_tensor():
-    model = layers(Layers.KINDS["bmm"], 1)
-    compiled = trained_once(model)
-    store = compiled.megatrain.engine.store
-    image = state_image([compiled.program.state["layers.0.up[4:8]"]])
-    store.extend([image])
-    assert len(store._placed[id(image)].runs) == 1
-    (view,) = store.bound(image)
-    assert view.data_ptr() == model.layers[0].up[4:8].data_ptr()
-    slot = torch.zeros(image.nbytes, dtype=torch.uint8)
-    store.prefetch(image, slot)
-    assert torch.equal(views(image, slot)[0], model.layers[0].up[4:8])
-    joined = state_image([compiled.program.state[f"layers.0.up[{a}:{a + 4}]"] for a in (0, 4)])
-    store.extend([joined])
-    assert len(store._placed[id(joined)].runs) == 1
-    total = sum(-(-t.numel() * t.element_size() // 64) * 64 for t in compiled.megatrain.engine.tensors.values())
-    assert store.nbytes <= total
-
-
-def moe_model(name: str, implementation: str, **extra) -> nn.Module:
-    transformers = pytest.importorskip("transformers")
-    config = getattr(transformers, f"{name}Config")(
-        vocab_size=64, hidden_size=32, intermediate_size=32, moe_intermediate_size=32, num_hidden_layers=2,
-        num_attention_heads=2, num_key_value_heads=1, num_local_experts=8, num_experts=8, num_experts_per_tok=2,
-        **extra,
-    )  # fmt: skip
-    config._experts_implementation = implementation
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(5)
-        return getattr(transformers, f"{name}ForCausalLM")(config)
-
-
-IDS = torch.randint(0, 64, (2, 8), generator=torch.Generator().manual_seed(2))
-CALL = {"input_ids": IDS, "labels": IDS, "use_cache": False}
-
-
-# Several threads sum the gradient of `weight[ids]` in any order: then eager doesn't equal itself.
-@pytest.mark.usefixtures("one_thread")
-@pytest.mark.parametrize(
-    ("name", "has_router_loss", "implementation", "dtype"),
-    [("Qwen3Moe", False, "batched_mm", torch.float32), ("Mixtral", True, "grouped_mm", torch.bfloat16)],
-)
-def test_transformers_experts_are_cut_and_train_as_in_eager(
-    name: str, has_router_loss: bool, implementation: str, dtype: torch.dtype
-):
-    model = moe_model(name, implementation, output_router_logits=has_router_loss).to(dtype)
-    limit = 4 * 32 * 64 * dtype.itemsize
-    compiled = assert_parity(model, (), CALL, block_bytes=limit, transfer="copy", chaos=CHAOS)
-    assert largest(compiled) <= limit
-    bases = {entry.base for entry in compiled.program.state.values() if entry.base}
-    assert len([b for b in bases if b.endswith("gate_up_proj")]) == 2
-    assert ("aux_loss" in compiled(**CALL)) == has_router_loss

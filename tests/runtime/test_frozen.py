@@ -17,27 +17,15 @@ DEPTH = 4
 WIDTH = 8
 
 
-class Adapted(nn.Module):
-    """A frozen linear layer with a low-rank correction beside it."""
-
-    def __init__(self, rank: int = 2):
-        super().__init__()
-        self.base = nn.Linear(WIDTH, WIDTH).requires_grad_(False)
-        self.down = nn.Linear(WIDTH, rank, bias=False)
-        self.up = nn.Linear(rank, WIDTH, bias=False)
-
-    def forward(self, x):
-        return self.base(x) + self.up(self.down(x))
-
-
 class Net(nn.Module):
     """Embedding, layers with dropout, head: blocks 0, 1 to DEPTH, DEPTH + 1."""
 
-    def __init__(self, has_adapters: bool = False):
+    def __init__(self) -> None:
         super().__init__()
-        make = Adapted if has_adapters else lambda: nn.Linear(WIDTH, WIDTH)
         self.embed = nn.Embedding(11, WIDTH)
-        self.layers = nn.ModuleList(nn.Sequential(make(), nn.GELU(), nn.Dropout(0.1)) for _ in range(DEPTH))
+        self.layers = nn.ModuleList(
+            nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU(), nn.Dropout(0.1)) for _ in range(DEPTH)
+        )
         self.head = nn.Linear(WIDTH, 11)
 
     def forward(self, ids, extra=None):
@@ -48,9 +36,9 @@ class Net(nn.Module):
         return self.head(x)
 
 
-def net(trained: str, *, has_adapters: bool = False) -> nn.Module:
+def net(trained: str) -> nn.Module:
     """A net in which only parameters with one of these words (a path with dots) in their names are trained."""
-    model = seeded(lambda: Net(has_adapters))
+    model = seeded(Net)
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(any(word in name for word in trained.split()))
     return model
@@ -110,20 +98,6 @@ def test_frozen_prefix() -> None:
     assert [block for block in blocks(schedule, "W") if block < 3] == [0, 1, 2]
     assert offloaded_bytes(schedule) == trained_bytes(model)
     assert "frozen: 0-2\n" in str(schedule)
-    check_round_trip(schedule)
-
-
-def test_adapters() -> None:
-    model = net("up down", has_adapters=True)
-    train(model, **PATHS["offload"])
-    schedule = train(model, **COPY)
-    assert blocks(schedule, "B") == [5, 4, 3, 2, 1]
-    assert blocks(schedule, "G") == [4, 3, 2, 1]
-    assert offloaded_bytes(schedule) == trained_bytes(model)
-    # The slab that gradients land in is as large as one block's adapters.
-    parked = sum(schedule.known_workload().values[v].nbytes for vs in schedule.parked().values() for v in vs)
-    assert schedule.host_bytes - parked == trained_bytes(model) // DEPTH
-    assert "frozen: 0, 5\n" in str(schedule)
     check_round_trip(schedule)
 
 

@@ -23,7 +23,6 @@ from tests.gradients import grad_of
 from tests.models import MODELS
 from tests.runtime.parity import assert_same, train
 from tests.runtime.strict_toy import StrictToy
-from tests.training.parity import TASKS
 
 
 def made() -> tuple[nn.Module, nn.Module, Any, StrictToy]:
@@ -106,33 +105,6 @@ def test_whatever_the_user_does_with_gradients_they_are_those_of_eager(name: str
             whims.act(*pair)
         assert_same(train(eager, eager, args, kwargs), train(compiled, model, args, kwargs))
         assert all(torch.equal(mine, other) for mine, other in whims.kept)
-
-
-def test_calls_of_two_shapes_in_turn_lock_memory_once():
-    task = TASKS["gpt"]
-    assert task.loss is not None
-    model, toy, num_locks = task.build(), StrictToy(), 0
-    compiled = megatrain.compile(model, device=toy, activations="offload")
-    for number in range(8):
-        if number == 2:
-            num_locks = toy.num_locks
-        batch = task.batch(number, 2 + number % 2)
-        task.loss(compiled(**batch), batch).backward()
-        model.zero_grad()
-    assert toy.num_locks == num_locks
-
-
-def test_a_training_step_takes_over_from_plain_calls():
-    model, _, compiled, toy = made()
-    compiled(torch.ones(2, 16)).sum().backward()
-    model.zero_grad()
-    before = sum(toy.locked.values())
-    step = megatrain.TrainStep(
-        compiled, torch.optim.SGD(model.parameters()), loss=lambda out, _: out.sum(), overlap=False
-    )
-    step(torch.ones(2, 16))
-    assert compiled.megatrain.engine.gradients.nbytes == 0
-    assert sum(toy.locked.values()) <= before
 
 
 class Transposing(nn.Module):
@@ -226,14 +198,3 @@ def test_a_sum_takes_the_memory_of_its_first_term_and_leaves_what_others_hold() 
     assert total.data_ptr() == own.data_ptr()
     assert (total.tolist(), other.tolist()) == ([5.0] * 3, [6.0] * 3)
     assert (shared.tolist(), added.tolist()) == ([2.0] * 3, [4.0] * 3)
-
-
-def test_sparse_and_dense_terms() -> None:
-    for order in (1, -1):
-        take = Taker()
-        sums = buffer(take)
-        terms = [torch.tensor([1.0, 0, 2]).to_sparse(), torch.ones(3)]
-        for block, term in zip((1, 0), terms[::order], strict=True):
-            sums.receive(block, ["w"], [(term, False)], ["w"] if block == 0 else [], COPIED)
-        assert take.taken[0][1].tolist() == [2.0, 1.0, 3.0]
-        assert terms[1].tolist() == [1.0] * 3

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import random
-import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -106,28 +105,6 @@ def test_masters_keep_their_low_halves_while_their_memory_is_put_aside(how: str)
     (expected, nbytes), (found, others) = values(swaps=False), values(swaps=True)
     assert_same(expected, found)
     assert others == nbytes + (72 if how == "both are trained" else 0)
-
-
-def test_no_second_copy_of_the_weights_stays() -> None:
-    model = build()
-    before = weakref.ref(model[0].weight.untyped_storage())
-    model[1] = nn.Identity()
-    compiled = megatrain.compile(model, device="cpu", transfer="copy")
-    compiled(batch(0)).sum().backward()
-    store = compiled.megatrain.engine.store
-    nbytes, arenas = store.nbytes, len(store._arenas)
-    assert before() is None
-    for change in range(3):
-        for p in model.parameters():
-            p.grad = None
-            if change == 0:
-                p.data = p.data * 0.5
-        if change == 1:
-            nn.utils.vector_to_parameters(nn.utils.parameters_to_vector(model.parameters()) * 2, model.parameters())
-        if change == 2:
-            model.load_state_dict({k: v * 2 for k, v in model.state_dict().items()})
-        compiled(batch(0)).sum().backward()
-        assert (store.nbytes, len(store._arenas)) == (nbytes, arenas), change
 
 
 @pytest.mark.parametrize("reason", ["bf16", "gaps"])

@@ -141,50 +141,6 @@ def test_what_hooks_find_is_what_they_find_in_eager(hooks: Any) -> None:
         assert len(list(compiled.megatrain._variants)) == 2
 
 
-def test_features_with_a_history_are_differentiated() -> None:
-    """Distillation: the loss reads what hooks have collected of teacher and student."""
-    found: list[list[torch.Tensor]] = []
-    for compiles in (False, True):
-        teacher, student = _model().requires_grad_(False), _model()
-        features: list[torch.Tensor] = []
-        targets: dict[str, torch.Tensor] = {}
-        student[1].register_forward_hook(lambda m, i, o, features=features: features.append(o))
-        teacher[1].register_forward_hook(lambda m, i, o, targets=targets: targets.__setitem__("x", o))
-        calls = [megatrain.compile(m, device="cpu", transfer="copy") if compiles else m for m in (teacher, student)]
-        found.append([])
-        for step in range(3):
-            torch.manual_seed(step)
-            x = torch.randn(4, 8)
-            y = [call(x) for call in calls][1]
-            loss = y.mean() + nn.functional.mse_loss(features[-1], targets["x"] * 0.5)
-            loss.backward()
-            found[-1] += [loss.detach(), *_copied(features)]
-            features.clear()
-        found[-1] += [p.grad for p in student.parameters() if p.grad is not None]
-        if compiles:
-            assert len(list(calls[1].megatrain._variants)) == 1  # pyright: ignore[reportAttributeAccessIssue, reportArgumentType]
-    assert all(torch.equal(*pair) for pair in zip(*found, strict=True))
-
-
-def test_a_list_that_the_user_replaces_is_the_one_that_is_filled() -> None:
-    class Keeping(nn.Linear):
-        cache: list[torch.Tensor]
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            y = super().forward(x)
-            self.cache.append(y)
-            return y.tanh()
-
-    model = Keeping(8, 8)
-    compiled = megatrain.compile(model, device="cpu")
-    for step in range(3):
-        model.cache = []
-        x = torch.full((2, 8), float(step))
-        compiled(x)
-        assert torch.equal(model.cache[0], nn.functional.linear(x, model.weight, model.bias))
-    assert len(list(compiled.megatrain._variants)) == 1
-
-
 HIDDEN: contextvars.ContextVar[list[torch.Tensor]] = contextvars.ContextVar("HIDDEN")
 QUEUE: deque[torch.Tensor] = deque()
 

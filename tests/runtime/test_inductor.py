@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import gc
-import linecache
 import shutil
 import warnings
 from typing import Any
@@ -102,23 +100,6 @@ def test_a_template_that_would_draw_other_numbers_keeps_eagers():
     assert torch.equal(results[0][0], results[1][0])
     assert all(torch.equal(results[1][1][name], g) for name, g in results[0][1].items())
     assert torch.equal(results[0][2], results[1][2])
-
-
-@pytest.mark.nightly
-def test_many_models_of_one_process_are_compiled():
-    """torch 2.11 compiles a function at most eight times, and takes functions without a file for one."""
-    before = set(linecache.cache)
-    for _ in range(9):
-        model = nn.Sequential(nn.Linear(32, 32))
-        compiled = compiled_of(model)
-        with warnings.catch_warnings():
-            warnings.simplefilter("error", EagerKernelsWarning)
-            compiled(batch(0)).square().mean().backward()
-    del model, compiled
-    gc.collect()
-    torch._dynamo.reset()
-    gc.collect()
-    assert not [name for name in set(linecache.cache) - before if name.startswith("<megatrain")]
 
 
 def test_a_failing_compilation_falls_back(monkeypatch: pytest.MonkeyPatch):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import functools
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -168,17 +167,3 @@ def test_a_kernel_with_dropout_is_never_kept():
     in_place = getattr(torch.ops.aten, "_flash_attention_forward_no_dropout_inplace", None)  # newer than torch 2.11
     assert in_place is None or not kept_results.is_kept(in_place.default, (), {})
     assert not kept_results.is_kept(torch.ops.aten.mm.default, (q, q), {})
-
-
-def test_the_state_of_a_generator_that_was_not_used_is_not_kept():
-    """Kernels on a GPU return it with their results; where it is, and how large, differs from torch to torch."""
-    notes = kept_results.NotedResults(torch.device("cpu"))
-    output, state, empty = torch.ones(2, 3), torch.tensor([7, 8]), torch.empty(0)
-    noted = tuple(map(notes._noted, (output, state, empty, 5, None)))
-    kept = notes.taken()
-    assert [tuple(tensor.shape) for tensor in kept.tensors] == [(2, 3)]
-    handed = [HandedResults(replace(kept, kernels=()))._handed(each) for each in noted]
-    assert torch.equal(handed[0], output)
-    assert torch.equal(handed[1], torch.zeros_like(state))
-    assert handed[2] is empty
-    assert handed[3:] == [5, None]

@@ -7,7 +7,6 @@ import subprocess
 import sys
 import threading
 import warnings
-import weakref
 from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
@@ -28,22 +27,6 @@ from tests.runtime.parity import assert_same, train
 from tests.runtime.strict_toy import PAGE, StrictToy
 
 ROOT = Path(__file__).parent.parent.parent
-
-
-def test_the_memory_goes_with_the_last_view():
-    arena = HostArena(1 << 26)
-    arena.tensor.fill_(1)
-    kept = weakref.ref(arena._pages)
-    view = arena.tensor[:64]
-    arena.close()
-    assert kept() is not None
-    del view
-    assert kept() is None
-
-
-def test_an_arena_beyond_reason_is_refused_with_its_size():
-    with pytest.raises(ExecuteError, match=r"the host can't allocate .* PiB of memory"):
-        HostArena(1 << 60)
 
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
@@ -290,20 +273,6 @@ def locked(nbytes: int) -> HostArena:
     return arena
 
 
-def test_memory_is_unlocked_with_its_last_view_when_no_copy_is_under_way(cudart: FakeCudart):
-    arena = locked(5000)
-    assert arena.is_locked
-    arena.lock(Cuda(0))
-    assert cudart.log == [("register", 5000, 0)]
-    view = arena.part(0, 8)
-    arena.close()
-    del arena
-    assert cudart.locked
-    del view
-    assert not cudart.locked
-    assert cudart.log[1:] == ["settled", ("unregister", 5000)]
-
-
 def test_large_memory_is_locked_in_pieces(cudart: FakeCudart, monkeypatch: pytest.MonkeyPatch):
     assert Cuda.lock_bytes == 64 << 30
     monkeypatch.setattr(Cuda, "lock_bytes", 2 * PAGE)
@@ -315,3 +284,8 @@ def test_large_memory_is_locked_in_pieces(cudart: FakeCudart, monkeypatch: pytes
     assert arena.cuts(arena.tensor[2 * PAGE - 64 : 2 * PAGE + 64]) == [64]
     del arena
     assert not cudart.locked
+
+
+def test_an_arena_beyond_reason_is_refused_with_its_size():
+    with pytest.raises(ExecuteError, match=r"the host can't allocate .* PiB of memory"):
+        HostArena(1 << 60)

@@ -3,7 +3,6 @@ opaque block is heard of."""
 
 from __future__ import annotations
 
-import copy
 import random
 import time
 import warnings
@@ -17,7 +16,7 @@ from torch import nn
 
 import megatrain
 from megatrain.errors import OpaqueModelWarning, OptionError, TraceError
-from tests.comparing import assert_same, assert_same_state
+from tests.comparing import assert_same
 from tests.runtime.parity import Trained, train
 from tests.tracer import test_refusals as bodies
 
@@ -74,84 +73,6 @@ def test_three_steps_equal_eager(body: Callable[..., Any]) -> None:
 def test_the_program_says_what_is_opaque_and_why() -> None:
     _, _, compiled = _trained(bodies.counts_calls, transfer="copy")
     assert "opaque the model: changes the Python attribute `count` (now 2)" in str(compiled.program)
-
-
-class Count:
-    """What a user's code passes around to count with."""
-
-    def __init__(self, n: int = 0):
-        self.n = n
-
-
-class CountsInItsArgument(nn.Module):
-    """Draws from Python, hence opaque, and writes into an object that it is given."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.fc = nn.Linear(3, 3)
-
-    def forward(self, x: torch.Tensor, count: Count) -> torch.Tensor:
-        count.n += 1
-        return self.fc(x) * random.random() * count.n
-
-
-class GivesACount(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = CountsInItsArgument()
-        self.fc = nn.Linear(3, 3)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        count = Count(2)
-        return self.fc(self.inner(x, count)) * count.n
-
-
-class ReturnsACount(nn.Module):
-    """Counts calls, hence opaque, and returns the count inside an object."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.fc = nn.Linear(3, 3)
-        self.n = 0
-
-    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, Count]:
-        self.n += 1
-        return self.fc(x), Count(self.n)
-
-
-class ScalesByTheCount(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = ReturnsACount()
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y, count = self.inner(x)
-        return y * count.n
-
-
-@ALLOWED
-@pytest.mark.parametrize(
-    ("kind", "activations"),
-    [(GivesACount, "recompute"), (ScalesByTheCount, "keep")],
-)
-def test_objects_around_an_opaque_module_are_those_of_each_call(
-    kind: Callable[[], nn.Module], activations: str
-) -> None:
-    torch.manual_seed(0)
-    model = kind()
-    eager = copy.deepcopy(model)
-    compiled = megatrain.compile(model, transfer="copy", activations=activations)
-    for step in range(3):
-        x = torch.randn(2, 3)
-        found: list[Any] = []
-        for call in (eager, compiled):
-            random.seed(step)
-            found.append(call(x))
-        assert torch.equal(*found)
-        for y in found:
-            y.sum().backward()
-        assert_same_state(eager, model)
-    assert compiled.program.opaque_calls
 
 
 @ALLOWED

@@ -14,7 +14,6 @@ from torch import nn
 
 import megatrain
 from megatrain.errors import ExecuteError, OptionError, TraceError, WeightsError
-from tests.comparing import assert_same
 from tests.packed import KINDS, WIDTH, Adapted, Quantized, adapted
 from tests.runtime.parity import PATHS, assert_parity
 
@@ -24,18 +23,6 @@ X = torch.randn(3, WIDTH, generator=torch.Generator().manual_seed(0))
 
 def trained(model: nn.Module) -> list[torch.Tensor]:
     return [p for p in model.parameters() if p.requires_grad]
-
-
-def square(result: Any, batch: Any) -> torch.Tensor:
-    return result.square().mean()
-
-
-def stepping(kind: str, **options: Any) -> tuple[nn.Sequential, megatrain.CompiledModule, megatrain.TrainStep]:
-    model = adapted(kind)
-    given: dict[str, Any] = {"memory": "40KiB"} | options
-    compiled = megatrain.compile(model, device="cpu", **given)
-    step = megatrain.TrainStep(compiled, torch.optim.AdamW(trained(model), lr=1e-2), loss=square, max_grad_norm=0.1)
-    return model, compiled, step
 
 
 @pytest.mark.parametrize(("path", "kind"), [("offload", "wrapper"), ("keep", "attributes")])
@@ -55,33 +42,6 @@ def test_packed_bytes_cross_and_count(kind: str) -> None:
     inner = ["weight.codes", "weight.scale"] if kind == "wrapper" else ["weight", "weight.form.scale"]
     assert set(f"1.{name}" for name in inner) <= set(block.binding)
     assert f"packed {'F.linear' if kind == 'wrapper' else 'tests.packed.BoxedLinear.apply'}(" in str(compiled.program)
-
-
-def test_steps_and_a_resumed_run_have_the_bits_of_the_loop(tmp_path: Path) -> None:
-    kind = "wrapper"
-    model, _, step = stepping(kind)
-    eager = adapted(kind)
-    optimizer = torch.optim.AdamW(trained(eager), lr=1e-2)
-    for number in range(3):
-        batch = torch.randn(3, WIDTH, generator=torch.Generator().manual_seed(number))
-        loss = eager(batch).square().mean()
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(trained(eager), 0.1)
-        optimizer.step()
-        optimizer.zero_grad()
-        assert_same(loss.detach(), step(batch).detach().reshape(()))
-    step.save(tmp_path / "run")
-    other, compiled, _ = stepping(kind)
-    with torch.no_grad():  # all of it is read, packed tensors included
-        for weight in (layer.weight for layer in list[Any](other)):
-            weight.codes.zero_()
-    again = torch.optim.AdamW(trained(other), lr=1e-2)
-    resumed = megatrain.TrainStep.load(tmp_path / "run", compiled, again, loss=square, max_grad_norm=0.1)
-    assert_same(step(X).detach(), resumed(X).detach())
-    for each in (step, resumed):
-        each.flush()
-    for one, another in zip(model.parameters(), other.parameters(), strict=True):
-        assert torch.equal(one, another)
 
 
 class Noisy(Quantized):

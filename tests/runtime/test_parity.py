@@ -24,13 +24,8 @@ MODES: dict[str, dict[str, Any]] = {
 }
 """Without options each model takes one of the paths above."""
 
-CONTAINED = ("t5", "llama", "llama_labels", "llama_unpadded", "qwen2", "gpt2", "bert", "vit")
-"""Models whose calls are part of those of another: with labels, or with a mask as well."""
 
-ONCE = [name for name in MODELS if name not in CONTAINED]
-
-
-@pytest.mark.parametrize(("name", "mode"), list(zip(ONCE, cycle(MODES), strict=False)))
+@pytest.mark.parametrize(("name", "mode"), list(zip(MODELS, cycle(MODES), strict=False)))
 def test_training_equals_eager(name: str, mode: str) -> None:
     """Each model takes one of the paths; `test_random_backwards.py` draws both."""
     model, args, kwargs = MODELS[name]()

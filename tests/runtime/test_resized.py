@@ -10,7 +10,6 @@ import torch
 from torch import nn
 
 import megatrain
-from megatrain.errors import ExecuteError, OptimizerError
 
 
 class Tied(nn.Module):
@@ -80,43 +79,3 @@ def test_a_resized_embedding_trains_as_in_eager(resize: Callable[[Tied, int], No
             assert torch.equal(theirs, ours)
     assert len(list(compiled.megatrain._variants)) == 1  # those for other shapes are gone
     assert model.state_dict().keys() == eager.state_dict().keys()
-
-
-def test_a_backward_of_a_call_before_is_refused() -> None:
-    model = Tied()
-    compiled = megatrain.compile(model, device="cpu", transfer="copy", activations="recompute")
-    ids = torch.arange(6).view(2, 3)
-    before = compiled(ids)
-    _new_data(model, 15)
-    compiled(ids)
-    with pytest.raises(ExecuteError, match=r"`embedding.weight` was modified between forward and backward"):
-        before.sum().backward()
-
-
-@pytest.mark.parametrize(("resize", "max_grad_norm"), [(_new_modules, 1.0), (_new_data, None)])
-def test_an_optimizer_of_the_old_shape_is_refused(
-    resize: Callable[[Tied, int], None], max_grad_norm: float | None
-) -> None:
-    model = Tied()
-    compiled = megatrain.compile(model, device="cpu", transfer="copy")
-
-    def step() -> megatrain.TrainStep:
-        optimizer = torch.optim.AdamW(compiled.parameters())
-        return megatrain.TrainStep(
-            compiled, optimizer, loss=lambda y, _: y.square().mean(), max_grad_norm=max_grad_norm
-        )
-
-    steps, ids = step(), torch.arange(6).view(2, 3)
-    for _ in range(2):
-        steps(ids)
-    resize(model, 15)
-    before = copy.deepcopy(model.state_dict())
-    with pytest.raises(
-        OptimizerError, match=r"parameter `embedding.weight` has the shape \[15, 8\] now; it had \[12, 8\]"
-    ):
-        steps(ids)
-    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
-    again = step()
-    again(ids)
-    again.flush()
-    assert not torch.equal(model.embedding.weight, before["embedding.weight"])

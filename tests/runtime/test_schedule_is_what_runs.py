@@ -101,21 +101,6 @@ def test_trace_lower_schedule_execute() -> None:
     assert_same_state(eager, model)
 
 
-def test_an_edited_schedule_runs() -> None:
-    """A schedule read back from its text is what runs, if the checker accepts it."""
-    model, args, kwargs = MODELS["mlp"]()
-    eager = copy.deepcopy(model)
-    program = megatrain.lower(megatrain.trace(model, args, kwargs))
-    built = megatrain.schedule(program, num_slots=3)
-    read = megatrain.Schedule.parse(str(built), built.workload)
-    read.check()
-    executor = megatrain.Executor(program, read, model)
-    call = executor.forward(list(args))
-    executor.backward(call, [torch.ones_like(call.outputs[0])])
-    eager(*args).sum().backward()
-    assert_same_state(eager, model)
-
-
 def test_planning_a_hundred_billion_parameters_takes_no_weights() -> None:
     class Big(torch.nn.Module):
         def __init__(self) -> None:

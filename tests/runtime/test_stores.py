@@ -2,28 +2,23 @@
 
 from __future__ import annotations
 
-import itertools
 from types import SimpleNamespace
 from typing import Any
 
 import psutil
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from torch import nn
 
 from megatrain.device import HOST, Cpu
 from megatrain.errors import ExecuteError
-from megatrain.memory.block_image import BlockImage, image, views
+from megatrain.memory.block_image import BlockImage, image
 from megatrain.memory.bus import Bus
 from megatrain.runtime.stores import offload_buffers as buffer_copies
 from megatrain.runtime.stores.host_store import HostStore
-from megatrain.runtime.stores.offload_buffers import BufferCopies, OffloadPool
-from megatrain.sizes import aligned
+from megatrain.runtime.stores.offload_buffers import BufferCopies
 from megatrain.tracer.spec import TensorSpec
 from tests.extending.test_device import Toy
-from tests.runtime.strict_toy import StrictToy
 
 CPU = Bus(Cpu())
 
@@ -39,88 +34,6 @@ def image_of(state: dict[str, torch.Tensor]) -> BlockImage:
 def store_of(*blocks: dict[str, torch.Tensor]) -> tuple[HostStore, list[BlockImage]]:
     images = [image_of(block) for block in blocks]
     return HostStore(images, {k: t for block in blocks for k, t in block.items()}, CPU), images
-
-
-def prefetched(store: HostStore, layout: BlockImage) -> list[torch.Tensor]:
-    slot = torch.full((layout.nbytes,), 0xFF, dtype=torch.uint8)
-    store.prefetch(layout, slot)
-    return views(layout, slot)
-
-
-@pytest.mark.filterwarnings("ignore::megatrain.HeldMemoryWarning")
-def test_dense_strides_are_kept_and_others_become_contiguous():
-    values = torch.arange(24.0)
-    state = {
-        "channels_last": values.reshape(1, 2, 3, 4).contiguous(memory_format=torch.channels_last),
-        "transposed": values.reshape(4, 6).t(),
-        "expanded": torch.arange(3.0).expand(2, 3),
-        "gaps": values.reshape(6, 4)[:, :2],
-    }
-    expected = {key: tensor.clone() for key, tensor in state.items()}
-    strides = {key: tensor.stride() for key, tensor in state.items()}
-    state = {key: nn.Parameter(tensor) for key, tensor in state.items()}
-    # Two of them share memory with `values`, so each gets a store of its own, which leaves the dense one in place.
-    for key, parameter in state.items():
-        store, (layout,) = store_of({key: parameter})
-        dense = key in ("channels_last", "transposed")
-        for tensor in (parameter, *store.bound(layout), *prefetched(store, layout)):
-            assert torch.equal(tensor, expected[key])
-            assert (tensor.stride() == strides[key]) == dense
-            assert dense or tensor.is_contiguous()
-
-
-def test_parameters_become_views_and_stay_the_same_objects():
-    model = nn.Sequential(nn.Linear(7, 5), nn.BatchNorm1d(5))
-    before = {key: value.clone() for key, value in model.state_dict().items()}
-    state = dict(itertools.chain(model.named_parameters(), model.named_buffers()))
-    identities = {key: id(tensor) for key, tensor in state.items()}
-    store, (layout,) = store_of(state)
-    after = dict(itertools.chain(model.named_parameters(), model.named_buffers()))
-    assert {key: id(tensor) for key, tensor in after.items()} == identities
-    for key, tensor in after.items():
-        assert torch.equal(tensor, before[key])
-        assert isinstance(tensor, nn.Parameter) == tensor.requires_grad
-        assert tensor.data_ptr() % 64 == 0
-    places = sorted(
-        (t.data_ptr(), t.untyped_storage().data_ptr(), t.untyped_storage().nbytes()) for t in after.values()
-    )
-    assert all(start == storage for start, storage, _ in places), "each has a storage of its own"
-    assert places[-1][0] + places[-1][2] - places[0][0] <= store.nbytes, "all lie in one arena"
-    assert store.nbytes == layout.nbytes
-
-
-@given(st.data())
-def test_any_layout_is_prefetched_right(data: st.DataObject):
-    tensors = {f"t{i}": torch.randn(data.draw(st.integers(0, 40))) for i in range(6)}
-    keys = st.lists(st.sampled_from(sorted(tensors)), unique=True, max_size=6)
-    blocks = [{k: tensors[k] for k in data.draw(keys)} for _ in range(4)]
-    expected = {key: tensor.clone() for key, tensor in tensors.items()}
-    store, images = store_of(*blocks[:2])
-    later = [image_of(block) for block in blocks[2:]]
-    store.extend(later, tensors)
-    for layout in (*images, *later):
-        for found in (prefetched(store, layout), store.bound(layout)):
-            for entry, tensor in zip(layout.entries, found, strict=True):
-                assert torch.equal(tensor, expected[entry.key])
-    used = {key for block in blocks for key in block}
-    assert store.nbytes == sum(aligned(expected[key].nbytes) for key in used)
-
-
-def test_refresh_takes_in_new_memory_and_new_objects():
-    parameter = nn.Parameter(torch.zeros(4))
-    model = nn.Module()
-    model.p = parameter
-    store, (layout,) = store_of({"p": parameter})
-    home = parameter.data_ptr()
-    parameter.data = torch.full((4,), 2.0)
-    store.refresh()
-    assert parameter.data_ptr() == home
-    assert store.bound(layout)[0].tolist() == [2.0] * 4
-    model.load_state_dict({"p": torch.full((4,), 5.0)}, assign=True)
-    assert model.p is not parameter
-    store.refresh({"p": model.p, "unknown": torch.ones(1)})
-    assert model.p.data_ptr() == home
-    assert store.bound(layout)[0].tolist() == [5.0] * 4
 
 
 def test_refresh_refuses_another_shape_or_dtype():
@@ -154,26 +67,6 @@ def test_what_has_no_values_or_another_spec_is_refused():
         store_of({"p": torch.empty(3, device="meta")})
     with pytest.raises(ExecuteError, match=r"`p` is f32\[4\], but the model was compiled for f32\[3\]"):
         HostStore([image([("p", spec(3))])], {"p": torch.ones(4)}, CPU)
-
-
-def test_the_largest_memory_is_kept_and_calls_take_parts_of_it():
-    toy = StrictToy()
-    pool = OffloadPool(Bus(toy))
-    for _ in range(3):
-        for length, num_calls in ((1, 4), (5, 1), (2, 3), (5, 2), (11, 1)):
-            calls = pool.take(length * 64, num_calls)
-            for number, parks in enumerate(calls):
-                assert parks.nbytes == length * 64
-                parks.put("x", torch.full((1,), float(number)), (length - 1) * 64)
-            toy.synchronize()
-            found = torch.empty(1)
-            for number, parks in enumerate(calls):
-                parks.get("x", found)
-                assert found.item() == number
-            for parks in (calls[0], *calls):
-                parks.give()
-    assert toy.num_locks == 5, "4, 5, 6, 10 and 11 lines of 64 bytes, none of them twice"
-    assert len(toy.locked) == 1
 
 
 def buffers() -> dict[str, torch.Tensor]:

@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import json
-import os
-import shutil
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -16,11 +12,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 import megatrain
-from megatrain.errors import WeightsError
 from megatrain.files import weight_files as checkpoint
 from tests.runtime.saved import Partial, gpt, on_meta, partial_on_meta, refusal, save, save_sharded, state_of
-from tests.saving.forging import CHANGES, changed
-from tests.saving.test_forged import ODD
 
 FLOATS = [torch.float64, torch.float32, torch.float16, torch.bfloat16]
 
@@ -157,62 +150,3 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder.mkdir()
     save_sharded(folder, state_of(gpt()))
     return folder
-
-
-def index_of(folder: Path) -> Path:
-    (index,) = folder.glob("*.safetensors.index.json")
-    return index
-
-
-def index_refusal(folder: Path) -> str:
-    with pytest.raises(WeightsError) as caught:
-        megatrain.compile(on_meta(), device="cpu", weights=folder)
-    text = str(caught.value)
-    assert len(text.splitlines()) > 2
-    return text
-
-
-def with_index(whole: Path, folder: Path, content: bytes) -> Path:
-    shutil.copytree(whole, folder)
-    index_of(folder).write_bytes(content)
-    return folder
-
-
-def test_an_index_of_another_kind_is_refused(whole: Path, tmp_path: Path):
-    content = json.loads(index_of(whole).read_text())
-    name = next(iter(content["weight_map"]))
-    forged = [ODD[odd] for odd in ODD]
-    for change in CHANGES:
-        for place in ((), ("weight_map",), ("weight_map", name)):
-            if len(place) < 2 or change != "dropped":  # the file has the name all the same
-                forged.append(json.dumps(changed(content, place, CHANGES[change])).encode())
-    folder = with_index(whole, tmp_path / "w", b"")
-    for index in forged:
-        index_of(folder).write_bytes(index)
-        index_refusal(folder)
-
-
-@pytest.mark.parametrize("way", ["../w/{}", "/{}", "{}/"])
-def test_an_index_leads_nowhere_out_of_its_folder(whole: Path, tmp_path: Path, way: str):
-    listed: dict[str, Any] = json.loads(index_of(whole).read_text())["weight_map"]
-    files = {name: f"{whole}/{file}" if way == "/{}" else way.format(file) for name, file in listed.items()}
-    folder = with_index(whole, tmp_path / "w", json.dumps({"weight_map": files}).encode())
-    (folder / "sub").mkdir()
-    text = index_refusal(folder)
-    assert "not the name of a file in this folder" in text
-    assert '\n  An index is JSON that maps each name to a file in its own folder, under "weight_map".' in text
-
-
-def test_pipes_folders_and_devices_are_no_weights(tmp_path: Path):
-    makers = {
-        "pipe": os.mkfifo,
-        "folder": Path.mkdir,
-        "device": lambda path: path.symlink_to("/dev/zero"),
-        "loop": lambda path: path.symlink_to(path),
-    }
-    for kind, make in makers.items():
-        for name in ("w.safetensors", "w.safetensors.index.json"):
-            folder = tmp_path / f"{kind}-{name}"
-            folder.mkdir()
-            make(folder / name)
-            assert name in index_refusal(folder)

@@ -10,7 +10,6 @@ import weakref
 from pathlib import Path
 from typing import Any
 
-import numpy
 import pytest
 import torch
 from torch import nn
@@ -19,28 +18,10 @@ import megatrain
 from megatrain.errors import ExecuteError, WeightsError
 from megatrain.files import weight_files as checkpoint
 from tests.comparing import assert_same
-from tests.gradients import grad_of
 from tests.runtime.parity import train
-from tests.runtime.saved import IDS, Partial, assert_holds, gpt, on_meta, partial_on_meta, save, save_sharded, state_of
+from tests.runtime.saved import IDS, assert_holds, gpt, on_meta, save, save_sharded, state_of
 
 ROOT = Path(__file__).parent.parent.parent
-CALL = ((IDS, IDS), {})
-
-
-@pytest.mark.parametrize(("layout", "transfer"), [("folder", "copy"), ("index", "bind"), ("list", "copy")])
-def test_a_model_on_meta_trains_as_the_same_model_with_weights(tmp_path: Path, layout: str, transfer: str):
-    reference = gpt()
-    index = save_sharded(tmp_path, state_of(reference))
-    weights = {"index": index, "list": sorted(tmp_path.glob("*.safetensors"))}.get(layout, tmp_path)
-    if layout == "folder":
-        index.unlink()
-    model = on_meta()
-    identities = [id(p) for p in model.parameters()]
-    compiled = megatrain.compile(model, device="cpu", transfer=transfer, weights=weights)
-    expected, found = train(reference, reference, *CALL), train(compiled, model, *CALL)
-    assert_same(expected, found)
-    assert [id(p) for p in model.parameters()] == identities
-    assert model.head.weight is model.embed.weight
 
 
 def hugging_face(folder: Path) -> tuple[nn.Module, nn.Module]:
@@ -138,22 +119,6 @@ def test_what_the_user_changed_before_loading_is_not_undone(tmp_path: Path, chan
     assert_holds(model, before)
 
 
-def test_tensors_that_are_there_already_are_replaced_and_freed(tmp_path: Path):
-    state = state_of(gpt(1))
-    model = on_meta()
-    array = numpy.ones((16, 16), dtype=numpy.float32)
-    old = weakref.ref(array)
-    model.positions.weight = nn.Parameter(torch.from_numpy(array))
-    del array
-    kept = model.positions.weight
-    compiled = megatrain.compile(model, device="cpu", weights=save(tmp_path / "a.safetensors", state))
-    assert old() is not None
-    compiled(IDS)
-    assert old() is None
-    assert model.positions.weight is kept
-    assert_holds(model, state)
-
-
 def test_a_parameter_that_cannot_stay_the_same_object_is_refused_early(tmp_path: Path):
     model = on_meta()
     compiled = megatrain.compile(model, device="cpu", weights=save(tmp_path / "a.safetensors", state_of(gpt())))
@@ -163,26 +128,6 @@ def test_a_parameter_that_cannot_stay_the_same_object_is_refused_early(tmp_path:
     assert all(p.is_meta for p in model.parameters())
     del watching
     compiled(IDS)
-
-
-def test_state_that_no_block_reads_is_loaded_too(tmp_path: Path):
-    reference = Partial()
-    state = state_of(reference)
-    model = partial_on_meta()
-    compiled = megatrain.compile(model, device="cpu", weights=save(tmp_path / "a.safetensors", state))
-    x = torch.randn(3, 4)
-    compiled.prepare(x)
-    compiled.load_weights()
-    assert_holds(model, state)
-    for both in (False, True):
-        found, expected = compiled(x, both), reference(x, both)
-        assert torch.equal(found, expected)
-        found.sum().backward()
-        expected.sum().backward()
-    assert_holds(model, reference.state_dict())
-    for (name, p), q in zip(model.named_parameters(), reference.parameters(), strict=True):
-        assert (p.grad is None) == (q.grad is None) == (name == "unused")
-        assert p.grad is None or torch.equal(grad_of(p), grad_of(q))
 
 
 def test_tied_names_with_different_values_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -13,7 +13,6 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-import megatrain
 from megatrain.saving import load, save
 from tests.models import MODELS
 from tests.saving.training import Tied, adamw, known, refusal, same, save_trained, state_of, trained
@@ -83,20 +82,6 @@ def test_transformers_loads_it(tmp_path: Path):
     assert again.lm_head.weight is again.model.embed_tokens.weight
 
 
-def test_compile_takes_it_as_weights(tmp_path: Path):
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(4, 4), nn.GELU(), nn.Linear(4, 4))
-    x = torch.randn(2, 4)
-    optimizer = torch.optim.AdamW(model.parameters())
-    model(x).sum().backward()
-    optimizer.step()
-    save(tmp_path / "run", state_of(model), optimizer=optimizer)
-    with torch.device("meta"):
-        fresh = nn.Sequential(nn.Linear(4, 4), nn.GELU(), nn.Linear(4, 4))
-    compiled = megatrain.compile(fresh, device="cpu", weights=tmp_path / "run")
-    assert torch.equal(compiled(x), model(x))
-
-
 # -- ties --------------------------------------------------------------------------------------------------------
 
 
@@ -111,16 +96,6 @@ def test_tied_names_are_stored_once_and_read_into_tied_and_untied_models(tmp_pat
     parameters = Tied()
     checkpoint.read_weights({**dict(parameters.named_parameters()), **dict(parameters.named_buffers())})
     assert same(dict(parameters.state_dict()), dict(model.state_dict()))
-
-
-def test_views_of_one_memory_that_are_not_the_same_tensor_are_no_ties(tmp_path: Path):
-    whole = torch.arange(6.0)
-    tensors = {"a": whole[:3], "b": whole[3:], "c": whole.view(2, 3), "d": whole.view(3, 2), "e": whole[:0]}
-    save(tmp_path / "run", {**tensors, "f": whole[:0]})
-    assert load(tmp_path / "run").manifest.ties == {}
-    out = {name: torch.empty_like(t) for name, t in {**tensors, "f": whole[:0]}.items()}
-    load(tmp_path / "run").read_weights(out)
-    assert same({name: out[name] for name in tensors}, tensors)
 
 
 def test_different_values_for_what_is_tied_here_are_refused(tmp_path: Path):
@@ -215,24 +190,6 @@ def test_a_folder_with_something_else_is_not_replaced(tmp_path: Path):
     assert "file` is a file, so" in refusal(lambda: save_trained(tmp_path / "file" / "deeper" / "run"))
 
 
-def test_new_empty_nested_and_linked_folders(tmp_path: Path):
-    (tmp_path / "empty").mkdir()
-    (tmp_path / "latest").symlink_to(tmp_path / "deep/er/run")
-    for name in ("empty", "deep/er/run", "latest"):
-        save_trained(tmp_path / name, seed=len(name))
-    assert (tmp_path / "latest").is_symlink()
-    assert load(tmp_path / "deep/er/run").extra == {"seed": len("latest")}
-    assert load(tmp_path / "empty").extra == {"seed": len("empty")}
-
-
-def test_neighbours_with_similar_names_stay(tmp_path: Path):
-    for name in ("run.old-backup", "run.partial-1", "run-2", "run.old-0123456789abcdef"):
-        save(tmp_path / name, {"w": torch.ones(1)})
-    for _ in range(2):
-        save(tmp_path / "run", {"w": torch.ones(1)})
-    assert len(list(tmp_path.iterdir())) == 5
-
-
 def test_files_of_the_caller_are_checked_too_and_must_not_be_the_checkpoints(tmp_path: Path):
     save(tmp_path / "run", {"w": torch.ones(1)}, more=lambda folder: (folder / "notes.txt").write_text("a"))
     load(tmp_path / "run")
@@ -283,20 +240,6 @@ def test_a_damaged_tensor_is_named_when_it_is_read(tmp_path: Path):
     )[0]
     assert text.startswith(f"`{last}` in `{file}` is damaged: its bytes differ from the saved ones.")
     assert f"`{last}` in `{file}` is damaged" in refusal(checkpoint.check)
-
-
-@pytest.mark.parametrize("cut", [1, 60])
-def test_all_cut_and_missing_files_are_in_one_error(tmp_path: Path, cut: int):
-    save_trained(tmp_path / "run", shard_bytes=200)
-    first, second, *_ = sorted((tmp_path / "run").glob("model-*.safetensors"))
-    first.write_bytes(first.read_bytes()[:-cut])
-    second.unlink()
-    (tmp_path / "run/training/extra").write_text("")  # what nobody saved is nobody's business
-    text = refusal(lambda: load(tmp_path / "run"))
-    assert "is damaged in 2 places." in text
-    assert f"\n  `{first}` has " in text
-    assert f"\n  `{second}` can't be read: No such file or directory" in text
-    assert "`frozen`" in text
 
 
 def test_what_is_no_checkpoint_and_another_schema(tmp_path: Path):

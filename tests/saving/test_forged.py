@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,7 @@ import pytest
 import torch
 
 from megatrain.saving import load, save
-from tests.saving.forging import CHANGES, Place, at, changed, content_of, forge
+from tests.saving.forging import DROPPED, Place, at, changed, content_of, forge
 from tests.saving.training import Tied, adamw, refusal, same, save_trained, state_of, trained
 
 EXTRA = {
@@ -62,27 +61,13 @@ NOTES, SHARD = ("files", "notes.txt"), ("files", "first", "tensors", "evil")
 TEXT = {"bytes": 1, "header_bytes": 1, "sha256": "0" * 64, "tensors": {}}
 FIELDS: dict[str, tuple[Place, Any, str]] = {
     "a file elsewhere": (("files", "../notes.txt"), TEXT, "'../notes.txt' isn't the name of a file in this folder"),
-    "itself": (("files", "checkpoint.json"), TEXT, "'checkpoint.json' isn't the name of a file in this folder"),
-    "negative": ((*NOTES, "header_bytes"), -1, "header_bytes` is wrong: expected `int` >= 0"),
     "a flag": ((*NOTES, "bytes"), True, "bytes` is wrong: expected `int`, got `bool`"),
-    "beyond 64 bits": ((*NOTES, "bytes"), 2**64, "bytes` is wrong: "),
-    "no checksum": ((*NOTES, "sha256"), "evil", "sha256` is wrong: "),
     "kind of tensor": (SHARD, ["X9", [], 8, "0" * 64], "is wrong: 'X9' is no kind of tensor"),
     "a tensor more": (SHARD, ["F32", [], 8, "0" * 64], "has a header that contradicts checkpoint.json"),
     "a field more": ((*NOTES, "evil"), 1, "is wrong: object contains unknown field `evil`"),
     "no text": (("optimizer", "class"), 7, "`content.optimizer.class` is wrong: expected `str`, got `int`"),
-    "unknown parameter": (("optimizer", "parameters", "evil"), "", "groups differ from its parameters"),
-    "state of nothing": (("optimizer", "state", "evil"), {}, "groups differ from its parameters"),
-    "rest": (("optimizer", "rest"), [], "`content.optimizer.rest` is wrong: "),
-    "a tie to nothing": (("weights", "ties", "evil"), "evil", "'evil' isn't another name of a weight"),
     "weights elsewhere": (("weights", "files"), ["evil"], "'evil' isn't among its files"),
-    "no list": (("weights", "files"), 5, "`content.weights.files` is wrong: expected `array`, got `int`"),
-    "a tensor that isn't there": (("extra", "plain"), {"!tensor": "evil"}, "is no value that a save writes"),
     "unknown tag": (("extra", "plain"), {"!evil": 1}, "is no value that a save writes"),
-    "no tuple": (("extra", "plain"), {"!tuple": 5}, "is no value that a save writes"),
-    "no pairs": (("extra", "plain"), {"!dict": [[[], 1]]}, "is no value that a save writes"),
-    "no float": (("extra", "plain"), {"!float": "evil"}, "is no value that a save writes"),
-    "no values": (("extra",), [], "`content.extra` is wrong: "),
 }
 
 
@@ -99,9 +84,9 @@ def test_a_wrong_field_is_refused_with_its_place_and_the_rule(whole: Path, name:
 
 def test_options_of_groups_stay_what_they_are(whole: Path):
     place = ("optimizer", "param_groups", 0, "lr")
-    text = forge_and_refuse(whole, changed(content_of(whole), place, lambda _: "evil"))
+    text = forge_and_refuse(whole, changed(content_of(whole), place, "evil"))
     assert "`lr of group 0` is a number here, but 'evil' in the checkpoint" in text
-    text = forge_and_refuse(whole, changed(content_of(whole), place, CHANGES["dropped"]))
+    text = forge_and_refuse(whole, changed(content_of(whole), place, DROPPED))
     assert "`lr of group 0` is not in the checkpoint" in text
 
 
@@ -120,27 +105,12 @@ def test_an_older_torch_may_have_had_fewer_options(whole: Path):
 
 ODD: dict[str, bytes] = {
     "empty": b"",
-    "zeros": b"\0" * 100,
     "no UTF-8": b"\xff\xfe{}",
-    "UTF-16": '{"schema": 2}'.encode("utf-16"),
-    "BOM": b"\xef\xbb\xbf{}",
-    "number": b"7",
-    "null": b"null",
     "list": b"[]",
-    "text": b'"evil"',
     "object": b"{}",
-    "NaN": b'{"schema": NaN, "sha256": "", "content": {}}',
-    "infinity": b'{"schema": -Infinity}',
-    "beyond floats": b'{"schema": 1e999}',
-    "digits": b'{"schema": ' + b"9" * 5000 + b"}",
-    "deep lists": b"[" * 100_000,
     "deep": b"[" * 100_000 + b"]" * 100_000,
-    "rather deep": b'{"content":' * 300 + b"1" + b"}" * 300,
-    "deep objects": b'{"a":' * 100_000 + b"1" + b"}" * 100_000,
     "twice": b'{"schema": 2, "schema": 2}',
     "cut": b'{"schema": 2, "sha256',
-    "more": b"{}{}",
-    "surrogate": b'{"\\ud800": 1}',
 }
 
 
@@ -152,36 +122,6 @@ def test_odd_bytes_are_no_manifest(tmp_path: Path, odd: str):
     text = refusal(lambda: load(tmp_path / "run"))
     assert text.startswith(f"`{manifest}` is damaged: ")
     assert len(text.splitlines()) > 2
-
-
-def test_pipes_folders_devices_and_loops_are_no_files(tmp_path: Path):
-    save_trained(tmp_path / "run")
-    for file in ("checkpoint.json", "model-00001-of-00001.safetensors"):
-        path = tmp_path / "run" / file
-        content = path.read_bytes()
-        makers = {
-            "pipe": lambda path=path: os.mkfifo(path),
-            "folder": lambda path=path: path.mkdir(),
-            "device": lambda path=path: path.symlink_to("/dev/zero"),
-            "loop": lambda path=path: path.symlink_to(path),
-        }
-        for kind, make in makers.items():
-            path.unlink()
-            make()
-            assert file in refusal(lambda: load(tmp_path / "run")), kind
-            path.rmdir() if kind == "folder" else path.unlink()
-            path.write_bytes(content)
-    load(tmp_path / "run").check()
-
-
-def test_a_name_twice_in_the_manifest_is_refused(whole: Path):
-    manifest = whole / "checkpoint.json"
-    before = manifest.read_bytes()
-    manifest.write_bytes(before.replace(b'"ties":{', b'"ties":{"head.weight":"frozen",'))
-    try:
-        assert "'head.weight' is in one object twice" in refusal(lambda: load(whole))
-    finally:
-        manifest.write_bytes(before)
 
 
 def test_headers_must_say_what_the_manifest_says(tmp_path: Path):
@@ -223,3 +163,13 @@ def test_what_load_would_refuse_is_refused_by_save(tmp_path: Path):
     save(tmp_path / "run", {}, extra=extra)
     assert load(tmp_path / "run").extra == extra
     assert json.loads((tmp_path / "run/checkpoint.json").read_text())["schema"] == 2
+
+
+def test_a_name_twice_in_the_manifest_is_refused(whole: Path):
+    manifest = whole / "checkpoint.json"
+    before = manifest.read_bytes()
+    manifest.write_bytes(before.replace(b'"ties":{', b'"ties":{"head.weight":"frozen",'))
+    try:
+        assert "'head.weight' is in one object twice" in refusal(lambda: load(whole))
+    finally:
+        manifest.write_bytes(before)

@@ -88,16 +88,6 @@ def test_on_another_kind_of_device_a_run_says_that_its_numbers_differ_and_repeat
         assert drawn[0][1 - number] != drawn[1][1 - number], "those of other devices stay"
 
 
-def test_the_cpu_goes_on_on_the_cpu_whatever_else_a_machine_has(monkeypatch: pytest.MonkeyPatch):
-    put_in(monkeypatch, None, None)
-    state = generators_now("cpu")
-    drawn = torch.rand(1).item()
-    put_in(monkeypatch, "cuda", Devices(2))
-    restore_generators(state, "cpu")
-    assert torch.rand(1).item() == drawn
-    assert state["device"] is None
-
-
 def earlier(states: list[torch.Tensor], schema: int) -> dict[str, Any]:
     """A state as earlier versions saved it: with those of all devices of the machine."""
     state = {key: value for key, value in generators_now("cpu").items() if key != "device"}
@@ -123,17 +113,6 @@ def test_states_of_earlier_versions_are_read(monkeypatch: pytest.MonkeyPatch, sc
     restore_generators({**earlier([], 2), "devices": None}, "cpu")
 
 
-@pytest.mark.parametrize(
-    "devices",
-    [[], {"type": 7, "states": []}, {"type": "xpu", "states": ["evil"]},
-     {"type": "xpu", "states": [torch.zeros(3, dtype=torch.uint8)]}],
-)  # fmt: skip
-def test_a_state_of_an_earlier_version_that_is_none_is_refused(monkeypatch: pytest.MonkeyPatch, devices: Any):
-    put_in(monkeypatch, "xpu", Devices(1))
-    state = {**earlier([], 2), "devices": devices}
-    assert "generators.devices" in refusal(lambda: restore_generators(state, "xpu"))
-
-
 def with_value(*place: Any, value: Any) -> Callable[[dict[str, Any]], None]:
     def change(state: dict[str, Any]) -> None:
         holder: Any = state
@@ -144,27 +123,16 @@ def with_value(*place: Any, value: Any) -> Callable[[dict[str, Any]], None]:
     return change
 
 
-def python_state(**items: Any) -> tuple[Any, ...]:
+def python_state(word: int) -> tuple[Any, ...]:
     version, words, gauss = random.getstate()
-    words = list(words)
-    words[0] = items.get("word", words[0])
-    words[-1] = items.get("at", words[-1])
-    return items.get("version", version), tuple(words), items.get("gauss", gauss)
+    return version, (word, *words[1:]), gauss
 
 
 WRONG: dict[str, Callable[[dict[str, Any]], None]] = {
-    "torch text": with_value("torch", value="evil"),
-    "torch short": with_value("torch", value=torch.zeros(16, dtype=torch.uint8)),
     "torch zeros": with_value("torch", value=torch.zeros(5056, dtype=torch.uint8)),
     "device state": with_value("device", value={"kind": "xpu", "state": "evil"}),
-    "python version": with_value("python", value=python_state(version=9)),
     "python word": with_value("python", value=python_state(word=-1)),
-    "python place": with_value("python", value=python_state(at=2**40)),
-    "python gauss": with_value("python", value=python_state(gauss="evil")),
     "numpy kind": with_value("numpy", "bit_generator", value="PCG64"),
-    "numpy key": with_value("numpy", "state", "key", value=np.zeros(3, np.uint32)),
-    "numpy gauss": with_value("numpy", "gauss", value="evil"),
-    "numpy place": with_value("numpy", "state", "pos", value=10**6),
     "python huge": with_value("python", value=python_state(word=2**32)),
 }
 
@@ -180,16 +148,3 @@ def test_a_state_that_is_none_is_refused_before_anything_is_set(monkeypatch: pyt
     assert f"generators.{change.split()[0]}" in text
     assert len(text.splitlines()) == 3
     assert same(generators_now("xpu"), before)
-
-
-def test_another_generator_of_numpy_goes_on(monkeypatch: pytest.MonkeyPatch):
-    before = np.random.get_bit_generator()  # pyright: ignore[reportAttributeAccessIssue]
-    try:
-        np.random.set_bit_generator(np.random.PCG64(3))  # pyright: ignore[reportAttributeAccessIssue]
-        state = generators_now()
-        drawn = np.random.rand()
-        restore_generators(state)
-        assert np.random.rand() == drawn
-    finally:
-        np.random.set_bit_generator(before)  # pyright: ignore[reportAttributeAccessIssue]
-    assert "generators.numpy is refused" in refusal(lambda: restore_generators(state))

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import errno
-import os
 import shutil
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -15,7 +12,7 @@ import pytest
 import torch
 
 from megatrain.errors import CheckpointError
-from megatrain.files import disk, replace
+from megatrain.files import disk
 from megatrain.saving import load, save
 from megatrain.saving.save import Shard
 from tests.saving.training import assert_whole, refusal, save_trained, state_of, trained
@@ -226,15 +223,3 @@ def test_the_room_that_is_asked_for_is_what_the_files_take(tmp_path: Path, monke
     save(tmp_path / "run", state_of(model), optimizer=optimizer)
     files = [path for path in (tmp_path / "run").rglob("*") if path.is_file()]
     assert needed == sum(path.stat().st_size for path in files) + 8192 * len(files)
-
-
-def python(code: str, *args: object) -> str:
-    done = subprocess.run(
-        [sys.executable, "-c", code, *map(str, args)],
-        capture_output=True,
-        text=True,
-        env={**os.environ, "PYTHONPATH": str(Path(replace.__file__).parents[2]), "OMP_NUM_THREADS": "1"},
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    return done.stdout

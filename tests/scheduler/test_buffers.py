@@ -13,7 +13,7 @@ from torch import nn
 
 import megatrain
 from megatrain.errors import ScheduleError
-from megatrain.passes.program import OutputRef, Program
+from megatrain.passes.program import Program
 from megatrain.scheduler.from_program import check_buffers, schedule, workload
 from megatrain.scheduler.items import Stream
 
@@ -158,15 +158,3 @@ def test_readers_and_the_writer_of_a_buffer_are_named_by_their_layers():
     found = refusal(program_of(Scaled([1, 2, 3], 3)))
     assert "block 1 (layers.1) reads the old value" in found
     assert "block 3 (layers.3) computes the new one" in found
-
-
-def test_new_values_that_are_inputs_and_old_ones_that_are_returned():
-    base = program_of(Scaled([0, 2], 3))
-    assert refusal(base)
-    ((old, key),) = base.buffers
-    assert not refusal(replace(base, commits=((key, base.inputs[0]),)))
-    right = with_readers(base, [3], 3)
-    assert not refusal(right)
-    returned = replace(right, outputs=(*right.outputs, OutputRef("value", old)))
-    assert "the model returns the old value, but block 3 (layers.3) computes the new one" in refusal(returned)
-    assert "the model returns the old value" in refusal(with_readers(returned, [], 1))

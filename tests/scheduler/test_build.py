@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from megatrain.errors import OptionError, ScheduleError
 from megatrain.hardware.hardware import Hardware
 from megatrain.scheduler.builder.build import ACTIVATIONS, backward_schedule
-from megatrain.scheduler.builder.stays import Placed, Stay, compute_stages, giants, place_slots, stays_of
+from megatrain.scheduler.builder.stays import compute_stages, giants, place_slots, stays_of
 from megatrain.scheduler.effects import keep_all
 from megatrain.scheduler.from_program import schedule
 from megatrain.scheduler.step_kind import UPDATES, StepKind
@@ -86,20 +86,6 @@ def test_stays_of_one_time_never_share_bytes(
         any(s == i and r.nbytes == slot.nbytes for r, s in zip(stays, slot_of, strict=True))
         for i, slot in enumerate(slots)
     )
-
-
-@given(st.lists(st.tuples(st.integers(-3, 40), st.integers(0, 30), st.integers(0, 9), st.integers(0, 3)), max_size=30))
-@draws(200)
-def test_bytes_that_are_taken_are_those_of_stays_at_the_same_time(drawn: list[tuple[int, int, int, int]]):
-    placed, there = Placed(), list[tuple[Stay, int]]()
-    for first, length, place, size in drawn:
-        stay = Stay(0, first, first, first + length, 1 + size, 0)
-        taken = {(at, at + other.nbytes) for other, at in there if other.first <= stay.last and other.last >= first}
-        assert set(placed.beside(stay)) == taken
-        offset = 4 * place
-        if all(stop <= offset or offset + stay.nbytes <= start for start, stop in taken):
-            placed.add(stay, offset)
-            there.append((stay, offset))
 
 
 def test_small_blocks_take_turns_in_two_slots_where_a_giant_has_the_room_of_one():

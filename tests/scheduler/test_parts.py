@@ -86,23 +86,3 @@ def test_the_updating_block_is_where_the_runtime_completes_the_gradient(frozen: 
     parts = {entry.key for entry in facts.parts}
     completed = [7 * sum(sizes[key] for key in keys if key not in parts) for keys in facts.completes]
     assert [work.update_bytes for work in found.blocks] == completed
-
-
-def test_rows_that_no_block_names_are_not_counted():
-    """A table of which only some rows are read: the others have no part, hence no gradient and no place here."""
-
-    class Picked(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.rows = nn.Parameter(torch.ones(64, 64))
-            self.head = nn.Linear(64, 2)
-
-        def forward(self, x):
-            return self.head(x * self.rows[3] + self.rows[20])
-
-    program = megatrain.lower(megatrain.trace(Picked(), (torch.ones(2, 64),)), block_bytes=1024)
-    names = [key for key in program.state if key.startswith("rows[")]
-    assert len(names) == 2
-    head = 7 * 4 * (2 * 64 + 2)
-    rows = 7 * sum(program.state[name].spec.nbytes for name in names)
-    assert sum(work.update_bytes for work in workload(program).blocks) == head + rows

@@ -14,12 +14,11 @@ import megatrain
 from megatrain.errors import ScheduleError
 from megatrain.hardware.hardware import Hardware
 from megatrain.scheduler.builder.build import backward_schedule
-from megatrain.scheduler.builder.host_ticks import DEFERRED_SHARE, deferred_updates
 from megatrain.scheduler.from_program import schedule
 from megatrain.scheduler.from_program import workload as workload_of
 from megatrain.scheduler.items import Stream
 from megatrain.scheduler.schedule import Schedule
-from megatrain.scheduler.step_kind import UPDATES, StepKind
+from megatrain.scheduler.step_kind import UPDATES
 from megatrain.scheduler.table import Position
 from megatrain.scheduler.workload import Workload
 from tests.draws import draws
@@ -27,10 +26,8 @@ from tests.scheduler.mutations import with_cells, with_figures
 from tests.scheduler.symbolic import find_harm
 from tests.scheduler.workloads import (
     LAYER,
-    chain,
     step_schedules,
     trained,
-    with_updates,
     workloads,
 )
 
@@ -172,24 +169,19 @@ def test_all_gradients_wait_unless_updates_follow_them_at_once(updates: str, cli
     assert waiting(schedule(trained(8), updates=updates, clip=clip)) == blocks * LAYER
 
 
-def test_gradients_of_shared_parameters_wait_for_the_update_that_needs_them_all():
-    # Those of the head stay until U0, besides the two that come and go.
-    assert waiting(schedule(trained(8, tied=True), updates="overlap")) == 3 * LAYER
-
-
-def test_gradients_that_no_update_needs_wait_until_the_step_ends():
-    workload = trained(6)
-    blocks = tuple(replace(b, update_bytes=0) if i % 2 else b for i, b in enumerate(workload.blocks))
-    workload = replace(workload, blocks=blocks)
-    assert waiting(schedule(workload, updates="overlap")) == 4 * LAYER
-    # They are the caller's when a step is over, so the next begins only with those that are to be used.
-    late = schedule(workload, updates="deferred")
-    assert waiting(late) == 6 * LAYER
-    assert str(late.ticks[0].host) == "U0"
-    assert most_at_once(late, Hardware(1e9, 1e9, 1e9)) == 6 * LAYER
-
-
 # -- spread updates ----------------------------------------------------------------------------------------------
+
+
+def test_spread_updates_leave_no_time_unused():
+    """The host works in the forward and in the backward, and its memory moves something nearly all the time."""
+    machine = Hardware(1e9, 1e9, 4e10, host_bytes_per_s=3e9)
+    plans = {
+        updates: schedule(trained(16), updates=updates, outputs="release", memory=1 << 30)
+        for updates in ("overlap", "deferred", "spread")
+    }
+    seconds = {updates: plan.simulate(machine).step_s for updates, plan in plans.items()}
+    assert seconds["spread"] < 0.9 * min(seconds["overlap"], seconds["deferred"])
+    assert seconds["spread"] < 1.1 * plans["spread"].lower_bounds(machine)["host memory"]
 
 
 def tied_pairs(workload: Workload) -> Workload:
@@ -197,20 +189,6 @@ def tied_pairs(workload: Workload) -> Workload:
     blocks = list(workload.blocks)
     blocks[0], blocks[3] = replace(blocks[0], shares=(3,)), replace(blocks[3], shares=(5,))
     return replace(workload, blocks=tuple(blocks))
-
-
-def test_so_many_bytes_are_deferred_evenly_from_the_first_block_on():
-    sizes = [LAYER * n for n in (6, *[1] * 30, 7)]
-    workload = with_updates(chain(sizes))
-    deferred = schedule(workload, updates="spread").deferred
-    assert deferred[:2] == (0, 10)  # the first is as large as six; it is two fifths of the first fifteen
-    assert deferred[2:6] == (13, 15, 18, 20)
-    for end in range(15, 33):
-        total = sum(sizes[:end])
-        share = sum(sizes[b] for b in deferred if b < end)
-        assert abs(share - DEFERRED_SHARE * total) <= 7 * LAYER
-    assert deferred_updates(workload, StepKind(updates="deferred")) == set(range(32))
-    assert not deferred_updates(workload, StepKind(updates="overlap"))
 
 
 def test_a_chain_of_shared_parameters_is_deferred_as_one():
@@ -231,15 +209,3 @@ def test_a_chain_of_shared_parameters_is_deferred_as_one():
         "  Updates that use gradients of one block are all deferred, or none is.\n"
         "  Move one of them."
     )
-
-
-def test_spread_updates_leave_no_time_unused():
-    """The host works in the forward and in the backward, and its memory moves something nearly all the time."""
-    machine = Hardware(1e9, 1e9, 4e10, host_bytes_per_s=3e9)
-    plans = {
-        updates: schedule(trained(16), updates=updates, outputs="release", memory=1 << 30)
-        for updates in ("overlap", "deferred", "spread")
-    }
-    seconds = {updates: plan.simulate(machine).step_s for updates, plan in plans.items()}
-    assert seconds["spread"] < 0.9 * min(seconds["overlap"], seconds["deferred"])
-    assert seconds["spread"] < 1.1 * plans["spread"].lower_bounds(machine)["host memory"]

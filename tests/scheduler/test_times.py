@@ -13,26 +13,21 @@ from hypothesis import strategies as st
 
 from megatrain.errors import OptionError, ScheduleError
 from megatrain.hardware.hardware import Hardware
-from megatrain.scheduler.builder.build import build
 from megatrain.scheduler.costs import Measured, op_durations
 from megatrain.scheduler.effects import streams
 from megatrain.scheduler.from_program import schedule
 from megatrain.scheduler.items import Stream
 from megatrain.scheduler.schedule import Schedule
 from megatrain.scheduler.simulate import TimedRun, memory_bound, shared_timeline
-from megatrain.scheduler.step_kind import StepKind
 from megatrain.scheduler.table import Op, Position
 from megatrain.scheduler.workload import Workload
 from tests.draws import draws
 from tests.scheduler.workloads import (
-    LAYER,
-    chain,
     example,
     schedules,
     step_schedules,
     trained,
     whole_steps,
-    with_updates,
     workloads,
 )
 
@@ -96,16 +91,6 @@ def test_updates_and_copies_share_host_memory_as_done_by_hand():
     assert shared_timeline({down: 1.0}, waits, machine)[0].end_s == 1.0
 
 
-def test_an_update_takes_time_for_each_parameter():
-    works = with_updates(chain([LAYER]))
-    works = replace(works, blocks=(replace(works.blocks[0], num_gradients=9),))
-    plan = build(works, StepKind(updates="overlap", outputs="release"))
-    machine = Hardware(1e9, 1e9, 1e9, host_bytes_per_s=1e9)
-    slower = op_durations(plan, replace(machine, update_s=1e-3))
-    for (position, op), seconds in zip(plan.positions(), op_durations(plan, machine).values(), strict=True):
-        assert slower[position] == pytest.approx(seconds + (op.what == "U") * 9e-3)
-
-
 def test_durations_follow_from_bytes_and_work():
     plan = schedule(example(), keep=2)
     seconds = op_durations(plan, Hardware(1e6, 1e5, 1e6, launch_s=0.5))
@@ -122,21 +107,6 @@ def test_impossible_hardware_is_refused():
     for rates in [(0, 1, 1, 0), (1, -1, 1, 0), (1, 1, 0, 0), (1, 1, 1, -1)]:
         with pytest.raises(OptionError, match=r"is not above 0|is less than 0"):
             Hardware(*rates)
-
-
-@pytest.mark.parametrize(
-    ("updates", "clip", "ends"), [("overlap", False, "WGU"), ("deferred", True, "UWGS"), ("serial", False, "WGUUUUU")]
-)
-def test_the_ends_of_a_step_are_what_nothing_computes_beside(updates: str, clip: bool, ends: str):
-    plan = build(with_updates(chain([50 * LAYER, *[LAYER] * 4])), StepKind(updates=updates, clip=clip))
-    seconds = op_durations(plan, MACHINE)
-    found: dict[str, float] = {}
-    for position, op in plan.positions():  # of a weight that comes twice, the first
-        found.setdefault(str(op).partition("@")[0], seconds[position])
-    bounds = plan.lower_bounds(MACHINE)
-    names = [f"{what}{ends[:at].count(what)}" for at, what in enumerate(ends)]
-    assert bounds["ends"] - bounds["compute"] == pytest.approx(sum(found[name] for name in names), rel=1e-6)
-    assert bounds["ends"] <= plan.simulate(MACHINE).step_s
 
 
 # -- measured ----------------------------------------------------------------------------------------------------
@@ -180,51 +150,6 @@ def timed(plan: Schedule, **seconds: float) -> dict[Position, float]:
     return {p: names.get(str(op).split("@")[0], 1e-3) for p, op in plan.positions()}
 
 
-def test_a_micro_batch_that_was_not_seen_takes_the_median_of_the_others():
-    three, five = (schedule(trained(2), micro_batches=n) for n in (3, 5))
-    found = Measured.of(three, timed(three, F0_0=1.0, F0_1=2.0, F0_2=30.0))
-    durations = {str(op): s for (_, op), s in zip(five.positions(), op_durations(five, found).values(), strict=True)}
-    assert [durations[f"F0.{n}"] for n in range(5)] == [1.0, 2.0, 30.0, 2.0, 2.0]
-    assert durations["F1.4"] == 1e-3
-    one = schedule(trained(2), updates="none")
-    assert op_durations(one, found)[next(p for p, op in one.positions() if str(op) == "F0")] == 1.0
-
-
-def test_a_retained_graph_is_another_op_than_a_recomputed_one():
-    recomputed, kept = (schedule(trained(4), activations=a) for a in ("recompute", "keep"))
-    with pytest.raises(ScheduleError) as caught:
-        kept.simulate(measured(recomputed))
-    assert str(caught.value) == (
-        "compute:F0* at tick 1 was never measured.\n"
-        "  A schedule can be timed if all of its ops were measured. A retained graph (*), results that are kept (~), "
-        "recorded kernels (^), squares for a norm (+) and weights that persist (-) make other ops.\n"
-        "  Measure a run of this schedule, or of one with the same `saves`, `results`, `recorded`, `keep` and "
-        "`persistent`."
-    )
-    both = Measured.mean([measured(recomputed), measured(kept)])
-    for plan in (recomputed, kept):
-        assert plan.simulate(both) == plan.simulate(MACHINE)
-
-
-def test_several_runs_count_as_their_median_in_any_order():
-    plan = schedule(trained(3), updates="overlap")
-    runs = [Measured.of(plan, timed(plan, F1=s, U2=2 * s)) for s in (5.0, 1.0, 100.0)]
-    whole = Measured.mean(runs)
-    backwards = dict(reversed(timed(plan, F1=5.0, U2=10.0).items()))
-    assert str(Measured.of(plan, backwards)) == str(runs[0])
-    durations = op_durations(plan, whole)
-    names = {str(op): durations[p] for p, op in plan.positions()}
-    assert (names["F1"], names["U2"], names["F0"]) == (5.0, 10.0, 1e-3)
-    assert Measured.mean(runs[::-1]) == whole
-    assert str(Measured.mean(runs[::-1])) == str(whole)
-    assert Measured.mean(runs[:1]) == runs[0]
-    assert Measured.mean([whole, whole]) == whole
-    # The step before updates has none, so its run has a say in the others only.
-    before = schedule(trained(3))
-    mixed = Measured.mean([runs[0], Measured.of(before, timed(before, F1=7.0))])
-    assert [mixed.seconds[kind] for kind in mixed.seconds if str(kind) in ("F1.0", "U2")] == [6.0, 10.0]
-
-
 def test_times_and_ops_must_fit_each_other():
     plan = schedule(trained(3))
     last, op = list(plan.positions())[-1]
@@ -264,17 +189,6 @@ def test_a_run_as_simulated_is_timed_and_measured_as_on_that_machine(plan: Sched
     # An op of one block that recurs, such as a `W`, counts as the median of its times, which are all alike here.
     assert plan.simulate(run.measured()).step_s == pytest.approx(plan.simulate(machine).step_s, abs=1e-6)
     assert run.step_s == pytest.approx(plan.simulate(machine).step_s, abs=1e-9)
-
-
-def test_ops_of_a_stream_never_overlap_though_clocks_are_coarse():
-    plan = schedule(trained(3))
-    early = {position: (begin - 2e-6, end) for position, (begin, end) in spans(plan).items()}
-    run = TimedRun.of(plan, early)
-    free: dict[str, float] = {}
-    for timing in run.timeline:
-        stream = timing.position.stream
-        assert free.get(stream, 0.0) <= timing.start_s <= timing.end_s
-        free[stream] = timing.end_s
 
 
 def test_times_that_are_missing_or_of_nothing_are_refused():

@@ -8,22 +8,19 @@ from itertools import product
 from typing import Any
 
 import pytest
-from hypothesis import given
 
 from megatrain.errors import ScheduleError
 from megatrain.hardware.hardware import Hardware
 from megatrain.hardware.work import products
 from megatrain.scheduler.builder.draft import Builder, Choices
 from megatrain.scheduler.builder.search import sparing_results
-from megatrain.scheduler.effects import host_value_bytes
 from megatrain.scheduler.from_program import merge, schedule
 from megatrain.scheduler.lifetimes import find_peak
 from megatrain.scheduler.schedule import Schedule, schedule_of
 from megatrain.scheduler.step_kind import StepKind
 from megatrain.scheduler.workload import KeptWork, ValueWork, Workload
-from tests.draws import draws
 from tests.scheduler.symbolic import find_harm
-from tests.scheduler.workloads import ACT, LAYER, chain, step_schedules, with_results, with_updates
+from tests.scheduler.workloads import ACT, LAYER, chain, with_results, with_updates
 
 COUNT, FLOPS = 6, 10**6
 
@@ -83,15 +80,6 @@ def test_results_are_kept_and_parked_where_their_recompute_takes_longer_than_the
     find_harm(plan, workload)
     assert sparing_results(workload, FAST) == tuple(range(COUNT - 1))
     assert results_of(planned(workload, memory, NARROW)) == []
-
-
-def test_no_results_are_kept_where_an_option_says_what_is_or_graphs_have_room():
-    workload = keepers()
-    for activations in ("recompute", "keep", "offload"):
-        memory = schedule(workload, activations=activations, **STEP).device_bytes
-        assert planned(workload, memory, SLOW, activations=activations).results == ()
-    ample = planned(workload, memory + schedule(workload, activations="keep", **STEP).device_bytes, SLOW)
-    assert (ample.saves, ample.results) == (tuple(range(COUNT)), ())
 
 
 def test_results_are_printed_read_back_and_refused_where_a_block_has_none():
@@ -171,11 +159,3 @@ def test_a_wrong_place_or_figure_of_values_on_the_host_is_refused():
     found = schedule(work)
     with pytest.raises(ScheduleError, match=f"host_bytes is stated as {found.host_bytes - 48}"):
         replace(found, host_bytes=found.host_bytes - 48).check()
-
-
-@given(step_schedules())
-@draws(40)
-def test_a_step_takes_them_for_each_micro_batch(found: Schedule):
-    work, kind = found.known_workload(), found.kind
-    assert host_value_bytes(work, kind) == kind.micro_batches * host_value_bytes(work, replace(kind, micro_batches=1))
-    assert found.host_bytes == found.park_bytes + found.landing_bytes + found.host_value_bytes

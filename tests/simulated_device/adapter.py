@@ -2,18 +2,99 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import partial
 from typing import Any
 
-from megatrain.device import Accelerator
+import torch
+import torch.distributed as dist
+
+from megatrain.device import Accelerator, LaunchGraphs
 from megatrain.errors import ExecuteError
 from megatrain.sizes import format_bytes
-from tests.simulated_device.simulated_graphs import SimulatedGraphs
 from tests.simulated_device.simulator import Simulator
-from tests.simulated_device.staged_collectives import StagedCollectives
 from tests.simulated_device.torch_module import NAME
+
+
+class StagedCollectives:
+    """What moves memory between the devices of some processes; see `megatrain.device.Device.collectives`."""
+
+    def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta):
+        self._host: Any = dist.ProcessGroupGloo(store, rank, size, timeout)
+        self._rank = rank
+
+    def broadcast(self, tensors: Sequence[torch.Tensor], options: dist.BroadcastOptions) -> Any:
+        """Sends a tensor to all, behind the work of the current stream and ahead of what follows there."""
+        (tensor,) = tensors
+        is_root = options.rootRank == self._rank
+        staged = tensor.cpu() if is_root else torch.empty(tensor.shape, dtype=tensor.dtype)
+        return _Staged(self._host.broadcast([staged], options), staged, None if is_root else tensor)
+
+
+class _Staged:
+    """A broadcast under way between hosts; who waits for it copies it to the device."""
+
+    def __init__(self, work: Any, staged: torch.Tensor, out: torch.Tensor | None):
+        self._work, self._staged, self._out = work, staged, out
+
+    def is_completed(self) -> bool:
+        """Whether it is over on the host."""
+        return self._work.is_completed()
+
+    def wait(self) -> None:
+        """Copies it, as work of the current stream."""
+        self._work.wait()
+        if self._out is not None:
+            self._out.copy_(self._staged)
+
+
+class SimulatedGraphs(LaunchGraphs):
+    """Recorded work of the simulated device.
+
+    Args:
+        simulator: The simulated device of this process.
+        device: Which of its devices.
+    """
+
+    def __init__(self, simulator: Simulator, device: torch.device) -> None:
+        super().__init__(device)
+        self._simulator = simulator
+        self._stream = torch.Stream(device=device)
+        self._drop: Callable[[], object] = lambda: None
+        self.release()
+
+    def release(self) -> None:
+        """Takes other memory."""
+        self._drop()
+        self._memory = self._simulator.private_memory(self._device.index)
+        self._drop = weakref.finalize(self, self._simulator.drop_memory, self._memory)
+
+    def record(self, work: Callable[[], object]) -> Callable[[], None]:
+        """Records on a stream of its own; waits and reads of numbers are refused, as by CUDA."""
+        before = torch.accelerator.current_stream(self._device)
+        torch.accelerator.set_stream(self._stream)
+        try:
+            with self._simulator.recording(self._device.index, self._memory) as recorded:
+                recording = _Recording(self._simulator, self._device.index, recorded)
+                work()
+        finally:
+            torch.accelerator.set_stream(before)
+        return recording.replay
+
+    def memory(self, address: int, nbytes: int) -> torch.Tensor:
+        """Reads the address."""
+        return torch.ops.sim.memory(address, nbytes, self._device.index)
+
+
+class _Recording:
+    def __init__(self, simulator: Simulator, index: int, recorded: int) -> None:
+        self._simulator, self._index, self._recorded = simulator, index, recorded
+        weakref.finalize(self, simulator.drop_recorded, recorded)
+
+    def replay(self) -> None:
+        self._simulator.replay(self._index, self._recorded)
 
 
 class SimulatedDevice(Accelerator):

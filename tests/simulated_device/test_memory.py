@@ -64,31 +64,6 @@ def test_sizes_are_rounded_and_segments_are_those_of_cuda():
         torch.accelerator.empty_cache()
 
 
-def freed_while_read(sim: Simulator, *, recorded: bool) -> float:
-    """A side stream reads a tensor that is freed, and its memory reused, before the stream gets there."""
-    sim.order("late")
-    side, out = torch.Stream(device="sim"), torch.zeros(256, device="sim")
-    x = torch.ones(256, device="sim")
-    side.wait_event(torch.accelerator.current_stream().record_event())
-    with on(side):
-        out.copy_(x)
-    if recorded:
-        x.record_stream(side)
-    del x
-    y = torch.full((256,), 7.0, device="sim")
-    torch.accelerator.current_stream().synchronize()
-    torch.accelerator.current_stream().wait_event(side.record_event())
-    del y
-    return out.sum().item()
-
-
-def test_record_stream_keeps_memory_and_its_lack_is_seen(sim: Simulator):
-    assert freed_while_read(sim, recorded=True) == 256
-    assert freed_while_read(sim, recorded=False) != 256
-    sim.drop("record_stream", 0)
-    assert freed_while_read(sim, recorded=True) != 256
-
-
 def test_the_capacity_counts_segments_and_ends_in_out_of_memory(sim: Simulator):
     sim.configure(capacity=20 * MIB)
     x = block(2 * MIB)
@@ -104,23 +79,6 @@ def test_the_capacity_counts_segments_and_ends_in_out_of_memory(sim: Simulator):
         y = block(20 * MIB)  # the cached segment of x is given back for it
     assert stat("num_alloc_retries") - retries == 2
     assert now("reserved_bytes") == y.nbytes
-
-
-def test_without_segments_the_capacity_is_exact(sim: Simulator):
-    sim.configure(capacity=4096, segments=False)
-    held = [block(1000), block(2000), block(1024)]
-    assert now("reserved_bytes") == now("allocated_bytes") == 4096
-    with pytest.raises(torch.OutOfMemoryError):
-        block(1)
-    retries = stat("num_alloc_retries")
-    held.pop()
-    held.pop()
-    held.append(block(3072))
-    assert stat("num_alloc_retries") == retries  # the stream's own free bytes serve without waiting
-    held.clear()
-    with on(torch.Stream(device="sim")):
-        held.append(block(4096))
-    assert stat("num_alloc_retries") == retries + 1
 
 
 def test_new_and_freed_memory_is_poisoned_in_stream_order(sim: Simulator):

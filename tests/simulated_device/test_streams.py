@@ -61,46 +61,6 @@ def test_a_dropped_wait_is_a_missing_wait(sim: Simulator):
     assert sum_after_copy(waits=True) == 0
 
 
-def test_an_error_of_a_kernel_is_raised_when_the_host_waits(sim: Simulator):
-    table = torch.zeros(4, 2, device="sim")
-    index = torch.tensor([9], device="sim")
-    torch.nn.functional.embedding(index, table)
-    with pytest.raises(RuntimeError, match=r"asynchronous error in aten::.*index"):
-        torch.accelerator.synchronize()
-    torch.accelerator.synchronize()
-
-
-# -- waits of the host -------------------------------------------------------------------------------------------
-
-
-def test_each_kind_is_noted(sim: Simulator):
-    x = torch.ones(10, device="sim")
-    stream = torch.Stream(device="sim")
-    host = torch.zeros(10)
-    with sim.synchronizations() as found:
-        stream.record_event().synchronize()
-        stream.synchronize()
-        torch.accelerator.synchronize()
-        x.sum().item()
-        host.copy_(x)
-        torch.nonzero(x)
-        torch.accelerator.empty_cache()
-    assert [one.kind for one in found] == [
-        "event",
-        "stream",
-        "device",
-        "item",
-        "blocking copy",
-        "op",
-        "allocator",
-        "allocator",
-    ]
-    assert found[5].what == "aten::nonzero"
-
-
-# -- generators, devices, kernels --------------------------------------------------------------------------------
-
-
 # -- recordings, as CUDA graphs ----------------------------------------------------------------------------------
 
 
@@ -111,14 +71,3 @@ DEVICE = "sim"
 def graphs(sim: Simulator) -> LaunchGraphs:
     del sim
     return find(DEVICE).launch_graphs()
-
-
-def test_freed_memory_is_poisoned_in_each_run(graphs: LaunchGraphs):
-    x = torch.ones(1000, device=DEVICE)
-    addresses: list[int] = []
-
-    def work() -> None:
-        addresses.append((x * 2).data_ptr())  # freed at once
-
-    graphs.record(work)()
-    assert graphs.memory(addresses[0], 4000).view(torch.float32).isnan().all()

@@ -11,8 +11,8 @@ from torch import nn
 import megatrain
 from tests.simulated_device.simulator import Simulator
 from tests.simulated_runs.on_device import DEVICE, held_bytes
-from tests.simulated_runs.test_memory import TOKENS, WIDTH, Block, loss_of
-from tests.training.parity import generator_of, sgd
+from tests.simulated_runs.test_memory import TOKENS, WIDTH, Block
+from tests.training.parity import generator_of
 
 FEW, MANY = 3, 9
 
@@ -139,18 +139,6 @@ def test_what_is_captured_on_values_has_the_bits_of_eager(kind: type[Block]):
             assert parameter.grad is not None
             assert torch.equal(gradient, parameter.grad)
         model.zero_grad()
-
-
-def test_a_model_that_reads_values_may_be_larger_than_the_device(sim: Simulator):
-    model = BlocksOf(Reading, 16)
-    weights = sum(p.numel() * p.element_size() for p in model.parameters())
-    memory = weights * 7 // 8
-    compiled = megatrain.compile(model, device=DEVICE, memory=memory, activations="offload")
-    step = megatrain.TrainStep(compiled, sgd(model), loss=loss_of)
-    sim.configure(segments=False, capacity=held_bytes() + memory)
-    losses = [float(step(batch_of(seed)[:128])) for seed in range(2)]
-    assert losses[0] != losses[1]
-    assert step.schedule.device_bytes <= memory < weights
 
 
 def test_a_capture_that_keeps_what_eager_keeps_says_so_where_memory_lacks(sim: Simulator):

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import megatrain
-from megatrain.errors import ExecuteError, ScheduleError
+from megatrain.errors import ExecuteError
 from tests.simulated_device.simulator import Simulator
 from tests.simulated_runs.on_device import DEVICE, ORDERS, SLOW_HOST, choose, held_bytes
 from tests.training.parity import generator_of
@@ -143,26 +143,6 @@ def test_looks_writes_calls_other_batches_freezing_and_checkpoints_change_nothin
     assert [1 in blocks for blocks in device.there[9:13]] == [True, False, False, True]
 
 
-def test_a_loss_that_looks_at_weights_sees_them_as_they_are(sim: Simulator):
-    found: list[list[float]] = []
-    for is_there in (False, True):
-        seen: list[float] = []
-
-        models = list[nn.Module]()
-
-        def looking(result: torch.Tensor, given: Any, seen: list[float] = seen, models: Any = models) -> torch.Tensor:
-            seen.append(models[0][0].up.weight.detach().float().sum().item())
-            return loss_of(result, given)
-
-        one = Training(is_there=is_there, loss=looking)
-        models.append(one.model)
-        for number in range(3):
-            one.take(number, count=2)
-        found.append([*seen, *(tensor.float().sum().item() for tensor in one.state())])
-        assert bool(one.there[-1]) == is_there
-    assert found[0] == found[1]
-
-
 @pytest.mark.parametrize("count", [1, 3])
 def test_steps_run_in_exactly_the_memory_of_the_schedule(sim: Simulator, count: int):
     torch.accelerator.empty_cache()
@@ -242,18 +222,3 @@ def test_other_steps_are_updated_by_the_host_alone(sim: Simulator, options: dict
     step = megatrain.TrainStep(one.compiled, one.optimizer, loss=loss_of, **options)
     step(batch(0))
     assert step.schedule.device_updates == ()
-
-
-def test_a_plan_that_is_given_updates_the_blocks_that_it_names(sim: Simulator):
-    one, other = Training(memory="1MiB"), Training(is_there=False, memory="1MiB")
-    expected = [one.take(number) for number in range(3)]
-    plan = one.step.plan
-    assert plan.schedule.device_updates
-    other.step = megatrain.TrainStep(other.compiled, other.optimizer, loss=loss_of, plan=plan.from_json(plan.to_json()))
-    assert [other.take(number) for number in range(3)] == expected
-    assert other.there == one.there
-    assert_same(other.state(), one.state())
-    handle = other.model[0].up.weight.register_hook(lambda gradient: gradient * 1)
-    with pytest.raises(ScheduleError, match="isn't one of this step"):
-        other.take(3)
-    handle.remove()

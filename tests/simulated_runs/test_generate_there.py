@@ -7,11 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
 from transformers import BartConfig, BartForConditionalGeneration, LlamaConfig, LlamaForCausalLM
 
 import megatrain
-from megatrain.device import is_on_host
 from megatrain.errors import ExecuteError
 from tests.simulated_device import Simulator
 from tests.simulated_runs.on_device import DEVICE, choose, held_bytes
@@ -86,55 +84,6 @@ def test_the_cache_is_there_and_the_devices_own_peak_is_in_the_budget(sim: Simul
         del found
         device.settle()
         assert torch.accelerator.memory_allocated() <= others + 4096
-
-
-class Own(nn.Module):
-    """Writes a buffer in place, by a view, and by another tensor in its place."""
-
-    counts: torch.Tensor
-    table: torch.Tensor
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(16, 16) for _ in range(4))
-        self.norm = nn.BatchNorm1d(16)
-        self.register_buffer("counts", torch.zeros(2, 16))
-        self.register_buffer("table", torch.zeros(4))
-        self.elsewhere = torch.ones(16)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        row = self.counts[1]
-        for layer in self.layers:
-            x = self.norm(layer(x)).sin()
-        row += x[0]
-        self.counts[0].add_(1)
-        self.table = self.table + x.mean()
-        return x + torch.zeros(16, device=self.layers[0].weight.device)  # pyright: ignore
-
-    @torch.no_grad()
-    def generate(self, x: torch.Tensor, steps: int = 2, *, fails: bool = False) -> torch.Tensor:
-        for _ in range(steps):
-            x = self(x)
-        return x + self.elsewhere if fails else x
-
-
-def test_buffers_come_home(sim: Simulator):
-    torch.manual_seed(0)
-    model = Own()
-    eager = copy.deepcopy(model).to(DEVICE)
-    compiled: Any = megatrain.compile(model, device=DEVICE, memory="16KiB")
-    sim.order("late")
-    for number in range(3):
-        x = torch.randn(4, 16, generator=torch.Generator().manual_seed(number)).to(DEVICE)
-        assert torch.equal(compiled.generate(x).cpu(), eager.generate(x).cpu())
-        expected = eager.state_dict()
-        for key, tensor in model.state_dict().items():
-            assert is_on_host(tensor), key
-            assert torch.equal(tensor, expected[key].cpu()), key
-    with pytest.raises(RuntimeError) as caught:
-        compiled.generate(x, fails=True)
-    assert "all other tensors are where they are" in "".join(caught.value.__notes__)
-    assert torch.equal(compiled.generate(x.clone()).cpu(), (eager.generate(x), eager.generate(x))[1].cpu())
 
 
 def test_more_than_the_budget_is_refused_and_everything_is_given_back(sim: Simulator):

@@ -7,7 +7,6 @@ import gc
 import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,14 +16,12 @@ from torch import nn
 
 import megatrain
 from megatrain.device import find
-from megatrain.integrations.hf.one_step import OneStep
 from megatrain.optim.grad_scaler import host_scaler, warn_of_torchs_own
 from tests.comparing import assert_same
 from tests.simulated_device.simulator import OrderName, Simulator
 from tests.simulated_runs.on_device import (
     DEVICE,
     Chain,
-    choose,
     compiled_copy,
     eager_copy,
     host_copy,
@@ -75,19 +72,6 @@ def test_a_call_blocks_on_the_host_only_for_what_reads_its_memory(sim: Simulator
     assert [(one.kind, one.thread) for one in found] == [("event", "MainThread")]
 
 
-def test_old_arenas_go(sim: Simulator):
-    compiled, _, _ = chain()
-    x = torch.randn(4, 32).to(DEVICE)
-    with torch.no_grad():
-        compiled(x)
-    arena = compiled.megatrain.engine.arena
-    more = 2 * arena.nbytes
-    gc.collect()
-    expected = torch.accelerator.memory_allocated() + more - arena.nbytes
-    arena.resize(more)
-    assert abs(torch.accelerator.memory_allocated() - expected) <= 512  # of rounding
-
-
 # -- what a step waits for ---------------------------------------------------------------------------------------
 
 
@@ -114,25 +98,6 @@ def test_the_launching_thread_waits_at_the_end_alone(sim: Simulator, name: str, 
     # BatchNorm's statistics are brought to the host before each loss, whose code may read them; nothing else waits.
     assert len(waits) == (count if name == "cnn" else 0), waits
     assert not any("run.py" in wait or "call.py" in wait for wait in waits)
-
-
-def test_weights_of_micro_batches_on_the_device_are_not_waited_for(sim: Simulator):
-    begun, found = TASKS["stack"].build(), list[Any]()
-    for on_host in (False, True):
-
-        def weight(batch: Any, on_host: bool = on_host) -> Any:
-            count = (batch[0] if isinstance(batch, tuple) else batch).gt(0).sum() + 1
-            return int(count) if on_host else count
-
-        model, step = stepping("stack", "deferred", copy.deepcopy(begun), weight=weight)
-        result = [step(batches("stack", number, 3)).item() for number in range(2)]
-        given = batches("stack", 2, 3)
-        with sim.synchronizations() as waits:
-            loss = step(given)
-        assert len(on_launching_threads(waits)) == (3 if on_host else 0)
-        step.flush()
-        found.append(([*result, loss.item()], [p.detach().clone() for p in model.parameters()]))
-    assert_same(*found)
 
 
 def test_wrong_weights_on_the_device_are_refused_and_leave_no_trace(sim: Simulator):
@@ -221,11 +186,6 @@ def test_a_training_with_dropout_goes_on(sim: Simulator, tmp_path: Path, before:
 # -- code of trainers --------------------------------------------------------------------------------------------
 
 
-def trainers_model() -> nn.Module:
-    torch.manual_seed(0)
-    return nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Dropout(0.2)) for _ in range(4)))
-
-
 def code(called: Callable[[Any], torch.Tensor], x: torch.Tensor, kept: list[torch.Tensor]) -> torch.Tensor:
     """What a trainer does with one micro-batch: it reads the result, writes into a loss, keeps a metric."""
     result = called(x)
@@ -234,52 +194,6 @@ def code(called: Callable[[Any], torch.Tensor], x: torch.Tensor, kept: list[torc
     kept.append(result.detach().max())
     (loss / 3).backward()
     return loss.detach() / 3
-
-
-@pytest.mark.parametrize("calls_again", [False, pytest.param(True, marks=pytest.mark.nightly)])
-def test_a_trainers_code_has_eagers_bits_and_no_micro_batch_waits_for_the_device(sim: Simulator, calls_again: bool):
-    eager = trainers_model().to(DEVICE)
-    expected = torch.optim.SGD(eager.parameters(), lr=0.1, momentum=0.9)
-    compiled = megatrain.compile(trainers_model(), device=DEVICE, activations="offload")
-    found = torch.optim.SGD(compiled.parameters(), lr=0.1, momentum=0.9)
-
-    def make(loss: Any) -> megatrain.TrainStep:
-        return megatrain.TrainStep(compiled, found, loss=loss, reduce="sum", max_grad_norm=0.1)
-
-    one_step = OneStep(compiled, make, lambda: (found,), lambda: False, {}, compiled)
-    if calls_again:
-        with pytest.warns(megatrain.StreamedCallsWarning):
-            one_step.fall_back("this test says so")
-    module = torch.get_device_module(DEVICE)
-    for step, order in enumerate(("early", "late", "seeded")):
-        choose(sim, "early")
-        given = on_device([torch.randn(size, 8, generator=generator_of(step)) for size in (2, 5, 3)])
-        torch.manual_seed(step)
-        wanted: list[torch.Tensor] = []
-        losses = [code(eager, x, wanted) for x in given]
-        norm = nn.utils.clip_grad_norm_(eager.parameters(), 0.1)
-        expected.step()
-        expected.zero_grad()
-        after = module.get_rng_state(DEVICE)
-        choose(sim, order, compiled)
-        torch.manual_seed(step)
-        kept: list[torch.Tensor] = []
-        with sim.synchronizations() as waits:
-            one_step.begin(len(given))
-            taken = [loss for x in given for loss in one_step.take(partial(code, compiled, x, kept))]
-        assert one_step.has_updated != calls_again
-        if calls_again:
-            nn.utils.clip_grad_norm_(compiled.parameters(), 0.1)
-            found.step()
-            found.zero_grad()
-        else:
-            assert one_step.step is not None
-            assert_same(host_copy([one_step.step.progress.grad_norm]), host_copy([norm]))  # pyright: ignore
-        assert_same(host_copy([*taken, *kept]), host_copy([*losses, *wanted]))
-        assert torch.equal(module.get_rng_state(DEVICE), after)
-        assert_same(host_copy(list(compiled.parameters())), host_copy(list(eager.parameters())))
-        if step > 1 and not calls_again:  # the first ones capture
-            assert on_launching_threads(waits) == []
 
 
 # -- loss scaling ------------------------------------------------------------------------------------------------
@@ -312,13 +226,6 @@ def test_an_update_with_infinite_gradients_is_left_out(sim: Simulator, order: Or
     assert scale == 2.0
 
 
-def test_it_goes_on_from_another_scaler(sim: Simulator):
-    other = torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=3, backoff_factor=0.25)
-    scaler = host_scaler(other)
-    assert scaler.state_dict() == other.state_dict()
-    assert scaled_steps(scaler, [1.0, float("inf")]) == ([True, False], 1.0)
-
-
 def warned(make: Any) -> list[Any]:
     gc.collect()  # scalers of other tests
     kept = make()
@@ -336,3 +243,10 @@ def test_torchs_own_scaler_is_warned_of(sim: Simulator):
         warnings.simplefilter("error")
         warn_of_torchs_own([torch.float16], find("cpu"))
         warn_of_torchs_own([torch.bfloat16], find(DEVICE))
+
+
+def test_it_goes_on_from_another_scaler(sim: Simulator):
+    other = torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=3, backoff_factor=0.25)
+    scaler = host_scaler(other)
+    assert scaler.state_dict() == other.state_dict()
+    assert scaled_steps(scaler, [1.0, float("inf")]) == ([True, False], 1.0)

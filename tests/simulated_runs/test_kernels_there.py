@@ -9,13 +9,10 @@ import torch
 from torch import nn
 
 import megatrain
-from megatrain.device import Device
-from megatrain.errors import ExecuteError, ScheduleError
 from megatrain.hardware.hardware import Hardware
 from megatrain.runtime.replays import Replays
 from tests.comparing import assert_same
 from tests.equal_blocks import EqualBlocks
-from tests.simulated_device.adapter import SimulatedDevice
 from tests.simulated_runs.on_device import DEVICE
 from tests.training.parity import adamw
 
@@ -81,21 +78,6 @@ def test_a_shape_is_recorded_from_its_third_run_on_with_eagers_bits(made: list[s
     assert "one by one until run 3 of this shape" in str(compiled)
 
 
-def test_calls_are_recorded_from_the_third_on(made: list[str]):
-    found: list[Any] = []
-    for options in ({"kernels": "eager"}, {}):
-        compiled = compiled_of(**options)
-        for seed in range(5):
-            assert bool(made) == (seed > 2 and not options)
-            compiled(batch(seed)).square().mean().backward()
-        found.append([p.grad for p in compiled.parameters()])
-        if options:
-            continue
-        assert compiled.schedule.recorded
-        assert "kernels of calls: recorded in" in str(compiled)
-    assert_same(found[0], found[1])
-
-
 def test_kernels_that_take_longer_than_their_launches_are_launched_one_by_one(made: list[str]):
     compiled = compiled_of(hardware=MANY)
     step = step_of(compiled)
@@ -146,32 +128,3 @@ def test_a_recording_that_fails_leaves_the_plan_of_eagers_kernels(monkeypatch: p
         saves.append(len(step.schedule.saves))
     assert saves[2] < saves[0] == saves[3]
     assert "one by one: operation not permitted when stream is capturing" in str(compiled)
-
-
-def test_a_model_for_which_no_stream_is_left_runs_eagers_kernels(monkeypatch: pytest.MonkeyPatch):
-    def refused(_: Device) -> None:
-        raise ExecuteError("no stream is left.\n  More.\n  Less.")
-
-    monkeypatch.setattr(SimulatedDevice, "launch_graphs", refused)
-    compiled = compiled_of()
-    step = step_of(compiled)
-    for seed in range(4):
-        step(batch(seed))
-    assert "one by one: no stream is left" in str(compiled)
-
-
-def test_a_plan_that_is_given_says_what_is_recorded(made: list[str]):
-    compiled = compiled_of()
-    step = step_of(compiled)
-    for seed in range(3):
-        step(batch(seed))
-    plan = megatrain.SavedPlan.from_json(step.plan.to_json())
-    made.clear()
-    other = compiled_of()
-    planned = megatrain.TrainStep(other, adamw(other), loss=lambda y, _: y.square().mean(), plan=plan)
-    planned(batch(0))
-    assert planned.schedule.recorded == step.schedule.recorded
-    eager = compiled_of(kernels="eager")
-    refused = megatrain.TrainStep(eager, adamw(eager), loss=lambda y, _: y.square().mean(), plan=plan)
-    with pytest.raises(ScheduleError, match="kernels: recorded -> eager on sim"):
-        refused(batch(0))

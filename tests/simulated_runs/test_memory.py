@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import gc
-import mmap
 import warnings
 from typing import Any
 
@@ -19,18 +18,12 @@ import megatrain
 from megatrain.device import find
 from megatrain.device.accelerator import beside
 from megatrain.errors import DeviceMemoryWarning
-from megatrain.memory import bus as buses
-from megatrain.memory.bus import BUFFERS
-from megatrain.memory.out_of_memory import DeviceMemoryError
 from megatrain.scheduler.lifetimes import find_peak
-from megatrain.sizes import format_bytes
 from tests.attention import EAGER_TO_KEEP, Stack, forwards, kernels_of_attention, text
 from tests.attention import WIDTH as TEXT_WIDTH
 from tests.comparing import assert_same
 from tests.draws import draws
 from tests.gradients import grad_of
-from tests.runtime.parity import assert_close, train
-from tests.simulated_device.adapter import SimulatedDevice
 from tests.simulated_device.loading import load
 from tests.simulated_device.simulator import GIB, Simulator
 from tests.simulated_runs.on_device import (
@@ -39,7 +32,6 @@ from tests.simulated_runs.on_device import (
     Chain,
     choose,
     compiled_copy,
-    eager_copy,
     held_bytes,
     step_by_hand,
 )
@@ -65,15 +57,6 @@ class Blocks(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for block in self.blocks:
             x = block(x)
-        return x
-
-
-class Deciding(Blocks):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for number, block in enumerate(self.blocks):
-            x = block(x)
-            if number == 3:
-                x = x * 0.5 if x.mean() > 0 else x * 0.25
         return x
 
 
@@ -131,59 +114,6 @@ def test_steps_run_in_exactly_the_memory_of_the_schedule(
         assert torch.accelerator.max_memory_reserved() <= plain + step.schedule.device_bytes, order
         # Memory that waits for another stream would be there in the end, when the allocator has waited for the device.
         assert num_retries() == before, order
-
-
-def test_batches_of_other_sizes_share_one_budget(sim: Simulator, plain: int):
-    """A small batch has room for two slots, a large one for a single slot only: the arena must make way for it."""
-    width, budget = 512, 4_470_000
-    model = nn.Sequential(*(nn.Linear(width, width) for _ in range(6)))
-    compiled = megatrain.compile(model, device=DEVICE, memory=budget, activations="offload")
-    step = megatrain.TrainStep(compiled, sgd(model), loss=loss_of)
-    slots: list[int] = []
-    for number, rows in enumerate((8, 128, 8, 128)):
-        batch = torch.randn(rows, width, generator=generator_of(number)).to(DEVICE)
-        slots.append(step.prepare(batch).num_slots)
-        torch.accelerator.reset_peak_memory_stats()
-        step(batch)
-        torch.accelerator.synchronize()
-        assert torch.accelerator.max_memory_allocated() <= plain + budget, number
-    assert slots == [2, 1, 2, 1]
-
-
-@pytest.mark.parametrize("number", [3, pytest.param(0, marks=pytest.mark.nightly)])
-def test_what_runs_again_with_another_capture_takes_no_more_memory(plain: int, number: int):
-    """Nothing of the attempt that failed is left when the next one begins.
-
-    Args:
-        plain: See the fixture.
-        number: How many micro-batches a step has; 0 is a call and its backward.
-    """
-    model = Deciding()
-    compiled = megatrain.compile(model, device=DEVICE)
-    step = megatrain.TrainStep(compiled, sgd(model), loss=loss_of)
-    dice, peaks = generator_of(0), dict[float, list[int]]()
-    gc.collect()
-    gc.disable()  # which may find the failed attempt in time, or not
-    try:
-        for mean in (1.0, -1.0, 1.0, -1.0):  # the first capture is tried first
-            batches = [
-                (torch.randn(TOKENS // 4, WIDTH, generator=dice) + mean).to(DEVICE) for _ in range(max(1, number))
-            ]
-            torch.accelerator.synchronize()
-            torch.accelerator.reset_peak_memory_stats()
-            if number:
-                step(batches)
-            else:
-                compiled(batches[0]).square().mean().backward()
-            torch.accelerator.synchronize()
-            model.zero_grad()
-            peaks.setdefault(mean, []).append(torch.accelerator.max_memory_allocated() - plain)
-    finally:
-        gc.enable()
-    assert str(compiled.megatrain).count("\n  capture ") == 2
-    assert peaks[-1.0][1] <= peaks[1.0][1]
-    if number:  # the mean that Python code reads takes 4 bytes, for which the allocator gives 512
-        assert max(map(max, peaks.values())) <= step.schedule.device_bytes + 512 * number, "captures included"
 
 
 class Headed(Stack):
@@ -273,33 +203,6 @@ def test_recorded_kernels_run_on_a_card_of_their_budget_and_their_memory_goes_wi
 # -- host memory -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.filterwarnings("ignore::megatrain.PageLockWarning")
-@pytest.mark.parametrize("way", ["pieces", "a ring", pytest.param("ordinary copies", marks=pytest.mark.nightly)])
-def test_training_has_the_bits_of_eager_whatever_can_be_locked(
-    sim: Simulator, way: str, monkeypatch: pytest.MonkeyPatch
-):
-    """In pieces of a page, through a small ring, or as ordinary copies."""
-    least = 2 * BUFFERS * mmap.PAGESIZE
-    monkeypatch.setattr(SimulatedDevice, "lock_bytes", mmap.PAGESIZE)
-    monkeypatch.setattr(buses, "MOST_BYTES", 2 * least)
-    monkeypatch.setattr(buses, "LEAST_BYTES", least)
-    torch.manual_seed(0)
-    model, x = Chain(width=80), torch.randn(4, 80).to(DEVICE)
-    eager = eager_copy(model)
-    expected = train(eager, eager, (x,), {})
-    gc.collect()
-    if way != "pieces":  # the store comes first
-        sim.fail_lock(0)
-        sim.configure(lock_limit=sim.locked_bytes + (least if way == "a ring" else 0))
-    sim.order("late")
-    compiled = megatrain.compile(model, device=DEVICE, activations="offload", block_bytes=1)
-    found = train(compiled, model, (x,), {})
-    sim.order("early")
-    assert_close(expected, found, tolerance=0)
-    assert way in (compiled.megatrain.engine.bus.note or "pieces").replace("transfers wait for", "ordinary copies")
-    assert sim.violations() == []
-
-
 def test_gradients_are_page_locked_and_weights_until_their_copies_are_done(sim: Simulator):
     sim.order("late")
     held = sim.locked_bytes
@@ -375,20 +278,6 @@ def hole_batch(count: int, rows: int, width: int) -> list[torch.Tensor]:
     return [torch.empty(rows, width, device=DEVICE) for _ in range(count)]
 
 
-@pytest.mark.nightly
-def test_values_that_stay_take_no_holes_of_temporary_tensors(sim: Simulator):
-    """Two values of 96 MiB fill three quarters of the 256 MiB that a product had: a third as much again is lost."""
-    sim.configure(compute=False, poison=False, capacity=64 << 30)
-    runs_on_the_smallest_card(sim, Layers(8, 384, 1024, 256), hole_batch(8, 65536, 384), "deferred", "recompute")
-
-
-@pytest.mark.nightly
-def test_small_tensors_share_segments_without_a_rest(sim: Simulator):
-    """Hidden values of 7.25 MiB: two of them leave 5.5 of the 20 MiB of a segment, which fit no third."""
-    sim.configure(compute=False, poison=False, capacity=64 << 30)
-    runs_on_the_smallest_card(sim, Layers(29, 256, 3712, 149184), hole_batch(8, 512, 256), "spread", "keep")
-
-
 @st.composite
 def shapes(draw: st.DrawFn) -> tuple[Layers, list[torch.Tensor]]:
     """Models whose tensors are of all proportions, at sizes of cards."""
@@ -454,26 +343,6 @@ def test_a_budget_that_nobody_gave_gets_smaller_where_it_is_too_much(sim: Simula
         assert_same(here, there)
     assert steps[1].schedule.device_bytes < planned[1] == planned[0]
     assert "lowered after a step ran out of memory" in repr(steps[1])
-
-
-def test_a_card_that_is_too_small_for_any_budget_says_how_large_the_first_was(sim: Simulator):
-    _, total = torch.accelerator.get_memory_info(0)
-    model = stack()
-    step = megatrain.TrainStep(megatrain.compile(model, device=DEVICE), adamw(model), loss=loss_of)
-    batch, before = torch.randn(16384, 256).to(DEVICE), snapshot(model)
-    planned = step.prepare(batch).device_bytes
-    torch.accelerator.empty_cache()
-    sim.configure(capacity=torch.accelerator.memory_reserved() + 8 * MIB)
-    with pytest.raises(DeviceMemoryError, match=r"^sim:0 ran out of memory") as caught:
-        step(batch)
-    assert f"the schedule counts {format_bytes(planned)}" in str(caught.value)
-    sim.configure(capacity=total)
-    assert_same(before, snapshot(model))
-    # Smaller budgets didn't help, and the first one is back.
-    assert step.prepare(batch).device_bytes == planned
-    assert "lowered" not in repr(step)
-    step(batch)
-    assert step.progress.count == 1
 
 
 def test_what_the_allocator_keeps_counts_as_free():

@@ -10,8 +10,6 @@ import torch
 from torch import nn
 
 import megatrain
-from megatrain.torch_private import FakeTensorMode
-from megatrain.tracer.recording.unseen_kernels import kernels_need_values
 from tests import packed
 from tests.comparing import assert_same
 from tests.equal_blocks import EqualBlocks
@@ -130,18 +128,6 @@ class Gated(nn.Module):
 def made() -> nn.Module:
     torch.manual_seed(0)
     return nn.Sequential(Gated(), Gated())
-
-
-@TORCHSCRIPT
-def test_a_scripted_function_needs_values(sim: Simulator):
-    function = torch.jit.script(gate)
-    real = torch.ones(2, device=DEVICE)
-    with FakeTensorMode() as mode, kernels_need_values():
-        assert function(torch.ones(2)).shape == (2,)
-        with pytest.raises(RuntimeError, match="`gate` may be fused, and needs tensors with values"):
-            function(mode.from_tensor(real))
-    with kernels_need_values():
-        assert torch.equal(function(real).cpu(), torch.full((2,), 2.0))
 
 
 @TORCHSCRIPT

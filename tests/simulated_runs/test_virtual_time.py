@@ -16,11 +16,10 @@ from torch import nn
 import megatrain
 from megatrain.hardware import kernels_alone
 from megatrain.hardware.hardware import Hardware
-from megatrain.scheduler.items import Stream
 from tests.simulated_device.simulator import GIB, HardwareProfile, Simulator
 from tests.simulated_device.virtual_hosts import VirtualHosts
-from tests.simulated_runs.on_device import DEVICE, held_bytes, on_launching_threads
-from tests.training.parity import MODES, adamw
+from tests.simulated_runs.on_device import held_bytes
+from tests.training.parity import MODES
 
 WIDTH, ROWS = 512, 4096
 
@@ -150,65 +149,3 @@ def test_measuring_a_machine_finds_its_rates(sim: Simulator, tmp_path: Path, mon
     assert found.memory_bytes == torch.accelerator.get_memory_info()[1] == 64 * GIB
     assert torch.accelerator.memory_reserved() == reserved
     assert (found.name, found.compute_beside) == ("sim:0", 1)
-
-
-def test_timed_copies_take_the_time_of_the_bus_and_nothing_waits_for_a_time(sim: Simulator):
-    """The launching thread waits once, when the clocks are set, and at the end for the events."""
-    sim.configure(compute=False, poison=False)
-    step, batch = made("overlap")
-    sim.set_profile(HardwareProfile.of(BUS))
-    with sim.synchronizations() as plain:
-        step(batch)
-    with sim.synchronizations() as found:
-        run = step.time(batch)
-    clocks = {"restart", "spans", "_zero", "_moment", "_seconds"}
-    own = [one for one in found if any(frame.name in clocks for frame in one.stack[-2:])]
-    assert len(on_launching_threads(found)) - len(on_launching_threads(plain)) == len(own)
-    assert not any(one.thread.startswith("megatrain-") for one in own)
-    ops, works = dict(run.schedule.positions()), run.schedule.known_workload().blocks
-    ends = {timing.position: timing.end_s for timing in run.timeline}
-    for timing in run.timeline:
-        op = ops[timing.position]
-        if (op.what, op.stream) == ("W", Stream.H2D) or op.what == "G":
-            work = works[op.block]
-            nbytes = work.state_bytes if op.what == "W" else work.gradient_bytes
-            assert timing.end_s - timing.start_s == pytest.approx(nbytes / BUS.h2d_bytes_per_s, rel=0.1)
-        for wait in step.schedule.waits()[timing.position]:
-            if Stream.HOST not in (wait.stream, timing.position.stream):
-                assert ends[wait] <= timing.start_s + 1e-5, (timing, wait)
-
-
-class Short(nn.Module):
-    """Layers of many short kernels."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(4))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for layer in self.layers:
-            y = layer(x)
-            for _ in range(12):
-                y = y.tanh() + x
-            x = y
-        return x.sum()
-
-
-def test_short_kernels_wait_for_python_no_more_where_they_are_recorded(sim: Simulator):
-    """Modelled: 20 us to launch a kernel, and kernels of less than that."""
-    machine = Hardware(25e9, 25e9, {"fp32": 2e13}, launch_s=1e-6, issue_s=20e-6, memory_bytes_per_s=1e12)
-    sim.configure(compute=False, poison=False)
-    hosts = VirtualHosts(sim, 1e12)
-    taken: dict[str, float] = {}
-    for kernels in ("eager", "graphs"):
-        compiled = megatrain.compile(Short(), device=DEVICE, activations="recompute", kernels=kernels)
-        step = megatrain.TrainStep(compiled, adamw(compiled), **MODES["overlap"])
-        batch = [torch.empty(64, 64, device=DEVICE) for _ in range(2)]
-        sim.set_profile(None)
-        for _ in range(3):
-            step(batch)
-        sim.set_profile(HardwareProfile.of(machine))
-        hosts.take(step, batch)
-        taken[kernels] = hosts.take(step, batch)
-        step.flush()
-    assert taken["graphs"] < 0.6 * taken["eager"], taken

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import re
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,7 @@ from megatrain import cli
 from megatrain.counts import counted
 from megatrain.device.accelerator import of_card
 from megatrain.hardware.presets import PRESETS
-from megatrain.planning.host_plan import DEPTH, LORA, MICRO_BATCH, SEQUENCE
+from megatrain.planning.host_plan import DEPTH
 from megatrain.sizing.sized_models import ConfigModel
 from megatrain.sizing.sizing_options import SizingOptions
 from tests.test_bad_command_line import keywords
@@ -138,36 +137,6 @@ def test_a_table_of_all_machines_has_the_rows_of_single_plans(config: Path, caps
 
 
 @pytest.mark.nightly
-def test_a_unified_memory_holds_both_parts(config: Path, capsys: pytest.CaptureFixture[str]):
-    ample = printed(capsys, config, "--hardware=gb10", "--micro-batch=1", *STEP)
-    assert "doesn't fit" not in ample
-    tight = printed(capsys, config, "--hardware=gb10", "--memory=700KiB", "--micro-batch=1", *STEP)
-    device, host = re.findall(r"^(?:device|host): ([\d.]+) KiB of", tight, re.MULTILINE)
-    assert float(device) + float(host) <= 700
-    said = refused(capsys, config, "--hardware=gb10", "--memory=200KiB", "--micro-batch=1", *STEP)
-    needs, there = re.findall(r"a step needs ([\d.]+) KiB of host memory, ([\d.]+) KiB are available", said)[0]
-    assert 0 < float(there) < 200 < float(needs)
-
-
-def test_adapters_come_from_the_options(config: Path, capsys: pytest.CaptureFixture[str]):
-    full = printed(capsys, config, "--memory=1GiB", "--micro-batch=1", *STEP)
-    adapted = printed(capsys, config, "--memory=1GiB", "--micro-batch=1", "--lora=4", *STEP)
-    moments = [float(re.findall(r"exp_avg +(\d+)", said)[0]) for said in (full, adapted)]
-    assert moments[1] < moments[0] / 2
-
-
-@pytest.mark.nightly
-def test_more_layers_come_from_the_configuration(config: Path, capsys: pytest.CaptureFixture[str]):
-    deep = printed(
-        capsys, config, "--memory=300KiB", "--micro-batch=1", "--host-memory=700KiB", "--largest=depth", *STEP
-    )
-    (depth,) = re.findall(r"largest depth: (\d+)", deep)
-    source = ConfigModel(SizingOptions(str(config), memory="1GiB", sequence=16))
-    model, _ = source.made({MICRO_BATCH: 1, SEQUENCE: 16, LORA: 0, DEPTH: int(depth)})
-    assert len(model.model.layers) == int(depth) > 1  # pyright: ignore
-
-
-@pytest.mark.nightly
 def test_reasons_and_alternatives_are_in_the_words_of_the_command(config: Path, capsys: pytest.CaptureFixture[str]):
     options = ("--hardware=rtx-4090", "--memory=300KiB", "--micro-batch=1", "--host-memory=1MiB", *STEP)
     said = printed(capsys, config, *options, "--why", "--alternatives")
@@ -207,21 +176,6 @@ def test_wrong_options_are_refused(
     arguments: tuple[str, ...], said: str, config: Path, capsys: pytest.CaptureFixture[str]
 ):
     assert said in refused(capsys, config, *arguments)
-
-
-def test_what_is_no_model_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    nowhere = tmp_path / "nowhere" / "at-all" / "x"
-    assert f"there is no folder `{nowhere}`" in refused(capsys, nowhere, "--memory=1GiB")
-    assert f"the configuration of `{tmp_path}` can't be read: " in refused(capsys, tmp_path, "--memory=1GiB")
-    assert "there is no module `nowhere`" in refused(capsys, "nowhere:build", "--memory=1GiB")
-    (tmp_path / "config.json").write_text('{"model_type": "nothing_known"}')
-    assert "can't be read" in refused(capsys, tmp_path, "--memory=1GiB")
-
-
-def test_a_missing_library_is_named(config: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
-    find = importlib.util.find_spec
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *a: None if name == "peft" else find(name, *a))
-    assert "megatrain plan needs peft" in refused(capsys, config, "--memory=1GiB", "--lora=4")
 
 
 def test_a_configuration_that_says_something_of_each_layer_keeps_its_depth(tmp_path: Path):

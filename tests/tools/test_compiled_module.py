@@ -6,7 +6,6 @@ import copy
 import inspect
 import io
 import pickle
-import re
 from types import MethodType
 from typing import Any
 
@@ -65,15 +64,6 @@ def test_class_name_signature_and_attributes_are_the_models():
     assert compiled.model.layers[1] is compiled.get_submodule("model.layers.1")
     assert compiled.lm_head.weight is next(p for n, p in compiled.named_parameters() if n == "lm_head.weight")
     assert list(map(id, compiled.parameters())) == list(map(id, compiled.megatrain.model.parameters()))
-
-
-def test_its_class_makes_plain_models():
-    compiled = compiled_llama()
-    fresh: Any = type(compiled)(compiled.config)
-    assert type(fresh) is LlamaForCausalLM
-    fresh.load_state_dict(compiled.state_dict())
-    ids = torch.arange(8)[None]
-    assert torch.equal(fresh(ids).logits, compiled(ids).logits)
 
 
 def test_the_models_own_attributes_come_before_ours():
@@ -142,21 +132,6 @@ Plain(""",
     assert str(compiled).endswith(f"\n{model!r}")
 
 
-def test_its_repr_is_the_models_own_also_in_what_holds_it():
-    model = Plain()
-    compiled = megatrain.compile(model, device="cpu")
-    compiled(torch.ones(2, 4))
-    assert repr(compiled) == repr(model)
-    assert repr(nn.Sequential(compiled)) == repr(nn.Sequential(model))
-    assert f"{compiled!r}" != f"{compiled}"
-
-    class Named(nn.Linear):
-        def __str__(self):
-            return "a linear layer"
-
-    assert str(megatrain.compile(Named(2, 2), device="cpu")).splitlines()[-1] == "a linear layer"
-
-
 def test_copies_and_pickles_are_those_of_the_plain_model():
     compiled = compiled_llama()
     optimizer = torch.optim.AdamW(compiled.parameters(), lr=0.1)
@@ -177,14 +152,6 @@ def saved(model: Any, file: io.BytesIO) -> Any:
 
 
 # -- forward ------------------------------------------------------------------------------------------------------
-
-
-def test_forward_streams_like_the_call():
-    compiled = compiled_llama()
-    assert streams(compiled, lambda: compiled(input_ids=IDS))
-    assert streams(compiled, lambda: compiled.forward(input_ids=IDS))
-    assert not streams(compiled, lambda: compiled.megatrain.model(input_ids=IDS))
-    assert torch.equal(compiled.forward(input_ids=IDS).logits, compiled.megatrain.model(input_ids=IDS).logits)
 
 
 def fused(self: Any, input_ids: torch.Tensor, labels: torch.Tensor | None = None, **_: Any) -> Any:
@@ -214,19 +181,6 @@ def test_a_forward_that_a_tool_replaces_is_streamed(is_bound: bool):
     assert torch.equal(compiled(input_ids=IDS).logits, eager(input_ids=IDS).logits)
     with pytest.raises(AttributeError, match="forward"):
         del compiled.forward
-
-
-def test_a_forward_around_the_former_one_is_streamed():
-    """As accelerate wraps models for mixed precision: the former forward is called inside."""
-    compiled, eager = compiled_llama(), llama()
-    for model in (compiled, eager):
-        former = model.forward
-        assert former.__func__
-        model.forward = torch.autocast("cpu", dtype=torch.bfloat16)(former)
-        again = model.forward
-        model.forward = lambda *args, again=again, **kwargs: again(*args, **kwargs).logits.float()
-    assert streams(compiled, lambda: compiled(input_ids=IDS))
-    assert torch.equal(compiled(input_ids=IDS), eager(input_ids=IDS))
 
 
 def test_a_former_forward_called_alone_is_refused():
@@ -281,28 +235,6 @@ def test_a_move_of_the_plain_model_says_who_moves_models():
         compiled(input_ids=IDS)
 
 
-@pytest.mark.parametrize(
-    ("inputs", "note"),
-    [
-        (
-            torch.ones(2, 4, dtype=torch.float64),
-            r"for f64\[2, 4\].*parameters are torch.float32.*by .to\(torch.float32",
-        ),
-        (torch.ones(2, 3), r"for f32\[2, 3\].*has the width that the model's layers take"),
-    ],
-    ids=["dtype", "width"],
-)
-def test_what_eager_refuses_keeps_its_error_and_names_the_rule(inputs: torch.Tensor, note: str):
-    compiled = megatrain.compile(torch.nn.Linear(4, 4), device="cpu")
-    for call in (
-        compiled,
-        megatrain.TrainStep(compiled, torch.optim.SGD(compiled.parameters()), loss=lambda r, _: r.sum()),
-    ):
-        with pytest.raises(RuntimeError, match=r"mat1 and mat2|same dtype") as caught:
-            call(inputs)
-        assert re.search(note, caught.value.__notes__[0], re.DOTALL)
-
-
 # -- compilers ------------------------------------------------------------------------------------------------------
 
 
@@ -330,14 +262,6 @@ def test_a_compiled_model_inside_a_compiled_models_forward_is_refused():
     outer.forward = lambda x: inner(x) + 1
     with pytest.raises(ExecuteError, match="called in the forward of a compiled model"):
         megatrain.compile(outer, device="cpu")(torch.ones(2, 4))
-
-
-def test_the_class_is_made_once_and_goes_with_its_last_model():
-    one, other = megatrain.compile(Plain(), device="cpu"), megatrain.compile(Plain(), device="cpu")
-    assert type(one) is type(other)
-    with pytest.raises(TypeError, match=r"made by megatrain\.compile"):
-        megatrain.CompiledModule()
-    assert type(type(one)()) is Plain
 
 
 class Slotted(nn.Linear):

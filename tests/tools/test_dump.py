@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
 import megatrain
 from megatrain import ExecuteError, LowerError, OptionError
@@ -108,22 +107,3 @@ def test_a_pass_that_does_something_else_the_second_time_is_refused(tmp_path: Pa
     compiled(IDS)
     with pytest.raises(LowerError, match="the passes made a program from capture 1 that differs from the one in use"):
         compiled.dump(tmp_path)
-
-
-def test_a_call_that_has_no_schedule_says_so_where_it_would_stand(tmp_path: Path):
-    class Wide(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layers = nn.ModuleList(nn.Linear(16, 16) for _ in range(3))
-
-        def forward(self, x: Any) -> Any:
-            for layer in self.layers:
-                x = layer(x)
-            return x
-
-    compiled: Any = megatrain.compile(Wide(), device="cpu", memory="500 B")
-    with pytest.raises(megatrain.ScheduleError):
-        compiled(torch.ones(1, 16))
-    texts = read(compiled.dump(tmp_path))
-    assert list(texts)[-1] == "capture-1-07-schedule.txt"
-    assert texts["capture-1-07-schedule.txt"].startswith("no schedule of a call: ")

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import safetensors.torch
 import torch
-from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from peft import LoraConfig, PeftModel, get_peft_model
 from torch import nn
@@ -135,29 +134,3 @@ def test_each_tensor_of_state_has_a_storage_of_its_own_bytes(options: dict[str, 
     assert [s.nbytes() for s in storages] == [t.nbytes for t in model.state_dict().values()]
     weight = model.model.norm.weight.detach()
     assert saved_bytes({"weight": weight}) == saved_bytes({"weight": weight.clone()})
-
-
-def test_libraries_save_and_load_every_tensor_and_tied_ones_once(tmp_path: Path):
-    model = llama(is_tied=True)
-    compiled = trained(model)
-    assert model.lm_head.weight is model.model.embed_tokens.weight
-    expected = values(model)
-    for name, module in (("model", model), ("compiled", compiled)):
-        safetensors.torch.save_model(module, str(tmp_path / name))
-        other = llama(is_tied=True)
-        safetensors.torch.load_model(other, str(tmp_path / name))
-        assert_same(values(other), expected)
-    accelerator = Accelerator(cpu=True)
-    accelerator.save_model(compiled, str(tmp_path / "accelerate"))
-    found = safetensors.torch.load_file(tmp_path / "accelerate" / "model.safetensors")
-    assert_same(found, {k: t for k, t in expected.items() if k in found})
-    assert len(found) == len(expected) - 1
-    prepared = accelerator.prepare(compiled)
-    accelerator.save_state(str(tmp_path / "state"))
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.zero_()
-    accelerator.load_state(str(tmp_path / "state"))
-    assert_same(values(model), expected)
-    # A storage of its own is no copy: what is written through the parameter is what the next call streams.
-    assert torch.equal(prepared(input_ids=IDS).logits, model(input_ids=IDS).logits)

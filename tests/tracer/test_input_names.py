@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -10,7 +9,6 @@ import pytest
 import torch
 from torch import nn
 
-import megatrain
 from megatrain.tracer.arguments import Arguments
 from megatrain.tracer.trace import trace
 
@@ -69,59 +67,3 @@ def test_inputs_have_the_words_of_the_signature(
     forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], names: tuple[str, ...]
 ):
     assert _names(_module(forward), *args, **kwargs) == names
-
-
-def test_a_forward_that_a_tool_put_in_place_gives_the_names_of_the_one_it_stands_for():
-    model = _module(_plain)
-    own = model.forward
-
-    @functools.wraps(own)
-    def timed(*args: Any, **kwargs: Any) -> Any:
-        return own(*args, **kwargs)
-
-    model.forward = timed
-    assert _names(model, X, X) == ("ids", "labels")
-    model.forward = lambda tokens, *more: tokens + sum(more)
-    assert _names(model, X, X) == ("tokens", "more_0")
-
-
-def test_a_signature_that_python_cant_read_leaves_numbers():
-    model = _module(_plain)
-    model.forward = torch.add  # of C: it has no signature
-    assert _names(model, X, X) == ("arg0", "arg1")
-    model.forward = functools.partial(_plain, None)
-    assert _names(model, X, X) == ("ids", "labels")
-
-    class Odd:
-        __slots__ = ()
-        __hash__ = None  # pyright: ignore[reportAssignmentType]
-        __signature__ = "none"
-
-        def __call__(self, left: Any, right: Any) -> Any:
-            return left + right
-
-    model.forward = Odd()
-    assert _names(model, X, X) == ("arg0", "arg1")
-
-
-def test_an_input_given_by_position_and_then_by_keyword_gives_the_same_numbers():
-    class Model(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.fc = nn.Linear(3, 3)
-
-        def forward(self, x: Any, y: Any) -> Any:
-            return (self.fc(x) * y).sum() if y.sum() > 0 else self.fc(y).sum()
-
-    torch.manual_seed(0)
-    model = Model()
-    x, y = torch.randn(2, 3), torch.rand(2, 3)
-    compiled = megatrain.compile(model, device="cpu")
-    expected = model(x, y)
-    assert torch.equal(compiled(x, y), expected)
-    assert torch.equal(compiled(x, y=y), expected)
-    assert torch.equal(compiled(y=y, x=x), expected)
-    assert torch.equal(compiled(y=x, x=y), model(y, x))
-    assert torch.equal(compiled(x, y), expected)
-    assert "gt" in compiled.guards
-    assert str(compiled.traced).startswith("traced Model(x: f32[2, 3], y: f32[2, 3])")

@@ -65,21 +65,3 @@ def test_what_python_reads_is_computed():
     for model in (*models, Masked(reads=True)):
         traced = megatrain.trace(model, given(200))
         assert "guard __bool__(all_1) == False" in str(traced)
-
-
-@pytest.mark.usefixtures("_small")
-def test_a_write_of_something_unknown_is_followed():
-    class Written(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.weight = nn.Parameter(torch.ones(()))
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            table = torch.zeros(200, 200)
-            table.fill_(3)
-            table[2] = self.weight * x
-            return table.sum(0)
-
-    model, x = Written(), torch.randn(200)
-    compiled = megatrain.compile(model, device="cpu")
-    assert torch.equal(compiled(x), model(x))

@@ -4,26 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch import nn
 
-import megatrain
 from megatrain.tracer.recording.effect_watch import EffectWatch
-from tests.models import MODELS
-
-
-@pytest.mark.parametrize("opaque", ["refuse", "allow"])
-def test_weights_of_an_rnn_keep_their_layout(opaque: str, monkeypatch: pytest.MonkeyPatch):
-    model, args, kwargs = MODELS["lstm"]()
-    if opaque == "allow":
-        model.lstm.register_forward_hook(lambda module, given, result: result[0].sum().item() and None)
-
-    def flatten(module: nn.RNNBase) -> None:
-        raise AssertionError("cuDNN would move the weights out of their slot")
-
-    compiled = megatrain.compile(model, device="cpu", transfer="copy", opaque=opaque)
-    monkeypatch.setattr(nn.RNNBase, "flatten_parameters", flatten)
-    for _ in range(2):
-        compiled(*args, **kwargs)[0].sum().backward()
 
 
 def test_a_tensor_that_takes_over_a_storage_writes_nothing_into_it():

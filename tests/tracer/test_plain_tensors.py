@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 from torch import nn
@@ -133,32 +131,3 @@ def test_gradients_through_buffers_from_call_to_call() -> None:
             megatrain.compile(Recurrent(way), device="cpu")(torch.ones(2, 4))
         with torch.no_grad():
             megatrain.compile(Recurrent(way), device="cpu")(torch.ones(2, 4))
-
-
-class Sparsely(nn.Module):
-    """Adds a few trained entries to a weight, by a sparse tensor."""
-
-    places: torch.Tensor
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight, self.few = nn.Parameter(torch.eye(4)), nn.Parameter(torch.ones(3))
-        self.register_buffer("places", torch.tensor([[0, 1, 3], [2, 2, 0]]))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x @ (self.weight + torch.sparse_coo_tensor(self.places, self.few * 2, (4, 4), check_invariants=False))
-
-
-@pytest.mark.filterwarnings("ignore")  # torch calls sparse tensors a beta
-def test_sparse_tensors_inside_a_module_are_its_own_affair() -> None:
-    found: list[Any] = []
-    for compiles in (False, True):
-        torch.manual_seed(0)
-        model = nn.Sequential(nn.Linear(4, 4), Sparsely(), nn.Linear(4, 4))
-        used = megatrain.compile(model, device="cpu", transfer="copy") if compiles else model
-        for number in range(2):
-            used(torch.arange(8.0).reshape(2, 4) + number).square().sum().backward()
-        found.append([parameter.grad for parameter in model.parameters()])
-        if compiles:
-            assert "opaque 1: makes a sparse or nested tensor" in str(used.program)
-    assert all(map(torch.equal, *found))

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import linecache
 import random
 import re
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -47,21 +44,8 @@ def _scripted(x: torch.Tensor) -> torch.Tensor:
     return torch.sin(x) + 1
 
 
-def branches_on_weights(model, x):
-    y = model.fc(x)
-    return y if y.sum() > 0 else -y
-
-
 def takes_an_item(model, x):
     return model.fc(x) * model.fc.weight.abs().max().item()
-
-
-def lists_values(model, x):
-    return model.fc(x) * max(model.fc(x)[0].tolist())
-
-
-def reads_numpy(model, x):
-    return model.fc(x) * float(model.fc(x).detach().numpy().max())
 
 
 def formats_a_value(model, x):
@@ -296,20 +280,6 @@ def test_an_exception_of_the_model_passes_unharmed_and_the_model_is_restored():
     assert torch.nn.modules.module._global_forward_pre_hooks == {}
 
 
-def test_a_table_that_is_computed_once_and_kept_is_computed_in_the_graph():
-    class Cached(nn.Linear):
-        table: torch.Tensor | None = None
-
-        def forward(self, x):
-            if self.table is None:
-                self.table = torch.arange(3.0)
-            return super().forward(x) + self.table
-
-    model = Cached(3, 3)
-    assert "arange" in str(trace(model, (torch.randn(2, 3),)))
-    assert model.table is None
-
-
 class Settings:
     """An argument that could be changed between two calls without any sign."""
 
@@ -327,35 +297,3 @@ def test_an_argument_that_may_change_unseen_is_refused():
 
     with pytest.raises(TraceError, match=r"the argument `settings` is a Settings, which may change between calls"):
         trace(Scaled(), (torch.ones(1, 2),), {"settings": Settings()})
-
-
-CELL = """import torch
-class Bent(torch.nn.Module):
-    def forward(self, x):
-        # A comment.
-        return (x + 1).grad
-"""
-
-RUN_AS: dict[str, str] = {
-    "<ipython-input-3-0a1b2c>": "Cell In[3], line 5: `return (x + 1).grad`",
-    "/tmp/ipykernel_12/345.py": "Cell In[7], line 5: `return (x + 1).grad`",
-    "<python-input-4>": "<python-input-4>:5: `return (x + 1).grad`",
-    "<stdin>": "<stdin>:5 in Bent.forward",
-    "<string>": "<string>:5 in Bent.forward",
-}
-
-
-@pytest.mark.parametrize(
-    ("name", "module"), list(zip(RUN_AS, ["__main__", "__main__", "__main__", None, "never_imported"], strict=True))
-)
-def test_code_without_a_file_is_the_users(name: str, module: str | None, monkeypatch: pytest.MonkeyPatch):
-    """Of a notebook, a session and exec(), whose shell keeps the text where tracebacks find it."""
-    if " in " not in RUN_AS[name]:
-        monkeypatch.setitem(linecache.cache, name, (len(CELL), None, CELL.splitlines(keepends=True), name))
-    known = SimpleNamespace(format_code_name=lambda file: ("Cell", "In[7]") if "ipykernel" in file else None)  # pyright: ignore
-    shell = SimpleNamespace(get_ipython=lambda: SimpleNamespace(compile=known))
-    monkeypatch.setitem(sys.modules, "IPython", shell)
-    namespace: dict[str, Any] = {} if module is None else {"__name__": module}
-    exec(compile(CELL, name, "exec"), namespace)
-    with pytest.raises(TraceError, match=re.escape(RUN_AS[name])):
-        trace(namespace["Bent"](), (torch.randn(1),))

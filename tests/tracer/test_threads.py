@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import random
 import threading
 from collections.abc import Callable
 from queue import SimpleQueue
 from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 
@@ -102,23 +100,6 @@ def test_a_capture_leaves_the_numbers_of_a_loader_alone():
     assert torch.equal(after, torch.rand(3))
 
 
-def test_a_reader_sees_the_models_own_parameters():
-    def read(model: Any) -> Any:
-        found = [*model.parameters(), *model.buffers(), model.first.weight, model._parameters, *vars(model.first)]
-        assert not any(type(t).__name__ == "FakeTensor" for t in found)
-        assert isinstance(model.first.weight, nn.Parameter)
-        return [id(p) for p in model.parameters()], {k: v.clone() for k, v in model.state_dict().items()}
-
-    model, meeting, args = _held(read)
-    expected = read(model)
-    trace(model, args)
-    assert len(meeting.results) >= 2
-    for identities, state in meeting.results:
-        assert identities == expected[0]
-        assert state.keys() == expected[1].keys()
-        assert all(torch.equal(state[k], expected[1][k]) for k in state)
-
-
 def test_two_models_captured_at_once_both_come_out_right():
     samples = [MODELS[name]() for name in ("custom_function", "random_path")]
     alone = [str(trace(*sample[:1], *sample[1:])) for sample in samples]
@@ -164,21 +145,3 @@ def test_an_operation_that_draws_without_saying_so_is_random():
     assert torch.equal(torch.get_rng_state(), before)
     assert next(n.meta["is_random"] for n in traced.graph.nodes if n.op == "call_function")
     assert_same_step(graph_step(traced, model, args, {}), eager_step(model, args, {}))
-
-
-def test_a_thread_that_shuffles_is_not_taken_for_the_model():
-    drawn: list[float] = []
-
-    def shuffle(_: nn.Module) -> None:
-        if not drawn:
-            drawn.append(random.random() + np.random.rand())
-
-    model, _, args = _held(shuffle)
-    random.seed(5)
-    np.random.seed(5)
-    traced = trace(model, args)
-    assert "opaque" not in str(traced)
-    following = random.random() + np.random.rand()
-    random.seed(5)
-    np.random.seed(5)
-    assert [random.random() + np.random.rand() for _ in range(2)] == [drawn[0], following]

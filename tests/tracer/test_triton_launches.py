@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import importlib
 import sys
 import threading
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,12 +16,10 @@ from megatrain.errors import OpaqueModelWarning, TraceError
 from megatrain.passes.interpret import exact_fakes
 from megatrain.passes.rewrites.tile_tokens import tile_tokens
 from megatrain.tracer.calls import call_text
-from megatrain.tracer.recording.unseen_kernels import kernels_need_values
 from megatrain.tracer.trace import trace
 from tests.stand_in_triton import (
     Autotuner,
     JITFunction,
-    KernelInterface,
     Scaling,
     assert_bits_of_eager,
     in_layers,
@@ -130,24 +126,6 @@ def test_tokens_that_a_kernel_may_mix_are_not_tiled():
     assert "Scaled.apply(" in str(compiled.program)
 
 
-def test_an_op_with_a_fake_kernel_of_its_own_is_a_node():
-    @torch.library.custom_op("stand_in_triton::doubled", mutates_args=())
-    def doubled(x: torch.Tensor) -> torch.Tensor:
-        scaling[(1,)](x, torch.full((3,), 2.0), y := torch.empty_like(x))
-        return y
-
-    doubled.register_fake(torch.empty_like)
-    doubled.register_autograd(lambda ctx, grad: grad * 2)
-
-    class Doubling(nn.Linear):
-        def forward(self, input: torch.Tensor) -> torch.Tensor:
-            return doubled(super().forward(doubled(input)))
-
-    torch.manual_seed(0)
-    compiled = assert_bits_of_eager(Doubling(3, 3), torch.randn(2, 3))
-    assert "opaque" not in str(compiled.program)
-
-
 def test_no_launcher_reaches_a_kernel_without_values_and_all_is_as_before_afterwards():
     real, made, before = torch.ones(2), torch.empty(2), scaling[(1,)]
     kinds, finders, launched = (JITFunction, Autotuner), [*sys.meta_path], len(scaling.launched)
@@ -164,21 +142,3 @@ def test_no_launcher_reaches_a_kernel_without_values_and_all_is_as_before_afterw
     assert [kind.run for kind in kinds] == methods
     assert sys.meta_path == finders
     assert len(scaling.launched) == launched + 1
-
-
-def test_triton_imported_in_the_middle_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    (tmp_path / "triton" / "runtime").mkdir(parents=True)
-    for folder in ("triton", "triton/runtime"):
-        (tmp_path / folder / "__init__.py").write_text("")
-    (tmp_path / "triton/runtime/jit.py").write_text("from tests.stand_in_triton import KernelInterface\n")
-    monkeypatch.syspath_prepend(tmp_path)
-    for name in ("triton", "triton.runtime", "triton.runtime.jit"):
-        monkeypatch.setitem(sys.modules, name, None)
-        monkeypatch.delitem(sys.modules, name)
-    before = JITFunction.run
-    with kernels_need_values():
-        assert JITFunction.run is before
-        assert issubclass(importlib.import_module("triton.runtime.jit").KernelInterface, KernelInterface)
-        with pytest.raises(RuntimeError, match="needs tensors with values"):
-            scaling[(1,)](torch.ones(2), torch.ones(2), torch.ones(2))
-    assert JITFunction.run is before

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 
-import pytest
 import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
@@ -44,15 +43,6 @@ class Masked(nn.Module):
         return x
 
 
-class Weighted(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(4, 4))
-
-    def forward(self, x):
-        return torch.vmap(lambda row: row @ self.weight)(x)
-
-
 def assert_steps_equal(eager: nn.Module, *inputs: tuple[torch.Tensor, ...]) -> megatrain.CompiledModule:
     compiled = megatrain.compile(copy.deepcopy(eager), device="cpu", activations="recompute", transfer="copy")
     for args in inputs:
@@ -71,9 +61,3 @@ def test_a_map_over_positions_is_one_call() -> None:
     assert not compiled.program.opaque_calls
     assert len(compiled.program.blocks) == 3
     assert len(list(compiled.megatrain._variants)) == 1
-
-
-@pytest.mark.filterwarnings("ignore::megatrain.OpaqueModelWarning")
-def test_a_map_over_weights_is_opaque() -> None:
-    compiled = assert_steps_equal(Weighted(), (torch.randn(5, 4),), (torch.randn(5, 4),))
-    assert compiled.program.opaque_calls

@@ -194,11 +194,6 @@ def warm_up(optimizer: torch.optim.Optimizer) -> Any:
     return lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / 3))
 
 
-def in_sequence(optimizer: torch.optim.Optimizer) -> Any:
-    parts = [lr_scheduler.LinearLR(optimizer, 0.1, total_iters=3), lr_scheduler.CosineAnnealingLR(optimizer, 5)]
-    return lr_scheduler.SequentialLR(optimizer, parts, milestones=[3])
-
-
 def plateau(optimizer: torch.optim.Optimizer) -> Any:
     return lr_scheduler.ReduceLROnPlateau(optimizer, patience=0)
 

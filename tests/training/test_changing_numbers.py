@@ -38,30 +38,6 @@ def captures(compiled: Any) -> int:
     return compiled.megatrain.variant.number
 
 
-class Normed(nn.Module):
-    def __init__(self, width: int = 8) -> None:
-        super().__init__()
-        self.layer, self.norm = nn.Linear(width, width), nn.BatchNorm1d(width, momentum=None)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.norm(torch.tanh(self.norm(self.layer(x))))
-
-
-def test_running_averages_over_all_batches_have_one_capture():
-    make: Any = lambda: nn.Sequential(*(Normed() for _ in range(3)))  # noqa: E731
-    eager, expected, compiled, found, step = pair(make, activations="recompute")
-    for number in range(3):
-        batches = [x + number for x in X[: 1 + number]]
-        assert_same(step(batches), loop_step(eager, expected, batches, loss=square)[0])
-        assert_same(snapshot(eager, expected), snapshot(compiled, found))
-    assert (captures(compiled), len(compiled.program.blocks)) == (1, 3)
-    assert_same(compiled(X[0]), eager(X[0]))
-    with torch.no_grad():
-        assert_same(compiled(X[2]), eager(X[2]))
-        assert_same(compiled.eval()(X[2]), eager.eval()(X[2]))
-    assert_same(dict(compiled.state_dict()), dict(eager.state_dict()))
-
-
 class Reverse(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, factor: float) -> torch.Tensor:
@@ -137,22 +113,6 @@ def test_numbers_as_arguments_have_one_capture_where_python_only_computes():
     assert_same(snapshot(eager, expected), snapshot(compiled, found))
     assert captures(compiled) == 3
     assert compiled.traced.input_names == ("x", "number", "also")
-
-
-def test_each_call_has_its_own_numbers():
-    eager, _, compiled, _, _ = pair(lambda: Given(COMPUTES["function"]))
-    for model in (eager, compiled):
-        for number in (0.1, 0.2, 0.3):
-            model(X[0], number)
-        first, second = model(X[0], 0.4), model(X[1], 0.5)
-        second.square().mean().backward()
-        first.square().mean().backward()
-    assert captures(compiled) == 3
-    assert_same([p.grad for p in compiled.parameters()], [p.grad for p in eager.parameters()])
-    with torch.no_grad():
-        for number in range(5):
-            assert_same(compiled(X[0], number), eager(X[0], number))
-    assert captures(compiled) == 6
 
 
 def calls_as_eager(model: nn.Module, numbers: Any, set_number: Callable[..., Any] | None = None) -> Any:

@@ -18,21 +18,16 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode
 
 import megatrain
-from megatrain.errors import ExecuteError
 from megatrain.planning import host_plan
-from megatrain.runtime.streams.stream_set import Chaos
 from tests.comparing import assert_same, assert_same_bits, snapshot
 from tests.interrupting import Lines
 from tests.runtime.parity import seeded
 from tests.training.parity import (
-    MODES,
     TASKS,
     SideBySide,
     adamw,
     fresh,
-    ids,
     labelled,
-    loop_step,
     sgd,
     square,
 )
@@ -171,51 +166,6 @@ def test_the_last_updates_are_not_lost_with_the_step() -> None:
     assert_same(expected, snapshot(model, optimizer))
 
 
-def test_two_steps_take_turns_over_one_model() -> None:
-    """Two optimizers over disjoint parameters; each step sees what the other updated."""
-    task = TASKS["hazardous"]
-    for modes in (("deferred", "overlap"), ("serial", "deferred"), ("deferred", "deferred")):
-        eager, compiled = task.build(), fresh("hazardous")
-        models: tuple[Any, Any] = (eager, compiled.megatrain.model)
-        halves = [[list(m.layers.parameters()), list(m.head.parameters())] for m in models]
-        expected, found = ([torch.optim.SGD(p, lr=0.1, momentum=0.9) for p in half] for half in halves)
-        steps = [
-            megatrain.TrainStep(compiled, optimizer, loss=task.loss, **MODES[mode])
-            for optimizer, mode in zip(found, modes, strict=True)
-        ]
-        for number in range(4):
-            which, norm = number % 2, MODES[modes[number % 2]].get("max_grad_norm")
-            torch.manual_seed(number)
-            loss, _ = loop_step(eager, expected[which], batch(number), loss=task.loss, max_norm=norm)
-            torch.manual_seed(number)
-            assert_same(loss, steps[which](batch(number)), (modes, number))
-        compiled.state_dict()
-        assert_same(snapshot(eager, *expected), snapshot(compiled.megatrain.model, *found), modes)
-
-
-def test_backwards_by_hand_between_steps_and_one_that_comes_too_late() -> None:
-    sides = SideBySide.of("hazardous", adamw, **MODES["deferred"])
-    for number in range(3):
-        sides.take(batch(number), seed=number)
-        for model in (sides.eager, sides.compiled):
-            torch.manual_seed(number)
-            square(model(batch(number + 10)), None).backward()
-        expected, found = ({n: p.grad for n, p in m.named_parameters()} for m in (sides.eager, sides.streamed))
-        assert_same(expected, found, "gradients")
-        if number == 1:
-            sides.optimizer.step()  # and even a step by hand
-            sides.eager_optimizer.step()
-        sides.optimizer.zero_grad()
-        sides.eager_optimizer.zero_grad()
-    sides.assert_same()
-    loss = sides.compiled(batch(1)).square().mean()
-    sides.step(batch(2))  # the parameters are no longer those of the forward
-    with pytest.raises(ExecuteError, match="was modified between forward and backward"):
-        loss.backward()
-    assert all(p.grad is None for p in sides.streamed.parameters())
-    sides.step(batch(3))
-
-
 # -- in whatever mode, on whatever thread ----------------------------------------------------------------------------
 
 
@@ -300,41 +250,6 @@ def test_an_interrupt_while_marking_or_unmarking_leaves_all_usable(use: Callable
 
 
 # -- spread over two steps -------------------------------------------------------------------------------------------
-
-
-def test_spread_updates_of_batches_of_many_shapes_take_turns() -> None:
-    """Each shape has a schedule of its own: updates that one leaves, another one runs."""
-    sides = SideBySide.of("llama", adamw, compile_options={"chaos": Chaos(seed=3, max_delay_s=1e-4)}, spread=True)
-    optimizers = (sides.eager_optimizer, sides.optimizer)
-    schedulers = [torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5) for optimizer in optimizers]
-    for number in range(7):
-        length, count = (7, 5)[number // 2 % 2], (1, 2)[number % 2]
-        given = [{key: ids(number + i, 2, length) for key in ("input_ids", "labels")} for i in range(count)]
-        sides.take(given, seed=number)
-        schedule, updates = sides.step.schedule, sides.step._setup.updates
-        assert updates is not None
-        assert schedule.kind.updates == "spread"
-        assert updates.due == list(schedule.deferred)
-        assert 0 < len(updates.due) < len(schedule.known_workload().update_blocks())
-        for scheduler in schedulers:
-            scheduler.step()  # what is due was begun with the rate of its own step
-        if number == 4:
-            sides.assert_same()  # looks, and so completes
-    sides.assert_same()
-
-
-@pytest.mark.parametrize(("often", "expected"), [(True, 5 * ["spread"] + 2 * ["overlap"]), (False, 7 * ["spread"])])
-def test_parameters_that_are_looked_at_after_each_step_are_updated_within(often: bool, expected: list[str]) -> None:
-    sides = SideBySide.of("hazardous", adamw, spread=True)
-    found: list[str] = []
-    for number in range(7):
-        sides.take(batch(number), seed=number)
-        found.append(sides.step.schedule.kind.updates)
-        if number >= 2 if often else number % 3 != 2:
-            for parameter in sides.streamed.parameters():
-                parameter.sum()
-    assert found == expected
-    sides.assert_same()
 
 
 @pytest.mark.parametrize(

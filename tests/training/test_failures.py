@@ -115,18 +115,6 @@ def test_a_failure_of_any_operation_ends_the_step_at_a_boundary(mode: str, first
         assert {token.split(":")[1][0] for token in completed} <= set("WBAGU")
 
 
-def test_a_failure_of_the_very_first_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    take = Run.take
-    monkeypatch.setattr(Run, "take", lambda run, count=1: None)
-    run = Run("deferred")
-    monkeypatch.setattr(Run, "take", take)
-    engine = run.sides.compiled.megatrain.engine
-    for token in tokens(run.sides.step.prepare(batches(0)))[::2]:
-        engine.set_chaos(Chaos(fail=token, max_delay_s=0))
-        assert not run.fail((ExecuteError, RuntimeError), token, heal=lambda: engine.set_chaos(None))
-    run.go_on()
-
-
 # -- errors of the user's own code ---------------------------------------------------------------------------
 
 
@@ -168,15 +156,6 @@ def test_an_error_once_in_the_users_code_leaves_no_trace(mode: str, place: objec
     run = Run(mode)
     TRAP.arm(place, failing, after=micro_batch)
     assert not run.fail(OwnError, place)
-    run.go_on()
-
-
-@pytest.mark.parametrize(("mode", "micro_batch"), [("overlap", 1), ("spread", 0)])
-def test_an_error_once_after_an_update_completes_the_step(mode: str, micro_batch: int) -> None:
-    run = Run(mode)
-    with first_update() as fail:
-        TRAP.arm(("backward", 0), fail, after=micro_batch)
-        assert run.fail(OwnError, micro_batch)
     run.go_on()
 
 
@@ -259,18 +238,6 @@ def test_an_update_of_a_fused_optimizer_that_fails_in_its_middle_is_undone(mode:
 
 
 # -- hooks ---------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("hook", "mode"), [("register_step_pre_hook", "overlap"), ("register_step_post_hook", "deferred")]
-)
-def test_an_error_once_in_a_hook_of_the_step(hook: str, mode: str) -> None:
-    run = Run(mode)
-    getattr(run.sides.optimizer, hook)(lambda *_: TRAP.at("hook"))
-    run.take(1)
-    TRAP.arm("hook", failing)
-    run.fail((OwnError, ExecuteError), hook)
-    run.go_on()
 
 
 def resize(parameter: torch.Tensor) -> None:
@@ -358,16 +325,3 @@ def test_an_interrupt_of_a_flush_comes_when_it_is_over() -> None:
         run.sides.step.flush()
     assert_same(run.expected(), snapshot(run.sides.streamed, run.sides.optimizer))
     run.go_on()
-
-
-def test_a_handler_that_raises_nothing_lets_the_step_go_on() -> None:
-    seen: list[int] = []
-    before = signal.signal(signal.SIGINT, lambda number, frame: seen.append(number))
-    try:
-        run = Run("overlap")
-        TRAP.arm(("backward", 2), interrupt, after=1)
-        run.take(1)
-        assert seen == [signal.SIGINT]
-        run.sides.assert_same()
-    finally:
-        signal.signal(signal.SIGINT, before)

@@ -87,19 +87,6 @@ def test_hooks_on_accumulators_are_refused_in_a_step() -> None:
         of_names("step", opaque, put_on_accumulator)
 
 
-def test_hooks_that_come_after_the_call_have_eagers_order() -> None:
-    found: list[list[str]] = []
-    for compiles in (False, True):
-        torch.manual_seed(0)
-        model, seen = opaque(), list[str]()
-        y = (megatrain.compile(model, device="cpu", transfer="copy") if compiles else model)(torch.ones(2, WIDTH))
-        for name, parameter in model.named_parameters():
-            put_hook(name, parameter, seen)
-        y.sum().backward()
-        found.append(seen)
-    assert found[0] == found[1]
-
-
 def test_hooks_of_several_micro_batches_run_once_in_eagers_order_and_may_not_draw() -> None:
     model: Any = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(3)))
     seen: list[str] = []

@@ -7,18 +7,22 @@ import subprocess
 import sys
 import threading
 import weakref
-from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode, in_kernel_invocation_manager
 
 import megatrain
-from megatrain.tracer.arguments import _copied_around_tensors
-from tests.threads import living
+
+
+def living(before: set[threading.Thread]) -> list[str]:
+    """Names of the streams' threads that have come since and don't end."""
+    new = [t for t in threading.enumerate() if t not in before and t.name.startswith("megatrain")]
+    for thread in new:
+        thread.join(timeout=300)  # on a loaded machine; one that is kept alive never ends
+    return [thread.name for thread in new if thread.is_alive()]
+
 
 ROOT = Path(__file__).parent.parent.parent
 
@@ -44,22 +48,6 @@ def test_a_compiled_model_ends_without_the_collector_before_its_optimizer() -> N
     assert not optimizer._optimizer_state_dict_pre_hooks
     assert not optimizer._optimizer_load_state_dict_pre_hooks
     assert type(optimizer) is torch.optim.AdamW
-
-
-def test_a_step_that_is_collected_in_a_fake_tensors_kernel_leaves_the_model_trained() -> None:
-    models = [nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)) for _ in range(2)]
-    models[1].load_state_dict(models[0].state_dict())
-    x = torch.randn(2, 4)
-    for model in models:
-        compiled = megatrain.compile(model, device="cpu", precision="bf16")
-        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-        step = megatrain.TrainStep(compiled, optimizer, loss=lambda r, _: r.square().mean(), max_grad_norm=1.0)
-        step(x)
-        with FakeTensorMode() as mode, in_kernel_invocation_manager(mode) if model is models[1] else nullcontext():
-            del step
-        del compiled
-    for left, right in zip(models[0].parameters(), models[1].parameters(), strict=True):
-        assert torch.equal(left.detach(), right.detach())
 
 
 def test_nothing_holds_the_callers_batch_or_what_came_of_it() -> None:
@@ -136,18 +124,3 @@ def test_a_forked_process_is_refused_runs_and_may_look() -> None:
         *(f"{name} works" for name in ("read", "eager", "state", "optimizer", "flush", "nothing")),
         "parent works",
     ]
-
-
-def test_no_step_is_collected_while_arguments_are_copied() -> None:
-    """Its due updates would run in the mode that finds the tensors of the arguments, and be lost."""
-    seen: list[bool] = []
-
-    class Looking:
-        def __deepcopy__(self, memo: dict[int, Any]) -> Looking:
-            seen.append(gc.isenabled())
-            return self
-
-    _copied_around_tensors([torch.ones(2), nn.Parameter(torch.ones(2)), Looking()])
-    assert seen
-    assert not any(seen)
-    assert gc.isenabled()

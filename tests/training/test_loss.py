@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import itertools
 import random
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -190,63 +188,6 @@ def test_measuring_leaves_no_trace():
     step(ids())
     assert (loss.count, len(seen)) == (3, 3)
     assert all(type(t) is torch.Tensor for t in seen)
-
-
-class Centre(nn.Module):
-    """A loss with state."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.calls = 0
-        self.register_buffer("centre", torch.zeros(WORDS))
-
-    def forward(self, logits: torch.Tensor) -> torch.Tensor:
-        self.calls += 1
-        self.centre = self.centre * 0.9 + logits.detach().float().mean((0, 1)) * 0.1
-        return (logits.float() - self.centre).square().mean() * self.calls
-
-
-def stepping(centre: Any) -> Any:
-    """A loss that trains something of its own."""
-    weight = nn.Parameter(torch.ones(()))
-    optimizer = torch.optim.Adam([weight], lr=0.1)
-
-    def loss(logits: torch.Tensor, batch: Any) -> torch.Tensor:
-        optimizer.zero_grad()
-        (weight * logits.detach().float().mean()).square().backward()
-        optimizer.step()
-        return centre(logits) * weight.detach()
-
-    return loss
-
-
-def generated(centre: Any) -> Any:
-    weights, numbers = (float(number) for number in range(1, 100)), itertools.count(1)
-    return lambda logits, batch: centre(logits) * next(weights) * next(numbers)
-
-
-def drawing(centre: Any) -> Any:
-    own, torchs, numpys = random.Random(0), torch.Generator().manual_seed(0), np.random.default_rng(0)
-    return lambda logits, batch: (
-        centre(logits) * own.random() * torch.rand((), generator=torchs).item() * numpys.random()
-    )
-
-
-@pytest.mark.parametrize("make", [stepping, generated, drawing])
-def test_a_loss_with_state_is_called_once_for_each_micro_batch(make: Any) -> None:
-    ends: list[Any] = []
-    for is_eager in (True, False):
-        centre, model = Centre(), build()
-        loss, optimizer = make(centre), torch.optim.SGD(model.parameters(), lr=0.1)
-        if is_eager:
-            found = [loop_step(model, optimizer, ids(number), loss=loss)[0] for number in range(2)]
-        else:
-            compiled = megatrain.compile(model, device="cpu", memory="4MiB")
-            step = megatrain.TrainStep(compiled, optimizer, loss=loss)
-            found = [step(ids(number)) for number in range(2)]
-            step.flush()
-        ends.append([found, centre.calls, centre.centre, model.state_dict()])
-    assert_same(*ends)
 
 
 def test_a_loss_that_reads_values_counts_four_copies_of_the_results():

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import megatrain
-from megatrain.errors import ExecuteError, MicroBatchError, OptimizerError, OptionError, ScheduleError
+from megatrain.errors import ExecuteError, MicroBatchError, OptimizerError, OptionError
 from megatrain.runtime.stores.host_store import HostStore
 from megatrain.runtime.streams.stream_set import Chaos
 from megatrain.training import batch as shares
@@ -25,9 +25,7 @@ from tests.training.parity import (
     adamw,
     ids,
     labelled,
-    loop_gradients,
     padded_in_some,
-    second,
     sgd,
     square,
 )
@@ -61,37 +59,6 @@ def test_micro_batches_of_other_structure_have_the_bits_of_a_loop_and_one_schedu
     sides.take(batches[:1], seed=9)
     moved = [[op.what for op in schedule.ops].count("W") for schedule in (found[0], sides.step.schedule)]
     assert moved[0] == moved[1], "three micro-batches move weights as often as one"
-
-
-class Counting(nn.Module):
-    """Writes buffers under names that another capture gives to other values."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3)) for _ in range(3))
-        self.head = nn.Linear(3, 3)
-
-    def forward(self, x: torch.Tensor, scale: torch.Tensor | None = None) -> torch.Tensor:
-        for layer in self.layers:
-            x = torch.tanh(layer(x if scale is None else x * scale))
-        return self.head(x).square().mean()
-
-
-def test_buffers_go_on_between_micro_batches_of_other_structure() -> None:
-    torch.manual_seed(0)
-    eager = Counting()
-    compiled = megatrain.compile(copy.deepcopy(eager), device="cpu", transfer="copy", activations="offload")
-    optimizers = sgd(eager), sgd(compiled.megatrain.model)
-    step = megatrain.TrainStep(compiled, optimizers[1], loss=lambda result, _: result)
-    for number in range(3):
-        points = [torch.randn(4, 3, generator=torch.Generator().manual_seed(3 * number + i)) for i in range(3)]
-        batches: list[Any] = [(x,) if i != number else (x, torch.rand(3)) for i, x in enumerate(points)]
-        loss = loop_gradients(eager, batches, loss=lambda result, _: result)
-        optimizers[0].step()
-        optimizers[0].zero_grad()
-        assert_same(loss, step(batches), f"loss of step {number}")
-    step.flush()
-    assert_same(snapshot(eager, optimizers[0]), snapshot(compiled.megatrain.model, optimizers[1]))
 
 
 class Ordered(nn.Module):
@@ -166,33 +133,6 @@ def test_eight_micro_batches_move_each_weight_as_often_as_one(
     assert one == eight
     assert bytes_of_one == bytes_of_eight > 0
     assert max(eight.values()) <= 2
-
-
-class WideHead(nn.Linear):
-    """Its logits are by far the largest tensor."""
-
-    def __init__(self) -> None:
-        super().__init__(4, 512)
-
-    def forward(self, x: torch.Tensor) -> Any:
-        logits = super().forward(x)
-        return logits, logits.square().mean()
-
-
-def test_a_step_fits_where_a_call_must_hold_its_outputs_and_does_not() -> None:
-    model = nn.Sequential(nn.Linear(4, 2000), nn.Linear(2000, 4), WideHead())
-    x = torch.randn(64, 4, generator=torch.Generator().manual_seed(0))
-    program = megatrain.lower(megatrain.trace(model, (x,)))
-    options: dict[str, Any] = {"num_slots": 1, "keep": 0, "activations": "offload"}
-    least = megatrain.schedule(program, updates="overlap", outputs="release", **options).device_bytes
-    assert least < megatrain.schedule(program, **options).device_bytes
-    compiled = megatrain.compile(model, device="cpu", memory=least)
-    step = megatrain.TrainStep(compiled, sgd(model), loss=second)
-    step(x)
-    assert step.schedule.device_bytes <= least
-    with pytest.raises(ScheduleError, match="is too small"):
-        compiled(x)
-    step(x)
 
 
 # -- refusals ------------------------------------------------------------------------------------------------

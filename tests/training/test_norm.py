@@ -9,14 +9,13 @@ from typing import Any
 import pytest
 import torch
 
-import megatrain
 from megatrain.errors import ExecuteError, OptionError
 from megatrain.runtime.streams.stream_set import Chaos
 from megatrain.scheduler.step_kind import StepKind
 from tests.comparing import assert_same, snapshot
 from tests.training.hazards import TRAP
-from tests.training.parity import MODES, TASKS, SideBySide, adamw, fresh, loop_gradients, loop_step, sgd
-from tests.training.test_failures import Run, batches, tokens
+from tests.training.parity import TASKS, SideBySide, adamw, loop_gradients, loop_step, sgd
+from tests.training.test_failures import batches
 
 PLACES = {"layers.0.fc.weight": 0, "layers.1.norm.bias": 1, "head.weight": None}
 
@@ -145,8 +144,6 @@ def test_a_norm_that_overflows_goes_where_eager_lets_it_go(factor: float, option
 
 # -- reported --------------------------------------------------------------------------------------------------------
 
-INFINITE = {"max_grad_norm": math.inf}
-
 
 def take(sides: SideBySide, number: int, given: Any) -> None:
     """Takes a step on both sides; compares losses and norms."""
@@ -172,22 +169,10 @@ def test_the_norm_has_the_bits_of_the_loop(name: str, mode: str) -> None:
     assert f"\nupdates: {mode}, norm\n" in str(schedule)
 
 
-def test_gradients_wait_no_longer_than_without_a_norm() -> None:
-    compiled, batch = fresh("llama"), TASKS["llama"].batch(0, 2)
-    ways: list[dict[str, Any]] = [{}, {"report_norm": True}, INFINITE]
-    plain, reported, clipped = (
-        megatrain.TrainStep(compiled, adamw(compiled.megatrain.model), **options).prepare(batch) for options in ways
-    )
-    assert reported.landing_bytes == plain.landing_bytes < clipped.landing_bytes
-
-    def rows(schedule: Any) -> list[list[Any]]:
-        found: dict[int, list[Any]] = {}
-        for position, op in schedule.positions():
-            if op.what != "N":
-                found.setdefault(position.tick, []).append((position.stream, op))
-        return [found[tick] for tick in sorted(found)]
-
-    assert rows(reported) == rows(plain)
+@pytest.mark.parametrize("other", [{"clip": True, "updates": "overlap"}, {"updates": "deferred"}, {"updates": "none"}])
+def test_a_norm_that_nothing_waits_for_belongs_to_updates_of_its_own_step(other: dict[str, Any]) -> None:
+    with pytest.raises(OptionError, match="reports_norm=True with clip="):
+        StepKind(reports_norm=True, **other)
 
 
 def test_hooks_on_a_step_make_the_updates_wait_for_the_norm() -> None:
@@ -205,25 +190,3 @@ def test_hooks_on_a_step_make_the_updates_wait_for_the_norm() -> None:
         take(sides, number, TASKS["stack"].batch(number, 2))
     sides.assert_same()
     assert (sides.step.schedule.kind.updates, sides.step.schedule.kind.clip) == ("serial", True)
-
-
-def test_a_failure_of_any_operation_leaves_a_whole_norm(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(MODES, "reported", {"report_norm": True})
-    run = Run("reported")
-    run.sides.max_norm = math.inf
-    engine, completed = run.sides.compiled.megatrain.engine, []
-    for token in [*tokens(run.sides.step.schedule)[::4], "host:N"]:
-        engine.set_chaos(Chaos(fail=token, max_delay_s=0))
-        if run.fail((ExecuteError, RuntimeError), token, heal=lambda: engine.set_chaos(None)):
-            completed.append(token)
-            assert run.sides.step.progress.grad_norm is not None
-        take(run.sides, run.number, batches(run.number))
-        run.number += 1
-    run.sides.assert_same()
-    assert "host:N" in completed
-
-
-@pytest.mark.parametrize("other", [{"clip": True, "updates": "overlap"}, {"updates": "deferred"}, {"updates": "none"}])
-def test_a_norm_that_nothing_waits_for_belongs_to_updates_of_its_own_step(other: dict[str, Any]) -> None:
-    with pytest.raises(OptionError, match="reports_norm=True with clip="):
-        StepKind(reports_norm=True, **other)

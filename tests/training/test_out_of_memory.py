@@ -6,8 +6,6 @@ Each op of a step fails once, and then always, in each of the ways in which upda
 from __future__ import annotations
 
 import contextlib
-import copy
-import gc
 import weakref
 from collections.abc import Callable, Generator
 from typing import Any
@@ -15,7 +13,6 @@ from typing import Any
 import pytest
 import torch
 
-import megatrain
 from megatrain.device import Cuda
 from megatrain.errors import DeviceMemoryWarning, ExecuteError
 from megatrain.memory.out_of_memory import DeviceMemoryError, ran_out
@@ -23,9 +20,7 @@ from megatrain.runtime import accumulation as sums
 from megatrain.runtime import operations
 from megatrain.runtime.operations import HANDLERS
 from megatrain.sizes import format_bytes
-from tests.models import MODELS
 from tests.training.hazards import TRAP
-from tests.training.parity import assert_same
 from tests.training.test_failures import OwnError, Run, batches, first_update, tokens
 
 NO_MEMORY = "the card has no 64 B left"
@@ -137,21 +132,6 @@ def test_the_error_has_the_figures_and_the_way_out(lacking: Lacking):
     assert len(caught.value.args) == 1
 
 
-def test_an_error_keeps_no_tensor_alive(lacking: Lacking):
-    run = Run("overlap")
-    lacking.arm("compute:B1.1", times=100)
-    gc.disable()
-    try:
-        with pytest.raises(DeviceMemoryError) as caught:
-            run.sides.step(batches(2))
-        assert len(lacking.made) == 2
-        assert [ref() for ref in lacking.made] == [None, None]
-        assert caught.value.__cause__ is not None
-        assert run.sides.compiled.megatrain.engine.meter.current == run.sides.compiled.megatrain.engine.arena.nbytes
-    finally:
-        gc.enable()
-
-
 def test_memory_that_lacks_once_behind_an_update_completes_the_step():
     run = Run("overlap")
     with first_update() as fail:
@@ -184,59 +164,6 @@ def test_memory_that_lacks_between_two_sums_of_gradients_adds_none_twice(back: i
         repeated(run, "the rest of the step")
     assert not is_armed
     run.go_on()
-
-
-def test_memory_that_always_lacks_behind_an_update_is_the_end_and_says_so():
-    run = Run("overlap")
-    with first_update() as fail:
-        TRAP.arm(("backward", 0), behind(fail), always=True)
-        with pytest.raises(DeviceMemoryError, match="It did again when the step was repeated") as caught:
-            run.sides.step(batches(2))
-    assert "the model is in the middle of a step: blocks [0" in "\n".join(caught.value.__notes__)
-    with pytest.raises(ExecuteError, match=r"the model is in the middle of a step: blocks \[0"):
-        run.sides.step(batches(2))
-
-
-# -- calls ---------------------------------------------------------------------------------------------------
-
-
-def trained(model: Any, module: Any, args: Any, kwargs: Any, healed: Callable[[], object] = lambda: None) -> Any:
-    torch.manual_seed(1)
-    out = module(*args, **kwargs)[1]
-    out.backward()
-    healed()
-    found = [out.detach(), *(p.grad.clone() for p in model.parameters() if p.grad is not None), torch.get_rng_state()]
-    model.zero_grad()
-    return found
-
-
-def test_calls_that_lack_memory_once_have_eagers_bits(lacking: Lacking):
-    model, args, kwargs = MODELS["gpt_loss"]()
-    model.train()
-    expected = trained(eager := copy.deepcopy(model), eager, args, kwargs)
-    compiled = megatrain.compile(model, device="cpu", memory="1MiB", activations="offload")
-    trained(model, compiled, args, kwargs)
-    for token in tokens(compiled.schedule):
-        lacking.arm(token)
-        with pytest.warns(DeviceMemoryWarning, match="the (call|backward) was repeated"):
-            found = trained(model, compiled, args, kwargs)
-        assert lacking.times == 0, token
-        assert_same(expected, found)
-
-
-@pytest.mark.parametrize("token", ["compute:F2", "compute:B2"])
-def test_calls_that_always_lack_memory_are_refused_and_the_next_runs(token: str, lacking: Lacking):
-    model, args, kwargs = MODELS["gpt_loss"]()
-    compiled = megatrain.compile(model, device="cpu", memory="1MiB", activations="offload")
-    lacking.arm(token, times=100)
-    what = "call" if token.startswith("compute:F") else "backward"
-    with pytest.raises(DeviceMemoryError, match=f"It did again when the {what} was repeated"):
-        trained(model, compiled, args, kwargs)
-    model.zero_grad()
-    assert [ref() for ref in lacking.made] == [None, None]
-    lacking.arm("")
-    eager = copy.deepcopy(model)
-    assert_same(trained(eager, eager, args, kwargs), trained(model, compiled, args, kwargs))
 
 
 # -- the parts -----------------------------------------------------------------------------------------------

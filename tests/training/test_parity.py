@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Generator
 from functools import partial
 from types import SimpleNamespace
@@ -27,7 +26,6 @@ from tests.training.parity import (
     loop_step,
     sgd,
     square,
-    stack_batch,
 )
 
 STEPS = 6
@@ -100,33 +98,6 @@ def test_many_steps_have_the_bits_of_the_loop(name: str, make: Any, mode: str, c
     assert step.progress.count == STEPS
     assert step.schedule.kind.updates == mode.removesuffix("_clipped")
     assert all(p.grad is None for p in compiled.megatrain.model.parameters())
-
-
-# -- weights without elements ----------------------------------------------------------------------------------------
-
-
-def stock(name: str, **options: Any) -> Any:
-    return lambda model: getattr(torch.optim, name)(model.parameters(), lr=1e-2, **options)
-
-
-EMPTY: list[tuple[Any, dict[str, Any]]] = [
-    (lambda model: [matrices(model), torch.optim.SGD([p for p in model.parameters() if p.dim() < 2], lr=1e-2)], {}),
-    (stock("AdamW", fused=True), {"spread": True}),
-]
-
-
-@pytest.mark.parametrize(("make", "options"), EMPTY, ids=range(len(EMPTY)))
-def test_weights_without_elements_train_as_in_the_loop(make: Any, options: dict[str, Any]) -> None:
-    chaos = {"chaos": Chaos(seed=3, max_delay_s=0.001), "block_bytes": 1}
-    sides = SideBySide.of("emptied", make, compile_options=chaos, **options)
-    clip = options.get("max_grad_norm", math.inf)
-    for number in range(3):
-        given = [stack_batch(number + 10 * i, 2) for i in range(1 + number % 2)]
-        expected = loop_step(sides.eager, sides.eager_optimizers, given, loss=square, max_norm=clip)
-        found = sides.step(given), sides.step.progress.grad_norm
-        assert_same(expected if found[1] is not None else (expected[0], None), found, "loss and norm")
-    sides.assert_same()
-    assert not any(parameter.numel() for parameter in (sides.streamed.rows, sides.streamed.shift))
 
 
 # -- optimizers whose code nobody knows ------------------------------------------------------------------------------

@@ -19,7 +19,7 @@ from megatrain.runtime.streams.events import Turn
 from tests.comparing import assert_same, snapshot
 from tests.interrupting import Lines
 from tests.training.hazards import TRAP
-from tests.training.parity import SideBySide, adamw, sgd, stack_batch
+from tests.training.parity import SideBySide, sgd
 
 UNTIL = 20.0
 
@@ -99,45 +99,6 @@ def test_what_would_wait_for_its_own_step_is_refused(site: str, tmp_path: Path) 
     for number in (2, 3):
         sides.take(batch(number), seed=number)
     sides.assert_same()
-
-
-def test_a_hook_of_a_backward_of_ones_own_may_call_the_model() -> None:
-    """It runs after the run, as in eager."""
-    sides = SideBySide.of("stack", sgd)
-    x, found = stack_batch(0, 2), []
-    for model in (sides.eager, sides.compiled):
-        weight = next(model.parameters())
-        handle = weight.register_hook(lambda _, model=model: found.append(model(x).detach().sum()))
-        try:
-            within(lambda model=model: model(x).sum().backward())
-        finally:
-            handle.remove()
-    assert_same(found[0], found[1])
-
-
-def test_another_model_may_be_used_in_a_hook_unless_that_leads_back() -> None:
-    sides, other = SideBySide.of("hazardous", sgd), SideBySide.of("stack", sgd)
-    teacher = megatrain.compile(other.eager, device="cpu", transfer="copy")
-    x, found = stack_batch(0, 2), []
-    weight = next(teacher.parameters())
-    handles = [weight.register_hook(lambda _: TRAP.at("inner"))]
-    taught = megatrain.TrainStep(teacher, adamw(other.eager), loss=lambda result, _: result.mean())
-
-    def hook(_: torch.Tensor) -> None:
-        found.append(teacher(x).detach())
-        taught(x)
-
-    handles.append(sides.streamed.head.weight.register_hook(hook))
-    try:
-        within(lambda: sides.step(batch(0)))
-        TRAP.arm("inner", lambda: sides.compiled(batch(1)))
-        with pytest.raises(ExecuteError, match="the model was called while it runs"):
-            within(lambda: sides.step(batch(0)))
-        within(lambda: sides.step(batch(0)))
-    finally:
-        for handle in handles:
-            handle.remove()
-    assert len(found) == 3
 
 
 def test_ctrl_c_at_any_line_of_taking_and_giving_back_a_turn_leaves_it_free() -> None:

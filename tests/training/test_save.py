@@ -7,36 +7,29 @@ import os
 import subprocess
 import sys
 import threading
-from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
-from safetensors.torch import save_file
 from torch import nn
 
 import megatrain
 from megatrain.errors import ExecuteError
 from megatrain.saving import load
-from tests.saving.training import refusal, same
 from tests.training.hazards import TRAP, WIDTH, hazardous
 from tests.training.resuming import (
     BF16,
     CASES,
     CLIP,
-    PARKED,
-    SERIAL,
     STEPS_BEFORE,
     Case,
     Run,
     after,
     differences,
     points,
-    seed,
     stack,
     warm_up,
 )
@@ -87,21 +80,6 @@ def test_a_fresh_process_goes_on_to_the_bit(tmp_path: Path):
     assert {name: differences(expected[name], found[name])[:5] for name in expected} == {name: [] for name in expected}
 
 
-def test_saves_in_a_row_change_nothing(tmp_path: Path):
-    """Updates that are due are taken before: deferred and serial steps leave the same checkpoint."""
-    undisturbed = Run(SMALL)
-    losses = undisturbed.train(3)
-    for name, options in {"deferred": CLIP, "serial": {**CLIP, **SERIAL}}.items():
-        run = Run(replace(SMALL, step=(options, {})))
-        for i in range(3):
-            assert run.train(1) == losses[i : i + 1]
-            assert run.step._setup.is_due == (name == "deferred")
-            run.save(tmp_path / name)
-            assert not run.step._setup.is_due
-        assert differences(undisturbed.state(), run.state()) == []
-    assert content(tmp_path / "deferred") == content(tmp_path / "serial")
-
-
 def again(run: Run, folder: Path, **options: Any) -> None:
     """Reads a checkpoint into the model and the optimizer that are in use."""
     settings = {"loss": run.step._run._rules.loss, **run.case.step[0], **options}
@@ -141,39 +119,6 @@ def test_a_model_in_the_middle_of_a_step_goes_on_from_a_checkpoint(tmp_path: Pat
     assert not (tmp_path / "broken").exists()
 
 
-def test_progress_comes_back(tmp_path: Path):
-    run = Run(replace(SMALL, step=({"on_nonfinite": "skip", **CLIP}, {"on_nonfinite": "skip", **CLIP}), scheduler=None))
-    run.train(2)
-    run.step(points(0) * float("inf"))
-    run.train(1)
-    run.save(tmp_path / "run")
-    progress = Run(run.case, tmp_path / "run").step.progress
-    assert (progress.count, progress.skipped) == (4, 1)
-    assert progress.nonfinite == run.step.progress.nonfinite is not None
-    assert progress.grad_norm is not None
-    assert same(progress.grad_norm, run.step.progress.grad_norm)
-
-
-def test_what_the_user_gives_comes_back(tmp_path: Path):
-    user: dict[Any, Any] = {
-        "epoch": 3,
-        "best": float("inf"),
-        "text": 'é \ud800 "',
-        "tensor": torch.tensor([1.0, float("nan"), -0.0]),
-        "half": torch.ones(2, 2, dtype=torch.bfloat16).t(),
-        "scalar": torch.tensor(3),
-        "nested": {"a": [1, (2.5, None, [True, {}])], 7: ("x", torch.zeros(0, 3)), ("k", 1): Counter("abca")},
-        "array": np.arange(6, dtype=np.int32).reshape(2, 3),
-        "sampler": torch.Generator().manual_seed(5).get_state(),
-    }
-    run = Run(SMALL)
-    run.train(1)
-    run.save(tmp_path / "run", user=user)
-    assert same(Run(SMALL, tmp_path / "run").step.user, user)
-    run.step.save(tmp_path / "run", scheduler=run.scheduler)
-    assert Run(SMALL, tmp_path / "run").step.user == {}
-
-
 def test_saves_on_another_thread_wait_for_the_end_of_a_step(tmp_path: Path):
     case = replace(SMALL, scheduler=None)
     undisturbed = Run(case)
@@ -196,41 +141,6 @@ def test_saves_on_another_thread_wait_for_the_end_of_a_step(tmp_path: Path):
     resumed = Run(case, tmp_path / "run")
     resumed.train(6 - resumed.step.progress.count)
     assert differences(undisturbed.state(), resumed.state()) == []
-
-
-def small() -> nn.Module:
-    seed(3)
-    return nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 3))
-
-
-def test_files_of_compile_that_are_read_later_do_not_undo_a_checkpoint(tmp_path: Path):
-    def made() -> tuple[Any, torch.optim.Optimizer]:
-        with torch.device("meta"):
-            model = nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 3))
-        compiled = megatrain.compile(
-            model, device="cpu", weights=tmp_path / "first.safetensors", example_args=(points(0),)
-        )
-        return compiled, torch.optim.SGD(compiled.parameters(), lr=0.1, momentum=0.9)
-
-    save_file(small().state_dict(), tmp_path / "first.safetensors")
-    loss: dict[str, Any] = {"loss": lambda result, _: result.square().mean()}
-    run = megatrain.TrainStep(*made(), **loss)
-    run.save(tmp_path / "begin")  # before any step: what the files hold
-    run(points(1))
-    run.save(tmp_path / "run")
-    expected = [run(points(2)).item(), run(points(3)).item()]
-    for folder, first in (("begin", 1), ("run", 2)):
-        again = megatrain.TrainStep.load(tmp_path / folder, *made(), **loss)
-        losses = [again(points(step)).item() for step in range(first, 4)]
-        assert losses[-2:] == expected
-
-
-def test_parameters_beside_the_model_are_refused(tmp_path: Path):
-    run = Run(SMALL)
-    run.optimizer.add_param_group({"params": [nn.Parameter(torch.ones(3))]})
-    assert refusal(lambda: run.save(tmp_path / "run")).startswith(
-        "the optimizer has 1 parameter that the model doesn't have"
-    )
 
 
 # -- files -----------------------------------------------------------------------------------------------------------
@@ -272,37 +182,3 @@ def test_a_config_of_any_library_is_written_unless_the_caller_did(tmp_path: Path
     run.model.config = Configured.Config(4)
     run.save(tmp_path / "other")
     assert not (tmp_path / "other/config.json").exists()
-
-
-def test_a_config_that_can_not_be_written_is_refused_and_the_checkpoint_stays(tmp_path: Path):
-    run = Run(Case(Configured, lambda step: torch.ones(2, 4)))
-    run.save(tmp_path / "run")
-    run.model.config.width = object()
-    text = refusal(lambda: run.save(tmp_path / "run"))
-    assert text.startswith("the model's config can't be written to `config.json`: Object of type object is not JSON")
-    assert "more=lambda folder" in text
-    load(tmp_path / "run").check()
-    run.save(tmp_path / "run", more=lambda folder: (folder / "config.json").write_text("mine"))
-
-
-def test_no_name_is_taken_for_one_of_ours(tmp_path: Path):
-    class Named(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.register_parameter("state/fc", nn.Parameter(torch.ones(4)))
-            self.fc: torch.Tensor
-            self.register_buffer("fc", torch.zeros(4, dtype=torch.bfloat16), persistent=False)
-
-        def forward(self, x):
-            self.fc.add_(x.detach().mean(0))
-            return x * self._parameters["state/fc"] * self.fc
-
-    case = Case(lambda: Named(), lambda step: torch.full((2, 4), 1.0 + step), compile=(BF16, {**BF16, **PARKED}))
-    run = Run(case)
-    run.train(1)
-    run.save(tmp_path / "run")
-    expected = run.state()
-    assert Run(case, tmp_path / "run").state() == expected
-
-
-# -- arguments -------------------------------------------------------------------------------------------------------

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Generator, Sequence
 from typing import Any
 
@@ -11,13 +10,12 @@ import torch
 from torch import nn
 
 import megatrain
-from megatrain.errors import ExecuteError, OptimizerError, OptionError
+from megatrain.errors import OptimizerError, OptionError
 from megatrain.optim.per_parameter import register
-from megatrain.planning.host_plan import host_plan
 from tests.comparing import assert_same, snapshot
 from tests.training.hazards import TRAP
 from tests.training.parity import MODES, TASKS, TELLING_MODES, SideBySide, fresh, loop_step
-from tests.training.test_failures import Run, batches, failing
+from tests.training.test_failures import batches
 
 STEPS = 4
 Optimizers = list[torch.optim.Optimizer]
@@ -39,11 +37,6 @@ def split(parameters: Sequence[Any]) -> tuple[list[Any], list[Any]]:
 def muon_adamw(parameters: Sequence[Any]) -> Optimizers:
     matrices, others = split(parameters)
     return [torch.optim.Muon(matrices, lr=2e-2, weight_decay=0.1), torch.optim.AdamW(others, lr=1e-2)]
-
-
-def sgd_adamw(parameters: Sequence[Any]) -> Optimizers:
-    matrices, others = split(parameters)
-    return [torch.optim.SGD(matrices, lr=0.1, momentum=0.9), torch.optim.AdamW(others, lr=1e-2, fused=True)]
 
 
 def sgd_adafactor(parameters: Sequence[Any]) -> Optimizers:
@@ -121,45 +114,6 @@ def test_an_optimizer_may_hold_only_a_parameter_outside_the_model(mode: str) -> 
     assert_same(snapshot(eager, *expected), snapshot(models[1], *found))
 
 
-# -- hooks on steps --------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(("clip", "hooked"), [(None, (1,)), (0.5, (0, 1))])
-def test_hooks_see_what_the_optimizers_before_have_done(hooked: tuple[int, ...], clip: float | None) -> None:
-    """Parameters and gradients as in the loop; what a hook makes of a gradient counts for the steps that follow."""
-    sides = SideBySide.of("hazardous", over(sgd_adamw), max_grad_norm=clip)
-    seen: tuple[list[Any], list[Any]] = ([], [])
-    for model, optimizers, log in (
-        (sides.eager, sides.eager_optimizers, seen[0]),
-        (sides.streamed, sides.optimizers, seen[1]),
-    ):
-        for i in hooked:
-            optimizers[i].register_step_pre_hook(looking(model, log, changes=True))
-            optimizers[i].register_step_post_hook(looking(model, log, changes=False))
-    for number in range(3):
-        sides.take(batches(number), seed=number)
-    assert len(seen[0]) == 3 * 2 * len(hooked)
-    assert_same(*seen)
-    sides.assert_same()
-    assert sides.step.schedule.kind.updates == "serial"
-    assert all(p.grad is None for p in sides.streamed.parameters())
-
-
-def looking(model: nn.Module, log: list[Any], *, changes: bool) -> Any:
-    def hook(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        parameters = {name: p.detach().clone() for name, p in model.named_parameters()}
-        gradients = {name: None if p.grad is None else p.grad.clone() for name, p in model.named_parameters()}
-        log.append((parameters, gradients if changes else None, copy.deepcopy(optimizer.state_dict())))
-        if changes:
-            for parameter in (p for p in model.parameters() if p.grad is not None):
-                parameter.grad = parameter.grad.sign() if parameter.dim() == 2 else parameter.grad.mul_(0.5)
-
-    return hook
-
-
-# -- due updates -----------------------------------------------------------------------------------------------------
-
-
 # -- failures --------------------------------------------------------------------------------------------------------
 
 
@@ -188,24 +142,6 @@ def trapped(optimizer: torch.optim.Optimizer, found: Any) -> Any:
 def hazards(parameters: Sequence[Any]) -> Optimizers:
     matrices, others = split(parameters)
     return [First(matrices, lr=0.1, momentum=0.9), Second(others, lr=1e-2, amsgrad=True)]
-
-
-@pytest.mark.parametrize(
-    ("mode", "which", "more"),
-    [
-        ("overlap", "First", 0),
-        ("serial", "Second", 0),
-        ("spread", "Second", 0),
-        ("deferred", "First", -1),
-        ("serial", "First", 1),
-    ],
-)
-def test_an_update_that_fails_once(mode: str, which: str, more: int) -> None:
-    """Of the first block's, the first optimizer's leaves no trace of the step; the second comes after it."""
-    run = Run(mode, optimizer=over(hazards))
-    TRAP.arm(which, failing, after=len(run.sides.step.schedule.deferred) + more)
-    assert run.fail(ExecuteError, which) == (more > 0 or (which, more) == ("Second", 0))
-    run.go_on()
 
 
 # -- refusals --------------------------------------------------------------------------------------------------------
@@ -253,22 +189,3 @@ def test_a_parameter_that_two_optimizers_hold_is_named() -> None:
     own = nn.Parameter(torch.ones(3))
     with pytest.raises(OptimizerError, match=r"hold the parameter \(3,\)"):
         megatrain.TrainStep(compiled, [torch.optim.SGD([*others, own]), torch.optim.SGD([*matrices, own])])
-
-
-# -- memory ----------------------------------------------------------------------------------------------------------
-
-
-def test_the_host_plan_has_the_state_of_all_and_the_largest_update() -> None:
-    sides = SideBySide.of("gpt", over(muon_adamw), **MODES["deferred"])
-    for number in range(2):
-        sides.take(TASKS["gpt"].batch(number, 2), seed=number)
-    sides.step.flush()
-    plan, alone = sides.step.host_plan, []
-    for optimizer in sides.optimizers:
-        kept = [t for state in optimizer.state.values() for t in state.values() if isinstance(t, torch.Tensor)]
-        assert plan.bytes_of(type(optimizer).__name__) == sum(t.untyped_storage().nbytes() for t in kept) > 0
-        alone.append(host_plan(sides.step.program, sides.step.schedule, sides.streamed, optimizer, on_host=True))
-    both = host_plan(sides.step.program, sides.step.schedule, sides.streamed, sides.optimizers, on_host=True)
-    assert both.total_bytes == plan.total_bytes
-    scratch = [each.bytes_of("update scratch") for each in alone]
-    assert max(scratch) <= both.bytes_of("update scratch") < sum(scratch)

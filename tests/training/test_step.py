@@ -20,7 +20,6 @@ import megatrain
 from megatrain import SavedPlan, TrainStep
 from megatrain.checks.several_optimizers import parameters_of
 from megatrain.errors import ExecuteError, OptionError, ScheduleError
-from megatrain.hardware.hardware import Hardware
 from megatrain.tracer.guards import Expectation, Guard
 from tests.comparing import assert_same, snapshot
 from tests.models import Stack
@@ -84,23 +83,6 @@ def test_a_step_that_was_not_planned_is_refused_with_the_difference(plan: Any, s
     assert_same(snapshot(model), before)
 
 
-# A link so slow that weights which stay save more than graphs that are retained; or so fast that they save nothing.
-SLOW_LINK = Hardware(1e6, 1e6, 1e12, host_bytes_per_s=1e12)
-
-
-def test_a_machine_is_named_or_measured(monkeypatch: pytest.MonkeyPatch):
-    asked: list[Any] = []
-    monkeypatch.setattr(Hardware, "measure", lambda device: asked.append(device) or SLOW_LINK)
-    compiled = megatrain.compile(Stack(2), device="cpu", hardware="measured")
-    assert [str(device) for device in asked] == ["cpu"]
-    assert compiled.megatrain.options.hardware == SLOW_LINK
-    assert "steps planned by their time" in str(compiled.megatrain)
-    named = megatrain.compile(Stack(2), device="cpu", hardware="a100")
-    assert named.megatrain.options.hardware == Hardware.preset("a100")
-    with pytest.raises(megatrain.OptionError, match=r"hardware is .measured., .rtx-3080., "):
-        megatrain.compile(Stack(2), device="cpu", hardware="a10")
-
-
 # -- times -----------------------------------------------------------------------------------------------------------
 
 
@@ -128,32 +110,6 @@ def test_a_timed_step_has_the_bits_of_a_step_and_the_order_of_its_table():
     for step in steps:
         step.flush()
     assert_same(dict(models[0].state_dict()), dict(models[1].state_dict()))
-
-
-class Branch(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.more, self.last = (nn.Linear(8, 8) for _ in range(3))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = self.first(x)
-        if x.sum() > 0:
-            x = self.more(x)
-        return self.last(x)
-
-
-def test_an_attempt_that_failed_leaves_no_times():
-    """The branch is known in the middle of the step, which then begins anew with another table."""
-    model = Branch()
-    with torch.no_grad():
-        model.first.weight.copy_(torch.eye(8))
-    compiled = megatrain.compile(model, device="cpu", transfer="copy", block_bytes=1)
-    step = TrainStep(compiled, torch.optim.SGD(model.parameters(), lr=0.0), loss=lambda y, _: y.sum())
-    step(torch.ones(2, 8) * 9)
-    first = step.schedule
-    assert step.time(-9 * torch.ones(2, 8)).schedule == step.schedule
-    assert first.num_blocks == step.schedule.num_blocks + 1
-    assert step.measure(9 * torch.ones(2, 8)).num_blocks == first.num_blocks
 
 
 # -- reads: on an accelerator each waits -----------------------------------------------------------------------------
