@@ -24,9 +24,8 @@ FILE = "checkpoint.json"
 INDEX = "model.safetensors.index.json"
 TRAINING = "training"
 """Folder of what is no weight, so that readers of weights don't meet it."""
-NEWEST = 2
-"""1: no version of torch, no scheduler's class; its number is under no checksum."""
-READABLE = (1, NEWEST)
+SCHEMA = 2
+"""One more whenever a field means something else than before."""
 
 _Digest = Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{64}$")]
 
@@ -116,7 +115,7 @@ class _Content(msgspec.Struct, forbid_unknown_fields=True):
     weights: _WeightFiles
     optimizer: _Optimizer | None
     extra: dict[str, Any]
-    torch: str | None = None
+    torch: str
 
 
 class _Document(msgspec.Struct, forbid_unknown_fields=True):
@@ -134,8 +133,7 @@ class Manifest(msgspec.Struct, frozen=True):
         ties: For each name that is stored under another name: the other name.
         optimizer: The optimizer's state as JSON, or None.
         extra: The caller's values as JSON.
-        schema: As which it was written; see `NEWEST`.
-        torch_version: Of the process that wrote it; None if that isn't known.
+        torch_version: Of the process that wrote it.
     """
 
     files: Mapping[str, FileRecord]
@@ -143,11 +141,10 @@ class Manifest(msgspec.Struct, frozen=True):
     ties: Mapping[str, str]
     optimizer: Mapping[str, Any] | None
     extra: Mapping[str, Any]
-    schema: int = NEWEST
-    torch_version: str | None = str(torch.__version__)
+    torch_version: str = str(torch.__version__)
 
     def content(self) -> dict[str, Any]:
-        """Returns all but the checksum as JSON, as the newest schema has it."""
+        """Returns all but the checksum as JSON."""
         return {
             "torch": self.torch_version,
             "files": {name: record.to_json() for name, record in self.files.items()},
@@ -159,7 +156,7 @@ class Manifest(msgspec.Struct, frozen=True):
     def text(self) -> bytes:
         """Returns the JSON; its length depends on the length of names and values only."""
         content = self.content()
-        return _dump({"schema": NEWEST, "sha256": _digest(NEWEST, content), "content": content})
+        return _dump({"schema": SCHEMA, "sha256": _digest(content), "content": content})
 
     @staticmethod
     def read(folder: Path) -> Manifest:
@@ -181,14 +178,14 @@ class Manifest(msgspec.Struct, frozen=True):
             raise _damaged(path, str(error)) from error
         envelope = _of_kind(document, _Document, "it", path)
         schema, content = envelope.schema, envelope.content
-        if schema not in READABLE:
+        if schema != SCHEMA:
             raise CheckpointError(
-                f"`{path}` has schema {schema}; this version of megatrain reads {' and '.join(map(str, READABLE))}.\n"
+                f"`{path}` has schema {schema}; this version of megatrain reads {SCHEMA}.\n"
                 "  The schema says how to read the rest of the file.\n"
                 "  Load it with the version that wrote it. Every version can read the weights, which are "
                 "safetensors files."
             )
-        if _digest(schema, content) != envelope.sha256:
+        if _digest(content) != envelope.sha256:
             raise _damaged(path, "its checksum differs")
         found = _of_kind(content, _Content, "content", path)
         manifest = Manifest(
@@ -197,7 +194,6 @@ class Manifest(msgspec.Struct, frozen=True):
             found.weights.ties,
             content["optimizer"],
             content["extra"],
-            schema,
             found.torch,
         )
         fault = manifest.fault()
@@ -224,9 +220,8 @@ class Manifest(msgspec.Struct, frozen=True):
         return None
 
 
-def _digest(schema: int, content: Any) -> str:
-    """The checksum; the first schema had none of its own number."""
-    return digest_of(_dump(content if schema == 1 else [schema, content]))
+def _digest(content: Any) -> str:
+    return digest_of(_dump([SCHEMA, content]))
 
 
 def _dump(value: Any) -> bytes:

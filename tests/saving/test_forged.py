@@ -14,7 +14,7 @@ import torch
 
 from megatrain.saving import load, save
 from tests.saving.forging import CHANGES, Place, at, changed, content_of, forge
-from tests.saving.training import Tied, adamw, refusal, same, save_trained, state_of, trained
+from tests.saving.training import Tied, adamw, refusal, save_trained, state_of, trained
 
 EXTRA = {
     "plain": [None, True, 3, 2.5, "text", (1, "two")],
@@ -194,21 +194,6 @@ def test_headers_must_say_what_the_manifest_says(tmp_path: Path):
     forge(tmp_path / "run", content)
     text = refusal(lambda: load(tmp_path / "run"))
     assert f"`{tmp_path / 'run' / file}` has a header that contradicts checkpoint.json" in text
-
-
-def test_checkpoints_of_the_first_schema_are_read(tmp_path: Path):
-    model, optimizer = save_trained(tmp_path / "run")
-    content = content_of(tmp_path / "run")
-    del content["torch"]
-    forge(tmp_path / "run", content, schema=1)
-    checkpoint = load(tmp_path / "run")
-    assert (checkpoint.manifest.schema, checkpoint.manifest.torch_version) == (1, None)
-    again = Tied()
-    resumed = adamw(again)
-    checkpoint.read_weights(again.state_dict())
-    checkpoint.read_optimizer(resumed, dict(again.named_parameters()))
-    assert same(dict(again.state_dict()), dict(model.state_dict()))
-    assert same(resumed.state_dict(), optimizer.state_dict())
 
 
 def test_what_load_would_refuse_is_refused_by_save(tmp_path: Path):

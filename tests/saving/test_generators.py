@@ -98,42 +98,6 @@ def test_the_cpu_goes_on_on_the_cpu_whatever_else_a_machine_has(monkeypatch: pyt
     assert state["device"] is None
 
 
-def earlier(states: list[torch.Tensor], schema: int) -> dict[str, Any]:
-    """A state as earlier versions saved it: with those of all devices of the machine."""
-    state = {key: value for key, value in generators_now("cpu").items() if key != "device"}
-    return {**state, "cuda": states} if schema == 1 else {**state, "devices": {"type": "cuda", "states": states}}
-
-
-@pytest.mark.parametrize("schema", [1, 2])
-def test_states_of_earlier_versions_are_read(monkeypatch: pytest.MonkeyPatch, schema: int):
-    states = [torch.Generator().manual_seed(100 + i).get_state() for i in range(2)]
-    expected = [torch.rand(1, generator=torch.Generator().manual_seed(100 + i)).item() for i in range(2)]
-    for number in range(2):
-        module = put_in(monkeypatch, "cuda", Devices(2))
-        restore_generators(earlier(states, schema), f"cuda:{number}")
-        assert module.draw()[number] == expected[number]
-    module = put_in(monkeypatch, "cuda", Devices(8))
-    restore_generators(earlier(states[:1], schema), "cuda:7")
-    assert module.draw()[7] == expected[0], "the only device computed"
-    with pytest.warns(ResumeWarning, match="were drawn on another cuda device, and cuda:7 draws others"):
-        restore_generators(earlier(states, schema), "cuda:7")
-    with pytest.warns(ResumeWarning, match="were drawn on cuda, and cpu draws others"):
-        restore_generators(earlier(states, schema), "cpu")
-    restore_generators(earlier([], schema), "cpu")
-    restore_generators({**earlier([], 2), "devices": None}, "cpu")
-
-
-@pytest.mark.parametrize(
-    "devices",
-    [[], {"type": 7, "states": []}, {"type": "xpu", "states": ["evil"]},
-     {"type": "xpu", "states": [torch.zeros(3, dtype=torch.uint8)]}],
-)  # fmt: skip
-def test_a_state_of_an_earlier_version_that_is_none_is_refused(monkeypatch: pytest.MonkeyPatch, devices: Any):
-    put_in(monkeypatch, "xpu", Devices(1))
-    state = {**earlier([], 2), "devices": devices}
-    assert "generators.devices" in refusal(lambda: restore_generators(state, "xpu"))
-
-
 def with_value(*place: Any, value: Any) -> Callable[[dict[str, Any]], None]:
     def change(state: dict[str, Any]) -> None:
         holder: Any = state
@@ -157,6 +121,7 @@ WRONG: dict[str, Callable[[dict[str, Any]], None]] = {
     "torch short": with_value("torch", value=torch.zeros(16, dtype=torch.uint8)),
     "torch zeros": with_value("torch", value=torch.zeros(5056, dtype=torch.uint8)),
     "device state": with_value("device", value={"kind": "xpu", "state": "evil"}),
+    "device size": with_value("device", value={"kind": "xpu", "state": torch.zeros(3, dtype=torch.uint8)}),
     "python version": with_value("python", value=python_state(version=9)),
     "python word": with_value("python", value=python_state(word=-1)),
     "python place": with_value("python", value=python_state(at=2**40)),

@@ -81,24 +81,6 @@ def test_schedulers_in_another_order_are_refused(tmp_path: Path):
     assert "`scheduler._schedulers.0.T_max` is not in the checkpoint" in refusal(lambda: load(run, folder))
 
 
-def first_schema(folder: Path) -> None:
-    content = content_of(folder)
-    del content["torch"], content["extra"]["scheduler_class"]
-    forge(folder, content, schema=1)
-
-
-def test_a_scheduler_of_the_first_schema_is_known_by_the_names_of_its_state(tmp_path: Path):
-    folder = saved(tmp_path / "run", replace(LINEAR, scheduler=cosine))
-    expected = resumed(replace(LINEAR, scheduler=cosine))
-    load(expected, folder)
-    first_schema(folder)
-    run = resumed(replace(LINEAR, scheduler=cosine))
-    load(run, folder)
-    assert run.state() == expected.state()
-    other = resumed(replace(LINEAR, scheduler=plateau))
-    assert "T_max" in refusal(lambda: load(other, folder))
-
-
 def test_what_the_scheduler_itself_refuses_is_one_of_our_errors(tmp_path: Path):
     folder = saved(tmp_path / "run", replace(LINEAR, scheduler=plateau))
     content = content_of(folder)
