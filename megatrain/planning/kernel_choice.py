@@ -87,13 +87,10 @@ def _is_hidden(program: Program, table: Schedule) -> bool:
 
 
 def as_compared(workload: Workload, limits: Limits) -> Workload:
-    """What a given plan has in common with a step; kernels that a compiler makes may be others than were planned.
-
-    Plans saved by an earlier version don't say which gradients are partial.
-    """
-    others = {"forward": (), "backward": (), "kept": None} if limits.kernels == "inductor" else {}
-    blocks = (replace(block, partial_gradient_bytes=0, **others) for block in workload.blocks)
-    return replace(workload, blocks=tuple(blocks))
+    """What a given plan has in common with a step; kernels that a compiler makes may be others than were planned."""
+    if limits.kernels != "inductor":
+        return workload
+    return replace(workload, blocks=tuple(replace(b, forward=(), backward=(), kept=None) for b in workload.blocks))
 
 
 def given_kernels(schedule: Schedule, programs: Sequence[Program], limits: Limits) -> tuple[Schedule, list[str]]:

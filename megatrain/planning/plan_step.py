@@ -449,8 +449,7 @@ def _given_choices(
             check_buffers(program)
         there = any(block.optimizer_bytes for block in planned.blocks)
         merged = merge_programs(programs, limits.master_kind, updates_there=there).workload
-        # Plans saved by an earlier version don't say whether code reads values.
-        found = replace(merged, loss_bytes=loss_bytes, last_reads_values=planned.last_reads_values)
+        found = replace(merged, loss_bytes=loss_bytes)
         if as_compared(found, limits) == as_compared(planned, limits):
             schedule, differences = given_kernels(schedule, programs, limits)
             if differences:
