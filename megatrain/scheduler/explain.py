@@ -91,7 +91,7 @@ def gantt(schedule: Table, costs: Costs, *, width: int = 100) -> str:
         width: Slices into which the step is cut.
 
     Raises:
-        ScheduleError: If the schedule doesn't know its workload, or the measurement lacks one of its ops.
+        ScheduleError: If the schedule doesn't know its workload, or the measurement is of another one.
     """
     simulation, (_, path) = simulate(schedule, costs), critical_path(schedule, costs)
     letters = {position: op.what for position, op in schedule.positions()}

@@ -17,7 +17,7 @@ from megatrain.scheduler.dependency import dependency_graph, derive_waits, resid
 from megatrain.scheduler.emit import emit
 from megatrain.scheduler.explain import diff, gantt, why
 from megatrain.scheduler.instructions import Instructions
-from megatrain.scheduler.simulate import Simulation, critical_path, lower_bounds, simulate
+from megatrain.scheduler.simulate import Simulation, critical_path, simulate
 from megatrain.scheduler.table import Position, Table
 from megatrain.scheduler.text import parse_table, table_text
 from megatrain.scheduler.workload import Workload
@@ -125,11 +125,6 @@ class Schedule(Table):
     def critical_path(self, costs: Costs) -> tuple[float, tuple[Position, ...]]:
         """Seconds and ops of the longest chain of dependencies."""
         return critical_path(self, costs)
-
-    @checked()
-    def lower_bounds(self, costs: Costs) -> dict[str, float]:
-        """Lower bounds of the seconds that any order of the same ops takes, by reason."""
-        return lower_bounds(self, costs)
 
 
 def schedule_of(table: Table) -> Schedule:

@@ -189,7 +189,7 @@ class TrainStep:
         """
         self._exchange.refuse("step.measure", "Use step.time, which holds no stream up.")
         self._take(batch, watch := Stopwatch(self._compiled.options.device))
-        return Measured.of(self.schedule, watch.seconds)
+        return Measured(self.schedule, watch.seconds)
 
     def time(self, batch: Any) -> TimedRun:
         """Runs a step as a call does; returns when each operation began and ended, which `megatrain.report` draws.

@@ -51,7 +51,7 @@ def test_printed_forms(golden: Callable[[str, str], None]):
         ),
         "why a backward waits": plan.why("B3"),
         "a picture": schedule(trained(4), updates="overlap").gantt(CARD, width=60),
-        "measured": Measured.of(step, seconds),
+        "measured": Measured(step, seconds),
         "timed": run,
     }
     golden("schedules", "\n\n".join(f"-- {name} --\n{form}" for name, form in forms.items()))
