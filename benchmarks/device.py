@@ -36,9 +36,9 @@ from megatrain.optim.masters.halves import SplitMaster
 from megatrain.optim.norm import GradientNorm
 from megatrain.planning import host_plan
 from megatrain.runtime.stores import host_store as moving
-from megatrain.scheduler.costs import op_durations
 from megatrain.scheduler.items import Stream
 from megatrain.scheduler.schedule import Schedule
+from megatrain.scheduler.simulate import op_durations
 from megatrain.sizes import format_bytes
 from tests.simulated_device.loading import load, unavailable
 from tests.simulated_device.simulator import HardwareProfile, Simulator, Span

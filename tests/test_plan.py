@@ -14,7 +14,7 @@ from expecttest import assert_expected_inline
 
 import megatrain
 from megatrain.errors import ExecuteError, OptionError, ScheduleError
-from megatrain.planning.bands import format_s
+from megatrain.scheduler.bands import format_s
 from tests.models import Gpt
 
 ROOT = Path(__file__).parent.parent

@@ -11,7 +11,7 @@ from megatrain.hardware.machine import usual_machine
 from megatrain.options import Limits
 from megatrain.passes.measuring.runs import launch_graph_bytes, recordable_blocks
 from megatrain.passes.program import Program, has_backward
-from megatrain.planning.bands import format_s
+from megatrain.scheduler.bands import format_s
 from megatrain.scheduler.schedule import Schedule
 from megatrain.scheduler.workload import Workload
 from megatrain.sizes import format_bytes

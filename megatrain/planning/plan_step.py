@@ -24,9 +24,9 @@ from megatrain.planning.step_programs import StepPrograms
 from megatrain.progress import stage
 from megatrain.runtime.exchange import Exchange
 from megatrain.scheduler.builder.bound import step_bound
-from megatrain.scheduler.builder.build import SMALLER_BLOCKS
+from megatrain.scheduler.builder.build import SMALLER_BLOCKS, build
 from megatrain.scheduler.explain import workload_lines
-from megatrain.scheduler.from_program import check_buffers, merge_programs, step_schedule
+from megatrain.scheduler.from_program import step_workload
 from megatrain.scheduler.schedule import Schedule
 from megatrain.scheduler.step_kind import StepKind
 from megatrain.scheduler.workload import Workload
@@ -257,17 +257,15 @@ def scheduled(
     """
     records = limits.kernels == "graphs"
     with limits.memory_for(programs, records=records) as memory:
-        return step_schedule(
-            programs,
+        there = limits.updates_there and kind.updates in ("overlap", "spread")
+        return build(
+            step_workload(programs, loss_bytes=loss_bytes, masters=limits.master_kind, updates_there=there),
             kind,
             num_slots=num_slots,
             memory=memory,
             activations=limits.activations,
-            loss_bytes=loss_bytes,
             hardware=limits.hardware,
             usual=usual_machine(limits.device),
-            masters=limits.master_kind,
-            updates_there=limits.updates_there and kind.updates in ("overlap", "spread"),
             # Kernels other than eager's return no results that could be kept.
             most_result_bytes=limits.most_result_bytes if limits.kernels == "eager" else 0,
             recorded=recordable_blocks(programs)[0] if records else (),
@@ -445,11 +443,8 @@ def _given_choices(
         raise _refused([f"memory of the device: {sizes}"])
     others: list[Workload] = []
     for level, programs in _levels(captures, planned):
-        for program in {id(each): each for each in programs}.values() if len(programs) > 1 else ():
-            check_buffers(program)
         there = any(block.optimizer_bytes for block in planned.blocks)
-        merged = merge_programs(programs, limits.master_kind, updates_there=there).workload
-        found = replace(merged, loss_bytes=loss_bytes)
+        found = step_workload(programs, loss_bytes=loss_bytes, masters=limits.master_kind, updates_there=there)
         if as_compared(found, limits) == as_compared(planned, limits):
             schedule, differences = given_kernels(schedule, programs, limits)
             if differences:

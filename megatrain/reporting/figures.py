@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
-from megatrain.planning.bands import Band
+from megatrain.scheduler.bands import Band
 from megatrain.scheduler.instructions import Instructions
 from megatrain.scheduler.items import ITEMS, Effect, Item
 from megatrain.scheduler.lifetimes import Books, Lifetime, Peak, alive_at, find_peak

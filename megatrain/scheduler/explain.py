@@ -15,11 +15,11 @@ from megatrain.checks import shown
 from megatrain.counts import counted
 from megatrain.errors import ScheduleError
 from megatrain.hardware.work import Works, total_bytes, total_flops, total_kernels
-from megatrain.scheduler.costs import Costs
+from megatrain.scheduler.bands import band_of
 from megatrain.scheduler.dependency import dependency_graph
 from megatrain.scheduler.effects import streams
 from megatrain.scheduler.items import Stream
-from megatrain.scheduler.simulate import Timing, critical_path, simulate
+from megatrain.scheduler.simulate import Costs, Timing, simulate
 from megatrain.scheduler.step_kind import StepKind
 from megatrain.scheduler.table import Op, Position, Table
 from megatrain.scheduler.text import ranges
@@ -93,9 +93,9 @@ def gantt(schedule: Table, costs: Costs, *, width: int = 100) -> str:
     Raises:
         ScheduleError: If the schedule doesn't know its workload, or the measurement is of another one.
     """
-    simulation, (_, path) = simulate(schedule, costs), critical_path(schedule, costs)
-    letters = {position: op.what for position, op in schedule.positions()}
-    drawn = {p: letter if p in set(path) else letter.lower() for p, letter in letters.items()}
+    simulation = simulate(schedule, costs)
+    path = set(band_of("plan", "", schedule, simulation.timeline).path)
+    drawn = {p: op.what if i in path else op.what.lower() for i, (p, op) in enumerate(schedule.positions())}
     slice_s = simulation.step_s / width
     lines = [f"{simulation}; {slice_s * 1e3:.3g} ms a character"]
     names = max(map(len, streams()))

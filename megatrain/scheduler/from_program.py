@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict, deque
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from typing import Any
@@ -272,64 +272,35 @@ def schedule(
             block reads it before the one that computes its new value.
     """
     kind = StepKind(mode, transfer, micro_batches, updates, clip, outputs, reports_norm)
-    size = None if memory is None else parse_bytes(memory, "memory")
-    is_program = isinstance(program, Program)
-    made = partial(step_schedule, [program] * micro_batches) if is_program else partial(build, program)
-    return made(kind, num_slots=num_slots, keep=keep, memory=size, activations=activations, hardware=hardware)
-
-
-def step_schedule(
-    programs: Sequence[Program],
-    kind: StepKind,
-    *,
-    num_slots: int | None = None,
-    keep: int | None = None,
-    memory: int | None = None,
-    activations: str = "auto",
-    loss_bytes: int = 0,
-    hardware: Hardware | None = None,
-    usual: Hardware | None = None,
-    masters: str = "exact",
-    updates_there: bool = False,
-    most_result_bytes: int | None = None,
-    recorded: Collection[int] = (),
-) -> Schedule:
-    """Places one step whose micro-batches are captures of one model.
-
-    Args:
-        programs: One per micro-batch; each runs the same blocks of state.
-        kind: The kind of the step.
-        num_slots: As in `schedule`, like those below.
-        keep: See there.
-        memory: Device bytes; see there.
-        activations: See there.
-        loss_bytes: As in `Workload`.
-        hardware: As in `schedule`.
-        usual: As in `build`.
-        masters: As in `workload`.
-        updates_there: See there.
-        most_result_bytes: As in `build`.
-        recorded: As in `build`.
-
-    Raises:
-        ScheduleError: If they don't, `memory` is too small, or a buffer can't go from one to the next.
-    """
-    for program in {id(each): each for each in programs}.values() if kind.micro_batches > 1 else ():
-        check_buffers(program)
-    merged = merge_programs(programs, masters, updates_there=updates_there)
-    works = replace(merged.workload, loss_bytes=loss_bytes)
     return build(
-        works,
+        step_workload([program] * micro_batches) if isinstance(program, Program) else program,
         kind,
         num_slots=num_slots,
         keep=keep,
-        memory=memory,
+        memory=None if memory is None else parse_bytes(memory, "memory"),
         activations=activations,
         hardware=hardware,
-        usual=usual,
-        most_result_bytes=most_result_bytes,
-        recorded=recorded,
     )
+
+
+def step_workload(
+    programs: Sequence[Program], *, loss_bytes: int = 0, masters: str = "exact", updates_there: bool = False
+) -> Workload:
+    """The workload of a step whose micro-batches are captures of one model, one each.
+
+    Args:
+        programs: Each runs the same blocks of state.
+        loss_bytes: As in `Workload`.
+        masters: As in `workload`.
+        updates_there: As in `workload`.
+
+    Raises:
+        ScheduleError: If they don't, or a buffer can't go from one micro-batch to the next.
+    """
+    for program in {id(each): each for each in programs}.values() if len(programs) > 1 else ():
+        check_buffers(program)
+    merged = merge_programs(programs, masters, updates_there=updates_there)
+    return replace(merged.workload, loss_bytes=loss_bytes)
 
 
 def merge_programs(programs: Sequence[Program], masters: str = "exact", *, updates_there: bool = False) -> Merged:
@@ -366,8 +337,6 @@ def check_buffers(program: Program) -> None:
 
     All micro-batches of a block run before the next block, so a buffer's new value must come in no later a block than
     the first that reads the old one. An old value that the model returns is read before any block runs.
-
-    `schedule` calls this check; code that builds a table of several programs' merged workload must call it for each.
 
     Raises:
         ScheduleError: Naming the buffer and the blocks.

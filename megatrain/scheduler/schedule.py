@@ -12,12 +12,10 @@ from megatrain.counts import counted
 from megatrain.garbage import paused_collection
 from megatrain.scheduler.check.instruction_rules import check_instructions
 from megatrain.scheduler.check.schedule_rules import check_schedule
-from megatrain.scheduler.costs import Costs
 from megatrain.scheduler.dependency import dependency_graph, derive_waits, resident_blocks, weight_bindings
-from megatrain.scheduler.emit import emit
 from megatrain.scheduler.explain import diff, gantt, why
-from megatrain.scheduler.instructions import Instructions
-from megatrain.scheduler.simulate import Simulation, critical_path, simulate
+from megatrain.scheduler.instructions import Instructions, emit
+from megatrain.scheduler.simulate import Costs, Simulation, simulate
 from megatrain.scheduler.table import Position, Table
 from megatrain.scheduler.text import parse_table, table_text
 from megatrain.scheduler.workload import Workload
@@ -120,11 +118,6 @@ class Schedule(Table):
     def simulate(self, costs: Costs) -> Simulation:
         """Runs the schedule on paper; see `megatrain.scheduler.simulate.simulate`."""
         return simulate(self, costs)
-
-    @checked()
-    def critical_path(self, costs: Costs) -> tuple[float, tuple[Position, ...]]:
-        """Seconds and ops of the longest chain of dependencies."""
-        return critical_path(self, costs)
 
 
 def schedule_of(table: Table) -> Schedule:

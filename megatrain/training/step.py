@@ -22,9 +22,8 @@ from megatrain.progress import ProgressLine
 from megatrain.ranks.processes import refuse_apart
 from megatrain.ranks.rank_exchange import exchange_of
 from megatrain.runtime.streams.events import RunClock, Stopwatch, Watch
-from megatrain.scheduler.costs import Measured
 from megatrain.scheduler.schedule import Schedule
-from megatrain.scheduler.simulate import TimedRun
+from megatrain.scheduler.simulate import Measured, TimedRun
 from megatrain.sizes import SIZE
 from megatrain.training import saved_step as checkpoint
 from megatrain.training.batch import Weight, check_reduce, micro_batches

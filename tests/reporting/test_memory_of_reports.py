@@ -6,12 +6,11 @@ from expecttest import TestCase
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatrain.planning.bands import measured_band, planned_band
 from megatrain.reporting.figures import at_peak, device_curve
-from megatrain.scheduler.costs import Hardware, op_durations
+from megatrain.scheduler.bands import band_of
 from megatrain.scheduler.lifetimes import Books, find_peak
 from megatrain.scheduler.schedule import Schedule
-from megatrain.scheduler.simulate import TimedRun
+from megatrain.scheduler.simulate import Hardware, TimedRun
 from tests.draws import draws
 from tests.reporting.steps import drawn, made
 
@@ -24,7 +23,7 @@ MACHINES = st.builds(Hardware, RATES, RATES, RATES, st.sampled_from([0.0, 1e-3])
 def test_where_each_tick_takes_a_second_the_curve_reaches_the_planned_peak_and_no_more(plan: Schedule):
     run = TimedRun.of(plan, {position: (position.tick, position.tick + 1) for position, _ in plan.positions()})
     instructions = plan.instructions
-    found = device_curve(Books(plan), instructions, measured_band(instructions, run, ""))
+    found = device_curve(Books(plan), instructions, band_of("measured", "", plan, run.timeline))
     assert max(total for _, total in found.totals) == plan.device_bytes
     assert all(size >= 0 for _, sizes in found.points for size in sizes)
 
@@ -33,7 +32,7 @@ def test_where_each_tick_takes_a_second_the_curve_reaches_the_planned_peak_and_n
 @draws(100, usual=10)
 def test_at_no_moment_of_any_timing_more_lives_than_is_planned(plan: Schedule, machine: Hardware):
     instructions = plan.instructions
-    band = planned_band(instructions, op_durations(plan, machine), "")
+    band = band_of("plan", "", plan, plan.simulate(machine).timeline)
     found = device_curve(Books(plan), instructions, band)
     assert max(total for _, total in found.totals) <= plan.device_bytes
     assert [moment for moment, _ in found.points] == sorted({moment for moment, _ in found.points})

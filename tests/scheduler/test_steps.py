@@ -14,13 +14,12 @@ import megatrain
 from megatrain.errors import ScheduleError
 from megatrain.hardware.hardware import Hardware
 from megatrain.scheduler.builder.build import backward_schedule
-from megatrain.scheduler.builder.host_ticks import DEFERRED_SHARE, deferred_updates
-from megatrain.scheduler.costs import op_durations
+from megatrain.scheduler.builder.order import DEFERRED_SHARE, deferred_updates
 from megatrain.scheduler.from_program import schedule
 from megatrain.scheduler.from_program import workload as workload_of
 from megatrain.scheduler.items import Stream
 from megatrain.scheduler.schedule import Schedule
-from megatrain.scheduler.simulate import memory_limits
+from megatrain.scheduler.simulate import memory_limits, op_durations
 from megatrain.scheduler.step_kind import UPDATES, StepKind
 from megatrain.scheduler.table import Position
 from megatrain.scheduler.workload import Workload

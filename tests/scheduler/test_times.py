@@ -12,13 +12,13 @@ from hypothesis import strategies as st
 
 from megatrain.errors import OptionError, ScheduleError
 from megatrain.hardware.hardware import Hardware
+from megatrain.scheduler.bands import band_of
 from megatrain.scheduler.builder.build import build
-from megatrain.scheduler.costs import Measured, op_durations
 from megatrain.scheduler.effects import streams
 from megatrain.scheduler.from_program import schedule
 from megatrain.scheduler.items import Stream
 from megatrain.scheduler.schedule import Schedule
-from megatrain.scheduler.simulate import TimedRun, shared_timeline
+from megatrain.scheduler.simulate import Measured, TimedRun, op_durations, shared_timeline
 from megatrain.scheduler.step_kind import StepKind
 from megatrain.scheduler.table import Position
 from tests.draws import draws
@@ -64,9 +64,9 @@ def test_a_simulated_step_follows_its_waits_and_is_as_long_as_its_longest_chain(
         rounding = 1e-12 * timing.end_s  # of the difference of two late moments
         assert timing.end_s - timing.start_s >= alone[position] * (1 - 1e-9) - rounding
         free[position.stream] = timing.end_s
-    seconds, path = plan.critical_path(machine)
-    assert found.step_s == pytest.approx(seconds)
-    assert all(a.tick < b.tick for a, b in pairwise(path))
+    chain = [found.timeline[index] for index in band_of("plan", "", plan, found.timeline).path]
+    assert found.step_s == pytest.approx(sum(timing.end_s - timing.start_s for timing in chain))
+    assert all(a.position.tick < b.position.tick for a, b in pairwise(chain))
     assert all(0 <= fraction <= 1 + 1e-9 for fraction in found.busy.values())
     if not machine.is_shared:
         nearly = replace(machine, compute_beside=1 - 1e-12)

@@ -17,12 +17,11 @@ from math import inf
 from typing import NamedTuple
 
 from megatrain.hardware.hardware import Hardware
-from megatrain.scheduler.builder.host_ticks import deferred_updates
+from megatrain.scheduler.builder.order import deferred_updates
 from megatrain.scheduler.builder.search import result_bytes
-from megatrain.scheduler.costs import OpSeconds
 from megatrain.scheduler.effects import Effects, turn_block
 from megatrain.scheduler.items import NO_BLOCK, Stream
-from megatrain.scheduler.simulate import link_limits, memory_limits
+from megatrain.scheduler.simulate import OpSeconds, link_limits, memory_limits
 
 
 class StepBound(NamedTuple):

@@ -8,8 +8,15 @@ from functools import lru_cache
 from math import inf
 from typing import NamedTuple
 
-from megatrain.scheduler.builder.host_ticks import HostTicks, deferred_updates, head_updates, place_host, written
-from megatrain.scheduler.builder.order import Rows, assign_ticks
+from megatrain.scheduler.builder.order import (
+    HostTicks,
+    Rows,
+    assign_ticks,
+    deferred_updates,
+    head_updates,
+    place_host,
+    written,
+)
 from megatrain.scheduler.builder.stays import Stay, compute_stages, giants, place_slots, stays_of
 from megatrain.scheduler.effects import Effects, Parking, Parks, host_value_bytes, park_bytes
 from megatrain.scheduler.items import NO_BLOCK, Stream

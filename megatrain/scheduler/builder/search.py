@@ -17,9 +17,8 @@ from typing import NamedTuple
 from megatrain.hardware.hardware import Hardware
 from megatrain.scheduler.builder.draft import Builder, Choices, with_late_offloads
 from megatrain.scheduler.builder.stays import by_benefit
-from megatrain.scheduler.costs import OpSeconds
 from megatrain.scheduler.effects import keep_all, parked_values
-from megatrain.scheduler.simulate import simulate_books
+from megatrain.scheduler.simulate import OpSeconds, simulate_books
 from megatrain.scheduler.step_kind import StepKind
 from megatrain.scheduler.workload import Workload
 

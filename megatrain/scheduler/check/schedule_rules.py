@@ -23,8 +23,7 @@ from megatrain.scheduler.check.memory_rules import (
     check_releases_come_first,
     check_weights,
 )
-from megatrain.scheduler.dependency import dependency_graph
-from megatrain.scheduler.happens import graph_waits
+from megatrain.scheduler.dependency import dependency_graph, graph_waits
 from megatrain.scheduler.items import Stream
 from megatrain.scheduler.table import Op, Position, Table, columns
 from megatrain.scheduler.workload import Workload
