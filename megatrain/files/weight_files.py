@@ -50,9 +50,6 @@ class Stored:
     """One tensor in a file.
 
     Args:
-        name: Its name there.
-        file: The file.
-        shape: Sizes, one per dimension.
         dtype: Element type; None for one that torch has no arithmetic for.
         kind: Element type as the file spells it.
         start: Its first byte, from the start of the file.
@@ -169,9 +166,6 @@ def open_checkpoint(paths: Sequence[Path]) -> dict[str, Stored]:
     Args:
         paths: Files; folders, of which the index or else every `*.safetensors` is taken; indexes
             (`*.safetensors.index.json`).
-
-    Returns:
-        The tensors by name.
 
     Raises:
         WeightsError: Naming the file that is missing, broken, or holds a name that another one holds too.

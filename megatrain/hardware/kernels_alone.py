@@ -29,13 +29,9 @@ _WARM_UP_S = 0.02
 
 
 def seconds_of(device: Device, work: Callable[[], object], *, least_s: float, most: int = 200) -> float:
-    """The median time of some work on the device, and of what its launch takes longer.
+    """The median time of some work on the device's current stream, and of what its launch takes longer.
 
-    Args:
-        device: Where it runs.
-        work: Issues it, to the current stream.
-        least_s: Repeated for so long, three times at least.
-        most: Times at most.
+    Repeated for `least_s`, three times at least.
     """
     begin, is_warm = time.perf_counter(), False
     while not is_warm:
@@ -51,11 +47,7 @@ def seconds_of(device: Device, work: Callable[[], object], *, least_s: float, mo
 
 
 class Beside:
-    """Work of a thread, again and again, for as long as the body of a `with` runs.
-
-    Args:
-        work: Done again and again; each call waits for its end.
-    """
+    """Work of a thread, again and again, each time until its end, for as long as the body of a `with` runs."""
 
     def __init__(self, work: Callable[[], object]) -> None:
         self._work = work
@@ -75,14 +67,7 @@ class Beside:
 
 
 class Product(NamedTuple):
-    """A product of matrices.
-
-    Attributes:
-        rows: Of the first and of the result; in layers, the tokens.
-        inner: Of the sum.
-        columns: Of the second and of the result.
-        rate: The name of its rate: `"bf16"`, `"fp32"` or `"fp64"`.
-    """
+    """A product of matrices, whose rate is `"bf16"`, `"fp32"` or `"fp64"`."""
 
     rows: int
     inner: int
@@ -102,13 +87,7 @@ class Product(NamedTuple):
 
 
 def product_rates(device: Device, products: Sequence[Product], woken_s: float) -> dict[str, float]:
-    """FLOP/s by the name of the rate: of the given products, and of others for rates that none of them has.
-
-    Args:
-        device: Where they are computed.
-        products: The given ones.
-        woken_s: Seconds that those which threads share take longer because these wake.
-    """
+    """FLOP/s by the name of the rate: of the given products, and of others for rates that none of them has."""
 
     def alone_s(product: Product) -> float:
         taken = _product_s(device, product)
@@ -187,11 +166,7 @@ def memory_rate(device: Device, launched_s: float) -> float:
 
     On a processor exponentials take longer than their bytes, and so does a large result: the system makes its memory
     first. A good fifth of the bytes are of such a kernel, the softmax of a head; in training steps of small language
-    models softmax and gradients of heads and embeddings are about as much.
-
-    Args:
-        device: Where they run.
-        launched_s: Seconds that each of them takes besides.
+    models softmax and gradients of heads and embeddings are about as much. Each takes `launched_s` besides.
     """
     count = (4 << 20) if device.is_host else (32 << 20)
     x, y, out = (torch.ones(count, device=device.torch_device) for _ in range(3))
@@ -250,11 +225,7 @@ _TOKENS, _WIDTH, _HEADS = 8, 64, 4
 
 
 class _Layer:
-    """A layer of a language model, so narrow that its kernels take next to no time.
-
-    Args:
-        device: Where it runs.
-    """
+    """A layer of a language model, so narrow that its kernels take next to no time."""
 
     def __init__(self, device: Device) -> None:
         shapes = [(_WIDTH,), *4 * [(_WIDTH, _WIDTH)], (_WIDTH,), *2 * [(4 * _WIDTH, _WIDTH)], (_WIDTH, 4 * _WIDTH)]

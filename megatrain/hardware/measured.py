@@ -154,11 +154,7 @@ def compute_beside(device: Device, link: Link) -> float:
 
 
 class Link:
-    """Memory of both sides, and the copies between.
-
-    Args:
-        device: The device.
-    """
+    """Memory of both sides, and the copies between."""
 
     def __init__(self, device: Device) -> None:
         self._device = device
@@ -237,12 +233,7 @@ class Link:
 
 
 def rates_together(ends: Sequence[Sequence[float]], nbytes: int) -> tuple[float, ...]:
-    """Bytes per second of several queues while all of them worked.
-
-    Args:
-        ends: Of each queue, when it began, and when each of its copies ended.
-        nbytes: Of each copy.
-    """
+    """Bytes per second of several queues, by when each began and each of its copies ended, while all of them worked."""
     begin, end = max(times[0] for times in ends), min(times[-1] for times in ends)
     return tuple(nbytes * (_copies_until(times, end) - _copies_until(times, begin)) / (end - begin) for times in ends)
 
@@ -258,22 +249,15 @@ def _copies_until(times: Sequence[float], moment: float) -> float:
 def elements_beyond(caches: int, available: int) -> int:
     """How many parameters an update has so that their memory is far larger than the caches, as a model's is.
 
-    A server's caches hold 300 MiB and more, and are three times as fast as its memory.
-
-    Args:
-        caches: Bytes of the caches.
-        available: Bytes of free memory, of which at most an eighth is taken.
+    A server's caches hold 300 MiB and more, and are three times as fast as its memory. At most an eighth of what is
+    free is taken.
     """
     nbytes = min(max(_LEAST_HELD, _BEYOND_CACHES * caches), _MOST_HELD, max(_LEAST_HELD, available // 8))
     return nbytes // (_HELD * LANES) * LANES
 
 
 class Update:
-    """An update of the host: megatrain's own AdamW, or torch's where there is no C compiler.
-
-    Args:
-        threads: How many it takes.
-    """
+    """An update of the host: megatrain's own AdamW, or torch's where there is no C compiler."""
 
     def __init__(self, threads: int) -> None:
         number = elements_beyond(cache_bytes(), available_bytes())
@@ -327,14 +311,7 @@ def cached(
     """What `measure` found under the same facts before, or finds now.
 
     A file that can't be read, is of other facts or isn't whole counts as none. One that can't be written is none of the
-    caller's concern: the next process measures again.
-
-    Args:
-        folder: Of the files; made if there is something to write.
-        facts: All that the figures depend on: machine, device, driver, versions.
-        measure: Measures them.
-        accept: Raises an error unless it gets figures by name that are whole and right.
-        fresh: Whether to measure anyway.
+    caller's concern: the next process measures again. `accept` raises an error unless figures are whole and right.
     """
     file = folder / f"hardware-{hashlib.sha256(facts.encode()).hexdigest()[:16]}.json"
     found = None if fresh else _read(file, facts, accept)

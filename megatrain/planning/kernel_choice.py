@@ -29,16 +29,8 @@ def with_kernels(
 ) -> tuple[Schedule, str]:
     """Chooses whether kernels of a step or call are launched one by one, or recorded and launched by one call a block.
 
-    Both have the same bits. Recorded kernels retain no graph, so that all is recomputed, and hold memory.
-
-    Args:
-        table: The plan with kernels that are launched one by one.
-        programs: What runs, of each micro-batch.
-        limits: What was given for it.
-        plan: Makes the plan of the same programs within other limits.
-
-    Returns:
-        The plan whose step is shorter on the machine, of those that take no more of the host, and why.
+    Both have the same bits. Recorded kernels retain no graph, so that all is recomputed, and hold memory. Returns the
+    plan whose step is shorter on the machine, of those that take no more of the host, and why.
     """
     machine = limits.hardware
     if machine is None and limits.device.has_launch_graphs:

@@ -59,13 +59,7 @@ def updates_allowed(*, overlap: bool, waits: bool, clip: bool, spread: bool) -> 
 
 
 def waits_for_host(updates: str, *, clip: bool, reports_norm: bool = False) -> str:
-    """Says why every update waits for the host, so that the device makes none; empty if it may make some.
-
-    Args:
-        updates: When updates run, as in `StepKind`.
-        clip: Whether they wait for a norm.
-        reports_norm: Whether they make one.
-    """
+    """Says why every update waits for the host, so that the device makes none; empty if it may make some."""
     if clip or reports_norm:
         return "updates wait for a norm of all gradients, or one is reported"
     if updates not in ("overlap", "spread"):
@@ -79,9 +73,7 @@ class StepChoices:
 
     Args:
         captures: One per micro-batch, or more: a step of some of them runs by this schedule, too.
-        level: Of their rewrites.
         programs: Of each capture at this level. The schedule serves them in any order.
-        schedule: Of the step, checked.
         too_small: Why it doesn't fit; None if it does.
         why_kernels: Why its kernels are recorded, or aren't; empty where nothing was to be chosen.
     """
@@ -107,7 +99,6 @@ class StepPlans:
     """Plans steps, and keeps the choices used last.
 
     Args:
-        most: How many are kept.
         given: A plan whose choices all steps take, or None.
         exchange: Who else takes the steps; None for a process alone.
     """
@@ -126,14 +117,9 @@ class StepPlans:
         *,
         or_least: bool = False,
     ) -> StepChoices:
-        """Plans a step, unless its choices are known.
+        """Plans a step, unless its choices are known; with `or_least`, the least memory counts where no step fits.
 
-        Args:
-            captures: One per micro-batch.
-            kind: Of the step.
-            limits: What is given.
-            loss_bytes: Measures the loss; not called again for the same captures.
-            or_least: Plans the step that takes the least memory where none fits.
+        What measures the loss isn't called again for the same captures.
 
         Raises:
             ScheduleError: If the step doesn't fit, isn't the one of the given plan, or can't be planned.
@@ -205,13 +191,8 @@ def plan_step(
 ) -> StepChoices:
     """Plans a step with kernels that are known, with as little rewritten as fits.
 
-    Args:
-        captures: One per micro-batch; all are rewritten at the same level.
-        kind: Of the step.
-        limits: What is given.
-        loss_bytes: Device memory of the caller's loss, besides the model's results and their gradients.
-        exchange: Who else takes the step; None for a process alone. All have the same blocks, so none are cut smaller.
-        or_least: Returns the step that takes the least memory where none fits.
+    The caller's loss takes `loss_bytes` besides the model's results and their gradients. All of an `exchange` have the
+    same blocks, so none are cut smaller. With `or_least`, the least memory counts where no step fits.
 
     Raises:
         TooSmallError: If none fits: of the programs that need the least. It names smaller blocks if they help.
@@ -305,13 +286,6 @@ def first_that_fits(
     Blocks get smaller where nothing fits otherwise. On a known machine they also get smaller where a step takes 15 %
     longer than its bound, as with a single slot for weights, in which copies wait for compute, and gets shorter so.
 
-    Args:
-        captures: One per micro-batch.
-        plan: Makes a plan of programs.
-        machine: The machine, if plans are made for its times.
-        memory: Bytes of the device that plans are made for, if they are.
-        may_cut: Whether blocks may get smaller.
-
     Raises:
         TooSmallError: If none fits: of the programs that need the least.
     """
@@ -390,11 +364,7 @@ def with_true_hint(error: TooSmallError, program: Program, plan: Callable[[int],
     """Returns the error with what a smaller `block_bytes` does: it fits, it needs less, or it isn't named.
 
     Not every tensor can be cut: the weight of one linear layer can't, nor stacked experts that an adapter is added to.
-
-    Args:
-        error: Of the program as it is.
-        program: The program.
-        plan: Plans it anew with blocks of so many bytes; raises a `ScheduleError` if that doesn't fit.
+    `plan` plans blocks of so many bytes, or raises.
     """
     if SMALLER_BLOCKS not in error.helps:
         return error

@@ -85,12 +85,7 @@ class Planner:
     def plan(
         self, limits: StepLimits, sizes: Mapping[str, int] | None = None, source: ModelSizes | None = None
     ) -> Plan:
-        """Plans a step.
-
-        Args:
-            limits: What is given.
-            sizes: Those of the model and its example that differ from the source's own.
-            source: Another model; None for the planner's own.
+        """Plans a step, at sizes that may differ from the source's own, or of another source.
 
         Raises:
             OptionError: If an option has a wrong value.
@@ -208,11 +203,8 @@ class Planner:
 def captured(model: nn.Module, arguments: Arguments, limits: Limits, *, is_own_loss: bool) -> TracedModule:
     """Captures a call; the model, which may be on meta, and generators stay as they were.
 
-    Args:
-        model: Its fp32 weights are replaced by stand-ins without values where bf16 is computed.
-        arguments: Of the call.
-        limits: What is given.
-        is_own_loss: Whether the step differentiates the model's own loss, and needs no other result.
+    Where bf16 is computed, fp32 weights are replaced by stand-ins without values. A step that differentiates the
+    model's own loss needs no other result.
 
     Raises:
         TraceError: If the model can't be captured faithfully.

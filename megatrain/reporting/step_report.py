@@ -204,9 +204,6 @@ def run(
 ) -> int:
     """Writes the files and prints the verdict; `given` has options of `compile`.
 
-    Returns:
-        0.
-
     Raises:
         OptionError: If the target can't be used, or a file can't be written.
     """

@@ -59,10 +59,8 @@ class FileRecord(
     """One stored file.
 
     Args:
-        nbytes: Its size.
         header_bytes: Size of the bytes before the first tensor; the size of a file without tensors.
         digest: The SHA-256 of those bytes.
-        tensors: The tensors after the header, by name.
     """
 
     nbytes: Count
@@ -128,11 +126,7 @@ class Manifest(msgspec.Struct, frozen=True):
     """The contents of a checkpoint.
 
     Args:
-        files: By path inside the checkpoint.
-        weights: The files with weights.
         ties: For each name that is stored under another name: the other name.
-        optimizer: The optimizer's state as JSON, or None.
-        extra: The caller's values as JSON.
         torch_version: Of the process that wrote it.
     """
 
@@ -260,12 +254,9 @@ class Encoder:
         self.problems: list[str] = []
 
     def encode(self, value: Any, path: str, depth: int = 1) -> Any:
-        """Returns JSON for `value`.
+        """Returns JSON for a value: None, a number, text, tensor or array, or a dict, list, tuple or Counter of these.
 
-        Args:
-            value: None, a number, a text, a tensor, an array, or a dict, list, tuple or Counter of values.
-            path: Where it is, for names of tensors and for problems.
-            depth: How many values it lies in, itself counted.
+        The path says where it is, for names of tensors and for problems.
         """
         if type(value) in _PLAIN:
             return value

@@ -397,13 +397,9 @@ _ALSO: Mapping[str, Collection[str]] = {
 
 
 def misfits(own: Any, saved: Any, place: str, *, is_whole: bool = False) -> Iterator[str]:
-    """Yields the places where a saved value has another kind than the value that it would replace.
+    """Yields the places where a saved value has another kind than the own value that it would replace.
 
-    Args:
-        own: The existing value.
-        saved: The saved value.
-        place: The name of the value.
-        is_whole: Whether dicts within the saved value must have all names of the existing dicts.
+    With `is_whole`, dicts within the saved value must have all names of the existing dicts.
     """
     here, there = name_of_kind(own), name_of_kind(saved)
     if there != here and there not in _ALSO.get(here, ()):

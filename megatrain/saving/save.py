@@ -88,12 +88,9 @@ def _write_tensor(file: RawIOBase, name: str, source: Source) -> str:
 
 
 def shards(stem: str, sources: Mapping[str, Source], shard_bytes: int) -> list[Shard]:
-    """Lays tensors out in files of at most `shard_bytes`, or of one larger tensor.
+    """Lays tensors out in files of at most `shard_bytes`, headers not counted, or of one larger tensor.
 
-    Args:
-        stem: Path of the files inside the checkpoint, without number and ending.
-        sources: By name; neighbours share a file.
-        shard_bytes: Limit of a file in bytes, header not counted.
+    Neighbours share a file. The stem is a path inside the checkpoint, without number and ending.
     """
     groups: list[dict[str, Source]] = []
     room = 0

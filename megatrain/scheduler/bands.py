@@ -17,12 +17,7 @@ GAPS = "the time between ops"
 
 
 class Bottleneck(NamedTuple):
-    """What bounds a step if whatever bounds it now took no time.
-
-    Attributes:
-        name: A stream, or `GAPS`.
-        step_s: Seconds of such a step.
-    """
+    """What bounds a step if whatever bounds it now took no time."""
 
     name: str
     step_s: float
@@ -103,12 +98,7 @@ def band_of(name: str, origin: str, schedule: Table, timeline: Sequence[Timing])
 
 
 class _Order(NamedTuple):
-    """Who waits for whom.
-
-    Attributes:
-        positions: Of the ops, in table order.
-        before: Per op the ops that must be over: the one before in its stream, then those of other streams.
-    """
+    """Who waits for whom: per op the ones that must be over, that of its own stream first."""
 
     positions: list[Position]
     before: list[list[int]]

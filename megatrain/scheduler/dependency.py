@@ -38,10 +38,6 @@ def dependency_graph(schedule: Table, workload: Workload | None = None) -> nx.Di
 
     An edge with several reasons has the first of these as its kind.
 
-    Args:
-        schedule: The table.
-        workload: The workload that it runs; by default the schedule's own.
-
     Raises:
         ScheduleError: If no workload is known.
     """

@@ -190,8 +190,6 @@ class _Standing(NamedTuple):
     """An op where it stands: its tick, and the same as seen from the compute stream.
 
     Args:
-        op: As the schedule has it.
-        tick: Its row.
         ahead: How many ticks before `beside`; negative after it.
         beside: The op of the compute stream at that tick, or the next one, or the last one of all.
     """
@@ -225,10 +223,6 @@ def diff(schedule: Table, other: Table) -> str:
 
     An op has moved if it shares a tick with another op of the compute stream, or has another order with it: one more
     tick at the beginning moves no op.
-
-    Args:
-        schedule: The first schedule.
-        other: The second schedule.
     """
     if schedule == other:
         return EQUAL

@@ -35,7 +35,6 @@ class Merged:
     """One workload for several.
 
     Args:
-        workload: As large as each of them, with the values of all.
         places: Per workload, and per value of `workload`: its index in that workload; None where that one lacks it.
     """
 
@@ -49,9 +48,6 @@ def merge(workloads: Sequence[Workload]) -> Merged:
     A table for the result serves each of them: memory only grows with sizes, and a value that a micro-batch lacks (a
     mask, where it has no padding) is one of no bytes. Their blocks must have the same structure; that these hold the
     same *parameters*, only programs can tell. Names are those of the first that has the block or the value.
-
-    Args:
-        workloads: Of the micro-batches, at least one, in any order.
 
     Raises:
         ScheduleError: At the first difference in structure of the blocks.
@@ -81,9 +77,6 @@ def merge(workloads: Sequence[Workload]) -> Merged:
 
 def refuse(differences: Iterable[Iterator[str]]) -> None:
     """Refuses micro-batches that differ from the first in more than sizes and values.
-
-    Args:
-        differences: Of each micro-batch, in words.
 
     Raises:
         MicroBatchError: At the first difference.
@@ -288,12 +281,6 @@ def step_workload(
 ) -> Workload:
     """The workload of a step whose micro-batches are captures of one model, one each.
 
-    Args:
-        programs: Each runs the same blocks of state.
-        loss_bytes: As in `Workload`.
-        masters: As in `workload`.
-        updates_there: As in `workload`.
-
     Raises:
         ScheduleError: If they don't, or a buffer can't go from one micro-batch to the next.
     """
@@ -305,11 +292,6 @@ def step_workload(
 
 def merge_programs(programs: Sequence[Program], masters: str = "exact", *, updates_there: bool = False) -> Merged:
     """Merges the workloads of captures of one model, which all use the state that comes for the first of them.
-
-    Args:
-        programs: One per micro-batch; some may be the same.
-        masters: As in `workload`.
-        updates_there: See there.
 
     Raises:
         ScheduleError: If a block of one has other state than that of the first, or they write other buffers.

@@ -84,7 +84,6 @@ class Half:
     """Instructions that run without a break.
 
     Args:
-        instructions: In the order of the table.
         frees: Items to free when they are over.
         takes: Items whose memory is taken before they begin.
     """

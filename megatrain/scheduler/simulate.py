@@ -96,11 +96,7 @@ def books_durations(books: Books, costs: Costs) -> dict[Position, float]:
 
 
 class OpSeconds:
-    """Seconds of ops on a machine if nothing else slows them down; equal kernels are timed once.
-
-    Args:
-        hardware: The machine.
-    """
+    """Seconds of ops on a machine if nothing else slows them down; equal kernels are timed once."""
 
     def __init__(self, hardware: Hardware) -> None:
         self._hardware = hardware
@@ -145,12 +141,7 @@ def speed(hardware: Hardware, stream: str, busy: Collection[str]) -> float:
     """The share of its own rate that a stream keeps while others work.
 
     Copies one way slow down those the other way. Host memory is one resource of updates, norms and copies: where they
-    want more bytes per second than it has, each keeps the same part of what it wants.
-
-    Args:
-        hardware: The machine.
-        stream: Its name.
-        busy: The names of all streams that work.
+    want more bytes per second than it has, each keeps the same part of what it wants. The stream itself is `busy`, too.
     """
     if stream == Stream.COMPUTE:
         return hardware.compute_beside if len(busy) > 1 else 1.0
@@ -170,12 +161,9 @@ def speed(hardware: Hardware, stream: str, busy: Collection[str]) -> float:
 def shared_timeline(
     durations: Mapping[Position, float], waits: Mapping[Position, Iterable[Position]], hardware: Hardware
 ) -> tuple[Timing, ...]:
-    """Runs every op as soon as its stream is free and its dependencies are done, as fast as the others let it.
+    """Runs every op as soon as its stream is free and its waits are over, as fast as the others let it.
 
-    Args:
-        durations: Seconds of each op alone, in table order.
-        waits: For each op, the ops of other streams that it waits for.
-        hardware: The machine, which says how streams slow each other down.
+    Seconds are of each op alone, in table order.
     """
     number = {stream: n for n, stream in enumerate(dict.fromkeys(position.stream for position in durations))}
     queues: list[list[Position]] = [[] for _ in number]

@@ -139,13 +139,7 @@ class BlockWork:
         return self.kept if self.kept is not None and has_results else self
 
     def whole_backward(self, is_saved: bool, micro_batch: int, has_results: bool = False) -> Works:
-        """The kernels of a `B`: with a recompute if the graph isn't retained, and sums with earlier micro-batches.
-
-        Args:
-            is_saved: Whether the graph is retained.
-            micro_batch: Whose it is.
-            has_results: Whether its results were kept.
-        """
+        """The kernels of a `B`: with a recompute if the graph isn't retained, and sums with earlier micro-batches."""
         recomputed = () if is_saved else self.kept.repeated if self.kept and has_results else self.forward
         if micro_batch == 0 or self.gradient_bytes == 0:
             return recomputed + self.backward

@@ -168,21 +168,9 @@ def build(
     Touches no tensor and no device. The order of compute is fixed first (forward in block order, backward
     reversed); transfers are placed as early as slots allow, so the result is deterministic.
 
-    Args:
-        workload: Blocks, values and their sizes.
-        kind: The kind of the step.
-        num_slots: As in `megatrain.schedule`, like those below.
-        keep: See there.
-        memory: Device bytes; see there.
-        activations: See there.
-        hardware: See there.
-        usual: Whose rates weigh compute against copies without `hardware`; None is an RTX 4090.
-        most_result_bytes: Bytes of the results that may be kept or parked; None is any number.
-        recorded: Blocks whose kernels are recorded, where no graph is retained; then `activations` isn't `"auto"`, nor
-            `"keep"`.
-
-    Returns:
-        A schedule that passes `check_schedule`. Ticks count from 0; lifetimes include both ends.
+    Options are those of `megatrain.schedule`. `usual` has the rates that weigh compute against copies without
+    `hardware`: by default those of an RTX 4090. Results that are kept or parked take at most `most_result_bytes`. The
+    kernels of `recorded` blocks are recorded, where no graph is retained: `activations` is another than `"auto"`, `"keep"`.
 
     Raises:
         ScheduleError: If the workload is inconsistent, or `memory` too small; the message says how much is
@@ -221,12 +209,8 @@ def build(
 def backward_schedule(forward: Schedule, *, num_slots: int | None = None, memory: int | None = None) -> Schedule:
     """The backward alone of a step whose forward ran as `forward` says and whose slots were since reused.
 
-    Keeps and retains what `forward` does. No weights are on the device when it starts.
-
-    Args:
-        forward: A schedule of mode `"train"` that knows its workload.
-        num_slots: As in `schedule`.
-        memory: As in `schedule`.
+    Keeps and retains what `forward` does, which has mode `"train"` and knows its workload.
+    No weights are on the device when it starts.
 
     Raises:
         ScheduleError: If `forward` has no backward or no workload, or `memory` is too small.

@@ -17,12 +17,7 @@ from megatrain.scheduler.workload import Workload
 
 
 class Written(NamedTuple):
-    """When the host has written a block's weights.
-
-    Attributes:
-        tick: The tick of the last update.
-        host_bytes: What the host reads and writes until then.
-    """
+    """When the host has written a block's weights: the tick of the last update, and bytes of the host until then."""
 
     tick: int
     host_bytes: int
@@ -101,9 +96,7 @@ class Rows:
     """A table in the making: the ticks of all ops but those of the host.
 
     Args:
-        ticks: Of every op but `W`.
         loads: The tick of the `W` of each stay.
-        num_ticks: Number of rows.
     """
 
     ticks: OpTicks
@@ -123,15 +116,7 @@ class _Leaving(NamedTuple):
 
 
 class _Placer:
-    """One run of `assign_ticks`: the last tick taken of each stream.
-
-    Args:
-        num_slots: As in `assign_ticks`, like that below.
-        written: See there.
-        device_updates: See there.
-        queue: The transfers to the device.
-        num_stays: The number of stays.
-    """
+    """One run of `assign_ticks`: the last tick taken of each stream."""
 
     def __init__(
         self,
@@ -264,17 +249,7 @@ def assign_ticks(
     """Places all ops; the order of each stream is fixed, so one pass in the order of compute steps does.
 
     Transfers to the device queue by when they can run, then by need; transfers to the host by the compute step
-    after which they can run, equal ones by block.
-
-    Args:
-        workload: What runs.
-        stages: In the order of compute.
-        stays: In the order of need.
-        parked: As in `Effects`.
-        num_slots: As in `Choices`.
-        has_late_offloads: See there.
-        written: When the host has written a block's weights, where it does.
-        device_updates: As in `Choices`.
+    after which they can run, equal ones by block. Stages are in the order of compute, stays in the order of need.
     """
     queue = first_at_once(arrivals(stages, stays, parked, num_slots), workload, written)
     placer = _Placer(num_slots, written, device_updates, queue, len(stays))
@@ -300,13 +275,7 @@ def _parks_by_producer(workload: Workload, parked: Mapping[int, Sequence[int]]) 
 
 @dataclass(frozen=True, slots=True)
 class HostTicks:
-    """The ticks of the host's ops.
-
-    Args:
-        update: Of each `U`, by block.
-        squares: Of each `S`, by block; none without `N`.
-        norm: Of `N`; None if there is none.
-    """
+    """The ticks of the host's ops."""
 
     update: Mapping[int, int]
     squares: Mapping[int, int]
@@ -353,10 +322,7 @@ def _sharing_blocks(workload: Workload) -> Sequence[Sequence[int]]:
 def head_updates(workload: Workload, deferred: Collection[int], loads: Iterable[int]) -> dict[int, int]:
     """Ticks of updates at the head of a step, each before the first `W` that reads the updated parameters.
 
-    Args:
-        workload: What runs.
-        deferred: The blocks whose updates they are.
-        loads: The blocks of the `W` ops, in their order.
+    The blocks of the `W` ops are in their order.
     """
     owners: dict[int, list[int]] = {}
     for block in sorted(deferred):
@@ -382,12 +348,6 @@ def place_host(workload: Workload, kind: StepKind, ticks: OpTicks, head: Mapping
     Updates that overlap take the tick of the next `G`. In an earlier one they would release their gradients before
     it, which would have to wait for them (see the memory edges of the dependency graph). Squares release nothing: they
     follow their `G` at once, so that only those of the last block are left when all gradients are there.
-
-    Args:
-        workload: What runs.
-        kind: As in `Schedule`.
-        ticks: Of the other streams.
-        head: The result of `head_updates`.
     """
     last = max(ticks.offload.values(), default=-1)
     free = max(head.values(), default=-1) + 1

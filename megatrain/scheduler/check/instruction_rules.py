@@ -21,11 +21,6 @@ def check_instructions(instructions: Instructions, table: Table, workload: Workl
 
     Shares no decision with `emit`.
 
-    Args:
-        instructions: The instructions for the runtime, from any source.
-        table: A table that passed its own check.
-        workload: The workload of the table.
-
     Raises:
         ScheduleError: Naming the instruction and the rule.
     """

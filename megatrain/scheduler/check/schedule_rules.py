@@ -32,11 +32,8 @@ from megatrain.scheduler.workload import Workload
 def check_schedule(schedule: Table, workload: Workload, graph: nx.DiGraph[Position] | None = None) -> None:
     """Proves that a schedule runs its workload safely and within the memory it states.
 
-    Args:
-        schedule: The table, from any source.
-        workload: The workload that it should run.
-        graph: The dependencies that will be enforced at run time; by default those that
-            `dependency_graph` derives from the table, which is what the runtime does.
+    The dependencies of `graph` are enforced at run time: by default those that `dependency_graph` derives, as the
+    runtime does.
 
     Raises:
         ScheduleError: Naming the rule that is broken, with the rows around the place as a note.
@@ -63,11 +60,7 @@ def check_schedule(schedule: Table, workload: Workload, graph: nx.DiGraph[Positi
 
 
 def check_waits(schedule: Table, workload: Workload, waits: Mapping[Position, Sequence[Position]]) -> Case:
-    """Proves the same of ops that wait for these, once it is known that blocks, slots and micro-batches exist.
-
-    Returns:
-        The case, for further rules.
-    """
+    """Proves the same of ops that wait for these, once it is known that blocks, slots and micro-batches exist."""
     case = Case(schedule, workload, waits)
     for rule in (*RULES, *further_rules.values()):
         rule(case)
