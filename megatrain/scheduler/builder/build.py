@@ -170,7 +170,7 @@ def build(
 
     Options are those of `megatrain.schedule`. `usual` has the rates that weigh compute against copies without
     `hardware`: by default those of an RTX 4090. Results that are kept or parked take at most `most_result_bytes`. The
-    kernels of `recorded` blocks are recorded, where no graph is retained: `activations` is another than `"auto"`, `"keep"`.
+    kernels of `recorded` blocks are recorded, where no graph is retained, which `"auto"` and `"keep"` do.
 
     Raises:
         ScheduleError: If the workload is inconsistent, or `memory` too small; the message says how much is
