@@ -16,7 +16,7 @@ import torch
 from megatrain.checks import shown
 from megatrain.errors import CheckpointError
 from megatrain.files.disk import KINDS, Source, digest_of, obstacle
-from megatrain.files.json_file import Count, is_inside, of_kind, parse_json, read_json
+from megatrain.files.json_file import Count, is_inside, of_kind, read_json
 from megatrain.files.weight_files import DTYPES
 from megatrain.tracer.spec import TensorSpec
 
@@ -71,24 +71,6 @@ class FileRecord(
     def to_json(self) -> dict[str, Any]:
         """Returns the record as JSON."""
         return msgspec.to_builtins(self)
-
-    def fits(self, header: bytes) -> bool:
-        """Tells whether the header of the file, which other readers go by, says the same of each tensor."""
-        try:
-            listed = parse_json(header[8:])
-        except ValueError:
-            return False
-        first = self.header_bytes
-        tensors = {
-            name: {
-                "dtype": KINDS[record.spec.dtype],
-                "shape": list(record.spec.shape),
-                "data_offsets": [record.start - first, record.start + record.spec.nbytes - first],
-            }
-            for name, record in self.tensors.items()
-        }
-        is_whole = int.from_bytes(header[:8], "little") == first - 8
-        return is_whole and {**tensors, "__metadata__": {"format": "pt"}} == listed
 
 
 class _WeightFiles(msgspec.Struct, forbid_unknown_fields=True):
