@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import cycle
 from statistics import median
 from typing import Any, NamedTuple
@@ -17,8 +17,8 @@ from megatrain.device import HOST, Device
 from megatrain.hardware.work import SHARED_BYTES
 from megatrain.torch_private import TorchDispatchMode
 
-DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
-# Of default products: so long that a launch doesn't count, so short that all of them take a second or two.
+DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+# Of products: so long that a launch doesn't count, so short that all of them take a second or two.
 _ABOUT_S = 0.004
 _IN_A_ROW = 3
 _LARGEST, _SMALLEST = 8192, 256
@@ -67,12 +67,12 @@ class Beside:
 
 
 class Product(NamedTuple):
-    """A product of matrices, whose rate is `"bf16"`, `"fp32"` or `"fp64"`."""
+    """A product of matrices, whose rate is `"bf16"` or `"fp32"`."""
 
     rows: int
     inner: int
     columns: int
-    rate: str = "fp32"
+    rate: str
 
     @property
     def flops(self) -> int:
@@ -86,23 +86,21 @@ class Product(NamedTuple):
         return sizes * DTYPES[self.rate].itemsize
 
 
-def product_rates(device: Device, products: Sequence[Product], woken_s: float) -> dict[str, float]:
-    """FLOP/s by the name of the rate: of the given products, and of others for rates that none of them has."""
-
-    def alone_s(product: Product) -> float:
-        taken = _product_s(device, product)
-        return max(taken - woken_s, taken / 2) if product.nbytes >= SHARED_BYTES else taken
-
-    taken: dict[str, list[tuple[int, float]]] = {}
-    for product in dict.fromkeys(products):
-        taken.setdefault(product.rate, []).append((product.flops, alone_s(product)))
+def product_rates(device: Device, woken_s: float) -> dict[str, float]:
+    """FLOP/s of products of a layer, by the name of the rate; threads that wake for them take so long besides."""
+    rates: dict[str, float] = {}
     for rate in ("bf16", "fp32"):
-        if rate not in taken:
-            taken[rate] = [(p.flops, alone_s(p)) for p in _of_layers(_fitting_width(device, rate), rate)]
-    return {rate: sum(f for f, _ in found) / sum(s for _, s in found) for rate, found in sorted(taken.items())}
+        products = _of_layers(_fitting_width(device, rate), rate)
+        rates[rate] = sum(p.flops for p in products) / sum(_alone_s(device, p, woken_s) for p in products)
+    return rates
 
 
-def _of_layers(width: int, rate: str) -> Iterable[Product]:
+def _alone_s(device: Device, product: Product, woken_s: float) -> float:
+    taken = _product_s(device, product)
+    return max(taken - woken_s, taken / 2) if product.nbytes >= SHARED_BYTES else taken
+
+
+def _of_layers(width: int, rate: str) -> Sequence[Product]:
     """Products of a layer of this width, of half as many tokens: a projection, and those of an MLP."""
     return (
         Product(width // 2, width, width, rate),

@@ -91,14 +91,14 @@ def test_a_write_that_fails_leaves_no_part(tmp_path: Path, monkeypatch: pytest.M
 
 
 def test_the_figures_say_that_they_were_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(measured, "_measured", lambda device, products: {**FIGURES, "name": "cpu"})
+    monkeypatch.setattr(measured, "_measured", lambda device: {**FIGURES, "name": "cpu"})
     machine = Hardware.measure("cpu", cache=tmp_path)
     assert machine.h2d_bytes_per_s == 1e9
     assert all(line.endswith("measured") for line in str(machine).splitlines()[1:])
-    monkeypatch.setattr(measured, "_measured", lambda device, products: pytest.fail("measured again"))
+    monkeypatch.setattr(measured, "_measured", lambda device: pytest.fail("measured again"))
     assert Hardware.measure("cpu", cache=tmp_path) == machine
     with pytest.raises(pytest.fail.Exception):
-        Hardware.measure("cpu", cache=tmp_path, products=[(8, 8, 8, "fp32")])
+        Hardware.measure("cpu", cache=tmp_path, fresh=True)
 
 
 @pytest.mark.parametrize(("option", "wrong"), [("device", "toaster"), ("device", 1.5), ("cache", 3), ("fresh", "yes")])
@@ -107,31 +107,24 @@ def test_a_wrong_option_is_refused_before_anything_is_measured(option: str, wron
         Hardware.measure(**{option: wrong})
 
 
-@pytest.mark.parametrize("products", [[(1, 2)], [(0, 1, 1)], ["mm"], [(1, 1, 1, "fp4")], "x", 3])
-def test_products_that_are_none_are_refused(tmp_path: Path, products):
-    with pytest.raises(OptionError, match="products="):
-        Hardware.measure("cpu", cache=tmp_path, products=products)
-
-
 def test_products_that_one_thread_computes_wake_nobody(monkeypatch: pytest.MonkeyPatch):
     """Waking takes longer than a small product: no rate is negative."""
-    monkeypatch.setattr(kernels_alone, "_product_s", lambda device, product: 1e-4)
-    small, shared = Product(8, 8, 8), Product(512, 512, 512, "bf16")
-    rates = product_rates(HOST, [small, shared], woken_s=4e-5)
+    small, shared = Product(8, 8, 8, "fp32"), Product(512, 512, 512, "bf16")
+    monkeypatch.setattr(kernels_alone, "_product_s", lambda device, product, least_s=0.0: 1e-4)
+    monkeypatch.setattr(kernels_alone, "_of_layers", lambda width, rate: [small if rate == "fp32" else shared])
+    rates = product_rates(HOST, woken_s=4e-5)
     assert rates["fp32"] == pytest.approx(small.flops / 1e-4)
     assert rates["bf16"] == pytest.approx(shared.flops / 6e-5)
-    assert product_rates(HOST, [small, shared], woken_s=1.0)["bf16"] == pytest.approx(shared.flops / 5e-5)
+    assert product_rates(HOST, woken_s=1.0)["bf16"] == pytest.approx(shared.flops / 5e-5)
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("products", [[], [(64, 32, 48, "fp64")], [(8, 8, 8, "fp32")]])
-def test_this_machine_has_figures(tmp_path: Path, products):
-    machine = Hardware.measure("cpu", cache=tmp_path, products=products)
+def test_this_machine_has_figures(tmp_path: Path):
+    machine = Hardware.measure("cpu", cache=tmp_path)
     assert machine.issue_s == 0  # a kernel is done when its call returns
     assert 0 < machine.compute_beside <= 1
     assert machine.host_bytes_per_s < 1e13
     assert machine.memory_bytes is not None
-    assert ("fp64" in str(machine)) == bool(products)
 
 
 def test_copies_of_threads_have_rates_alone_and_together(monkeypatch: pytest.MonkeyPatch):

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from megatrain.hardware.work import MEMORY, Kernels, Works, total_bytes, total_flops
-from megatrain.passes.measuring.kernels import KernelWork, products_of
+from megatrain.passes.measuring.kernels import KernelWork
 from megatrain.passes.pipeline import lower
 from megatrain.passes.program import Program, TemplateCost
 from megatrain.scheduler.from_program import workload
@@ -139,11 +139,3 @@ def test_products_have_the_rate_of_their_dtype_or_of_fewer_bits_where_torch_allo
         assert rates(torch.float32) == ["tf32"]
     finally:
         torch.set_float32_matmul_precision(before)
-
-
-def test_each_distinct_product_of_the_forwards_comes_once_largest_first():
-    model = nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 32), nn.Linear(32, 32), nn.Linear(32, 4))
-    program = lowered(model, torch.randn(5, 8))
-    assert products_of(program) == ((5, 32, 32, "fp32"), (5, 8, 32, "fp32"), (5, 32, 4, "fp32"))
-    narrow = lowered(nn.Linear(8, 16, dtype=torch.bfloat16), torch.randn(2, 3, 8, dtype=torch.bfloat16))
-    assert products_of(narrow) == ((6, 8, 16, "bf16"),)
