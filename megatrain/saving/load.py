@@ -161,8 +161,8 @@ class Checkpoint:
     @cached_property
     def weights(self) -> Mapping[str, Saved]:
         """The weights by name; tied names give the same one."""
-        stored = self._tensors(self.manifest.weights)
-        return {**stored, **{name: stored[first] for name, first in self.manifest.ties.items()}}
+        stored = self._tensors(self.manifest.weights.files)
+        return {**stored, **{name: stored[first] for name, first in self.manifest.weights.ties.items()}}
 
     @cached_property
     @room_to_read()
@@ -320,7 +320,7 @@ class Checkpoint:
         }
 
     def _mismatches(self, tensors: Mapping[str, torch.Tensor]) -> Iterable[str]:
-        first = {**{name: name for name in self.weights}, **self.manifest.ties}
+        first = {**{name: name for name in self.weights}, **self.manifest.weights.ties}
         wanted = {first[name] for name in tensors if name in first}
         for name in (name for name in self.weights if first[name] not in wanted and name == first[name]):
             yield f"unexpected: `{name}` {self.weights[name]} is not among the tensors given"

@@ -68,34 +68,24 @@ class FileRecord(
     digest: _Digest
     tensors: dict[str, TensorRecord]
 
-    def to_json(self) -> dict[str, Any]:
-        """Returns the record as JSON."""
-        return msgspec.to_builtins(self)
 
+class WeightFiles(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The files with weights; for each name that is stored under another name: the other name."""
 
-class _WeightFiles(msgspec.Struct, forbid_unknown_fields=True):
     files: tuple[str, ...]
     ties: dict[str, str]
 
 
-class _Group(TypedDict):
-    params: list[str]
-
-
-class _Optimizer(msgspec.Struct, forbid_unknown_fields=True, rename={"kind": "class"}):
-    kind: str
-    parameters: dict[str, str]
-    param_groups: list[_Group]
-    state: dict[str, dict[str, Any]]
-    rest: dict[str, Any]
-
-
-class _Content(msgspec.Struct, forbid_unknown_fields=True):
-    files: dict[str, FileRecord]
-    weights: _WeightFiles
-    optimizer: _Optimizer | None
-    extra: dict[str, Any]
-    torch: str
+_Optimizer = TypedDict(
+    "_Optimizer",
+    {
+        "class": str,
+        "parameters": dict[str, str],
+        "param_groups": list[dict[str, Any]],
+        "state": dict[str, dict[str, Any]],
+        "rest": dict[str, Any],
+    },
+)
 
 
 class _Document(msgspec.Struct, forbid_unknown_fields=True):
@@ -104,34 +94,20 @@ class _Document(msgspec.Struct, forbid_unknown_fields=True):
     content: dict[str, Any]
 
 
-class Manifest(msgspec.Struct, frozen=True):
-    """The contents of a checkpoint.
+class Manifest(
+    msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, rename={"torch_version": "torch"}
+):
+    """The contents of a checkpoint, and the version of torch in the process that wrote it."""
 
-    Args:
-        ties: For each name that is stored under another name: the other name.
-        torch_version: Of the process that wrote it.
-    """
-
-    files: Mapping[str, FileRecord]
-    weights: tuple[str, ...]
-    ties: Mapping[str, str]
-    optimizer: Mapping[str, Any] | None
-    extra: Mapping[str, Any]
     torch_version: str = str(torch.__version__)
-
-    def content(self) -> dict[str, Any]:
-        """Returns all but the checksum as JSON."""
-        return {
-            "torch": self.torch_version,
-            "files": {name: record.to_json() for name, record in self.files.items()},
-            "weights": {"files": list(self.weights), "ties": dict(self.ties)},
-            "optimizer": self.optimizer,
-            "extra": self.extra,
-        }
+    files: dict[str, FileRecord]
+    weights: WeightFiles
+    optimizer: _Optimizer | None
+    extra: dict[str, Any]
 
     def text(self) -> bytes:
         """Returns the JSON; its length depends on the length of names and values only."""
-        content = self.content()
+        content = msgspec.to_builtins(self)
         return _dump({"schema": SCHEMA, "sha256": _digest(content), "content": content})
 
     @staticmethod
@@ -163,15 +139,7 @@ class Manifest(msgspec.Struct, frozen=True):
             )
         if _digest(content) != envelope.sha256:
             raise _damaged(path, "its checksum differs")
-        found = _of_kind(content, _Content, "content", path)
-        manifest = Manifest(
-            found.files,
-            found.weights.files,
-            found.weights.ties,
-            content["optimizer"],
-            content["extra"],
-            found.torch,
-        )
+        manifest: Manifest = _of_kind(content, Manifest, "content", path)
         fault = manifest.fault()
         if fault is not None:
             raise _damaged(path, fault)
@@ -182,11 +150,11 @@ class Manifest(msgspec.Struct, frozen=True):
         outside = next((file for file in self.files if not is_inside(file) or file == FILE), None)
         if outside is not None:
             return f"{shown(outside)} isn't the name of a file in this folder"
-        missing = next((file for file in (*self.weights, INDEX) if file not in self.files), None)
+        missing = next((file for file in (*self.weights.files, INDEX) if file not in self.files), None)
         if missing is not None:
             return f"{shown(missing)} isn't among its files"
-        stored = {name for file in self.weights for name in self.files[file].tensors}
-        tie = next((tie for tie, first in self.ties.items() if tie in stored or first not in stored), None)
+        stored = {name for file in self.weights.files for name in self.files[file].tensors}
+        tie = next((tie for tie, first in self.weights.ties.items() if tie in stored or first not in stored), None)
         if tie is not None:
             return f"{shown(tie)} isn't another name of a weight"
         saved = self.optimizer or {"param_groups": [], "parameters": {}, "state": {}}

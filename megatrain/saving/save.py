@@ -20,7 +20,7 @@ from megatrain.errors import CheckpointError
 from megatrain.files import disk
 from megatrain.files.disk import KINDS, Digest, Source, bytes_of, digest_of, obstacle, without_ties
 from megatrain.files.replace import replaced, resolved
-from megatrain.saving.manifest import FILE, INDEX, TRAINING, Encoder, FileRecord, Manifest, TensorRecord
+from megatrain.saving.manifest import FILE, INDEX, TRAINING, Encoder, FileRecord, Manifest, TensorRecord, WeightFiles
 from megatrain.saving.optimizers import OptimizerState
 from megatrain.sizes import SIZE, format_bytes, parse_bytes
 
@@ -290,7 +290,8 @@ class CheckpointDraft:
 
     def manifest(self, files: Mapping[str, FileRecord]) -> Manifest:
         """The manifest with these entries."""
-        return Manifest(files, tuple(shard.file for shard in self.weights), self.ties, self.optimizer, self.extra)
+        weights = WeightFiles(tuple(shard.file for shard in self.weights), dict(self.ties))
+        return Manifest(files=dict(files), weights=weights, optimizer=self.optimizer, extra=self.extra)
 
 
 def _is_name(name: str) -> bool:

@@ -36,16 +36,7 @@ _REASONS = {
 
 
 def why(schedule: Table, op: str, tick: int | None = None) -> str:
-    """Lists the ops that an op waits for, latest first, then those that the latest waits for, back to the start.
-
-    Args:
-        schedule: The table, which knows its workload.
-        op: The op as the table prints it, without a star: `"B3"`, `"W3@1"`, `"A1.0"`.
-        tick: Its tick, if the op occurs several times; None takes the first.
-
-    Raises:
-        ScheduleError: If there is no such op (at that tick).
-    """
+    """As `Schedule.why`."""
     graph, ops = dependency_graph(schedule), dict(schedule.positions())
     lines: list[str] = []
     position: Position | None = _found(ops, op, tick)
@@ -81,18 +72,7 @@ def _name(position: Position, ops: dict[Position, Op]) -> str:
 
 
 def gantt(schedule: Table, costs: Costs, *, width: int = 100) -> str:
-    """Draws the streams of a simulated step: the letter of the op that takes most of each slice, `.` where none runs.
-
-    Capitals are ops of the critical path: the longest chain of dependencies, which is why the step takes that long.
-
-    Args:
-        schedule: The table, which knows its workload.
-        costs: Rates of a machine, or measured times.
-        width: Slices into which the step is cut.
-
-    Raises:
-        ScheduleError: If the schedule doesn't know its workload, or the measurement is of another one.
-    """
+    """As `Schedule.gantt`."""
     simulation = simulate(schedule, costs)
     path = set(band_of("plan", "", schedule, simulation.timeline).path)
     drawn = {p: op.what if i in path else op.what.lower() for i, (p, op) in enumerate(schedule.positions())}
@@ -219,11 +199,7 @@ class _Standing(NamedTuple):
 
 
 def diff(schedule: Table, other: Table) -> str:
-    """Says how `other` differs: first how much, in words and bytes, then which ops.
-
-    An op has moved if it shares a tick with another op of the compute stream, or has another order with it: one more
-    tick at the beginning moves no op.
-    """
+    """As `Schedule.diff`."""
     if schedule == other:
         return EQUAL
     summary = ", ".join(_counts(schedule, other)) or "as many graphs, parks and ticks"

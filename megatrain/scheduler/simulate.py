@@ -235,15 +235,7 @@ class Simulation:
 
 
 def simulate(schedule: Table, costs: Costs) -> Simulation:
-    """Runs every op as soon as its stream is free and its dependencies are done.
-
-    Args:
-        schedule: The table.
-        costs: Rates of a machine, or measured times.
-
-    Raises:
-        ScheduleError: If the schedule doesn't know its workload, or the measurement is of another one.
-    """
+    """As `Schedule.simulate`."""
     return simulate_books(Books(schedule), costs)
 
 
