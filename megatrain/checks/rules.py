@@ -36,9 +36,6 @@ class Rule:
     def check(self, name: str, value: object, *, has_default: bool = False) -> None:
         """Refuses a value that breaks the rule.
 
-        Raises:
-            OptionError: What is wrong, the rule, and the way out.
-
         >>> one_of("fp32", "bf16").check("precision", "bf61", has_default=True)
         Traceback (most recent call last):
         megatrain.errors.OptionError: precision='bf61' is not known.
@@ -54,9 +51,6 @@ class Rule:
         """Refuses the value of an option of the command line, in its words: nothing is None there.
 
         `flag` is the option as it is written, `--lr`, or the name of an argument by position.
-
-        Raises:
-            OptionError: As `check`.
 
         >>> optional(number(above=0, example=1e-5)).check_flag("--lr", 0.0)
         Traceback (most recent call last):

@@ -97,11 +97,7 @@ class Stored:
             part.copy_(values)
 
     def equals(self, tensor: torch.Tensor) -> bool:
-        """Tells whether the values, converted to the dtype of `tensor`, are its values bit for bit.
-
-        Raises:
-            WeightsError: As `read`.
-        """
+        """Tells whether the values, converted to the dtype of `tensor`, are its values bit for bit."""
         for part, values in self.pieces(tensor):
             expected = part.contiguous().reshape(-1).view(torch.uint8)
             if not torch.equal(values.to(part.dtype).reshape(-1).view(torch.uint8), expected):
@@ -112,9 +108,6 @@ class Stored:
         """Yields parts of a tensor of this shape, each with the values that the file has for it.
 
         They are those of `parts(tensor, limit)`, with as many elements at the most as a piece of the file has.
-
-        Raises:
-            WeightsError: As `read`.
         """
         assert self.dtype is not None
         assert tuple(tensor.shape) == self.shape

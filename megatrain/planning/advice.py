@@ -401,12 +401,7 @@ class Largest:
 def largest(
     plan: PlannedStep, what: str | Callable[[int], Any], multiple: int | None = None, most: int | None = None
 ) -> Largest:
-    """Doubles a size while it fits, then halves the gap; see `Plan.largest`.
-
-    Raises:
-        OptionError: If the size can't change.
-        ScheduleError: If the smallest doesn't fit.
-    """
+    """Doubles a size while it fits, then halves the gap; see `Plan.largest`."""
     name, start = (what, _size_of(plan, what)) if isinstance(what, str) else ("size", 1)
     multiple = multiple or (_OF_SEQUENCE if name == SEQUENCE and start >= _OF_SEQUENCE else 1)
     most = most or (_MOST_TIMES_DEEPER * start if name == DEPTH else MOST_OF_A_SIZE)

@@ -91,11 +91,7 @@ class ExampleSizes:
                 self.fixed = {**self.fixed, name: f"the example's tensors don't share dimension {dimension}: {shapes}"}
 
     def check(self) -> None:
-        """As `ModelSizes.check`.
-
-        Raises:
-            OptionError: If its state has changed.
-        """
+        """As `ModelSizes.check`."""
         if _state_of(self._model) != self._state:
             raise OptionError(
                 "the model has changed since it was planned: other parameters, or others of them are trained.\n"
@@ -138,11 +134,7 @@ def _state_of(model: nn.Module) -> Mapping[str, StateEntry]:
 
 
 def model_and_inputs(made: Any, who: str) -> tuple[nn.Module, tuple[Any, ...], dict[str, Any]]:
-    """Takes `(model, inputs)` apart: a tensor, a tuple of arguments, a dict of keyword arguments, or the last two.
-
-    Raises:
-        OptionError: If it isn't that.
-    """
+    """Takes `(model, inputs)` apart: a tensor, a tuple of arguments, a dict of keyword arguments, or the last two."""
     if not isinstance(made, tuple) or len(made) != 2 or not isinstance(made[0], nn.Module):
         kinds = ", ".join(type(x).__qualname__ for x in (made if isinstance(made, tuple) else (made,)))
         what = f"({kinds})" if isinstance(made, tuple) else f"a {kinds}"

@@ -269,9 +269,6 @@ class _Tries:
         Blocks get smaller where nothing fits otherwise. On a known machine they also get smaller where a step takes
         15 % longer than its bound, as with a single slot for weights, in which copies wait for compute, and gets
         shorter so.
-
-        Raises:
-            TooSmallError: If none fits: of the programs that need the least.
         """
         found = self._first(self._start)
         if found is None:

@@ -116,11 +116,7 @@ def timed_choices(
 
 
 def saved_plan(plan: AnyPlan) -> SavedPlan:
-    """The choices of a plan, or the saved plan itself.
-
-    Raises:
-        ScheduleError: If the step doesn't fit the device.
-    """
+    """The choices of a plan, or the saved plan itself."""
     if isinstance(plan, SavedPlan):
         return plan
     if plan.too_small is not None:

@@ -168,11 +168,7 @@ class StepReport:
 
 
 def check_report_path(path: str | os.PathLike[str]) -> None:
-    """Refuses a path that can't be that of a file, before long work.
-
-    Raises:
-        OptionError: If its folder isn't there, or nobody may write to it.
-    """
+    """Refuses a path that can't be that of a file, before long work."""
     place = Path(path)
     if not place.parent.is_dir():
         raise _refused(path, "there is no such folder")
@@ -202,11 +198,7 @@ def _refused(path: str | os.PathLike[str], reason: str) -> OptionError:
 def run(
     target: str, page: str, *, trace: str | None = None, steps: int = 3, hardware: str | None = None, **given: Any
 ) -> int:
-    """Writes the files and prints the verdict; `given` has options of `compile`.
-
-    Raises:
-        OptionError: If the target can't be used, or a file can't be written.
-    """
+    """Writes the files and prints the verdict; `given` has options of `compile`."""
     files = [page, *([] if trace is None else [trace])]
     for path in files:
         check_report_path(path)

@@ -37,9 +37,6 @@ def dependency_graph(schedule: Table, workload: Workload | None = None) -> nx.Di
     - `"stream"`: the next op of the same stream.
 
     An edge with several reasons has the first of these as its kind.
-
-    Raises:
-        ScheduleError: If no workload is known.
     """
     return books_graph(Books(schedule, workload))
 

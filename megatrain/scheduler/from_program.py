@@ -76,11 +76,7 @@ def merge(workloads: Sequence[Workload]) -> Merged:
 
 
 def refuse(differences: Iterable[Iterator[str]]) -> None:
-    """Refuses micro-batches that differ from the first in more than sizes and values.
-
-    Raises:
-        MicroBatchError: At the first difference.
-    """
+    """Refuses micro-batches that differ from the first in more than sizes and values."""
     for number, found in enumerate(differences):
         for difference in found:
             raise MicroBatchError(

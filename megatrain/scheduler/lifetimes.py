@@ -100,9 +100,6 @@ class Books:
     Attributes:
         ops: What each op does, in the order of `Table.positions`.
         lifetimes: Those of all items; see `item_lifetimes`.
-
-    Raises:
-        ScheduleError: If no workload is known.
     """
 
     def __init__(self, table: Table, workload: Workload | None = None, effects: Effects | None = None) -> None:
@@ -286,11 +283,7 @@ def device_moments(books: Books) -> tuple[tuple[int, ...], tuple[int, ...]]:
 
 
 def find_peak(table: Table) -> Peak:
-    """Says when a schedule needs `device_bytes`, and for what.
-
-    Raises:
-        ScheduleError: If the table doesn't know its workload.
-    """
+    """Says when a schedule needs `device_bytes`, and for what."""
     books = Books(table)
     _, needed = device_moments(books)
     moment = max(range(len(needed)), key=lambda m: (needed[m], -m))

@@ -80,9 +80,6 @@ def op_durations(schedule: Table, costs: Costs) -> dict[Position, float]:
 
     Of a machine's rates: an op of compute takes as long as its kernels, a copy as long as its bytes, an op of the host
     as long as the bytes that it reads and writes, an update longer by a time for each parameter.
-
-    Raises:
-        ScheduleError: If a measurement is of another schedule, or the schedule doesn't know its workload.
     """
     return costs.durations(schedule) if isinstance(costs, Measured) else books_durations(Books(schedule), costs)
 

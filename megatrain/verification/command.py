@@ -27,11 +27,7 @@ _NOT_THEIRS = (*(str(Path(str(m.__file__)).parent) for m in (importlib, torch)),
 
 
 def run(target: str, *, json: bool = False, **given: Any) -> int:
-    """Compares and prints the report.
-
-    Raises:
-        OptionError: If the target can't be used; with the user's traceback as a note if their code failed.
-    """
+    """Compares and prints the report."""
     of_compile = {name: given.pop(name) for name in OF_COMPILE if name in given}
     with importable(target):
         model, args, kwargs = command_target(target)

@@ -74,11 +74,7 @@ def _of_slots(start: Choices) -> list[Choices]:
 
 
 def first_fit(builder: Builder, plans: Iterable[Choices], memory: int | None) -> Choices:
-    """The first plan that fits.
-
-    Raises:
-        TooSmallError: If none fits.
-    """
+    """The first plan that fits."""
     tried: list[Choices] = []
     for plan in plans:
         tried.append(plan)

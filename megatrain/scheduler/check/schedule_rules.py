@@ -34,9 +34,6 @@ def check_schedule(schedule: Table, workload: Workload, graph: nx.DiGraph[Positi
 
     The dependencies of `graph` are enforced at run time: by default those that `dependency_graph` derives, as the
     runtime does.
-
-    Raises:
-        ScheduleError: Naming the rule that is broken, with the rows around the place as a note.
     """
     workload.check()
     columns(schedule.ticks)
