@@ -83,7 +83,7 @@ class TestWords(TestCase):
             """\
 report: schedule, 4 blocks, 19 ticks, 38 ops
   plan: 355 us a step, bound by compute 92% of the time (host 5%, d2h 2%, h2d 2%)
-    the next bottleneck is host: without the time of compute a step would take 97.8 us
+    the next bottleneck is host: without the time of compute a step would take 98.3 us
   measured: 443 us a step, bound by compute 88% of the time (host 4%, the time between ops 4%, d2h 2%, h2d 2%)
     the next bottleneck is host: without the time of compute a step would take 122 us
   the measured step took 25% longer than the plan
