@@ -16,17 +16,6 @@ from megatrain.scheduler.step_kind import StepKind
 from megatrain.scheduler.workload import Workload
 
 
-class Written(NamedTuple):
-    """When the host has written a block's weights: the tick of the last update, and bytes of the host until then."""
-
-    tick: int
-    host_bytes: int
-
-
-# How much faster the memory of a host is than the link to its device, at most: weights that are waited for go first.
-HOST_BY_LINK = 4
-
-
 class Arrival(NamedTuple):
     """A transfer to the device: the `W` of a stay, or else an `A`.
 
@@ -59,24 +48,6 @@ def arrivals(
             if work.is_backward and work.block in parked:
                 found.append(Arrival(step - num_slots, step, False, work.block, work.micro_batch, None))
     return sorted(found)
-
-
-def first_at_once(queue: Sequence[Arrival], workload: Workload, written: Mapping[int, Written]) -> Sequence[Arrival]:
-    """The queue with the transfers that no compute step precedes in the order in which they can run.
-
-    What the host writes later lets others go first. No rate is known: bytes are weighed as most machines move them.
-    """
-    head = [arrival for arrival in queue if arrival.after < 0 and arrival.is_load]
-    rest = [arrival for arrival in queue if not (arrival.after < 0 and arrival.is_load)]
-    begins = {arrival: 0.0 for arrival in head}  # in bytes of the link
-    begins |= {a: written[a.block].host_bytes / HOST_BY_LINK for a in head if a.block in written}
-    begun: list[Arrival] = []
-    moved = 0.0
-    for _ in head:
-        left = (arrival for arrival in head if arrival not in begun)
-        begun.append(min(left, key=lambda arrival: (max(moved, begins[arrival]), arrival.needed)))
-        moved = max(moved, begins[begun[-1]]) + workload.blocks[begun[-1].block].state_bytes
-    return [*begun, *rest]
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,7 +92,7 @@ class _Placer:
     def __init__(
         self,
         num_slots: int,
-        written: Mapping[int, Written],
+        written: Mapping[int, int],
         device_updates: Collection[int],
         queue: Sequence[Arrival],
         num_stays: int,
@@ -193,7 +164,7 @@ class _Placer:
 
     def _place_load(self, arrival: Arrival) -> int:
         """A `W` needs a free slot, and weights that are written."""
-        writing = self._written[arrival.block].tick if arrival.block in self._written else -1
+        writing = self._written.get(arrival.block, -1)
         free = self._compute[arrival.after] if arrival.after >= 0 else -1
         self._h2d = max(self._h2d, free, writing) + 1
         return self._h2d
@@ -243,7 +214,7 @@ def assign_ticks(
     *,
     num_slots: int,
     has_late_offloads: bool,
-    written: Mapping[int, Written],
+    written: Mapping[int, int],
     device_updates: Collection[int] = (),
 ) -> Rows:
     """Places all ops; the order of each stream is fixed, so one pass in the order of compute steps does.
@@ -251,7 +222,7 @@ def assign_ticks(
     Transfers to the device queue by when they can run, then by need; transfers to the host by the compute step
     after which they can run, equal ones by block. Stages are in the order of compute, stays in the order of need.
     """
-    queue = first_at_once(arrivals(stages, stays, parked, num_slots), workload, written)
+    queue = arrivals(stages, stays, parked, num_slots)
     placer = _Placer(num_slots, written, device_updates, queue, len(stays))
     parks = _parks_by_producer(workload, parked)
     trained = (work for stage in stages for work in stage if work.is_backward)
@@ -332,14 +303,9 @@ def head_updates(workload: Workload, deferred: Collection[int], loads: Iterable[
     return {block: tick for tick, block in enumerate(order)}
 
 
-def written(workload: Workload, head: Mapping[int, int]) -> dict[int, Written]:
-    """When the last update at the head has written a block's weights."""
-    found: dict[int, Written] = {}
-    done = 0
-    for block, begun in head.items():
-        done += workload.blocks[block].update_bytes
-        found.update(dict.fromkeys((block, *workload.blocks[block].shares), Written(begun, done)))
-    return found
+def written(workload: Workload, head: Mapping[int, int]) -> dict[int, int]:
+    """The tick in which the last update at the head has written a block's weights, by block."""
+    return {member: tick for block, tick in head.items() for member in workload.update_group(block)}
 
 
 def place_host(workload: Workload, kind: StepKind, ticks: OpTicks, head: Mapping[int, int]) -> HostTicks:
