@@ -180,7 +180,7 @@ class CheckpointDraft:
     ties: Mapping[str, str]
     training: Sequence[Shard]
     values: Sequence[Shard]
-    optimizer: Mapping[str, Any] | None
+    optimizer: Any
     extra: Any
 
     @staticmethod
