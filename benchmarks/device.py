@@ -36,9 +36,9 @@ from megatrain.optim.masters.halves import SplitMaster
 from megatrain.optim.norm import GradientNorm
 from megatrain.planning import host_plan
 from megatrain.runtime.stores import host_store as moving
-from megatrain.scheduler.costs import op_durations
 from megatrain.scheduler.items import Stream
 from megatrain.scheduler.schedule import Schedule
+from megatrain.scheduler.simulate import op_durations
 from megatrain.sizes import format_bytes
 from tests.simulated_device.loading import load, unavailable
 from tests.simulated_device.simulator import HardwareProfile, Simulator, Span
@@ -109,9 +109,6 @@ class ModelledStep:
         step_s: From an idle device to an idle device.
         predicted_s: By the simulator of schedules, from the times of its ops in another step.
         by_rates_s: By the simulator of schedules, from the machine's rates alone.
-        ends_s: Before compute can begin, and after its end: by the machine's rates, in any order of the same ops.
-        behind_s: All of the host that compute needs, all of compute that needs the last of it, and what comes after: by
-            the machine's rates, in any order.
         holes: Bytes of torch's allocator beyond those that the schedule counts.
         spans: The device's work.
         host_s: The work of the host.
@@ -123,8 +120,6 @@ class ModelledStep:
     step_s: float
     predicted_s: float
     by_rates_s: float
-    ends_s: float
-    behind_s: float
     holes: int
     spans: Sequence[Span]
     host_s: float
@@ -152,15 +147,6 @@ class ModelledStep:
             return device + self.updates_s
         apart = self.backward_s + self.updates_s if self.schedule.kind.clip else 0.0
         return max(device, self.host_s, apart)
-
-    @property
-    def chain_s(self) -> float:
-        """No order of the same ops is shorter: all of compute, what comes before its first op, and after its last.
-
-        The first block's weights come before anything computes. Its gradients leave after all compute, and what the
-        host does with them comes then, or before the next step's weights. Deferred updates come before the backward.
-        """
-        return max(self.busy["compute"] + self.ends_s, self.behind_s)
 
     @property
     def held_up_by(self) -> str:
@@ -198,13 +184,10 @@ def _step_of(simulator: Simulator, card: Hardware, step: megatrain.TrainStep, ba
     finally:
         simulator.set_profile(None)
     host_s, updates_s = (hosts.moved_bytes(Stream.HOST, what) / card.host_bytes_per_s for what in (None, "U"))
-    bounds = step.schedule.lower_bounds(card)
     return ModelledStep(
         step_s=seconds,
         predicted_s=predicted,
         by_rates_s=step.schedule.simulate(card).step_s,
-        ends_s=bounds["ends"] - bounds["compute"],
-        behind_s=bounds["behind"],
         holes=torch.accelerator.max_memory_reserved() - step.schedule.device_bytes,
         spans=spans,
         host_s=host_s,
@@ -227,10 +210,10 @@ def _backward_s(schedule: Schedule, card: Hardware) -> float:
 def rows(simulator: Simulator, options: argparse.Namespace) -> Generator[str]:
     """Yields the lines of the table, as they are known."""
     yield (
-        "| card | model | tokens | way | step (modelled) | of bound | of chain | held up by | predicted | of rates | "
+        "| card | model | tokens | way | step (modelled) | of bound | held up by | predicted | of rates | "
         "memory | holes |"
     )
-    yield f"|{' --- |' * 12}"
+    yield f"|{' --- |' * 11}"
     cases = [(card, size) for card in options.cards for size in options.sizes]
     for card, size in tqdm(cases, unit="case", disable=None):
         for count, way, found in steps_of(
@@ -243,7 +226,7 @@ def rows(simulator: Simulator, options: argparse.Namespace) -> Generator[str]:
             ratios = [seconds / found.step_s for seconds in (found.predicted_s, found.by_rates_s)]
             yield (
                 f"{head} {way} | {found.step_s:.3f} s | {found.step_s / found.bound_s:.3f} | "
-                f"{found.step_s / found.chain_s:.3f} | {found.held_up_by} | "
+                f"{found.held_up_by} | "
                 f"{ratios[0]:.3f} | {ratios[1]:.3f} | {format_bytes(found.schedule.device_bytes)} | "
                 f"{format_bytes(found.holes)} |"
             )

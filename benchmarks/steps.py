@@ -20,7 +20,6 @@ from tqdm import tqdm
 
 import megatrain
 from benchmarks.bench import Shape
-from megatrain.scheduler.costs import Measured
 
 CLIP = 1.0
 
@@ -98,8 +97,8 @@ class Trainer:
         """Returns the seconds that the simulator gives the schedule, by times of its operations."""
         if self.step is None:
             return None
-        measured = Measured.mean([self.step.measure(self._batches) for _ in range(runs)])
-        return self.step.schedule.simulate(measured).step_s
+        measured = [self.step.measure(self._batches) for _ in range(runs)]
+        return statistics.median(self.step.schedule.simulate(each).step_s for each in measured)
 
 
 def _eager(

@@ -173,8 +173,7 @@ def _methods(made: Made) -> Iterator[tuple[str, Any, Mapping[str, Any]]]:
     yield "Executor.forward", executor, {"inputs": [INPUT]}
     yield "Schedule.parse", Schedule, {"text": str(made.schedule), "workload": made.workload}
     yield "Schedule.check", made.schedule, {"workload": made.workload}
-    for method in ("simulate", "critical_path", "lower_bounds"):
-        yield f"Schedule.{method}", made.schedule, {"costs": HARDWARE}
+    yield "Schedule.simulate", made.schedule, {"costs": HARDWARE}
     yield "Schedule.why", made.schedule, {"op": "F0"}
     yield "Schedule.diff", made.schedule, {"other": made.schedule}
     yield "Schedule.gantt", made.schedule, {"costs": HARDWARE}

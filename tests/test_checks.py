@@ -17,7 +17,6 @@ from megatrain.checks import (
     Rule,
     checked,
     count,
-    from_data,
     function,
     instance_of,
     mapping_of,
@@ -141,22 +140,6 @@ def test_a_class_is_checked_where_it_is_made() -> None:
     for wrong in ((0,), (1, 2), (1, Later)):
         with pytest.raises(OptionError):
             Made(*wrong)  # pyright: ignore[reportArgumentType]
-
-
-@dataclass(frozen=True, slots=True)
-class Trusted:
-    size: int
-    names: tuple[str, ...] = ()
-
-
-def test_only_data_of_a_file_are_checked_for_a_class_that_trusts_its_types() -> None:
-    assert from_data(Trusted, size=1, names=("a",)) == Trusted(1, ("a",))
-    assert Trusted(1, ("a", 2)).names == ("a", 2)  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
-    for wrong in ({"size": "1"}, {"size": 1, "names": ("a", 2)}, {"size": True}):
-        with pytest.raises(OptionError):
-            from_data(Trusted, **wrong)
-    with pytest.raises(TypeError):
-        from_data(Trusted, size=1, other=2)
 
 
 def test_what_is_nearly_right_is_named():

@@ -31,7 +31,7 @@ FURTHER = (
     "megatrain.scheduler.builder.bound.StepBound",
     "megatrain.scheduler.instructions.Instructions",
     "megatrain.scheduler.table.Table",
-    "megatrain.scheduler.costs.Measured",
+    "megatrain.scheduler.simulate.Measured",
     "megatrain.scheduler.simulate.Simulation",
     "megatrain.scheduler.simulate.TimedRun",
     "megatrain.progress.ProgressLine",

@@ -1,6 +1,6 @@
 """Checks: the allowed values of each option, declared at its public function and checked before any work."""
 
-from megatrain.checks.checked import checked, from_data
+from megatrain.checks.checked import checked
 from megatrain.checks.rules import (
     FLAG,
     PATH,
@@ -29,7 +29,6 @@ __all__ = [
     "checked",
     "count",
     "either",
-    "from_data",
     "function",
     "instance_of",
     "mapping_of",

@@ -26,7 +26,6 @@ from megatrain.checks.rules import (
 )
 
 _Checked = TypeVar("_Checked", bound=Callable[..., Any])
-_Made = TypeVar("_Made")
 _BY_POSITION = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 _VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
@@ -62,22 +61,6 @@ def checked(**rules: Rule) -> Callable[[_Checked], _Checked]:
         return made
 
     return decorate
-
-
-def from_data(kind: type[_Made], /, **fields: Any) -> _Made:
-    """Makes an object of a dataclass from fields of a file, once each is of its type.
-
-    Raises:
-        OptionError: As `Rule.check`.
-        TypeError: If a field is missing, or there is no such field.
-    """
-    _fields_of(kind).check((), fields)
-    return kind(**fields)
-
-
-@functools.cache
-def _fields_of(kind: type) -> _Options:
-    return _Options(kind.__init__, kind, {})
 
 
 def _wrapped(called: Callable[..., Any], annotated: Any, rules: Mapping[str, Rule]) -> Callable[..., Any]:

@@ -36,14 +36,6 @@ class Rule:
     def check(self, name: str, value: object, *, has_default: bool = False) -> None:
         """Refuses a value that breaks the rule.
 
-        Args:
-            name: Of the option.
-            value: The given value.
-            has_default: The option may be left out.
-
-        Raises:
-            OptionError: What is wrong, the rule, and the way out.
-
         >>> one_of("fp32", "bf16").check("precision", "bf61", has_default=True)
         Traceback (most recent call last):
         megatrain.errors.OptionError: precision='bf61' is not known.
@@ -58,13 +50,7 @@ class Rule:
     def check_flag(self, flag: str, value: object, *, has_default: bool = True) -> None:
         """Refuses the value of an option of the command line, in its words: nothing is None there.
 
-        Args:
-            flag: The option as it is written, `--lr`; or the name of an argument by position.
-            value: The given value.
-            has_default: The option may be left out.
-
-        Raises:
-            OptionError: As `check`.
+        `flag` is the option as it is written, `--lr`, or the name of an argument by position.
 
         >>> optional(number(above=0, example=1e-5)).check_flag("--lr", 0.0)
         Traceback (most recent call last):
@@ -124,14 +110,7 @@ def _is_whole(value: object) -> bool:
 
 
 def number(*, least: float = -inf, above: float = -inf, below: float | None = None, example: float = 1.0) -> Rule:
-    """A number within bounds; NaN and bools aren't allowed.
-
-    Args:
-        least: The smallest that is allowed.
-        above: All that are allowed are larger.
-        below: All that are allowed are smaller, so infinity isn't.
-        example: One that is allowed.
-    """
+    """A number within bounds; NaN and bools aren't allowed, nor is infinity with a bound `below`."""
 
     def fault(value: Any) -> str | None:
         if isinstance(value, bool) or not isinstance(value, Real) or isnan(value):

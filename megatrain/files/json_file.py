@@ -62,12 +62,9 @@ def _finite(written: str) -> float:
 
 
 def of_kind(value: Any, kind: type[_T] | Any, place: str) -> _T:
-    """Returns a value as a type for msgspec says.
+    """Returns a value as a type for msgspec says, which may name types that JSON doesn't have.
 
-    Args:
-        value: From JSON, or of types that JSON doesn't have, which `kind` names.
-        kind: The type. Fields of a `TypedDict` are looked at, and the others are left out of the result.
-        place: The name of the value.
+    Fields of a `TypedDict` are looked at, and the others are left out of the result.
 
     Raises:
         ValueError: If it is of another type, with the place of the first wrong field.

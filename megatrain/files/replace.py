@@ -21,7 +21,6 @@ from pathlib import Path
 
 from megatrain.errors import CheckpointError
 from megatrain.files import disk
-from megatrain.files.weight_files import exists
 
 _PARTIAL = ".partial-"
 _OLD = ".old-"
@@ -47,12 +46,13 @@ def resolved(folder: str | os.PathLike[str]) -> Path:
 
 def present(folder: Path) -> Path:
     """Returns the place of the newest complete content of `folder`: there, or where an ended save left it."""
-    if not exists(folder):
-        for old in _beside(folder, _OLD):
-            partial = _twin(folder, old)
-            if partial.exists():
-                return partial
-    return folder
+    try:
+        if folder.exists():
+            return folder
+    except (OSError, ValueError):  # a path that the system can't take, as reading it will say
+        return folder
+    twins = (_twin(folder, old) for old in _beside(folder, _OLD))
+    return next((partial for partial in twins if partial.exists()), folder)
 
 
 @contextmanager
@@ -137,7 +137,7 @@ def _tidy(folder: Path) -> None:
 
 def _beside(folder: Path, infix: str, suffix: str = "") -> Iterator[Path]:
     pattern = re.compile(re.escape(folder.name + infix) + "[0-9a-f]{12}" + re.escape(suffix))
-    if exists(folder.parent) and folder.parent.is_dir():
+    if folder.parent.is_dir():
         yield from sorted(path for path in folder.parent.iterdir() if pattern.fullmatch(path.name))
 
 

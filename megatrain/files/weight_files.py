@@ -50,9 +50,6 @@ class Stored:
     """One tensor in a file.
 
     Args:
-        name: Its name there.
-        file: The file.
-        shape: Sizes, one per dimension.
         dtype: Element type; None for one that torch has no arithmetic for.
         kind: Element type as the file spells it.
         start: Its first byte, from the start of the file.
@@ -100,11 +97,7 @@ class Stored:
             part.copy_(values)
 
     def equals(self, tensor: torch.Tensor) -> bool:
-        """Tells whether the values, converted to the dtype of `tensor`, are its values bit for bit.
-
-        Raises:
-            WeightsError: As `read`.
-        """
+        """Tells whether the values, converted to the dtype of `tensor`, are its values bit for bit."""
         for part, values in self.pieces(tensor):
             expected = part.contiguous().reshape(-1).view(torch.uint8)
             if not torch.equal(values.to(part.dtype).reshape(-1).view(torch.uint8), expected):
@@ -115,9 +108,6 @@ class Stored:
         """Yields parts of a tensor of this shape, each with the values that the file has for it.
 
         They are those of `parts(tensor, limit)`, with as many elements at the most as a piece of the file has.
-
-        Raises:
-            WeightsError: As `read`.
         """
         assert self.dtype is not None
         assert tuple(tensor.shape) == self.shape
@@ -169,9 +159,6 @@ def open_checkpoint(paths: Sequence[Path]) -> dict[str, Stored]:
     Args:
         paths: Files; folders, of which the index or else every `*.safetensors` is taken; indexes
             (`*.safetensors.index.json`).
-
-    Returns:
-        The tensors by name.
 
     Raises:
         WeightsError: Naming the file that is missing, broken, or holds a name that another one holds too.

@@ -11,8 +11,8 @@ from typing import Any
 from transformers import TrainerCallback
 
 from megatrain.counts import counted
-from megatrain.planning.bands import format_s
 from megatrain.progress import is_hidden
+from megatrain.scheduler.bands import format_s
 
 NAME = "losses.jsonl"
 _EVERY_S = 10.0

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from math import inf, isinf
 from typing import Any
@@ -114,17 +114,13 @@ class Hardware:
     origins: Mapping[str, str] = field(default_factory=dict[str, str], hash=False, compare=False)
 
     @staticmethod
-    def measure(
-        device: Any = None, *, products: Sequence[Any] = (), cache: Any = None, fresh: bool = False
-    ) -> Hardware:
+    def measure(device: Any = None, *, cache: Any = None, fresh: bool = False) -> Hardware:
         """Measures this machine in a few seconds, or reads what was measured before.
 
         Args:
             device: A device as for `compile`; None takes the accelerator, or the CPU.
-            products: The products of matrices whose rates count, as (rows, inner, columns, rate), say those of a model.
-                Without them products of a layer are taken.
             cache: The folder of what was measured; None takes `.cache/megatrain` of the user's home. There is a file
-                for each machine, device, driver, version of torch, number of threads, and list of products.
+                for each machine, device, driver, version of torch, and number of threads.
             fresh: Whether to measure again.
 
         Raises:
@@ -133,7 +129,7 @@ class Hardware:
         # Later: this file is imported where torch isn't.
         from megatrain.hardware.measured import measured_figures
 
-        return Hardware(**measured_figures(device, products, cache, fresh, accept=Hardware))
+        return Hardware(**measured_figures(device, cache, fresh, accept=Hardware))
 
     @staticmethod
     @checked(name=one_of(*PRESETS))

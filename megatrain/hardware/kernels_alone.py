@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import cycle
 from statistics import median
 from typing import Any, NamedTuple
@@ -17,8 +17,8 @@ from megatrain.device import HOST, Device
 from megatrain.hardware.work import SHARED_BYTES
 from megatrain.torch_private import TorchDispatchMode
 
-DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
-# Of default products: so long that a launch doesn't count, so short that all of them take a second or two.
+DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+# Of products: so long that a launch doesn't count, so short that all of them take a second or two.
 _ABOUT_S = 0.004
 _IN_A_ROW = 3
 _LARGEST, _SMALLEST = 8192, 256
@@ -29,13 +29,9 @@ _WARM_UP_S = 0.02
 
 
 def seconds_of(device: Device, work: Callable[[], object], *, least_s: float, most: int = 200) -> float:
-    """The median time of some work on the device, and of what its launch takes longer.
+    """The median time of some work on the device's current stream, and of what its launch takes longer.
 
-    Args:
-        device: Where it runs.
-        work: Issues it, to the current stream.
-        least_s: Repeated for so long, three times at least.
-        most: Times at most.
+    Repeated for `least_s`, three times at least.
     """
     begin, is_warm = time.perf_counter(), False
     while not is_warm:
@@ -51,11 +47,7 @@ def seconds_of(device: Device, work: Callable[[], object], *, least_s: float, mo
 
 
 class Beside:
-    """Work of a thread, again and again, for as long as the body of a `with` runs.
-
-    Args:
-        work: Done again and again; each call waits for its end.
-    """
+    """Work of a thread, again and again, each time until its end, for as long as the body of a `with` runs."""
 
     def __init__(self, work: Callable[[], object]) -> None:
         self._work = work
@@ -75,19 +67,12 @@ class Beside:
 
 
 class Product(NamedTuple):
-    """A product of matrices.
-
-    Attributes:
-        rows: Of the first and of the result; in layers, the tokens.
-        inner: Of the sum.
-        columns: Of the second and of the result.
-        rate: The name of its rate: `"bf16"`, `"fp32"` or `"fp64"`.
-    """
+    """A product of matrices, whose rate is `"bf16"` or `"fp32"`."""
 
     rows: int
     inner: int
     columns: int
-    rate: str = "fp32"
+    rate: str
 
     @property
     def flops(self) -> int:
@@ -101,29 +86,21 @@ class Product(NamedTuple):
         return sizes * DTYPES[self.rate].itemsize
 
 
-def product_rates(device: Device, products: Sequence[Product], woken_s: float) -> dict[str, float]:
-    """FLOP/s by the name of the rate: of the given products, and of others for rates that none of them has.
-
-    Args:
-        device: Where they are computed.
-        products: The given ones.
-        woken_s: Seconds that those which threads share take longer because these wake.
-    """
-
-    def alone_s(product: Product) -> float:
-        taken = _product_s(device, product)
-        return max(taken - woken_s, taken / 2) if product.nbytes >= SHARED_BYTES else taken
-
-    taken: dict[str, list[tuple[int, float]]] = {}
-    for product in dict.fromkeys(products):
-        taken.setdefault(product.rate, []).append((product.flops, alone_s(product)))
+def product_rates(device: Device, woken_s: float) -> dict[str, float]:
+    """FLOP/s of products of a layer, by the name of the rate; threads that wake for them take so long besides."""
+    rates: dict[str, float] = {}
     for rate in ("bf16", "fp32"):
-        if rate not in taken:
-            taken[rate] = [(p.flops, alone_s(p)) for p in _of_layers(_fitting_width(device, rate), rate)]
-    return {rate: sum(f for f, _ in found) / sum(s for _, s in found) for rate, found in sorted(taken.items())}
+        products = _of_layers(_fitting_width(device, rate), rate)
+        rates[rate] = sum(p.flops for p in products) / sum(_alone_s(device, p, woken_s) for p in products)
+    return rates
 
 
-def _of_layers(width: int, rate: str) -> Iterable[Product]:
+def _alone_s(device: Device, product: Product, woken_s: float) -> float:
+    taken = _product_s(device, product)
+    return max(taken - woken_s, taken / 2) if product.nbytes >= SHARED_BYTES else taken
+
+
+def _of_layers(width: int, rate: str) -> Sequence[Product]:
     """Products of a layer of this width, of half as many tokens: a projection, and those of an MLP."""
     return (
         Product(width // 2, width, width, rate),
@@ -187,11 +164,7 @@ def memory_rate(device: Device, launched_s: float) -> float:
 
     On a processor exponentials take longer than their bytes, and so does a large result: the system makes its memory
     first. A good fifth of the bytes are of such a kernel, the softmax of a head; in training steps of small language
-    models softmax and gradients of heads and embeddings are about as much.
-
-    Args:
-        device: Where they run.
-        launched_s: Seconds that each of them takes besides.
+    models softmax and gradients of heads and embeddings are about as much. Each takes `launched_s` besides.
     """
     count = (4 << 20) if device.is_host else (32 << 20)
     x, y, out = (torch.ones(count, device=device.torch_device) for _ in range(3))
@@ -250,11 +223,7 @@ _TOKENS, _WIDTH, _HEADS = 8, 64, 4
 
 
 class _Layer:
-    """A layer of a language model, so narrow that its kernels take next to no time.
-
-    Args:
-        device: Where it runs.
-    """
+    """A layer of a language model, so narrow that its kernels take next to no time."""
 
     def __init__(self, device: Device) -> None:
         shapes = [(_WIDTH,), *4 * [(_WIDTH, _WIDTH)], (_WIDTH,), *2 * [(4 * _WIDTH, _WIDTH)], (_WIDTH, 4 * _WIDTH)]

@@ -22,10 +22,6 @@ HARDWARE = either(one_of(MEASURED, *Hardware.presets()), instance_of(Hardware))
 def machine_of(hardware: Hardware | str, device: Any) -> Hardware:
     """The machine that `hardware` names, once it has passed `HARDWARE`.
 
-    Args:
-        hardware: A machine, or a name.
-        device: As for `Hardware.measure`, whose cache is read first.
-
     Raises:
         OptionError: If the device can't be used.
     """
@@ -67,9 +63,6 @@ def usual_machine(device: Device | None = None) -> Hardware:
 
     Where about 5000 FLOPs take as long as a byte of a copy, as there, a plan is a good one for most cards. Of a card
     in a slot of fewer lanes, or of an older PCIe, copies take as much longer; and of a part of a card (MIG) compute.
-
-    Args:
-        device: Says the name of its card, and how much of its link it has; without one, or a name, an RTX 4090.
     """
     machine = Hardware.preset(_preset_of(device) or _USUAL)
     share = slot_share(device)

@@ -17,14 +17,12 @@ from typing import Any
 
 import torch
 
-from megatrain.checks import PATH, Rule, checked, optional
+from megatrain.checks import PATH, checked, optional
 from megatrain.device import Device, DeviceStream
 from megatrain.device.kinds import HOST, usable
 from megatrain.errors import ExecuteError, MegatrainError
 from megatrain.hardware.kernels_alone import (
-    DTYPES,
     Beside,
-    Product,
     attention_rates,
     launch_s,
     memory_rate,
@@ -38,7 +36,6 @@ from megatrain.memory.host_limits import available_bytes, cache_bytes, update_th
 from megatrain.native.native_kernel import ADAMW, LANES
 from megatrain.tracer.spec import DEVICE
 
-_LARGEST_SIZE = 1 << 31
 # Copies within the host have to be larger than its caches.
 _BYTES, _HOST_BYTES = 32 << 20, 96 << 20
 _COPIES = 8
@@ -55,26 +52,9 @@ _SCALARS = (1.0, 1.0 - 1e-6, 0.1, 0.999, 1e-3, 0.05, 1e-8, -1e-3)
 _FORMAT = 5  # one more whenever a figure means something else than before
 
 
-def _products_fault(value: Any) -> str | None:
-    if not isinstance(value, Sequence) or isinstance(value, str):
-        return "is not a list of products"
-    for product in value:  # pyright: ignore[reportUnknownVariableType]
-        if not isinstance(product, tuple) or len(product) not in (3, 4):  # pyright: ignore[reportUnknownArgumentType]
-            return "has something that isn't (rows, inner, columns) or (rows, inner, columns, rate)"
-        if any(type(size) is not int or not 0 < size < _LARGEST_SIZE for size in product[:3]):  # pyright: ignore[reportUnknownVariableType]
-            return "has a product with a size that is no count"
-        if product[3:] and product[3] not in DTYPES:
-            return f"has a product whose rate is none of {', '.join(DTYPES)}"
-    return None
-
-
-PRODUCTS = Rule("a list of (rows, inner, columns, rate)", '{name}=[(2048, 4096, 4096, "bf16")]', _products_fault)
-
-
-@checked(device=optional(DEVICE), products=PRODUCTS, cache=optional(PATH))
+@checked(device=optional(DEVICE), cache=optional(PATH))
 def measured_figures(
     device: Device | torch.device | str | None,
-    products: Sequence[Any],
     cache: str | os.PathLike[str] | None,
     fresh: bool,
     *,
@@ -82,23 +62,22 @@ def measured_figures(
 ) -> dict[str, Any]:
     """The figures of a machine, as `accept` takes them; see `Hardware.measure`."""
     place = usable(device)
-    wanted = [Product(*product) for product in products]
-    facts = [place.described(), f"torch {torch.__version__}", f"{torch.get_num_threads()} threads", str(wanted)]
+    facts = [place.described(), f"torch {torch.__version__}", f"{torch.get_num_threads()} threads"]
     folder = Path.home() / ".cache" / "megatrain" if cache is None else Path(cache)
-    measure: Callable[[], Mapping[str, Any]] = partial(_measured, place, wanted)
+    measure: Callable[[], Mapping[str, Any]] = partial(_measured, place)
     figures = dict(cached(folder, "; ".join(facts), measure, accept=accept, fresh=fresh))
     names = [name for name, value in figures.items() if value is not None and name != "name"]
     return {**figures, "origins": dict.fromkeys(names, "measured")}
 
 
-def _measured(device: Device, products: Sequence[Product]) -> dict[str, Any]:
+def _measured(device: Device) -> dict[str, Any]:
     # As many as a training step gives its updates; where the host computes, blocks and updates have torch's.
     threads = torch.get_num_threads() if device.is_host else update_threads(device.launching_threads)
     update = Update(threads)
     with ThreadPoolExecutor(1) as host_stream:
         # As in a training step: with more threads than processors, OpenMP lets those that wait sleep at once.
         host_stream.submit(update).result()
-        figures = _of_kernels(device, products)
+        figures = _of_kernels(device)
     figures |= {"host_bytes_per_s": update.rate(0.15), "update_s": update_s()}
     link = Link(device)
     try:
@@ -111,9 +90,9 @@ def _measured(device: Device, products: Sequence[Product]) -> dict[str, Any]:
     return figures
 
 
-def _of_kernels(device: Device, products: Sequence[Product]) -> dict[str, Any]:
+def _of_kernels(device: Device) -> dict[str, Any]:
     woken = wake_s() if device.is_host else 0.0
-    rates = product_rates(device, products, woken)
+    rates = product_rates(device, woken)
     launched, issued = launch_s(device)
     return {
         "name": str(device),
@@ -154,11 +133,7 @@ def compute_beside(device: Device, link: Link) -> float:
 
 
 class Link:
-    """Memory of both sides, and the copies between.
-
-    Args:
-        device: The device.
-    """
+    """Memory of both sides, and the copies between."""
 
     def __init__(self, device: Device) -> None:
         self._device = device
@@ -237,12 +212,7 @@ class Link:
 
 
 def rates_together(ends: Sequence[Sequence[float]], nbytes: int) -> tuple[float, ...]:
-    """Bytes per second of several queues while all of them worked.
-
-    Args:
-        ends: Of each queue, when it began, and when each of its copies ended.
-        nbytes: Of each copy.
-    """
+    """Bytes per second of several queues, by when each began and each of its copies ended, while all of them worked."""
     begin, end = max(times[0] for times in ends), min(times[-1] for times in ends)
     return tuple(nbytes * (_copies_until(times, end) - _copies_until(times, begin)) / (end - begin) for times in ends)
 
@@ -258,22 +228,15 @@ def _copies_until(times: Sequence[float], moment: float) -> float:
 def elements_beyond(caches: int, available: int) -> int:
     """How many parameters an update has so that their memory is far larger than the caches, as a model's is.
 
-    A server's caches hold 300 MiB and more, and are three times as fast as its memory.
-
-    Args:
-        caches: Bytes of the caches.
-        available: Bytes of free memory, of which at most an eighth is taken.
+    A server's caches hold 300 MiB and more, and are three times as fast as its memory. At most an eighth of what is
+    free is taken.
     """
     nbytes = min(max(_LEAST_HELD, _BEYOND_CACHES * caches), _MOST_HELD, max(_LEAST_HELD, available // 8))
     return nbytes // (_HELD * LANES) * LANES
 
 
 class Update:
-    """An update of the host: megatrain's own AdamW, or torch's where there is no C compiler.
-
-    Args:
-        threads: How many it takes.
-    """
+    """An update of the host: megatrain's own AdamW, or torch's where there is no C compiler."""
 
     def __init__(self, threads: int) -> None:
         number = elements_beyond(cache_bytes(), available_bytes())
@@ -327,14 +290,7 @@ def cached(
     """What `measure` found under the same facts before, or finds now.
 
     A file that can't be read, is of other facts or isn't whole counts as none. One that can't be written is none of the
-    caller's concern: the next process measures again.
-
-    Args:
-        folder: Of the files; made if there is something to write.
-        facts: All that the figures depend on: machine, device, driver, versions.
-        measure: Measures them.
-        accept: Raises an error unless it gets figures by name that are whole and right.
-        fresh: Whether to measure anyway.
+    caller's concern: the next process measures again. `accept` raises an error unless figures are whole and right.
     """
     file = folder / f"hardware-{hashlib.sha256(facts.encode()).hexdigest()[:16]}.json"
     found = None if fresh else _read(file, facts, accept)

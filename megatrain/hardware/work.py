@@ -109,12 +109,7 @@ makes 2 + 2 * (2 + 2 + 8) = 26 bytes, without low halves 22.
 
 
 def update_traffic(dtype: str, masters: str) -> int:
-    """The same of a parameter of some dtype.
-
-    Args:
-        dtype: Its text, such as `"torch.bfloat16"`.
-        masters: The kind of master of bf16 parameters; all others are their own.
-    """
+    """The same of a parameter, by the text of its dtype; all but those of bf16 are their own masters."""
     return UPDATE_TRAFFIC[masters if dtype == "torch.bfloat16" else "whole"]
 
 

@@ -9,9 +9,9 @@ from typing import Any
 
 from megatrain.counts import counted
 from megatrain.errors import ExecuteError, MegatrainError, OptionError, ScheduleError
-from megatrain.planning.bands import format_s
 from megatrain.planning.host_plan import DEPTH, LORA, MICRO_BATCH, SEQUENCE, ExampleSizes, in_columns, model_and_inputs
 from megatrain.planning.planned_step import PlannedStep, StepLimits
+from megatrain.scheduler.bands import format_s
 from megatrain.sizes import format_bytes, parse_bytes
 from megatrain.tracer.arguments import Arguments
 from megatrain.tracer.source_line import original
@@ -187,12 +187,7 @@ _RANK = 16
 
 
 def alternatives(plan: PlannedStep, spelling: Spelling = IN_PYTHON) -> Alternatives:
-    """Plans the step with other options.
-
-    Args:
-        plan: One that can be planned again.
-        spelling: How options are written; what can't be written isn't tried.
-    """
+    """Plans the step, one that can be planned again, with other options; what `spelling` can't write isn't tried."""
     changes = {tuple(each.items()): each for each in _candidates(plan) if each.keys() <= spelling.keys()}
     rows = [Alternative({}, plan), *(tried(plan, each) for each in changes.values())]
     return Alternatives(tuple(rows), spelling)
@@ -259,10 +254,6 @@ def ways_out(plan: PlannedStep, spelling: Spelling = IN_PYTHON) -> tuple[Alterna
 
     With a machine they are those with the shortest steps; without one, the mildest. Of a change that has degrees
     (smaller micro-batches, blocks, sequences) the first degree that fits is taken.
-
-    Args:
-        plan: One that doesn't fit, and can be planned again.
-        spelling: How options are written; what can't be written isn't tried.
     """
     found: list[Alternative] = []
     nearest: list[Changes] = []
@@ -330,9 +321,7 @@ def _first_that_fits(plan: PlannedStep, degrees: Sequence[Changes]) -> Alternati
 def refusal(plan: PlannedStep, spelling: Spelling = IN_PYTHON) -> ScheduleError | ExecuteError | None:
     """The error of a step that doesn't fit, with ways out that were planned; None if it fits.
 
-    Args:
-        plan: The step. One that can't be planned again has hints in place of ways.
-        spelling: How options are written.
+    A step that can't be planned again has hints in place of ways.
     """
     error = plan.refused()
     if error is None or plan.asked is None:
@@ -412,18 +401,7 @@ class Largest:
 def largest(
     plan: PlannedStep, what: str | Callable[[int], Any], multiple: int | None = None, most: int | None = None
 ) -> Largest:
-    """Doubles a size while it fits, then halves the gap.
-
-    Args:
-        plan: One that can be planned again.
-        what: The size, or a function that makes a model and its inputs of a size.
-        multiple: Sizes are multiples of it; None is 1, or 128 of sequences that are as long.
-        most: No larger size is tried; None is eight times the depth, and no bound of other sizes.
-
-    Raises:
-        OptionError: If the size can't change.
-        ScheduleError: If the smallest doesn't fit.
-    """
+    """Doubles a size while it fits, then halves the gap; see `Plan.largest`."""
     name, start = (what, _size_of(plan, what)) if isinstance(what, str) else ("size", 1)
     multiple = multiple or (_OF_SEQUENCE if name == SEQUENCE and start >= _OF_SEQUENCE else 1)
     most = most or (_MOST_TIMES_DEEPER * start if name == DEPTH else MOST_OF_A_SIZE)

@@ -30,7 +30,6 @@ class Layers:
 
     Args:
         path: Of the list that holds them.
-        count: How many there are.
         first: The first of a period.
         period: After how many layers they repeat.
         kinds: What each is: its modules, their settings and the shapes of their state.
@@ -89,22 +88,13 @@ class _DiffersError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Repeated:
-    """Makes the program of a whole model of that of one with few layers.
-
-    Args:
-        layers: Of the whole model.
-        entries: State of the whole model, by key, as the program has it.
-    """
+    """Makes the program of a whole model of that of one with few layers."""
 
     layers: Layers
     entries: Mapping[str, StateEntry]
 
     def program(self, few: Program) -> Program | None:
-        """Adds blocks until all layers are there; None if the blocks of two periods differ, or read across them.
-
-        Args:
-            few: The program of `layers.fewest` layers.
-        """
+        """Adds blocks until all layers are there; None if the blocks of two periods differ, or read across them."""
         try:
             found = _Copying(self.layers, self.entries, few).program()
         except _DiffersError:

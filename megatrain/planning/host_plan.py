@@ -56,19 +56,11 @@ class ModelSizes(Protocol):
         ...
 
     def made(self, sizes: Mapping[str, int]) -> tuple[nn.Module, Arguments]:
-        """The model, which may be on meta, and the arguments of one micro-batch.
-
-        Args:
-            sizes: All of them.
-        """
+        """The model, which may be on meta, and the arguments of one micro-batch."""
         ...
 
     def few(self, sizes: Mapping[str, int]) -> tuple[nn.Module, Arguments, Layers] | None:
-        """The same with only some of its equal layers, and which layers it has; None if they aren't plainly equal.
-
-        Args:
-            sizes: Of the whole model.
-        """
+        """The same with only some of its equal layers, and which layers it has; None if they aren't plainly equal."""
         ...
 
 
@@ -77,10 +69,6 @@ class ExampleSizes:
 
     An example of another size has this one's rows and columns, again and again: its values stay of the same kind (ids
     of the vocabulary, masks of ones). A size that some of the tensors don't have can't change.
-
-    Args:
-        model: The model.
-        arguments: The example.
     """
 
     def __init__(self, model: nn.Module, arguments: Arguments) -> None:
@@ -103,11 +91,7 @@ class ExampleSizes:
                 self.fixed = {**self.fixed, name: f"the example's tensors don't share dimension {dimension}: {shapes}"}
 
     def check(self) -> None:
-        """As `ModelSizes.check`.
-
-        Raises:
-            OptionError: If its state has changed.
-        """
+        """As `ModelSizes.check`."""
         if _state_of(self._model) != self._state:
             raise OptionError(
                 "the model has changed since it was planned: other parameters, or others of them are trained.\n"
@@ -150,18 +134,7 @@ def _state_of(model: nn.Module) -> Mapping[str, StateEntry]:
 
 
 def model_and_inputs(made: Any, who: str) -> tuple[nn.Module, tuple[Any, ...], dict[str, Any]]:
-    """Takes `(model, inputs)` apart: a tensor, a tuple of arguments, a dict of keyword arguments, or the last two.
-
-    Args:
-        made: What a function of the user's returned.
-        who: The function, for the error.
-
-    Returns:
-        The model, and the arguments of its forward.
-
-    Raises:
-        OptionError: If it isn't that.
-    """
+    """Takes `(model, inputs)` apart: a tensor, a tuple of arguments, a dict of keyword arguments, or the last two."""
     if not isinstance(made, tuple) or len(made) != 2 or not isinstance(made[0], nn.Module):
         kinds = ", ".join(type(x).__qualname__ for x in (made if isinstance(made, tuple) else (made,)))
         what = f"({kinds})" if isinstance(made, tuple) else f"a {kinds}"

@@ -11,7 +11,7 @@ from megatrain.hardware.machine import usual_machine
 from megatrain.options import Limits
 from megatrain.passes.measured_runs import launch_graph_bytes, recordable_blocks
 from megatrain.passes.program import Program, has_backward
-from megatrain.planning.bands import format_s
+from megatrain.scheduler.bands import format_s
 from megatrain.scheduler.schedule import Schedule
 from megatrain.scheduler.workload import Workload
 from megatrain.sizes import format_bytes
@@ -29,16 +29,8 @@ def with_kernels(
 ) -> tuple[Schedule, str]:
     """Chooses whether kernels of a step or call are launched one by one, or recorded and launched by one call a block.
 
-    Both have the same bits. Recorded kernels retain no graph, so that all is recomputed, and hold memory.
-
-    Args:
-        table: The plan with kernels that are launched one by one.
-        programs: What runs, of each micro-batch.
-        limits: What was given for it.
-        plan: Makes the plan of the same programs within other limits.
-
-    Returns:
-        The plan whose step is shorter on the machine, of those that take no more of the host, and why.
+    Both have the same bits. Recorded kernels retain no graph, so that all is recomputed, and hold memory. Returns the
+    plan whose step is shorter on the machine, of those that take no more of the host, and why.
     """
     machine = limits.hardware
     if machine is None and limits.device.has_launch_graphs:
@@ -87,13 +79,10 @@ def _is_hidden(program: Program, table: Schedule) -> bool:
 
 
 def as_compared(workload: Workload, limits: Limits) -> Workload:
-    """What a given plan has in common with a step; kernels that a compiler makes may be others than were planned.
-
-    Plans saved by an earlier version don't say which gradients are partial.
-    """
-    others = {"forward": (), "backward": (), "kept": None} if limits.kernels == "inductor" else {}
-    blocks = (replace(block, partial_gradient_bytes=0, **others) for block in workload.blocks)
-    return replace(workload, blocks=tuple(blocks))
+    """What a given plan has in common with a step; kernels that a compiler makes may be others than were planned."""
+    if limits.kernels != "inductor":
+        return workload
+    return replace(workload, blocks=tuple(replace(b, forward=(), backward=(), kept=None) for b in workload.blocks))
 
 
 def given_kernels(schedule: Schedule, programs: Sequence[Program], limits: Limits) -> tuple[Schedule, list[str]]:

@@ -71,15 +71,6 @@ def measure_loss(
 ) -> int:
     """Runs a loss and its backward on tensors without values, and leaves no trace of that.
 
-    Args:
-        program: The program of the capture.
-        traced: The capture; it makes the result of the model's tensors.
-        inputs: The tensors of the call.
-        batch: The micro-batch, the loss's second argument.
-        cut: Brings the model's tensors to the lengths of the batch.
-        loss: The caller's function.
-        device: The compute device.
-
     Returns:
         The most device bytes beyond the model's outputs and their gradients. If the loss doesn't run on such tensors
         (it reads a value, say), or what it changes can't be put back, those of four fp32 copies of the outputs.
@@ -134,9 +125,6 @@ class _Reached:
 
     Functions of torch, of Python's library and of installed packages are taken to keep nothing. Objects of ours know
     tensors without values.
-
-    Args:
-        function: What will be called.
 
     Attributes:
         is_known: Everything can be put back. What iterators, generators, files and objects written in C hold can't.

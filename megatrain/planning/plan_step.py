@@ -9,8 +9,6 @@ from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, fields, replace
-from functools import partial
-from typing import Any
 
 from megatrain.errors import ExecuteError, ScheduleError, TooSmallError
 from megatrain.hardware.hardware import Hardware
@@ -24,9 +22,9 @@ from megatrain.planning.step_programs import StepPrograms
 from megatrain.progress import stage
 from megatrain.runtime.exchange import Exchange
 from megatrain.scheduler.builder.bound import step_bound
-from megatrain.scheduler.builder.build import SMALLER_BLOCKS
+from megatrain.scheduler.builder.build import SMALLER_BLOCKS, build
 from megatrain.scheduler.explain import workload_lines
-from megatrain.scheduler.from_program import check_buffers, merge_programs, step_schedule
+from megatrain.scheduler.from_program import step_workload
 from megatrain.scheduler.schedule import Schedule
 from megatrain.scheduler.step_kind import StepKind
 from megatrain.scheduler.workload import Workload
@@ -59,13 +57,7 @@ def updates_allowed(*, overlap: bool, waits: bool, clip: bool, spread: bool) -> 
 
 
 def waits_for_host(updates: str, *, clip: bool, reports_norm: bool = False) -> str:
-    """Says why every update waits for the host, so that the device makes none; empty if it may make some.
-
-    Args:
-        updates: When updates run, as in `StepKind`.
-        clip: Whether they wait for a norm.
-        reports_norm: Whether they make one.
-    """
+    """Says why every update waits for the host, so that the device makes none; empty if it may make some."""
     if clip or reports_norm:
         return "updates wait for a norm of all gradients, or one is reported"
     if updates not in ("overlap", "spread"):
@@ -79,9 +71,7 @@ class StepChoices:
 
     Args:
         captures: One per micro-batch, or more: a step of some of them runs by this schedule, too.
-        level: Of their rewrites.
         programs: Of each capture at this level. The schedule serves them in any order.
-        schedule: Of the step, checked.
         too_small: Why it doesn't fit; None if it does.
         why_kernels: Why its kernels are recorded, or aren't; empty where nothing was to be chosen.
     """
@@ -107,7 +97,6 @@ class StepPlans:
     """Plans steps, and keeps the choices used last.
 
     Args:
-        most: How many are kept.
         given: A plan whose choices all steps take, or None.
         exchange: Who else takes the steps; None for a process alone.
     """
@@ -126,14 +115,9 @@ class StepPlans:
         *,
         or_least: bool = False,
     ) -> StepChoices:
-        """Plans a step, unless its choices are known.
+        """Plans a step, unless its choices are known; with `or_least`, the least memory counts where no step fits.
 
-        Args:
-            captures: One per micro-batch.
-            kind: Of the step.
-            limits: What is given.
-            loss_bytes: Measures the loss; not called again for the same captures.
-            or_least: Plans the step that takes the least memory where none fits.
+        What measures the loss isn't called again for the same captures.
 
         Raises:
             ScheduleError: If the step doesn't fit, isn't the one of the given plan, or can't be planned.
@@ -205,34 +189,21 @@ def plan_step(
 ) -> StepChoices:
     """Plans a step with kernels that are known, with as little rewritten as fits.
 
-    Args:
-        captures: One per micro-batch; all are rewritten at the same level.
-        kind: Of the step.
-        limits: What is given.
-        loss_bytes: Device memory of the caller's loss, besides the model's results and their gradients.
-        exchange: Who else takes the step; None for a process alone. All have the same blocks, so none are cut smaller.
-        or_least: Returns the step that takes the least memory where none fits.
+    The caller's loss takes `loss_bytes` besides the model's results and their gradients. All of an `exchange` have the
+    same blocks, so none are cut smaller. With `or_least`, the least memory counts where no step fits.
 
     Raises:
         TooSmallError: If none fits: of the programs that need the least. It names smaller blocks if they help.
         ScheduleError: If the micro-batches can't share blocks.
         ExecuteError: If there is nothing to train.
     """
-    exchange = Exchange() if exchange is None else exchange
-    may_cut = exchange.is_alone
-
-    def plan(programs: Sequence[Program], **others: Any) -> Schedule:
-        given: dict[str, Any] = {"kind": kind, "limits": limits, "loss_bytes": loss_bytes, **others}
-        return exchange.scheduled(scheduled(programs, **given))
-
-    machine = None if limits.device_memory is None else limits.hardware
+    tries = _Tries(captures, kind, limits, loss_bytes, Exchange() if exchange is None else exchange)
     try:
-        level, programs, schedule = first_that_fits(captures, plan, machine, limits.device_memory, may_cut=may_cut)
-        found = StepChoices(tuple(captures), level, programs, schedule)
+        found = tries.chosen()
     except TooSmallError as error:
         if not or_least:
-            raise with_true_hint(error, captures[0].at(0), partial(_with_blocks, captures, plan)) from None
-        found = _least(captures, plan, limits, str(error))
+            raise with_true_hint(error, captures[0].at(0), tries.with_blocks) from None
+        found = tries.least(str(error))
     if kind.is_training_step and not any(op.what in "GU" for op in found.schedule.ops):
         raise ExecuteError(
             "no parameter of the model gets a gradient.\n  A step trains parameters that require grad and that "
@@ -257,146 +228,121 @@ def scheduled(
     """
     records = limits.kernels == "graphs"
     with limits.memory_for(programs, records=records) as memory:
-        return step_schedule(
-            programs,
+        there = limits.updates_there and kind.updates in ("overlap", "spread")
+        return build(
+            step_workload(programs, loss_bytes=loss_bytes, masters=limits.master_kind, updates_there=there),
             kind,
             num_slots=num_slots,
             memory=memory,
             activations=limits.activations,
-            loss_bytes=loss_bytes,
             hardware=limits.hardware,
             usual=usual_machine(limits.device),
-            masters=limits.master_kind,
-            updates_there=limits.updates_there and kind.updates in ("overlap", "spread"),
             # Kernels other than eager's return no results that could be kept.
             most_result_bytes=limits.most_result_bytes if limits.kernels == "eager" else 0,
             recorded=recordable_blocks(programs)[0] if records else (),
         )
 
 
-_Plan = Callable[..., Schedule]
-_Found = tuple[int, Sequence[Program], Schedule]
-
-
-def _least(captures: Sequence[StepPrograms], plan: _Plan, limits: Limits, why: str) -> StepChoices:
-    """The step that takes the least memory, of micro-batches of one capture."""
-    activations = _LEAST.get(limits.activations, limits.activations)
-    least = replace(limits, device_memory=None, activations=activations)
-    programs = [[program] * len(captures) for program in captures[0].extremes]
-    tables = [(each, plan(each, limits=least, num_slots=1)) for each in programs]
-    chosen, table = min(tables, key=lambda pair: pair[1].device_bytes)
-    return StepChoices(tuple(captures), captures[0].last, chosen, table, why)
-
-
-def _with_blocks(captures: Sequence[StepPrograms], plan: _Plan, block_bytes: int) -> Schedule:
-    made = {id(each): each for each in captures}
-    programs = {key: each.with_blocks(block_bytes) for key, each in made.items()}
-    return plan([programs[id(each)] for each in captures])
-
-
-def first_that_fits(
-    captures: Sequence[StepPrograms],
-    plan: Callable[[Sequence[Program]], Schedule],
-    machine: Hardware | None = None,
-    memory: int | None = None,
-    *,
-    may_cut: bool = True,
-) -> _Found:
-    """Rewrites programs as little as their step needs to fit; returns the level, its programs, and their plan.
-
-    Blocks get smaller where nothing fits otherwise. On a known machine they also get smaller where a step takes 15 %
-    longer than its bound, as with a single slot for weights, in which copies wait for compute, and gets shorter so.
-
-    Args:
-        captures: One per micro-batch.
-        plan: Makes a plan of programs.
-        machine: The machine, if plans are made for its times.
-        memory: Bytes of the device that plans are made for, if they are.
-        may_cut: Whether blocks may get smaller.
-
-    Raises:
-        TooSmallError: If none fits: of the programs that need the least.
-    """
-    tries = _Tries(captures, plan, may_cut=may_cut)
-    found = tries.first(tries.start)
-    if found is None:
-        # If the smallest blocks don't fit, others won't.
-        others = range(tries.start + tries.width, tries.end, tries.width)
-        if not others or tries.at(tries.end - 1) is None:
-            raise min(tries.errors, key=lambda error: error.least_bytes)
-        found = next(each for each in map(tries.first_of_last, others) if each is not None)
-    return found if machine is None else tries.faster(found, machine, memory)
-
-
 class _Tries:
-    """Plans of levels.
-
-    Attributes:
-        start: The first level.
-        width: The number of levels with blocks of one size.
-        end: The level after the last.
-        errors: Why levels don't fit.
-    """
+    """Plans of a step at the levels of its captures, each made once."""
 
     def __init__(
-        self, captures: Sequence[StepPrograms], plan: Callable[[Sequence[Program]], Schedule], *, may_cut: bool
-    ):
-        self._captures, self._plan = captures, plan
+        self,
+        captures: Sequence[StepPrograms],
+        kind: StepKind,
+        limits: Limits,
+        loss_bytes: int,
+        exchange: Exchange,
+    ) -> None:
+        self._captures, self._kind, self._limits = captures, kind, limits
+        self._loss_bytes, self._exchange = loss_bytes, exchange
         self._known: dict[tuple[int, ...], Schedule | None] = {}
-        self.start = max(each.least for each in captures)
-        self.width = captures[0].width
+        self._errors: list[TooSmallError] = []  # why levels don't fit
+        self._start = max(each.least for each in captures)
+        self._width = captures[0].width  # so many levels have blocks of one size
         last = max(each.last for each in captures)
-        self.end = 1 + last if may_cut else (self.start // self.width + 1) * self.width
-        self.errors: list[TooSmallError] = []
+        self._end = 1 + last if exchange.is_alone else (self._start // self._width + 1) * self._width
 
-    def first(self, level: int) -> _Found | None:
+    def chosen(self) -> StepChoices:
+        """The plan with as little rewritten as its step needs to fit.
+
+        Blocks get smaller where nothing fits otherwise. On a known machine they also get smaller where a step takes
+        15 % longer than its bound, as with a single slot for weights, in which copies wait for compute, and gets
+        shorter so.
+        """
+        found = self._first(self._start)
+        if found is None:
+            # If the smallest blocks don't fit, others won't.
+            others = range(self._start + self._width, self._end, self._width)
+            if not others or self._at(self._end - 1) is None:
+                raise min(self._errors, key=lambda error: error.least_bytes)
+            found = next(each for each in map(self._first_of_last, others) if each is not None)
+        machine, memory = self._limits.hardware, self._limits.device_memory
+        return found if machine is None or memory is None else self._faster(found, machine, memory)
+
+    def least(self, why: str) -> StepChoices:
+        """The step that takes the least memory, of micro-batches of one capture."""
+        first = self._captures[0]
+        activations = _LEAST.get(self._limits.activations, self._limits.activations)
+        limits = replace(self._limits, device_memory=None, activations=activations)
+        programs = [[program] * len(self._captures) for program in first.extremes]
+        tables = [(each, self._plan(each, limits, num_slots=1)) for each in programs]
+        chosen, table = min(tables, key=lambda pair: pair[1].device_bytes)
+        return StepChoices(tuple(self._captures), first.last, chosen, table, why)
+
+    def with_blocks(self, block_bytes: int) -> Schedule:
+        """The plan with blocks of so many bytes."""
+        programs = {key: each.with_blocks(block_bytes) for key, each in {id(c): c for c in self._captures}.items()}
+        return self._plan([programs[id(each)] for each in self._captures], self._limits)
+
+    def _plan(self, programs: Sequence[Program], limits: Limits, *, num_slots: int | None = None) -> Schedule:
+        found = scheduled(programs, self._kind, limits, self._loss_bytes, num_slots=num_slots)
+        return self._exchange.scheduled(found)
+
+    def _first(self, level: int) -> StepChoices | None:
         """The first that fits, of this level and those after it with blocks of its size."""
-        end = (level // self.width + 1) * self.width
-        return next((found for found in map(self.at, range(level, end)) if found is not None), None)
+        end = (level // self._width + 1) * self._width
+        return next((found for found in map(self._at, range(level, end)) if found is not None), None)
 
-    def first_of_last(self, level: int) -> _Found | None:
+    def _first_of_last(self, level: int) -> StepChoices | None:
         """The first that fits with blocks of its size, if the smallest pieces do."""
-        last = level - level % self.width + self.width - 1
-        return None if self.at(last) is None else self.first(level)
+        last = level - level % self._width + self._width - 1
+        return None if self._at(last) is None else self._first(level)
 
-    def at(self, level: int) -> _Found | None:
+    def _at(self, level: int) -> StepChoices | None:
         """The plan of a level; None if it doesn't fit."""
         programs = [each.at(level) for each in self._captures]
         key = tuple(map(id, programs))
         if key not in self._known:
             try:
-                self._known[key] = self._plan(programs)
+                self._known[key] = self._plan(programs, self._limits)
             except TooSmallError as error:
                 self._known[key] = None
-                self.errors.append(error)
+                self._errors.append(error)
             except ScheduleError:
-                if level < self.width:
+                if level < self._width:
                     raise
                 self._known[key] = None  # two parts of a block may have to stay in one
         found = self._known[key]
-        return None if found is None else (level, programs, found)
+        return None if found is None else StepChoices(tuple(self._captures), level, programs, found)
 
-    def faster(self, found: _Found, machine: Hardware, memory: int | None) -> _Found:
+    def _faster(self, found: StepChoices, machine: Hardware, memory: int) -> StepChoices:
         """Smaller blocks, in the same or smaller pieces, where that makes a step shorter."""
-        schedule = found[2]
+        schedule = found.schedule
         bound = step_bound(schedule.effects(), memory, machine)
         far = _FAR_THERE if schedule.device_updates else _FAR
         if bound.above(schedule.simulate(machine).step_s) < far:
             return found
-        smaller = map(self.first, range(found[0] + self.width, self.end, self.width))
+        smaller = map(self._first, range(found.level + self._width, self._end, self._width))
         fits = [found, *(each for each in smaller if each is not None)]
-        return min(fits, key=lambda each: each[2].simulate(machine).step_s)
+        return min(fits, key=lambda each: each.schedule.simulate(machine).step_s)
 
 
 def with_true_hint(error: TooSmallError, program: Program, plan: Callable[[int], object]) -> TooSmallError:
     """Returns the error with what a smaller `block_bytes` does: it fits, it needs less, or it isn't named.
 
     Not every tensor can be cut: the weight of one linear layer can't, nor stacked experts that an adapter is added to.
-
-    Args:
-        error: Of the program as it is.
-        program: The program.
-        plan: Plans it anew with blocks of so many bytes; raises a `ScheduleError` if that doesn't fit.
+    `plan` plans blocks of so many bytes, or raises.
     """
     if SMALLER_BLOCKS not in error.helps:
         return error
@@ -445,12 +391,8 @@ def _given_choices(
         raise _refused([f"memory of the device: {sizes}"])
     others: list[Workload] = []
     for level, programs in _levels(captures, planned):
-        for program in {id(each): each for each in programs}.values() if len(programs) > 1 else ():
-            check_buffers(program)
         there = any(block.optimizer_bytes for block in planned.blocks)
-        merged = merge_programs(programs, limits.master_kind, updates_there=there).workload
-        # Plans saved by an earlier version don't say whether code reads values.
-        found = replace(merged, loss_bytes=loss_bytes, last_reads_values=planned.last_reads_values)
+        found = step_workload(programs, loss_bytes=loss_bytes, masters=limits.master_kind, updates_there=there)
         if as_compared(found, limits) == as_compared(planned, limits):
             schedule, differences = given_kernels(schedule, programs, limits)
             if differences:

@@ -18,14 +18,13 @@ from megatrain.passes.program import Block, Program
 from megatrain.passes.rewrites.head_loss import HeadLoss
 from megatrain.passes.rewrites.masked_attention import ATTENTION, BandedAttention, MaskNote
 from megatrain.passes.rewrites.tiled_region import TiledRegion
-from megatrain.planning.bands import Band, format_s, planned_band
 from megatrain.planning.host_plan import in_columns
 from megatrain.planning.planned_step import PlannedStep
+from megatrain.scheduler.bands import band_of, format_s
 from megatrain.scheduler.builder.search import result_bytes, spared_seconds
-from megatrain.scheduler.costs import OpSeconds
-from megatrain.scheduler.emit import emit
 from megatrain.scheduler.lifetimes import find_peak
 from megatrain.scheduler.schedule import Schedule
+from megatrain.scheduler.simulate import OpSeconds
 from megatrain.scheduler.text import ranges
 from megatrain.sizes import format_bytes
 
@@ -271,19 +270,13 @@ def _least(plan: PlannedStep, step_s: float) -> str:
 
 
 def _bound(plan: PlannedStep) -> str:
-    band = band_of(plan)
+    assert plan.simulation is not None
+    band = band_of("plan", "", plan.schedule, plan.simulation.timeline)
     bound, share = next(iter(band.shares.items()))
     text = f"It is bound by {bound}, {share:.0%} of the time."
     if band.then is None:
         return text
     return f"{text} Without the time of {bound} it would take {format_s(band.then.step_s)}, bound by {band.then.name}."
-
-
-def band_of(plan: PlannedStep) -> Band:
-    """The step in time, with what bounds it. The plan has a machine."""
-    assert plan.simulation is not None
-    seconds = {timing.position: timing.end_s - timing.start_s for timing in plan.simulation.timeline}
-    return planned_band(emit(plan.schedule), seconds, "modelled from the rates of a machine")
 
 
 def _peak(plan: PlannedStep) -> Iterator[str]:

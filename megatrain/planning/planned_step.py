@@ -24,11 +24,7 @@ UNBOUNDED = 1 << 60
 
 @dataclass(frozen=True, slots=True)
 class StepLimits(Limits):
-    """What is given for the plan of a step; the other arguments are those of `megatrain.plan`.
-
-    Args:
-        has_device: Whether a device was named.
-    """
+    """What is given for the plan of a step; the other arguments are those of `megatrain.plan`."""
 
     has_device: bool = False
     host_memory: int | None = None
@@ -49,7 +45,6 @@ class Asked:
     """What a step was planned for, and how it is planned again.
 
     Args:
-        limits: What was given.
         sizes: The sizes that can change, such as `micro_batch` and `sequence`.
         fixed: Of the sizes that can't change: why, in words.
         num_tokens: Tokens of a micro-batch; None if its example has no token ids.
@@ -168,15 +163,8 @@ def shortest_step(
     Large micro-batches come first: their plans have fewer rows, and each copy of weights serves more tokens. Smaller
     ones are planned until some in a row make no step shorter. (Of 10 models and machines whose five sizes were all
     planned, this found the shortest step of the 6 that train all weights after one longer step, and of the 4 with
-    adapters after two.)
-
-    Args:
-        sizes: Samples of a micro-batch, ascending.
-        plan: Plans the step with micro-batches of a size.
-        most_longer: Steps in a row that may be no shorter.
-
-    Returns:
-        The size, its plan, and the sizes that were planned. If none fits, it is the one that lacks least.
+    adapters after two.) Returns the size, its plan, and the sizes that were planned. If none fits, it is the one that
+    lacks least.
     """
     found = sizes[-1], plan(sizes[-1])
     seen, longer, least_s = [found[0]], 0, found[1].step_s or 0.0

@@ -85,12 +85,7 @@ class Planner:
     def plan(
         self, limits: StepLimits, sizes: Mapping[str, int] | None = None, source: ModelSizes | None = None
     ) -> Plan:
-        """Plans a step.
-
-        Args:
-            limits: What is given.
-            sizes: Those of the model and its example that differ from the source's own.
-            source: Another model; None for the planner's own.
+        """Plans a step, at sizes that may differ from the source's own, or of another source.
 
         Raises:
             OptionError: If an option has a wrong value.
@@ -104,7 +99,8 @@ class Planner:
         self._source.check()
         sizes = {**self._source.sizes, **(sizes or {})}
         found = self._captured(limits, sizes)
-        made, host = self._with_host_room(found, limits)
+        updates, why_host = _ways_of_updates(limits, found.model)
+        made, host = self._with_host_room(found, replace(limits, updates_there=not why_host), updates)
         table, memory = made.schedule, limits.device_memory
         device, size = limits.device if limits.has_device else None, table.device_bytes if memory is None else memory
         return Plan(
@@ -119,23 +115,25 @@ class Planner:
             limits.hardware,
             Asked(limits, sizes, self._source.fixed, found.num_tokens, self.plan),
             made.why_kernels,
-            _why_not_there(limits, found.model),
+            why_host,
         )
 
-    def _with_host_room(self, found: _Capture, limits: StepLimits) -> tuple[StepChoices, HostPlan]:
+    def _with_host_room(
+        self, found: _Capture, limits: StepLimits, updates: Sequence[str]
+    ) -> tuple[StepChoices, HostPlan]:
         """The fastest plan, or one that takes less memory of the host if it doesn't fit there."""
 
         def plan(updates: str, **changes: Any) -> tuple[StepChoices, HostPlan]:
             kind = _step_kind(found.programs.at(0), limits, updates)
             captures = [found.programs] * kind.micro_batches
-            changed = replace(limits, updates_there=not _why_not_there(limits, found.model), **changes)
-            made = self._plans.plan(captures, kind, changed, lambda: found.loss_bytes, or_least=True)
-            return made, _host_plan(found, made, limits)
+            made = self._plans.plan(captures, kind, replace(limits, **changes), lambda: found.loss_bytes, or_least=True)
+            parts = made.programs[0], made.schedule, found.model, limits.optimizer
+            return made, host_plan(*parts, precision=limits.precision, masters=limits.masters)
 
         def missing(host: HostPlan) -> int:
             return host.missing_bytes(limits.host_memory)
 
-        fastest, *others = _updates(limits, found.model)
+        fastest, *others = updates
         made, host = plan(fastest)
         if made.too_small is None and missing(host) and made.schedule.results:
             most = max(0, _result_bytes(made) - missing(host))
@@ -208,11 +206,8 @@ class Planner:
 def captured(model: nn.Module, arguments: Arguments, limits: Limits, *, is_own_loss: bool) -> TracedModule:
     """Captures a call; the model, which may be on meta, and generators stay as they were.
 
-    Args:
-        model: Its fp32 weights are replaced by stand-ins without values where bf16 is computed.
-        arguments: Of the call.
-        limits: What is given.
-        is_own_loss: Whether the step differentiates the model's own loss, and needs no other result.
+    Where bf16 is computed, fp32 weights are replaced by stand-ins without values. A step that differentiates the
+    model's own loss needs no other result.
 
     Raises:
         TraceError: If the model can't be captured faithfully.
@@ -244,42 +239,30 @@ def _in_bf16(model: nn.Module, parameters: Mapping[str, torch.Tensor]) -> Genera
         yield
 
 
-def _host_plan(found: _Capture, made: StepChoices, limits: StepLimits) -> HostPlan:
-    parts = made.programs[0], made.schedule, found.model, limits.optimizer
-    return host_plan(*parts, precision=limits.precision, masters=limits.masters)
-
-
 def _result_bytes(made: StepChoices) -> int:
     workload = made.schedule.known_workload()
     return len(made.captures) * sum(result_bytes(workload, block) for block in made.schedule.results)
 
 
-def _updates(limits: StepLimits, model: nn.Module) -> tuple[str, ...]:
+def _ways_of_updates(limits: StepLimits, model: nn.Module) -> tuple[tuple[str, ...], str]:
+    """When updates may run, the fastest way first; and why the host makes all of them, empty if the device may."""
     if limits.optimizer is None:
-        return ("none",)
-    return updates_allowed(
-        overlap=limits.overlap,
-        waits=any(map(takes_turns, over(limits.optimizer, *inventory(model))[0])),
-        clip=limits.max_grad_norm is not None,
-        spread=not (limits.has_device and limits.device.is_host),
-    )
-
-
-def _why_not_there(limits: StepLimits, model: nn.Module) -> str:
-    """Says why the host makes all updates, whatever memory of the device is left; empty if the device may make some."""
-    if limits.optimizer is None:
-        return "no optimizer was given"
-    if limits.has_device and limits.device.is_host:
-        return "the device is the host"
-    if why := waits_for_host(_updates(limits, model)[0], clip=limits.max_grad_norm is not None):
-        return why
+        return ("none",), "no optimizer was given"
     entries, tensors = inventory(model)
     optimizers, parameters = over(limits.optimizer, entries, tensors)
+    waits, clip = any(map(takes_turns, optimizers)), limits.max_grad_norm is not None
+    device = limits.device if limits.has_device else None
+    is_host = device is not None and device.is_host
+    ways = updates_allowed(overlap=limits.overlap, waits=waits, clip=clip, spread=not is_host)
+    if is_host:
+        return ways, "the device is the host"
+    if why := waits_for_host(ways[0], clip=clip):
+        return ways, why
     if limits.master_kind == "rounded":
-        return "masters are rounded at random, by numbers of the host"
+        return ways, "masters are rounded at random, by numbers of the host"
     trained = [parameters[key] for key, entry in entries.items() if entry.kind == "parameter" and entry.requires_grad]
     is_narrow = limits.precision == "bf16" and is_all_wide(entries)
-    return why_not(optimizers, trained, device=limits.device if limits.has_device else None, is_narrow=is_narrow)
+    return ways, why_not(optimizers, trained, device=device, is_narrow=is_narrow)
 
 
 def _step_kind(program: Program, limits: StepLimits, updates: str) -> StepKind:

@@ -10,8 +10,8 @@ from megatrain.checks import Rule, checked, count, either, instance_of, number, 
 from megatrain.errors import MegatrainError, OptionError, ScheduleError
 from megatrain.hardware.hardware import Hardware
 from megatrain.options import PRECISION
-from megatrain.planning.bands import format_s
 from megatrain.planning.planned_step import PlannedStep
+from megatrain.scheduler.bands import format_s
 from megatrain.scheduler.explain import figure_lines, workload_lines
 from megatrain.scheduler.schedule import Schedule
 from megatrain.scheduler.workload import Workload
@@ -116,11 +116,7 @@ def timed_choices(
 
 
 def saved_plan(plan: AnyPlan) -> SavedPlan:
-    """The choices of a plan, or the saved plan itself.
-
-    Raises:
-        ScheduleError: If the step doesn't fit the device.
-    """
+    """The choices of a plan, or the saved plan itself."""
     if isinstance(plan, SavedPlan):
         return plan
     if plan.too_small is not None:

@@ -74,10 +74,8 @@ class StepPrograms:
     Then come the same pieces with smaller blocks, and so on for each size of blocks.
 
     Args:
-        traced: The capture.
         limits: With chunking `"always"` level 0 has chunks and tiles already; with `"never"` there is no other, and
             blocks are never cut, nor are they where `block_bytes` says their size.
-        costs: Known ones of templates.
         repeated: Makes the program of the whole model, if the capture has only some of its layers.
         whole: Captures the whole model, if some program can't be repeated.
 

@@ -14,8 +14,8 @@ from typing import Any
 
 from megatrain.counts import counted
 from megatrain.hardware.work import total_flops
-from megatrain.planning.bands import Band, format_s
 from megatrain.reporting.figures import Curve, StepFigures
+from megatrain.scheduler.bands import Band, format_s
 from megatrain.scheduler.effects import streams
 from megatrain.scheduler.items import Stream
 from megatrain.scheduler.simulate import Timing

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
-from megatrain.planning.bands import Band
+from megatrain.scheduler.bands import Band
 from megatrain.scheduler.instructions import Instructions
 from megatrain.scheduler.items import ITEMS, Effect, Item
 from megatrain.scheduler.lifetimes import Books, Lifetime, Peak, alive_at, find_peak
@@ -21,12 +21,7 @@ class StepFigures:
     """A step in figures, as planned and as measured.
 
     Args:
-        name: Of the model.
-        schedule: What runs.
         sources: The user's line with which each block begins, `model.py:41: ...`; empty where none is known.
-        instructions: Of the schedule.
-        plan: The step on paper.
-        measured: The step as it ran, or None.
     """
 
     name: str
@@ -103,7 +98,6 @@ class Curve:
     """Bytes over time. The sizes are the plan's; the moments are those of a band.
 
     Args:
-        parts: What the bytes are.
         points: A moment in seconds, and the bytes of each part from then on. The first is at 0.
     """
 
@@ -189,8 +183,6 @@ class PeakHolder(NamedTuple):
 
     Attributes:
         name: `value add_3 of micro-batch 1`, `graph of block 5 (layers.4)`.
-        part: Its kind, as in the account of a peak.
-        nbytes: Its bytes.
     """
 
     name: str
@@ -202,7 +194,6 @@ class AtPeak(NamedTuple):
     """The peak of a schedule.
 
     Attributes:
-        peak: The tick that needs most, and its parts.
         holders: What takes the memory then, largest first; together the schedule's `device_bytes`.
     """
 

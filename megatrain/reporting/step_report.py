@@ -18,15 +18,14 @@ from megatrain.compiled.compiling import compile as compile_model
 from megatrain.counts import counted
 from megatrain.errors import OptionError, ScheduleError
 from megatrain.passes.program import Program
-from megatrain.planning.bands import measured_band, planned_band
 from megatrain.planning.plan import Plan
 from megatrain.planning.planner import plan
 from megatrain.progress import stage
 from megatrain.reporting.drawings import page_text, trace_text
 from megatrain.reporting.figures import StepFigures
-from megatrain.scheduler.costs import Costs, Hardware, Measured, op_durations
+from megatrain.scheduler.bands import band_of
 from megatrain.scheduler.schedule import Schedule
-from megatrain.scheduler.simulate import TimedRun
+from megatrain.scheduler.simulate import Costs, Hardware, Measured, TimedRun
 from megatrain.sizes import format_bytes
 from megatrain.tracer.arguments import Structure
 from megatrain.training.step import TrainStep
@@ -106,14 +105,14 @@ def step_report(step: TrainStep | Plan | Schedule, costs: Costs | None, measured
     if costs is None:
         assert measured is not None
         costs, origin = measured.measured(), "modelled from the times of the ops in the measured step"
-    instructions = schedule.instructions
+    ran = measured and band_of("measured", "one training step of a real run", schedule, measured.timeline)
     figures = StepFigures(
         "schedule" if program is None else program.name,
         schedule,
         () if program is None else tuple(_source(program, index) for index in range(len(program.blocks))),
-        instructions,
-        planned_band(instructions, op_durations(schedule, costs), origin),
-        None if measured is None else measured_band(instructions, measured, "one training step of a real run"),
+        schedule.instructions,
+        band_of("plan", origin, schedule, schedule.simulate(costs).timeline),
+        ran,
     )
     return StepReport(figures)
 
@@ -169,11 +168,7 @@ class StepReport:
 
 
 def check_report_path(path: str | os.PathLike[str]) -> None:
-    """Refuses a path that can't be that of a file, before long work.
-
-    Raises:
-        OptionError: If its folder isn't there, or nobody may write to it.
-    """
+    """Refuses a path that can't be that of a file, before long work."""
     place = Path(path)
     if not place.parent.is_dir():
         raise _refused(path, "there is no such folder")
@@ -203,14 +198,7 @@ def _refused(path: str | os.PathLike[str], reason: str) -> OptionError:
 def run(
     target: str, page: str, *, trace: str | None = None, steps: int = 3, hardware: str | None = None, **given: Any
 ) -> int:
-    """Writes the files and prints the verdict; `given` has options of `compile`.
-
-    Returns:
-        0.
-
-    Raises:
-        OptionError: If the target can't be used, or a file can't be written.
-    """
+    """Writes the files and prints the verdict; `given` has options of `compile`."""
     files = [page, *([] if trace is None else [trace])]
     for path in files:
         check_report_path(path)

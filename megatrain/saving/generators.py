@@ -6,16 +6,14 @@ import hashlib
 import random
 import warnings
 from collections.abc import Callable
-from typing import Annotated, Any, Literal, TypedDict
+from typing import Any
 
-import msgspec
 import numpy as np
 import torch
 
 from megatrain.checks import shown
-from megatrain.device import Cuda, Device, find
+from megatrain.device import Device, find
 from megatrain.errors import CheckpointError, ResumeWarning
-from megatrain.files.json_file import of_kind
 
 
 def generators_now(device: Device | torch.device | str | None = None) -> dict[str, Any]:
@@ -38,24 +36,19 @@ def check_generators(state: dict[str, Any], device: Device | torch.device | str 
     """Checks that a state is one.
 
     Args:
-        state: From `generators_now`, of this version or an earlier one.
+        state: From `generators_now`.
         device: The compute device; see `generators_now`.
 
     Raises:
         CheckpointError: If it isn't.
     """
-    form = _State if "device" in state else _Second if "devices" in state else _First
-    try:
-        of_kind(state, form, "generators")
-        wrong = _refused(state, find(device))
-        if wrong is not None:
-            raise ValueError(wrong)
-    except ValueError as error:
+    wrong = _refused(state, find(device))
+    if wrong is not None:
         raise CheckpointError(
-            f"the checkpoint's random states are invalid: {error}.\n"
+            f"the checkpoint's random states are invalid: {wrong}.\n"
             "  Random states must be a result of generators_now().\n"
             "  Load an older checkpoint, or seed anew with torch.manual_seed."
-        ) from error
+        )
 
 
 def restore_generators(state: dict[str, Any], device: Device | torch.device | str | None = None) -> None:
@@ -65,7 +58,7 @@ def restore_generators(state: dict[str, Any], device: Device | torch.device | st
     a `ResumeWarning`. This device's generator is then seeded from the state, so that each resumed run draws the same.
 
     Args:
-        state: From `generators_now`, of this version or an earlier one.
+        state: From `generators_now`.
         device: The compute device; see `generators_now`.
 
     Raises:
@@ -76,7 +69,7 @@ def restore_generators(state: dict[str, Any], device: Device | torch.device | st
     torch.set_rng_state(state["torch"])
     random.setstate(state["python"])
     np.random.set_state(state["numpy"])
-    kind, own = _of_device(state, target)
+    kind, own = _of_device(state)
     here = None if target.generator_state() is None else target.kind
     if kind != here:
         own = target.seeded_state(_seed_of(state))
@@ -94,27 +87,10 @@ def restore_generators(state: dict[str, Any], device: Device | torch.device | st
 # -- devices -------------------------------------------------------------------------------------------------------
 
 
-def _of_device(state: dict[str, Any], target: Device) -> tuple[str | None, torch.Tensor | None]:
-    """The kind of device that drew, and the state of its generator; None if the generator was that of the CPU.
-
-    Earlier schemas have the states of all devices of the machine, and not which of them computed: it is taken to have
-    the number of the present one, unless there was only one.
-    """
-    if "device" in state:
-        found = state["device"]
-        return (None, None) if found is None else (found["kind"], found["state"])
-    kind, states = _of_all_devices(state)
-    if not states:
-        return None, None
-    number = 0 if len(states) == 1 else target.torch_device.index or 0
-    return (kind, states[number]) if number < len(states) else (f"another {kind} device", None)
-
-
-def _of_all_devices(state: dict[str, Any]) -> tuple[str, list[torch.Tensor]]:
-    """The kind and the states in an earlier schema; in the first one they were CUDA's."""
-    if Cuda.name in state:
-        return Cuda.name, state[Cuda.name]
-    return ("cpu", []) if state["devices"] is None else (state["devices"]["type"], state["devices"]["states"])
+def _of_device(state: dict[str, Any]) -> tuple[str | None, torch.Tensor | None]:
+    """The kind of device that drew, and the state of its generator; None if the generator was that of the CPU."""
+    found = state["device"]
+    return (None, None) if found is None else (found["kind"], found["state"])
 
 
 def _seed_of(state: dict[str, Any]) -> int:
@@ -122,63 +98,28 @@ def _seed_of(state: dict[str, Any]) -> int:
     return int.from_bytes(hashlib.sha256(state["torch"].numpy().tobytes()).digest()[:8], "little") >> 1
 
 
-# -- the form of a state -----------------------------------------------------------------------------------------------
-
-
-_Word = Annotated[int, msgspec.Meta(ge=0, le=2**32 - 1)]
-
-
-class _Numpy(TypedDict):
-    bit_generator: str
-    state: dict[str, Any]
-    has_gauss: Annotated[int, msgspec.Meta(ge=0, le=1)]
-    gauss: int | float
-
-
-class _Common(TypedDict):
-    torch: torch.Tensor
-    python: tuple[Literal[3], tuple[_Word, ...], int | float | None]
-    numpy: _Numpy
-
-
-class _OfDevice(TypedDict):
-    kind: str
-    state: torch.Tensor
-
-
-class _OfDevices(TypedDict):
-    type: str
-    states: list[torch.Tensor]
-
-
-class _State(_Common):
-    device: _OfDevice | None
-
-
-class _Second(_Common):
-    devices: _OfDevices | None
-
-
-class _First(_Common):
-    cuda: list[torch.Tensor]
-
-
 def _refused(state: dict[str, Any], target: Device) -> str | None:
     """Tries the states on generators that nobody draws from; says which is refused, and why."""
-    tries: dict[str, tuple[Callable[[Any], object], Any]] = {
-        "torch": (torch.Generator().set_state, state["torch"]),
-        "python": (random.Random().setstate, state["python"]),
-        "numpy": (_set_numpy, state["numpy"]),
+    tries: dict[str, Callable[[Any], object]] = {
+        "torch": torch.Generator().set_state,
+        "device": lambda found: _check_device(found, target),
+        "python": random.Random().setstate,
+        "numpy": _set_numpy,
     }
-    for name, (set_state, value) in tries.items():
+    for name, set_state in tries.items():
         try:
-            set_state(value)
-        except (RuntimeError, TypeError, ValueError, LookupError, OverflowError) as error:
+            set_state(state[name])
+        except (AttributeError, LookupError, OverflowError, RuntimeError, TypeError, ValueError) as error:
             return f"generators.{name} is refused: {error}"
-    (kind, own), here = _of_device(state, target), target.generator_state()
-    if kind == target.kind and own is not None and here is not None and own.numel() != here.numel():
-        return f"generators.{'device' if 'device' in state else 'devices'} has a state of {own.numel()} B"
     return None
+
+
+def _check_device(found: Any, target: Device) -> None:
+    here = target.generator_state()
+    if found is None or found["kind"] != target.kind or here is None:
+        return
+    if found["state"].numel() != here.numel():
+        raise ValueError(f"it has {found['state'].numel()} B")
 
 
 def _set_numpy(state: dict[str, Any]) -> None:

@@ -6,7 +6,6 @@ import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from io import FileIO
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +22,7 @@ from megatrain.files.json_file import regular
 from megatrain.files.replace import present, resolved
 from megatrain.files.weight_files import PIECE_BYTES, parts
 from megatrain.memory.host_arena import scratch
-from megatrain.saving.manifest import FILE, TRAINING, FileRecord, Manifest, decoded
+from megatrain.saving.manifest import TRAINING, FileRecord, Manifest, decoded
 from megatrain.saving.optimizers import destinations, differences, filled, misfitting_options, misfitting_rest, put_back
 from megatrain.tracer.spec import TensorSpec
 
@@ -162,8 +161,8 @@ class Checkpoint:
     @cached_property
     def weights(self) -> Mapping[str, Saved]:
         """The weights by name; tied names give the same one."""
-        stored = self._tensors(self.manifest.weights)
-        return {**stored, **{name: stored[first] for name, first in self.manifest.ties.items()}}
+        stored = self._tensors(self.manifest.weights.files)
+        return {**stored, **{name: stored[first] for name, first in self.manifest.weights.ties.items()}}
 
     @cached_property
     @room_to_read()
@@ -321,7 +320,7 @@ class Checkpoint:
         }
 
     def _mismatches(self, tensors: Mapping[str, torch.Tensor]) -> Iterable[str]:
-        first = {**{name: name for name in self.weights}, **self.manifest.ties}
+        first = {**{name: name for name in self.weights}, **self.manifest.weights.ties}
         wanted = {first[name] for name in tensors if name in first}
         for name in (name for name in self.weights if first[name] not in wanted and name == first[name]):
             yield f"unexpected: `{name}` {self.weights[name]} is not among the tensors given"
@@ -377,25 +376,15 @@ def _problems_of_file(path: Path, record: FileRecord) -> Iterable[str]:
                 lost = f": {_listed(gone)}" if gone else ""
                 yield f"`{path}` has {size} B, not {record.nbytes} B{lost}"
                 return
-            digest, header = _header(file, record)
+            digest, left = Digest(), record.header_bytes
+            while left and (piece := file.read(min(left, PIECE_BYTES))):
+                digest.begin(memoryview(piece))
+                left -= len(piece)
     except OSError as error:
         yield f"`{path}` can't be read: {error.strerror}"
         return
-    if digest != record.digest:
+    if digest.finish() != record.digest:
         yield f"`{path}` has {'a header' if record.tensors else 'content'} that differs from the saved one"
-    elif record.tensors and not record.fits(header):
-        yield f"`{path}` has a header that contradicts {FILE}"
-
-
-def _header(file: FileIO, record: FileRecord) -> tuple[str, bytes]:
-    """Returns the checksum of the bytes before the tensors; and these bytes, if there are tensors."""
-    digest, left, kept = Digest(), record.header_bytes, bytearray()
-    while left and (piece := file.read(min(left, PIECE_BYTES))):
-        digest.begin(memoryview(piece))
-        left -= len(piece)
-        if record.tensors:
-            kept += piece
-    return digest.finish(), bytes(kept)
 
 
 def _listed(names: Sequence[str], limit: int = 8) -> str:

@@ -16,7 +16,7 @@ import torch
 from megatrain.checks import shown
 from megatrain.errors import CheckpointError
 from megatrain.files.disk import KINDS, Source, digest_of, obstacle
-from megatrain.files.json_file import Count, is_inside, of_kind, parse_json, read_json
+from megatrain.files.json_file import Count, is_inside, of_kind, read_json
 from megatrain.files.weight_files import DTYPES
 from megatrain.tracer.spec import TensorSpec
 
@@ -24,9 +24,8 @@ FILE = "checkpoint.json"
 INDEX = "model.safetensors.index.json"
 TRAINING = "training"
 """Folder of what is no weight, so that readers of weights don't meet it."""
-NEWEST = 2
-"""1: no version of torch, no scheduler's class; its number is under no checksum."""
-READABLE = (1, NEWEST)
+SCHEMA = 2
+"""One more whenever a field means something else than before."""
 
 _Digest = Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{64}$")]
 
@@ -60,10 +59,8 @@ class FileRecord(
     """One stored file.
 
     Args:
-        nbytes: Its size.
         header_bytes: Size of the bytes before the first tensor; the size of a file without tensors.
         digest: The SHA-256 of those bytes.
-        tensors: The tensors after the header, by name.
     """
 
     nbytes: Count
@@ -71,52 +68,24 @@ class FileRecord(
     digest: _Digest
     tensors: dict[str, TensorRecord]
 
-    def to_json(self) -> dict[str, Any]:
-        """Returns the record as JSON."""
-        return msgspec.to_builtins(self)
 
-    def fits(self, header: bytes) -> bool:
-        """Tells whether the header of the file, which other readers go by, says the same of each tensor."""
-        try:
-            listed = parse_json(header[8:])
-        except ValueError:
-            return False
-        first = self.header_bytes
-        tensors = {
-            name: {
-                "dtype": KINDS[record.spec.dtype],
-                "shape": list(record.spec.shape),
-                "data_offsets": [record.start - first, record.start + record.spec.nbytes - first],
-            }
-            for name, record in self.tensors.items()
-        }
-        is_whole = int.from_bytes(header[:8], "little") == first - 8
-        return is_whole and {**tensors, "__metadata__": {"format": "pt"}} == listed
+class WeightFiles(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The files with weights; for each name that is stored under another name: the other name."""
 
-
-class _WeightFiles(msgspec.Struct, forbid_unknown_fields=True):
     files: tuple[str, ...]
     ties: dict[str, str]
 
 
-class _Group(TypedDict):
-    params: list[str]
-
-
-class _Optimizer(msgspec.Struct, forbid_unknown_fields=True, rename={"kind": "class"}):
-    kind: str
-    parameters: dict[str, str]
-    param_groups: list[_Group]
-    state: dict[str, dict[str, Any]]
-    rest: dict[str, Any]
-
-
-class _Content(msgspec.Struct, forbid_unknown_fields=True):
-    files: dict[str, FileRecord]
-    weights: _WeightFiles
-    optimizer: _Optimizer | None
-    extra: dict[str, Any]
-    torch: str | None = None
+_Optimizer = TypedDict(
+    "_Optimizer",
+    {
+        "class": str,
+        "parameters": dict[str, str],
+        "param_groups": list[dict[str, Any]],
+        "state": dict[str, dict[str, Any]],
+        "rest": dict[str, Any],
+    },
+)
 
 
 class _Document(msgspec.Struct, forbid_unknown_fields=True):
@@ -125,41 +94,21 @@ class _Document(msgspec.Struct, forbid_unknown_fields=True):
     content: dict[str, Any]
 
 
-class Manifest(msgspec.Struct, frozen=True):
-    """The contents of a checkpoint.
+class Manifest(
+    msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, rename={"torch_version": "torch"}
+):
+    """The contents of a checkpoint, and the version of torch in the process that wrote it."""
 
-    Args:
-        files: By path inside the checkpoint.
-        weights: The files with weights.
-        ties: For each name that is stored under another name: the other name.
-        optimizer: The optimizer's state as JSON, or None.
-        extra: The caller's values as JSON.
-        schema: As which it was written; see `NEWEST`.
-        torch_version: Of the process that wrote it; None if that isn't known.
-    """
-
-    files: Mapping[str, FileRecord]
-    weights: tuple[str, ...]
-    ties: Mapping[str, str]
-    optimizer: Mapping[str, Any] | None
-    extra: Mapping[str, Any]
-    schema: int = NEWEST
-    torch_version: str | None = str(torch.__version__)
-
-    def content(self) -> dict[str, Any]:
-        """Returns all but the checksum as JSON, as the newest schema has it."""
-        return {
-            "torch": self.torch_version,
-            "files": {name: record.to_json() for name, record in self.files.items()},
-            "weights": {"files": list(self.weights), "ties": dict(self.ties)},
-            "optimizer": self.optimizer,
-            "extra": self.extra,
-        }
+    torch_version: str = str(torch.__version__)
+    files: dict[str, FileRecord]
+    weights: WeightFiles
+    optimizer: _Optimizer | None
+    extra: dict[str, Any]
 
     def text(self) -> bytes:
         """Returns the JSON; its length depends on the length of names and values only."""
-        content = self.content()
-        return _dump({"schema": NEWEST, "sha256": _digest(NEWEST, content), "content": content})
+        content = msgspec.to_builtins(self)
+        return _dump({"schema": SCHEMA, "sha256": _digest(content), "content": content})
 
     @staticmethod
     def read(folder: Path) -> Manifest:
@@ -181,25 +130,16 @@ class Manifest(msgspec.Struct, frozen=True):
             raise _damaged(path, str(error)) from error
         envelope = _of_kind(document, _Document, "it", path)
         schema, content = envelope.schema, envelope.content
-        if schema not in READABLE:
+        if schema != SCHEMA:
             raise CheckpointError(
-                f"`{path}` has schema {schema}; this version of megatrain reads {' and '.join(map(str, READABLE))}.\n"
+                f"`{path}` has schema {schema}; this version of megatrain reads {SCHEMA}.\n"
                 "  The schema says how to read the rest of the file.\n"
                 "  Load it with the version that wrote it. Every version can read the weights, which are "
                 "safetensors files."
             )
-        if _digest(schema, content) != envelope.sha256:
+        if _digest(content) != envelope.sha256:
             raise _damaged(path, "its checksum differs")
-        found = _of_kind(content, _Content, "content", path)
-        manifest = Manifest(
-            found.files,
-            found.weights.files,
-            found.weights.ties,
-            content["optimizer"],
-            content["extra"],
-            schema,
-            found.torch,
-        )
+        manifest: Manifest = _of_kind(content, Manifest, "content", path)
         fault = manifest.fault()
         if fault is not None:
             raise _damaged(path, fault)
@@ -210,11 +150,11 @@ class Manifest(msgspec.Struct, frozen=True):
         outside = next((file for file in self.files if not is_inside(file) or file == FILE), None)
         if outside is not None:
             return f"{shown(outside)} isn't the name of a file in this folder"
-        missing = next((file for file in (*self.weights, INDEX) if file not in self.files), None)
+        missing = next((file for file in (*self.weights.files, INDEX) if file not in self.files), None)
         if missing is not None:
             return f"{shown(missing)} isn't among its files"
-        stored = {name for file in self.weights for name in self.files[file].tensors}
-        tie = next((tie for tie, first in self.ties.items() if tie in stored or first not in stored), None)
+        stored = {name for file in self.weights.files for name in self.files[file].tensors}
+        tie = next((tie for tie, first in self.weights.ties.items() if tie in stored or first not in stored), None)
         if tie is not None:
             return f"{shown(tie)} isn't another name of a weight"
         saved = self.optimizer or {"param_groups": [], "parameters": {}, "state": {}}
@@ -224,9 +164,8 @@ class Manifest(msgspec.Struct, frozen=True):
         return None
 
 
-def _digest(schema: int, content: Any) -> str:
-    """The checksum; the first schema had none of its own number."""
-    return digest_of(_dump(content if schema == 1 else [schema, content]))
+def _digest(content: Any) -> str:
+    return digest_of(_dump([SCHEMA, content]))
 
 
 def _dump(value: Any) -> bytes:
@@ -265,12 +204,9 @@ class Encoder:
         self.problems: list[str] = []
 
     def encode(self, value: Any, path: str, depth: int = 1) -> Any:
-        """Returns JSON for `value`.
+        """Returns JSON for a value: None, a number, text, tensor or array, or a dict, list, tuple or Counter of these.
 
-        Args:
-            value: None, a number, a text, a tensor, an array, or a dict, list, tuple or Counter of values.
-            path: Where it is, for names of tensors and for problems.
-            depth: How many values it lies in, itself counted.
+        The path says where it is, for names of tensors and for problems.
         """
         if type(value) in _PLAIN:
             return value

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import collections
 import warnings
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
-import numpy as np
 import torch
 from torch.optim import Optimizer
 from torch.overrides import TorchFunctionMode
@@ -17,7 +16,6 @@ from megatrain.checks import shown
 from megatrain.checks.several_optimizers import Optimizers, check_apart, optimizers_of
 from megatrain.counts import counted
 from megatrain.errors import CheckpointError, ResumeWarning
-from megatrain.files.json_file import MAX_INT
 from megatrain.saving.manifest import Encoder, Manifest
 from megatrain.tracer.packing import inner_tensors, is_wrapper, packing_text
 from megatrain.tracer.spec import TensorSpec, dtype_name
@@ -374,53 +372,16 @@ def packed_parameters(manifest: Manifest) -> list[str]:
     return [name for name, state in saved.items() if any(isinstance(v, dict) and PACKED in v for v in state.values())]
 
 
-_KINDS: Sequence[tuple[type | tuple[type, ...], str]] = (
-    (type(None), "None"),
-    (bool, "flag"),
-    ((int, float), "number"),
-    (str, "text"),
-    (torch.Tensor, "tensor"),
-    (np.ndarray, "array"),
-    (collections.Counter, "counter"),
-    (dict, "dict"),
-    (list, "list"),
-    (tuple, "tuple"),
-)
-_ALSO: Mapping[str, Collection[str]] = {
-    # A new object may have None where a value comes later; a flag that is None lets the optimizer choose.
-    "None": ("flag", "number", "tensor"),
-    "flag": ("None",),
-    "number": ("tensor",),
-    "tensor": ("number",),
-}
-"""Kinds that may replace a kind, besides the kind itself."""
+_HOLDERS = (dict, list, tuple)
 
 
 def misfits(own: Any, saved: Any, place: str, *, is_whole: bool = False) -> Iterator[str]:
-    """Yields the places where a saved value has another kind than the value that it would replace.
+    """Yields the places where a saved value has another structure than the own value that it would replace.
 
-    Args:
-        own: The existing value.
-        saved: The saved value.
-        place: The name of the value.
-        is_whole: Whether dicts within the saved value must have all names of the existing dicts.
+    With `is_whole`, dicts within the saved value must have all names of the existing dicts.
     """
-    here, there = name_of_kind(own), name_of_kind(saved)
-    if there != here and there not in _ALSO.get(here, ()):
-        yield f"`{place}` is a {here} here, but {shown(saved)} in the checkpoint"
-    elif there == "number" and isinstance(saved, int) and abs(saved) > MAX_INT:
-        yield f"`{place}` is {shown(saved)} in the checkpoint, which isn't a valid value"
-    elif "tensor" in (here, there) and {here, there} != {"tensor"} and isinstance(saved, torch.Tensor):
-        if saved.numel() != 1 and here != "None":
-            yield f"`{place}` is a number here, but a tensor of {saved.numel()} in the checkpoint"
-    elif here == there:
-        yield from _inner(own, saved, place, is_whole=is_whole)
-
-
-def _inner(own: Any, saved: Any, place: str, *, is_whole: bool) -> Iterator[str]:
-    length = len(cast(Sequence[Any], own)) if isinstance(own, list | tuple) else 0
-    # A list may have grown since it was made.
-    if len(saved) != length if isinstance(own, tuple) else isinstance(own, list) and len(saved) < length:
+    here, there = (next((kind for kind in _HOLDERS if isinstance(value, kind)), None) for value in (own, saved))
+    if here is not there or (here in (list, tuple) and not _is_as_long(own, saved)):
         yield f"`{place}` is {shown(own)} here, but {shown(saved)} in the checkpoint"
     elif isinstance(own, list | tuple):
         for i, (one, other) in enumerate(zip(cast(Sequence[Any], own), saved, strict=False)):
@@ -433,6 +394,6 @@ def _inner(own: Any, saved: Any, place: str, *, is_whole: bool) -> Iterator[str]
                 yield f"`{place}.{key}` is not in the checkpoint"
 
 
-def name_of_kind(value: object) -> str:
-    """Names the kind of a value that a checkpoint can hold; of another one, its class."""
-    return next((name for kinds, name in _KINDS if isinstance(value, kinds)), type(value).__qualname__)
+def _is_as_long(own: Sequence[Any], saved: Sequence[Any]) -> bool:
+    """Whether a saved list or tuple may replace one: a list may have grown since it was made."""
+    return len(saved) >= len(own) if isinstance(own, list) else len(saved) == len(own)

@@ -20,7 +20,7 @@ from megatrain.errors import CheckpointError
 from megatrain.files import disk
 from megatrain.files.disk import KINDS, Digest, Source, bytes_of, digest_of, obstacle, without_ties
 from megatrain.files.replace import replaced, resolved
-from megatrain.saving.manifest import FILE, INDEX, TRAINING, Encoder, FileRecord, Manifest, TensorRecord
+from megatrain.saving.manifest import FILE, INDEX, TRAINING, Encoder, FileRecord, Manifest, TensorRecord, WeightFiles
 from megatrain.saving.optimizers import OptimizerState
 from megatrain.sizes import SIZE, format_bytes, parse_bytes
 
@@ -88,12 +88,9 @@ def _write_tensor(file: RawIOBase, name: str, source: Source) -> str:
 
 
 def shards(stem: str, sources: Mapping[str, Source], shard_bytes: int) -> list[Shard]:
-    """Lays tensors out in files of at most `shard_bytes`, or of one larger tensor.
+    """Lays tensors out in files of at most `shard_bytes`, headers not counted, or of one larger tensor.
 
-    Args:
-        stem: Path of the files inside the checkpoint, without number and ending.
-        sources: By name; neighbours share a file.
-        shard_bytes: Limit of a file in bytes, header not counted.
+    Neighbours share a file. The stem is a path inside the checkpoint, without number and ending.
     """
     groups: list[dict[str, Source]] = []
     room = 0
@@ -183,7 +180,7 @@ class CheckpointDraft:
     ties: Mapping[str, str]
     training: Sequence[Shard]
     values: Sequence[Shard]
-    optimizer: Mapping[str, Any] | None
+    optimizer: Any
     extra: Any
 
     @staticmethod
@@ -293,7 +290,8 @@ class CheckpointDraft:
 
     def manifest(self, files: Mapping[str, FileRecord]) -> Manifest:
         """The manifest with these entries."""
-        return Manifest(files, tuple(shard.file for shard in self.weights), self.ties, self.optimizer, self.extra)
+        weights = WeightFiles(tuple(shard.file for shard in self.weights), dict(self.ties))
+        return Manifest(files=dict(files), weights=weights, optimizer=self.optimizer, extra=self.extra)
 
 
 def _is_name(name: str) -> bool:

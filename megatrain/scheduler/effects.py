@@ -35,12 +35,7 @@ def keep_all(workload: Workload) -> int:
 
 
 class Parking:
-    """What leaves the device between forward and backward under choices of one workload.
-
-    Args:
-        workload: What runs.
-        kind: The kind of the step.
-    """
+    """What leaves the device between forward and backward under choices of one workload."""
 
     def __init__(self, workload: Workload, kind: StepKind) -> None:
         turn = turn_block(workload)
@@ -94,9 +89,6 @@ class ItemFacts(NamedTuple):
     """What holds for an item that takes bytes, in any table of a step.
 
     Attributes:
-        item: The item.
-        memory: Where it takes bytes; see `ItemKind`.
-        nbytes: Bytes that it takes there.
         storage: The storage that it shares with other values; None if it shares none.
         outlives: Whether it still exists when the step is over.
     """
@@ -112,13 +104,7 @@ _RANKS = {kind: rank for rank, kind in enumerate(ITEMS)}
 
 
 class KnownOp(NamedTuple):
-    """The effect of an op, and its items that take bytes of a memory, by their numbers in `Effects.items`.
-
-    Attributes:
-        effect: The effect.
-        takes: What it makes, or adds to.
-        uses: What it reads.
-    """
+    """The effect of an op, and what it takes and uses of a memory, by their numbers in `Effects.items`."""
 
     effect: Effect
     takes: tuple[int, ...]

@@ -15,11 +15,11 @@ from megatrain.checks import shown
 from megatrain.counts import counted
 from megatrain.errors import ScheduleError
 from megatrain.hardware.work import Works, total_bytes, total_flops, total_kernels
-from megatrain.scheduler.costs import Costs
+from megatrain.scheduler.bands import band_of
 from megatrain.scheduler.dependency import dependency_graph
 from megatrain.scheduler.effects import streams
 from megatrain.scheduler.items import Stream
-from megatrain.scheduler.simulate import Timing, critical_path, simulate
+from megatrain.scheduler.simulate import Costs, Timing, simulate
 from megatrain.scheduler.step_kind import StepKind
 from megatrain.scheduler.table import Op, Position, Table
 from megatrain.scheduler.text import ranges
@@ -36,16 +36,7 @@ _REASONS = {
 
 
 def why(schedule: Table, op: str, tick: int | None = None) -> str:
-    """Lists the ops that an op waits for, latest first, then those that the latest waits for, back to the start.
-
-    Args:
-        schedule: The table, which knows its workload.
-        op: The op as the table prints it, without a star: `"B3"`, `"W3@1"`, `"A1.0"`.
-        tick: Its tick, if the op occurs several times; None takes the first.
-
-    Raises:
-        ScheduleError: If there is no such op (at that tick).
-    """
+    """As `Schedule.why`."""
     graph, ops = dependency_graph(schedule), dict(schedule.positions())
     lines: list[str] = []
     position: Position | None = _found(ops, op, tick)
@@ -81,21 +72,10 @@ def _name(position: Position, ops: dict[Position, Op]) -> str:
 
 
 def gantt(schedule: Table, costs: Costs, *, width: int = 100) -> str:
-    """Draws the streams of a simulated step: the letter of the op that takes most of each slice, `.` where none runs.
-
-    Capitals are ops of the critical path: the longest chain of dependencies, which is why the step takes that long.
-
-    Args:
-        schedule: The table, which knows its workload.
-        costs: Rates of a machine, or measured times.
-        width: Slices into which the step is cut.
-
-    Raises:
-        ScheduleError: If the schedule doesn't know its workload, or the measurement lacks one of its ops.
-    """
-    simulation, (_, path) = simulate(schedule, costs), critical_path(schedule, costs)
-    letters = {position: op.what for position, op in schedule.positions()}
-    drawn = {p: letter if p in set(path) else letter.lower() for p, letter in letters.items()}
+    """As `Schedule.gantt`."""
+    simulation = simulate(schedule, costs)
+    path = set(band_of("plan", "", schedule, simulation.timeline).path)
+    drawn = {p: op.what if i in path else op.what.lower() for i, (p, op) in enumerate(schedule.positions())}
     slice_s = simulation.step_s / width
     lines = [f"{simulation}; {slice_s * 1e3:.3g} ms a character"]
     names = max(map(len, streams()))
@@ -190,8 +170,6 @@ class _Standing(NamedTuple):
     """An op where it stands: its tick, and the same as seen from the compute stream.
 
     Args:
-        op: As the schedule has it.
-        tick: Its row.
         ahead: How many ticks before `beside`; negative after it.
         beside: The op of the compute stream at that tick, or the next one, or the last one of all.
     """
@@ -221,15 +199,7 @@ class _Standing(NamedTuple):
 
 
 def diff(schedule: Table, other: Table) -> str:
-    """Says how `other` differs: first how much, in words and bytes, then which ops.
-
-    An op has moved if it shares a tick with another op of the compute stream, or has another order with it: one more
-    tick at the beginning moves no op.
-
-    Args:
-        schedule: The first schedule.
-        other: The second schedule.
-    """
+    """As `Schedule.diff`."""
     if schedule == other:
         return EQUAL
     summary = ", ".join(_counts(schedule, other)) or "as many graphs, parks and ticks"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict, deque
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from typing import Any
@@ -35,7 +35,6 @@ class Merged:
     """One workload for several.
 
     Args:
-        workload: As large as each of them, with the values of all.
         places: Per workload, and per value of `workload`: its index in that workload; None where that one lacks it.
     """
 
@@ -49,9 +48,6 @@ def merge(workloads: Sequence[Workload]) -> Merged:
     A table for the result serves each of them: memory only grows with sizes, and a value that a micro-batch lacks (a
     mask, where it has no padding) is one of no bytes. Their blocks must have the same structure; that these hold the
     same *parameters*, only programs can tell. Names are those of the first that has the block or the value.
-
-    Args:
-        workloads: Of the micro-batches, at least one, in any order.
 
     Raises:
         ScheduleError: At the first difference in structure of the blocks.
@@ -80,14 +76,7 @@ def merge(workloads: Sequence[Workload]) -> Merged:
 
 
 def refuse(differences: Iterable[Iterator[str]]) -> None:
-    """Refuses micro-batches that differ from the first in more than sizes and values.
-
-    Args:
-        differences: Of each micro-batch, in words.
-
-    Raises:
-        MicroBatchError: At the first difference.
-    """
+    """Refuses micro-batches that differ from the first in more than sizes and values."""
     for number, found in enumerate(differences):
         for difference in found:
             raise MicroBatchError(
@@ -272,73 +261,33 @@ def schedule(
             block reads it before the one that computes its new value.
     """
     kind = StepKind(mode, transfer, micro_batches, updates, clip, outputs, reports_norm)
-    size = None if memory is None else parse_bytes(memory, "memory")
-    is_program = isinstance(program, Program)
-    made = partial(step_schedule, [program] * micro_batches) if is_program else partial(build, program)
-    return made(kind, num_slots=num_slots, keep=keep, memory=size, activations=activations, hardware=hardware)
-
-
-def step_schedule(
-    programs: Sequence[Program],
-    kind: StepKind,
-    *,
-    num_slots: int | None = None,
-    keep: int | None = None,
-    memory: int | None = None,
-    activations: str = "auto",
-    loss_bytes: int = 0,
-    hardware: Hardware | None = None,
-    usual: Hardware | None = None,
-    masters: str = "exact",
-    updates_there: bool = False,
-    most_result_bytes: int | None = None,
-    recorded: Collection[int] = (),
-) -> Schedule:
-    """Places one step whose micro-batches are captures of one model.
-
-    Args:
-        programs: One per micro-batch; each runs the same blocks of state.
-        kind: The kind of the step.
-        num_slots: As in `schedule`, like those below.
-        keep: See there.
-        memory: Device bytes; see there.
-        activations: See there.
-        loss_bytes: As in `Workload`.
-        hardware: As in `schedule`.
-        usual: As in `build`.
-        masters: As in `workload`.
-        updates_there: See there.
-        most_result_bytes: As in `build`.
-        recorded: As in `build`.
-
-    Raises:
-        ScheduleError: If they don't, `memory` is too small, or a buffer can't go from one to the next.
-    """
-    for program in {id(each): each for each in programs}.values() if kind.micro_batches > 1 else ():
-        check_buffers(program)
-    merged = merge_programs(programs, masters, updates_there=updates_there)
-    works = replace(merged.workload, loss_bytes=loss_bytes)
     return build(
-        works,
+        step_workload([program] * micro_batches) if isinstance(program, Program) else program,
         kind,
         num_slots=num_slots,
         keep=keep,
-        memory=memory,
+        memory=None if memory is None else parse_bytes(memory, "memory"),
         activations=activations,
         hardware=hardware,
-        usual=usual,
-        most_result_bytes=most_result_bytes,
-        recorded=recorded,
     )
+
+
+def step_workload(
+    programs: Sequence[Program], *, loss_bytes: int = 0, masters: str = "exact", updates_there: bool = False
+) -> Workload:
+    """The workload of a step whose micro-batches are captures of one model, one each.
+
+    Raises:
+        ScheduleError: If they don't, or a buffer can't go from one micro-batch to the next.
+    """
+    for program in {id(each): each for each in programs}.values() if len(programs) > 1 else ():
+        check_buffers(program)
+    merged = merge_programs(programs, masters, updates_there=updates_there)
+    return replace(merged.workload, loss_bytes=loss_bytes)
 
 
 def merge_programs(programs: Sequence[Program], masters: str = "exact", *, updates_there: bool = False) -> Merged:
     """Merges the workloads of captures of one model, which all use the state that comes for the first of them.
-
-    Args:
-        programs: One per micro-batch; some may be the same.
-        masters: As in `workload`.
-        updates_there: See there.
 
     Raises:
         ScheduleError: If a block of one has other state than that of the first, or they write other buffers.
@@ -366,8 +315,6 @@ def check_buffers(program: Program) -> None:
 
     All micro-batches of a block run before the next block, so a buffer's new value must come in no later a block than
     the first that reads the old one. An old value that the model returns is read before any block runs.
-
-    `schedule` calls this check; code that builds a table of several programs' merged workload must call it for each.
 
     Raises:
         ScheduleError: Naming the buffer and the blocks.

@@ -26,10 +26,6 @@ class Lifetime(NamedTuple):
     """One life of an item, between two moments.
 
     Attributes:
-        item: The item.
-        memory: Where it lives; see `ItemKind`.
-        nbytes: Bytes that it takes there.
-        first: The first moment.
         last: The last moment, inclusive.
         start: The op with which its memory is taken; None if it exists, or its memory is taken, when the step begins.
         ends: The item is released when all these ops are done: the last of each stream that uses it. Empty if it
@@ -50,16 +46,11 @@ class Lifetime(NamedTuple):
 
 
 def live_moments(lives: Iterable[Lifetime], num_ticks: int, base: int = 0) -> tuple[int, ...]:
-    """Bytes that exist at each moment, two for each tick.
+    """Bytes of one memory that exist at each moment, two for each tick; `base` of them all the time.
 
     This bounds the memory at run time for any timing, because an op that takes memory waits for the ops of earlier
     ticks that release some (the "memory" edges of the dependency graph). So things that exist at the same time
     pairwise share a moment, and intervals that pairwise meet have a moment in common.
-
-    Args:
-        lives: Of one memory.
-        num_ticks: Rows of the table.
-        base: Bytes that exist all the time.
     """
     change = [0] * (MOMENTS * num_ticks + 1)
     change[0] = base
@@ -106,20 +97,9 @@ def union(spans: list[tuple[int, int]]) -> list[tuple[int, int]]:
 class Books:
     """The effects of the ops of a table, and the lifetimes that follow.
 
-    Args:
-        table: The table.
-        workload: What it runs; by default the table's own.
-        effects: What its kinds of ops do, if that is known.
-
     Attributes:
-        table: The table.
-        workload: What it runs.
-        effects: What its kinds of ops do.
         ops: What each op does, in the order of `Table.positions`.
         lifetimes: Those of all items; see `item_lifetimes`.
-
-    Raises:
-        ScheduleError: If no workload is known.
     """
 
     def __init__(self, table: Table, workload: Workload | None = None, effects: Effects | None = None) -> None:
@@ -146,9 +126,6 @@ def takers(positions: Iterable[Position]) -> Iterator[Position | None]:
     All of it comes from compute's allocator, where memory that compute releases can be taken at once, in the order of
     the stream. So what a transfer brings to the device takes its memory when the last op of compute of an earlier
     tick is over, and the transfer waits for this op.
-
-    Args:
-        positions: In the order of `Table.positions`.
     """
     earlier: Position | None = None  # the last op of compute of an earlier tick
     latest: Position | None = None  # and of a tick so far
@@ -163,13 +140,7 @@ def takers(positions: Iterable[Position]) -> Iterator[Position | None]:
 
 
 def item_lifetimes(effects: Effects, ops: Sequence[tuple[Position, KnownOp]], num_ticks: int) -> tuple[Lifetime, ...]:
-    """All lifetimes: by micro-batch, then in the order of `ITEMS`, then by number.
-
-    Args:
-        effects: Of the step.
-        ops: What each op does, in the order of `Table.positions`.
-        num_ticks: Rows of the table.
-    """
+    """All lifetimes: by micro-batch, then in the order of `ITEMS`, then by number."""
     starts, uses = _starts(effects, ops), _last_uses(ops)
     found: list[Lifetime] = []
     for number in sorted({*starts, *chain(*uses)}, key=effects.ranks.__getitem__):
@@ -227,13 +198,8 @@ class Uses:
     Of the ops of one stream that end a life only the last counts: the stream's order implies the others. An op with a
     workspace always takes and releases device memory.
 
-    Args:
-        books: Of the table.
-        memory: As in `ItemKind`.
-
     Attributes:
         takers: By stream, in the order of ticks.
-        releasers: All.
     """
 
     def __init__(self, books: Books, memory: str) -> None:
@@ -317,11 +283,7 @@ def device_moments(books: Books) -> tuple[tuple[int, ...], tuple[int, ...]]:
 
 
 def find_peak(table: Table) -> Peak:
-    """Says when a schedule needs `device_bytes`, and for what.
-
-    Raises:
-        ScheduleError: If the table doesn't know its workload.
-    """
+    """Says when a schedule needs `device_bytes`, and for what."""
     books = Books(table)
     _, needed = device_moments(books)
     moment = max(range(len(needed)), key=lambda m: (needed[m], -m))

@@ -12,12 +12,10 @@ from megatrain.counts import counted
 from megatrain.garbage import paused_collection
 from megatrain.scheduler.check.instruction_rules import check_instructions
 from megatrain.scheduler.check.schedule_rules import check_schedule
-from megatrain.scheduler.costs import Costs
 from megatrain.scheduler.dependency import dependency_graph, derive_waits, resident_blocks, weight_bindings
-from megatrain.scheduler.emit import emit
 from megatrain.scheduler.explain import diff, gantt, why
-from megatrain.scheduler.instructions import Instructions
-from megatrain.scheduler.simulate import Simulation, critical_path, lower_bounds, simulate
+from megatrain.scheduler.instructions import Instructions, emit
+from megatrain.scheduler.simulate import Costs, Simulation, simulate
 from megatrain.scheduler.table import Position, Table
 from megatrain.scheduler.text import parse_table, table_text
 from megatrain.scheduler.workload import Workload
@@ -95,41 +93,46 @@ class Schedule(Table):
 
     @checked(op=instance_of(str), tick=optional(count()))
     def why(self, op: str, tick: int | None = None) -> str:
-        """Lists the ops that an op waits for, back to the start of the step; see `scheduler.printed.why`.
+        """Lists the ops that an op waits for, latest first, then those that the latest waits for, back to the start.
+
+        Args:
+            op: The op as the table prints it, without a star: `"B3"`, `"W3@1"`, `"A1.0"`.
+            tick: Its tick, if the op occurs several times; None takes the first.
 
         Raises:
-            ScheduleError: If there is no such op.
+            ScheduleError: If there is no such op (at that tick).
         """
         return why(self, op, tick)
 
     @checked()
     def diff(self, other: Table) -> str:
-        """Says how another schedule differs, in words and then op by op; see `scheduler.printed.diff`.
+        """Says how another differs: first how much, in words and bytes, then which ops. Equal ones take a line.
 
-        Returns:
-            A line if they are equal.
+        An op has moved if it shares a tick with another op of the compute stream, or has another order with it: one
+        more tick at the beginning moves no op.
         """
         return diff(self, other)
 
     @checked(width=count(1, 10_000))
     def gantt(self, costs: Costs, *, width: int = 100) -> str:
-        """The simulated step as text, a row per stream; see `megatrain.scheduler.explain.gantt`."""
+        """Draws the streams of a simulated step: the letter of the op that takes most of each of `width` slices.
+
+        `.` is where none runs. Capitals are ops of the longest chain of dependencies, which is why the step takes that
+        long.
+
+        Raises:
+            ScheduleError: If the schedule doesn't know its workload, or the measurement is of another one.
+        """
         return gantt(self, costs, width=width)
 
     @checked()
     def simulate(self, costs: Costs) -> Simulation:
-        """Runs the schedule on paper; see `megatrain.scheduler.simulate.simulate`."""
+        """Runs every op on paper as soon as its stream is free and its dependencies are done.
+
+        Raises:
+            ScheduleError: If the schedule doesn't know its workload, or the measurement is of another one.
+        """
         return simulate(self, costs)
-
-    @checked()
-    def critical_path(self, costs: Costs) -> tuple[float, tuple[Position, ...]]:
-        """Seconds and ops of the longest chain of dependencies."""
-        return critical_path(self, costs)
-
-    @checked()
-    def lower_bounds(self, costs: Costs) -> dict[str, float]:
-        """Lower bounds of the seconds that any order of the same ops takes, by reason."""
-        return lower_bounds(self, costs)
 
 
 def schedule_of(table: Table) -> Schedule:

@@ -1,23 +1,125 @@
-"""Simulation: a step on paper, lower bounds of its time, and a step as it ran."""
+"""Simulation: seconds of ops by the rates of a machine or as measured, and a step on paper or as it ran."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
-from math import isfinite, isinf
-from typing import NamedTuple
-
-import networkx as nx
+from math import inf, isfinite, isinf
 
 from megatrain.counts import counted
-from megatrain.errors import ScheduleError
+from megatrain.errors import OptionError, ScheduleError
 from megatrain.hardware.hardware import Hardware
-from megatrain.scheduler.costs import Costs, Measured, books_durations, op_durations
-from megatrain.scheduler.dependency import dependency_graph, derive_waits, latest_waits
+from megatrain.hardware.work import Works
+from megatrain.scheduler.dependency import derive_waits, latest_waits
 from megatrain.scheduler.effects import streams
-from megatrain.scheduler.items import Stream
+from megatrain.scheduler.items import Effect, Stream
 from megatrain.scheduler.lifetimes import Books
-from megatrain.scheduler.table import Position, Table, columns
+from megatrain.scheduler.table import Position, Table
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """Seconds that each op of a schedule took in a run: `TrainStep.measure`, or `TimedRun.measured`.
+
+    Args:
+        schedule: What ran.
+        seconds: Of every op, in table order, from the moment when its stream was free and its waits were done, so that
+            waking up counts, until its end.
+
+    Raises:
+        OptionError: If a time is negative or no number.
+        ScheduleError: If an op has no time, or a time no op.
+    """
+
+    schedule: Table
+    seconds: Mapping[Position, float]
+
+    def __post_init__(self) -> None:
+        for position, op in self.schedule.positions():
+            seconds = self.seconds.get(position)
+            if seconds is None:
+                raise ScheduleError(
+                    f"{position.stream}:{op} at tick {position.tick} has no time.\n"
+                    "  A measured run has a time for each op of its table.\n"
+                    "  Give a time for each op, also for ops that move nothing."
+                )
+            if not isfinite(seconds) or seconds < 0:
+                raise OptionError(
+                    f"{position.stream}:{op} can't take {seconds} s.\n  A time is a number that isn't negative."
+                )
+        if len(self.seconds) != len(self.schedule.ops):
+            extra = min(set(self.seconds).difference(p for p, _ in self.schedule.positions()))
+            raise ScheduleError(f"there is a time for {extra.stream} at tick {extra.tick}, where the table has no op.")
+
+    def durations(self, schedule: Table) -> dict[Position, float]:
+        """Seconds of each op, in table order.
+
+        Raises:
+            ScheduleError: If another schedule was measured.
+        """
+        if schedule != self.schedule:
+            raise ScheduleError(
+                "the measurement is of another schedule.\n  What an op takes depends on what runs next to it.\n"
+                "  Measure a run of this schedule, or give the rates of the machine: Hardware.measure()."
+            )
+        return {position: self.seconds[position] for position, _ in schedule.positions()}
+
+    def __str__(self) -> str:
+        lines = [f"measured: {counted(len(self.seconds), 'op')}; ms"]
+        for position, op in self.schedule.positions():
+            milliseconds = self.seconds[position] * 1e3
+            lines.append(f"{position.tick:>4}  {position.stream:<7}  {op!s:<8}  {milliseconds:>10.3f}")
+        return "\n".join(lines)
+
+
+Costs = Hardware | Measured
+
+
+def op_durations(schedule: Table, costs: Costs) -> dict[Position, float]:
+    """Seconds of each op, in table order, if nothing else slows it down.
+
+    Of a machine's rates: an op of compute takes as long as its kernels, a copy as long as its bytes, an op of the host
+    as long as the bytes that it reads and writes, an update longer by a time for each parameter.
+    """
+    return costs.durations(schedule) if isinstance(costs, Measured) else books_durations(Books(schedule), costs)
+
+
+def books_durations(books: Books, costs: Costs) -> dict[Position, float]:
+    """The same as `op_durations`, of what is known of a table."""
+    if isinstance(costs, Measured):
+        return costs.durations(books.table)
+    seconds = OpSeconds(costs)
+    return {position: seconds.of(position.stream, effect) for position, effect in books.ops}
+
+
+class OpSeconds:
+    """Seconds of ops on a machine if nothing else slows them down; equal kernels are timed once."""
+
+    def __init__(self, hardware: Hardware) -> None:
+        self._hardware = hardware
+        self._rates: dict[str, float] = {
+            Stream.H2D: hardware.h2d_bytes_per_s,
+            Stream.D2H: hardware.d2h_bytes_per_s,
+            Stream.HOST: hardware.host_bytes_per_s,
+            **hardware.further_rates,
+        }
+        self._known: dict[tuple[Works, bool], float] = {}
+
+    def of(self, stream: str, effect: Effect) -> float:
+        """Seconds of an op: as long as its kernels, or as the bytes that it moves, or reads and writes on the host."""
+        computes = bool(effect.work) or stream == Stream.COMPUTE
+        seconds = self.of_kernels(effect.work, effect.is_recorded) if computes else self._hardware.launch_s
+        if stream == Stream.HOST:
+            seconds += self._hardware.op_s + effect.num_parameters * self._hardware.update_s
+        return seconds + effect.moves / self._rates.get(stream, inf)
+
+    def of_kernels(self, works: Works, is_recorded: bool = False) -> float:
+        """Seconds of an op of compute with these kernels, launched one by one or, as recorded, by one call."""
+        key = works, is_recorded
+        if key not in self._known:
+            self._known[key] = self._hardware.seconds(works, is_recorded=is_recorded)
+        return self._known[key]
+
 
 # Ops that end at the same moment, up to rounding, end together.
 _ROUNDING = 1 + 1e-12
@@ -36,12 +138,7 @@ def speed(hardware: Hardware, stream: str, busy: Collection[str]) -> float:
     """The share of its own rate that a stream keeps while others work.
 
     Copies one way slow down those the other way. Host memory is one resource of updates, norms and copies: where they
-    want more bytes per second than it has, each keeps the same part of what it wants.
-
-    Args:
-        hardware: The machine.
-        stream: Its name.
-        busy: The names of all streams that work.
+    want more bytes per second than it has, each keeps the same part of what it wants. The stream itself is `busy`, too.
     """
     if stream == Stream.COMPUTE:
         return hardware.compute_beside if len(busy) > 1 else 1.0
@@ -61,12 +158,9 @@ def speed(hardware: Hardware, stream: str, busy: Collection[str]) -> float:
 def shared_timeline(
     durations: Mapping[Position, float], waits: Mapping[Position, Iterable[Position]], hardware: Hardware
 ) -> tuple[Timing, ...]:
-    """Runs every op as soon as its stream is free and its dependencies are done, as fast as the others let it.
+    """Runs every op as soon as its stream is free and its waits are over, as fast as the others let it.
 
-    Args:
-        durations: Seconds of each op alone, in table order.
-        waits: For each op, the ops of other streams that it waits for.
-        hardware: The machine, which says how streams slow each other down.
+    Seconds are of each op alone, in table order.
     """
     number = {stream: n for n, stream in enumerate(dict.fromkeys(position.stream for position in durations))}
     queues: list[list[Position]] = [[] for _ in number]
@@ -101,25 +195,11 @@ def shared_timeline(
     return tuple(found[position] for position in durations)
 
 
-def link_bound(h2d_s: float, d2h_s: float, hardware: Hardware) -> float:
-    """Seconds of copies that take so long alone: with as much at the same time as makes them end first.
-
-    Each second with both under way does as much as the sum of the shares does alone.
-    """
-    return max(to_device * h2d_s + to_host * d2h_s for to_device, to_host in link_limits(hardware))
-
-
 def link_limits(hardware: Hardware) -> tuple[tuple[float, float], ...]:
     """What a second of copies to the device, and one to the host, count of the link's time: the larger sum holds."""
     shares = hardware.h2d_beside, hardware.d2h_beside
     gain = max(0.0, sum(shares) - 1)
     return (1 - gain / shares[0], 1.0), (1.0, 1 - gain / shares[1])
-
-
-def memory_bound(h2d_s: float, d2h_s: float, host_s: float, hardware: Hardware) -> float:
-    """Seconds of host memory: what updates and norms take alone, and the bytes of copies that take so long alone."""
-    to_device, to_host = memory_limits(hardware)
-    return host_s + to_device * h2d_s + to_host * d2h_s
 
 
 def memory_limits(hardware: Hardware) -> tuple[float, float]:
@@ -128,109 +208,6 @@ def memory_limits(hardware: Hardware) -> tuple[float, float]:
     # Copies that take no time move nothing that counts.
     to_device, to_host = (0.0 if isinf(rate) else rate / hardware.host_bytes_per_s for rate in rates)
     return to_device, to_host
-
-
-# Ends: how long a step must take before the first of some ops, and after the last, in any order of all ops.
-#
-# `behind` is the same of what another stream does first.
-
-
-class Ends(NamedTuple):
-    """The parts of a step in which none of some ops can run.
-
-    Attributes:
-        head_s: Seconds before any of them can start.
-        tail_s: Seconds after any of them that could be the last.
-    """
-
-    head_s: float
-    tail_s: float
-
-
-def ends(needed: nx.DiGraph[Position], durations: Mapping[Position, float], ops: Collection[Position]) -> Ends:
-    """Finds both ends.
-
-    The first of the ops follows none of them, and so one of those that need no other comes first; the last alike.
-
-    Args:
-        needed: Edges from ops to those that need their results.
-        durations: Seconds of each op.
-        ops: All ops of compute; at least one.
-    """
-    needed = nx.DiGraph(needed)
-    needed.add_nodes_from(durations)
-    return Ends(_before_first(needed, durations, ops), _before_first(needed.reverse(), durations, ops))
-
-
-def behind(
-    needed: nx.DiGraph[Position], durations: Mapping[Position, float], ops: Collection[Position], stream: str
-) -> float:
-    """Seconds that a stream takes for all that `ops` need of it, and then those of them that need the last of it.
-
-    Whichever of the stream's ops is the last, `ops` that need its result come after it, one by one.
-
-    Args:
-        needed: Edges from ops to those that need their results.
-        durations: Seconds of each op.
-        ops: All ops of compute.
-        stream: Another stream.
-    """
-    graph: nx.DiGraph[Position] = nx.DiGraph(needed)
-    graph.add_nodes_from(durations)
-    after = {p: {*ops} & nx.descendants(graph, p) for p in durations if p.stream == stream}
-    last = [_after(graph, durations, position, found) for position, found in after.items() if found]
-    if not last:
-        return 0.0
-    return sum(durations[position] for position, found in after.items() if found) + min(last)
-
-
-def _after(
-    graph: nx.DiGraph[Position], durations: Mapping[Position, float], position: Position, found: set[Position]
-) -> float:
-    """Seconds of the ops that need another one, with what lies between at least."""
-    ways = nx.single_source_dijkstra_path_length(
-        graph, position, weight=lambda a, b, _: 0.0 if a == position else durations[a]
-    )
-    return min(ways[each] for each in found) + sum(durations[each] for each in found)
-
-
-def _before_first(graph: nx.DiGraph[Position], durations: Mapping[Position, float], ops: Collection[Position]) -> float:
-    """The least of the seconds before those ops that none of the others precedes."""
-    before = {position: nx.ancestors(graph, position) for position in _without_predecessor(graph, ops)}
-    return min(_earliest(graph, durations, position, ancestors) for position, ancestors in before.items())
-
-
-def _without_predecessor(graph: nx.DiGraph[Position], ops: Collection[Position]) -> list[Position]:
-    follows: set[Position] = set()
-    for position in nx.topological_sort(graph):
-        if position in follows or position in ops:
-            follows.update(graph.successors(position))
-    return [position for position in ops if position not in follows]
-
-
-def _earliest(
-    graph: nx.DiGraph[Position], durations: Mapping[Position, float], last: Position, ancestors: set[Position]
-) -> float:
-    """A bound of the moment at which an op can start: by each chain of ops before it, and by each stream.
-
-    A stream does all its ops before `last` one by one, the first of them no earlier than the earliest can start; after
-    its last there is at least the shortest way from one of them.
-    """
-    part = graph.subgraph({*ancestors, last})
-    order = list(nx.topological_sort(part))
-    starts: dict[Position, float] = {}
-    for position in order:
-        starts[position] = max((starts[p] + durations[p] for p in part.predecessors(position)), default=0.0)
-    left = {last: 0.0}
-    for position in reversed(order):
-        if position != last:
-            left[position] = max(0.0 if p == last else durations[p] + left[p] for p in part.successors(position))
-    found = [starts[last]]
-    for stream in {position.stream for position in ancestors}:
-        own = [position for position in ancestors if position.stream == stream]
-        total = sum(durations[position] for position in own)
-        found.append(min(starts[p] for p in own) + total + min(left[p] for p in own))
-    return max(found)
 
 
 @dataclass(frozen=True, slots=True)
@@ -255,15 +232,7 @@ class Simulation:
 
 
 def simulate(schedule: Table, costs: Costs) -> Simulation:
-    """Runs every op as soon as its stream is free and its dependencies are done.
-
-    Args:
-        schedule: The table.
-        costs: Rates of a machine, or measured times.
-
-    Raises:
-        ScheduleError: If the schedule doesn't know its workload, or the measurement lacks one of its ops.
-    """
+    """As `Schedule.simulate`."""
     return simulate_books(Books(schedule), costs)
 
 
@@ -291,61 +260,6 @@ def _timeline(books: Books, costs: Costs) -> tuple[Timing, ...]:
         free[position.stream] = ends[position] = start + seconds
         timeline.append(Timing(position, start, start + seconds))
     return tuple(timeline)
-
-
-def critical_path(schedule: Table, costs: Costs) -> tuple[float, tuple[Position, ...]]:
-    """Seconds and ops of the longest chain of dependencies, the order of streams included.
-
-    Each op counts as long as it takes in the simulated step. No op waits for anything else, so this is how long the
-    step takes, and why.
-    """
-    if isinstance(costs, Hardware) and costs.is_shared:
-        durations = {timing.position: timing.end_s - timing.start_s for timing in _timeline(Books(schedule), costs)}
-    else:
-        durations = op_durations(schedule, costs)
-    return _longest_path(dependency_graph(schedule), durations)
-
-
-def lower_bounds(schedule: Table, costs: Costs) -> dict[str, float]:
-    """Lower bounds of the seconds that these ops take, by reason.
-
-    Per stream the sum of its ops, which run one by one; `"link"` is the time that copies of both directions take
-    together, where one slows the other down, and `"host memory"` that of the bytes that updates and copies move there;
-    `"data"` is the longest chain of ops that need each other's results,
-    which no number of slots and no other order shortens; `"ends"` is all of compute with what comes before its first op
-    and after its last, in any order, and `"behind"` is all of the host that compute needs, then all of compute that
-    needs the last of it, whichever that is, and what comes after: a host may take longer for deferred updates than the
-    device for the forward. No op counts as slowed down by others otherwise.
-    """
-    durations = op_durations(schedule, costs)
-    bounds = {str(stream): 0.0 for stream in columns(schedule.ticks)}
-    for position, seconds in durations.items():
-        bounds[position.stream] += seconds
-    if isinstance(costs, Hardware) and costs.is_shared:
-        crossing = bounds[Stream.H2D], bounds[Stream.D2H]
-        bounds["link"] = link_bound(*crossing, costs)
-        bounds["host memory"] = memory_bound(*crossing, bounds[Stream.HOST], costs)
-    graph = dependency_graph(schedule)
-    needed = [(a, b) for a, b, kind in graph.edges(data="kind") if kind in ("data", "weight")]
-    data = nx.DiGraph(needed)
-    bounds["data"] = _longest_path(data, durations)[0]
-    compute = {position for position in durations if position.stream == Stream.COMPUTE}
-    if compute:
-        head_s, tail_s = ends(data, durations, compute)
-        bounds["ends"] = head_s + bounds[Stream.COMPUTE] + tail_s
-        bounds["behind"] = behind(data, durations, compute, Stream.HOST) + tail_s
-    return {reason: bound for reason, bound in bounds.items() if bound > 0}
-
-
-def _longest_path(
-    graph: nx.DiGraph[Position], durations: Mapping[Position, float]
-) -> tuple[float, tuple[Position, ...]]:
-    # networkx weighs edges, so each op's duration goes on the edges that leave it; a last node follows all.
-    weighted: nx.DiGraph[Position | str] = nx.DiGraph()
-    weighted.add_edges_from((a, b, {"s": durations[a]}) for a, b in graph.edges)
-    weighted.add_edges_from((a, "end", {"s": durations[a]}) for a in graph.nodes)
-    path = tuple(p for p in nx.dag_longest_path(weighted, weight="s") if isinstance(p, Position))
-    return sum(durations[p] for p in path), path
 
 
 @dataclass(frozen=True, slots=True)
@@ -406,7 +320,7 @@ class TimedRun:
             ready = max([free.get(position.stream, 0.0), *(ends[before] for before in waits[position])])
             seconds[position] = max(0.0, end - ready)
             free[position.stream] = end
-        return Measured.of(self.schedule, seconds)
+        return Measured(self.schedule, seconds)
 
     def __str__(self) -> str:
         ops = dict(self.schedule.positions())

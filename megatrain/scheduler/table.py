@@ -122,9 +122,7 @@ class Place:
     Places may overlap in bytes; the gradients that they hold at the same time don't.
 
     Args:
-        block: Whose gradients.
         offset: First byte, from the start of all places.
-        nbytes: Bytes they take.
     """
 
     block: int

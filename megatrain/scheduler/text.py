@@ -1,4 +1,4 @@
-"""Numbers of blocks as ranges."""
+"""Text: a table printed, and read back; a workload printed; numbers of blocks as ranges."""
 
 from __future__ import annotations
 

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import json
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from itertools import pairwise
 from typing import Any
 
-from megatrain.checks import checked, from_data
+import msgspec
+
+from megatrain.checks import checked
 from megatrain.errors import ScheduleError
-from megatrain.hardware.work import MEMORY, Kernels, Works, fault_of_works, products
+from megatrain.hardware.work import MEMORY, Kernels, Works, fault_of_works
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,13 +139,7 @@ class BlockWork:
         return self.kept if self.kept is not None and has_results else self
 
     def whole_backward(self, is_saved: bool, micro_batch: int, has_results: bool = False) -> Works:
-        """The kernels of a `B`: with a recompute if the graph isn't retained, and sums with earlier micro-batches.
-
-        Args:
-            is_saved: Whether the graph is retained.
-            micro_batch: Whose it is.
-            has_results: Whether its results were kept.
-        """
+        """The kernels of a `B`: with a recompute if the graph isn't retained, and sums with earlier micro-batches."""
         recomputed = () if is_saved else self.kept.repeated if self.kept and has_results else self.forward
         if micro_batch == 0 or self.gradient_bytes == 0:
             return recomputed + self.backward
@@ -305,12 +302,7 @@ class Workload:
 
     def to_dict(self) -> dict[str, Any]:
         """The workload as plain lists and dictionaries, for JSON."""
-        found = asdict(self)
-        if not self.last_reads_values:
-            del found["last_reads_values"]
-        for block in found["blocks"] if not any(block.optimizer_bytes for block in self.blocks) else ():
-            del block["optimizer_bytes"], block["update_workspace_bytes"]
-        return found
+        return json.loads(json.dumps(asdict(self)))
 
     @staticmethod
     @checked()
@@ -321,51 +313,19 @@ class Workload:
             ScheduleError: If it is something else.
         """
         try:
-            return from_data(
-                Workload,
-                blocks=tuple(_read_block(**block) for block in data["blocks"]),
-                values=tuple(_read_value(**value) for value in data["values"]),
-                storages=tuple(data["storages"]),
-                loss_bytes=data.get("loss_bytes", 0),
-                last_reads_values=data.get("last_reads_values", False),
-            )
-        except (ValueError, KeyError, TypeError) as error:
+            found = msgspec.convert(data, Workload)
+            for block in found.blocks:
+                for works in (block.forward, block.backward, () if block.kept is None else block.kept.repeated):
+                    if fault := fault_of_works(works):
+                        raise ValueError(f"a list of kernels {fault}")
+            if found.to_dict() != data:
+                raise ValueError("it lacks fields, or has others")
+        except ValueError as error:  # msgspec's own among them
             raise ScheduleError(
-                f"these data aren't a workload: {type(error).__name__}: {error}\n"
+                f"these data aren't a workload: {error}\n"
                 "  The data must come from Workload.to_dict.\n  Give the result of to_dict, unchanged."
             ) from error
-
-
-def _read_block(
-    *,
-    shares: Sequence[int] = (),
-    forward: Any = (),
-    backward: Any = (),
-    forward_flops: int = 0,
-    kept: Any = None,
-    **rest: Any,
-) -> BlockWork:
-    works = [_read_works(found) for found in (forward, backward)]
-    if forward_flops:  # an earlier version knew only these; it took a backward as twice that
-        works = [products(forward_flops), products(2 * forward_flops)]
-    with_results = None if kept is None else _read_kept(**kept)
-    return from_data(BlockWork, shares=tuple(shares), forward=works[0], backward=works[1], kept=with_results, **rest)
-
-
-def _read_kept(*, repeated: Any, **rest: Any) -> KeptWork:
-    return from_data(KeptWork, repeated=_read_works(repeated), **rest)
-
-
-def _read_works(found: Any) -> Works:
-    works = tuple(Kernels(*work) for work in found)
-    fault = fault_of_works(works)
-    if fault is not None:
-        raise ValueError(f"a list of kernels {fault}")
-    return works
-
-
-def _read_value(*, readers: list[int], **rest: Any) -> ValueWork:
-    return from_data(ValueWork, readers=tuple(readers), **rest)
+        return found
 
 
 def _check_counts(owner: str, sizes: Mapping[Any, Any]) -> None:

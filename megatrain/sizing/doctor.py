@@ -20,8 +20,8 @@ from megatrain.hardware.machine import slot_share, unknown_card
 from megatrain.memory.host_arena import HostArena
 from megatrain.memory.host_limits import available_bytes, update_threads
 from megatrain.native.native_kernel import ADAMW
-from megatrain.planning.bands import format_s
 from megatrain.progress import stage
+from megatrain.scheduler.bands import format_s
 from megatrain.sizes import format_bytes
 
 _LOCKED_BYTES = 256 << 20

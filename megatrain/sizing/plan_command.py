@@ -13,7 +13,6 @@ from megatrain.hardware.hardware import Hardware
 from megatrain.hardware.presets import GIB, PRESETS
 from megatrain.options import given_bytes
 from megatrain.planning.advice import Spelling, alternatives, missing, refusal, size
-from megatrain.planning.bands import format_s
 from megatrain.planning.host_plan import LORA, MICRO_BATCH, SEQUENCE, ModelSizes
 from megatrain.planning.plan import Plan
 from megatrain.planning.plan_text import verdict
@@ -21,6 +20,7 @@ from megatrain.planning.planned_step import UNBOUNDED, StepLimits, micro_batch_s
 from megatrain.planning.planner import Planner
 from megatrain.progress import stage
 from megatrain.reporting.step_report import check_report_path, report
+from megatrain.scheduler.bands import format_s
 from megatrain.sizes import format_bytes
 from megatrain.sizing.sized_models import sized_model
 from megatrain.sizing.sizing_options import ALL, SizingOptions

@@ -132,8 +132,8 @@ def _several(schedulers: Schedulers | None) -> Sequence[Scheduler]:
 
 
 def _saved(extra: Mapping[str, Any]) -> Sequence[tuple[dict[str, Any], str | None]]:
-    """State and class of each; no class in the first schema."""
-    states, classes = extra["scheduler"], extra.get("scheduler_class")
+    """State and class of each."""
+    states, classes = extra["scheduler"], extra["scheduler_class"]
     if states is None:
         return ()
     return list(zip(states, classes or (), strict=True)) if isinstance(states, list) else [(states, classes)]
@@ -170,15 +170,9 @@ def _differences(
     checkpoint: saving.Checkpoint, saved: dict[Any, Any], kind: str | None, scheduler: Scheduler, place: str
 ) -> Iterator[str]:
     own = scheduler.state_dict()
-    # The first schema has no class, so the names of the state must tell; other versions of torch have more or fewer.
-    is_named = checkpoint.manifest.schema > 1
-    if is_named and kind != _class_of(scheduler):
+    if kind != _class_of(scheduler):
         what = "class" if place == "scheduler" else f"class of {place}"
         yield f"{what}: {kind} in the checkpoint, but {_class_of(scheduler)} here"
-        return
-    if not is_named and not (own.keys() <= saved.keys() or saved.keys() <= own.keys()):
-        names = [", ".join(sorted(map(str, state))) for state in (saved, own)]
-        yield f"state: {names[0]} in the checkpoint, but {names[1]} here"
         return
     yield from misfits(own, saved, place, is_whole=checkpoint.is_of_this_torch)
     for key in saved.keys() - own.keys():

@@ -221,28 +221,18 @@ class _Progress(TypedDict):
     grad_norm: torch.Tensor | None
 
 
-class _FirstExtra(TypedDict):
-    """What `save` has stored as values under the first schema of the manifest."""
+class _Always(TypedDict):
+    """What `save` stores as values; of several schedulers a list."""
 
     progress: _Progress
     generators: Any  # check_generators says more
-    modules: dict[str, Any]
-    user: dict[Any, Any]
-    scheduler: dict[Any, Any] | None
-
-
-class _Newest(TypedDict):
-    """The same under the newest schema; of several schedulers a list."""
-
-    progress: _Progress
-    generators: Any
     modules: dict[str, Any]
     user: dict[Any, Any]
     scheduler: dict[Any, Any] | list[dict[Any, Any]] | None
     scheduler_class: str | list[str] | None
 
 
-class _Extra(_Newest, total=False):
+class _Extra(_Always, total=False):
     lacks_weights: bool
     packed: dict[str, str]
 
@@ -259,8 +249,7 @@ def _generators(extra: Mapping[str, Any], compiled: Compiled) -> dict[str, Any]:
 
 
 def _extra(checkpoint: saving.Checkpoint) -> dict[str, Any]:
-    kind = _FirstExtra if checkpoint.manifest.schema == 1 else _Extra
-    missing = kind.__required_keys__ - checkpoint.extra.keys()
+    missing = _Extra.__required_keys__ - checkpoint.extra.keys()
     if missing:
         raise CheckpointError(
             f"`{checkpoint.folder}` was not written by TrainStep.save: it lacks {', '.join(sorted(missing))}.\n"
@@ -268,7 +257,7 @@ def _extra(checkpoint: saving.Checkpoint) -> dict[str, Any]:
             "  Read it with megatrain.saving.load, or its weights with megatrain.compile(weights=...)."
         )
     try:
-        of_kind(checkpoint.extra, kind, "extra")
+        of_kind(checkpoint.extra, _Extra, "extra")
         norm = checkpoint.extra["progress"]["grad_norm"]
         if norm is not None and (norm.ndim or not norm.is_floating_point()):
             raise ValueError(f"`extra.progress.grad_norm` is {shown(norm)}, not one floating-point number in a tensor")

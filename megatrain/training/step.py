@@ -22,9 +22,8 @@ from megatrain.progress import ProgressLine
 from megatrain.ranks.processes import refuse_apart
 from megatrain.ranks.rank_exchange import exchange_of
 from megatrain.runtime.streams.events import RunClock, Stopwatch, Watch
-from megatrain.scheduler.costs import Measured
 from megatrain.scheduler.schedule import Schedule
-from megatrain.scheduler.simulate import TimedRun
+from megatrain.scheduler.simulate import Measured, TimedRun
 from megatrain.sizes import SIZE
 from megatrain.training import saved_step as checkpoint
 from megatrain.training.batch import Weight, check_reduce, micro_batches
@@ -189,7 +188,7 @@ class TrainStep:
         """
         self._exchange.refuse("step.measure", "Use step.time, which holds no stream up.")
         self._take(batch, watch := Stopwatch(self._compiled.options.device))
-        return Measured.of(self.schedule, watch.seconds)
+        return Measured(self.schedule, watch.seconds)
 
     def time(self, batch: Any) -> TimedRun:
         """Runs a step as a call does; returns when each operation began and ended, which `megatrain.report` draws.

@@ -27,14 +27,7 @@ _NOT_THEIRS = (*(str(Path(str(m.__file__)).parent) for m in (importlib, torch)),
 
 
 def run(target: str, *, json: bool = False, **given: Any) -> int:
-    """Compares and prints the report.
-
-    Returns:
-        0 if all is equal, 1 if not.
-
-    Raises:
-        OptionError: If the target can't be used; with the user's traceback as a note if their code failed.
-    """
+    """Compares and prints the report."""
     of_compile = {name: given.pop(name) for name in OF_COMPILE if name in given}
     with importable(target):
         model, args, kwargs = command_target(target)
@@ -45,13 +38,7 @@ def run(target: str, *, json: bool = False, **given: Any) -> int:
 
 
 def command_target(target: str) -> tuple[nn.Module, tuple[Any, ...], dict[str, Any]]:
-    """Calls the function that a target names.
-
-    Args:
-        target: `module:function` or `path/to/file.py:function`; the function takes no arguments.
-
-    Returns:
-        The model, and the arguments of its forward.
+    """Calls the function that a target names, `module:function` or `path/to/file.py:function`.
 
     Raises:
         OptionError: If there is no such function, it fails, or doesn't return `(model, inputs)`.

@@ -43,10 +43,7 @@ class Tolerance:
     def of(given: float | None, program: Program, kernels: str = "eager") -> Tolerance:
         """Reads the autocast regions off a program.
 
-        Args:
-            given: See `Tolerance`.
-            program: What runs.
-            kernels: If they aren't eager's own, each block rounds otherwise, and what is allowed is allowed for each.
+        Where kernels aren't eager's own, each block rounds otherwise, and what is allowed is allowed for each.
         """
         nodes = (node for template in program.templates.values() for node in template.graph.nodes)
         dtypes = {dtype for node in nodes for _, dtype in node.meta.get("autocast", ())}

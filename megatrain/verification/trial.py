@@ -53,9 +53,6 @@ class Trial:
 
     Args:
         model: The user's; never run, only copied.
-        arguments: Of the call.
-        options: Of `compile`.
-        device: The compute device.
         seed: Of step 0; step n has `seed + n`.
         learning_rate: How far an update moves a parameter, as a fraction of its largest value.
         loss: Makes a scalar of the model's output; None weighs all outputs.
@@ -161,11 +158,7 @@ def _slope(parameter: torch.Tensor) -> float:
 
 
 def weighted_sum(leaves: Mapping[str, Any]) -> torch.Tensor | None:
-    """Sums all differentiable outputs with fixed random weights, so that every element of them matters.
-
-    Returns:
-        A scalar; None if no output is differentiable.
-    """
+    """Sums all differentiable outputs with fixed random weights, so that every element matters; None if none is."""
     total: torch.Tensor | None = None
     for path, tensor in leaves.items():
         if not (isinstance(tensor, torch.Tensor) and tensor.requires_grad and tensor.numel()):

@@ -84,7 +84,7 @@ FAULTS: list[Fault] = [
     ),
     Fault(
         "instructions release nothing before an op",
-        "scheduler/emit.py",
+        "scheduler/instructions.py",
         "frees_before=tuple(frees.before[position]),",
         "frees_before=(),",
         (

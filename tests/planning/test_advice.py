@@ -11,9 +11,8 @@ from torch import nn
 import megatrain
 from megatrain.errors import ExecuteError, OptionError, ScheduleError
 from megatrain.planning.advice import MOST, Alternatives, Changes, numbers_after, ways_out, words
-from megatrain.planning.bands import format_s
 from megatrain.planning.host_plan import MICRO_BATCH, SEQUENCE
-from megatrain.planning.plan_text import band_of
+from megatrain.scheduler.bands import band_of, format_s
 from megatrain.sizes import format_bytes
 from tests.nightly import nightly
 from tests.planning.steps import IDS, made, on_meta, planned
@@ -211,7 +210,7 @@ def test_the_figures_of_the_reasons_are_those_of_the_plan():
     assert lines[0].startswith(
         f"On rtx-4090 a step takes {format_s(simulation.step_s)}, {64 / simulation.step_s:.0f} tokens/s. "
     )
-    band = band_of(plan)
+    band = band_of("plan", "", plan.schedule, simulation.timeline)
     assert abs(band.step_s - simulation.step_s) < 1e-9
     assert f"It is bound by {next(iter(band.shares))}, " in lines[0]
     assert band.then is not None

@@ -57,7 +57,7 @@ def test_a_step_that_does_not_fit_has_no_choices_to_save():
         ("{}", "KeyError"),
         ('{"format": 1}', "format 1 of a plan is unknown"),
         ({"schedule": {}}, "OptionError"),
-        ({"workload": {}}, "KeyError"),
+        ({"workload": {}}, "these data aren't a workload"),
         ({"precision": "int3"}, "precision"),
         ({"device_memory": "lots"}, "device_memory"),
         ({"device_memory": True}, "device_memory"),

@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from megatrain.reporting.drawings import page_text, trace_text
 from megatrain.reporting.figures import StepFigures
 from megatrain.reporting.step_report import step_report
-from megatrain.scheduler.costs import Hardware
 from megatrain.scheduler.effects import streams
 from megatrain.scheduler.schedule import Schedule
+from megatrain.scheduler.simulate import Hardware
 from tests.draws import draws
 from tests.reporting.steps import EVIL, drawn, evil, made, small
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from hypothesis import given
 
-from megatrain.planning.bands import measured_band
 from megatrain.reporting.figures import at_peak, device_curve
+from megatrain.scheduler.bands import band_of
 from megatrain.scheduler.lifetimes import Books, find_peak
 from megatrain.scheduler.schedule import Schedule
 from megatrain.scheduler.simulate import TimedRun
@@ -18,7 +18,7 @@ from tests.reporting.steps import drawn
 def test_where_each_tick_takes_a_second_the_curve_reaches_the_planned_peak_and_no_more(plan: Schedule):
     run = TimedRun.of(plan, {position: (position.tick, position.tick + 1) for position, _ in plan.positions()})
     instructions = plan.instructions
-    found = device_curve(Books(plan), instructions, measured_band(instructions, run, ""))
+    found = device_curve(Books(plan), instructions, band_of("measured", "", plan, run.timeline))
     assert max(total for _, total in found.totals) == plan.device_bytes
     assert all(size >= 0 for _, sizes in found.points for size in sizes)
 

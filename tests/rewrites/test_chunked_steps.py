@@ -13,7 +13,8 @@ from torch import nn
 import megatrain
 from megatrain.errors import TooSmallError
 from megatrain.passes.rewrites.head_loss import HeadLoss
-from megatrain.planning.plan_step import first_that_fits
+from megatrain.planning import plan_step
+from megatrain.scheduler.step_kind import StepKind
 from megatrain.sizes import parse_bytes
 
 WORDS, WIDTH = 1000, 16
@@ -118,17 +119,19 @@ def test_never_is_refused_and_always_needs_no_budget():
     assert rows_of(step.program) == [64]
 
 
-def test_an_error_names_the_least_that_would_do():
+def test_an_error_names_the_least_that_would_do(monkeypatch: pytest.MonkeyPatch):
     """Sums over chunks in fp32 may take more than the logits that they save: another level needs the least then."""
-    variant = step_of(Model(FEW))._compiled.prepare(**batch(0, words=FEW))
+    compiled = step_of(Model(FEW))._compiled
+    variant = compiled.prepare(**batch(0, words=FEW))
     _, programs = variant.for_step(is_own_loss=True)
     assert len(programs.in_own_blocks) == 4
     needs = iter([300, 100, 200, 400, 500])  # the last of the smallest blocks
 
-    def refuse(_: Any) -> Any:
+    def refuse(*_: Any, **options: Any) -> Any:
         raise TooSmallError("too small", next(needs), ("a larger memory", "a smaller batch"))
 
+    monkeypatch.setattr(plan_step, "scheduled", refuse)
     with pytest.raises(TooSmallError) as error:
-        first_that_fits([programs, programs], refuse)
+        plan_step.plan_step([programs, programs], StepKind(micro_batches=2), compiled.options)
     assert error.value.least_bytes == 100
     assert next(needs, None) is None

@@ -36,9 +36,9 @@ def content_of(folder: Path) -> Any:
     return json.loads((folder / "checkpoint.json").read_text())["content"]
 
 
-def forge(folder: Path, content: Any, schema: int = 2) -> None:
+def forge(folder: Path, content: Any) -> None:
     """Writes a manifest with a right checksum."""
-    text = json.dumps(content if schema == 1 else [schema, content], separators=(",", ":"))
+    text = json.dumps([2, content], separators=(",", ":"))
     digest = hashlib.sha256(text.encode()).hexdigest()
-    document = {"schema": schema, "sha256": digest, "content": content}
+    document = {"schema": 2, "sha256": digest, "content": content}
     (folder / "checkpoint.json").write_text(json.dumps(document, separators=(",", ":")))

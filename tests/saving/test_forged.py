@@ -13,7 +13,7 @@ import torch
 
 from megatrain.saving import load, save
 from tests.saving.forging import DROPPED, Place, at, changed, content_of, forge
-from tests.saving.training import Tied, adamw, refusal, same, save_trained, state_of, trained
+from tests.saving.training import Tied, adamw, refusal, state_of, trained
 
 EXTRA = {
     "plain": [None, True, 3, 2.5, "text", (1, "two")],
@@ -63,7 +63,6 @@ FIELDS: dict[str, tuple[Place, Any, str]] = {
     "a file elsewhere": (("files", "../notes.txt"), TEXT, "'../notes.txt' isn't the name of a file in this folder"),
     "a flag": ((*NOTES, "bytes"), True, "bytes` is wrong: expected `int`, got `bool`"),
     "kind of tensor": (SHARD, ["X9", [], 8, "0" * 64], "is wrong: 'X9' is no kind of tensor"),
-    "a tensor more": (SHARD, ["F32", [], 8, "0" * 64], "has a header that contradicts checkpoint.json"),
     "a field more": ((*NOTES, "evil"), 1, "is wrong: object contains unknown field `evil`"),
     "no text": (("optimizer", "class"), 7, "`content.optimizer.class` is wrong: expected `str`, got `int`"),
     "weights elsewhere": (("weights", "files"), ["evil"], "'evil' isn't among its files"),
@@ -122,33 +121,6 @@ def test_odd_bytes_are_no_manifest(tmp_path: Path, odd: str):
     text = refusal(lambda: load(tmp_path / "run"))
     assert text.startswith(f"`{manifest}` is damaged: ")
     assert len(text.splitlines()) > 2
-
-
-def test_headers_must_say_what_the_manifest_says(tmp_path: Path):
-    """Other readers go by the header."""
-    save(tmp_path / "run", {"a": torch.ones(2, 3), "b": torch.zeros(2, 3)})
-    content = content_of(tmp_path / "run")
-    (file,) = (name for name, record in content["files"].items() if record["tensors"])
-    tensors = content["files"][file]["tensors"]
-    tensors["a"], tensors["b"] = tensors["b"], tensors["a"]
-    forge(tmp_path / "run", content)
-    text = refusal(lambda: load(tmp_path / "run"))
-    assert f"`{tmp_path / 'run' / file}` has a header that contradicts checkpoint.json" in text
-
-
-def test_checkpoints_of_the_first_schema_are_read(tmp_path: Path):
-    model, optimizer = save_trained(tmp_path / "run")
-    content = content_of(tmp_path / "run")
-    del content["torch"]
-    forge(tmp_path / "run", content, schema=1)
-    checkpoint = load(tmp_path / "run")
-    assert (checkpoint.manifest.schema, checkpoint.manifest.torch_version) == (1, None)
-    again = Tied()
-    resumed = adamw(again)
-    checkpoint.read_weights(again.state_dict())
-    checkpoint.read_optimizer(resumed, dict(again.named_parameters()))
-    assert same(dict(again.state_dict()), dict(model.state_dict()))
-    assert same(resumed.state_dict(), optimizer.state_dict())
 
 
 def test_what_load_would_refuse_is_refused_by_save(tmp_path: Path):

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from megatrain.errors import ScheduleError
 from megatrain.hardware.hardware import Hardware
 from megatrain.hardware.work import products, total_flops
-from megatrain.scheduler.builder.build import build, choose_plan
+from megatrain.scheduler.builder.build import build
 from megatrain.scheduler.builder.draft import Builder, Choices
 from megatrain.scheduler.from_program import schedule
 from megatrain.scheduler.schedule import Schedule
@@ -145,7 +145,7 @@ def equal_chain(count: int, *, state: int, saved: int, value: int) -> Workload:
     return Workload((layer,) * count, tuple(values), (8, *[value] * count))
 
 
-def test_a_search_makes_few_tables():
+def test_a_search_makes_few_tables(monkeypatch: pytest.MonkeyPatch):
     """Long tables are made a few times."""
     works = equal_chain(40, state=64, saved=352, value=32)
     machine, made = Hardware(1e4, 1e4, 1e6, 0.0, 1e4), set[Choices]()
@@ -156,6 +156,6 @@ def test_a_search_makes_few_tables():
             return super().table(plan)
 
     kind = StepKind(updates="overlap", outputs="release", micro_batches=8)
-    builder = Counting(works, kind)
-    choose_plan(builder, num_slots=None, keep=None, memory=20_000, activations="auto", hardware=machine)
+    monkeypatch.setattr("megatrain.scheduler.builder.build.Builder", Counting)
+    build(works, kind, memory=20_000, hardware=machine)
     assert len(made) < 80

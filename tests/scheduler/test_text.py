@@ -16,12 +16,11 @@ from megatrain.errors import ScheduleError
 from megatrain.hardware.hardware import Hardware
 from megatrain.ranks.ops import with_others
 from megatrain.scheduler.builder.build import backward_schedule, build
-from megatrain.scheduler.costs import Measured
 from megatrain.scheduler.effects import streams
 from megatrain.scheduler.from_program import schedule
 from megatrain.scheduler.items import Stream
 from megatrain.scheduler.schedule import Schedule
-from megatrain.scheduler.simulate import TimedRun
+from megatrain.scheduler.simulate import Measured, TimedRun
 from megatrain.scheduler.step_kind import StepKind
 from megatrain.scheduler.table import parse_op
 from megatrain.scheduler.workload import Workload
@@ -50,7 +49,7 @@ def test_printed_forms(golden: Callable[[str, str], None]):
         ),
         "why a backward waits": plan.why("B3"),
         "a picture": schedule(trained(4), updates="overlap").gantt(CARD, width=60),
-        "measured": Measured.of(step, seconds),
+        "measured": Measured(step, seconds),
         "timed": run,
     }
     golden("schedules", "\n\n".join(f"-- {name} --\n{form}" for name, form in forms.items()))

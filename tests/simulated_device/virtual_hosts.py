@@ -15,10 +15,10 @@ from megatrain.runtime.operations import HANDLERS
 from megatrain.runtime.streams import events as stopwatch
 from megatrain.runtime.streams.events import Event, Session
 from megatrain.runtime.streams.stream import Lane, StreamThread
-from megatrain.scheduler.costs import Measured
 from megatrain.scheduler.items import Effect, Stream
 from megatrain.scheduler.lifetimes import Books
 from megatrain.scheduler.schedule import Schedule
+from megatrain.scheduler.simulate import Measured
 from megatrain.scheduler.table import Position
 from tests.simulated_device.simulator import Simulator
 

@@ -290,8 +290,8 @@ def timed(sim: Simulator) -> Found:
         run = step.time(batch)
         works = run.schedule.known_workload().blocks
         whole = {block: work.state_bytes / BUS.h2d_bytes_per_s for block, work in enumerate(works)}
-        found = [near(seconds, whole[kind.block]) for kind, seconds in held_up.items() if kind.what == "W"]
         blocks = {position: op.block for position, op in run.schedule.positions() if op.what == "W"}
+        found = [near(held_up[position], whole[block]) for position, block in blocks.items()]
         timings = [timing for timing in run.timeline if timing.position in blocks]
         return [*found, *(near(t.end_s - t.start_s, whole[blocks[t.position]]) for t in timings)]
 

@@ -15,7 +15,7 @@ from torch.optim import lr_scheduler
 
 import megatrain
 from megatrain import saving
-from tests.saving.forging import content_of, forge
+from tests.saving.forging import content_of
 from tests.saving.training import refusal
 from tests.training.resuming import (
     BF16,
@@ -323,21 +323,3 @@ def test_a_scheduler_of_another_class_is_refused_before_anything_is_changed(tmp_
     again = resumed(replace(LINEAR, scheduler=one))
     load(again, folder)
     assert again.scheduler.state_dict()["last_epoch"] == 2
-
-
-def first_schema(folder: Path) -> None:
-    content = content_of(folder)
-    del content["torch"], content["extra"]["scheduler_class"]
-    forge(folder, content, schema=1)
-
-
-def test_a_scheduler_of_the_first_schema_is_known_by_the_names_of_its_state(tmp_path: Path):
-    folder = saved(tmp_path / "run", replace(LINEAR, scheduler=cosine))
-    expected = resumed(replace(LINEAR, scheduler=cosine))
-    load(expected, folder)
-    first_schema(folder)
-    run = resumed(replace(LINEAR, scheduler=cosine))
-    load(run, folder)
-    assert run.state() == expected.state()
-    other = resumed(replace(LINEAR, scheduler=plateau))
-    assert "T_max" in refusal(lambda: load(other, folder))

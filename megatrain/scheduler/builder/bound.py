@@ -17,12 +17,11 @@ from math import inf
 from typing import NamedTuple
 
 from megatrain.hardware.hardware import Hardware
-from megatrain.scheduler.builder.host_ticks import deferred_updates
+from megatrain.scheduler.builder.order import deferred_updates
 from megatrain.scheduler.builder.search import result_bytes
-from megatrain.scheduler.costs import OpSeconds
 from megatrain.scheduler.effects import Effects, turn_block
 from megatrain.scheduler.items import NO_BLOCK, Stream
-from megatrain.scheduler.simulate import link_limits, memory_limits
+from megatrain.scheduler.simulate import OpSeconds, link_limits, memory_limits
 
 
 class StepBound(NamedTuple):
@@ -44,11 +43,8 @@ class StepBound(NamedTuple):
 def step_bound(step: Effects, memory: int | None, machine: Hardware) -> StepBound:
     """A lower bound of the seconds of a step: with any slots, retained graphs, parked activations, weights that stay.
 
-    Args:
-        step: Its effects. What is retained, parked and persistent there doesn't count; blocks whose kernels are
-            recorded stay so.
-        memory: Bytes of the device; None is any number.
-        machine: Whose rates count.
+    What is retained, parked and persistent in `step` doesn't count; blocks whose kernels are recorded stay so. Without
+    `memory` there is any number of bytes.
     """
     assert step.kind.mode == "train", "other steps have no turn"
     if memory is None or turn_block(step.workload) is None:
@@ -85,8 +81,6 @@ class StepParts:
     """Seconds of the parts of a step.
 
     Args:
-        step: Its effects.
-        machine: Whose rates count.
         left: Device bytes that uses of memory may take: blocks whose optimizer state fits may be updated there.
     """
 
@@ -263,13 +257,7 @@ class StepParts:
 
 
 class Tradeoff:
-    """Seconds that get less by uses of memory, where parts of a use count in proportion.
-
-    Args:
-        seconds: Without any.
-        reason: What takes them, in words.
-        uses: The seconds that each saves, and its bytes.
-    """
+    """Seconds that get less by uses of memory, each what it saves and its bytes; a part of a use saves its part."""
 
     def __init__(self, seconds: float, reason: str, uses: Iterable[tuple[float, int]]) -> None:
         useful = [use for use in uses if use[0] > 0]
@@ -306,10 +294,8 @@ _HALVINGS = 60
 def least_seconds(first: Sequence[Tradeoff], second: Sequence[Tradeoff], memory: float) -> tuple[float, str]:
     """The least seconds that all need, if uses of the first and of the second kind share the memory.
 
-    Uses of one kind are the same for all tradeoffs of the kind, so what one of them needs serves the others.
-
-    Returns:
-        The seconds, never more than the true least, and what takes them.
+    Uses of one kind are the same for all tradeoffs of the kind, so what one of them needs serves the others. Never more
+    than the true least.
     """
     both = [*first, *second]
     longest = max(both, key=lambda tradeoff: tradeoff.least)

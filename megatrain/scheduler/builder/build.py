@@ -24,70 +24,38 @@ from megatrain.scheduler.workload import Workload
 SMALLER_BLOCKS = "a smaller block_bytes"
 
 
-def choose_plan(
+def _fastest(
     builder: Builder,
-    *,
-    num_slots: int | None,
-    keep: int | None,
-    memory: int | None,
-    activations: str,
-    hardware: Hardware | None = None,
-    usual: Hardware | None = None,
-    most_result_bytes: int | None = None,
-    recorded: Collection[int] = (),
+    memory: int,
+    freedom: Freedom,
+    start: Choices,
+    hardware: Hardware | None,
+    usual: Hardware,
+    most_result_bytes: int | None,
 ) -> Choices:
     """The plan with the shortest step found for `hardware`, of those that fit.
 
-    With `hardware` the plans of ladders are compared.
-    Without it nothing is simulated, except where results of blocks may be kept: then with and without them. Memory
-    goes to activations, so that as few as can be are parked, and then, step by step, to what saves time on the longer
-    stream of a `usual` machine. Two slots come before one, and before that giants alone.
-
-    Raises:
-        TooSmallError: If none fits.
+    With `hardware` the plans of ladders are compared. Without it nothing is simulated, except where results of blocks
+    may be kept: then with and without them. Memory goes to activations, so that as few as can be are parked, and then,
+    step by step, to what saves time on the longer stream of a `usual` machine.
     """
-    counts = (2, 1) if num_slots is None else (num_slots,)
-    kind = builder.kind
-    if memory is None:
-        plan = _starting_plan(builder, counts[0], keep, activations, recorded)
-        return with_late_offloads(plan, kind)
-    streams = kind.transfer == "copy" and kind.mode != "forward"
-    freedom = Freedom(
-        keep=streams and keep is None and activations in ("auto", "recompute"),
-        saves=kind.mode != "forward" and activations == "auto",
-        # A call's caller has tensors of their own besides; all that a training step has counts.
-        stays=streams and kind.is_training_step and num_slots is None,
-        parks=False,
-        is_any_slots=num_slots is None,
-    )
-    least = 0 if freedom.keep else keep
-    starts = [_starting_plan(builder, count, least, activations, recorded) for count in counts]
-    if num_slots is None and giants(builder.workload):
-        starts.insert(1, replace(starts[0], has_giants_alone=True))
-    start = first_fit(builder, starts, memory)
-    usual = usual or usual_machine()
+    kind, machine = builder.kind, hardware or usual
     if freedom.saves and kind.mode == "train":
-        results = [b for b in sparing_results(builder.workload, hardware or usual) if b not in start.saves]
+        results = [b for b in sparing_results(builder.workload, machine) if b not in start.saves]
         freedom = replace(freedom, results=within(builder.workload, kind, results, most_result_bytes))
-    best = _best(builder, memory, freedom, start, hardware, usual)
+    found = _by_rule(builder, memory, freedom, usual, start)
+    if hardware is None or kind.transfer != "copy" or kind.mode == "forward":
+        best = Search(builder, memory, freedom, machine).shortest(found)
+    else:
+        found += _by_rule(builder, memory, freedom, hardware, start)
+        more = [start, *(_of_slots(start) if freedom.is_any_slots else ())]
+        # Results start parked like other values, and stay where memory is left.
+        more += [replace(plan, results=freedom.results) for plan in more if freedom.results]
+        best = Search(builder, memory, replace(freedom, parks=True), hardware).fastest(found, more)
     may_update = freedom.stays and kind.updates in ("overlap", "spread") and not kind.reports_norm
     if not may_update:
         return best
-    return Search(builder, memory, replace(freedom, results=()), hardware or usual).updated_there(best, start)
-
-
-def _best(
-    builder: Builder, memory: int, freedom: Freedom, start: Choices, hardware: Hardware | None, usual: Hardware
-) -> Choices:
-    """The plan with the shortest step in which the host makes all updates."""
-    found = _by_rule(builder, memory, freedom, usual, start)
-    if hardware is None or builder.kind.transfer != "copy" or builder.kind.mode == "forward":
-        return Search(builder, memory, freedom, hardware or usual).shortest(found)
-    found += _by_rule(builder, memory, freedom, hardware, start)
-    more = [start, *(_of_slots(start) if freedom.is_any_slots else ())]
-    # Results start parked like other values, and stay where memory is left.
-    more += [replace(plan, results=freedom.results) for plan in more if freedom.results]
-    return Search(builder, memory, replace(freedom, parks=True), hardware).fastest(found, more)
+    return Search(builder, memory, replace(freedom, results=()), machine).updated_there(best, start)
 
 
 def _by_rule(builder: Builder, memory: int, freedom: Freedom, machine: Hardware, start: Choices) -> list[Choices]:
@@ -106,11 +74,7 @@ def _of_slots(start: Choices) -> list[Choices]:
 
 
 def first_fit(builder: Builder, plans: Iterable[Choices], memory: int | None) -> Choices:
-    """The first plan that fits.
-
-    Raises:
-        TooSmallError: If none fits.
-    """
+    """The first plan that fits."""
     tried: list[Choices] = []
     for plan in plans:
         tried.append(plan)
@@ -200,21 +164,9 @@ def build(
     Touches no tensor and no device. The order of compute is fixed first (forward in block order, backward
     reversed); transfers are placed as early as slots allow, so the result is deterministic.
 
-    Args:
-        workload: Blocks, values and their sizes.
-        kind: The kind of the step.
-        num_slots: As in `megatrain.schedule`, like those below.
-        keep: See there.
-        memory: Device bytes; see there.
-        activations: See there.
-        hardware: See there.
-        usual: Whose rates weigh compute against copies without `hardware`; None is an RTX 4090.
-        most_result_bytes: Bytes of the results that may be kept or parked; None is any number.
-        recorded: Blocks whose kernels are recorded, where no graph is retained; then `activations` isn't `"auto"`, nor
-            `"keep"`.
-
-    Returns:
-        A schedule that passes `check_schedule`. Ticks count from 0; lifetimes include both ends.
+    Options are those of `megatrain.schedule`. `usual` has the rates that weigh compute against copies without
+    `hardware`: by default those of an RTX 4090. Results that are kept or parked take at most `most_result_bytes`. The
+    kernels of `recorded` blocks are recorded, where no graph is retained, which `"auto"` and `"keep"` do.
 
     Raises:
         ScheduleError: If the workload is inconsistent, or `memory` too small; the message says how much is
@@ -227,30 +179,34 @@ def build(
     """
     workload.check()
     builder = Builder(workload, kind)
-    plan = choose_plan(
-        builder,
-        num_slots=num_slots,
-        keep=keep,
-        memory=memory,
-        activations=activations,
-        hardware=hardware,
-        usual=usual,
-        most_result_bytes=most_result_bytes,
-        recorded=recorded,
+    counts = (2, 1) if num_slots is None else (num_slots,)
+    if memory is None:
+        start = _starting_plan(builder, counts[0], keep, activations, recorded)
+        return schedule_of(builder.table(with_late_offloads(start, kind)))
+    streams = kind.transfer == "copy" and kind.mode != "forward"
+    freedom = Freedom(
+        keep=streams and keep is None and activations in ("auto", "recompute"),
+        saves=kind.mode != "forward" and activations == "auto",
+        # A call's caller has tensors of their own besides; all that a training step has counts.
+        stays=streams and kind.is_training_step and num_slots is None,
+        parks=False,
+        is_any_slots=num_slots is None,
     )
-    return schedule_of(builder.table(plan))
+    least = 0 if freedom.keep else keep
+    starts = [_starting_plan(builder, count, least, activations, recorded) for count in counts]
+    if num_slots is None and giants(workload):
+        starts.insert(1, replace(starts[0], has_giants_alone=True))  # before a single slot
+    start = first_fit(builder, starts, memory)
+    usual = usual or usual_machine()
+    return schedule_of(builder.table(_fastest(builder, memory, freedom, start, hardware, usual, most_result_bytes)))
 
 
 @paused_collection()
 def backward_schedule(forward: Schedule, *, num_slots: int | None = None, memory: int | None = None) -> Schedule:
     """The backward alone of a step whose forward ran as `forward` says and whose slots were since reused.
 
-    Keeps and retains what `forward` does. No weights are on the device when it starts.
-
-    Args:
-        forward: A schedule of mode `"train"` that knows its workload.
-        num_slots: As in `schedule`.
-        memory: As in `schedule`.
+    Keeps and retains what `forward` does, which has mode `"train"` and knows its workload.
+    No weights are on the device when it starts.
 
     Raises:
         ScheduleError: If `forward` has no backward or no workload, or `memory` is too small.

@@ -8,8 +8,15 @@ from functools import lru_cache
 from math import inf
 from typing import NamedTuple
 
-from megatrain.scheduler.builder.host_ticks import HostTicks, deferred_updates, head_updates, place_host, written
-from megatrain.scheduler.builder.order import Rows, assign_ticks
+from megatrain.scheduler.builder.order import (
+    HostTicks,
+    Rows,
+    assign_ticks,
+    deferred_updates,
+    head_updates,
+    place_host,
+    written,
+)
 from megatrain.scheduler.builder.stays import Stay, compute_stages, giants, place_slots, stays_of
 from megatrain.scheduler.effects import Effects, Parking, Parks, host_value_bytes, park_bytes
 from megatrain.scheduler.items import NO_BLOCK, Stream
@@ -21,22 +28,16 @@ from megatrain.scheduler.workload import Workload
 
 @dataclass(frozen=True, slots=True)
 class Choices:
-    """The choices that determine a schedule.
+    """The choices that determine a schedule; those that aren't described are as in `Schedule`.
 
     Args:
         num_slots: Blocks whose weights may be on the device at the same time.
-        keep: As in `Schedule`.
-        saves: As in `Schedule`.
         resident: Blocks whose weights stay on the device from their forward to their backward, ascending. Of the other
             blocks the last ones, as many as there are slots, do so anyway: at the turn they are there.
-        persistent: As in `Table`.
         has_giants_alone: Weights that are much larger than most are alone on the device: neither they nor those of
             other blocks come before they are needed, while the others are there.
         has_late_offloads: With several micro-batches, a block's gradients leave during the whole backward of the block
             before it, rather than during that of one micro-batch. They take device memory longer.
-        results: As in `Schedule`.
-        recorded: As in `Schedule`.
-        device_updates: As in `Schedule`.
     """
 
     num_slots: int
@@ -66,12 +67,7 @@ class _Weights(NamedTuple):
 
 
 class Builder:
-    """Makes the tables of one workload under different plans, each once.
-
-    Args:
-        workload: What runs.
-        kind: The kind of the step.
-    """
+    """Makes the tables of one workload under different plans, each once."""
 
     def __init__(self, workload: Workload, kind: StepKind) -> None:
         self.workload = workload
@@ -179,13 +175,7 @@ def _placing(plan: Choices) -> Hashable:
 
 
 def with_figures(table: Table, parked: Parks | None = None, books: Books | None = None) -> Table:
-    """The table with the places of its gradients and the figures of its header, which follow from its ticks.
-
-    Args:
-        table: Of a known workload.
-        parked: The values that it parks, if they are known already.
-        books: Its effects and lifetimes, likewise.
-    """
+    """The table with the places of its gradients and the figures of its header, which follow from its ticks."""
     books = Books(table) if books is None else books
     workload, kind = table.known_workload(), table.kind
     num_ticks = len(table.ticks)
@@ -245,12 +235,6 @@ def place_gradients(lives: Iterable[Lifetime]) -> tuple[Place, ...]:
     Places are reused within a step where gradients wait for updates of that step: a `G` waits for each `U` of an
     earlier tick that releases some. First fit, in the order in which gradients arrive. Gradients of the previous step
     use the places of this step's gradients, and a `G` waits for their updates too.
-
-    Args:
-        lives: Of the gradients that land in this step.
-
-    Returns:
-        The places by block.
     """
     places: list[Place] = []
     alive: list[tuple[int, int, float]] = []  # first byte, byte after the last, and when it ends; by first byte

@@ -1,30 +1,19 @@
-"""List scheduling: gives every op a tick, as early as its stream and its dependencies allow."""
+"""List scheduling: gives every op a tick, as early as its stream and its dependencies allow, and the host's last."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from bisect import bisect_right
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from fractions import Fraction
 from itertools import accumulate
 from typing import NamedTuple
 
+import networkx as nx
+
 from megatrain.scheduler.builder.stays import Stage, Stay, Work
+from megatrain.scheduler.step_kind import StepKind
 from megatrain.scheduler.workload import Workload
-
-
-class Written(NamedTuple):
-    """When the host has written a block's weights.
-
-    Attributes:
-        tick: The tick of the last update.
-        host_bytes: What the host reads and writes until then.
-    """
-
-    tick: int
-    host_bytes: int
-
-
-# How much faster the memory of a host is than the link to its device, at most: weights that are waited for go first.
-HOST_BY_LINK = 4
 
 
 class Arrival(NamedTuple):
@@ -61,24 +50,6 @@ def arrivals(
     return sorted(found)
 
 
-def first_at_once(queue: Sequence[Arrival], workload: Workload, written: Mapping[int, Written]) -> Sequence[Arrival]:
-    """The queue with the transfers that no compute step precedes in the order in which they can run.
-
-    What the host writes later lets others go first. No rate is known: bytes are weighed as most machines move them.
-    """
-    head = [arrival for arrival in queue if arrival.after < 0 and arrival.is_load]
-    rest = [arrival for arrival in queue if not (arrival.after < 0 and arrival.is_load)]
-    begins = {arrival: 0.0 for arrival in head}  # in bytes of the link
-    begins |= {a: written[a.block].host_bytes / HOST_BY_LINK for a in head if a.block in written}
-    begun: list[Arrival] = []
-    moved = 0.0
-    for _ in head:
-        left = (arrival for arrival in head if arrival not in begun)
-        begun.append(min(left, key=lambda arrival: (max(moved, begins[arrival]), arrival.needed)))
-        moved = max(moved, begins[begun[-1]]) + workload.blocks[begun[-1].block].state_bytes
-    return [*begun, *rest]
-
-
 @dataclass(frozen=True, slots=True)
 class OpTicks:
     """The tick of each op but `W`, by block: of `F`, `B` and `A` those of all micro-batches; `U` of the device only."""
@@ -96,9 +67,7 @@ class Rows:
     """A table in the making: the ticks of all ops but those of the host.
 
     Args:
-        ticks: Of every op but `W`.
         loads: The tick of the `W` of each stay.
-        num_ticks: Number of rows.
     """
 
     ticks: OpTicks
@@ -118,20 +87,12 @@ class _Leaving(NamedTuple):
 
 
 class _Placer:
-    """One run of `assign_ticks`: the last tick taken of each stream.
-
-    Args:
-        num_slots: As in `assign_ticks`, like that below.
-        written: See there.
-        device_updates: See there.
-        queue: The transfers to the device.
-        num_stays: The number of stays.
-    """
+    """One run of `assign_ticks`: the last tick taken of each stream."""
 
     def __init__(
         self,
         num_slots: int,
-        written: Mapping[int, Written],
+        written: Mapping[int, int],
         device_updates: Collection[int],
         queue: Sequence[Arrival],
         num_stays: int,
@@ -203,7 +164,7 @@ class _Placer:
 
     def _place_load(self, arrival: Arrival) -> int:
         """A `W` needs a free slot, and weights that are written."""
-        writing = self._written[arrival.block].tick if arrival.block in self._written else -1
+        writing = self._written.get(arrival.block, -1)
         free = self._compute[arrival.after] if arrival.after >= 0 else -1
         self._h2d = max(self._h2d, free, writing) + 1
         return self._h2d
@@ -253,25 +214,15 @@ def assign_ticks(
     *,
     num_slots: int,
     has_late_offloads: bool,
-    written: Mapping[int, Written],
+    written: Mapping[int, int],
     device_updates: Collection[int] = (),
 ) -> Rows:
     """Places all ops; the order of each stream is fixed, so one pass in the order of compute steps does.
 
     Transfers to the device queue by when they can run, then by need; transfers to the host by the compute step
-    after which they can run, equal ones by block.
-
-    Args:
-        workload: What runs.
-        stages: In the order of compute.
-        stays: In the order of need.
-        parked: As in `Effects`.
-        num_slots: As in `Choices`.
-        has_late_offloads: See there.
-        written: When the host has written a block's weights, where it does.
-        device_updates: As in `Choices`.
+    after which they can run, equal ones by block. Stages are in the order of compute, stays in the order of need.
     """
-    queue = first_at_once(arrivals(stages, stays, parked, num_slots), workload, written)
+    queue = arrivals(stages, stays, parked, num_slots)
     placer = _Placer(num_slots, written, device_updates, queue, len(stays))
     parks = _parks_by_producer(workload, parked)
     trained = (work for stage in stages for work in stage if work.is_backward)
@@ -291,3 +242,108 @@ def _parks_by_producer(workload: Workload, parked: Mapping[int, Sequence[int]]) 
         producers = [workload.values[v].producer for v in values]
         found.setdefault(max(p for p in producers if p is not None), []).append(block)
     return found
+
+
+@dataclass(frozen=True, slots=True)
+class HostTicks:
+    """The ticks of the host's ops."""
+
+    update: Mapping[int, int]
+    squares: Mapping[int, int]
+    norm: int | None
+
+    @property
+    def num_ticks(self) -> int:
+        """Rows that they take."""
+        return 1 + max(*self.update.values(), -1, -1 if self.norm is None else self.norm)
+
+
+# A forward is shorter than the backward, and so is the host's time for deferred updates. See decision 56.
+DEFERRED_SHARE = Fraction(2, 5)
+
+
+def deferred_updates(workload: Workload, kind: StepKind, device_updates: Collection[int] = ()) -> frozenset[int]:
+    """The blocks whose update is deferred to the head of the next step, of those that the host updates.
+
+    Of spread updates two fifths of the bytes are deferred, evenly among the blocks. The backward releases blocks in one
+    order and the next forward needs them in the other: so each leaves the host time for some blocks of each region. The
+    first block, whose gradients come last, is deferred: the end of a step doesn't wait for its update.
+    """
+    if kind.updates != "spread":
+        return frozenset(workload.update_blocks() if kind.updates == "deferred" else ())
+    deferred: set[int] = set()
+    ahead = Fraction(0)  # bytes of deferred updates beyond their share
+    for blocks in _sharing_blocks(workload):
+        updates = [b for b in blocks if workload.blocks[b].update_bytes > 0 and b not in device_updates]
+        nbytes = sum(workload.blocks[block].update_bytes for block in updates)
+        is_deferred = ahead <= 0
+        deferred.update(updates if is_deferred else ())
+        ahead += nbytes * (int(is_deferred) - DEFERRED_SHARE)
+    return frozenset(deferred)
+
+
+def _sharing_blocks(workload: Workload) -> Sequence[Sequence[int]]:
+    """All blocks, together where updates share their gradients, which wait for all of these; by the first of them."""
+    graph: nx.Graph[int] = nx.Graph()
+    graph.add_nodes_from(range(len(workload.blocks)))
+    graph.add_edges_from((block, b) for block in workload.update_blocks() for b in workload.update_group(block))
+    return sorted(map(sorted, nx.connected_components(graph)))
+
+
+def head_updates(workload: Workload, deferred: Collection[int], loads: Iterable[int]) -> dict[int, int]:
+    """Ticks of updates at the head of a step, each before the first `W` that reads the updated parameters.
+
+    The blocks of the `W` ops are in their order.
+    """
+    owners: dict[int, list[int]] = {}
+    for block in sorted(deferred):
+        for member in workload.update_group(block):
+            owners.setdefault(member, []).append(block)
+    order = dict.fromkeys(owner for block in loads for owner in owners.get(block, ()))
+    return {block: tick for tick, block in enumerate(order)}
+
+
+def written(workload: Workload, head: Mapping[int, int]) -> dict[int, int]:
+    """The tick in which the last update at the head has written a block's weights, by block."""
+    return {member: tick for block, tick in head.items() for member in workload.update_group(block)}
+
+
+def place_host(workload: Workload, kind: StepKind, ticks: OpTicks, head: Mapping[int, int]) -> HostTicks:
+    """Gives the ops of the host their ticks: updates in the order in which their gradients leave.
+
+    Updates that overlap take the tick of the next `G`. In an earlier one they would release their gradients before
+    it, which would have to wait for them (see the memory edges of the dependency graph). Squares release nothing: they
+    follow their `G` at once, so that only those of the last block are left when all gradients are there.
+    """
+    last = max(ticks.offload.values(), default=-1)
+    free = max(head.values(), default=-1) + 1
+    squares: dict[int, int] = {}
+    for block, left in sorted(ticks.offload.items(), key=lambda leaving: leaving[1]) if kind.clip else ():
+        squares[block] = free = max(free, left + 1)
+        free += 1
+    norm = max(last + 1, free) if kind.clip else None
+    if kind.updates in ("none", "deferred"):
+        return HostTicks(head, squares, norm)
+    at_least = last if kind.updates == "serial" else -1
+    at_least = at_least if norm is None else norm
+    arrivals = sorted(ticks.offload.values())
+    placed = dict(head)
+    for ready, block in _by_readiness(workload, ticks):
+        if block in head or block in ticks.update:
+            continue
+        following = bisect_right(arrivals, ready) + int(kind.updates == "spread")
+        overlapped = arrivals[following] if following < len(arrivals) else max(ready, *arrivals[-1:]) + 1
+        placed[block] = free = max(free, overlapped, at_least + 1)
+        free += 1
+    return HostTicks(placed, squares, max(free, last + 1) if kind.reports_norm else norm)
+
+
+def _by_readiness(workload: Workload, ticks: OpTicks) -> Sequence[tuple[int, int]]:
+    """Per update, the tick in which its last gradient leaves and the last op reads its parameters, and its block."""
+    last: dict[int, int] = dict(ticks.offload)
+    for runs in (ticks.forward, ticks.backward):
+        for block, of_block in runs.items():
+            last[block] = max(last.get(block, -1), *of_block)
+    return sorted(
+        (max(last[member] for member in workload.update_group(block)), block) for block in workload.update_blocks()
+    )

@@ -17,9 +17,8 @@ from typing import NamedTuple
 from megatrain.hardware.hardware import Hardware
 from megatrain.scheduler.builder.draft import Builder, Choices, with_late_offloads
 from megatrain.scheduler.builder.stays import by_benefit
-from megatrain.scheduler.costs import OpSeconds
 from megatrain.scheduler.effects import keep_all, parked_values
-from megatrain.scheduler.simulate import simulate_books
+from megatrain.scheduler.simulate import OpSeconds, simulate_books
 from megatrain.scheduler.step_kind import StepKind
 from megatrain.scheduler.workload import Workload
 
@@ -39,10 +38,6 @@ def sparing_results(workload: Workload, machine: Hardware) -> tuple[int, ...]:
     """The blocks whose backward gets shorter with results that are there.
 
     The last one's backward follows its forward at once: nothing is gained there that its graph wouldn't.
-
-    Args:
-        workload: What runs.
-        machine: Whose rates count.
     """
     seconds = OpSeconds(machine)
     return tuple(b for b in workload.backward_blocks()[:-1] if spared_seconds(workload, b, seconds) > 0)
@@ -70,16 +65,12 @@ _WORTH = 0.98
 
 @dataclass(frozen=True, slots=True)
 class Freedom:
-    """Which choices the caller left open.
+    """Which choices the caller left open, and how.
 
     Args:
-        keep: `keep` is to be chosen.
-        saves: The retained graphs are.
-        stays: The blocks whose weights stay on the device are.
         parks: Values may be parked for the sake of time alone. Else memory goes to them first: on the host, too, they
             take memory.
         results: The blocks whose results may be kept.
-        is_any_slots: The number of slots is.
     """
 
     keep: bool
@@ -137,14 +128,7 @@ class Family:
 
     @staticmethod
     def of(builder: Builder, start: Choices, freedom: Freedom, machine: Hardware) -> Family:
-        """The plans from a start.
-
-        Args:
-            builder: Of the workload.
-            start: The most frugal plan.
-            freedom: Which choices are open.
-            machine: Whose rates weigh compute against copies.
-        """
+        """The plans from a start."""
         seconds = _Seconds(builder, machine)
         blocks = builder.workload.blocks
         graphs = [seconds.graph(b, start) for b in builder.workload.backward_blocks() if b not in start.saves]
@@ -207,8 +191,7 @@ class Family:
     def ladder(self, weight: float = 1.0) -> Iterator[MemoryUse]:
         """Yields all uses of memory: the next one is always of the stream that is the longer one by then.
 
-        Args:
-            weight: What a second of copies counts in seconds of compute.
+        A second of copies counts `weight` seconds of compute.
         """
         graphs, stays = list(reversed(self.graphs)), list(reversed(self.stays))
         compute, copies = self.compute_s, self.copies_s
@@ -276,14 +259,7 @@ class _Seconds:
 
 
 class Search:
-    """Finds plans that fit.
-
-    Args:
-        builder: Of the workload.
-        memory: Device bytes that a plan may take.
-        freedom: Which choices are open.
-        machine: Whose rates count.
-    """
+    """Finds plans that fit."""
 
     def __init__(self, builder: Builder, memory: int, freedom: Freedom, machine: Hardware) -> None:
         self._builder, self._memory, self._freedom, self._machine = builder, memory, freedom, machine
@@ -294,11 +270,7 @@ class Search:
         return self._builder.table(plan).device_bytes <= self._memory
 
     def balanced(self, start: Choices) -> Choices:
-        """The plan that takes what saves time on the longer stream, step by step, as long as it fits.
-
-        Args:
-            start: The most frugal plan, which fits.
-        """
+        """The plan that takes what saves time on the longer stream, step by step, as long as it fits."""
         return self._climbed(self._family(start), 1.0)
 
     def shortest(self, plans: Sequence[Choices]) -> Choices:
@@ -306,12 +278,7 @@ class Search:
         return plans[0] if len(plans) == 1 else min(plans, key=self._time)
 
     def fastest(self, known: Sequence[Choices], starts: Iterable[Choices]) -> Choices:
-        """The plan with the shortest simulated step of `known` and those from each start; of equal ones the first.
-
-        Args:
-            known: Plans that fit.
-            starts: The most frugal plans; those that don't fit are left out.
-        """
+        """The plan with the shortest simulated step of `known` and those from starts that fit; of equals the first."""
         best = self.shortest(known)
         families = [self._family(start) for start in starts if self.fits(start)]
         families += [family.first_blocks_first() for family in families]
@@ -334,10 +301,6 @@ class Search:
 
         Tried are as many blocks as fit, a half and a quarter of them; then numbers around the best of these. Each has
         beside it what else fits.
-
-        Args:
-            best: The best plan without.
-            start: The most frugal plan.
         """
         blocks = self._builder.workload.blocks
         able = [b for b, block in enumerate(blocks) if block.optimizer_bytes > 0]

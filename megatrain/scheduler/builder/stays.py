@@ -33,7 +33,6 @@ class Stay:
     """A stay of one block's state on the device, from one `W` to its last reader.
 
     Args:
-        block: Whose state.
         needed: Stage that needs it first; the order of prefetches.
         first: Stage from which its bytes are reserved; may be negative.
         last: Stage that reads it last, inclusive.

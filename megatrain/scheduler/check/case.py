@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from megatrain.counts import counted
 from megatrain.errors import ScheduleError
-from megatrain.scheduler.happens import Clocks
+from megatrain.scheduler.dependency import Clocks
 from megatrain.scheduler.items import Stream
 from megatrain.scheduler.table import Op, Position, Table
 from megatrain.scheduler.text import table_rows

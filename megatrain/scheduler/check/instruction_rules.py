@@ -20,14 +20,6 @@ def check_instructions(instructions: Instructions, table: Table, workload: Workl
     """Proves that instructions do what the table says, safely and in the memory that it states.
 
     Shares no decision with `emit`.
-
-    Args:
-        instructions: The instructions for the runtime, from any source.
-        table: A table that passed its own check.
-        workload: The workload of the table.
-
-    Raises:
-        ScheduleError: Naming the instruction and the rule.
     """
     _check_order(instructions, table)
     waits = {i.position: i.waits for i in instructions.all}

@@ -23,8 +23,7 @@ from megatrain.scheduler.check.memory_rules import (
     check_releases_come_first,
     check_weights,
 )
-from megatrain.scheduler.dependency import dependency_graph
-from megatrain.scheduler.happens import graph_waits
+from megatrain.scheduler.dependency import dependency_graph, graph_waits
 from megatrain.scheduler.items import Stream
 from megatrain.scheduler.table import Op, Position, Table, columns
 from megatrain.scheduler.workload import Workload
@@ -33,14 +32,8 @@ from megatrain.scheduler.workload import Workload
 def check_schedule(schedule: Table, workload: Workload, graph: nx.DiGraph[Position] | None = None) -> None:
     """Proves that a schedule runs its workload safely and within the memory it states.
 
-    Args:
-        schedule: The table, from any source.
-        workload: The workload that it should run.
-        graph: The dependencies that will be enforced at run time; by default those that
-            `dependency_graph` derives from the table, which is what the runtime does.
-
-    Raises:
-        ScheduleError: Naming the rule that is broken, with the rows around the place as a note.
+    The dependencies of `graph` are enforced at run time: by default those that `dependency_graph` derives, as the
+    runtime does.
     """
     workload.check()
     columns(schedule.ticks)
@@ -64,11 +57,7 @@ def check_schedule(schedule: Table, workload: Workload, graph: nx.DiGraph[Positi
 
 
 def check_waits(schedule: Table, workload: Workload, waits: Mapping[Position, Sequence[Position]]) -> Case:
-    """Proves the same of ops that wait for these, once it is known that blocks, slots and micro-batches exist.
-
-    Returns:
-        The case, for further rules.
-    """
+    """Proves the same of ops that wait for these, once it is known that blocks, slots and micro-batches exist."""
     case = Case(schedule, workload, waits)
     for rule in (*RULES, *further_rules.values()):
         rule(case)

@@ -6,23 +6,18 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from megatrain.scheduler.dependency import derive_waits
 from megatrain.scheduler.effects import streams
-from megatrain.scheduler.instructions import Instructions
 from megatrain.scheduler.items import Stream
-from megatrain.scheduler.simulate import TimedRun, Timing
-from megatrain.scheduler.table import Position
+from megatrain.scheduler.simulate import Timing
+from megatrain.scheduler.table import Position, Table
 
 GAPS = "the time between ops"
 """What takes time on the path of a measured step besides ops: threads that wake up, Python, launches."""
 
 
 class Bottleneck(NamedTuple):
-    """What bounds a step if whatever bounds it now took no time.
-
-    Attributes:
-        name: A stream, or `GAPS`.
-        step_s: Seconds of such a step.
-    """
+    """What bounds a step if whatever bounds it now took no time."""
 
     name: str
     step_s: float
@@ -88,24 +83,9 @@ def format_s(seconds: float) -> str:
     return "0 s"
 
 
-def planned_band(instructions: Instructions, durations: Mapping[Position, float], origin: str) -> Band:
-    """The step on paper: every op starts as soon as its stream is free and its waits are over.
-
-    Args:
-        instructions: Of the schedule.
-        durations: Seconds of each op, in table order.
-        origin: Where they come from, in words.
-    """
-    order = _Order.of(instructions)
-    return _band("plan", origin, order, order.replayed(list(durations.values())))
-
-
-def measured_band(instructions: Instructions, run: TimedRun, origin: str) -> Band:
-    """The step as it ran; the instructions are of its schedule."""
-    return _band("measured", origin, _Order.of(instructions), run.timeline)
-
-
-def _band(name: str, origin: str, order: _Order, timeline: Sequence[Timing]) -> Band:
+def band_of(name: str, origin: str, schedule: Table, timeline: Sequence[Timing]) -> Band:
+    """A step in time, of a simulation or of a run."""
+    order = _Order.of(schedule)
     follows, ready = order.follows(timeline)
     path, step_s = _path(timeline, follows), _end(timeline)
     shares = _shares(timeline, path, ready)
@@ -118,26 +98,21 @@ def _band(name: str, origin: str, order: _Order, timeline: Sequence[Timing]) -> 
 
 
 class _Order(NamedTuple):
-    """Who waits for whom.
-
-    Attributes:
-        positions: Of the ops, in table order.
-        before: Per op the ops that must be over: the one before in its stream, then those of other streams.
-    """
+    """Who waits for whom: per op the ones that must be over, that of its own stream first."""
 
     positions: list[Position]
     before: list[list[int]]
 
     @staticmethod
-    def of(instructions: Instructions) -> _Order:
-        indices = {each.position: index for index, each in enumerate(instructions.all)}
+    def of(schedule: Table) -> _Order:
+        waits = derive_waits(schedule)
+        indices = {position: index for index, (position, _) in enumerate(schedule.positions())}
         latest: dict[Stream, int] = {}
         before: list[list[int]] = []
-        for index, each in enumerate(instructions.all):
-            stream = each.position.stream
-            own = [latest[stream]] if stream in latest else []
-            before.append([*own, *(indices[wait] for wait in each.waits)])
-            latest[stream] = index
+        for position, index in indices.items():
+            own = [latest[position.stream]] if position.stream in latest else []
+            before.append([*own, *(indices[wait] for wait in waits[position])])
+            latest[position.stream] = index
         return _Order(list(indices), before)
 
     def replayed(self, durations: Sequence[float]) -> list[Timing]:
