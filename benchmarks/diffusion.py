@@ -74,7 +74,13 @@ class _OfLists(nn.Module):
         super().__init__()
         self.transformer = transformer
 
-    def forward(self, hidden_states: torch.Tensor, timestep: torch.Tensor, encoder_hidden_states: torch.Tensor, return_dict: bool) -> Any:
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        timestep: torch.Tensor,
+        encoder_hidden_states: torch.Tensor,
+        return_dict: bool,
+    ) -> Any:
         """Returns the images as one batch."""
         found = self.transformer(list(hidden_states), timestep, list(encoder_hidden_states), return_dict=return_dict)[0]
         return (torch.stack(found),)

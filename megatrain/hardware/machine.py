@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from megatrain.checks import either, instance_of, one_of
-from megatrain.hardware.hardware import Hardware
+from megatrain.hardware.hardware import Hardware, on_this_system
 from megatrain.hardware.presets import PRESETS
 
 if TYPE_CHECKING:  # its folder imports torch, and this one is imported where torch isn't
@@ -71,7 +71,7 @@ def usual_machine(device: Device | None = None) -> Hardware:
     Args:
         device: Says the name of its card, and how much of its link it has; without one, or a name, an RTX 4090.
     """
-    machine = Hardware.preset(_preset_of(device) or _USUAL)
+    machine = on_this_system(Hardware.preset(_preset_of(device) or _USUAL), device)
     share = slot_share(device)
     machine = _scaled(machine, f"{share:g} of it, as the slot has", h2d_bytes_per_s=share, d2h_bytes_per_s=share)
     part = re.search(r"\bMIG (?:(\d)c\.)?(\d)g\b", "" if device is None else device.card())

@@ -135,7 +135,7 @@ class Bus:
         fresh = [a for a in arenas if not a.is_refused and (not a.is_locked or a in self._early)]
         if self._rings is None and self._refused_bytes is None and self.device.lock_bytes:
             # Memory of the user's is never locked.
-            self._rings = _rings(self.device) if any(arena.is_refused for arena in arenas) else None
+            self._rings = rings(self.device) if any(arena.is_refused for arena in arenas) else None
         try:
             _lock(fresh, self.device)
         except ExecuteError as error:
@@ -143,7 +143,7 @@ class Bus:
                 arena.is_refused = True
             if self._refused_bytes is None:
                 self._refused_bytes = sum(arena.nbytes for arena in fresh)
-                self._rings = _rings(self.device)
+                self._rings = rings(self.device)
                 way_out = str(error).splitlines()[-1].strip()
                 warnings.warn(f"{self.note}. {way_out}", PageLockWarning, stacklevel=2)
         self._early.clear()
@@ -270,7 +270,7 @@ def _lock(arenas: Sequence[HostArena], device: Device) -> None:
         raise
 
 
-def _rings(device: Device) -> tuple[Ring, Ring] | None:
+def rings(device: Device) -> tuple[Ring, Ring] | None:
     """The largest rings that the system lets lock; None if there are none."""
     nbytes = MOST_BYTES
     while nbytes >= LEAST_BYTES:

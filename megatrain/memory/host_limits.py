@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,23 @@ def available_bytes(root: Path = Path("/")) -> int:
         root: Where `proc` and `sys` are mounted; for tests.
     """
     return min([int(psutil.virtual_memory().available), *_left_in_groups(root)])
+
+
+def locked_bytes(root: Path = Path("/")) -> tuple[int, str] | None:
+    """Returns how much memory the system page-locks for a device, and where that is from; None for any amount.
+
+    Args:
+        root: Where `proc` is mounted; for tests.
+    """
+    if sys.platform == "win32":
+        return int(psutil.virtual_memory().total) // 2, "half of the memory, as Windows has it"
+    version = root / "proc/version"
+    if version.is_file() and "microsoft" in version.read_text(encoding="utf-8").lower():
+        return _LOCKED_BY_WSL, "as others measured on WSL2"
+    return None
+
+
+_LOCKED_BY_WSL = 1 << 30
 
 
 def _left_in_groups(root: Path) -> Iterator[int]:

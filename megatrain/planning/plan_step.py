@@ -171,6 +171,8 @@ class StepPlans:
     def _planned(
         self, captures: Sequence[StepPrograms], kind: StepKind, limits: Limits, loss_bytes: int, *, or_least: bool
     ) -> StepChoices:
+        if limits.hardware is not None:
+            limits = replace(limits, hardware=limits.hardware.of_weights(weights_bytes(captures[0].at(0))))
         if limits.kernels != "auto":
             found = plan_step(captures, kind, limits, loss_bytes, self._exchange, or_least=or_least)
             return replace(found, why_kernels=AS_ASKED.get(limits.kernels, ""))
@@ -265,13 +267,18 @@ def scheduled(
             activations=limits.activations,
             loss_bytes=loss_bytes,
             hardware=limits.hardware,
-            usual=usual_machine(limits.device),
+            usual=usual_machine(limits.device).of_weights(weights_bytes(programs[0])),
             masters=limits.master_kind,
             updates_there=limits.updates_there and kind.updates in ("overlap", "spread"),
             # Kernels other than eager's return no results that could be kept.
             most_result_bytes=limits.most_result_bytes if limits.kernels == "eager" else 0,
             recorded=recordable_blocks(programs)[0] if records else (),
         )
+
+
+def weights_bytes(program: Program) -> int:
+    """Bytes of all weights that blocks bring from the host."""
+    return sum(map(program.state_bytes, program.blocks))
 
 
 _Plan = Callable[..., Schedule]

@@ -43,7 +43,7 @@ from megatrain.planning.host_plan import (
 )
 from megatrain.planning.loss_bytes import Loss, measure_loss
 from megatrain.planning.plan import Plan
-from megatrain.planning.plan_step import StepChoices, StepPlans, updates_allowed, waits_for_host
+from megatrain.planning.plan_step import StepChoices, StepPlans, updates_allowed, waits_for_host, weights_bytes
 from megatrain.planning.plan_text import reserve_text
 from megatrain.planning.planned_step import Asked, StepLimits
 from megatrain.planning.step_programs import StepPrograms, undisturbed
@@ -105,7 +105,9 @@ class Planner:
         sizes = {**self._source.sizes, **(sizes or {})}
         found = self._captured(limits, sizes)
         made, host = self._with_host_room(found, limits)
-        table, memory = made.schedule, limits.device_memory
+        table, memory, machine = made.schedule, limits.device_memory, limits.hardware
+        if machine is not None:
+            machine = machine.of_weights(weights_bytes(made.programs[0]))
         device, size = limits.device if limits.has_device else None, table.device_bytes if memory is None else memory
         return Plan(
             made.programs[0],
@@ -115,8 +117,8 @@ class Planner:
             limits.host_memory,
             limits.precision,
             made.too_small,
-            reserve_text(device, size, limits.hardware),
-            limits.hardware,
+            reserve_text(device, size, machine),
+            machine,
             Asked(limits, sizes, self._source.fixed, found.num_tokens, self.plan),
             made.why_kernels,
             _why_not_there(limits, found.model),

@@ -194,6 +194,9 @@ def _step_limits(options: SizingOptions, name: str | None) -> StepLimits:
     host_bandwidth = given_bytes(options.host_bandwidth, "host_bandwidth")
     if machine is not None and host_bandwidth is not None:
         machine = replace(machine, host_bytes_per_s=float(host_bandwidth))
+    locked = given_bytes(options.locked_memory, "locked_memory")
+    if machine is not None and locked is not None:
+        machine = replace(machine, locked_bytes=locked)
     memory = given_bytes(options.memory, "memory")
     if memory is None:
         assert machine is not None
