@@ -65,6 +65,8 @@ def planned(limit: int | None) -> megatrain.Plan:
 def test_a_plan_counts_it_and_says_so():
     plain, plenty, little = (planned(limit) for limit in (None, 1 << 30, 1 << 20))
     assert plain.step_s == plenty.step_s
+    assert plenty.step_s is not None
+    assert little.step_s is not None
     assert plenty.step_s < little.step_s
     assert (
         "copies: the system page-locks 1.00 MiB, less than the weights, "
