@@ -104,7 +104,8 @@ class Planner:
         self._source.check()
         sizes = {**self._source.sizes, **(sizes or {})}
         found = self._captured(limits, sizes)
-        made, host = self._with_host_room(found, limits)
+        updates, why_not_there = _updates(limits, found.model)
+        made, host = self._with_host_room(found, limits, updates, why_not_there)
         table, memory, machine = made.schedule, limits.device_memory, limits.hardware
         if machine is not None:
             machine = machine.of_weights(weights_bytes(made.programs[0]))
@@ -121,23 +122,25 @@ class Planner:
             machine,
             Asked(limits, sizes, self._source.fixed, found.num_tokens, self.plan),
             made.why_kernels,
-            _why_not_there(limits, found.model),
+            why_not_there,
         )
 
-    def _with_host_room(self, found: _Capture, limits: StepLimits) -> tuple[StepChoices, HostPlan]:
+    def _with_host_room(
+        self, found: _Capture, limits: StepLimits, updates: Sequence[str], why_not_there: str
+    ) -> tuple[StepChoices, HostPlan]:
         """The fastest plan, or one that takes less memory of the host if it doesn't fit there."""
 
         def plan(updates: str, **changes: Any) -> tuple[StepChoices, HostPlan]:
             kind = _step_kind(found.programs.at(0), limits, updates)
             captures = [found.programs] * kind.micro_batches
-            changed = replace(limits, updates_there=not _why_not_there(limits, found.model), **changes)
+            changed = replace(limits, updates_there=not why_not_there, **changes)
             made = self._plans.plan(captures, kind, changed, lambda: found.loss_bytes, or_least=True)
             return made, _host_plan(found, made, limits)
 
         def missing(host: HostPlan) -> int:
             return host.missing_bytes(limits.host_memory)
 
-        fastest, *others = _updates(limits, found.model)
+        fastest, *others = updates
         made, host = plan(fastest)
         if made.too_small is None and missing(host) and made.schedule.results:
             most = max(0, _result_bytes(made) - missing(host))
@@ -256,32 +259,28 @@ def _result_bytes(made: StepChoices) -> int:
     return len(made.captures) * sum(result_bytes(workload, block) for block in made.schedule.results)
 
 
-def _updates(limits: StepLimits, model: nn.Module) -> tuple[str, ...]:
+def _updates(limits: StepLimits, model: nn.Module) -> tuple[tuple[str, ...], str]:
+    """When updates may run, and why the host makes all of them, whatever memory of the device is left, if it does."""
     if limits.optimizer is None:
-        return ("none",)
-    return updates_allowed(
-        overlap=limits.overlap,
-        waits=any(map(takes_turns, over(limits.optimizer, *inventory(model))[0])),
-        clip=limits.max_grad_norm is not None,
-        spread=not (limits.has_device and limits.device.is_host),
-    )
-
-
-def _why_not_there(limits: StepLimits, model: nn.Module) -> str:
-    """Says why the host makes all updates, whatever memory of the device is left; empty if the device may make some."""
-    if limits.optimizer is None:
-        return "no optimizer was given"
-    if limits.has_device and limits.device.is_host:
-        return "the device is the host"
-    if why := waits_for_host(_updates(limits, model)[0], clip=limits.max_grad_norm is not None):
-        return why
+        return ("none",), "no optimizer was given"
+    on_host = limits.has_device and limits.device.is_host
     entries, tensors = inventory(model)
     optimizers, parameters = over(limits.optimizer, entries, tensors)
+    clip = limits.max_grad_norm is not None
+    allowed = updates_allowed(
+        overlap=limits.overlap, waits=any(map(takes_turns, optimizers)), clip=clip, spread=not on_host
+    )
+    if on_host:
+        return allowed, "the device is the host"
+    if why := waits_for_host(allowed[0], clip=clip):
+        return allowed, why
     if limits.master_kind == "rounded":
-        return "masters are rounded at random, by numbers of the host"
+        return allowed, "masters are rounded at random, by numbers of the host"
     trained = [parameters[key] for key, entry in entries.items() if entry.kind == "parameter" and entry.requires_grad]
     is_narrow = limits.precision == "bf16" and is_all_wide(entries)
-    return why_not(optimizers, trained, device=limits.device if limits.has_device else None, is_narrow=is_narrow)
+    return allowed, why_not(
+        optimizers, trained, device=limits.device if limits.has_device else None, is_narrow=is_narrow
+    )
 
 
 def _step_kind(program: Program, limits: StepLimits, updates: str) -> StepKind:

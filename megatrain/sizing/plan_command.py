@@ -9,6 +9,7 @@ from pathlib import Path
 from megatrain.counts import counted
 from megatrain.device.accelerator import of_card
 from megatrain.errors import MegatrainError, OptionError
+from megatrain.garbage import paused_collection
 from megatrain.hardware.hardware import Hardware
 from megatrain.hardware.presets import GIB, PRESETS
 from megatrain.options import given_bytes
@@ -59,7 +60,7 @@ def print_sizing(options: SizingOptions) -> None:
     for path in (options.report, options.trace):
         if path is not None:
             check_report_path(path)
-    with stage("making the model"):
+    with stage("making the model"), paused_collection():
         source = sized_model(options)
     planner, sizes = Planner(source), _given_sizes(options, source)
     samples = _samples(options, source)
@@ -71,7 +72,7 @@ def print_sizing(options: SizingOptions) -> None:
                 row = row_of(planner, options, sizes, samples, name)
             print(_row_text(row.cells()), flush=True)
         return
-    with stage("planning"):
+    with stage("planning"), paused_collection():
         found = _split_on(planner, options, sizes, samples, options.hardware)
     print(summary(found.plan, options, samples * source.sizes.get(SEQUENCE, 1)))
     print(f"\n{_step_line(samples, source, found)}")
