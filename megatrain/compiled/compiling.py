@@ -136,6 +136,7 @@ def compile(  # noqa: PLR0913  # the name torch users expect; all but the model 
         lengths=lengths,
     ).resolved(hardware)
     check_ranks(process_group, kernels)
+    _check_counts_writes(model)
     if lengths is not None and process_group is not None:
         raise OptionError(
             f"lengths={lengths} is for a process that trains alone, and process_group= is given.\n"
@@ -153,3 +154,15 @@ def compile(  # noqa: PLR0913  # the name torch users expect; all but the model 
         if example_args or example_kwargs:
             compiled.prepare(*example_args, **dict(example_kwargs or {}))
         return module  # inside the body: Ctrl-C after it would leave a bf16 model and no compiled model
+
+
+def _check_counts_writes(model: nn.Module) -> None:
+    """Refuses tensors of torch.inference_mode, which count no writes."""
+    for kind, named in (("parameter", model.named_parameters()), ("buffer", model.named_buffers())):
+        for name, tensor in named:
+            if tensor.is_inference():
+                raise OptionError(
+                    f"{kind} `{name}` was made under torch.inference_mode().\n"
+                    "  Such tensors count no writes, so nothing tells when the device has old values of them.\n"
+                    "  Make or load the model outside of it, or compile copy.deepcopy(model)."
+                )
