@@ -19,8 +19,6 @@ class Entry:
 
     Args:
         key: The state it holds; tied state has one key.
-        spec: Its shape, dtype and strides.
-        offset: First byte, from the start of the image.
         base: For a part of a tensor: the key of the whole.
         first_row: For a part: its first row in the whole.
     """
@@ -59,12 +57,7 @@ class BlockImage:
 
 
 def image(specs: Sequence[tuple[str, TensorSpec]], alignment: int = ALIGNMENT) -> BlockImage:
-    """Lays tensors out one after the other.
-
-    Args:
-        specs: Key and spec of each; a key occurs once.
-        alignment: As in `BlockImage`.
-    """
+    """Lays tensors out one after the other."""
     assert len({key for key, _ in specs}) == len(specs), "a key occurs twice in one block's state"
     entries: list[Entry] = []
     offset = 0

@@ -24,7 +24,6 @@ class Ring:
     """Copies in pieces of a buffer's size. One thread at a time uses a ring.
 
     Args:
-        device: The device.
         buffers: Page-locked, of one size.
     """
 
@@ -97,9 +96,6 @@ class Bus:
     Some systems (WSL2, containers) page-lock no more than a few GiB. There memory stays as it is, and copies go through
     two small rings of page-locked buffers, one for each direction: each byte is copied once more, by the host. If the
     system refuses even these, copies are ordinary ones, which the host waits for.
-
-    Args:
-        device: The device.
     """
 
     def __init__(self, device: Device) -> None:
@@ -228,11 +224,7 @@ class Bus:
 
 
 class GrowingArena:
-    """Host memory for transfers that is kept from use to use, and grows if one needs more.
-
-    Args:
-        bus: Page-locks it, where copies gain from that.
-    """
+    """Host memory for transfers that is kept from use to use, and grows if one needs more."""
 
     def __init__(self, bus: Bus) -> None:
         self.bus = bus

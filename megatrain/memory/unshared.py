@@ -46,9 +46,6 @@ def held_elsewhere(tensors: Mapping[str, torch.Tensor]) -> list[str]:
 
     Args:
         tensors: Of the state, on the host. Several may be parts of one memory, which they hold together.
-
-    Returns:
-        Their keys.
     """
     groups: dict[int, list[str]] = {}
     for key, tensor in {id(tensor): (key, tensor) for key, tensor in tensors.items()}.values():

@@ -36,14 +36,7 @@ _WHOLE_SLOT = 0.9
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One line of the report.
-
-    Args:
-        what: It is about.
-        found: What is there.
-        cost: What that costs, or is good for; empty if nothing.
-        is_flawed: Whether something could be better.
-    """
+    """One line of the report."""
 
     what: str
     found: str

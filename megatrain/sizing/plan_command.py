@@ -128,14 +128,7 @@ def _samples(options: SizingOptions, source: ModelSizes) -> int:
 
 @dataclass(frozen=True, slots=True)
 class StepSplit:
-    """The micro-batches of a step.
-
-    Args:
-        size: Samples of a micro-batch.
-        count: Micro-batches.
-        plan: Of the step.
-        tried: The sizes that were planned.
-    """
+    """The micro-batches of a step."""
 
     size: int
     count: int
@@ -225,7 +218,6 @@ class MachineRow:
     """A step on one machine.
 
     Args:
-        machine: Its name.
         batch: The best that was found; None if nothing could be planned.
         refused: Why not, in a line.
     """
