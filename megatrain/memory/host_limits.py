@@ -28,10 +28,11 @@ def locked_bytes(root: Path = Path("/")) -> tuple[int, str] | None:
     """Returns how much memory the system page-locks for a device, and where that is from; None for any amount."""
     if sys.platform == "win32":
         return int(psutil.virtual_memory().total) // 2, "half of the memory, as Windows has it"
-    version = root / "proc/version"
-    if version.is_file() and "microsoft" in version.read_text(encoding="utf-8").lower():
-        return _LOCKED_BY_WSL, "as others measured on WSL2"
-    return None
+    try:
+        kernel = (root / "proc/version").read_text(encoding="utf-8")
+    except OSError:
+        return None
+    return (_LOCKED_BY_WSL, "as others measured on WSL2") if "microsoft" in kernel.lower() else None
 
 
 _LOCKED_BY_WSL = 1 << 30
