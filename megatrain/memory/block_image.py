@@ -86,12 +86,7 @@ def optimizer_image(layout: BlockImage) -> BlockImage:
 
 
 def views(layout: BlockImage, buffer: torch.Tensor) -> list[torch.Tensor]:
-    """Returns the tensors of an image as views of `buffer`, in the order of its entries.
-
-    Args:
-        layout: The image.
-        buffer: `uint8`, contiguous, on any device, at least as large as the image.
-    """
+    """Returns the tensors of an image as views of a contiguous `uint8` buffer, in the order of its entries."""
     # One view per dtype, then one as_strided per tensor: half the cost of slicing, casting and reshaping
     # each.
     typed: dict[torch.dtype, torch.Tensor] = {torch.uint8: buffer}

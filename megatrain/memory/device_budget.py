@@ -49,11 +49,7 @@ class DeviceBudget:
         return True
 
     def agree(self, exchange: Callable[[int], Sequence[int]]) -> None:
-        """Takes the smallest bound of several processes, so that all of them plan alike.
-
-        Args:
-            exchange: Gives this process's bound to all; returns those of all.
-        """
+        """Takes the smallest bound of several processes, so that all of them plan alike."""
         if not self._device.is_host:
             self._nbytes = self._first = min(exchange(self.nbytes))
 

@@ -88,12 +88,7 @@ class MemoryFigures:
         )
 
     def error(self, cause: BaseException, what: str) -> DeviceMemoryError:
-        """Returns the error for the user.
-
-        Args:
-            cause: The second failure; its notes, which say where the work ended, are kept.
-            what: What was tried twice.
-        """
+        """Returns the error for the user, with the notes of its cause, which say where the work ended."""
         reason = str(cause).strip().splitlines()
         error = DeviceMemoryError(
             f"{self.device} ran out of memory. It did again when {what} was repeated with an empty cache: "
