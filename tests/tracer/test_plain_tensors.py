@@ -94,18 +94,18 @@ def test_codes_that_only_their_class_can_read_are_refused_by_the_name_of_their_f
     """As diffusers keeps the weights of a GGUF file: bytes, whose class follows them through calls."""
 
     class Codes(nn.Parameter):
-        def __new__(cls, data: torch.Tensor) -> Any:
-            return torch.Tensor._make_subclass(cls, data, False)
-
         @classmethod
         def __torch_function__(cls, func, types, args=(), kwargs=None):
             result = super().__torch_function__(func, types, args, kwargs or {})
-            return Codes(result) if isinstance(result, torch.Tensor) and result.dtype == torch.uint8 else result
+            return coded(result) if isinstance(result, torch.Tensor) and result.dtype == torch.uint8 else result
+
+    def coded(values: torch.Tensor) -> Any:
+        return torch.Tensor._make_subclass(Codes, values, False)
 
     class Unpacked(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.weight = Codes(torch.arange(16, dtype=torch.uint8).view(4, 4))
+            self.weight = coded(torch.arange(16, dtype=torch.uint8).view(4, 4))
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return x @ self.weight.as_subclass(torch.Tensor).float()
