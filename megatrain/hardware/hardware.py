@@ -60,9 +60,9 @@ _INSTEAD = {"tf32": ("fp32", 1), "bf16": ("fp32", 1), "fp64": ("fp32", 2), "fp8"
     d2h_beside=_SHARE,
     compute_beside=_SHARE,
     memory_bytes=optional(count(1)),
-    locked_bytes=optional(count()),
+    locked_bytes=optional(count(1)),
     staged_bytes_per_s=_RATE,
-    host_moves=count(1),
+    host_moves=count(1, RING_MOVES),
 )
 @dataclass(frozen=True, slots=True)
 class Hardware:
@@ -206,19 +206,6 @@ class Hardware:
         launches = OF_A_RECORDING if is_recorded else kernels
         return max(taken, launches * self.issue_s + self.op_s) if self.issue_s else taken + self.op_s
 
-    def of_weights(self, nbytes: int) -> Hardware:
-        """This machine for a model with so many bytes of weights: the ring's rates if the system can't lock them."""
-        if self.locked_bytes is None or nbytes <= self.locked_bytes:
-            return self
-        origins = {**self.origins, **dict.fromkeys(("h2d_bytes_per_s", "d2h_bytes_per_s"), "through the ring")}
-        return replace(
-            self,
-            h2d_bytes_per_s=min(self.h2d_bytes_per_s, self.staged_bytes_per_s),
-            d2h_bytes_per_s=min(self.d2h_bytes_per_s, self.staged_bytes_per_s),
-            host_moves=RING_MOVES,
-            origins=origins,
-        )
-
     @property
     def is_staged(self) -> bool:
         """Whether copies pass through a ring."""
@@ -231,6 +218,20 @@ class Hardware:
 
     def __str__(self) -> str:
         return _text(self)
+
+
+def of_weights(machine: Hardware, nbytes: int) -> Hardware:
+    """A machine for a model with so many bytes of weights: with the ring's rates if the system can't lock them."""
+    if machine.locked_bytes is None or nbytes <= machine.locked_bytes:
+        return machine
+    origins = {**machine.origins, **dict.fromkeys(("h2d_bytes_per_s", "d2h_bytes_per_s"), "through the ring")}
+    return replace(
+        machine,
+        h2d_bytes_per_s=min(machine.h2d_bytes_per_s, machine.staged_bytes_per_s),
+        d2h_bytes_per_s=min(machine.d2h_bytes_per_s, machine.staged_bytes_per_s),
+        host_moves=RING_MOVES,
+        origins=origins,
+    )
 
 
 def on_this_system(machine: Hardware, device: Device | None) -> Hardware:

@@ -13,7 +13,7 @@ from functools import partial
 from typing import Any
 
 from megatrain.errors import ExecuteError, ScheduleError, TooSmallError
-from megatrain.hardware.hardware import Hardware
+from megatrain.hardware.hardware import Hardware, of_weights
 from megatrain.hardware.machine import usual_machine
 from megatrain.options import Limits
 from megatrain.passes.measuring.runs import recordable_blocks
@@ -172,7 +172,7 @@ class StepPlans:
         self, captures: Sequence[StepPrograms], kind: StepKind, limits: Limits, loss_bytes: int, *, or_least: bool
     ) -> StepChoices:
         if limits.hardware is not None:
-            limits = replace(limits, hardware=limits.hardware.of_weights(weights_bytes(captures[0].at(0))))
+            limits = replace(limits, hardware=of_weights(limits.hardware, weights_bytes(captures[0].at(0))))
         if limits.kernels != "auto":
             found = plan_step(captures, kind, limits, loss_bytes, self._exchange, or_least=or_least)
             return replace(found, why_kernels=AS_ASKED.get(limits.kernels, ""))
@@ -267,7 +267,7 @@ def scheduled(
             activations=limits.activations,
             loss_bytes=loss_bytes,
             hardware=limits.hardware,
-            usual=usual_machine(limits.device).of_weights(weights_bytes(programs[0])),
+            usual=of_weights(usual_machine(limits.device), weights_bytes(programs[0])),
             masters=limits.master_kind,
             updates_there=limits.updates_there and kind.updates in ("overlap", "spread"),
             # Kernels other than eager's return no results that could be kept.

@@ -18,7 +18,7 @@ from torch import nn
 from megatrain.checks import checked, number, optional
 from megatrain.device import HOST, Device, find
 from megatrain.errors import MegatrainError, OptionError, TraceError
-from megatrain.hardware.hardware import Hardware
+from megatrain.hardware.hardware import Hardware, of_weights
 from megatrain.hardware.machine import HARDWARE, machine_of
 from megatrain.interrupts import Interrupts
 from megatrain.optim.blockwise import takes_turns
@@ -108,7 +108,7 @@ class Planner:
         made, host = self._with_host_room(found, limits, updates, why_not_there)
         table, memory, machine = made.schedule, limits.device_memory, limits.hardware
         if machine is not None:
-            machine = machine.of_weights(weights_bytes(made.programs[0]))
+            machine = of_weights(machine, weights_bytes(made.programs[0]))
         device, size = limits.device if limits.has_device else None, table.device_bytes if memory is None else memory
         return Plan(
             made.programs[0],

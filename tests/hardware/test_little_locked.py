@@ -16,6 +16,7 @@ from megatrain import Hardware
 from megatrain.compiled import printed
 from megatrain.device import HOST
 from megatrain.hardware import hardware
+from megatrain.hardware.hardware import of_weights
 from megatrain.hardware.machine import usual_machine
 from megatrain.hardware.measured import Link
 from megatrain.memory import host_limits
@@ -42,15 +43,15 @@ def test_the_system_is_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
 
 
 def test_weights_above_the_limit_pass_through_the_ring():
-    assert MACHINE.of_weights(1 << 20) is MACHINE
+    assert of_weights(MACHINE, 1 << 20) is MACHINE
     assert not MACHINE.is_staged
-    staged = MACHINE.of_weights((1 << 20) + 1)
+    staged = of_weights(MACHINE, (1 << 20) + 1)
     assert (staged.is_staged, staged.h2d_bytes_per_s, staged.d2h_bytes_per_s) == (True, 10e9, 10e9)
-    assert staged.of_weights(1 << 30) == staged
+    assert of_weights(staged, 1 << 30) == staged
     assert memory_limits(staged) == (1.0, 1.0)  # each byte moves three times: nothing is left for updates
     assert "host memory that can be locked" in str(MACHINE)
     assert "ring" not in str(replace(MACHINE, locked_bytes=None))
-    slower = replace(MACHINE, staged_bytes_per_s=1e12).of_weights(1 << 30)
+    slower = of_weights(replace(MACHINE, staged_bytes_per_s=1e12), 1 << 30)
     assert slower.h2d_bytes_per_s == MACHINE.h2d_bytes_per_s  # the link itself
 
 
