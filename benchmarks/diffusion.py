@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from peft import LoraConfig
+from peft import LoraConfig, inject_adapter_in_model
 from torch import nn
 
 import megatrain
@@ -67,6 +67,34 @@ def _wan() -> nn.Module:
     return WanTransformer3DModel()
 
 
+class _OfLists(nn.Module):
+    """A transformer that takes lists of images and of texts; here both are batches of one shape."""
+
+    def __init__(self, transformer: nn.Module) -> None:
+        super().__init__()
+        self.transformer = transformer
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        timestep: torch.Tensor,
+        encoder_hidden_states: torch.Tensor,
+        return_dict: bool,
+    ) -> Any:
+        """Returns the images as one batch."""
+        found = self.transformer(list(hidden_states), timestep, list(encoder_hidden_states), return_dict=return_dict)[0]
+        return (torch.stack(found),)
+
+
+def _z_image() -> nn.Module:
+    from diffusers import ZImageTransformer2DModel  # pyright: ignore[reportMissingImports]
+
+    transformer = ZImageTransformer2DModel()
+    rope = transformer.rope_embedder  # its angles are plain attributes, which the first forward would make
+    rope.freqs_cis = rope.precompute_freqs_cis(rope.axes_dims, rope.axes_lens, theta=rope.theta)
+    return _OfLists(transformer)
+
+
 def _sd35() -> nn.Module:
     from diffusers import SD3Transformer2DModel  # pyright: ignore[reportMissingImports]
 
@@ -75,6 +103,7 @@ def _sd35() -> nn.Module:
 
 
 MODELS: Mapping[str, tuple[str, Callable[[], nn.Module], dict[str, Any]]] = {
+    "z-image": ("Z-Image, 1024 x 1024", _z_image, _images(1, 16, 1, 128, 128, text=(1, 256, 2560))),
     "sd35": ("SD 3.5 large, 1024 x 1024", _sd35, _images(1, 16, 128, 128, text=(1, 333, 4096),
         pooled_projections=(1, 2048))),
     "flux": ("Flux.1 dev, 1024 x 1024", _flux, _images(1, 4096, 64, text=(1, 512, 4096), pooled_projections=(1, 768),
@@ -89,8 +118,8 @@ def planned(name: str, memory: str) -> Any:
     """The plan of a model's LoRA with so much of a card's memory."""
     _, make, given = MODELS[name]
     with torch.device("meta"):
-        transformer: Any = make().to(torch.bfloat16).requires_grad_(False)
-        transformer.add_adapter(LoraConfig(r=16, lora_alpha=16, target_modules=TARGETS))
+        transformer = make().to(torch.bfloat16).requires_grad_(False)
+        inject_adapter_in_model(LoraConfig(r=16, lora_alpha=16, target_modules=TARGETS), transformer)
     return megatrain.plan(
         FlowMatching(transformer),
         hardware=CARDS[memory],

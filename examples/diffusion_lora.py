@@ -42,11 +42,17 @@ class FlowMatching(nn.Module):
         return nn.functional.mse_loss(found, noise - latents)
 
 
-def micro_batch(names, random):
+buckets = {}  # files by the rows and columns of their images: each shape is captured once
+for path in sorted(cache.iterdir()):
+    rows_and_columns = load_file(path)["img_ids"].amax(0)[1:] + 1
+    buckets.setdefault(tuple(rows_and_columns.tolist()), []).append(path)
+
+
+def micro_batch(paths, random):
     """Images of one shape, with noise and times that the generator gives."""
-    images = [load_file(cache / f"{name}.safetensors") for name in names]
+    images = [load_file(path) for path in paths]
     batch = {key: torch.stack([image[key] for image in images]) for key in ("latents", "text", "pooled")}
-    noise, times = torch.randn(batch["latents"].shape, generator=random), torch.randn(len(names), generator=random)
+    noise, times = torch.randn(batch["latents"].shape, generator=random), torch.randn(len(paths), generator=random)
     places = {"img_ids": images[0]["img_ids"], "txt_ids": torch.zeros(6, 3)}
     return batch | places | {"noise": noise, "times": times.sigmoid()}  # as for SD3 and Flux: more of the middle
 
@@ -56,7 +62,7 @@ compiled = megatrain.compile(FlowMatching(transformer), device="cpu", memory="15
 step = megatrain.TrainStep(compiled, torch.optim.AdamW(trained, lr=1e-2, fused=True), max_grad_norm=1.0)
 for number in range(20):
     random = torch.Generator().manual_seed(number % 10)
-    loss = step([micro_batch(bucket, random) for bucket in ("0246", "1357")])  # shapes differ within a step
+    loss = step([micro_batch(paths, random) for paths in buckets.values()])  # shapes differ within a step
     if number % 5 == 4:
         print(f"step {number + 1}: loss {loss.item():.3f}")
 transformer.save_lora_adapter(folder.name)  # for diffusers' load_lora_adapter

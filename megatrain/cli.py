@@ -19,6 +19,7 @@ from megatrain.checks import PATH, count, number, one_of
 from megatrain.command_options import OF_COMPILE, Option, add_options, flag, given_options, rule_of
 from megatrain.errors import MegatrainError
 from megatrain.finetune import train_options
+from megatrain.garbage import paused_collection
 from megatrain.hardware.presets import PRESETS
 from megatrain.sizes import MEMORY
 from megatrain.sizing import sizing_options
@@ -83,7 +84,8 @@ def _plan(**given: Any) -> int:
     options = sizing_options.SizingOptions(**given)
     if ":" not in options.config and known(options.config) is None:
         check_found(options.config)
-    from megatrain.sizing.plan_command import print_sizing
+    with paused_collection():  # it imports torch and transformers: a great many objects, which all stay
+        from megatrain.sizing.plan_command import print_sizing
 
     print_sizing(options)
     return 0

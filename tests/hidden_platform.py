@@ -149,6 +149,11 @@ def train(folder: Path) -> None:
     assert sorted(path.name for path in folder.iterdir()) == ["run"]
     assert host_limits.update_threads() >= 1
     assert host_limits.cache_bytes() == 0
+    assert host_limits.locked_bytes() is None  # without /proc nothing says that this is WSL2
+    sys.platform = "win32"
+    locked = host_limits.locked_bytes()
+    assert locked is not None
+    assert locked[1] == "half of the memory, as Windows has it"
     host_limits.return_free_memory()
     assert ADAMW.fault() is not None
     print("trained")

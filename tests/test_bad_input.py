@@ -48,6 +48,7 @@ RIGHT = {
     "Hardware.update_s": "zero half huge",
     "Hardware.wake_s": "zero half huge",
     "Hardware.*memory_bytes": "huge None",
+    "Hardware.*locked_bytes": "huge None",
     "Hardware.name": TEXTS,
     "Hardware.origins": "dict",
     "Hardware.further_rates": "dict",

@@ -20,6 +20,7 @@ from megatrain.options import COMPILE, Limits, given_bytes, given_paths
 from megatrain.passes.pipeline import Rewrite
 from megatrain.ranks.processes import PROCESS_GROUP, ProcessGroup, check_cards, check_ranks
 from megatrain.runtime.streams.stream_set import Chaos, Recording
+from megatrain.torch_private import DisableTorchFunctionSubclass
 
 
 @checked(**COMPILE, process_group=optional(PROCESS_GROUP))
@@ -136,6 +137,7 @@ def compile(  # noqa: PLR0913  # the name torch users expect; all but the model 
         lengths=lengths,
     ).resolved(hardware)
     check_ranks(process_group, kernels)
+    _check_counts_writes(model)
     if lengths is not None and process_group is not None:
         raise OptionError(
             f"lengths={lengths} is for a process that trains alone, and process_group= is given.\n"
@@ -153,3 +155,20 @@ def compile(  # noqa: PLR0913  # the name torch users expect; all but the model 
         if example_args or example_kwargs:
             compiled.prepare(*example_args, **dict(example_kwargs or {}))
         return module  # inside the body: Ctrl-C after it would leave a bf16 model and no compiled model
+
+
+def _check_counts_writes(model: nn.Module) -> None:
+    """Refuses tensors of torch.inference_mode, which count no writes."""
+    with DisableTorchFunctionSubclass():  # a question to tensors of any class, also to those without values yet
+        made = [
+            f"{kind} `{name}`"
+            for kind, named in (("parameter", model.named_parameters()), ("buffer", model.named_buffers()))
+            for name, tensor in named
+            if tensor.is_inference()
+        ]
+    if made:
+        raise OptionError(
+            f"{made[0]} was made under torch.inference_mode().\n"
+            "  Such tensors count no writes, so nothing tells when the device has old values of them.\n"
+            "  Make or load the model outside of it, or compile copy.deepcopy(model)."
+        )

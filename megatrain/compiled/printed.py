@@ -14,6 +14,7 @@ from megatrain.counts import counted
 from megatrain.errors import LowerError, OptionError, ScheduleError
 from megatrain.hardware.machine import slot_share, unknown_card
 from megatrain.memory.device_budget import DeviceBudget
+from megatrain.memory.host_limits import locked_bytes
 from megatrain.optim.masters.registry import Masters
 from megatrain.options import Limits
 from megatrain.passes.program import Program
@@ -23,6 +24,7 @@ from megatrain.planning.step_programs import lowered
 from megatrain.runtime.engine import Engine
 from megatrain.runtime.on_demand import WalkFigures
 from megatrain.scheduler.text import workload_text
+from megatrain.sizes import format_bytes
 from megatrain.tracer.traced import TracedModule
 
 NOTHING = "nothing is captured yet: call the model once, or give compile(example_args=..., example_kwargs=...)"
@@ -56,7 +58,11 @@ def compiled_text(
     first += f"\n  the slot of the card has {share:.3g} of the card's link to the host" if share < 1 else ""
     unknown = "" if options.hardware is not None else unknown_card(options.device)
     first += f"\n  {unknown}" if unknown else ""
-    first += f"\n  {engine.bus.note}" if engine is not None and engine.bus.note else ""
+    refused = engine.bus.note if engine is not None else ""
+    limit = locked_bytes() if options.device.lock_bytes and not refused else None
+    first += f"\n  {refused}" if refused else ""
+    if limit is not None:
+        first += f"\n  this system page-locks {format_bytes(limit[0])}: larger weights pass through a small locked ring"
     first += f"\n  latest {walk}; the model's own code, no schedule" if walk is not None else ""
     if not variants:
         return f"{first}\n  {NOTHING}"

@@ -66,7 +66,6 @@ class Accelerator(Device):
     """The `torch.accelerator` of this machine.
 
     Args:
-        kind: Type of the torch device, such as `"xpu"`.
         index: Its number; None takes the current one.
     """
 

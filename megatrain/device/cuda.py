@@ -37,10 +37,6 @@ def link_share(address: str, devices: Path = _DEVICES) -> float:
     A link is as fast as the slower of its ends (PCIe 3 and PCIe 4), and has the lanes that its ends agreed on. A
     switch on the way has a link of its own. A card at rest lowers its current speed, so the highest one counts.
 
-    Args:
-        address: The card's, such as `0000:65:00.0`.
-        devices: Where Linux lists PCI devices.
-
     Returns:
         Above 0 and at most 1; 1 where the system doesn't say.
     """
@@ -74,11 +70,7 @@ _POOL = 32
 
 
 class CudaGraphs(LaunchGraphs):
-    """CUDA graphs, captured on a stream of their own.
-
-    Args:
-        device: The GPU.
-    """
+    """CUDA graphs, captured on a stream of their own."""
 
     def __init__(self, device: torch.device) -> None:
         super().__init__(device)
@@ -195,11 +187,7 @@ def _compiled(source: str, function: str) -> Any:
 
 
 class Cuda(Accelerator):
-    """A GPU of NVIDIA, or of AMD under the same name.
-
-    Args:
-        index: Its number; None takes the current one.
-    """
+    """A GPU of NVIDIA, or of AMD under the same name."""
 
     name = "cuda"
     # Drivers fail from 512 GiB on: what they note of each page is one array of less than 2 GiB.

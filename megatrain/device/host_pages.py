@@ -96,13 +96,9 @@ _KEPT: dict[int, int] = {}
 
 
 def populate(address: int, nbytes: int) -> None:
-    """Makes pages resident, with several threads, and leaves their contents alone.
+    """Makes pages from an address on resident, with several threads, and leaves their contents alone.
 
     Page-locking would do that on one thread. A kernel without this advice (Linux before 5.14) leaves it to the locking.
-
-    Args:
-        address: Of the first byte, which begins a page.
-        nbytes: Number of bytes.
     """
     madvise = _c_function("madvise")
     if madvise is None:

@@ -75,9 +75,6 @@ class LaunchGraphs(ABC):
 
     Tensors that a graph makes are in memory that no other work gets, for as long as this object is there, also when no
     graph is left, or until `release`. All graphs share this memory, so one run overwrites what the run before has left.
-
-    Args:
-        device: Where the work runs.
     """
 
     def __init__(self, device: torch.device) -> None:

@@ -15,11 +15,7 @@ from megatrain.errors import OptionError
 
 
 class Cpu(Device):
-    """The host. There is only one, so every number means the same device.
-
-    Args:
-        index: Number after the colon, as in `"cpu:0"`.
-    """
+    """The host. There is only one, so every number means the same device."""
 
     can_bind = True
     has_inductor = True

@@ -40,14 +40,6 @@ def demonstrate(
 ) -> int:
     """Trains, and shows what ran; prints all of it.
 
-    Args:
-        folder: Of the checkpoint.
-        resume: Goes on from it.
-        interrupt_at: After which part of the steps this process interrupts itself; None doesn't.
-        device: Compute device; None takes the accelerator if it has what a run needs, else the CPU.
-        memory: Device-memory budget; less than the model's weights by default.
-        steps: Of the training; a resumed one has its own.
-
     Returns:
         0 if the loss fell, the device stayed within the budget, and the gradients are eager PyTorch's; else 1.
 
@@ -164,11 +156,7 @@ def _train(
 
 
 class _Interrupting:
-    """The model's own loss; in one step it presses Ctrl-C, when the forward is over.
-
-    Args:
-        at: The number of this step.
-    """
+    """The model's own loss; in one step it presses Ctrl-C, when the forward is over."""
 
     def __init__(self, at: int) -> None:
         self._at, self._is_due = at, False

@@ -24,7 +24,6 @@ class Losses(TrainerCallback):
     A training that goes on keeps the lines up to its checkpoint, and writes the steps after it anew.
 
     Args:
-        folder: Of the training.
         every_s: Seconds between two printed lines.
     """
 

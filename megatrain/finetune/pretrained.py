@@ -87,13 +87,7 @@ def positions_of(config: Any) -> int | None:
 
 
 def longest(config: Any, asked: int | None, usual: int, flag: str) -> int:
-    """Returns the most tokens of a sequence.
-
-    Args:
-        config: The model's.
-        asked: What the user wants; None for the usual number, or fewer if the model has fewer positions.
-        usual: See above.
-        flag: The option of the command.
+    """Returns the most tokens of a sequence: as asked, else the usual number, or as many as the model has positions.
 
     Raises:
         OptionError: If more are asked for than the model has positions.

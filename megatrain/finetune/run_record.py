@@ -135,12 +135,9 @@ def _shown(value: object) -> str:
 
 
 def fingerprint(source: str) -> str:
-    """Tells one model from another, by names and contents of the files in its folder.
+    """Tells one model from another, by names and contents of the files in its folder; a hub's name stands for itself.
 
     The weights are read whole: two models may differ in their last layers alone, and adapters belong to one of them.
-
-    Args:
-        source: A folder, or a name on the hub, which stands for itself.
     """
     path = Path(source)
     if not path.exists():

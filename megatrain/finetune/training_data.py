@@ -27,17 +27,12 @@ _ROLES = {
 
 
 def read_rows(name: str, config: str | None, split: str, *, documents: bool, has_template: bool = True) -> Any:
-    """The rows of a file or of a data set, which stay on the disk.
+    """The rows of a file (.jsonl, .txt), of a folder or of a data set of the hub, which stay on the disk.
 
     Rows of ShareGPT (`conversations` of turns with `from` and `value`) become chats. Rows of Alpaca (`instruction`,
     `input`, `output`) do too where the tokenizer has a chat template, and else prompts with their completions.
 
-    Args:
-        name: A file, .jsonl or .txt, a folder, or a name on the hub.
-        config: Of a data set.
-        split: Of a data set.
-        documents: Whether empty lines of a .txt separate documents.
-        has_template: Whether the tokenizer has a chat template.
+    With `documents`, empty lines of a .txt separate documents.
 
     Raises:
         OptionError: If it can't be read, or has other columns, or a turn of somebody else than user and assistant.

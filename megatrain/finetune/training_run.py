@@ -68,6 +68,7 @@ _IN_COMMAND: Spelling = {
     "micro_batches": lambda value: f"--accumulate {value}",
     MICRO_BATCH: lambda value: f"--batch {value}",
     SEQUENCE: lambda value: f"--length {value}",
+    "optimizer": lambda value: f"--optimizer {value.lower()}" if value == AdamW8bit.__name__ else None,
 }
 """What the command has of a plan's options."""
 
@@ -372,7 +373,6 @@ class _Run:
     def _planned(self, model: Any, batch: int, count: int, machine: Hardware | None = None) -> PlannedStep:
         options = self.options
         model.train()
-        trained = [p for p in model.parameters() if p.requires_grad]
         given = None if options.memory is None else parse_bytes(options.memory, "memory")
         ids = torch.zeros(batch, self._width, dtype=torch.long, device=self._device.torch_device)
         inputs = {"input_ids": ids, "labels": ids.clone()}
@@ -381,7 +381,7 @@ class _Run:
         model.config.use_cache = False  # as the trainer does: otherwise keys and values would be results
         return plan(
             model, device=self._device, device_memory=DeviceBudget(self._device, given).nbytes,
-            optimizer=AdamW8bit(trained) if self._is_coded else torch.optim.AdamW(trained, fused=True),  # as it trains
+            optimizer=AdamW8bit.__name__ if self._is_coded else torch.optim.AdamW.__name__,
             precision=options.precision, micro_batches=count, hardware=machine,
             max_grad_norm=_MAX_GRAD_NORM, block_bytes=options.block_bytes, chunking=options.chunking,
             kernels=options.kernels, example_kwargs=inputs,

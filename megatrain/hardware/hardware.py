@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import inf, isinf
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from megatrain.checks import Rule, checked, count, mapping_of, number, one_of, optional
 from megatrain.hardware.presets import PRESETS, preset_figures
 from megatrain.hardware.work import MEMORY, RATES, SHARED_BYTES, Works
+from megatrain.memory.host_limits import locked_bytes
 from megatrain.sizes import format_bytes
+
+if TYPE_CHECKING:  # its folder imports torch, and this file is imported where torch isn't
+    from megatrain.device import Device
 
 _RATE = number(above=0, example=1e9)
 _SECONDS = number(least=0, below=inf, example=0.0)
@@ -33,6 +37,9 @@ OF_A_RECORDING = 40
 """Launches of kernels that take Python as long as a block whose kernels are recorded: the recording's launch, copies of
 what goes in and out, and the look-up. Measured: 380 us where a call of an operator took 5 to 10 us."""
 
+RING_MOVES = 3
+"""How often a byte on its way through a ring moves within the host's memory: read, written, read by the device."""
+
 # Which rate counts where a machine's own isn't known, and by what it is divided.
 _INSTEAD = {"tf32": ("fp32", 1), "bf16": ("fp32", 1), "fp64": ("fp32", 2), "fp8": ("bf16", 1), "int8": ("bf16", 1)}
 
@@ -53,6 +60,9 @@ _INSTEAD = {"tf32": ("fp32", 1), "bf16": ("fp32", 1), "fp64": ("fp32", 2), "fp8"
     d2h_beside=_SHARE,
     compute_beside=_SHARE,
     memory_bytes=optional(count(1)),
+    locked_bytes=optional(count(1)),
+    staged_bytes_per_s=_RATE,
+    host_moves=count(1, RING_MOVES),
 )
 @dataclass(frozen=True, slots=True)
 class Hardware:
@@ -83,6 +93,9 @@ class Hardware:
         compute_beside: The share that compute keeps while another stream works; less than 1 where the device is the
             host, and streams share its cores.
         memory_bytes: Size of the device's memory; None if unknown.
+        locked_bytes: Most bytes of host memory that the system page-locks; None for all of it.
+        staged_bytes_per_s: Copies through a small ring of page-locked memory, each way, where weights aren't locked.
+        host_moves: How often a byte of a copy moves within the host's memory.
         name: Printed.
         origins: By the name of a figure where it is from; what has none was given.
 
@@ -110,6 +123,9 @@ class Hardware:
     d2h_beside: float = 1.0
     compute_beside: float = 1.0
     memory_bytes: int | None = None
+    locked_bytes: int | None = None
+    staged_bytes_per_s: float = inf
+    host_moves: int = 1
     name: str = ""
     origins: Mapping[str, str] = field(default_factory=dict[str, str], hash=False, compare=False)
 
@@ -127,9 +143,11 @@ class Hardware:
             OptionError: If an argument has a wrong value, or the device can't be used.
         """
         # Later: this file is imported where torch isn't.
+        from megatrain.device import usable
         from megatrain.hardware.measured import measured_figures
 
-        return Hardware(**measured_figures(device, cache, fresh, accept=Hardware))
+        figures = measured_figures(device, cache, fresh, accept=Hardware)
+        return on_this_system(Hardware(**figures), usable(device))
 
     @staticmethod
     @checked(name=one_of(*PRESETS))
@@ -185,12 +203,39 @@ class Hardware:
         return max(taken, launches * self.issue_s + self.op_s) if self.issue_s else taken + self.op_s
 
     @property
+    def is_staged(self) -> bool:
+        """Whether copies pass through a ring."""
+        return self.host_moves > 1
+
+    @property
     def is_shared(self) -> bool:
         """Whether the speed of a stream depends on what others do."""
         return min(self.h2d_beside, self.d2h_beside, self.compute_beside) < 1 or not isinf(self.host_bytes_per_s)
 
     def __str__(self) -> str:
         return _text(self)
+
+
+def of_weights(machine: Hardware, nbytes: int) -> Hardware:
+    """A machine for a model with so many bytes of weights: with the ring's rates if the system can't lock them."""
+    if machine.locked_bytes is None or nbytes <= machine.locked_bytes:
+        return machine
+    origins = {**machine.origins, **dict.fromkeys(("h2d_bytes_per_s", "d2h_bytes_per_s"), "through the ring")}
+    return replace(
+        machine,
+        h2d_bytes_per_s=min(machine.h2d_bytes_per_s, machine.staged_bytes_per_s),
+        d2h_bytes_per_s=min(machine.d2h_bytes_per_s, machine.staged_bytes_per_s),
+        host_moves=RING_MOVES,
+        origins=origins,
+    )
+
+
+def on_this_system(machine: Hardware, device: Device | None) -> Hardware:
+    """A machine with the limit that this system has for page-locked memory, where a device gains from that."""
+    limit = None if device is None or not device.lock_bytes else locked_bytes()
+    if limit is None:
+        return machine
+    return replace(machine, locked_bytes=limit[0], origins={**machine.origins, "locked_bytes": limit[1]})
 
 
 _GIVEN = "given"
@@ -204,6 +249,8 @@ _FIGURES = (
     ("h2d_beside", "to the device, beside the other way", "of it", 1),
     ("d2h_beside", "to the host, beside the other way", "of it", 1),
     ("host_bytes_per_s", "host memory, updates and copies", "GB/s", 1e9),
+    ("locked_bytes", "host memory that can be locked", "bytes", 1),
+    ("staged_bytes_per_s", "copies through a locked ring", "GB/s", 1e9),
     ("compute_beside", "compute, beside others", "of it", 1),
     ("launch_s", "launch of a kernel, device", "us", 1e-6),
     ("issue_s", "launch of a kernel, Python", "us", 1e-6),
@@ -242,6 +289,8 @@ def _rows(machine: Hardware, name: str, label: str, unit: str, one: float) -> It
         for kind, rate in value.items():  # pyright: ignore[reportUnknownVariableType]
             origin = origins.get(f"{name} {kind}", origins.get(name, _GIVEN))
             yield f"{label} {kind}", f"{rate / one:.4g}", unit, origin
+    elif name == "staged_bytes_per_s" and machine.locked_bytes is None:
+        return  # nothing passes through a ring
     elif value is not None and (name in origins or not (isinf(value) or value == _NONE.get(name))):
         text, unit = (format_bytes(value).rsplit(" ", 1)) if unit == "bytes" else (f"{value / one:.4g}", unit)
         yield label, text, unit, origins.get(name, _GIVEN)

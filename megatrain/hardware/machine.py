@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from megatrain.checks import either, instance_of, one_of
-from megatrain.hardware.hardware import Hardware
+from megatrain.hardware.hardware import Hardware, on_this_system
 from megatrain.hardware.presets import PRESETS
 
 if TYPE_CHECKING:  # its folder imports torch, and this one is imported where torch isn't
@@ -64,7 +64,7 @@ def usual_machine(device: Device | None = None) -> Hardware:
     Where about 5000 FLOPs take as long as a byte of a copy, as there, a plan is a good one for most cards. Of a card
     in a slot of fewer lanes, or of an older PCIe, copies take as much longer; and of a part of a card (MIG) compute.
     """
-    machine = Hardware.preset(_preset_of(device) or _USUAL)
+    machine = on_this_system(Hardware.preset(_preset_of(device) or _USUAL), device)
     share = slot_share(device)
     machine = _scaled(machine, f"{share:g} of it, as the slot has", h2d_bytes_per_s=share, d2h_bytes_per_s=share)
     part = re.search(r"\bMIG (?:(\d)c\.)?(\d)g\b", "" if device is None else device.card())

@@ -31,6 +31,7 @@ from megatrain.hardware.kernels_alone import (
     seconds_of,
     wake_s,
 )
+from megatrain.memory.bus import rings
 from megatrain.memory.host_arena import HostArena
 from megatrain.memory.host_limits import available_bytes, cache_bytes, update_threads
 from megatrain.native.native_kernel import ADAMW, LANES
@@ -49,7 +50,7 @@ _TOUCHED = 7 * 4
 _OF_A_BLOCK = 9
 # Those of a step with a small learning rate; see `adamw.c`.
 _SCALARS = (1.0, 1.0 - 1e-6, 0.1, 0.999, 1e-3, 0.05, 1e-8, -1e-3)
-_FORMAT = 5  # one more whenever a figure means something else than before
+_FORMAT = 6  # one more whenever a figure means something else than before
 
 
 @checked(device=optional(DEVICE), cache=optional(PATH))
@@ -84,6 +85,8 @@ def _measured(device: Device) -> dict[str, Any]:
         figures |= _of_link(device, link)
         if device.is_host:
             figures["compute_beside"] = compute_beside(device, link)
+        else:
+            figures |= link.staged()
     finally:
         link.close()
         device.empty_cache()  # segments that are larger than a model's tensors would hold these
@@ -164,6 +167,15 @@ class Link:
         """Bytes per second each way."""
         taken = [seconds_of(self._device, copy, least_s=0.1) for copy in (self.to_device, self.to_host)]
         return self._nbytes / taken[0], self._nbytes / taken[1]
+
+    def staged(self) -> dict[str, float]:
+        """Bytes per second to the device through a ring; nothing if no memory can be locked for one."""
+        found = rings(self._device)
+        if found is None:
+            return {}
+        source = torch.zeros(self._nbytes, dtype=torch.uint8)
+        taken = seconds_of(self._device, lambda: found[0].to_device(self._there[0], source), least_s=0.1)
+        return {"staged_bytes_per_s": self._nbytes / taken}
 
     def both(self) -> tuple[float, float]:
         """Bytes per second each way while both ways are under way."""

@@ -45,8 +45,6 @@ class PausedCall:
     """A call of the model.
 
     Args:
-        args: Positional arguments.
-        kwargs: Keyword arguments.
         modes: What the thread had switched on around the call that a training step doesn't repeat, in words; None if
             there is nothing.
     """

@@ -19,8 +19,6 @@ class Entry:
 
     Args:
         key: The state it holds; tied state has one key.
-        spec: Its shape, dtype and strides.
-        offset: First byte, from the start of the image.
         base: For a part of a tensor: the key of the whole.
         first_row: For a part: its first row in the whole.
     """
@@ -59,12 +57,7 @@ class BlockImage:
 
 
 def image(specs: Sequence[tuple[str, TensorSpec]], alignment: int = ALIGNMENT) -> BlockImage:
-    """Lays tensors out one after the other.
-
-    Args:
-        specs: Key and spec of each; a key occurs once.
-        alignment: As in `BlockImage`.
-    """
+    """Lays tensors out one after the other."""
     assert len({key for key, _ in specs}) == len(specs), "a key occurs twice in one block's state"
     entries: list[Entry] = []
     offset = 0
@@ -93,12 +86,7 @@ def optimizer_image(layout: BlockImage) -> BlockImage:
 
 
 def views(layout: BlockImage, buffer: torch.Tensor) -> list[torch.Tensor]:
-    """Returns the tensors of an image as views of `buffer`, in the order of its entries.
-
-    Args:
-        layout: The image.
-        buffer: `uint8`, contiguous, on any device, at least as large as the image.
-    """
+    """Returns the tensors of an image as views of a contiguous `uint8` buffer, in the order of its entries."""
     # One view per dtype, then one as_strided per tensor: half the cost of slicing, casting and reshaping
     # each.
     typed: dict[torch.dtype, torch.Tensor] = {torch.uint8: buffer}

@@ -24,7 +24,6 @@ class Ring:
     """Copies in pieces of a buffer's size. One thread at a time uses a ring.
 
     Args:
-        device: The device.
         buffers: Page-locked, of one size.
     """
 
@@ -97,9 +96,6 @@ class Bus:
     Some systems (WSL2, containers) page-lock no more than a few GiB. There memory stays as it is, and copies go through
     two small rings of page-locked buffers, one for each direction: each byte is copied once more, by the host. If the
     system refuses even these, copies are ordinary ones, which the host waits for.
-
-    Args:
-        device: The device.
     """
 
     def __init__(self, device: Device) -> None:
@@ -135,7 +131,7 @@ class Bus:
         fresh = [a for a in arenas if not a.is_refused and (not a.is_locked or a in self._early)]
         if self._rings is None and self._refused_bytes is None and self.device.lock_bytes:
             # Memory of the user's is never locked.
-            self._rings = _rings(self.device) if any(arena.is_refused for arena in arenas) else None
+            self._rings = rings(self.device) if any(arena.is_refused for arena in arenas) else None
         try:
             _lock(fresh, self.device)
         except ExecuteError as error:
@@ -143,7 +139,7 @@ class Bus:
                 arena.is_refused = True
             if self._refused_bytes is None:
                 self._refused_bytes = sum(arena.nbytes for arena in fresh)
-                self._rings = _rings(self.device)
+                self._rings = rings(self.device)
                 way_out = str(error).splitlines()[-1].strip()
                 warnings.warn(f"{self.note}. {way_out}", PageLockWarning, stacklevel=2)
         self._early.clear()
@@ -228,11 +224,7 @@ class Bus:
 
 
 class GrowingArena:
-    """Host memory for transfers that is kept from use to use, and grows if one needs more.
-
-    Args:
-        bus: Page-locks it, where copies gain from that.
-    """
+    """Host memory for transfers that is kept from use to use, and grows if one needs more."""
 
     def __init__(self, bus: Bus) -> None:
         self.bus = bus
@@ -270,7 +262,7 @@ def _lock(arenas: Sequence[HostArena], device: Device) -> None:
         raise
 
 
-def _rings(device: Device) -> tuple[Ring, Ring] | None:
+def rings(device: Device) -> tuple[Ring, Ring] | None:
     """The largest rings that the system lets lock; None if there are none."""
     nbytes = MOST_BYTES
     while nbytes >= LEAST_BYTES:

@@ -19,10 +19,6 @@ class DeviceBudget:
     Without a figure it is what is free before the first schedule, less the device's reserve. It is asked once: later
     the model itself holds memory, and what torch's allocator keeps looks taken. It gets smaller when a step ran out of
     memory all the same. Figures that are given stay as they are, but leave the reserve of the whole device free.
-
-    Args:
-        device: The compute device.
-        given: Bytes, or None.
     """
 
     def __init__(self, device: Device, given: int | None) -> None:
@@ -53,20 +49,12 @@ class DeviceBudget:
         return True
 
     def agree(self, exchange: Callable[[int], Sequence[int]]) -> None:
-        """Takes the smallest bound of several processes, so that all of them plan alike.
-
-        Args:
-            exchange: Gives this process's bound to all; returns those of all.
-        """
+        """Takes the smallest bound of several processes, so that all of them plan alike."""
         if not self._device.is_host:
             self._nbytes = self._first = min(exchange(self.nbytes))
 
     def restore(self, nbytes: int) -> None:
-        """Takes smaller bounds back that didn't help.
-
-        Args:
-            nbytes: The bound before them.
-        """
+        """Takes smaller bounds back that didn't help."""
         self._nbytes = nbytes
 
     def _found(self) -> int:

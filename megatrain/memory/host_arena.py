@@ -24,11 +24,7 @@ class HostArena:
     torch's own page-locked allocator rounds every block up to a power of two, up to twice the memory. The
     memory is released when the arena is closed or dropped *and* no tensor views it any more.
 
-    Args:
-        nbytes: Size in bytes; 0 is allowed.
-
     Attributes:
-        is_locked: Whether it is page-locked.
         is_refused: The system refused to page-lock it.
 
     Raises:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -19,11 +20,22 @@ def available_bytes(root: Path = Path("/")) -> int:
     """Returns the bytes of host memory that this process can still take without swapping.
 
     Inside a container this is the memory left by its control group, or by one above it; the machine may have far more.
-
-    Args:
-        root: Where `proc` and `sys` are mounted; for tests.
     """
     return min([int(psutil.virtual_memory().available), *_left_in_groups(root)])
+
+
+def locked_bytes(root: Path = Path("/")) -> tuple[int, str] | None:
+    """Returns how much memory the system page-locks for a device, and where that is from; None for any amount."""
+    if sys.platform == "win32":
+        return int(psutil.virtual_memory().total) // 2, "half of the memory, as Windows has it"
+    try:
+        kernel = (root / "proc/version").read_text(encoding="utf-8")
+    except OSError:
+        return None
+    return (_LOCKED_BY_WSL, "as others measured on WSL2") if "microsoft" in kernel.lower() else None
+
+
+_LOCKED_BY_WSL = 1 << 30
 
 
 def _left_in_groups(root: Path) -> Iterator[int]:
@@ -45,10 +57,6 @@ def _left(group: Path, limit: str, use: str, reclaimable: str) -> int | None:
 
 def control_groups(controller: str, root: Path) -> Iterator[tuple[int, Path]]:
     """Yields the folders of this process's group and of all groups above it, whose limits count as well.
-
-    Args:
-        controller: What is limited: `"memory"` or `"cpu"`.
-        root: Where `proc` and `sys` are mounted; for tests.
 
     Yields:
         The version of control groups, 1 or 2, and a folder, which may not exist.
@@ -82,12 +90,8 @@ def update_threads(leave: int = 1, root: Path = Path("/")) -> int:
     Inside a container the process may see all processors of the machine, and get the time of a few. A process with more
     threads is stopped until the next period, and with it those that launch the device's work.
 
-    Args:
-        leave: Processors left to the threads that launch and transfer; at most half of all are left.
-        root: Where `proc` and `sys` are mounted; for tests.
-
     Returns:
-        At least 1.
+        At least 1; `leave` processors, but at most half of all, are left to threads that launch and transfer.
     """
     allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     # Of a part of a processor nothing is left for one more thread.
@@ -117,9 +121,6 @@ def cache_bytes(root: Path = Path("/")) -> int:
     """Bytes of all last-level caches of the machine; 0 where the system doesn't tell.
 
     Several processors share a cache, and a large machine has several of them.
-
-    Args:
-        root: Where `sys` is mounted; for tests.
     """
     found: dict[str, int] = {}
     for processor in (root / "sys/devices/system/cpu").glob("cpu[0-9]*"):

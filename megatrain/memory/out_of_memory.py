@@ -68,7 +68,6 @@ class MemoryFigures:
     """What a step was planned to take of the device, and what it took.
 
     Args:
-        device: The device.
         budget: The bound of schedules in bytes; None if there was none.
         scheduled: `device_bytes` of the schedule.
         held: Most bytes that slots, values and gradients took.
@@ -89,12 +88,7 @@ class MemoryFigures:
         )
 
     def error(self, cause: BaseException, what: str) -> DeviceMemoryError:
-        """Returns the error for the user.
-
-        Args:
-            cause: The second failure; its notes, which say where the work ended, are kept.
-            what: What was tried twice.
-        """
+        """Returns the error for the user, with the notes of its cause, which say where the work ended."""
         reason = str(cause).strip().splitlines()
         error = DeviceMemoryError(
             f"{self.device} ran out of memory. It did again when {what} was repeated with an empty cache: "
@@ -127,8 +121,6 @@ class Attempts:
     The second has an empty cache. Further ones have a smaller budget, if nobody gave one.
 
     Args:
-        what: The work, for texts.
-        device: The device.
         budget: Of what is planned anew in each attempt; None if nothing is.
     """
 
@@ -143,10 +135,7 @@ class Attempts:
     def may_repeat(self, error: BaseException, figures: MemoryFigures | None, *, is_undone: bool = True) -> bool:
         """Tells whether to do the work again after an error; frees what its frames keep if so.
 
-        Args:
-            error: What failed.
-            figures: For the error that is raised; None for work that hadn't begun, and isn't repeated.
-            is_undone: The failed attempt left no trace.
+        Without figures the work hadn't begun, and isn't repeated; with `is_undone` the failed attempt left no trace.
 
         Raises:
             DeviceMemoryError: If the device ran out of memory and the work can't be repeated any more.

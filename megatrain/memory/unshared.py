@@ -42,13 +42,8 @@ def check_unshared(tensors: Mapping[str, torch.Tensor]) -> None:
 def held_elsewhere(tensors: Mapping[str, torch.Tensor]) -> list[str]:
     """Finds the tensors whose memory somebody else may hold: another tensor, its NumPy array, another process.
 
-    An array from which a tensor was made (`torch.from_numpy`) isn't seen: torch holds it, and tells nobody.
-
-    Args:
-        tensors: Of the state, on the host. Several may be parts of one memory, which they hold together.
-
-    Returns:
-        Their keys.
+    An array from which a tensor was made (`torch.from_numpy`) isn't seen: torch holds it, and tells nobody. Several
+    tensors may be parts of one memory, which they hold together.
     """
     groups: dict[int, list[str]] = {}
     for key, tensor in {id(tensor): (key, tensor) for key, tensor in tensors.items()}.values():

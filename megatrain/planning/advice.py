@@ -22,8 +22,8 @@ SAME, ROUNDING, OTHER = NUMBERS = "same", "rounding", "other"
 Changes = Mapping[str, Any]
 """Other values of some options and sizes, by name, in the order in which they are written."""
 
-Spelling = Mapping[str, Callable[[Any], str]]
-"""How an option or a size is written with a value, by name; what is missing can't be given there."""
+Spelling = Mapping[str, Callable[[Any], str | None]]
+"""How an option or a size is written with a value, by name; what is missing, or None, can't be given there."""
 
 IN_PYTHON: Spelling = {
     "device_memory": lambda value: f'device_memory="{size(value)}"',
@@ -258,7 +258,7 @@ def ways_out(plan: PlannedStep, spelling: Spelling = IN_PYTHON) -> tuple[Alterna
     found: list[Alternative] = []
     nearest: list[Changes] = []
     for family in _families(plan):
-        degrees = [each for each in family if each.keys() <= spelling.keys()]
+        degrees = [each for each in family if all(_is_written(*pair, spelling) for pair in each.items())]
         way = _first_that_fits(plan, degrees)
         if way is not None:
             found.append(way)
@@ -277,6 +277,10 @@ def ways_out(plan: PlannedStep, spelling: Spelling = IN_PYTHON) -> tuple[Alterna
         return 0.0 if way.step_s is None else way.cost()[0], NUMBERS.index(way.numbers)
 
     return tuple(sorted(found, key=order)[:MOST])
+
+
+def _is_written(name: str, value: Any, spelling: Spelling) -> bool:
+    return name in spelling and spelling[name](value) is not None
 
 
 def _families(plan: PlannedStep) -> Iterator[Sequence[Changes]]:

@@ -11,7 +11,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass, fields, replace
 
 from megatrain.errors import ExecuteError, ScheduleError, TooSmallError
-from megatrain.hardware.hardware import Hardware
+from megatrain.hardware.hardware import Hardware, of_weights
 from megatrain.hardware.machine import usual_machine
 from megatrain.options import Limits
 from megatrain.passes.measured_runs import recordable_blocks
@@ -155,6 +155,8 @@ class StepPlans:
     def _planned(
         self, captures: Sequence[StepPrograms], kind: StepKind, limits: Limits, loss_bytes: int, *, or_least: bool
     ) -> StepChoices:
+        if limits.hardware is not None:
+            limits = replace(limits, hardware=of_weights(limits.hardware, weights_bytes(captures[0].at(0))))
         if limits.kernels != "auto":
             found = plan_step(captures, kind, limits, loss_bytes, self._exchange, or_least=or_least)
             return replace(found, why_kernels=AS_ASKED.get(limits.kernels, ""))
@@ -236,11 +238,16 @@ def scheduled(
             memory=memory,
             activations=limits.activations,
             hardware=limits.hardware,
-            usual=usual_machine(limits.device),
+            usual=of_weights(usual_machine(limits.device), weights_bytes(programs[0])),
             # Kernels other than eager's return no results that could be kept.
             most_result_bytes=limits.most_result_bytes if limits.kernels == "eager" else 0,
             recorded=recordable_blocks(programs)[0] if records else (),
         )
+
+
+def weights_bytes(program: Program) -> int:
+    """Bytes of all weights that blocks bring from the host."""
+    return sum(map(program.state_bytes, program.blocks))
 
 
 class _Tries:

@@ -43,6 +43,15 @@ def reserve_text(device: Device | None, nbytes: int, hardware: Hardware | None) 
     return f"{text}\n  {unknown}" if unknown else text
 
 
+def ring_text(machine: Hardware) -> str:
+    """Says how weights cross that the system can't page-lock."""
+    assert machine.locked_bytes is not None
+    return (
+        f"the system page-locks {format_bytes(machine.locked_bytes)}, less than the weights, which pass through a "
+        f"small locked ring: {machine.h2d_bytes_per_s / 1e9:.1f} GB/s"
+    )
+
+
 def verdict(nbytes: int, memory: int | None) -> str:
     """Says whether so many bytes fit."""
     if memory is None:
@@ -98,6 +107,8 @@ def time_text(plan: PlannedStep) -> list[str]:
     busy = ", ".join(f"{stream} {fraction:.0%}" for stream, fraction in found.busy.items())
     text = f"time: step {format_s(step_s)}; busy: {busy}; bound by {found.bound}"
     lines = [f"{text}; predicted for {plan.hardware.name}{rate}"]
+    if plan.hardware.is_staged:
+        lines.append(f"copies: {ring_text(plan.hardware)}")
     if bound is not None:
         more = f"{bound.above(step_s):.1%} more"
         lines.append(f"bound: {format_s(bound.seconds)}, {bound.reason}; the step takes {more}")

@@ -18,7 +18,7 @@ from torch import nn
 from megatrain.checks import checked, number, optional
 from megatrain.device import HOST, Device, find
 from megatrain.errors import MegatrainError, OptionError, TraceError
-from megatrain.hardware.hardware import Hardware
+from megatrain.hardware.hardware import Hardware, of_weights
 from megatrain.hardware.machine import HARDWARE, machine_of
 from megatrain.interrupts import Interrupts
 from megatrain.optim.blockwise import takes_turns
@@ -43,7 +43,7 @@ from megatrain.planning.host_plan import (
 )
 from megatrain.planning.loss_bytes import Loss, measure_loss
 from megatrain.planning.plan import Plan
-from megatrain.planning.plan_step import StepChoices, StepPlans, updates_allowed, waits_for_host
+from megatrain.planning.plan_step import StepChoices, StepPlans, updates_allowed, waits_for_host, weights_bytes
 from megatrain.planning.plan_text import reserve_text
 from megatrain.planning.planned_step import Asked, StepLimits
 from megatrain.planning.step_programs import StepPrograms, undisturbed
@@ -101,7 +101,9 @@ class Planner:
         found = self._captured(limits, sizes)
         updates, why_host = _ways_of_updates(limits, found.model)
         made, host = self._with_host_room(found, replace(limits, updates_there=not why_host), updates)
-        table, memory = made.schedule, limits.device_memory
+        table, memory, machine = made.schedule, limits.device_memory, limits.hardware
+        if machine is not None:
+            machine = of_weights(machine, weights_bytes(made.programs[0]))
         device, size = limits.device if limits.has_device else None, table.device_bytes if memory is None else memory
         return Plan(
             made.programs[0],
@@ -111,8 +113,8 @@ class Planner:
             limits.host_memory,
             limits.precision,
             made.too_small,
-            reserve_text(device, size, limits.hardware),
-            limits.hardware,
+            reserve_text(device, size, machine),
+            machine,
             Asked(limits, sizes, self._source.fixed, found.num_tokens, self.plan),
             made.why_kernels,
             why_host,

@@ -206,7 +206,8 @@ def memory_limits(hardware: Hardware) -> tuple[float, float]:
     """What a second of copies to the device, and one to the host, count of the time of host memory."""
     rates = hardware.h2d_bytes_per_s, hardware.d2h_bytes_per_s
     # Copies that take no time move nothing that counts.
-    to_device, to_host = (0.0 if isinf(rate) else rate / hardware.host_bytes_per_s for rate in rates)
+    moves = hardware.host_moves
+    to_device, to_host = (0.0 if isinf(rate) else moves * rate / hardware.host_bytes_per_s for rate in rates)
     return to_device, to_host
 
 

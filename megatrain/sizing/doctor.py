@@ -18,7 +18,7 @@ from megatrain.errors import ExecuteError
 from megatrain.hardware.hardware import Hardware
 from megatrain.hardware.machine import slot_share, unknown_card
 from megatrain.memory.host_arena import HostArena
-from megatrain.memory.host_limits import available_bytes, update_threads
+from megatrain.memory.host_limits import available_bytes, locked_bytes, update_threads
 from megatrain.native.native_kernel import ADAMW
 from megatrain.progress import stage
 from megatrain.scheduler.bands import format_s
@@ -36,14 +36,7 @@ _WHOLE_SLOT = 0.9
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One line of the report.
-
-    Args:
-        what: It is about.
-        found: What is there.
-        cost: What that costs, or is good for; empty if nothing.
-        is_flawed: Whether something could be better.
-    """
+    """One line of the report."""
 
     what: str
     found: str
@@ -139,7 +132,7 @@ def _memory() -> Finding:
 
 
 def _locking(device: Device) -> Iterator[Finding]:
-    if device.is_host:
+    if not device.lock_bytes:
         return
     arena = HostArena(_LOCKED_BYTES)
     size = format_bytes(_LOCKED_BYTES)
@@ -148,9 +141,15 @@ def _locking(device: Device) -> Iterator[Finding]:
     except ExecuteError as error:
         cost = "weights are copied once more, through a small locked ring. " + str(error).splitlines()[-1].strip()
         yield Finding("page-locking", f"{size} refused", cost, True)
-    else:
+        return
+    arena.unlock()
+    limit = locked_bytes()
+    if limit is None:
         yield Finding("page-locking", f"{size} locked")
-        arena.unlock()
+        return
+    in_all, origin = format_bytes(limit[0]), limit[1]
+    yield Finding("page-locking", f"{size} locked, {in_all} in all ({origin})",
+                  "larger weights are copied once more, through a small locked ring", True)  # fmt: skip
 
 
 def _rates(device: Device, machine: Hardware) -> Iterator[Finding]:
@@ -158,8 +157,10 @@ def _rates(device: Device, machine: Hardware) -> Iterator[Finding]:
     products = ", ".join(f"{kind} {rate / 1e12:.3g}" for kind, rate in rates.items() if "attention" not in kind)
     yield Finding("compute", f"{products} TFLOP/s of matrix products")
     crossing = 2 * _BILLION / machine.h2d_bytes_per_s
+    staged = "" if machine.locked_bytes is None else f"; {machine.staged_bytes_per_s / 1e9:.1f} through the ring"
     yield Finding(
-        "copies", f"{machine.h2d_bytes_per_s / 1e9:.1f} GB/s to {device}, {machine.d2h_bytes_per_s / 1e9:.1f} back",
+        "copies",
+        f"{machine.h2d_bytes_per_s / 1e9:.1f} GB/s to {device}, {machine.d2h_bytes_per_s / 1e9:.1f} back{staged}",
         f"weights of 1 billion parameters in bf16 cross in {format_s(crossing)}",
     )  # fmt: skip
     update = _PASS_BYTES * _BILLION / machine.host_bytes_per_s

@@ -33,15 +33,10 @@ class KnownModel:
     Args:
         parameters: How many it has, as published; tied ones once.
         kind: `model_type` of its configuration.
-        hidden: Width.
         inner: Width of its feed-forward part.
-        layers: Their number.
-        heads: Heads of queries.
         key_heads: Heads of keys and values.
-        words: Size of its vocabulary.
         positions: The most tokens of a sequence.
         tied: Whether the embedding is the head's weight.
-        more: What its configuration has besides.
     """
 
     parameters: int

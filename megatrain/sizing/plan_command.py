@@ -9,6 +9,7 @@ from pathlib import Path
 from megatrain.counts import counted
 from megatrain.device.accelerator import of_card
 from megatrain.errors import MegatrainError, OptionError
+from megatrain.garbage import paused_collection
 from megatrain.hardware.hardware import Hardware
 from megatrain.hardware.presets import GIB, PRESETS
 from megatrain.options import given_bytes
@@ -59,7 +60,7 @@ def print_sizing(options: SizingOptions) -> None:
     for path in (options.report, options.trace):
         if path is not None:
             check_report_path(path)
-    with stage("making the model"):
+    with stage("making the model"), paused_collection():
         source = sized_model(options)
     planner, sizes = Planner(source), _given_sizes(options, source)
     samples = _samples(options, source)
@@ -71,7 +72,7 @@ def print_sizing(options: SizingOptions) -> None:
                 row = row_of(planner, options, sizes, samples, name)
             print(_row_text(row.cells()), flush=True)
         return
-    with stage("planning"):
+    with stage("planning"), paused_collection():
         found = _split_on(planner, options, sizes, samples, options.hardware)
     print(summary(found.plan, options, samples * source.sizes.get(SEQUENCE, 1)))
     print(f"\n{_step_line(samples, source, found)}")
@@ -127,14 +128,7 @@ def _samples(options: SizingOptions, source: ModelSizes) -> int:
 
 @dataclass(frozen=True, slots=True)
 class StepSplit:
-    """The micro-batches of a step.
-
-    Args:
-        size: Samples of a micro-batch.
-        count: Micro-batches.
-        plan: Of the step.
-        tried: The sizes that were planned.
-    """
+    """The micro-batches of a step."""
 
     size: int
     count: int
@@ -194,6 +188,9 @@ def _step_limits(options: SizingOptions, name: str | None) -> StepLimits:
     host_bandwidth = given_bytes(options.host_bandwidth, "host_bandwidth")
     if machine is not None and host_bandwidth is not None:
         machine = replace(machine, host_bytes_per_s=float(host_bandwidth))
+    locked = given_bytes(options.locked_memory, "locked_memory")
+    if machine is not None and locked is not None:
+        machine = replace(machine, locked_bytes=locked)
     memory = given_bytes(options.memory, "memory")
     if memory is None:
         assert machine is not None
@@ -221,7 +218,6 @@ class MachineRow:
     """A step on one machine.
 
     Args:
-        machine: Its name.
         batch: The best that was found; None if nothing could be planned.
         refused: Why not, in a line.
     """

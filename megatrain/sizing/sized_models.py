@@ -39,9 +39,6 @@ def sized_model(options: SizingOptions) -> ModelSizes:
 class ConfigModel:
     """A language model of a configuration: its micro-batch, sequence, depth and adapters can change.
 
-    Args:
-        options: Of the command.
-
     Raises:
         OptionError: If the configuration can't be read.
     """

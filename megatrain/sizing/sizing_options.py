@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 from megatrain.checks import PATH, Rule, count, one_of, optional
-from megatrain.command_options import Option, of_compile
+from megatrain.command_options import Option, flag, of_compile
 from megatrain.errors import OptionError
 from megatrain.hardware.presets import PRESETS
 from megatrain.sizes import MEMORY, SIZE
@@ -63,6 +63,10 @@ class SizingOptions:
     host_bandwidth: int | str | None = _of(
         None, optional(SIZE), "what the host's memory reads and writes in a second, such as 400GB"
     )
+    locked_memory: int | str | None = _of(
+        None, optional(MEMORY), "memory that the host's system page-locks: 1GiB on WSL2, half of all on Windows "
+        "(default: all)",
+    )  # fmt: skip
     lora: int = _of(
         0, count(0, 2**16), "train adapters of this rank on all linear layers, and leave the model's own weights", int
     )
@@ -119,11 +123,12 @@ class SizingOptions:
             )
         if self.trace is not None and self.report is None:
             raise OptionError("--trace goes with --report.\n  Both draw the same step.\n  Give --report FILE as well.")
-        if self.host_bandwidth is not None and self.hardware is None:
-            raise OptionError(
-                "--host-bandwidth without --hardware says nothing.\n"
-                "  Only a plan for a machine has seconds.\n  Name one with --hardware."
-            )
+        for name in ("host_bandwidth", "locked_memory"):
+            if getattr(self, name) is not None and self.hardware is None:
+                raise OptionError(
+                    f"{flag(name)} without --hardware says nothing.\n"
+                    "  Only a plan for a machine has seconds.\n  Name one with --hardware."
+                )
         if self.masters == "rounded" and self.precision != "bf16":
             raise OptionError(
                 f"--masters rounded and --precision {self.precision} exclude each other.\n"

@@ -290,7 +290,7 @@ def _check_packed(what: str, name: str, tensor: torch.Tensor) -> None:
     inner = [] if is_lazy(tensor) else [(path, held) for path, held in taken_apart(name, tensor) if path]
     if is_wrapper(tensor):
         _check_frozen(what, tensor)
-    elif not inner:
+    elif not inner and (is_lazy(tensor) or tensor.is_floating_point() or tensor.is_complex()):
         check_plain(what, tensor)
     _check_whole(what, tensor, inner)
     for path, held in inner:
@@ -298,18 +298,29 @@ def _check_packed(what: str, name: str, tensor: torch.Tensor) -> None:
 
 
 def _check_whole(what: str, tensor: torch.Tensor, inner: Collection[tuple[Path, torch.Tensor]]) -> None:
-    """Refuses quantized parameters whose library moves their values and scales about while it computes."""
+    """Refuses codes that move about while their library computes, and those whose scales are nowhere beside them."""
     if is_wrapper(tensor) or tensor.is_floating_point() or tensor.is_complex():
         return
+    kind = type(tensor).__qualname__
     again = [".".join(path) for path, held in inner if storage_key(held) == storage_key(tensor)]
-    if again or not inner:
-        where = f"again in its attribute `{again[0]}`" if again else "without scales"
+    if again:
         raise TraceError(
-            f"{what} is a {type(tensor).__qualname__} that holds its values {where}.\n"
+            f"{what} is a {kind} that holds its values again in its attribute `{again[0]}`.\n"
             "  Such weights (bitsandbytes' 8-bit layers) move between attributes in each forward, where no capture "
-            "follows.\n"
-            "  Quantize with torchao's Int8WeightOnlyConfig or to bitsandbytes' 4 bit, or load the weights in bf16."
+            f"follows.\n{_PACKED_WAY_OUT}"
         )
+    if not inner:
+        raise TraceError(
+            f"{what} is a {kind} of codes without scales beside them (of a GGUF file, or bitsandbytes' 8 bit).\n"
+            "  Their class alone knows how to read them; a capture of plain tensors doesn't.\n"
+            "  Unpack a GGUF model after loading, by `model.dequantize()` of diffusers; transformers does so by itself."
+            f"\n{_PACKED_WAY_OUT}"
+        )
+
+
+_PACKED_WAY_OUT = (
+    "  Quantize with torchao's Int8WeightOnlyConfig or to bitsandbytes' 4 bit, or load the weights in bf16."
+)
 
 
 def _check_frozen(what: str, tensor: torch.Tensor) -> None:

@@ -24,7 +24,7 @@ EXAMPLE_KWARGS = optional(mapping_of())
 MODEL = instance_of(nn.Module, "an nn.Module", "the model itself")
 
 
-_WAY = '{name}="cpu", "cuda" or "cuda:0"'
+_WAY = '{name}="cpu", or the name of an accelerator that is here'
 DEVICE_NAME = Rule("a torch.device or the name of one", _WAY, fault_of_name)
 DEVICE = Rule("a torch.device or the name of one, on this machine", _WAY, fault)
 """Of models and inputs on meta too: nothing is allocated there before something runs."""

@@ -30,7 +30,7 @@ from megatrain.training.batch import Weight, check_reduce, micro_batches
 from megatrain.training.boundary import Boundary, Progress
 from megatrain.training.completion import Completion
 from megatrain.training.saved_schedulers import SCHEDULERS, Schedulers
-from megatrain.training.setup import Setting, Setup
+from megatrain.training.setup import Setting, Setup, check_held
 from megatrain.training.step_run import StepRules, StepRun
 
 
@@ -106,6 +106,7 @@ class TrainStep:
         compiled.megatrain.complete_updates()  # of other steps: the trials below look at the optimizers' state
         self._optimizers = optimizers_of(optimizer)
         self._compiled = compiled.megatrain
+        check_held(self._optimizers, [list(self._compiled.model.parameters())])
         looks = on_nonfinite is not None
         self._exchange = exchange_of(self._compiled.ranks, self._compiled, self._optimizers)
         self._setup = Setup(

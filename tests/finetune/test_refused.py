@@ -121,6 +121,8 @@ def test_too_little_memory_of_the_host_is_refused_before_weights_are_read(
     (ways,) = (text for text in said.split("What helps: ")[1:])
     assert " more of the host" in ways
     assert keywords(ways) == [], "the command has no such options"
+    assert "--optimizer adamw8bit" in ways
+    assert "sgd" not in ways
 
 
 def test_a_folder_of_other_settings_is_refused_with_the_differences(

@@ -49,7 +49,7 @@ def test_what_was_measured_is_read(tmp_path: Path):
     assert [path.suffix for path in folder.iterdir()] == [".json", ".json"]
 
 
-KEPT = {"format": 5, "facts": "a machine", "figures": FIGURES}
+KEPT = {"format": 6, "facts": "a machine", "figures": FIGURES}
 
 
 @pytest.mark.parametrize(

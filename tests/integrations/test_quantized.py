@@ -1,5 +1,5 @@
-"""Frozen quantized bases under LoRA, and 8-bit optimizers, of torchao and bitsandbytes: the bits of the plain loop, and
-of the stock runs of trainers."""
+"""Frozen quantized bases under LoRA, and 8-bit optimizers, of torchao, bitsandbytes and quanto: the bits of the plain
+loop, and of the stock runs of trainers."""
 
 from __future__ import annotations
 
@@ -23,6 +23,7 @@ ao: Any = pytest.importorskip("torchao.quantization")
 ao_optim: Any = pytest.importorskip("torchao.optim")
 ao_nf4: Any = pytest.importorskip("torchao.prototype._nf4tensor_api")
 bnb: Any = pytest.importorskip("bitsandbytes")
+quanto: Any = pytest.importorskip("optimum.quanto")
 
 pytestmark = [pytest.mark.nightly, pytest.mark.filterwarnings("ignore")]
 
@@ -58,6 +59,16 @@ def of_bitsandbytes(nested: bool, dtype: torch.dtype) -> nn.Sequential:
     return nn.Sequential(*map(Lora, bases)).to(dtype).to("cpu")  # the second quantizes
 
 
+def of_quanto(kind: str, dtype: torch.dtype) -> nn.Sequential:
+    torch.manual_seed(0)
+    model = nn.Sequential(*(Lora(nn.Linear(WIDTH, WIDTH)) for _ in range(4))).to(dtype)
+    quanto.quantize(model, weights=getattr(quanto, kind), include="*base")
+    quanto.freeze(model)
+    for layer in model:
+        layer.base.requires_grad_(False)
+    return model
+
+
 def square(result: Any, batch: Any) -> torch.Tensor:
     return result.float().square().mean()
 
@@ -66,9 +77,18 @@ def trained(model: nn.Module) -> list[torch.Tensor]:
     return [p for p in model.parameters() if p.requires_grad]
 
 
-def assert_trains(model: nn.Sequential, dtype: torch.dtype, **options: Any) -> megatrain.CompiledModule:
-    """A call with its backward after another call, then clipped steps, against the plain loop."""
-    eager = copy.deepcopy(model)
+def assert_trains(
+    model: nn.Sequential, dtype: torch.dtype, eager: nn.Module | None = None, **options: Any
+) -> megatrain.CompiledModule:
+    """A call with its backward after another call, then clipped steps, against the plain loop.
+
+    Args:
+        model: Streams.
+        dtype: Of its inputs.
+        eager: The same model again; None for a copy, where its tensors can be copied.
+        options: Of `compile`.
+    """
+    eager = copy.deepcopy(model) if eager is None else eager
     compiled = megatrain.compile(model, device="cpu", **options)
     x = torch.randn(4, WIDTH).to(dtype)
     result = compiled(x)
@@ -103,6 +123,14 @@ def test_torchao(kind: str, dtype: torch.dtype) -> None:
     largest = max(compiled.program.state_bytes(block) for block in compiled.program.blocks)
     packed = WIDTH * WIDTH if kind != "nf4" else WIDTH * WIDTH // 2
     assert packed < largest < packed + 9 * 4 * WIDTH + 2 * 4 * 4 * WIDTH
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kind", ["qint8", "qfloat8"])
+def test_quanto(kind: str, dtype: torch.dtype) -> None:
+    compiled = assert_trains(of_quanto(kind, dtype), dtype, of_quanto(kind, dtype), memory="640KiB")
+    largest = max(map(compiled.program.state_bytes, compiled.program.blocks))
+    assert WIDTH * WIDTH < largest <= WIDTH * WIDTH + 4 * dtype.itemsize * WIDTH * 4
 
 
 @pytest.mark.parametrize(("dtype", "activations"), [(torch.float32, "keep"), (torch.bfloat16, "recompute")])
@@ -186,7 +214,7 @@ def test_what_bitsandbytes_moves_about_is_refused_and_the_advice_works() -> None
         megatrain.compile(model, device="cpu")(x)
     assert "torchao's Int8WeightOnlyConfig or to bitsandbytes' 4 bit" in str(caught.value)  # the tests above
     model(x)
-    with pytest.raises(TraceError, match="is a Int8Params that holds its values without scales"):
+    with pytest.raises(TraceError, match="is a Int8Params of codes without scales beside them"):
         megatrain.compile(model, device="cpu")(x)
     unquantized = nn.Sequential(Lora(bnb.nn.Linear4bit(WIDTH, WIDTH)))
     with pytest.raises(TraceError, match=r"If a later step quantizes this one \(with bitsandbytes, `model.to"):

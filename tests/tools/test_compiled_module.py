@@ -256,6 +256,22 @@ def test_torch_compile_over_a_compiled_model_leaves_it_alone():
     assert all(torch.equal(g, grad_of(p)) for g, p in zip(gradients, eager.parameters(), strict=True))
 
 
+@pytest.mark.parametrize("kind", ["parameter", "buffer"])
+def test_a_model_of_inference_mode_is_refused_and_the_way_out_works(kind: str):
+    model = nn.BatchNorm1d(4)
+    with torch.inference_mode():
+        if kind == "parameter":
+            model.weight = nn.Parameter(torch.ones(4))
+        else:
+            model.running_mean = torch.zeros(4)
+    name = "weight" if kind == "parameter" else "running_mean"
+    with pytest.raises(OptionError, match=f"^{kind} `{name}` was made under torch.inference_mode"):
+        megatrain.compile(model, device="cpu")
+    copied, x = copy.deepcopy(model), torch.randn(3, 4)
+    expected = copy.deepcopy(copied)(x)
+    assert torch.equal(megatrain.compile(copied, device="cpu")(x), expected)
+
+
 def test_a_compiled_model_inside_a_compiled_models_forward_is_refused():
     inner = megatrain.compile(Plain(), device="cpu")
     outer: Any = Plain()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
@@ -86,6 +88,32 @@ def test_parameters_whose_class_changes_calls() -> None:
     assert "assign a torch.nn.Parameter of its values" in str(caught.value)
     model.weight = nn.Parameter(model.weight.detach())
     assert megatrain.compile(model, device="cpu")(torch.ones(2, 4)).shape == (2, 4)
+
+
+def test_codes_that_only_their_class_can_read_are_refused_by_the_name_of_their_files() -> None:
+    """As diffusers keeps the weights of a GGUF file: bytes, whose class follows them through calls."""
+
+    class Codes(nn.Parameter):
+        @classmethod
+        def __torch_function__(cls, func, types, args=(), kwargs=None):
+            result = super().__torch_function__(func, types, args, kwargs or {})
+            return coded(result) if isinstance(result, torch.Tensor) and result.dtype == torch.uint8 else result
+
+    def coded(values: torch.Tensor) -> Any:
+        return torch.Tensor._make_subclass(Codes, values, False)
+
+    class Unpacked(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = coded(torch.arange(16, dtype=torch.uint8).view(4, 4))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x @ self.weight.as_subclass(torch.Tensor).float()
+
+    with pytest.raises(TraceError, match=r"parameter `weight` is a .*Codes of codes without scales .* GGUF") as caught:
+        megatrain.compile(Unpacked(), device="cpu")(torch.ones(2, 4))
+    for way_out in ("`model.dequantize()` of diffusers", "torchao's Int8WeightOnlyConfig", "in bf16"):
+        assert way_out in str(caught.value)
 
 
 def test_a_class_that_hides_its_values_is_refused_without_the_advice_that_fits_other_classes() -> None:

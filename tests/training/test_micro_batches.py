@@ -239,8 +239,8 @@ def test_an_optimizer_of_other_parameters_or_of_all_at_once_is_refused() -> None
     model = TASKS["stack"].build()
     optimizer = torch.optim.SGD([nn.Parameter(torch.ones(2))], lr=1.0)
     compiled = megatrain.compile(model, device="cpu")
-    step = megatrain.TrainStep(compiled, optimizer, loss=square)
-    refused(step, model, optimizer, GOOD, OptimizerError, "no parameter of the model gets|holds none of the parameters")
+    with pytest.raises(OptimizerError, match="the optimizer holds none of the parameters that the model trains"):
+        megatrain.TrainStep(compiled, optimizer, loss=square)
     with pytest.raises(OptimizerError, match="LBFGS can't update in a training step"):
         megatrain.TrainStep(compiled, torch.optim.LBFGS(model.parameters()))
     with pytest.raises(OptionError, match="compiled=<Stack> is a Stack"):

@@ -37,7 +37,6 @@ class OneStep:
     is refused: gradients go from process to process within a training step.
 
     Args:
-        compiled: The model.
         make_step: Makes the training step for a loss.
         settings: What `make_step` reads: an optimizer, and plain values. If these change, it makes another.
         is_models_own: Tells whether the loss is the one that the model returns, so that it takes no memory of its own.
@@ -47,7 +46,6 @@ class OneStep:
             replacement of another micro-batch.
 
     Attributes:
-        compiled: See above.
         several: The other processes that train the model; None if there are none.
         step: The training step; None before the first, and if there can be none.
         reason: Why updates aren't training steps; None if they are.

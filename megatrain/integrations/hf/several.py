@@ -93,10 +93,6 @@ def refuse_group(compiled: CompiledModule, accelerator: Any) -> None:
 def refuse_trial(accelerator: Any, trial: Any) -> None:
     """Refuses trainings that only a single process begins and ends: those of a search.
 
-    Args:
-        accelerator: The trainer's.
-        trial: Of a search; None for no such training.
-
     Raises:
         OptionError: If there are several processes.
     """
@@ -109,15 +105,7 @@ def refuse_trial(accelerator: Any, trial: Any) -> None:
 
 
 class Several:
-    """The other processes of a trainer, and what all of them do together between training steps.
-
-    Args:
-        ranks: Those of the model.
-
-    Attributes:
-        rank: This process.
-        size: How many processes there are.
-    """
+    """The other processes of a trainer, and what all of them do together between training steps."""
 
     def __init__(self, ranks: Ranks) -> None:
         self._ranks = ranks
@@ -195,13 +183,8 @@ class Several:
 def with_generators(checkpoint: str, index: int, count: int, load: Callable[[str], None]) -> None:
     """Loads the states of random generators from a checkpoint, also if another number of processes has written it.
 
-    All processes then have those of the first one, or of the only one.
-
-    Args:
-        checkpoint: A folder.
-        index: Of this process.
-        count: How many there are.
-        load: The trainer's own, which looks for one name, and without that file leaves the generators.
+    All processes then have those of the first one, or of the only one. The trainer's own `load` looks for one name, and
+    without that file leaves the generators.
     """
     folder, name = Path(checkpoint), _name(index, count)
     known = next((each for each in (name, _name(0, 2), _name(0, 1)) if (folder / each).is_file()), None)

@@ -42,10 +42,8 @@ from megatrain.training.step import TrainStep
 def join(accelerator: Any) -> None:
     """Has an accelerator leave the gradients of a model that streams to training steps.
 
-    A loss counts as in the stock run, where gradients are the mean over the processes.
-
-    Args:
-        accelerator: The trainer's; one of a single process stays as it is, unless torchrun has started the process.
+    A loss counts as in the stock run, where gradients are the mean over the processes. An accelerator of a single
+    process stays as it is, unless torchrun has started the process.
     """
     count = accelerator.num_processes
     if accelerator.distributed_type == DistributedType.NO:

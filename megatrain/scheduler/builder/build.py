@@ -20,6 +20,7 @@ from megatrain.scheduler.lifetimes import find_peak
 from megatrain.scheduler.schedule import Schedule, schedule_of
 from megatrain.scheduler.step_kind import KIND_RULES, StepKind
 from megatrain.scheduler.workload import Workload
+from megatrain.sizes import format_bytes
 
 SMALLER_BLOCKS = "a smaller block_bytes"
 
@@ -126,11 +127,15 @@ def _too_small(builder: Builder, tried: Sequence[Choices], memory: int, *, can_p
         helps.insert(2, 'activations="offload"')
     slots = counted(best.num_slots, "slot")
     return TooSmallError(
-        f"a memory of {memory} B is too small: at least {table.device_bytes} B are needed{where}.\n"
+        f"a memory of {_sized(memory)} is too small: at least {_sized(table.device_bytes)} are needed{where}.\n"
         f"  At its {peak.op} (tick {peak.tick}, {slots}): {parts}.",
         table.device_bytes,
         helps,
     )
+
+
+def _sized(nbytes: int) -> str:
+    return f"{nbytes} B" if nbytes < 1 << 20 else f"{nbytes} B ({format_bytes(nbytes)})"
 
 
 ACTIVATIONS = ("auto", "recompute", "keep", "offload")
