@@ -30,7 +30,7 @@ from tqdm import tqdm
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import megatrain
-from megatrain.sizes import format_bytes
+from megatrain.base.sizes import format_bytes
 
 EAGER = "eager, checkpointed"
 PEERS = (EAGER, "megatrain, bind", "megatrain, copy")

@@ -27,6 +27,7 @@ from tqdm import tqdm
 import megatrain
 from benchmarks.llamas import CONTEXT, SIZES, LlamaShape
 from benchmarks.steps import OF_UPDATES
+from megatrain.base.sizes import format_bytes
 from megatrain.device.host_pages import HostPages
 from megatrain.errors import MegatrainError
 from megatrain.hardware.hardware import Hardware
@@ -39,7 +40,6 @@ from megatrain.runtime.stores import host_store as moving
 from megatrain.scheduler.items import Stream
 from megatrain.scheduler.schedule import Schedule
 from megatrain.scheduler.simulate import op_durations
-from megatrain.sizes import format_bytes
 from tests.simulated_device.loading import load, unavailable
 from tests.simulated_device.simulator import HardwareProfile, Simulator, Span
 from tests.simulated_device.virtual_hosts import VirtualHosts

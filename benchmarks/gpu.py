@@ -16,9 +16,9 @@ from pathlib import Path
 
 import torch
 
+from megatrain.base.sizes import format_bytes
 from megatrain.device import find
 from megatrain.device.kinds import fault
-from megatrain.sizes import format_bytes
 
 _KEPT_LINES = 400
 

@@ -18,8 +18,8 @@ import torch.nn.functional as F
 from torch import nn
 
 import megatrain
+from megatrain.base.sizes import format_bytes
 from megatrain.passes.rewrites.head_loss import chunk_head_loss
-from megatrain.sizes import format_bytes
 
 
 class Head(nn.Module):

@@ -22,7 +22,7 @@ from pathlib import Path
 
 import torch
 
-from megatrain.memory.host_limits import update_threads
+from megatrain.base.host_limits import update_threads
 from megatrain.optim.fast.adamw import AdamWOptions, Moments, adamw_, fused_update, native_reason
 from megatrain.optim.fast.adamw_8bit import AdamW8bitInOnePass
 from megatrain.optim.fast.codes import new_state

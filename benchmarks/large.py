@@ -20,7 +20,7 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 
 import megatrain
 from benchmarks.bench import PeakMemory
-from megatrain.sizes import format_bytes
+from megatrain.base.sizes import format_bytes
 
 
 @dataclass(frozen=True, slots=True)

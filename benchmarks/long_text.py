@@ -19,8 +19,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import megatrain
 from benchmarks.bench import PeakMemory
+from megatrain.base.sizes import format_bytes
 from megatrain.errors import ScheduleError
-from megatrain.sizes import format_bytes
 
 
 def model_of(options: argparse.Namespace) -> nn.Module:

@@ -21,9 +21,9 @@ from transformers import LlamaConfig
 from benchmarks.llamas import LlamaShape
 from megatrain.hardware.hardware import Hardware
 from megatrain.planning.planner import Planner
-from megatrain.sizing.plan_command import MachineRow, row_of
-from megatrain.sizing.sized_models import ConfigModel
-from megatrain.sizing.sizing_options import SizingOptions
+from megatrain.tools.sizing.plan_command import MachineRow, row_of
+from megatrain.tools.sizing.sized_models import ConfigModel
+from megatrain.tools.sizing.sizing_options import SizingOptions
 from tests.hardware.published import LENGTH as PUBLISHED_LENGTH
 from tests.hardware.published import PUBLISHED, seconds_of
 

@@ -16,8 +16,8 @@ import torch
 import megatrain
 from benchmarks.llamas import CONTEXT, SIZES
 from benchmarks.steps import OF_UPDATES
+from megatrain.base.sizes import format_bytes
 from megatrain.errors import MegatrainError
-from megatrain.sizes import format_bytes
 
 
 def rows(options: argparse.Namespace) -> Iterator[str]:

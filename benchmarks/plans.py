@@ -19,9 +19,9 @@ from tqdm import tqdm
 
 import megatrain
 from benchmarks.llamas import CONTEXT, SIZES
+from megatrain.base.sizes import format_bytes
 from megatrain.errors import ScheduleError
 from megatrain.scheduler.builder.bound import step_bound
-from megatrain.sizes import format_bytes
 
 # A card, and budgets on it: what a card leaves, and less.
 BUDGETS = {

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from megatrain.cli import main
+from megatrain.tools.cli import main
 
 if __name__ == "__main__":
     sys.exit(main())

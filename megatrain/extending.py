@@ -12,8 +12,8 @@ from typing import TypeVar
 
 import torch
 
-from megatrain.checks import Rule, checked
-from megatrain.checks import function as callable_with
+from megatrain.base.checks import Rule, checked
+from megatrain.base.checks import function as callable_with
 from megatrain.errors import OptionError
 from megatrain.passes.measured_runs import recordable
 from megatrain.runtime.operations import HANDLERS, Handler, Operations, Run

@@ -1,7 +1,6 @@
 """The public names of megatrain; the package has them all, and imports this file when the first one is used."""
 
-from megatrain.compiled.compiling import compile  # the name torch users expect
-from megatrain.compiled.module import CompiledModule
+from megatrain.device.out_of_memory import DeviceMemoryError
 from megatrain.errors import (
     ApartWarning,
     CheckpointError,
@@ -34,7 +33,6 @@ from megatrain.errors import (
     WeightsError,
 )
 from megatrain.hardware.hardware import Hardware
-from megatrain.memory.out_of_memory import DeviceMemoryError
 from megatrain.optim.fast.adamw_8bit import AdamW8bit
 from megatrain.optim.grad_scaler import GradScaler
 from megatrain.passes.pipeline import lower
@@ -44,7 +42,6 @@ from megatrain.planning.host_plan import HostPlan
 from megatrain.planning.plan import Plan
 from megatrain.planning.planner import plan
 from megatrain.planning.saved_plan import SavedPlan
-from megatrain.reporting.step_report import report
 from megatrain.runtime.engine import Engine
 from megatrain.runtime.executor import Executor
 from megatrain.runtime.streams.stream_set import Chaos, Recording
@@ -52,11 +49,14 @@ from megatrain.scheduler.from_program import schedule, workload
 from megatrain.scheduler.schedule import Schedule
 from megatrain.scheduler.step_kind import StepKind
 from megatrain.scheduler.workload import Workload
+from megatrain.tools.reporting.step_report import report
+from megatrain.tools.verification import Report, verify
 from megatrain.tracer.spec import TensorSpec
 from megatrain.tracer.trace import trace
 from megatrain.tracer.traced import TracedModule
+from megatrain.training.compiled.compiling import compile  # the name torch users expect
+from megatrain.training.compiled.module import CompiledModule
 from megatrain.training.step import TrainStep
-from megatrain.verification import Report, verify
 
 __all__ = [
     "AdamW8bit",

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatrain.checks.several_optimizers import parameters_of
+from megatrain.base.checks.several_optimizers import parameters_of
 from megatrain.optim import need
 from megatrain.optim.need import Updated
 from megatrain.passes import kept_results

@@ -14,9 +14,9 @@ import torch
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis.internal.conjecture import engine
 
-from megatrain.compiled import captures as compiled_captures
 from megatrain.passes import kept_results
 from megatrain.planning import plan_step
+from megatrain.training.compiled import captures as compiled_captures
 from tests import captures
 from tests.hidden_accelerators import hide_accelerators
 

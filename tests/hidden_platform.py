@@ -104,8 +104,8 @@ def train(folder: Path) -> None:
     import torch
 
     import megatrain
-    from megatrain.memory import host_limits
-    from megatrain.native.native_kernel import ADAMW
+    from megatrain.base import host_limits
+    from megatrain.base.native.native_kernel import ADAMW
 
     def made() -> tuple[torch.nn.Module, torch.optim.Optimizer]:
         torch.manual_seed(0)

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import megatrain
-from megatrain.torch_private import FakeTensor
+from megatrain.base.torch_private import FakeTensor
 from tests.comparing import assert_same
 
 _NAME = "triton.runtime.jit"

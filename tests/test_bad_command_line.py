@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from megatrain import cli
-from megatrain.finetune import demo, training_run
-from megatrain.sizing import plan_command
+from megatrain.tools import cli
+from megatrain.tools.finetune import demo, training_run
+from megatrain.tools.sizing import plan_command
 from tests.bad_values import outcome
 
 TEXTS = {

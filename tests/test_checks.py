@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from megatrain.checks import (
+from megatrain.base.checks import (
     FLAG,
     PATH,
     PATHS,
@@ -25,8 +25,8 @@ from megatrain.checks import (
     optional,
     sequence_of,
 )
+from megatrain.base.sizes import SIZE
 from megatrain.errors import OptionError
-from megatrain.sizes import SIZE
 
 NAN, INF = float("nan"), float("inf")
 JUNK: list[Any] = [None, object(), b"", {1: 2}, {3}, int, lambda: 0]

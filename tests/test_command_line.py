@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import megatrain
-from megatrain import cli
+from megatrain.tools import cli
 
 ROOT = Path(__file__).parent.parent
 
@@ -71,5 +71,5 @@ def test_python_m_is_the_command(tmp_path):
     said = [line for line in lines if not line.startswith("import time:")]
     assert refused.returncode == 2
     assert said[0] == "megatrain: there is no file `nowhere.py`."
-    assert "megatrain.compiled.module" in imported
+    assert "megatrain.training.compiled.module" in imported
     assert "torch._dynamo" not in imported  # torch's compiler takes a second

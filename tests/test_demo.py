@@ -13,9 +13,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from megatrain import cli, saving
+from megatrain import files as saving
 from megatrain.errors import OptionError
-from megatrain.finetune import demo
+from megatrain.tools import cli
+from megatrain.tools.finetune import demo
 from tests.saving.training import same
 
 ROOT = Path(__file__).parent.parent
@@ -92,7 +93,7 @@ def test_an_interrupted_and_resumed_demo_is_as_an_undisturbed_one(tmp_path: Path
 @pytest.mark.nightly
 def test_the_demo_as_a_command_learns_within_its_budget(tmp_path: Path):
     """The whole of it; a shell starts jobs in the background with SIGINT ignored, and the demo hears its own."""
-    command = [sys.executable, "-m", "megatrain.cli", "demo", "--device=cpu", "--folder", str(tmp_path / "run")]
+    command = [sys.executable, "-m", "megatrain.tools.cli", "demo", "--device=cpu", "--folder", str(tmp_path / "run")]
 
     def ended(*options: str) -> subprocess.CompletedProcess[str]:
         return subprocess.run(

@@ -94,7 +94,7 @@ def questions_about_devices(source: str) -> list[str]:
 
 
 def private_names(source: str, own: Collection[str] = ()) -> list[str]:
-    """The private names of torch in `source` that only megatrain/torch_private.py may say: `line: code`.
+    """The private names of torch in `source` that only megatrain/base/torch_private.py may say: `line: code`.
 
     Args:
         source: Of a module.

@@ -15,7 +15,7 @@ from torch import nn
 
 import megatrain
 from megatrain.errors import ExecuteError, OptionError, TraceError, WeightsError
-from megatrain.saving import save
+from megatrain.files import save
 from tests.comparing import assert_same_bits
 from tests.models import MODELS, Gpt
 from tests.optim.reference import MAKERS, Loop, Reference, assert_same_training, values_of

@@ -11,7 +11,7 @@ import time
 import pytest
 import torch
 
-from megatrain.progress import ProgressLine, stage
+from megatrain.base.progress import ProgressLine, stage
 
 
 class Terminal(io.StringIO):
@@ -39,7 +39,7 @@ def test_work_that_takes_a_while_has_a_line_that_goes_with_it(monkeypatch: pytes
 
 def test_a_file_gets_plain_lines_of_long_work_alone(monkeypatch: pytest.MonkeyPatch):
     assert said(monkeypatch, io.StringIO(), 0.3, after_s=0, every_s=0.01) == ""
-    monkeypatch.setattr("megatrain.progress._PLAIN_EVERY_S", 0.01)
+    monkeypatch.setattr("megatrain.base.progress._PLAIN_EVERY_S", 0.01)
     assert said(monkeypatch, io.StringIO(), 0.3).startswith("megatrain: planning: 0 s\n")
     file = io.StringIO()
     monkeypatch.setattr("sys.stderr", file)

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 import megatrain
-from megatrain import cli
 from megatrain.scheduler.effects import KINDS
+from megatrain.tools import cli
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()

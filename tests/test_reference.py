@@ -17,24 +17,24 @@ PUBLIC = (
     "megatrain.optim.fast",
     "megatrain.optim.per_parameter",
     "megatrain.passes",
-    "megatrain.saving",
-    "megatrain.verification",
+    "megatrain.files",
+    "megatrain.tools.verification",
 )
 """Modules whose `__all__` is documented. A name that several of them have is documented once."""
 FURTHER = (
-    "megatrain.compiled.inside.Compiled",
+    "megatrain.training.compiled.inside.Compiled",
     "megatrain.optim.masters.registry.Masters",
     "megatrain.planning.advice.Alternative",
     "megatrain.planning.advice.Alternatives",
     "megatrain.planning.advice.Largest",
-    "megatrain.reporting.step_report.StepReport",
+    "megatrain.tools.reporting.step_report.StepReport",
     "megatrain.scheduler.builder.bound.StepBound",
     "megatrain.scheduler.instructions.Instructions",
     "megatrain.scheduler.table.Table",
     "megatrain.scheduler.simulate.Measured",
     "megatrain.scheduler.simulate.Simulation",
     "megatrain.scheduler.simulate.TimedRun",
-    "megatrain.progress.ProgressLine",
+    "megatrain.base.progress.ProgressLine",
 )
 """What pages speak of, and no public module names: results of public functions."""
 DIRECTIVES = [

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megatrain.base.sizes import MEMORY, format_bytes, parse_bytes
 from megatrain.errors import OptionError
-from megatrain.sizes import MEMORY, format_bytes, parse_bytes
 
 
 @pytest.mark.parametrize(

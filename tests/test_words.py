@@ -38,7 +38,7 @@ def test_no_habit_comes_back():
 def test_what_is_counted_is_in_the_singular_where_it_is_one():
     sources = sorted((ROOT / "megatrain").rglob("*.py"))
     found = [f"{path.name}: {each[0]}" for path in sources for each in UNCOUNTED.finditer(path.read_text())]
-    assert not found, "megatrain.counts.counted knows when there is one:\n" + "\n".join(found)
+    assert not found, "megatrain.base.counts.counted knows when there is one:\n" + "\n".join(found)
 
 
 @pytest.mark.parametrize(

@@ -17,13 +17,13 @@ from typing import Any
 
 import torch
 
+from megatrain.base.sizes import format_bytes
+from megatrain.base.torch_allocator import end_capture_of_memory
+from megatrain.base.torch_private import gpu_compiler, load_gpu_kernels
 from megatrain.device.accelerator import Accelerator, cublas_workspace
 from megatrain.device.host_pages import populate
 from megatrain.device.interface import LaunchGraphs
 from megatrain.errors import ExecuteError
-from megatrain.sizes import format_bytes
-from megatrain.torch_allocator import end_capture_of_memory
-from megatrain.torch_private import gpu_compiler, load_gpu_kernels
 
 _DEVICES = Path("/sys/bus/pci/devices")
 _ADDRESS = re.compile(r"[0-9a-f]{4,}:[0-9a-f]{2}:[0-9a-f]{2}\.[0-7]")

@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
+from megatrain.base.sizes import format_bytes
 from megatrain.errors import ExecuteError
-from megatrain.sizes import format_bytes
 
 _HUGE_PAGE = 2 << 20
 # Memory of at least so many bytes is for long; less comes and goes, and would cost more to make than to look up.

@@ -17,8 +17,8 @@ import torch
 from torch.backends import cuda, cudnn, opt_einsum
 from torch.nn import attention
 
+from megatrain.base.torch_private import attention_priority, kernels_of_op, python_kernels
 from megatrain.device.host_pages import HostPages
-from megatrain.torch_private import attention_priority, kernels_of_op, python_kernels
 
 # Looked up once: modules of settings answer through Python.
 _MATMUL, _CONV, _RNN, _EINSUM = cuda.matmul, cudnn.conv, cudnn.rnn, getattr(opt_einsum, "m", opt_einsum)  # pyright: ignore

@@ -7,7 +7,7 @@ from functools import partial
 
 import torch
 
-from megatrain.checks import Rule, checked, function
+from megatrain.base.checks import Rule, checked, function
 from megatrain.device.accelerator import Accelerator
 from megatrain.device.cuda import Cuda
 from megatrain.device.interface import Device, is_on_host

@@ -14,11 +14,11 @@ from pathlib import Path
 import torch
 from filelock import FileLock, Timeout
 
+from megatrain.base.torch_private import is_traceable_wrapper_subclass
 from megatrain.device import is_on_host
+from megatrain.device.host_arena import scratch
 from megatrain.errors import CheckpointError
 from megatrain.files.weight_files import DTYPES, PIECE_BYTES, parts
-from megatrain.memory.host_arena import scratch
-from megatrain.torch_private import is_traceable_wrapper_subclass
 from megatrain.tracer.spec import TensorSpec
 
 KINDS = {dtype: kind for kind, dtype in DTYPES.items()}

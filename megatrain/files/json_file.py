@@ -12,7 +12,7 @@ from typing import Annotated, Any, TypeVar
 
 import msgspec
 
-from megatrain.checks import shown
+from megatrain.base.checks import shown
 
 _T = TypeVar("_T")
 

@@ -12,10 +12,10 @@ from typing import TypedDict
 import torch
 from safetensors import SafetensorError, safe_open
 
-from megatrain.checks import shown
+from megatrain.base.checks import shown
+from megatrain.device.host_arena import scratch
 from megatrain.errors import WeightsError
 from megatrain.files.json_file import is_inside, of_kind, read_json, regular
-from megatrain.memory.host_arena import scratch
 from megatrain.tracer.spec import dtype_name
 
 WeightFiles = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]

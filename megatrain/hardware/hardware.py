@@ -7,11 +7,11 @@ from dataclasses import dataclass, field, replace
 from math import inf, isinf
 from typing import TYPE_CHECKING, Any
 
-from megatrain.checks import Rule, checked, count, mapping_of, number, one_of, optional
+from megatrain.base.checks import Rule, checked, count, mapping_of, number, one_of, optional
+from megatrain.base.host_limits import locked_bytes
+from megatrain.base.sizes import format_bytes
 from megatrain.hardware.presets import PRESETS, preset_figures
 from megatrain.hardware.work import MEMORY, RATES, SHARED_BYTES, Works
-from megatrain.memory.host_limits import locked_bytes
-from megatrain.sizes import format_bytes
 
 if TYPE_CHECKING:  # its folder imports torch, and this file is imported where torch isn't
     from megatrain.device import Device

@@ -13,9 +13,9 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 
+from megatrain.base.torch_private import TorchDispatchMode
 from megatrain.device import HOST, Device
 from megatrain.hardware.work import SHARED_BYTES
-from megatrain.torch_private import TorchDispatchMode
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 # Of products: so long that a launch doesn't count, so short that all of them take a second or two.

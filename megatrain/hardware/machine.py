@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from megatrain.checks import either, instance_of, one_of
+from megatrain.base.checks import either, instance_of, one_of
 from megatrain.hardware.hardware import Hardware, on_this_system
 from megatrain.hardware.presets import PRESETS
 

@@ -17,8 +17,12 @@ from typing import Any
 
 import torch
 
-from megatrain.checks import PATH, checked, optional
+from megatrain.base.checks import PATH, checked, optional
+from megatrain.base.host_limits import available_bytes, cache_bytes, update_threads
+from megatrain.base.native.native_kernel import ADAMW, LANES
 from megatrain.device import Device, DeviceStream
+from megatrain.device.bus import rings
+from megatrain.device.host_arena import HostArena
 from megatrain.device.kinds import HOST, usable
 from megatrain.errors import ExecuteError, MegatrainError
 from megatrain.hardware.kernels_alone import (
@@ -31,10 +35,6 @@ from megatrain.hardware.kernels_alone import (
     seconds_of,
     wake_s,
 )
-from megatrain.memory.bus import rings
-from megatrain.memory.host_arena import HostArena
-from megatrain.memory.host_limits import available_bytes, cache_bytes, update_threads
-from megatrain.native.native_kernel import ADAMW, LANES
 from megatrain.tracer.spec import DEVICE
 
 # Copies within the host have to be larger than its caches.

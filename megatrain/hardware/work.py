@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from math import log2
 from typing import NamedTuple
 
-from megatrain.checks import shown
+from megatrain.base.checks import shown
 
 MEMORY = "memory"
 """The rate of kernels that compute nothing which counts: they take as long as their bytes."""

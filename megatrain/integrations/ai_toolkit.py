@@ -21,8 +21,8 @@ import torch
 from torch import nn
 
 import megatrain
+from megatrain.base.host_limits import return_free_memory
 from megatrain.errors import ExecuteError, OptionError
-from megatrain.memory.host_limits import return_free_memory
 
 # Names of ai-toolkit: where its object is imported from, what says that a model is managed, where an adapter's inputs
 # are, and what the results of a network's adapters are multiplied by.

@@ -18,10 +18,10 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-from megatrain.compiled.inside import Compiled, taken_by
+from megatrain.base.torch_private import function_modes
 from megatrain.device import autocast_kinds
 from megatrain.runtime.streams.events import turns_here, work_for
-from megatrain.torch_private import function_modes
+from megatrain.training.compiled.inside import Compiled, taken_by
 
 
 class CallsAgainError(Exception):

@@ -9,14 +9,14 @@ from typing import Any
 
 import torch
 
-from megatrain.checks.several_optimizers import parameters_of
+from megatrain.base.checks.several_optimizers import parameters_of
+from megatrain.base.host_limits import return_free_memory
+from megatrain.base.torch_features import check_torch
+from megatrain.base.torch_private import GLOBAL_POST_HOOKS, GLOBAL_PRE_HOOKS
 from megatrain.errors import OptimizerError
-from megatrain.memory.host_limits import return_free_memory
 from megatrain.optim.block_update import FastGroups, MasterStep, PreparedBlock
 from megatrain.optim.per_parameter import check_steps, is_per_parameter
 from megatrain.optim.proxy import Optimizer, OptimizerStep, StepCode, Undo, own_state, step_code
-from megatrain.torch_features import check_torch
-from megatrain.torch_private import GLOBAL_POST_HOOKS, GLOBAL_PRE_HOOKS
 
 
 class OwnHook:

@@ -10,8 +10,10 @@ from typing import Any
 
 import torch
 
-from megatrain.checks import Rule
-from megatrain.checks.several_optimizers import several_fault
+from megatrain.base.checks import Rule
+from megatrain.base.checks.several_optimizers import several_fault
+from megatrain.base.torch_features import check_torch
+from megatrain.base.torch_private import FakeTensorMode, forbid_memory, pytree
 from megatrain.device import HOST
 from megatrain.errors import OptionError
 from megatrain.optim.fast import FastPath, fast_path
@@ -29,8 +31,6 @@ from megatrain.optim.proxy import (
     unnoticed,
 )
 from megatrain.passes.kernels import LiveBytes
-from megatrain.torch_features import check_torch
-from megatrain.torch_private import FakeTensorMode, forbid_memory, pytree
 from megatrain.tracer.packing import plain_tensors
 from megatrain.tracer.recording.obstacles import unprinted_failures
 from megatrain.tracer.spec import TensorSpec

@@ -9,13 +9,13 @@ from pathlib import Path
 
 import torch
 
+from megatrain.base.native.native_kernel import NativeKernel
+from megatrain.base.torch_private import group_by_dtype
 from megatrain.errors import OptimizerError
-from megatrain.native.native_kernel import NativeKernel
-from megatrain.torch_private import group_by_dtype
 
 _PIECE = 1 << 18  # elements: enough for a thread to be worth it
 SQUARES = NativeKernel(
-    Path(__file__).parents[1] / "native" / "squares.c",
+    Path(__file__).parents[1] / "base" / "native" / "squares.c",
     "squares",
     ("tensor", "tensor", "tensor", "tensor", "int64", "int64", "int32"),
 )

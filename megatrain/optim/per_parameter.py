@@ -12,8 +12,8 @@ from typing import Any, TypeVar
 
 import torch
 
-from megatrain.checks import checked
-from megatrain.checks.rules import Rule
+from megatrain.base.checks import checked
+from megatrain.base.checks.rules import Rule
 from megatrain.errors import OptimizerError
 from megatrain.optim.fast import fast_path
 from megatrain.optim.proxy import Optimizer, attributes, runs_torchs_code

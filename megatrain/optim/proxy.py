@@ -11,13 +11,9 @@ from typing import Any
 
 import torch
 
-from megatrain.checks.several_optimizers import parameters_of
-from megatrain.device import is_on_host
-from megatrain.errors import OptimizerError
-from megatrain.optim.masters.halves import Master, SplitMaster
-from megatrain.optim.masters.registry import Masters
-from megatrain.sizes import aligned
-from megatrain.torch_private import (
+from megatrain.base.checks.several_optimizers import parameters_of
+from megatrain.base.sizes import aligned
+from megatrain.base.torch_private import (
     ITEM,
     DataDependentOutputException,
     FakeTensor,
@@ -26,6 +22,10 @@ from megatrain.torch_private import (
     pytree,
     unset_fake_temporarily,
 )
+from megatrain.device import is_on_host
+from megatrain.errors import OptimizerError
+from megatrain.optim.masters.halves import Master, SplitMaster
+from megatrain.optim.masters.registry import Masters
 from megatrain.tracer.packing import is_wrapper, packing_key, plain_tensors, repacked
 from megatrain.tracer.recording.sandbox import uncompiled
 from megatrain.tracer.spec import TensorSpec

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from megatrain.checks.several_optimizers import parameters_of
+from megatrain.base.checks.several_optimizers import parameters_of
 from megatrain.errors import ExecuteError
 from megatrain.optim.block_update import MasterStep
 from megatrain.optim.blockwise import BlockOptimizer, takes_turns

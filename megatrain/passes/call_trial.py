@@ -11,11 +11,11 @@ from typing import Any, NamedTuple, NoReturn
 import torch
 from torch import fx, nn
 
+from megatrain.base.interrupts import Interrupts
+from megatrain.base.torch_private import FakeTensorMode, disable_current_modes, pytree
 from megatrain.device import is_on_host, is_same_kind
 from megatrain.errors import LowerError
-from megatrain.interrupts import Interrupts
 from megatrain.passes.pattern import Target
-from megatrain.torch_private import FakeTensorMode, disable_current_modes, pytree
 from megatrain.tracer.calls import call_name
 from megatrain.tracer.recording.effect_watch import EffectWatch
 from megatrain.tracer.recording.random_numbers import GeneratorWatch

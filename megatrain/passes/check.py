@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
-from megatrain.counts import counted
+from megatrain.base.counts import counted
 from megatrain.errors import LowerError
 from megatrain.passes.program import Block, Port, Program, Template
 from megatrain.tracer.spec import TensorSpec

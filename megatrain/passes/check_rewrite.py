@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from megatrain.checks import checked, count, function, number, optional
-from megatrain.counts import counted
+from megatrain.base.checks import checked, count, function, number, optional
+from megatrain.base.counts import counted
 from megatrain.device import HOST
 from megatrain.errors import LowerError
 from megatrain.passes.canonicalize import canonicalize

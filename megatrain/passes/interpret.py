@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import fx, nn
 
+from megatrain.base.torch_private import FakeTensor, FakeTensorMode, pytree
 from megatrain.device import autocast_kinds
-from megatrain.torch_private import FakeTensor, FakeTensorMode, pytree
 from megatrain.tracer.calls import applied_function
 from megatrain.tracer.guards import Expectation
 from megatrain.tracer.python.names import Outer

@@ -18,6 +18,7 @@ import torch
 from torch import fx
 from torch.autograd.graph import saved_tensors_hooks
 
+from megatrain.base.torch_private import TorchDispatchMode
 from megatrain.device import is_on_host
 from megatrain.errors import ExecuteError
 from megatrain.hardware.work import Works, total_flops
@@ -25,7 +26,6 @@ from megatrain.passes.interpret import Code
 from megatrain.passes.kernels import KernelWork, LiveBytes, is_attention, is_of_flash_attn, is_on, kernel_flops
 from megatrain.passes.measured_runs import measure_backward, storage_sizes
 from megatrain.passes.program import Block, Program, ResultCost, has_backward
-from megatrain.torch_private import TorchDispatchMode
 from megatrain.tracer.packing import has_wrappers
 from megatrain.tracer.spec import TensorSpec
 

@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from torch.utils.flop_counter import flop_registry
 
+from megatrain.base.torch_private import FakeTensor, TorchDispatchMode, pytree
 from megatrain.device import is_on_host
 from megatrain.hardware.kernels_alone import launches
 from megatrain.hardware.work import MEMORY, Kernels, Works, put_together
-from megatrain.torch_private import FakeTensor, TorchDispatchMode, pytree
 from megatrain.tracer.calls import applied_function
 from megatrain.tracer.packing import has_wrappers
 

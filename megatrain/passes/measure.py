@@ -11,9 +11,10 @@ from typing import Any
 import torch
 from torch import fx
 
+from megatrain.base.interrupts import Interrupts
+from megatrain.base.torch_private import pytree
 from megatrain.errors import LowerError
 from megatrain.hardware.work import Kernels
-from megatrain.interrupts import Interrupts
 from megatrain.passes.canonicalize import copied_graph, template_key
 from megatrain.passes.fused import fused_kernels
 from megatrain.passes.interpret import Code, exact_fakes, opaque_calls
@@ -22,7 +23,6 @@ from megatrain.passes.kernels import is_of_flash_attn
 from megatrain.passes.measured_runs import Workspace, fixed_work_obstacle, measure_backward, measure_forward
 from megatrain.passes.program import Program, Template, TemplateCost
 from megatrain.passes.rewrites.tiled_region import without_results
-from megatrain.torch_private import pytree
 from megatrain.tracer.calls import applied_function, call_text
 from megatrain.tracer.guards import Expectation
 from megatrain.tracer.recording.packed_calls import PackedCall

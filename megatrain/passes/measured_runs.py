@@ -11,13 +11,13 @@ import torch
 from torch import fx, nn
 from torch.autograd.graph import get_gradient_edge
 
+from megatrain.base.torch_private import pytree
 from megatrain.hardware.work import Works
-from megatrain.memory.block_image import has_strides_of
 from megatrain.passes.interpret import has_inner_grad, opaque_calls
 from megatrain.passes.kernels import KernelWork, LiveBytes, is_on
 from megatrain.passes.program import Program, Template, shared_templates
 from megatrain.passes.rewrites.tiled_region import TiledRegion
-from megatrain.torch_private import pytree
+from megatrain.tracer.block_image import has_strides_of
 from megatrain.tracer.calls import applied_function, function_text
 from megatrain.tracer.guards import Expectation
 from megatrain.tracer.packing import plain_tensors

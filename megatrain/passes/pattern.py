@@ -10,8 +10,8 @@ from typing import Any, NoReturn
 import torch
 from torch import fx
 
+from megatrain.base.torch_private import pytree
 from megatrain.errors import LowerError
-from megatrain.torch_private import pytree
 from megatrain.tracer.calls import (
     as_call,
     call_name,

@@ -11,7 +11,8 @@ from typing import Any
 
 from torch import fx
 
-from megatrain.checks import checked, function, named, optional, sequence_of
+from megatrain.base.checks import checked, function, named, optional, sequence_of
+from megatrain.base.sizes import ALIGNMENTS, SIZE, parse_bytes
 from megatrain.device import find
 from megatrain.errors import LowerError, OptionError, TraceError
 from megatrain.passes.canonicalize import canonicalize, copied_graph, dedup
@@ -20,7 +21,6 @@ from megatrain.passes.measure import KnownCosts, measure
 from megatrain.passes.partition import partition
 from megatrain.passes.program import Block, Port, Program, Template
 from megatrain.passes.split.split_state import split_state
-from megatrain.sizes import ALIGNMENTS, SIZE, parse_bytes
 from megatrain.tracer.traced import TracedModule
 
 

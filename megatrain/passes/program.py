@@ -9,10 +9,10 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
-from megatrain.counts import counted
+from megatrain.base.counts import counted
+from megatrain.base.sizes import ALIGNMENT
 from megatrain.hardware.work import Works, total_flops
 from megatrain.passes.interpret import opaque_calls
-from megatrain.sizes import ALIGNMENT
 from megatrain.tracer.calls import call_text
 from megatrain.tracer.inventory import StateEntry
 from megatrain.tracer.recording.opaque import Opaque

@@ -11,12 +11,12 @@ from typing import Any
 import torch
 from torch import fx
 
-from megatrain.checks import checked, count, function, optional, sequence_of, shown
+from megatrain.base.checks import checked, count, function, optional, sequence_of, shown
+from megatrain.base.torch_private import pytree
 from megatrain.passes.call_trial import Outcome, Site, check_target, operands_of, refuse_call, tried
 from megatrain.passes.canonicalize import copied_graph, frozen, is_erased, without_dead
 from megatrain.passes.interpret import ExactFakes
 from megatrain.passes.pattern import Match, Pattern, Target, refuse_rewrite
-from megatrain.torch_private import pytree
 from megatrain.tracer.calls import call_name
 from megatrain.tracer.inventory import StateEntry
 from megatrain.tracer.spec import CALLS, TensorSpec, storage_key

@@ -7,12 +7,12 @@ from dataclasses import dataclass, field
 from itertools import combinations
 from typing import Any
 
-from megatrain.counts import counted
+from megatrain.base.counts import counted
+from megatrain.base.sizes import format_bytes, parse_bytes
 from megatrain.errors import ExecuteError, MegatrainError, OptionError, ScheduleError
 from megatrain.planning.host_plan import DEPTH, LORA, MICRO_BATCH, SEQUENCE, ExampleSizes, in_columns, model_and_inputs
 from megatrain.planning.planned_step import PlannedStep, StepLimits
 from megatrain.scheduler.bands import format_s
-from megatrain.sizes import format_bytes, parse_bytes
 from megatrain.tracer.arguments import Arguments
 from megatrain.tracer.source_line import original
 

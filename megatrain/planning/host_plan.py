@@ -10,12 +10,14 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from megatrain.checks import checked, count, optional
-from megatrain.checks.several_optimizers import Optimizers, check_apart, optimizers_of
-from megatrain.counts import counted
+from megatrain.base.checks import checked, count, optional
+from megatrain.base.checks.several_optimizers import Optimizers, check_apart, optimizers_of
+from megatrain.base.counts import counted
+from megatrain.base.host_limits import available_bytes as available_now
+from megatrain.base.sizes import aligned, format_bytes
+from megatrain.base.torch_private import FakeTensor
 from megatrain.device import is_on_host
 from megatrain.errors import ExecuteError, OptionError
-from megatrain.memory.host_limits import available_bytes as available_now
 from megatrain.optim.masters.halves import Master, RoundedMaster, SplitMaster, WholeMaster
 from megatrain.optim.masters.narrow_model import check_packed_width, is_all_wide, plain_parameters
 from megatrain.optim.masters.registry import Masters
@@ -25,8 +27,6 @@ from megatrain.passes.program import Program
 from megatrain.planning.equal_layers import Layers
 from megatrain.runtime.loaded import Facts
 from megatrain.scheduler.schedule import Schedule
-from megatrain.sizes import aligned, format_bytes
-from megatrain.torch_private import FakeTensor
 from megatrain.tracer.arguments import Arguments
 from megatrain.tracer.inventory import StateEntry, inventory
 from megatrain.tracer.packing import plain_tensors

@@ -5,16 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from megatrain.counts import counted
+from megatrain.base.counts import counted
+from megatrain.base.sizes import format_bytes
 from megatrain.errors import TooSmallError
 from megatrain.hardware.machine import usual_machine
-from megatrain.options import Limits
 from megatrain.passes.measured_runs import launch_graph_bytes, recordable_blocks
 from megatrain.passes.program import Program, has_backward
+from megatrain.planning.options import Limits
 from megatrain.scheduler.bands import format_s
 from megatrain.scheduler.schedule import Schedule
 from megatrain.scheduler.workload import Workload
-from megatrain.sizes import format_bytes
 
 AS_ASKED = {"graphs": "recorded, as asked for", "inductor": "compiled by inductor, as asked for"}
 """What is said where nothing was to be chosen."""

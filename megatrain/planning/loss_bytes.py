@@ -19,13 +19,13 @@ from typing import Any
 import torch
 from torch import nn
 
+from megatrain.base.interrupts import Interrupts
+from megatrain.base.torch_private import pytree
 from megatrain.device import Device
-from megatrain.interrupts import Interrupts
 from megatrain.passes.interpret import exact_fakes
 from megatrain.passes.kernels import LiveBytes
 from megatrain.passes.program import Program
 from megatrain.runtime.random_calls import kept_generators
-from megatrain.torch_private import pytree
 from megatrain.tracer.python.names import codes_of
 from megatrain.tracer.python.python_values import (
     BUFFERS,

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from megatrain.checks import Rule, checked, count, either, function, one_of, optional
-from megatrain.counts import counted
+from megatrain.base.checks import Rule, checked, count, either, function, one_of, optional
+from megatrain.base.counts import counted
 from megatrain.errors import OptionError
 from megatrain.planning.advice import MOST_OF_A_SIZE, Alternatives, Largest, alternatives, largest, refusal
 from megatrain.planning.host_plan import DEPTH, MICRO_BATCH, SEQUENCE

@@ -10,16 +10,17 @@ from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, fields, replace
 
+from megatrain.base.progress import stage
+from megatrain.base.sizes import format_bytes
 from megatrain.errors import ExecuteError, ScheduleError, TooSmallError
 from megatrain.hardware.hardware import Hardware, of_weights
 from megatrain.hardware.machine import usual_machine
-from megatrain.options import Limits
 from megatrain.passes.measured_runs import recordable_blocks
 from megatrain.passes.program import Program
 from megatrain.planning.kernel_choice import AS_ASKED, as_compared, given_kernels, with_kernels
+from megatrain.planning.options import Limits
 from megatrain.planning.saved_plan import SavedPlan
 from megatrain.planning.step_programs import StepPrograms
-from megatrain.progress import stage
 from megatrain.runtime.exchange import Exchange
 from megatrain.scheduler.builder.bound import step_bound
 from megatrain.scheduler.builder.build import SMALLER_BLOCKS, build
@@ -28,7 +29,6 @@ from megatrain.scheduler.from_program import step_workload
 from megatrain.scheduler.schedule import Schedule
 from megatrain.scheduler.step_kind import StepKind
 from megatrain.scheduler.workload import Workload
-from megatrain.sizes import format_bytes
 
 # Fractions of the largest block's state. The last is of single calls: nothing is smaller, but activations may be more.
 _SHIFTS = (1, 3, 63)

@@ -8,7 +8,8 @@ from typing import NamedTuple
 
 from torch import fx
 
-from megatrain.counts import counted
+from megatrain.base.counts import counted
+from megatrain.base.sizes import format_bytes
 from megatrain.device import Device
 from megatrain.device.accelerator import beside
 from megatrain.hardware.hardware import Hardware
@@ -26,7 +27,6 @@ from megatrain.scheduler.lifetimes import find_peak
 from megatrain.scheduler.schedule import Schedule
 from megatrain.scheduler.simulate import OpSeconds
 from megatrain.scheduler.text import ranges
-from megatrain.sizes import format_bytes
 
 
 def reserve_text(device: Device | None, nbytes: int, hardware: Hardware | None) -> str:

@@ -15,17 +15,17 @@ from typing import Any
 import torch
 from torch import nn
 
-from megatrain.checks import checked, number, optional
+from megatrain.base.checks import checked, number, optional
+from megatrain.base.interrupts import Interrupts
+from megatrain.base.sizes import MEMORY, SIZE
 from megatrain.device import HOST, Device, find
 from megatrain.errors import MegatrainError, OptionError, TraceError
 from megatrain.hardware.hardware import Hardware, of_weights
 from megatrain.hardware.machine import HARDWARE, machine_of
-from megatrain.interrupts import Interrupts
 from megatrain.optim.blockwise import takes_turns
 from megatrain.optim.fast.on_device import why_not
 from megatrain.optim.masters.narrow_model import is_all_wide
 from megatrain.optim.need import OPTIMIZER
-from megatrain.options import COMPILE, PRECISION, Limits, check_masters, check_opaque, given_bytes
 from megatrain.passes.measure import KnownCosts
 from megatrain.passes.pipeline import PASSES, Rewrite
 from megatrain.passes.program import Program
@@ -42,6 +42,7 @@ from megatrain.planning.host_plan import (
     over,
 )
 from megatrain.planning.loss_bytes import Loss, measure_loss
+from megatrain.planning.options import COMPILE, PRECISION, Limits, check_masters, check_opaque, given_bytes
 from megatrain.planning.plan import Plan
 from megatrain.planning.plan_step import StepChoices, StepPlans, updates_allowed, waits_for_host, weights_bytes
 from megatrain.planning.plan_text import reserve_text
@@ -50,7 +51,6 @@ from megatrain.planning.step_programs import StepPrograms, undisturbed
 from megatrain.scheduler.builder.build import STEP
 from megatrain.scheduler.builder.search import result_bytes
 from megatrain.scheduler.step_kind import StepKind
-from megatrain.sizes import MEMORY, SIZE
 from megatrain.tracer.arguments import Arguments
 from megatrain.tracer.inventory import inventory
 from megatrain.tracer.recording.sandbox import swapped_state

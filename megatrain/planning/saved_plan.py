@@ -6,16 +6,16 @@ import json
 from dataclasses import dataclass
 from math import inf
 
-from megatrain.checks import Rule, checked, count, either, instance_of, number, optional, shown
+from megatrain.base.checks import Rule, checked, count, either, instance_of, number, optional, shown
+from megatrain.base.sizes import format_bytes
 from megatrain.errors import MegatrainError, OptionError, ScheduleError
 from megatrain.hardware.hardware import Hardware
-from megatrain.options import PRECISION
+from megatrain.planning.options import PRECISION
 from megatrain.planning.planned_step import PlannedStep
 from megatrain.scheduler.bands import format_s
 from megatrain.scheduler.explain import figure_lines, workload_lines
 from megatrain.scheduler.schedule import Schedule
 from megatrain.scheduler.workload import Workload
-from megatrain.sizes import format_bytes
 
 FORMAT = 2
 EQUAL = "the plans are equal"

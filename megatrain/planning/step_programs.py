@@ -10,8 +10,7 @@ from functools import cached_property, partial
 
 import torch
 
-from megatrain.garbage import paused_collection
-from megatrain.options import Limits
+from megatrain.base.garbage import paused_collection
 from megatrain.passes.measure import KnownCosts
 from megatrain.passes.pipeline import AfterPass, Rewrite, lowered_with
 from megatrain.passes.program import Program
@@ -25,6 +24,7 @@ from megatrain.passes.rewrites.masked_attention import (
 )
 from megatrain.passes.rewrites.tile_tokens import tile_tokens
 from megatrain.passes.rewrites.tiled_region import TiledRegion
+from megatrain.planning.options import Limits
 from megatrain.runtime.block import outer_hooks_off
 from megatrain.tracer.traced import TracedModule
 

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch.autograd.graph import increment_version
 
+from megatrain.base.host_limits import return_free_memory
 from megatrain.device import is_on_host
 from megatrain.errors import ExecuteError, OptimizerError
-from megatrain.memory.host_limits import return_free_memory
 from megatrain.optim.masters.registry import Masters
 from megatrain.optim.per_parameter import is_per_parameter
 from megatrain.optim.proxy import ALIGNED, Optimizer, attributes, is_same, over_stand_ins, step_code, unnoticed

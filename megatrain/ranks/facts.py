@@ -8,16 +8,16 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from megatrain.checks.several_optimizers import parameters_of
+from megatrain.base.checks.several_optimizers import parameters_of
 from megatrain.errors import ExecuteError, OptimizerError
+from megatrain.files import Source
 from megatrain.files.disk import Digest, bytes_of, obstacle
 from megatrain.optim.blockwise import has_hooks
 from megatrain.optim.masters.registry import Masters
 from megatrain.optim.proxy import Optimizer
-from megatrain.options import Limits
 from megatrain.passes.program import Program
+from megatrain.planning.options import Limits
 from megatrain.runtime.engine import Engine
-from megatrain.saving import Source
 from megatrain.tracer.inventory import inventory
 from megatrain.tracer.spec import TensorSpec
 

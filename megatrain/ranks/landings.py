@@ -6,16 +6,16 @@ from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
+from megatrain.base.sizes import aligned
+from megatrain.device.bus import Bus, GrowingArena
+from megatrain.device.host_arena import HostArena
 from megatrain.errors import ExecuteError
-from megatrain.memory.block_image import BlockImage, stored_stride, views
-from megatrain.memory.bus import Bus, GrowingArena
-from megatrain.memory.host_arena import HostArena
 from megatrain.passes.program import Program
 from megatrain.ranks.processes import Ranks
 from megatrain.ranks.shared_memory import PAGE, SharedPlace
 from megatrain.runtime.gradients import Landed, block_layouts
 from megatrain.scheduler.instructions import Bytes
-from megatrain.sizes import aligned
+from megatrain.tracer.block_image import BlockImage, stored_stride, views
 from megatrain.tracer.spec import TensorSpec
 
 _AREA_BYTES = 1 << 42

@@ -19,12 +19,12 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from megatrain.checks import Rule
+from megatrain.base.checks import Rule
+from megatrain.base.torch_private import TorchDispatchMode
 from megatrain.device import Device
 from megatrain.errors import ApartWarning, ExecuteError, OptionError, RanksError
 from megatrain.ranks.shared_memory import PAGE, SharedMemory, can_tell_copies, close_all, end_of, host_name
 from megatrain.ranks.shared_store import SharedStore
-from megatrain.torch_private import TorchDispatchMode
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

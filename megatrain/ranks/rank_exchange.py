@@ -8,12 +8,13 @@ from contextlib import AbstractContextManager, contextmanager, suppress
 
 import torch
 
-from megatrain.counts import counted
+from megatrain.base.counts import counted
+from megatrain.base.host_limits import available_bytes
+from megatrain.base.sizes import format_bytes
+from megatrain.device.bus import Bus
 from megatrain.errors import ExecuteError, OptimizerError, RanksError
 from megatrain.extending import register_op
 from megatrain.files.disk import digest_of
-from megatrain.memory.bus import Bus
-from megatrain.memory.host_limits import available_bytes
 from megatrain.optim.proxy import Optimizer
 from megatrain.passes.program import Program
 from megatrain.ranks.division import Parts, unshareable
@@ -28,7 +29,6 @@ from megatrain.runtime.operations import Operations, Run
 from megatrain.runtime.streams.events import Aborted
 from megatrain.scheduler.instructions import Bytes, Instruction
 from megatrain.scheduler.schedule import Schedule
-from megatrain.sizes import format_bytes
 
 _OWN = (
     *("state of no block", "constants", "slab", "parks", "values on the host", "device memory", "update scratch"),

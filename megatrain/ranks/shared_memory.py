@@ -16,8 +16,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from megatrain.base.sizes import aligned
 from megatrain.device.host_pages import HostPages
-from megatrain.sizes import aligned
 
 # The file has no name, so that nothing is left of it when its processes have ended, however they did: the others open
 # it by the process that made it. Each region of it is mapped twice. What one process writes into the shared mapping is

@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 import torch
 
 from megatrain.device import is_on_host
+from megatrain.device.host_arena import HostArena
 from megatrain.device.host_pages import HostPages
-from megatrain.memory.host_arena import HostArena
 from megatrain.ranks.shared_memory import Region, SharedMemory, SharedPlace
 from megatrain.runtime.stores.residency import Sent
 

@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
+from megatrain.base.torch_private import foreach_norm
 from megatrain.errors import ExecuteError, HookOrderWarning
-from megatrain.memory.block_image import has_strides_of
-from megatrain.torch_private import foreach_norm
+from megatrain.tracer.block_image import has_strides_of
 from megatrain.tracer.spec import NORMED, TensorSpec
 
 ParameterGradient = tuple[torch.Tensor | None, bool]

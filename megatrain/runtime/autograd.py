@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from megatrain import torch_private
+from megatrain.base import torch_private
 from megatrain.device import is_on_host
 from megatrain.errors import ExecuteError
 from megatrain.passes.interpret import looks_in_backward

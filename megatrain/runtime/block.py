@@ -14,13 +14,13 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_
 
 from megatrain.device import Device
 from megatrain.errors import ExecuteError
-from megatrain.memory.block_image import has_strides_of
 from megatrain.passes.interpret import Code
 from megatrain.passes.kept_results import HandedResults, KeptResults, NotedResults
 from megatrain.passes.program import Template
 from megatrain.passes.rewrites.tiled_region import without_results
 from megatrain.runtime.random_calls import RngState, repeated_rng
 from megatrain.runtime.replays import InductorCode, Optionals, Replays, whole
+from megatrain.tracer.block_image import has_strides_of
 from megatrain.tracer.guards import GuardFailedError
 from megatrain.tracer.packing import Packing, is_wrapper
 from megatrain.tracer.recording.effect_watch import has_hooks, is_watched

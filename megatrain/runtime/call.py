@@ -12,7 +12,6 @@ from torch import nn
 
 from megatrain.device import Device, is_on_host
 from megatrain.errors import DeviceMemoryWarning, ExecuteError
-from megatrain.memory.block_image import BlockImage, stored_stride
 from megatrain.passes.kept_results import KeptResults
 from megatrain.passes.program import Block
 from megatrain.runtime.accumulation import ParameterGradient
@@ -25,6 +24,7 @@ from megatrain.runtime.stores.device_memory import Meter
 from megatrain.runtime.stores.offload_buffers import BufferCopies, OffloadBuffer
 from megatrain.runtime.versions import Handed, Sample, Start, check_handed, version
 from megatrain.scheduler.instructions import Bytes
+from megatrain.tracer.block_image import BlockImage, stored_stride
 from megatrain.tracer.spec import TensorSpec
 
 OPEN, DONE, FAILED = "open", "done", "failed"

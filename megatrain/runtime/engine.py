@@ -10,13 +10,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from megatrain.checks import Rule, checked, one_of
+from megatrain.base.checks import Rule, checked, one_of
 from megatrain.device import Device, LaunchGraphs, is_on_host, usable
+from megatrain.device.bus import Bus
+from megatrain.device.device_budget import DeviceBudget
+from megatrain.device.out_of_memory import MemoryFigures
 from megatrain.errors import ExecuteError
-from megatrain.memory.block_image import BlockImage, image, state_image
-from megatrain.memory.bus import Bus
-from megatrain.memory.device_budget import DeviceBudget
-from megatrain.memory.out_of_memory import MemoryFigures
 from megatrain.passes.canonicalize import template_key
 from megatrain.passes.program import Program, Template
 from megatrain.runtime.block import BlockRunner
@@ -29,6 +28,7 @@ from megatrain.runtime.stores.slots import DeviceArena
 from megatrain.runtime.stores.weights import Weights
 from megatrain.runtime.streams.events import Turn
 from megatrain.runtime.streams.stream_set import Chaos, Recording, StreamSet
+from megatrain.tracer.block_image import BlockImage, image, state_image
 from megatrain.tracer.inventory import StateEntry, inventory
 from megatrain.tracer.spec import DEVICE, TensorSpec
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from megatrain.memory.bus import Bus, GrowingArena
+from megatrain.device.bus import Bus, GrowingArena
 from megatrain.passes.program import Program
 from megatrain.runtime.gradients import Landed
 from megatrain.scheduler.instructions import Bytes

@@ -8,11 +8,11 @@ from copy import copy
 import torch
 from torch import nn
 
-from megatrain.checks import checked, shown
-from megatrain.counts import counted
+from megatrain.base.checks import checked, shown
+from megatrain.base.counts import counted
+from megatrain.device.bus import GrowingArena
+from megatrain.device.out_of_memory import Attempts, MemoryFigures
 from megatrain.errors import ExecuteError, ScheduleError
-from megatrain.memory.bus import GrowingArena
-from megatrain.memory.out_of_memory import Attempts, MemoryFigures
 from megatrain.passes.program import Program
 from megatrain.runtime.accumulation import Take
 from megatrain.runtime.call import DONE, FAILED, OPEN, Call

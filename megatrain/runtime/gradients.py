@@ -10,13 +10,13 @@ from typing import Any, NamedTuple
 
 import torch
 
-from megatrain.memory.block_image import BlockImage, image, views
-from megatrain.memory.bus import Bus, GrowingArena
-from megatrain.memory.host_arena import HostArena, together
+from megatrain.base.sizes import aligned
+from megatrain.device.bus import Bus, GrowingArena
+from megatrain.device.host_arena import HostArena, together
 from megatrain.passes.program import Program
 from megatrain.runtime.accumulation import Accumulation, Hear, ParameterGradient, Take, summed, whole_norms
 from megatrain.scheduler.instructions import Bytes
-from megatrain.sizes import aligned
+from megatrain.tracer.block_image import BlockImage, image, views
 from megatrain.tracer.inventory import StateEntry
 from megatrain.tracer.spec import TensorSpec
 

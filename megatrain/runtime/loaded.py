@@ -11,9 +11,8 @@ from itertools import chain
 import torch
 from torch import fx
 
-from megatrain.counts import counted
+from megatrain.base.counts import counted
 from megatrain.errors import ExecuteError
-from megatrain.memory.block_image import BlockImage
 from megatrain.passes.interpret import has_inner_grad, looks_in_backward
 from megatrain.passes.kept_results import kept_results
 from megatrain.passes.measured_runs import launch_graph_sizes
@@ -23,6 +22,7 @@ from megatrain.runtime.engine import Engine
 from megatrain.runtime.random_calls import Draws
 from megatrain.scheduler.from_program import merge_programs
 from megatrain.scheduler.schedule import Schedule
+from megatrain.tracer.block_image import BlockImage
 from megatrain.tracer.inventory import StateEntry
 
 

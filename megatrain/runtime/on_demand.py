@@ -10,14 +10,14 @@ from typing import NamedTuple
 
 import torch
 
-from megatrain.counts import counted
+from megatrain.base.counts import counted
+from megatrain.base.sizes import aligned, format_bytes
+from megatrain.base.torch_private import StorageWeakRef, storage_use_count
 from megatrain.device import Device, is_on_host
 from megatrain.errors import ExecuteError
-from megatrain.memory.block_image import stored_stride
 from megatrain.runtime.engine import Engine
 from megatrain.runtime.streams.stream_set import Event
-from megatrain.sizes import aligned, format_bytes
-from megatrain.torch_private import StorageWeakRef, storage_use_count
+from megatrain.tracer.block_image import stored_stride
 from megatrain.tracer.inventory import StateEntry
 from megatrain.tracer.spec import storage_key
 

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 
 from megatrain.device import Device
-from megatrain.memory.bus import GrowingArena
+from megatrain.device.bus import GrowingArena
 from megatrain.passes.program import Block
 from megatrain.runtime.accumulation import added, marked
 from megatrain.runtime.block import LocalGraph

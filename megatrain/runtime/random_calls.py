@@ -14,9 +14,9 @@ from torch import fx
 
 from megatrain.device import Device
 from megatrain.errors import DrawsError
-from megatrain.memory.block_image import stored_stride
 from megatrain.passes.interpret import Code
 from megatrain.passes.program import Program
+from megatrain.tracer.block_image import stored_stride
 from megatrain.tracer.python.snapshot import Snapshot
 from megatrain.tracer.recording.opaque import Observer, Opaque, unobserved
 from megatrain.tracer.recording.random_numbers import HostRng

@@ -16,17 +16,17 @@ from weakref import finalize
 import torch
 from torch import fx
 
+from megatrain.base.garbage import paused_collection
+from megatrain.base.torch_private import foreach_copy, patch_functorch
 from megatrain.device import Device, LaunchGraphs
 from megatrain.device.interface import replaced_kernel
 from megatrain.errors import EagerKernelsWarning
-from megatrain.garbage import paused_collection
-from megatrain.memory.block_image import is_dense
 from megatrain.passes.distance import largest, tensor_distance
 from megatrain.passes.interpret import Code
 from megatrain.passes.measured_runs import fixed_work_obstacle, launch_graph_obstacle
 from megatrain.passes.program import Template
 from megatrain.runtime.random_calls import RngState, repeated_rng
-from megatrain.torch_private import foreach_copy, patch_functorch
+from megatrain.tracer.block_image import is_dense
 from megatrain.tracer.packing import is_wrapper
 
 Optionals = Sequence[torch.Tensor | None]

@@ -9,12 +9,12 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
+from megatrain.base.torch_private import StorageWeakRef, storage_of
 from megatrain.device import Device
 from megatrain.errors import ExecuteError
-from megatrain.memory.block_image import stored_stride
 from megatrain.passes.program import Program
 from megatrain.runtime.random_calls import RngState
-from megatrain.torch_private import StorageWeakRef, storage_of
+from megatrain.tracer.block_image import stored_stride
 from megatrain.tracer.spec import TensorSpec
 
 _SAMPLES = 64  # bytes of each tensor

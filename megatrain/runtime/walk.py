@@ -12,11 +12,11 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
+from megatrain.base.torch_private import are_transforms_active, pytree
 from megatrain.device import is_on_host
 from megatrain.errors import ExecuteError
 from megatrain.runtime.engine import Engine
 from megatrain.runtime.on_demand import Learned, WalkFigures, WeightCache
-from megatrain.torch_private import are_transforms_active, pytree
 from megatrain.tracer.calls import call_name, is_property_get, is_property_set
 from megatrain.tracer.inventory import first_packed
 from megatrain.tracer.recording.effect_watch import EffectWatch

@@ -12,11 +12,11 @@ from copy import copy
 from dataclasses import replace
 from typing import NamedTuple
 
+from megatrain.base.sizes import aligned
 from megatrain.errors import ScheduleError
 from megatrain.scheduler.items import ITEMS, NO_BLOCK, Effect, Item, OpKind, Stream
 from megatrain.scheduler.step_kind import StepKind
 from megatrain.scheduler.workload import Workload
-from megatrain.sizes import aligned
 
 Parks = Mapping[int, Sequence[int]]
 """Values that leave the device between forward and backward, by the block of their `A`."""

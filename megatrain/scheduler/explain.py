@@ -11,8 +11,8 @@ from typing import NamedTuple
 
 import networkx as nx
 
-from megatrain.checks import shown
-from megatrain.counts import counted
+from megatrain.base.checks import shown
+from megatrain.base.counts import counted
 from megatrain.errors import ScheduleError
 from megatrain.hardware.work import Works, total_bytes, total_flops, total_kernels
 from megatrain.scheduler.bands import band_of

@@ -8,13 +8,13 @@ from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from typing import Any
 
-from megatrain.checks import checked, count, one_of, optional
-from megatrain.counts import counted
+from megatrain.base.checks import checked, count, one_of, optional
+from megatrain.base.counts import counted
+from megatrain.base.native.native_kernel import LANES
+from megatrain.base.sizes import SIZE, aligned, parse_bytes
 from megatrain.errors import MicroBatchError, ScheduleError
 from megatrain.hardware.hardware import Hardware
 from megatrain.hardware.work import UPDATE_TRAFFIC, most, update_scratch, update_traffic
-from megatrain.memory.block_image import optimizer_image, state_image
-from megatrain.native.native_kernel import LANES
 from megatrain.passes.interpret import reads_values
 from megatrain.passes.kept_results import kept_results
 from megatrain.passes.program import Block, Program, has_backward, trained_holders
@@ -22,7 +22,7 @@ from megatrain.scheduler.builder.build import STEP, build
 from megatrain.scheduler.schedule import Schedule
 from megatrain.scheduler.step_kind import StepKind
 from megatrain.scheduler.workload import BlockWork, KeptWork, ValueWork, Workload
-from megatrain.sizes import SIZE, aligned, parse_bytes
+from megatrain.tracer.block_image import optimizer_image, state_image
 from megatrain.tracer.spec import NORMED
 
 _BLOCK_SIZES = ("saved_bytes", "forward_workspace_bytes", "backward_workspace_bytes")

@@ -8,11 +8,11 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
+from megatrain.base.sizes import aligned
 from megatrain.scheduler.dependency import books_graph, waited_edges, weight_bindings
 from megatrain.scheduler.items import Item, Stream
 from megatrain.scheduler.lifetimes import Books, Uses
 from megatrain.scheduler.table import Op, Position, Table
-from megatrain.sizes import aligned
 
 
 class Bytes(NamedTuple):

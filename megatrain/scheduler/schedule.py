@@ -7,9 +7,10 @@ from dataclasses import fields
 
 import networkx as nx
 
-from megatrain.checks import checked, count, instance_of, optional
-from megatrain.counts import counted
-from megatrain.garbage import paused_collection
+from megatrain.base.checks import checked, count, instance_of, optional
+from megatrain.base.counts import counted
+from megatrain.base.garbage import paused_collection
+from megatrain.base.sizes import format_bytes
 from megatrain.scheduler.check.instruction_rules import check_instructions
 from megatrain.scheduler.check.schedule_rules import check_schedule
 from megatrain.scheduler.dependency import dependency_graph, derive_waits, resident_blocks, weight_bindings
@@ -19,7 +20,6 @@ from megatrain.scheduler.simulate import Costs, Simulation, simulate
 from megatrain.scheduler.table import Position, Table
 from megatrain.scheduler.text import parse_table, table_text
 from megatrain.scheduler.workload import Workload
-from megatrain.sizes import format_bytes
 
 
 class Schedule(Table):

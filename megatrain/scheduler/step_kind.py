@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megatrain.checks import checked, count, one_of
+from megatrain.base.checks import checked, count, one_of
 from megatrain.errors import OptionError
 
 MODES = ("train", "forward", "backward")

@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from megatrain.checks import checked
-from megatrain.counts import counted
+from megatrain.base.checks import checked
+from megatrain.base.counts import counted
 from megatrain.errors import OptionError, ScheduleError
 from megatrain.hardware.work import total_flops, total_kernels
 from megatrain.scheduler.effects import streams

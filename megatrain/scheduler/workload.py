@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 
-from megatrain.checks import checked
+from megatrain.base.checks import checked
 from megatrain.errors import ScheduleError
 from megatrain.hardware.work import MEMORY, Kernels, Works, fault_of_works
 
@@ -88,7 +88,7 @@ class BlockWork:
             aren't trained, or another block that shares them does it.
         shares: Other blocks that hold some of the parameters which this block updates, or rows of them, ascending.
         gradient_padding: Bytes between its gradients where they land on the host, each tensor on a boundary of
-            `megatrain.sizes.ALIGNMENT` bytes.
+            `megatrain.base.sizes.ALIGNMENT` bytes.
         frozen_bytes: The part of `state_bytes` that no step changes: parameters that aren't trained, buffers that the
             forward only reads, constants.
         num_gradients: Parameters with a gradient: what a micro-batch adds to the sum of the earlier ones, one by one.

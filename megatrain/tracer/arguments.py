@@ -14,10 +14,10 @@ import torch
 from torch import fx, nn
 from torch.overrides import TorchFunctionMode
 
+from megatrain.base.garbage import paused_collection
+from megatrain.base.torch_private import pytree
 from megatrain.device import Device
 from megatrain.errors import TraceError
-from megatrain.garbage import paused_collection
-from megatrain.torch_private import pytree
 from megatrain.tracer.inventory import check_plain
 from megatrain.tracer.spec import TensorSpec
 from megatrain.tracer.user_dicts import opened

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import fx
 
-from megatrain.torch_private import OpOverload, OpOverloadPacket
+from megatrain.base.torch_private import OpOverload, OpOverloadPacket
 
 _NAMESPACES: tuple[tuple[str, Any], ...] = (
     ("F", F),

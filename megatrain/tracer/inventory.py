@@ -10,8 +10,8 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
+from megatrain.base.torch_private import FakeTensor, FakeTensorMode
 from megatrain.errors import TraceError
-from megatrain.torch_private import FakeTensor, FakeTensorMode
 from megatrain.tracer.packing import Path, is_wrapper, taken_apart
 from megatrain.tracer.spec import TensorSpec, storage_key
 

@@ -18,8 +18,8 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
+from megatrain.base.torch_private import FakeTensorMode, is_traceable_wrapper_subclass
 from megatrain.errors import TraceError
-from megatrain.torch_private import FakeTensorMode, is_traceable_wrapper_subclass
 
 Path = tuple[str, ...]
 """Names of attributes, from a parameter to an inner tensor."""

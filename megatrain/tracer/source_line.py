@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from megatrain.patches import original_of, replaced_here
+from megatrain.base.patches import original_of, replaced_here
 
 
 class StandIn(nn.Module):

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import fx, nn
 
-from megatrain.checks import Rule, instance_of, mapping_of, named, optional, sequence_of
+from megatrain.base.checks import Rule, instance_of, mapping_of, named, optional, sequence_of
 from megatrain.device import HOST, autocast_kinds, is_on_host
 from megatrain.device.kinds import fault, fault_of_name
 from megatrain.errors import TraceError

@@ -10,11 +10,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from megatrain.checks import checked, optional
+from megatrain.base.checks import checked, optional
+from megatrain.base.interrupts import Interrupts
+from megatrain.base.torch_features import check_torch
 from megatrain.device import HOST, Device, find, is_on_host
 from megatrain.errors import ExecuteError, TraceError
-from megatrain.interrupts import Interrupts
-from megatrain.torch_features import check_torch
 from megatrain.tracer.arguments import Arguments, HeldNumber, holds_tensors
 from megatrain.tracer.inventory import check_plain_state
 from megatrain.tracer.python.followed_numbers import DecidedError

@@ -10,9 +10,9 @@ import torch
 from torch import fx
 from torch.fx.node import map_arg
 
-from megatrain.counts import counted
+from megatrain.base.counts import counted
+from megatrain.base.torch_private import pytree
 from megatrain.errors import TraceError
-from megatrain.torch_private import pytree
 from megatrain.tracer.arguments import Structure
 from megatrain.tracer.calls import call_text
 from megatrain.tracer.guards import Expectation, Guard

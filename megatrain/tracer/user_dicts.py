@@ -16,8 +16,8 @@ from typing import Any, NoReturn
 
 import torch
 
+from megatrain.base.torch_private import pytree
 from megatrain.errors import TraceError
-from megatrain.torch_private import pytree
 
 IMMUTABLE = (
     type(None), bool, int, float, complex, str, bytes, range, slice, type(...), torch.dtype, torch.device,

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from megatrain.checks import shown
+from megatrain.base.checks import shown
 from megatrain.device import is_on_host
 from megatrain.errors import ExecuteError, OptionError
 from megatrain.passes.rewrites.loss_only import own_loss

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 import torch
 
+from megatrain.device.out_of_memory import let_go, ran_out
 from megatrain.errors import ExecuteError
-from megatrain.memory.out_of_memory import let_go, ran_out
 from megatrain.optim.updates import Updates
 from megatrain.runtime.exchange import Exchange
 from megatrain.runtime.operations import Run

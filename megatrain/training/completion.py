@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from torch.utils.hooks import RemovableHandle
 
-from megatrain.checks.several_optimizers import parameters_of
+from megatrain.base.checks.several_optimizers import parameters_of
+from megatrain.base.torch_private import DisableTorchFunctionSubclass
 from megatrain.errors import TrainStepWarning
 from megatrain.optim.blockwise import OwnHook
-from megatrain.torch_private import DisableTorchFunctionSubclass
 
 # Properties that an update doesn't change. All other torch operations on a tensor with a due update run the update
 # first.

@@ -10,7 +10,6 @@ from typing import Any
 import torch
 
 from megatrain.errors import ExecuteError, OptimizerError
-from megatrain.memory.block_image import BlockImage, optimizer_image, views
 from megatrain.optim.block_update import check_names
 from megatrain.optim.fast.adamw import AdamWInOnePass
 from megatrain.optim.fast.on_device import Kernel, StateThere, kernel_on
@@ -21,6 +20,7 @@ from megatrain.optim.updates import Updates
 from megatrain.runtime.engine import Engine
 from megatrain.runtime.versions import version
 from megatrain.scheduler.instructions import Bytes
+from megatrain.tracer.block_image import BlockImage, optimizer_image, views
 
 
 @dataclass(slots=True, eq=False)

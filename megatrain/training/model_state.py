@@ -8,13 +8,13 @@ from typing import Any
 
 import torch
 
-from megatrain.compiled.inside import Compiled
-from megatrain.counts import counted
+from megatrain.base.counts import counted
 from megatrain.errors import CheckpointError
-from megatrain.saving import Checkpoint, Saved, Source
+from megatrain.files import Checkpoint, Saved, Source
 from megatrain.tracer.inventory import inventory
 from megatrain.tracer.packing import packing_text, registered, unpacked_state
 from megatrain.tracer.spec import TensorSpec
+from megatrain.training.compiled.inside import Compiled
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,9 +8,7 @@ from contextlib import ExitStack, contextmanager
 
 from torch import nn
 
-from megatrain.errors import TrainStepWarning
-from megatrain.runtime.engine import ordinary_tensors
-from megatrain.torch_private import (
+from megatrain.base.torch_private import (
     DropoutNd,
     disable_current_modes,
     function_modes,
@@ -18,6 +16,8 @@ from megatrain.torch_private import (
     preserve_dispatch_keys,
     send_to_meta_kernels,
 )
+from megatrain.errors import TrainStepWarning
+from megatrain.runtime.engine import ordinary_tensors
 
 
 @contextmanager

@@ -6,11 +6,11 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Protocol, cast
 
-from megatrain import saving
-from megatrain.checks import Rule, named, sequence_of, shown
-from megatrain.counts import counted
+from megatrain import files as saving
+from megatrain.base.checks import Rule, named, sequence_of, shown
+from megatrain.base.counts import counted
 from megatrain.errors import CheckpointError
-from megatrain.saving.optimizers import misfits
+from megatrain.files.optimizers import misfits
 
 
 class Scheduler(Protocol):
@@ -101,7 +101,7 @@ def check(checkpoint: saving.Checkpoint, extra: Mapping[str, Any], schedulers: S
             *wrong,
             "State can only continue in an object like the one that was saved"
             f"{'' if len(saved) == 1 else ', and schedulers in the order in which they were saved'}.",
-            "Build the scheduler as it was; or load an older checkpoint, or single values with megatrain.saving.load.",
+            "Build the scheduler as it was; or load an older checkpoint, or single values with megatrain.files.load.",
         ]
         raise CheckpointError("\n  ".join(lines))
 

@@ -14,22 +14,22 @@ from typing import Any, TypedDict
 import torch
 from torch import nn
 
-from megatrain import saving
-from megatrain.checks import shown
-from megatrain.checks.several_optimizers import parameters_of
-from megatrain.compiled.inside import Compiled
-from megatrain.counts import counted
+from megatrain import files as saving
+from megatrain.base.checks import shown
+from megatrain.base.checks.several_optimizers import parameters_of
+from megatrain.base.counts import counted
 from megatrain.errors import CheckpointError, RanksError
 from megatrain.files.disk import room_to_read
 from megatrain.files.json_file import Count, of_kind
+from megatrain.files.optimizers import packed_parameters
+from megatrain.files.save import CheckpointDraft
 from megatrain.optim.masters.halves import WholeMaster
 from megatrain.optim.proxy import Optimizer, give_new_state
 from megatrain.ranks.processes import words_of
 from megatrain.runtime.exchange import Exchange
-from megatrain.saving.optimizers import packed_parameters
-from megatrain.saving.save import CheckpointDraft
 from megatrain.training import saved_schedulers
 from megatrain.training.boundary import Progress
+from megatrain.training.compiled.inside import Compiled
 from megatrain.training.model_state import HIDDEN, State
 from megatrain.training.saved_schedulers import Schedulers
 
@@ -254,7 +254,7 @@ def _extra(checkpoint: saving.Checkpoint) -> dict[str, Any]:
         raise CheckpointError(
             f"`{checkpoint.folder}` was not written by TrainStep.save: it lacks {', '.join(sorted(missing))}.\n"
             "  A step can continue only with everything that the next step depends on.\n"
-            "  Read it with megatrain.saving.load, or its weights with megatrain.compile(weights=...)."
+            "  Read it with megatrain.files.load, or its weights with megatrain.compile(weights=...)."
         )
     try:
         of_kind(checkpoint.extra, _Extra, "extra")
@@ -268,7 +268,7 @@ def _extra(checkpoint: saving.Checkpoint) -> dict[str, Any]:
         raise CheckpointError(
             f"`{checkpoint.folder}` has a value that no step can have saved: {error}.\n"
             "  State can only continue in an object like the one that was saved.\n"
-            "  Load an older checkpoint, or single values with megatrain.saving.load."
+            "  Load an older checkpoint, or single values with megatrain.files.load."
         ) from error
     return checkpoint.extra
 

@@ -9,11 +9,10 @@ from functools import partial
 import torch
 from torch import nn
 
-from megatrain.checks.several_optimizers import check_apart, parameters_of
-from megatrain.compiled.inside import Compiled, Variant
+from megatrain.base.checks.several_optimizers import check_apart, parameters_of
+from megatrain.base.host_limits import update_threads
+from megatrain.base.interrupts import Interrupts
 from megatrain.errors import ExecuteError, OptimizerError
-from megatrain.interrupts import Interrupts
-from megatrain.memory.host_limits import update_threads
 from megatrain.optim.fast.on_device import why_not
 from megatrain.optim.per_parameter import check_steps
 from megatrain.optim.proxy import Optimizer
@@ -31,6 +30,7 @@ from megatrain.scheduler.step_kind import StepKind
 from megatrain.tracer.arguments import Arguments
 from megatrain.tracer.traced import TracedModule
 from megatrain.training.batch import MicroBatch, untrained
+from megatrain.training.compiled.inside import Compiled, Variant
 from megatrain.training.device_updates import DeviceUpdates
 from megatrain.training.modes import without_modes
 from megatrain.training.step_tables import StepTables

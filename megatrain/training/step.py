@@ -10,24 +10,24 @@ from typing import Any
 
 import torch
 
-from megatrain.checks import FLAG, PATH, checked, count, number, one_of, optional
-from megatrain.checks.several_optimizers import OPTIMIZERS, Optimizers, optimizers_of
-from megatrain.compiled.module import COMPILED, CompiledModule
+from megatrain.base.checks import FLAG, PATH, checked, count, number, one_of, optional
+from megatrain.base.checks.several_optimizers import OPTIMIZERS, Optimizers, optimizers_of
+from megatrain.base.progress import ProgressLine
+from megatrain.base.sizes import SIZE
 from megatrain.errors import ExecuteError
 from megatrain.passes.program import Program
 from megatrain.planning.host_plan import HostPlan
 from megatrain.planning.loss_bytes import Loss
 from megatrain.planning.saved_plan import PLAN, AnyPlan, SavedPlan, timed_choices
-from megatrain.progress import ProgressLine
 from megatrain.ranks.processes import refuse_apart
 from megatrain.ranks.rank_exchange import exchange_of
 from megatrain.runtime.streams.events import RunClock, Stopwatch, Watch
 from megatrain.scheduler.schedule import Schedule
 from megatrain.scheduler.simulate import Measured, TimedRun
-from megatrain.sizes import SIZE
 from megatrain.training import saved_step as checkpoint
 from megatrain.training.batch import Weight, check_reduce, micro_batches
 from megatrain.training.boundary import Boundary, Progress
+from megatrain.training.compiled.module import COMPILED, CompiledModule
 from megatrain.training.completion import Completion
 from megatrain.training.saved_schedulers import SCHEDULERS, Schedulers
 from megatrain.training.setup import Setting, Setup, check_held

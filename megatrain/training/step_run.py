@@ -9,11 +9,9 @@ from typing import Any
 
 import torch
 
-from megatrain.compiled.captures import naming_inputs
-from megatrain.compiled.inside import Compiled, Variant
+from megatrain.device.device_budget import DeviceBudget
+from megatrain.device.out_of_memory import Attempts, free_frames
 from megatrain.errors import ExecuteError
-from megatrain.memory.device_budget import DeviceBudget
-from megatrain.memory.out_of_memory import Attempts, free_frames
 from megatrain.planning.loss_bytes import Loss
 from megatrain.runtime.exchange import Exchange
 from megatrain.runtime.executor import Executor
@@ -22,6 +20,8 @@ from megatrain.runtime.streams.events import Watch
 from megatrain.tracer.guards import GuardFailedError
 from megatrain.training.batch import Counts, FollowingLoss, MicroBatch, Shares, Weight, micro_batches, untrained
 from megatrain.training.boundary import Boundary
+from megatrain.training.compiled.captures import naming_inputs
+from megatrain.training.compiled.inside import Compiled, Variant
 from megatrain.training.completion import Completion
 from megatrain.training.modes import warn_of_dropout
 from megatrain.training.setup import Setting, Setup

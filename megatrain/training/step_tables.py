@@ -8,12 +8,12 @@ from dataclasses import replace
 from typing import TypeVar
 from weakref import WeakKeyDictionary
 
+from megatrain.device.bus import GrowingArena
+from megatrain.device.device_budget import DeviceBudget
 from megatrain.errors import ScheduleError
-from megatrain.memory.bus import GrowingArena
-from megatrain.memory.device_budget import DeviceBudget
-from megatrain.options import Limits
 from megatrain.passes.program import Program
 from megatrain.planning.kernel_choice import RECORDED_FROM
+from megatrain.planning.options import Limits
 from megatrain.planning.plan_step import StepChoices, StepPlans
 from megatrain.planning.saved_plan import AnyPlan, saved_plan
 from megatrain.planning.step_programs import StepPrograms

@@ -10,10 +10,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from megatrain.base.interrupts import Interrupts
 from megatrain.device import find
 from megatrain.errors import ExecuteError, ReadsParameterError
-from megatrain.interrupts import Interrupts
-from megatrain.memory.block_image import BlockImage
 from megatrain.optim.updates import Updates
 from megatrain.planning.loss_bytes import Loss
 from megatrain.runtime.accumulation import check_kind, gradient_form, hooked, is_hooked, laid_out, warn_of_order
@@ -21,6 +20,7 @@ from megatrain.runtime.call import Versions
 from megatrain.runtime.exchange import Exchange
 from megatrain.runtime.random_calls import RngState
 from megatrain.scheduler.instructions import Bytes
+from megatrain.tracer.block_image import BlockImage
 from megatrain.training.batch import Differentiated, Shares, loss_of
 from megatrain.training.device_updates import DeviceUpdates
 from megatrain.training.setup import Setting

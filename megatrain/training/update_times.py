@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.autograd.graph import get_gradient_edge
 
-from megatrain.checks.several_optimizers import parameters_of
+from megatrain.base.checks.several_optimizers import parameters_of
 from megatrain.errors import ExecuteError
 from megatrain.optim.blockwise import takes_turns
 from megatrain.optim.proxy import Optimizer

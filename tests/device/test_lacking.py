@@ -13,7 +13,7 @@ from torch import nn
 import megatrain
 from megatrain.device import Accelerator, find, register, unregister
 from megatrain.errors import OptionError
-from megatrain.saving import generators_now
+from megatrain.files import generators_now
 
 
 def put_in(patch: pytest.MonkeyPatch, kind: str, module: Any) -> None:

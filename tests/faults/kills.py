@@ -18,8 +18,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from megatrain.errors import CheckpointError
-from megatrain.files import disk
-from megatrain.saving import load
+from megatrain.files import disk, load
 from tests.faults.children import asked
 from tests.faults.lines import ctrl_c
 from tests.faults.tally import Tally

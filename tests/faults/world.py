@@ -15,7 +15,7 @@ from torch import nn
 
 from megatrain import TrainStep
 from megatrain.errors import MegatrainError
-from megatrain.saving import load
+from megatrain.files import load
 from tests.training.resuming import BF16, CLIP, PARKED, SERIAL, Case, Run, differences, scalar, warm_up
 
 WIDTH = 8

@@ -14,7 +14,7 @@ from accelerate.state import AcceleratorState
 from safetensors.torch import load_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from megatrain import cli
+from megatrain.tools import cli
 from tests.integrations.words import text, tokenizer
 
 ROOT = Path(__file__).parents[2]

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from megatrain.finetune.training_run import _StopBetweenSteps
+from megatrain.tools.finetune.training_run import _StopBetweenSteps
 from tests.comparing import assert_same
 from tests.finetune.commands import data, log_of, losses_of, save_model, started, train, weights_of
 

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from megatrain.finetune.run_record import RunRecord
 from megatrain.planning import host_plan
+from megatrain.tools.finetune.run_record import RunRecord
 from tests.finetune.commands import data, save_model, train, write_lines
 from tests.test_bad_command_line import keywords
 

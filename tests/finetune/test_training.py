@@ -20,10 +20,10 @@ from trl import SFTConfig, SFTTrainer
 from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
 from megatrain import AdamW8bit, Hardware
-from megatrain.command_options import flag
-from megatrain.finetune import training_run
-from megatrain.finetune.pretrained import Adapters
-from megatrain.finetune.train_options import TrainOptions
+from megatrain.tools.command_options import flag
+from megatrain.tools.finetune import training_run
+from megatrain.tools.finetune.pretrained import Adapters
+from megatrain.tools.finetune.train_options import TrainOptions
 from tests.comparing import assert_same
 from tests.finetune.commands import (
     ROOT,

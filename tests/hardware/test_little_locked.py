@@ -13,15 +13,15 @@ from torch import nn
 
 import megatrain
 from megatrain import Hardware
-from megatrain.compiled import printed
+from megatrain.base import host_limits
 from megatrain.device import HOST
 from megatrain.hardware import hardware
 from megatrain.hardware.hardware import of_weights
 from megatrain.hardware.machine import usual_machine
 from megatrain.hardware.measured import Link
-from megatrain.memory import host_limits
 from megatrain.scheduler.simulate import memory_limits
-from megatrain.sizing import doctor
+from megatrain.tools.sizing import doctor
+from megatrain.training.compiled import printed
 from tests.runtime.strict_toy import StrictToy
 
 LIMIT = (1 << 30, "as others measured on WSL2")

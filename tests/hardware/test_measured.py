@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from megatrain.base.native.native_kernel import LANES
 from megatrain.hardware import measured
 from megatrain.hardware.hardware import Hardware
 from megatrain.hardware.measured import cached, elements_beyond
-from megatrain.native.native_kernel import LANES
 
 FIGURES = {"h2d_bytes_per_s": 1e9, "d2h_bytes_per_s": 2e9, "flops_per_s": {"fp32": 1e12}, "memory_bytes": 2**30}
 

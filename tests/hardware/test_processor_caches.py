@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from megatrain.memory.host_limits import cache_bytes
+from megatrain.base.host_limits import cache_bytes
 
 
 def written(root: Path, processor: int, caches: dict[int, tuple[str, str]]) -> None:

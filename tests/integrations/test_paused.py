@@ -11,10 +11,10 @@ import torch
 from torch import nn
 
 import megatrain
+from megatrain.base.torch_private import FakeTensor
 from megatrain.errors import ExecuteError
 from megatrain.integrations.hf.whole_calls import give_losses, has_forward_replaced
 from megatrain.integrations.paused import CallsAgainError, DifferentiatesError, PausedCode, SpentError
-from megatrain.torch_private import FakeTensor
 from tests.comparing import assert_same
 
 X = torch.ones(2, 4)

@@ -101,7 +101,7 @@ FAULTS: list[Fault] = [
     ),
     Fault(
         "a compiled model is pickled with its schedule",
-        "compiled/module.py",
+        "training/compiled/module.py",
         "return operator.getitem, ((self.__original__,), 0)",
         "return super().__reduce_ex__(protocol)",
         (f"{TOOLS}test_compiled_module.py::test_copies_and_pickles_are_those_of_the_plain_model",),

@@ -29,14 +29,14 @@ FAULTS: list[Fault] = [
     ),
     Fault(
         "in C a code of 8 bits is rounded toward zero",
-        "native/adamw_8bit.c",
+        "base/native/adamw_8bit.c",
         "(uint8_t)as_bits(value + 0x1.8p23f)",
         "(uint8_t)(int8_t)(int32_t)value",
         (f"{CODES}::test_both_ways_are_tried_here",),
     ),
     Fault(
         "a checkpoint of exact moments is rounded to 8 bits in silence",
-        "saving/optimizers.py",
+        "files/optimizers.py",
         "if each.here == _class_of(optimizer) and any(",
         "if each.here == _class_of(optimizer) and not any(",
         (f"{CODES}::test_a_checkpoint_goes_on_to_the_bit_and_exact_moments_are_told",),

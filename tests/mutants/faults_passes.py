@@ -151,7 +151,7 @@ FAULTS: list[Fault] = [
     ),
     Fault(
         "a verdict forgets whole numbers",
-        "verification/compare.py",
+        "tools/verification/compare.py",
         "            return 0.0\n        by_dtype",
         "            return 0.5 if self.given is None else self.given\n        by_dtype",
         (
@@ -161,7 +161,7 @@ FAULTS: list[Fault] = [
     ),
     Fault(
         "a key that the compiled model lacks is no difference",
-        "verification/compare.py",
+        "tools/verification/compare.py",
         '        return float("inf"), "missing"\n',
         '        return 0.0, ""\n',
         (

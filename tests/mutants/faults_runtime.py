@@ -75,7 +75,7 @@ FAULTS: list[Fault] = [
     ),
     Fault(
         name="a buffer of a ring is filled while the device still reads it",
-        path="memory/bus.py",
+        path="device/bus.py",
         old="        end = self._ends[0]\n",
         new="        end = None\n",
         seen_by=("tests/runtime/test_locked_memory.py::test_what_passed_through_a_ring_may_be_overwritten_at_once",),

@@ -21,4 +21,4 @@ def test_there_are_at_least_forty_of_all_rooms():
     assert len(FAULTS) >= 40
     assert max(Counter(fault.name for fault in FAULTS).values()) == 1
     rooms = {fault.path.partition("/")[0] for fault in FAULTS}
-    assert rooms >= {"tracer", "passes", "scheduler", "runtime", "optim", "planning", "training", "saving"}
+    assert rooms >= {"tracer", "passes", "scheduler", "runtime", "optim", "planning", "training", "files"}

@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from megatrain.compiled.module import CompiledModule
 from megatrain.optim.block_update import MasterStep
 from megatrain.optim.blockwise import BlockOptimizer
 from megatrain.optim.masters.halves import read_
+from megatrain.training.compiled.module import CompiledModule
 from tests.comparing import assert_same_bits
 
 Maker = Callable[[Sequence[torch.Tensor]], torch.optim.Optimizer]

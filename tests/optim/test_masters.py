@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
+from megatrain.base.native import native_kernel as native
 from megatrain.errors import OptimizerError
-from megatrain.native import native_kernel as native
 from megatrain.optim.block_update import MasterStep
 from megatrain.optim.blockwise import BlockOptimizer
 from megatrain.optim.fast import ParameterUpdate

@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 import megatrain
+from megatrain.base.host_limits import update_threads
 from megatrain.device import Accelerator, Cpu, Device
-from megatrain.memory.host_limits import update_threads
 from megatrain.training.setup import Setup
 
 

@@ -11,7 +11,7 @@ from torch import nn
 
 import megatrain
 from megatrain.errors import CheckpointError, ExecuteError
-from megatrain.saving import load, save
+from megatrain.files import load, save
 from tests.comparing import assert_same_bits
 from tests.optim.reference import MAKERS, Loop, values_of
 from tests.runtime.parity import seeded

@@ -10,11 +10,11 @@ from torch import nn
 from torch.nn import functional as F
 
 import megatrain
-from megatrain.options import Limits
 from megatrain.passes import measure as measuring
 from megatrain.passes.measure import KnownCosts
 from megatrain.passes.pipeline import lower
 from megatrain.passes.program import Program
+from megatrain.planning.options import Limits
 from megatrain.planning.step_programs import StepPrograms, lowered
 from megatrain.tracer.trace import trace
 from tests.captures import traced

@@ -9,11 +9,11 @@ import torch
 from torch import nn
 
 import megatrain
+from megatrain.base.sizes import format_bytes
 from megatrain.errors import ExecuteError, OptionError, ScheduleError
 from megatrain.planning.advice import MOST, Alternatives, Changes, numbers_after, ways_out, words
 from megatrain.planning.host_plan import MICRO_BATCH, SEQUENCE
 from megatrain.scheduler.bands import band_of, format_s
-from megatrain.sizes import format_bytes
 from tests.nightly import nightly
 from tests.planning.steps import IDS, made, on_meta, planned
 

@@ -12,8 +12,8 @@ from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import megatrain
+from megatrain.base.sizes import parse_bytes
 from megatrain.errors import ScheduleError, TooSmallError
-from megatrain.sizes import parse_bytes
 from tests.nightly import nightly
 
 pytestmark = pytest.mark.usefixtures("lowered_once")  # of few models

@@ -10,9 +10,9 @@ import pytest
 from transformers import AutoConfig
 
 from megatrain.planning.planner import Planner
-from megatrain.sizing.plan_command import _step_limits
-from megatrain.sizing.sized_models import ConfigModel
-from megatrain.sizing.sizing_options import SizingOptions
+from megatrain.tools.sizing.plan_command import _step_limits
+from megatrain.tools.sizing.sized_models import ConfigModel
+from megatrain.tools.sizing.sizing_options import SizingOptions
 from tests.nightly import nightly
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # what these libraries warn of is theirs

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 import megatrain
-from megatrain.saving.save import Shard
+from megatrain.files.save import Shard
 from tests.comparing import assert_same
 from tests.nightly import nightly
 from tests.ranks.processes import Processes, refused

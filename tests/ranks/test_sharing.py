@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import nn
 
 import megatrain
-from megatrain.memory.host_limits import return_free_memory
+from megatrain.base.host_limits import return_free_memory
 from megatrain.optim.block_update import MasterStep
 from megatrain.ranks.processes import Ranks
 from megatrain.ranks.shared_memory import PAGE, SharedMemory, can_tell_copies

@@ -7,10 +7,10 @@ from dataclasses import replace
 from hypothesis import strategies as st
 
 import megatrain
-from megatrain.reporting.step_report import StepReport, step_report
 from megatrain.scheduler.from_program import schedule
 from megatrain.scheduler.schedule import Schedule
 from megatrain.scheduler.simulate import TimedRun
+from megatrain.tools.reporting.step_report import StepReport, step_report
 from tests.scheduler.workloads import schedules, step_schedules, trained
 
 CARD = megatrain.Hardware(25e9, 24e9, 1e11, launch_s=1e-6, host_bytes_per_s=60e9)

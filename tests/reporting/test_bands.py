@@ -6,10 +6,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatrain.reporting.figures import compared
 from megatrain.scheduler.bands import GAPS, Band, band_of
 from megatrain.scheduler.schedule import Schedule
 from megatrain.scheduler.simulate import Hardware
+from megatrain.tools.reporting.figures import compared
 from tests.draws import draws
 from tests.reporting.steps import drawn
 

@@ -10,12 +10,12 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatrain.reporting.drawings import page_text, trace_text
-from megatrain.reporting.figures import StepFigures
-from megatrain.reporting.step_report import step_report
 from megatrain.scheduler.effects import streams
 from megatrain.scheduler.schedule import Schedule
 from megatrain.scheduler.simulate import Hardware
+from megatrain.tools.reporting.drawings import page_text, trace_text
+from megatrain.tools.reporting.figures import StepFigures
+from megatrain.tools.reporting.step_report import step_report
 from tests.draws import draws
 from tests.reporting.steps import EVIL, drawn, evil, made, small
 

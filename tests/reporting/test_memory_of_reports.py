@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from hypothesis import given
 
-from megatrain.reporting.figures import at_peak, device_curve
 from megatrain.scheduler.bands import band_of
 from megatrain.scheduler.lifetimes import Books, find_peak
 from megatrain.scheduler.schedule import Schedule
 from megatrain.scheduler.simulate import TimedRun
+from megatrain.tools.reporting.figures import at_peak, device_curve
 from tests.draws import draws
 from tests.reporting.steps import drawn
 

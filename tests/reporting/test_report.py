@@ -11,9 +11,9 @@ import torch
 from torch import nn
 
 import megatrain
-from megatrain import cli
 from megatrain.errors import OptionError, ScheduleError
 from megatrain.scheduler.schedule import Schedule
+from megatrain.tools import cli
 from tests.reporting.steps import CARD, run_of, small
 
 MODEL = """

@@ -11,11 +11,11 @@ import torch.nn.functional as F
 from torch import nn
 
 import megatrain
+from megatrain.base.sizes import parse_bytes
 from megatrain.errors import TooSmallError
 from megatrain.passes.rewrites.head_loss import HeadLoss
 from megatrain.planning import plan_step
 from megatrain.scheduler.step_kind import StepKind
-from megatrain.sizes import parse_bytes
 
 WORDS, WIDTH = 1000, 16
 

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import megatrain
+from megatrain.base.sizes import parse_bytes
 from megatrain.errors import TooSmallError
 from megatrain.passes import check_rewrite
 from megatrain.passes.canonicalize import canonicalize
@@ -23,7 +24,6 @@ from megatrain.passes.rewrites.masked_attention import (
     banded_attention,
     causal_attention,
 )
-from megatrain.sizes import parse_bytes
 
 WIDTH, WORDS = 32, 50
 DTYPES = [torch.float32, torch.bfloat16]

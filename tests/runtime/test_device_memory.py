@@ -13,11 +13,11 @@ import torch
 from torch import nn
 
 import megatrain
+from megatrain.base.host_limits import available_bytes
 from megatrain.device import Accelerator, Cpu, Device, Memory
 from megatrain.device.accelerator import MIB, cublas_workspace, of_card
+from megatrain.device.device_budget import DeviceBudget
 from megatrain.errors import DeviceMemoryWarning, OptionError
-from megatrain.memory.device_budget import DeviceBudget
-from megatrain.memory.host_limits import available_bytes
 from megatrain.runtime.engine import Engine
 from megatrain.runtime.stores.device_memory import fitting
 from tests.extending.test_device import Toy

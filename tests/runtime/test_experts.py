@@ -11,7 +11,7 @@ from torch import nn
 
 import megatrain
 from megatrain.device import HOST
-from megatrain.memory.bus import Bus
+from megatrain.device.bus import Bus
 from megatrain.runtime.gradients import GradientBuffer
 from megatrain.runtime.streams.stream_set import Chaos
 from megatrain.scheduler.instructions import Bytes

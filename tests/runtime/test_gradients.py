@@ -13,7 +13,7 @@ from torch import nn
 
 import megatrain
 from megatrain.device import HOST
-from megatrain.memory.bus import Bus
+from megatrain.device.bus import Bus
 from megatrain.passes.pipeline import lower
 from megatrain.runtime.gradients import GradientBuffer
 from megatrain.scheduler.instructions import Bytes

@@ -13,9 +13,9 @@ import torch
 from torch import nn
 
 import megatrain
+from megatrain.base.sizes import parse_bytes
 from megatrain.errors import ExecuteError, ScheduleError
 from megatrain.optim.masters.halves import read_
-from megatrain.sizes import parse_bytes
 from tests.comparing import assert_same
 from tests.runtime.parity import PATHS
 

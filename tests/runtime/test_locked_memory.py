@@ -17,10 +17,10 @@ import torch
 
 import megatrain
 from megatrain.device import Accelerator, Cuda, cuda
+from megatrain.device import bus as buses
+from megatrain.device.bus import BUFFERS, Bus
+from megatrain.device.host_arena import HostArena
 from megatrain.errors import ExecuteError
-from megatrain.memory import bus as buses
-from megatrain.memory.bus import BUFFERS, Bus
-from megatrain.memory.host_arena import HostArena
 from megatrain.runtime.stores.host_store import HostStore
 from tests.models import MODELS
 from tests.runtime.parity import assert_same, train
@@ -35,7 +35,7 @@ CHILDREN = """
 import gc, os, sys, torch
 from torch.utils.data import DataLoader, Dataset
 from megatrain.device import Device
-from megatrain.memory.host_arena import HostArena
+from megatrain.device.host_arena import HostArena
 
 torch.set_num_threads(1)  # a forked child has no other threads
 

@@ -16,8 +16,8 @@ import torch
 from torch import nn
 
 import megatrain
-from megatrain.compiled import captures as variants
 from megatrain.tracer.spec import is_equal
+from megatrain.training.compiled import captures as variants
 from tests.comparing import assert_same
 from tests.runtime import settings
 from tests.runtime.settings import gain

@@ -11,12 +11,12 @@ import torch
 from torch import nn
 
 from megatrain.device import HOST, Cpu
+from megatrain.device.bus import Bus
 from megatrain.errors import ExecuteError
-from megatrain.memory.block_image import BlockImage, image
-from megatrain.memory.bus import Bus
 from megatrain.runtime.stores import offload_buffers as buffer_copies
 from megatrain.runtime.stores.host_store import HostStore
 from megatrain.runtime.stores.offload_buffers import BufferCopies
+from megatrain.tracer.block_image import BlockImage, image
 from megatrain.tracer.spec import TensorSpec
 from tests.extending.test_device import Toy
 

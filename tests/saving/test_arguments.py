@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from megatrain.errors import CheckpointError, MegatrainError, OptionError
-from megatrain.saving import load, save
+from megatrain.files import load, save
 from tests.saving.training import Tied, adamw, known, save_trained, state_of
 
 PATHS: dict[str, Any] = {

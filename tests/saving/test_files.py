@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from megatrain.saving import load, save
+from megatrain.files import load, save
 from tests.models import MODELS
 from tests.saving.training import Tied, adamw, known, refusal, same, save_trained, state_of, trained
 

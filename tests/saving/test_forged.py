@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from megatrain.saving import load, save
+from megatrain.files import load, save
 from tests.saving.forging import DROPPED, Place, at, changed, content_of, forge
 from tests.saving.training import Tied, adamw, refusal, state_of, trained
 

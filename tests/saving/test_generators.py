@@ -15,7 +15,7 @@ import torch
 
 from megatrain.device import Accelerator
 from megatrain.errors import ResumeWarning
-from megatrain.saving import generators_now, load, restore_generators, save
+from megatrain.files import generators_now, load, restore_generators, save
 from tests.saving.training import refusal, same
 
 

@@ -12,9 +12,8 @@ import pytest
 import torch
 
 from megatrain.errors import CheckpointError
-from megatrain.files import disk
-from megatrain.saving import load, save
-from megatrain.saving.save import Shard
+from megatrain.files import disk, load, save
+from megatrain.files.save import Shard
 from tests.saving.training import assert_whole, refusal, save_trained, state_of, trained
 
 OPERATIONS = ("make", "write", "sync", "sync_folder", "rename", "unlink", "rmdir")

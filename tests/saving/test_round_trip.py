@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.optim import lr_scheduler
 
-from megatrain.saving import OptimizerState, Source, generators_now, load, restore_generators, save
+from megatrain.files import OptimizerState, Source, generators_now, load, restore_generators, save
 from megatrain.tracer.spec import TensorSpec
 from tests.saving.training import Tied, adamw, refusal, same, save_trained, state_of, train, trained
 
@@ -136,7 +136,7 @@ def test_weights_of_any_layout(tmp_path_factory: pytest.TempPathFactory, shape, 
     folder = tmp_path_factory.mktemp("layouts") / "run"
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("megatrain.files.disk.PIECE_BYTES", piece_bytes)
-        patch.setattr(sys.modules["megatrain.saving.load"], "PIECE_BYTES", piece_bytes)  # not its function `load`
+        patch.setattr(sys.modules["megatrain.files.load"], "PIECE_BYTES", piece_bytes)  # not its function `load`
         save(folder, {"straight": values.clone(), "turned": turned})
         checkpoint = load(folder)
         straight = torch.empty(shape, dtype=dtype)

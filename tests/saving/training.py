@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from megatrain.errors import CheckpointError
-from megatrain.saving import load, save
+from megatrain.files import load, save
 
 
 class Tied(nn.Module):

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from megatrain.base.sizes import format_bytes
 from megatrain.device import Accelerator, LaunchGraphs
 from megatrain.errors import ExecuteError
-from megatrain.sizes import format_bytes
 from tests.simulated_device.simulator import Simulator
 from tests.simulated_device.torch_module import NAME
 

@@ -19,13 +19,13 @@ from torch import nn
 
 import megatrain
 from megatrain.device import Cuda, find
+from megatrain.device import bus as buses
+from megatrain.device.bus import BUFFERS, Bus
 from megatrain.errors import ExecuteError
 from megatrain.hardware import kernels_alone
 from megatrain.hardware.hardware import Hardware
 from megatrain.hardware.kernels_alone import launch_s, seconds_of
 from megatrain.hardware.measured import Link, compute_beside
-from megatrain.memory import bus as buses
-from megatrain.memory.bus import BUFFERS, Bus
 from megatrain.runtime.streams.stream import Chaos, InjectedFailure
 from megatrain.runtime.streams.stream_set import StreamSet
 from tests.runtime.stepping import issue

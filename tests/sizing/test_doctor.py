@@ -7,11 +7,12 @@ from typing import Any
 
 import pytest
 
-from megatrain import Hardware, cli
+from megatrain import Hardware
+from megatrain.base.native.native_kernel import NativeKernel
 from megatrain.device import HOST
 from megatrain.errors import ExecuteError
-from megatrain.native.native_kernel import NativeKernel
-from megatrain.sizing import doctor
+from megatrain.tools import cli
+from megatrain.tools.sizing import doctor
 
 
 @pytest.fixture(autouse=True)

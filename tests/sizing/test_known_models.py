@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from megatrain import cli
-from megatrain.finetune.pretrained import model_on_paper
-from megatrain.sizing.known_models import KNOWN, known
+from megatrain.tools import cli
+from megatrain.tools.finetune.pretrained import model_on_paper
+from megatrain.tools.sizing.known_models import KNOWN, known
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # what these libraries warn of is theirs
 
@@ -42,7 +42,7 @@ def test_a_name_that_nothing_has_says_what_was_tried(
         raise OSError
 
     monkeypatch.setattr(socket, "create_connection", silent)
-    monkeypatch.setattr("megatrain.sizing.known_models._SECONDS", 0.1)
+    monkeypatch.setattr("megatrain.tools.sizing.known_models._SECONDS", 0.1)
     for proxy in ("http_proxy", "https_proxy", "all_proxy"):
         monkeypatch.delenv(proxy, raising=False)
         monkeypatch.delenv(proxy.upper(), raising=False)

@@ -11,13 +11,13 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import megatrain
-from megatrain import cli
-from megatrain.counts import counted
+from megatrain.base.counts import counted
 from megatrain.device.accelerator import of_card
 from megatrain.hardware.presets import PRESETS
 from megatrain.planning.host_plan import DEPTH
-from megatrain.sizing.sized_models import ConfigModel
-from megatrain.sizing.sizing_options import SizingOptions
+from megatrain.tools import cli
+from megatrain.tools.sizing.sized_models import ConfigModel
+from megatrain.tools.sizing.sizing_options import SizingOptions
 from tests.test_bad_command_line import keywords
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # what these libraries warn of is theirs

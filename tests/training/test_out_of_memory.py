@@ -13,13 +13,13 @@ from typing import Any
 import pytest
 import torch
 
+from megatrain.base.sizes import format_bytes
 from megatrain.device import Cuda
+from megatrain.device.out_of_memory import DeviceMemoryError, ran_out
 from megatrain.errors import DeviceMemoryWarning, ExecuteError
-from megatrain.memory.out_of_memory import DeviceMemoryError, ran_out
 from megatrain.runtime import accumulation as sums
 from megatrain.runtime import operations
 from megatrain.runtime.operations import HANDLERS
-from megatrain.sizes import format_bytes
 from tests.training.hazards import TRAP
 from tests.training.test_failures import OwnError, Run, batches, first_update, tokens
 

@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file
 
 import megatrain
-from megatrain import saving
+from megatrain import files as saving
 from megatrain.optim.per_parameter import is_per_parameter, unregister
 from tests.saving.training import same
 from tests.test_progress import Terminal

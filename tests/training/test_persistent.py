@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import nn
 
+from megatrain.device.bus import Bus
 from megatrain.errors import ExecuteError
-from megatrain.memory.bus import Bus
 from megatrain.runtime.stores import slots as persisting
 from tests.training.parity import SideBySide, adamw, labelled
 

@@ -18,7 +18,7 @@ from torch import nn
 
 import megatrain
 from megatrain.errors import ExecuteError
-from megatrain.saving import load
+from megatrain.files import load
 from tests.training.hazards import TRAP, WIDTH, hazardous
 from tests.training.resuming import (
     BF16,

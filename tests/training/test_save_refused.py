@@ -14,7 +14,7 @@ from torch import nn
 from torch.optim import lr_scheduler
 
 import megatrain
-from megatrain import saving
+from megatrain import files as saving
 from tests.saving.forging import content_of
 from tests.saving.training import refusal
 from tests.training.resuming import (

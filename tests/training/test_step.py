@@ -18,7 +18,7 @@ from torch.nn.utils import clip_grad_norm_
 
 import megatrain
 from megatrain import SavedPlan, TrainStep
-from megatrain.checks.several_optimizers import parameters_of
+from megatrain.base.checks.several_optimizers import parameters_of
 from megatrain.errors import ExecuteError, OptionError, ScheduleError
 from megatrain.tracer.guards import Expectation, Guard
 from tests.comparing import assert_same, snapshot
@@ -202,7 +202,7 @@ def test_a_line_of_progress_is_for_terminals_and_reads_few_losses(monkeypatch: p
     assert "50%" in text.split("\r")[1], "a resumed loop goes on where it was"
     last = text.rstrip().rpartition("\r")[2]
     assert re.search(r"100%.* 2\.00k/2\.00k \[.*tok/s, device=\d.*, loss=0\.250, step=4/4", last), last
-    monkeypatch.setattr("megatrain.progress.time.monotonic", lambda: 1.0)
+    monkeypatch.setattr("megatrain.base.progress.time.monotonic", lambda: 1.0)
     shown(Terminal(), 24)
     assert Counted.reads == 2  # the first and the last
     with pytest.raises(OptionError, match="tokens_per_step"):

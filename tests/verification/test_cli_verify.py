@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import megatrain
-from megatrain import cli
+from megatrain.tools import cli
 
 SOURCE = """
 import torch

@@ -11,11 +11,11 @@ import pytest
 import torch
 
 import megatrain
-import megatrain.compiled.inside  # pyright: ignore[reportUnusedImport]
+import megatrain.training.compiled.inside  # pyright: ignore[reportUnusedImport]
 from megatrain import Report, verify
-from megatrain.verification import Difference, side_by_side
-from megatrain.verification.compare import Tolerance as Allowed
-from megatrain.verification.compare import compare, distance
+from megatrain.tools.verification import Difference, side_by_side
+from megatrain.tools.verification.compare import Tolerance as Allowed
+from megatrain.tools.verification.compare import compare, distance
 from tests.models import MODELS, Stack
 
 CPU: dict[str, Any] = {"device": "cpu"}

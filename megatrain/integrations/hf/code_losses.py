@@ -10,17 +10,17 @@ from typing import Any
 
 import torch
 
-from megatrain.compiled.module import CompiledModule
+from megatrain.base.torch_private import FakeTensor
 from megatrain.errors import DrawsError
 from megatrain.integrations.hf.several import Several
 from megatrain.integrations.hf.whole_calls import check_streamed, gradients_of, has_forward_replaced
 from megatrain.integrations.paused import CallsAgainError, DifferentiatesError, PausedCall, PausedCode
 from megatrain.runtime.random_calls import RngState
-from megatrain.torch_private import FakeTensor
 from megatrain.tracer.arguments import tensors_given
 from megatrain.tracer.recording.opaque import tensors_in
 from megatrain.tracer.spec import is_equal
 from megatrain.training.batch import Differentiated, FollowingLoss, MicroBatch
+from megatrain.training.compiled.module import CompiledModule
 
 
 class DrawsAfterError(Exception):

@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 
-from megatrain.compiled.module import CompiledModule
 from megatrain.errors import (
     MicroBatchError,
     OptimizerError,
@@ -26,6 +25,7 @@ from megatrain.optim.blockwise import BlockOptimizer
 from megatrain.runtime.random_calls import RngState
 from megatrain.tracer.arguments import Arguments
 from megatrain.training.batch import MicroBatch
+from megatrain.training.compiled.module import CompiledModule
 from megatrain.training.step import TrainStep
 
 

@@ -16,9 +16,9 @@ from typing import Any, NoReturn, TypeVar
 import torch.distributed as dist
 from transformers.trainer_utils import has_length
 
-from megatrain.compiled.module import CompiledModule
 from megatrain.errors import ExecuteError, OptionError, RanksError
 from megatrain.ranks.processes import NoCollectives, Ranks, compare, meet, others_here, words_of
+from megatrain.training.compiled.module import CompiledModule
 
 T = TypeVar("T")
 _FLAGS = ("should_training_stop", "should_epoch_stop", "should_log", "should_evaluate", "should_save")

@@ -27,15 +27,15 @@ from accelerate.optimizer import AcceleratedOptimizer
 from torch import nn
 
 import megatrain
-from megatrain.compiled.module import CompiledModule
+from megatrain.device.out_of_memory import DeviceMemoryError
 from megatrain.errors import OptionError, ScheduleError
 from megatrain.integrations.hf.newest_whole import clear, newest_whole
 from megatrain.integrations.hf.one_step import OneStep
 from megatrain.integrations.hf.requirements import check_transformers, refuse, refuse_trainer, refuse_unsaved, why_not
 from megatrain.integrations.hf.several import group_of, refuse_group, refuse_several, refuse_trial, with_generators
 from megatrain.integrations.hf.whole_calls import check_streams, give_losses, note_where_parts_run
-from megatrain.memory.out_of_memory import DeviceMemoryError
 from megatrain.optim.grad_scaler import host_scaler
+from megatrain.training.compiled.module import CompiledModule
 from megatrain.training.step import TrainStep
 
 

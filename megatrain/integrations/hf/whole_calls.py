@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from megatrain.compiled.inside import Compiled, taken_by
-from megatrain.compiled.module import CompiledModule
+from megatrain.base.torch_private import DisableTorchFunctionSubclass
 from megatrain.errors import ExecuteError
-from megatrain.torch_private import DisableTorchFunctionSubclass
+from megatrain.training.compiled.inside import Compiled, taken_by
+from megatrain.training.compiled.module import CompiledModule
 
 _NOTE = (
     "megatrain keeps the model's parameters in host memory. A part of the model that is called by itself\n"

@@ -5,7 +5,7 @@ the first training step; `unregister` removes it again. `NativeKernel` calls a C
 builds. docs/fast_paths.md writes one for Lion.
 """
 
-from megatrain.native import NativeKernel
+from megatrain.base.native import NativeKernel
 from megatrain.optim.fast.adamw import AdamWInOnePass
 from megatrain.optim.fast.adamw_8bit import AdamW8bitInOnePass
 from megatrain.optim.fast.path import FastPath, ParameterUpdate, fast_path, register, unregister

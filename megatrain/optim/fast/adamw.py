@@ -11,13 +11,13 @@ from typing import Any
 
 import torch
 
+from megatrain.base.native.native_kernel import ADAMW, LANES, NativeKernel
+from megatrain.base.torch_private import fused_adamw
 from megatrain.device import is_on_host
 from megatrain.errors import OptimizerError
-from megatrain.native.native_kernel import ADAMW, LANES, NativeKernel
 from megatrain.optim.fast.path import FastPath, ParameterUpdate, PreparedUpdate, in_pieces
 from megatrain.optim.masters.halves import Master, RoundedMaster, SplitMaster, WholeMaster, read_
 from megatrain.optim.proxy import Optimizer, runs_torchs_code, step_code
-from megatrain.torch_private import fused_adamw
 
 _OF_A_THREAD = 1 << 17  # elements: to wake a thread takes as long as to update some ten thousand
 _SCALARS = 8  # of a tensor, as `adamw.c` lists them

@@ -8,8 +8,9 @@ from typing import Any
 
 import torch
 
+from megatrain.base.native.native_kernel import ADAMW_8BIT
 from megatrain.errors import OptimizerError
-from megatrain.native.native_kernel import ADAMW_8BIT
+from megatrain.files.optimizers import Conversion, conversions
 from megatrain.optim.fast.adamw import AdamWOptions, InC, InOnePass, is_native, scalars_of
 from megatrain.optim.fast.codes import (
     CODES,
@@ -24,7 +25,6 @@ from megatrain.optim.fast.codes import (
 )
 from megatrain.optim.fast.path import ParameterUpdate, in_pieces
 from megatrain.optim.proxy import Optimizer, step_code
-from megatrain.saving.optimizers import Conversion, conversions
 
 
 class AdamW8bit(torch.optim.AdamW):

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import torch
 
-from megatrain import native
+from megatrain.base import native
+from megatrain.base.native.native_kernel import LANES
 from megatrain.device import Device
 from megatrain.hardware.work import UPDATE_PIECE
-from megatrain.native.native_kernel import LANES
 from megatrain.optim.fast.adamw import (
     AdamWInOnePass,
     AdamWOptions,

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 import torch
 
-from megatrain.checks import checked, instance_of
+from megatrain.base.checks import checked, instance_of
 from megatrain.errors import OptimizerError
 from megatrain.optim.masters.halves import CHUNK, Master, pieces
 from megatrain.optim.proxy import Optimizer

@@ -6,10 +6,10 @@ from dataclasses import dataclass, field
 
 import torch
 
+from megatrain.base.torch_private import StorageWeakRef, storage_of
 from megatrain.errors import ExecuteError
 from megatrain.optim.masters.halves import laid_out_like
 from megatrain.runtime.versions import sums_of_bytes, version
-from megatrain.torch_private import StorageWeakRef, storage_of
 from megatrain.tracer.spec import TensorSpec
 
 

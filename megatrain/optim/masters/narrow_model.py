@@ -11,11 +11,11 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import nn
 
+from megatrain.base.interrupts import Interrupts
 from megatrain.device import is_on_host
+from megatrain.device.unshared import PARTED, check_unshared, held_elsewhere, warn_of_holders
 from megatrain.errors import ExecuteError, OptionError
 from megatrain.files.weight_files import Stored, parts
-from megatrain.interrupts import Interrupts
-from megatrain.memory.unshared import PARTED, check_unshared, held_elsewhere, warn_of_holders
 from megatrain.optim.masters.halves import (
     SplitMaster,
     dense,

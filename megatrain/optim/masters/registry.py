@@ -12,8 +12,9 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from megatrain.counts import counted
+from megatrain.base.counts import counted
 from megatrain.errors import CheckpointError
+from megatrain.files import Saved, Source
 from megatrain.files.weight_files import PIECE_BYTES, parts
 from megatrain.optim.masters.halves import (
     Master,
@@ -28,7 +29,6 @@ from megatrain.optim.masters.halves import (
 )
 from megatrain.optim.masters.held import Aside, Held
 from megatrain.runtime.versions import version
-from megatrain.saving import Saved, Source
 from megatrain.tracer.inventory import inventory
 from megatrain.tracer.packing import unpacked_state
 from megatrain.tracer.spec import TensorSpec

@@ -12,8 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 
+from megatrain.base.torch_private import log_softmax_backward
 from megatrain.passes.rewrites.parts import GradientSum, computed_parts
-from megatrain.torch_private import log_softmax_backward
 
 # Ignored rows have been given a word; no other label is ignored.
 _NO_INDEX = -(1 << 62)

@@ -11,11 +11,11 @@ import torch
 import torch.nn.functional as F
 from torch import fx
 
+from megatrain.base.sizes import format_bytes
 from megatrain.passes.call_trial import Site
 from megatrain.passes.rewriter import Rewriter
 from megatrain.passes.rewrites.parts import InParts, Piece, Range, computed_parts
 from megatrain.passes.rewrites.positions import Known, PositionProof
-from megatrain.sizes import format_bytes
 from megatrain.tracer.calls import target_name
 from megatrain.tracer.spec import CALLS, TensorSpec
 from megatrain.tracer.traced import TracedModule

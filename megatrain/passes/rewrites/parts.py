@@ -10,9 +10,9 @@ import torch
 from torch.autograd.function import once_differentiable
 from torch.autograd.graph import saved_tensors_hooks
 
+from megatrain.base.torch_private import FakeTensor
 from megatrain.device import find
 from megatrain.passes.interpret import ExactFakes
-from megatrain.torch_private import FakeTensor
 from megatrain.tracer.spec import TensorSpec
 
 

@@ -10,11 +10,11 @@ from typing import Any
 import torch
 from torch import fx
 
-from megatrain.interrupts import Interrupts
+from megatrain.base.interrupts import Interrupts
+from megatrain.base.torch_private import TorchDispatchMode, pytree
 from megatrain.passes.call_trial import Site, called, followed, marked
 from megatrain.passes.canonicalize import frozen
 from megatrain.passes.interpret import exact_fakes
-from megatrain.torch_private import TorchDispatchMode, pytree
 from megatrain.tracer.calls import target_name
 
 

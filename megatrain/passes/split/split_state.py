@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import fx
 
+from megatrain.base.sizes import ALIGNMENT
 from megatrain.passes.call_trial import Site
 from megatrain.passes.canonicalize import is_erased
 from megatrain.passes.pattern import Target
@@ -33,7 +34,6 @@ from megatrain.passes.split.rows import (
     resized,
     row_of,
 )
-from megatrain.sizes import ALIGNMENT
 from megatrain.tracer.calls import call_name
 from megatrain.tracer.inventory import StateEntry
 from megatrain.tracer.spec import TensorSpec

@@ -9,12 +9,12 @@ from itertools import islice
 import torch
 from torch.autograd.graph import increment_version
 
+from megatrain.base.host_limits import available_bytes
+from megatrain.base.sizes import aligned, format_bytes
+from megatrain.device.bus import PIECE_BYTES, Bus
+from megatrain.device.host_arena import HostArena, together
+from megatrain.device.unshared import check_unshared
 from megatrain.errors import ExecuteError
-from megatrain.memory.block_image import BlockImage, is_alike
-from megatrain.memory.bus import PIECE_BYTES, Bus
-from megatrain.memory.host_arena import HostArena, together
-from megatrain.memory.host_limits import available_bytes
-from megatrain.memory.unshared import check_unshared
 from megatrain.runtime.stores.residency import (
     OneCopy,
     Residency,
@@ -28,7 +28,7 @@ from megatrain.runtime.stores.residency import (
     take_in,
 )
 from megatrain.runtime.stores.weights import Weights, check_replaceable, replace_memory
-from megatrain.sizes import aligned, format_bytes
+from megatrain.tracer.block_image import BlockImage, is_alike
 from megatrain.tracer.spec import TensorSpec
 
 

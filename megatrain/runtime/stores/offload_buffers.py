@@ -8,10 +8,10 @@ from queue import Empty, SimpleQueue
 
 import torch
 
-from megatrain.memory.block_image import image, stored_stride, views
-from megatrain.memory.bus import Bus, GrowingArena
-from megatrain.memory.host_arena import HostArena
-from megatrain.sizes import aligned
+from megatrain.base.sizes import aligned
+from megatrain.device.bus import Bus, GrowingArena
+from megatrain.device.host_arena import HostArena
+from megatrain.tracer.block_image import image, stored_stride, views
 from megatrain.tracer.spec import TensorSpec
 
 
@@ -97,7 +97,7 @@ class OffloadBuffer:
 
         Args:
             tensor: The value. Its memory may be used again once compute waits for this copy.
-            offset: Its first byte in the range, at a multiple of `megatrain.sizes.ALIGNMENT`.
+            offset: Its first byte in the range, at a multiple of `megatrain.base.sizes.ALIGNMENT`.
         """
         if name not in self._places:
             self._places[name] = self._new_place(TensorSpec.of(tensor), offset)

@@ -9,11 +9,11 @@ from itertools import count
 import torch
 from torch.autograd.graph import increment_version
 
+from megatrain.base.sizes import aligned
+from megatrain.device.host_arena import HostArena, plain_view
+from megatrain.device.unshared import IN_PLACE, PARTED, held_elsewhere, warn_of_holders
 from megatrain.errors import ExecuteError
-from megatrain.memory.block_image import Entry, image, stored_stride, views
-from megatrain.memory.host_arena import HostArena, plain_view
-from megatrain.memory.unshared import IN_PLACE, PARTED, held_elsewhere, warn_of_holders
-from megatrain.sizes import aligned
+from megatrain.tracer.block_image import Entry, image, stored_stride, views
 from megatrain.tracer.spec import TensorSpec
 
 _memories = count()

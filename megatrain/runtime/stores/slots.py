@@ -9,12 +9,12 @@ import torch
 
 from megatrain.device import Device
 from megatrain.errors import ExecuteError
-from megatrain.memory.block_image import BlockImage, views
 from megatrain.passes.program import Program
 from megatrain.runtime.stores.host_store import HostStore, Writes
 from megatrain.runtime.versions import Sample, sampled, sums_of_bytes
 from megatrain.scheduler.instructions import Bytes
 from megatrain.scheduler.table import Table
+from megatrain.tracer.block_image import BlockImage, views
 
 # Bytes of each tensor that every step compares, and bytes of all of them of which one step takes the sums.
 _SAMPLES = 256

@@ -9,9 +9,9 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from megatrain.base.torch_private import make_subclass
 from megatrain.errors import ExecuteError, WeightsError
 from megatrain.files.weight_files import Stored, open_checkpoint
-from megatrain.torch_private import make_subclass
 from megatrain.tracer.inventory import StateEntry, first_packed, inventory
 
 

@@ -10,13 +10,13 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from queue import SimpleQueue
 
+from megatrain.base.interrupts import Interrupts
+from megatrain.base.torch_private import current_graph_task
 from megatrain.device import Device, DeviceEvent, HostMoment, Moment, is_late
 from megatrain.errors import ExecuteError
-from megatrain.interrupts import Interrupts
 from megatrain.scheduler.instructions import Instruction
 from megatrain.scheduler.items import Stream
 from megatrain.scheduler.table import Position
-from megatrain.torch_private import current_graph_task
 
 
 class _Here(threading.local):

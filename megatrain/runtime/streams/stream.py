@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import torch
 
-from megatrain.checks import checked, number, one_of, optional
+from megatrain.base.checks import checked, number, one_of, optional
 from megatrain.device import Device, DeviceEvent, DeviceStream, is_late
 from megatrain.runtime.streams.events import CALLER, Aborted, Event, Failure, Session, late_words, work_for
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 
-from megatrain.checks import Rule, count, one_of, optional
-from megatrain.counts import counted
+from megatrain.base.checks import Rule, count, one_of, optional
+from megatrain.base.counts import counted
+from megatrain.base.garbage import paused_collection
+from megatrain.base.sizes import format_bytes
 from megatrain.errors import ScheduleError, TooSmallError
-from megatrain.garbage import paused_collection
 from megatrain.hardware.hardware import Hardware
 from megatrain.hardware.machine import usual_machine
 from megatrain.scheduler.builder.draft import Builder, Choices, with_late_offloads
@@ -20,7 +21,6 @@ from megatrain.scheduler.lifetimes import find_peak
 from megatrain.scheduler.schedule import Schedule, schedule_of
 from megatrain.scheduler.step_kind import KIND_RULES, StepKind
 from megatrain.scheduler.workload import Workload
-from megatrain.sizes import format_bytes
 
 SMALLER_BLOCKS = "a smaller block_bytes"
 

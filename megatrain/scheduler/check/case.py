@@ -5,7 +5,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-from megatrain.counts import counted
+from megatrain.base.counts import counted
 from megatrain.errors import ScheduleError
 from megatrain.scheduler.dependency import Clocks
 from megatrain.scheduler.items import Stream

@@ -6,6 +6,7 @@ from bisect import bisect_right
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from megatrain.base.sizes import ALIGNMENT
 from megatrain.errors import ScheduleError
 from megatrain.scheduler.check.case import Case
 from megatrain.scheduler.check.schedule_rules import check_waits
@@ -13,7 +14,6 @@ from megatrain.scheduler.instructions import Bytes, Half, Instruction, Instructi
 from megatrain.scheduler.items import Item, Stream
 from megatrain.scheduler.table import Position, Table
 from megatrain.scheduler.workload import Workload
-from megatrain.sizes import ALIGNMENT
 
 
 def check_instructions(instructions: Instructions, table: Table, workload: Workload) -> None:

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from itertools import product
 
+from megatrain.base.sizes import aligned
 from megatrain.scheduler.check.case import Case
 from megatrain.scheduler.items import Stream
 from megatrain.scheduler.table import Position
 from megatrain.scheduler.workload import BlockWork, KeptWork
-from megatrain.sizes import aligned
 
 
 def check_weights(case: Case) -> None:

@@ -12,7 +12,7 @@ from itertools import pairwise
 
 import networkx as nx
 
-from megatrain.counts import counted
+from megatrain.base.counts import counted
 from megatrain.errors import ScheduleError
 from megatrain.scheduler.check.case import Case
 from megatrain.scheduler.check.host_rules import check_device_updates, check_norm, check_places, check_updates

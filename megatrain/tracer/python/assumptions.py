@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from megatrain.counts import counted
+from megatrain.base.counts import counted
+from megatrain.base.patches import original_of, replaced_here
 from megatrain.errors import UnwatchedWarning
-from megatrain.patches import original_of, replaced_here
 from megatrain.tracer.python.names import REGISTRIES, NamedVariables
 from megatrain.tracer.python.python_values import MISSING, Missing, Named
 from megatrain.tracer.python.snapshot import Contents, Keeper, Kept, KeptValue, Same, value_text

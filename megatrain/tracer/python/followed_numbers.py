@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 
 import torch
 
-from megatrain.torch_private import FakeTensor, pytree
+from megatrain.base.torch_private import FakeTensor, pytree
 from megatrain.tracer.calls import call_name, function_text, literal_text
 from megatrain.tracer.guards import GuardFailedError
 from megatrain.tracer.source_line import SourceLine, user_line

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from megatrain.torch_private import FakeTensor
+from megatrain.base.torch_private import FakeTensor
 from megatrain.tracer.python.names import Outer
 from megatrain.tracer.python.python_values import (
     BARE,

@@ -13,10 +13,10 @@ from typing import Any
 import torch
 from torch import fx, nn
 
+from megatrain.base.interrupts import Interrupts
+from megatrain.base.torch_private import FakeTensorMode, pytree
 from megatrain.device import find
 from megatrain.errors import TraceError
-from megatrain.interrupts import Interrupts
-from megatrain.torch_private import FakeTensorMode, pytree
 from megatrain.tracer.arguments import Arguments, Structure
 from megatrain.tracer.calls import call_text
 from megatrain.tracer.inventory import StateEntry, StateValues, fake_state, inventory

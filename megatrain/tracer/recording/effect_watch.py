@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from megatrain.torch_private import TorchDispatchMode, dispatch_modes, function_modes, top_saved_tensors_hooks
+from megatrain.base.torch_private import TorchDispatchMode, dispatch_modes, function_modes, top_saved_tensors_hooks
 from megatrain.tracer.packing import has_wrappers
 
 # The schemas of these kernels don't say that they write running statistics, yet they do when training.

@@ -12,7 +12,7 @@ import torch
 from torch import fx
 from torch.autograd.graph import get_gradient_edge
 
-from megatrain.torch_private import pytree, sequence_number
+from megatrain.base.torch_private import pytree, sequence_number
 
 Ready = list[fx.Node | None]
 """What waits when one of autograd's nodes has run: parameters that it has completed, and None for any other node."""

@@ -17,8 +17,8 @@ from torch.nn.modules import batchnorm
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import CheckpointFunction
 
-from megatrain.patches import original_of, replaced_here
-from megatrain.torch_private import FakeTensor, backward_home, function_class, function_modes, pytree, vmap_home
+from megatrain.base.patches import original_of, replaced_here
+from megatrain.base.torch_private import FakeTensor, backward_home, function_class, function_modes, pytree, vmap_home
 from megatrain.tracer.python.python_values import VALUES
 from megatrain.tracer.python.snapshot import Snapshot
 from megatrain.tracer.recording.obstacles import RUN_AGAIN, Attempt, Obstacle

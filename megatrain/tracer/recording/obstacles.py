@@ -14,8 +14,7 @@ import torch
 from torch import nn
 from torch.utils import checkpoint
 
-from megatrain.errors import TraceError
-from megatrain.torch_private import (
+from megatrain.base.torch_private import (
     MODULE_APPLY,
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -23,6 +22,7 @@ from megatrain.torch_private import (
     are_transforms_active,
     pytree,
 )
+from megatrain.errors import TraceError
 from megatrain.tracer.calls import call_name, is_property_get, is_property_set
 from megatrain.tracer.recording.effect_watch import has_users_hooks
 from megatrain.tracer.source_line import OURS, SourceLine, user_line

@@ -14,10 +14,10 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
+from megatrain.base.interrupts import Interrupts
+from megatrain.base.torch_private import FakeTensor, are_transforms_active, disable_current_modes, pytree
 from megatrain.device import used_device
 from megatrain.errors import ExecuteError, TraceError
-from megatrain.interrupts import Interrupts
-from megatrain.torch_private import FakeTensor, are_transforms_active, disable_current_modes, pytree
 from megatrain.tracer.arguments import Structure, holds_tensors
 from megatrain.tracer.calls import call_name
 from megatrain.tracer.guards import GuardFailedError

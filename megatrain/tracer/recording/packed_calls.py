@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from megatrain.torch_private import pytree
+from megatrain.base.torch_private import pytree
 from megatrain.tracer.calls import call_name, function_text
 from megatrain.tracer.packing import PackedState, Packing, is_wrapper, registered
 from megatrain.tracer.recording.obstacles import Obstacle, refuse

@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from megatrain.base.torch_private import disable_current_modes
 from megatrain.device import Device
-from megatrain.torch_private import disable_current_modes
 from megatrain.tracer.recording.obstacles import RUN_AGAIN, refuse
 
 _PIECE = 1 << 20

@@ -16,7 +16,7 @@ from typing import Any, NoReturn
 import torch
 from torch import fx, nn
 
-from megatrain.torch_private import (
+from megatrain.base.torch_private import (
     DisableTorchDispatch,
     FakeTensor,
     FakeTensorMode,

@@ -10,8 +10,8 @@ from typing import Any, NoReturn
 import torch
 from torch import fx, nn
 
-from megatrain.interrupts import Interrupts
-from megatrain.torch_private import DisableTorchDispatch, DisableTorchFunction, FakeTensor, pytree
+from megatrain.base.interrupts import Interrupts
+from megatrain.base.torch_private import DisableTorchDispatch, DisableTorchFunction, FakeTensor, pytree
 from megatrain.tracer.calls import as_call, call_name, is_property_get, is_property_set
 from megatrain.tracer.guards import PLAIN, is_metadata_read
 from megatrain.tracer.python.followed_numbers import (

@@ -11,8 +11,8 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 from torch.overrides import TorchFunctionMode
 
-from megatrain.interrupts import Interrupts
-from megatrain.torch_private import FakeTensor, FakeTensorMode, pytree
+from megatrain.base.interrupts import Interrupts
+from megatrain.base.torch_private import FakeTensor, FakeTensorMode, pytree
 from megatrain.tracer.calls import is_of_torch
 from megatrain.tracer.inventory import StateValues
 from megatrain.tracer.packing import PackedState

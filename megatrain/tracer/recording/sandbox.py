@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from megatrain.patches import replaced_elsewhere
-from megatrain.torch_private import TorchDispatchMode
+from megatrain.base.patches import replaced_elsewhere
+from megatrain.base.torch_private import TorchDispatchMode
 from megatrain.tracer.python.names import Outer
 from megatrain.tracer.python.snapshot import Snapshot
 from megatrain.tracer.recording.effect_watch import gives_own_memory

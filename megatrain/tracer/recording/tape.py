@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from megatrain.torch_private import FakeTensor, pytree
+from megatrain.base.torch_private import FakeTensor, pytree
 from megatrain.tracer.calls import as_call, call_name, is_property_get
 from megatrain.tracer.guards import Expectation, Guard
 from megatrain.tracer.recording.effect_watch import EffectWatch

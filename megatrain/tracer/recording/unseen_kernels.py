@@ -17,9 +17,8 @@ from typing import Any, NoReturn
 import torch
 from torch.autograd.grad_mode import set_multithreading_enabled
 
-from megatrain.device import is_on_host
-from megatrain.patches import noticed_imports, original_of, replaced_here
-from megatrain.torch_private import (
+from megatrain.base.patches import noticed_imports, original_of, replaced_here
+from megatrain.base.torch_private import (
     FakeTensor,
     ScriptFunction,
     ScriptMethod,
@@ -27,6 +26,7 @@ from megatrain.torch_private import (
     pytree,
     set_wrap_triton_enabled,
 )
+from megatrain.device import is_on_host
 from megatrain.tracer.recording.obstacles import ValuesNeededError
 from megatrain.tracer.recording.recorder import Recorder
 

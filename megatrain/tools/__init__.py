@@ -1,0 +1,1 @@
+"""What people run: the commands, reports, and the comparison with eager."""

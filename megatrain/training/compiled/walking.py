@@ -1,0 +1,127 @@
+"""Walks: runs of a compiled model's own code, without a capture and without a schedule."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Generator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import is_dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from megatrain.base.torch_features import check_torch
+from megatrain.base.torch_private import pytree
+from megatrain.device.device_budget import DeviceBudget
+from megatrain.planning.options import Limits
+from megatrain.runtime.engine import Engine
+from megatrain.runtime.on_demand import Learned, WalkFigures
+from megatrain.runtime.walk import walk
+from megatrain.tracer.inventory import check_plain_state
+from megatrain.tracer.trace import is_plain
+from megatrain.tracer.user_dicts import Opened, opened, with_tensors
+
+
+class _Walked(threading.local):
+    models: tuple[nn.Module, ...] = ()
+
+
+_WALKED = _Walked()
+
+
+@contextmanager
+def walking(model: nn.Module) -> Generator[None]:
+    """Notes that the body is a walk of this model."""
+    before, _WALKED.models = _WALKED.models, (*_WALKED.models, model)
+    try:
+        yield
+    finally:
+        _WALKED.models = before
+
+
+def walks_here(model: nn.Module) -> bool:
+    """Tells whether this thread is in a walk of this model."""
+    return any(each is model for each in _WALKED.models)
+
+
+class Walks:
+    """The walks of one model.
+
+    Attributes:
+        latest: The figures of the latest walk.
+        peak_bytes: Most bytes of the device that a walk held.
+    """
+
+    def __init__(self, model: nn.Module, options: Limits, budget: DeviceBudget) -> None:
+        self.latest: WalkFigures | None = None
+        self.peak_bytes = 0
+        self._model = model
+        self._options = options
+        self._budget = budget
+        self._learned = Learned()
+
+    @contextmanager
+    def walk(self, what: str, engine_of: Callable[[], Engine], turn: AbstractContextManager[None]) -> Generator[None]:
+        """Runs the body as a walk; within another walk of this thread it is a part of that.
+
+        Args:
+            what: The call that walks.
+            engine_of: Returns the model's engine.
+            turn: Entered around the walk: nobody else uses the model, and no updates are due.
+        """
+        if walks_here(self._model):
+            yield
+            return
+        check_torch()
+        check_plain_state(self._model)
+        with turn, walking(self._model):
+            engine = engine_of()
+            if self._options.transfer == "bind":  # the device's memory is the host's: the state is there
+                if engine.has_unread_weights:
+                    engine.adopt_state()
+                self.latest = WalkFigures(what)
+                yield
+            else:
+                yield from self._on_device(what, engine)
+
+    def _on_device(self, what: str, engine: Engine) -> Generator[None]:
+        figures: Callable[[], WalkFigures] | None = None
+        try:
+            with walk(what, self._model, engine, self._budget.nbytes, self._learned) as figures:
+                yield
+        except RuntimeError as error:
+            if "device" in str(error) and not isinstance(error, torch.OutOfMemoryError):
+                error.add_note(_ELSEWHERE.format(device=self._options.device))
+            raise
+        finally:
+            if figures is not None:
+                self.latest = figures()
+                self.peak_bytes = max(self.peak_bytes, self.latest.peak_bytes)
+
+
+def narrowed_inputs(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Returns arguments with fp32 tensors as bf16."""
+    return with_tensors(_narrow, (args, kwargs))
+
+
+def _narrow(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to(torch.bfloat16) if tensor.dtype == torch.float32 else tensor
+
+
+def walks(args: tuple[Any, ...], kwargs: dict[str, Any], *, has_grad: bool) -> bool:
+    """Tells whether a call is a walk: no capture can stand for its arguments (a cache), and it needs no gradients."""
+    return not has_grad and not all(map(is_plain, pytree.tree_leaves(opened((args, kwargs)), is_leaf=_is_object)))
+
+
+def _is_object(value: object) -> bool:
+    """An object with methods may change in a call, though torch may know how to take it apart (caches, for export)."""
+    return not isinstance(value, _CONTAINERS) and not is_dataclass(value)
+
+
+_CONTAINERS = (tuple, list, dict, Mapping, deque, Opened)
+_ELSEWHERE = (
+    "in a walk, parameters and buffers look as if they were on {device}; all other tensors are where they are.\n"
+    "  Move the inputs there. A tensor that the model keeps in a plain attribute must be a buffer, as for .to()."
+)
