@@ -6,6 +6,7 @@ import os
 import re
 import signal
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,11 +15,14 @@ import torch.distributed as dist
 
 import megatrain
 from megatrain.optim.block_update import MasterStep
-from megatrain.ranks import processes
+from megatrain.ranks import processes, rank_exchange
+from megatrain.runtime.streams.stream_set import Chaos
+from tests.comparing import assert_same
 from tests.models import Stack
 from tests.nightly import nightly
 from tests.ranks.processes import Processes, processes_fixture, refused
-from tests.ranks.sides import Case, begin
+from tests.ranks.sides import Case, begin, eager_drawn, train_drawn
+from tests.strategies import Branch, Start, WritesInput
 from tests.training.parity import seeded_stack, square, stack_batch
 
 CASE = Case("stack", "overlap", [(1, 1, 1)] * 4)
@@ -122,6 +126,36 @@ def impossible(rank: int) -> list[str]:
     ]
 
 
+def without_room(rank: int) -> list[str]:
+    """The host has no memory for the ranks, and then it has."""
+    step, usual = begin(CASE, dist.group.WORLD)[2], rank_exchange.available_bytes
+    rank_exchange.available_bytes = lambda: -(1 << 30)
+    try:
+        texts = [refused(lambda: step(batch(0, rank)))]
+    finally:
+        rank_exchange.available_bytes = usual
+    return [*texts, refused(lambda: step(batch(0, rank)))]
+
+
+def saving_alone(rank: int, folder: str) -> tuple[list[str], bool]:
+    """Rank 0 saves where the others take a step; then all do the same again."""
+    _, _, step = begin(CASE, dist.group.WORLD)
+    step(batch(0, rank))
+    texts = [refused(lambda: step.save(folder) if rank == 0 else step(batch(1, rank)))]
+    existed = os.path.exists(folder)
+    texts += [refused(lambda: step(batch(1, rank))), refused(lambda: step.save(folder))]
+    return texts, existed
+
+
+def failing_op(rank: int, op: str) -> tuple[str, str]:
+    """An op of rank 1 fails; then there is another step."""
+    chaos = Chaos(max_delay_s=0, fail=op) if rank == 1 else None
+    case = replace(CASE, compile={"chaos": chaos, "transfer": "copy", "block_bytes": "100B"})
+    _, _, step = begin(case, dist.group.WORLD)
+    steps = [case.batches(number)[rank] for number in range(2)]
+    return refused(lambda: step(steps[0])), refused(lambda: step(steps[1]))
+
+
 three_to_kill = processes_fixture(3, "function")
 
 
@@ -172,12 +206,52 @@ def test_a_rank_that_fails_in_the_middle_ends_the_training_of_all(three: Process
         assert texts[2].startswith("ExecuteError: the ranks are no longer at the same step")
 
 
+@pytest.mark.nightly
+@pytest.mark.parametrize("op", ["F1", "T1", *map(nightly, ("B1", "T3", "G0", "G3", "U0", "U2", "V1"))])
+def test_an_op_that_fails_is_named_on_all_ranks(op: str, three: Processes):
+    found = three.run(failing_op, op)
+    assert f"{op} fail" in found[1][0]
+    early = "before the step" if op == "F1" else ""  # and the next step fails likewise
+    for rank in (0, 2):
+        assert found[rank][0].startswith(f"RanksError: rank 1 failed {early}".rstrip()), found[rank]
+        assert f"{op} fail" in found[rank][0]
+    for _, then in found:
+        assert (f"{op} fail" in then) if early else then.startswith("ExecuteError: the ranks are no longer at the same")
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("deal", [nightly(((1, 2, 1),)), nightly(((1, 1, 1),))])
+def test_a_last_block_that_reads_other_values_than_its_capture_runs_again_by_itself(
+    deal: tuple[int, ...], three: Processes
+):
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(1)
+        model = Start(Branch(WritesInput()))
+    case = Case("drawn", "deferred", [deal] * 3)
+    found = three.run(train_drawn, case, model)
+    expected = eager_drawn(case, model)
+    for each in found:
+        assert not isinstance(each, BaseException), each
+        names = expected.keys() & each.keys()
+        assert_same({name: expected[name] for name in names}, {name: each[name] for name in names})
+
+
 @pytest.mark.parametrize("when", [nightly("loss"), "update", nightly("between")])
 def test_a_rank_that_is_killed_is_named(when: str, three_to_kill: Processes):
     found = three_to_kill.run(dying, when, of=(0, 2))
     for text in found:
         named = "rank 1 ended.", "rank 1 failed: it ended"
         assert text.removeprefix("RanksError: ").startswith(named), text
+
+
+@pytest.mark.nightly
+def test_ranks_in_different_calls_are_refused(three: Processes, tmp_path: Path):
+    found = three.run(saving_alone, str(tmp_path / "run"))
+    text = "RanksError: the ranks are in different calls: rank 0 in save(), rank 1 in a step, rank 2 in a step."
+    for texts, _ in found:
+        assert texts[0].partition("\n")[0] == text
+        assert texts[1:] == ["", ""]
+    assert (tmp_path / "run" / "manifest.json").exists() or any((tmp_path / "run").iterdir())
 
 
 # -- what isn't possible yet ---------------------------------------------------------------------------------
@@ -197,6 +271,16 @@ def test_what_several_ranks_cannot_do_is_refused_by_name(three: Processes):
         assert [text.partition("\n")[0] for text in found] == list(texts)
 
 
+@pytest.mark.nightly
+def test_ranks_that_need_more_of_the_host_than_there_is_are_refused_together(three: Processes):
+    for first, then in three.run(without_room):
+        assert re.match(r"ExecuteError: 3 ranks of one host need [\d.]+ \w+ of its memory, .*are available\.", first), (
+            first
+        )
+        assert "All share" in first
+        assert then == ""
+
+
 def test_a_group_of_one_rank_is_a_process_alone():
     store = dist.HashStore()
     dist.init_process_group("gloo", store=store, rank=0, world_size=1)
@@ -206,3 +290,8 @@ def test_a_group_of_one_rank_is_a_process_alone():
         compiled(stack_batch(0, 2)).sum().backward()
     finally:
         dist.destroy_process_group()
+
+
+def test_a_process_group_is_one():
+    with pytest.raises(megatrain.OptionError, match="process_group"):
+        megatrain.compile(seeded_stack(2), process_group="gloo")  # pyright: ignore[reportArgumentType]

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import copy
+import threading
+from collections import OrderedDict
+from dataclasses import dataclass, fields
 from typing import Any
 
 import pytest
@@ -13,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 import megatrain
 from megatrain.errors import ExecuteError
 from tests.comparing import assert_same_state
+from tests.models import MODELS
 from tests.runtime.parity import PATHS, assert_parity_of, seeded
 from tests.runtime.test_backwards import Trunk, batch
 
@@ -105,6 +109,22 @@ def test_every_kind_of_output() -> None:
     assert_parity_of(seeded(Outputs), drive)
 
 
+def test_identities_are_kept() -> None:
+    def drive(call, model):
+        x = batch()
+        out = call(x)
+        assert out["again"] is out["result"]
+        assert out["input"] is x
+        assert out["parameter"] is model.first.weight
+        assert out["buffer"] is model.scale
+        assert out["count"] is model.calls
+        with torch.no_grad():
+            y = batch(requires_grad=True)
+            assert call(y)["input"] is y
+
+    assert_parity_of(seeded(Outputs), drive)
+
+
 @pytest.mark.parametrize("model", [Plain, Aliased, Traced])
 def test_writing_where_it_would_matter_is_refused_or_right(model) -> None:
     """A result that autograd saved, one with a second name, one that the next block reads."""
@@ -179,6 +199,37 @@ def test_autocast_around_the_forward_alone() -> None:
     assert_parity_of(seeded(Trunk), drive)
 
 
+def test_forward_and_backward_on_different_threads() -> None:
+    def drive(call, model):
+        losses = [call(batch(rows))[0].square().sum() for rows in (5, 3)]
+        for loss in losses:
+            thread = threading.Thread(target=loss.backward)
+            thread.start()
+            thread.join()
+
+    assert_parity_of(seeded(Trunk), drive)
+
+
+def both(name: str = "gpt_loss", **options: Any) -> tuple[Any, Any, Any, Any]:
+    """An eager model, its compiled copy, and their inputs."""
+    model, args, kwargs = MODELS[name]()
+    options = {"device": "cpu", "transfer": "copy", "activations": "recompute", **options}
+    streamed = copy.deepcopy(model)
+    return model, megatrain.compile(streamed, **options), args, kwargs
+
+
+def test_other_shapes_compile_variants_over_the_same_weights() -> None:
+    eager, compiled, _, _ = both()
+    for length in (8, 5, 8, 12):
+        ids = torch.randint(0, 32, (2, length), generator=torch.Generator().manual_seed(length))
+        for call in (eager, compiled):
+            torch.manual_seed(length)
+            call(ids, targets=ids)[1].backward()
+        assert compiled.traced.inputs[0].meta["spec"].shape == (2, length)
+    assert_same_state(eager, compiled)
+    assert len(list(compiled.megatrain._variants)) == 3
+
+
 class Hands(torch.autograd.Function):
     """Gives the parameter a gradient that is somebody else's memory."""
 
@@ -210,3 +261,103 @@ def test_gradients_never_share_memory_with_what_others_hold() -> None:
         for parameter in model.parameters():
             parameter.grad.zero_()
         assert (x.tolist(), gradient.tolist()) == ([1, 2, 3], [4, 5, 6])
+
+
+def test_inference_mode() -> None:
+    eager, compiled, args, kwargs = both(activations="offload")
+    for is_inference in (True, False, True, False):
+        results = []
+        for call in (eager, compiled):
+            torch.manual_seed(0)
+            if is_inference:
+                with torch.inference_mode():
+                    results.append(call(args[0].clone(), **kwargs)[1])
+            else:
+                call.zero_grad()
+                results.append(call(*args, **kwargs)[1])
+                results[-1].backward()
+        assert torch.equal(*results)
+    assert_same_state(eager, compiled)
+
+
+def test_calls_from_several_threads_take_turns() -> None:
+    _, compiled, args, kwargs = both()
+    failures: list[BaseException] = []
+
+    def work() -> None:
+        try:
+            compiled(*args, **kwargs)[1].backward()
+        except BaseException as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=work) for _ in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert failures == []
+
+
+@dataclass
+class Items(OrderedDict[str, Any]):
+    """A class of outputs that are fields, attributes and items; a copy is made of the fields, in their order."""
+
+    loss: Any = None
+    image: Any = None
+    logits: Any = None
+    hidden: Any = None
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            if self.__dict__.get(field.name) is not None:
+                self[field.name] = self.__dict__[field.name]
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if value is not None:
+            super().__setitem__(name, value)
+        super().__setattr__(name, value)
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        super().__setitem__(key, value)
+        super().__setattr__(key, value)
+
+    def __reduce__(self) -> Any:
+        make, _, *rest = super().__reduce__()
+        return make, tuple(getattr(self, field.name) for field in fields(self)), *rest
+
+
+class Adding(nn.Linear):
+    """Adds items to a result that is made already, and takes an attribute back."""
+
+    def forward(self, x: torch.Tensor) -> Any:
+        y = super().forward(x)
+        found = Items(logits=y, hidden=(y * 2, {"deep": Items(hidden=y * 3)}))
+        found["image"] = y * 4
+        found.loss = y.sum()
+        found.hidden[1]["deep"].logits = y * 5
+        found.hidden[1]["deep"].hidden = None
+        return [found]
+
+
+def test_items_of_a_result_keep_their_order_and_attributes() -> None:
+    shown: list[Any] = []
+
+    def show(outputs: Any) -> Any:
+        items = [(key, show(value) if isinstance(value, Items) else type(value)) for key, value in outputs.items()]
+        return type(outputs), items, {name: value is None for name, value in vars(outputs).items()}
+
+    def loss(result: Any, batch: Any) -> torch.Tensor:
+        shown.append((show(result[0]), show(result[0].hidden[1]["deep"])))
+        return result[0].loss
+
+    for compiles in (False, True):
+        model: Any = Adding(4, 4)
+        call = megatrain.compile(model, device="cpu") if compiles else model
+        for _ in range(2):
+            loss(call(torch.ones(2, 4)), None)
+        if compiles:
+            step = megatrain.TrainStep(call, torch.optim.SGD(model.parameters(), lr=0.1), loss=loss)
+            for _ in range(2):
+                step(torch.ones(2, 4))
+    assert [key for key, _ in shown[0][0][1]] == ["logits", "hidden", "image", "loss"]
+    assert shown[1:] == [shown[0]] * (len(shown) - 1)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import gc
+import threading
 
 import pytest
 import torch
@@ -13,6 +15,7 @@ from megatrain.errors import ExecuteError
 from megatrain.runtime.streams.stream_set import Chaos
 from tests.comparing import assert_same_state
 from tests.models import Gpt
+from tests.training.test_lifetimes import living
 
 IDS = torch.randint(0, 32, (2, 8), generator=torch.Generator().manual_seed(0))
 
@@ -57,6 +60,27 @@ def test_a_failure_in_an_operation_surfaces_once_and_the_engine_recovers() -> No
         assert_same_state(eager, compiled)
 
 
+def test_nothing_leaks_over_twenty_failures_of_one_engine() -> None:
+    compiled = compiled_gpt()
+    compiled(IDS, targets=IDS)[1].backward()
+    gc.collect()
+    held, threads = compiled.megatrain.engine.meter.current, set(threading.enumerate())
+    tensors, names = _num_tensors(), tokens(compiled)
+    for number in range(20):
+        compiled.megatrain.engine.set_chaos(Chaos(fail=names[number % len(names)], max_delay_s=0))
+        with pytest.raises((ExecuteError, RuntimeError)):
+            compiled(IDS, targets=IDS)[1].backward()
+    compiled.megatrain.engine.set_chaos(None)
+    gc.collect()
+    assert compiled.megatrain.engine.meter.current == held
+    assert not living(threads)
+    assert _num_tensors() <= tensors + 2
+
+
+def _num_tensors() -> int:
+    return sum(issubclass(type(o), torch.Tensor) for o in gc.get_objects())
+
+
 def test_reentrant_call_is_refused() -> None:
     """A hook that runs inside the backward calls the model again."""
 
@@ -82,3 +106,19 @@ def test_reentrant_call_is_refused() -> None:
     with pytest.raises(ExecuteError, match="the model was called while it runs"):
         outer(torch.ones(2, 4)).sum().backward()
     outer(torch.ones(2, 4))
+
+
+def test_state_that_turns_into_another_dtype_is_taken_in() -> None:
+    compiled = compiled_gpt()
+    compiled(IDS)
+    compiled.megatrain.model.double()
+    eager = copy.deepcopy(compiled.megatrain.model)
+    results = []
+    for model in (eager, compiled):
+        torch.manual_seed(0)
+        logits, _ = model(IDS)
+        logits.sum().backward()
+        results.append(logits)
+    assert results[0].dtype == torch.float64
+    assert torch.equal(*results)
+    assert_same_state(eager, compiled)

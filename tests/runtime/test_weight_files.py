@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -150,3 +151,15 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder.mkdir()
     save_sharded(folder, state_of(gpt()))
     return folder
+
+
+@pytest.mark.parametrize("way", ["../w/{}", "/{}", "{}/"])
+def test_an_index_leads_nowhere_out_of_its_folder(tmp_path: Path, way: str):
+    save_sharded(tmp_path, state_of(gpt()))
+    (index,) = tmp_path.glob("*.safetensors.index.json")
+    listed: dict[str, str] = json.loads(index.read_text())["weight_map"]
+    files = {name: f"{tmp_path}/{file}" if way == "/{}" else way.format(file) for name, file in listed.items()}
+    index.write_text(json.dumps({"weight_map": files}))
+    text = refusal(on_meta(), tmp_path, tmp_path)
+    assert "not the name of a file in this folder" in text
+    assert '\n  An index is JSON that maps each name to a file in its own folder, under "weight_map".' in text

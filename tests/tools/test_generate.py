@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -26,6 +27,7 @@ from transformers import (
 import megatrain
 from megatrain.errors import ExecuteError, TraceError
 from tests.comparing import assert_same, assert_same_state
+from tests.gradients import grad_of
 from tests.integrations.runs import fast_or_nightly
 from tests.tools.models import IDS, llama, values
 
@@ -145,6 +147,16 @@ def test_weights_are_those_of_the_latest_step(overlap: bool):
     assert_same(values(compiled), values(eager))
 
 
+def test_new_values_and_new_memory_of_a_parameter_are_seen():
+    eager, compiled = llama(), compiled_of(llama())
+    generated(compiled)
+    for model in (eager, compiled):
+        with torch.no_grad():
+            model.lm_head.weight.mul_(-2)
+        model.model.norm.weight.data = torch.linspace(0, 2, 32)
+    assert_generates_alike(compiled, eager)
+
+
 # -- calls with a cache ----------------------------------------------------------------------------------------------
 
 
@@ -189,11 +201,37 @@ def test_a_call_leaves_in_the_callers_cache_what_the_plain_model_leaves(index: i
         assert plain[0] == plain[1]
 
 
+@torch.no_grad()
+def test_the_cache_of_a_captured_call_goes_on_in_a_walk():
+    eager, compiled = llama(), compiled_of(llama(), "256KiB")
+    first = [model(IDS, use_cache=True) for model in (eager, compiled)]
+    second = [
+        model(IDS[:, :1], past_key_values=result.past_key_values)
+        for model, result in zip((eager, compiled), first, strict=True)
+    ]
+    assert torch.equal(second[0].logits, second[1].logits)
+    assert compiled.megatrain.walks.latest.what == "the call"
+
+
 class Boxed:
     """A cache that torch knows how to take apart, as some are registered for export."""
 
     def __init__(self, kept: list[torch.Tensor]) -> None:
         self.kept = kept
+
+
+class Remembers(nn.Module):
+    """Adds what it has seen before, and keeps the new."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor, box: Any) -> torch.Tensor:
+        kept = box.kept if isinstance(box, Boxed) else box
+        x = self.layer(x) + sum(kept, torch.zeros(4))
+        kept.append(x)
+        return x
 
 
 def keyed(box: Boxed) -> Any:
@@ -203,6 +241,60 @@ def keyed(box: Boxed) -> Any:
 pytree.register_pytree_node(
     Boxed, lambda box: (box.kept, None), lambda kept, _: Boxed(list(kept)), flatten_with_keys_fn=keyed
 )
+
+
+def test_an_object_that_torch_takes_apart_is_still_the_callers():
+    torch.manual_seed(0)
+    model, x = Remembers(), torch.ones(2, 4)
+    eager, compiled = copy.deepcopy(model), compiled_of(model, "1MiB")
+    boxes = Boxed([]), Boxed([])
+    with torch.no_grad():
+        for _ in range(3):
+            assert torch.equal(compiled(x, boxes[1]), eager(x, boxes[0]))
+    assert len(boxes[1].kept) == 3
+    assert_same(boxes[1].kept, boxes[0].kept)
+    with pytest.raises(TraceError, match=r"(?s)changes its argument `1`, a Boxed\..*compiled\.megatrain\.walk\(\)"):
+        compiled(x, boxes[1])
+    with pytest.raises(TraceError, match="changes its argument `box`, a list"):
+        compiled(x, box=[])
+
+
+class Pipeline(nn.Module):
+    """Its modules pass one dictionary on, as those of sentence-transformers do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 8), nn.Linear(8, 3)
+
+    def forward(self, features: dict[str, Any]) -> dict[str, Any]:
+        features["hidden"] = torch.tanh(self.first(features["x"]))
+        features.update({"result": self.second(features["hidden"])})
+        features.pop("unused", None)
+        return features
+
+
+@pytest.mark.parametrize("by_name", [False, True])
+def test_a_dictionary_that_is_changed_and_returned_is_the_callers(by_name: bool):
+    torch.manual_seed(0)
+    model = Pipeline()
+    eager, compiled = copy.deepcopy(model), compiled_of(model, "1MiB")
+    for step in range(3):
+        x, unused = torch.randn(2, 4), torch.ones(())
+        given = [{"x": x, "unused": unused, "kept": "text"} for _ in range(2)]
+        found = [
+            side(features=own) if by_name else side(own) for side, own in zip((eager, compiled), given, strict=True)
+        ]
+        assert found[1] is given[1]
+        assert list(given[1]) == list(given[0]) == ["x", "kept", "hidden", "result"]
+        assert given[1]["x"] is x
+        assert torch.equal(given[1]["result"], given[0]["result"])
+        for one in found:
+            (one["result"].square().mean() + one["hidden"].mean()).backward()
+        for mine, theirs in zip(model.parameters(), eager.parameters(), strict=True):
+            assert torch.equal(grad_of(mine), grad_of(theirs)), step
+            mine.data.mul_(0.9)
+            theirs.data.mul_(0.9)
+    assert "returns its argument" in str(compiled.megatrain.traced)
 
 
 def test_a_cache_where_gradients_are_wanted_is_refused():
@@ -280,6 +372,25 @@ class Unseen(nn.Module):
         return x * self.get_buffer("steps")
 
 
+UNSEEN: dict[str, Callable[[torch.Tensor], object]] = {
+    "data": lambda tensor: tensor.data.add_(1),
+    "an element of data": lambda tensor: tensor.data[1:].fill_(float(tensor.sum()) + 1),
+    "numpy": lambda tensor: tensor.numpy().__iadd__(1),
+}
+
+
+@pytest.mark.parametrize(("write", "is_one_walk"), [*((name, False) for name in UNSEEN), ("data", True)])
+def test_writes_that_no_version_counts_are_the_models(write: str, is_one_walk: bool):
+    torch.manual_seed(0)
+    model = Unseen(UNSEEN[write])
+    eager, compiled = copy.deepcopy(model), compiled_of(model, "1MiB")
+    with torch.no_grad(), compiled.megatrain.walk() if is_one_walk else nullcontext():
+        for _ in range(3):
+            x = torch.randn(2, 4)
+            assert torch.equal(compiled(x, object()), eager(x))
+    assert_same(values(model), values(eager))
+
+
 def test_a_write_that_no_version_counts_into_a_trained_parameter_is_refused():
     model = Unseen(lambda _: model.linear.weight.data.mul_(2))
     before, compiled = values(model), compiled_of(model, "1MiB")
@@ -319,6 +430,22 @@ def test_what_a_walk_computes_on_the_device_and_refuses():
         assert torch.equal(found[1], F.linear(eager.layers[0].weight, eager.layers[1].weight))
 
 
+def test_a_call_that_fails_leaves_the_model_as_it_was():
+    model, eager = own()
+    compiled = compiled_of(model, "4KiB")
+    x = torch.randn(4, 16)
+    handles = [m.layers[4].register_forward_hook(lambda *_: 1 / 0) for m in (model, eager)]
+    for each in (compiled, eager):
+        with pytest.raises(ZeroDivisionError):
+            each.generate(x)
+    for handle in handles:
+        handle.remove()
+    assert_same(values(model), values(eager))
+    assert torch.equal(compiled.generate(x), eager.generate(x))
+    loss, other = compiled.layers[0].weight.sum(), eager.layers[0].weight.sum()
+    assert torch.equal(loss, other)
+
+
 def test_a_budget_that_is_too_small_is_refused_with_figures():
     compiled = compiled_of(llama(), 30 << 10)
     with pytest.raises(ExecuteError) as caught:
@@ -335,3 +462,36 @@ generate() needs more device memory than the budget of 30.00 KiB, for what the m
         ExecuteError, match=r"generate\(\) needs more device memory .* for `model\.embed_tokens\.weight`"
     ):
         generated(compiled)
+
+
+class _AfterPrefix(nn.Module):
+    """A model after a prefix, whose keys and values it is given as tensors."""
+
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor, prefix: Any) -> torch.Tensor:
+        cache = DynamicCache()
+        for number, layer in enumerate(prefix):
+            cache.update(*layer, number)
+        return self.model(input_ids=input_ids, labels=labels, past_key_values=cache).loss
+
+
+@pytest.mark.nightly
+def test_a_cache_that_comes_as_tensors_has_gradients():
+    eager, streamed = _AfterPrefix(llama()), _AfterPrefix(llama())
+    compiled = compiled_of(streamed, "256KiB")
+    with torch.no_grad():
+        layers = eager.model(input_ids=IDS, use_cache=True).past_key_values.layers
+    prefixes: list[list[tuple[torch.Tensor, ...]]] = []
+    for module in (eager, compiled):
+        prefixes.append([tuple(t.clone().requires_grad_() for t in (each.keys, each.values)) for each in layers])
+        module(IDS, IDS, prefixes[-1]).backward()
+    assert len(compiled.program.blocks) > 1
+    for (name, one), other in zip(eager.named_parameters(), streamed.parameters(), strict=True):
+        assert torch.equal(grad_of(one), grad_of(other)), name
+    for one, other in zip(*([t for pair in prefix for t in pair] for prefix in prefixes), strict=True):
+        assert torch.equal(grad_of(one), grad_of(other))
+    with pytest.raises(TraceError, match=r"is a DynamicCache.*with tensors in it(.|\n)*Pass the tensors themselves"):
+        compiled_of(llama())(input_ids=IDS, past_key_values=DynamicCache([(each.keys, each.values) for each in layers]))
