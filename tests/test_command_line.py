@@ -33,7 +33,9 @@ def test_the_version_names_all_that_a_report_of_a_fault_needs(capsys):
 
 @pytest.mark.parametrize("command", ["", "train", "plan", "demo", "doctor", "verify", "report"])
 def test_help_needs_no_torch(command):
-    code = f"import sys; from megatrain import cli; sys.argv[1:] = {[*command.split(), '--help']}\ntry: cli.main()\n"
+    code = (
+        f"import sys; from megatrain.tools import cli; sys.argv[1:] = {[*command.split(), '--help']}\ntry: cli.main()\n"
+    )
     code += "except SystemExit: print(*{'torch', 'numpy', 'networkx'} & set(sys.modules), file=sys.stderr)"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=600)
     assert done.stdout.startswith(f"usage: megatrain {command}".rstrip())

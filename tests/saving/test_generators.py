@@ -88,31 +88,6 @@ def test_on_another_kind_of_device_a_run_says_that_its_numbers_differ_and_repeat
         assert drawn[0][1 - number] != drawn[1][1 - number], "those of other devices stay"
 
 
-def earlier(states: list[torch.Tensor], schema: int) -> dict[str, Any]:
-    """A state as earlier versions saved it: with those of all devices of the machine."""
-    state = {key: value for key, value in generators_now("cpu").items() if key != "device"}
-    return {**state, "cuda": states} if schema == 1 else {**state, "devices": {"type": "cuda", "states": states}}
-
-
-@pytest.mark.parametrize("schema", [1, 2])
-def test_states_of_earlier_versions_are_read(monkeypatch: pytest.MonkeyPatch, schema: int):
-    states = [torch.Generator().manual_seed(100 + i).get_state() for i in range(2)]
-    expected = [torch.rand(1, generator=torch.Generator().manual_seed(100 + i)).item() for i in range(2)]
-    for number in range(2):
-        module = put_in(monkeypatch, "cuda", Devices(2))
-        restore_generators(earlier(states, schema), f"cuda:{number}")
-        assert module.draw()[number] == expected[number]
-    module = put_in(monkeypatch, "cuda", Devices(8))
-    restore_generators(earlier(states[:1], schema), "cuda:7")
-    assert module.draw()[7] == expected[0], "the only device computed"
-    with pytest.warns(ResumeWarning, match="were drawn on another cuda device, and cuda:7 draws others"):
-        restore_generators(earlier(states, schema), "cuda:7")
-    with pytest.warns(ResumeWarning, match="were drawn on cuda, and cpu draws others"):
-        restore_generators(earlier(states, schema), "cpu")
-    restore_generators(earlier([], schema), "cpu")
-    restore_generators({**earlier([], 2), "devices": None}, "cpu")
-
-
 def with_value(*place: Any, value: Any) -> Callable[[dict[str, Any]], None]:
     def change(state: dict[str, Any]) -> None:
         holder: Any = state
@@ -133,7 +108,6 @@ WRONG: dict[str, Callable[[dict[str, Any]], None]] = {
     "device state": with_value("device", value={"kind": "xpu", "state": "evil"}),
     "python word": with_value("python", value=python_state(word=-1)),
     "numpy kind": with_value("numpy", "bit_generator", value="PCG64"),
-    "python huge": with_value("python", value=python_state(word=2**32)),
 }
 
 
