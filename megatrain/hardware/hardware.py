@@ -146,8 +146,8 @@ class Hardware:
         from megatrain.device import usable
         from megatrain.hardware.measured import measured_figures
 
-        figures = measured_figures(device, cache, fresh, accept=Hardware)
-        return on_this_system(Hardware(**figures), usable(device))
+        place = usable(device)
+        return on_this_system(Hardware(**measured_figures(place, cache, fresh, accept=Hardware)), place)
 
     @staticmethod
     @checked(name=one_of(*PRESETS))

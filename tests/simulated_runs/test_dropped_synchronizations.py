@@ -48,7 +48,7 @@ KINDS: dict[str, tuple[CallName, ...]] = {
 NO_DEVICES = {
     "threads of the host wait for each other": {
         "barrier.wait", "digest.wait", "over.wait", "reader.wait", "ready.wait", "self._digest.wait", "self.wait",
-        "self._steps.current.wait", "step.wait", "updater.wait", "done.settle", "op.done.settle",
+        "step.wait", "updater.wait", "op.done.settle",
     },
     "notes something in a list": {
         "recorder.record", "self._recorder.record", "self._record", "self.record", "shard.record",
