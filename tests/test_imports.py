@@ -1,4 +1,4 @@
-"""The arrow from `errors` to `verification`, left to right, read from the source of modules."""
+"""The arrow from `errors` to `training` and `tools`, left to right, read from the source of modules."""
 
 from __future__ import annotations
 

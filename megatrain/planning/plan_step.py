@@ -88,6 +88,11 @@ class StepChoices:
         known = dict(zip(map(id, self.captures), self.programs, strict=True))
         return [known[id(capture)] for capture in captures]
 
+    @property
+    def input_bytes(self) -> int:
+        """Of the capture with the most."""
+        return max(each.input_bytes for each in self.captures)
+
     def serves(self, captures: Sequence[StepPrograms]) -> bool:
         """Whether it was made for these captures, and maybe others."""
         return set(map(id, captures)) <= set(map(id, self.captures))
@@ -141,11 +146,16 @@ class StepPlans:
         self._known.move_to_end(key)
         return self._known[key]
 
-    def known(self, captures: Sequence[StepPrograms], kind: StepKind, limits: Limits) -> StepChoices | None:
-        """Returns the latest choices for a step of these captures, and maybe others; None if there are none."""
+    def known(
+        self, captures: Sequence[StepPrograms], kind: StepKind, limits: Limits, largest: int
+    ) -> StepChoices | None:
+        """The latest choices for these captures, and maybe others of at most so many input bytes; None if unknown."""
         asked = self._asked(kind, limits)
-        alike = (found for key, found in reversed(self._known.items()) if key[1:] == asked and found.serves(captures))
-        return next(alike, None)
+        for key, found in reversed(self._known.items()):
+            if key[1:] == asked and found.serves(captures) and found.input_bytes <= largest:
+                self._known.move_to_end(key)
+                return found
+        return None
 
     def _asked(self, kind: StepKind, limits: Limits) -> tuple[Hashable, ...]:
         machine = None if limits.device_memory is None else limits.hardware

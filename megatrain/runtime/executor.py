@@ -63,15 +63,15 @@ class Executor:
         self._loaded = Loaded.of_each(programs, merged, engine, is_training=is_training, recorded=recorded)
         if schedule.kind.is_training_step and arena is None:
             arena = GrowingArena(engine.bus)
-        for each in self._loaded.values():
-            each.check_recomputed(schedule.saves)
-        loaded = [self._loaded[id(each)] for each in programs]
         self._resumed: tuple[Instructions, int] | None = None
-        self._serve(Operations(loaded, schedule, engine, schedule.instructions, arena))
+        self._serve(programs, schedule.instructions, arena)
 
-    def _serve(self, operations: Operations) -> None:
-        self._operations = operations
-        self.loaded = operations.loaded[0]
+    def _serve(self, programs: Sequence[Program], instructions: Instructions, arena: GrowingArena | None) -> None:
+        loaded = [self._loaded[id(each)] for each in programs]
+        for each in loaded:
+            each.check_recomputed(self.schedule.saves)
+        self._operations = Operations(loaded, self.schedule, self.engine, instructions, arena)
+        self.loaded = loaded[0]
         self.program, self.facts = self.loaded.program, self.loaded.facts
         self.differentiable_outputs = self.facts.differentiable_outputs
         self.differentiable_inputs = self.facts.differentiable_inputs
@@ -82,8 +82,8 @@ class Executor:
         Args:
             programs: One per micro-batch, of those for which the schedule was made.
         """
-        found, loaded, own = copy(self), [self._loaded[id(program)] for program in programs], self._operations
-        found._serve(Operations(loaded, self.schedule, self.engine, own.instructions, own.arena))
+        found = copy(self)
+        found._serve(programs, self._operations.instructions, self._operations.arena)
         return found
 
     @property

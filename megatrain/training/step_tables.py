@@ -116,8 +116,8 @@ class StepTables:
         if limits.lengths is None or self.is_planned:
             return self._planned(captures, kind, limits)
         largest = max(each.input_bytes for each in captures)
-        known = self._plans.known(captures, kind, limits)
-        if known is not None and max(each.input_bytes for each in known.captures) == largest:
+        known = self._plans.known(captures, kind, limits, largest)
+        if known is not None:
             return known
         others = [each for each in self._loss_bytes if each.input_bytes <= largest and each not in captures]
         try:

@@ -186,15 +186,16 @@ def test_steps_whose_longest_row_is_as_long_share_a_schedule(monkeypatch: pytest
     optimizers = [torch.optim.SGD(m.parameters(), lr=0.05) for m in (own, streamed)]
     step = megatrain.TrainStep(streamed, optimizers[1], max_grad_norm=1.0)
     lengths, texts = (3, 10, 20), dict[int, str]()
-    first = [(20, 3), (10, 3), (3, 3), (20, 10)]
-    for seed, sizes in enumerate([*first, *itertools.product(lengths, lengths)]):
+    # Each with whether it is planned.
+    first = [((10, 10), True), ((20, 10), True), ((20, 3), True), ((10, 10), False), ((10, 3), True)]
+    later = [(sizes, False) for sizes in itertools.product(lengths, lengths)]
+    for seed, (sizes, is_planned) in enumerate([*first, ((3, 3), True), *later]):
+        made.clear()
         batches = [plain(seed, (size, size)) for size in sizes]
         assert_same(eager_step(own, optimizers[0], batches), step(batches), "loss", tolerance=ROUNDED)
-        if seed >= len(first):
-            assert not made, f"rows of {sizes} were planned anew"
+        assert bool(made) == is_planned, f"step {seed}, with rows of {sizes}"
+        if seed > len(first):
             assert texts.setdefault(max(sizes), str(step.schedule)) == str(step.schedule)
-        elif seed == len(first) - 1:
-            made.clear()
     assert len(set(texts.values())) == len(lengths), "a step of shorter rows has less to keep"
     step.flush()
     assert_same(state(own), state(streamed.megatrain.model), "weights", tolerance=OF_GRADIENTS)
