@@ -10,6 +10,8 @@ from typing import Any, TypeVar
 from megatrain.errors import ExecuteError, ScheduleError
 from megatrain.hardware.hardware import Hardware
 from megatrain.passes.program import Program
+from megatrain.passes.rewrites.masked_attention import BandedAttention
+from megatrain.passes.rewrites.tiled_region import TiledRegion
 from megatrain.planning.host_plan import HostPlan, ModelSizes, OptimizerLike
 from megatrain.planning.loss_bytes import Loss
 from megatrain.planning.options import Limits
@@ -146,6 +148,9 @@ class PlannedStep:
 _MOST_SIZES = 6
 # A step shorter by less than this part isn't worth larger micro-batches.
 _NEAR = 0.002
+# A step that trains all weights, and that its compute bounds, ends the search if it is longer than its bound by less.
+_NEAR_BOUND = 0.025
+_TILED = TiledRegion, BandedAttention
 
 _Planned = TypeVar("_Planned", bound=PlannedStep)
 
@@ -156,19 +161,24 @@ def micro_batch_sizes(samples: int) -> Sequence[int]:
 
 
 def shortest_step(
-    sizes: Sequence[int], plan: Callable[[int], _Planned], *, most_longer: int = 2
+    sizes: Sequence[int], plan: Callable[[int], _Planned], *, has_adapters: bool = True
 ) -> tuple[int, _Planned, Sequence[int]]:
     """Plans micro-batches of some sizes, and takes the shortest step that fits; of nearly equal ones the smallest.
 
     Large micro-batches come first: their plans have fewer rows, and each copy of weights serves more tokens. Smaller
     ones are planned until some in a row make no step shorter. (Of 10 models and machines whose five sizes were all
     planned, this found the shortest step of the 6 that train all weights after one longer step, and of the 4 with
-    adapters after two.) Returns the size, its plan, and the sizes that were planned. If none fits, it is the one that
-    lacks least.
+    adapters after two.) Where all weights are trained, a step close to its bound by compute ends the search as well,
+    unless smaller micro-batches may spare it tiles, which are computed twice. (Of 8 others, this changed none of what
+    was found.) Returns the size, its plan, and the sizes that were planned. If none fits, it is the one that lacks
+    least.
     """
+    most_longer = 2 if has_adapters else 1
     found = sizes[-1], plan(sizes[-1])
     seen, longer, least_s = [found[0]], 0, found[1].step_s or 0.0
     for size in reversed(sizes[:-1]):
+        if not has_adapters and _is_near_bound(found[1]):
+            break
         other, best = plan(size), found[1]
         seen.insert(0, size)
         if not best.fits:
@@ -184,6 +194,14 @@ def shortest_step(
             if longer == most_longer:
                 break
     return *found, tuple(seen)
+
+
+def _is_near_bound(step: PlannedStep) -> bool:
+    bound = step.lower_bound if step.fits else None
+    nodes = (node for template in step.program.templates.values() for node in template.graph.nodes)
+    if bound is None or not bound.reason.startswith("compute") or any(isinstance(n.target, _TILED) for n in nodes):
+        return False
+    return bound.above(step.step_s or 0.0) < _NEAR_BOUND
 
 
 def _missing(step: PlannedStep) -> int:

@@ -163,7 +163,7 @@ _COMMANDS: Mapping[str, tuple[str, Mapping[str, Option], Callable[..., int]]] = 
     "verify": (
         "compare a model with eager PyTorch, and find the first block that differs",
         _VERIFY,
-        _late("megatrain.tools.verification.command", "run"),
+        _late("megatrain.tools.verification.side_by_side", "run"),
     ),
     "report": (
         "draw a training step as planned and as measured, on one page of HTML",

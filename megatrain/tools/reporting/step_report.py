@@ -24,9 +24,9 @@ from megatrain.planning.planner import plan
 from megatrain.scheduler.bands import band_of
 from megatrain.scheduler.schedule import Schedule
 from megatrain.scheduler.simulate import Costs, Hardware, Measured, TimedRun
+from megatrain.tools.command_targets import command_target, importable, users_failures
 from megatrain.tools.reporting.drawings import page_text, trace_text
 from megatrain.tools.reporting.figures import StepFigures
-from megatrain.tools.verification.command import command_target, importable, users_failures
 from megatrain.tracer.arguments import Structure
 from megatrain.training.compiled.compiling import compile as compile_model
 from megatrain.training.step import TrainStep

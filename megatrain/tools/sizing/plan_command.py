@@ -22,7 +22,6 @@ from megatrain.planning.plan_text import verdict
 from megatrain.planning.planned_step import UNBOUNDED, StepLimits, micro_batch_sizes, shortest_step
 from megatrain.planning.planner import Planner
 from megatrain.scheduler.bands import format_s
-from megatrain.tools.reporting.step_report import check_report_path, report
 from megatrain.tools.sizing.sized_models import sized_model
 from megatrain.tools.sizing.sizing_options import ALL, SizingOptions
 
@@ -57,8 +56,11 @@ def print_sizing(options: SizingOptions) -> None:
         ScheduleError: If the device's memory is too small.
         ExecuteError: If the host's memory is too small.
     """
-    for path in (options.report, options.trace):
-        if path is not None:
+    paths = [path for path in (options.report, options.trace) if path is not None]
+    if paths:
+        from megatrain.tools.reporting.step_report import check_report_path
+
+        for path in paths:
             check_report_path(path)
     with stage("making the model"), paused_collection():
         source = sized_model(options)
@@ -96,6 +98,8 @@ def _print_more(options: SizingOptions, plan: Plan) -> None:
         with stage("planning sizes"):
             print(f"\n{plan.largest(options.largest)}")
     if options.report is not None and plan.fits:
+        from megatrain.tools.reporting.step_report import report  # imports training and verification
+
         made = report(plan, options.report)
         print(f"\n{made}\nwritten: {options.report} ({format_bytes(Path(options.report).stat().st_size)})")
         if options.trace is not None:
@@ -143,8 +147,7 @@ def _best_split(planner: Planner, limits: StepLimits, sizes: Mapping[str, int], 
         return planner.plan(replace(limits, micro_batches=samples // micro_batch), {**sizes, MICRO_BATCH: micro_batch})
 
     possible = [sizes[MICRO_BATCH]] if MICRO_BATCH in sizes else micro_batch_sizes(samples)
-    most_longer = 1 if sizes.get(LORA) == 0 else 2
-    micro_batch, found, tried = shortest_step(possible, plan, most_longer=most_longer)
+    micro_batch, found, tried = shortest_step(possible, plan, has_adapters=sizes.get(LORA) != 0)
     return StepSplit(micro_batch, samples // micro_batch, found, tuple(tried))
 
 

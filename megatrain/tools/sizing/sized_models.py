@@ -13,6 +13,7 @@ from torch import nn
 from megatrain.errors import OptionError
 from megatrain.planning.equal_layers import Layers
 from megatrain.planning.host_plan import DEPTH, LORA, MICRO_BATCH, SEQUENCE, ExampleSizes, ModelSizes, model_and_inputs
+from megatrain.tools.command_targets import importable, target_function, users_failures
 from megatrain.tools.finetune.pretrained import (
     Adapters,
     longest,
@@ -23,7 +24,6 @@ from megatrain.tools.finetune.pretrained import (
 )
 from megatrain.tools.sizing.known_models import known
 from megatrain.tools.sizing.sizing_options import LENGTH, SizingOptions
-from megatrain.tools.verification.command import importable, target_function, users_failures
 from megatrain.tracer.arguments import Arguments
 from megatrain.tracer.source_line import original
 

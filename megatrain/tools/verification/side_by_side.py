@@ -16,6 +16,8 @@ from megatrain.base.checks import Rule, checked, count, mapping_of, number, one_
 from megatrain.device import Device
 from megatrain.errors import OptionError
 from megatrain.passes.distance import has_nan
+from megatrain.tools.command_options import OF_COMPILE
+from megatrain.tools.command_targets import command_target, importable, users_failures
 from megatrain.tools.verification.bisect import Owners, find_first_difference
 from megatrain.tools.verification.compare import Tolerance, compare
 from megatrain.tools.verification.report import Difference, FirstDifference, Report
@@ -245,3 +247,14 @@ def _refuse_ambiguous(model: nn.Module, args: tuple[Any, ...], given: list[str])
                 "  verify can't tell which one is meant.\n"
                 "  Give the forward's argument by position, and options of compile in `compile_options`."
             )
+
+
+def run(target: str, *, json: bool = False, **given: Any) -> int:
+    """`megatrain verify module:function`: compares, and prints the report."""
+    of_compile = {name: given.pop(name) for name in OF_COMPILE if name in given}
+    with importable(target):
+        model, args, kwargs = command_target(target)
+        with users_failures(f"a step of the model of `{target}`"):
+            report = verify_call(model, args, kwargs, of_compile, **given)
+    print(report.to_json() if json else report)
+    return 0 if report.ok else 1

@@ -1,4 +1,4 @@
-"""`megatrain verify module:function`; and the model that a command line names, with failures of the user's own code."""
+"""The model that a command line names as `module:function`, and failures of the user's own code."""
 
 from __future__ import annotations
 
@@ -19,22 +19,9 @@ from torch import nn
 from megatrain.base.checks import PATH
 from megatrain.errors import MegatrainError, OptionError
 from megatrain.planning.host_plan import model_and_inputs
-from megatrain.tools.command_options import OF_COMPILE
-from megatrain.tools.verification.side_by_side import verify_call
 
-_PACKAGE = Path(__file__).parents[2]
+_PACKAGE = Path(__file__).parents[1]
 _NOT_THEIRS = (*(str(Path(str(m.__file__)).parent) for m in (importlib, torch)), str(_PACKAGE), "<frozen")
-
-
-def run(target: str, *, json: bool = False, **given: Any) -> int:
-    """Compares and prints the report."""
-    of_compile = {name: given.pop(name) for name in OF_COMPILE if name in given}
-    with importable(target):
-        model, args, kwargs = command_target(target)
-        with users_failures(f"a step of the model of `{target}`"):
-            report = verify_call(model, args, kwargs, of_compile, **given)
-    print(report.to_json() if json else report)
-    return 0 if report.ok else 1
 
 
 def command_target(target: str) -> tuple[nn.Module, tuple[Any, ...], dict[str, Any]]:
