@@ -30,8 +30,8 @@ TORCH_VENV = .venv-torch-$(TORCH)
 # What is compiled once is read by all processes of the tests: without it each child takes a second more to begin.
 unexport PYTHONDONTWRITEBYTECODE
 
-# Tests run on all cores where pytest-xdist is installed.
-PYTEST = $(PY) -m pytest $(shell $(PY) -c 'import xdist; print("-n auto")' 2>/dev/null)
+# Tests run on all cores where pytest-xdist is installed; those of a file in one process, which compiles its models once.
+PYTEST = $(PY) -m pytest $(shell $(PY) -c 'import xdist; print("-n auto --dist loadfile")' 2>/dev/null)
 
 # Tests on a simulated device with memory and streams of its own; skipped where there is no C++ compiler.
 SIMULATED = -p tests.simulated_device.plugin tests/simulated_device tests/simulated_runs tests/gpu
@@ -125,8 +125,8 @@ zoo: $(READY)
 # What make test leaves out, with four times as many random models, budgets and orders. One part can be run by its own command.
 USERS_PY = .venv-users/bin/python
 nightly: .venv-users/.ready
-	$(USERS_PY) -m pytest -n auto -m 'nightly or not nightly' --hypothesis-profile=seeds $(ARGS)
-	$(USERS_PY) -m pytest -n auto $(SIMULATED) -m 'nightly or not nightly' --hypothesis-profile=seeds $(ARGS)
+	$(USERS_PY) -m pytest -n auto --dist loadfile -m 'nightly or not nightly' --hypothesis-profile=seeds $(ARGS)
+	$(USERS_PY) -m pytest -n auto --dist loadfile $(SIMULATED) -m 'nightly or not nightly' --hypothesis-profile=seeds $(ARGS)
 	$(USERS_PY) -m tests.mutants
 	$(USERS_PY) -m tests.faults
 	$(USERS_PY) -m tests.faults --simulated --only configurations

@@ -129,10 +129,16 @@ def _ctrl_c() -> Generator[None]:
         signal.signal(signal.SIGINT, before)
 
 
-@pytest.fixture(scope="module")
-def lowered_once() -> Generator[None]:
-    """For files that compile the same models many times: `pytestmark = pytest.mark.usefixtures("lowered_once")`."""
-    with captures.lowered_once():
+@pytest.fixture(autouse=True, scope="module")
+def _once(request: pytest.FixtureRequest) -> Generator[None]:
+    """A file compiles few models many times: equal captures share a program, and equal optimizers what they need.
+
+    Rooms whose files share more than that have a fixture of this name.
+    """
+    if request.path.parent.name in ("passes", "optim"):  # the rooms that find these out
+        yield
+        return
+    with captures.lowered_once(), captures.rehearsed_once():
         yield
 
 

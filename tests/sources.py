@@ -13,3 +13,9 @@ MODULES = sorted((ROOT / "megatrain").rglob("*.py"))
 @functools.cache  # several tests go through all modules
 def parsed(source: str) -> ast.Module:
     return ast.parse(source)
+
+
+@functools.cache
+def nodes(source: str) -> tuple[ast.AST, ...]:
+    """All of a module's syntax tree."""
+    return tuple(ast.walk(parsed(source)))

@@ -25,8 +25,9 @@ THREADS = {"OMP_NUM_THREADS": str(torch.get_num_threads())}
 
 @pytest.fixture(autouse=True)
 def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(demo, "DEPTH", 2)
-    monkeypatch.setattr(demo, "SAVE_EVERY", 3)
+    sizes = {"DEPTH": 2, "WIDTH": 64, "MICRO_BATCHES": 2, "SAMPLES": 4, "SCORED": 8, "SAVE_EVERY": 3}
+    for name, size in sizes.items():
+        monkeypatch.setattr(demo, name, size)
 
 
 def run(folder: Path, *options: str) -> int:

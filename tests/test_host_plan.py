@@ -22,8 +22,6 @@ from megatrain.planning.host_plan import HostPlan, HostRow, host_plan
 from tests.models import MODELS, Gpt
 from tests.runtime.parity import loss_of
 
-pytestmark = pytest.mark.usefixtures("lowered_once")  # of few models
-
 ROOT = Path(__file__).parent.parent
 # Buffers that the forward writes, ties, parameters that nothing uses, and weights in one storage.
 NAMES = ("cnn", "tied_blocks", "unused_parameter", "lstm")

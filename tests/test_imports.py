@@ -10,7 +10,7 @@ from pathlib import Path
 
 import networkx as nx
 
-from tests.sources import MODULES, ROOT, parsed
+from tests.sources import MODULES, ROOT, nodes, parsed
 
 # A module may import what stands in its own group or left of it; anything unnamed sits at the right end.
 GROUPS = (
@@ -48,7 +48,7 @@ def imported_names(source: str, module: str, *, is_package: bool = False) -> tup
 
 
 def _imported_names(source: str, package: str) -> Iterator[str]:
-    for node in ast.walk(parsed(source)):
+    for node in nodes(source):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):

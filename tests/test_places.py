@@ -10,7 +10,7 @@ import functools
 from collections.abc import Collection, Iterator
 from pathlib import Path
 
-from tests.sources import MODULES, ROOT, parsed
+from tests.sources import MODULES, ROOT, nodes
 
 OF_DEVICES = [path for path in MODULES if "device" in path.parts]
 KINDS = {"cuda", "xpu", "mps", "hpu", "mtia", "maia", "privateuseone"}
@@ -64,9 +64,9 @@ def chain(node: ast.AST) -> list[str]:
     return [node.id, *names] if isinstance(node, ast.Name) else []
 
 
-def torch_imports(tree: ast.AST) -> Iterator[tuple[int, str, list[str]]]:
+def torch_imports(source: str) -> Iterator[tuple[int, str, list[str]]]:
     """What is imported of torch: line, the name it is bound to, and its dotted name in parts."""
-    for node in ast.walk(tree):
+    for node in nodes(source):
         if isinstance(node, ast.Import):
             for alias in node.names:
                 parts = alias.name.split(".")
@@ -79,9 +79,8 @@ def torch_imports(tree: ast.AST) -> Iterator[tuple[int, str, list[str]]]:
 
 def questions_about_devices(source: str) -> list[str]:
     """What of `source` only megatrain/device may say: `line: code`."""
-    tree = parsed(source)
-    found = [(n, ".".join(parts)) for n, _, parts in torch_imports(tree) if set(parts[1:]) & MODULES_OF_KINDS]
-    for node in ast.walk(tree):
+    found = [(n, ".".join(parts)) for n, _, parts in torch_imports(source) if set(parts[1:]) & MODULES_OF_KINDS]
+    for node in nodes(source):
         if isinstance(node, ast.Attribute):
             names = chain(node)
             is_torchs = names[:1] == ["torch"] and len(names) == 2 and names[1] in MODULES_OF_KINDS
@@ -100,12 +99,11 @@ def private_names(source: str, own: Collection[str] = ()) -> list[str]:
         source: Of a module.
         own: Private names that megatrain defines itself.
     """
-    tree = parsed(source)
-    imports = list(torch_imports(tree))
+    imports = list(torch_imports(source))
     bound = {name for _, name, _ in imports}
     found = [(line, ".".join(parts)) for line, _, parts in imports if any(map(is_private, parts))]
     allowed = {*ATTRIBUTES, *OF_PYTHON, *own}
-    for node in ast.walk(tree):
+    for node in nodes(source):
         if isinstance(node, ast.Attribute) and is_private(node.attr):
             names = chain(node)
             if names[:1] in (["self"], ["cls"]) and len(names) == 2:
@@ -115,9 +113,9 @@ def private_names(source: str, own: Collection[str] = ()) -> list[str]:
     return [f"{line}: {code}" for line, code in sorted(found)]
 
 
-def defined(tree: ast.AST) -> Iterator[str]:
+def defined(source: str) -> Iterator[str]:
     """The private names that a module gives to functions, classes, variables and attributes of its objects."""
-    for node in ast.walk(tree):
+    for node in nodes(source):
         if isinstance(node, ast.FunctionDef | ast.ClassDef):
             yield node.name
         elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
@@ -128,7 +126,7 @@ def defined(tree: ast.AST) -> Iterator[str]:
 
 @functools.cache
 def own_names() -> frozenset[str]:
-    return frozenset(name for path in MODULES for name in defined(parsed(path.read_text())) if is_private(name))
+    return frozenset(name for path in MODULES for name in defined(path.read_text()) if is_private(name))
 
 
 def test_only_the_device_folder_knows_kinds_of_devices():
@@ -150,7 +148,7 @@ def test_the_places_are_where_such_names_are():
 
 
 def test_every_attribute_that_is_allowed_is_read_somewhere():
-    read = {n.attr for path in MODULES for n in ast.walk(parsed(path.read_text())) if isinstance(n, ast.Attribute)}
+    read = {n.attr for path in MODULES for n in nodes(path.read_text()) if isinstance(n, ast.Attribute)}
     assert ATTRIBUTES.keys() - read == set()
 
 

@@ -25,6 +25,12 @@ def on_meta(**options: Any) -> Gpt:
         return Gpt(width=64, **options)
 
 
+def two_layers() -> torch.nn.Module:
+    """Of 129 KiB each."""
+    with torch.device("meta"):
+        return torch.nn.Sequential(torch.nn.Linear(181, 181), torch.nn.Tanh(), torch.nn.Linear(181, 181))
+
+
 def test_the_text():
     plan = megatrain.plan(on_meta(), IDS, device_memory="500KiB", host_memory="1MB", micro_batches=2)
     assert_expected_inline(
@@ -86,7 +92,7 @@ def test_an_optimizer_may_be_a_name_a_class_or_over_the_models_own_parameters():
 
 @pytest.mark.usefixtures("no_smaller_blocks")
 def test_a_device_that_is_too_small_is_planned_for_and_refused():
-    plan = megatrain.plan(on_meta(depth=1), IDS, device_memory="64KiB", host_memory="1GiB")
+    plan = megatrain.plan(two_layers(), torch.ones(8, 181), device_memory="64KiB", host_memory="1GiB")
     assert not plan.fits
     assert "KiB of 64.00 KiB: doesn't fit, " in str(plan)
     with pytest.raises(ScheduleError, match=r"a memory of 65536 B is too small: at least \d+ B") as caught:
@@ -95,11 +101,12 @@ def test_a_device_that_is_too_small_is_planned_for_and_refused():
 
 
 def test_a_host_that_is_too_small_is_refused():
-    plan = megatrain.plan(on_meta(depth=2), IDS, optimizer="AdamW", host_memory="1MiB")
+    model, x = two_layers(), torch.ones(8, 181)
+    plan = megatrain.plan(model, x, optimizer="AdamW", host_memory="1MiB")
     assert not plan.fits
     with pytest.raises(ExecuteError, match=r"MiB of host memory, 1\.00 MiB are available"):
         plan.check()
-    assert megatrain.plan(on_meta(depth=2), IDS, optimizer="AdamW", host_memory="1GiB").fits
+    assert megatrain.plan(model, x, optimizer="AdamW", host_memory="1GiB").fits
 
 
 def test_what_can_not_be_planned_is_refused():

@@ -21,8 +21,6 @@ from tests.models import MODELS, Gpt
 from tests.optim.reference import MAKERS, Loop, Reference, assert_same_training, values_of
 from tests.runtime.parity import seeded
 
-pytestmark = pytest.mark.usefixtures("lowered_once")  # of few models
-
 ROOT = Path(__file__).parent.parent
 OPTIONS: dict[str, dict[str, Any]] = {
     "bind": {},

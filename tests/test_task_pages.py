@@ -23,8 +23,6 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 import megatrain
 from tests.comparing import assert_same
 
-pytestmark = pytest.mark.usefixtures("lowered_once")  # of few models
-
 FOLDER = Path(__file__).parents[1] / "docs" / "tasks"
 BLOCKS = re.compile(r"^```(\w+)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 LENGTH, WORDS = 16, 64

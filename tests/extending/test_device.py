@@ -24,8 +24,6 @@ from tests.models import MODELS
 from tests.runtime.parity import train
 from tests.training.parity import MODES, TASKS, SideBySide, adamw
 
-pytestmark = pytest.mark.usefixtures("lowered_once")  # of few models
-
 PAGE = (Path(__file__).parents[2] / "docs" / "extending.md").read_text()
 SECTION = PAGE.split("\n## A kind of device\n")[1].split("\n## ")[0]
 CODE, _ = re.findall(r"^```python\n(.*?)^```$", SECTION, re.DOTALL | re.MULTILINE)

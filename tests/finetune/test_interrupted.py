@@ -14,10 +14,7 @@ from megatrain.tools.finetune.training_run import _StopBetweenSteps
 from tests.comparing import assert_same
 from tests.finetune.commands import data, log_of, losses_of, save_model, started, train, weights_of
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore"),  # what these libraries warn of is theirs
-    pytest.mark.usefixtures("lowered_once"),  # of few models
-]
+pytestmark = pytest.mark.filterwarnings("ignore")  # what these libraries warn of is theirs
 NUM_STEPS = 12
 GIVEN = (
     *("--device=cpu", "--length=16", f"--steps={NUM_STEPS}", "--accumulate=2", "--lr=1e-2", "--save-every=4"),

@@ -14,10 +14,7 @@ from megatrain.tools.finetune.run_record import RunRecord
 from tests.finetune.commands import data, save_model, train, write_lines
 from tests.test_bad_command_line import keywords
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore"),  # what these libraries warn of is theirs
-    pytest.mark.usefixtures("lowered_once"),  # of few models
-]
+pytestmark = pytest.mark.filterwarnings("ignore")  # what these libraries warn of is theirs
 ON_CPU = ("--device=cpu", "--precision=fp32", "--length=16")
 TURN = {"role": "user", "content": "w1"}
 

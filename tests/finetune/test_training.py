@@ -39,10 +39,7 @@ from tests.finetune.commands import (
 )
 from tests.nightly import nightly
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore"),  # what these libraries warn of is theirs
-    pytest.mark.usefixtures("lowered_once"),  # of few models
-]
+pytestmark = pytest.mark.filterwarnings("ignore")  # what these libraries warn of is theirs
 PAGE = (ROOT / "docs" / "finetuning.md").read_text()
 COMMAND = re.compile(r"^ *megatrain train (.*)$", re.MULTILINE)
 GIVEN = (

@@ -49,7 +49,7 @@ class PackedStack(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.embed = nn.Embedding(WORDS, WIDTH)
-        self.layers = nn.ModuleList(PackedLayer() for _ in range(3))
+        self.layers = nn.ModuleList(PackedLayer() for _ in range(2))
         self.head = nn.Linear(WIDTH, WORDS)
 
     def forward(self, ids: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:

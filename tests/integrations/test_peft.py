@@ -32,7 +32,6 @@ from tests.integrations.test_trainer import tied
 pytestmark = [
     pytest.mark.nightly,
     pytest.mark.filterwarnings("ignore"),
-    pytest.mark.usefixtures("lowered_once"),  # of few models
 ]
 MATRICES = ["q_proj", "v_proj"]
 BOTH = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]

@@ -21,8 +21,6 @@ from tests.comparing import assert_same
 from tests.integrations.runs import GIVEN, ROWS, llama, streamed_kind, with_loss
 from tests.integrations.test_trainer import of_model
 
-pytestmark = pytest.mark.usefixtures("lowered_once")  # of few models
-
 
 def trainer(folder: Path, kind: Any = Trainer, arguments: Any = None, **keywords: Any) -> Any:
     made = TrainingArguments(str(folder), **{**GIVEN, **(arguments or {})})

@@ -24,10 +24,7 @@ from tests.integrations import killed_run
 from tests.integrations.runs import RAGGED, TWO, Ran, Scenario, fast_or_nightly, llama, run
 from tests.integrations.test_trainer import LooksAtGradients, OwnStep
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore"),  # what these libraries warn of is theirs
-    pytest.mark.usefixtures("lowered_once"),  # of few models
-]
+pytestmark = pytest.mark.filterwarnings("ignore")  # what these libraries warn of is theirs
 SAVED = {"save_strategy": "steps", "save_steps": 2, "max_steps": 5, **TWO, "warmup_steps": 2}
 BEST = {**SAVED, "eval_strategy": "steps", "eval_steps": 2, "load_best_model_at_end": True}
 EPOCHS = {**SAVED, "max_steps": -1, "num_train_epochs": 2, "restore_callback_states_from_checkpoint": True}
@@ -66,7 +63,7 @@ Both = Callable[[str], tuple[Path, Ran, Ran]]
 
 
 @pytest.fixture(scope="module")
-def both(tmp_path_factory: pytest.TempPathFactory, lowered_once: None) -> Both:
+def both(tmp_path_factory: pytest.TempPathFactory) -> Both:
     """Runs a scenario once, with the stock trainer and with one that streams, in folders of these names."""
 
     @functools.cache

@@ -41,10 +41,7 @@ from tests.integrations.runs import (
     with_loss,
 )
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore"),  # what these libraries warn of is theirs
-    pytest.mark.usefixtures("lowered_once"),  # of few models
-]
+pytestmark = pytest.mark.filterwarnings("ignore")  # what these libraries warn of is theirs
 FOUR = {**TWO, "max_steps": 4}
 BEST = {**EVAL, **SAVED, "load_best_model_at_end": True, "metric_for_best_model": "loss", "max_steps": 4}
 

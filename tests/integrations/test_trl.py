@@ -26,7 +26,6 @@ datasets: Any = pytest.importorskip("datasets")
 pytestmark = [
     pytest.mark.nightly,
     pytest.mark.filterwarnings("ignore"),
-    pytest.mark.usefixtures("lowered_once"),  # of few models
 ]
 IS_NEW = Version(trl.__version__) >= Version("1.16")
 TURNS = (

@@ -16,8 +16,6 @@ from megatrain.base.sizes import parse_bytes
 from megatrain.errors import ScheduleError, TooSmallError
 from tests.nightly import nightly
 
-pytestmark = pytest.mark.usefixtures("lowered_once")  # of few models
-
 WORDS, WIDTH, MEMORY = 600, 16, "60KiB"
 
 

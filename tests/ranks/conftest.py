@@ -30,7 +30,7 @@ def three_anew() -> Generator[Callable[[], Processes]]:
 
 
 @pytest.fixture(scope="package", autouse=True)
-def _made_once() -> Generator[None]:
+def _once() -> Generator[None]:
     """What one process computes is compiled once for each model, as in the processes of the ranks."""
     with lowered_once(OF_MANY_FILES), rehearsed_once():
         yield

@@ -154,7 +154,7 @@ def assert_chunked_equals_whole(
             torch.testing.assert_close(found_gradients[name], gradient, rtol=4 * eps, atol=atol, msg=name)
 
 
-@pytest.mark.parametrize("seed", [*range(18), *map(nightly, range(18, 400))])
+@pytest.mark.parametrize("seed", [*range(12), *map(nightly, range(12, 400))])
 def test_chunks_of_any_head_are_right_and_keep_the_bits_of_loss_and_hidden_gradients(seed: int):
     dice = random.Random(seed)
     form, dtype = Form(dice), dice.choice([torch.float32, torch.float32, torch.bfloat16])

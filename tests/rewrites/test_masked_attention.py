@@ -166,8 +166,9 @@ NEAR_MISSES: dict[str, Model] = {
 
 @pytest.mark.parametrize("name", NEAR_MISSES)
 def test_near_misses_are_left_alone(name: str):
+    traced = canonicalize(megatrain.trace(NEAR_MISSES[name], batch(600)))
     for rewrite in (causal_attention, IN_PARTS):
-        assert not check_rewrite(NEAR_MISSES[name], rewrite, batch(600)).changed
+        assert str(rewrite(traced)) == str(traced)
 
 
 def test_a_mask_that_something_else_reads_stays_for_that():

@@ -76,7 +76,7 @@ def test_the_backward_of_every_schedule_can_run_alone(plan: Schedule, num_slots:
 
 
 @given(ANY, st.integers(0, 2**20), st.booleans())
-@draws(30)
+@draws(30, usual=4)  # each has hundreds of mutants
 def test_every_mutation_is_rejected_or_harmless(plan: Schedule, seed: int, fits: bool):
     for name, mutant in mutants(plan, Random(seed)):
         mutant = with_figures(mutant) if fits else mutant

@@ -33,7 +33,7 @@ def made(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 class Blocks(EqualBlocks):
     """Of as many kernels as those of a layer."""
 
-    def __init__(self, depth: int = 6) -> None:
+    def __init__(self, depth: int = 4) -> None:
         super().__init__(depth, extra=_Chain())
 
 
@@ -70,7 +70,7 @@ def test_a_shape_is_recorded_from_its_third_run_on_with_eagers_bits(made: list[s
         found[-1] += [p.detach().clone() for p in compiled.parameters()]
     assert_same(found[0], found[1])
     assert made
-    assert len(step.schedule.recorded) >= 5
+    assert len(step.schedule.recorded) >= 3
     assert "kernels of steps: recorded in" in str(compiled)
     count = len(made)
     step(batch(5, rows=16))

@@ -307,7 +307,7 @@ def test_a_default_budget_runs_on_the_smallest_card_for_it(
 MIB = 1 << 20
 
 
-def stack(depth: int = 12, width: int = 256) -> nn.Sequential:
+def stack(depth: int = 12, width: int = 64) -> nn.Sequential:
     torch.manual_seed(0)
     return nn.Sequential(*(nn.Linear(width, width) for _ in range(depth)))
 
@@ -317,12 +317,12 @@ def test_a_budget_that_nobody_gave_gets_smaller_where_it_is_too_much(sim: Simula
     _, total = torch.accelerator.get_memory_info(0)
     steps, optimizers, planned = list[megatrain.TrainStep](), list[torch.optim.Optimizer](), list[int]()
     models = (stack(), stack())
-    batches = [[torch.randn(4096, 256).to(DEVICE) for _ in range(2)] for _ in range(2)]
+    batches = [[torch.randn(16384, 64).to(DEVICE) for _ in range(2)] for _ in range(2)]
     for model in models:
         torch.accelerator.empty_cache()
         sim.configure(capacity=torch.accelerator.memory_reserved() + 220 * MIB)
         optimizers.append(adamw(model))
-        compiled = megatrain.compile(model, device=DEVICE, block_bytes="256KiB")
+        compiled = megatrain.compile(model, device=DEVICE, block_bytes="16KiB")
         steps.append(megatrain.TrainStep(compiled, optimizers[-1], loss=loss_of, **MODES["deferred"]))
         planned.append(steps[-1].prepare(batches[0]).device_bytes)
         sim.configure(capacity=total)

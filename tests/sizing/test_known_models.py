@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 import time
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -15,10 +16,23 @@ from megatrain.tools.sizing.known_models import KNOWN, known
 pytestmark = pytest.mark.filterwarnings("ignore")  # what these libraries warn of is theirs
 
 
+def parameters(name: str, layers: int) -> int:
+    """Of a model with the figures of a name, and so many layers."""
+    model = model_on_paper(name, replace(KNOWN[name], layers=layers).config(), "fp32", None)
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
 @pytest.mark.parametrize("name", KNOWN)
 def test_a_known_model_has_as_many_parameters_as_published(name: str):
-    model = model_on_paper(name, KNOWN[name].config(), "fp32", None)
-    assert sum(parameter.numel() for parameter in model.parameters()) == KNOWN[name].parameters
+    """Counted in one layer and in two: layers are alike."""
+    one, two = parameters(name, 1), parameters(name, 2)
+    assert one + (KNOWN[name].layers - 1) * (two - one) == KNOWN[name].parameters
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", KNOWN)
+def test_the_layers_of_a_known_model_are_alike(name: str):
+    assert parameters(name, KNOWN[name].layers) == KNOWN[name].parameters
 
 
 def test_a_name_is_known_with_and_without_its_owner():

@@ -21,10 +21,7 @@ from tests.comparing import assert_same, assert_same_state
 from tests.gradients import grad_of
 from tests.tools.models import IDS, llama, values
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning"),
-    pytest.mark.usefixtures("lowered_once"),  # of few models
-]
+pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning")
 
 
 def compiled_llama(**options: Any) -> Any:
@@ -126,7 +123,7 @@ compiled by megatrain for cpu, memory 1.00 MiB, fp32, activations auto
     1 block, 1 template; parameters 80 B, buffers 0 B; forward: 1 slot, device 272 B, peak 224 B
   capture 3: Plain(x: f32[2, 4]), of the latest call
     1 block, 1 template; parameters 80 B, buffers 0 B; train: 1 slot, device 400 B, peak 304 B
-    because model.scale == 1.0 at test_compiled_module.py:52: `return self.model(x) * self.scale + shift`; now 3.0
+    because model.scale == 1.0 at test_compiled_module.py:49: `return self.model(x) * self.scale + shift`; now 3.0
 Plain(""",
     )
     assert str(compiled).endswith(f"\n{model!r}")

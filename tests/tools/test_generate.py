@@ -31,10 +31,7 @@ from tests.gradients import grad_of
 from tests.integrations.runs import fast_or_nightly
 from tests.tools.models import IDS, llama, values
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning", "ignore::UserWarning"),
-    pytest.mark.usefixtures("lowered_once"),  # of few models
-]
+pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning", "ignore::UserWarning")
 
 TIGHT = 64 << 10
 """Of a larger model."""

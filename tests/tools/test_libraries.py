@@ -18,10 +18,7 @@ import megatrain
 from tests.comparing import assert_same
 from tests.tools.models import IDS, llama, values
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore"),  # what these libraries warn of is theirs
-    pytest.mark.usefixtures("lowered_once"),  # of few models
-]
+pytestmark = pytest.mark.filterwarnings("ignore")  # what these libraries warn of is theirs
 ROWS = [{"input_ids": row, "labels": row} for row in torch.arange(64).reshape(8, 8)]
 
 
