@@ -19,7 +19,7 @@ from megatrain.base.torch_private import FakeTensor
 from megatrain.device import is_on_host
 from megatrain.errors import ExecuteError, OptionError
 from megatrain.optim.masters.halves import Master, RoundedMaster, SplitMaster, WholeMaster
-from megatrain.optim.masters.narrow_model import check_packed_width, is_all_wide, plain_parameters
+from megatrain.optim.masters.narrow_model import narrow_entries
 from megatrain.optim.masters.registry import Masters
 from megatrain.optim.need import OptimizerNeed, Updated, joint_need, made_over
 from megatrain.optim.per_parameter import is_per_parameter
@@ -318,16 +318,6 @@ def host_plan(
     plan = HostPlan(kept, num_parameters, held_bytes, is_estimate=need.is_estimate)
     state_bytes, can_narrow = sum(need.state.values()), precision == "fp32"
     return replace(plan, helps=_helps(plan, schedule, state_bytes, can_narrow=can_narrow, at_once=at_once))
-
-
-def narrow_entries(entries: Mapping[str, StateEntry]) -> dict[str, StateEntry]:
-    """Describes the state with its parameters in bf16, if all of them are fp32; otherwise unchanged."""
-    check_packed_width(entries)
-    if not is_all_wide(entries):
-        return dict(entries)
-    parameters = plain_parameters(entries).values()
-    narrow = {e.key: replace(e, spec=replace(e.spec, dtype=torch.bfloat16)) for e in parameters}
-    return {key: narrow.get(key, entry) for key, entry in entries.items()}
 
 
 def _is_trained_bf16(entry: StateEntry) -> bool:

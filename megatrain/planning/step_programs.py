@@ -146,7 +146,7 @@ class StepPrograms:
             return repeated
         assert self._whole is not None
         self._traced, self._repeated = self._whole(), None
-        return lowered(self._traced, limits, pieces, costs=self._costs)
+        return self._lowered(pieces, block_bytes)
 
     @cached_property
     def _sizes(self) -> Sequence[int]:

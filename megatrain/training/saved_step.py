@@ -28,10 +28,10 @@ from megatrain.optim.proxy import Optimizer, give_new_state
 from megatrain.ranks.processes import words_of
 from megatrain.runtime.exchange import Exchange
 from megatrain.training import saved_schedulers
-from megatrain.training.boundary import Progress
 from megatrain.training.compiled.inside import Compiled
 from megatrain.training.model_state import HIDDEN, State
 from megatrain.training.saved_schedulers import Schedulers
+from megatrain.training.step_run import Progress
 
 _FILES = {"config": "config.json", "generation_config": "generation_config.json"}
 

@@ -50,8 +50,8 @@ from megatrain.tools.finetune.pretrained import (
 from megatrain.tools.finetune.run_record import RunRecord, fingerprint, recorded_batch
 from megatrain.tools.finetune.train_options import TrainOptions
 from megatrain.tools.finetune.training_data import learnt, read_rows, survey
-from megatrain.training.boundary import NotFiniteError
 from megatrain.training.compiled.padding import bounds_of, brought_to
+from megatrain.training.step_run import NotFiniteError
 
 LENGTH, TOKENS_PER_STEP, EVAL_FRACTION = 2048, 16384, 0.05
 _MULTIPLE = 8

@@ -14,8 +14,7 @@ import torch
 from torch import nn
 
 from megatrain.base.checks import PATH, checked
-from megatrain.device.device_budget import DeviceBudget
-from megatrain.device.out_of_memory import Attempts, free_frames
+from megatrain.device.device_budget import Attempts, DeviceBudget, free_frames
 from megatrain.errors import ExecuteError
 from megatrain.files import Source
 from megatrain.optim.masters.narrow_model import MasterWeights, explained, masters_of
@@ -30,19 +29,19 @@ from megatrain.runtime.random_calls import RngState, kept_generators
 from megatrain.runtime.streams.events import Turn
 from megatrain.runtime.streams.stream_set import Chaos, Recording
 from megatrain.scheduler.schedule import Schedule
-from megatrain.tracer.arguments import Arguments
+from megatrain.tracer.arguments import Arguments, are_plain, check_device, naming_inputs
 from megatrain.tracer.guards import GuardFailedError
 from megatrain.tracer.inventory import inventory
 from megatrain.tracer.packing import packing_text
-from megatrain.tracer.trace import check_device
 from megatrain.tracer.traced import TracedModule
-from megatrain.training.compiled.captures import Variant, Variants, naming_inputs
+from megatrain.tracer.user_dicts import with_tensors
+from megatrain.training.compiled.captures import Variant, Variants
 from megatrain.training.compiled.hand_over import handed_over
 from megatrain.training.compiled.length_trial import OwnRun, run_own_code
 from megatrain.training.compiled.lengths import Lengths, Padded
 from megatrain.training.compiled.padding import refused
 from megatrain.training.compiled.printed import compiled_text, dump
-from megatrain.training.compiled.walking import Walks, narrowed_inputs, walks
+from megatrain.training.compiled.walking import Walks
 
 if TYPE_CHECKING:
     from megatrain.training.compiled.inside import Compiled
@@ -228,6 +227,14 @@ class Compiled:
             TraceError: If the call can't be captured.
         """
         check_device(arguments, self.options.device)
+        return self._found(arguments, failed, before_capture)
+
+    def _found(
+        self,
+        arguments: Arguments,
+        failed: Mapping[Variant, str] | None = None,
+        before_capture: Callable[[], object] = lambda: None,
+    ) -> tuple[Variant, Arguments]:
         self._latest, given = self._variants.find(arguments, failed, before_capture)
         return self._latest, given
 
@@ -252,7 +259,7 @@ class Compiled:
         """Compiles for the signature of these arguments without running."""
         with self.exclusively("prepare()"):
             padded = self.padded(Arguments.of(self.model, args, kwargs), runs=False)
-            variant, _ = self._variant_for(self.cast(padded.arguments))
+            variant, _ = self._found(self.cast(padded.arguments))
             assert variant.schedule  # planned now
             return variant
 
@@ -312,7 +319,7 @@ class Compiled:
             WeightsError: If this call has to read the weights and can't.
             TraceError: If this signature of inputs can't be captured.
         """
-        if walks(args, kwargs, has_grad=torch.is_grad_enabled()):
+        if not torch.is_grad_enabled() and not are_plain(args, kwargs):
             return self.walked("the call", self.model, args, kwargs)
         padded = self.padded(Arguments.of(self.model, args, kwargs))
         own = padded.arguments
@@ -337,7 +344,8 @@ class Compiled:
     def walked(self, what: str, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Calls a function of the model in a walk, with inputs cast as for calls of the model."""
         with self._walk(what):
-            args, kwargs = narrowed_inputs(args, kwargs) if self._masters.casts_inputs else (args, kwargs)
+            if self._masters.casts_inputs:
+                args, kwargs = with_tensors(_narrow, (args, kwargs))
             return function(*args, **kwargs)
 
     def _walk(self, what: str) -> AbstractContextManager[None]:
@@ -352,10 +360,11 @@ class Compiled:
 
     def _run(self, arguments: Arguments, padded: Padded) -> tuple[Variant, list[torch.Tensor]]:
         """Runs the variant whose assumptions hold; some are checked in the middle of the step, before any commit."""
-        (variant, given), device = self._variant_for(arguments), self.options.device
+        device = self.options.device
         failed: dict[Variant, str] = {}
         attempts = Attempts("the call", device)
         while True:
+            variant, given = self._found(arguments, failed)
             self.check_padded(variant, padded)
             variant.lowered.note_call()
             executor = self._executor(variant)
@@ -367,7 +376,6 @@ class Compiled:
                 start.restore(device)
                 failed[variant] = str(failure)
                 self._variants.learn(failure, given, failed)
-                variant, given = self._variant_for(arguments, failed)
             except Exception as error:  # a lack of memory gets a second attempt; all else is raised
                 if not attempts.may_repeat(error, executor.memory_figures):
                     raise
@@ -399,12 +407,6 @@ class Compiled:
             lowered.executor = Executor(lowered.program, lowered.schedule, self.engine)
         self.bind()
         return lowered.executor
-
-    def _variant_for(
-        self, arguments: Arguments, failed: Mapping[Variant, str] | None = None
-    ) -> tuple[Variant, Arguments]:
-        self._latest, given = self._variants.find(arguments, failed)
-        return self._latest, given
 
     @property
     def engine(self) -> Engine:
@@ -482,3 +484,7 @@ class Compiled:
         """
         self.complete_updates()
         return self._masters.state_sources()
+
+
+def _narrow(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to(torch.bfloat16) if tensor.dtype == torch.float32 else tensor

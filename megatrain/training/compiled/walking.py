@@ -3,25 +3,19 @@
 from __future__ import annotations
 
 import threading
-from collections import deque
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import is_dataclass
-from typing import Any
 
 import torch
 from torch import nn
 
 from megatrain.base.torch_features import check_torch
-from megatrain.base.torch_private import pytree
 from megatrain.device.device_budget import DeviceBudget
 from megatrain.planning.options import Limits
 from megatrain.runtime.engine import Engine
 from megatrain.runtime.on_demand import Learned, WalkFigures
 from megatrain.runtime.walk import walk
 from megatrain.tracer.inventory import check_plain_state
-from megatrain.tracer.trace import is_plain
-from megatrain.tracer.user_dicts import Opened, opened, with_tensors
 
 
 class _Walked(threading.local):
@@ -101,26 +95,6 @@ class Walks:
                 self.peak_bytes = max(self.peak_bytes, self.latest.peak_bytes)
 
 
-def narrowed_inputs(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Returns arguments with fp32 tensors as bf16."""
-    return with_tensors(_narrow, (args, kwargs))
-
-
-def _narrow(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.to(torch.bfloat16) if tensor.dtype == torch.float32 else tensor
-
-
-def walks(args: tuple[Any, ...], kwargs: dict[str, Any], *, has_grad: bool) -> bool:
-    """Tells whether a call is a walk: no capture can stand for its arguments (a cache), and it needs no gradients."""
-    return not has_grad and not all(map(is_plain, pytree.tree_leaves(opened((args, kwargs)), is_leaf=_is_object)))
-
-
-def _is_object(value: object) -> bool:
-    """An object with methods may change in a call, though torch may know how to take it apart (caches, for export)."""
-    return not isinstance(value, _CONTAINERS) and not is_dataclass(value)
-
-
-_CONTAINERS = (tuple, list, dict, Mapping, deque, Opened)
 _ELSEWHERE = (
     "in a walk, parameters and buffers look as if they were on {device}; all other tensors are where they are.\n"
     "  Move the inputs there. A tensor that the model keeps in a plain attribute must be a buffer, as for .to()."
