@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Generator, Iterable, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -12,6 +13,13 @@ from torch import nn
 from megatrain.base.checks.several_optimizers import check_apart, parameters_of
 from megatrain.base.host_limits import update_threads
 from megatrain.base.interrupts import Interrupts
+from megatrain.base.torch_private import (
+    disable_current_modes,
+    function_modes,
+    pop_function_mode,
+    preserve_dispatch_keys,
+    send_to_meta_kernels,
+)
 from megatrain.errors import ExecuteError, OptimizerError
 from megatrain.optim.fast.on_device import why_not
 from megatrain.optim.per_parameter import check_steps
@@ -23,6 +31,7 @@ from megatrain.planning.loss_bytes import Cut, Loss, measure_loss
 from megatrain.planning.plan_step import waits_for_host
 from megatrain.planning.saved_plan import AnyPlan
 from megatrain.planning.step_programs import StepPrograms
+from megatrain.runtime.engine import ordinary_tensors
 from megatrain.runtime.exchange import Exchange
 from megatrain.runtime.executor import Executor
 from megatrain.scheduler.schedule import Schedule
@@ -32,7 +41,6 @@ from megatrain.tracer.traced import TracedModule
 from megatrain.training.batch import MicroBatch, untrained
 from megatrain.training.compiled.inside import Compiled, Variant
 from megatrain.training.device_updates import DeviceUpdates
-from megatrain.training.modes import without_modes
 from megatrain.training.step_tables import StepTables
 from megatrain.training.update_times import UpdateTimes
 
@@ -382,6 +390,20 @@ class Setup:
 
     def _check_apart(self) -> None:
         check_apart(self.optimizers, nn.Module.named_parameters(self._compiled.model))
+
+
+@contextmanager
+def without_modes() -> Generator[None]:
+    """Runs the body outside of inference mode, fake tensors, function modes and another default device (one of these).
+
+    A dropped step is completed when Python collects it, perhaps while another model is made on meta, or in the middle
+    of a fake tensor's kernel.
+    """
+    with ordinary_tensors(), ExitStack() as function_modes_left, disable_current_modes(), preserve_dispatch_keys():
+        for _ in function_modes():
+            function_modes_left.enter_context(pop_function_mode())
+        send_to_meta_kernels(False)
+        yield
 
 
 def _distinct(programs: Sequence[Program]) -> list[Program]:

@@ -5,15 +5,18 @@ Each step ends where parameters, moments, buffers and generators belong together
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import reduce
 from typing import Any
 
 import torch
+from torch import nn
 
+from megatrain.base.torch_private import DropoutNd
 from megatrain.device.device_budget import Attempts, DeviceBudget, free_frames, let_go, ran_out
-from megatrain.errors import ExecuteError
+from megatrain.errors import ExecuteError, TrainStepWarning
 from megatrain.optim.updates import Updates
 from megatrain.planning.loss_bytes import Loss
 from megatrain.runtime.exchange import Exchange
@@ -26,7 +29,6 @@ from megatrain.tracer.guards import GuardFailedError
 from megatrain.training.batch import Counts, FollowingLoss, MicroBatch, Shares, Weight, micro_batches, untrained
 from megatrain.training.compiled.inside import Compiled, Variant
 from megatrain.training.completion import Completion
-from megatrain.training.modes import warn_of_dropout
 from megatrain.training.setup import Setting, Setup
 from megatrain.training.trainer import Running, spent
 
@@ -174,7 +176,7 @@ class StepRun:
         self.check_whole()
         if not self._is_mode_known:
             self._is_mode_known = True
-            warn_of_dropout(self._compiled.model)
+            _warn_of_dropout(self._compiled.model)
         # With several processes there are no lengths, and the others hear below of a batch that is refused.
         if self._compiled.lengths is not None:
             self._try_lengths(micro_batches(batch))
@@ -403,3 +405,31 @@ def _still_due(updates: Updates, error: BaseException) -> str:
         f"  The updates of blocks {updates.due} are still due, because they failed again: {type(error).__name__}: "
         f"{error}\n  flush() and the next step try them again."
     )
+
+
+def _warn_of_dropout(model: nn.Module) -> None:
+    """Warns of dropout that is off because the model is in eval mode, as `from_pretrained` returns it.
+
+    What is in eval mode and has nothing to train (a frozen encoder, a dropout alone) is taken to be so on purpose.
+    """
+    for place, module in model.named_modules():
+        if module.training or not any(p.requires_grad for p in module.parameters()):
+            continue
+        off = [name for name, each in module.named_modules(prefix=place) if not each.training and _probability(each)]
+        if off:
+            more = f" and {len(off) - 1} more" if len(off) > 1 else ""
+            warnings.warn(
+                f"the model trains without dropout: `{off[0]}`{more} is in eval mode, as from_pretrained() leaves it.\n"
+                "  A step computes what the model computes in its present mode, as eager PyTorch does.\n"
+                "  Call model.train() before the steps; for a training without dropout, set its probability to 0.",
+                TrainStepWarning,
+                stacklevel=5,
+            )
+            return
+
+
+def _probability(module: nn.Module) -> float:
+    """With which probability a module of torch drops values in training mode."""
+    if isinstance(module, DropoutNd):
+        return module.p
+    return module.dropout if isinstance(module, nn.MultiheadAttention | nn.RNNBase) else 0.0

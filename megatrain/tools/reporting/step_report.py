@@ -148,8 +148,7 @@ class StepReport:
     def perfetto(self, path: str | os.PathLike[str]) -> None:
         """Writes the same as a trace that https://ui.perfetto.dev opens: Chrome's JSON format.
 
-        Each band is a process and each stream a thread in it with a counter of the bytes that live on
-        the device; arrows lead from each `W` to the ops that read its weights, and from each `G` to its `U`.
+        Each band is a process and each stream a thread in it, with a counter of the bytes that live on the device.
 
         Raises:
             OptionError: If the file can't be written.
