@@ -246,16 +246,14 @@ class Setup:
             OptimizerError: If two optimizers hold the same parameter.
         """
         self._check_apart()  # groups may have been added
-        padded = [self._compiled.padded(untrained(self._compiled.model, b), runs=False) for b in batches]
-        own = [each.arguments for each in padded]
-        # Of the model's own loss nothing else is computed.
-        cuts: list[Cut] = [list if self._is_own_loss else each.cut for each in padded]
+        plain = [untrained(self._compiled.model, batch) for batch in batches]
         # A capture may read the parameters.
         find = partial(self._compiled.variant_for, before_capture=self.catch_up)
-        found = [find(self._compiled.cast(given), unfit) for given, unfit in zip(own, failed, strict=True)]
-        variants, arguments = [variant for variant, _ in found], [given for _, given in found]
-        for variant, each in zip(variants, padded, strict=True):
-            self._compiled.check_padded(variant, each)
+        found = [find(given, unfit) for given, unfit in zip(plain, failed, strict=True)]
+        variants, arguments = [variant for variant, _, _ in found], [given for _, given, _ in found]
+        own = [padded.arguments for _, _, padded in found]
+        # Of the model's own loss nothing else is computed.
+        cuts: list[Cut] = [list if self._is_own_loss else padded.cut for _, _, padded in found]
         kind = self._kind(variants)
         pairs = [variant.for_step(is_own_loss=self._is_own_loss) for variant in variants]
         traced, captures = [pair[0] for pair in pairs], [pair[1] for pair in pairs]

@@ -214,20 +214,27 @@ class Compiled:
 
     def variant_for(
         self, arguments: Arguments, failed: Mapping[Variant, str], before_capture: Callable[[], object]
-    ) -> tuple[Variant, Arguments]:
-        """Returns the variant for a call, captured now if none fits, and the arguments as it takes them.
+    ) -> tuple[Variant, Arguments, Padded]:
+        """Brings a micro-batch to its capture, which is made now if none fits.
 
         Args:
-            arguments: Of the call, checked here.
+            arguments: Of the call, as given.
             failed: Variants that failed in the middle of a step for this call, with the failures.
             before_capture: Called if none fits.
+
+        Returns:
+            The variant, the arguments as it takes them, and the call as it was padded.
 
         Raises:
             ExecuteError: If an input is on another device.
             TraceError: If the call can't be captured.
         """
-        check_device(arguments, self.options.device)
-        return self._found(arguments, failed, before_capture)
+        padded = self.padded(arguments, runs=False)
+        cast = self.cast(padded.arguments)
+        check_device(cast, self.options.device)
+        variant, given = self._found(cast, failed, before_capture)
+        self._check_padded(variant, padded)
+        return variant, given, padded
 
     def _found(
         self,
@@ -285,7 +292,7 @@ class Compiled:
             self.lengths.learn(arguments)
         return self.lengths.padded(arguments)
 
-    def check_padded(self, variant: Variant, padded: Padded) -> None:
+    def _check_padded(self, variant: Variant, padded: Padded) -> None:
         """Looks whether a capture of padded arguments leaves tensors elsewhere than in its result."""
         if self.lengths is not None:
             self.lengths.check(variant.traced, padded)
@@ -365,7 +372,7 @@ class Compiled:
         attempts = Attempts("the call", device)
         while True:
             variant, given = self._found(arguments, failed)
-            self.check_padded(variant, padded)
+            self._check_padded(variant, padded)
             variant.lowered.note_call()
             executor = self._executor(variant)
             start = RngState.now(device, variant.opaque)
