@@ -19,9 +19,8 @@ from megatrain.passes.program import Program
 from megatrain.planning.host_plan import HostPlan
 from megatrain.planning.loss_bytes import Loss
 from megatrain.planning.saved_plan import PLAN, AnyPlan, SavedPlan, timed_choices
-from megatrain.ranks.processes import refuse_apart
 from megatrain.ranks.rank_exchange import exchange_of
-from megatrain.runtime.streams.events import RunClock, Stopwatch, Watch
+from megatrain.runtime.streams.events import RunClock, Stopwatch
 from megatrain.scheduler.schedule import Schedule
 from megatrain.scheduler.simulate import Measured, TimedRun
 from megatrain.training import saved_step as checkpoint
@@ -177,7 +176,7 @@ class TrainStep:
             TraceError: If the model can't be captured for this batch.
             ScheduleError: If the memory is too small for it.
         """
-        return self._take(batch, None)
+        return self._run.take(batch, None)
 
     def measure(self, batch: Any) -> Measured:
         """Runs a step whose streams wait after each operation; returns the times, which `schedule.simulate` takes.
@@ -185,7 +184,7 @@ class TrainStep:
         The first step isn't typical where blocks are persistent: it brings what then stays.
         """
         self._exchange.refuse("step.measure", "Use step.time, which holds no stream up.")
-        self._take(batch, watch := Stopwatch(self._compiled.options.device))
+        self._run.take(batch, watch := Stopwatch(self._compiled.options.device))
         return Measured(self.schedule, watch.seconds)
 
     def time(self, batch: Any) -> TimedRun:
@@ -195,13 +194,8 @@ class TrainStep:
         """
         with self._exchange.taking():
             clock = RunClock(self._compiled.options.device)
-        self._take(batch, clock)
+        self._run.take(batch, clock)
         return TimedRun.of(self.schedule, clock.spans())
-
-    def _take(self, batch: Any, watch: Watch | None) -> torch.Tensor:
-        if not self._compiled.has_group:
-            refuse_apart()
-        return self._run.take(batch, watch)
 
     @checked(num_steps=count(1, 1 << 40), tokens_per_step=count(1, 1 << 40))
     def progress_line(self, num_steps: int, tokens_per_step: int) -> ProgressLine:

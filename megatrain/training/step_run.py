@@ -19,6 +19,7 @@ from megatrain.device.device_budget import Attempts, DeviceBudget, free_frames, 
 from megatrain.errors import ExecuteError, TrainStepWarning
 from megatrain.optim.updates import Updates
 from megatrain.planning.loss_bytes import Loss
+from megatrain.ranks.processes import refuse_apart
 from megatrain.runtime.exchange import Exchange
 from megatrain.runtime.executor import Executor
 from megatrain.runtime.operations import Run
@@ -173,6 +174,8 @@ class StepRun:
             batch: The micro-batches of this process.
             watch: Takes the time of each operation.
         """
+        if not self._compiled.has_group:
+            refuse_apart()
         self.check_whole()
         if not self._is_mode_known:
             self._is_mode_known = True
@@ -423,7 +426,7 @@ def _warn_of_dropout(model: nn.Module) -> None:
                 "  A step computes what the model computes in its present mode, as eager PyTorch does.\n"
                 "  Call model.train() before the steps; for a training without dropout, set its probability to 0.",
                 TrainStepWarning,
-                stacklevel=5,
+                stacklevel=4,
             )
             return
 
