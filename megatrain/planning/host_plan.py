@@ -11,7 +11,6 @@ import torch
 from torch import nn
 
 from megatrain.base.checks import checked, count, optional
-from megatrain.base.checks.several_optimizers import Optimizers, check_apart, optimizers_of
 from megatrain.base.counts import counted
 from megatrain.base.host_limits import available_bytes as available_now
 from megatrain.base.sizes import aligned, format_bytes
@@ -21,7 +20,7 @@ from megatrain.errors import ExecuteError, OptionError
 from megatrain.optim.masters.halves import Master, RoundedMaster, SplitMaster, WholeMaster
 from megatrain.optim.masters.narrow_model import narrow_entries
 from megatrain.optim.masters.registry import Masters
-from megatrain.optim.need import OptimizerNeed, Updated, joint_need, made_over
+from megatrain.optim.need import OptimizerLike, OptimizerNeed, Updated, joint_need, over
 from megatrain.optim.per_parameter import is_per_parameter
 from megatrain.passes.program import Program
 from megatrain.planning.equal_layers import Layers
@@ -160,10 +159,6 @@ def model_and_inputs(made: Any, who: str) -> tuple[nn.Module, tuple[Any, ...], d
 
 def _is_keywords(value: Any) -> bool:
     return isinstance(value, dict) and all(isinstance(key, str) for key in value)
-
-
-OptimizerLike = Optimizers | type[torch.optim.Optimizer] | str
-"""An optimizer or several, or a class of optimizers, or the class's name in `torch.optim`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -362,19 +357,6 @@ def _updates(
         seen.update(keys)
         found.append(block)
     return found
-
-
-def over(
-    optimizer: OptimizerLike, entries: Mapping[str, StateEntry], tensors: Mapping[str, torch.Tensor]
-) -> tuple[Sequence[torch.optim.Optimizer], Mapping[str, torch.Tensor]]:
-    """Returns optimizers and their parameters by key: the user's, or one over tensors without memory."""
-    if isinstance(optimizer, str | type):
-        specs = {key: e.spec for key, e in entries.items() if e.kind == "parameter" and e.requires_grad}
-        made, parameters = made_over(optimizer, specs)
-        return [made], parameters
-    optimizers = optimizers_of(optimizer)
-    check_apart(optimizers, tensors.items())
-    return optimizers, tensors
 
 
 def _step_rows(

@@ -25,7 +25,7 @@ from megatrain.hardware.machine import HARDWARE, machine_of
 from megatrain.optim.blockwise import takes_turns
 from megatrain.optim.fast.on_device import why_not
 from megatrain.optim.masters.narrow_model import is_all_wide, narrow_entries
-from megatrain.optim.need import OPTIMIZER
+from megatrain.optim.need import OPTIMIZER, OptimizerLike, over
 from megatrain.passes.measure import KnownCosts
 from megatrain.passes.pipeline import PASSES, Rewrite
 from megatrain.passes.program import Program
@@ -35,10 +35,8 @@ from megatrain.planning.host_plan import (
     ExampleSizes,
     HostPlan,
     ModelSizes,
-    OptimizerLike,
     host_plan,
     num_tokens,
-    over,
 )
 from megatrain.planning.loss_bytes import Loss, measure_loss
 from megatrain.planning.options import COMPILE, PRECISION, Limits, check_masters, check_opaque, given_bytes
