@@ -9,9 +9,8 @@ from typing import Any, TypeVar
 
 from megatrain.errors import ExecuteError, ScheduleError
 from megatrain.hardware.hardware import Hardware
-from megatrain.optim.need import OptimizerLike
 from megatrain.passes.program import Program
-from megatrain.planning.host_plan import HostPlan, ModelSizes
+from megatrain.planning.host_plan import HostPlan, ModelSizes, OptimizerLike
 from megatrain.planning.loss_bytes import Loss
 from megatrain.planning.options import Limits
 from megatrain.scheduler.builder.bound import StepBound, step_bound
