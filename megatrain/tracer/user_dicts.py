@@ -33,12 +33,12 @@ def opened(value: Any) -> Any:
     return pytree.tree_map_only(UserDict, Opened.of, value)
 
 
-def narrowed(value: Any) -> Any:
+def in_bf16(value: Any) -> Any:
     """Returns nested arguments with fp32 tensors as bf16; objects of a `UserDict` class keep all their attributes."""
 
     def changed(leaf: Any) -> Any:
         if isinstance(leaf, UserDict):
-            return _made(type(leaf), vars(leaf) | {"data": narrowed(leaf.data)})  # pyright: ignore
+            return _made(type(leaf), vars(leaf) | {"data": in_bf16(leaf.data)})  # pyright: ignore
         return leaf.to(torch.bfloat16) if isinstance(leaf, torch.Tensor) and leaf.dtype == torch.float32 else leaf
 
     return pytree.tree_map(changed, value)

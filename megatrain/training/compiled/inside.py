@@ -34,7 +34,7 @@ from megatrain.tracer.guards import GuardFailedError
 from megatrain.tracer.inventory import inventory
 from megatrain.tracer.packing import packing_text
 from megatrain.tracer.traced import TracedModule
-from megatrain.tracer.user_dicts import narrowed
+from megatrain.tracer.user_dicts import in_bf16
 from megatrain.training.compiled.captures import Variant, Variants
 from megatrain.training.compiled.hand_over import handed_over
 from megatrain.training.compiled.length_trial import OwnRun, run_own_code
@@ -352,7 +352,7 @@ class Compiled:
         """Calls a function of the model in a walk, with inputs cast as for calls of the model."""
         with self._walk(what):
             if self._masters.casts_inputs:
-                args, kwargs = narrowed((args, kwargs))
+                args, kwargs = in_bf16((args, kwargs))
             return function(*args, **kwargs)
 
     def _walk(self, what: str) -> AbstractContextManager[None]:
