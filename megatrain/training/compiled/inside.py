@@ -38,8 +38,8 @@ from megatrain.tracer.user_dicts import in_bf16
 from megatrain.training.compiled.captures import Variant, Variants
 from megatrain.training.compiled.hand_over import handed_over
 from megatrain.training.compiled.length_trial import OwnRun, run_own_code
-from megatrain.training.compiled.lengths import Lengths, Padded
-from megatrain.training.compiled.padding import refused
+from megatrain.training.compiled.lengths import Lengths
+from megatrain.training.compiled.padding import Padded, refused
 from megatrain.training.compiled.printed import compiled_text, dump
 from megatrain.training.compiled.walking import Walks
 
