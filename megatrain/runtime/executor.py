@@ -68,6 +68,8 @@ class Executor:
 
     def _serve(self, programs: Sequence[Program], instructions: Instructions, arena: GrowingArena | None) -> None:
         loaded = [self._loaded[id(each)] for each in programs]
+        for each in loaded:
+            each.check_recomputed(self.schedule.saves)
         self._operations = Operations(loaded, self.schedule, self.engine, instructions, arena)
         self.loaded = loaded[0]
         self.program, self.facts = self.loaded.program, self.loaded.facts

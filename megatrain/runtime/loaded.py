@@ -211,14 +211,13 @@ class Loaded:
             programs: One per micro-batch.
             merged: The same and maybe more, in the order in which their workloads were merged; None is that of first
                 use.
-            schedule: Says whether there is a backward, which kernels are recorded and which blocks are recomputed.
+            schedule: Says whether there is a backward, and which kernels are recorded.
 
         Returns:
             By the identity of the program.
 
         Raises:
             ScheduleError: If they can't share blocks.
-            ExecuteError: If a block that is recomputed would draw other random numbers.
         """
         merged = programs if merged is None else merged
         distinct = {id(program): program for program in merged}
@@ -229,10 +228,7 @@ class Loaded:
                 "  Give the programs that run, or None."
             )
         places = dict(zip(map(id, merged), merge_programs(merged).places, strict=True))
-        found = {key: Loaded._of(program, places[key], engine, schedule) for key, program in distinct.items()}
-        for program in programs:
-            found[id(program)]._check_recomputed(schedule.saves)
-        return found
+        return {key: Loaded._of(program, places[key], engine, schedule) for key, program in distinct.items()}
 
     @staticmethod
     def _of(program: Program, places: Sequence[int | None], engine: Engine, schedule: Schedule) -> Loaded:
@@ -264,7 +260,7 @@ class Loaded:
             ),
         )
 
-    def _check_recomputed(self, saves: Collection[int]) -> None:
+    def check_recomputed(self, saves: Collection[int]) -> None:
         """Checks that a second run of each block that is recomputed draws the random numbers of its first."""
         for block in self.program.blocks:
             is_recomputed = block.index not in saves and any(self.facts.needs_grad[block.index])
