@@ -180,6 +180,7 @@ def test_a_template_with_another_literal_names_its_block(monkeypatch):
     found = first(megatrain.verify(scaled_stack(), torch.ones(2, 3), device="cpu"))
     assert (found.culprit, found.block, found.phase) == ("passes", block, "forward")
     assert found.name == f"blocks.{block - 1}"
+    assert found.relative == pytest.approx(0.01 / (1 + (block - 1) / 8), rel=1e-3)
 
 
 def test_a_template_with_a_wrong_gradient_is_the_passes_fault(monkeypatch):

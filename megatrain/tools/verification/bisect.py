@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-import math
 from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from megatrain.passes.program import Block, OutputRef, Program
-from megatrain.tools.verification.compare import Tolerance, compare, named_leaves
+from megatrain.tools.verification.compare import Tolerance, compare, distance, named_leaves, scale_of
 from megatrain.tools.verification.observed import (
     BlocksInOrder,
     Boundaries,
@@ -82,7 +84,7 @@ class _Search:
         truth: Boundaries,
     ) -> FirstDifference:
         eager = self.trial.eager(self.step)
-        graph = WholeGraph(variant.traced, eager)
+        graph = WholeGraph(variant.traced, variant.program, eager)
         observed = self.trial.observe(graph, eager, self.step).on_host()
         worst = self._worst(expected, observed)
         if worst is not None:
@@ -90,9 +92,9 @@ class _Search:
             return self._at_module("capture", wrong, worst, _block_of_module(variant, wrong))
         for block in variant.program.blocks:
             for name in block.outputs:
-                if not graph.has_made(name, block.index, truth.values[name]):
-                    reason = "the traced graph makes another tensor"
-                    return self._in_block("passes", block, "forward", f"output `{name}`", (math.inf, math.inf, reason))
+                found = self._beyond(truth.values[name], graph.values(name))
+                if found is not None:
+                    return self._in_block("passes", block, "forward", f"output `{name}`", found)
         worst = self._worst(expected, blocks)
         assert worst is not None
         return self._after("passes", worst, Owners(variant, None))
@@ -109,6 +111,17 @@ class _Search:
         self, culprit: str, block: Block, phase: str, what: str, found: tuple[float, float, str]
     ) -> FirstDifference:
         return FirstDifference(culprit, self.step, block.index, block.name, phase, what, *found)
+
+    def _beyond(self, found: torch.Tensor, expected: Sequence[torch.Tensor]) -> tuple[float, float, str] | None:
+        """How far a tensor is from the nearest of its true versions; None if that is within the tolerance."""
+        sizes: list[tuple[float, float, str]] = []
+        for tensor in expected:
+            absolute, reason = distance(tensor, found)
+            relative = absolute / scale_of(tensor) if absolute else 0.0
+            if relative <= self.tolerance.of_value(tensor):
+                return None
+            sizes.append((absolute, relative, reason))
+        return min(sizes, default=None)
 
     # -- the runtime -----------------------------------------------------------------------------------------
 

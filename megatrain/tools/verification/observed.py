@@ -14,7 +14,7 @@ from torch import fx, nn
 from megatrain.device import Device, find, is_on_host
 from megatrain.passes.interpret import Code
 from megatrain.passes.pipeline import stateless
-from megatrain.passes.program import Block
+from megatrain.passes.program import Block, Program
 from megatrain.runtime.engine import Engine
 from megatrain.runtime.executor import Executor
 from megatrain.tools.verification.compare import Tolerance, distance, distinct_tensors, scale_of
@@ -90,9 +90,12 @@ class WholeGraph:
     The model is an eager copy on the compute device. Its parameters get the gradients, its buffers the new values.
     """
 
-    def __init__(self, traced: TracedModule, model: nn.Module):
+    def __init__(self, traced: TracedModule, program: Program, model: nn.Module):
         self._traced = traced
         self._tensors = inventory(model)[1]
+        # One that block 3 writes into is called `x_in_3` from there on.
+        self._kept = {name: name.removesuffix(f"_in_{value.producer}") for name, value in program.values.items()}
+        self._versions: dict[str, list[torch.Tensor]] = defaultdict(list)
         self._prints: dict[str, set[Fingerprint]] = defaultdict(set)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -103,15 +106,18 @@ class WholeGraph:
         arguments = [*tensors_given(args, kwargs), *state]
         names = {placeholder: name for name, placeholder in lifted.placeholders.items()}
         written = {other.name for node in lifted.graph.nodes for other in node.meta.get("writes", ())}
-        live = dict[str, Any]()
+        kept, live = set(self._kept.values()), dict[str, Any]()
 
         def see(node: fx.Node, value: Any) -> None:
             name = names.get(node, node.name)
             if name in written:
                 live[name] = value
-            seen = {name: value, **{each.name: live[each.name] for each in node.meta.get("writes", ())}}
+            changed = (each.name for each in node.meta.get("writes", ()) if each.name in live)
+            seen = {name: value, **{each: live[each] for each in changed}}
             for each, held in seen.items():
                 self._prints[each].update(map(Fingerprint.of, distinct_tensors(held)))
+                if each in kept and isinstance(held, torch.Tensor):
+                    self._versions[each].append(on_host(held))
 
         for node, tensor in zip(lifted.graph.nodes, arguments, strict=False):
             see(node, tensor)
@@ -127,15 +133,9 @@ class WholeGraph:
         # A constant may be written too; the next run must find it as it was.
         return self._tensors[key] if key in self._tensors else self._traced.constants[key].clone()
 
-    def has_made(self, name: str, producer: int | None, tensor: torch.Tensor) -> bool:
-        """Tells whether a value was this tensor, once made or after a write into it.
-
-        Args:
-            name: Of a program. One that block 3 writes into is called `x_in_3` from there on.
-            producer: The block that makes it.
-            tensor: What that block has made.
-        """
-        return Fingerprint.of(tensor) in self._prints[name.removesuffix(f"_in_{producer}")]
+    def values(self, name: str) -> list[torch.Tensor]:
+        """Returns what a value of the program held, once made and after each write; nothing if a pass has made it."""
+        return self._versions[self._kept[name]]
 
     def first_wrong_call(self, calls: Iterable[ModuleCall]) -> ModuleCall | None:
         """Returns the first call of a module whose outputs the graph doesn't have where the module hands them on."""
