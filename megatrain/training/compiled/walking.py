@@ -1,10 +1,11 @@
-"""Walks: runs of a compiled model's own code, without a capture and without a schedule."""
+"""Walks: runs of a model's own code, without a capture and without a schedule; and who gets a thread's calls."""
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Generator
 from contextlib import AbstractContextManager, contextmanager
+from typing import Any
 
 import torch
 from torch import nn
@@ -38,6 +39,33 @@ def walking(model: nn.Module) -> Generator[None]:
 def walks_here(model: nn.Module) -> bool:
     """Tells whether this thread is in a walk of this model."""
     return any(each is model for each in _WALKED.models)
+
+
+Taker = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
+"""Gets a call of a `Compiled`, which comes first, and returns its result."""
+
+
+class _CallsHere(threading.local):
+    taker: Taker | None = None
+
+
+_HERE = _CallsHere()
+
+
+@contextmanager
+def taken_by(taker: Taker) -> Generator[None]:
+    """Within the body `taker` gets this thread's calls of compiled models."""
+    before, _HERE.taker = _HERE.taker, taker
+    try:
+        yield
+    finally:
+        _HERE.taker = before
+
+
+def run_here(compiled: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Runs a call of a compiled model, or hands it to the taker of this thread's calls."""
+    taker = _HERE.taker
+    return compiled(*args, **kwargs) if taker is None else taker(compiled, args, kwargs)
 
 
 class Walks:
