@@ -1,6 +1,6 @@
 """The public names of megatrain; the package has them all, and imports this file when the first one is used."""
 
-from megatrain.device.out_of_memory import DeviceMemoryError
+from megatrain.device.device_budget import DeviceMemoryError
 from megatrain.errors import (
     ApartWarning,
     CheckpointError,

@@ -60,8 +60,7 @@ TRAIN = (
     *("--tokens-per-step", "--lr", "--warmup", "--save-every", "--seed", "--chunking", "--report-to"),
 )
 REPORT = (
-    *("--trace", "--steps", "--device", "--memory", "--activations", "--transfer", "--block-bytes"),
-    *("--hardware", "--chunking"),
+    *("--trace", "--steps", "--device", "--memory", "--activations", "--transfer", "--block-bytes", "--chunking"),
 )
 PLAN = (
     *("--hardware", "--memory", "--host-memory", "--sequence", "--tokens-per-step", "--micro-batch", "--lora"),

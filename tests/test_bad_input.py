@@ -95,7 +95,7 @@ MODELS = {
 TRUSTED = (
     *("Block", "HostPlan", "Plan", "Program", "Report", "Schedule", "Template", "TensorSpec", "TracedModule"),
     *("Workload", "Workload.[bhu]*", "Chaos.*", "Engine.*", "Program.*", "Recording.*", "TensorSpec.*"),
-    *("TracedModule.*", "Executor.in_order", "Executor.state_output", "Hardware.seconds", "HostPlan.bytes_of"),
+    *("TracedModule.*", "Executor.in_order", "Executor.handed_through", "Hardware.seconds", "HostPlan.bytes_of"),
     *("CompiledModule.*", "GradScaler.*", "Hardware.measure", "AdamW8bit", "AdamW8bit.*"),
 )
 

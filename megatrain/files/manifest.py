@@ -119,7 +119,18 @@ class Manifest(
         """
         path = folder / FILE
         try:
-            document = read_json(path)
+            envelope = of_kind(read_json(path), _Document, "it")
+            if envelope.schema != SCHEMA:
+                raise CheckpointError(
+                    f"`{path}` has schema {envelope.schema}; this version of megatrain reads {SCHEMA}.\n"
+                    "  The schema says how to read the rest of the file.\n"
+                    "  Load it with the version that wrote it. Every version can read the weights, which are "
+                    "safetensors files."
+                )
+            if _digest(envelope.content) != envelope.sha256:
+                raise ValueError("its checksum differs")
+            manifest = of_kind(envelope.content, Manifest, "content")
+            manifest.check()
         except (FileNotFoundError, NotADirectoryError) as error:
             raise CheckpointError(
                 f"`{folder}` isn't a checkpoint: it has no {FILE}.\n"
@@ -127,41 +138,32 @@ class Manifest(
                 "  Give that folder; weights alone are read with megatrain.compile(weights=...)."
             ) from error
         except (OSError, ValueError) as error:
-            raise _damaged(path, str(error)) from error
-        envelope = _of_kind(document, _Document, "it", path)
-        schema, content = envelope.schema, envelope.content
-        if schema != SCHEMA:
             raise CheckpointError(
-                f"`{path}` has schema {schema}; this version of megatrain reads {SCHEMA}.\n"
-                "  The schema says how to read the rest of the file.\n"
-                "  Load it with the version that wrote it. Every version can read the weights, which are "
-                "safetensors files."
-            )
-        if _digest(content) != envelope.sha256:
-            raise _damaged(path, "its checksum differs")
-        manifest: Manifest = _of_kind(content, Manifest, "content", path)
-        fault = manifest.fault()
-        if fault is not None:
-            raise _damaged(path, fault)
+                f"`{path}` is damaged: {error}.\n  Without this file the contents of the checkpoint are unknown.\n"
+                "  Copy it again, or load an older checkpoint."
+            ) from error
         return manifest
 
-    def fault(self) -> str | None:
-        """What contradicts itself: a file elsewhere or missing, a tie to no weight, a parameter that isn't known."""
+    def check(self) -> None:
+        """Looks for what contradicts itself.
+
+        Raises:
+            ValueError: If a file is elsewhere or missing, a tie is of no weight, or a parameter isn't known.
+        """
         outside = next((file for file in self.files if not is_inside(file) or file == FILE), None)
         if outside is not None:
-            return f"{shown(outside)} isn't the name of a file in this folder"
+            raise ValueError(f"{shown(outside)} isn't the name of a file in this folder")
         missing = next((file for file in (*self.weights.files, INDEX) if file not in self.files), None)
         if missing is not None:
-            return f"{shown(missing)} isn't among its files"
+            raise ValueError(f"{shown(missing)} isn't among its files")
         stored = {name for file in self.weights.files for name in self.files[file].tensors}
         tie = next((tie for tie, first in self.weights.ties.items() if tie in stored or first not in stored), None)
         if tie is not None:
-            return f"{shown(tie)} isn't another name of a weight"
+            raise ValueError(f"{shown(tie)} isn't another name of a weight")
         saved = self.optimizer or {"param_groups": [], "parameters": {}, "state": {}}
         members = [member for group in saved["param_groups"] for member in group["params"]]
         if sorted(members) != sorted(saved["parameters"]) or not set(saved["state"]) <= set(members):
-            return "the parameters of the optimizer's groups differ from its parameters"
-        return None
+            raise ValueError("the parameters of the optimizer's groups differ from its parameters")
 
 
 def _digest(content: Any) -> str:
@@ -170,20 +172,6 @@ def _digest(content: Any) -> str:
 
 def _dump(value: Any) -> bytes:
     return json.dumps(value, separators=(",", ":"), allow_nan=False).encode()
-
-
-def _of_kind(value: Any, kind: Any, place: str, path: Path) -> Any:
-    try:
-        return of_kind(value, kind, place)
-    except ValueError as error:
-        raise _damaged(path, str(error)) from error
-
-
-def _damaged(path: Path, reason: str) -> CheckpointError:
-    return CheckpointError(
-        f"`{path}` is damaged: {reason}.\n  Without this file the contents of the checkpoint are unknown.\n"
-        "  Copy it again, or load an older checkpoint."
-    )
 
 
 MAX_DEPTH = 40

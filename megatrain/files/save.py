@@ -314,12 +314,13 @@ def _sources(weights: Mapping[str, torch.Tensor | Source]) -> tuple[dict[str, So
 
 def _check(manifest: Manifest) -> None:
     """Refuses everything that `load` would refuse: a name that no file can hold, a name twice."""
-    fault = manifest.fault()
-    if fault is not None:
+    try:
+        manifest.check()
+    except ValueError as error:
         raise CheckpointError(
-            f"the manifest can't be stored in a checkpoint: {fault}.\n"
+            f"the manifest can't be stored in a checkpoint: {error}.\n"
             "  Only a manifest that can be read again is written.\n  Use other names."
-        )
+        ) from error
 
 
 def _write(draft: CheckpointDraft, partial: Path, place: Path, write: Write) -> None:

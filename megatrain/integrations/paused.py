@@ -21,7 +21,8 @@ from torch.overrides import TorchFunctionMode
 from megatrain.base.torch_private import function_modes
 from megatrain.device import autocast_kinds
 from megatrain.runtime.streams.events import turns_here, work_for
-from megatrain.training.compiled.inside import Compiled, taken_by
+from megatrain.training.compiled.inside import Compiled
+from megatrain.training.compiled.walking import taken_by
 
 
 class CallsAgainError(Exception):

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from megatrain.base.checks import Rule
-from megatrain.base.checks.several_optimizers import several_fault
+from megatrain.base.checks.several_optimizers import Optimizers, check_apart, optimizers_of, several_fault
 from megatrain.base.torch_features import check_torch
 from megatrain.base.torch_private import FakeTensorMode, forbid_memory, pytree
 from megatrain.device import HOST
@@ -31,6 +31,7 @@ from megatrain.optim.proxy import (
     unnoticed,
 )
 from megatrain.passes.kernels import LiveBytes
+from megatrain.tracer.inventory import StateEntry
 from megatrain.tracer.packing import plain_tensors
 from megatrain.tracer.recording.obstacles import unprinted_failures
 from megatrain.tracer.spec import TensorSpec
@@ -64,6 +65,19 @@ def made_over(
                 "  plan calls the class with all trained parameters, in one group with default options.\n"
                 "  Give an optimizer over the parameters that you want to train; on meta it takes no memory."
             ) from error
+
+
+def over(
+    optimizer: OptimizerLike, entries: Mapping[str, StateEntry], tensors: Mapping[str, torch.Tensor]
+) -> tuple[Sequence[torch.optim.Optimizer], Mapping[str, torch.Tensor]]:
+    """Returns optimizers and their parameters by key: the user's, or one over tensors without memory."""
+    if isinstance(optimizer, str | type):
+        specs = {key: e.spec for key, e in entries.items() if e.kind == "parameter" and e.requires_grad}
+        made, parameters = made_over(optimizer, specs)
+        return [made], parameters
+    optimizers = optimizers_of(optimizer)
+    check_apart(optimizers, tensors.items())
+    return optimizers, tensors
 
 
 def names() -> dict[str, type[Optimizer]]:
@@ -100,8 +114,8 @@ OPTIMIZER = Rule(
     _nearest,
 )
 """What `made_over` takes, and optimizers themselves."""
-
-
+OptimizerLike = Optimizers | type[torch.optim.Optimizer] | str
+"""An optimizer or several, or a class of optimizers, or the class's name in `torch.optim`."""
 _STEPS = 2
 
 

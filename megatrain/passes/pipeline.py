@@ -153,7 +153,7 @@ def lower(
     return lowered_with(
         KnownCosts(),
         traced,
-        block_bytes=block_bytes,
+        block_bytes=None if block_bytes is None else parse_bytes(block_bytes),
         rewrites=rewrites,
         passes=passes,
         after_pass=after_pass,
@@ -165,7 +165,7 @@ def lowered_with(
     costs: KnownCosts,
     traced: TracedModule,
     *,
-    block_bytes: int | str | None,
+    block_bytes: int | None,
     rewrites: Sequence[Rewrite],
     passes: Sequence[Pass] | None = None,
     after_pass: AfterPass | None,
@@ -176,13 +176,12 @@ def lowered_with(
 
     With `fuses`, kernels count as a compiler makes them; see `measure`.
     """
-    limit = None if block_bytes is None else parse_bytes(block_bytes)
     alignment = find(traced.device).alignment if alignment is None else alignment
     if passes is None:
-        splits = () if limit is None else (partial(split_state, limit=limit, alignment=alignment),)
+        splits = () if block_bytes is None else (partial(split_state, limit=block_bytes, alignment=alignment),)
         of_program = lift_state, dedup, partial(measure, costs=costs, fuses=fuses)
-        passes = (canonicalize, *rewrites, *splits, partial(partition, block_bytes=limit), *of_program)
-    elif rewrites or limit is not None:
+        passes = (canonicalize, *rewrites, *splits, partial(partition, block_bytes=block_bytes), *of_program)
+    elif rewrites or block_bytes is not None:
         raise OptionError(
             f"passes= and {'rewrites' if rewrites else 'block_bytes'}= were given together.\n"
             "  `passes` is the whole sequence of passes; the other option is for the default sequence.\n"

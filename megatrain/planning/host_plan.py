@@ -11,7 +11,6 @@ import torch
 from torch import nn
 
 from megatrain.base.checks import checked, count, optional
-from megatrain.base.checks.several_optimizers import Optimizers, check_apart, optimizers_of
 from megatrain.base.counts import counted
 from megatrain.base.host_limits import available_bytes as available_now
 from megatrain.base.sizes import aligned, format_bytes
@@ -19,9 +18,9 @@ from megatrain.base.torch_private import FakeTensor
 from megatrain.device import is_on_host
 from megatrain.errors import ExecuteError, OptionError
 from megatrain.optim.masters.halves import Master, RoundedMaster, SplitMaster, WholeMaster
-from megatrain.optim.masters.narrow_model import check_packed_width, is_all_wide, plain_parameters
+from megatrain.optim.masters.narrow_model import narrow_entries
 from megatrain.optim.masters.registry import Masters
-from megatrain.optim.need import OptimizerNeed, Updated, joint_need, made_over
+from megatrain.optim.need import OptimizerLike, OptimizerNeed, Updated, joint_need, over
 from megatrain.optim.per_parameter import is_per_parameter
 from megatrain.passes.program import Program
 from megatrain.planning.equal_layers import Layers
@@ -160,10 +159,6 @@ def model_and_inputs(made: Any, who: str) -> tuple[nn.Module, tuple[Any, ...], d
 
 def _is_keywords(value: Any) -> bool:
     return isinstance(value, dict) and all(isinstance(key, str) for key in value)
-
-
-OptimizerLike = Optimizers | type[torch.optim.Optimizer] | str
-"""An optimizer or several, or a class of optimizers, or the class's name in `torch.optim`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -320,16 +315,6 @@ def host_plan(
     return replace(plan, helps=_helps(plan, schedule, state_bytes, can_narrow=can_narrow, at_once=at_once))
 
 
-def narrow_entries(entries: Mapping[str, StateEntry]) -> dict[str, StateEntry]:
-    """Describes the state with its parameters in bf16, if all of them are fp32; otherwise unchanged."""
-    check_packed_width(entries)
-    if not is_all_wide(entries):
-        return dict(entries)
-    parameters = plain_parameters(entries).values()
-    narrow = {e.key: replace(e, spec=replace(e.spec, dtype=torch.bfloat16)) for e in parameters}
-    return {key: narrow.get(key, entry) for key, entry in entries.items()}
-
-
 def _is_trained_bf16(entry: StateEntry) -> bool:
     return entry.kind == "parameter" and entry.requires_grad and entry.spec.dtype == torch.bfloat16
 
@@ -372,19 +357,6 @@ def _updates(
         seen.update(keys)
         found.append(block)
     return found
-
-
-def over(
-    optimizer: OptimizerLike, entries: Mapping[str, StateEntry], tensors: Mapping[str, torch.Tensor]
-) -> tuple[Sequence[torch.optim.Optimizer], Mapping[str, torch.Tensor]]:
-    """Returns optimizers and their parameters by key: the user's, or one over tensors without memory."""
-    if isinstance(optimizer, str | type):
-        specs = {key: e.spec for key, e in entries.items() if e.kind == "parameter" and e.requires_grad}
-        made, parameters = made_over(optimizer, specs)
-        return [made], parameters
-    optimizers = optimizers_of(optimizer)
-    check_apart(optimizers, tensors.items())
-    return optimizers, tensors
 
 
 def _step_rows(

@@ -79,9 +79,7 @@ def measure_loss(
     if not reached.is_known:
         return _bound(program)
     try:
-        # An error that leaves a dispatch mode called from C++ ends the process.
-        with Interrupts(), kept_generators(device):
-            return _measured(program, traced, inputs, batch, cut, loss)
+        return _measured(program, traced, inputs, batch, cut, loss, device)
     except Exception:  # the bound stands for any failure, and a real one comes again in the step
         return _bound(program)
     finally:
@@ -89,9 +87,17 @@ def measure_loss(
 
 
 def _measured(
-    program: Program, traced: TracedModule, inputs: Sequence[torch.Tensor], batch: Any, cut: Cut, loss: Loss
+    program: Program,
+    traced: TracedModule,
+    inputs: Sequence[torch.Tensor],
+    batch: Any,
+    cut: Cut,
+    loss: Loss,
+    device: Device,
 ) -> int:
     with (
+        Interrupts(),  # an error that leaves a dispatch mode called from C++ ends the process
+        kept_generators(device),
         exact_fakes(allow_non_fake_inputs=True) as mode,
         torch.autograd.set_detect_anomaly(False),
     ):

@@ -24,8 +24,8 @@ from megatrain.hardware.hardware import Hardware, of_weights
 from megatrain.hardware.machine import HARDWARE, machine_of
 from megatrain.optim.blockwise import takes_turns
 from megatrain.optim.fast.on_device import why_not
-from megatrain.optim.masters.narrow_model import is_all_wide
-from megatrain.optim.need import OPTIMIZER
+from megatrain.optim.masters.narrow_model import is_all_wide, narrow_entries
+from megatrain.optim.need import OPTIMIZER, OptimizerLike, over
 from megatrain.passes.measure import KnownCosts
 from megatrain.passes.pipeline import PASSES, Rewrite
 from megatrain.passes.program import Program
@@ -35,11 +35,8 @@ from megatrain.planning.host_plan import (
     ExampleSizes,
     HostPlan,
     ModelSizes,
-    OptimizerLike,
     host_plan,
-    narrow_entries,
     num_tokens,
-    over,
 )
 from megatrain.planning.loss_bytes import Loss, measure_loss
 from megatrain.planning.options import COMPILE, PRECISION, Limits, check_masters, check_opaque, given_bytes
@@ -125,7 +122,7 @@ class Planner:
     ) -> tuple[StepChoices, HostPlan]:
         """The fastest plan, or one that takes less memory of the host if it doesn't fit there."""
 
-        def plan(updates: str, **changes: Any) -> tuple[StepChoices, HostPlan]:
+        def tried(updates: str, **changes: Any) -> tuple[StepChoices, HostPlan]:
             kind = _step_kind(found.programs.at(0), limits, updates)
             captures = [found.programs] * kind.micro_batches
             made = self._plans.plan(captures, kind, replace(limits, **changes), lambda: found.loss_bytes, or_least=True)
@@ -136,15 +133,15 @@ class Planner:
             return host.missing_bytes(limits.host_memory)
 
         fastest, *others = updates
-        made, host = plan(fastest)
+        made, host = tried(fastest)
         if made.too_small is None and missing(host) and made.schedule.results:
             most = max(0, _result_bytes(made) - missing(host))
-            fewer = plan(fastest, most_result_bytes=most)
+            fewer = tried(fastest, most_result_bytes=most)
             made, host = fewer if not missing(fewer[1]) else (made, host)
         # Without a machine as little as possible is parked on the host; later updates leave less for the next step.
         for each in (fastest, *(others if limits.host_memory is not None else ())):
             if made.too_small is None and missing(host):
-                less = plan(each, hardware=None)
+                less = tried(each, hardware=None)
                 made, host = less if less[1].total_bytes < host.total_bytes else (made, host)
         return made, host
 
@@ -175,14 +172,12 @@ class Planner:
                 programs = StepPrograms(
                     traced, limits, self._costs, Repeated(few[2], entries).program, partial(capture, model, arguments)
                 )
-            programs.at(0)  # raises errors of the model now
+            program = programs.at(0)  # raises errors of the model now
         loss_bytes = 0
         if limits.loss is not None:
             args, kwargs = arguments.rebuild(arguments.tensors)
             batch: Any = args[0] if len(args) == 1 and not kwargs else args or kwargs
-            loss_bytes = measure_loss(
-                programs.at(0), traced, arguments.tensors, batch, list, limits.loss, limits.device
-            )
+            loss_bytes = measure_loss(program, traced, arguments.tensors, batch, list, limits.loss, limits.device)
         return _Capture(model, programs, loss_bytes, num_tokens(arguments))
 
     @contextmanager

@@ -136,7 +136,7 @@ class StepPrograms:
         """Another program, of blocks of so many bytes, in the smallest pieces or as it is."""
         return self._lowered(self._pieces[-1] if in_pieces else None, block_bytes)
 
-    def _lowered(self, pieces: Pieces | None = None, block_bytes: int | None = None) -> Program:
+    def _lowered(self, pieces: Pieces | None, block_bytes: int | None) -> Program:
         limits = self._limits if block_bytes is None else replace(self._limits, block_bytes=block_bytes)
         found = lowered(self._traced, limits, pieces, costs=self._costs)
         if self._repeated is None:
@@ -146,7 +146,7 @@ class StepPrograms:
             return repeated
         assert self._whole is not None
         self._traced, self._repeated = self._whole(), None
-        return lowered(self._traced, limits, pieces, costs=self._costs)
+        return self._lowered(pieces, block_bytes)
 
     @cached_property
     def _sizes(self) -> Sequence[int]:
@@ -155,15 +155,11 @@ class StepPrograms:
 
     def _of(self, cut: int, number: int) -> Program:
         pieces = self._pieces[number]
-        if cut > 0:
-            return self._lowered(pieces, self._sizes[cut - 1])
-        if number == 0:
-            return self._lowered()
-        before = self.at(number - 1)
-        if pieces == Pieces(chunks=None) and not _has_masks(before):
+        before = self.at(number - 1) if number and not cut else None
+        if before is not None and pieces == Pieces(chunks=None) and not _has_masks(before):
             return before
-        made = self._lowered(pieces)
-        return made if _in_pieces(made) != _in_pieces(before) else before
+        made = self._lowered(pieces, self._sizes[cut - 1] if cut else None)
+        return made if before is None or _in_pieces(made) != _in_pieces(before) else before
 
 
 def _smaller_sizes(program: Program) -> tuple[int, ...]:

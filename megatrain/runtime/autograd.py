@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
 import torch
 
 from megatrain.base import torch_private
-from megatrain.device import is_on_host
 from megatrain.errors import ExecuteError
 from megatrain.passes.interpret import looks_in_backward
 from megatrain.passes.program import Program
@@ -127,47 +126,28 @@ class _CallNode(torch.autograd.Function):
 
 def run_step(executor: Executor, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """Runs one call; its results are differentiable where the model's own outputs would be."""
-    outputs: list[torch.Tensor] = []
-    if torch.is_grad_enabled() and executor.differentiable_outputs:
-        anchor = torch.empty(0, requires_grad=True)
-        sources = [inputs[i] for i in executor.differentiable_inputs]
-        with torch.no_grad():
-            call = executor.forward(inputs)
-        # The call must not keep its outputs: they will keep its node, and the node keeps the call.
-        outputs += call.take_outputs()
-        parameters = executor.parameters()
-        # Not before the forward: memory that somebody else holds stays where it is, and the aliases would hold it.
-        sources += _ordered_aliases(parameters)
-        found = _CallNode.apply(executor, call, outputs, parameters, anchor, *sources)
-        differentiable = dict(zip(executor.differentiable_outputs, found, strict=True))
-    else:
+    is_joined = torch.is_grad_enabled() and bool(executor.differentiable_outputs)
+    with torch.set_grad_enabled(torch.is_grad_enabled() and not is_joined):
         call = executor.forward(inputs)
-        outputs += call.take_outputs()
+    # The call must not keep its outputs: they will keep its node, and the node keeps the call.
+    outputs = call.take_outputs()
+    if not is_joined:
         call.forget()
-        differentiable = {}
-    return [differentiable.get(i, tensor) for i, tensor in enumerate(_handed_through(executor, inputs, outputs))]
-
-
-def _ordered_aliases(parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Makes an alias of each parameter, so that their accumulations, and hooks on these, run in the given order.
-
-    The engine has no order among accumulations that one node makes ready. It runs the aliases' nodes in reverse order
-    of creation, and after each the accumulation that waits for it. On a device another thread hands it the nodes one by
-    one, in the order of the node's operands: that order is the same, so the nodes that it has are always the first.
-    """
-    return [torch.ops.aten.alias.default(parameter) for parameter in reversed(parameters)][::-1]
-
-
-def _handed_through(
-    executor: Executor, inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]
-) -> Iterator[torch.Tensor]:
-    """Puts the caller's own tensor where the model returns an input, and the model's where it returns its state."""
-    program = executor.program
-    own = dict(zip(program.inputs, inputs, strict=True))
-    if is_on_host(program.device):  # elsewhere a buffer that was written is a copy on the device
-        own |= {name: executor.state_output(key) for name, key in executor.facts.returned_buffers.items()}
-    for ref, output in zip(program.outputs, outputs, strict=True):
-        yield executor.state_output(ref.name) if ref.kind == "state" else own.get(ref.name, output)
+        return executor.handed_through(inputs, outputs)
+    anchor = torch.empty(0, requires_grad=True)
+    # Not before the forward: memory that somebody else holds stays where it is, and the aliases would hold it.
+    parameters = executor.parameters()
+    # Aliases, so that accumulations, and hooks on these, run in the order of the parameters: the engine has no order
+    # among accumulations that one node makes ready. It runs the aliases' nodes in reverse order of creation, and after
+    # each the accumulation that waits for it. On a device another thread hands it the nodes one by one, in the order of
+    # the node's operands: that order is the same, so the nodes that it has are always the first.
+    aliases = [torch.ops.aten.alias.default(parameter) for parameter in reversed(parameters)][::-1]
+    sources = [*(inputs[i] for i in executor.differentiable_inputs), *aliases]
+    found = _CallNode.apply(executor, call, outputs, parameters, anchor, *sources)
+    results = executor.handed_through(inputs, outputs)
+    for i, tensor in zip(executor.differentiable_outputs, found, strict=True):
+        results[i] = tensor
+    return results
 
 
 _CREATE_GRAPH = (

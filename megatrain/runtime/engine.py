@@ -13,8 +13,7 @@ from torch import nn
 from megatrain.base.checks import Rule, checked, one_of
 from megatrain.device import Device, LaunchGraphs, is_on_host, usable
 from megatrain.device.bus import Bus
-from megatrain.device.device_budget import DeviceBudget
-from megatrain.device.out_of_memory import MemoryFigures
+from megatrain.device.device_budget import DeviceBudget, MemoryFigures
 from megatrain.errors import ExecuteError
 from megatrain.passes.canonicalize import template_key
 from megatrain.passes.program import Program, Template

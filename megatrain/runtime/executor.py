@@ -10,14 +10,15 @@ from torch import nn
 
 from megatrain.base.checks import checked, shown
 from megatrain.base.counts import counted
+from megatrain.device import is_on_host
 from megatrain.device.bus import GrowingArena
-from megatrain.device.out_of_memory import Attempts, MemoryFigures
+from megatrain.device.device_budget import Attempts, MemoryFigures
 from megatrain.errors import ExecuteError, ScheduleError
 from megatrain.passes.program import Program
 from megatrain.runtime.accumulation import Take
 from megatrain.runtime.call import DONE, FAILED, OPEN, Call
 from megatrain.runtime.engine import Engine
-from megatrain.runtime.loaded import Loaded, check_fits
+from megatrain.runtime.loaded import Loaded
 from megatrain.runtime.operations import Operations, Run
 from megatrain.runtime.random_calls import repeated_rng
 from megatrain.runtime.streams.events import Watch
@@ -55,12 +56,11 @@ class Executor:
         merged: Sequence[Program] | None = None,
     ):
         programs = [program] if isinstance(program, Program) else list(program)
-        check_fits(programs, schedule)
+        _check_fits(programs, schedule)
         engine = model if isinstance(model, Engine) else Engine(model, programs[0].device)
         self.schedule = schedule
         self.engine = engine
-        is_training, recorded = schedule.kind.mode == "train", frozenset(schedule.recorded)
-        self._loaded = Loaded.of_each(programs, merged, engine, is_training=is_training, recorded=recorded)
+        self._loaded = Loaded.of_each(programs, merged, engine, schedule)
         if schedule.kind.is_training_step and arena is None:
             arena = GrowingArena(engine.bus)
         self._resumed: tuple[Instructions, int] | None = None
@@ -291,15 +291,26 @@ class Executor:
             self._resumed = cold.instructions, cold.device_bytes
         return self._resumed
 
-    def _output(self, call: Call, kind: str, name: str) -> torch.Tensor:
-        return call.values[name].detach() if kind == "value" else self.state_output(name)
+    def handed_through(self, inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Puts the caller's own tensor where the model returns an input, and the model's where it returns its state.
 
-    def state_output(self, key: str) -> torch.Tensor:
-        """Returns a parameter or buffer that the model returns: the tensor itself where the device is the host.
-
-        Raises:
-            ExecuteError: If the model has none of this name.
+        Args:
+            inputs: Of a call.
+            outputs: Of the call.
         """
+        own = dict(zip(self.program.inputs, inputs, strict=True))
+        if is_on_host(self.program.device):  # elsewhere a buffer that was written is a copy on the device
+            own |= {name: self._state_output(key) for name, key in self.facts.returned_buffers.items()}
+        pairs = zip(self.program.outputs, outputs, strict=True)
+        return [
+            self._state_output(ref.name) if ref.kind == "state" else own.get(ref.name, output) for ref, output in pairs
+        ]
+
+    def _output(self, call: Call, kind: str, name: str) -> torch.Tensor:
+        return call.values[name].detach() if kind == "value" else self._state_output(name)
+
+    def _state_output(self, key: str) -> torch.Tensor:
+        """Returns a parameter or buffer that the model returns: the tensor itself where the device is the host."""
         if key not in self.engine.tensors:
             raise ExecuteError(
                 f"the model has no parameter or buffer {shown(key)}.\n  Names are those of the model's state_dict.\n"
@@ -307,6 +318,21 @@ class Executor:
             )
         state, device = self.engine.tensors[key], self.engine.device.torch_device
         return state if state.device == device else state.to(device)
+
+
+def _check_fits(programs: Sequence[Program], schedule: Schedule) -> None:
+    """Checks that a schedule is one of these programs."""
+    if len(programs) != schedule.kind.micro_batches:
+        raise ExecuteError(
+            f"the schedule has {counted(schedule.kind.micro_batches, 'micro-batch')}; programs: {len(programs)}.\n"
+            "  Each micro-batch runs a program; several may run the same program.\n  Give one program per micro-batch."
+        )
+    for program in programs:
+        if schedule.num_blocks != len(program.blocks):
+            raise ExecuteError(
+                f"the schedule has {counted(schedule.num_blocks, 'block')}, the program has {len(program.blocks)}.\n"
+                "  A schedule runs the program that it was made for.\n  Give megatrain.schedule(program)."
+            )
 
 
 def _check_number(name: str, given: Sequence[object], wanted: Sequence[object]) -> None:

@@ -5,13 +5,11 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from itertools import chain
 
 import torch
 from torch import fx
 
-from megatrain.base.counts import counted
 from megatrain.errors import ExecuteError
 from megatrain.passes.interpret import has_inner_grad, looks_in_backward
 from megatrain.passes.kept_results import kept_results
@@ -205,9 +203,7 @@ class Loaded:
         programs: Sequence[Program],
         merged: Sequence[Program] | None,
         engine: Engine,
-        *,
-        is_training: bool,
-        recorded: Collection[int] = (),
+        schedule: Schedule,
     ) -> dict[int, Loaded]:
         """Brings the programs of a step's micro-batches onto an engine, each once.
 
@@ -215,6 +211,7 @@ class Loaded:
             programs: One per micro-batch.
             merged: The same and maybe more, in the order in which their workloads were merged; None is that of first
                 use.
+            schedule: Says whether there is a backward, and which kernels are recorded.
 
         Returns:
             By the identity of the program.
@@ -231,18 +228,11 @@ class Loaded:
                 "  Give the programs that run, or None."
             )
         places = dict(zip(map(id, merged), merge_programs(merged).places, strict=True))
-        made = partial(Loaded._of, engine=engine, is_training=is_training, recorded=recorded)
-        return {key: made(program, places[key]) for key, program in distinct.items()}
+        return {key: Loaded._of(program, places[key], engine, schedule) for key, program in distinct.items()}
 
     @staticmethod
-    def _of(
-        program: Program,
-        places: Sequence[int | None],
-        engine: Engine,
-        *,
-        is_training: bool,
-        recorded: Collection[int],
-    ) -> Loaded:
+    def _of(program: Program, places: Sequence[int | None], engine: Engine, schedule: Schedule) -> Loaded:
+        is_training, recorded = schedule.kind.mode == "train", frozenset(schedule.recorded)
         results = {block.index: [name for name, _ in found] for block, found in kept_results(program)}
         names = [*program.values, *chain.from_iterable(results.values())]
         shared = shared_templates(program) if engine.runners.records_all else ()
@@ -276,18 +266,3 @@ class Loaded:
             is_recomputed = block.index not in saves and any(self.facts.needs_grad[block.index])
             if is_recomputed and self.program.templates[block.template].hides_draws:
                 raise ExecuteError(HIDDEN_DRAWS.format(f"block {block.index} {block.name}, which is recomputed, has"))
-
-
-def check_fits(programs: Sequence[Program], schedule: Schedule) -> None:
-    """Checks that a schedule is one of these programs."""
-    if len(programs) != schedule.kind.micro_batches:
-        raise ExecuteError(
-            f"the schedule has {counted(schedule.kind.micro_batches, 'micro-batch')}; programs: {len(programs)}.\n"
-            "  Each micro-batch runs a program; several may run the same program.\n  Give one program per micro-batch."
-        )
-    for program in programs:
-        if schedule.num_blocks != len(program.blocks):
-            raise ExecuteError(
-                f"the schedule has {counted(schedule.num_blocks, 'block')}, the program has {len(program.blocks)}.\n"
-                "  A schedule runs the program that it was made for.\n  Give megatrain.schedule(program)."
-            )

@@ -52,8 +52,8 @@ class Operations:
         self.runners = [runner for each in loaded for runner in each.runners]
         assert engine.store is not None
         first = loaded[0]
-        self.slots = Slots(first.images, engine.store, engine.arena, first.program, schedule)
         parts, places = first.facts.parts, self._places(arena)
+        self.slots = Slots(first.images, engine.store, engine.arena, first.program, schedule)
         self.gradients = GradientBuffer(lambda key: engine.tensors[key], engine.bus, parts=parts, places=places)
         all_ = self.instructions.all
         self._offloads = {each.op.block: each.position for each in all_ if each.op.what == "G"}
@@ -66,11 +66,11 @@ class Operations:
     def _places(self, arena: GrowingArena | None) -> StepPlaces | CallPlaces | None:
         """Returns where gradients go; None for calls whose gradients are made on the host, and stay there."""
         loaded, engine, nbytes = self.loaded[0], self.engine, self.instructions.landing_bytes
-        if arena is not None:
-            return StepPlaces(nbytes, loaded.program, arena)
-        if engine.device.can_bind:
+        if arena is None and engine.device.can_bind:
             return None
-        return CallPlaces(loaded.program, loaded.facts.trained, loaded.facts.parts, engine.gradients, nbytes)
+        if arena is None:
+            return CallPlaces(loaded.program, loaded.facts.trained, loaded.facts.parts, engine.gradients, nbytes)
+        return StepPlaces(nbytes, loaded.program, arena)
 
     @cached_property
     def segment_sizes(self) -> list[int]:

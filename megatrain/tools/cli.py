@@ -15,11 +15,10 @@ from importlib import import_module
 from typing import Any
 
 from megatrain import __version__
-from megatrain.base.checks import PATH, count, number, one_of
+from megatrain.base.checks import PATH, count, number
 from megatrain.base.garbage import paused_collection
 from megatrain.base.sizes import MEMORY
 from megatrain.errors import MegatrainError
-from megatrain.hardware.presets import PRESETS
 from megatrain.tools.command_options import OF_COMPILE, Option, add_options, flag, given_options, rule_of
 from megatrain.tools.finetune import train_options
 from megatrain.tools.sizing import sizing_options
@@ -138,9 +137,6 @@ _REPORT: Mapping[str, Option] = {
     "trace": Option(PATH, "also write the trace for https://ui.perfetto.dev here"),
     "steps": Option(count(1, 10_000), "training steps, of which the last is measured (default: 3)", int),
     **OF_COMPILE,
-    "hardware": Option(
-        one_of(*PRESETS), "a machine such as rtx-4090: the step is only planned for it, and nothing runs"
-    ),
 }
 
 _COMMANDS: Mapping[str, tuple[str, Mapping[str, Option], Callable[..., int]]] = {

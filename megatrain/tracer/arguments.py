@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections import OrderedDict
-from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass, replace
+import re
+from collections import OrderedDict, deque
+from collections.abc import Callable, Generator, Hashable, Iterable, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, is_dataclass, replace
+from enum import Enum
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -16,11 +19,11 @@ from torch.overrides import TorchFunctionMode
 
 from megatrain.base.garbage import paused_collection
 from megatrain.base.torch_private import pytree
-from megatrain.device import Device
-from megatrain.errors import TraceError
+from megatrain.device import Device, is_on_host
+from megatrain.errors import ExecuteError, TraceError
 from megatrain.tracer.inventory import check_plain
 from megatrain.tracer.spec import TensorSpec
-from megatrain.tracer.user_dicts import opened
+from megatrain.tracer.user_dicts import IMMUTABLE, Opened, opened
 
 _POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 
@@ -408,3 +411,72 @@ def _literal_key(value: Any) -> Hashable:
     except TypeError:
         return kind, id(value)
     return kind, value
+
+
+def is_plain(leaf: object) -> bool:
+    """Tells whether a capture can stand for calls with this argument: a tensor, or a value that never changes."""
+    return isinstance(leaf, (torch.Tensor, Enum, HeldNumber, *IMMUTABLE))
+
+
+def are_plain(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Tells whether a capture can stand for a call with these arguments, as far as they tell: a cache changes."""
+    return all(map(is_plain, pytree.tree_leaves(opened((args, kwargs)), is_leaf=_is_object)))
+
+
+def _is_object(value: object) -> bool:
+    """An object with methods may change in a call, though torch may know how to take it apart (caches, for export)."""
+    return not isinstance(value, _CONTAINERS) and not is_dataclass(value)
+
+
+def check_device(arguments: Arguments, device: Device) -> None:
+    """Refuses a call whose tensors are neither where it computes nor on the host.
+
+    Whether the model takes a tensor of the host as it is, a capture finds out: the model's own calls do or don't.
+    """
+    for name, tensor in zip(arguments.names, arguments.tensors, strict=True):
+        if tensor.device != device.torch_device and not is_on_host(tensor):
+            raise ExecuteError(
+                f"input `{name}` is on {tensor.device}, the compute device is {device}.\n"
+                "  Inputs must be on the compute device, as for any module on that device, or on the CPU.\n"
+                f'  Move it with .to("{device.torch_device}").'
+            )
+
+
+@contextmanager
+def naming_inputs(model: nn.Module, values: Iterable[Any]) -> Generator[None]:
+    """Adds to what eager PyTorch raises for a wrong input what the model was given: its errors name neither of both.
+
+    Args:
+        model: Runs in the body.
+        values: What it is given; tensors count.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        note = _given(model, [value for value in values if isinstance(value, torch.Tensor)], str(error))
+        if note is not None:
+            error.add_note(note)
+        raise
+
+
+def _given(model: nn.Module, tensors: Sequence[torch.Tensor], said: str) -> str | None:
+    """What a forward was given, the rule that it may have broken, and the way out; None if no input explains it."""
+    specs = ", ".join(str(TensorSpec.of(tensor)) for tensor in tensors)
+    dtypes = {parameter.dtype for parameter in model.parameters() if parameter.is_floating_point()}
+    others = {tensor.dtype for tensor in tensors} - dtypes
+    lines = [f"megatrain: the model's own code raised this, as it does in eager PyTorch, for {specs or 'no tensor'}."]
+    if len(dtypes) == 1 and others and (_OF_DTYPES.search(said) or _OF_SIZES.search(said)):
+        (dtype,) = dtypes
+        lines.append(f"Its parameters are {dtype}. An input that meets them in a product has their dtype.")
+        lines.append(f"Convert such inputs by .to({dtype}), or the model before compile().")
+    elif _OF_SIZES.search(said):
+        lines.append("A batch has the width that the model's layers take; only sizes that these leave open may change.")
+        lines.append("Call the plain model with such an input first.")
+    else:
+        return None
+    return "\n  ".join(lines)
+
+
+_CONTAINERS = (tuple, list, dict, Mapping, deque, Opened)
+_OF_DTYPES = re.compile(r"dtype|scalar type", re.IGNORECASE)
+_OF_SIZES = re.compile(r"shape|size of|sizes of|size mismatch", re.IGNORECASE)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Mapping
-from enum import Enum
 from typing import Any
 
 import torch
@@ -14,8 +13,8 @@ from megatrain.base.checks import checked, optional
 from megatrain.base.interrupts import Interrupts
 from megatrain.base.torch_features import check_torch
 from megatrain.device import HOST, Device, find, is_on_host
-from megatrain.errors import ExecuteError, TraceError
-from megatrain.tracer.arguments import Arguments, HeldNumber, holds_tensors
+from megatrain.errors import TraceError
+from megatrain.tracer.arguments import Arguments, holds_tensors, is_plain
 from megatrain.tracer.inventory import check_plain_state
 from megatrain.tracer.python.followed_numbers import DecidedError
 from megatrain.tracer.recording.capture import Capture
@@ -26,7 +25,6 @@ from megatrain.tracer.recording.random_numbers import HostRng
 from megatrain.tracer.source_line import original
 from megatrain.tracer.spec import DEVICE, EXAMPLE_ARGS, EXAMPLE_KWARGS, MODEL, TensorSpec
 from megatrain.tracer.traced import TracedModule
-from megatrain.tracer.user_dicts import IMMUTABLE
 
 # One capture at a time in a process; other threads go on with whatever else they do.
 _capturing = threading.RLock()
@@ -142,11 +140,6 @@ def _following(error: Exception, attempt: Attempt, model: nn.Module, *, has_reca
 # Arguments that a capture refuses, and where they are.
 
 
-def is_plain(leaf: object) -> bool:
-    """Tells whether a capture can stand for calls with this argument: a tensor, or a value that never changes."""
-    return isinstance(leaf, (torch.Tensor, Enum, HeldNumber, *IMMUTABLE))
-
-
 def check_arguments(arguments: Arguments) -> None:
     """Refuses what may hide tensors, or change unseen between calls."""
     for name, leaf in zip(arguments.leaf_names, arguments.leaves, strict=True):
@@ -172,20 +165,6 @@ def check_arguments(arguments: Arguments) -> None:
             "  Pass plain values or tensors instead of this object. Under torch.no_grad() a compiled model takes any "
             "object, such as a cache."
         )
-
-
-def check_device(arguments: Arguments, device: Device) -> None:
-    """Refuses a call whose tensors are neither where it computes nor on the host.
-
-    Whether the model takes a tensor of the host as it is, a capture finds out: the model's own calls do or don't.
-    """
-    for name, tensor in zip(arguments.names, arguments.tensors, strict=True):
-        if tensor.device != device.torch_device and not is_on_host(tensor):
-            raise ExecuteError(
-                f"input `{name}` is on {tensor.device}, the compute device is {device}.\n"
-                "  Inputs must be on the compute device, as for any module on that device, or on the CPU.\n"
-                f'  Move it with .to("{device.torch_device}").'
-            )
 
 
 def note_host_inputs(error: Exception, arguments: Arguments, device: torch.device) -> None:

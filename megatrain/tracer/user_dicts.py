@@ -9,7 +9,7 @@ so the new object has `_Unread` in their place.
 from __future__ import annotations
 
 from collections import UserDict
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any, NoReturn
@@ -33,13 +33,13 @@ def opened(value: Any) -> Any:
     return pytree.tree_map_only(UserDict, Opened.of, value)
 
 
-def with_tensors(change: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
-    """Returns nested arguments with other tensors; objects of classes of `UserDict` keep all their attributes."""
+def in_bf16(value: Any) -> Any:
+    """Returns nested arguments with fp32 tensors as bf16; objects of a `UserDict` class keep all their attributes."""
 
     def changed(leaf: Any) -> Any:
         if isinstance(leaf, UserDict):
-            return _made(type(leaf), vars(leaf) | {"data": with_tensors(change, leaf.data)})  # pyright: ignore
-        return change(leaf) if isinstance(leaf, torch.Tensor) else leaf
+            return _made(type(leaf), vars(leaf) | {"data": in_bf16(leaf.data)})  # pyright: ignore
+        return leaf.to(torch.bfloat16) if isinstance(leaf, torch.Tensor) and leaf.dtype == torch.float32 else leaf
 
     return pytree.tree_map(changed, value)
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol, cast
 
 from megatrain import files as saving
@@ -87,23 +86,29 @@ def check(checkpoint: saving.Checkpoint, extra: Mapping[str, Any], schedulers: S
     """
     several, saved = _several(schedulers), _saved(extra)
     if len(several) != len(saved):
-        _refuse_number(checkpoint, several, saved)
+        there, here = _said([kind for _, kind in saved]), _said(map(_class_of, several))
+        raise CheckpointError(
+            f"the checkpoint `{checkpoint.folder}` has {there}; load() has {here}.\n"
+            "  Learning rates would continue wrongly.\n"
+            "  Give the same schedulers to save and load, in the same order."
+        )
     wrong: list[str] = []
     for number, (scheduler, (state, kind)) in enumerate(zip(several, saved, strict=True)):
         place = "scheduler" if len(several) == 1 else f"scheduler.{number}"
         wrong += _differences(checkpoint, state, kind, scheduler, place)
     if wrong:
-        subject = "the scheduler of `{}` doesn't fit this scheduler" if len(saved) == 1 else (
-            "the schedulers of `{}` don't fit these schedulers"
-        )  # fmt: skip
         lines = [
-            f"{subject.format(checkpoint.folder)}: {counted(len(wrong), 'difference')}.",
+            f"the schedulers of `{checkpoint.folder}` don't fit these: {counted(len(wrong), 'difference')}.",
             *wrong,
-            "State can only continue in an object like the one that was saved"
-            f"{'' if len(saved) == 1 else ', and schedulers in the order in which they were saved'}.",
+            "State can only continue in an object like the one that was saved, and in the order of the save.",
             "Build the scheduler as it was; or load an older checkpoint, or single values with megatrain.files.load.",
         ]
         raise CheckpointError("\n  ".join(lines))
+
+
+def _said(classes: Iterable[str | None]) -> str:
+    names = [name or "a scheduler" for name in classes]
+    return f"{counted(len(names), 'scheduler')} ({', '.join(names)})" if names else "none"
 
 
 def restore(checkpoint: saving.Checkpoint, extra: Mapping[str, Any], schedulers: Schedulers | None) -> None:
@@ -137,33 +142,6 @@ def _saved(extra: Mapping[str, Any]) -> Sequence[tuple[dict[str, Any], str | Non
     if states is None:
         return ()
     return list(zip(states, classes or (), strict=True)) if isinstance(states, list) else [(states, classes)]
-
-
-def _refuse_number(
-    checkpoint: saving.Checkpoint, several: Sequence[Scheduler], saved: Sequence[tuple[Any, str | None]]
-) -> None:
-    name = f"the checkpoint `{checkpoint.folder}`"
-    if not several or not saved:
-        has, lacks = (name, "load()") if saved else ("load()", name)
-        number = max(len(several), len(saved))
-        raise CheckpointError(
-            f"{has} has {'a scheduler' if number == 1 else counted(number, 'scheduler')}, {lacks} has none.\n"
-            "  Learning rates would continue wrongly.\n"
-            "  Give the same schedulers to save and load, or none to both."
-        )
-    here = Counter(_class_of(each) for each in several)
-    there = Counter(kind or "a scheduler" for _, kind in saved)
-    missing, extra = sorted((there - here).elements()), sorted((here - there).elements())
-    said = [f"{_listed(missing)} missing"] * bool(missing) + [f"{_listed(extra)} too many"] * bool(extra)
-    raise CheckpointError(
-        f"{name} has {counted(len(saved), 'scheduler')}, load() has {len(several)}: {', and '.join(said)}.\n"
-        "  Learning rates would continue wrongly.\n"
-        "  Give the same schedulers to save and load, in the same order."
-    )
-
-
-def _listed(names: Sequence[str]) -> str:
-    return f"{', '.join(names)} {'is' if len(names) == 1 else 'are'}"
 
 
 def _differences(

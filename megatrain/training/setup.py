@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Generator, Iterable, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -12,6 +13,13 @@ from torch import nn
 from megatrain.base.checks.several_optimizers import check_apart, parameters_of
 from megatrain.base.host_limits import update_threads
 from megatrain.base.interrupts import Interrupts
+from megatrain.base.torch_private import (
+    disable_current_modes,
+    function_modes,
+    pop_function_mode,
+    preserve_dispatch_keys,
+    send_to_meta_kernels,
+)
 from megatrain.errors import ExecuteError, OptimizerError
 from megatrain.optim.fast.on_device import why_not
 from megatrain.optim.per_parameter import check_steps
@@ -23,6 +31,7 @@ from megatrain.planning.loss_bytes import Cut, Loss, measure_loss
 from megatrain.planning.plan_step import waits_for_host
 from megatrain.planning.saved_plan import AnyPlan
 from megatrain.planning.step_programs import StepPrograms
+from megatrain.runtime.engine import ordinary_tensors
 from megatrain.runtime.exchange import Exchange
 from megatrain.runtime.executor import Executor
 from megatrain.scheduler.schedule import Schedule
@@ -32,7 +41,6 @@ from megatrain.tracer.traced import TracedModule
 from megatrain.training.batch import MicroBatch, untrained
 from megatrain.training.compiled.inside import Compiled, Variant
 from megatrain.training.device_updates import DeviceUpdates
-from megatrain.training.modes import without_modes
 from megatrain.training.step_tables import StepTables
 from megatrain.training.update_times import UpdateTimes
 
@@ -238,16 +246,14 @@ class Setup:
             OptimizerError: If two optimizers hold the same parameter.
         """
         self._check_apart()  # groups may have been added
-        padded = [self._compiled.padded(untrained(self._compiled.model, b), runs=False) for b in batches]
-        own = [each.arguments for each in padded]
-        # Of the model's own loss nothing else is computed.
-        cuts: list[Cut] = [list if self._is_own_loss else each.cut for each in padded]
+        plain = [untrained(self._compiled.model, batch) for batch in batches]
         # A capture may read the parameters.
         find = partial(self._compiled.variant_for, before_capture=self.catch_up)
-        found = [find(self._compiled.cast(given), unfit) for given, unfit in zip(own, failed, strict=True)]
-        variants, arguments = [variant for variant, _ in found], [given for _, given in found]
-        for variant, each in zip(variants, padded, strict=True):
-            self._compiled.check_padded(variant, each)
+        found = [find(given, unfit) for given, unfit in zip(plain, failed, strict=True)]
+        variants, arguments = [variant for variant, _, _ in found], [given for _, given, _ in found]
+        own = [padded.arguments for _, _, padded in found]
+        # Of the model's own loss nothing else is computed.
+        cuts: list[Cut] = [list if self._is_own_loss else padded.cut for _, _, padded in found]
         kind = self._kind(variants)
         pairs = [variant.for_step(is_own_loss=self._is_own_loss) for variant in variants]
         traced, captures = [pair[0] for pair in pairs], [pair[1] for pair in pairs]
@@ -382,6 +388,20 @@ class Setup:
 
     def _check_apart(self) -> None:
         check_apart(self.optimizers, nn.Module.named_parameters(self._compiled.model))
+
+
+@contextmanager
+def without_modes() -> Generator[None]:
+    """Runs the body outside of inference mode, fake tensors, function modes and another default device (one of these).
+
+    A dropped step is completed when Python collects it, perhaps while another model is made on meta, or in the middle
+    of a fake tensor's kernel.
+    """
+    with ordinary_tensors(), ExitStack() as function_modes_left, disable_current_modes(), preserve_dispatch_keys():
+        for _ in function_modes():
+            function_modes_left.enter_context(pop_function_mode())
+        send_to_meta_kernels(False)
+        yield
 
 
 def _distinct(programs: Sequence[Program]) -> list[Program]:

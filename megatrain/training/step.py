@@ -19,19 +19,17 @@ from megatrain.passes.program import Program
 from megatrain.planning.host_plan import HostPlan
 from megatrain.planning.loss_bytes import Loss
 from megatrain.planning.saved_plan import PLAN, AnyPlan, SavedPlan, timed_choices
-from megatrain.ranks.processes import refuse_apart
 from megatrain.ranks.rank_exchange import exchange_of
-from megatrain.runtime.streams.events import RunClock, Stopwatch, Watch
+from megatrain.runtime.streams.events import RunClock, Stopwatch
 from megatrain.scheduler.schedule import Schedule
 from megatrain.scheduler.simulate import Measured, TimedRun
 from megatrain.training import saved_step as checkpoint
 from megatrain.training.batch import Weight, check_reduce, micro_batches
-from megatrain.training.boundary import Boundary, Progress
 from megatrain.training.compiled.module import COMPILED, CompiledModule
 from megatrain.training.completion import Completion
 from megatrain.training.saved_schedulers import SCHEDULERS, Schedulers
 from megatrain.training.setup import Setting, Setup, check_held
-from megatrain.training.step_run import StepRules, StepRun
+from megatrain.training.step_run import Progress, StepRules, StepRun
 
 
 class TrainStep:
@@ -107,7 +105,6 @@ class TrainStep:
         self._optimizers = optimizers_of(optimizer)
         self._compiled = compiled.megatrain
         check_held(self._optimizers, [list(self._compiled.model.parameters())])
-        looks = on_nonfinite is not None
         self._exchange = exchange_of(self._compiled.ranks, self._compiled, self._optimizers)
         self._setup = Setup(
             self._compiled,
@@ -115,21 +112,20 @@ class TrainStep:
             loss=loss,
             reads=reads,
             max_norm=max_grad_norm,
-            needs_norm=max_grad_norm is not None or looks,
+            needs_norm=max_grad_norm is not None or on_nonfinite is not None,
             reports_norm=report_norm,
             overlap=overlap,
             spread=spread,
             plan=plan,
             exchange=self._exchange,
         )
-        self._boundary = Boundary(on_nonfinite, self._exchange)
         self.user: Mapping[str, Any] = {}
         self._completion = Completion(self._complete, self._setup.changing)
         facts = {"max_grad_norm": max_grad_norm, "report_norm": report_norm, "on_nonfinite": on_nonfinite}
         facts |= {"reduce": reduce, "weight": "none" if weight is None else "given", "overlap": overlap, "reads": reads}
         budget = self._compiled.budget if plan is None else None
-        rules = StepRules(loss, weight, reduce == "sum", looks, budget, facts)
-        self._run = StepRun(self._compiled, self._setup, self._boundary, self._completion, self._exchange, rules)
+        rules = StepRules(loss, weight, reduce == "sum", on_nonfinite, budget, facts)
+        self._run = StepRun(self._compiled, self._setup, self._completion, self._exchange, rules)
         self._compiled.before_reads(self._completion)
         self._completion.attach(self._optimizers)
 
@@ -153,7 +149,7 @@ class TrainStep:
     @property
     def progress(self) -> Progress:
         """The numbers of steps taken and skipped, and the latest norm."""
-        return self._boundary.progress
+        return self._run.progress
 
     @property
     def host_plan(self) -> HostPlan:
@@ -180,7 +176,7 @@ class TrainStep:
             TraceError: If the model can't be captured for this batch.
             ScheduleError: If the memory is too small for it.
         """
-        return self._take(batch, None)
+        return self._run.take(batch, None)
 
     def measure(self, batch: Any) -> Measured:
         """Runs a step whose streams wait after each operation; returns the times, which `schedule.simulate` takes.
@@ -188,7 +184,7 @@ class TrainStep:
         The first step isn't typical where blocks are persistent: it brings what then stays.
         """
         self._exchange.refuse("step.measure", "Use step.time, which holds no stream up.")
-        self._take(batch, watch := Stopwatch(self._compiled.options.device))
+        self._run.take(batch, watch := Stopwatch(self._compiled.options.device))
         return Measured(self.schedule, watch.seconds)
 
     def time(self, batch: Any) -> TimedRun:
@@ -198,14 +194,8 @@ class TrainStep:
         """
         with self._exchange.taking():
             clock = RunClock(self._compiled.options.device)
-        self._take(batch, clock)
+        self._run.take(batch, clock)
         return TimedRun.of(self.schedule, clock.spans())
-
-    def _take(self, batch: Any, watch: Watch | None) -> torch.Tensor:
-        if not self._compiled.has_group:
-            refuse_apart()
-        self._boundary.check_whole()
-        return self._run.take(batch, watch)
 
     @checked(num_steps=count(1, 1 << 40), tokens_per_step=count(1, 1 << 40))
     def progress_line(self, num_steps: int, tokens_per_step: int) -> ProgressLine:
@@ -265,7 +255,7 @@ class TrainStep:
             ExecuteError: If a failure left the model in the middle of a step, or a step is running (in a hook, say).
         """
         with self._compiled.exclusively("save()", in_child=True), torch.device("cpu"):
-            self._boundary.check_whole()
+            self._run.check_whole()
             with self._exchange.taking("save()"):
                 self.flush()
             values = self.user if user is None else user
@@ -304,7 +294,7 @@ class TrainStep:
         step = cls(compiled, optimizer, **options)
         with compiled.megatrain.exclusively("load()"), torch.device("cpu"):
             restored = checkpoint.restore(folder, compiled.megatrain, step._optimizers, scheduler)
-        step._boundary.progress, step.user = restored
+        step._run.progress, step.user = restored
         return step
 
     def __del__(self, _is_over: Callable[[], bool] = sys.is_finalizing) -> None:  # at the end even `sys` may be gone

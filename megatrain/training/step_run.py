@@ -1,31 +1,73 @@
-"""StepRun: takes steps: an attempt for each capture that fails in the middle, and more where memory runs out."""
+"""StepRun: takes steps: an attempt for each capture that fails in the middle, and more where memory runs out.
+
+Each step ends where parameters, moments, buffers and generators belong together.
+"""
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import reduce
 from typing import Any
 
 import torch
+from torch import nn
 
-from megatrain.device.device_budget import DeviceBudget
-from megatrain.device.out_of_memory import Attempts, free_frames
-from megatrain.errors import ExecuteError
+from megatrain.base.torch_private import DropoutNd
+from megatrain.device.device_budget import Attempts, DeviceBudget, free_frames, let_go, ran_out
+from megatrain.errors import ExecuteError, TrainStepWarning
+from megatrain.optim.updates import Updates
 from megatrain.planning.loss_bytes import Loss
+from megatrain.ranks.processes import refuse_apart
 from megatrain.runtime.exchange import Exchange
 from megatrain.runtime.executor import Executor
-from megatrain.runtime.random_calls import RngState
+from megatrain.runtime.operations import Run
+from megatrain.runtime.random_calls import RngState, moving_in_turn
 from megatrain.runtime.streams.events import Watch
+from megatrain.tracer.arguments import naming_inputs
 from megatrain.tracer.guards import GuardFailedError
 from megatrain.training.batch import Counts, FollowingLoss, MicroBatch, Shares, Weight, micro_batches, untrained
-from megatrain.training.boundary import Boundary
-from megatrain.training.compiled.captures import naming_inputs
 from megatrain.training.compiled.inside import Compiled, Variant
 from megatrain.training.completion import Completion
-from megatrain.training.modes import warn_of_dropout
 from megatrain.training.setup import Setting, Setup
 from megatrain.training.trainer import Running, spent
+
+
+@dataclass(slots=True)
+class Progress:
+    """The progress of training.
+
+    Args:
+        count: Steps that were completed, skipped ones included.
+        skipped: Steps whose gradients weren't finite.
+        nonfinite: The gradient that wasn't finite in the latest of these steps; None if there was none.
+        grad_norm: The norm of the latest step's gradients, before clipping; None if nobody asked.
+    """
+
+    count: int = 0
+    skipped: int = 0
+    nonfinite: str | None = None
+    grad_norm: torch.Tensor | None = None
+
+
+class NotFiniteError(ExecuteError):
+    """A gradient isn't finite, and nothing was updated; all processes that train together find the same.
+
+    Args:
+        what: The gradient.
+        way: The way out.
+    """
+
+    is_on_all = True
+
+    def __init__(self, what: str, way: str) -> None:
+        super().__init__(
+            f"{what} is not finite.\n"
+            "  Parameters, buffers, the optimizer and the generators are as before the call.\n"
+            f"  {way}"
+        )
+        self.what = what
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +78,7 @@ class StepRules:
         loss: The user's.
         weight: How much a micro-batch counts.
         is_sum: Losses are added up as they are.
-        looks: Whether a gradient that isn't finite prevents the updates.
+        on_nonfinite: What follows if a gradient isn't finite, which prevents the updates; None if nobody looks.
         budget: Of the schedules that are made for steps; None where a given plan has the schedule.
         facts: Options that must be the same in all processes that train together.
     """
@@ -44,7 +86,7 @@ class StepRules:
     loss: Loss | None
     weight: Weight | None
     is_sum: bool
-    looks: bool
+    on_nonfinite: str | None
     budget: DeviceBudget | None
     facts: Mapping[str, object]
 
@@ -67,6 +109,7 @@ class _Try:
     shares: Shares | None = None
     setting: Setting | None = None
     executor: Executor | None = None
+    has_recovered: bool = False
 
 
 class StepRun:
@@ -75,7 +118,6 @@ class StepRun:
     Args:
         compiled: The model.
         setup: Finds what runs.
-        boundary: Makes each step end between two steps.
         completion: Looks after due updates.
         exchange: Who else takes the steps.
         rules: What is the same in all steps.
@@ -83,23 +125,37 @@ class StepRun:
     Attributes:
         setting: Of the latest step, or the prepared one.
         running: The step that runs.
+        progress: The progress of training.
+        broken: Why no step can follow; None as long as one can.
     """
 
     def __init__(
         self,
         compiled: Compiled,
         setup: Setup,
-        boundary: Boundary,
         completion: Completion,
         exchange: Exchange,
         rules: StepRules,
     ):
-        self._compiled, self._setup, self._boundary, self._completion = compiled, setup, boundary, completion
+        self._compiled, self._setup, self._completion = compiled, setup, completion
         self._exchange, self._rules = exchange, rules
         self.setting: Setting | None = None
         self.running: Running | None = None
+        self.progress = Progress()
+        self.broken: str | None = None
+        self._is_undone = False  # the latest run failed and left no trace, so that it may run again
         self._failed_at = 0
         self._is_mode_known = False
+
+    def check_whole(self) -> None:
+        """Tells whether a step can follow.
+
+        Raises:
+            ExecuteError: If an earlier step left the model in the middle of a step.
+        """
+        broken = self._exchange.broken or self.broken
+        if broken is not None:
+            raise ExecuteError(broken)
 
     def prepare(self, batches: Sequence[MicroBatch]) -> None:
         """Finds what a step with some micro-batches runs, without running or allocating anything.
@@ -118,9 +174,12 @@ class StepRun:
             batch: The micro-batches of this process.
             watch: Takes the time of each operation.
         """
+        if not self._compiled.has_group:
+            refuse_apart()
+        self.check_whole()
         if not self._is_mode_known:
             self._is_mode_known = True
-            warn_of_dropout(self._compiled.model)
+            _warn_of_dropout(self._compiled.model)
         # With several processes there are no lengths, and the others hear below of a batch that is refused.
         if self._compiled.lengths is not None:
             self._try_lengths(micro_batches(batch))
@@ -147,7 +206,7 @@ class StepRun:
                         shares = attempt.shares
                     else:
                         assert attempt.executor is not None
-                        repeated.over(attempt.executor.memory_figures, is_half=self._boundary.has_recovered)
+                        repeated.over(attempt.executor.memory_figures, is_half=attempt.has_recovered)
                         self._completion.has_stepped = True
                         return spent(loss)
 
@@ -171,14 +230,16 @@ class StepRun:
         assert updates is not None
         parts = setting, shares, self._rules.loss, updates, engine.tensors, self._setup.threads
         there, marked = self._setup.there, self._completion.marked
-        looks = self._rules.looks
+        looks = self._rules.on_nonfinite is not None
         running = Running(*parts, looks=looks, exchange=self._exchange, there=there, marked=marked)
         before = RngState.now(engine.device, [call for variant in setting.variants for call in variant.opaque])
         with engine.turn.run(differentiates=True), running.interrupts:
             self.running = running
             try:
                 # No name keeps the run alive: it must end while Ctrl-C is held back, as a `__del__` loses one.
-                self._boundary.run(executor.begin(running.inputs(), watch=attempt.watch), running, updates, before)
+                attempt.has_recovered = self._do_operations(
+                    executor.begin(running.inputs(), watch=attempt.watch), running, updates, before
+                )
                 self._completion.mark()  # here, where Ctrl-C is held back
             finally:
                 self.running = None
@@ -194,7 +255,7 @@ class StepRun:
         if self._exchange.is_alone:
             assert attempt.shares is not None
             return attempt.shares
-        progress = self._boundary.progress
+        progress = self.progress
         facts = {
             **self._rules.facts,
             "the call": "step(batch)" if attempt.watch is None else "step.time(batch)",
@@ -226,4 +287,152 @@ class StepRun:
             return True
         is_known = setting is not None and executor is not None and self._exchange.is_alone
         figures = executor.memory_figures if executor is not None and is_known else None
-        return repeated.may_repeat(error, figures, is_undone=self._boundary.is_undone)
+        return repeated.may_repeat(error, figures, is_undone=self._is_undone)
+
+    def _do_operations(self, run: Run, running: Running, updates: Updates, before: RngState) -> bool:
+        """Does all operations of a step, which then ends at its own end, or at the end of the previous step.
+
+        Args:
+            run: The operations.
+            running: Its trainer.
+            updates: Takes its gradients.
+            before: The generators when it began.
+
+        Returns:
+            Whether the step ran out of the device's memory after its first update, and was completed.
+
+        Raises:
+            ExecuteError: If a gradient isn't finite and `on_nonfinite` is `"raise"`, or an operation fails on its own
+                thread.
+            BaseException: An error of the caller's code. If the step had begun to update parameters, notes on the error
+                say where it ended.
+        """
+        self._is_undone = False
+        try:
+            with moving_in_turn(running.drawing):
+                run.go(running)
+            running.check()  # there may have been no update
+            self._end(run, running, updates)
+        except BaseException as error:
+            lacks_memory = ran_out(error, run.device)
+            if not running.has_updated:
+                self._go_back(run, running, updates, error)
+                before.restore(run.device)
+                self._is_undone = True
+                if running.shares.fault is not None:
+                    raise running.shares.fault from None  # found on a transfer's thread
+                raise
+            if not running.exchange.is_alone:
+                self._give_up(run, updates, error)  # others have used its gradients, and don't wait for new ones
+                raise
+            if lacks_memory:
+                let_go(error, run.device)
+            if not (self._go_on(run, running, updates, error) and lacks_memory):
+                raise
+            return True
+        return False
+
+    def _end(self, run: Run, running: Running, updates: Updates) -> None:
+        """Does what follows the last operation."""
+        found = updates.arriving
+        run.leave_generators()  # before code of the user's that may draw: an optimizer's step, hooks on it
+        running.finish()
+        self.progress.grad_norm = found.norm
+        if running.is_skipped:
+            self._skip(updates)
+        elif not running.has_begun:
+            updates.begin()
+        self._close(run, running, updates)
+
+    def _skip(self, updates: Updates) -> None:
+        text = updates.describe_nonfinite()
+        if self._rules.on_nonfinite == "raise":
+            raise NotFiniteError(text, 'Lower the learning rate, look at the batch, or set on_nonfinite="skip".')
+        self.progress.nonfinite = text
+        self.progress.skipped += 1
+
+    def _close(self, run: Run, running: Running, updates: Updates) -> None:
+        updates.drop_arriving()
+        run.commit()
+        self.progress.count += 1
+        running.interrupts.note = "  The step was completed."
+
+    def _go_back(self, run: Run, running: Running, updates: Updates, error: BaseException) -> None:
+        """Leaves no trace of a step that has not updated anything; updates of the previous step are completed."""
+        run.close()
+        if running.has_begun or running.kind.updates not in ("deferred", "spread"):
+            updates.abandon()
+            updates.drop_arriving()
+            return
+        updates.drop_arriving()
+        try:
+            if updates.is_under_way:
+                updates.finish()
+        except BaseException as again:
+            error.add_note(_still_due(updates, again))
+
+    def _go_on(self, run: Run, running: Running, updates: Updates, error: BaseException) -> bool:
+        """Completes a step after some of its updates; tells whether nothing of it is still due."""
+        try:
+            with moving_in_turn(running.drawing):
+                run.complete(running)
+        except BaseException as again:
+            if ran_out(again, run.device):
+                let_go(again, run.device)
+            self._give_up(run, updates, again)
+            error.add_note(f"  {self.broken}")
+            return False
+        try:
+            self._end(run, running, updates)
+            error.add_note("  Parameters had been updated before it failed, so the step was completed.")
+        except BaseException as again:
+            self._close(run, running, updates)
+            error.add_note(_still_due(updates, again))
+            return False
+        return True
+
+    def _give_up(self, run: Run, updates: Updates, error: BaseException) -> None:
+        self.broken = (
+            f"the model is in the middle of a step: blocks {updates.due} are not updated, all others are.\n"
+            f"  The gradients of these blocks can't be computed: {type(error).__name__}: {error}\n"
+            "  Load a checkpoint. With max_grad_norm, on_nonfinite or overlap=False no update comes before the last\n"
+            "  gradient, and a step that fails leaves no trace."
+        )
+        run.close()
+        updates.abandon()
+        updates.drop_arriving()
+
+
+def _still_due(updates: Updates, error: BaseException) -> str:
+    return (
+        f"  The updates of blocks {updates.due} are still due, because they failed again: {type(error).__name__}: "
+        f"{error}\n  flush() and the next step try them again."
+    )
+
+
+def _warn_of_dropout(model: nn.Module) -> None:
+    """Warns of dropout that is off because the model is in eval mode, as `from_pretrained` returns it.
+
+    What is in eval mode and has nothing to train (a frozen encoder, a dropout alone) is taken to be so on purpose.
+    """
+    for place, module in model.named_modules():
+        if module.training or not any(p.requires_grad for p in module.parameters()):
+            continue
+        off = [name for name, each in module.named_modules(prefix=place) if not each.training and _probability(each)]
+        if off:
+            more = f" and {len(off) - 1} more" if len(off) > 1 else ""
+            warnings.warn(
+                f"the model trains without dropout: `{off[0]}`{more} is in eval mode, as from_pretrained() leaves it.\n"
+                "  A step computes what the model computes in its present mode, as eager PyTorch does.\n"
+                "  Call model.train() before the steps; for a training without dropout, set its probability to 0.",
+                TrainStepWarning,
+                stacklevel=4,
+            )
+            return
+
+
+def _probability(module: nn.Module) -> float:
+    """With which probability a module of torch drops values in training mode."""
+    if isinstance(module, DropoutNd):
+        return module.p
+    return module.dropout if isinstance(module, nn.MultiheadAttention | nn.RNNBase) else 0.0

@@ -1,4 +1,4 @@
-"""The code of docs/trainers.md and docs/plugins.md runs (verl), and what axolotl's plugin refuses.
+"""The code of docs/trainers.md and docs/plugins.md runs: trainers, and verl.
 
 verl's engine has a stand-in here, which needs none of verl's libraries.
 """
@@ -18,10 +18,8 @@ from torch import nn
 from transformers import LlamaForCausalLM
 
 import megatrain
-from megatrain.errors import OptionError
-from megatrain.integrations import axolotl as plugin
 from tests.comparing import assert_same
-from tests.integrations.runs import codes, llama
+from tests.integrations.runs import codes
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -168,25 +166,3 @@ def test_what_the_engine_lacks_is_refused(page: dict[str, Any]) -> None:
     engine._is_lora, engine.num_processes = False, 2
     with pytest.raises(NotImplementedError, match="several processes"):
         engine.initialize()
-
-
-# -- axolotl ----------------------------------------------------------------------------------------------------------
-
-
-class Settings(dict[str, Any]):
-    """As axolotl's configuration answers: None for what isn't there."""
-
-    def __getattr__(self, name: str) -> Any:
-        return self.get(name)
-
-
-@pytest.mark.parametrize("name", ["rl", "reward_model", "trainer_cls", "layer_offloading", "deepspeed"])
-def test_what_has_another_trainer_is_refused(name: str) -> None:
-    with pytest.raises(OptionError, match=f"axolotl's `{name}` "):
-        plugin.MegatrainPlugin().get_trainer_cls(Settings({name: "something"}))
-
-
-def test_a_model_on_the_device_is_refused() -> None:
-    made = plugin.MegatrainPlugin()
-    made.post_model_load(Settings(), llama())
-    made.post_model_load(Settings(), torch.nn.Linear(2, 2, device="meta"))

@@ -60,14 +60,14 @@ FAULTS: list[Fault] = [
     ),
     Fault(
         "a step that leaves no trace leaves the generators",
-        "training/boundary.py",
+        "training/step_run.py",
         "                before.restore(run.device)\n",
         "",
         ("tests/training/test_failures.py::test_an_error_once_in_the_users_code_leaves_no_trace",),
     ),
     Fault(
         "a skipped step updates after all",
-        "training/boundary.py",
+        "training/step_run.py",
         "        if running.is_skipped:\n            self._skip(updates)\n        elif not running.has_begun:",
         "        if running.is_skipped:\n            self._skip(updates)\n        if not running.has_begun:",
         ("tests/training/test_norm.py::test_skipped_steps_are_those_of_a_loop_that_skips_them",),

@@ -46,7 +46,6 @@ def with_loss():
 def fails():
     raise RuntimeError("not today")
 """
-RATES = ("--hardware=rtx-4090",)
 
 
 class Layers(nn.Module):
@@ -177,9 +176,7 @@ def test_the_command_trains_measures_and_draws(folder: Path, function: str, caps
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["made.py:build", "page.html", "--hardware=abacus"], "--hardware='abacus' is not known."),
         (["made.py:fails", "page.html"], "`made.py:fails` failed: RuntimeError: not today."),
-        (["made.py:build", "no/page.html", *RATES], 'the report "no/page.html" can\'t be written'),
         (["made.py:fails", "no/page.html"], 'the report "no/page.html" can\'t be written'),
         (["made.py:fails", "page.html", "--trace=no/trace.json"], 'the report "no/trace.json" can\'t be written'),
         (["made.py:build", "page.html", "--steps=0"], "--steps=0 is less than 1."),

@@ -15,7 +15,7 @@ import torch
 
 from megatrain.base.sizes import format_bytes
 from megatrain.device import Cuda
-from megatrain.device.out_of_memory import DeviceMemoryError, ran_out
+from megatrain.device.device_budget import DeviceMemoryError, ran_out
 from megatrain.errors import DeviceMemoryWarning, ExecuteError
 from megatrain.runtime import accumulation as sums
 from megatrain.runtime import operations

@@ -167,6 +167,40 @@ def scaled_stack() -> Any:
     return model
 
 
+def test_a_template_with_another_literal_names_its_block(monkeypatch):
+    block, real = 4, megatrain.planning.step_programs.lowered_with
+
+    def lowered_with(costs, traced, **options):
+        program = real(costs, traced, **options)
+        (node,) = (n for n in program.templates[program.blocks[block].template].graph.nodes if n.target == "mul")
+        node.args = (node.args[0], node.args[1] + 0.01)
+        return program
+
+    monkeypatch.setattr(megatrain.planning.step_programs, "lowered_with", lowered_with)
+    found = first(megatrain.verify(scaled_stack(), torch.ones(2, 3), device="cpu"))
+    assert (found.culprit, found.block, found.phase) == ("passes", block, "forward")
+    assert found.name == f"blocks.{block - 1}"
+    assert found.relative == pytest.approx(0.01 / (1 + (block - 1) / 8), rel=1e-3)
+
+
+def test_a_template_with_a_wrong_gradient_is_the_passes_fault(monkeypatch):
+    real = megatrain.planning.step_programs.lowered_with
+
+    def lowered_with(costs, traced, **options):
+        program = real(costs, traced, **options)
+        nodes = program.templates[program.blocks[2].template].graph.nodes
+        (node,) = (n for n in nodes if n.name.startswith("tanh"))
+        node.meta["grad"] = False
+        return program
+
+    monkeypatch.setattr(megatrain.planning.step_programs, "lowered_with", lowered_with)
+    report = megatrain.verify(scaled_stack(), torch.ones(2, 3), device="cpu")
+    assert not [d for d in report.differences if d.kind == "output" and not d.ok]
+    found = first(report)
+    assert (found.culprit, found.phase) == ("passes", "after")
+    assert found.block <= 2
+
+
 # -- the capture and the model -----------------------------------------------------------------------------
 
 

@@ -19,7 +19,7 @@ _NAMES = (
 """The methods of `transformers.Trainer` that `Streamed` takes over."""
 _IN_STEP = ("training_step", "_clip_grad_norm", "_get_grad_norm")
 """Those among them that a training step does without."""
-_KNOWN = ("transformers", "trl", "sentence_transformers", "axolotl")
+_KNOWN = ("transformers", "trl", "sentence_transformers")
 """Libraries where these do no more than to compute a loss, run its backward, and clip and return the norm."""
 
 

@@ -27,7 +27,7 @@ from accelerate.optimizer import AcceleratedOptimizer
 from torch import nn
 
 import megatrain
-from megatrain.device.out_of_memory import DeviceMemoryError
+from megatrain.device.device_budget import DeviceMemoryError
 from megatrain.errors import OptionError, ScheduleError
 from megatrain.integrations.hf.newest_whole import clear, newest_whole
 from megatrain.integrations.hf.one_step import OneStep

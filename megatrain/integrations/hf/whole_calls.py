@@ -11,8 +11,9 @@ from torch import nn
 
 from megatrain.base.torch_private import DisableTorchFunctionSubclass
 from megatrain.errors import ExecuteError
-from megatrain.training.compiled.inside import Compiled, taken_by
+from megatrain.training.compiled.inside import Compiled
 from megatrain.training.compiled.module import CompiledModule
+from megatrain.training.compiled.walking import taken_by
 
 _NOTE = (
     "megatrain keeps the model's parameters in host memory. A part of the model that is called by itself\n"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from weakref import WeakKeyDictionary
 
@@ -207,6 +207,16 @@ def check_packed_width(entries: Mapping[str, StateEntry]) -> None:
             "  What a packed parameter computes in was decided when the weight was quantized.\n"
             "  Convert the model to bf16 before it is quantized, or use precision='fp32'."
         )
+
+
+def narrow_entries(entries: Mapping[str, StateEntry]) -> dict[str, StateEntry]:
+    """Describes the state with its parameters in bf16, if all of them are fp32; otherwise unchanged."""
+    check_packed_width(entries)
+    if not is_all_wide(entries):
+        return dict(entries)
+    parameters = plain_parameters(entries).values()
+    narrow = {e.key: replace(e, spec=replace(e.spec, dtype=torch.bfloat16)) for e in parameters}
+    return {key: narrow.get(key, entry) for key, entry in entries.items()}
 
 
 class _Narrowing:

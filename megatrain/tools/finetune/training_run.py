@@ -36,8 +36,6 @@ from megatrain.planning.advice import Spelling, refusal, size
 from megatrain.planning.host_plan import MICRO_BATCH, SEQUENCE
 from megatrain.planning.planned_step import PlannedStep, micro_batch_sizes, shortest_step
 from megatrain.planning.planner import plan
-from megatrain.tools.finetune.losses import NAME as LOSSES
-from megatrain.tools.finetune.losses import Losses
 from megatrain.tools.finetune.pretrained import (
     Adapters,
     longest,
@@ -47,11 +45,11 @@ from megatrain.tools.finetune.pretrained import (
     read_tokenizer,
     readable,
 )
-from megatrain.tools.finetune.run_record import RunRecord, fingerprint, recorded_batch
+from megatrain.tools.finetune.run_record import LOSSES, Losses, RunRecord, fingerprint, recorded_batch
 from megatrain.tools.finetune.train_options import TrainOptions
 from megatrain.tools.finetune.training_data import learnt, read_rows, survey
-from megatrain.training.boundary import NotFiniteError
 from megatrain.training.compiled.padding import bounds_of, brought_to
+from megatrain.training.step_run import NotFiniteError
 
 LENGTH, TOKENS_PER_STEP, EVAL_FRACTION = 2048, 16384, 0.05
 _MULTIPLE = 8

@@ -18,7 +18,6 @@ from megatrain.hardware.work import total_flops
 from megatrain.scheduler.bands import Band, format_s
 from megatrain.scheduler.effects import streams
 from megatrain.scheduler.items import Stream
-from megatrain.scheduler.simulate import Timing
 from megatrain.scheduler.table import Position
 from megatrain.tools.reporting.figures import Curve, StepFigures
 
@@ -277,16 +276,14 @@ _Event = dict[str, Any]
 def trace_text(figures: StepFigures) -> str:
     """The trace in Chrome's JSON format, an event a line.
 
-    Perfetto reads `X` events that don't overlap on their track, `C` counters, `M` names, and flows (`s`, `f`), which
-    belong to the slice around them on their track. All of these come in the order of time, an op before its flows.
+    Perfetto reads `X` events that don't overlap on their track, `C` counters and `M` names, in the order of time.
     """
     events: list[_Event] = []
     for process, (band, curve) in enumerate(zip(figures.bands, figures.device_curves, strict=True), start=1):
         events += _name_events(process, band)
-        timed = [*_op_events(figures, process, band), *_flow_events(figures, process, band.timeline)]
+        timed = [*_op_events(figures, process, band)]
         counter: _Event = {"ph": "C", "name": "live device bytes", "pid": process, "tid": 0}
         timed += [{**counter, "ts": _us(moment), "args": {"bytes": nbytes}} for moment, nbytes in curve.totals]
-        # The order of equal times stays: ops, then flows, which belong to the op that is open then.
         events += sorted(timed, key=lambda event: event["ts"])
     lines = ",\n".join(json.dumps(event, separators=(",", ":")) for event in events)
     return f'{{"displayTimeUnit":"ms","traceEvents":[\n{lines}\n]}}\n'
@@ -322,24 +319,3 @@ def _op_events(figures: StepFigures, process: int, band: Band) -> Iterator[_Even
         begin = _us(timing.start_s)
         event: _Event = {"ph": "X", "name": str(op), "cat": op.what, **_thread(process, timing.position)}
         yield {**event, "ts": begin, "dur": round(_us(timing.end_s) - begin, 3), "args": args}
-
-
-def _flow_events(figures: StepFigures, process: int, timeline: Sequence[Timing]) -> Iterator[_Event]:
-    """Arrows from each `W` to the ops that read its weights, and from each `G` to its `U`."""
-    begins = {timing.position: _us(timing.start_s) for timing in timeline}
-    # A slice without length is closed when its flow would begin.
-    lasting = {t.position for t in timeline if _us(t.end_s) > _us(t.start_s)}
-    pairs = [(load, reader, "weights") for reader, load in figures.schedule.bindings().items()]
-    offloads = dict[int, Position]()
-    for position, op in figures.schedule.positions():
-        if op.what == "G":
-            offloads[op.block] = position
-        elif op.what == "U":
-            group = figures.schedule.known_workload().update_group(op.block)
-            pairs += [(offloads[block], position, "gradients") for block in group if block in offloads]
-    for number, (giver, taker, name) in enumerate(sorted(pairs)):
-        if giver in lasting and taker in lasting:
-            # Ids of two processes differ: Perfetto knows them by the id alone.
-            event: _Event = {"name": name, "cat": name, "id": 1_000_000 * process + number}
-            yield {"ph": "s", **event, **_thread(process, giver), "ts": begins[giver]}
-            yield {"ph": "f", "bp": "e", **event, **_thread(process, taker), "ts": begins[taker]}

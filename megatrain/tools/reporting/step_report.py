@@ -20,7 +20,6 @@ from megatrain.base.sizes import format_bytes
 from megatrain.errors import OptionError, ScheduleError
 from megatrain.passes.program import Program
 from megatrain.planning.plan import Plan
-from megatrain.planning.planner import plan
 from megatrain.scheduler.bands import band_of
 from megatrain.scheduler.schedule import Schedule
 from megatrain.scheduler.simulate import Costs, Hardware, Measured, TimedRun
@@ -148,8 +147,7 @@ class StepReport:
     def perfetto(self, path: str | os.PathLike[str]) -> None:
         """Writes the same as a trace that https://ui.perfetto.dev opens: Chrome's JSON format.
 
-        Each band is a process and each stream a thread in it with a counter of the bytes that live on
-        the device; arrows lead from each `W` to the ops that read its weights, and from each `G` to its `U`.
+        Each band is a process and each stream a thread in it, with a counter of the bytes that live on the device.
 
         Raises:
             OptionError: If the file can't be written.
@@ -195,35 +193,19 @@ def _refused(path: str | os.PathLike[str], reason: str) -> OptionError:
 # -- `megatrain report TARGET PAGE` -----------------------------------------------------------------------------------
 
 
-def run(
-    target: str, page: str, *, trace: str | None = None, steps: int = 3, hardware: str | None = None, **given: Any
-) -> int:
+def run(target: str, page: str, *, trace: str | None = None, steps: int = 3, **given: Any) -> int:
     """Writes the files and prints the verdict; `given` has options of `compile`."""
     files = [page, *([] if trace is None else [trace])]
     for path in files:
         check_report_path(path)
     with importable(target):
-        made = (
-            _measured(target, page, steps, given)
-            if hardware is None
-            else _planned(target, page, Hardware.preset(hardware), given)
-        )
+        made = _measured(target, page, steps, given)
     if trace is not None:
         made.perfetto(trace)
     print(made)
     for path in files:
         print(f"written: {path} ({format_bytes(Path(path).stat().st_size)})")
     return 0
-
-
-def _planned(target: str, page: str, hardware: Hardware, given: dict[str, Any]) -> StepReport:
-    model, args, kwargs = command_target(target)
-    given = {"device_memory" if name == "memory" else name: v for name, v in given.items() if name != "transfer"}
-    with stage("planning"):
-        planned = plan(
-            model, optimizer="AdamW", loss=_loss, hardware=hardware, example_args=args, example_kwargs=kwargs, **given
-        )
-    return report(planned, page, costs=hardware)
 
 
 def _measured(target: str, page: str, steps: int, given: dict[str, Any]) -> StepReport:

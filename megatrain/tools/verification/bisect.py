@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
-from collections.abc import Iterable
+from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,7 +22,6 @@ from megatrain.tools.verification.observed import (
 from megatrain.tools.verification.report import Difference, FirstDifference
 from megatrain.tools.verification.trial import Observation, Trial
 from megatrain.tracer.arguments import Structure
-from megatrain.tracer.inventory import StateEntry
 from megatrain.training.compiled.inside import Variant
 from megatrain.training.compiled.module import CompiledModule
 
@@ -91,11 +90,14 @@ class _Search:
         if worst is not None:
             wrong = graph.first_wrong_call(calls)
             return self._at_module("capture", wrong, worst, _block_of_module(variant, wrong))
-        found = self._first_wrong_forward(variant, graph, truth)
-        found = found or self._first_wrong_backward(variant, graph, truth, expected)
+        for block in variant.program.blocks:
+            for name in block.outputs:
+                found = self._beyond(truth.values[name], graph.values(name))
+                if found is not None:
+                    return self._in_block("passes", block, "forward", f"output `{name}`", found)
         worst = self._worst(expected, blocks)
         assert worst is not None
-        return found or self._after("passes", worst, Owners(variant, None))
+        return self._after("passes", worst, Owners(variant, None))
 
     def _at_module(
         self, culprit: str, call: ModuleCall | None, worst: Difference, block: int | None
@@ -105,57 +107,21 @@ class _Search:
         size = (worst.absolute, worst.relative, worst.reason)
         return FirstDifference(culprit, self.step, block, name, phase, what, *size)
 
-    # -- a pass ----------------------------------------------------------------------------------------------
-
-    def _first_wrong_forward(self, variant: Variant, graph: WholeGraph, truth: Boundaries) -> FirstDifference | None:
-        for block in variant.program.blocks:
-            for name in block.outputs:
-                found = self._beyond(truth.values[name], graph.values(name))
-                if found:
-                    return self._in_block("passes", block, "forward", f"output `{name}`", found)
-        return None
-
-    def _first_wrong_backward(
-        self, variant: Variant, graph: WholeGraph, truth: Boundaries, expected: Observation
-    ) -> FirstDifference | None:
-        blocks = variant.program.blocks
-        readers = variant.program.readers()
-        users = Counter(key for block in blocks for key in block.binding)
-        for block in reversed(blocks):
-            for key in (k for k in block.binding if users[k] == 1):
-                gradient = truth.at("backward", block.index, "gradient of state", key)
-                entry = variant.program.state[key]
-                true = _gradient_of(entry, expected)
-                if gradient is None and true is not None and entry.base is not None:
-                    gradient = torch.zeros_like(true)  # of a part without one, where others have some
-                found = self._beyond(gradient, [true])
-                if found:
-                    return self._in_block("passes", block, "backward", f"gradient of state `{key}`", found)
-            for name in (n for n in block.inputs if n in truth.totals):
-                found = self._beyond(truth.totals[name], graph.totals(name))
-                if found:
-                    # The sum is over all blocks that read it; the last of them adds its part first.
-                    guilty = blocks[readers[name][-1]]
-                    return self._in_block("passes", guilty, "backward", f"gradient of input `{name}`", found)
-        return None
-
     def _in_block(
         self, culprit: str, block: Block, phase: str, what: str, found: tuple[float, float, str]
     ) -> FirstDifference:
         return FirstDifference(culprit, self.step, block.index, block.name, phase, what, *found)
 
-    def _beyond(
-        self, found: torch.Tensor | None, expected: Iterable[torch.Tensor | None]
-    ) -> tuple[float, float, str] | None:
+    def _beyond(self, found: torch.Tensor, expected: Sequence[torch.Tensor]) -> tuple[float, float, str] | None:
         """How far a tensor is from the nearest of its true versions; None if that is within the tolerance."""
-        nearest: tuple[float, float, str] | None = None
+        sizes: list[tuple[float, float, str]] = []
         for tensor in expected:
             absolute, reason = distance(tensor, found)
             relative = absolute / scale_of(tensor) if absolute else 0.0
             if relative <= self.tolerance.of_value(tensor):
                 return None
-            nearest = min(nearest or (absolute, relative, reason), (absolute, relative, reason))
-        return nearest
+            sizes.append((absolute, relative, reason))
+        return min(sizes, default=None)
 
     # -- the runtime -----------------------------------------------------------------------------------------
 
@@ -183,11 +149,6 @@ class _Search:
         if block is None:
             return FirstDifference(culprit, self.step, None, "", "after", what, *size)
         return self._in_block(culprit, block, "after", what, size)
-
-
-def _gradient_of(entry: StateEntry, expected: Observation) -> torch.Tensor | None:
-    whole = expected.gradient(entry.owner)
-    return None if whole is None else entry.of({entry.owner: whole})
 
 
 def _block_of_module(variant: Variant, call: ModuleCall | None) -> int | None:

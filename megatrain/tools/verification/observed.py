@@ -93,9 +93,9 @@ class WholeGraph:
     def __init__(self, traced: TracedModule, program: Program, model: nn.Module):
         self._traced = traced
         self._tensors = inventory(model)[1]
-        self._kept = {name: _node_name(name, value.producer) for name, value in program.values.items()}
+        # One that block 3 writes into is called `x_in_3` from there on.
+        self._kept = {name: name.removesuffix(f"_in_{value.producer}") for name, value in program.values.items()}
         self._versions: dict[str, list[torch.Tensor]] = defaultdict(list)
-        self._totals: dict[str, list[torch.Tensor]] = defaultdict(list)
         self._prints: dict[str, set[Fingerprint]] = defaultdict(set)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -105,17 +105,19 @@ class WholeGraph:
         state = [self._state(key).clone() if key in commits else self._state(key) for key in lifted.keys]
         arguments = [*tensors_given(args, kwargs), *state]
         names = {placeholder: name for name, placeholder in lifted.placeholders.items()}
+        written = {other.name for node in lifted.graph.nodes for other in node.meta.get("writes", ())}
         kept, live = set(self._kept.values()), dict[str, Any]()
-        written = {other.name for node in lifted.graph.nodes for other in node.meta.get("writes", ())} & kept
 
         def see(node: fx.Node, value: Any) -> None:
             name = names.get(node, node.name)
             if name in written:
                 live[name] = value
-            self._see(name, value, name in kept)
-            for other in node.meta.get("writes", ()):
-                if other.name in written and other is not node:
-                    self._see(other.name, live[other.name], True)
+            changed = (each.name for each in node.meta.get("writes", ()) if each.name in live)
+            seen = {name: value, **{each: live[each] for each in changed}}
+            for each, held in seen.items():
+                self._prints[each].update(map(Fingerprint.of, distinct_tensors(held)))
+                if each in kept and isinstance(held, torch.Tensor):
+                    self._versions[each].append(on_host(held))
 
         for node, tensor in zip(lifted.graph.nodes, arguments, strict=False):
             see(node, tensor)
@@ -131,20 +133,9 @@ class WholeGraph:
         # A constant may be written too; the next run must find it as it was.
         return self._tensors[key] if key in self._tensors else self._traced.constants[key].clone()
 
-    def _see(self, name: str, value: Any, keeps: bool) -> None:
-        self._prints[name].update(map(Fingerprint.of, distinct_tensors(value)))
-        if keeps and isinstance(value, torch.Tensor):
-            self._versions[name].append(on_host(value))
-            if value.requires_grad:
-                value.register_hook(lambda g: self._totals[name].append(on_host(g)))
-
     def values(self, name: str) -> list[torch.Tensor]:
-        """Returns what a value of the program held: once made, and after each write into it."""
+        """Returns what a value of the program held, once made and after each write; nothing if a pass has made it."""
         return self._versions[self._kept[name]]
-
-    def totals(self, name: str) -> list[torch.Tensor]:
-        """Returns the gradient of a value, before each write into it."""
-        return self._totals[self._kept[name]]
 
     def first_wrong_call(self, calls: Iterable[ModuleCall]) -> ModuleCall | None:
         """Returns the first call of a module whose outputs the graph doesn't have where the module hands them on."""
@@ -158,11 +149,6 @@ class WholeGraph:
         return set().union(*(self._prints[n.name] for n in nodes if n not in hidden))
 
 
-def _node_name(value: str, producer: int | None) -> str:
-    """Name of the node that makes a value; one that block 3 writes into is called `x_in_3` from there on."""
-    return value.removesuffix(f"_in_{producer}")
-
-
 # -- the blocks in order -----------------------------------------------------------------------------------------
 
 
@@ -171,12 +157,10 @@ class Boundaries:
 
     Attributes:
         values: By name, on the host, as the forward makes them.
-        totals: Gradients of the blocks' outputs, with what they are used for inside their own block.
     """
 
     def __init__(self) -> None:
         self.values: dict[str, torch.Tensor] = {}
-        self.totals: dict[str, torch.Tensor] = {}
         self._state: dict[str, torch.Tensor] = {}
         self._others: dict[tuple[str, int, str, str], torch.Tensor | None] = {}
 
@@ -261,8 +245,6 @@ class BlocksInOrder:
         self._ran.append(_Ran(block, inputs, state, carries, outputs))
         for name, tensor in zip(block.outputs, outputs, strict=True):
             self._values[name] = tensor.detach().requires_grad_(tensor.requires_grad)
-            if tensor.requires_grad:
-                tensor.register_hook(lambda total, name=name: self.boundaries.totals.update({name: on_host(total)}))
 
     def backward(self) -> None:
         """Takes the gradients that the loss left at the outputs through the blocks, last block first."""

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Generator, Hashable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from itertools import chain
-from typing import Any
 
 import torch
 from torch import nn
@@ -35,7 +32,6 @@ from megatrain.tracer.python.followed_numbers import DecidedError
 from megatrain.tracer.python.watch import ModelWatch
 from megatrain.tracer.recording.obstacles import Attempt
 from megatrain.tracer.recording.opaque import Observer, Opaque
-from megatrain.tracer.spec import TensorSpec
 from megatrain.tracer.trace import traced_call
 from megatrain.tracer.traced import TracedModule, is_same_but_for_numbers, is_same_capture
 from megatrain.training.compiled.changing_numbers import CapturePace, ChangingNumbers
@@ -375,42 +371,3 @@ class Variants:
         same = (other.lowered for other in others if is_same_capture(other.traced, traced))
         made = next(same, None) or Lowered(traced, self._options, self._budget, is_training=torch.is_grad_enabled())
         return Variant(traced, made, guards, assumptions)
-
-
-_OF_DTYPES = re.compile(r"dtype|scalar type", re.IGNORECASE)
-_OF_SIZES = re.compile(r"shape|size of|sizes of|size mismatch", re.IGNORECASE)
-
-
-@contextmanager
-def naming_inputs(model: nn.Module, values: Iterable[Any]) -> Generator[None]:
-    """Adds to what eager PyTorch raises for a wrong input what the model was given: its errors name neither of both.
-
-    Args:
-        model: Runs in the body.
-        values: What it is given; tensors count.
-    """
-    try:
-        yield
-    except RuntimeError as error:
-        note = _given(model, [value for value in values if isinstance(value, torch.Tensor)], str(error))
-        if note is not None:
-            error.add_note(note)
-        raise
-
-
-def _given(model: nn.Module, tensors: Sequence[torch.Tensor], said: str) -> str | None:
-    """What a forward was given, the rule that it may have broken, and the way out; None if no input explains it."""
-    specs = ", ".join(str(TensorSpec.of(tensor)) for tensor in tensors)
-    dtypes = {parameter.dtype for parameter in model.parameters() if parameter.is_floating_point()}
-    others = {tensor.dtype for tensor in tensors} - dtypes
-    lines = [f"megatrain: the model's own code raised this, as it does in eager PyTorch, for {specs or 'no tensor'}."]
-    if len(dtypes) == 1 and others and (_OF_DTYPES.search(said) or _OF_SIZES.search(said)):
-        (dtype,) = dtypes
-        lines.append(f"Its parameters are {dtype}. An input that meets them in a product has their dtype.")
-        lines.append(f"Convert such inputs by .to({dtype}), or the model before compile().")
-    elif _OF_SIZES.search(said):
-        lines.append("A batch has the width that the model's layers take; only sizes that these leave open may change.")
-        lines.append("Call the plain model with such an input first.")
-    else:
-        return None
-    return "\n  ".join(lines)

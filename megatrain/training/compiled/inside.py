@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import os
-import threading
 from collections.abc import Callable, Generator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from weakref import WeakSet
 
 import torch
 from torch import nn
 
 from megatrain.base.checks import PATH, checked
-from megatrain.device.device_budget import DeviceBudget
-from megatrain.device.out_of_memory import Attempts, free_frames
+from megatrain.device.device_budget import Attempts, DeviceBudget, free_frames
 from megatrain.errors import ExecuteError
 from megatrain.files import Source
 from megatrain.optim.masters.narrow_model import MasterWeights, explained, masters_of
@@ -30,49 +28,19 @@ from megatrain.runtime.random_calls import RngState, kept_generators
 from megatrain.runtime.streams.events import Turn
 from megatrain.runtime.streams.stream_set import Chaos, Recording
 from megatrain.scheduler.schedule import Schedule
-from megatrain.tracer.arguments import Arguments
+from megatrain.tracer.arguments import Arguments, are_plain, check_device, naming_inputs
 from megatrain.tracer.guards import GuardFailedError
 from megatrain.tracer.inventory import inventory
 from megatrain.tracer.packing import packing_text
-from megatrain.tracer.trace import check_device
 from megatrain.tracer.traced import TracedModule
-from megatrain.training.compiled.captures import Variant, Variants, naming_inputs
+from megatrain.tracer.user_dicts import in_bf16
+from megatrain.training.compiled.captures import Variant, Variants
 from megatrain.training.compiled.hand_over import handed_over
 from megatrain.training.compiled.length_trial import OwnRun, run_own_code
-from megatrain.training.compiled.lengths import Lengths, Padded
-from megatrain.training.compiled.padding import refused
+from megatrain.training.compiled.lengths import Lengths
+from megatrain.training.compiled.padding import Padded, refused
 from megatrain.training.compiled.printed import compiled_text, dump
-from megatrain.training.compiled.walking import Walks, narrowed_inputs, walks
-
-if TYPE_CHECKING:
-    from megatrain.training.compiled.inside import Compiled
-
-
-Taker = Callable[["Compiled", tuple[Any, ...], dict[str, Any]], Any]
-"""Gets a call of a compiled model, and returns its result."""
-
-
-class _CallsHere(threading.local):
-    taker: Taker | None = None
-
-
-_HERE = _CallsHere()
-
-
-@contextmanager
-def taken_by(taker: Taker) -> Generator[None]:
-    """Within the body `taker` gets this thread's calls of compiled models."""
-    before, _HERE.taker = _HERE.taker, taker
-    try:
-        yield
-    finally:
-        _HERE.taker = before
-
-
-def run_here(compiled: Compiled, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Runs a call of a compiled model, or hands it to the taker of this thread's calls."""
-    taker = _HERE.taker
-    return compiled(*args, **kwargs) if taker is None else taker(compiled, args, kwargs)
+from megatrain.training.compiled.walking import Walks
 
 
 class Compiled:
@@ -215,19 +183,34 @@ class Compiled:
 
     def variant_for(
         self, arguments: Arguments, failed: Mapping[Variant, str], before_capture: Callable[[], object]
-    ) -> tuple[Variant, Arguments]:
-        """Returns the variant for a call, captured now if none fits, and the arguments as it takes them.
+    ) -> tuple[Variant, Arguments, Padded]:
+        """Brings a micro-batch to its capture, which is made now if none fits.
 
         Args:
-            arguments: Of the call, checked here.
+            arguments: Of the call, as given.
             failed: Variants that failed in the middle of a step for this call, with the failures.
             before_capture: Called if none fits.
+
+        Returns:
+            The variant, the arguments as it takes them, and the call as it was padded.
 
         Raises:
             ExecuteError: If an input is on another device.
             TraceError: If the call can't be captured.
         """
-        check_device(arguments, self.options.device)
+        padded = self.padded(arguments, runs=False)
+        cast = self.cast(padded.arguments)
+        check_device(cast, self.options.device)
+        variant, given = self._found(cast, failed, before_capture)
+        self._check_padded(variant, padded)
+        return variant, given, padded
+
+    def _found(
+        self,
+        arguments: Arguments,
+        failed: Mapping[Variant, str] | None = None,
+        before_capture: Callable[[], object] = lambda: None,
+    ) -> tuple[Variant, Arguments]:
         self._latest, given = self._variants.find(arguments, failed, before_capture)
         return self._latest, given
 
@@ -252,7 +235,7 @@ class Compiled:
         """Compiles for the signature of these arguments without running."""
         with self.exclusively("prepare()"):
             padded = self.padded(Arguments.of(self.model, args, kwargs), runs=False)
-            variant, _ = self._variant_for(self.cast(padded.arguments))
+            variant, _ = self._found(self.cast(padded.arguments))
             assert variant.schedule  # planned now
             return variant
 
@@ -278,7 +261,7 @@ class Compiled:
             self.lengths.learn(arguments)
         return self.lengths.padded(arguments)
 
-    def check_padded(self, variant: Variant, padded: Padded) -> None:
+    def _check_padded(self, variant: Variant, padded: Padded) -> None:
         """Looks whether a capture of padded arguments leaves tensors elsewhere than in its result."""
         if self.lengths is not None:
             self.lengths.check(variant.traced, padded)
@@ -312,7 +295,7 @@ class Compiled:
             WeightsError: If this call has to read the weights and can't.
             TraceError: If this signature of inputs can't be captured.
         """
-        if walks(args, kwargs, has_grad=torch.is_grad_enabled()):
+        if not torch.is_grad_enabled() and not are_plain(args, kwargs):
             return self.walked("the call", self.model, args, kwargs)
         padded = self.padded(Arguments.of(self.model, args, kwargs))
         own = padded.arguments
@@ -337,7 +320,8 @@ class Compiled:
     def walked(self, what: str, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Calls a function of the model in a walk, with inputs cast as for calls of the model."""
         with self._walk(what):
-            args, kwargs = narrowed_inputs(args, kwargs) if self._masters.casts_inputs else (args, kwargs)
+            if self._masters.casts_inputs:
+                args, kwargs = in_bf16((args, kwargs))
             return function(*args, **kwargs)
 
     def _walk(self, what: str) -> AbstractContextManager[None]:
@@ -352,11 +336,12 @@ class Compiled:
 
     def _run(self, arguments: Arguments, padded: Padded) -> tuple[Variant, list[torch.Tensor]]:
         """Runs the variant whose assumptions hold; some are checked in the middle of the step, before any commit."""
-        (variant, given), device = self._variant_for(arguments), self.options.device
+        device = self.options.device
         failed: dict[Variant, str] = {}
         attempts = Attempts("the call", device)
         while True:
-            self.check_padded(variant, padded)
+            variant, given = self._found(arguments, failed)
+            self._check_padded(variant, padded)
             variant.lowered.note_call()
             executor = self._executor(variant)
             start = RngState.now(device, variant.opaque)
@@ -367,7 +352,6 @@ class Compiled:
                 start.restore(device)
                 failed[variant] = str(failure)
                 self._variants.learn(failure, given, failed)
-                variant, given = self._variant_for(arguments, failed)
             except Exception as error:  # a lack of memory gets a second attempt; all else is raised
                 if not attempts.may_repeat(error, executor.memory_figures):
                     raise
@@ -399,12 +383,6 @@ class Compiled:
             lowered.executor = Executor(lowered.program, lowered.schedule, self.engine)
         self.bind()
         return lowered.executor
-
-    def _variant_for(
-        self, arguments: Arguments, failed: Mapping[Variant, str] | None = None
-    ) -> tuple[Variant, Arguments]:
-        self._latest, given = self._variants.find(arguments, failed)
-        return self._latest, given
 
     @property
     def engine(self) -> Engine:

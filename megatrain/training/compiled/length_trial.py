@@ -22,11 +22,8 @@ from megatrain.base.torch_private import pytree
 from megatrain.tracer.arguments import Structure
 from megatrain.tracer.python.snapshot import Snapshot
 from megatrain.tracer.user_dicts import opened
+from megatrain.training.compiled.padding import Axes, Sizes, cut
 
-Sizes = Mapping[str, tuple[int, int]]
-"""Rows and tokens of a row, by the prefix of the axis of tokens."""
-Axes = tuple[tuple[int, str, bool], ...]
-"""Dimensions of an output that grow with tokens, the prefix of these, and whether all rows stand one after another."""
 _TOLERANCES = {torch.float64: 1e-10, torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 5e-2}
 """Relative to the largest value: kernels round otherwise for another number of rows. The second padding is as long as
 the rows themselves, so that what counts tokens changes by half."""
@@ -187,26 +184,6 @@ def grown_axes(
             axes.append((dim, prefixes[0], is_flat))
         found.append(tuple(axes))
     return found
-
-
-def cut(tensor: torch.Tensor, axes: Axes, sizes: Sizes, added: Mapping[str, int]) -> torch.Tensor:
-    """Cuts an output to its length without padding.
-
-    Args:
-        tensor: With padding.
-        axes: Of the output.
-        sizes: Without padding.
-        added: How much longer rows are, by prefix.
-    """
-    found = tensor
-    for dim, prefix, is_flat in axes:
-        (rows, length), more = sizes[prefix], added[prefix]
-        if more and is_flat:
-            found = found.unflatten(dim, (rows, length + more)).narrow(dim + 1, 0, length).flatten(dim, dim + 1)
-        elif more:
-            found = found.narrow(dim, 0, found.shape[dim] - more)
-    # As eager's: a loss may call `view`.
-    return found if found is tensor or not tensor.is_contiguous() else found.contiguous()
 
 
 def difference(

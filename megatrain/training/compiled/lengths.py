@@ -9,27 +9,32 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
 from torch import nn
 
 from megatrain.base.counts import counted
-from megatrain.errors import TraceError
 from megatrain.tracer.arguments import Arguments, positions_of
 from megatrain.tracer.traced import TracedModule
 from megatrain.training.compiled.length_trial import (
-    Axes,
     OwnRun,
-    Sizes,
-    cut,
     difference,
     first_module,
     grown_axes,
     zeros,
 )
-from megatrain.training.compiled.padding import DECODER, NamedCall, Padding, Tokens, brought_to, refused
+from megatrain.training.compiled.padding import (
+    DECODER,
+    Axes,
+    NamedCall,
+    Padded,
+    Padding,
+    Tokens,
+    brought_to,
+    refused,
+)
 
 _TRIED = 32
 """Tokens of a row in a trial, at most."""
@@ -46,43 +51,6 @@ class PaddingRule:
 
     is_open: bool
     axes: Sequence[Axes]
-
-
-@dataclass(frozen=True, slots=True)
-class Padded:
-    """The arguments of a padded call, and the way back.
-
-    Args:
-        arguments: With padding.
-        added: Tokens that were added to each axis, by prefix; none if nothing is to be cut.
-        sizes: Of the caller's batch.
-        axes: As in `PaddingRule`; None if nobody has tried, because the model has no values.
-    """
-
-    arguments: Arguments
-    added: Mapping[str, int]
-    sizes: Sizes = field(default_factory=dict[str, tuple[int, int]])
-    axes: Sequence[Axes] | None = None
-
-    def cut(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Cuts the tensors of a result to the caller's lengths; gradients of what is cut off are zeros.
-
-        Args:
-            tensors: As the capture returns them: those of the result come first.
-
-        Raises:
-            TraceError: If nobody has tried how outputs grow.
-        """
-        if not any(self.added.values()):
-            return list(tensors)
-        if self.axes is None:
-            raise TraceError(
-                "nobody has tried lengths= on this model: its parameters have no values.\n"
-                "  Outputs are cut to the caller's length as a trial has shown.\n"
-                "  Give the parameters values, or leave lengths= out."
-            )
-        found = [cut(t, axes, self.sizes, self.added) for t, axes in zip(tensors, self.axes, strict=False)]
-        return [*found, *tensors[len(found) :]]
 
 
 class Lengths:

@@ -18,8 +18,8 @@ from megatrain.base.checks import instance_of
 from megatrain.device import is_on_host, is_same_kind
 from megatrain.errors import ExecuteError, OptionError
 from megatrain.tracer.source_line import StandIn, original, runs_own_code
-from megatrain.training.compiled.inside import Compiled, run_here
-from megatrain.training.compiled.walking import walks_here
+from megatrain.training.compiled.inside import Compiled
+from megatrain.training.compiled.walking import run_here, walks_here
 
 NAMES = (
     "traced",

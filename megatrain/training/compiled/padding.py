@@ -1,4 +1,4 @@
-"""Padding: which arguments of a call have tokens, by their names, and what each of them is where there is padding.
+"""Padding: which arguments of a call have tokens, by name, what each is where there is padding, and the way back.
 
 The names are those of Hugging Face's models. What isn't understood is refused: an argument with a value for each token
 that nobody pads would be read beside others' tokens.
@@ -7,7 +7,7 @@ that nobody pads would be read beside others' tokens.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -17,8 +17,11 @@ from torch import nn
 from megatrain.base.torch_private import pytree
 from megatrain.errors import TraceError
 from megatrain.tracer.arguments import Arguments
-from megatrain.training.compiled.length_trial import Sizes
 
+Sizes = Mapping[str, tuple[int, int]]
+"""Rows and tokens of a row, by the prefix of the axis of tokens."""
+Axes = tuple[tuple[int, str, bool], ...]
+"""Dimensions of an output that grow with tokens, the prefix of these, and whether all rows stand one after another."""
 IGNORED = -100
 """The label of a position that no loss counts."""
 DECODER = "decoder_"
@@ -379,3 +382,63 @@ def _few(call: NamedCall, name: str, leaf: Any, tokens: Mapping[str, Tokens]) ->
     elif plain == "position_ids" and call.is_flattened:
         found = torch.where(ascending < half, ascending, ascending - half).expand_as(found).contiguous()
     return found
+
+
+# -- the way back -----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Padded:
+    """The arguments of a padded call, and the way back.
+
+    Args:
+        arguments: With padding.
+        added: Tokens that were added to each axis, by prefix; none if nothing is to be cut.
+        sizes: Of the caller's batch.
+        axes: Of each output, as in `PaddingRule`; None if nobody has tried, because the model has no values.
+    """
+
+    arguments: Arguments
+    added: Mapping[str, int]
+    sizes: Sizes = field(default_factory=dict[str, tuple[int, int]])
+    axes: Sequence[Axes] | None = None
+
+    def cut(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Cuts the tensors of a result to the caller's lengths; gradients of what is cut off are zeros.
+
+        Args:
+            tensors: As the capture returns them: those of the result come first.
+
+        Raises:
+            TraceError: If nobody has tried how outputs grow.
+        """
+        if not any(self.added.values()):
+            return list(tensors)
+        if self.axes is None:
+            raise TraceError(
+                "nobody has tried lengths= on this model: its parameters have no values.\n"
+                "  Outputs are cut to the caller's length as a trial has shown.\n"
+                "  Give the parameters values, or leave lengths= out."
+            )
+        found = [cut(t, axes, self.sizes, self.added) for t, axes in zip(tensors, self.axes, strict=False)]
+        return [*found, *tensors[len(found) :]]
+
+
+def cut(tensor: torch.Tensor, axes: Axes, sizes: Sizes, added: Mapping[str, int]) -> torch.Tensor:
+    """Cuts an output to its length without padding.
+
+    Args:
+        tensor: With padding.
+        axes: Of the output.
+        sizes: Without padding.
+        added: How much longer rows are, by prefix.
+    """
+    found = tensor
+    for dim, prefix, is_flat in axes:
+        (rows, length), more = sizes[prefix], added[prefix]
+        if more and is_flat:
+            found = found.unflatten(dim, (rows, length + more)).narrow(dim + 1, 0, length).flatten(dim, dim + 1)
+        elif more:
+            found = found.narrow(dim, 0, found.shape[dim] - more)
+    # As eager's: a loss may call `view`.
+    return found if found is tensor or not tensor.is_contiguous() else found.contiguous()

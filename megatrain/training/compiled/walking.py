@@ -1,27 +1,22 @@
-"""Walks: runs of a compiled model's own code, without a capture and without a schedule."""
+"""Walks: runs of a model's own code, without a capture and without a schedule; and who gets a thread's calls."""
 
 from __future__ import annotations
 
 import threading
-from collections import deque
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import is_dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
 from megatrain.base.torch_features import check_torch
-from megatrain.base.torch_private import pytree
 from megatrain.device.device_budget import DeviceBudget
 from megatrain.planning.options import Limits
 from megatrain.runtime.engine import Engine
 from megatrain.runtime.on_demand import Learned, WalkFigures
 from megatrain.runtime.walk import walk
 from megatrain.tracer.inventory import check_plain_state
-from megatrain.tracer.trace import is_plain
-from megatrain.tracer.user_dicts import Opened, opened, with_tensors
 
 
 class _Walked(threading.local):
@@ -44,6 +39,33 @@ def walking(model: nn.Module) -> Generator[None]:
 def walks_here(model: nn.Module) -> bool:
     """Tells whether this thread is in a walk of this model."""
     return any(each is model for each in _WALKED.models)
+
+
+Taker = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
+"""Gets a call of a `Compiled`, which comes first, and returns its result."""
+
+
+class _CallsHere(threading.local):
+    taker: Taker | None = None
+
+
+_HERE = _CallsHere()
+
+
+@contextmanager
+def taken_by(taker: Taker) -> Generator[None]:
+    """Within the body `taker` gets this thread's calls of compiled models."""
+    before, _HERE.taker = _HERE.taker, taker
+    try:
+        yield
+    finally:
+        _HERE.taker = before
+
+
+def run_here(compiled: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Runs a call of a compiled model, or hands it to the taker of this thread's calls."""
+    taker = _HERE.taker
+    return compiled(*args, **kwargs) if taker is None else taker(compiled, args, kwargs)
 
 
 class Walks:
@@ -101,26 +123,6 @@ class Walks:
                 self.peak_bytes = max(self.peak_bytes, self.latest.peak_bytes)
 
 
-def narrowed_inputs(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Returns arguments with fp32 tensors as bf16."""
-    return with_tensors(_narrow, (args, kwargs))
-
-
-def _narrow(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.to(torch.bfloat16) if tensor.dtype == torch.float32 else tensor
-
-
-def walks(args: tuple[Any, ...], kwargs: dict[str, Any], *, has_grad: bool) -> bool:
-    """Tells whether a call is a walk: no capture can stand for its arguments (a cache), and it needs no gradients."""
-    return not has_grad and not all(map(is_plain, pytree.tree_leaves(opened((args, kwargs)), is_leaf=_is_object)))
-
-
-def _is_object(value: object) -> bool:
-    """An object with methods may change in a call, though torch may know how to take it apart (caches, for export)."""
-    return not isinstance(value, _CONTAINERS) and not is_dataclass(value)
-
-
-_CONTAINERS = (tuple, list, dict, Mapping, deque, Opened)
 _ELSEWHERE = (
     "in a walk, parameters and buffers look as if they were on {device}; all other tensors are where they are.\n"
     "  Move the inputs there. A tensor that the model keeps in a plain attribute must be a buffer, as for .to()."
