@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import threading
 from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -54,7 +55,7 @@ _MASK = 1 << 20  # elements whose mask is in memory at a time
 
 @dataclass(frozen=True, slots=True)
 class NonFinite:
-    """Where the first gradient with an infinite or undefined element arrived.
+    """Where the trouble began: the first gradient of the last block that has one that isn't finite.
 
     Attributes:
         block: The block it came with.
@@ -66,7 +67,7 @@ class NonFinite:
 
 
 class GradientNorm:
-    """The L2 norm of the gradients of one step, read once, in any order of blocks.
+    """The L2 norm of the gradients of one step, read once, in any order of blocks, from several threads.
 
     Each gradient's own norm is kept, and they are combined in the order of the parameters: so the total has the bits
     that `clip_grad_norm_` computes from all gradients at once. A gradient is searched for elements that are not finite
@@ -96,6 +97,7 @@ class GradientNorm:
         self._place = {parameter: place for place, parameter in enumerate(parameters)}
         self._norms: dict[int, tuple[torch.Tensor, torch.dtype]] = {}
         self._first: NonFinite | None = None
+        self._lock = threading.Lock()
 
     def begin(self) -> None:
         """Forgets the last step."""
@@ -113,9 +115,9 @@ class GradientNorm:
 
     @property
     def first_nonfinite(self) -> NonFinite | None:
-        """The first gradient, in order of arrival, with an element that is not finite; None if there is none.
+        """The first gradient of the last block that has one with an element that is not finite; None if there is none.
 
-        A backward visits the last block first, so the first such gradient to arrive is where the trouble began.
+        A backward visits the last block first, so there the trouble began.
         """
         return self._first
 
@@ -157,8 +159,10 @@ class GradientNorm:
             else:
                 norm = torch.linalg.vector_norm(gradient, dtype=dtype)
             self._norms[place] = norm, dtype
-            if self._first is None and not math.isfinite(norm.item()) and not _is_finite(gradient):
-                self._first = NonFinite(block, place)
+            if not math.isfinite(norm.item()) and not _is_finite(gradient):
+                with self._lock:
+                    if self._first is None or block > self._first.block:
+                        self._first = NonFinite(block, place)
 
     def _sums(self, gradients: Mapping[torch.Tensor, torch.Tensor | None]) -> dict[torch.Tensor, torch.Tensor]:
         """The sums of the squares of large gradients, in one call for all, if there is a C compiler."""
@@ -211,5 +215,5 @@ def _is_large(gradient: torch.Tensor) -> bool:
 
 
 def _is_finite(gradient: torch.Tensor) -> bool:
-    # A piece at a time: the mask of a large gradient would be a large tensor.
-    return all(bool(piece.isfinite().all()) for piece in gradient.reshape(-1).split(_MASK))
+    # A piece at a time: the mask of a large gradient would be a large tensor, and a device may have no room for any.
+    return all(bool(piece.cpu().isfinite().all()) for piece in gradient.reshape(-1).split(_MASK))

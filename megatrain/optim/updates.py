@@ -134,11 +134,6 @@ class Updates:
         """Whether a step has begun and not ended."""
         return any(updater.is_under_way for updater in self._updaters)
 
-    @property
-    def is_whole(self) -> bool:
-        """Whether such a step has all its updates left."""
-        return self.is_under_way and all(len(updater.left) == len(self._blocks) for updater in self._updaters)
-
     def receive(self, parameter: torch.Tensor, gradient: torch.Tensor, norm: torch.Tensor | None = None) -> None:
         """Takes a whole gradient, and its norm if that is known."""
         self.arriving.by_parameter[parameter] = self._exchange.kept(parameter, gradient)
@@ -169,6 +164,21 @@ class Updates:
                 self._norm.add(
                     self._block_of[parameter], {parameter: gradient}, {} if norm is None else {parameter: norm}
                 )
+
+    def take_squares_there(self, parameter: torch.Tensor, gradient: torch.Tensor, norm: torch.Tensor | None) -> None:
+        """Takes the norm of a whole gradient that stays on the device, for the norm of all; on any thread.
+
+        Args:
+            parameter: Whose.
+            gradient: Read only if its norm isn't finite.
+            norm: Its norm, fp32, on the host; None of one that isn't dense.
+
+        Raises:
+            OptimizerError: If the gradient is sparse.
+        """
+        if not self._norm.has(parameter):  # a step that failed may come here again
+            known = {} if norm is None else {parameter: norm}
+            self._norm.add(self._block_of[parameter], {parameter: gradient}, known)
 
     def take_norm(self) -> None:
         """Takes the norm of all gradients from their squares, and computes the factor of clipping."""
@@ -236,6 +246,11 @@ class Updates:
         if any(block in updater.left for updater in updaters):
             return  # one that updates all at once needs the gradients in the end
         self._drop(block)
+
+    @property
+    def scale(self) -> float:
+        """The factor of all gradients in the step that has begun."""
+        return self._code.scale
 
     def options(self, parameter: torch.Tensor) -> Any:
         """The options of a parameter in the step that has begun, for an update on the device."""

@@ -36,6 +36,8 @@ _SHIFTS = (1, 3, 63)
 _FAR = 0.15
 # With blocks that the device updates, of which the bound takes any part, and which cost it nothing.
 _FAR_THERE = 0.3
+# Why the host makes all updates of a serial step.
+WAITS_FOR_ALL = "updates wait for all gradients: overlap=False, or code of yours that may look at them"
 # The last resort of "auto" and "recompute" is to do the same as "offload".
 _LEAST = {"auto": "offload", "recompute": "offload"}
 
@@ -54,15 +56,6 @@ def updates_allowed(*, overlap: bool, waits: bool, clip: bool, spread: bool) -> 
     if clip:
         return ("deferred",)
     return ("spread", "overlap") if spread else ("overlap",)
-
-
-def waits_for_host(updates: str, *, clip: bool, reports_norm: bool = False) -> str:
-    """Says why every update waits for the host, so that the device makes none; empty if it may make some."""
-    if clip or reports_norm:
-        return "updates wait for a norm of all gradients, or one is reported"
-    if updates not in ("overlap", "spread"):
-        return "updates wait for all gradients: overlap=False, or code of yours that may look at them"
-    return ""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -132,7 +125,8 @@ class StepPlans:
             alike = (known for (others, *_), known in self._known.items() if others == key[0])
             other = next(alike, None)
             nbytes = loss_bytes() if other is None else other.schedule.known_workload().loss_bytes
-            if self._given is not None and _is_of(self._given, kind):
+            if self._given is not None:
+                _check_kind(self._given, kind)
                 given = self._exchange.scheduled(self._given.schedule)
                 found = _given_choices(given, captures, limits, nbytes)
             else:
@@ -240,7 +234,7 @@ def scheduled(
     """
     records = limits.kernels == "graphs"
     with limits.memory_for(programs, records=records) as memory:
-        there = limits.updates_there and kind.updates in ("overlap", "spread")
+        there = limits.updates_there and kind.may_update_there
         return build(
             step_workload(programs, loss_bytes=loss_bytes, masters=limits.master_kind, updates_there=there),
             kind,
@@ -379,17 +373,15 @@ def with_true_hint(error: TooSmallError, program: Program, plan: Callable[[int],
     return TooSmallError(error.text, error.least_bytes, helps)
 
 
-def _is_of(plan: SavedPlan, kind: StepKind) -> bool:
-    """Tells whether a step of this kind takes a plan; the first of deferred updates has none to run, so no plan.
+def _check_kind(plan: SavedPlan, kind: StepKind) -> None:
+    """Refuses a plan of another kind of step.
 
     Raises:
         ScheduleError: If training has no such step.
     """
     planned = plan.schedule.kind
     if kind == planned:
-        return True
-    if planned.updates == "deferred" and kind == replace(planned, updates="none"):
-        return False
+        return
     pairs = [(part.name, getattr(planned, part.name), getattr(kind, part.name)) for part in fields(StepKind)]
     raise _refused([f"{name}: {here} -> {there}" for name, here, there in pairs if here != there])
 

@@ -41,7 +41,7 @@ from megatrain.planning.host_plan import (
 from megatrain.planning.loss_bytes import Loss, measure_loss
 from megatrain.planning.options import COMPILE, PRECISION, Limits, check_masters, check_opaque, given_bytes
 from megatrain.planning.plan import Plan
-from megatrain.planning.plan_step import StepChoices, StepPlans, updates_allowed, waits_for_host, weights_bytes
+from megatrain.planning.plan_step import WAITS_FOR_ALL, StepChoices, StepPlans, updates_allowed, weights_bytes
 from megatrain.planning.plan_text import reserve_text
 from megatrain.planning.planned_step import Asked, StepLimits
 from megatrain.planning.step_programs import StepPrograms, undisturbed
@@ -253,8 +253,8 @@ def _ways_of_updates(limits: StepLimits, model: nn.Module) -> tuple[tuple[str, .
     ways = updates_allowed(overlap=limits.overlap, waits=waits, clip=clip, spread=not is_host)
     if is_host:
         return ways, "the device is the host"
-    if why := waits_for_host(ways[0], clip=clip):
-        return ways, why
+    if ways[0] == "serial":
+        return ways, WAITS_FOR_ALL
     if limits.master_kind == "rounded":
         return ways, "masters are rounded at random, by numbers of the host"
     trained = [parameters[key] for key, entry in entries.items() if entry.kind == "parameter" and entry.requires_grad]

@@ -246,9 +246,7 @@ class RankExchange(Exchange):
                 "  Train with one of the two, or in one process."
             )
         kind = schedule.kind
-        # After a look nothing is left of the step before.
-        times = "deferred" if kind.updates == "none" else kind.updates
-        rules = {**facts, "when updates run": f"{times}, {'clipped' if kind.clip else 'not clipped'}"}
+        rules = {**facts, "when updates run": f"{kind.updates}, {'clipped' if kind.clip else 'not clipped'}"}
         compared = {**blocks, **facts_of(self._compiled, self._optimizers, rules)}
         if not self._is_compared:
             compared |= values_of(self._compiled, self._optimizers)

@@ -384,8 +384,14 @@ class StepTrainer(Protocol):
     def update(self, block: int) -> None:
         """Updates the parameters that belong to a block."""
 
-    def bring(self, layout: BlockImage, where: Bytes) -> None:
-        """Has weights of a block that the device updates in the arena, with the optimizer's state behind them."""
+    def norm_there(self, key: str, gradient: torch.Tensor, norm: torch.Tensor | None) -> None:
+        """Takes the norm of a parameter's whole gradient that stays there, None if sparse; on a transfer's thread."""
+
+    def bring(self, layout: BlockImage, where: Bytes, *, stays: bool) -> None:
+        """Has weights of a block that the device updates in the arena, with the optimizer's state behind them.
+
+        What is frozen of them `stays` if it is there.
+        """
 
     def update_there(self, block: int, layout: BlockImage, gradients: Sequence[torch.Tensor | None]) -> None:
         """Updates a block on the device, as work of the thread's stream; with gradients in the order of the layout."""

@@ -331,6 +331,27 @@ class GradientBuffer:
                 return
         self.collect(block, keys, landed, completes)
 
+    def take_norms(
+        self,
+        keys: Sequence[str],
+        gradients: Sequence[ParameterGradient],
+        completes: Sequence[str],
+        take: Callable[[str, torch.Tensor, torch.Tensor | None], None],
+    ) -> None:
+        """Takes the norms of one block's whole gradients, which stay on the device.
+
+        Args:
+            keys: Parameters, in the order of `gradients`.
+            completes: Those that are trained, in the order in which others take them.
+            take: Gets each key and gradient, and the norm on the host; None of a gradient that isn't dense.
+        """
+        normed, norms = whole_norms(keys, gradients, completes) or ((), torch.empty(0))
+        known = dict(zip(normed, self._bus.device.to_host(norms), strict=True))
+        found = {key: gradient for key, (gradient, _) in zip(keys, gradients, strict=True)}
+        for key in completes:
+            if (gradient := found[key]) is not None:
+                take(key, gradient, known.get(key))
+
     def collect(
         self, block: int, keys: Sequence[str], landed: Sequence[Landed] | None, completes: Collection[str]
     ) -> None:

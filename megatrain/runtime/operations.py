@@ -59,8 +59,7 @@ class Operations:
         self._offloads = {each.op.block: each.position for each in all_ if each.op.what == "G"}
         self._there = frozenset(schedule.device_updates)
         others = self._there.union(self._offloads)  # the last B of each other block leaves gradients where they are
-        backwards = [each for each in all_ if each.op.what == "B" and each.op.block not in others]
-        self._alone = {each.op.block: each.position for each in backwards}
+        self._alone = {o.op.block: o.position for o in all_ if o.op.what == "B" and o.op.block not in others}
         self._lowered: list[tuple[Half, _Lowered]] = []
 
     def _places(self, arena: GrowingArena | None) -> StepPlaces | CallPlaces | None:
@@ -155,7 +154,7 @@ class Operations:
     def prefetch(self, run: Run, instruction: Instruction) -> None:
         """W: copies weights into a slot, or has them there with the optimizer's state."""
         if instruction.op.block in self._there and instruction.state is not None:
-            return run.step_trainer.bring(self.loaded[0].images[instruction.op.block], instruction.state)
+            return self.slots.bring(instruction.op.block, instruction.state, run.step_trainer.bring)
         self.slots.prefetch(instruction.op.block, instruction.state, persists=instruction.persists)
 
     def park(self, run: Run, instruction: Instruction) -> None:
@@ -267,13 +266,15 @@ class Operations:
         return add
 
     def offload(self, run: Run, instruction: Instruction) -> None:
-        """G."""
+        """G, or the S of gradients that stay on the device."""
         first, block = run.calls[0], run.calls[0].loaded.program.blocks[instruction.op.block]
         gradients, completes = first.parameter_gradients[block.index], first.loaded.facts.completes[block.index]
+        if block.index in self._there:
+            return self.gradients.take_norms(block.binding, gradients, completes, run.step_trainer.norm_there)
         self.gradients.receive(block.index, block.binding, gradients, completes, instruction.landing)
 
     def squares(self, run: Run, instruction: Instruction) -> None:
-        """S."""
+        """S of the host."""
         run.step_trainer.squares(run.calls[0].loaded.facts.completes[instruction.op.block])
 
     def norm(self, run: Run, instruction: Instruction) -> None:
@@ -491,6 +492,7 @@ HANDLERS: dict[tuple[str, str], Handler] = {
     (Stream.COMPUTE, "U"): Operations.update_there,
     (Stream.D2H, "A"): Operations.park,
     (Stream.D2H, "G"): Operations.offload,
+    (Stream.D2H, "S"): Operations.offload,
     (Stream.HOST, "S"): Operations.squares,
     (Stream.HOST, "N"): Operations.norm,
     (Stream.HOST, "U"): Operations.update,

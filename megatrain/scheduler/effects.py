@@ -404,6 +404,11 @@ def _offload(step: Effects, block: int, micro_batch: int) -> Effect:
     return Effect((Item("parameters", block),), makes, moves=moves)
 
 
+def _squares_there(step: Effects, block: int, micro_batch: int) -> Effect:
+    """The device takes the norms of gradients that stay there, in a moment, and a few numbers leave."""
+    return Effect((Item("parameters", block),), (Item("squares", block),))
+
+
 def _squares(step: Effects, block: int, micro_batch: int) -> Effect:
     # Gradients that several blocks share are whole with the last of them, which reads the sum. Of others the device has
     # taken the norms, which land with them.
@@ -427,7 +432,9 @@ def _update(step: Effects, block: int, micro_batch: int) -> Effect:
 
 
 def _device_update(step: Effects, block: int, micro_batch: int) -> Effect:
-    return Effect((Item("parameters", block), Item("weights", block)), work=step.workload.blocks[block].device_update)
+    norm = [Item("norm", NO_BLOCK)] * step.kind.clip
+    reads = (Item("parameters", block), Item("weights", block), *norm)
+    return Effect(reads, work=step.workload.blocks[block].device_update)
 
 
 KINDS: dict[tuple[str, str], OpKind] = {
@@ -440,6 +447,7 @@ KINDS: dict[tuple[str, str], OpKind] = {
         OpKind(Stream.COMPUTE, "U", _device_update, lambda step, b, _: step.workload.blocks[b].update_workspace_bytes),
         OpKind(Stream.D2H, "A", _park, per_micro_batch=True),
         OpKind(Stream.D2H, "G", _offload),
+        OpKind(Stream.D2H, "S", _squares_there),
         OpKind(Stream.HOST, "S", _squares),
         OpKind(Stream.HOST, "N", _norm, has_block=False),
         OpKind(Stream.HOST, "U", _update),

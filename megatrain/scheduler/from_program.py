@@ -364,16 +364,17 @@ def _whole_gradients(program: Program) -> frozenset[str]:
 
 
 def _updated_there(program: Program, block: Block, update: _Update, masters: str) -> dict[str, int]:
-    """The sizes of a block that the device can update: one that trains all its state, and shares and returns none."""
+    """The sizes of a block that the device can update: one that shares and returns nothing of what it trains."""
     entries, others = [program.state[key] for key in block.binding], {o.name for o in program.outputs}
-    holders, specs = trained_holders(program), [entry.spec for entry in entries]
-    is_alone = update.nbytes > 0 and all(holders.get(entry.key) == (block.index,) for entry in entries)
-    if not is_alone or masters == "rounded" or others.intersection(block.binding):
+    trained = {entry.key: entry.spec for entry in entries if entry.requires_grad}
+    holders, specs = trained_holders(program), trained.values()
+    is_alone = update.nbytes > 0 and all(holders.get(key) == (block.index,) for key in trained)
+    if not is_alone or masters == "rounded" or others.intersection(trained):
         return {}
     if len(set(block.binding)) < len(entries) or any(spec.numel == 0 or spec.numel % LANES for spec in specs):
         return {}
     scratch = max(spec.nbytes for spec in specs) + update_scratch(spec.numel for spec in specs)
-    layout = optimizer_image(state_image(entries, program.alignment))
+    layout = optimizer_image(state_image(entries, program.alignment), trained)
     return {"optimizer_bytes": layout.nbytes, "update_workspace_bytes": scratch}
 
 

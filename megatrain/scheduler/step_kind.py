@@ -39,11 +39,12 @@ class StepKind:
             micro-batch.
         updates: `"none"`, `"overlap"` (each `U` follows its `G`), `"serial"` (all `U` follow all `G`),
             `"deferred"` (each `U` of the previous step precedes the first `W` of this step that reads its parameters),
-            or `"spread"` (some are deferred, the others overlap). A spread step has no norm.
+            or `"spread"` (some are deferred, the others overlap). A spread step has no norm. Blocks that the device
+            updates never defer.
         clip: An `S` sums the squares of each block's gradients once they have left, and `N` takes the norm of all at
             the end; updates wait for the norm that they use.
-        reports_norm: Each `U` also sums the squares of the gradients that it uses, and `N` takes the norm of all at the
-            end, for the log: no update waits for it. Only with updates of this step, and without `clip`.
+        reports_norm: Each `U` of the host also sums the squares of the gradients that it uses, and `N` takes the norm
+            of all at the end, for the log: no update waits for it. Only with updates of this step, and without `clip`.
         outputs: `"keep"`: outputs of the model stay until the step ends. `"release"`: until the first B of their
             micro-batch, before which the caller has computed a loss from them, or until their last reader.
 
@@ -85,6 +86,11 @@ class StepKind:
     def is_training_step(self) -> bool:
         """Whether it is more than one call: it has micro-batches, updates, a norm or released outputs."""
         return self.micro_batches > 1 or self.updates != "none" or self.clip or self.outputs != "keep"
+
+    @property
+    def may_update_there(self) -> bool:
+        """Whether the device may update blocks: no update waits until all gradients have left."""
+        return self.transfer == "copy" and self.updates in ("overlap", "spread", "deferred")
 
     @property
     def holds_gradients(self) -> bool:

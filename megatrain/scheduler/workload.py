@@ -266,10 +266,10 @@ class Workload:
                 f"block {index} ({block.name}) has {block.frozen_bytes} frozen bytes in a state of "
                 f"{block.state_bytes} bytes.\n  Frozen bytes are a part of the state."
             )
-        if block.optimizer_bytes > 0 and (block.update_bytes == 0 or block.shares or block.frozen_bytes > 0):
+        if block.optimizer_bytes > 0 and (block.update_bytes == 0 or block.shares):
             raise ScheduleError(
                 f"block {index} ({block.name}) can't be updated on the device.\n"
-                "  Such a block has parameters only, trains all of them, and shares none."
+                "  Such a block trains parameters, and shares none of these."
             )
         if block.update_bytes > 0 and not (block.has_backward and block.gradient_bytes > 0 and block.state_bytes > 0):
             raise ScheduleError(

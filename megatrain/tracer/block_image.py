@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
@@ -74,10 +74,12 @@ def state_image(state: Sequence[StateEntry], alignment: int = ALIGNMENT) -> Bloc
     return replace(layout, entries=tuple(entries))
 
 
-def optimizer_image(layout: BlockImage) -> BlockImage:
-    """Lays out what AdamW keeps of a block's parameters, flat: of each a low half if it is bf16, and two moments."""
+def optimizer_image(layout: BlockImage, trained: Container[str]) -> BlockImage:
+    """Lays out what AdamW keeps of a block's trained state, flat: of each a low half if it is bf16, and two moments."""
     parts: list[tuple[str, TensorSpec]] = []
     for entry in layout.entries:
+        if entry.key not in trained:
+            continue
         shape = (entry.spec.numel,)
         if entry.spec.dtype == torch.bfloat16:
             parts.append((f"{entry.key}.low", TensorSpec(shape, torch.int16)))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -60,7 +60,7 @@ class _BlockThere:
     Attributes:
         layout: Of its weights, the first bytes of `where`.
         where: Bytes of the arena.
-        parameters: In the order of the layout.
+        parameters: Those that are trained, in the order of the layout.
         is_ahead: An update has run since the copy, so the host has old values.
         is_torn: An update has ended in the middle.
     """
@@ -116,13 +116,14 @@ class DeviceUpdates:
             if places.get(key) != block.where:
                 self._give_back([block])
 
-    def bring(self, layout: BlockImage, where: Bytes, parameters: Sequence[torch.Tensor]) -> None:
+    def bring(self, layout: BlockImage, where: Bytes, trained: Mapping[str, torch.Tensor], *, stays: bool) -> None:
         """Has a block's weights and state on the device; copies them unless they are there.
 
         Args:
             layout: Of its weights.
             where: Bytes of the arena.
-            parameters: In the order of the layout.
+            trained: Its trained parameters by key, in the order of the layout.
+            stays: What is frozen of it is there, if the rest is.
 
         Raises:
             ExecuteError: If somebody wrote what the host has while the device was ahead.
@@ -130,8 +131,8 @@ class DeviceUpdates:
         """
         known = self._there.get(id(layout))
         if known is not None:
-            pairs = zip(known.parameters, parameters, strict=True)
-            is_same = known.where == where and all(each.parameter is parameter for each, parameter in pairs)
+            parameters = [each.parameter for each in known.parameters]
+            is_same = stays and known.where == where and [*map(id, parameters)] == [*map(id, trained.values())]
             if is_same and all(each.stamp() == each.versions for each in known.parameters):
                 return
             self.write_back()  # raises if what was written is lost
@@ -140,9 +141,10 @@ class DeviceUpdates:
         room = arena.write(*where)
         store.prefetch(layout, room[: layout.nbytes])
         owners = {id(p): o for o in self._optimizers for group in o.param_groups for p in group["params"]}
+        weights = {entry.key: weight for entry, weight in zip(layout.entries, views(layout, room), strict=True)}
         made = [
-            self._brought(parameter, owners[id(parameter)], weight, behind)
-            for parameter, weight, behind in zip(parameters, views(layout, room), _behind(layout, room), strict=True)
+            self._brought(parameter, owners[id(parameter)], weights[key], behind)
+            for (key, parameter), behind in zip(trained.items(), _behind(layout, room, trained), strict=True)
         ]
         self._there[id(layout)] = _BlockThere(layout, where, made)
 
@@ -175,8 +177,8 @@ class DeviceUpdates:
         Args:
             layout: Of its weights.
             block: Its number.
-            gradients: On the device, in the order of the layout; None where there is none.
-            updates: The optimizers' step, which has begun.
+            gradients: On the device, of the trained parameters; None where there is none.
+            updates: The optimizers' step, which has begun; has the factor of clipping.
 
         Raises:
             OptimizerError: If a gradient is sparse; before anything is written, as other errors.
@@ -193,7 +195,7 @@ class DeviceUpdates:
             flat = in_memory(gradient, memory_order(each.parameter)).contiguous().view(-1)
             there.is_torn = updates.has_updated = True
             step = int(each.state["step"].item()) + 1 if each.state else 1
-            self._kernel(each.there, flat, step, own)
+            self._kernel(each.there, flat, step, own, updates.scale)
             if not each.state:  # the host's moments are zeros without memory, until somebody writes them
                 each.optimizer.state[each.parameter].update(_PATH.new_state(each.parameter))
             each.state["step"].add_(1)
@@ -281,12 +283,12 @@ def _check_whole(block: _BlockThere) -> None:
         raise ExecuteError(_TORN)
 
 
-def _behind(layout: BlockImage, room: torch.Tensor) -> Iterator[list[torch.Tensor]]:
-    """Per parameter of a block, what lies behind the weights: a low half where it is bf16, and both moments, flat."""
-    behind = optimizer_image(layout)
+def _behind(layout: BlockImage, room: torch.Tensor, trained: Container[str]) -> Iterator[list[torch.Tensor]]:
+    """Per trained parameter, what lies behind a block's weights: a low half if it is bf16, and both moments, flat."""
+    behind = optimizer_image(layout, trained)
     assert room.numel() == layout.nbytes + behind.nbytes, "planned for as much"
     made = iter(views(behind, room[layout.nbytes :]))
-    for entry in layout.entries:
+    for entry in (entry for entry in layout.entries if entry.key in trained):
         yield [next(made) for _ in range(3 if entry.spec.dtype == torch.bfloat16 else 2)]
 
 

@@ -28,7 +28,7 @@ from megatrain.optim.updates import Updates
 from megatrain.passes.program import Program, trained_holders
 from megatrain.planning.host_plan import HostPlan, host_plan
 from megatrain.planning.loss_bytes import Cut, Loss, measure_loss
-from megatrain.planning.plan_step import waits_for_host
+from megatrain.planning.plan_step import WAITS_FOR_ALL
 from megatrain.planning.saved_plan import AnyPlan
 from megatrain.planning.step_programs import StepPrograms
 from megatrain.runtime.engine import ordinary_tensors
@@ -42,7 +42,7 @@ from megatrain.training.batch import MicroBatch, untrained
 from megatrain.training.compiled.inside import Compiled, Variant
 from megatrain.training.device_updates import DeviceUpdates
 from megatrain.training.step_tables import StepTables
-from megatrain.training.update_times import UpdateTimes
+from megatrain.training.update_times import Times, UpdateTimes
 
 
 def check_held(optimizers: Sequence[Optimizer], blocks: Sequence[Sequence[torch.Tensor]]) -> None:
@@ -270,26 +270,16 @@ class Setup:
 
     def _kind(self, variants: Sequence[Variant]) -> StepKind:
         runs_in_backward = any(variant.runs_in_backward for variant in variants)
-        updates, clip, reports_norm = self._times.choose(runs_in_backward=runs_in_backward)
-        self.tables.updates_there = not self.why_not_there(updates, clip=clip, reports_norm=reports_norm)
-        # Of a step that failed some may be taken already.
-        is_left = self.updates is not None and self.is_due and (self.updates.is_whole or updates == "spread")
-        if updates not in ("deferred", "spread") or not is_left:
+        times = self._times.choose(runs_in_backward=runs_in_backward)
+        self.tables.updates_there = not self.why_not_there(times)
+        if times.updates not in ("deferred", "spread"):
             self.complete()
-        if updates == "deferred" and not self.is_due:
-            updates = "none"
-        return self.tables.kind(len(variants), updates, clip=clip, reports_norm=reports_norm)
+        return self.tables.kind(len(variants), times.updates, clip=times.clip, reports_norm=times.reports_norm)
 
-    def why_not_there(self, updates: str, *, clip: bool, reports_norm: bool) -> str:
-        """Says why no block may be updated on the device, whatever memory it has; empty if some may.
-
-        Args:
-            updates: When updates run, as in `StepKind`.
-            clip: Whether they wait for a norm.
-            reports_norm: Whether they make one.
-        """
-        if why := waits_for_host(updates, clip=clip, reports_norm=reports_norm):
-            return why
+    def why_not_there(self, times: Times) -> str:
+        """Says why no block may be updated on the device, whatever memory it has; empty if some may."""
+        if times.updates == "serial" or times.shows_gradients:
+            return WAITS_FOR_ALL
         if self._times.is_looked_at:
             return "somebody looks at parameters or at the optimizer's state after each step"
         if not self._exchange.is_alone:
@@ -308,13 +298,10 @@ class Setup:
         Raises:
             OptimizerError: If the size of the optimizer's state can't be found out.
         """
-        # The next step runs the updates that a first step leaves due, by another schedule.
-        kind = replace(setting.kind, updates="deferred") if setting.kind.updates == "none" else setting.kind
         options = self._compiled.options
-        _, schedule = self.tables.schedule(setting.captures, kind, lambda _: 0)
         return host_plan(
             _distinct(setting.programs),
-            schedule,
+            setting.schedule,
             self._compiled.model,
             self.optimizers,
             precision=options.precision,
@@ -370,7 +357,7 @@ class Setup:
             self.there = DeviceUpdates(engine, self.optimizers, self._compiled.masters)
         if self.there is not None:
             self.there.keep(executor.places_there)
-        if setting.kind.updates == "spread" and self.is_due and self.updates.due != list(setting.schedule.deferred):
+        if self.is_due and self.updates.due != list(setting.schedule.deferred):
             self.complete()  # what other schedules defer, or a step that failed has left
         self.updates.sums_squares = setting.kind.reports_norm
         check_no_gradients(engine.tensors)

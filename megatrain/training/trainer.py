@@ -339,17 +339,26 @@ class Running:
         finally:
             self._note_updates()
 
-    def bring(self, layout: BlockImage, where: Bytes) -> None:
+    def norm_there(self, key: str, gradient: torch.Tensor, norm: torch.Tensor | None) -> None:
+        """See `StepTrainer`."""
+        self._updates.take_squares_there(self._parameters[key], gradient, norm)
+
+    def bring(self, layout: BlockImage, where: Bytes, *, stays: bool) -> None:
         """See `StepTrainer`."""
         assert self._there is not None
-        self._there.bring(layout, where, [self._parameters[entry.key] for entry in layout.entries])
+        trained = {e.key: self._parameters[e.key] for e in layout.entries if self._is_trained(e.key)}
+        self._there.bring(layout, where, trained, stays=stays)
 
     def update_there(self, block: int, layout: BlockImage, gradients: Sequence[torch.Tensor | None]) -> None:
         """See `StepTrainer`; on the caller's thread."""
         assert self._there is not None
+        if self.is_skipped:
+            return
+        pairs = zip(layout.entries, gradients, strict=True)
+        trained = [gradient for entry, gradient in pairs if self._is_trained(entry.key)]
         self._begin()
         try:
-            self._there.update(layout, block, gradients, self._updates)
+            self._there.update(layout, block, trained, self._updates)
         finally:
             self._note_updates()
 

@@ -28,11 +28,13 @@ class Times(NamedTuple):
         updates: `"spread"`, `"overlap"`, `"serial"` or `"deferred"`.
         clip: Whether updates wait for a norm.
         reports_norm: Whether updates sum the squares of their gradients for a norm.
+        shows_gradients: Whether the user's code gets gradients, or runs in the backward of blocks.
     """
 
     updates: str
     clip: bool
     reports_norm: bool
+    shows_gradients: bool
 
 
 class UpdateTimes:
@@ -102,7 +104,7 @@ class UpdateTimes:
         may_spread = self._spread and not clip and not self.is_looked_at
         spreads = may_spread and not (reports_norm or self._holds_others())
         updates, *_ = updates_allowed(overlap=self._overlap, waits=in_turn or waits, clip=clip, spread=spreads)
-        return Times(updates, clip, reports_norm)
+        return Times(updates, clip, reports_norm, looks)
 
     def _holds_others(self) -> bool:
         """Whether an optimizer has parameters outside the model, such as a loss's own: the next loss reads them."""

@@ -20,9 +20,23 @@ FAULTS: list[Fault] = [
     Fault(
         "the checker lets the device update a block before its last backward",
         "scheduler/check/host_rules.py",
-        '            case.require_before(reader, update, "writes what is read by", rule)\n\n\ndef check_updates',
-        "            pass\n\n\ndef check_updates",
+        '            case.require_before(reader, update, "writes what is read by", rule)\n        for norm in',
+        "            pass\n        for norm in",
         (f"{_THERE}test_every_other_table_is_refused_or_harmless_and_all_other_instructions_are_refused",),
+    ),
+    Fault(
+        "the device updates a block before the norm is known",
+        "scheduler/effects.py",
+        '    norm = [Item("norm", NO_BLOCK)] * step.kind.clip\n',
+        "    norm = list[Item]()\n",
+        (f"{_THERE}test_any_blocks_may_be_updated_there_and_neither_their_weights_nor_gradients_cross",),
+    ),
+    Fault(
+        "the checker lets the device update a block before the norm is known",
+        "scheduler/check/host_rules.py",
+        'case.require_before(norm, update, "is scaled by", rule)\n\n\ndef check_updates',
+        "pass\n\n\ndef check_updates",
+        (f"{_THERE}test_an_update_there_that_does_not_follow_the_norm_is_refused",),
     ),
     Fault(
         "no op waits for memory that another stream releases",

@@ -26,8 +26,7 @@ def every_plan(workload: Workload, kind: StepKind) -> Iterator[Choices]:
     """All choices: slots, parked values, retained graphs, results, weights that stay, late offloads, giants alone."""
     backward = workload.backward_blocks()
     blocks = [b for b, work in enumerate(workload.blocks) if work.state_bytes > 0]
-    may_update = kind.updates in ("overlap", "spread") and not kind.reports_norm
-    able = [b for b in blocks if may_update and workload.blocks[b].optimizer_bytes > 0]
+    able = [b for b in blocks if kind.may_update_there and workload.blocks[b].optimizer_bytes > 0]
     frozen = [b for b in blocks if workload.blocks[b].is_mostly_frozen]
     keeping = [b for b in backward[:-1] if workload.blocks[b].kept is not None]
     has_giants = bool(giants(workload))

@@ -19,7 +19,7 @@ class Harm(AssertionError):
 def op_name(position: Position, op: Op) -> str:
     if op.what in "WGSNU" and op.micro_batch is not None:
         raise Harm(f"{op} of one micro-batch")
-    is_other = (op.what, position.stream) in (("A", Stream.D2H), ("U", Stream.COMPUTE))
+    is_other = (op.what, position.stream) in (("A", Stream.D2H), ("U", Stream.COMPUTE), ("S", Stream.D2H))
     return f"{op.what}{op.block}.{op.micro_batch or 0}{'>' if is_other else ''}"
 
 
@@ -51,6 +51,7 @@ class Ledger:
         self.at_work: set[int] = set()
         self.readers: Counter[int] = Counter()
         self.squared: set[int] = set()
+        self.there = there if self.clip or self.reports else set[int]()  # whose norms the device takes
         self.has_new_norm = False
         self.places = {place.block: place for place in schedule.places}
         self.waiting, self.most_waiting = Counter[tuple[str, int]](), self.room_to_wait(machine)
@@ -103,7 +104,8 @@ class Ledger:
             self.expect(op.block not in self.squared, f"{op} twice")
         elif op.what == "N":
             self.expect(self.clip or self.reports, "a norm for nobody")
-            summed, summing = (self.squared, self.offloading) if self.clip else (self.updated, self.updating)
+            summing = self.there | (self.offloading if self.clip else self.updating)
+            summed = self.squared | (set[int]() if self.clip else self.updated)
             self.expect(summed == summing, "N without the squares of all gradients")
             if self.deferred:
                 self.expect(self.updated == self.updating, "N replaces a norm that is still needed")

@@ -25,6 +25,11 @@ Waits = Mapping[Position, Sequence[Position]]
 Key = tuple[str, int, int]
 
 
+def is_there(position: Position, op: Op) -> bool:
+    """Whether it is an op of a block that the device updates, of which the ledger of the host knows nothing."""
+    return (op.what, position.stream) in (("U", Stream.COMPUTE), ("S", Stream.D2H))
+
+
 def taken_after(schedule: Schedule) -> dict[Position, list[Op]]:
     """The `A` whose memory is taken when an op of compute is over: the last one of an earlier tick."""
     found: dict[Position, list[Op]] = {}
@@ -177,7 +182,7 @@ class Machine:
         if op.what in "FB" and number > 0:
             before = f"{op.what}{op.block}.{number - 1}"
             self.expect(self.done[before] == 1, f"{name} ahead of {before}")
-        if not (op.what == "U" and position.stream == Stream.COMPUTE):
+        if not is_there(position, op):
             self.ledger.start(op)
         getattr(self, f"start_{op.what}", lambda *_: None)(position, op)
         self.check_memory(name)
@@ -191,7 +196,7 @@ class Machine:
         name = op_name(position, op)
         getattr(self, f"finish_{op.what}", lambda *_: None)(position, op)
         self.done[name] += 1
-        if not (op.what == "U" and position.stream == Stream.COMPUTE):
+        if not is_there(position, op):
             self.ledger.finish(op)
         # A loss is made of the outputs of a micro-batch until its backward begins, if it has one.
         is_over = op.what == "B" or (
@@ -273,8 +278,10 @@ class Machine:
         if ("parameters", op.block, 0) in self.tensors:
             self.workspace += work.gradient_bytes
         elif work.gradient_bytes > 0:
-            user = f"U{op.block}.0>" if op.block in self.schedule.device_updates else f"G{op.block}.0"
-            self.allocate(("parameters", op.block, 0), work.gradient_bytes, [user])
+            is_there = op.block in self.schedule.device_updates
+            norms = [f"S{op.block}.0>"] * (self.kind.clip or self.kind.reports_norm)
+            users = [f"U{op.block}.0>", *norms] if is_there else [f"G{op.block}.0"]
+            self.allocate(("parameters", op.block, 0), work.gradient_bytes, users)
 
     def hand_in_gradients(self, op: Op) -> None:
         number = op.micro_batch or 0
@@ -341,6 +348,16 @@ class Machine:
         for number in self.numbers:
             self.expect(self.done[f"B{op.block}.{number}"] == 1, f"{op} without micro-batch {number}")
 
+    def start_S(self, position: Position, op: Op) -> None:
+        if position.stream == Stream.D2H:
+            self.expect(op.block in self.ledger.there, f"{op} for nobody")
+            self.start_G(position, op)
+
+    def finish_S(self, position: Position, op: Op) -> None:
+        if position.stream == Stream.D2H:
+            self.expect_ready("parameters", op.block, op)
+            self.ledger.squared.add(op.block)
+
     def start_U(self, position: Position, op: Op) -> None:
         if position.stream != Stream.COMPUTE:
             return
@@ -348,6 +365,7 @@ class Machine:
         self.expect(op.block in self.schedule.device_updates and work.optimizer_bytes > 0, f"{op} has no state there")
         self.expect_weights(position, op)
         self.expect_ready("parameters", op.block, op)
+        self.expect(self.ledger.has_new_norm or not self.kind.clip, f"{op} without the norm")
         for number in self.numbers:
             for what in "FB":
                 self.expect(self.done[f"{what}{op.block}.{number}"] == 1, f"{op} before {what} of micro-batch {number}")
@@ -364,7 +382,7 @@ class Machine:
         expected |= {f"B{b}.{m}" for b in self.backwards for m in self.numbers}
         there = self.schedule.device_updates
         expected |= {f"G{b}.0" for b in self.backwards if self.workload.blocks[b].gradient_bytes > 0 and b not in there}
-        expected |= {f"U{b}.0>" for b in there}
+        expected |= {f"U{b}.0>" for b in there} | {f"S{b}.0>" for b in self.ledger.there}
         self.expect(expected <= {name for name, count in self.done.items() if count}, "something never ran")
         for key, needed in self.needed.items():
             self.expect(set(needed) == {"end"}, f"{key} is never released: {dict(needed)}")

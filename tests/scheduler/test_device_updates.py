@@ -14,8 +14,9 @@ from megatrain.scheduler.builder.draft import Builder, Choices
 from megatrain.scheduler.items import Stream
 from megatrain.scheduler.schedule import Schedule, schedule_of
 from megatrain.scheduler.step_kind import StepKind
+from megatrain.scheduler.table import Position
 from tests.draws import draws
-from tests.scheduler.mutations import mutants, with_figures
+from tests.scheduler.mutations import mutants, with_cells, with_figures
 from tests.scheduler.symbolic import Harm, find_harm
 from tests.scheduler.test_instructions import is_rejected as is_refused
 from tests.scheduler.test_instructions import mutants as other_instructions
@@ -24,15 +25,19 @@ from tests.scheduler.workloads import LAYER, assert_checked_and_read_back, train
 WORK = with_room_for_state(trained(5))
 
 
-def planned(there: frozenset[int], *, updates: str = "spread", micro_batches: int = 2, num_slots: int = 2) -> Schedule:
-    kind = StepKind(updates=updates, micro_batches=micro_batches, outputs="release")
+def planned(
+    there: frozenset[int], *, updates: str = "spread", norm: str = "", micro_batches: int = 2, num_slots: int = 2
+) -> Schedule:
+    clip, reports = norm == "clip" and updates != "spread", norm == "reported" and updates == "overlap"
+    kind = StepKind("train", "copy", micro_batches, updates, clip, "release", reports)
     return schedule_of(Builder(WORK, kind).table(Choices(num_slots, 1, (4,), device_updates=tuple(sorted(there)))))
 
 
 STEPS = st.builds(
     planned,
     st.frozensets(st.integers(0, 4), min_size=1),
-    updates=st.sampled_from(["overlap", "spread"]),
+    updates=st.sampled_from(["overlap", "spread", "deferred"]),
+    norm=st.sampled_from(["", "clip", "reported"]),
     micro_batches=st.integers(1, 3),
     num_slots=st.integers(1, 3),
 )
@@ -72,6 +77,15 @@ def test_every_other_table_is_refused_or_harmless_and_all_other_instructions_are
     assert [name for name, other in other_instructions(made, Random(seed)) if not is_refused(plan, other)] == []
 
 
+def test_an_update_there_that_does_not_follow_the_norm_is_refused():
+    plan = planned(frozenset({0, 2}), updates="deferred", norm="clip")
+    norm = next(position.tick for position, op in plan.positions() if op.what == "N")
+    update = plan.ticks[norm + 1].compute
+    moved = with_cells(plan, {Position(norm + 1, Stream.COMPUTE): None, Position(norm, Stream.COMPUTE): update})
+    with pytest.raises(ScheduleError, match=r"compute:U0 at tick \d+ is scaled by host:N"):
+        with_figures(moved).check()
+
+
 @pytest.mark.parametrize(
     "change",
     [
@@ -79,6 +93,7 @@ def test_every_other_table_is_refused_or_harmless_and_all_other_instructions_are
         {"device_updates": (3, 0)},
         {"device_updates": (9,)},
         {"persistent": (0,)},
+        {"kind": StepKind(updates="serial", clip=True, micro_batches=2, outputs="release")},
         {"kind": StepKind(updates="deferred", clip=True, micro_batches=2, outputs="release")},
     ],
 )

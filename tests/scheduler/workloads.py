@@ -73,7 +73,7 @@ def blocks(draw: st.DrawFn) -> tuple[BlockWork, ...]:
             found[index] = replace(work, update_bytes=7 * work.gradient_bytes, shares=tuple(sorted(shares)))
     shared = {other for work in found for other in work.shares}
     for index, work in enumerate(found):
-        if work.update_bytes and not (work.shares or work.frozen_bytes or index in shared) and draw(st.booleans()):
+        if work.update_bytes and not (work.shares or index in shared) and draw(st.booleans()):
             sizes = draw(st.integers(1, 99)), draw(st.integers(0, 60))
             found[index] = replace(work, optimizer_bytes=sizes[0], update_workspace_bytes=sizes[1])
     return tuple(found)
@@ -179,8 +179,7 @@ class Options:
         made = self._built(workload)
         if made.kind.transfer == "bind" or not made.kind.is_training_step:
             return made
-        may = self.updates in ("overlap", "spread") and not (self.clip or self.reports_norm)
-        there = self.device_updates if may else ()
+        there = self.device_updates if made.kind.may_update_there else ()
         there = tuple(sorted(b for b, work in enumerate(workload.blocks) if b in there and work.optimizer_bytes))
         if not (self.staying or self.has_giants_alone or there):
             return made

@@ -80,8 +80,9 @@ class StateThere:
         return StateThere(self.values[start:end], low, self.mean[start:end], self.square[start:end])
 
 
-Kernel = Callable[[StateThere, torch.Tensor, int, AdamWOptions], None]
-"""Updates state in place, as work of the current stream; takes a gradient, fp32 or bf16, the step's number, options."""
+Kernel = Callable[[StateThere, torch.Tensor, int, AdamWOptions, float], None]
+"""Updates state in place, as work of the current stream; takes a gradient, fp32 or bf16, the step's number, options,
+and the factor of the gradient."""
 
 
 @lru_cache(maxsize=16)
@@ -105,8 +106,8 @@ def source() -> str:
 
 
 def _by(compiled: Callable[..., None]) -> Kernel:
-    def update(state: StateThere, gradient: torch.Tensor, step: int, options: AdamWOptions) -> None:
-        numbers = scalars_of(step, options, 1.0)
+    def update(state: StateThere, gradient: torch.Tensor, step: int, options: AdamWOptions, scale: float) -> None:
+        numbers = scalars_of(step, options, scale)
         is_narrow = int(gradient.dtype == torch.bfloat16)
         for start in range(0, gradient.numel(), _MOST):
             own, given = state.part(start, start + _MOST), gradient[start : start + _MOST]
@@ -118,10 +119,10 @@ def _by(compiled: Callable[..., None]) -> Kernel:
 
 
 @torch.no_grad()
-def _by_torch(state: StateThere, gradient: torch.Tensor, step: int, options: AdamWOptions) -> None:
+def _by_torch(state: StateThere, gradient: torch.Tensor, step: int, options: AdamWOptions, scale: float) -> None:
     """Torch's fused kernel, over pieces that are joined from halves and split again."""
     for start in range(0, gradient.numel(), UPDATE_PIECE):
-        own, given = state.part(start, start + UPDATE_PIECE), gradient[start : start + UPDATE_PIECE].float()
+        own, given = state.part(start, start + UPDATE_PIECE), gradient[start : start + UPDATE_PIECE].float() * scale
         values = own.values if own.low is None else _joined(own.values, own.low)
         fused_update(values, given, (own.mean, own.square), step, options)
         if own.low is not None:
@@ -159,12 +160,12 @@ def _has_bits_of_host(kernel: Kernel, device: Device) -> bool:
             kept = [master.high, master.low] if isinstance(master, SplitMaster) else [master.values]
             there = [tensor.to(device.torch_device, copy=True) for tensor in (*kept, *moments)]
             state = StateThere(there[0], there[1] if is_split else None, *there[-2:])
-            for step in range(1, 4):
+            for step, scale in enumerate((1.0, 0.3, 1.0), start=1):
                 options = AdamWOptions(1e-3 * step, (beta1, 0.99), weight_decay=0.1)
                 options = replace(options, maximize=step == 3)
                 gradient = torch.randn(count, generator=dice).to(torch.bfloat16 if is_narrow else torch.float32)
-                adamw_(master, moments, gradient, step=step, options=options, threads=1)
-                kernel(state, gradient.to(device.torch_device), step, options)
+                adamw_(master, moments, gradient, step=step, options=options, scale=scale, threads=1)
+                kernel(state, gradient.to(device.torch_device), step, options, scale)
             pairs = zip((*kept, *moments), there, strict=True)
             if not all(_same_bits(mine, its.cpu()) for mine, its in pairs):
                 return False

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 
@@ -169,6 +170,13 @@ class DeviceArena:
         self._buffer = self._none()
 
 
+class Bring(Protocol):
+    """What has a block that the device updates in the arena."""
+
+    def __call__(self, layout: BlockImage, where: Bytes, /, *, stays: bool) -> None:
+        """Brings weights and the optimizer's state; what is frozen of the weights `stays` if it is there."""
+
+
 class Slots:
     """Fills slots from the host store and gives templates views of them, without a copy."""
 
@@ -183,7 +191,7 @@ class Slots:
         self._sampled: tuple[Mapping[str, torch.Tensor], Mapping[str, torch.Tensor]] | None = None
         self._frozen = {
             block: frozenset(k for k in program.blocks[block].binding if not program.state[k].requires_grad)
-            for block in schedule.persistent
+            for block in (*schedule.persistent, *schedule.device_updates)
         }
         self._num_uses = 0
 
@@ -219,17 +227,26 @@ class Slots:
 
     def _prefetch_changing(self, block: int, where: Bytes) -> None:
         """Copies the part of a block's state that changes from step to step, and the rest if it isn't there."""
+        arena, layout = self._arena, self._images[block]
+        if self._has_frozen(block, where):
+            self._store.prefetch(layout, arena.slot(*where), without=self._frozen[block])
+        else:
+            self._store.prefetch(layout, arena.write(*where))
+            self._note_frozen(block, where)
+
+    def bring(self, block: int, where: Bytes, bring: Bring) -> None:
+        """Has a block that the device updates in the arena; `bring` does that."""
+        has_frozen = bool(self._frozen[block])
+        bring(self._images[block], where, stays=not has_frozen or self._has_frozen(block, where))
+        if has_frozen and self._arena.persisting(*where) is None:
+            self._note_frozen(block, where)
+
+    def _has_frozen(self, block: int, where: Bytes) -> bool:
+        """Tells whether a block's frozen weights lie in these bytes as the host has them."""
         arena, layout, frozen = self._arena, self._images[block], self._frozen[block]
         stamp, known, key = self._store.stamp(layout, frozen), arena.persisting(*where), (id(layout), frozen)
         if known is None or stamp is None or known.key != key or not known.is_same(stamp):
-            self._store.prefetch(layout, arena.write(*where))
-            if stamp is not None:
-                known = arena.remembered(key)
-                if known is None or not known.is_same(stamp):
-                    name, weights = self._program.blocks[block].name, self._store.bytes_of(layout, frozen)
-                    known = Persisting.of(name, layout, frozen, stamp, weights)
-                arena.persist(*where, known)
-            return
+            return False
         self._num_uses += 1
         # Each step checks a part of about one block, of another one each time.
         if self._num_uses % (len(self._frozen) + 1) == 0:
@@ -238,7 +255,18 @@ class Slots:
             except ExecuteError:
                 arena.forget(key)
                 raise
-        self._store.prefetch(layout, arena.slot(*where), without=frozen)
+        return True
+
+    def _note_frozen(self, block: int, where: Bytes) -> None:
+        """Notes that a block's frozen weights lie in these bytes now."""
+        arena, layout, frozen = self._arena, self._images[block], self._frozen[block]
+        if (stamp := self._store.stamp(layout, frozen)) is None:
+            return
+        known = arena.remembered((id(layout), frozen))
+        if known is None or not known.is_same(stamp):
+            name, weights = self._program.blocks[block].name, self._store.bytes_of(layout, frozen)
+            known = Persisting.of(name, layout, frozen, stamp, weights)
+        arena.persist(*where, known)
 
     def state(self, block: int, where: Bytes | None) -> list[torch.Tensor]:
         """Returns a block's state as views of the arena, or of the host store where state is used in place."""

@@ -93,9 +93,8 @@ class StepParts:
         # As if the host made all updates: which are deferred depends on them.
         deferred = deferred_updates(step.workload, step.kind) if step.device_updates else step.deferred
         self._saved = Effects(step.workload, step.kind, everything, (), {}, everything, deferred, recorded)
-        kind, blocks = step.kind, step.workload.blocks
-        may_update = kind.transfer == "copy" and kind.updates in ("overlap", "spread") and not kind.reports_norm
-        self._there = frozenset(b for b in everything if may_update and 0 < blocks[b].optimizer_bytes <= left)
+        able = (b for b in everything if 0 < step.workload.blocks[b].optimizer_bytes <= left)
+        self._there = frozenset(able if step.kind.may_update_there else ())
         self._turn, self._backward = turn_block(step.workload), step.workload.backward_blocks()
         self._numbers = range(step.kind.micro_batches)
         self._gradients = [b for b in step.workload.gradient_blocks() if b in self._backward and b not in self._there]

@@ -53,8 +53,7 @@ def _fastest(
         # Results start parked like other values, and stay where memory is left.
         more += [replace(plan, results=freedom.results) for plan in more if freedom.results]
         best = Search(builder, memory, replace(freedom, parks=True), hardware).fastest(found, more)
-    may_update = freedom.stays and kind.updates in ("overlap", "spread") and not kind.reports_norm
-    if not may_update:
+    if not (freedom.stays and kind.may_update_there):
         return best
     return Search(builder, memory, replace(freedom, results=()), machine).updated_there(best, start)
 

@@ -151,6 +151,7 @@ class Builder:
         if known_by not in self._ticks:
             rows = assign_ticks(
                 self.workload,
+                self.kind,
                 self.stages,
                 placed.stays,
                 parked,
@@ -160,10 +161,11 @@ class Builder:
                 device_updates=plan.device_updates,
             )
             host = place_host(self.workload, self.kind, rows.ticks, placed.head)
-            cells: list[list[Op]] = [[] for _ in range(max(rows.num_ticks, host.num_ticks))]
-            for stay, slot, tick in zip(placed.stays, placed.slot_of, rows.loads, strict=True):
-                cells[tick].append(_op(Stream.H2D, "W", stay.block, slot))
-            for tick, op in _ops(rows, host, has_micro_batches=self.kind.micro_batches > 1):
+            loads = zip(placed.stays, placed.slot_of, rows.loads, strict=True)
+            ops = [(tick, _op(Stream.H2D, "W", stay.block, slot)) for stay, slot, tick in loads]
+            ops += _ops(rows, host, has_micro_batches=self.kind.micro_batches > 1)
+            cells: list[list[Op]] = [[] for _ in range(1 + max((tick for tick, _ in ops), default=-1))]
+            for tick, op in ops:
                 cells[tick].append(op)
             self._ticks[known_by] = tuple(Tick(*ops) for ops in cells)
         return self._ticks[known_by]
@@ -217,6 +219,7 @@ def _ops(rows: Rows, host: HostTicks, *, has_micro_batches: bool) -> Iterator[tu
     for stream, what, of_block in (
         (Stream.COMPUTE, "U", rows.ticks.update),
         (Stream.D2H, "G", rows.ticks.offload),
+        (Stream.D2H, "S", rows.ticks.squares),
         (Stream.HOST, "U", host.update),
         (Stream.HOST, "S", host.squares),
     ):

@@ -52,13 +52,14 @@ def arrivals(
 
 @dataclass(frozen=True, slots=True)
 class OpTicks:
-    """The tick of each op but `W`, by block: of `F`, `B` and `A` those of all micro-batches; `U` of the device only."""
+    """The tick of each op but `W`, by block: of `F`, `B` and `A` those of all micro-batches; `S`, `U` of the device."""
 
     forward: dict[int, list[int]] = field(default_factory=dict[int, list[int]])
     backward: dict[int, list[int]] = field(default_factory=dict[int, list[int]])
     park: dict[int, list[int]] = field(default_factory=dict[int, list[int]])
     restore: dict[int, list[int]] = field(default_factory=dict[int, list[int]])
     offload: dict[int, int] = field(default_factory=dict[int, int])
+    squares: dict[int, int] = field(default_factory=dict[int, int])
     update: dict[int, int] = field(default_factory=dict[int, int])
 
 
@@ -72,11 +73,10 @@ class Rows:
 
     ticks: OpTicks
     loads: tuple[int, ...]
-    num_ticks: int
 
 
 class _Leaving(NamedTuple):
-    """A transfer to the host: an `A` of a micro-batch, or a `G`, which has none.
+    """A transfer to the host: an `A` of a micro-batch, or a `G`, or the norms of gradients that stay, which have none.
 
     It takes the tick of the compute step `beside`, if that step comes later.
     """
@@ -91,6 +91,7 @@ class _Placer:
 
     def __init__(
         self,
+        kind: StepKind,
         num_slots: int,
         written: Mapping[int, int],
         device_updates: Collection[int],
@@ -98,6 +99,7 @@ class _Placer:
         num_stays: int,
     ) -> None:
         self._num_slots, self._written, self._device_updates = num_slots, written, device_updates
+        self._clip, self._has_norm = kind.clip, kind.clip or kind.reports_norm
         self._queue = queue
         # How much of the queue a step needs: its own transfers and everything queued before them.
         self._needs = {arrival.needed: index + 1 for index, arrival in enumerate(queue)}
@@ -117,7 +119,7 @@ class _Placer:
             stage: The next one.
             parks: The blocks whose `A` follow its forwards.
             offloads_after: The backward that its block's gradients follow; None if there are none.
-            beside: Of the `G`, as in `_Leaving`; None is its own step.
+            beside: Of the `G`, or the norms, as in `_Leaving`; None is its own step.
         """
         compute, needs, ready, leaving = self._compute, self._needs, self._ready, self._leaving
         block = stage[0].block
@@ -138,19 +140,18 @@ class _Placer:
                     leaving += [_Leaving(park, work.micro_batch, 0) for park in parks]
             else:
                 backward.append(tick)
-                if work is offloads_after and block in self._device_updates:
+                is_there = block in self._device_updates
+                if work is offloads_after and is_there and not self._clip:
                     tick += 1
                     self._ticks.update[block] = tick
-                elif work is offloads_after:
+                if work is offloads_after and (self._has_norm or not is_there):
                     leaving.append(_Leaving(block, None, step if beside is None else beside))
         self._latest = tick
 
     def rows(self) -> Rows:
         """What was placed, with all that was left to leave."""
-        over = self._latest
-        self._place_d2h(over)
-        num_ticks = max(self._h2d, self._d2h, over) + 1
-        return Rows(self._ticks, tuple(self._loads), num_ticks)
+        self._place_d2h(self._latest)
+        return Rows(self._ticks, tuple(self._loads))
 
     def _place_transfers(self, end: int) -> None:
         """Places the transfers of the queue up to one."""
@@ -200,7 +201,8 @@ class _Placer:
             count += 1
             self._d2h = max(self._d2h, after) + 1
             if micro_batch is None:
-                self._ticks.offload[block] = self._d2h
+                of_stream = self._ticks.squares if block in self._device_updates else self._ticks.offload
+                of_stream[block] = self._d2h
             else:
                 self._ticks.park.setdefault(block, []).append(self._d2h)
         del self._leaving[:count]
@@ -208,6 +210,7 @@ class _Placer:
 
 def assign_ticks(
     workload: Workload,
+    kind: StepKind,
     stages: Sequence[Stage],
     stays: Sequence[Stay],
     parked: Mapping[int, Sequence[int]],
@@ -217,13 +220,13 @@ def assign_ticks(
     written: Mapping[int, int],
     device_updates: Collection[int] = (),
 ) -> Rows:
-    """Places all ops; the order of each stream is fixed, so one pass in the order of compute steps does.
+    """Places all ops but the host's and what follows a norm; as streams have a fixed order, one pass does.
 
     Transfers to the device queue by when they can run, then by need; transfers to the host by the compute step
     after which they can run, equal ones by block. Stages are in the order of compute, stays in the order of need.
     """
     queue = arrivals(stages, stays, parked, num_slots)
-    placer = _Placer(num_slots, written, device_updates, queue, len(stays))
+    placer = _Placer(kind, num_slots, written, device_updates, queue, len(stays))
     parks = _parks_by_producer(workload, parked)
     trained = (work for stage in stages for work in stage if work.is_backward)
     last = {work.block: work for work in trained if workload.blocks[work.block].gradient_bytes > 0}
@@ -252,11 +255,6 @@ class HostTicks:
     squares: Mapping[int, int]
     norm: int | None
 
-    @property
-    def num_ticks(self) -> int:
-        """Rows that they take."""
-        return 1 + max(*self.update.values(), -1, -1 if self.norm is None else self.norm)
-
 
 # A forward is shorter than the backward, and so is the host's time for deferred updates. See decision 56.
 DEFERRED_SHARE = Fraction(2, 5)
@@ -270,7 +268,8 @@ def deferred_updates(workload: Workload, kind: StepKind, device_updates: Collect
     first block, whose gradients come last, is deferred: the end of a step doesn't wait for its update.
     """
     if kind.updates != "spread":
-        return frozenset(workload.update_blocks() if kind.updates == "deferred" else ())
+        every = workload.update_blocks() if kind.updates == "deferred" else ()
+        return frozenset(every).difference(device_updates)
     deferred: set[int] = set()
     ahead = Fraction(0)  # bytes of deferred updates beyond their share
     for blocks in _sharing_blocks(workload):
@@ -311,17 +310,21 @@ def written(workload: Workload, head: Mapping[int, int]) -> dict[int, int]:
 def place_host(workload: Workload, kind: StepKind, ticks: OpTicks, head: Mapping[int, int]) -> HostTicks:
     """Gives the ops of the host their ticks: updates in the order in which their gradients leave.
 
+    Updates of the device that wait for the norm follow it, in the order of blocks.
+
     Updates that overlap take the tick of the next `G`. In an earlier one they would release their gradients before
     it, which would have to wait for them (see the memory edges of the dependency graph). Squares release nothing: they
     follow their `G` at once, so that only those of the last block are left when all gradients are there.
     """
-    last = max(ticks.offload.values(), default=-1)
+    last = max((*ticks.offload.values(), *ticks.squares.values()), default=-1)
     free = max(head.values(), default=-1) + 1
     squares: dict[int, int] = {}
     for block, left in sorted(ticks.offload.items(), key=lambda leaving: leaving[1]) if kind.clip else ():
         squares[block] = free = max(free, left + 1)
         free += 1
     norm = max(last + 1, free) if kind.clip else None
+    if norm is not None:
+        ticks.update.update({block: norm + 1 + place for place, block in enumerate(sorted(ticks.squares))})
     if kind.updates in ("none", "deferred"):
         return HostTicks(head, squares, norm)
     at_least = last if kind.updates == "serial" else -1

@@ -57,6 +57,12 @@ class Case:
         first = self._first_offload
         return first is not None and any(update < first for update in self.at(Stream.HOST, "U", block))
 
+    def gradient_users(self, block: int) -> list[Position]:
+        """What uses a block's gradients on the device last: its G, or the U and the S where the device updates it."""
+        if block not in self.schedule.device_updates:
+            return self.at(Stream.D2H, "G", block)
+        return [*self.at(Stream.COMPUTE, "U", block), *self.at(Stream.D2H, "S", block)]
+
     def updates_of(self, block: int) -> list[int]:
         """The blocks whose update uses the gradients of a block."""
         return [b for b, work in enumerate(self.workload.blocks) if work.update_bytes and block in (b, *work.shares)]

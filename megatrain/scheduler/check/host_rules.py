@@ -16,6 +16,7 @@ def check_norm(case: Case) -> None:
         "steps without a norm have neither."
     )
     blocks = range(len(case.workload.blocks))
+    _check_norms_there(case)
     if case.schedule.kind.reports_norm:
         _check_reported_norm(case)
         return
@@ -36,6 +37,22 @@ def check_norm(case: Case) -> None:
         if case.schedule.kind.updates == "deferred":
             for update in case.at(Stream.HOST, "U", block):
                 case.require_before(update, norm, "replaces the norm that is read by", rule)
+
+
+def _check_norms_there(case: Case) -> None:
+    """The device takes norms of whole gradients that stay there, once, before the norm of all."""
+    rule = (
+        "In a step with a norm each block that the device updates has one S of d2h, between its B and N; no other has."
+    )
+    has_norm = case.schedule.kind.clip or case.schedule.kind.reports_norm
+    for block in range(len(case.workload.blocks)):
+        if not has_norm or block not in case.schedule.device_updates:
+            case.never(Stream.D2H, "S", block, "takes norms of nothing", rule)
+            continue
+        taken = case.once(Stream.D2H, "S", block, rule)
+        for backward in case.backwards(block):
+            case.require_before(backward, taken, "takes the norm of gradients of", rule)
+        case.require_before(taken, case.once(Stream.HOST, "N", NO_BLOCK, rule), "needs the norms of", rule)
 
 
 def _check_reported_norm(case: Case) -> None:
@@ -108,16 +125,15 @@ def _check_places_are_free(case: Case, places: Mapping[int, range], rule: str) -
 def check_device_updates(case: Case) -> None:
     """The device updates a block once, after every micro-batch has added to the gradients and nothing reads weights."""
     rule = (
-        "A block that the device updates has state for that, one W, and one U on compute, after its F and B; other "
-        "blocks have no such U."
+        "A block that the device updates has state for that, one W, and one U on compute, after its F and B, and N if "
+        "the step is clipped; other blocks have no such U."
     )
     blocks, kind = case.schedule.device_updates, case.schedule.kind
     is_known = list(blocks) == sorted(set(blocks)) and all(0 <= b < len(case.workload.blocks) for b in blocks)
-    is_able = kind.transfer == "copy" and kind.updates in ("overlap", "spread") and not kind.reports_norm
+    is_able = kind.transfer == "copy" and kind.updates in ("overlap", "spread", "deferred")
     if blocks and not (
         is_known
         and is_able
-        and not kind.clip
         and not set(blocks) & set(case.schedule.persistent)
         and all(case.workload.blocks[b].optimizer_bytes > 0 for b in blocks)
     ):
@@ -129,6 +145,8 @@ def check_device_updates(case: Case) -> None:
         update = case.once(Stream.COMPUTE, "U", block, rule)
         for reader in [*case.backwards(block), *(case.forward(block, number) for number in case.micro_batches)]:
             case.require_before(reader, update, "writes what is read by", rule)
+        for norm in case.at(Stream.HOST, "N", NO_BLOCK) if kind.clip else ():
+            case.require_before(norm, update, "is scaled by", rule)
 
 
 def check_updates(case: Case) -> None:

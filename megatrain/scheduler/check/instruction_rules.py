@@ -243,11 +243,7 @@ def _uses(case: Case) -> Iterator[tuple[Item, list[Position]]]:
             yield Item("saved", block, number), [case.backward(block, number)]
     for block in backwards:
         if workload.blocks[block].gradient_bytes > 0:
-            is_used_here = block in case.schedule.device_updates
-            yield (
-                Item("parameters", block),
-                case.at(*((Stream.COMPUTE, "U") if is_used_here else (Stream.D2H, "G")), block),
-            )
+            yield Item("parameters", block), case.gradient_users(block)
 
 
 def _value_uses(

@@ -279,15 +279,14 @@ def _other_spans(case: Case, number: int) -> Iterator[tuple[int, range]]:
 
 
 def _gradient_spans(case: Case) -> Iterator[tuple[int, range]]:
-    """Gradients of parameters: from the first B of a block, to which the others add, until they have left."""
+    """Gradients of parameters: from the first B of a block, to which the others add, until nothing needs them."""
     if case.schedule.kind.mode == "forward":
         return
     for block in case.workload.backward_blocks():
         work = case.workload.blocks[block]
         if work.gradient_bytes > 0:
-            is_used_here = block in case.schedule.device_updates
-            leaving = case.at(*((Stream.COMPUTE, "U") if is_used_here else (Stream.D2H, "G")), block)[0]
-            yield work.gradient_bytes, range(_while(min(case.backwards(block))), _while(leaving) + 1)
+            last = max(map(_while, case.gradient_users(block)))
+            yield work.gradient_bytes, range(_while(min(case.backwards(block))), last + 1)
 
 
 def needed_moments(case: Case) -> Iterator[int]:
