@@ -104,6 +104,9 @@ class Compiled:
         self._masters = masters_of(model, options.master_kind)
         files = options.weights
         self._weights = None if files is None else MasterWeights(model, files, self._masters)
+        if self._weights is not None:
+            # Where weights are used in place, numbers could depend on where in a file they begin. Ranks share a copy.
+            self._weights.may_stay = options.transfer == "copy" and self.ranks is None
         self._engine: Engine | None = None
         self.budget = DeviceBudget(options.device, options.device_memory)
         self._variants = Variants(model, options, self.budget)
