@@ -6,7 +6,6 @@ import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from io import FileIO
 from pathlib import Path
 from typing import TypedDict
 
@@ -154,8 +153,8 @@ class MappedFile:
         arena: All bytes of the file.
     """
 
-    def __init__(self, stored: Stored, file: FileIO, arena: HostArena) -> None:
-        self._path, self._stamp, self._file, self.arena = stored.file, stored.stamp, file, arena
+    def __init__(self, stored: Stored, arena: HostArena, descriptor: int) -> None:
+        self._path, self._stamp, self._descriptor, self.arena = stored.file, stored.stamp, descriptor, arena
 
     @staticmethod
     def of(stored: Stored) -> MappedFile | None:
@@ -165,12 +164,15 @@ class MappedFile:
             WeightsError: If the file is gone, was changed, or can't be read.
         """
         try:
-            file = stored.file.open("rb", buffering=0)
-            _check_stamp(stored.file, file.fileno(), stored.stamp)
+            with stored.file.open("rb", buffering=0) as file:
+                _check_stamp(stored.file, file.fileno(), stored.stamp)
+                arena = HostArena.of_file(file.fileno())
+                return None if arena is None else MappedFile(stored, arena, os.dup(file.fileno()))
         except OSError as error:
             raise _unreadable(stored.file, error) from error
-        arena = HostArena.of_file(file.fileno())
-        return None if arena is None else MappedFile(stored, file, arena)
+
+    def __del__(self) -> None:
+        os.close(self._descriptor)
 
     def check(self) -> None:
         """Refuses values that may not be those that were mapped.
@@ -180,7 +182,7 @@ class MappedFile:
         Raises:
             WeightsError: If somebody has written into the file, or cut it off.
         """
-        if _stamp(self._file.fileno()) != self._stamp:
+        if _stamp(self._descriptor) != self._stamp:
             raise self._changed("was changed")
 
     def fetch(self, source: torch.Tensor) -> None:

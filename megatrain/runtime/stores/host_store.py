@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -16,7 +17,7 @@ from megatrain.base.sizes import aligned, format_bytes
 from megatrain.device.bus import PIECE_BYTES, Bus
 from megatrain.device.host_arena import HostArena, together
 from megatrain.device.unshared import check_unshared
-from megatrain.errors import ExecuteError
+from megatrain.errors import ExecuteError, PageLockWarning
 from megatrain.files.weight_files import MappedFile
 from megatrain.runtime.stores.residency import (
     OneCopy,
@@ -85,6 +86,11 @@ def lacks_room(moves: Sequence[tuple[torch.Tensor, TensorSpec]], alignment: int)
 # A drive reads several pieces at a time faster than one after the other.
 _READERS, _READ_BYTES = 8, 32 << 20
 
+_WAYS_OUT = (
+    "Each step reads from the disk what the system's cache doesn't hold of them, and copies pass through a ring. "
+    "Leave the files as they are; more micro-batches share each read."
+)
+
 Writes = tuple[tuple[int, int], ...]
 """Of each of some tensors: which memory it has had, and torch's count of the writes into it."""
 
@@ -144,6 +150,13 @@ class HostStore:
     def in_files(self) -> frozenset[str]:
         """Keys of state that is used in its files."""
         return frozenset(key for key, residency in self._residencies.items() if id(residency.arena) in self._files)
+
+    @property
+    def note(self) -> str:
+        """What is used in its files, in words; empty if that is nothing."""
+        nbytes = sum(self._residencies[key].spec.nbytes for key in self.in_files)
+        text = "the host has no room for all weights, so frozen ones stay in their files"
+        return f"{text} ({format_bytes(nbytes)})" if nbytes else ""
 
     def check_files(self) -> None:
         """Refuses state in files that somebody has changed since.
@@ -262,6 +275,8 @@ class HostStore:
         mapped = [file for file in files.values() if file is not None]
         self._arenas += [file.arena for file in mapped]
         self._files |= {id(file.arena): file for file in mapped}
+        if mapped:
+            warnings.warn(f"{self.note}.\n  {_WAYS_OUT}", PageLockWarning, stacklevel=2)
         return [[key for key in keys if key in fresh] for keys in blocks]
 
     def _move(

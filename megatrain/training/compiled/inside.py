@@ -396,6 +396,15 @@ class Compiled:
         with self._turn.hold("load_weights()"), ordinary_tensors():
             self._executor(self.variant)
 
+    def check_files(self) -> None:
+        """Refuses frozen weights that are used in files, if somebody has changed these since.
+
+        Raises:
+            WeightsError: Naming the file.
+        """
+        if self._engine is not None and self._engine.store is not None:
+            self._engine.store.check_files()
+
     def _executor(self, variant: Variant) -> Executor:
         lowered = variant.lowered
         if lowered.executor is None:
