@@ -17,6 +17,7 @@ from peft.tuners.lora import LoraLayer
 from safetensors.torch import load_file, save_file
 
 import megatrain
+from megatrain.device import bus as buses
 from megatrain.device.host_pages import HostPages
 from megatrain.errors import ExecuteError, PageLockWarning, WeightsError
 from megatrain.runtime.stores.host_store import HostStore
@@ -34,6 +35,7 @@ from tests.runtime.in_files import (
     stepping,
     written_bytes,
 )
+from tests.runtime.strict_toy import StrictToy
 
 ROOT = Path(__file__).parent.parent.parent
 pytestmark = [
@@ -116,6 +118,23 @@ def test_peft_s_adapters_keep_their_values_and_the_base_has_its_names_from_befor
     assert [name for name, t in base.items() if not torch.equal(t, found[True][1][name])] == [
         f"model.layers.{layer}.self_attn.{name}_proj.weight" for layer in range(3) for name in "qv"
     ]
+
+
+def test_copies_to_a_device_pass_through_the_ring_and_files_are_never_locked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(buses, "MOST_BYTES", 1 << 17)
+    monkeypatch.setattr(buses, "LEAST_BYTES", 1 << 17)
+    file, found = saved(tmp_path), list[list[float]]()
+    for stays in (False, True):
+        toy = StrictToy()
+        made = compiled(file, stay=stays, device=toy)
+        found.append(losses(stepping(made)))
+        spans = [(address, address + nbytes) for address, nbytes in toy.locked.items()]
+        places = [parameter.data_ptr() for parameter in frozen(made).values()]
+        assert any(start <= place < end for place in places for start, end in spans) != stays
+        assert (made.megatrain.engine.bus._rings is not None) == stays
+    assert found[0] == found[1]
 
 
 # -- who decides ----------------------------------------------------------------------------------------------
