@@ -22,6 +22,7 @@ from megatrain.device import HOST, Device, find
 from megatrain.errors import MegatrainError, OptionError, TraceError
 from megatrain.hardware.hardware import Hardware, of_weights
 from megatrain.hardware.machine import HARDWARE, machine_of
+from megatrain.hardware.presets import PRESETS
 from megatrain.optim.blockwise import takes_turns
 from megatrain.optim.fast.on_device import why_not
 from megatrain.optim.masters.narrow_model import is_all_wide
@@ -270,9 +271,12 @@ def _in_bf16(model: nn.Module, parameters: Mapping[str, torch.Tensor]) -> Genera
 def _in_files(model: nn.Module, limits: StepLimits) -> Mapping[str, int]:
     """Bytes of the frozen parameters that can stay in files, by key: those that have no values yet.
 
-    Without a figure for the host's memory a plan says what all weights take.
+    Without a figure for the host's memory a plan says what all weights take. Nor is this planned where the device shares
+    that memory.
     """
-    if limits.host_memory is None or (limits.has_device and limits.device.is_host):
+    machine = None if limits.hardware is None else PRESETS.get(limits.hardware.name)
+    is_shared = (limits.has_device and limits.device.is_host) or (machine is not None and machine.is_unified)
+    if limits.host_memory is None or is_shared:
         return {}
     entries, tensors = inventory(model)
     entries = narrow_entries(entries) if limits.precision == "bf16" else entries
