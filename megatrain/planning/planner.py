@@ -271,7 +271,7 @@ def _in_bf16(model: nn.Module, parameters: Mapping[str, torch.Tensor]) -> Genera
 def _in_files(model: nn.Module, limits: StepLimits) -> Mapping[str, int]:
     """Bytes of the frozen parameters that can stay in files, by key: those that have no values yet.
 
-    Without a figure for the host's memory a plan says what all weights take. Nor is this planned where the device shares
+    None without a figure for the host's memory: such a plan says what all weights take. None where the device shares
     that memory.
     """
     machine = None if limits.hardware is None else PRESETS.get(limits.hardware.name)

@@ -25,6 +25,8 @@ WIDTH, DEPTH = 48, 6
 class Layer(nn.Module):
     """A frozen layer with an adapter, whose buffer is in the file as well."""
 
+    scale: torch.Tensor
+
     def __init__(self, width: int) -> None:
         super().__init__()
         self.base = nn.Linear(width, width).requires_grad_(False)

@@ -73,10 +73,10 @@ def llama(folder: Path) -> tuple[Any, Any]:
     )  # fmt: skip
     if not folder.exists():
         torch.manual_seed(3)
-        transformers.LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(folder, max_shard_size="30KB")
+        transformers.LlamaForCausalLM(config).bfloat16().save_pretrained(folder, max_shard_size="30KB")
     adapters = peft.LoraConfig(r=4, lora_dropout=0.1, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
     with torch.device("meta"):
-        base = transformers.LlamaForCausalLM(config).to(torch.bfloat16)
+        base = transformers.LlamaForCausalLM(config).bfloat16()
         model = peft.get_peft_model(base, adapters)
     base.model.rotary_emb = type(base.model.rotary_emb)(config)
     torch.manual_seed(5)
@@ -179,9 +179,9 @@ def test_a_call_leaves_them_where_the_state_lacks_memory(tmp_path: Path, monkeyp
 
 @pytest.mark.parametrize("case", ["bind", "no maps", "another dtype", "odd place"])
 def test_what_cannot_stay_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, case: str):
-    file, options = saved(tmp_path), {}
+    file, options = saved(tmp_path), dict[str, Any]()
     if case == "bind":
-        options = {"memory": None}
+        options["memory"] = None
     elif case == "no maps":
         monkeypatch.setattr(HostPages, "of_file", lambda _: None)
     elif case == "another dtype":
