@@ -50,7 +50,7 @@ class EagerKernelsWarning(UserWarning):
 
 
 class PageLockWarning(UserWarning):
-    """The system refuses to page-lock as much host memory as transfers use, so they are slower."""
+    """Weights aren't in page-locked memory, so transfers are slower: the system refuses it, or they stay in files."""
 
 
 class HeldMemoryWarning(UserWarning):

@@ -140,12 +140,20 @@ def train(folder: Path) -> None:
     stepped(step, batches[:2])
     for _ in range(2):  # the second replaces the first
         step.save(folder / "run")
+    saved = {name: value.clone() for name, value in streamed[0].state_dict().items()}
     stepped(step, batches[2:])
     resumed = compiled()
     stepped(megatrain.TrainStep.load(folder / "run", *resumed, **options), batches[2:])
     for trained, _ in (streamed, resumed):
         for (name, value), expected in zip(trained.state_dict().items(), eager.state_dict().values(), strict=True):
             assert torch.equal(value, expected), name
+    # Without such maps of files, frozen weights are read although the host is said to have no room for them.
+    frozen = made()[0].requires_grad_(False).eval()
+    read: Any = megatrain.compile(frozen, memory="1MiB", block_bytes=1, weights=folder / "run")
+    assert read.megatrain.engine.leave_in_files()
+    assert torch.equal(read(batches[0]), frozen(batches[0]))
+    assert all(torch.equal(value, saved[name]) for name, value in frozen.state_dict().items())
+    assert read.megatrain.engine.in_files == frozenset()
     assert sorted(path.name for path in folder.iterdir()) == ["run"]
     assert host_limits.update_threads() >= 1
     assert host_limits.cache_bytes() == 0

@@ -80,7 +80,7 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     plain = Tokenizer(WordLevel(words, unk_token="w0"))  # pyright: ignore[reportCallIssue]
     plain.pre_tokenizer = Whitespace()  # pyright: ignore[reportAttributeAccessIssue]
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=plain)
-    for name in ("8b", "32b"):
+    for name in ("8b", "32b", "70b"):
         tiny().save_pretrained(tmp_path / "models" / name)
         tokenizer.save_pretrained(tmp_path / "models" / name)
     (tmp_path / "text.txt").write_text(" ".join(f"w{number * number % 61}" for number in range(40 * LENGTH)))
@@ -92,7 +92,7 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     "name",
     [
         "eight-billion-on-24-gb",
-        *(pytest.param(name, marks=pytest.mark.nightly) for name in ("lora-on-32b", "long-documents")),
+        *(pytest.param(name, marks=pytest.mark.nightly) for name in ("lora-on-32b", "lora-on-70b", "long-documents")),
     ],
 )
 @pytest.mark.filterwarnings("ignore")
@@ -148,7 +148,7 @@ def test_a_long_text_without_chunks_takes_what_the_page_says():
 
 @pytest.mark.parametrize(
     ("name", "precision"),
-    [("eight-billion-on-24-gb", "bf16"), ("lora-on-32b", "fp32")],
+    [("eight-billion-on-24-gb", "bf16"), ("lora-on-32b", "fp32"), ("lora-on-70b", "fp32")],
 )
 @pytest.mark.nightly
 @pytest.mark.filterwarnings("ignore")
@@ -172,8 +172,9 @@ def test_a_script_trains_with_the_step_that_a_plan_of_its_model_has(name: str, p
     assert abs(plan.schedule.device_bytes - step.schedule.device_bytes) <= 8
     assert plan.schedule.ticks == step.schedule.ticks
     assert plan.schedule.host_bytes == step.schedule.host_bytes
-    if name == "lora-on-32b":
-        assert (machine / "runs" / "32b" / "adapters" / "adapter_model.safetensors").exists()
+    if name.startswith("lora"):
+        folder = name.removeprefix("lora-on-")
+        assert (machine / "runs" / folder / "adapters" / "adapter_model.safetensors").exists()
         dtypes = {(p.requires_grad, p.dtype) for p in found["model"].parameters()}
         assert dtypes == {(True, torch.float32), (False, torch.bfloat16)}
 

@@ -5,15 +5,16 @@ from __future__ import annotations
 import ctypes
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import psutil
 
-# Files of a control group: its limit, its use, and what of that are pages of files, which the system takes back first.
-_VERSION_1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
-_VERSION_2 = ("memory.max", "memory.current", "inactive_file")
+# Files of a control group: its limit, its use, and what of that are pages of files, which the system takes back, as it
+# does outside of a group.
+_VERSION_1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", ("total_inactive_file", "total_active_file"))
+_VERSION_2 = ("memory.max", "memory.current", ("inactive_file", "active_file"))
 
 
 def available_bytes(root: Path = Path("/")) -> int:
@@ -45,12 +46,13 @@ def _left_in_groups(root: Path) -> Iterator[int]:
             yield left
 
 
-def _left(group: Path, limit: str, use: str, reclaimable: str) -> int | None:
+def _left(group: Path, limit: str, use: str, reclaimable: Sequence[str]) -> int | None:
     """Returns what one group leaves; None if it isn't there, or has no limit."""
     try:
         most, used = (group / limit).read_text(encoding="utf-8").strip(), (group / use).read_text(encoding="utf-8")
         stat = dict(line.split(" ", 1) for line in (group / "memory.stat").read_text(encoding="utf-8").splitlines())
-        return None if most == "max" else max(0, int(most) - int(used) + int(stat.get(reclaimable, 0)))
+        pages = sum(int(stat.get(kind, 0)) for kind in reclaimable)
+        return None if most == "max" else max(0, int(most) - int(used) + pages)
     except (OSError, ValueError):
         return None
 

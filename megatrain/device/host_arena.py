@@ -57,6 +57,16 @@ class HostArena:
         made.tensor, made.is_refused = plain_view(tensor, torch.uint8, (tensor.nbytes,), (1,)), True
         return made
 
+    @classmethod
+    def of_file(cls, descriptor: int) -> HostArena | None:
+        """Returns one of a whole file, as `HostPages.of_file`; never page-locked, because that would copy its pages."""
+        pages = HostPages.of_file(descriptor)
+        if pages is None:
+            return None
+        made = cls.over(pages)
+        made.is_refused = True
+        return made
+
     @property
     def nbytes(self) -> int:
         """Size in bytes; 0 once closed."""

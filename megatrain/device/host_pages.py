@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import errno
 import mmap
 import os
 import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import cache
 from typing import Any
 
 import torch
@@ -20,8 +22,9 @@ _HUGE_PAGE = 2 << 20
 # Memory of at least so many bytes is for long; less comes and goes, and would cost more to make than to look up.
 _HUGE_FROM = 64 << 20
 # Of Linux, also where Python doesn't name them.
-_MADV_POPULATE_WRITE = 23
+_MADV_POPULATE_READ, _MADV_POPULATE_WRITE = 22, 23
 _MAP_FIXED_NOREPLACE = 0x100000
+_MAP_NORESERVE = 0x4000
 # Windows has no such flags, and maps nothing that isn't private unless it gets a name.
 _PRIVATE = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if hasattr(mmap, "MAP_PRIVATE") else {}
 _MOST_THREADS = 8
@@ -55,6 +58,21 @@ class HostPages(mmap.mmap):
         if nbytes >= _HUGE_FROM:
             pages._advise("MADV_HUGEPAGE")
         return pages
+
+    @staticmethod
+    def of_file(descriptor: int) -> HostPages | None:
+        """Maps a whole file, which isn't empty; None where the system has no such maps, or refuses one.
+
+        Reading takes no memory but the system's cache of files, which goes back whenever other memory is needed. What
+        is written here isn't written into the file: each page that is written becomes memory of this process.
+        """
+        if not hasattr(mmap, "MAP_PRIVATE") or sys.platform != "linux":
+            return None
+        try:
+            # Unreserved: a file may be larger than the memory, and pages that nobody writes take none of it.
+            return HostPages(descriptor, 0, flags=mmap.MAP_PRIVATE | _MAP_NORESERVE)
+        except (OSError, ValueError):
+            return None
 
     def tensor(self) -> torch.Tensor:
         """All of it as `uint8`. The storage of this tensor, and so every view of it, keeps the pages alive."""
@@ -117,6 +135,21 @@ def populate(address: int, nbytes: int) -> None:
         list(pool.map(touch, starts))
 
 
+def fetch(address: int, nbytes: int) -> bool:
+    """Has the system read the pages of a mapped file, with several reads under way if several threads call this.
+
+    Returns:
+        False if they can't be read, as the file was cut off or its disk fails: touching them would end the process.
+    """
+    madvise = _c_function("madvise")
+    if madvise is None:
+        return True
+    start = address - address % mmap.PAGESIZE
+    size = ctypes.c_size_t(address + nbytes - start)
+    # A kernel without this advice (Linux before 5.14) leaves it to those that touch them.
+    return madvise(ctypes.c_void_p(start), size, _MADV_POPULATE_READ) == 0 or ctypes.get_errno() != errno.EFAULT
+
+
 def _reserve() -> None:
     """In a forked child: keeps the addresses of pages that it doesn't have from being used for anything else.
 
@@ -131,10 +164,11 @@ def _reserve() -> None:
     _KEPT.clear()
 
 
+@cache
 def _c_function(name: str) -> Any:
-    """A function of the C library; None where there is none of this name."""
+    """A function of the C library, with its errno; None where there is none of this name."""
     try:
-        return getattr(ctypes.CDLL(None), name)
+        return getattr(ctypes.CDLL(None, use_errno=True), name)
     except (OSError, TypeError, AttributeError):
         return None
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -68,6 +68,16 @@ class Saved:
                 reader.fill(bytes_of(piece))
                 reader.wait()
                 yield piece
+
+    def equals(self, tensor: torch.Tensor) -> bool:
+        """Tells whether the values are those of a contiguous tensor on the CPU, bit for bit.
+
+        Raises:
+            CheckpointError: As `pieces`.
+        """
+        room = max(1, PIECE_BYTES // self.spec.dtype.itemsize)
+        pairs = zip(self.pieces(), tensor.detach().reshape(-1).split(room), strict=True)
+        return all([torch.equal(saved.view(torch.uint8), values.view(torch.uint8)) for saved, values in pairs])
 
     @room_to_read()
     def read(self, out: torch.Tensor) -> None:
@@ -225,13 +235,7 @@ class Checkpoint:
             CheckpointError: As `check_weights`, before anything is read; or if a tensor is damaged; the tensors before
                 it have been read then.
         """
-        self.check_weights(tensors)
-        done: set[object] = set()
-        for name, tensor in tensors.items():
-            place = Source.of(tensor).place
-            if place is None or place not in done:
-                self.weights[name].read(tensor)
-                done.add(place)
+        read_weights(self, tensors)
 
     @checked(optimizer=OPTIMIZERS)
     @room_to_read()
@@ -362,6 +366,25 @@ def load(folder: str | os.PathLike[str]) -> Checkpoint:
     manifest = Manifest.read(place)
     _refuse(place, [p for file, record in manifest.files.items() for p in _problems_of_file(place / file, record)])
     return Checkpoint(place, manifest)
+
+
+def read_weights(checkpoint: Checkpoint, tensors: Mapping[str, torch.Tensor], as_is: Collection[str] = ()) -> None:
+    """Reads the weights as `Checkpoint.read_weights`.
+
+    Args:
+        checkpoint: Where they are.
+        tensors: By name.
+        as_is: Names of contiguous ones on the CPU that are written only where they have other values: a write takes
+            memory.
+    """
+    checkpoint.check_weights(tensors)
+    done: set[object] = set()
+    for name, tensor in tensors.items():
+        place = Source.of(tensor).place
+        if place is None or place not in done:
+            if name not in as_is or not checkpoint.weights[name].equals(tensor):
+                checkpoint.weights[name].read(tensor)
+            done.add(place)
 
 
 def _problems_of_file(path: Path, record: FileRecord) -> Iterable[str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypedDict
@@ -13,7 +13,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from megatrain.base.checks import shown
-from megatrain.device.host_arena import scratch
+from megatrain.device.host_arena import HostArena, scratch
+from megatrain.device.host_pages import fetch
 from megatrain.errors import WeightsError
 from megatrain.files.json_file import is_inside, of_kind, read_json, regular
 from megatrain.tracer.spec import dtype_name
@@ -131,12 +132,7 @@ class Stored:
         target = memoryview(out.detach().reshape(-1).view(torch.uint8).numpy())  # pyright: ignore[reportArgumentType]
         try:
             with self.file.open("rb", buffering=0) as file:
-                if _stamp(file.fileno()) != self.stamp:
-                    raise WeightsError(
-                        f"`{self.file}` was changed after compile(weights=...) had checked it.\n"
-                        "  compile compared the headers with the model; the values are read only now.\n"
-                        "  Compile again, or call load_weights() before the file is written."
-                    )
+                _check_stamp(self.file, file.fileno(), self.stamp)
                 file.seek(start)
                 while len(target):
                     count = file.readinto(target)
@@ -145,6 +141,66 @@ class Stored:
                     target = target[count:]
         except OSError as error:
             raise _unreadable(self.file, error) from error
+
+
+class MappedFile:
+    """A file of weights whose tensors are used where they are: in the system's cache of files.
+
+    A write into one of these tensors takes memory of this process, and leaves the file as it is.
+
+    Args:
+        stored: A tensor in the file.
+        arena: All bytes of the file.
+    """
+
+    def __init__(self, stored: Stored, arena: HostArena, descriptor: int) -> None:
+        self._path, self._stamp, self._descriptor, self.arena = stored.file, stored.stamp, descriptor, arena
+
+    @staticmethod
+    def of(stored: Stored) -> MappedFile | None:
+        """Maps the file of a tensor; None where the system can't.
+
+        Raises:
+            WeightsError: If the file is gone, was changed, or can't be read.
+        """
+        try:
+            with stored.file.open("rb", buffering=0) as file:
+                _check_stamp(stored.file, file.fileno(), stored.stamp)
+                arena = HostArena.of_file(file.fileno())
+                return None if arena is None else MappedFile(stored, arena, os.dup(file.fileno()))
+        except OSError as error:
+            raise _unreadable(stored.file, error) from error
+
+    def __del__(self, close: Callable[[int], None] = os.close) -> None:
+        close(self._descriptor)
+
+    def check(self) -> None:
+        """Refuses values that may not be those that were mapped.
+
+        A file that was removed, or replaced by another, keeps its values until nobody uses them.
+
+        Raises:
+            WeightsError: If somebody has written into the file, or cut it off.
+        """
+        if _stamp(self._descriptor) != self._stamp:
+            raise self._changed("was changed")
+
+    def fetch(self, source: torch.Tensor) -> None:
+        """Reads bytes of `arena` from the disk, unless the system has them; several threads read several at a time.
+
+        Raises:
+            WeightsError: If the file ends before them, or the disk fails.
+        """
+        if not fetch(source.data_ptr(), source.nbytes):
+            raise self._changed("can't be read any more")
+
+    def _changed(self, what: str) -> WeightsError:
+        return WeightsError(
+            f"`{self._path}` {what} while frozen weights are used from it.\n"
+            "  The host has no room for a copy, so steps read them there. What is trained is in memory, and whole.\n"
+            "  Save that (adapters by their library, or TrainStep.save(folder, weights=False)), put the file back, and "
+            "compile again."
+        )
 
 
 def read_paths(weights: WeightFiles) -> tuple[Path, ...]:
@@ -240,6 +296,15 @@ def _header(path: Path) -> dict[str, Stored]:
 def _stamp(descriptor: int) -> tuple[int, int]:
     status = os.fstat(descriptor)
     return status.st_size, status.st_mtime_ns
+
+
+def _check_stamp(path: Path, descriptor: int, stamp: tuple[int, int]) -> None:
+    if _stamp(descriptor) != stamp:
+        raise WeightsError(
+            f"`{path}` was changed after compile(weights=...) had checked it.\n"
+            "  compile compared the headers with the model; the values are read only now.\n"
+            "  Compile again, or call load_weights() before the file is written."
+        )
 
 
 def _unreadable(path: Path, error: Exception) -> WeightsError:

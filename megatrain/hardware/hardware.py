@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from megatrain.base.checks import Rule, checked, count, mapping_of, number, one_of, optional
 from megatrain.base.host_limits import locked_bytes
 from megatrain.base.sizes import format_bytes
-from megatrain.hardware.presets import PRESETS, preset_figures
+from megatrain.hardware.presets import DISK, PRESETS, preset_figures
 from megatrain.hardware.work import MEMORY, RATES, SHARED_BYTES, Works
 
 if TYPE_CHECKING:  # its folder imports torch, and this file is imported where torch isn't
@@ -63,6 +63,7 @@ _INSTEAD = {"tf32": ("fp32", 1), "bf16": ("fp32", 1), "fp64": ("fp32", 2), "fp8"
     locked_bytes=optional(count(1)),
     staged_bytes_per_s=_RATE,
     host_moves=count(1, RING_MOVES),
+    disk_bytes_per_s=_RATE,
 )
 @dataclass(frozen=True, slots=True)
 class Hardware:
@@ -96,6 +97,7 @@ class Hardware:
         locked_bytes: Most bytes of host memory that the system page-locks; None for all of it.
         staged_bytes_per_s: Copies through a small ring of page-locked memory, each way, where weights aren't locked.
         host_moves: How often a byte of a copy moves within the host's memory.
+        disk_bytes_per_s: What the disk reads of large files, where frozen weights stay in them.
         name: Printed.
         origins: By the name of a figure where it is from; what has none was given.
 
@@ -126,6 +128,7 @@ class Hardware:
     locked_bytes: int | None = None
     staged_bytes_per_s: float = inf
     host_moves: int = 1
+    disk_bytes_per_s: float = DISK
     name: str = ""
     origins: Mapping[str, str] = field(default_factory=dict[str, str], hash=False, compare=False)
 
@@ -230,6 +233,20 @@ def of_weights(machine: Hardware, nbytes: int) -> Hardware:
     )
 
 
+def of_files(machine: Hardware, crossing: int, read: int) -> Hardware:
+    """A machine for weights that stay in their files: they cross through the ring, no faster than the disk gives them.
+
+    Args:
+        machine: Its rates.
+        crossing: Bytes that cross in a step.
+        read: Bytes of these that the disk reads.
+    """
+    rate = min(machine.h2d_bytes_per_s, machine.staged_bytes_per_s)
+    disk = machine.disk_bytes_per_s * crossing / read if read else rate
+    origins = {**machine.origins, "h2d_bytes_per_s": "from files, through the ring"}
+    return replace(machine, h2d_bytes_per_s=min(rate, disk), host_moves=RING_MOVES, origins=origins)
+
+
 def on_this_system(machine: Hardware, device: Device | None) -> Hardware:
     """A machine with the limit that this system has for page-locked memory, where a device gains from that."""
     limit = None if device is None or not device.lock_bytes else locked_bytes()
@@ -251,6 +268,7 @@ _FIGURES = (
     ("host_bytes_per_s", "host memory, updates and copies", "GB/s", 1e9),
     ("locked_bytes", "host memory that can be locked", "bytes", 1),
     ("staged_bytes_per_s", "copies through a locked ring", "GB/s", 1e9),
+    ("disk_bytes_per_s", "disk, large files", "GB/s", 1e9),
     ("compute_beside", "compute, beside others", "of it", 1),
     ("launch_s", "launch of a kernel, device", "us", 1e-6),
     ("issue_s", "launch of a kernel, Python", "us", 1e-6),
@@ -269,6 +287,7 @@ _NONE = {
     "op_s": 0.0,
     "wake_s": 0.0,
     "update_s": 0.0,
+    "disk_bytes_per_s": DISK,
 }
 
 

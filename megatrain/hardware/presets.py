@@ -17,6 +17,9 @@ GIB = 1 << 30
 OF_MEMORY = 0.85
 """Of a memory's rate on paper, the part that kernels reach."""
 
+DISK = 3.5e9
+"""Bytes per second of a disk that nobody has measured, an assumption."""
+
 _ZZC = "users' torch products, github.com/zzc0721/torch-performance-test-data"
 _MAMF = "achievable products, github.com/stas00/ml-engineering"
 _BLACKWELL = "spec, NVIDIA's papers on the architecture of RTX Blackwell"
@@ -197,6 +200,7 @@ def preset_figures(name: str) -> dict[str, Any]:
         "op_s": host.of,
         "issue_s": host.of,
         "update_s": host.of,
+        "disk_bytes_per_s": "assumed: half of the 7 GB/s that a drive on PCIe 4 reads on paper",
     }
     return {
         "name": name,
@@ -213,5 +217,6 @@ def preset_figures(name: str) -> dict[str, Any]:
         "issue_s": host.issue * 1e-6,
         "op_s": host.op * 1e-6,
         "update_s": host.update * 1e-6,
+        "disk_bytes_per_s": DISK,
         "origins": {figure: f"preset: {origin}" for figure, origin in origins.items()},
     }

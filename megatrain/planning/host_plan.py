@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 from typing import Any, Protocol
@@ -32,6 +32,8 @@ from megatrain.tracer.packing import plain_tensors
 
 MICRO_BATCH, SEQUENCE, DEPTH, LORA = "micro_batch", "sequence", "depth", "lora"
 """Names of sizes: samples of a micro-batch, tokens of a sample, layers, and the rank of adapters (0 for none)."""
+CACHE = "cache of files"
+"""Name of a row: what the system's cache needs of files that are read."""
 
 # A plan takes next to no memory: an example of more rows and columns has no values.
 _MOST_ELEMENTS = 2**20
@@ -179,6 +181,8 @@ class HostPlan:
         held_bytes: Bytes of these that the process held when the plan was made: weights, existing state, gradients.
         helps: Ways to take less memory, in words.
         is_estimate: The size of the optimizer's state couldn't be found out exactly.
+        file_bytes: Bytes of frozen parameters that stay in their files, in no row: the system's cache of files holds
+            some of them while nobody else needs the memory.
     """
 
     rows: tuple[HostRow, ...]
@@ -186,6 +190,7 @@ class HostPlan:
     held_bytes: int = 0
     helps: tuple[str, ...] = ()
     is_estimate: bool = False
+    file_bytes: int = 0
 
     @property
     def total_bytes(self) -> int:
@@ -242,8 +247,10 @@ class HostPlan:
         for row in (*self.rows, HostRow("total", self.total_bytes)):
             per_parameter = f"{row.nbytes / max(1, self.num_parameters):.2f}"
             rows.append((row.name, str(row.nbytes), format_bytes(row.nbytes), per_parameter))
+        files = f"in files: {format_bytes(self.file_bytes)} of frozen weights, in no row (compile(weights=...))"
         note = "note: the optimizer's rows are estimates: its code wasn't run on tensors without memory"
-        return [*in_columns(rows), *([note] if self.is_estimate else [])]
+        notes = (files if self.file_bytes else "", note if self.is_estimate else "")
+        return [*in_columns(rows), *filter(None, notes)]
 
 
 def in_columns(rows: Sequence[Sequence[str]], num_texts: int = 1) -> list[str]:
@@ -270,6 +277,7 @@ def host_plan(
     precision: str = "fp32",
     masters: Masters | str = "exact",
     on_host: bool = False,
+    in_files: Collection[str] = (),
 ) -> HostPlan:
     """Adds up the host memory that the steps of a model take; allocates nothing.
 
@@ -282,6 +290,7 @@ def host_plan(
         masters: Masters of bf16 parameters: `"exact"` (with low halves) or `"rounded"` (without). Or the masters
             themselves, `compiled.masters`.
         on_host: The compute device is the host, so the schedule's device memory is host memory too.
+        in_files: Keys of parameters that stay in their files; those that are trained don't count.
 
     Raises:
         OptionError: If the class of an optimizer can't be made over all parameters.
@@ -292,11 +301,14 @@ def host_plan(
     programs = (programs,) if isinstance(programs, Program) else tuple(programs)
     entries, tensors = inventory(model)
     entries = narrow_entries(entries) if precision == "bf16" else entries
-    rows = [*_state_rows(programs, entries)]
+    frozen = {key: entries[key].spec.nbytes for key in in_files if key in entries and not entries[key].requires_grad}
+    rows = [*_state_rows(programs, {key: entry for key, entry in entries.items() if key not in frozen})]
+    rows.append((CACHE, _CACHED * largest_read(programs, frozen)))
     master = MASTER_OF[kind] if precision == "bf16" else WholeMaster
     if master is SplitMaster:
         rows.append(("low halves", sum(2 * e.spec.numel for e in entries.values() if _is_trained_bf16(e))))
-    held: list[torch.Tensor] = [*tensors.values(), *(t.grad for t in tensors.values() if t.grad is not None)]
+    own = [tensor for key, tensor in tensors.items() if key not in frozen]
+    held: list[torch.Tensor] = [*own, *(t.grad for t in tensors.values() if t.grad is not None)]
     need, at_once = OptimizerNeed({}, 0), None
     if optimizer is not None:
         optimizers, parameters = over(optimizer, entries, tensors)
@@ -310,7 +322,7 @@ def host_plan(
     kept = tuple(HostRow(name, nbytes) for name, nbytes in rows if nbytes)
     num_parameters = sum(e.spec.numel for e in entries.values() if e.kind == "parameter")
     held_bytes = _held_bytes(held) + (masters.held_bytes if isinstance(masters, Masters) else 0)
-    plan = HostPlan(kept, num_parameters, held_bytes, is_estimate=need.is_estimate)
+    plan = HostPlan(kept, num_parameters, held_bytes, is_estimate=need.is_estimate, file_bytes=sum(frozen.values()))
     state_bytes, can_narrow = sum(need.state.values()), precision == "fp32"
     return replace(plan, helps=_helps(plan, schedule, state_bytes, can_narrow=can_narrow, at_once=at_once))
 
@@ -330,6 +342,17 @@ def _state_rows(programs: Sequence[Program], entries: Mapping[str, StateEntry]) 
     yield "state of no block", sum(aligned(nbytes, alignment) for nbytes in unbound)
     constants = [tensor for program in programs for tensor in program.constants.values() if is_on_host(tensor)]
     yield "constants", _held_bytes(constants)
+
+
+# Of the largest block in files: it is copied to the device while the next is read. With less of the cache, pages would
+# leave before they are copied, and each would be read again and again.
+_CACHED = 2
+
+
+def largest_read(programs: Sequence[Program], nbytes: Mapping[str, int]) -> int:
+    """The most that a block has in files, where whole tensors are by key; 0 for nothing."""
+    owners = ({p.state[key].owner for key in block.binding} for p in programs for block in p.blocks)
+    return max((sum(nbytes.get(key, 0) for key in keys) for keys in owners), default=0)
 
 
 def _trained(program: Program) -> list[list[str]]:

@@ -107,7 +107,7 @@ def time_text(plan: PlannedStep) -> list[str]:
     busy = ", ".join(f"{stream} {fraction:.0%}" for stream, fraction in found.busy.items())
     text = f"time: step {format_s(step_s)}; busy: {busy}; bound by {found.bound}"
     lines = [f"{text}; predicted for {plan.hardware.name}{rate}"]
-    if plan.hardware.is_staged:
+    if plan.hardware.is_staged and plan.reads is None:
         lines.append(f"copies: {ring_text(plan.hardware)}")
     if bound is not None:
         more = f"{bound.above(step_s):.1%} more"

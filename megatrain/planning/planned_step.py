@@ -12,6 +12,7 @@ from megatrain.hardware.hardware import Hardware
 from megatrain.passes.program import Program
 from megatrain.passes.rewrites.masked_attention import BandedAttention
 from megatrain.passes.rewrites.tiled_region import TiledRegion
+from megatrain.planning.from_files import FileReads
 from megatrain.planning.host_plan import HostPlan, ModelSizes, OptimizerLike
 from megatrain.planning.loss_bytes import Loss
 from megatrain.planning.options import Limits
@@ -86,6 +87,7 @@ class PlannedStep:
     asked: Asked | None = field(default=None, repr=False, compare=False)
     kernels: str = ""
     why_host: str = ""
+    reads: FileReads | None = None
 
     @cached_property
     def simulation(self) -> Simulation | None:

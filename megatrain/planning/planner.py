@@ -6,7 +6,7 @@ A `Planner` plans one model under many limits and at many sizes, and captures ea
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Generator, Hashable, Mapping, Sequence
+from collections.abc import Collection, Generator, Hashable, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -22,6 +22,7 @@ from megatrain.device import HOST, Device, find
 from megatrain.errors import MegatrainError, OptionError, TraceError
 from megatrain.hardware.hardware import Hardware, of_weights
 from megatrain.hardware.machine import HARDWARE, machine_of
+from megatrain.hardware.presets import PRESETS
 from megatrain.optim.blockwise import takes_turns
 from megatrain.optim.fast.on_device import why_not
 from megatrain.optim.masters.narrow_model import is_all_wide, narrow_entries
@@ -31,7 +32,9 @@ from megatrain.passes.pipeline import PASSES, Rewrite
 from megatrain.passes.program import Program
 from megatrain.passes.rewrites.loss_only import loss_only
 from megatrain.planning.equal_layers import Repeated
+from megatrain.planning.from_files import FileReads
 from megatrain.planning.host_plan import (
+    CACHE,
     ExampleSizes,
     HostPlan,
     ModelSizes,
@@ -97,10 +100,11 @@ class Planner:
         sizes = {**self._source.sizes, **(sizes or {})}
         found = self._captured(limits, sizes)
         updates, why_host = _ways_of_updates(limits, found.model)
-        made, host = self._with_host_room(found, replace(limits, updates_there=not why_host), updates)
+        limits = replace(limits, updates_there=not why_host)
+        made, host, reads = self._with_files(found, limits, updates)
         table, memory, machine = made.schedule, limits.device_memory, limits.hardware
         if machine is not None:
-            machine = of_weights(machine, weights_bytes(made.programs[0]))
+            machine = of_weights(machine, weights_bytes(made.programs[0])) if reads is None else reads.on(machine)
         device, size = limits.device if limits.has_device else None, table.device_bytes if memory is None else memory
         return Plan(
             made.programs[0],
@@ -115,10 +119,32 @@ class Planner:
             Asked(limits, sizes, self._source.fixed, found.num_tokens, self.plan),
             made.why_kernels,
             why_host,
+            reads,
         )
 
-    def _with_host_room(
+    def _with_files(
         self, found: _Capture, limits: StepLimits, updates: Sequence[str]
+    ) -> tuple[StepChoices, HostPlan, FileReads | None]:
+        """The fastest plan; one whose frozen weights stay in their files if the host has no room for them."""
+        in_files, memory = _in_files(found.model, limits), limits.host_memory
+        if memory is None or sum(in_files.values()) <= memory:  # else no plan has room
+            made, host = self._with_host_room(found, limits, updates)
+            if memory is None or not in_files or made.too_small is not None or not host.missing_bytes(memory):
+                return made, host, None
+        room = memory
+
+        def plan(reads: FileReads) -> tuple[StepChoices, HostPlan, FileReads]:
+            machine = None if limits.hardware is None else reads.on(limits.hardware)
+            made, host = self._with_host_room(found, replace(limits, hardware=machine), updates, in_files)
+            cached = max(0, room - host.total_bytes + host.bytes_of(CACHE))
+            return made, host, FileReads.of(made.programs[0], made.schedule, in_files, cached)
+
+        # What the disk reads is known once there is a plan, and then another one may be faster.
+        *_, reads = plan(FileReads(0, 0, 0))
+        return plan(reads)
+
+    def _with_host_room(
+        self, found: _Capture, limits: StepLimits, updates: Sequence[str], in_files: Collection[str] = ()
     ) -> tuple[StepChoices, HostPlan]:
         """The fastest plan, or one that takes less memory of the host if it doesn't fit there."""
 
@@ -127,7 +153,8 @@ class Planner:
             captures = [found.programs] * kind.micro_batches
             made = self._plans.plan(captures, kind, replace(limits, **changes), lambda: found.loss_bytes, or_least=True)
             parts = made.programs[0], made.schedule, found.model, limits.optimizer
-            return made, host_plan(*parts, precision=limits.precision, masters=limits.masters)
+            options: Any = {"precision": limits.precision, "masters": limits.masters, "in_files": in_files}
+            return made, host_plan(*parts, **options)
 
         def missing(host: HostPlan) -> int:
             return host.missing_bytes(limits.host_memory)
@@ -234,6 +261,24 @@ def _in_bf16(model: nn.Module, parameters: Mapping[str, torch.Tensor]) -> Genera
         vars(stand_in).update(vars(parameter))
     with swapped_state(model, stand_ins):
         yield
+
+
+def _in_files(model: nn.Module, limits: StepLimits) -> Mapping[str, int]:
+    """Bytes of the frozen parameters that can stay in files, by key: those that have no values yet.
+
+    None without a figure for the host's memory: such a plan says what all weights take. None where the device shares
+    that memory.
+    """
+    machine = None if limits.hardware is None else PRESETS.get(limits.hardware.name)
+    is_shared = (limits.has_device and limits.device.is_host) or (machine is not None and machine.is_unified)
+    if limits.host_memory is None or is_shared:
+        return {}
+    entries, tensors = inventory(model)
+    entries = narrow_entries(entries) if limits.precision == "bf16" else entries
+    frozen = [
+        key for key, e in entries.items() if e.kind == "parameter" and not e.requires_grad and e.packed_in is None
+    ]
+    return {key: entries[key].spec.nbytes for key in frozen if tensors[key].is_meta}
 
 
 def _result_bytes(made: StepChoices) -> int:

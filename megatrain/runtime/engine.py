@@ -137,6 +137,7 @@ class Engine:
         kernels: What computes a block: `"auto"`, `"eager"`, `"graphs"` or `"inductor"`.
 
     Attributes:
+        weights: Files whose values no program has needed yet, or that couldn't be read; None once they are.
         why_no_backward: Why `loss.backward()` is refused; empty if it isn't.
     """
 
@@ -158,7 +159,7 @@ class Engine:
         self.why_no_backward = ""
         self._budget = budget
         self._moving = moving
-        self._weights = weights
+        self.weights = weights
         self.tensors: dict[str, torch.Tensor] = {}
         self._holders: list[tuple[dict[str, Any], str, str]] = []
         self._has_replaced = False
@@ -182,8 +183,25 @@ class Engine:
 
     @property
     def has_unread_weights(self) -> bool:
-        """Whether there are files whose values no program has needed yet, or that couldn't be read."""
-        return self._weights is not None
+        """Whether there are `weights`."""
+        return self.weights is not None
+
+    @property
+    def in_files(self) -> frozenset[str]:
+        """Keys of frozen parameters that are used in the files of `weights`, or will be."""
+        if self.weights is None:
+            return frozenset() if self.store is None else self.store.in_files
+        return frozenset(self.weights.staying(inventory(self._model)[1])) if self.weights.stay else frozenset()
+
+    def leave_in_files(self) -> bool:
+        """Decides, for want of memory, that frozen parameters stay in their files; returns whether some can.
+
+        Nothing is decided once the files are read.
+        """
+        if self.weights is None or self.weights.stay:
+            return False
+        self.weights.stay = bool(self.weights.staying(inventory(self._model)[1]))
+        return self.weights.stay
 
     def memory_figures(self, scheduled: int) -> MemoryFigures:
         """What is known of the device's memory, for a schedule that takes so many bytes."""
@@ -317,8 +335,8 @@ class Engine:
 
     def _bring(self, images: list[BlockImage]) -> None:
         with self._moving():
-            if self._weights is not None:
-                self._load(images, self._weights)
+            if self.weights is not None:
+                self._load(images, self.weights)
             elif self.store is None:
                 self.store = HostStore(images, self.tensors, self.bus)
             else:
@@ -338,7 +356,7 @@ class Engine:
             self.store = HostStore([*images, unused], self.tensors, self.bus, weights)
         finally:
             weights.remember(self._model)  # after a failure the next call reads everything again
-        self._weights = None
+        self.weights = None
 
     def _check_state(self, program: Program) -> None:
         for entry in program.state.values():
@@ -353,7 +371,7 @@ class Engine:
 
     def _check_entry(self, entry: StateEntry) -> None:
         key, tensor = entry.owner, self.tensors[entry.owner]
-        if tensor.is_meta and self._weights is not None and key in self._weights:
+        if tensor.is_meta and self.weights is not None and key in self.weights:
             return
         if tensor.is_meta:
             raise ExecuteError(

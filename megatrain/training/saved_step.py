@@ -22,6 +22,7 @@ from megatrain.errors import CheckpointError, RanksError
 from megatrain.files import Checkpoint, Saved, Source
 from megatrain.files.disk import room_to_read
 from megatrain.files.json_file import Count, of_kind
+from megatrain.files.load import read_weights
 from megatrain.files.optimizers import packed_parameters
 from megatrain.files.save import CheckpointDraft
 from megatrain.optim.masters.halves import WholeMaster
@@ -144,6 +145,8 @@ def save(
     def draft() -> CheckpointDraft:
         if compiled.has_unread_weights:
             compiled.load_weights()
+        if weights:
+            compiled.check_files()
         state = State.of(compiled)
         values = {
             "progress": asdict(progress),
@@ -205,7 +208,7 @@ def restore(
         with compiled.loading():
             compiled.model.load_state_dict({**state.weights, **extra["modules"]}, strict=False)
     if has_weights:
-        checkpoint.read_weights(state.weights)
+        read_weights(checkpoint, state.weights, compiled.engine.in_files)
     for name, tensor in state.places(checkpoint, hidden, compiled).items():
         hidden[name].read(tensor)
     compiled.written_buffers.update(name.removeprefix(HIDDEN) for name in hidden)

@@ -307,6 +307,7 @@ class Setup:
             precision=options.precision,
             masters=self._compiled.masters,
             on_host=options.device.is_host,
+            in_files=() if options.weights is None else self._compiled.engine.in_files,
         )
 
     def executor(self, setting: Setting) -> Executor | None:
@@ -327,6 +328,9 @@ class Setup:
             if setting.kind.updates == "spread" and may_change and plan.missing_bytes():
                 self._times.spread_no_more()
                 return None
+            has_files = self._compiled.options.weights is not None
+            if has_files and plan.missing_bytes() and self._compiled.engine.leave_in_files():
+                plan = self.host_plan(setting)
             plan.check()
         engine = self._compiled.engine
         executor = self.tables.executor(setting.captures, setting.kind, engine)

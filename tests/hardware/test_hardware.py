@@ -20,7 +20,7 @@ def test_each_figure_of_a_preset_says_where_it_is_from(name: str):
     assert machine == Hardware.preset(name)
     assert machine.name == name
     lines = str(machine).splitlines()[1:]
-    assert len(lines) == 14
+    assert len(lines) == 15
     assert all("preset: " in line for line in lines)
     assert not any("given" in line or "measured on your" in line for line in lines)
     assert machine.is_shared

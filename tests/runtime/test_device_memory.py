@@ -189,6 +189,9 @@ def test_the_lowest_of_all_groups_above_counts_and_pages_of_files_are_free(tmp_p
     assert available_bytes(tmp_path) == 100
     version_2(tmp_path, "jobs", 2000, 1900, reclaimable=50)
     assert available_bytes(tmp_path) == 150
+    stat = next(tmp_path.rglob("jobs/memory.stat"))
+    write(stat, f"{stat.read_text().strip()}\nactive_file 30")
+    assert available_bytes(tmp_path) == 180
     version_2(tmp_path, "jobs", "max", 1900)
     assert available_bytes(tmp_path) == 400
 

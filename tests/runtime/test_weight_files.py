@@ -95,7 +95,7 @@ the weights don't fit the model: 1 missing, 1 unexpected, 1 of another shape, 1 
   without values: `scale` is on meta and no file is expected to hold it
   As with load_state_dict(strict=True), the files must hold every parameter and persistent buffer, and nothing else.
   Give the files of this model, or save these names with safetensors.torch.save_file.
-  A non-persistent buffer gets its values when its module is made; on meta it gets none.
+  Adapters and non-persistent buffers get values when their module is made; on meta they get none.
   Outside torch.device("meta"), make these again and assign them to the model: `scale`.
   Or build the model with only its parameters on meta.""",
     )

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+import warnings
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import islice
+from pathlib import Path
 
 import torch
 from torch.autograd.graph import increment_version
@@ -14,7 +17,8 @@ from megatrain.base.sizes import aligned, format_bytes
 from megatrain.device.bus import PIECE_BYTES, Bus
 from megatrain.device.host_arena import HostArena, together
 from megatrain.device.unshared import check_unshared
-from megatrain.errors import ExecuteError
+from megatrain.errors import ExecuteError, PageLockWarning
+from megatrain.files.weight_files import MappedFile
 from megatrain.runtime.stores.residency import (
     OneCopy,
     Residency,
@@ -46,11 +50,14 @@ def check_movable(
     check_unshared(tensors)
 
 
-def check_room(moves: Sequence[tuple[torch.Tensor, TensorSpec]], alignment: int) -> None:
+def lacks_room(moves: Sequence[tuple[torch.Tensor, TensorSpec]], alignment: int) -> ExecuteError | None:
     """Compares the memory that moving takes, beyond the tensors' present memory, with the host's.
 
     Each tensor is copied and then frees its own memory, so that the most that is needed at once is padding
     plus the largest tensor, unless several tensors share one storage: that is freed with the last of them.
+
+    Returns:
+        An error with the bytes that are missing; None if there is room.
     """
     left: dict[int, list[int]] = {}
     for tensor, _ in moves:
@@ -66,14 +73,23 @@ def check_room(moves: Sequence[tuple[torch.Tensor, TensorSpec]], alignment: int)
         entry[1] -= 1
         surplus -= entry[0] if entry[1] == 0 else 0
     available = available_bytes()
-    if needed > available:
-        raise ExecuteError(
-            f"moving the model's state into the host store needs {format_bytes(needed)} more host memory, "
-            f"{format_bytes(available)} are available.\n"
-            f"  The store takes {format_bytes(total)}; the present memory of the state is freed tensor by tensor.\n"
-            "  Free host memory, or use a machine with more."
-        )
+    if needed <= available:
+        return None
+    return ExecuteError(
+        f"moving the model's state into the host store needs {format_bytes(needed)} more host memory, "
+        f"{format_bytes(available)} are available.\n"
+        f"  The store takes {format_bytes(total)}; the present memory of the state is freed tensor by tensor.\n"
+        "  Free host memory, or use a machine with more."
+    )
 
+
+# A drive reads several pieces at a time faster than one after the other.
+_READERS, _READ_BYTES = 8, 32 << 20
+
+_WAYS_OUT = (
+    "Each step reads from the disk what the system's cache doesn't hold of them, and copies pass through a ring. "
+    "Leave the files as they are; more micro-batches share each read."
+)
 
 Writes = tuple[tuple[int, int], ...]
 """Of each of some tensors: which memory it has had, and torch's count of the writes into it."""
@@ -117,6 +133,9 @@ class HostStore:
         self._tensors = dict(tensors)
         self._residencies: dict[str, Residency] = {}
         self._arenas: list[HostArena] = []
+        # By the identity of their arenas.
+        self._files: dict[int, MappedFile] = {}
+        self._readers: ThreadPoolExecutor | None = None
         # By the identity of an image, which lives as long as what is placed: hashing one costs more than a small copy.
         self._placed: dict[int, _Placed] = {}
         self.num_moves = 0
@@ -124,8 +143,29 @@ class HostStore:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all arenas, and of the memory of others that is used in place."""
-        return sum(arena.nbytes for arena in self._arenas)
+        """Bytes of all arenas, and of the memory of others that is used in place, without files."""
+        return sum(arena.nbytes for arena in self._arenas if id(arena) not in self._files)
+
+    @property
+    def in_files(self) -> frozenset[str]:
+        """Keys of state that is used in its files."""
+        return frozenset(key for key, residency in self._residencies.items() if id(residency.arena) in self._files)
+
+    @property
+    def note(self) -> str:
+        """What is used in its files, in words; empty if that is nothing."""
+        nbytes = sum(self._residencies[key].spec.nbytes for key in self.in_files)
+        text = "the host has no room for all weights, so frozen ones stay in their files"
+        return f"{text} ({format_bytes(nbytes)})" if nbytes else ""
+
+    def check_files(self) -> None:
+        """Refuses state in files that somebody has changed since.
+
+        Raises:
+            WeightsError: Naming the file.
+        """
+        for file in self._files.values():
+            file.check()
 
     def extend(
         self,
@@ -157,7 +197,10 @@ class HostStore:
                 self._stay(key, fresh.pop(key), weights)
             blocks = [[key for key in keys if key in fresh] for keys in blocks]
             alignment = max(layout.alignment for layout in images)  # so that neighbours in a block cross in one copy
-            check_room([(self._tensors[key], spec) for key, spec in fresh.items()], alignment)
+            if weights is not None and (weights.stay or self._lacks_room(fresh, alignment)):
+                blocks = self._leave(fresh, blocks, weights)
+            if error := self._lacks_room(fresh, alignment):
+                raise error
             self._move(fresh, blocks, alignment, weights)
         for layout in images:
             self._place(layout)
@@ -211,6 +254,30 @@ class HostStore:
         model is here and whole, and can be locked later.
         """
         self._bus.lock(self._arenas)
+
+    def _lacks_room(self, fresh: Mapping[str, TensorSpec], alignment: int) -> ExecuteError | None:
+        return lacks_room([(self._tensors[key], spec) for key, spec in fresh.items()], alignment)
+
+    def _leave(self, fresh: dict[str, TensorSpec], blocks: list[list[str]], weights: Weights) -> list[list[str]]:
+        """Leaves frozen parameters in their files, and takes them from `fresh` and `blocks`."""
+        files: dict[Path, MappedFile | None] = {}
+        for key, stored in weights.staying({key: self._tensors[key] for key in fresh}).items():
+            if stored.file not in files:
+                files[stored.file] = MappedFile.of(stored)
+            file = files[stored.file]
+            if file is not None:
+                spec = fresh.pop(key)
+                place, given = lend(key, spec, file.arena, stored.start)
+                replace_memory(key, self._tensors[key], given)
+                self._residencies[key] = Residency(
+                    key, spec, file.arena, stored.start, self._tensors[key], place.view, [place]
+                )
+        mapped = [file for file in files.values() if file is not None]
+        self._arenas += [file.arena for file in mapped]
+        self._files |= {id(file.arena): file for file in mapped}
+        if mapped:
+            warnings.warn(f"{self.note}.\n  {_WAYS_OUT}", PageLockWarning, stacklevel=2)
+        return [[key for key in keys if key in fresh] for keys in blocks]
 
     def _move(
         self,
@@ -275,8 +342,22 @@ class HostStore:
             runs = list(
                 copies_of(entries, [residency_of(e, self._residencies) for e in entries], layout.alignment, own=own)
             )
-        for run in runs:
+        for run in self._read_ahead(runs) if self._files else runs:
             self._bus.to_device(out[run.start : run.end], run.source, run.arena)
+
+    def _read_ahead(self, runs: Sequence[OneCopy]) -> Iterator[OneCopy]:
+        """Yields copies in their order, those of files once the system has the bytes; the next are read meanwhile."""
+        if self._readers is None:
+            self._readers = ThreadPoolExecutor(_READERS, "megatrain-read")
+        reads: list[list[Future[None]]] = []
+        for run in runs:
+            file = self._files.get(id(run.arena))
+            pieces = () if file is None else run.source.split(_READ_BYTES)
+            reads.append([self._readers.submit(file.fetch, piece) for piece in pieces if file is not None])
+        for run, futures in zip(runs, reads, strict=True):
+            for future in futures:
+                future.result()
+            yield run
 
     def stamp(self, layout: BlockImage, keys: Collection[str]) -> Writes | None:
         """What changes with each write into entries of an image that torch counts; None where it counts none."""
@@ -308,12 +389,16 @@ class HostStore:
     def refresh(self, tensors: Mapping[str, torch.Tensor] | None = None) -> None:
         """Takes over new memory that the user gave to a tensor since the last call (`p.data = x`).
 
-        Costs well below a microsecond per tensor when nothing changed.
+        Costs well below a microsecond per tensor when nothing changed, and about one per file that is used in place.
 
         Args:
             tensors: The state by key as it is now, where the objects themselves may have been replaced
                 (`load_state_dict(assign=True)`); None if they are the same.
+
+        Raises:
+            WeightsError: As `check_files`.
         """
+        self.check_files()
         for key, tensor in (tensors or {}).items():
             residency = self._residencies.get(key)
             self._tensors[key] = tensor

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -18,8 +20,15 @@ from megatrain.tracer.inventory import StateEntry, first_packed, inventory
 class Weights:
     """Values in files for every parameter and persistent buffer of a model; none of them read yet.
 
+    Adapters of peft may be in no file. They keep the values that they have, and the other state may have its names from
+    before.
+
     Args:
         model: The model, on the CPU or on meta, or partly so.
+
+    Attributes:
+        may_stay: Whether frozen parameters can be used in their files, as far as the use of the model goes.
+        stay: Whether they are.
 
     Raises:
         WeightsError: If a file can't be read, or names, shapes and dtypes are not the model's: all of what
@@ -29,6 +38,7 @@ class Weights:
     def __init__(self, model: nn.Module, paths: Sequence[Path]) -> None:
         self._paths = paths
         self._stored = open_checkpoint(paths)
+        self.may_stay = self.stay = False
         self._sources: dict[str, list[Stored]] = {}
         self._seen: dict[str, tuple[torch.Tensor, int]] = {}
         self._match(model)
@@ -62,6 +72,18 @@ class Weights:
                 "  Call load_weights() first, then change the model."
             )
         self._match(model)
+
+    def staying(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, Stored]:
+        """Finds the frozen parameters whose bytes are in a file as the model needs them, once for each.
+
+        Buffers are read: forwards write them.
+        """
+        if not self.may_stay:
+            return {}
+        found = {key: self._sources.get(key, ()) for key in tensors}
+        return {
+            key: stored[0] for key, stored in found.items() if len(stored) == 1 and _is_as_is(tensors[key], stored[0])
+        }
 
     def read(self, key: str, out: torch.Tensor) -> None:
         """Reads the values of one tensor of state.
@@ -99,12 +121,15 @@ class Weights:
                 "  Load the model with that library (from_pretrained, say), then compile it without weights=."
             )
         wanted = {key: entry for key, entry in entries.items() if entry.persistent}
+        wanted = {
+            key: named for key, entry in wanted.items() if (named := _named(model, entry, self._stored)) is not None
+        }
         sources = {
-            key: [self._stored[name] for name in (key, *entry.ties) if name in self._stored]
+            key: [self._stored[name] for name in (entry.key, *entry.ties) if name in self._stored]
             for key, entry in wanted.items()
         }
         problems = _Problems(self._paths, wanted, self._stored, sources)
-        problems.without_values = [k for k in entries if k not in wanted and tensors[k].is_meta]
+        problems.without_values = [k for k in entries if k not in sources and tensors[k].is_meta]
         problems.check()
         self._sources = sources
 
@@ -172,7 +197,7 @@ class _Problems:
             )
         if self.without_values:
             places = list(dict.fromkeys(key.rpartition(".")[0] or key for key in self.without_values))
-            yield "A non-persistent buffer gets its values when its module is made; on meta it gets none."
+            yield "Adapters and non-persistent buffers get values when their module is made; on meta they get none."
             yield f'Outside torch.device("meta"), make these again and assign them to the model: {_listed(places)}.'
             yield "Or build the model with only its parameters on meta."
 
@@ -196,6 +221,45 @@ class _Problems:
 
     def _is_complete(self, renamed: Callable[[str], str]) -> bool:
         return all(any(renamed(n) in self._stored for n in (e.key, *e.ties)) for e in self._wanted.values())
+
+
+def _named(model: nn.Module, entry: StateEntry, stored: Mapping[str, Stored]) -> StateEntry | None:
+    """Describes state by the names that files have for it; None for what adapters add and no file has."""
+    names = entry.key, *entry.ties
+    if not any(name in stored for name in names):
+        names = [plain for name in names if (plain := plain_name(model, name)) is not None]
+    return replace(entry, key=names[0], ties=tuple(names[1:])) if names else None
+
+
+def has_adapters(module: nn.Module) -> bool:
+    """Tells whether it is a layer of peft around another one: all its methods have these attributes."""
+    return "base_layer" in module._modules and hasattr(module, "merged_adapters") and hasattr(module, "merge")
+
+
+def plain_name(model: nn.Module, key: str) -> str | None:
+    """The name in the model without adapters of peft; None for what only a model with adapters has."""
+    names, module = list[str](), model
+    path = key.split(".")
+    if hasattr(model, "peft_config") and path[:2] == ["base_model", "model"]:
+        path, module = path[2:], model.get_submodule("base_model.model")
+    elif hasattr(model, "peft_config") and path[0] == "base_model":
+        return None  # what all layers of a method share
+    while path:
+        child = module._modules.get(path[0])
+        if child is None:
+            return ".".join([*names, *path])
+        if "modules_to_save" in module._modules:
+            active: Any = module
+            if path[0] != "modules_to_save" or path[1] not in active.active_adapters:
+                return None  # the original, or of another adapter
+            path, child = path[1:], child.get_submodule(path[1])
+        elif has_adapters(module):
+            if path[0] != "base_layer":
+                return None
+        elif not (path[0] == "token_adapter" and has_adapters(child)):
+            names.append(path[0])
+        path, module = path[1:], child
+    return None
 
 
 def check_replaceable(key: str, tensor: torch.Tensor) -> None:
@@ -232,6 +296,13 @@ def replace_memory(key: str, tensor: torch.Tensor, view: torch.Tensor) -> None:
     # The dictionaries of hooks stay with the object; assigning them hooks them into what it holds now.
     for hooks in ("_backward_hooks", "_post_accumulate_grad_hooks"):
         setattr(tensor, hooks, getattr(tensor, hooks))
+
+
+def _is_as_is(tensor: torch.Tensor, stored: Stored) -> bool:
+    """Tells whether a tensor is a frozen parameter whose bytes a file has where arithmetic can read them."""
+    is_frozen = isinstance(tensor, nn.Parameter) and not tensor.requires_grad and tensor.numel() > 0
+    is_alike = tensor.dtype == stored.dtype and tensor.is_contiguous()
+    return is_frozen and is_alike and stored.start % tensor.itemsize == 0
 
 
 def _version(tensor: torch.Tensor) -> int:

@@ -191,6 +191,9 @@ def _step_limits(options: SizingOptions, name: str | None) -> StepLimits:
     host_bandwidth = given_bytes(options.host_bandwidth, "host_bandwidth")
     if machine is not None and host_bandwidth is not None:
         machine = replace(machine, host_bytes_per_s=float(host_bandwidth))
+    disk_bandwidth = given_bytes(options.disk_bandwidth, "disk_bandwidth")
+    if machine is not None and disk_bandwidth is not None:
+        machine = replace(machine, disk_bytes_per_s=float(disk_bandwidth))
     locked = given_bytes(options.locked_memory, "locked_memory")
     if machine is not None and locked is not None:
         machine = replace(machine, locked_bytes=locked)
@@ -285,6 +288,7 @@ def _row_text(cells: Sequence[str]) -> str:
 _CHANGES = {
     "compute": "the card computes most of the time: a faster card, shorter sequences or --lora make a step shorter",
     "h2d": "weights arrive later than they are used: more --tokens-per-step share each copy, a faster slot shortens it",
+    "disk": "weights arrive later than they are used: more --tokens-per-step share each read, more memory holds more",
     "d2h": "gradients leave later than they are made: more --tokens-per-step share each copy, --lora leaves fewer",
     "host": "updates wait for the host's memory: more --tokens-per-step share an update, --lora updates less",
 }
@@ -306,9 +310,14 @@ def summary(plan: Plan, options: SizingOptions, tokens: int) -> str:
         lines.append(f"speed: {rate}{format_s(found.step_s)} for a step of {counted(tokens, 'token')} (predicted)")
     lines.append(f"memory of the device: {verdict(plan.schedule.device_bytes, plan.device_memory)}")
     lines.append(f"memory of the host: {verdict(plan.host.total_bytes, host_memory)}")
+    if plan.reads is not None:
+        lines.append(
+            f"frozen weights: {format_bytes(plan.host.file_bytes)} stay in files; {plan.reads.text(plan.hardware)}"
+        )
     if found is not None and plan.fits:
         lines.append(f"bound by: {found.bound}, busy for {found.busy[found.bound]:.0%} of a step")
-        lines.append(f"to change: {_CHANGES.get(found.bound, 'see --why')}; --alternatives plans other settings")
+        bound = "disk" if plan.reads is not None and found.bound == "h2d" else found.bound
+        lines.append(f"to change: {_CHANGES.get(bound, 'see --why')}; --alternatives plans other settings")
     elif not plan.fits:
         lines.append("to change: see the ways out at the end")
     return "\n".join(lines)

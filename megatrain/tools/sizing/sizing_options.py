@@ -63,6 +63,9 @@ class SizingOptions:
     host_bandwidth: int | str | None = _of(
         None, optional(SIZE), "what the host's memory reads and writes in a second, such as 400GB"
     )
+    disk_bandwidth: int | str | None = _of(
+        None, optional(SIZE), "what the disk reads in a second, such as 7GB, where frozen weights stay in their files"
+    )
     locked_memory: int | str | None = _of(
         None, optional(MEMORY), "memory that the host's system page-locks: 1GiB on WSL2, half of all on Windows "
         "(default: all)",
@@ -123,7 +126,7 @@ class SizingOptions:
             )
         if self.trace is not None and self.report is None:
             raise OptionError("--trace goes with --report.\n  Both draw the same step.\n  Give --report FILE as well.")
-        for name in ("host_bandwidth", "locked_memory"):
+        for name in ("host_bandwidth", "disk_bandwidth", "locked_memory"):
             if getattr(self, name) is not None and self.hardware is None:
                 raise OptionError(
                     f"{flag(name)} without --hardware says nothing.\n"

@@ -11,6 +11,7 @@ from torch import nn
 
 from megatrain.base.sizes import format_bytes
 from megatrain.errors import ExecuteError
+from megatrain.runtime.stores.weights import has_adapters, plain_name
 from megatrain.tracer.inventory import StateEntry
 
 
@@ -47,7 +48,7 @@ def handed_over(
             "  An engine gets the weights of a model without adapters.\n"
             "  Generate with megatrain (compiled.generate), or give the engine the prompts yourself."
         )
-    adapted = {name: module for name, module in model.named_modules() if _has_adapters(module)}
+    adapted = {name: module for name, module in model.named_modules() if has_adapters(module)}
     layers = {
         name: layer for name, layer in adapted.items() if not any(name.startswith(f"{outer}.") for outer in adapted)
     }
@@ -61,43 +62,15 @@ def handed_over(
             )
         if not entry.persistent or key.startswith(inside):
             continue
-        name = _plain_name(model, key)
+        name = plain_name(model, key)
         if name is not None:
             yield name, tensors[key].detach()
     for name, layer in layers.items():
         merged = _merged(name, layer, entries, device, budget_bytes)
         for key, tensor in merged.items():
-            plain = _plain_name(model, f"{name}.{key}")
+            plain = plain_name(model, f"{name}.{key}")
             assert plain is not None, f"{name}.{key}"
             yield plain, tensor
-
-
-def _has_adapters(module: nn.Module) -> bool:
-    """Tells whether it is a layer of peft around another one: all its methods have these attributes."""
-    return "base_layer" in module._modules and hasattr(module, "merged_adapters") and hasattr(module, "merge")
-
-
-def _plain_name(model: nn.Module, key: str) -> str | None:
-    """The name in the model without adapters; None for what only a model with adapters has."""
-    names, module = list[str](), model
-    path = key.split(".")
-    if hasattr(model, "peft_config") and path[:2] == ["base_model", "model"]:
-        path, module = path[2:], model.get_submodule("base_model.model")
-    elif hasattr(model, "peft_config") and path[0] == "base_model":
-        return None  # what all layers of a method share
-    while path:
-        child = module._modules.get(path[0])
-        if child is None:
-            return ".".join([*names, *path])
-        if "modules_to_save" in module._modules:
-            active: Any = module
-            if path[0] != "modules_to_save" or path[1] not in active.active_adapters:
-                return None  # the original, or of another adapter
-            path, child = path[1:], child.get_submodule(path[1])
-        elif not (path[0] == "token_adapter" and _has_adapters(child)):
-            names.append(path[0])
-        path, module = path[1:], child
-    return None
 
 
 def _merged(
@@ -127,9 +100,9 @@ def _merged(
         copies: dict[int, Any] = {id(tensor): _copy(tensor, device) for tensor in own}
         twin = copy.deepcopy(layer, copies)
         for module in twin.modules():
-            if _has_adapters(module):
+            if has_adapters(module):
                 module.merge()  # pyright: ignore[reportCallIssue]
-    while _has_adapters(twin):
+    while has_adapters(twin):
         twin = twin.get_submodule("base_layer")
     return {key: tensor.detach() for key, tensor in twin.state_dict(keep_vars=True).items()}
 

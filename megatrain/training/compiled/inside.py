@@ -72,6 +72,9 @@ class Compiled:
         self._masters = masters_of(model, options.master_kind)
         files = options.weights
         self._weights = None if files is None else MasterWeights(model, files, self._masters)
+        if self._weights is not None:
+            # Where weights are used in place, numbers could depend on where in a file they begin. Ranks share a copy.
+            self._weights.may_stay = options.transfer == "copy" and self.ranks is None
         self._engine: Engine | None = None
         self.budget = DeviceBudget(options.device, options.device_memory)
         self._variants = Variants(model, options, self.budget)
@@ -376,6 +379,15 @@ class Compiled:
         """
         with self._turn.hold("load_weights()"), ordinary_tensors():
             self._executor(self.variant)
+
+    def check_files(self) -> None:
+        """Refuses frozen weights that are used in files, if somebody has changed these since.
+
+        Raises:
+            WeightsError: Naming the file.
+        """
+        if self._engine is not None and self._engine.store is not None:
+            self._engine.store.check_files()
 
     def _executor(self, variant: Variant) -> Executor:
         lowered = variant.lowered

@@ -61,6 +61,8 @@ def compiled_text(
     refused = engine.bus.note if engine is not None else ""
     limit = locked_bytes() if options.device.lock_bytes and not refused else None
     first += f"\n  {refused}" if refused else ""
+    in_files = engine.store.note if engine is not None and engine.store is not None else ""
+    first += f"\n  {in_files}" if in_files else ""
     if limit is not None:
         first += f"\n  this system page-locks {format_bytes(limit[0])}: larger weights pass through a small locked ring"
     first += f"\n  latest {walk}; the model's own code, no schedule" if walk is not None else ""
