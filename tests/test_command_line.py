@@ -42,7 +42,10 @@ def test_help_needs_no_torch(command):
     assert done.stderr == "\n"
 
 
-@pytest.mark.parametrize(("given", "meant"), [("--learning-rate", "--lr"), ("--lora_rnk=8", "--lora-rank")])
+@pytest.mark.parametrize(
+    ("given", "meant"),
+    [("--learning-rate", "--lr"), ("--lora_rnk=8", "--lora-rank"), ("--device-memory=8GiB", "--memory")],
+)
 def test_an_unknown_option_names_the_nearest_one(given, meant, capsys):
     status, _, wrong = ended(["train", "model", "data.txt", "--out", "out", given], capsys)
     assert status == 2

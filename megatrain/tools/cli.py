@@ -180,8 +180,9 @@ class _Versions(argparse.Action):
         parser.exit()
 
 
-# What other trainers call an option.
+# What other trainers, and `megatrain.plan()`, call an option.
 _ELSEWHERE = {
+    "--device-memory": "--memory",
     "--learning-rate": "--lr",
     "--num-train-epochs": "--epochs",
     "--max-steps": "--steps",
