@@ -21,6 +21,7 @@ class Option:
         kind: What its text becomes: `str`, `int` or `float`.
         is_needed: It must be given.
         is_position: It is given by its place, without a flag.
+        alone: Its value where the flag is given without one; None if it needs one.
     """
 
     rule: Rule | Callable[[], Rule] | None
@@ -28,6 +29,7 @@ class Option:
     kind: type = str
     is_needed: bool = False
     is_position: bool = False
+    alone: Any = None
 
 
 def rule_of(module: str, name: str, key: str | None = None) -> Callable[[], Rule]:
@@ -74,6 +76,8 @@ def add_options(parser: argparse.ArgumentParser, options: Mapping[str, Option]) 
             parser.add_argument(flag(name), action="store_true", default=argparse.SUPPRESS, help=option.text)
         else:
             more: dict[str, Any] = {"type": option.kind, "required": option.is_needed, "default": argparse.SUPPRESS}
+            if option.alone is not None:
+                more |= {"nargs": "?", "const": option.alone}
             parser.add_argument(flag(name), help=option.text, **more)
 
 

@@ -68,6 +68,12 @@ def planned(size: int, count: int, **options: Any) -> megatrain.Plan:
     return megatrain.plan(model, micro_batches=count, example_kwargs={"input_ids": ids, "labels": ids}, **asked)
 
 
+def test_adapters_have_a_rank_of_16_if_none_is_given(config: Path, capsys: pytest.CaptureFixture[str]):
+    said = printed(capsys, config, "--hardware=rtx-4090", "--lora", *STEP)
+    assert said == printed(capsys, config, "--hardware=rtx-4090", "--lora=16", *STEP)
+    assert said != printed(capsys, config, "--hardware=rtx-4090", "--lora=8", *STEP)
+
+
 def test_the_plan_is_that_of_the_fastest_micro_batch(config: Path, capsys: pytest.CaptureFixture[str]):
     said = printed(capsys, config, "--hardware=rtx-4090", "--memory=300KiB", "--host-memory=1MiB", *STEP)
     plans = {n: planned(n, 4 // n, device_memory="300KiB", host_memory="1MiB") for n in (1, 2, 4)}

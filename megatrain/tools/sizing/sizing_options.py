@@ -24,9 +24,15 @@ def _optimizers() -> Mapping[str, str]:
 
 
 def _of(
-    default: object, rule: Rule | Callable[[], Rule] | None, text: str, kind: type = str, *, is_position: bool = False
+    default: object,
+    rule: Rule | Callable[[], Rule] | None,
+    text: str,
+    kind: type = str,
+    *,
+    is_position: bool = False,
+    alone: Any = None,
 ) -> Any:
-    option = Option(rule, text, kind, is_position=is_position)
+    option = Option(rule, text, kind, is_position=is_position, alone=alone)
     return field(default=default, metadata={"option": option})
 
 
@@ -71,8 +77,10 @@ class SizingOptions:
         "(default: all)",
     )  # fmt: skip
     lora: int = _of(
-        0, count(0, 2**16), "train adapters of this rank on all linear layers, and leave the model's own weights", int
-    )
+        0, count(0, 2**16),
+        "train adapters of this rank (16, if none is given) on all linear layers, and leave the model's own weights",
+        int, alone=16,
+    )  # fmt: skip
     optimizer: str = _of(
         "adamw", lambda: one_of(*_optimizers()), "an optimizer of torch.optim, or adamw8bit (default: adamw)"
     )
