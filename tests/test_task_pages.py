@@ -140,7 +140,7 @@ def test_another_plan_of_a_long_text_has_the_figures_of_its_row(
 
 @pytest.mark.nightly
 def test_a_long_text_without_chunks_takes_what_the_page_says():
-    said = re.search(r"without chunks the plan below needs (\S+ GiB)", prose(LONG))
+    said = re.search(r"without chunks the plan above needs (\S+ GiB)", prose(LONG))
     assert said is not None
     shown = str(execute(with_options(LONG, chunking='"never"'))["plan"])
     assert shown.splitlines()[1].startswith(f"device: {said[1]} of 20.00 GiB: doesn't fit")
