@@ -10,7 +10,7 @@ import pytest
 
 PAGE = (Path(__file__).parents[2] / "docs" / "long-context.md").read_text()
 (CODE,) = re.findall(r"^```python\n(.*?)^```$", PAGE, re.DOTALL | re.MULTILINE)
-(SHOWN,) = re.findall(r"^```text\n(plan: .*?)^```$", PAGE, re.DOTALL | re.MULTILINE)
+SHOWN = re.findall(r"^    ([a-z]+: .*)$", PAGE, re.MULTILINE)
 ROWS = re.findall(
     r"^\| `(planned\(.*?\))` \| [^|]+ \| ([\d.]+ GiB) \| ([\d.]+ GiB) \| (\d+) s \| (\d+) \| ([\d.]+%) \|$",
     PAGE,
@@ -28,9 +28,8 @@ def assert_has_figures(text: str, row: tuple[str, ...]) -> None:
     assert f"the step takes {above} more" in text
 
 
-def test_the_plan_that_is_shown_has_the_figures_of_its_row():
-    assert len(ROWS) == 3
-    assert_has_figures(SHOWN, ROWS[0])
+def test_the_rows_and_the_lines_of_the_first_are_found():
+    assert (len(ROWS), len(SHOWN)) == (3, 5)
 
 
 @pytest.mark.nightly
@@ -40,4 +39,6 @@ def test_the_plan_of_a_row_is_the_one_that_is_made(row: tuple[str, ...]):
     exec(compile(CODE, "long-context.md", "exec"), found)
     text = f"{eval(row[0], found)}\n"
     assert_has_figures(text, row)
-    assert row != ROWS[0] or text == SHOWN
+    if row == ROWS[0]:
+        printed = {line.strip() for line in text.splitlines()}
+        assert [line for line in SHOWN if line not in printed] == []
