@@ -75,6 +75,23 @@ def test_the_program_says_what_is_opaque_and_why() -> None:
     assert "opaque the model: changes the Python attribute `count` (now 2)" in str(compiled.program)
 
 
+def test_code_around_results_of_many_kinds_is_opaque_and_said_to_be() -> None:
+    class Skips(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Linear(4, 4)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.inner(x) if random.random() < 0.5 else x
+
+    random.seed(0)
+    model = nn.Sequential(*(Skips() for _ in range(3)))
+    with pytest.raises(
+        TraceError, match=r"it reads what changes from step to step: opaque 2\(\.\.\.\) returns a tensor"
+    ):
+        megatrain.compile(model, device="cpu", opaque="refuse")(torch.randn(2, 4))
+
+
 @ALLOWED
 def test_a_result_from_a_clock_is_refused() -> None:
     class Clock(nn.Module):

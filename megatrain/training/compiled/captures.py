@@ -311,7 +311,8 @@ class Variants:
         Raises:
             TraceError: If no wider code is left, and a capture doesn't hold even for its own call.
         """
-        attempt = Attempt(opaque=self._opaque).with_opaque(failure.calls, failure.text, self._model)
+        reason = f"reads what changes from step to step: {failure.text}"
+        attempt = Attempt(opaque=self._opaque).with_opaque(failure.calls, reason, self._model)
         if attempt is None:
             # The model returns a count or a random number of Python: an old value won't come back.
             _, known = self._of_signature(arguments)
