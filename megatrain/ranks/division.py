@@ -12,20 +12,18 @@ import torch
 from torch.autograd.graph import increment_version
 
 from megatrain.base.host_limits import return_free_memory
-from megatrain.device import is_on_host
 from megatrain.errors import ExecuteError, OptimizerError
 from megatrain.optim.masters.registry import Masters
 from megatrain.optim.per_parameter import is_per_parameter
 from megatrain.optim.proxy import ALIGNED, Optimizer, attributes, is_same, over_stand_ins, step_code, unnoticed
 from megatrain.ranks.landings import Landings
 from megatrain.ranks.processes import Ranks
-from megatrain.ranks.shared_store import STATE, Name, SharedStore
-from megatrain.tracer.packing import is_wrapper
+from megatrain.ranks.shared_store import STATE, Name, SharedStore, Twin, unshareable
 
 _STEPS, _EDGE = 2, 4
 
 
-def unshareable(optimizer: Optimizer) -> str | None:
+def why_unshared(optimizer: Optimizer) -> str | None:
     """Returns why ranks can't share an optimizer's state; None if they can.
 
     The class takes two steps over small corners of a few parameters. State must be tensors: numbers of Python can't be
@@ -59,7 +57,7 @@ def _reason(optimizer: Optimizer, chosen: list[torch.Tensor]) -> str | None:
         return f"{kind} has state that belongs to no parameter"
     for held in state.values():
         for name, value in held.items():
-            if unshareable_value(name, value):
+            if unshareable(name, value):
                 return f"the state `{name}` of {kind} isn't a plain tensor"
     return None
 
@@ -69,12 +67,6 @@ def _corner(tensor: torch.Tensor) -> torch.Tensor:
     if tensor.is_meta:
         return torch.zeros([min(size, _EDGE) for size in tensor.shape], dtype=tensor.dtype)
     return tensor.detach()[tuple(slice(0, _EDGE) for _ in tensor.shape)].clone()
-
-
-def unshareable_value(name: Any, value: Any) -> bool:
-    """Whether a part of a parameter's state can't be shared."""
-    is_plain = isinstance(value, torch.Tensor) and not is_wrapper(value) and value.layout == torch.strided
-    return not (is_plain and isinstance(name, str) and is_on_host(value))
 
 
 def _options(runner: Optimizer) -> list[Any]:
@@ -112,21 +104,11 @@ class Parts:
         self._process = os.getpid()
         self._using = 0
 
-    def know(self, tensors: Mapping[str, torch.Tensor], blocks: Iterable[Iterable[str]]) -> None:
-        """Notes the model's tensors, and gives each parameter that has no rank yet to one.
-
-        Args:
-            tensors: By key.
-            blocks: The parameters whose gradients are whole with each block. The largest of a block is dealt first,
-                each to the rank that has the least so far: what ranks have differs by no more than the largest.
-        """
-        self._parameters = dict(tensors)
-        self._keys = {tensor: key for key, tensor in tensors.items()}
-        owners, shares = self._store.owners, self._store.shares
-        for block in blocks:
-            for key in sorted((key for key in block if key not in owners), key=lambda key: -tensors[key].nbytes):
-                owners[key] = min(range(len(shares)), key=shares.__getitem__)
-                shares[owners[key]] += tensors[key].nbytes
+    def know(self, parameters: Mapping[str, torch.Tensor], blocks: Iterable[Iterable[str]]) -> None:
+        """Notes the model's parameters by key, and gives those of blocks that have no rank yet to one."""
+        self._parameters = dict(parameters)
+        self._keys = {parameter: key for key, parameter in parameters.items()}
+        self._store.deal({key: parameters[key].nbytes for key in block} for block in blocks)
 
     def is_mine(self, key: str) -> bool:
         """Whether this rank updates a parameter."""
@@ -168,14 +150,15 @@ class Parts:
                 "  Ranks share the parameters, so that all of them would see the update.\n"
                 "  Call flush() on the TrainStep before you fork."
             )
-        own = [self._keys[p] for p in held if self.is_mine(self._keys[p])]
-        shown = {self._keys[p]: self._store.shown(self._keys[p], self._using) for p in held if others is not None}
+        keys = [self._keys[p] for p in held if self._keys[p] in self._store.owners]
+        own = [key for key in keys if self.is_mine(key)]
+        shown = {key: self._store.shown(key, self._using) for key in keys if others is not None}
         found = {p: gradients[p] for p in held if p in gradients}
         claimed = self._store.claim([*own, *(key for key, at in shown.items() if at is not None and key not in own)])
         chosen = {self._parameters[key]: shown.get(key) for key in claimed}
         try:
             try:
-                self.hear()
+                self._store.hear(self._parameters)
                 for parameter, owned in chosen.items():
                     self._lend(parameter)
                     if parameter not in found and owned is not None and others is not None:
@@ -210,7 +193,7 @@ class Parts:
         self._ranks.wait_until(is_over, go_on)
         if left:
             return False
-        self.hear()
+        self._store.hear(self._parameters)
         for parameter in held:
             if parameter not in self._updated:
                 self._updated.add(parameter)
@@ -218,100 +201,38 @@ class Parts:
         return True
 
     def _note_update(self, parameter: torch.Tensor) -> None:
-        for twin in (self._store.twins[name] for name in self._names(parameter)):
+        for _, twin in self._twins(parameter):
             if twin.is_written:
                 twin.drop()  # all ranks wrote the same before the update
         if not parameter.is_inference():
             increment_version(parameter)
         self._masters.wrote(parameter)
 
-    def _names(self, parameter: torch.Tensor) -> list[Name]:
-        key = self._keys[parameter]
-        held = [
-            Name(kind, key, name)
-            for kind, optimizer in self._kinds.items()
-            for name in optimizer.state.get(parameter, {})
-        ]
-        return [name for name in (Name(STATE, key), *held) if name in self._store.twins]
+    def _twins(self, parameter: torch.Tensor) -> list[tuple[Name, Twin]]:
+        """A parameter, unless it has no elements, and its moments."""
+        key, twins = self._keys[parameter], self._store.twins
+        states = {kind: optimizer.state.get(parameter, {}) for kind, optimizer in self._kinds.items()}
+        names = [Name(STATE, key), *(Name(kind, key, what) for kind, state in states.items() for what in state)]
+        return [(name, twins[name]) for name in names if name in twins]
 
     # -- memory --------------------------------------------------------------------------------------------
 
-    def hear(self) -> None:
-        """Gives this rank's optimizers the moments that other ranks have made."""
-        for kind, key, what in self._store.hear():
-            if kind in self._kinds and key in self._parameters:
-                state = self._kinds[kind].state[self._parameters[key]]
-                state[what] = self._store.twins[Name(kind, key, what)].private
-
     def _lend(self, parameter: torch.Tensor) -> None:
         """Lets a parameter and its moments use the memory that all ranks see."""
-        for name in self._names(parameter):
-            self._store.twins[name].take_in()
-        key = self._keys[parameter]
-        for kind, optimizer in self._kinds.items():
-            state = optimizer.state.get(parameter, {})
-            for what, value in state.items():
-                twin = self._store.twins.get(Name(kind, key, what))
-                if twin is not None and isinstance(value, torch.Tensor) and twin.holds(value):
-                    state[what] = twin.shared
-        if (twin := self._store.twins.get(Name(STATE, key))) is not None:  # else it has no elements
-            self._masters.move(parameter, twin.shared)
+        for name, twin in self._twins(parameter):
+            twin.take_in()
+            if name.kind == STATE:
+                self._masters.move(parameter, twin.shared)
+            elif self._store.holds(name, self._kinds[name.kind].state[parameter][name.what]):
+                self._kinds[name.kind].state[parameter][name.what] = twin.shared
 
     def _take_back(self, parameters: Iterable[torch.Tensor]) -> None:
         """The reverse. New moments, and those that the update has put in place of others, go where all see them."""
         for parameter in parameters:
             if (twin := self._store.twins.get(Name(STATE, self._keys[parameter]))) is not None:
                 self._masters.move(parameter, twin.private)
-        for kind, optimizer in self._kinds.items():
-            share_moments(self._store, kind, optimizer, {self._keys[p]: p for p in parameters})
-
-
-def share_moments(store: SharedStore, kind: str, optimizer: Optimizer, parameters: Mapping[str, torch.Tensor]) -> None:
-    """Moves an optimizer's moments of some parameters to memory that all ranks see, where they aren't there yet.
-
-    Args:
-        store: Has that memory.
-        kind: Of the names of the moments.
-        optimizer: The optimizer.
-        parameters: By key.
-
-    Raises:
-        OptimizerError: If one of them can't be shared.
-    """
-    new: dict[Name, torch.Tensor] = {}
-    for key, parameter in parameters.items():
-        state = optimizer.state.get(parameter, {})
-        for what, value in state.items():
-            name = Name(kind, key, what)
-            check_moment(optimizer, name, value)
-            twin = store.twins.get(name)
-            if twin is not None and twin.holds(value):
-                continue
-            if twin is None or not twin.fits(value):
-                new[name] = value
-            elif value.data_ptr() != twin.shared.data_ptr():
-                twin.shared.copy_(value)
-    if new:
-        store.place(new)
-    states = {key: optimizer.state.get(parameter, {}) for key, parameter in parameters.items()}
-    names = [Name(kind, key, what) for key, state in states.items() for what in state]
-    for name in names:
-        if name in store.twins:
-            states[name.key][name.what] = store.twins[name].private
-    if new:
-        new.clear()
-        return_free_memory()  # between new moments that stay others are gone
-
-
-def check_moment(optimizer: Optimizer, name: Name, value: object) -> None:
-    """Refuses a part of an optimizer's state that can't be shared.
-
-    Raises:
-        OptimizerError: Naming it.
-    """
-    if unshareable_value(name.what, value):
-        raise OptimizerError(
-            f"the state `{name.what}` of `{name.key}` in {type(optimizer).__name__} is no plain tensor on the host.\n"
-            "  Ranks of one host share the optimizer's state, and each updates a part of the parameters.\n"
-            "  Leave such state out, or train in one process."
-        )
+        num_twins = len(self._store.twins)
+        for optimizer in self._kinds.values():
+            self._store.place_moments(optimizer, {self._keys[p]: p for p in parameters})
+        if len(self._store.twins) > num_twins:
+            return_free_memory()  # between new moments that stay others are gone

@@ -101,12 +101,9 @@ class Landings(GrowingArena):
         key = tuple(tuple(entry.key for entry in layout.entries) for layout in self._layouts)
         if key not in self._boards:
             most = max((len(keys) for keys in key), default=0)
-            shape = self._ranks.size, len(key), _PRESENT + most
             start = self._ranks.size * PAGE + self._ranks.board_bytes
-            nbytes = aligned(8 * torch.Size(shape).numel(), PAGE)
-            self._ranks.board_bytes += nbytes
-            words = torch.frombuffer(self._ranks.memory.landing(start, max(nbytes, PAGE)), dtype=torch.int64)
-            self._boards[key] = words[: torch.Size(shape).numel()].view(shape)
+            self._boards[key] = self._ranks.memory.words(start, self._ranks.size, len(key), _PRESENT + most)
+            self._ranks.board_bytes += aligned(self._boards[key].nbytes, PAGE)
         self._board = self._boards[key]
         self._offsets: list[int] = []
         self.least = 0

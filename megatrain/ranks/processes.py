@@ -23,7 +23,7 @@ from megatrain.base.checks import Rule
 from megatrain.base.torch_private import TorchDispatchMode
 from megatrain.device import Device
 from megatrain.errors import ApartWarning, ExecuteError, OptionError, RanksError
-from megatrain.ranks.shared_memory import PAGE, SharedMemory, can_tell_copies, close_all, end_of, host_name
+from megatrain.ranks.shared_memory import PAGE, SharedMemory, can_tell_copies, close_all, end_of
 from megatrain.ranks.shared_store import SharedStore
 
 if TYPE_CHECKING:
@@ -211,7 +211,7 @@ class Ranks:
         except RuntimeError as error:
             raise RanksError(f"the store of the process group can't be reached.\n  {_GONE}") from error
         self.store = SharedStore(self.memory, self.rank, self.size)
-        self._board = torch.frombuffer(self.memory.landing(0, self.size * PAGE), dtype=torch.int64).view(self.size, -1)
+        self._board = self.memory.words(0, self.size, PAGE // 8)
 
     @staticmethod
     def of(group: ProcessGroup | None) -> Ranks | None:
@@ -220,22 +220,22 @@ class Ranks:
 
     def _shared_memory(self, store: Any) -> SharedMemory:
         """Memory that all ranks map; all of them call this at the same time."""
-        told = self._told(store, "here", [host_name(), os.getpid(), can_tell_copies()])
-        is_able = len({name for name, *_ in told}) == 1 and all(can for *_, can in told)
-        ends = {rank: end_of(process) for rank, (_, process, _) in enumerate(told) if is_able and rank != self.rank}
-        self._ends = {rank: end for rank, end in ends.items() if end is not None}
-        weakref.finalize(self, close_all, list(self._ends.values()))
-        file = SharedMemory.made() if is_able and self.rank == 0 else None
-        addresses = self._told(store, "memory", None if file is None else file.address)
-        if is_able and file is None:
+        can = can_tell_copies()
+        file = SharedMemory.made() if can and self.rank == 0 else None
+        first, *_ = self._told(store, "here", None if file is None else file.address)
+        if can and file is None and first is not None:
             with suppress(OSError):  # nobody shares then: each finds that out below
-                file = SharedMemory.opened(addresses[0])
-        if not all(self._told(store, "open", file is not None)) or file is None:
+                file = SharedMemory.opened(first)
+        processes = self._told(store, "open", None if file is None else os.getpid())
+        if None in processes or file is None:
             raise RanksError(
                 f"the {self.size} ranks share no memory: they are on several hosts, or the system has none to share.\n"
                 "  Ranks that train together are processes of one Linux host, with one store for all of them.\n"
                 "  On several hosts take FSDP2 or DeepSpeed; or train on one host."
             )
+        ends = {rank: end_of(process) for rank, process in enumerate(processes) if rank != self.rank}
+        self._ends = {rank: end for rank, end in ends.items() if end is not None}
+        weakref.finalize(self, close_all, list(self._ends.values()))
         return file
 
     def _told(self, store: Any, what: str, value: Any) -> list[Any]:

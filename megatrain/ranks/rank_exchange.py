@@ -17,7 +17,7 @@ from megatrain.extending import register_op
 from megatrain.files.disk import digest_of
 from megatrain.optim.proxy import Optimizer
 from megatrain.passes.program import Program
-from megatrain.ranks.division import Parts, unshareable
+from megatrain.ranks.division import Parts, why_unshared
 from megatrain.ranks.facts import Facts, Trained, check_supported, facts_of, values_of
 from megatrain.ranks.landings import Landings, blocks_text
 from megatrain.ranks.ops import TOTAL, WHOLE, check_totals, check_whole, with_others
@@ -74,7 +74,7 @@ class RankExchange(Exchange):
         if compiled.masters.kind == "rounded":
             self._unshared = "masters that are rounded at random draw from generators, which can't be shared"
         else:
-            self._unshared = next(filter(None, map(unshareable, optimizers)), None)
+            self._unshared = next(filter(None, map(why_unshared, optimizers)), None)
         self.shares = self._unshared is None
         self._parts = Parts(ranks, ranks.store, optimizers, compiled.masters)
         self._sharing = Sharing(compiled, optimizers, ranks.store)

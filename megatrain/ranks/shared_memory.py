@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import json
+import math
 import mmap
 import os
-import socket
 import threading
 import weakref
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -29,6 +28,8 @@ _REGION = 256 << 20
 """Least bytes of a region: what nobody touches takes no memory, and each region takes two file descriptors."""
 _LETTERS, _LETTER = 1 << 40, 1 << 32
 """Where letters begin in the memory of landings, below those of the first rank, and the most bytes of each."""
+_TOKEN = 16
+"""Bytes at the beginning of the journal by which a process knows the memory that it was told of."""
 _MAP_NORESERVE = 0x4000
 _SCANNED = 1 << 20
 """Pages whose state is read in one piece."""
@@ -80,7 +81,7 @@ class SharedMemory:
 
     def __init__(self, contents: int, journal: int, landings: int):
         self._contents, self._journal, self._landings = contents, journal, landings
-        self._read = 0
+        self._read = _TOKEN
         self._lock = threading.Lock()
         self._regions: dict[int, Region] = {}
         self._region, self._free = 0, range(0)
@@ -95,27 +96,32 @@ class SharedMemory:
         """
         if not hasattr(os, "memfd_create"):
             raise OSError("the system has no memory without a name that processes share (memfd_create)")
-        return SharedMemory(*(os.memfd_create(f"megatrain-{name}") for name in ("store", "journal", "landings")))
+        found = SharedMemory(*(os.memfd_create(f"megatrain-{name}") for name in ("store", "journal", "landings")))
+        os.pwrite(found._journal, os.urandom(_TOKEN), 0)
+        return found
 
     @property
-    def address(self) -> list[int]:
-        """Where other processes find it: the process, its descriptors there, and the identity of each."""
-        descriptors = [self._contents, self._journal, self._landings]
-        return [os.getpid(), *descriptors, *(os.fstat(each).st_ino for each in descriptors)]
+    def address(self) -> list[Any]:
+        """Where other processes find it: the process, its descriptors there, and what the journal begins with."""
+        return [os.getpid(), self._contents, self._journal, self._landings, self._token]
+
+    @property
+    def _token(self) -> str:
+        return os.pread(self._journal, _TOKEN, 0).hex()
 
     @staticmethod
-    def opened(address: Sequence[int]) -> SharedMemory:
+    def opened(address: Sequence[Any]) -> SharedMemory:
         """Opens one that another process of this host has made.
 
         Raises:
-            OSError: If it isn't there, or this process may not open it.
+            OSError: If it isn't there, as on another host, or this process may not open it.
         """
-        process, *descriptors = address[:4]
-        found = [os.open(f"/proc/{process}/fd/{each}", os.O_RDWR | os.O_CLOEXEC) for each in descriptors]
-        if [os.fstat(each).st_ino for each in found] != list(address[4:]):
-            close_all(found)
+        process, *descriptors, token = address
+        files = (os.open(f"/proc/{process}/fd/{each}", os.O_RDWR | os.O_CLOEXEC) for each in descriptors)
+        found = SharedMemory(*files)
+        if found._token != token:
             raise OSError(f"process {process} has other files")
-        return SharedMemory(*found)
+        return found
 
     @contextmanager
     def locked(self) -> Generator[None]:
@@ -167,6 +173,12 @@ class SharedMemory:
             if os.fstat(self._landings).st_size < offset + nbytes:
                 os.ftruncate(self._landings, offset + nbytes)
         return HostPages(self._landings, nbytes, flags=mmap.MAP_SHARED | _MAP_NORESERVE, offset=offset)
+
+    def words(self, offset: int, *shape: int) -> torch.Tensor:
+        """Whole numbers of 64 bits in the memory of landings, from the start of a page on."""
+        count = math.prod(shape)
+        pages = self.landing(offset, 8 * max(count, 1))
+        return torch.frombuffer(pages, dtype=torch.int64)[:count].view(shape)
 
     def write_letter(self, number: int, content: bytes) -> None:
         """Writes a letter in place of the one of this number; the caller holds the lock."""
@@ -249,15 +261,6 @@ def _has_copies(address: int, nbytes: int) -> bool:
             if bool((((page >> 62) & 3).ne(0) & ((page >> 61) & 1).eq(0)).any()):
                 return True
     return False
-
-
-def host_name() -> str:
-    """Equal for processes that can open each other's files, on one host."""
-    parts = [socket.gethostname(), str(os.getuid()) if hasattr(os, "getuid") else ""]
-    with suppress(OSError):  # another system than Linux, which has no such memory either
-        parts.append(Path("/proc/sys/kernel/random/boot_id").read_text(encoding="utf-8").strip())
-        parts.append(str(os.stat("/proc/self/ns/pid").st_ino))
-    return "/".join(parts)
 
 
 def end_of(process: int) -> int | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -12,14 +12,20 @@ import torch
 from megatrain.device import is_on_host
 from megatrain.device.host_arena import HostArena
 from megatrain.device.host_pages import HostPages
+from megatrain.errors import OptimizerError
 from megatrain.ranks.shared_memory import Region, SharedMemory, SharedPlace
 from megatrain.runtime.stores.residency import Sent
+from megatrain.tracer.packing import is_wrapper
+
+Optimizer = torch.optim.Optimizer
 
 STATE, LOW = "state", "low"
 # The latest update that was claimed, by which rank, and the latest that is over; the step of the latest whole gradient,
 # the rank that has it, and where.
 _CLAIMED, _BY, _DONE, _STEP, _AT, _OFFSET = range(6)
 _WORDS = 6
+_UPDATES = 1 << 39
+"""Where these are in the memory of landings."""
 _FAILED = -1
 
 
@@ -84,10 +90,6 @@ class Twin:
         """Drops what this rank has written into `private`."""
         self.region.drop(self.start, self.private.nbytes)
 
-    def holds(self, tensor: torch.Tensor) -> bool:
-        """Whether a tensor is `private`, or a tensor over the same bytes."""
-        return _place(tensor) == _place(self.private)
-
     def fits(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor has this one's shape, dtype and layout."""
         return _place(tensor)[1:] == _place(self.private)[1:]
@@ -104,10 +106,7 @@ class SharedStore:
         size: How many there are.
 
     Attributes:
-        memory: See above.
-        rank: See above.
         owners: The rank that updates each parameter.
-        shares: The bytes of the parameters that each rank updates.
         twins: The tensors that this rank knows.
         number: How many updates of all parameters have begun. Ranks begin each at their own time, all the same ones.
     """
@@ -115,14 +114,14 @@ class SharedStore:
     def __init__(self, memory: SharedMemory, rank: int, size: int):
         self.memory, self.rank = memory, rank
         self.owners: dict[str, int] = {}
-        self.shares = [0] * size
+        self._shares = [0] * size  # bytes of the parameters that each rank updates
         self.twins: dict[Name, Twin] = {}
         self.number = 0
-        self._words: dict[str, torch.Tensor] = {}
+        self._words: dict[str, torch.Tensor] = {}  # a row for each parameter that has a rank
         self._arenas: dict[int, HostArena] = {}
-        self._optimizers: list[weakref.ref[torch.optim.Optimizer]] = []
+        self._optimizers: list[weakref.ref[Optimizer]] = []
 
-    def kind_of(self, optimizer: torch.optim.Optimizer) -> str:
+    def kind_of(self, optimizer: Optimizer) -> str:
         """The kind of the names of an optimizer's moments; ranks ask for the same optimizers in the same order."""
         for number, known in enumerate(self._optimizers):
             if known() is optimizer:
@@ -132,44 +131,71 @@ class SharedStore:
 
     # -- tensors -------------------------------------------------------------------------------------------
 
-    def place(self, tensors: Mapping[Name, torch.Tensor], parameters: Collection[str] = ()) -> None:
+    def place(self, tensors: Mapping[Name, torch.Tensor]) -> None:
         """Copies tensors to memory that all ranks share, and tells them.
 
         Args:
-            tensors: Dense ones, by their names; each replaces one of this name.
-            parameters: Keys of parameters that will be updated.
+            tensors: Dense ones, by their names; each takes the place of one of this name, if that fits.
         """
         with self.memory.locked():
-            items: list[Any] = []
             for name, tensor in tensors.items():
-                # A tensor without elements has a page, too: moments of a parameter without any are told as all are.
-                offset, start = self.memory.take(max(tensor.nbytes, tensor.itemsize))
-                nbytes = self.memory.region_bytes(offset)
-                dtype = str(tensor.dtype).removeprefix("torch.")
-                items.append([*name, offset, nbytes, start, dtype, list(tensor.shape), list(tensor.stride())])
-                twin = self._made(offset, nbytes, start, dtype, tensor.shape, tensor.stride())
-                twin.shared.copy_(tensor.detach())
-                self.twins[name] = twin
-            words: list[int] = []
-            if parameters:
-                offset, start = self.memory.take(_WORDS * 8 * len(parameters))
-                words = [offset, self.memory.region_bytes(offset), start]
-                self._take_words(words, parameters)
-            self.memory.post({"by": self.rank, "items": items, "words": words, "keys": list(parameters)})
+                twin = self.twins.get(name)
+                if twin is None or not twin.fits(tensor):
+                    # One without elements has a page, too: moments of a parameter without any are told as all are.
+                    offset, start = self.memory.take(max(tensor.nbytes, tensor.itemsize))
+                    dtype, nbytes = str(tensor.dtype).removeprefix("torch."), self.memory.region_bytes(offset)
+                    place = [offset, nbytes, start, dtype, list(tensor.shape), list(tensor.stride())]
+                    self.memory.post([*name, *place])
+                    twin = self.twins[name] = self._made(*place)
+                if twin.shared.data_ptr() != tensor.data_ptr():
+                    twin.shared.copy_(tensor.detach())
 
-    def hear(self) -> list[Name]:
-        """Learns which tensors other ranks have placed; returns their names."""
-        found: list[Name] = []
+    def hear(self, parameters: Mapping[str, torch.Tensor]) -> None:
+        """Learns which tensors ranks have placed, and gives moments among them to this rank's optimizers.
+
+        Args:
+            parameters: By key.
+        """
         with self.memory.locked():
-            for news in self.memory.news():
-                if news["by"] == self.rank:
-                    continue
-                for kind, key, what, *place in news["items"]:
-                    found.append(Name(kind, key, what))
-                    self.twins[found[-1]] = self._made(*place)
-                if news["keys"]:
-                    self._take_words(news["words"], news["keys"])
+            for kind, key, what, *place in self.memory.news():
+                self.twins[Name(kind, key, what)] = self._made(*place)
+                optimizer = self._optimizers[int(kind)]() if kind.isdigit() else None
+                if optimizer is not None and key in parameters:
+                    optimizer.state[parameters[key]][what] = self.twins[Name(kind, key, what)].private
+
+    def place_moments(self, optimizer: Optimizer, parameters: Mapping[str, torch.Tensor]) -> None:
+        """Has an optimizer's state of some parameters, by key, where all ranks see it, and gives it this rank's view.
+
+        Raises:
+            OptimizerError: If a part of it can't be shared.
+        """
+        moments = self.moments(optimizer, parameters)
+        self.place({name: value for name, value in moments.items() if not self.holds(name, value)})
+        for name in moments:
+            optimizer.state[parameters[name.key]][name.what] = self.twins[name].private
+
+    def moments(self, optimizer: Optimizer, parameters: Mapping[str, torch.Tensor]) -> dict[Name, torch.Tensor]:
+        """An optimizer's state of some parameters, by key.
+
+        Raises:
+            OptimizerError: If a part of it can't be shared.
+        """
+        found: dict[Name, torch.Tensor] = {}
+        for key, parameter in parameters.items():
+            for what, value in optimizer.state.get(parameter, {}).items():
+                if unshareable(what, value):
+                    raise OptimizerError(
+                        f"the state `{what}` of `{key}` in {type(optimizer).__name__} is no plain tensor on the host.\n"
+                        "  Ranks of one host share the optimizer's state, and each updates a part of the parameters.\n"
+                        "  Leave such state out, or train in one process."
+                    )
+                found[Name(self.kind_of(optimizer), key, what)] = value
         return found
+
+    def holds(self, name: Name, tensor: torch.Tensor) -> bool:
+        """Whether a tensor is this rank's view of one that ranks share."""
+        twin = self.twins.get(name)
+        return twin is not None and _place(tensor) == _place(twin.private)
 
     def sent(self, twins: Mapping[str, Twin]) -> dict[str, Sent]:
         """Maps tensors once more, so that they can be copied to a device from memory that can be page-locked.
@@ -203,18 +229,23 @@ class SharedStore:
         shared = torch.frombuffer(memoryview(region.shared)[start:end], dtype=torch.uint8)
         return Twin(over(arena.part(start, end)), over(shared), arena, start, region)
 
-    def _take_words(self, place: list[int], keys: Iterable[str]) -> None:
-        offset, nbytes, start = place
-        pages = self.memory.region(offset, nbytes).shared
-        for index, key in enumerate(keys):
-            at = start + index * _WORDS * 8
-            self._words[key] = torch.frombuffer(memoryview(pages)[at : at + _WORDS * 8], dtype=torch.int64)
-
     # -- who updates what ------------------------------------------------------------------------------------
 
-    def counts_updates(self, key: str) -> bool:
-        """Whether the store counts the updates of a parameter."""
-        return key in self._words
+    def deal(self, blocks: Iterable[Mapping[str, int]]) -> None:
+        """Gives each parameter that has no rank yet to one.
+
+        Args:
+            blocks: Bytes of the parameters whose gradients are whole with each block, by key. The largest of a block is
+                dealt first, each to the rank that has the least so far: what ranks have differs by no more than the
+                largest.
+        """
+        for sizes in blocks:
+            for key in sorted((key for key in sizes if key not in self.owners), key=lambda key: -sizes[key]):
+                self.owners[key] = rank = min(range(len(self._shares)), key=self._shares.__getitem__)
+                self._shares[rank] += sizes[key]
+        if len(self._words) < len(self.owners):
+            rows = self.memory.words(_UPDATES, len(self.owners), _WORDS)
+            self._words = dict(zip(self.owners, rows, strict=True))
 
     def claim(self, keys: Iterable[str]) -> list[str]:
         """Claims parameters for the present update; returns those that no rank has claimed or updated."""
@@ -259,6 +290,12 @@ class SharedStore:
         with self.memory.locked():
             of_step, rank, offset = self._words[key][_STEP:].tolist()
         return SharedPlace(rank, offset) if of_step == step else None
+
+
+def unshareable(what: object, value: object) -> bool:
+    """Whether a part of a parameter's state in an optimizer can't be shared."""
+    is_plain = isinstance(value, torch.Tensor) and not is_wrapper(value) and value.layout == torch.strided
+    return not (is_plain and isinstance(what, str) and is_on_host(value))
 
 
 def _place(tensor: torch.Tensor) -> tuple[Any, ...]:

@@ -14,10 +14,9 @@ import torch
 from torch import nn
 
 from megatrain.optim.proxy import Optimizer
-from megatrain.ranks.division import check_moment, share_moments
 from megatrain.ranks.facts import Trained, digest_text
 from megatrain.ranks.processes import refuse_difference
-from megatrain.ranks.shared_store import LOW, STATE, Name, SharedStore
+from megatrain.ranks.shared_store import LOW, STATE, Name, SharedStore, Twin
 from megatrain.runtime.stores.residency import StorePlace
 
 Changed = Mapping[str, str]
@@ -34,56 +33,40 @@ class Sharing:
     """
 
     def __init__(self, compiled: Trained, optimizers: Sequence[Optimizer], store: SharedStore):
-        self._compiled, self._optimizers, self._store = compiled, optimizers, store
-        self._places: dict[str, torch.Tensor] = {}
-        self._moments: set[Name] = set()
-        self._written: set[Name] = set()
+        self._compiled, self._store = compiled, store
+        self._kinds = {store.kind_of(optimizer): optimizer for optimizer in optimizers}
+        self._new: dict[Name, torch.Tensor] = {}
+        self._written: list[Name] = []
+        self._gone: list[Name] = []
 
     def changed(self) -> Changed:
-        """Finds what this rank has to share."""
-        engine = self._compiled.engine
+        """Finds what this rank has to share.
+
+        Raises:
+            OptimizerError: If an optimizer has state that can't be shared.
+        """
+        engine, twins = self._compiled.engine, self._store.twins
         engine.refresh()
         assert engine.store is not None
         if not all(key in engine.store.residencies for key in engine.tensors):
             engine.adopt_state()
-        found: dict[str, str] = {}
-        self._places, self._moments, self._written = {}, set(), set()
-        for key, home in engine.store.residencies.items():
-            twin = self._store.twins.get(Name(STATE, key))
-            if home.spec.nbytes == 0:
-                continue
-            if twin is None or twin.arena is not home.arena:
-                self._places[key] = home.view
-            elif twin.has_changed:
-                self._written.add(Name(STATE, key))
-            else:
-                continue
-            found[f"the value of `{key}`"] = digest_text(home.view)
+        now = {Name(STATE, key): residency.view for key, residency in engine.store.residencies.items()}
+        for optimizer in self._kinds.values():
+            now |= self._store.moments(optimizer, self._trained())
+        now = {name: tensor for name, tensor in now.items() if tensor.numel()}
+        self._new = {name: tensor for name, tensor in now.items() if not self._store.holds(name, tensor)}
+        self._written = [name for name in now if name not in self._new and twins[name].has_changed]
+        self._gone = [n for n, twin in twins.items() if n.kind in self._kinds and n not in now and twin.private.numel()]
         for name in self._written:
-            # Now, so that no rank does that once others go on to updates.
-            self._compiled.masters.settle(engine.tensors[name.key])
-        return {**found, **self._changed_moments()}
+            if name.kind == STATE:
+                # Now, so that no rank does that once others go on to updates.
+                self._compiled.masters.settle(engine.tensors[name.key])
+        found = {self._text(name): digest_text(now[name]) for name in (*self._new, *self._written)}
+        return {**found, **{self._text(name): "gone" for name in self._gone}}
 
-    def _changed_moments(self) -> Changed:
-        found: dict[str, str] = {}
-        for number, optimizer in enumerate(self._optimizers):
-            kind = self._store.kind_of(optimizer)
-            for key, parameter in self._trained().items():
-                state = optimizer.state.get(parameter, {})
-                for what, value in state.items():
-                    name = Name(kind, key, what)
-                    check_moment(optimizer, name, value)
-                    twin = self._store.twins.get(name)
-                    if twin is not None and twin.holds(value) and not twin.has_changed:
-                        continue
-                    if value.numel():
-                        self._moments.add(name)
-                        found[f"the value of `{what}` of `{key}` in optimizer {number}"] = digest_text(value)
-                gone = [n for n in self._store.twins if n.kind == kind and n.key == key and n.what not in state]
-                for name in gone:
-                    found[f"the value of `{name.what}` of `{key}` in optimizer {number}"] = "gone"
-                    self._moments.add(name)
-        return found
+    def _text(self, name: Name) -> str:
+        of = "" if name.kind == STATE else f" of `{name.key}` in optimizer {[*self._kinds].index(name.kind)}"
+        return f"the value of `{name.what or name.key}`{of}"
 
     def _trained(self) -> dict[str, nn.Parameter]:
         tensors = self._compiled.engine.tensors
@@ -95,59 +78,35 @@ class Sharing:
         Args:
             meet: Waits until all ranks have called it.
         """
-        if self._store.rank == 0:
-            self._give()
+        store, masters, trained = self._store, self._compiled.masters, self._trained()
+        fresh = {name.key for name in self._new if name.kind == STATE}
+        if fresh:
+            masters.find()
+        if store.rank == 0:  # it writes for all of them
+            for name in self._written:
+                store.twins[name].take_in()
+            lows = masters.lows() if fresh else {}
+            store.place({**self._new, **{Name(LOW, key): lows[key] for key in lows.keys() & fresh}})
         meet()
-        self._take()
+        store.hear(trained)
+        for name in (*self._new, *self._written):
+            store.twins[name].drop()
+            if name.kind != STATE:
+                self._kinds[name.kind].state[trained[name.key]][name.what] = store.twins[name].private
+        for name in self._gone:
+            del store.twins[name]
+        if fresh:
+            self._move({key: store.twins[Name(STATE, key)] for key in fresh})
 
-    def _give(self) -> None:
-        """The first rank writes for all of them."""
-        parameters = self._trained()
-        masters = self._compiled.masters
-        masters.find()
-        lows = {Name(LOW, key): low for key, low in masters.lows().items() if key in self._places}
-        places = {Name(STATE, key): view for key, view in self._places.items()}
-        # Parameters without elements have no memory, but one rank updates their moments (the number of steps).
-        empty = [key for key, p in parameters.items() if p.numel() == 0 and not self._store.counts_updates(key)]
-        if places:
-            self._store.place({**places, **lows}, [*(key for key in self._places if key in parameters), *empty])
-        for name in self._written:
-            self._store.twins[name].take_in()
-        for optimizer in self._optimizers:
-            kind = self._store.kind_of(optimizer)
-            mine = [name for name in self._moments if name.kind == kind]
-            for name in mine:
-                if (twin := self._store.twins.get(name)) is not None:
-                    twin.take_in()
-            share_moments(self._store, kind, optimizer, {n.key: parameters[n.key] for n in mine})
-
-    def _take(self) -> None:
-        """Each rank goes on with what the first one wrote."""
-        self._store.hear()
-        engine, twins = self._compiled.engine, self._store.twins
+    def _move(self, moved: Mapping[str, Twin]) -> None:
+        """Has the model where ranks share it."""
+        engine, masters, twins = self._compiled.engine, self._compiled.masters, self._store.twins
         assert engine.store is not None
-        moved = {key: twins[Name(STATE, key)] for key in self._places}
-        if moved:
-            self._compiled.masters.find()
-            sent = {} if engine.device.can_bind else self._store.sent(moved)
-            engine.bus.lock(list({id(each.arena): each.arena for each in sent.values()}.values()))
-            with self._compiled.masters.moving():
-                engine.store.move({k: StorePlace(t.arena, t.start, t.private) for k, t in moved.items()}, sent)
-                self._compiled.masters.take_lows(
-                    {key: twins[Name(LOW, key)].shared for key in moved if Name(LOW, key) in twins}
-                )
-        for name in self._written:
-            twins[name].drop()
-        parameters = self._trained()
-        for optimizer in self._optimizers:
-            kind = self._store.kind_of(optimizer)
-            for name in (name for name in self._moments if name.kind == kind):
-                state = optimizer.state.get(parameters[name.key], {})
-                if name.what not in state:
-                    twins.pop(name, None)
-                    continue
-                twins[name].drop()
-                state[name.what] = twins[name].private
+        sent = {} if engine.device.can_bind else self._store.sent(moved)
+        engine.bus.lock(list({id(each.arena): each.arena for each in sent.values()}.values()))
+        with masters.moving():
+            engine.store.move({k: StorePlace(t.arena, t.start, t.private) for k, t in moved.items()}, sent)
+            masters.take_lows({k: twins[Name(LOW, k)].shared for k in moved if Name(LOW, k) in twins})
 
 
 def check_changed(words: Sequence[Changed]) -> bool:

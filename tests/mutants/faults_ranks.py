@@ -48,8 +48,8 @@ FAULTS: list[Fault] = [
     Fault(
         "what a rank alone has written is taken for what all have",
         "ranks/sharing.py",
-        "            elif twin.has_changed:\n",
-        "            elif False:\n",
+        "if name not in self._new and twins[name].has_changed]",
+        "if False]",
         (f"{_SHARING}::test_what_one_rank_alone_writes_is_refused_and_named",),
     ),
 ]

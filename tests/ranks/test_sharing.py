@@ -43,9 +43,9 @@ def held(rank: int, case: Case) -> dict[str, Any]:
     moments = [(name, what) for name, p in names.items() for what in optimizer.state.get(p, {})]
     return {
         "shares": step._exchange.shares,
-        "parameters": all(twins[Name(STATE, key)].holds(p) for key, p in names.items()),
+        "parameters": all(shared.holds(Name(STATE, key), p) for key, p in names.items()),
         "moments": bool(moments)
-        and all(twins[Name("0", key, what)].holds(optimizer.state[names[key]][what]) for key, what in moments),
+        and all(shared.holds(Name("0", key, what), optimizer.state[names[key]][what]) for key, what in moments),
         "lows": sum(name.kind == "low" for name in twins),
         "updated": sorted(name for name, owner in shared.owners.items() if owner == rank),
     }
