@@ -2,81 +2,20 @@
 
 from __future__ import annotations
 
-import copy
 import os
 from collections.abc import Callable, Collection, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 from torch.autograd.graph import increment_version
 
 from megatrain.base.host_limits import return_free_memory
-from megatrain.errors import ExecuteError, OptimizerError
+from megatrain.errors import ExecuteError
 from megatrain.optim.masters.registry import Masters
-from megatrain.optim.per_parameter import is_per_parameter
-from megatrain.optim.proxy import ALIGNED, Optimizer, attributes, is_same, over_stand_ins, step_code, unnoticed
+from megatrain.optim.proxy import Optimizer
 from megatrain.ranks.landings import Landings
 from megatrain.ranks.processes import Ranks
-from megatrain.ranks.shared_store import STATE, Name, SharedStore, Twin, unshareable
-
-_STEPS, _EDGE = 2, 4
-
-
-def why_unshared(optimizer: Optimizer) -> str | None:
-    """Returns why ranks can't share an optimizer's state; None if they can.
-
-    The class takes two steps over small corners of a few parameters. State must be tensors: numbers of Python can't be
-    shared. Options and attributes must stay as they are, because each rank updates only some of the parameters.
-    """
-    if not is_per_parameter(optimizer):
-        return f"{type(optimizer).__name__} updates all parameters at once"
-    chosen = [parameter for group in optimizer.param_groups for parameter in _few(group["params"])]
-    try:
-        with unnoticed():
-            return _reason(optimizer, chosen)
-    except OptimizerError:
-        raise
-    except Exception as error:  # the user's optimizer may raise anything on stand-ins
-        return f"{type(optimizer).__name__} can't be tried on small stand-ins ({error})"
-
-
-def _reason(optimizer: Optimizer, chosen: list[torch.Tensor]) -> str | None:
-    stand_ins = {p: torch.nn.Parameter(_corner(p).float(), requires_grad=p.requires_grad) for p in chosen}
-    runner = over_stand_ins(optimizer, stand_ins, of_state=_corner)
-    kind, before = type(optimizer).__name__, _options(runner)
-    generator = torch.Generator().manual_seed(0)
-    for _ in range(_STEPS):
-        for stand_in in stand_ins.values():
-            stand_in.grad = torch.randn(stand_in.shape, generator=generator)
-        step_code(type(optimizer))(runner)
-    if not is_same(before, _options(runner)):
-        return f"{kind} changes its options in a step"
-    state: Any = runner.state
-    if any(not isinstance(key, torch.Tensor) for key in state):
-        return f"{kind} has state that belongs to no parameter"
-    for held in state.values():
-        for name, value in held.items():
-            if unshareable(name, value):
-                return f"the state `{name}` of {kind} isn't a plain tensor"
-    return None
-
-
-def _corner(tensor: torch.Tensor) -> torch.Tensor:
-    """A copy of the first few elements along each dimension; of a tensor on meta zeros on the host."""
-    if tensor.is_meta:
-        return torch.zeros([min(size, _EDGE) for size in tensor.shape], dtype=tensor.dtype)
-    return tensor.detach()[tuple(slice(0, _EDGE) for _ in tensor.shape)].clone()
-
-
-def _options(runner: Optimizer) -> list[Any]:
-    groups = [{name: value for name, value in group.items() if name not in ALIGNED} for group in runner.param_groups]
-    return copy.deepcopy([groups, attributes(runner)])
-
-
-def _few(parameters: list[torch.Tensor]) -> list[torch.Tensor]:
-    """One parameter of each number of dimensions."""
-    return list({parameter.dim(): parameter for parameter in parameters}.values())
+from megatrain.ranks.shared_store import GRADIENT, STATE, Name, SharedStore, Twin
 
 
 class Parts:
@@ -121,9 +60,12 @@ class Parts:
         self._updated.clear()
 
     def keep(self, parameter: torch.Tensor, gradient: torch.Tensor, landings: Landings) -> torch.Tensor:
-        """Puts a whole gradient where all ranks find it; returns it there."""
-        owned, gradient = landings.place_of(parameter, gradient)
-        self._store.show(self._keys[parameter], self._ranks.count, owned)
+        """Has a whole gradient of this rank's part where all ranks find it; returns it there."""
+        name, offset = Name(GRADIENT, self._keys[parameter]), landings.offset_of(gradient)
+        if offset < 0:  # a sum over parts of a parameter, or what a hook has made
+            self._store.place({name: gradient})
+            gradient = self._store.twins[name].shared
+        self._store.show(name.key, self._ranks.count, offset)
         return gradient
 
     @contextmanager
@@ -152,17 +94,17 @@ class Parts:
             )
         keys = [self._keys[p] for p in held if self._keys[p] in self._store.owners]
         own = [key for key in keys if self.is_mine(key)]
-        shown = {key: self._store.shown(key, self._using) for key in keys if others is not None}
+        shown = {key: None if others is None else self._store.shown(key, self._using) for key in keys}
         found = {p: gradients[p] for p in held if p in gradients}
         claimed = self._store.claim([*own, *(key for key, at in shown.items() if at is not None and key not in own)])
-        chosen = {self._parameters[key]: shown.get(key) for key in claimed}
+        chosen = {self._parameters[key]: shown[key] for key in claimed}
         try:
             try:
                 self._store.hear(self._parameters)
-                for parameter, owned in chosen.items():
+                for parameter, offset in chosen.items():
                     self._lend(parameter)
-                    if parameter not in found and owned is not None and others is not None:
-                        found[parameter] = others.gradient_at(owned, parameter)
+                    if parameter not in found and offset is not None and others is not None:
+                        found[parameter] = self._gradient(parameter, offset, others)
                 yield {p: found[p] for p in chosen if p in found}
             finally:
                 self._take_back(chosen)
@@ -171,6 +113,13 @@ class Parts:
             raise
         self._updated |= chosen.keys()
         self._store.finish(claimed)
+
+    def _gradient(self, parameter: torch.Tensor, offset: int, landings: Landings) -> torch.Tensor:
+        """The whole gradient of another rank's parameter, where that rank has it."""
+        key = self._keys[parameter]
+        if offset < 0:
+            return self._store.twins[Name(GRADIENT, key)].shared
+        return landings.gradient_at(self._store.owners[key], offset, parameter)
 
     def wait(self, held: Collection[torch.Tensor], go_on: Callable[[], object], *, gives_up: bool) -> bool:
         """Waits until all ranks have updated their parts of some parameters; these are as if they were updated here.

@@ -12,11 +12,12 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from megatrain.base.checks import Rule
@@ -49,20 +50,21 @@ def check_cards(ranks: Ranks, device: Device) -> None:
             )
 
 
-def check_ranks(group: ProcessGroup | None, kernels: str) -> None:
-    """Refuses what several ranks can't do yet.
+def check_ranks(group: ProcessGroup | None, kernels: str, masters: str) -> None:
+    """Refuses what several ranks can't do.
 
     Raises:
         OptionError: Naming the option.
     """
-    if group is None or group.size() == 1:
-        return
-    if kernels == "inductor":
-        raise OptionError(
-            f'process_group= has {group.size()} ranks, but kernels="{kernels}".\n'
-            "  Each rank would compile kernels of its own, whose bits may differ.\n"
-            '  Leave kernels out: "eager" has the bits of one process.'
-        )
+    refused = {
+        f'kernels="{kernels}"': (kernels == "inductor", "Each rank would compile kernels of its own, whose bits may "
+                                 "differ.", 'Leave kernels out: "eager" has the bits of one process.'),
+        f'masters="{masters}"': (masters == "rounded", "Ranks share one copy of the parameters, and can't share the "
+                                 "generators that round these.", "Leave masters out: ranks share low halves, too."),
+    }  # fmt: skip
+    for option, (is_given, rule, way) in refused.items():
+        if is_given and group is not None and group.size() > 1:
+            raise OptionError(f"process_group= has {group.size()} ranks, but {option}.\n  {rule}\n  {way}")
 
 
 class NoCollectives(TorchDispatchMode):
@@ -196,6 +198,7 @@ class Ranks:
         count: How many steps all ranks have begun.
         num_areas: How many kinds of landings have their place in `memory`.
         board_bytes: Bytes there of what ranks tell each other of landings.
+        end: Another rank has failed in the middle of a step, or ended, so that no step can follow.
     """
 
     def __init__(self, group: ProcessGroup):
@@ -204,8 +207,7 @@ class Ranks:
         _made[group.group_name] += 1
         of_group: Any = group.get_group_store()
         self.count = self.num_areas = self.board_bytes = self._num_meetings = 0
-        self._ends: dict[int, int] = {}
-        self._board: torch.Tensor | None = None
+        self.end: RanksError | None = None
         try:
             self.memory = self._shared_memory(dist.PrefixStore(f"megatrain/{name}", of_group.clone()))
         except RuntimeError as error:
@@ -244,7 +246,6 @@ class Ranks:
         keys = [f"{what}/{rank}" for rank in range(self.size)]
         until = time.monotonic() + MEETING_S
         while not store.check(keys):
-            self.look()
             if time.monotonic() > until:
                 missing = [str(rank) for rank, key in enumerate(keys) if not store.check([key])]
                 raise RanksError(
@@ -258,10 +259,9 @@ class Ranks:
     def announce(self, text: str, rank: int | None = None) -> None:
         """Tells all ranks that wait that this one has failed, or that another one was found to have ended."""
         content, own = text.encode(), self.rank if rank is None else rank
-        if self._board is not None:
-            with self.memory.locked():
-                self.memory.write_letter(2 * self.size + own, content)
-                self._board[own, _FAILED] = len(content)
+        with self.memory.locked():
+            self.memory.write_letter(2 * self.size + own, content)
+            self._board[own, _FAILED] = len(content)
 
     def look(self) -> None:
         """Looks for a rank that can't go on.
@@ -269,10 +269,11 @@ class Ranks:
         Raises:
             RanksError: Naming the rank.
         """
-        for rank, nbytes in enumerate([] if self._board is None else self._board[:, _FAILED].tolist()):
+        for rank, nbytes in enumerate(self._board[:, _FAILED].tolist()):
             if nbytes and rank != self.rank:
                 text = self.memory.letter(2 * self.size + rank, nbytes).decode(errors="replace")
-                raise RanksError(f"rank {rank} failed: {text}")
+                self.end = RanksError(f"rank {rank} failed: {text}")
+                raise self.end
         poll = select.poll()
         for end in self._ends.values():
             poll.register(end, select.POLLIN)
@@ -280,7 +281,8 @@ class Ranks:
         for rank, end in self._ends.items():
             if end in found:
                 self.announce(f"it ended.\n  {_GONE}", rank)
-                raise RanksError(f"rank {rank} ended.\n  {_GONE}")
+                self.end = RanksError(f"rank {rank} ended.\n  {_GONE}")
+                raise self.end
 
     def exchange(self, value: Any) -> list[Any]:
         """Gives a value to all ranks; returns those of all, by rank.
@@ -294,7 +296,6 @@ class Ranks:
         Raises:
             RanksError: If another rank can't answer.
         """
-        assert self._board is not None
         content = json.dumps(value).encode()
         self._num_meetings += 1
         number, which = self._num_meetings, self._num_meetings % 2
@@ -343,18 +344,7 @@ NO_BACKWARD = (
 # -- a process that trains alone, although `torch.distributed` has others ----------------------------------------
 
 Group = ProcessGroup | None
-
-
-class HasGroup(Protocol):
-    """A model that knows whether its user has named a process group; see `Compiled`."""
-
-    @property
-    def has_group(self) -> bool:
-        """Whether there is a group, also one of a single process."""
-        ...
-
-
-_said: WeakSet[HasGroup] = WeakSet()
+_said: WeakSet[nn.Module] = WeakSet()
 
 
 def others_here() -> int:
@@ -379,14 +369,14 @@ def refuse_apart() -> None:
         )
 
 
-def note_apart(model: HasGroup, results: Sequence[torch.Tensor]) -> None:
-    """Warns, once for each model, of a call whose gradients would be those of this process alone.
+def note_apart(model: nn.Module, results: Sequence[torch.Tensor]) -> None:
+    """Warns, once for each model, of a call without a group, whose gradients would be those of this process alone.
 
     Args:
         model: What was called.
         results: Of the call. Within `DistributedDataParallel` their gradients go to the others.
     """
-    if model.has_group or model in _said or not others_here():
+    if model in _said or not others_here():
         return
     if any(tensor.requires_grad for tensor in results) and not _is_in_data_parallel():
         _said.add(model)

@@ -11,11 +11,12 @@ import weakref
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from megatrain.base.sizes import aligned
+from megatrain.device.host_arena import HostArena
 from megatrain.device.host_pages import HostPages
 
 # The file has no name, so that nothing is left of it when its processes have ended, however they did: the others open
@@ -35,18 +36,6 @@ _SCANNED = 1 << 20
 """Pages whose state is read in one piece."""
 
 
-class SharedPlace(NamedTuple):
-    """A gradient that a rank has for all of them.
-
-    Attributes:
-        rank: The rank.
-        offset: Its first byte in the rank's landings.
-    """
-
-    rank: int
-    offset: int
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class Region:
     """A part of the file.
@@ -55,11 +44,13 @@ class Region:
         offset: Its first byte in the file.
         shared: Its shared mapping.
         private: Its private mapping.
+        arena: Memory of `private`.
     """
 
     offset: int
     shared: HostPages
     private: HostPages
+    arena: HostArena
 
     def is_written(self, start: int, nbytes: int) -> bool:
         """Whether this process has written any of these bytes in the private mapping."""
@@ -84,7 +75,7 @@ class SharedMemory:
         self._read = _TOKEN
         self._lock = threading.Lock()
         self._regions: dict[int, Region] = {}
-        self._region, self._free = 0, range(0)
+        self._free = range(0)
         self._end = weakref.finalize(self, close_all, (contents, journal, landings))
 
     @staticmethod
@@ -135,21 +126,21 @@ class SharedMemory:
             finally:
                 fcntl.flock(self._journal, fcntl.LOCK_UN)
 
-    def take(self, nbytes: int) -> tuple[int, int]:
+    def take(self, nbytes: int) -> tuple[Region, int]:
         """Takes zeroed bytes that nobody has, from the start of a page; the caller holds the lock.
 
         Returns:
-            The offset of their region, and theirs in it.
+            Their region, and where they begin there.
         """
         needed = aligned(nbytes, PAGE)
         if needed > len(self._free):
             offset = os.fstat(self._contents).st_size
-            os.ftruncate(self._contents, offset + max(needed, _REGION))
-            self._free = range(offset, offset + max(needed, _REGION))
-            self._region = self.region(offset, len(self._free)).offset
+            self._free = range(max(needed, _REGION))
+            os.ftruncate(self._contents, offset + len(self._free))
+            self._latest = self.region(offset, len(self._free))
         start = self._free.start
         self._free = self._free[needed:]
-        return self._region, start - self._region
+        return self._latest, start
 
     def region(self, offset: int, nbytes: int) -> Region:
         """Returns a region, mapped once.
@@ -159,20 +150,25 @@ class SharedMemory:
             nbytes: Its bytes.
         """
         if offset not in self._regions:
-            self._regions[offset] = self._mapped(self._contents, offset, nbytes)
+            shared = self.mapped(offset, nbytes)
+            private = _mapped(self._contents, offset, nbytes, mmap.MAP_PRIVATE)
+            for pages in (shared, private):
+                # A child would see what the ranks write from then on, in the middle of their updates: it ends instead.
+                pages.keep_from_children()
+            self._regions[offset] = Region(offset, shared, private, HostArena.over(private))
         return self._regions[offset]
 
     def mapped(self, offset: int, nbytes: int) -> HostPages:
         """Maps bytes from the start of a page on, shared."""
-        return HostPages(self._contents, aligned(nbytes, PAGE), flags=mmap.MAP_SHARED | _MAP_NORESERVE, offset=offset)
+        return _mapped(self._contents, offset, nbytes)
 
     def landing(self, offset: int, nbytes: int) -> HostPages:
         """Maps bytes of the memory of landings, zeroed at first, from the start of a page on."""
-        nbytes = aligned(nbytes, PAGE)
         with self.locked():
-            if os.fstat(self._landings).st_size < offset + nbytes:
-                os.ftruncate(self._landings, offset + nbytes)
-        return HostPages(self._landings, nbytes, flags=mmap.MAP_SHARED | _MAP_NORESERVE, offset=offset)
+            end = offset + aligned(nbytes, PAGE)
+            if os.fstat(self._landings).st_size < end:
+                os.ftruncate(self._landings, end)
+        return _mapped(self._landings, offset, nbytes)
 
     def words(self, offset: int, *shape: int) -> torch.Tensor:
         """Whole numbers of 64 bits in the memory of landings, from the start of a page on."""
@@ -187,18 +183,6 @@ class SharedMemory:
     def letter(self, number: int, nbytes: int) -> bytes:
         """Reads a letter of so many bytes."""
         return os.pread(self._landings, nbytes, _LETTERS + number * _LETTER)
-
-    def _mapped(self, descriptor: int, offset: int, nbytes: int) -> Region:
-        kinds = mmap.MAP_SHARED, mmap.MAP_PRIVATE
-        shared, private = (HostPages(descriptor, nbytes, flags=kind | _MAP_NORESERVE, offset=offset) for kind in kinds)
-        for pages in (shared, private):
-            # A child would see what the ranks write from then on, in the middle of their updates: it ends instead.
-            pages.keep_from_children()
-        return Region(offset, shared, private)
-
-    def region_bytes(self, offset: int) -> int:
-        """The bytes of a region that is mapped here."""
-        return len(self._regions[offset].shared)
 
     # -- news --------------------------------------------------------------------------------------------------
 
@@ -220,6 +204,10 @@ class SharedMemory:
             yield from map(json.loads, lines.splitlines())
 
 
+def _mapped(descriptor: int, offset: int, nbytes: int, kind: int = mmap.MAP_SHARED) -> HostPages:
+    return HostPages(descriptor, aligned(nbytes, PAGE), flags=kind | _MAP_NORESERVE, offset=offset)
+
+
 def close_all(descriptors: Sequence[int]) -> None:
     """Closes descriptors."""
     for each in descriptors:
@@ -235,9 +223,7 @@ def can_tell_copies() -> bool:
     try:
         file = SharedMemory.made()
         with file.locked():
-            offset, start = file.take(2 * PAGE)
-        region = file.region(offset, 0)
-        assert start == 0
+            region, _ = file.take(2 * PAGE)
         region.private[0] = 1
         region.shared[PAGE] = 2
         seen = region.is_written(0, PAGE), region.is_written(PAGE, PAGE), region.private[PAGE]

@@ -13,17 +13,17 @@ from megatrain.device import is_on_host
 from megatrain.device.host_arena import HostArena
 from megatrain.device.host_pages import HostPages
 from megatrain.errors import OptimizerError
-from megatrain.ranks.shared_memory import Region, SharedMemory, SharedPlace
+from megatrain.ranks.shared_memory import Region, SharedMemory
 from megatrain.runtime.stores.residency import Sent
 from megatrain.tracer.packing import is_wrapper
 
 Optimizer = torch.optim.Optimizer
 
-STATE, LOW = "state", "low"
+STATE, LOW, GRADIENT = "state", "low", "gradient"
 # The latest update that was claimed, by which rank, and the latest that is over; the step of the latest whole gradient,
-# the rank that has it, and where.
-_CLAIMED, _BY, _DONE, _STEP, _AT, _OFFSET = range(6)
-_WORDS = 6
+# and where it is.
+_CLAIMED, _BY, _DONE, _STEP, _OFFSET = range(5)
+_WORDS = 5
 _UPDATES = 1 << 39
 """Where these are in the memory of landings."""
 _FAILED = -1
@@ -33,7 +33,8 @@ class Name(NamedTuple):
     """The name of a tensor.
 
     Attributes:
-        kind: `STATE`, `LOW` (of a master), or the number of an optimizer.
+        kind: `STATE`, `LOW` (of a master), `GRADIENT` (a whole one that isn't where gradients land), or the number of
+            an optimizer.
         key: The parameter or buffer, by its key in the model.
         what: What the optimizer calls it; empty for others.
     """
@@ -51,15 +52,14 @@ class Twin:
         private: What the user's code gets: it sees what any rank writes with `shared`. What this rank writes here stays
             its own, and hides what others write, until it is dropped.
         shared: What updates write.
-        arena: The memory of `private`.
-        start: The first byte there.
+        region: Where the bytes are.
+        start: The first of them there.
     """
 
     private: torch.Tensor
     shared: torch.Tensor
-    arena: HostArena
-    start: int
     region: Region
+    start: int
 
     @property
     def is_written(self) -> bool:
@@ -118,7 +118,6 @@ class SharedStore:
         self.twins: dict[Name, Twin] = {}
         self.number = 0
         self._words: dict[str, torch.Tensor] = {}  # a row for each parameter that has a rank
-        self._arenas: dict[int, HostArena] = {}
         self._optimizers: list[weakref.ref[Optimizer]] = []
 
     def kind_of(self, optimizer: Optimizer) -> str:
@@ -142,9 +141,9 @@ class SharedStore:
                 twin = self.twins.get(name)
                 if twin is None or not twin.fits(tensor):
                     # One without elements has a page, too: moments of a parameter without any are told as all are.
-                    offset, start = self.memory.take(max(tensor.nbytes, tensor.itemsize))
-                    dtype, nbytes = str(tensor.dtype).removeprefix("torch."), self.memory.region_bytes(offset)
-                    place = [offset, nbytes, start, dtype, list(tensor.shape), list(tensor.stride())]
+                    region, start = self.memory.take(max(tensor.nbytes, tensor.itemsize))
+                    dtype, nbytes = str(tensor.dtype).removeprefix("torch."), len(region.shared)
+                    place = (region.offset, nbytes, start, dtype, tuple(tensor.shape), tensor.stride())
                     self.memory.post([*name, *place])
                     twin = self.twins[name] = self._made(*place)
                 if twin.shared.data_ptr() != tensor.data_ptr():
@@ -183,11 +182,12 @@ class SharedStore:
         found: dict[Name, torch.Tensor] = {}
         for key, parameter in parameters.items():
             for what, value in optimizer.state.get(parameter, {}).items():
-                if unshareable(what, value):
+                is_tensor = isinstance(value, torch.Tensor) and not is_wrapper(value) and value.layout == torch.strided
+                if not (is_tensor and is_on_host(value) and isinstance(what, str)):
                     raise OptimizerError(
                         f"the state `{what}` of `{key}` in {type(optimizer).__name__} is no plain tensor on the host.\n"
                         "  Ranks of one host share the optimizer's state, and each updates a part of the parameters.\n"
-                        "  Leave such state out, or train in one process."
+                        "  Leave such state out, or compile without process_group, into DistributedDataParallel."
                     )
                 found[Name(self.kind_of(optimizer), key, what)] = value
         return found
@@ -219,7 +219,6 @@ class SharedStore:
         self, offset: int, nbytes: int, start: int, dtype: str, shape: Iterable[int], stride: Iterable[int]
     ) -> Twin:
         region, kind = self.memory.region(offset, nbytes), getattr(torch, dtype)
-        arena = self._arenas.setdefault(offset, HostArena.over(region.private))
         shape, stride = tuple(shape), tuple(stride)
         end = start + kind.itemsize * max(1, torch.Size(shape).numel())
 
@@ -227,7 +226,7 @@ class SharedStore:
             return bytes_.view(kind).as_strided(shape, stride)
 
         shared = torch.frombuffer(memoryview(region.shared)[start:end], dtype=torch.uint8)
-        return Twin(over(arena.part(start, end)), over(shared), arena, start, region)
+        return Twin(over(region.arena.part(start, end)), over(shared), region, start)
 
     # -- who updates what ------------------------------------------------------------------------------------
 
@@ -280,22 +279,16 @@ class SharedStore:
             if done < self.number
         }
 
-    def show(self, key: str, step: int, owned: SharedPlace) -> None:
-        """Tells all ranks where the whole gradient of a parameter is."""
+    def show(self, key: str, step: int, offset: int) -> None:
+        """Tells all ranks where the rank of a parameter has its whole gradient: in its landings, or -1 for here."""
         with self.memory.locked():
-            self._words[key][_STEP:] = torch.tensor([step, *owned])
+            self._words[key][_STEP:] = torch.tensor([step, offset])
 
-    def shown(self, key: str, step: int) -> SharedPlace | None:
-        """Where the whole gradient of a parameter is; None if no rank has one of this step."""
+    def shown(self, key: str, step: int) -> int | None:
+        """The same; None if there is none of this step."""
         with self.memory.locked():
-            of_step, rank, offset = self._words[key][_STEP:].tolist()
-        return SharedPlace(rank, offset) if of_step == step else None
-
-
-def unshareable(what: object, value: object) -> bool:
-    """Whether a part of a parameter's state in an optimizer can't be shared."""
-    is_plain = isinstance(value, torch.Tensor) and not is_wrapper(value) and value.layout == torch.strided
-    return not (is_plain and isinstance(what, str) and is_on_host(value))
+            of_step, offset = self._words[key][_STEP:].tolist()
+        return offset if of_step == step else None
 
 
 def _place(tensor: torch.Tensor) -> tuple[Any, ...]:

@@ -105,7 +105,7 @@ class Sharing:
         sent = {} if engine.device.can_bind else self._store.sent(moved)
         engine.bus.lock(list({id(each.arena): each.arena for each in sent.values()}.values()))
         with masters.moving():
-            engine.store.move({k: StorePlace(t.arena, t.start, t.private) for k, t in moved.items()}, sent)
+            engine.store.move({k: StorePlace(t.region.arena, t.start, t.private) for k, t in moved.items()}, sent)
             masters.take_lows({k: twins[Name(LOW, k)].shared for k in moved if Name(LOW, k) in twins})
 
 

@@ -24,13 +24,11 @@ class Exchange:
     `megatrain.ranks.rank_exchange` has the one of several processes.
 
     Attributes:
-        shares: Others update parts of the state that this process reads.
         broken: Why no step can follow; None as long as one can.
     """
 
     is_alone = True
     rank = 0
-    shares = False
     broken: str | None = None
 
     # -- gradients -------------------------------------------------------------------------------------------
@@ -64,7 +62,7 @@ class Exchange:
 
     def updating(
         self, held: Collection[torch.Tensor], gradients: Mapping[torch.Tensor, torch.Tensor], *, takes_over: bool
-    ) -> AbstractContextManager[Mapping[torch.Tensor, torch.Tensor] | None]:
+    ) -> AbstractContextManager[Mapping[torch.Tensor, torch.Tensor]]:
         """Updates parameters in the body.
 
         Args:
@@ -73,10 +71,10 @@ class Exchange:
             takes_over: Other processes' parts as well, unless they have begun.
 
         Yields:
-            The gradients of the parameters that are to be updated here, and of no others; None for all.
+            The gradients of the parameters that are to be updated here, and of no others.
         """
-        del held, gradients, takes_over
-        return nullcontext()
+        del held, takes_over
+        return nullcontext(gradients)
 
     def wait(self, held: Collection[torch.Tensor], go_on: Callable[[], object], *, gives_up: bool) -> bool:
         """Waits until all processes have updated their parts of some parameters.

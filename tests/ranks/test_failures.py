@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 import megatrain
+from megatrain.optim import per_parameter
 from megatrain.optim.block_update import MasterStep
 from megatrain.ranks import processes, rank_exchange
 from megatrain.runtime.streams.stream_set import Chaos
@@ -94,6 +95,24 @@ def dying(rank: int, when: str) -> str:
     return refused(lambda: step(case.batches(1)[rank]))
 
 
+class Counted(torch.optim.SGD):
+    """Its state has a number of Python for each parameter."""
+
+    def step(self, closure: Any = None) -> None:
+        super().step()
+        for parameter in self.param_groups[0]["params"]:
+            self.state[parameter]["count"] = 1 + self.state[parameter].get("count", 0)
+
+
+def counting(rank: int, is_known: bool) -> str:
+    """Trains with it."""
+    if is_known:
+        per_parameter.register(Counted)
+    compiled = megatrain.compile(model := seeded_stack(4), device="cpu", process_group=dist.group.WORLD)
+    step = megatrain.TrainStep(compiled, Counted(model.parameters(), lr=0.1), loss=square)
+    return refused(lambda: step(stack_batch(rank, 2)))
+
+
 def impossible(rank: int) -> list[str]:
     group = dist.group.WORLD
     compiled, _, step = begin(CASE, group)
@@ -107,6 +126,7 @@ def impossible(rank: int) -> list[str]:
     _, hooked, watched = begin(CASE, group)
     hooked.register_step_post_hook(lambda *_: None)
     inductor = {"kernels": "inductor", "process_group": group}
+    rounded = {"precision": "bf16", "masters": "rounded", "process_group": group}
 
     def on_two_hosts() -> None:
         usual = processes.SharedMemory.opened
@@ -126,6 +146,8 @@ def impossible(rank: int) -> list[str]:
         refused(lambda: writes(stack_batch(rank, 2))),
         refused(lambda: watched([given])),
         refused(lambda: megatrain.compile(seeded_stack(1), device="cpu", **inductor)),
+        refused(lambda: megatrain.compile(seeded_stack(1), device="cpu", **rounded)),
+        counting(rank, is_known=False),
         refused(on_two_hosts),
     ]
 
@@ -269,10 +291,18 @@ def test_what_several_ranks_cannot_do_is_refused_by_name(three: Processes):
         "ExecuteError: the forward writes the buffer `1.running_mean`, which can't be trained by several ranks.",
         "ExecuteError: a hook on the optimizer's step would see the gradients of this rank's part alone.",
         'OptionError: process_group= has 3 ranks, but kernels="inductor".',
+        'OptionError: process_group= has 3 ranks, but masters="rounded".',
+        "OptimizerError: Counted may look at all parameters at once, and ranks divide the updates among them.",
         "RanksError: the 3 ranks share no memory: they are on several hosts, or the system has none to share.",
     )
     for found in three.run(impossible):
         assert [text.partition("\n")[0] for text in found] == list(texts)
+
+
+@pytest.mark.nightly
+def test_state_that_ranks_cannot_share_ends_the_first_step_with_its_name(three: Processes):
+    for text in three.run(counting, True):
+        assert re.search(r"OptimizerError: the state `count` of `.*` in Counted is no plain tensor on the host\.", text)
 
 
 @pytest.mark.nightly

@@ -308,7 +308,8 @@ class Compiled:
             check_device(arguments, self.options.device)
             with naming_inputs(self.model, arguments.tensors):
                 variant, tensors = self._run(arguments, padded)
-            note_apart(self, tensors)
+            if not self.has_group:
+                note_apart(self.model, tensors)
             variant.traced.leave(tensors, own.tensors)
         result, returned = variant.traced.result(padded.cut(tensors), own.tensors), variant.traced.returned_argument
         return result if returned is None else returned.put(args, kwargs, result)
