@@ -1,4 +1,10 @@
-"""Parts: which of several ranks updates which parameters, in memory that all of them share."""
+"""Parts: the state that ranks share, what of it each has written between steps, and what each updates in a step.
+
+Before the first step each rank has the model in memory of its own. Once ranks have found the same values, the first
+one copies them to memory that all share, and the others let go of theirs. From then on the
+user's code of each rank still writes on its own (`Twin`). What it wrote between two steps is found here, must be the
+same on all ranks, and is then given to all by the first one.
+"""
 
 from __future__ import annotations
 
@@ -11,15 +17,20 @@ from torch.autograd.graph import increment_version
 
 from megatrain.base.host_limits import return_free_memory
 from megatrain.errors import ExecuteError
-from megatrain.optim.masters.registry import Masters
+from megatrain.files import Source
 from megatrain.optim.proxy import Optimizer
+from megatrain.ranks.facts import Trained, digest_text
 from megatrain.ranks.landings import Landings
-from megatrain.ranks.processes import Ranks
-from megatrain.ranks.shared_store import GRADIENT, STATE, Name, SharedStore, Twin
+from megatrain.ranks.processes import Ranks, refuse_difference
+from megatrain.ranks.shared_store import GRADIENT, LOW, STATE, Name, Twin
+from megatrain.runtime.stores.residency import StorePlace
+
+Changed = Mapping[str, str]
+"""What isn't shared yet, or was written by this rank's user: a text of its value, by its name."""
 
 
 class Parts:
-    """The part of the updates that this rank makes, and those of the other ranks.
+    """What ranks share, and the part of the updates that this rank makes.
 
     Each parameter has one rank that updates it. A rank that completes due updates on its own, because the user's code
     looks at them, also makes those of others: the rank that first claims a parameter updates it, and all others wait.
@@ -29,25 +40,97 @@ class Parts:
 
     Args:
         ranks: All of them.
-        store: What they share.
+        compiled: The model.
         optimizers: In the order of their steps.
-        masters: Of the parameters.
     """
 
-    def __init__(self, ranks: Ranks, store: SharedStore, optimizers: Sequence[Optimizer], masters: Masters):
-        self._ranks, self._store, self._masters = ranks, store, masters
-        self._kinds = {store.kind_of(optimizer): optimizer for optimizer in optimizers}
-        self._keys: dict[torch.Tensor, str] = {}
+    def __init__(self, ranks: Ranks, compiled: Trained, optimizers: Sequence[Optimizer]):
+        self._ranks, self._store = ranks, ranks.store
+        self._compiled, self._masters = compiled, compiled.masters
+        self._kinds = {self._store.kind_of(optimizer): optimizer for optimizer in optimizers}
         self._parameters: dict[str, torch.Tensor] = {}
+        self._keys: dict[torch.Tensor, str] = {}
+        self._new: dict[Name, torch.Tensor] = {}
+        self._written: list[Name] = []
+        self._gone: list[Name] = []
         self._updated: set[torch.Tensor] = set()
         self._process = os.getpid()
         self._using = 0
 
-    def know(self, parameters: Mapping[str, torch.Tensor], blocks: Iterable[Iterable[str]]) -> None:
-        """Notes the model's parameters by key, and gives those of blocks that have no rank yet to one."""
-        self._parameters = dict(parameters)
-        self._keys = {parameter: key for key, parameter in parameters.items()}
-        self._store.deal({key: parameters[key].nbytes for key in block} for block in blocks)
+    # -- before a step -------------------------------------------------------------------------------------
+
+    def changed(self) -> Changed:
+        """Finds what this rank has to share.
+
+        Raises:
+            OptimizerError: If an optimizer has state that can't be shared.
+        """
+        engine, twins = self._compiled.engine, self._store.twins
+        engine.refresh()
+        assert engine.store is not None
+        if not all(key in engine.store.residencies for key in engine.tensors):
+            engine.adopt_state()
+        self._parameters = {key: t for key, t in engine.tensors.items() if isinstance(t, torch.nn.Parameter)}
+        self._keys = {parameter: key for key, parameter in self._parameters.items()}
+        now = {Name(STATE, key): residency.view for key, residency in engine.store.residencies.items()}
+        for optimizer in self._kinds.values():
+            now |= self._store.moments(optimizer, self._parameters)
+        now = {name: tensor for name, tensor in now.items() if tensor.numel()}
+        self._new = {name: tensor for name, tensor in now.items() if not self._store.holds(name, tensor)}
+        self._written = [name for name in now if name not in self._new and twins[name].has_changed]
+        self._gone = [n for n, twin in twins.items() if n.kind in self._kinds and n not in now and twin.private.numel()]
+        for name in self._written:
+            if name.kind == STATE:
+                # Now, so that no rank does that once others go on to updates.
+                self._masters.settle(engine.tensors[name.key])
+        found = {self._text(name): digest_text(Source.of(now[name].detach())) for name in (*self._new, *self._written)}
+        return {**found, **{self._text(name): "gone" for name in self._gone}}
+
+    def _text(self, name: Name) -> str:
+        of = "" if name.kind == STATE else f" of `{name.key}` in optimizer {[*self._kinds].index(name.kind)}"
+        return f"the value of `{name.what or name.key}`{of}"
+
+    def share(self, meet: Callable[[], object]) -> None:
+        """Shares it; all ranks call this at the same time.
+
+        Args:
+            meet: Waits until all ranks have called it.
+        """
+        store, masters = self._store, self._masters
+        fresh = {name.key for name in self._new if name.kind == STATE}
+        if fresh:
+            masters.find()
+        if store.rank == 0:  # it writes for all of them
+            for name in self._written:
+                store.twins[name].take_in()
+            lows = masters.lows() if fresh else {}
+            store.place({**self._new, **{Name(LOW, key): lows[key] for key in lows.keys() & fresh}})
+        meet()
+        store.hear(self._parameters)
+        for name in (*self._new, *self._written):
+            store.twins[name].drop()
+            if name.kind != STATE:
+                self._kinds[name.kind].state[self._parameters[name.key]][name.what] = store.twins[name].private
+        for name in self._gone:
+            del store.twins[name]
+        if fresh:
+            self._move({key: store.twins[Name(STATE, key)] for key in fresh})
+
+    def _move(self, moved: Mapping[str, Twin]) -> None:
+        """Has the model where ranks share it."""
+        engine, masters, twins = self._compiled.engine, self._masters, self._store.twins
+        assert engine.store is not None
+        sent = {} if engine.device.can_bind else self._store.sent(moved)
+        engine.bus.lock(list({id(each.arena): each.arena for each in sent.values()}.values()))
+        with masters.moving():
+            engine.store.move({k: StorePlace(t.region.arena, t.start, t.private) for k, t in moved.items()}, sent)
+            masters.take_lows({k: twins[Name(LOW, k)].shared for k in moved if Name(LOW, k) in twins})
+
+    def know(self, blocks: Iterable[Iterable[str]]) -> None:
+        """Gives the parameters whose gradients are whole with each block to ranks, unless they have one."""
+        self._store.deal({key: self._parameters[key].nbytes for key in block} for block in blocks)
+
+    # -- updates -------------------------------------------------------------------------------------------
 
     def is_mine(self, key: str) -> bool:
         """Whether this rank updates a parameter."""
@@ -185,3 +268,19 @@ class Parts:
             self._store.place_moments(optimizer, {self._keys[p]: p for p in parameters})
         if len(self._store.twins) > num_twins:
             return_free_memory()  # between new moments that stay others are gone
+
+
+def check_changed(words: Sequence[Changed]) -> bool:
+    """Tells whether there is something to share, once it is the same on all ranks.
+
+    Raises:
+        RanksError: Naming what isn't.
+    """
+    refuse_difference(
+        words,
+        "Code that writes parameters, buffers or an optimizer's state between two steps must do the same on\n"
+        "  each rank, although ranks of one host share the memory.\n"
+        "  Write on all ranks, then take the step.",
+        nothing="as it was",
+    )
+    return any(words)

@@ -140,7 +140,7 @@ def _settings(compiled: Trained, optimizers: Sequence[Optimizer]) -> Facts:
 
 def values_of(compiled: Trained) -> Facts:
     """What an update reads besides what ranks share: which parameters are trained, and digests of low halves."""
-    found = {f"the value of `{name}`": _source_digest(source) for name, source in compiled.masters.sources().items()}
+    found = {f"the value of `{name}`": digest_text(source) for name, source in compiled.masters.sources().items()}
     flags = {f"whether `{n}` is trained": str(p.requires_grad) for n, p in nn.Module.named_parameters(compiled.model)}
     return found | flags
 
@@ -149,25 +149,17 @@ def _value(value: Any) -> str:
     if isinstance(value, torch.Tensor):
         if (reason := obstacle(value)) is not None:
             return f"a tensor that {reason}"
-        return repr(value.item()) if value.numel() == 1 else _source_digest(Source.of(value))
+        return repr(value.item()) if value.numel() == 1 else digest_text(Source.of(value))
     if isinstance(value, list | tuple):
         return f"({', '.join(map(_value, value))})"  # pyright: ignore[reportUnknownArgumentType]
     # Texts of other objects may have addresses.
     return repr(value) if isinstance(value, bool | int | float | complex | str | None) else type(value).__qualname__
 
 
-def digest_text(value: torch.Tensor) -> str:
+def digest_text(source: Source) -> str:
     """A text that is the same for the same values only."""
-    return _source_digest(Source.of(value.detach()))
-
-
-def _source_digest(source: Source) -> str:
     digest = Digest()
     for piece in source.pieces():
         digest.begin(bytes_of(piece))
         digest.wait()
-    return f"{_text(source.spec)} with the digest {digest.finish()[:16]}"
-
-
-def _text(spec: TensorSpec) -> str:
-    return str(TensorSpec(spec.shape, spec.dtype))
+    return f"{TensorSpec(source.spec.shape, source.spec.dtype)} with the digest {digest.finish()[:16]}"

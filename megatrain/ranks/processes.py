@@ -84,56 +84,6 @@ class NoCollectives(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def meet(ranks: Ranks, at: str, word: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Tells all ranks something, and hears what they tell, by rank.
-
-    Args:
-        ranks: Those that meet.
-        at: The call in which this rank is, in words.
-        word: Numbers, texts, lists and dictionaries. A rank that can't go on tells `failed`.
-
-    Raises:
-        RanksError: If another rank failed, or is in another call.
-    """
-    words = ranks.exchange({"at": at, **word})
-    check_words(ranks, words)
-    return words
-
-
-def check_words(ranks: Ranks, words: Sequence[Mapping[str, Any]]) -> None:
-    """Looks whether all ranks have met in one call, and can go on.
-
-    Raises:
-        RanksError: If not.
-    """
-    for rank, other in enumerate(words):
-        if rank != ranks.rank and "failed" in other:
-            raise RanksError(f"rank {rank} failed before the step: {other['failed']}")
-    if len({other["at"] for other in words}) > 1:
-        places = ", ".join(f"rank {rank} in {other['at']}" for rank, other in enumerate(words))
-        raise RanksError(
-            f"the ranks are in different calls: {places}.\n"
-            "  All ranks make the same calls in the same order: steps and save().\n"
-            "  Make this call on each rank: no rank writes a checkpoint or prepares a step for the others."
-        )
-
-
-def compare(ranks: Ranks, at: str, facts: Mapping[str, object], way_out: str) -> None:
-    """Looks whether plain values are the same on all ranks, which all meet here.
-
-    Args:
-        ranks: See `meet`.
-        at: See `meet`.
-        facts: What must not differ, by its name in words.
-        way_out: What the user can do about a difference.
-
-    Raises:
-        RanksError: Naming the first difference: the same on each rank.
-    """
-    words = meet(ranks, at, {"facts": {name: str(value) for name, value in facts.items()}})
-    refuse_difference([word["facts"] for word in words], way_out)
-
-
 def refuse_difference(told: Sequence[Mapping[str, str]], way_out: str, *, nothing: str = "nothing") -> None:
     """Refuses values that differ between ranks: all of them say the same.
 
@@ -214,11 +164,6 @@ class Ranks:
             raise RanksError(f"the store of the process group can't be reached.\n  {_GONE}") from error
         self.store = SharedStore(self.memory, self.rank, self.size)
         self._board = self.memory.words(0, self.size, PAGE // 8)
-
-    @staticmethod
-    def of(group: ProcessGroup | None) -> Ranks | None:
-        """The ranks of a group; None for a process that trains alone."""
-        return None if group is None or group.size() == 1 else Ranks(group)
 
     def _shared_memory(self, store: Any) -> SharedMemory:
         """Memory that all ranks map; all of them call this at the same time."""
@@ -306,6 +251,38 @@ class Ranks:
         self.wait_until(lambda: int(met.min()) >= number, lambda: None)
         letters = enumerate(lengths.tolist())
         return [json.loads(self.memory.letter(2 * rank + which, nbytes)) for rank, nbytes in letters]
+
+    def meet(self, at: str, word: Mapping[str, Any]) -> list[dict[str, Any]]:
+        """Tells all ranks something, and hears what they tell, by rank.
+
+        Args:
+            at: The call in which this rank is, in words.
+            word: Numbers, texts, lists and dictionaries. A rank that can't go on tells `failed`.
+
+        Raises:
+            RanksError: If another rank failed, or is in another call.
+        """
+        words = self.exchange({"at": at, **word})
+        for rank, other in enumerate(words):
+            if rank != self.rank and "failed" in other:
+                raise RanksError(f"rank {rank} failed before the step: {other['failed']}")
+        if len({other["at"] for other in words}) > 1:
+            places = ", ".join(f"rank {rank} in {other['at']}" for rank, other in enumerate(words))
+            raise RanksError(
+                f"the ranks are in different calls: {places}.\n"
+                "  All ranks make the same calls in the same order: steps and save().\n"
+                "  Make this call on each rank: no rank writes a checkpoint or prepares a step for the others."
+            )
+        return words
+
+    def compare(self, at: str, facts: Mapping[str, object], way_out: str) -> None:
+        """Looks whether plain values, by their name in words, are the same on all ranks, which all meet here.
+
+        Raises:
+            RanksError: Naming the first difference, and the way out: the same on each rank.
+        """
+        words = self.meet(at, {"facts": {name: str(value) for name, value in facts.items()}})
+        refuse_difference([word["facts"] for word in words], way_out)
 
     def wait_until(self, is_over: Callable[[], bool], go_on: Callable[[], object]) -> None:
         """Returns once something of other ranks is over.

@@ -17,12 +17,11 @@ from megatrain.extending import register_op
 from megatrain.files.disk import digest_of
 from megatrain.optim.proxy import Optimizer
 from megatrain.passes.program import Program
-from megatrain.ranks.division import Parts
+from megatrain.ranks.division import Parts, check_changed
 from megatrain.ranks.facts import Facts, Trained, check_supported, facts_of, values_of
 from megatrain.ranks.landings import Landings, blocks_text
 from megatrain.ranks.ops import TOTAL, WHOLE, check_totals, check_whole, with_others
-from megatrain.ranks.processes import NoCollectives, Ranks, meet, refuse_difference, words_of
-from megatrain.ranks.sharing import Sharing, check_changed
+from megatrain.ranks.processes import NoCollectives, Ranks, words_of
 from megatrain.runtime.exchange import Exchange, Word
 from megatrain.runtime.gradients import Landed
 from megatrain.runtime.operations import Operations, Run
@@ -38,6 +37,10 @@ _OWN = (
 _ALIKE = (
     "Ranks that train together have the same model, values, optimizer and options.\n"
     "  Build all alike on each rank: call torch.manual_seed first, or load the same checkpoint."
+)
+_BROKEN = (
+    "the ranks are no longer at the same step, because one of them failed in the middle of one.\n  {}\n"
+    "  Start all ranks again, and load the latest checkpoint."
 )
 # A step that hasn't met the others yet; one whose forward runs, so that it may run again; and one that all take.
 _ALONE, _MET, _VOTED = "alone", "met", "voted"
@@ -62,9 +65,7 @@ class RankExchange(Exchange):
     def __init__(self, ranks: Ranks, compiled: Trained, optimizers: Sequence[Optimizer]):
         self._ranks, self._compiled, self._optimizers = ranks, compiled, optimizers
         self.rank = ranks.rank
-        self._parts = Parts(ranks, ranks.store, optimizers, compiled.masters)
-        self._sharing = Sharing(compiled, optimizers, ranks.store)
-        self._landings: Landings | None = None
+        self._parts = Parts(ranks, compiled, optimizers)
         self._keeps = self._has_landed = self._is_compared = self._has_room = False
         self._stage, self._blocks = _ALONE, ""
 
@@ -76,14 +77,8 @@ class RankExchange(Exchange):
 
     def landing(self, bus: Bus) -> Landings:
         """See `Exchange`."""
-        if self._landings is None:
-            self._landings = Landings(self._ranks, bus)
-        return self._landings
-
-    @property
-    def _here(self) -> Landings:
-        assert self._landings is not None
-        return self._landings
+        self._here = Landings(self._ranks, bus)
+        return self._here
 
     def land(self, block: int, where: Bytes | None, landed: Sequence[Landed]) -> Sequence[Landed] | None:
         """See `Exchange`."""
@@ -136,11 +131,7 @@ class RankExchange(Exchange):
 
     @contextmanager
     def taking(self, at: str = "a step") -> Generator[None]:
-        """See `Exchange`. If it fails here, the others hear why; if it fails there, this rank stops too.
-
-        Raises:
-            RanksError: If another rank failed, or differs.
-        """
+        """See `Exchange`. If it fails here, the others hear why; if it fails there, this rank stops too."""
         self._stage = _ALONE
         try:
             yield
@@ -163,28 +154,18 @@ class RankExchange(Exchange):
             return
         if found is None:
             self._ranks.announce(words_of(error))
-        self.broken = _broken(error)
+        self.broken = _BROKEN.format(words_of(error))
         if found is not None and found is not error:
             raise found from error
 
     def tell(self, at: str, word: Word) -> list[Word]:
-        """See `Exchange`.
-
-        Raises:
-            RanksError: If another rank failed, or is elsewhere.
-        """
-        return meet(self._ranks, at, word)
+        """See `Exchange`."""
+        return self._ranks.meet(at, word)
 
     def agree(
         self, programs: Sequence[Program], schedule: Schedule, facts: Mapping[str, object], word: Word
     ) -> list[Word]:
-        """See `Exchange`.
-
-        Raises:
-            RanksError: If the ranks differ.
-            ExecuteError: If the model is one that several ranks can't train.
-            OptimizerError: If ranks can't divide an optimizer's updates, or share its state.
-        """
+        """See `Exchange`."""
         program, told = programs[0], list[Word]()
         blocks = blocks_text(program)
         if self._stage == _ALONE:
@@ -203,11 +184,9 @@ class RankExchange(Exchange):
         self._keeps = schedule.kind.updates not in ("overlap", "serial")
         self._has_landed = False
         self._here.begin(program, lands=bool(schedule.places))
-        engine = self._compiled.engine
-        parameters = {k: t for k, t in engine.tensors.items() if isinstance(t, torch.nn.Parameter)}
         entries = [[program.state[key].owner for key in block.binding if program.state[key].requires_grad]
                    for block in program.blocks]  # fmt: skip
-        self._parts.know(parameters, entries)
+        self._parts.know(entries)
         return told
 
     def _meet(
@@ -218,23 +197,18 @@ class RankExchange(Exchange):
         compared = {**blocks, **facts_of(self._compiled, self._optimizers, rules)}
         if not self._is_compared:
             compared |= values_of(self._compiled)
-        changed = self._sharing.changed()
+        changed = self._parts.changed()
         own = {"digest": _digest(compared), "changed": changed, "count": self._ranks.count}
         words = self.tell("a step", {**word, **own})
         if len({each["digest"] for each in words}) > 1:
-            refuse_difference([each["facts"] for each in self.tell("a step", {"facts": compared})], _ALIKE)
+            self._ranks.compare("a step", compared, _ALIKE)
         if check_changed([each["changed"] for each in words]):
-            self._sharing.share(lambda: self.tell("a step", {}))
+            self._parts.share(lambda: self.tell("a step", {}))
         self._is_compared = True
         return words
 
     def check_room(self, schedule: Schedule, room: Callable[[], tuple[Mapping[str, int], int]]) -> None:
-        """See `Exchange`. Each rank by itself would find that its own part fits; the system would end processes later.
-
-        Raises:
-            ExecuteError: If the ranks need more than there is.
-            RanksError: If another rank fails.
-        """
+        """See `Exchange`. Each rank by itself would find that its part fits; the system would end processes later."""
         if self._has_room:
             return
         landings = sum(block.landing_bytes for block in schedule.known_workload().blocks if block.has_backward)
@@ -246,8 +220,7 @@ class RankExchange(Exchange):
         shared = max(int(word["shared"]) for word in words)
         each, held_by_all = ([int(word[name]) for word in words] for name in ("own", "held"))
         needed = shared + sum(each)
-        is_shared = bool(self._ranks.store.twins)
-        available = available_bytes() + (max(held_by_all) if is_shared else sum(held_by_all))
+        available = available_bytes() + max(held_by_all)
         if needed > available:
             raise ExecuteError(
                 f"{counted(self._ranks.size, 'rank')} of one host need {format_bytes(needed)} of its memory, "
@@ -260,11 +233,7 @@ class RankExchange(Exchange):
         self._has_room = True
 
     def vote(self) -> None:
-        """See `Exchange`.
-
-        Raises:
-            RanksError: If one failed.
-        """
+        """See `Exchange`."""
         if self._stage == _MET:
             self.tell("a step", {})
             self._stage = _VOTED
@@ -274,11 +243,7 @@ class RankExchange(Exchange):
         return not self._has_landed
 
     def watching_loss(self) -> AbstractContextManager[object]:
-        """See `Exchange`.
-
-        Raises:
-            ExecuteError: If it waits for other ranks.
-        """
+        """See `Exchange`."""
         return NoCollectives()
 
     def losses(self, losses: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
@@ -290,34 +255,17 @@ class RankExchange(Exchange):
     # -- between steps ---------------------------------------------------------------------------------------
 
     def check_written(self, at: str) -> None:
-        """See `Exchange`.
-
-        Raises:
-            RanksError: Naming what isn't the same on all.
-        """
-        told = self.tell(at, {"changed": self._sharing.changed() if self._is_compared else {}})
+        """See `Exchange`."""
+        told = self.tell(at, {"changed": self._parts.changed() if self._is_compared else {}})
         check_changed([word["changed"] for word in told])
 
     def refuse(self, what: str, way_out: str) -> None:
-        """See `Exchange`.
-
-        Raises:
-            ExecuteError: Always.
-        """
+        """See `Exchange`."""
         raise ExecuteError(
             f"{what} isn't possible with a process_group of {self._ranks.size} ranks.\n"
             "  Ranks wait for each other in one order, which it would change.\n"
             f"  {way_out}"
         )
-
-
-def _broken(error: BaseException) -> str:
-    """Why no step can follow one that failed here, and that others have begun."""
-    return (
-        "the ranks are no longer at the same step, because one of them failed in the middle of one.\n"
-        f"  {words_of(error)}\n"
-        "  Start all ranks again, and load the latest checkpoint."
-    )
 
 
 def _other_rank(error: BaseException) -> RanksError | None:

@@ -54,7 +54,7 @@ class Region:
 
     def is_written(self, start: int, nbytes: int) -> bool:
         """Whether this process has written any of these bytes in the private mapping."""
-        return _has_copies(_address(self.private) + start, nbytes)
+        return _has_copies(self.arena.tensor.data_ptr() + start, nbytes)
 
     def drop(self, start: int, nbytes: int) -> None:
         """Drops this process's copies of these bytes, which begin a page: the private mapping is as the shared one."""
@@ -212,10 +212,6 @@ def close_all(descriptors: Sequence[int]) -> None:
     """Closes descriptors."""
     for each in descriptors:
         os.close(each)
-
-
-def _address(pages: HostPages) -> int:
-    return torch.frombuffer(pages, dtype=torch.uint8, count=1).data_ptr()
 
 
 def can_tell_copies() -> bool:

@@ -11,7 +11,6 @@ import torch
 
 from megatrain.device import is_on_host
 from megatrain.device.host_arena import HostArena
-from megatrain.device.host_pages import HostPages
 from megatrain.errors import OptimizerError
 from megatrain.ranks.shared_memory import Region, SharedMemory
 from megatrain.runtime.stores.residency import Sent
@@ -71,14 +70,11 @@ class Twin:
         """Whether this rank has written other values into `private` than are there; what is the same is dropped."""
         if not self.is_written:
             return False
-        mine, all_see = (self._bytes(pages) for pages in (self.region.private, self.region.shared))
-        if torch.equal(mine, all_see):
+        part: Any = {"dtype": torch.uint8, "count": self.private.nbytes, "offset": self.start}
+        is_same = torch.equal(*(torch.frombuffer(pages, **part) for pages in (self.region.private, self.region.shared)))
+        if is_same:
             self.drop()
-            return False
-        return True
-
-    def _bytes(self, pages: HostPages) -> torch.Tensor:
-        return torch.frombuffer(pages, dtype=torch.uint8, count=self.private.nbytes, offset=self.start)
+        return not is_same
 
     def take_in(self) -> None:
         """Gives all ranks what this rank has written into `private`."""

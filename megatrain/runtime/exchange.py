@@ -21,7 +21,9 @@ Word = dict[str, Any]
 class Exchange:
     """What a training step asks of other processes that train the same model; this one has none.
 
-    `megatrain.ranks.rank_exchange` has the one of several processes.
+    `megatrain.ranks.rank_exchange` has the one of several processes. There whatever waits for others may raise a
+    `RanksError` that names one that failed, is elsewhere or differs; and `agree`, `check_room` and `refuse` an error of
+    a model, an optimizer or a call that several processes can't have.
 
     Attributes:
         broken: Why no step can follow; None as long as one can.

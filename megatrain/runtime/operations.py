@@ -51,8 +51,7 @@ class Operations:
         self.instructions, self.arena = instructions, arena
         self.runners = [runner for each in loaded for runner in each.runners]
         assert engine.store is not None
-        first = loaded[0]
-        self.slots = Slots(first.images, engine.store, engine.arena, first.program, schedule)
+        self.slots = Slots(loaded[0].images, engine.store, engine.arena, loaded[0].program, schedule)
         all_ = self.instructions.all
         self._offloads = {each.op.block: each.position for each in all_ if each.op.what == "G"}
         self._there = frozenset(schedule.device_updates)
@@ -63,12 +62,12 @@ class Operations:
     @cached_property
     def gradients(self) -> GradientBuffer:
         """Collects the gradients of backwards; made for the first one, which many schedules never have."""
-        loaded, engine, nbytes = self.loaded[0], self.engine, self.instructions.landing_bytes
-        parts, places = loaded.facts.parts, None  # gradients that are made on the host stay there
+        first, engine, nbytes = self.loaded[0], self.engine, self.instructions.landing_bytes
+        parts, places = first.facts.parts, None  # gradients that are made on the host stay there
         if self.arena is not None:
-            places = StepPlaces(nbytes, loaded.program, self.arena)
+            places = StepPlaces(nbytes, first.program, self.arena)
         elif not engine.device.can_bind:
-            places = CallPlaces(loaded.program, loaded.facts.trained, parts, engine.gradients, nbytes)
+            places = CallPlaces(first.program, first.facts.trained, parts, engine.gradients, nbytes)
         return GradientBuffer(lambda key: engine.tensors[key], engine.bus, parts=parts, places=places)
 
     @cached_property

@@ -47,7 +47,7 @@ FAULTS: list[Fault] = [
     ),
     Fault(
         "what a rank alone has written is taken for what all have",
-        "ranks/sharing.py",
+        "ranks/division.py",
         "if name not in self._new and twins[name].has_changed]",
         "if False]",
         (f"{_SHARING}::test_what_one_rank_alone_writes_is_refused_and_named",),

@@ -66,7 +66,8 @@ class Compiled:
         self, model: nn.Module, options: Limits, chaos: Chaos | None, recording: Recording | None, group: Group
     ):
         self.model = model
-        self.ranks, self.has_group = Ranks.of(group), group is not None
+        self.has_group = group is not None
+        self.ranks = None if group is None or group.size() == 1 else Ranks(group)
         self.options = options
         self._chaos, self._recording = chaos, recording
         self._masters = masters_of(model, options.master_kind)
