@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 import os
 import select
-import sys
 import time
+import traceback
 import warnings
 import weakref
 from collections import Counter
@@ -355,7 +355,9 @@ def note_apart(model: nn.Module, results: Sequence[torch.Tensor]) -> None:
     """
     if model in _said or not others_here():
         return
-    if any(tensor.requires_grad for tensor in results) and not _is_in_data_parallel():
+    # Nothing public says that a module in `DistributedDataParallel` makes this call, but the calling code.
+    callers = (frame.f_globals.get("__name__") for frame, _ in traceback.walk_stack(None))
+    if any(tensor.requires_grad for tensor in results) and DistributedDataParallel.__module__ not in callers:
         _said.add(model)
         warnings.warn(
             f"loss.backward() leaves the gradients of this process alone, and torch.distributed has {others_here()} "
@@ -366,13 +368,3 @@ def note_apart(model: nn.Module, results: Sequence[torch.Tensor]) -> None:
             ApartWarning,
             stacklevel=4,
         )
-
-
-def _is_in_data_parallel() -> bool:
-    """Whether a module in `DistributedDataParallel` makes this call: nothing public says so but the calling code."""
-    frame = sys._getframe()
-    while frame is not None:
-        if frame.f_globals.get("__name__") == DistributedDataParallel.__module__:
-            return True
-        frame = frame.f_back
-    return False
