@@ -192,10 +192,10 @@ class Parts:
             finally:
                 self._take_back(chosen)
         except BaseException:
-            self._store.give_back(claimed)
+            self._store.end(claimed, has_failed=True)
             raise
         self._updated |= chosen.keys()
-        self._store.finish(claimed)
+        self._store.end(claimed, has_failed=False)
 
     def _gradient(self, parameter: torch.Tensor, offset: int, landings: Landings) -> torch.Tensor:
         """The whole gradient of another rank's parameter, where that rank has it."""

@@ -253,17 +253,12 @@ class SharedStore:
                     found.append(key)
         return found
 
-    def finish(self, keys: Iterable[str]) -> None:
-        """Tells all ranks that parameters claimed by this rank are updated."""
+    def end(self, keys: Iterable[str], *, has_failed: bool) -> None:
+        """Tells all ranks that parameters claimed by this rank are updated, or that this failed and left no trace."""
+        what, told = (_BY, _FAILED) if has_failed else (_DONE, self.number)
         with self.memory.locked():
             for key in keys:
-                self._words[key][_DONE] = self.number
-
-    def give_back(self, keys: Iterable[str]) -> None:
-        """Tells all ranks that the update of parameters claimed by this rank has failed, and left no trace."""
-        with self.memory.locked():
-            for key in keys:
-                self._words[key][_BY] = _FAILED
+                self._words[key][what] = told
 
     def left(self, keys: Iterable[str]) -> dict[str, bool]:
         """Which parameters aren't updated yet, and whether the rank that claimed each has failed to."""

@@ -46,6 +46,20 @@ FAULTS: list[Fault] = [
         (f"{_SHARING}::test_ranks_wait_for_a_slow_update_of_another",),
     ),
     Fault(
+        "who takes over an update has no gradient of a sum over parts",
+        "ranks/division.py",
+        "            return self._store.twins[Name(GRADIENT, key)].shared\n",
+        "            return torch.zeros_like(parameter)\n",
+        (_BITS, _DRAWN),
+    ),
+    Fault(
+        "memory of another process is taken for that of rank 0",
+        "ranks/shared_memory.py",
+        "if found._token != token:",
+        "if False:",
+        (f"{_FAILURES}::test_what_several_ranks_cannot_do_is_refused_by_name",),
+    ),
+    Fault(
         "what a rank alone has written is taken for what all have",
         "ranks/division.py",
         "if name not in self._new and twins[name].has_changed]",
