@@ -27,8 +27,8 @@ FAULTS: list[Fault] = [
     Fault(
         "gradients are added in another order than that of ranks",
         "ranks/landings.py",
-        "            terms = [self._flat(layout, number, rank, block) for rank in there]\n",
-        "            terms = [self._flat(layout, number, rank, block) for rank in there[::-1]]\n",
+        "            terms = [self._flat(entry, rank, block) for rank in there]\n",
+        "            terms = [self._flat(entry, rank, block) for rank in there[::-1]]\n",
         (_BITS,),
     ),
     Fault(
