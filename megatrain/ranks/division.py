@@ -21,7 +21,7 @@ from megatrain.files import Source
 from megatrain.optim.proxy import Optimizer
 from megatrain.ranks.facts import Trained, digest_text
 from megatrain.ranks.landings import Landings
-from megatrain.ranks.processes import Ranks, refuse_difference
+from megatrain.ranks.processes import Ranks
 from megatrain.ranks.shared_store import GRADIENT, LOW, STATE, Name, Twin
 from megatrain.runtime.stores.residency import StorePlace
 
@@ -268,19 +268,3 @@ class Parts:
             self._store.place_moments(optimizer, {self._keys[p]: p for p in parameters})
         if len(self._store.twins) > num_twins:
             return_free_memory()  # between new moments that stay others are gone
-
-
-def check_changed(words: Sequence[Changed]) -> bool:
-    """Tells whether there is something to share, once it is the same on all ranks.
-
-    Raises:
-        RanksError: Naming what isn't.
-    """
-    refuse_difference(
-        words,
-        "Code that writes parameters, buffers or an optimizer's state between two steps must do the same on\n"
-        "  each rank, although ranks of one host share the memory.\n"
-        "  Write on all ranks, then take the step.",
-        nothing="as it was",
-    )
-    return any(words)

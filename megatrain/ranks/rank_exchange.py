@@ -17,11 +17,11 @@ from megatrain.extending import register_op
 from megatrain.files.disk import digest_of
 from megatrain.optim.proxy import Optimizer
 from megatrain.passes.program import Program
-from megatrain.ranks.division import Parts, check_changed
+from megatrain.ranks.division import Parts
 from megatrain.ranks.facts import Facts, Trained, check_supported, facts_of, values_of
 from megatrain.ranks.landings import Landings, blocks_text
 from megatrain.ranks.ops import TOTAL, WHOLE, check_totals, check_whole, with_others
-from megatrain.ranks.processes import NoCollectives, Ranks, words_of
+from megatrain.ranks.processes import NoCollectives, Ranks, refuse_difference, words_of
 from megatrain.runtime.exchange import Exchange, Word
 from megatrain.runtime.gradients import Landed
 from megatrain.runtime.operations import Operations, Run
@@ -37,6 +37,11 @@ _OWN = (
 _ALIKE = (
     "Ranks that train together have the same model, values, optimizer and options.\n"
     "  Build all alike on each rank: call torch.manual_seed first, or load the same checkpoint."
+)
+_WROTE = (
+    "Code that writes parameters, buffers or an optimizer's state between two steps must do the same on\n"
+    "  each rank, although ranks of one host share the memory.\n"
+    "  Write on all ranks, then take the step."
 )
 _BROKEN = (
     "the ranks are no longer at the same step, because one of them failed in the middle of one.\n  {}\n"
@@ -202,7 +207,10 @@ class RankExchange(Exchange):
         words = self.tell("a step", {**word, **own})
         if len({each["digest"] for each in words}) > 1:
             self._ranks.compare("a step", compared, _ALIKE)
-        if check_changed([each["changed"] for each in words]):
+        told = [each["changed"] for each in words]
+        way_out, nothing = (_WROTE, "as it was") if self._is_compared else (_ALIKE, "nothing")
+        refuse_difference(told, way_out, nothing=nothing)
+        if any(told):
             self._parts.share(lambda: self.tell("a step", {}))
         self._is_compared = True
         return words
@@ -257,7 +265,7 @@ class RankExchange(Exchange):
     def check_written(self, at: str) -> None:
         """See `Exchange`."""
         told = self.tell(at, {"changed": self._parts.changed() if self._is_compared else {}})
-        check_changed([word["changed"] for word in told])
+        refuse_difference([word["changed"] for word in told], _WROTE, nothing="as it was")
 
     def refuse(self, what: str, way_out: str) -> None:
         """See `Exchange`."""

@@ -202,6 +202,7 @@ def test_ranks_that_differ_are_refused_on_each_with_the_difference(what: str, th
     texts = three.run(differing, what)
     assert len(set(texts)) == 1
     assert re.match(f"RanksError: the ranks differ: {DIFFERENCES[what]}", texts[0]), texts[0]
+    assert "call torch.manual_seed first, or load the same checkpoint" in texts[0]
 
 
 # -- before all have agreed ----------------------------------------------------------------------------------
