@@ -158,6 +158,7 @@ class Ranks:
         of_group: Any = group.get_group_store()
         self.count = self.num_areas = self.board_bytes = self._num_meetings = 0
         self.end: RanksError | None = None
+        self._ends: dict[int, int] = {}
         try:
             self.memory = self._shared_memory(dist.PrefixStore(f"megatrain/{name}", of_group.clone()))
         except RuntimeError as error:
@@ -169,20 +170,20 @@ class Ranks:
         """Memory that all ranks map; all of them call this at the same time."""
         can = can_tell_copies()
         file = SharedMemory.made() if can and self.rank == 0 else None
-        first, *_ = self._told(store, "here", None if file is None else file.address)
-        if can and file is None and first is not None:
+        told = self._told(store, "here", [os.getpid(), None if file is None else file.address])
+        if can and file is None and told[0][1] is not None:
             with suppress(OSError):  # nobody shares then: each finds that out below
-                file = SharedMemory.opened(first)
-        processes = self._told(store, "open", None if file is None else os.getpid())
-        if None in processes or file is None:
+                file = SharedMemory.opened(told[0][1])
+        if file is not None:
+            ends = {rank: end_of(process) for rank, (process, _) in enumerate(told) if rank != self.rank}
+            self._ends = {rank: end for rank, end in ends.items() if end is not None}
+            weakref.finalize(self, close_all, list(self._ends.values()))
+        if not all(self._told(store, "open", file is not None)) or file is None:
             raise RanksError(
                 f"the {self.size} ranks share no memory: they are on several hosts, or the system has none to share.\n"
                 "  Ranks that train together are processes of one Linux host, with one store for all of them.\n"
                 "  On several hosts take FSDP2 or DeepSpeed; or train on one host."
             )
-        ends = {rank: end_of(process) for rank, process in enumerate(processes) if rank != self.rank}
-        self._ends = {rank: end for rank, end in ends.items() if end is not None}
-        weakref.finalize(self, close_all, list(self._ends.values()))
         return file
 
     def _told(self, store: Any, what: str, value: Any) -> list[Any]:
@@ -191,6 +192,7 @@ class Ranks:
         keys = [f"{what}/{rank}" for rank in range(self.size)]
         until = time.monotonic() + MEETING_S
         while not store.check(keys):
+            self._look_for_ends()
             if time.monotonic() > until:
                 missing = [str(rank) for rank, key in enumerate(keys) if not store.check([key])]
                 raise RanksError(
@@ -219,13 +221,16 @@ class Ranks:
                 text = self.memory.letter(2 * self.size + rank, nbytes).decode(errors="replace")
                 self.end = RanksError(f"rank {rank} failed: {text}")
                 raise self.end
+        self._look_for_ends(lambda rank: self.announce(f"it ended.\n  {_GONE}", rank))
+
+    def _look_for_ends(self, tell: Callable[[int], object] = lambda _: None) -> None:
         poll = select.poll()
         for end in self._ends.values():
             poll.register(end, select.POLLIN)
         found = {descriptor for descriptor, _ in poll.poll(0)}
         for rank, end in self._ends.items():
             if end in found:
-                self.announce(f"it ended.\n  {_GONE}", rank)
+                tell(rank)
                 self.end = RanksError(f"rank {rank} ended.\n  {_GONE}")
                 raise self.end
 
