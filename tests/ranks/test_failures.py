@@ -81,6 +81,11 @@ def failing_late(rank: int) -> list[str]:
 def dying(rank: int, when: str) -> str:
     """Rank 1 is killed at some place."""
     case = replace(CASE, mode="spread" if when == "update" else "overlap")
+    if when == "opening":
+        if rank == 1:
+            die: Any = lambda *_: os.kill(os.getpid(), signal.SIGKILL)  # noqa: E731
+            processes.SharedMemory.opened = die
+        return refused(lambda: begin(case, dist.group.WORLD))
     step = begin(case, dist.group.WORLD)[2]
     step(case.batches(0)[rank])
     if rank == 1:
@@ -263,7 +268,7 @@ def test_a_last_block_that_reads_other_values_than_its_capture_runs_again_by_its
         assert_same({name: expected[name] for name in names}, {name: each[name] for name in names})
 
 
-@pytest.mark.parametrize("when", [nightly("loss"), "update", nightly("between")])
+@pytest.mark.parametrize("when", ["update", *map(nightly, ("opening", "loss", "between"))])
 def test_a_rank_that_is_killed_is_named(when: str, three_to_kill: Processes):
     found = three_to_kill.run(dying, when, of=(0, 2))
     for text in found:
