@@ -280,9 +280,6 @@ class Updates:
             return
         held = [p for updater in updaters for p in updater.owned(block)]
         with self._exchange.updating(held, gradients, takes_over=takes_over) as found:
-            if found is None:
-                yield gradients
-                return
             gradients.update(found)
             self._source.chosen = set(found)
             try:
@@ -369,7 +366,7 @@ class Updates:
         gradients = self._source.using.by_parameter
         for updater in self._updaters:
             held = (p for block in sorted(updater.left) for p in updater.owned(block))
-            for parameter in (p for p in held if p in gradients or self._exchange.shares):
+            for parameter in (p for p in held if p in gradients or not self._exchange.is_alone):
                 yield parameter
                 state = updater.optimizer.state.get(parameter, {})
                 yield from (value for value in state.values() if isinstance(value, torch.Tensor))

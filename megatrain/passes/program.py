@@ -265,6 +265,11 @@ class Program:
         return sum(self.state[key].spec.nbytes for key in block.binding)
 
     @property
+    def weights_bytes(self) -> int:
+        """Bytes of all weights that blocks bring from the host."""
+        return sum(map(self.state_bytes, self.blocks))
+
+    @property
     def opaque_calls(self) -> tuple[Opaque, ...]:
         """All modules that run their own code at each step."""
         return tuple(call for block in self.blocks for call in self.opaque(block))

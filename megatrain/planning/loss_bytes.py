@@ -79,37 +79,25 @@ def measure_loss(
     if not reached.is_known:
         return _bound(program)
     try:
-        return _measured(program, traced, inputs, batch, cut, loss, device)
+        with (
+            Interrupts(),  # an error that leaves a dispatch mode called from C++ ends the process
+            kept_generators(device),
+            exact_fakes(allow_non_fake_inputs=True) as mode,
+            torch.autograd.set_detect_anomaly(False),
+        ):
+            given, fakes = pytree.tree_map_only(torch.Tensor, mode.from_tensor, (batch, list(inputs)))
+            outputs = [_output(program, ref.kind, ref.name) for ref in program.outputs]
+            results = [t for t in outputs if t.requires_grad]
+            known = [t for t in pytree.tree_leaves((given, fakes, outputs)) if isinstance(t, torch.Tensor)]
+            with torch.enable_grad(), LiveBytes(known, program.device) as live:
+                found = loss(traced.result(cut(outputs), fakes), given)
+                gradients: Any = torch.autograd.grad(found.reshape(()), results, allow_unused=True)
+                made = sum(g.untyped_storage().nbytes() for g in gradients if g is not None)
+        return max(0, live.peak - made)
     except Exception:  # the bound stands for any failure, and a real one comes again in the step
         return _bound(program)
     finally:
         reached.restore()
-
-
-def _measured(
-    program: Program,
-    traced: TracedModule,
-    inputs: Sequence[torch.Tensor],
-    batch: Any,
-    cut: Cut,
-    loss: Loss,
-    device: Device,
-) -> int:
-    with (
-        Interrupts(),  # an error that leaves a dispatch mode called from C++ ends the process
-        kept_generators(device),
-        exact_fakes(allow_non_fake_inputs=True) as mode,
-        torch.autograd.set_detect_anomaly(False),
-    ):
-        given, fakes = pytree.tree_map_only(torch.Tensor, mode.from_tensor, (batch, list(inputs)))
-        outputs = [_output(program, ref.kind, ref.name) for ref in program.outputs]
-        results = [t for t in outputs if t.requires_grad]
-        known = [t for t in pytree.tree_leaves((given, fakes, outputs)) if isinstance(t, torch.Tensor)]
-        with torch.enable_grad(), LiveBytes(known, program.device) as live:
-            found = loss(traced.result(cut(outputs), fakes), given)
-            gradients: Any = torch.autograd.grad(found.reshape(()), results, allow_unused=True)
-            made = sum(g.untyped_storage().nbytes() for g in gradients if g is not None)
-    return max(0, live.peak - made)
 
 
 def _output(program: Program, kind: str, name: str) -> torch.Tensor:

@@ -10,7 +10,7 @@ from megatrain.base.counts import counted
 from megatrain.errors import OptionError
 from megatrain.planning.advice import MOST_OF_A_SIZE, Alternatives, Largest, alternatives, largest, refusal
 from megatrain.planning.host_plan import DEPTH, MICRO_BATCH, SEQUENCE
-from megatrain.planning.plan_text import device_lines, piece_lines, reasons, time_text, verdict
+from megatrain.planning.plan_text import device_lines, piece_lines, reasons, reserve_text, time_text, verdict
 from megatrain.planning.planned_step import UNBOUNDED, PlannedStep
 from megatrain.planning.saved_plan import PLAN, SavedPlan, saved_plan
 
@@ -28,8 +28,6 @@ class Plan(PlannedStep):
         host_memory: Bytes of the host for the step, or None.
         precision: `"fp32"` or `"bf16"`.
         too_small: Why the device's memory isn't enough, or None.
-        reserve: What the device needs besides, in words.
-        hardware: The machine whose time is predicted, or None.
         kernels: How kernels are launched, and why, in words; empty where eager's calls launch them without a choice.
         why_host: Why the host makes all updates, whatever memory of the device is left; empty if the device may.
         reads: What a step reads of frozen weights that stay in their files; None if they don't.
@@ -67,6 +65,11 @@ class Plan(PlannedStep):
             ScheduleError: If one of them doesn't fit the device.
         """
         return saved_plan(self).diff(saved_plan(other))
+
+    @property
+    def reserve(self) -> str:
+        """What the device needs besides, in words; empty if the plan was read from a dump."""
+        return reserve_text(self)
 
     def why(self) -> str:
         """Says in sentences why the plan is as it is.

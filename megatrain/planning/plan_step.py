@@ -160,7 +160,7 @@ class StepPlans:
         self, captures: Sequence[StepPrograms], kind: StepKind, limits: Limits, loss_bytes: int, *, or_least: bool
     ) -> StepChoices:
         if limits.hardware is not None:
-            limits = replace(limits, hardware=of_weights(limits.hardware, weights_bytes(captures[0].at(0))))
+            limits = replace(limits, hardware=of_weights(limits.hardware, captures[0].at(0).weights_bytes))
         if limits.kernels != "auto":
             found = plan_step(captures, kind, limits, loss_bytes, self._exchange, or_least=or_least)
             return replace(found, why_kernels=AS_ASKED.get(limits.kernels, ""))
@@ -242,16 +242,11 @@ def scheduled(
             memory=memory,
             activations=limits.activations,
             hardware=limits.hardware,
-            usual=of_weights(usual_machine(limits.device), weights_bytes(programs[0])),
+            usual=of_weights(usual_machine(limits.device), programs[0].weights_bytes),
             # Kernels other than eager's return no results that could be kept.
             most_result_bytes=limits.most_result_bytes if limits.kernels == "eager" else 0,
             recorded=recordable_blocks(programs)[0] if records else (),
         )
-
-
-def weights_bytes(program: Program) -> int:
-    """Bytes of all weights that blocks bring from the host."""
-    return sum(map(program.state_bytes, program.blocks))
 
 
 class _Tries:

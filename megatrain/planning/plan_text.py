@@ -10,7 +10,6 @@ from torch import fx
 
 from megatrain.base.counts import counted
 from megatrain.base.sizes import format_bytes
-from megatrain.device import Device
 from megatrain.device.accelerator import beside
 from megatrain.hardware.hardware import Hardware
 from megatrain.hardware.machine import unknown_card
@@ -29,12 +28,16 @@ from megatrain.scheduler.simulate import OpSeconds
 from megatrain.scheduler.text import ranges
 
 
-def reserve_text(device: Device | None, nbytes: int, hardware: Hardware | None) -> str:
+def reserve_text(plan: PlannedStep) -> str:
     """Says what a device needs besides the memory that a schedule may take, and whether a plan knows its card."""
-    if device is None:
+    if plan.asked is None:
+        return ""
+    limits, memory = plan.asked.limits, plan.device_memory
+    device, nbytes = limits.device, plan.schedule.device_bytes if memory is None else memory
+    if not limits.has_device:
         # Without a device there is no figure of a card: the smallest on which so much may be planned.
         return f"{format_bytes(beside(nbytes))} of a card besides, assumed: a tenth of its memory, at least 1 GiB"
-    unknown = unknown_card(device) if hardware is None else ""
+    unknown = unknown_card(device) if plan.hardware is None else ""
     if device.can_bind:
         return unknown
     parts = ", ".join(f"{name} {format_bytes(size)}" for name, size in device.uncounted())

@@ -8,12 +8,13 @@ from functools import cached_property
 from typing import Any, TypeVar
 
 from megatrain.errors import ExecuteError, ScheduleError
-from megatrain.hardware.hardware import Hardware
+from megatrain.hardware.hardware import Hardware, of_weights
+from megatrain.optim.need import OptimizerLike
 from megatrain.passes.program import Program
 from megatrain.passes.rewrites.masked_attention import BandedAttention
 from megatrain.passes.rewrites.tiled_region import TiledRegion
 from megatrain.planning.from_files import FileReads
-from megatrain.planning.host_plan import HostPlan, ModelSizes, OptimizerLike
+from megatrain.planning.host_plan import HostPlan, ModelSizes
 from megatrain.planning.loss_bytes import Loss
 from megatrain.planning.options import Limits
 from megatrain.scheduler.builder.bound import StepBound, step_bound
@@ -82,12 +83,18 @@ class PlannedStep:
     host_memory: int | None
     precision: str
     too_small: str | None = field(default=None, repr=False)
-    reserve: str = ""
-    hardware: Hardware | None = None
     asked: Asked | None = field(default=None, repr=False, compare=False)
     kernels: str = ""
     why_host: str = ""
     reads: FileReads | None = None
+
+    @cached_property
+    def hardware(self) -> Hardware | None:
+        """The machine whose time is predicted, with the rates that such weights have there; None if none was given."""
+        machine = None if self.asked is None else self.asked.limits.hardware
+        if machine is None:
+            return None
+        return of_weights(machine, self.program.weights_bytes) if self.reads is None else self.reads.on(machine)
 
     @cached_property
     def simulation(self) -> Simulation | None:
@@ -163,7 +170,7 @@ def micro_batch_sizes(samples: int) -> Sequence[int]:
 
 
 def shortest_step(
-    sizes: Sequence[int], plan: Callable[[int], _Planned], *, has_adapters: bool = True
+    sizes: Sequence[int], plan: Callable[[int], _Planned], *, has_adapters: bool
 ) -> tuple[int, _Planned, Sequence[int]]:
     """Plans micro-batches of some sizes, and takes the shortest step that fits; of nearly equal ones the smallest.
 

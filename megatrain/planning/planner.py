@@ -20,12 +20,12 @@ from megatrain.base.interrupts import Interrupts
 from megatrain.base.sizes import MEMORY, SIZE
 from megatrain.device import HOST, Device, find
 from megatrain.errors import MegatrainError, OptionError, TraceError
-from megatrain.hardware.hardware import Hardware, of_weights
+from megatrain.hardware.hardware import Hardware
 from megatrain.hardware.machine import HARDWARE, machine_of
 from megatrain.hardware.presets import PRESETS
 from megatrain.optim.blockwise import takes_turns
 from megatrain.optim.fast.on_device import why_not
-from megatrain.optim.masters.narrow_model import is_all_wide, narrow_entries
+from megatrain.optim.masters.narrow_model import narrow_entries
 from megatrain.optim.need import OPTIMIZER, OptimizerLike, over
 from megatrain.passes.measure import KnownCosts
 from megatrain.passes.pipeline import PASSES, Rewrite
@@ -44,15 +44,14 @@ from megatrain.planning.host_plan import (
 from megatrain.planning.loss_bytes import Loss, measure_loss
 from megatrain.planning.options import COMPILE, PRECISION, Limits, check_masters, check_opaque, given_bytes
 from megatrain.planning.plan import Plan
-from megatrain.planning.plan_step import WAITS_FOR_ALL, StepChoices, StepPlans, updates_allowed, weights_bytes
-from megatrain.planning.plan_text import reserve_text
+from megatrain.planning.plan_step import WAITS_FOR_ALL, StepChoices, StepPlans, updates_allowed
 from megatrain.planning.planned_step import Asked, StepLimits
 from megatrain.planning.step_programs import StepPrograms, undisturbed
 from megatrain.scheduler.builder.build import STEP
 from megatrain.scheduler.builder.search import result_bytes
 from megatrain.scheduler.step_kind import StepKind
 from megatrain.tracer.arguments import Arguments
-from megatrain.tracer.inventory import inventory
+from megatrain.tracer.inventory import StateEntry, inventory
 from megatrain.tracer.recording.sandbox import swapped_state
 from megatrain.tracer.source_line import original
 from megatrain.tracer.spec import DEVICE, EXAMPLE_ARGS, EXAMPLE_KWARGS, MODEL
@@ -65,9 +64,21 @@ _MOST = 32
 
 @dataclass(frozen=True, slots=True)
 class _Capture:
-    """A captured step: its blocks, as they are and rewritten, the memory of its loss, the tokens of its example."""
+    """A captured step.
+
+    Args:
+        entries: The model's state by key, in the dtypes in which a step has it.
+        tensors: The same, as it is.
+        is_narrow: fp32 parameters are bf16 in a step.
+        programs: The blocks, as they are and rewritten.
+        loss_bytes: The device memory that the loss takes.
+        num_tokens: Of the example; None if it has no token ids.
+    """
 
     model: nn.Module
+    entries: Mapping[str, StateEntry]
+    tensors: Mapping[str, torch.Tensor]
+    is_narrow: bool
     programs: StepPrograms
     loss_bytes: int
     num_tokens: int | None
@@ -99,23 +110,17 @@ class Planner:
         self._source.check()
         sizes = {**self._source.sizes, **(sizes or {})}
         found = self._captured(limits, sizes)
-        updates, why_host = _ways_of_updates(limits, found.model)
+        updates, why_host = _ways_of_updates(limits, found)
         limits = replace(limits, updates_there=not why_host)
         made, host, reads = self._with_files(found, limits, updates)
-        table, memory, machine = made.schedule, limits.device_memory, limits.hardware
-        if machine is not None:
-            machine = of_weights(machine, weights_bytes(made.programs[0])) if reads is None else reads.on(machine)
-        device, size = limits.device if limits.has_device else None, table.device_bytes if memory is None else memory
         return Plan(
             made.programs[0],
-            table,
+            made.schedule,
             host,
-            memory,
+            limits.device_memory,
             limits.host_memory,
             limits.precision,
             made.too_small,
-            reserve_text(device, size, machine),
-            machine,
             Asked(limits, sizes, self._source.fixed, found.num_tokens, self.plan),
             made.why_kernels,
             why_host,
@@ -126,7 +131,7 @@ class Planner:
         self, found: _Capture, limits: StepLimits, updates: Sequence[str]
     ) -> tuple[StepChoices, HostPlan, FileReads | None]:
         """The fastest plan; one whose frozen weights stay in their files if the host has no room for them."""
-        in_files, memory = _in_files(found.model, limits), limits.host_memory
+        in_files, memory = _in_files(found, limits), limits.host_memory
         if memory is None or sum(in_files.values()) <= memory:  # else no plan has room
             made, host = self._with_host_room(found, limits, updates)
             if memory is None or not in_files or made.too_small is not None or not host.missing_bytes(memory):
@@ -187,14 +192,14 @@ class Planner:
     def _capture(self, limits: StepLimits, sizes: Mapping[str, int]) -> _Capture:
         model, arguments = self._source.made(sizes)
         few = self._source.few(sizes) if limits.loss is None and not limits.passes else None
+        own, tensors = inventory(model)
+        entries = narrow_entries(own) if limits.precision == "bf16" else own
         with self._of_sizes(sizes):
             capture = partial(captured, limits=limits, is_own_loss=limits.loss is None)
             if few is None:
                 traced = capture(model, arguments)
                 programs = StepPrograms(traced, limits, self._costs)
             else:
-                entries = inventory(model)[0]
-                entries = narrow_entries(entries) if limits.precision == "bf16" else entries
                 traced = capture(*few[:2])
                 programs = StepPrograms(
                     traced, limits, self._costs, Repeated(few[2], entries).program, partial(capture, model, arguments)
@@ -205,7 +210,7 @@ class Planner:
             args, kwargs = arguments.rebuild(arguments.tensors)
             batch: Any = args[0] if len(args) == 1 and not kwargs else args or kwargs
             loss_bytes = measure_loss(program, traced, arguments.tensors, batch, list, limits.loss, limits.device)
-        return _Capture(model, programs, loss_bytes, num_tokens(arguments))
+        return _Capture(model, entries, tensors, entries != own, programs, loss_bytes, num_tokens(arguments))
 
     @contextmanager
     def _of_sizes(self, sizes: Mapping[str, int]) -> Generator[None]:
@@ -263,7 +268,7 @@ def _in_bf16(model: nn.Module, parameters: Mapping[str, torch.Tensor]) -> Genera
         yield
 
 
-def _in_files(model: nn.Module, limits: StepLimits) -> Mapping[str, int]:
+def _in_files(found: _Capture, limits: StepLimits) -> Mapping[str, int]:
     """Bytes of the frozen parameters that can stay in files, by key: those that have no values yet.
 
     None without a figure for the host's memory: such a plan says what all weights take. None where the device shares
@@ -273,12 +278,12 @@ def _in_files(model: nn.Module, limits: StepLimits) -> Mapping[str, int]:
     is_shared = (limits.has_device and limits.device.is_host) or (machine is not None and machine.is_unified)
     if limits.host_memory is None or is_shared:
         return {}
-    entries, tensors = inventory(model)
-    entries = narrow_entries(entries) if limits.precision == "bf16" else entries
-    frozen = [
-        key for key, e in entries.items() if e.kind == "parameter" and not e.requires_grad and e.packed_in is None
-    ]
-    return {key: entries[key].spec.nbytes for key in frozen if tensors[key].is_meta}
+    frozen = {
+        key: entry.spec.nbytes
+        for key, entry in found.entries.items()
+        if entry.kind == "parameter" and not entry.requires_grad and entry.packed_in is None
+    }
+    return {key: nbytes for key, nbytes in frozen.items() if found.tensors[key].is_meta}
 
 
 def _result_bytes(made: StepChoices) -> int:
@@ -286,12 +291,11 @@ def _result_bytes(made: StepChoices) -> int:
     return len(made.captures) * sum(result_bytes(workload, block) for block in made.schedule.results)
 
 
-def _ways_of_updates(limits: StepLimits, model: nn.Module) -> tuple[tuple[str, ...], str]:
+def _ways_of_updates(limits: StepLimits, found: _Capture) -> tuple[tuple[str, ...], str]:
     """When updates may run, the fastest way first; and why the host makes all of them, empty if the device may."""
     if limits.optimizer is None:
         return ("none",), "no optimizer was given"
-    entries, tensors = inventory(model)
-    optimizers, parameters = over(limits.optimizer, entries, tensors)
+    optimizers, parameters = over(limits.optimizer, found.entries, found.tensors)
     waits, clip = any(map(takes_turns, optimizers)), limits.max_grad_norm is not None
     device = limits.device if limits.has_device else None
     is_host = device is not None and device.is_host
@@ -302,9 +306,8 @@ def _ways_of_updates(limits: StepLimits, model: nn.Module) -> tuple[tuple[str, .
         return ways, WAITS_FOR_ALL
     if limits.master_kind == "rounded":
         return ways, "masters are rounded at random, by numbers of the host"
-    trained = [parameters[key] for key, entry in entries.items() if entry.kind == "parameter" and entry.requires_grad]
-    is_narrow = limits.precision == "bf16" and is_all_wide(entries)
-    return ways, why_not(optimizers, trained, device=device, is_narrow=is_narrow)
+    trained = [key for key, entry in found.entries.items() if entry.kind == "parameter" and entry.requires_grad]
+    return ways, why_not(optimizers, map(parameters.__getitem__, trained), device=device, is_narrow=found.is_narrow)
 
 
 def _step_kind(program: Program, limits: StepLimits, updates: str) -> StepKind:

@@ -1,94 +1,36 @@
-"""Parts: which of several ranks updates which parameters, in memory that all of them share."""
+"""Parts: the state that ranks share, what of it each has written between steps, and what each updates in a step.
+
+Before the first step each rank has the model in memory of its own. Once ranks have found the same values, the first
+one copies them to memory that all share, and the others let go of theirs. From then on the
+user's code of each rank still writes on its own (`Twin`). What it wrote between two steps is found here, must be the
+same on all ranks, and is then given to all by the first one.
+"""
 
 from __future__ import annotations
 
-import copy
 import os
 from collections.abc import Callable, Collection, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 from torch.autograd.graph import increment_version
 
 from megatrain.base.host_limits import return_free_memory
-from megatrain.device import is_on_host
-from megatrain.errors import ExecuteError, OptimizerError
-from megatrain.optim.masters.registry import Masters
-from megatrain.optim.per_parameter import is_per_parameter
-from megatrain.optim.proxy import ALIGNED, Optimizer, attributes, is_same, over_stand_ins, step_code, unnoticed
+from megatrain.errors import ExecuteError
+from megatrain.files import Source
+from megatrain.optim.proxy import Optimizer
+from megatrain.ranks.facts import Trained, digest_text
 from megatrain.ranks.landings import Landings
 from megatrain.ranks.processes import Ranks
-from megatrain.ranks.shared_store import STATE, Name, SharedStore
-from megatrain.tracer.packing import is_wrapper
+from megatrain.ranks.shared_store import GRADIENT, LOW, STATE, Name, Twin
+from megatrain.runtime.stores.residency import StorePlace
 
-_STEPS, _EDGE = 2, 4
-
-
-def unshareable(optimizer: Optimizer) -> str | None:
-    """Returns why ranks can't share an optimizer's state; None if they can.
-
-    The class takes two steps over small corners of a few parameters. State must be tensors: numbers of Python can't be
-    shared. Options and attributes must stay as they are, because each rank updates only some of the parameters.
-    """
-    if not is_per_parameter(optimizer):
-        return f"{type(optimizer).__name__} updates all parameters at once"
-    chosen = [parameter for group in optimizer.param_groups for parameter in _few(group["params"])]
-    try:
-        with unnoticed():
-            return _reason(optimizer, chosen)
-    except OptimizerError:
-        raise
-    except Exception as error:  # the user's optimizer may raise anything on stand-ins
-        return f"{type(optimizer).__name__} can't be tried on small stand-ins ({error})"
-
-
-def _reason(optimizer: Optimizer, chosen: list[torch.Tensor]) -> str | None:
-    stand_ins = {p: torch.nn.Parameter(_corner(p).float(), requires_grad=p.requires_grad) for p in chosen}
-    runner = over_stand_ins(optimizer, stand_ins, of_state=_corner)
-    kind, before = type(optimizer).__name__, _options(runner)
-    generator = torch.Generator().manual_seed(0)
-    for _ in range(_STEPS):
-        for stand_in in stand_ins.values():
-            stand_in.grad = torch.randn(stand_in.shape, generator=generator)
-        step_code(type(optimizer))(runner)
-    if not is_same(before, _options(runner)):
-        return f"{kind} changes its options in a step"
-    state: Any = runner.state
-    if any(not isinstance(key, torch.Tensor) for key in state):
-        return f"{kind} has state that belongs to no parameter"
-    for held in state.values():
-        for name, value in held.items():
-            if unshareable_value(name, value):
-                return f"the state `{name}` of {kind} isn't a plain tensor"
-    return None
-
-
-def _corner(tensor: torch.Tensor) -> torch.Tensor:
-    """A copy of the first few elements along each dimension; of a tensor on meta zeros on the host."""
-    if tensor.is_meta:
-        return torch.zeros([min(size, _EDGE) for size in tensor.shape], dtype=tensor.dtype)
-    return tensor.detach()[tuple(slice(0, _EDGE) for _ in tensor.shape)].clone()
-
-
-def unshareable_value(name: Any, value: Any) -> bool:
-    """Whether a part of a parameter's state can't be shared."""
-    is_plain = isinstance(value, torch.Tensor) and not is_wrapper(value) and value.layout == torch.strided
-    return not (is_plain and isinstance(name, str) and is_on_host(value))
-
-
-def _options(runner: Optimizer) -> list[Any]:
-    groups = [{name: value for name, value in group.items() if name not in ALIGNED} for group in runner.param_groups]
-    return copy.deepcopy([groups, attributes(runner)])
-
-
-def _few(parameters: list[torch.Tensor]) -> list[torch.Tensor]:
-    """One parameter of each number of dimensions."""
-    return list({parameter.dim(): parameter for parameter in parameters}.values())
+Changed = Mapping[str, str]
+"""What isn't shared yet, or was written by this rank's user: a text of its value, by its name."""
 
 
 class Parts:
-    """The part of the updates that this rank makes, and those of the other ranks.
+    """What ranks share, and the part of the updates that this rank makes.
 
     Each parameter has one rank that updates it. A rank that completes due updates on its own, because the user's code
     looks at them, also makes those of others: the rank that first claims a parameter updates it, and all others wait.
@@ -98,35 +40,97 @@ class Parts:
 
     Args:
         ranks: All of them.
-        store: What they share.
+        compiled: The model.
         optimizers: In the order of their steps.
-        masters: Of the parameters.
     """
 
-    def __init__(self, ranks: Ranks, store: SharedStore, optimizers: Sequence[Optimizer], masters: Masters):
-        self._ranks, self._store, self._masters = ranks, store, masters
-        self._kinds = {store.kind_of(optimizer): optimizer for optimizer in optimizers}
-        self._keys: dict[torch.Tensor, str] = {}
+    def __init__(self, ranks: Ranks, compiled: Trained, optimizers: Sequence[Optimizer]):
+        self._ranks, self._store = ranks, ranks.store
+        self._compiled, self._masters = compiled, compiled.masters
+        self._kinds = {self._store.kind_of(optimizer): optimizer for optimizer in optimizers}
         self._parameters: dict[str, torch.Tensor] = {}
+        self._keys: dict[torch.Tensor, str] = {}
+        self._new: dict[Name, torch.Tensor] = {}
+        self._written: list[Name] = []
+        self._gone: list[Name] = []
         self._updated: set[torch.Tensor] = set()
         self._process = os.getpid()
         self._using = 0
 
-    def know(self, tensors: Mapping[str, torch.Tensor], blocks: Iterable[Iterable[str]]) -> None:
-        """Notes the model's tensors, and gives each parameter that has no rank yet to one.
+    # -- before a step -------------------------------------------------------------------------------------
+
+    def changed(self) -> Changed:
+        """Finds what this rank has to share.
+
+        Raises:
+            OptimizerError: If an optimizer has state that can't be shared.
+        """
+        engine, twins = self._compiled.engine, self._store.twins
+        engine.refresh()
+        assert engine.store is not None
+        if not all(key in engine.store.residencies for key in engine.tensors):
+            engine.adopt_state()
+        self._parameters = {key: t for key, t in engine.tensors.items() if isinstance(t, torch.nn.Parameter)}
+        self._keys = {parameter: key for key, parameter in self._parameters.items()}
+        now = {Name(STATE, key): residency.view for key, residency in engine.store.residencies.items()}
+        for optimizer in self._kinds.values():
+            now |= self._store.moments(optimizer, self._parameters)
+        now = {name: tensor for name, tensor in now.items() if tensor.numel()}
+        self._new = {name: tensor for name, tensor in now.items() if not self._store.holds(name, tensor)}
+        self._written = [name for name in now if name not in self._new and twins[name].has_changed]
+        self._gone = [n for n, twin in twins.items() if n.kind in self._kinds and n not in now and twin.private.numel()]
+        for name in self._written:
+            if name.kind == STATE:
+                # Now, so that no rank does that once others go on to updates.
+                self._masters.settle(engine.tensors[name.key])
+        found = {self._text(name): digest_text(Source.of(now[name].detach())) for name in (*self._new, *self._written)}
+        return {**found, **{self._text(name): "gone" for name in self._gone}}
+
+    def _text(self, name: Name) -> str:
+        of = "" if name.kind == STATE else f" of `{name.key}` in optimizer {[*self._kinds].index(name.kind)}"
+        return f"the value of `{name.what or name.key}`{of}"
+
+    def share(self, meet: Callable[[], object]) -> None:
+        """Shares it; all ranks call this at the same time.
 
         Args:
-            tensors: By key.
-            blocks: The parameters whose gradients are whole with each block. The largest of a block is dealt first,
-                each to the rank that has the least so far: what ranks have differs by no more than the largest.
+            meet: Waits until all ranks have called it.
         """
-        self._parameters = dict(tensors)
-        self._keys = {tensor: key for key, tensor in tensors.items()}
-        owners, shares = self._store.owners, self._store.shares
-        for block in blocks:
-            for key in sorted((key for key in block if key not in owners), key=lambda key: -tensors[key].nbytes):
-                owners[key] = min(range(len(shares)), key=shares.__getitem__)
-                shares[owners[key]] += tensors[key].nbytes
+        store, masters = self._store, self._masters
+        fresh = {name.key for name in self._new if name.kind == STATE}
+        if fresh:
+            masters.find()
+        if store.rank == 0:  # it writes for all of them
+            for name in self._written:
+                store.twins[name].take_in()
+            lows = masters.lows() if fresh else {}
+            store.place({**self._new, **{Name(LOW, key): lows[key] for key in lows.keys() & fresh}})
+        meet()
+        store.hear(self._parameters)
+        for name in (*self._new, *self._written):
+            store.twins[name].drop()
+            if name.kind != STATE:
+                self._kinds[name.kind].state[self._parameters[name.key]][name.what] = store.twins[name].private
+        for name in self._gone:
+            del store.twins[name]
+        if fresh:
+            self._move({key: store.twins[Name(STATE, key)] for key in fresh})
+
+    def _move(self, moved: Mapping[str, Twin]) -> None:
+        """Has the model where ranks share it."""
+        engine, masters, twins = self._compiled.engine, self._masters, self._store.twins
+        assert engine.store is not None
+        sent = {} if engine.device.can_bind else self._store.sent(moved)
+        engine.bus.lock(list({id(each.arena): each.arena for each in sent.values()}.values()))
+        with masters.moving():
+            engine.store.move({k: StorePlace(t.region.arena, t.start, t.private) for k, t in moved.items()}, sent)
+            masters.take_lows({k: twins[Name(LOW, k)].shared for k in moved if Name(LOW, k) in twins})
+
+    def know(self, blocks: Iterable[Iterable[str]]) -> None:
+        """Gives the parameters whose gradients are whole with each block to ranks, unless they have one."""
+        self._store.deal({key: self._parameters[key].nbytes for key in block} for block in blocks)
+
+    # -- updates -------------------------------------------------------------------------------------------
 
     def is_mine(self, key: str) -> bool:
         """Whether this rank updates a parameter."""
@@ -139,9 +143,12 @@ class Parts:
         self._updated.clear()
 
     def keep(self, parameter: torch.Tensor, gradient: torch.Tensor, landings: Landings) -> torch.Tensor:
-        """Puts a whole gradient where all ranks find it; returns it there."""
-        owned, gradient = landings.place_of(parameter, gradient)
-        self._store.show(self._keys[parameter], self._ranks.count, owned)
+        """Has a whole gradient of this rank's part where all ranks find it; returns it there."""
+        name, offset = Name(GRADIENT, self._keys[parameter]), landings.offset_of(gradient)
+        if offset < 0:  # a sum over parts of a parameter, or what a hook has made
+            self._store.place({name: gradient})
+            gradient = self._store.twins[name].shared
+        self._store.show(name.key, self._ranks.count, offset)
         return gradient
 
     @contextmanager
@@ -168,26 +175,34 @@ class Parts:
                 "  Ranks share the parameters, so that all of them would see the update.\n"
                 "  Call flush() on the TrainStep before you fork."
             )
-        own = [self._keys[p] for p in held if self.is_mine(self._keys[p])]
-        shown = {self._keys[p]: self._store.shown(self._keys[p], self._using) for p in held if others is not None}
+        keys = [self._keys[p] for p in held if self._keys[p] in self._store.owners]
+        own = [key for key in keys if self.is_mine(key)]
+        shown = {key: None if others is None else self._store.shown(key, self._using) for key in keys}
         found = {p: gradients[p] for p in held if p in gradients}
         claimed = self._store.claim([*own, *(key for key, at in shown.items() if at is not None and key not in own)])
-        chosen = {self._parameters[key]: shown.get(key) for key in claimed}
+        chosen = {self._parameters[key]: shown[key] for key in claimed}
         try:
             try:
-                self.hear()
-                for parameter, owned in chosen.items():
+                self._store.hear(self._parameters)
+                for parameter, offset in chosen.items():
                     self._lend(parameter)
-                    if parameter not in found and owned is not None and others is not None:
-                        found[parameter] = others.gradient_at(owned, parameter)
+                    if parameter not in found and offset is not None and others is not None:
+                        found[parameter] = self._gradient(parameter, offset, others)
                 yield {p: found[p] for p in chosen if p in found}
             finally:
                 self._take_back(chosen)
         except BaseException:
-            self._store.give_back(claimed)
+            self._store.end(claimed, has_failed=True)
             raise
         self._updated |= chosen.keys()
-        self._store.finish(claimed)
+        self._store.end(claimed, has_failed=False)
+
+    def _gradient(self, parameter: torch.Tensor, offset: int, landings: Landings) -> torch.Tensor:
+        """The whole gradient of another rank's parameter, where that rank has it."""
+        key = self._keys[parameter]
+        if offset < 0:
+            return self._store.twins[Name(GRADIENT, key)].shared
+        return landings.gradient_at(self._store.owners[key], offset, parameter)
 
     def wait(self, held: Collection[torch.Tensor], go_on: Callable[[], object], *, gives_up: bool) -> bool:
         """Waits until all ranks have updated their parts of some parameters; these are as if they were updated here.
@@ -210,7 +225,7 @@ class Parts:
         self._ranks.wait_until(is_over, go_on)
         if left:
             return False
-        self.hear()
+        self._store.hear(self._parameters)
         for parameter in held:
             if parameter not in self._updated:
                 self._updated.add(parameter)
@@ -218,100 +233,38 @@ class Parts:
         return True
 
     def _note_update(self, parameter: torch.Tensor) -> None:
-        for twin in (self._store.twins[name] for name in self._names(parameter)):
+        for _, twin in self._twins(parameter):
             if twin.is_written:
                 twin.drop()  # all ranks wrote the same before the update
         if not parameter.is_inference():
             increment_version(parameter)
         self._masters.wrote(parameter)
 
-    def _names(self, parameter: torch.Tensor) -> list[Name]:
-        key = self._keys[parameter]
-        held = [
-            Name(kind, key, name)
-            for kind, optimizer in self._kinds.items()
-            for name in optimizer.state.get(parameter, {})
-        ]
-        return [name for name in (Name(STATE, key), *held) if name in self._store.twins]
+    def _twins(self, parameter: torch.Tensor) -> list[tuple[Name, Twin]]:
+        """A parameter, unless it has no elements, and its moments."""
+        key, twins = self._keys[parameter], self._store.twins
+        states = {kind: optimizer.state.get(parameter, {}) for kind, optimizer in self._kinds.items()}
+        names = [Name(STATE, key), *(Name(kind, key, what) for kind, state in states.items() for what in state)]
+        return [(name, twins[name]) for name in names if name in twins]
 
     # -- memory --------------------------------------------------------------------------------------------
 
-    def hear(self) -> None:
-        """Gives this rank's optimizers the moments that other ranks have made."""
-        for kind, key, what in self._store.hear():
-            if kind in self._kinds and key in self._parameters:
-                state = self._kinds[kind].state[self._parameters[key]]
-                state[what] = self._store.twins[Name(kind, key, what)].private
-
     def _lend(self, parameter: torch.Tensor) -> None:
         """Lets a parameter and its moments use the memory that all ranks see."""
-        for name in self._names(parameter):
-            self._store.twins[name].take_in()
-        key = self._keys[parameter]
-        for kind, optimizer in self._kinds.items():
-            state = optimizer.state.get(parameter, {})
-            for what, value in state.items():
-                twin = self._store.twins.get(Name(kind, key, what))
-                if twin is not None and isinstance(value, torch.Tensor) and twin.holds(value):
-                    state[what] = twin.shared
-        if (twin := self._store.twins.get(Name(STATE, key))) is not None:  # else it has no elements
-            self._masters.move(parameter, twin.shared)
+        for name, twin in self._twins(parameter):
+            twin.take_in()
+            if name.kind == STATE:
+                self._masters.move(parameter, twin.shared)
+            elif self._store.holds(name, self._kinds[name.kind].state[parameter][name.what]):
+                self._kinds[name.kind].state[parameter][name.what] = twin.shared
 
     def _take_back(self, parameters: Iterable[torch.Tensor]) -> None:
         """The reverse. New moments, and those that the update has put in place of others, go where all see them."""
         for parameter in parameters:
             if (twin := self._store.twins.get(Name(STATE, self._keys[parameter]))) is not None:
                 self._masters.move(parameter, twin.private)
-        for kind, optimizer in self._kinds.items():
-            share_moments(self._store, kind, optimizer, {self._keys[p]: p for p in parameters})
-
-
-def share_moments(store: SharedStore, kind: str, optimizer: Optimizer, parameters: Mapping[str, torch.Tensor]) -> None:
-    """Moves an optimizer's moments of some parameters to memory that all ranks see, where they aren't there yet.
-
-    Args:
-        store: Has that memory.
-        kind: Of the names of the moments.
-        optimizer: The optimizer.
-        parameters: By key.
-
-    Raises:
-        OptimizerError: If one of them can't be shared.
-    """
-    new: dict[Name, torch.Tensor] = {}
-    for key, parameter in parameters.items():
-        state = optimizer.state.get(parameter, {})
-        for what, value in state.items():
-            name = Name(kind, key, what)
-            check_moment(optimizer, name, value)
-            twin = store.twins.get(name)
-            if twin is not None and twin.holds(value):
-                continue
-            if twin is None or not twin.fits(value):
-                new[name] = value
-            elif value.data_ptr() != twin.shared.data_ptr():
-                twin.shared.copy_(value)
-    if new:
-        store.place(new)
-    states = {key: optimizer.state.get(parameter, {}) for key, parameter in parameters.items()}
-    names = [Name(kind, key, what) for key, state in states.items() for what in state]
-    for name in names:
-        if name in store.twins:
-            states[name.key][name.what] = store.twins[name].private
-    if new:
-        new.clear()
-        return_free_memory()  # between new moments that stay others are gone
-
-
-def check_moment(optimizer: Optimizer, name: Name, value: object) -> None:
-    """Refuses a part of an optimizer's state that can't be shared.
-
-    Raises:
-        OptimizerError: Naming it.
-    """
-    if unshareable_value(name.what, value):
-        raise OptimizerError(
-            f"the state `{name.what}` of `{name.key}` in {type(optimizer).__name__} is no plain tensor on the host.\n"
-            "  Ranks of one host share the optimizer's state, and each updates a part of the parameters.\n"
-            "  Leave such state out, or train in one process."
-        )
+        num_twins = len(self._store.twins)
+        for optimizer in self._kinds.values():
+            self._store.place_moments(optimizer, {self._keys[p]: p for p in parameters})
+        if len(self._store.twins) > num_twins:
+            return_free_memory()  # between new moments that stay others are gone

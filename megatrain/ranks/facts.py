@@ -14,14 +14,15 @@ from megatrain.files import Source
 from megatrain.files.disk import Digest, bytes_of, obstacle
 from megatrain.optim.blockwise import has_hooks
 from megatrain.optim.masters.registry import Masters
-from megatrain.optim.proxy import Optimizer
+from megatrain.optim.per_parameter import is_per_parameter
+from megatrain.optim.proxy import Optimizer, attributes
 from megatrain.passes.program import Program
 from megatrain.planning.options import Limits
 from megatrain.runtime.engine import Engine
-from megatrain.tracer.inventory import inventory
 from megatrain.tracer.spec import TensorSpec
 
 Facts = dict[str, str]
+ALONE = "Or compile without process_group, into DistributedDataParallel: each process has the whole model then."
 
 
 class Trained(Protocol):
@@ -48,20 +49,17 @@ class Trained(Protocol):
         ...
 
 
-def check_supported(
-    programs: Sequence[Program], compiled: Trained, optimizers: Sequence[Optimizer], *, shares: bool
-) -> None:
+def check_supported(programs: Sequence[Program], compiled: Trained, optimizers: Sequence[Optimizer]) -> None:
     """Refuses a step that several ranks can't take with the numbers of one process.
 
     Args:
         programs: What runs, one per micro-batch.
         compiled: The model.
         optimizers: The user's.
-        shares: Whether the ranks divide the updates among them.
 
     Raises:
         ExecuteError: If the model writes buffers, or runs its own code; or if a hook would see a part of the gradients.
-        OptimizerError: If an optimizer has parameters outside the model.
+        OptimizerError: If an optimizer has parameters outside the model, or updates all of them at once.
     """
     for program in programs:
         written = [key for key, _ in program.commits]
@@ -77,11 +75,19 @@ def check_supported(
                 "  Nobody knows what that code keeps from one micro-batch for the next.\n"
                 "  print(compiled.program) says why a module is opaque; or train in one process."
             )
-    if shares and any(map(has_hooks, optimizers)):
+    if any(map(has_hooks, optimizers)):
         raise ExecuteError(
             "a hook on the optimizer's step would see the gradients of this rank's part alone.\n"
             "  Ranks that share a store divide the updates among them.\n"
             "  Give the hook to the parameters (register_post_accumulate_grad_hook), or train in one process."
+        )
+    at_once = next((type(each).__name__ for each in optimizers if not is_per_parameter(each)), None)
+    if at_once is not None:
+        raise OptimizerError(
+            f"{at_once} may look at all parameters at once, and ranks divide the updates among them.\n"
+            "  They share one copy of the parameters and of the optimizer's state.\n"
+            f"  Call megatrain.optim.per_parameter.register({at_once}), if it updates each parameter by itself.\n"
+            f"  {ALONE}"
         )
     own = set(compiled.model.parameters())
     others = sum(parameter not in own for parameter in parameters_of(*optimizers))
@@ -124,6 +130,7 @@ def _settings(compiled: Trained, optimizers: Sequence[Optimizer]) -> Facts:
     found: Facts = {}
     for index, optimizer in enumerate(optimizers):
         found[f"the class of optimizer {index}"] = type(optimizer).__qualname__
+        found |= {f"{name} of optimizer {index}": _value(value) for name, value in attributes(optimizer).items()}
         for place, group in enumerate(optimizer.param_groups):
             for name, value in group.items():
                 where = f"{name} of group {place} of optimizer {index}"
@@ -131,42 +138,28 @@ def _settings(compiled: Trained, optimizers: Sequence[Optimizer]) -> Facts:
     return found
 
 
-def values_of(compiled: Trained, optimizers: Sequence[Optimizer]) -> Facts:
-    """Digests of everything that an update reads and writes: parameters, buffers, masters and optimizers' state."""
-    sources = {name: Source.of(tensor.detach()) for name, tensor in inventory(compiled.model)[1].items()}
-    sources |= compiled.masters.sources()
-    found = {f"the value of `{name}`": _source_digest(source) for name, source in sources.items()}
-    for name, tensor in nn.Module.named_parameters(compiled.model):
-        found[f"whether `{name}` is trained"] = str(tensor.requires_grad)
-        for index, optimizer in enumerate(optimizers):
-            for key, value in sorted(optimizer.state.get(tensor, {}).items(), key=str):
-                found[f"`{key}` of `{name}` in optimizer {index}"] = _value(value)
-    return found
+def values_of(compiled: Trained) -> Facts:
+    """What an update reads besides what ranks share: which parameters are trained, and digests of low halves."""
+    found = {f"the value of `{name}`": digest_text(source) for name, source in compiled.masters.sources().items()}
+    flags = {f"whether `{n}` is trained": str(p.requires_grad) for n, p in nn.Module.named_parameters(compiled.model)}
+    return found | flags
 
 
 def _value(value: Any) -> str:
     if isinstance(value, torch.Tensor):
         if (reason := obstacle(value)) is not None:
             return f"a tensor that {reason}"
-        return repr(value.item()) if value.numel() == 1 else _source_digest(Source.of(value))
+        return repr(value.item()) if value.numel() == 1 else digest_text(Source.of(value))
     if isinstance(value, list | tuple):
         return f"({', '.join(map(_value, value))})"  # pyright: ignore[reportUnknownArgumentType]
     # Texts of other objects may have addresses.
     return repr(value) if isinstance(value, bool | int | float | complex | str | None) else type(value).__qualname__
 
 
-def digest_text(value: torch.Tensor) -> str:
+def digest_text(source: Source) -> str:
     """A text that is the same for the same values only."""
-    return _source_digest(Source.of(value.detach()))
-
-
-def _source_digest(source: Source) -> str:
     digest = Digest()
     for piece in source.pieces():
         digest.begin(bytes_of(piece))
         digest.wait()
-    return f"{_text(source.spec)} with the digest {digest.finish()[:16]}"
-
-
-def _text(spec: TensorSpec) -> str:
-    return str(TensorSpec(spec.shape, spec.dtype))
+    return f"{TensorSpec(source.spec.shape, source.spec.dtype)} with the digest {digest.finish()[:16]}"

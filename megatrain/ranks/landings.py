@@ -12,16 +12,14 @@ from megatrain.device.host_arena import HostArena
 from megatrain.errors import ExecuteError
 from megatrain.passes.program import Program
 from megatrain.ranks.processes import Ranks
-from megatrain.ranks.shared_memory import PAGE, SharedPlace
+from megatrain.ranks.shared_memory import PAGE
 from megatrain.runtime.gradients import Landed, block_layouts
 from megatrain.scheduler.instructions import Bytes
-from megatrain.tracer.block_image import BlockImage, stored_stride, views
+from megatrain.tracer.block_image import Entry, stored_stride, views
 from megatrain.tracer.spec import TensorSpec
 
 _AREA_BYTES = 1 << 42
 """Bytes from the landings of one rank to the next: what nobody touches takes no memory."""
-_KEPT = 1 << 41
-"""Where gradients are that didn't land: sums over parts of a parameter, and what hooks have made."""
 _PIECE = 1 << 18  # elements: few enough for the caches, enough for threads
 _LANDED, _PLACE, _SUMMED, _PRESENT = range(4)
 GoOn = Callable[[], object]
@@ -40,11 +38,8 @@ class Landings(GrowingArena):
         self._ranks = ranks
         self._first_area = 1 + ranks.num_areas * ranks.size
         ranks.num_areas += 1
-        self._maps: dict[tuple[int, bool], HostArena] = {}
-        self._kept: dict[torch.Tensor, int] = {}
-        self._kept_bytes = 0
+        self._maps: dict[int, HostArena] = {}
         self._boards: dict[tuple[tuple[str, ...], ...], torch.Tensor] = {}
-        self._board_bytes = 0
         self.least = 0
 
     # -- memory ----------------------------------------------------------------------------------------------
@@ -53,38 +48,29 @@ class Landings(GrowingArena):
         """See `GrowingArena`. Memory that grows keeps what is there."""
         nbytes = max(nbytes, self.least)
         if nbytes > self.memory.nbytes:
-            self.memory = self._mapped(self._ranks.rank, 0, nbytes)
+            self.memory = self._mapped(self._ranks.rank, nbytes)
             self.bus.lock([self.memory])
         return self.memory
 
-    def _mapped(self, rank: int, offset: int, nbytes: int) -> HostArena:
-        start = (self._first_area + rank) * _AREA_BYTES + offset
+    def _mapped(self, rank: int, nbytes: int) -> HostArena:
+        start = (self._first_area + rank) * _AREA_BYTES
         return HostArena.over(self._ranks.memory.landing(start, max(nbytes, 1)))
 
-    def bytes_of(self, owned: SharedPlace, nbytes: int) -> torch.Tensor:
+    def _bytes_of(self, rank: int, start: int, nbytes: int) -> torch.Tensor:
         """Bytes of a rank's landings."""
-        rank, offset = owned
-        is_kept = offset >= _KEPT
-        start = offset - _KEPT * is_kept
-        known = self._maps.get((rank, is_kept))
+        known = self.memory if rank == self._ranks.rank else self._maps.get(rank)
         if known is None or known.nbytes < start + nbytes:
-            known = self._maps[rank, is_kept] = self._mapped(rank, _KEPT * is_kept, start + nbytes)
+            known = self._maps[rank] = self._mapped(rank, start + nbytes)
         return known.tensor[start : start + nbytes]
 
-    def place_of(self, parameter: torch.Tensor, gradient: torch.Tensor) -> tuple[SharedPlace, torch.Tensor]:
-        """Where others find a whole gradient of this rank, and the gradient there."""
+    def offset_of(self, gradient: torch.Tensor) -> int:
+        """Where a gradient is in the landings of this rank; -1 if it isn't there."""
         start = gradient.data_ptr() - self.memory.tensor.data_ptr() if self.memory.nbytes else -1
-        if 0 <= start < self.memory.nbytes:
-            return SharedPlace(self._ranks.rank, start), gradient
-        if parameter not in self._kept:
-            self._kept[parameter] = _KEPT + self._kept_bytes
-            self._kept_bytes += aligned(gradient.nbytes, PAGE)
-        owned = SharedPlace(self._ranks.rank, self._kept[parameter])
-        return owned, self.gradient_at(owned, parameter).copy_(gradient)
+        return start if start < self.memory.nbytes else -1
 
-    def gradient_at(self, owned: SharedPlace, parameter: torch.Tensor) -> torch.Tensor:
-        """The gradient of a parameter, laid out like it."""
-        held = self.bytes_of(owned, parameter.nbytes).view(parameter.dtype)
+    def gradient_at(self, rank: int, offset: int, parameter: torch.Tensor) -> torch.Tensor:
+        """The gradient of a parameter in the landings of a rank, laid out like the parameter."""
+        held = self._bytes_of(rank, offset, parameter.nbytes).view(parameter.dtype)
         return held.as_strided(parameter.shape, parameter.stride())
 
     # -- a step ----------------------------------------------------------------------------------------------
@@ -101,12 +87,9 @@ class Landings(GrowingArena):
         key = tuple(tuple(entry.key for entry in layout.entries) for layout in self._layouts)
         if key not in self._boards:
             most = max((len(keys) for keys in key), default=0)
-            shape = self._ranks.size, len(key), _PRESENT + most
             start = self._ranks.size * PAGE + self._ranks.board_bytes
-            nbytes = aligned(8 * torch.Size(shape).numel(), PAGE)
-            self._ranks.board_bytes += nbytes
-            words = torch.frombuffer(self._ranks.memory.landing(start, max(nbytes, PAGE)), dtype=torch.int64)
-            self._boards[key] = words[: torch.Size(shape).numel()].view(shape)
+            self._boards[key] = self._ranks.memory.words(start, self._ranks.size, len(key), _PRESENT + most)
+            self._ranks.board_bytes += aligned(self._boards[key].nbytes, PAGE)
         self._board = self._boards[key]
         self._offsets: list[int] = []
         self.least = 0
@@ -139,13 +122,12 @@ class Landings(GrowingArena):
         words = self._board[:, block, _SUMMED if summed else _LANDED]
         self._ranks.wait_until(lambda: int(words.min()) >= self._ranks.count, go_on)
 
-    def totals(self, block: int, is_mine: Callable[[str], bool], *, in_place: bool) -> list[Landed]:
+    def totals(self, block: int, is_mine: Callable[[str], bool]) -> list[Landed]:
         """Adds the gradients of all ranks, in their order, once they have landed.
 
         Args:
             block: The block.
-            is_mine: Whether this rank takes the total of a state's gradient.
-            in_place: Whether the total replaces this rank's gradient, which no other reads.
+            is_mine: Whether this rank takes the total of a state's gradient, which replaces its own: no other reads it.
 
         Returns:
             The totals of the block's state, in its order; none of what isn't this rank's.
@@ -156,23 +138,17 @@ class Landings(GrowingArena):
             there = [rank for rank in range(self._ranks.size) if board[rank, _PRESENT + number]]
             if not there or not is_mine(entry.key):
                 continue
-            terms = [self._flat(layout, number, rank, block) for rank in there]
-            own = self._flat(layout, number, self._ranks.rank, block)
-            out = own if in_place else torch.empty_like(own)
+            terms = [self._flat(entry, rank, block) for rank in there]
+            out = self._flat(entry, self._ranks.rank, block)
             _add(out, terms)
             found[entry.key] = out.as_strided(entry.spec.shape, stored_stride(entry.spec))
         self._say(block, _SUMMED)
         return [Landed(found.get(key)) for key in self._program.blocks[block].binding]
 
-    def _flat(self, layout: BlockImage, number: int, rank: int, block: int) -> torch.Tensor:
+    def _flat(self, entry: Entry, rank: int, block: int) -> torch.Tensor:
         """The elements of a gradient of a rank, in the order of their memory."""
-        entry = layout.entries[number]
         start = int(self._board[rank, block, _PLACE]) + entry.offset
-        if rank == self._ranks.rank:
-            held = self.memory.tensor[start : start + entry.spec.nbytes]
-        else:
-            held = self.bytes_of(SharedPlace(rank, start), entry.spec.nbytes)
-        return held.view(entry.spec.dtype)
+        return self._bytes_of(rank, start, entry.spec.nbytes).view(entry.spec.dtype)
 
     def _say(self, block: int, what: int) -> None:
         with self._ranks.memory.locked():  # which also orders what was written before for other processors

@@ -5,25 +5,26 @@ from __future__ import annotations
 import json
 import os
 import select
-import sys
 import time
+import traceback
 import warnings
 import weakref
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from megatrain.base.checks import Rule
 from megatrain.base.torch_private import TorchDispatchMode
 from megatrain.device import Device
 from megatrain.errors import ApartWarning, ExecuteError, OptionError, RanksError
-from megatrain.ranks.shared_memory import PAGE, SharedMemory, can_tell_copies, close_all, end_of, host_name
+from megatrain.ranks.shared_memory import PAGE, SharedMemory, can_tell_copies, close_all, end_of
 from megatrain.ranks.shared_store import SharedStore
 
 if TYPE_CHECKING:
@@ -49,20 +50,21 @@ def check_cards(ranks: Ranks, device: Device) -> None:
             )
 
 
-def check_ranks(group: ProcessGroup | None, kernels: str) -> None:
-    """Refuses what several ranks can't do yet.
+def check_ranks(group: ProcessGroup | None, kernels: str, masters: str) -> None:
+    """Refuses what several ranks can't do.
 
     Raises:
         OptionError: Naming the option.
     """
-    if group is None or group.size() == 1:
-        return
-    if kernels == "inductor":
-        raise OptionError(
-            f'process_group= has {group.size()} ranks, but kernels="{kernels}".\n'
-            "  Each rank would compile kernels of its own, whose bits may differ.\n"
-            '  Leave kernels out: "eager" has the bits of one process.'
-        )
+    refused = {
+        f'kernels="{kernels}"': (kernels == "inductor", "Each rank would compile kernels of its own, whose bits may "
+                                 "differ.", 'Leave kernels out: "eager" has the bits of one process.'),
+        f'masters="{masters}"': (masters == "rounded", "Ranks share one copy of the parameters, and can't share the "
+                                 "generators that round these.", "Leave masters out: ranks share low halves, too."),
+    }  # fmt: skip
+    for option, (is_given, rule, way) in refused.items():
+        if is_given and group is not None and group.size() > 1:
+            raise OptionError(f"process_group= has {group.size()} ranks, but {option}.\n  {rule}\n  {way}")
 
 
 class NoCollectives(TorchDispatchMode):
@@ -80,56 +82,6 @@ class NoCollectives(TorchDispatchMode):
                 "  Exchange them before the model's call or after the step: in a callback, or where they are logged."
             )
         return func(*args, **(kwargs or {}))
-
-
-def meet(ranks: Ranks, at: str, word: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Tells all ranks something, and hears what they tell, by rank.
-
-    Args:
-        ranks: Those that meet.
-        at: The call in which this rank is, in words.
-        word: Numbers, texts, lists and dictionaries. A rank that can't go on tells `failed`.
-
-    Raises:
-        RanksError: If another rank failed, or is in another call.
-    """
-    words = ranks.exchange({"at": at, **word})
-    check_words(ranks, words)
-    return words
-
-
-def check_words(ranks: Ranks, words: Sequence[Mapping[str, Any]]) -> None:
-    """Looks whether all ranks have met in one call, and can go on.
-
-    Raises:
-        RanksError: If not.
-    """
-    for rank, other in enumerate(words):
-        if rank != ranks.rank and "failed" in other:
-            raise RanksError(f"rank {rank} failed before the step: {other['failed']}")
-    if len({other["at"] for other in words}) > 1:
-        places = ", ".join(f"rank {rank} in {other['at']}" for rank, other in enumerate(words))
-        raise RanksError(
-            f"the ranks are in different calls: {places}.\n"
-            "  All ranks make the same calls in the same order: steps and save().\n"
-            "  Make this call on each rank: no rank writes a checkpoint or prepares a step for the others."
-        )
-
-
-def compare(ranks: Ranks, at: str, facts: Mapping[str, object], way_out: str) -> None:
-    """Looks whether plain values are the same on all ranks, which all meet here.
-
-    Args:
-        ranks: See `meet`.
-        at: See `meet`.
-        facts: What must not differ, by its name in words.
-        way_out: What the user can do about a difference.
-
-    Raises:
-        RanksError: Naming the first difference: the same on each rank.
-    """
-    words = meet(ranks, at, {"facts": {name: str(value) for name, value in facts.items()}})
-    refuse_difference([word["facts"] for word in words], way_out)
 
 
 def refuse_difference(told: Sequence[Mapping[str, str]], way_out: str, *, nothing: str = "nothing") -> None:
@@ -196,6 +148,7 @@ class Ranks:
         count: How many steps all ranks have begun.
         num_areas: How many kinds of landings have their place in `memory`.
         board_bytes: Bytes there of what ranks tell each other of landings.
+        end: Another rank has failed in the middle of a step, or ended, so that no step can follow.
     """
 
     def __init__(self, group: ProcessGroup):
@@ -204,32 +157,27 @@ class Ranks:
         _made[group.group_name] += 1
         of_group: Any = group.get_group_store()
         self.count = self.num_areas = self.board_bytes = self._num_meetings = 0
+        self.end: RanksError | None = None
         self._ends: dict[int, int] = {}
-        self._board: torch.Tensor | None = None
         try:
             self.memory = self._shared_memory(dist.PrefixStore(f"megatrain/{name}", of_group.clone()))
         except RuntimeError as error:
             raise RanksError(f"the store of the process group can't be reached.\n  {_GONE}") from error
         self.store = SharedStore(self.memory, self.rank, self.size)
-        self._board = torch.frombuffer(self.memory.landing(0, self.size * PAGE), dtype=torch.int64).view(self.size, -1)
-
-    @staticmethod
-    def of(group: ProcessGroup | None) -> Ranks | None:
-        """The ranks of a group; None for a process that trains alone."""
-        return None if group is None or group.size() == 1 else Ranks(group)
+        self._board = self.memory.words(0, self.size, PAGE // 8)
 
     def _shared_memory(self, store: Any) -> SharedMemory:
         """Memory that all ranks map; all of them call this at the same time."""
-        told = self._told(store, "here", [host_name(), os.getpid(), can_tell_copies()])
-        is_able = len({name for name, *_ in told}) == 1 and all(can for *_, can in told)
-        ends = {rank: end_of(process) for rank, (_, process, _) in enumerate(told) if is_able and rank != self.rank}
-        self._ends = {rank: end for rank, end in ends.items() if end is not None}
-        weakref.finalize(self, close_all, list(self._ends.values()))
-        file = SharedMemory.made() if is_able and self.rank == 0 else None
-        addresses = self._told(store, "memory", None if file is None else file.address)
-        if is_able and file is None:
+        can = can_tell_copies()
+        file = SharedMemory.made() if can and self.rank == 0 else None
+        told = self._told(store, "here", [os.getpid(), None if file is None else file.address])
+        if can and file is None and told[0][1] is not None:
             with suppress(OSError):  # nobody shares then: each finds that out below
-                file = SharedMemory.opened(addresses[0])
+                file = SharedMemory.opened(told[0][1])
+        if file is not None:
+            ends = {rank: end_of(process) for rank, (process, _) in enumerate(told) if rank != self.rank}
+            self._ends = {rank: end for rank, end in ends.items() if end is not None}
+            weakref.finalize(self, close_all, list(self._ends.values()))
         if not all(self._told(store, "open", file is not None)) or file is None:
             raise RanksError(
                 f"the {self.size} ranks share no memory: they are on several hosts, or the system has none to share.\n"
@@ -244,7 +192,7 @@ class Ranks:
         keys = [f"{what}/{rank}" for rank in range(self.size)]
         until = time.monotonic() + MEETING_S
         while not store.check(keys):
-            self.look()
+            self._look_for_ends()
             if time.monotonic() > until:
                 missing = [str(rank) for rank, key in enumerate(keys) if not store.check([key])]
                 raise RanksError(
@@ -258,10 +206,9 @@ class Ranks:
     def announce(self, text: str, rank: int | None = None) -> None:
         """Tells all ranks that wait that this one has failed, or that another one was found to have ended."""
         content, own = text.encode(), self.rank if rank is None else rank
-        if self._board is not None:
-            with self.memory.locked():
-                self.memory.write_letter(2 * self.size + own, content)
-                self._board[own, _FAILED] = len(content)
+        with self.memory.locked():
+            self.memory.write_letter(2 * self.size + own, content)
+            self._board[own, _FAILED] = len(content)
 
     def look(self) -> None:
         """Looks for a rank that can't go on.
@@ -269,18 +216,23 @@ class Ranks:
         Raises:
             RanksError: Naming the rank.
         """
-        for rank, nbytes in enumerate([] if self._board is None else self._board[:, _FAILED].tolist()):
+        for rank, nbytes in enumerate(self._board[:, _FAILED].tolist()):
             if nbytes and rank != self.rank:
                 text = self.memory.letter(2 * self.size + rank, nbytes).decode(errors="replace")
-                raise RanksError(f"rank {rank} failed: {text}")
+                self.end = RanksError(f"rank {rank} failed: {text}")
+                raise self.end
+        self._look_for_ends(lambda rank: self.announce(f"it ended.\n  {_GONE}", rank))
+
+    def _look_for_ends(self, tell: Callable[[int], object] = lambda _: None) -> None:
         poll = select.poll()
         for end in self._ends.values():
             poll.register(end, select.POLLIN)
         found = {descriptor for descriptor, _ in poll.poll(0)}
         for rank, end in self._ends.items():
             if end in found:
-                self.announce(f"it ended.\n  {_GONE}", rank)
-                raise RanksError(f"rank {rank} ended.\n  {_GONE}")
+                tell(rank)
+                self.end = RanksError(f"rank {rank} ended.\n  {_GONE}")
+                raise self.end
 
     def exchange(self, value: Any) -> list[Any]:
         """Gives a value to all ranks; returns those of all, by rank.
@@ -294,7 +246,6 @@ class Ranks:
         Raises:
             RanksError: If another rank can't answer.
         """
-        assert self._board is not None
         content = json.dumps(value).encode()
         self._num_meetings += 1
         number, which = self._num_meetings, self._num_meetings % 2
@@ -305,6 +256,38 @@ class Ranks:
         self.wait_until(lambda: int(met.min()) >= number, lambda: None)
         letters = enumerate(lengths.tolist())
         return [json.loads(self.memory.letter(2 * rank + which, nbytes)) for rank, nbytes in letters]
+
+    def meet(self, at: str, word: Mapping[str, Any]) -> list[dict[str, Any]]:
+        """Tells all ranks something, and hears what they tell, by rank.
+
+        Args:
+            at: The call in which this rank is, in words.
+            word: Numbers, texts, lists and dictionaries. A rank that can't go on tells `failed`.
+
+        Raises:
+            RanksError: If another rank failed, or is in another call.
+        """
+        words = self.exchange({"at": at, **word})
+        for rank, other in enumerate(words):
+            if rank != self.rank and "failed" in other:
+                raise RanksError(f"rank {rank} failed before the step: {other['failed']}")
+        if len({other["at"] for other in words}) > 1:
+            places = ", ".join(f"rank {rank} in {other['at']}" for rank, other in enumerate(words))
+            raise RanksError(
+                f"the ranks are in different calls: {places}.\n"
+                "  All ranks make the same calls in the same order: steps and save().\n"
+                "  Make this call on each rank: no rank writes a checkpoint or prepares a step for the others."
+            )
+        return words
+
+    def compare(self, at: str, facts: Mapping[str, object], way_out: str) -> None:
+        """Looks whether plain values, by their name in words, are the same on all ranks, which all meet here.
+
+        Raises:
+            RanksError: Naming the first difference, and the way out: the same on each rank.
+        """
+        words = self.meet(at, {"facts": {name: str(value) for name, value in facts.items()}})
+        refuse_difference([word["facts"] for word in words], way_out)
 
     def wait_until(self, is_over: Callable[[], bool], go_on: Callable[[], object]) -> None:
         """Returns once something of other ranks is over.
@@ -343,18 +326,7 @@ NO_BACKWARD = (
 # -- a process that trains alone, although `torch.distributed` has others ----------------------------------------
 
 Group = ProcessGroup | None
-
-
-class HasGroup(Protocol):
-    """A model that knows whether its user has named a process group; see `Compiled`."""
-
-    @property
-    def has_group(self) -> bool:
-        """Whether there is a group, also one of a single process."""
-        ...
-
-
-_said: WeakSet[HasGroup] = WeakSet()
+_said: WeakSet[nn.Module] = WeakSet()
 
 
 def others_here() -> int:
@@ -379,16 +351,18 @@ def refuse_apart() -> None:
         )
 
 
-def note_apart(model: HasGroup, results: Sequence[torch.Tensor]) -> None:
-    """Warns, once for each model, of a call whose gradients would be those of this process alone.
+def note_apart(model: nn.Module, results: Sequence[torch.Tensor]) -> None:
+    """Warns, once for each model, of a call without a group, whose gradients would be those of this process alone.
 
     Args:
         model: What was called.
         results: Of the call. Within `DistributedDataParallel` their gradients go to the others.
     """
-    if model.has_group or model in _said or not others_here():
+    if model in _said or not others_here():
         return
-    if any(tensor.requires_grad for tensor in results) and not _is_in_data_parallel():
+    # Nothing public says that a module in `DistributedDataParallel` makes this call, but the calling code.
+    callers = (frame.f_globals.get("__name__") for frame, _ in traceback.walk_stack(None))
+    if any(tensor.requires_grad for tensor in results) and DistributedDataParallel.__module__ not in callers:
         _said.add(model)
         warnings.warn(
             f"loss.backward() leaves the gradients of this process alone, and torch.distributed has {others_here()} "
@@ -399,13 +373,3 @@ def note_apart(model: HasGroup, results: Sequence[torch.Tensor]) -> None:
             ApartWarning,
             stacklevel=4,
         )
-
-
-def _is_in_data_parallel() -> bool:
-    """Whether a module in `DistributedDataParallel` makes this call: nothing public says so but the calling code."""
-    frame = sys._getframe()
-    while frame is not None:
-        if frame.f_globals.get("__name__") == DistributedDataParallel.__module__:
-            return True
-        frame = frame.f_back
-    return False

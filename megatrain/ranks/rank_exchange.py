@@ -12,17 +12,16 @@ from megatrain.base.counts import counted
 from megatrain.base.host_limits import available_bytes
 from megatrain.base.sizes import format_bytes
 from megatrain.device.bus import Bus
-from megatrain.errors import ExecuteError, OptimizerError, RanksError
+from megatrain.errors import ExecuteError, RanksError
 from megatrain.extending import register_op
 from megatrain.files.disk import digest_of
 from megatrain.optim.proxy import Optimizer
 from megatrain.passes.program import Program
-from megatrain.ranks.division import Parts, unshareable
+from megatrain.ranks.division import Parts
 from megatrain.ranks.facts import Facts, Trained, check_supported, facts_of, values_of
 from megatrain.ranks.landings import Landings, blocks_text
 from megatrain.ranks.ops import TOTAL, WHOLE, check_totals, check_whole, with_others
-from megatrain.ranks.processes import NoCollectives, Ranks, check_words, refuse_difference, words_of
-from megatrain.ranks.sharing import Changed, Sharing, check_changed
+from megatrain.ranks.processes import NoCollectives, Ranks, refuse_difference, words_of
 from megatrain.runtime.exchange import Exchange, Word
 from megatrain.runtime.gradients import Landed
 from megatrain.runtime.operations import Operations, Run
@@ -39,19 +38,17 @@ _ALIKE = (
     "Ranks that train together have the same model, values, optimizer and options.\n"
     "  Build all alike on each rank: call torch.manual_seed first, or load the same checkpoint."
 )
+_WROTE = (
+    "Code that writes parameters, buffers or an optimizer's state between two steps must do the same on\n"
+    "  each rank, although ranks of one host share the memory.\n"
+    "  Write on all ranks, then take the step."
+)
+_BROKEN = (
+    "the ranks are no longer at the same step, because one of them failed in the middle of one.\n  {}\n"
+    "  Start all ranks again, and load the latest checkpoint."
+)
 # A step that hasn't met the others yet; one whose forward runs, so that it may run again; and one that all take.
 _ALONE, _MET, _VOTED = "alone", "met", "voted"
-
-
-def exchange_of(ranks: Ranks | None, compiled: Trained, optimizers: Sequence[Optimizer]) -> Exchange:
-    """The exchange of the steps of some optimizers.
-
-    Args:
-        ranks: The processes that train together; None for one that trains alone.
-        compiled: The model.
-        optimizers: In the order of their steps.
-    """
-    return Exchange() if ranks is None else RankExchange(ranks, compiled, optimizers)
 
 
 class RankExchange(Exchange):
@@ -62,8 +59,10 @@ class RankExchange(Exchange):
     leaves no trace on any rank. From then on gradients and updates are shared, and a rank that fails ends the training
     of all.
 
-    Where the optimizers' state can't be shared, each rank has a store of its own, adds up all gradients and makes all
-    updates.
+    Args:
+        ranks: The processes that train together.
+        compiled: The model.
+        optimizers: In the order of their steps.
     """
 
     is_alone = False
@@ -71,16 +70,8 @@ class RankExchange(Exchange):
     def __init__(self, ranks: Ranks, compiled: Trained, optimizers: Sequence[Optimizer]):
         self._ranks, self._compiled, self._optimizers = ranks, compiled, optimizers
         self.rank = ranks.rank
-        if compiled.masters.kind == "rounded":
-            self._unshared = "masters that are rounded at random draw from generators, which can't be shared"
-        else:
-            self._unshared = next(filter(None, map(unshareable, optimizers)), None)
-        self.shares = self._unshared is None
-        self._parts = Parts(ranks, ranks.store, optimizers, compiled.masters)
-        self._sharing = Sharing(compiled, optimizers, ranks.store)
-        self._landings: Landings | None = None
+        self._parts = Parts(ranks, compiled, optimizers)
         self._keeps = self._has_landed = self._is_compared = self._has_room = False
-        self._is_telling = False
         self._stage, self._blocks = _ALONE, ""
 
     # -- gradients -------------------------------------------------------------------------------------------
@@ -91,14 +82,8 @@ class RankExchange(Exchange):
 
     def landing(self, bus: Bus) -> Landings:
         """See `Exchange`."""
-        if self._landings is None:
-            self._landings = Landings(self._ranks, bus)
-        return self._landings
-
-    @property
-    def _here(self) -> Landings:
-        assert self._landings is not None
-        return self._landings
+        self._here = Landings(self._ranks, bus)
+        return self._here
 
     def land(self, block: int, where: Bytes | None, landed: Sequence[Landed]) -> Sequence[Landed] | None:
         """See `Exchange`."""
@@ -112,19 +97,17 @@ class RankExchange(Exchange):
     def totals(self, block: int, go_on: Callable[[], object]) -> list[Landed]:
         """The sums of the gradients of all ranks, of this rank's part of a block; waits until all have landed."""
         self._here.wait_for(block, summed=False, go_on=go_on)
-        return self._here.totals(block, self._owner_is_mine, in_place=self.shares)
+        return self._here.totals(block, self._owner_is_mine)
 
     def _owner_is_mine(self, key: str) -> bool:
-        return not self.shares or self._parts.is_mine(self._program.state[key].owner)
+        return self._parts.is_mine(self._program.state[key].owner)
 
     def kept(self, parameter: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
         """See `Exchange`."""
-        return self._parts.keep(parameter, gradient, self._here) if self.shares and self._keeps else gradient
+        return self._parts.keep(parameter, gradient, self._here) if self._keeps else gradient
 
     def norms(self, own: Mapping[int, tuple[float, str]]) -> Sequence[Mapping[int, tuple[float, str]]]:
         """See `Exchange`."""
-        if not self.shares:
-            return [own]
         told = self._ranks.exchange({str(place): norm for place, norm in own.items()})
         return [{int(place): (value, dtype) for place, (value, dtype) in each.items()} for each in told]
 
@@ -134,20 +117,15 @@ class RankExchange(Exchange):
         """See `Exchange`."""
         self._parts.begin()
 
-    @contextmanager
     def updating(
         self, held: Collection[torch.Tensor], gradients: Mapping[torch.Tensor, torch.Tensor], *, takes_over: bool
-    ) -> Generator[Mapping[torch.Tensor, torch.Tensor] | None]:
+    ) -> AbstractContextManager[Mapping[torch.Tensor, torch.Tensor]]:
         """See `Exchange`."""
-        if not self.shares:
-            yield None
-            return
-        with self._parts.updating(held, gradients, self._here if takes_over else None) as found:
-            yield found
+        return self._parts.updating(held, gradients, self._here if takes_over else None)
 
     def wait(self, held: Collection[torch.Tensor], go_on: Callable[[], object], *, gives_up: bool) -> bool:
         """See `Exchange`."""
-        return not self.shares or self._parts.wait(held, go_on, gives_up=gives_up)
+        return self._parts.wait(held, go_on, gives_up=gives_up)
 
     def wait_summed(self, block: int, go_on: Callable[[], object]) -> None:
         """Returns once all ranks have added this one's gradients of a block."""
@@ -158,12 +136,8 @@ class RankExchange(Exchange):
 
     @contextmanager
     def taking(self, at: str = "a step") -> Generator[None]:
-        """See `Exchange`. If it fails here, the others hear why; if it fails there, this rank stops too.
-
-        Raises:
-            RanksError: If another rank failed, or differs.
-        """
-        self._stage, self._is_telling = _ALONE, False
+        """See `Exchange`. If it fails here, the others hear why; if it fails there, this rank stops too."""
+        self._stage = _ALONE
         try:
             yield
         except BaseException as error:
@@ -174,7 +148,7 @@ class RankExchange(Exchange):
 
     def _fail(self, error: BaseException, at: str) -> None:
         found = _other_rank(error)
-        if self._stage != _VOTED and not self._is_telling and isinstance(error, Exception):
+        if self._stage != _VOTED and isinstance(error, Exception) and (found is None or found is not self._ranks.end):
             if found is None:
                 with suppress(RanksError):  # of several failures each rank raises its own
                     self.tell(at, {"failed": words_of(error)})
@@ -185,36 +159,22 @@ class RankExchange(Exchange):
             return
         if found is None:
             self._ranks.announce(words_of(error))
-        self.broken = _broken(error)
+        self.broken = _BROKEN.format(words_of(error))
         if found is not None and found is not error:
             raise found from error
 
     def tell(self, at: str, word: Word) -> list[Word]:
-        """See `Exchange`.
-
-        Raises:
-            RanksError: If another rank failed, or is elsewhere.
-        """
-        self._is_telling = True
-        words = self._ranks.exchange({"at": at, **word})
-        self._is_telling = False
-        check_words(self._ranks, words)
-        return words
+        """See `Exchange`."""
+        return self._ranks.meet(at, word)
 
     def agree(
         self, programs: Sequence[Program], schedule: Schedule, facts: Mapping[str, object], word: Word
     ) -> list[Word]:
-        """See `Exchange`.
-
-        Raises:
-            RanksError: If the ranks differ.
-            ExecuteError: If the model is one that several ranks can't train.
-            OptimizerError: If this step's updates aren't divided, but another's are.
-        """
+        """See `Exchange`."""
         program, told = programs[0], list[Word]()
         blocks = blocks_text(program)
         if self._stage == _ALONE:
-            check_supported(programs, self._compiled, self._optimizers, shares=self.shares)
+            check_supported(programs, self._compiled, self._optimizers)
             told = self._meet(blocks, schedule, facts, word)
             self._blocks = _digest(blocks)
             self._ranks.count = 1 + max(word["count"] for word in told)
@@ -229,75 +189,59 @@ class RankExchange(Exchange):
         self._keeps = schedule.kind.updates not in ("overlap", "serial")
         self._has_landed = False
         self._here.begin(program, lands=bool(schedule.places))
-        engine = self._compiled.engine
-        parameters = {k: t for k, t in engine.tensors.items() if isinstance(t, torch.nn.Parameter)}
         entries = [[program.state[key].owner for key in block.binding if program.state[key].requires_grad]
                    for block in program.blocks]  # fmt: skip
-        self._parts.know(parameters, entries)
+        self._parts.know(entries)
         return told
 
     def _meet(
         self, blocks: Mapping[str, str], schedule: Schedule, facts: Mapping[str, object], word: Word
     ) -> list[Word]:
-        if not self.shares and self._ranks.store.twins:
-            raise OptimizerError(
-                f"the ranks share the model's store, but not this step's updates: {self._unshared}.\n"
-                "  Another TrainStep of this model divides its updates among them; each rank would make all of these.\n"
-                "  Train with one of the two, or in one process."
-            )
         kind = schedule.kind
         rules = {**facts, "when updates run": f"{kind.updates}, {'clipped' if kind.clip else 'not clipped'}"}
         compared = {**blocks, **facts_of(self._compiled, self._optimizers, rules)}
         if not self._is_compared:
-            compared |= values_of(self._compiled, self._optimizers)
-        changed: Changed = self._sharing.changed() if self.shares else {}
+            compared |= values_of(self._compiled)
+        changed = self._parts.changed()
         own = {"digest": _digest(compared), "changed": changed, "count": self._ranks.count}
         words = self.tell("a step", {**word, **own})
         if len({each["digest"] for each in words}) > 1:
-            refuse_difference([each["facts"] for each in self.tell("a step", {"facts": compared})], _ALIKE)
-        if check_changed([each["changed"] for each in words]):
-            self._sharing.share(lambda: self.tell("a step", {}))
+            self._ranks.compare("a step", compared, _ALIKE)
+        told = [each["changed"] for each in words]
+        way_out, nothing = (_WROTE, "as it was") if self._is_compared else (_ALIKE, "nothing")
+        refuse_difference(told, way_out, nothing=nothing)
+        if any(told):
+            self._parts.share(lambda: self.tell("a step", {}))
         self._is_compared = True
         return words
 
     def check_room(self, schedule: Schedule, room: Callable[[], tuple[Mapping[str, int], int]]) -> None:
-        """See `Exchange`. Each rank by itself would find that its own part fits; the system would end processes later.
-
-        Raises:
-            ExecuteError: If the ranks need more than there is.
-            RanksError: If another rank fails.
-        """
+        """See `Exchange`. Each rank by itself would find that its part fits; the system would end processes later."""
         if self._has_room:
             return
         landings = sum(block.landing_bytes for block in schedule.known_workload().blocks if block.has_backward)
         further = landings if schedule.kind.transfer == "bind" else 0
         rows, held = room()
         total = sum(rows.values())
-        own = sum(rows.get(name, 0) for name in _OWN) if self.shares else total
+        own = sum(rows.get(name, 0) for name in _OWN)
         words = self.tell("a step", {"own": own + further, "shared": total - own, "held": min(held, total)})
         shared = max(int(word["shared"]) for word in words)
         each, held_by_all = ([int(word[name]) for word in words] for name in ("own", "held"))
         needed = shared + sum(each)
-        is_shared = bool(self._ranks.store.twins)
-        available = available_bytes() + (max(held_by_all) if is_shared else sum(held_by_all))
+        available = available_bytes() + max(held_by_all)
         if needed > available:
-            parts = f"All share {format_bytes(shared)}, each" if shared else "They share nothing, each"
-            way = "" if shared else '; or masters="exact", of which ranks share one copy'
             raise ExecuteError(
                 f"{counted(self._ranks.size, 'rank')} of one host need {format_bytes(needed)} of its memory, "
                 f"{format_bytes(available)} are available.\n"
-                f"  {parts} has up to {format_bytes(max(each))}; {format_bytes(needed - available)} are missing.\n"
-                f"  Use fewer devices, or smaller or fewer micro-batches, of which less is parked{way}."
+                f"  All share {format_bytes(shared)}, each has up to {format_bytes(max(each))}; "
+                f"{format_bytes(needed - available)} are missing.\n"
+                "  Use fewer devices, or smaller or fewer micro-batches, of which less is parked."
             )
         self.tell("a step", {})  # nobody allocates before all have looked
         self._has_room = True
 
     def vote(self) -> None:
-        """See `Exchange`.
-
-        Raises:
-            RanksError: If one failed.
-        """
+        """See `Exchange`."""
         if self._stage == _MET:
             self.tell("a step", {})
             self._stage = _VOTED
@@ -307,11 +251,7 @@ class RankExchange(Exchange):
         return not self._has_landed
 
     def watching_loss(self) -> AbstractContextManager[object]:
-        """See `Exchange`.
-
-        Raises:
-            ExecuteError: If it waits for other ranks.
-        """
+        """See `Exchange`."""
         return NoCollectives()
 
     def losses(self, losses: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
@@ -323,34 +263,17 @@ class RankExchange(Exchange):
     # -- between steps ---------------------------------------------------------------------------------------
 
     def check_written(self, at: str) -> None:
-        """See `Exchange`.
-
-        Raises:
-            RanksError: Naming what isn't the same on all.
-        """
-        told = self.tell(at, {"changed": self._sharing.changed() if self.shares and self._is_compared else {}})
-        check_changed([word["changed"] for word in told])
+        """See `Exchange`."""
+        told = self.tell(at, {"changed": self._parts.changed() if self._is_compared else {}})
+        refuse_difference([word["changed"] for word in told], _WROTE, nothing="as it was")
 
     def refuse(self, what: str, way_out: str) -> None:
-        """See `Exchange`.
-
-        Raises:
-            ExecuteError: Always.
-        """
+        """See `Exchange`."""
         raise ExecuteError(
             f"{what} isn't possible with a process_group of {self._ranks.size} ranks.\n"
             "  Ranks wait for each other in one order, which it would change.\n"
             f"  {way_out}"
         )
-
-
-def _broken(error: BaseException) -> str:
-    """Why no step can follow one that failed here, and that others have begun."""
-    return (
-        "the ranks are no longer at the same step, because one of them failed in the middle of one.\n"
-        f"  {words_of(error)}\n"
-        "  Start all ranks again, and load the latest checkpoint."
-    )
 
 
 def _other_rank(error: BaseException) -> RanksError | None:

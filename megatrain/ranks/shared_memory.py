@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import json
+import math
 import mmap
 import os
-import socket
 import threading
 import weakref
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from megatrain.base.sizes import aligned
+from megatrain.device.host_arena import HostArena
 from megatrain.device.host_pages import HostPages
 
 # The file has no name, so that nothing is left of it when its processes have ended, however they did: the others open
@@ -29,21 +29,11 @@ _REGION = 256 << 20
 """Least bytes of a region: what nobody touches takes no memory, and each region takes two file descriptors."""
 _LETTERS, _LETTER = 1 << 40, 1 << 32
 """Where letters begin in the memory of landings, below those of the first rank, and the most bytes of each."""
+_TOKEN = 16
+"""Bytes at the beginning of the journal by which a process knows the memory that it was told of."""
 _MAP_NORESERVE = 0x4000
 _SCANNED = 1 << 20
 """Pages whose state is read in one piece."""
-
-
-class SharedPlace(NamedTuple):
-    """A gradient that a rank has for all of them.
-
-    Attributes:
-        rank: The rank.
-        offset: Its first byte in the rank's landings.
-    """
-
-    rank: int
-    offset: int
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -54,15 +44,17 @@ class Region:
         offset: Its first byte in the file.
         shared: Its shared mapping.
         private: Its private mapping.
+        arena: Memory of `private`.
     """
 
     offset: int
     shared: HostPages
     private: HostPages
+    arena: HostArena
 
     def is_written(self, start: int, nbytes: int) -> bool:
         """Whether this process has written any of these bytes in the private mapping."""
-        return _has_copies(_address(self.private) + start, nbytes)
+        return _has_copies(self.arena.tensor.data_ptr() + start, nbytes)
 
     def drop(self, start: int, nbytes: int) -> None:
         """Drops this process's copies of these bytes, which begin a page: the private mapping is as the shared one."""
@@ -80,10 +72,10 @@ class SharedMemory:
 
     def __init__(self, contents: int, journal: int, landings: int):
         self._contents, self._journal, self._landings = contents, journal, landings
-        self._read = 0
+        self._read = _TOKEN
         self._lock = threading.Lock()
         self._regions: dict[int, Region] = {}
-        self._region, self._free = 0, range(0)
+        self._free = range(0)
         self._end = weakref.finalize(self, close_all, (contents, journal, landings))
 
     @staticmethod
@@ -95,27 +87,32 @@ class SharedMemory:
         """
         if not hasattr(os, "memfd_create"):
             raise OSError("the system has no memory without a name that processes share (memfd_create)")
-        return SharedMemory(*(os.memfd_create(f"megatrain-{name}") for name in ("store", "journal", "landings")))
+        found = SharedMemory(*(os.memfd_create(f"megatrain-{name}") for name in ("store", "journal", "landings")))
+        os.pwrite(found._journal, os.urandom(_TOKEN), 0)
+        return found
 
     @property
-    def address(self) -> list[int]:
-        """Where other processes find it: the process, its descriptors there, and the identity of each."""
-        descriptors = [self._contents, self._journal, self._landings]
-        return [os.getpid(), *descriptors, *(os.fstat(each).st_ino for each in descriptors)]
+    def address(self) -> list[Any]:
+        """Where other processes find it: the process, its descriptors there, and what the journal begins with."""
+        return [os.getpid(), self._contents, self._journal, self._landings, self._token]
+
+    @property
+    def _token(self) -> str:
+        return os.pread(self._journal, _TOKEN, 0).hex()
 
     @staticmethod
-    def opened(address: Sequence[int]) -> SharedMemory:
+    def opened(address: Sequence[Any]) -> SharedMemory:
         """Opens one that another process of this host has made.
 
         Raises:
-            OSError: If it isn't there, or this process may not open it.
+            OSError: If it isn't there, as on another host, or this process may not open it.
         """
-        process, *descriptors = address[:4]
-        found = [os.open(f"/proc/{process}/fd/{each}", os.O_RDWR | os.O_CLOEXEC) for each in descriptors]
-        if [os.fstat(each).st_ino for each in found] != list(address[4:]):
-            close_all(found)
+        process, *descriptors, token = address
+        files = (os.open(f"/proc/{process}/fd/{each}", os.O_RDWR | os.O_CLOEXEC) for each in descriptors)
+        found = SharedMemory(*files)
+        if found._token != token:
             raise OSError(f"process {process} has other files")
-        return SharedMemory(*found)
+        return found
 
     @contextmanager
     def locked(self) -> Generator[None]:
@@ -129,21 +126,21 @@ class SharedMemory:
             finally:
                 fcntl.flock(self._journal, fcntl.LOCK_UN)
 
-    def take(self, nbytes: int) -> tuple[int, int]:
+    def take(self, nbytes: int) -> tuple[Region, int]:
         """Takes zeroed bytes that nobody has, from the start of a page; the caller holds the lock.
 
         Returns:
-            The offset of their region, and theirs in it.
+            Their region, and where they begin there.
         """
         needed = aligned(nbytes, PAGE)
         if needed > len(self._free):
             offset = os.fstat(self._contents).st_size
-            os.ftruncate(self._contents, offset + max(needed, _REGION))
-            self._free = range(offset, offset + max(needed, _REGION))
-            self._region = self.region(offset, len(self._free)).offset
+            self._free = range(max(needed, _REGION))
+            os.ftruncate(self._contents, offset + len(self._free))
+            self._latest = self.region(offset, len(self._free))
         start = self._free.start
         self._free = self._free[needed:]
-        return self._region, start - self._region
+        return self._latest, start
 
     def region(self, offset: int, nbytes: int) -> Region:
         """Returns a region, mapped once.
@@ -153,20 +150,31 @@ class SharedMemory:
             nbytes: Its bytes.
         """
         if offset not in self._regions:
-            self._regions[offset] = self._mapped(self._contents, offset, nbytes)
+            shared = self.mapped(offset, nbytes)
+            private = _mapped(self._contents, offset, nbytes, mmap.MAP_PRIVATE)
+            for pages in (shared, private):
+                # A child would see what the ranks write from then on, in the middle of their updates: it ends instead.
+                pages.keep_from_children()
+            self._regions[offset] = Region(offset, shared, private, HostArena.over(private))
         return self._regions[offset]
 
     def mapped(self, offset: int, nbytes: int) -> HostPages:
         """Maps bytes from the start of a page on, shared."""
-        return HostPages(self._contents, aligned(nbytes, PAGE), flags=mmap.MAP_SHARED | _MAP_NORESERVE, offset=offset)
+        return _mapped(self._contents, offset, nbytes)
 
     def landing(self, offset: int, nbytes: int) -> HostPages:
         """Maps bytes of the memory of landings, zeroed at first, from the start of a page on."""
-        nbytes = aligned(nbytes, PAGE)
         with self.locked():
-            if os.fstat(self._landings).st_size < offset + nbytes:
-                os.ftruncate(self._landings, offset + nbytes)
-        return HostPages(self._landings, nbytes, flags=mmap.MAP_SHARED | _MAP_NORESERVE, offset=offset)
+            end = offset + aligned(nbytes, PAGE)
+            if os.fstat(self._landings).st_size < end:
+                os.ftruncate(self._landings, end)
+        return _mapped(self._landings, offset, nbytes)
+
+    def words(self, offset: int, *shape: int) -> torch.Tensor:
+        """Whole numbers of 64 bits in the memory of landings, from the start of a page on."""
+        count = math.prod(shape)
+        pages = self.landing(offset, 8 * max(count, 1))
+        return torch.frombuffer(pages, dtype=torch.int64)[:count].view(shape)
 
     def write_letter(self, number: int, content: bytes) -> None:
         """Writes a letter in place of the one of this number; the caller holds the lock."""
@@ -175,18 +183,6 @@ class SharedMemory:
     def letter(self, number: int, nbytes: int) -> bytes:
         """Reads a letter of so many bytes."""
         return os.pread(self._landings, nbytes, _LETTERS + number * _LETTER)
-
-    def _mapped(self, descriptor: int, offset: int, nbytes: int) -> Region:
-        kinds = mmap.MAP_SHARED, mmap.MAP_PRIVATE
-        shared, private = (HostPages(descriptor, nbytes, flags=kind | _MAP_NORESERVE, offset=offset) for kind in kinds)
-        for pages in (shared, private):
-            # A child would see what the ranks write from then on, in the middle of their updates: it ends instead.
-            pages.keep_from_children()
-        return Region(offset, shared, private)
-
-    def region_bytes(self, offset: int) -> int:
-        """The bytes of a region that is mapped here."""
-        return len(self._regions[offset].shared)
 
     # -- news --------------------------------------------------------------------------------------------------
 
@@ -208,14 +204,14 @@ class SharedMemory:
             yield from map(json.loads, lines.splitlines())
 
 
+def _mapped(descriptor: int, offset: int, nbytes: int, kind: int = mmap.MAP_SHARED) -> HostPages:
+    return HostPages(descriptor, aligned(nbytes, PAGE), flags=kind | _MAP_NORESERVE, offset=offset)
+
+
 def close_all(descriptors: Sequence[int]) -> None:
     """Closes descriptors."""
     for each in descriptors:
         os.close(each)
-
-
-def _address(pages: HostPages) -> int:
-    return torch.frombuffer(pages, dtype=torch.uint8, count=1).data_ptr()
 
 
 def can_tell_copies() -> bool:
@@ -223,9 +219,7 @@ def can_tell_copies() -> bool:
     try:
         file = SharedMemory.made()
         with file.locked():
-            offset, start = file.take(2 * PAGE)
-        region = file.region(offset, 0)
-        assert start == 0
+            region, _ = file.take(2 * PAGE)
         region.private[0] = 1
         region.shared[PAGE] = 2
         seen = region.is_written(0, PAGE), region.is_written(PAGE, PAGE), region.private[PAGE]
@@ -249,15 +243,6 @@ def _has_copies(address: int, nbytes: int) -> bool:
             if bool((((page >> 62) & 3).ne(0) & ((page >> 61) & 1).eq(0)).any()):
                 return True
     return False
-
-
-def host_name() -> str:
-    """Equal for processes that can open each other's files, on one host."""
-    parts = [socket.gethostname(), str(os.getuid()) if hasattr(os, "getuid") else ""]
-    with suppress(OSError):  # another system than Linux, which has no such memory either
-        parts.append(Path("/proc/sys/kernel/random/boot_id").read_text(encoding="utf-8").strip())
-        parts.append(str(os.stat("/proc/self/ns/pid").st_ino))
-    return "/".join(parts)
 
 
 def end_of(process: int) -> int | None:

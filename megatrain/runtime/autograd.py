@@ -103,7 +103,7 @@ class _CallNode(torch.autograd.Function):
     ) -> Any:
         ctx.set_materialize_grads(False)
         ctx.call, ctx.executor, ctx.parameters = call, executor, parameters
-        return tuple(outputs[i] for i in executor.differentiable_outputs)
+        return tuple(outputs[i] for i in executor.facts.differentiable_outputs)
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -115,7 +115,7 @@ class _CallNode(torch.autograd.Function):
         if all(gradient is None for gradient in gradients):
             return tuple(None for _ in range(4 + len(ctx.next_functions)))
         everything: list[torch.Tensor | None] = [None] * len(executor.program.outputs)
-        for index, gradient in zip(executor.differentiable_outputs, gradients, strict=True):
+        for index, gradient in zip(executor.facts.differentiable_outputs, gradients, strict=True):
             everything[index] = gradient
         aliases = [node for node, _ in ctx.next_functions[-len(ctx.parameters) :]] if ctx.parameters else []
         nodes = [None if node is None else node.next_functions[0][0] for node in aliases]
@@ -126,7 +126,7 @@ class _CallNode(torch.autograd.Function):
 
 def run_step(executor: Executor, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """Runs one call; its results are differentiable where the model's own outputs would be."""
-    is_joined = torch.is_grad_enabled() and bool(executor.differentiable_outputs)
+    is_joined = torch.is_grad_enabled() and bool(executor.facts.differentiable_outputs)
     with torch.set_grad_enabled(torch.is_grad_enabled() and not is_joined):
         call = executor.forward(inputs)
     # The call must not keep its outputs: they will keep its node, and the node keeps the call.
@@ -142,10 +142,10 @@ def run_step(executor: Executor, inputs: Sequence[torch.Tensor]) -> list[torch.T
     # each the accumulation that waits for it. On a device another thread hands it the nodes one by one, in the order of
     # the node's operands: that order is the same, so the nodes that it has are always the first.
     aliases = [torch.ops.aten.alias.default(parameter) for parameter in reversed(parameters)][::-1]
-    sources = [*(inputs[i] for i in executor.differentiable_inputs), *aliases]
+    sources = [*(inputs[i] for i in executor.facts.differentiable_inputs), *aliases]
     found = _CallNode.apply(executor, call, outputs, parameters, anchor, *sources)
     results = executor.handed_through(inputs, outputs)
-    for i, tensor in zip(executor.differentiable_outputs, found, strict=True):
+    for i, tensor in zip(executor.facts.differentiable_outputs, found, strict=True):
         results[i] = tensor
     return results
 

@@ -36,6 +36,7 @@ class Call:
     Every tensor goes in and out through `hold` and `drop`, so that the meter sees what is really on the device.
 
     Args:
+        state: Returns some bytes of the state that the backward reads, as it is in the store, by key.
         generators: Random generators of its own; None if it draws from the global ones.
         can_repeat: A backward may be attempted again, so that each block notes the generators' state.
 
@@ -50,12 +51,14 @@ class Call:
         offload: OffloadBuffer,
         start: Start,
         loaded: Loaded,
+        state: Callable[[], Mapping[str, torch.Tensor]],
         *,
         generators: MicroBatchGenerators,
         can_repeat: bool = False,
     ):
         self._meter = meter
         self.loaded = loaded
+        self._state = state
         self.generators = generators
         self.can_repeat = can_repeat
         self.start: Start | None = start
@@ -218,19 +221,21 @@ class Call:
         kept += [("saved", t) for graph in self.graphs.values() for t in graph.saved_tensors()]
         self._versions = [(name, tensor, version(tensor)) for name, tensor in kept]
 
-    def remember_bytes(self, start: Start, state: Mapping[str, torch.Tensor]) -> None:
+    def remember_bytes(self) -> None:
         """Notes some bytes of inputs, outputs and state, for writes that torch doesn't count."""
+        assert self.start is not None
         outputs = zip(self.loaded.program.outputs, self.outputs, strict=True)
-        self._sample = Sample(state)
-        self._handed = Handed({**start.inputs, **{ref.name: each for ref, each in outputs if ref.kind == "value"}})
+        self._sample = Sample(self._state())
+        self._handed = Handed({**self.start.inputs, **{ref.name: each for ref, each in outputs if ref.kind == "value"}})
 
-    def check_bytes(self, start: Start, state: Mapping[str, torch.Tensor]) -> Callable[[], None]:
+    def check_bytes(self) -> Callable[[], None]:
         """Checks them before a backward, as far as that doesn't wait for the device.
 
         Returns:
             Checks the rest; to be called after the backward.
         """
-        start.check_sample(self._sample, state)
+        assert self.start is not None
+        self.start.check_sample(self._sample, self._state())
         written = self._handed.look()
         if is_on_host(self.loaded.program.device):
             check_handed(written())

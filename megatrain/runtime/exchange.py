@@ -21,16 +21,16 @@ Word = dict[str, Any]
 class Exchange:
     """What a training step asks of other processes that train the same model; this one has none.
 
-    `megatrain.ranks.rank_exchange` has the one of several processes.
+    `megatrain.ranks.rank_exchange` has the one of several processes. There whatever waits for others may raise a
+    `RanksError` that names one that failed, is elsewhere or differs; and `agree`, `check_room` and `refuse` an error of
+    a model, an optimizer or a call that several processes can't have.
 
     Attributes:
-        shares: Others update parts of the state that this process reads.
         broken: Why no step can follow; None as long as one can.
     """
 
     is_alone = True
     rank = 0
-    shares = False
     broken: str | None = None
 
     # -- gradients -------------------------------------------------------------------------------------------
@@ -64,7 +64,7 @@ class Exchange:
 
     def updating(
         self, held: Collection[torch.Tensor], gradients: Mapping[torch.Tensor, torch.Tensor], *, takes_over: bool
-    ) -> AbstractContextManager[Mapping[torch.Tensor, torch.Tensor] | None]:
+    ) -> AbstractContextManager[Mapping[torch.Tensor, torch.Tensor]]:
         """Updates parameters in the body.
 
         Args:
@@ -73,10 +73,10 @@ class Exchange:
             takes_over: Other processes' parts as well, unless they have begun.
 
         Yields:
-            The gradients of the parameters that are to be updated here, and of no others; None for all.
+            The gradients of the parameters that are to be updated here, and of no others.
         """
-        del held, gradients, takes_over
-        return nullcontext()
+        del held, takes_over
+        return nullcontext(gradients)
 
     def wait(self, held: Collection[torch.Tensor], go_on: Callable[[], object], *, gives_up: bool) -> bool:
         """Waits until all processes have updated their parts of some parameters.

@@ -18,7 +18,7 @@ from megatrain.passes.program import Program
 from megatrain.runtime.accumulation import Take
 from megatrain.runtime.call import DONE, FAILED, OPEN, Call
 from megatrain.runtime.engine import Engine
-from megatrain.runtime.loaded import Loaded
+from megatrain.runtime.loaded import Facts, Loaded, serving
 from megatrain.runtime.operations import Operations, Run
 from megatrain.runtime.random_calls import repeated_rng
 from megatrain.runtime.streams.events import Watch
@@ -64,17 +64,8 @@ class Executor:
         if schedule.kind.is_training_step and arena is None:
             arena = GrowingArena(engine.bus)
         self._resumed: tuple[Instructions, int] | None = None
-        self._serve(programs, schedule.instructions, arena)
-
-    def _serve(self, programs: Sequence[Program], instructions: Instructions, arena: GrowingArena | None) -> None:
-        loaded = [self._loaded[id(each)] for each in programs]
-        for each in loaded:
-            each.check_recomputed(self.schedule.saves)
-        self._operations = Operations(loaded, self.schedule, self.engine, instructions, arena)
-        self.loaded = loaded[0]
-        self.program, self.facts = self.loaded.program, self.loaded.facts
-        self.differentiable_outputs = self.facts.differentiable_outputs
-        self.differentiable_inputs = self.facts.differentiable_inputs
+        loaded = serving(self._loaded, programs, schedule)
+        self._operations = Operations(loaded, schedule, engine, schedule.instructions, arena)
 
     def in_order(self, programs: Sequence[Program]) -> Executor:
         """Returns an executor of the same schedule and programs, with the micro-batches in another order.
@@ -82,9 +73,25 @@ class Executor:
         Args:
             programs: One per micro-batch, of those for which the schedule was made.
         """
-        found = copy(self)
-        found._serve(programs, self._operations.instructions, self._operations.arena)
+        found, own = copy(self), self._operations
+        loaded = serving(self._loaded, programs, self.schedule)
+        found._operations = Operations(loaded, self.schedule, self.engine, own.instructions, own.arena)
         return found
+
+    @property
+    def loaded(self) -> Loaded:
+        """The program of the first micro-batch on the engine."""
+        return self._operations.loaded[0]
+
+    @property
+    def program(self) -> Program:
+        """That of the first micro-batch."""
+        return self.loaded.program
+
+    @property
+    def facts(self) -> Facts:
+        """Where gradients flow in it."""
+        return self.loaded.facts
 
     @property
     def why_unrecorded(self) -> str:
@@ -179,8 +186,8 @@ class Executor:
                 run.write_buffers()
             call.outputs = [self._output(call, ref.kind, ref.name) for ref in self.program.outputs]
             call.remember_versions(self.facts.watched)
-            if commits and self.differentiable_outputs:
-                call.remember_bytes(start, self._operations.slots.samples(self.facts.read_backward))
+            if commits and self.facts.differentiable_outputs:
+                call.remember_bytes()
             return call
         except BaseException:
             run.close()
@@ -218,10 +225,10 @@ class Executor:
             start = call.check_open(outputs)
             call.check_versions()
             start.check_state(self.facts.read_backward if call.status == OPEN else start.state, self.facts.movable)
-            check_late = call.check_bytes(start, self._operations.slots.samples(self.facts.read_backward))
+            check_late = call.check_bytes()
             running = call if call.status == OPEN else self._replay(start)
             if not keep_graph:
-                call.spend(outputs, self.differentiable_outputs)
+                call.spend(outputs, self.facts.differentiable_outputs)
             kept = call.start
             found = self._repeatable(call, running, start, gradients, take)
             call.status, call.start = DONE, kept
@@ -277,7 +284,7 @@ class Executor:
             Run(self._operations, [call]).backward(instructions)
         finally:
             self._operations.gradients.end()
-        return [call.gradients.get(self.program.inputs[i]) for i in self.differentiable_inputs]
+        return [call.gradients.get(self.program.inputs[i]) for i in self.facts.differentiable_inputs]
 
     def _cold(self) -> tuple[Instructions, int]:
         """The backward of a call after which another used the slots, and its device bytes: it prefetches all anew."""

@@ -266,3 +266,15 @@ class Loaded:
             is_recomputed = block.index not in saves and any(self.facts.needs_grad[block.index])
             if is_recomputed and self.program.templates[block.template].hides_draws:
                 raise ExecuteError(HIDDEN_DRAWS.format(f"block {block.index} {block.name}, which is recomputed, has"))
+
+
+def serving(known: Mapping[int, Loaded], programs: Sequence[Program], schedule: Schedule) -> list[Loaded]:
+    """Returns the programs of a step's micro-batches, in their order, as `Loaded.of_each` has them.
+
+    Raises:
+        ExecuteError: If a block that the schedule recomputes would draw other random numbers.
+    """
+    found = [known[id(program)] for program in programs]
+    for each in found:
+        each.check_recomputed(schedule.saves)
+    return found

@@ -51,10 +51,7 @@ class Operations:
         self.instructions, self.arena = instructions, arena
         self.runners = [runner for each in loaded for runner in each.runners]
         assert engine.store is not None
-        first = loaded[0]
-        parts, places = first.facts.parts, self._places(arena)
-        self.slots = Slots(first.images, engine.store, engine.arena, first.program, schedule)
-        self.gradients = GradientBuffer(lambda key: engine.tensors[key], engine.bus, parts=parts, places=places)
+        self.slots = Slots(loaded[0].images, engine.store, engine.arena, loaded[0].program, schedule)
         all_ = self.instructions.all
         self._offloads = {each.op.block: each.position for each in all_ if each.op.what == "G"}
         self._there = frozenset(schedule.device_updates)
@@ -62,14 +59,16 @@ class Operations:
         self._alone = {o.op.block: o.position for o in all_ if o.op.what == "B" and o.op.block not in others}
         self._lowered: list[tuple[Half, _Lowered]] = []
 
-    def _places(self, arena: GrowingArena | None) -> StepPlaces | CallPlaces | None:
-        """Returns where gradients go; None for calls whose gradients are made on the host, and stay there."""
-        loaded, engine, nbytes = self.loaded[0], self.engine, self.instructions.landing_bytes
-        if arena is None and engine.device.can_bind:
-            return None
-        if arena is None:
-            return CallPlaces(loaded.program, loaded.facts.trained, loaded.facts.parts, engine.gradients, nbytes)
-        return StepPlaces(nbytes, loaded.program, arena)
+    @cached_property
+    def gradients(self) -> GradientBuffer:
+        """Collects the gradients of backwards; made for the first one, which many schedules never have."""
+        first, engine, nbytes = self.loaded[0], self.engine, self.instructions.landing_bytes
+        parts, places = first.facts.parts, None  # gradients that are made on the host stay there
+        if self.arena is not None:
+            places = StepPlaces(nbytes, first.program, self.arena)
+        elif not engine.device.can_bind:
+            places = CallPlaces(first.program, first.facts.trained, parts, engine.gradients, nbytes)
+        return GradientBuffer(lambda key: engine.tensors[key], engine.bus, parts=parts, places=places)
 
     @cached_property
     def segment_sizes(self) -> list[int]:
@@ -94,8 +93,9 @@ class Operations:
         draws, are_random = [each.draws for each in self.loaded], [start.rng is not None for start in starts]
         generators = MicroBatchGenerators.of(draws, are_random, engine.device)
         given = zip(self.loaded, starts, buffers, generators, strict=True)
+        state = partial(self.slots.samples, self.loaded[0].facts.read_backward)
         calls = [
-            Call(engine.meter, buffer, start, loaded, generators=own, can_repeat=can_repeat)
+            Call(engine.meter, buffer, start, loaded, state, generators=own, can_repeat=can_repeat)
             for loaded, start, buffer, own in given
         ]
         return Run(self, calls, watch=watch)

@@ -19,7 +19,8 @@ from megatrain.passes.program import Program
 from megatrain.planning.host_plan import HostPlan
 from megatrain.planning.loss_bytes import Loss
 from megatrain.planning.saved_plan import PLAN, AnyPlan, SavedPlan, timed_choices
-from megatrain.ranks.rank_exchange import exchange_of
+from megatrain.ranks.rank_exchange import RankExchange
+from megatrain.runtime.exchange import Exchange
 from megatrain.runtime.streams.events import RunClock, Stopwatch
 from megatrain.scheduler.schedule import Schedule
 from megatrain.scheduler.simulate import Measured, TimedRun
@@ -105,7 +106,8 @@ class TrainStep:
         self._optimizers = optimizers_of(optimizer)
         self._compiled = compiled.megatrain
         check_held(self._optimizers, [list(self._compiled.model.parameters())])
-        self._exchange = exchange_of(self._compiled.ranks, self._compiled, self._optimizers)
+        ranks, own = self._compiled.ranks, (self._compiled, self._optimizers)
+        self._exchange = Exchange() if ranks is None else RankExchange(ranks, *own)
         self._setup = Setup(
             self._compiled,
             self._optimizers,

@@ -27,8 +27,8 @@ FAULTS: list[Fault] = [
     Fault(
         "gradients are added in another order than that of ranks",
         "ranks/landings.py",
-        "            terms = [self._flat(layout, number, rank, block) for rank in there]\n",
-        "            terms = [self._flat(layout, number, rank, block) for rank in there[::-1]]\n",
+        "            terms = [self._flat(entry, rank, block) for rank in there]\n",
+        "            terms = [self._flat(entry, rank, block) for rank in there[::-1]]\n",
         (_BITS,),
     ),
     Fault(
@@ -46,10 +46,24 @@ FAULTS: list[Fault] = [
         (f"{_SHARING}::test_ranks_wait_for_a_slow_update_of_another",),
     ),
     Fault(
+        "who takes over an update has no gradient that a hook has made",
+        "ranks/division.py",
+        "            return self._store.twins[Name(GRADIENT, key)].shared\n",
+        "            return torch.zeros_like(parameter)\n",
+        (_BITS,),
+    ),
+    Fault(
+        "memory of another process is taken for that of rank 0",
+        "ranks/shared_memory.py",
+        "if found._token != token:",
+        "if False:",
+        (f"{_FAILURES}::test_what_several_ranks_cannot_do_is_refused_by_name",),
+    ),
+    Fault(
         "what a rank alone has written is taken for what all have",
-        "ranks/sharing.py",
-        "            elif twin.has_changed:\n",
-        "            elif False:\n",
+        "ranks/division.py",
+        "if name not in self._new and twins[name].has_changed]",
+        "if False]",
         (f"{_SHARING}::test_what_one_rank_alone_writes_is_refused_and_named",),
     ),
 ]

@@ -158,7 +158,7 @@ class Case:
         looks: Whether rank 1 looks at its parameters after each step, which completes its updates.
         edits: What the user's code does between steps, on each rank; see `edited`.
         order: The order in which the streams of a simulated device work, on which the ranks train; empty for the CPU.
-        hooks: Whether hooks on parameters write into the gradients that they get.
+        hooks: Whether hooks on parameters write into the gradients that they get, or return others.
     """
 
     task: str
@@ -207,17 +207,20 @@ def begin(case: Case, group: Any = None, **options: Any) -> tuple[Any, Any, mega
     optimizer = OPTIMIZERS[case.optimizer](compiled.megatrain.model)
     for number, parameter in enumerate(compiled.megatrain.model.parameters()):
         if case.hooks and parameter.requires_grad and number % 3 < 2:
-            parameter.register_hook(_scales_in_place(1.5 + number))
+            parameter.register_hook(_scales(1.5 + number, in_place=number % 3 == 0))
     weight = {"weight": rows} if case.is_weighted else {}
     settings = {**MODES[case.mode], **case.options, **weight, **options}
     return compiled, optimizer, megatrain.TrainStep(compiled, optimizer, loss=task.loss, **settings)
 
 
-def _scales_in_place(factor: float) -> Callable[[torch.Tensor], None]:
+def _scales(factor: float, *, in_place: bool) -> Callable[[torch.Tensor], torch.Tensor | None]:
     """Done twice it isn't what it is once: so each rank's hook must get the total itself."""
 
-    def scale(gradient: torch.Tensor) -> None:
+    def scale(gradient: torch.Tensor) -> torch.Tensor | None:
+        if not in_place:
+            return gradient * factor
         gradient.mul_(factor)
+        return None
 
     return scale
 

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 import megatrain
+from megatrain.optim import per_parameter
 from megatrain.optim.block_update import MasterStep
 from megatrain.ranks import processes, rank_exchange
 from megatrain.runtime.streams.stream_set import Chaos
@@ -80,6 +81,11 @@ def failing_late(rank: int) -> list[str]:
 def dying(rank: int, when: str) -> str:
     """Rank 1 is killed at some place."""
     case = replace(CASE, mode="spread" if when == "update" else "overlap")
+    if when == "opening":
+        if rank == 1:
+            die: Any = lambda *_: os.kill(os.getpid(), signal.SIGKILL)  # noqa: E731
+            processes.SharedMemory.opened = die
+        return refused(lambda: begin(case, dist.group.WORLD))
     step = begin(case, dist.group.WORLD)[2]
     step(case.batches(0)[rank])
     if rank == 1:
@@ -92,6 +98,24 @@ def dying(rank: int, when: str) -> str:
         elif when == "between":
             os.kill(os.getpid(), signal.SIGKILL)
     return refused(lambda: step(case.batches(1)[rank]))
+
+
+class Counted(torch.optim.SGD):
+    """Its state has a number of Python for each parameter."""
+
+    def step(self, closure: Any = None) -> None:
+        super().step()
+        for parameter in self.param_groups[0]["params"]:
+            self.state[parameter]["count"] = 1 + self.state[parameter].get("count", 0)
+
+
+def counting(rank: int, is_known: bool) -> str:
+    """Trains with it."""
+    if is_known:
+        per_parameter.register(Counted)
+    compiled = megatrain.compile(model := seeded_stack(4), device="cpu", process_group=dist.group.WORLD)
+    step = megatrain.TrainStep(compiled, Counted(model.parameters(), lr=0.1), loss=square)
+    return refused(lambda: step(stack_batch(rank, 2)))
 
 
 def impossible(rank: int) -> list[str]:
@@ -107,14 +131,19 @@ def impossible(rank: int) -> list[str]:
     _, hooked, watched = begin(CASE, group)
     hooked.register_step_post_hook(lambda *_: None)
     inductor = {"kernels": "inductor", "process_group": group}
+    rounded = {"precision": "bf16", "masters": "rounded", "process_group": group}
 
     def on_two_hosts() -> None:
-        usual = processes.host_name
-        processes.host_name = lambda: "ab"[rank == 2]
+        usual = processes.SharedMemory.opened
+
+        def opened(address: Any) -> Any:
+            return usual([*address[:-1], "of another host"] if rank == 2 else address)
+
+        processes.SharedMemory.opened = opened
         try:
             megatrain.compile(seeded_stack(1), device="cpu", process_group=group)
         finally:
-            processes.host_name = usual
+            processes.SharedMemory.opened = usual
 
     return [
         refused(lambda: compiled(given).sum().backward()),
@@ -122,6 +151,8 @@ def impossible(rank: int) -> list[str]:
         refused(lambda: writes(stack_batch(rank, 2))),
         refused(lambda: watched([given])),
         refused(lambda: megatrain.compile(seeded_stack(1), device="cpu", **inductor)),
+        refused(lambda: megatrain.compile(seeded_stack(1), device="cpu", **rounded)),
+        counting(rank, is_known=False),
         refused(on_two_hosts),
     ]
 
@@ -176,6 +207,7 @@ def test_ranks_that_differ_are_refused_on_each_with_the_difference(what: str, th
     texts = three.run(differing, what)
     assert len(set(texts)) == 1
     assert re.match(f"RanksError: the ranks differ: {DIFFERENCES[what]}", texts[0]), texts[0]
+    assert "call torch.manual_seed first, or load the same checkpoint" in texts[0]
 
 
 # -- before all have agreed ----------------------------------------------------------------------------------
@@ -236,7 +268,7 @@ def test_a_last_block_that_reads_other_values_than_its_capture_runs_again_by_its
         assert_same({name: expected[name] for name in names}, {name: each[name] for name in names})
 
 
-@pytest.mark.parametrize("when", [nightly("loss"), "update", nightly("between")])
+@pytest.mark.parametrize("when", ["update", *map(nightly, ("opening", "loss", "between"))])
 def test_a_rank_that_is_killed_is_named(when: str, three_to_kill: Processes):
     found = three_to_kill.run(dying, when, of=(0, 2))
     for text in found:
@@ -265,10 +297,18 @@ def test_what_several_ranks_cannot_do_is_refused_by_name(three: Processes):
         "ExecuteError: the forward writes the buffer `1.running_mean`, which can't be trained by several ranks.",
         "ExecuteError: a hook on the optimizer's step would see the gradients of this rank's part alone.",
         'OptionError: process_group= has 3 ranks, but kernels="inductor".',
+        'OptionError: process_group= has 3 ranks, but masters="rounded".',
+        "OptimizerError: Counted may look at all parameters at once, and ranks divide the updates among them.",
         "RanksError: the 3 ranks share no memory: they are on several hosts, or the system has none to share.",
     )
     for found in three.run(impossible):
         assert [text.partition("\n")[0] for text in found] == list(texts)
+
+
+@pytest.mark.nightly
+def test_state_that_ranks_cannot_share_ends_the_first_step_with_its_name(three: Processes):
+    for text in three.run(counting, True):
+        assert re.search(r"OptimizerError: the state `count` of `.*` in Counted is no plain tensor on the host\.", text)
 
 
 @pytest.mark.nightly

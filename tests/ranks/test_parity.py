@@ -20,7 +20,7 @@ CASES = {
     "branching-overlap-norm": Case("branching", "overlap", THREE, options={"report_norm": True}, chaos=7),
     "deciding-deferred": Case("deciding", "deferred", THREE, compile={"transfer": "copy"}, chaos=8),
     "tied-8bit": Case("tied", "spread", THREE, optimizer="8 bit", compile={"precision": "bf16"}, looks=True),
-    "tied-rounded": Case("tied", "overlap", THREE, compile={"precision": "bf16", "masters": "rounded"}),
+    "tied-deferred-hooks": Case("tied", "deferred", THREE, hooks=True, looks=True),
     "stack-cut": Case("stack", "serial_clipped", THREE, compile={"transfer": "copy", "block_bytes": "100B"}),
     "stack-cut-deferred": Case("stack", "deferred", THREE, compile={"block_bytes": "100B"}, looks=True),
 }

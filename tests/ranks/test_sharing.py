@@ -37,15 +37,12 @@ def held(rank: int, case: Case) -> dict[str, Any]:
     take(case, rank, step, range(2))
     step.flush()
     shared = compiled.megatrain.ranks.store
-    if not shared.twins:
-        return {"shares": step._exchange.shares}
     twins, names = shared.twins, dict(compiled.megatrain.model.named_parameters())
     moments = [(name, what) for name, p in names.items() for what in optimizer.state.get(p, {})]
     return {
-        "shares": step._exchange.shares,
-        "parameters": all(twins[Name(STATE, key)].holds(p) for key, p in names.items()),
+        "parameters": all(shared.holds(Name(STATE, key), p) for key, p in names.items()),
         "moments": bool(moments)
-        and all(twins[Name("0", key, what)].holds(optimizer.state[names[key]][what]) for key, what in moments),
+        and all(shared.holds(Name("0", key, what), optimizer.state[names[key]][what]) for key, what in moments),
         "lows": sum(name.kind == "low" for name in twins),
         "updated": sorted(name for name, owner in shared.owners.items() if owner == rank),
     }
@@ -174,12 +171,12 @@ def test_shared_memory_is_one_with_copies_of_what_each_writes_on_its_own():
     one = SharedMemory.made()
     other = SharedMemory.opened(one.address)
     with one.locked():
-        offset, start = one.take(PAGE + 1)
-        one.post({"at": [offset, start]})
+        region, start = one.take(PAGE + 1)
+        one.post({"at": [region.offset, start]})
     with other.locked():
-        assert [list(other.news()), list(other.news())] == [[{"at": [offset, start]}], []]
-        assert other.take(1) != (offset, start)
-    mine, theirs = (each.region(offset, one.region_bytes(offset)) for each in (one, other))
+        assert [list(other.news()), list(other.news())] == [[{"at": [region.offset, start]}], []]
+        assert other.take(1)[0].offset != region.offset
+    mine, theirs = (each.region(region.offset, len(region.shared)) for each in (one, other))
     mine.shared[start] = 7
     assert theirs.private[start] == theirs.shared[start] == 7
     theirs.private[start + PAGE] = 9
@@ -197,7 +194,7 @@ def test_ranks_hear_all_in_each_meeting(three: Processes):
 def test_ranks_of_one_host_share_parameters_moments_and_masters(three: Processes):
     found = three.run(held, CASE)
     for each in found:
-        assert (each["shares"], each["parameters"], each["moments"]) == (True, True, True)
+        assert (each["parameters"], each["moments"]) == (True, True)
         assert each["lows"] > 0
     updated = [name for each in found for name in each["updated"]]
     assert len(updated) == len(set(updated)), "each parameter is updated by one rank"

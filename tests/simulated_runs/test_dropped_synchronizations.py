@@ -177,7 +177,7 @@ _OF_FAKES = "threads wait for each other before anything is captured; fake tenso
 UNNOTICED: dict[str, str] = {
     "torch_features._make_first_fakes: made.wait": _OF_FAKES,
     "torch_features.run: never.wait": _OF_FAKES,
-    "sharing.changed: self._compiled.masters.settle": _OF_RANKS,
+    "division.changed: self._masters.settle": _OF_RANKS,
     "rank_exchange._wait: run.step_trainer.wait": _OF_RANKS,
     "rank_exchange.totals: self._here.wait_for": _OF_RANKS,
     "rank_exchange.wait: self._parts.wait": _OF_RANKS,

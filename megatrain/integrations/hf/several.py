@@ -17,7 +17,7 @@ import torch.distributed as dist
 from transformers.trainer_utils import has_length
 
 from megatrain.errors import ExecuteError, OptionError, RanksError
-from megatrain.ranks.processes import NoCollectives, Ranks, compare, meet, others_here, words_of
+from megatrain.ranks.processes import NoCollectives, Ranks, others_here, words_of
 from megatrain.training.compiled.module import CompiledModule
 
 T = TypeVar("T")
@@ -124,7 +124,7 @@ class Several:
             "the number of updates that were made before": trainer.state.global_step,
             "the checkpoint": "none" if checkpoint is None else Path(checkpoint).name,
         }
-        compare(self._ranks, "the beginning of a training", facts, _SAME)
+        self._ranks.compare("the beginning of a training", facts, _SAME)
 
     def collected(self, iterator: Any, count: int) -> list[Any]:
         """Takes the micro-batches of an update, of which all processes must have as many.
@@ -133,7 +133,7 @@ class Several:
             RanksError: If they haven't.
         """
         found = self.announcing(lambda: list(islice(iterator, count)))
-        compare(self._ranks, "the data loader", {"the number of micro-batches of an update": len(found)}, _SAME)
+        self._ranks.compare("the data loader", {"the number of micro-batches of an update": len(found)}, _SAME)
         return found
 
     def no_collectives(self) -> NoCollectives:
@@ -163,11 +163,11 @@ class Several:
         way = (
             "Let callbacks decide by what is the same on all: the step, the logged loss, the metrics; not by the clock."
         )
-        compare(self._ranks, "the end of an update", facts, way)
+        self._ranks.compare("the end of an update", facts, way)
 
     def wait(self, what: str) -> None:
         """Returns when all processes are here."""
-        meet(self._ranks, what, {})
+        self._ranks.meet(what, {})
 
     def announcing(self, code: Callable[[], T]) -> T:
         """Runs code of the user's; if it fails, the others hear why, and don't wait."""

@@ -312,7 +312,9 @@ class _Run:
         samples, model = self._arguments.gradient_accumulation_steps, self._paper.model
         with stage("planning micro-batches"):
             batch, _, _ = shortest_step(
-                micro_batch_sizes(samples), lambda size: self._planned(model, size, samples // size, machine)
+                micro_batch_sizes(samples),
+                lambda size: self._planned(model, size, samples // size, machine),
+                has_adapters=self.options.lora,
             )
         self._count_of(batch)  # as many samples in a step: their number is a multiple
 

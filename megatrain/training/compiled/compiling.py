@@ -136,7 +136,7 @@ def compile(  # noqa: PLR0913  # the name torch users expect; all but the model 
         opaque=opaque,
         lengths=lengths,
     ).resolved(hardware)
-    check_ranks(process_group, kernels)
+    check_ranks(process_group, kernels, masters)
     _check_counts_writes(model)
     if lengths is not None and process_group is not None:
         raise OptionError(

@@ -66,7 +66,8 @@ class Compiled:
         self, model: nn.Module, options: Limits, chaos: Chaos | None, recording: Recording | None, group: Group
     ):
         self.model = model
-        self.ranks, self.has_group = Ranks.of(group), group is not None
+        self.has_group = group is not None
+        self.ranks = None if group is None or group.size() == 1 else Ranks(group)
         self.options = options
         self._chaos, self._recording = chaos, recording
         self._masters = masters_of(model, options.master_kind)
@@ -308,7 +309,8 @@ class Compiled:
             check_device(arguments, self.options.device)
             with naming_inputs(self.model, arguments.tensors):
                 variant, tensors = self._run(arguments, padded)
-            note_apart(self, tensors)
+            if not self.has_group:
+                note_apart(self.model, tensors)
             variant.traced.leave(tensors, own.tensors)
         result, returned = variant.traced.result(padded.cut(tensors), own.tensors), variant.traced.returned_argument
         return result if returned is None else returned.put(args, kwargs, result)
