@@ -12,7 +12,7 @@ from __future__ import annotations
 import argparse
 import tempfile
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from tqdm import tqdm
@@ -20,6 +20,7 @@ from transformers import LlamaConfig
 
 from benchmarks.llamas import LlamaShape
 from megatrain.hardware.hardware import Hardware
+from megatrain.hardware.presets import PRESETS
 from megatrain.planning.planner import Planner
 from megatrain.tools.sizing.plan_command import MachineRow, row_of
 from megatrain.tools.sizing.sized_models import ConfigModel
@@ -55,6 +56,7 @@ class Cell:
         machine: Its name.
         device_gib: What the step takes of the device.
         host_gib: And of the host.
+        least_gib: The smallest host that a slower step takes; None where device and host have one memory.
         tokens_per_s: Predicted; None if it doesn't fit.
         bound: The stream that works longest.
         lacks: What is missing; empty if it fits.
@@ -63,6 +65,7 @@ class Cell:
     machine: str
     device_gib: float
     host_gib: float
+    least_gib: float | None
     tokens_per_s: float | None
     bound: str
     lacks: str = ""
@@ -94,21 +97,28 @@ def cells(size: str, rank: int, machines: tuple[str, ...] | None = None) -> Iter
     options, source = asked(size, rank)
     planner = Planner(source)
     for name in tqdm(machines or SHOWN, desc=f"{size} {'LoRA' if rank else 'full'}", disable=None):
-        yield _cell(row_of(planner, options, source.sizes, TOKENS // LENGTH, name))
+        row = row_of(planner, options, source.sizes, TOKENS // LENGTH, name)
+        if PRESETS[name].is_unified or row.lacks():
+            yield _cell(row, None)
+            continue
+        # Of a host that is too small for any plan, the plan that lacks least.
+        least = row_of(planner, replace(options, host_memory=1), source.sizes, TOKENS // LENGTH, name)
+        assert least.batch is not None, least.refused
+        yield _cell(row, least.batch.plan.host.total_bytes / 2**30)
 
 
-def _cell(row: MachineRow) -> Cell:
+def _cell(row: MachineRow, least_gib: float | None) -> Cell:
     assert row.batch is not None, row.refused
     plan = row.batch.plan
     assert plan.simulation is not None
     device, host = plan.schedule.device_bytes / 2**30, plan.host.total_bytes / 2**30
     lacks = row.lacks()
     rate = None if lacks else TOKENS / plan.simulation.step_s
-    return Cell(row.machine, device, host, rate, str(plan.simulation.bound), lacks)
+    return Cell(row.machine, device, host, least_gib, rate, str(plan.simulation.bound), lacks)
 
 
 def table(rows: Mapping[str, list[Cell]]) -> str:
-    """A row for each machine, a column for each model: tokens a second, and the memory of the host."""
+    """A row for each machine, a column for each model: tokens a second, memory of the host, the smallest that fits."""
     names = list(rows)
     lines = [f"| | {' | '.join(names)} |", f"| --- |{' --- |' * len(names)}"]
     for number, machine in enumerate(cell.machine for cell in rows[names[0]]):
@@ -120,7 +130,8 @@ def table(rows: Mapping[str, list[Cell]]) -> str:
 def _text(cell: Cell) -> str:
     if cell.tokens_per_s is None:
         return f"no: {cell.lacks}"
-    return f"{cell.tokens_per_s:,.0f}, {cell.host_gib:.0f} GiB"
+    least = "" if cell.least_gib is None else f" ({min(cell.least_gib, cell.host_gib):.0f})"
+    return f"{cell.tokens_per_s:,.0f}, {cell.host_gib:.0f} GiB{least}"
 
 
 def written(found: Mapping[str, Mapping[str, list[Cell]]]) -> str:
@@ -161,7 +172,7 @@ def main() -> None:
     sizes = [options.only] if options.only else list(SHAPES)
     found: dict[str, dict[str, list[Cell]]] = {}
     for what, rank in (("All weights", 0), (f"LoRA, rank {RANK}, on all linear layers", RANK)):
-        found[f"**{what}**: *predicted* tokens/s, and the host memory that it takes"] = {
+        found[f"**{what}**: *predicted* tokens/s, the host memory that it takes, and the smallest host that fits"] = {
             size: list(cells(size, rank)) for size in sizes
         }
     text = written(found)

@@ -12,8 +12,9 @@ from typing import Any
 
 import torch
 
-from megatrain.device.host_pages import HostPages
+from megatrain.device.host_pages import HostPages, give_back, whole_pages
 from megatrain.device.interface import Device
+from megatrain.errors import ExecuteError
 
 _locking = threading.RLock()
 
@@ -34,7 +35,9 @@ class HostArena:
     def __init__(self, nbytes: int) -> None:
         self.is_locked = self.is_refused = False
         self._pages: HostPages | None = None
-        self._cuts: range = range(0)
+        # Of each piece that is locked: its first byte, the one after the last, and what unlocks it.
+        self._locked: list[tuple[int, int, Callable[[], None]]] = []
+        self._cuts: Sequence[int] = ()
         self.tensor = torch.empty(0, dtype=torch.uint8)
         if nbytes:
             self._pages = HostPages.of(nbytes)
@@ -105,29 +108,78 @@ class HostArena:
         pages, most = self._pages, device.lock_bytes
         if pages is None or self.is_locked or most == 0:
             return
-        address, unlocks = self.tensor.data_ptr(), list[Callable[[], None]]()
         pages.keep_from_children()
         try:
-            for start in range(0, self.nbytes, most):
-                unlock = device.lock(address + start, min(most, self.nbytes - start))
-                if unlock is None:
-                    break
-                unlocks.append(unlock)
+            self.is_locked = self._lock_pieces(device, 0, self.nbytes)
         finally:
-            pages.unlock = partial(_unlock, unlocks, device)
-            self._cuts = range(most, self.nbytes, most)
-            self.is_locked = len(unlocks) > len(self._cuts)
             if not self.is_locked:
                 self.unlock()
+
+    def _lock_pieces(self, device: Device, start: int, end: int) -> bool:
+        """Locks bytes that aren't; returns whether transfers gain from that."""
+        assert self._pages is not None
+        self._pages.unlock = partial(_unlock, self._locked, device)
+        for first in range(start, end, device.lock_bytes):
+            last = min(end, first + device.lock_bytes)
+            unlock = device.lock(self.tensor.data_ptr() + first, last - first)
+            if unlock is None:
+                return False
+            self._locked.append((first, last, unlock))
+        self._cuts = sorted({edge for piece in self._locked for edge in piece[:2]}.difference({0, self.nbytes}))
+        return True
 
     def unlock(self) -> None:
         """Unlocks the memory, when all that the device has to do is done."""
         with _locking:
-            self.is_locked, self._cuts = False, range(0)
+            self.is_locked, self._cuts = False, ()
             if self._pages is not None and self._pages.unlock is not None:
                 self._pages.unlock()
                 self._pages.unlock = None
                 self._pages.share_with_children()
+
+    def give_back(self, start: int, end: int, device: Device) -> None:
+        """Gives the whole pages of some bytes back to the system, as `host_pages.give_back`; the rest stays locked.
+
+        Copies from and to these bytes are ordinary ones from then on, until `lock_again`. Memory of others stays as it
+        is: who has page-locked it isn't known.
+
+        Raises:
+            ExecuteError: If the system doesn't lock what it did; nothing of the arena is locked then.
+        """
+        if self._pages is None:
+            return
+        address = self.tensor.data_ptr()
+        first, last = (edge - address for edge in whole_pages(address + start, end - start))
+        with _locking:
+            met = [piece for piece in self._locked if piece[0] < last and first < piece[1]]
+            self._locked[:] = [piece for piece in self._locked if piece not in met]
+            _unlock([*met], device)
+            give_back(address + first, last - first)
+            for begin, stop, _ in met:
+                self._relock(device, begin, min(stop, first))
+                self._relock(device, max(begin, last), stop)
+
+    def lock_again(self, start: int, end: int, device: Device) -> None:
+        """Page-locks what `give_back` has unlocked.
+
+        Raises:
+            ExecuteError: As `give_back`.
+        """
+        address = self.tensor.data_ptr()
+        first, last = (edge - address for edge in whole_pages(address + start, end - start))
+        with _locking:
+            if self.is_locked and not any(piece[0] < last and first < piece[1] for piece in self._locked):
+                self._relock(device, first, last)
+
+    def _relock(self, device: Device, start: int, end: int) -> None:
+        if start >= end:
+            return
+        try:
+            self._lock_pieces(device, start, end)
+        except ExecuteError:
+            self.unlock()
+            self.is_refused = True
+            raise
 
     def cuts(self, tensor: torch.Tensor) -> list[int]:
         """Returns the bytes of a tensor of this memory, without gaps, at which another piece is locked."""
@@ -140,17 +192,18 @@ class HostArena:
         """Lets go of the memory; tensors that view it keep it until they are gone."""
         self.tensor = torch.empty(0, dtype=torch.uint8)
         self._pages = None
-        self._cuts = range(0)
+        self._locked = []
+        self._cuts = ()
         self.is_locked = False
 
 
-def _unlock(unlocks: Sequence[Callable[[], None]], device: Device) -> None:
-    """Unlocks the pieces of an arena. What the device still copies out of it or into it is waited for."""
+def _unlock(pieces: list[tuple[int, int, Callable[[], None]]], device: Device) -> None:
+    """Unlocks pieces of an arena. What the device still copies out of it or into it is waited for."""
     with contextlib.suppress(RuntimeError):  # a device that is broken copies nothing
-        if unlocks:
+        if pieces:
             device.settle()
-    for unlock in unlocks:
-        unlock()
+    while pieces:
+        pieces.pop()[2]()
 
 
 def plain_view(tensor: torch.Tensor, dtype: torch.dtype, shape: Sequence[int], stride: Sequence[int]) -> torch.Tensor:

@@ -150,6 +150,28 @@ def fetch(address: int, nbytes: int) -> bool:
     return madvise(ctypes.c_void_p(start), size, _MADV_POPULATE_READ) == 0 or ctypes.get_errno() != errno.EFAULT
 
 
+def gives_back() -> bool:
+    """Whether the system takes pages back from memory that stays mapped (`give_back`)."""
+    return sys.platform == "linux" and _c_function("madvise") is not None
+
+
+def whole_pages(address: int, nbytes: int) -> tuple[int, int]:
+    """The first byte, and the one after the last, of the whole pages in some memory; equal if there are none."""
+    start = -(-address // mmap.PAGESIZE) * mmap.PAGESIZE
+    return start, max(start, (address + nbytes) // mmap.PAGESIZE * mmap.PAGESIZE)
+
+
+def give_back(address: int, nbytes: int) -> None:
+    """Gives the whole pages of some memory back to the system: the values are lost, and the next touch takes new pages.
+
+    The memory is this process's own, and not page-locked: a device would go on with the pages that it knows.
+    """
+    start, end = whole_pages(address, nbytes)
+    madvise = _c_function("madvise")
+    if start < end and madvise is not None and gives_back():
+        madvise(ctypes.c_void_p(start), ctypes.c_size_t(end - start), mmap.MADV_DONTNEED)
+
+
 def _reserve() -> None:
     """In a forked child: keeps the addresses of pages that it doesn't have from being used for anything else.
 

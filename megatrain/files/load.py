@@ -23,7 +23,7 @@ from megatrain.files.json_file import regular
 from megatrain.files.manifest import TRAINING, FileRecord, Manifest, decoded
 from megatrain.files.optimizers import destinations, differences, filled, misfitting_options, misfitting_rest, put_back
 from megatrain.files.replace import present, resolved
-from megatrain.files.weight_files import PIECE_BYTES, parts
+from megatrain.files.weight_files import PIECE_BYTES, Maps, parts
 from megatrain.tracer.spec import TensorSpec
 
 
@@ -100,6 +100,17 @@ class Saved:
                     part.copy_(values)
         if is_plain and not out.is_inference():
             increment_version(out)  # numpy wrote to it, which autograd doesn't see
+
+    def mapped(self, maps: Maps) -> torch.Tensor | None:
+        """The values where they are, once they are compared with their checksum; None where they can't be used there.
+
+        Raises:
+            CheckpointError: As `pieces`.
+        """
+        found = maps.tensor(self.file, self.start, self.spec)
+        if found is not None:
+            self.check()
+        return found
 
     def check(self) -> None:
         """Reads all and keeps nothing.
@@ -250,14 +261,14 @@ class Checkpoint:
             CheckpointError: If there is none, or the two differ, with all differences.
             OptimizerError: If two optimizers hold the same parameter.
         """
-        saved, several = self._saved_optimizer(), optimizers_of(optimizer)
+        saved, several = self.saved_optimizer(), optimizers_of(optimizer)
         check_apart(several, names.items())
         problems = differences(
             saved["class"], saved["parameters"], [g["params"] for g in saved["param_groups"]], several, names
         )
         if not problems:
-            problems = misfitting_options(self._decoded("param_groups"), several, is_whole=self.is_of_this_torch)
-            problems += misfitting_rest(self._decoded("rest"), several)
+            problems = misfitting_options(self.decoded("param_groups"), several, is_whole=self.is_of_this_torch)
+            problems += misfitting_rest(self.decoded("rest"), several)
         if problems:
             lines = [
                 f"the checkpoint doesn't fit this optimizer: {counted(len(problems), 'difference')}.",
@@ -283,28 +294,24 @@ class Checkpoint:
         Raises:
             CheckpointError: As `check_optimizer`, before anything is read; or if a tensor is damaged.
         """
-        self.check_optimizer(optimizer, names)
-        saved, stored = self._saved_optimizer(), self._tensors(self._stem("optimizer"))
-        existing = destinations(several := optimizers_of(optimizer), names)
-        state = {
-            name: {
-                key: _state(value, stored, existing.get((name, key)), f"{name}.{key}") for key, value in values.items()
-            }
-            for name, values in saved["state"].items()
-        }
-        put_back(several, names, self._decoded("param_groups"), state, self._decoded("rest"))
+        read_optimizer(self, optimizer, names)
+
+    @property
+    def optimizer_tensors(self) -> Mapping[str, Saved]:
+        """The tensors of the optimizer's state by name; none has been read."""
+        return self._tensors(self._stem("optimizer"))
 
     @property
     def is_of_this_torch(self) -> bool:
         """Whether the same version of torch wrote it; another version may have fewer options."""
         return self.manifest.torch_version == str(torch.__version__)
 
-    def _decoded(self, field: str) -> Any:
+    def decoded(self, field: str) -> Any:
         """The options of the optimizer's groups, or its `rest`; tensors in them are read, such as learning rates."""
-        stored = self._tensors(self._stem("optimizer"))
-        return decoded(self._saved_optimizer()[field], stored, _fresh)
+        return decoded(self.saved_optimizer()[field], self.optimizer_tensors, _fresh)
 
-    def _saved_optimizer(self) -> Mapping[str, Any]:
+    def saved_optimizer(self) -> Mapping[str, Any]:
+        """The manifest's entry for the optimizer; a `CheckpointError` if there is none."""
         if self.manifest.optimizer is None:
             raise CheckpointError(
                 f"`{self.folder}` has no state of an optimizer.\n  Training can't continue exactly without this "
@@ -387,6 +394,30 @@ def read_weights(checkpoint: Checkpoint, tensors: Mapping[str, torch.Tensor], as
             done.add(place)
 
 
+def read_optimizer(
+    checkpoint: Checkpoint, optimizer: Optimizers, names: Mapping[str, torch.Tensor], maps: Maps | None = None
+) -> None:
+    """Reads the optimizer's state as `Checkpoint.read_optimizer`; what it has no memory for yet stays in the files.
+
+    Args:
+        checkpoint: Where it is.
+        optimizer: One or several.
+        names: Parameters by name.
+        maps: Takes what stays in the files; None for nothing.
+    """
+    checkpoint.check_optimizer(optimizer, names)
+    stored = checkpoint.optimizer_tensors
+    existing = destinations(several := optimizers_of(optimizer), names)
+    state = {
+        name: {
+            key: _state(value, stored, existing.get((name, key)), f"{name}.{key}", maps)
+            for key, value in values.items()
+        }
+        for name, values in checkpoint.saved_optimizer()["state"].items()
+    }
+    put_back(several, names, checkpoint.decoded("param_groups"), state, checkpoint.decoded("rest"))
+
+
 def _problems_of_file(path: Path, record: FileRecord) -> Iterable[str]:
     try:
         if not regular(path):
@@ -442,8 +473,16 @@ def _fresh(saved: Saved, existing: torch.Tensor | None = None) -> torch.Tensor:
     return out
 
 
-def _state(encoded: Any, stored: Mapping[str, Saved], existing: torch.Tensor | None, place: str) -> Any:
-    """Reads one state of one parameter; only a state that is itself a tensor may be read in place."""
+def _state(
+    encoded: Any, stored: Mapping[str, Saved], existing: torch.Tensor | None, place: str, maps: Maps | None
+) -> Any:
+    """Reads one state of one parameter; only a state that is itself a tensor may be read in place, or stay there."""
     is_tensor = isinstance(encoded, dict) and "!tensor" in encoded
-    value = decoded(encoded, stored, lambda saved: _fresh(saved, existing if is_tensor else None))
-    return filled(value, existing, place)
+
+    def read(saved: Saved) -> torch.Tensor:
+        mapped = (
+            saved.mapped(maps) if is_tensor and maps is not None and existing is None and saved.spec.shape else None
+        )
+        return _fresh(saved, existing if is_tensor else None) if mapped is None else mapped
+
+    return filled(decoded(encoded, stored, read), existing, place)

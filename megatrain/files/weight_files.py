@@ -17,7 +17,7 @@ from megatrain.device.host_arena import HostArena, scratch
 from megatrain.device.host_pages import fetch
 from megatrain.errors import WeightsError
 from megatrain.files.json_file import is_inside, of_kind, read_json, regular
-from megatrain.tracer.spec import dtype_name
+from megatrain.tracer.spec import TensorSpec, dtype_name
 
 WeightFiles = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 """A file, a folder, or several of them."""
@@ -149,12 +149,14 @@ class MappedFile:
     A write into one of these tensors takes memory of this process, and leaves the file as it is.
 
     Args:
-        stored: A tensor in the file.
+        path: The file.
         arena: All bytes of the file.
+        ways_out: What to do if somebody changes the file.
     """
 
-    def __init__(self, stored: Stored, arena: HostArena, descriptor: int) -> None:
-        self._path, self._stamp, self._descriptor, self.arena = stored.file, stored.stamp, descriptor, arena
+    def __init__(self, path: Path, arena: HostArena, descriptor: int, ways_out: str) -> None:
+        self._path, self._descriptor, self.arena, self._ways_out = path, descriptor, arena, ways_out
+        self._stamp = _stamp(descriptor)
 
     @staticmethod
     def of(stored: Stored) -> MappedFile | None:
@@ -163,13 +165,19 @@ class MappedFile:
         Raises:
             WeightsError: If the file is gone, was changed, or can't be read.
         """
+        return MappedFile.whole(stored.file, _FROZEN, stored.stamp)
+
+    @staticmethod
+    def whole(path: Path, ways_out: str, stamp: tuple[int, int] | None = None) -> MappedFile | None:
+        """Maps a file, which must have this stamp if one is given; as `of`."""
         try:
-            with stored.file.open("rb", buffering=0) as file:
-                _check_stamp(stored.file, file.fileno(), stored.stamp)
+            with path.open("rb", buffering=0) as file:
+                if stamp is not None:
+                    _check_stamp(path, file.fileno(), stamp)
                 arena = HostArena.of_file(file.fileno())
-                return None if arena is None else MappedFile(stored, arena, os.dup(file.fileno()))
+                return None if arena is None else MappedFile(path, arena, os.dup(file.fileno()), ways_out)
         except OSError as error:
-            raise _unreadable(stored.file, error) from error
+            raise _unreadable(path, error) from error
 
     def __del__(self, close: Callable[[int], None] = os.close) -> None:
         close(self._descriptor)
@@ -195,12 +203,58 @@ class MappedFile:
             raise self._changed("can't be read any more")
 
     def _changed(self, what: str) -> WeightsError:
-        return WeightsError(
-            f"`{self._path}` {what} while frozen weights are used from it.\n"
-            "  The host has no room for a copy, so steps read them there. What is trained is in memory, and whole.\n"
-            "  Save that (adapters by their library, or TrainStep.save(folder, weights=False)), put the file back, and "
-            "compile again."
-        )
+        return WeightsError(f"`{self._path}` {what} while {self._ways_out}")
+
+
+_FROZEN = (
+    "frozen weights are used from it.\n"
+    "  The host has no room for a copy, so steps read them there. What is trained is in memory, and whole.\n"
+    "  Save that (adapters by their library, or TrainStep.save(folder, weights=False)), put the file back, and "
+    "compile again."
+)
+
+
+class Maps:
+    """Tensors of a checkpoint that are used in its files, by a host that has no room for copies.
+
+    A write into one takes memory, and leaves the file as it is. A file that is removed stays until nobody uses it.
+
+    Attributes:
+        nbytes: Of all tensors.
+    """
+
+    def __init__(self) -> None:
+        self._files: dict[Path, MappedFile | None] = {}
+        self.nbytes = 0
+
+    def check(self) -> None:
+        """Refuses values that may not be those that were mapped.
+
+        Raises:
+            WeightsError: As `MappedFile.check`.
+        """
+        for file in self._files.values():
+            if file is not None:
+                file.check()
+
+    def tensor(self, path: Path, start: int, spec: TensorSpec) -> torch.Tensor | None:
+        """A contiguous tensor over the bytes of a file from `start` on; None where it can't be used there."""
+        if not spec.nbytes or start % spec.dtype.itemsize:
+            return None
+        if path not in self._files:
+            self._files[path] = MappedFile.whole(path, _STATE)
+        file = self._files[path]
+        if file is None:
+            return None
+        self.nbytes += spec.nbytes
+        return file.arena.part(start, start + spec.nbytes).view(spec.dtype).view(spec.shape)
+
+
+_STATE = (
+    "the optimizer's state is used from it.\n"
+    "  The host had no room for a copy when the checkpoint was loaded.\n"
+    "  Load it again, from files that nobody writes."
+)
 
 
 def read_paths(weights: WeightFiles) -> tuple[Path, ...]:

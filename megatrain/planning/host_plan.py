@@ -16,7 +16,9 @@ from megatrain.base.host_limits import available_bytes as available_now
 from megatrain.base.sizes import aligned, format_bytes
 from megatrain.base.torch_private import FakeTensor
 from megatrain.device import is_on_host
+from megatrain.device.host_pages import gives_back
 from megatrain.errors import ExecuteError, OptionError
+from megatrain.optim.fast.adamw import AdamWInOnePass
 from megatrain.optim.masters.halves import Master, RoundedMaster, SplitMaster, WholeMaster
 from megatrain.optim.masters.narrow_model import narrow_entries
 from megatrain.optim.masters.registry import Masters
@@ -34,6 +36,8 @@ MICRO_BATCH, SEQUENCE, DEPTH, LORA = "micro_batch", "sequence", "depth", "lora"
 """Names of sizes: samples of a micro-batch, tokens of a sample, layers, and the rank of adapters (0 for none)."""
 CACHE = "cache of files"
 """Name of a row: what the system's cache needs of files that are read."""
+BROUGHT = "before the first update"
+"""Name of a row: how much more the model takes until the device has the blocks that it updates."""
 
 # A plan takes next to no memory: an example of more rows and columns has no values.
 _MOST_ELEMENTS = 2**20
@@ -278,6 +282,7 @@ def host_plan(
     masters: Masters | str = "exact",
     on_host: bool = False,
     in_files: Collection[str] = (),
+    vacated_bytes: int = 0,
 ) -> HostPlan:
     """Adds up the host memory that the steps of a model take; allocates nothing.
 
@@ -291,6 +296,7 @@ def host_plan(
             themselves, `compiled.masters`.
         on_host: The compute device is the host, so the schedule's device memory is host memory too.
         in_files: Keys of parameters that stay in their files; those that are trained don't count.
+        vacated_bytes: Of tensors whose values the device has, so that they take no memory of the host now.
 
     Raises:
         OptionError: If the class of an optimizer can't be made over all parameters.
@@ -302,29 +308,52 @@ def host_plan(
     entries, tensors = inventory(model)
     entries = narrow_entries(entries) if precision == "bf16" else entries
     frozen = {key: entries[key].spec.nbytes for key in in_files if key in entries and not entries[key].requires_grad}
-    rows = [*_state_rows(programs, {key: entry for key, entry in entries.items() if key not in frozen})]
+    there = set() if on_host else _on_device(programs[0], schedule)
+    rows = [*_state_rows(programs, {key: entry for key, entry in entries.items() if key not in {*frozen, *there}})]
     rows.append((CACHE, _CACHED * largest_read(programs, frozen)))
     master = MASTER_OF[kind] if precision == "bf16" else WholeMaster
-    if master is SplitMaster:
-        rows.append(("low halves", sum(2 * e.spec.numel for e in entries.values() if _is_trained_bf16(e))))
+    low_bytes = {key: 2 * e.spec.numel for key, e in entries.items() if master is SplitMaster and _is_trained_bf16(e)}
+    rows.append(("low halves", sum(nbytes for key, nbytes in low_bytes.items() if key not in there)))
     own = [tensor for key, tensor in tensors.items() if key not in frozen]
     held: list[torch.Tensor] = [*own, *(t.grad for t in tensors.values() if t.grad is not None)]
-    need, at_once = OptimizerNeed({}, 0), None
+    need, at_once, first_bytes = OptimizerNeed({}, 0), None, 0
     if optimizer is not None:
         optimizers, parameters = over(optimizer, entries, tensors)
         blocks = _updates(programs, entries, parameters, master)
         need = joint_need(optimizers, blocks, undoes=schedule.kind.updates != "none", scales=schedule.kind.clip)
-        rows += need.state.items()
         at_once = next((type(each).__name__ for each in optimizers if not is_per_parameter(each)), None)
         states = (state for each in optimizers for state in each.state.values())
-        held += [t for state in states for t in dict(state).values() if isinstance(t, torch.Tensor)]
+        moments = [t for state in states for t in dict(state).values() if isinstance(t, torch.Tensor)]
+        held += moments
+        away = _moments(optimizers, {id(parameters[key]): entries[key].spec.numel for key in there})
+        need = replace(need, state={name: nbytes - away.get(name, 0) for name, nbytes in need.state.items()})
+        rows += need.state.items()
+        # What isn't there yet when the first step brings blocks to the device.
+        first_bytes = need.scratch_bytes + max(0, sum(need.state.values()) - _held_bytes(moments))
     rows += [*_step_rows(programs, entries, schedule, on_host=on_host), ("update scratch", need.scratch_bytes)]
+    brought = sum(entries[key].spec.nbytes + low_bytes.get(key, 0) for key in there)
+    rows.append((BROUGHT, max(0, brought - first_bytes - vacated_bytes)))
     kept = tuple(HostRow(name, nbytes) for name, nbytes in rows if nbytes)
     num_parameters = sum(e.spec.numel for e in entries.values() if e.kind == "parameter")
-    held_bytes = _held_bytes(held) + (masters.held_bytes if isinstance(masters, Masters) else 0)
+    held_bytes = _held_bytes(held) + (masters.held_bytes if isinstance(masters, Masters) else 0) - vacated_bytes
     plan = HostPlan(kept, num_parameters, held_bytes, is_estimate=need.is_estimate, file_bytes=sum(frozen.values()))
     state_bytes, can_narrow = sum(need.state.values()), precision == "fp32"
     return replace(plan, helps=_helps(plan, schedule, state_bytes, can_narrow=can_narrow, at_once=at_once))
+
+
+def _on_device(program: Program, schedule: Schedule) -> set[str]:
+    """Keys of the parameters that the device updates and the host holds nothing of, where the system takes pages."""
+    state = (program.state[key] for b in schedule.device_updates for key in program.blocks[b].binding)
+    return {entry.owner for entry in state if entry.requires_grad} if gives_back() else set()
+
+
+def _moments(optimizers: Sequence[torch.optim.Optimizer], numels: Mapping[int, int]) -> Mapping[str, int]:
+    """The bytes of AdamW's moments of some parameters, which are fp32, by their names in a plan."""
+    found: dict[str, int] = {}
+    for each in optimizers:
+        numel = sum(numels.get(id(p), 0) for group in each.param_groups for p in group["params"])
+        found |= {f"{type(each).__name__}.{name}": 4 * numel for name in AdamWInOnePass.moments}
+    return found
 
 
 def _is_trained_bf16(entry: StateEntry) -> bool:

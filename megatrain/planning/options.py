@@ -78,6 +78,7 @@ class Limits:
             by one or, as with `"graphs"`, by one call for each block, as the plan of a step or call says.
         most_result_bytes: Bytes of kernels' results that may be kept for a backward; None is any number.
         updates_there: Whether the device may update blocks, where memory is left.
+        least_spared_bytes: Bytes of the host that blocks which the device updates must spare.
         weights: Files and folders with the model's state, or None.
         opaque: What happens if the model is one opaque block: `"warn"`, `"refuse"` or `"allow"`.
         lengths: Calls have a multiple of so many tokens in a row; None leaves them as they are.
@@ -96,6 +97,7 @@ class Limits:
     kernels: str = "eager"
     most_result_bytes: int | None = None
     updates_there: bool = False
+    least_spared_bytes: int = 0
     weights: tuple[Path, ...] | None = None
     opaque: str = "warn"
     lengths: int | None = None

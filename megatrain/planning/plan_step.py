@@ -154,7 +154,7 @@ class StepPlans:
     def _asked(self, kind: StepKind, limits: Limits) -> tuple[Hashable, ...]:
         machine = None if limits.device_memory is None else limits.hardware
         bounds = limits.device_memory, limits.activations, machine, limits.master_kind, limits.most_result_bytes
-        return kind, *bounds, limits.kernels, limits.updates_there
+        return kind, *bounds, limits.kernels, limits.updates_there, limits.least_spared_bytes
 
     def _planned(
         self, captures: Sequence[StepPrograms], kind: StepKind, limits: Limits, loss_bytes: int, *, or_least: bool
@@ -245,6 +245,7 @@ def scheduled(
             usual=of_weights(usual_machine(limits.device), programs[0].weights_bytes),
             # Kernels other than eager's return no results that could be kept.
             most_result_bytes=limits.most_result_bytes if limits.kernels == "eager" else 0,
+            least_spared_bytes=limits.least_spared_bytes,
             recorded=recordable_blocks(programs)[0] if records else (),
         )
 

@@ -6,7 +6,7 @@ A `Planner` plans one model under many limits and at many sizes, and captures ea
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Collection, Generator, Hashable, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Hashable, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -48,7 +48,7 @@ from megatrain.planning.plan_step import WAITS_FOR_ALL, StepChoices, StepPlans, 
 from megatrain.planning.planned_step import Asked, StepLimits
 from megatrain.planning.step_programs import StepPrograms, undisturbed
 from megatrain.scheduler.builder.build import STEP
-from megatrain.scheduler.builder.search import result_bytes
+from megatrain.scheduler.builder.search import result_bytes, spared_bytes
 from megatrain.scheduler.step_kind import StepKind
 from megatrain.tracer.arguments import Arguments
 from megatrain.tracer.inventory import StateEntry, inventory
@@ -58,6 +58,9 @@ from megatrain.tracer.spec import DEVICE, EXAMPLE_ARGS, EXAMPLE_KWARGS, MODEL
 from megatrain.tracer.trace import trace
 from megatrain.tracer.traced import TracedModule
 
+# So often a plan is made with more blocks on the device, each time by what the host still lacks.
+_MOST_SPARED = 3
+_ALL = 1 << 62  # bytes: as many blocks as fit the device
 # Captures and schedules of long models are large; a table of alternatives has fewer.
 _MOST = 32
 
@@ -166,16 +169,23 @@ class Planner:
 
         fastest, *others = updates
         made, host = tried(fastest)
-        if made.too_small is None and missing(host) and made.schedule.results:
+        if made.too_small is not None or not missing(host):
+            return made, host
+        if made.schedule.results:
             most = max(0, _result_bytes(made) - missing(host))
             fewer = tried(fastest, most_result_bytes=most)
             made, host = fewer if not missing(fewer[1]) else (made, host)
+        tries: list[_Planned] = []
+        if limits.updates_there and limits.host_memory is not None:
+            again = partial(tried, fastest)
+            tries.append(_with_more_there((made, host), lambda least: again(least_spared_bytes=least), missing))
         # Without a machine as little as possible is parked on the host; later updates leave less for the next step.
         for each in (fastest, *(others if limits.host_memory is not None else ())):
-            if made.too_small is None and missing(host):
+            if missing(host):
                 less = tried(each, hardware=None)
                 made, host = less if less[1].total_bytes < host.total_bytes else (made, host)
-        return made, host
+        tries.append((made, host))
+        return _best(tries, limits.hardware, missing)
 
     def _captured(self, limits: StepLimits, sizes: Mapping[str, int]) -> _Capture:
         given = tuple(map(id, (limits.loss, *limits.passes)))
@@ -230,6 +240,39 @@ class Planner:
                 "  Its forward was called with an example of this size.\n"
                 "  Give a function that makes the model and its inputs of a size."
             ) from error
+
+
+_Planned = tuple[StepChoices, HostPlan]
+
+
+def _with_more_there(first: _Planned, plan: Callable[[int], _Planned], missing: Callable[[HostPlan], int]) -> _Planned:
+    """A plan with more blocks on the device, as many as spare what the host lacks, or as fit.
+
+    Args:
+        first: The plan that lacks memory of the host.
+        plan: Plans so that at least so many bytes are spared.
+        missing: Of a plan.
+    """
+    (made, host), least = first, 0
+    for _ in range(_MOST_SPARED):  # what is parked on the host may be more than before
+        workload, table = made.schedule.known_workload(), made.schedule
+        spared = sum(spared_bytes(workload, table.kind, block) for block in table.device_updates)
+        if not missing(host) or spared < least:
+            break
+        least = spared + missing(host)
+        made, host = plan(least)
+    if not missing(host):
+        return made, host
+    most = plan(_ALL)
+    return most if most[1].total_bytes < host.total_bytes else (made, host)
+
+
+def _best(found: Sequence[_Planned], machine: Hardware | None, missing: Callable[[HostPlan], int]) -> _Planned:
+    """Of those that fit the host the fastest; if none does, the one that takes the least of it."""
+    fits = [each for each in found if not missing(each[1])]
+    if len(fits) < 2 or machine is None:
+        return fits[0] if fits else min(found, key=lambda each: each[1].total_bytes)
+    return min(fits, key=lambda each: each[0].schedule.simulate(machine).step_s)
 
 
 def captured(model: nn.Module, arguments: Arguments, limits: Limits, *, is_own_loss: bool) -> TracedModule:

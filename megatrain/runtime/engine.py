@@ -15,6 +15,7 @@ from megatrain.device import Device, LaunchGraphs, is_on_host, usable
 from megatrain.device.bus import Bus
 from megatrain.device.device_budget import DeviceBudget, MemoryFigures
 from megatrain.errors import ExecuteError
+from megatrain.files.weight_files import Maps
 from megatrain.passes.canonicalize import template_key
 from megatrain.passes.program import Program, Template
 from megatrain.runtime.block import BlockRunner
@@ -138,6 +139,7 @@ class Engine:
 
     Attributes:
         weights: Files whose values no program has needed yet, or that couldn't be read; None once they are.
+        maps: What of the optimizers' state is used in the files of a checkpoint; None for nothing.
         why_no_backward: Why `loss.backward()` is refused; empty if it isn't.
     """
 
@@ -160,6 +162,7 @@ class Engine:
         self._budget = budget
         self._moving = moving
         self.weights = weights
+        self.maps: Maps | None = None
         self.tensors: dict[str, torch.Tensor] = {}
         self._holders: list[tuple[dict[str, Any], str, str]] = []
         self._has_replaced = False
@@ -257,6 +260,8 @@ class Engine:
         """
         self.find_replaced()
         assert self.store is not None
+        if self.maps is not None:
+            self.maps.check()
         with self._moving():
             self.store.refresh(self.tensors if self._has_replaced else None)
         self._has_replaced = False

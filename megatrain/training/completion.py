@@ -13,8 +13,8 @@ import torch
 from torch.utils.hooks import RemovableHandle
 
 from megatrain.base.checks.several_optimizers import parameters_of
-from megatrain.base.torch_private import DisableTorchFunctionSubclass
-from megatrain.errors import TrainStepWarning
+from megatrain.base.torch_private import DisableTorchFunctionSubclass, pytree
+from megatrain.errors import ExecuteError, TrainStepWarning
 from megatrain.optim.blockwise import OwnHook
 
 # Properties that an update doesn't change. All other torch operations on a tensor with a due update run the update
@@ -31,6 +31,9 @@ _PASSING: set[Callable[..., Any]] = {
     *(getattr(torch.Tensor, name) for name in _UNCHANGED_CALLS),
 }
 
+Looked = Sequence[torch.Tensor] | None
+"""Marked tensors that somebody looks at; None for everything."""
+
 
 class Completion:
     """Completes a step when it is called, or when a marked object is used, as long as the step exists.
@@ -43,11 +46,14 @@ class Completion:
 
     Attributes:
         has_stepped: A step was taken, so that `optimizer.step()` has nothing left to do.
+        heir: Takes the part of `complete` when the step is gone, because the host had no room for what the device has.
+            Held by the compiled model: a class of tensors would keep it for good.
+        is_saving: A checkpoint is being written, which takes what the device has from there: hooks do nothing.
     """
 
     def __init__(
         self,
-        complete: Callable[[], object] | None = None,
+        complete: Callable[[Looked], object] | None = None,
         changing: Callable[[], Iterable[torch.Tensor]] | None = None,
     ):
         self._complete = None if complete is None else weakref.WeakMethod(complete)
@@ -56,13 +62,39 @@ class Completion:
         self._hooks: list[RemovableHandle] = []
         self._classes: dict[type, type] = {}
         self._marked: list[object] = []
-        self.has_stepped = False
+        self.has_stepped = self.is_saving = False
+        self.heir: weakref.WeakMethod[Callable[[Looked], object]] | None = None
 
     def __call__(self, *_: object) -> None:
-        """Runs the due updates."""
+        """Runs the due updates, and has all values on the host."""
+        self.look(None)
+
+    def look(self, looked: Looked) -> None:
+        """Runs the due updates, and has the values of some marked tensors on the host; None for all."""
+        if looked is None and self.is_saving:
+            return
         complete = None if self._complete is None else self._complete()
         if complete is not None:
-            complete()
+            complete(looked)
+        elif self.heir is not None:
+            heir = self.heir()
+            if heir is None:
+                raise ExecuteError(_GONE)
+            with self.suspended():
+                heir(looked)
+        if looked is None or (complete is None and self.heir is None):
+            self.unmark()  # by now all are, unless the step is gone
+        for tensor in looked or ():
+            _make_ordinary(tensor, self)
+
+    @contextmanager
+    def saving(self) -> Generator[None]:
+        """Lets the body take the optimizers' states as they are, with marked tensors in them."""
+        self.is_saving = True
+        try:
+            yield
+        finally:
+            self.is_saving = False
 
     def attach(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         """Looks after the state of optimizers, too, and after calls of their `step`."""
@@ -137,6 +169,13 @@ class Completion:
             self._marked.pop()
 
 
+_GONE = (
+    "the values of this tensor were on the device alone, and are lost with the compiled model.\n"
+    "  The host had no room for them when the training step was dropped.\n"
+    "  Keep the compiled model, or save a checkpoint with TrainStep.save."
+)
+
+
 class _StepHook(OwnHook):
     """Warns once of an `optimizer.step()` that finds no gradient, because the training step has used it up."""
 
@@ -174,8 +213,7 @@ class _Due:
     def _take(self) -> None:
         """Runs the updates; afterwards this object has its own class again."""
         completion = type(self).completion
-        completion()
-        completion.unmark()  # by now all are, unless the step is gone
+        completion.look([self] if isinstance(self, torch.Tensor) else None)
         _make_ordinary(self, completion)  # a copy that was made of the marked class
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
@@ -201,8 +239,10 @@ class _DueTensor(_Due):
         if func in _PASSING:
             with DisableTorchFunctionSubclass():
                 return func(*args, **kwargs or {})
-        cls.completion()
-        cls.completion.unmark()
+        used: list[Any] = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, _DueTensor)]
+        # A tensor may be marked for another step over the same model.
+        for completion in dict.fromkeys([cls.completion, *(type(each).completion for each in used)]):
+            completion.look([each for each in used if vars(type(each)).get("completion") is completion])
         return func(*args, **kwargs or {})
 
 

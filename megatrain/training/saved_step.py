@@ -7,7 +7,8 @@ import json
 import os
 import pickle
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, TypedDict
 
@@ -18,13 +19,15 @@ from megatrain import files as saving
 from megatrain.base.checks import shown
 from megatrain.base.checks.several_optimizers import parameters_of
 from megatrain.base.counts import counted
+from megatrain.base.host_limits import available_bytes
 from megatrain.errors import CheckpointError, RanksError
 from megatrain.files import Checkpoint, Saved, Source
 from megatrain.files.disk import room_to_read
 from megatrain.files.json_file import Count, of_kind
-from megatrain.files.load import read_weights
-from megatrain.files.optimizers import packed_parameters
+from megatrain.files.load import read_optimizer, read_weights
+from megatrain.files.optimizers import OptimizerState, packed_parameters
 from megatrain.files.save import CheckpointDraft
+from megatrain.files.weight_files import Maps
 from megatrain.optim.masters.halves import WholeMaster
 from megatrain.optim.proxy import Optimizer, give_new_state
 from megatrain.ranks.processes import words_of
@@ -128,13 +131,19 @@ def save(
     optimizers: Sequence[Optimizer],
     progress: Progress,
     *,
+    device_tensors: Callable[[], Mapping[int, torch.Tensor]],
+    unmarked: Callable[[], AbstractContextManager[None]],
     scheduler: Schedulers | None,
     user: Mapping[str, Any] | None,
     shard_bytes: int | str,
     more: Callable[[Path], object] | None,
     weights: bool,
 ) -> None:
-    """Writes a checkpoint; see `TrainStep.save`."""
+    """Writes a checkpoint; see `TrainStep.save`.
+
+    The user's own code on the states finds the tensors marked whose values only the device has; `unmarked` is for what
+    follows, which takes these values from there.
+    """
     generators = saving.generators_now(compiled.options.device)
     of_ranks: list[Any] = []
     if not exchange.is_alone:
@@ -147,7 +156,8 @@ def save(
             compiled.load_weights()
         if weights:
             compiled.check_files()
-        state = State.of(compiled)
+        state, names = State.of(compiled, unmarked), _parameters(compiled, optimizers)
+        moments = OptimizerState.of(optimizers, names)
         values = {
             "progress": asdict(progress),
             "generators": generators,
@@ -158,16 +168,23 @@ def save(
             **({} if weights else {_LACKS_WEIGHTS: True}),
             **({_PACKED: packed} if (packed := State.packed(compiled)) else {}),
         }
-        return CheckpointDraft.of(
-            state.weights if weights else {},
-            optimizers,
-            _parameters(compiled, optimizers),
-            values,
-            {**compiled.masters.sources(), **state.hidden},
-            shard_bytes,
-        )
+        with unmarked():
+            there = device_tensors()
+            return CheckpointDraft.of(
+                _from_device(state.weights, there) if weights else {},
+                replace(moments, state={name: _from_device(each, there) for name, each in moments.state.items()}),
+                names,
+                values,
+                {**compiled.masters.sources(there), **_from_device(state.hidden, there)},
+                shard_bytes,
+            )
 
     _save_first(exchange, draft, folder, with_config(compiled.model, more) if weights else more)
+
+
+def _from_device(tensors: Mapping[str, Any], there: Mapping[int, torch.Tensor]) -> dict[str, Any]:
+    """The same tensors; of those whose values the device has, sources that read them there."""
+    return {name: Source.of(there[id(value)]) if id(value) in there else value for name, value in tensors.items()}
 
 
 @room_to_read()
@@ -212,14 +229,24 @@ def restore(
     for name, tensor in state.places(checkpoint, hidden, compiled).items():
         hidden[name].read(tensor)
     compiled.written_buffers.update(name.removeprefix(HIDDEN) for name in hidden)
-    compiled.masters.restore(masters)  # after the parameters, because a write into parameters sets the masters
+    maps = _maps(checkpoint, masters, optimizers)
+    compiled.masters.restore(masters, maps)  # after the parameters, because a write into parameters sets the masters
     for parameter in (names[name] for name in packed_parameters(checkpoint.manifest)):
         is_whole = isinstance(compiled.masters.get(parameter), WholeMaster | None)
         give_new_state(optimizers, parameter, parameter.dtype if is_whole else torch.float32)
-    checkpoint.read_optimizer(optimizers, names)
+    read_optimizer(checkpoint, optimizers, names, maps)
+    compiled.engine.maps = maps
     saved_schedulers.restore(checkpoint, extra, scheduler)
     saving.restore_generators(generators, compiled.options.device)
     return Progress(**extra["progress"]), extra["user"]
+
+
+def _maps(checkpoint: Checkpoint, masters: Mapping[str, Saved], optimizers: Sequence[Optimizer]) -> Maps | None:
+    """Where what is read stays in the files: if the host has no room for it besides what the optimizers have."""
+    read = sum(saved.spec.nbytes for saved in (*masters.values(), *checkpoint.optimizer_tensors.values()))
+    states = (dict(state).values() for each in optimizers for state in each.state.values())
+    held = sum(value.nbytes for values in states for value in values if isinstance(value, torch.Tensor))
+    return Maps() if read - held > available_bytes() else None
 
 
 class _Progress(TypedDict):
@@ -314,9 +341,14 @@ class State:
     others: Mapping[str, Any]
 
     @staticmethod
-    def of(compiled: Compiled) -> State:
-        """Reads a model, after all due updates."""
+    def of(compiled: Compiled, unmarked: Callable[[], AbstractContextManager[None]] = nullcontext) -> State:
+        """Reads a model, after all due updates; see `save`."""
         listed = unpacked_state(compiled.model.state_dict(keep_vars=True))
+        with unmarked():
+            return State._listed(compiled, listed)
+
+    @staticmethod
+    def _listed(compiled: Compiled, listed: Mapping[str, Any]) -> State:
         entries, tensors = inventory(compiled.model)
         own = {_identity(tensor): tensor for tensor in tensors.values()}
         weights = {

@@ -40,6 +40,7 @@ from megatrain.tracer.arguments import Arguments
 from megatrain.tracer.traced import TracedModule
 from megatrain.training.batch import MicroBatch, untrained
 from megatrain.training.compiled.inside import Compiled, Variant
+from megatrain.training.completion import Looked
 from megatrain.training.device_updates import DeviceUpdates
 from megatrain.training.step_tables import StepTables
 from megatrain.training.update_times import Times, UpdateTimes
@@ -210,19 +211,23 @@ class Setup:
                 finally:
                     self.is_completing = False
 
-    def look(self) -> None:
-        """Runs the due updates, and copies what the device has updated, because somebody looks at what they change."""
-        self._times.note_look()
-        self.catch_up()
+    def look(self, looked: Looked = None) -> None:
+        """Runs the due updates, and copies what the device has updated, because somebody looks at what they change.
 
-    def catch_up(self) -> None:
-        """Has all values on the host: runs the due updates, and copies what the device has updated."""
+        Raises:
+            ExecuteError: If the host has no room for the blocks of these tensors, or of all for None.
+        """
+        self._times.note_look()
+        self.catch_up(looked)
+
+    def catch_up(self, looked: Looked = None) -> None:
+        """Has values on the host, as `look`."""
         self.complete()
         if self.there is not None:
             with Interrupts(), without_modes(), self._compiled.engine.turn.run("an update", in_child=True):
                 self.is_completing = True
                 try:
-                    self.there.give_back()
+                    self.there.give_back(looked)
                 finally:
                     self.is_completing = False
 
@@ -232,6 +237,10 @@ class Setup:
             yield from self.updates.changing()
         if self.there is not None:
             yield from self.there.changing()
+
+    def device_tensors(self) -> Mapping[int, torch.Tensor]:
+        """What the device has in place of the host's tensors; see `DeviceUpdates`."""
+        return {} if self.there is None else self.there.device_tensors()
 
     def setting(self, batches: Sequence[MicroBatch], failed: Sequence[dict[Variant, str]]) -> Setting:
         """Finds everything that a step runs; captures new calls.
@@ -298,7 +307,9 @@ class Setup:
         Raises:
             OptimizerError: If the size of the optimizer's state can't be found out.
         """
-        options = self._compiled.options
+        options, maps = self._compiled.options, self._compiled.engine.maps
+        # Before the first step nothing that is in the files of a checkpoint has been written.
+        in_maps = maps.nbytes if maps is not None and self.updates is None else 0
         return host_plan(
             _distinct(setting.programs),
             setting.schedule,
@@ -308,6 +319,7 @@ class Setup:
             masters=self._compiled.masters,
             on_host=options.device.is_host,
             in_files=() if options.weights is None else self._compiled.engine.in_files,
+            vacated_bytes=in_maps if self.there is None else self.there.vacated_bytes,
         )
 
     def executor(self, setting: Setting) -> Executor | None:
@@ -315,23 +327,15 @@ class Setup:
 
         Returns:
             None if another setting is to be found, once due updates are complete: those are of other blocks, or the
-            host lacks the memory in which gradients wait for the next step.
+            host lacks memory, for blocks that the device could update or gradients that wait for the next step.
 
         Raises:
             OptimizerError: If no optimizer holds any of the parameters.
             ExecuteError: If a parameter has a gradient already, or no values, or the host lacks the memory; the last
                 before anything is allocated.
         """
-        if not self.tables.has_executor(setting.captures, setting.kind):
-            plan = self.host_plan(setting)
-            may_change = not self.tables.is_planned and self._exchange.is_alone
-            if setting.kind.updates == "spread" and may_change and plan.missing_bytes():
-                self._times.spread_no_more()
-                return None
-            has_files = self._compiled.options.weights is not None
-            if has_files and plan.missing_bytes() and self._compiled.engine.leave_in_files():
-                plan = self.host_plan(setting)
-            plan.check()
+        if not self.tables.has_executor(setting.captures, setting.kind) and not self._has_room(setting):
+            return None
         engine = self._compiled.engine
         executor = self.tables.executor(setting.captures, setting.kind, engine)
         self._compiled.bind()
@@ -366,6 +370,23 @@ class Setup:
         self.updates.sums_squares = setting.kind.reports_norm
         check_no_gradients(engine.tensors)
         return executor
+
+    def _has_room(self, setting: Setting) -> bool:
+        """Whether the host has the memory; False if another setting takes less of it.
+
+        Raises:
+            ExecuteError: If none does.
+        """
+        plan = self.host_plan(setting)
+        if not self.tables.is_planned and self._exchange.is_alone and (missing := plan.missing_bytes()):
+            is_other = self._times.look_no_more() or self.tables.spare(setting.schedule, missing)
+            if is_other or (setting.kind.updates == "spread" and self._times.spread_no_more()):
+                return False
+        has_files = self._compiled.options.weights is not None
+        if has_files and plan.missing_bytes() and self._compiled.engine.leave_in_files():
+            plan = self.host_plan(setting)
+        plan.check()
+        return True
 
     def _check_shapes(self, shapes: Mapping[str, torch.Size]) -> None:
         for key, shape in shapes.items():

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
+from weakref import WeakMethod
 
 import torch
 
@@ -27,7 +28,7 @@ from megatrain.scheduler.simulate import Measured, TimedRun
 from megatrain.training import saved_step as checkpoint
 from megatrain.training.batch import Weight, check_reduce, micro_batches
 from megatrain.training.compiled.module import COMPILED, CompiledModule
-from megatrain.training.completion import Completion
+from megatrain.training.completion import Completion, Looked
 from megatrain.training.saved_schedulers import SCHEDULERS, Schedulers
 from megatrain.training.setup import Setting, Setup, check_held
 from megatrain.training.step_run import Progress, StepRules, StepRun
@@ -156,7 +157,8 @@ class TrainStep:
     @property
     def host_plan(self) -> HostPlan:
         """The host memory that steps like the latest, or like the prepared one, take; as for `schedule`."""
-        return self._setup.host_plan(_known(self._run.setting))
+        with self._completion.suspended():  # nobody looks at values
+            return self._setup.host_plan(_known(self._run.setting))
 
     def prepare(self, batch: Any) -> Schedule:
         """Makes the schedule of a batch like this one, without running or allocating anything."""
@@ -213,20 +215,30 @@ class TrainStep:
         return ProgressLine(num_steps, tokens_per_step, lambda: self.progress.count, lambda: self._compiled.peak_bytes)
 
     def flush(self) -> None:
-        """Has parameters and moments as the latest step left them: runs due updates, copies what the device updated."""
+        """Has parameters and moments as the latest step left them: runs due updates, copies what the device updated.
+
+        Raises:
+            ExecuteError: If the host has no room for what the device updated; the device still has it then.
+        """
+        self._flush(None)
+
+    def _flush(self, looked: Looked) -> None:
         if self._run.running is not None or self._setup.is_behind:
             with self._compiled.exclusively("flush()", in_child=True), self._completion.suspended():
-                self._setup.look()
+                self._setup.look(looked)
 
-    def _complete(self) -> None:
-        """Like `flush`, for a use of a marked object. Nothing is due within a step; hooks must not look then."""
+    def _complete(self, looked: Looked) -> None:
+        """Like `flush`, for a use of marked objects. Nothing is due within a step; hooks must not look then."""
         running = self._run.running  # another thread may end it meanwhile
         if running is not None:
             running.check_no_hook()
             self._completion.unmark()
-            running.look()
+            try:
+                running.look(looked)
+            finally:
+                self._completion.mark()
         elif not self._setup.is_completing:
-            self.flush()
+            self._flush(looked)
 
     @checked(folder=PATH, scheduler=optional(SCHEDULERS), shard_bytes=SIZE)
     def save(
@@ -242,7 +254,8 @@ class TrainStep:
         """Writes everything that the next step depends on; see docs/checkpoints.md for the files.
 
         The weights are safetensors files under the model's own names, with the configuration for `from_pretrained`.
-        Nothing is copied in memory. At each moment `folder` is a complete checkpoint: the previous or the new one.
+        Nothing is copied in memory; what the device updates comes from there, piece by piece. At each moment `folder`
+        is a complete checkpoint: the previous or the new one.
 
         Args:
             folder: The folder to write; an existing checkpoint is replaced.
@@ -258,12 +271,14 @@ class TrainStep:
         """
         with self._compiled.exclusively("save()", in_child=True), torch.device("cpu"):
             self._run.check_whole()
-            with self._exchange.taking("save()"):
-                self.flush()
+            with self._exchange.taking("save()"), self._completion.suspended():
+                self._setup.complete()
             values = self.user if user is None else user
             options: dict[str, Any] = {"shard_bytes": shard_bytes, "more": more, "weights": weights, "user": values}
+            options |= {"device_tensors": self._setup.device_tensors, "unmarked": self._completion.suspended}
             parts = self._exchange, self._compiled, self._optimizers, self.progress
-            checkpoint.save(folder, *parts, scheduler=scheduler, **options)
+            with self._completion.saving():
+                checkpoint.save(folder, *parts, scheduler=scheduler, **options)
 
     @classmethod
     @checked(folder=PATH, scheduler=optional(SCHEDULERS), compiled=COMPILED, optimizer=OPTIMIZERS)
@@ -301,7 +316,14 @@ class TrainStep:
 
     def __del__(self, _is_over: Callable[[], bool] = sys.is_finalizing) -> None:  # at the end even `sys` may be gone
         if hasattr(self, "_completion") and not _is_over():
-            self.flush()  # a function that trains and returns leaves the model trained
+            try:
+                self.flush()  # a function that trains and returns leaves the model trained
+            except ExecuteError:
+                if not self._setup.is_behind:
+                    raise
+                # Each use has its block from the device.
+                self._compiled.heirs.append(self._setup)
+                self._completion.heir = WeakMethod(self._setup.look)
             self._completion.detach()
 
     def __repr__(self) -> str:

@@ -20,6 +20,7 @@ from megatrain.planning.step_programs import StepPrograms
 from megatrain.runtime.engine import Engine
 from megatrain.runtime.exchange import Exchange
 from megatrain.runtime.executor import Executor
+from megatrain.scheduler.builder.search import spared_bytes
 from megatrain.scheduler.schedule import Schedule
 from megatrain.scheduler.step_kind import StepKind
 
@@ -63,6 +64,19 @@ class StepTables:
         self._arena: GrowingArena | None = None
         self._executors: OrderedDict[int, tuple[StepChoices, _Executors]] = OrderedDict()
         self._loss_bytes: WeakKeyDictionary[StepPrograms, int] = WeakKeyDictionary()
+
+    def spare(self, schedule: Schedule, nbytes: int) -> bool:
+        """Has the device update more blocks from now on, because the host lacks so many bytes for a schedule.
+
+        Returns:
+            False if that was asked for already, or the device can't.
+        """
+        workload, known = schedule.known_workload(), self._limits.least_spared_bytes
+        spared = sum(spared_bytes(workload, schedule.kind, block) for block in schedule.device_updates)
+        if not self.updates_there or not schedule.kind.may_update_there or spared < known or spared + nbytes <= known:
+            return False
+        self._limits = replace(self._limits, least_spared_bytes=spared + nbytes)
+        return True
 
     def kind(self, micro_batches: int, updates: str, *, clip: bool, reports_norm: bool) -> StepKind:
         """Returns the kind of a training step of the compiled model."""

@@ -22,6 +22,7 @@ from megatrain.runtime.random_calls import RngState
 from megatrain.scheduler.instructions import Bytes
 from megatrain.tracer.block_image import BlockImage
 from megatrain.training.batch import Differentiated, Shares, loss_of
+from megatrain.training.completion import Looked
 from megatrain.training.device_updates import DeviceUpdates
 from megatrain.training.setup import Setting
 
@@ -164,6 +165,8 @@ class Running:
 
     def before_backward(self) -> None:
         """See `StepTrainer`."""
+        if self._there is not None:
+            self._there.vacate()
         self.exchange.vote()
 
     def differentiate(self, micro_batch: int, outputs: Sequence[torch.Tensor]) -> Sequence[torch.Tensor | None]:
@@ -285,10 +288,10 @@ class Running:
         finally:
             parameter.grad = None
 
-    def look(self) -> None:
+    def look(self, looked: Looked) -> None:
         """Has the host's values as they are before the updates of this step, because the loss looks at them."""
         if self._there is not None:
-            self._there.write_back(is_within=True)
+            self._there.write_back(looked)
 
     def check_no_hook(self) -> None:
         """Refuses an action that a hook on a gradient must not take.

@@ -68,12 +68,13 @@ class UpdateTimes:
         self._model, self._optimizers = model, optimizers
         self._overlap, self._spread = overlap, spread
         self._needs_norm, self._reports_norm = needs_norm, reports_norm
-        self._looks = 0
+        self._looks, self._is_looked = 0, False
         self._most_looks = inf if is_fixed else _MOST_LOOKS
 
     def note_look(self) -> None:
-        """Notes that somebody looked at what due updates change."""
-        self._looks += 1
+        """Notes that somebody looked at what due updates change; once between two steps."""
+        self._looks += not self._is_looked
+        self._is_looked = True
 
     def note_due(self) -> None:
         """Notes that updates are still due when the next step begins: nobody has looked."""
@@ -84,9 +85,15 @@ class UpdateTimes:
         """Whether somebody has looked after each of so many steps: then nothing is left to be completed by a look."""
         return self._looks >= self._most_looks
 
-    def spread_no_more(self) -> None:
+    def spread_no_more(self) -> bool:
         """Leaves no update to the next step any more, because the host lacks the memory for the gradients."""
         self._spread = False
+        return True
+
+    def look_no_more(self) -> bool:
+        """Updates may be left to a look again, because the host lacks the memory for all of them; False if they are."""
+        was_looked_at, self._looks, self._most_looks = self.is_looked_at, 0, inf
+        return was_looked_at
 
     def choose(self, *, runs_in_backward: bool = False) -> Times:
         """When the updates of the next step run.
@@ -94,6 +101,7 @@ class UpdateTimes:
         Args:
             runs_in_backward: The user's code runs in the backward of blocks, and may look at parameters there.
         """
+        self._is_looked = False
         # Work between the gradients and the updates that may fail must come before the first update.
         in_turn = any(map(takes_turns, self._optimizers))
         # Hooks on an optimizer's step may change gradients, of which the norm is taken before.

@@ -6,7 +6,97 @@ from tests.mutants.fault import Fault
 
 _THERE = "tests/simulated_runs/test_device_updates.py::"
 
+_ALONE = "tests/simulated_runs/test_state_there.py::"
+
 FAULTS: list[Fault] = [
+    Fault(
+        "the host keeps the memory of weights that the device updates",
+        "runtime/stores/host_store.py",
+        "            arena.give_back(start, end, self._bus.device)\n",
+        "            pass\n",
+        (f"{_ALONE}test_the_host_holds_what_the_plan_says",),
+        on_device=True,
+    ),
+    Fault(
+        "the host keeps the memory of moments that the device updates",
+        "training/device_updates.py",
+        "                give_back(tensor.data_ptr(), tensor.nbytes)\n",
+        "                pass\n",
+        (f"{_ALONE}test_the_host_holds_what_the_plan_says",),
+        on_device=True,
+    ),
+    Fault(
+        "plans count no memory for the model before the device has its blocks",
+        "planning/host_plan.py",
+        "max(0, brought - first_bytes - vacated_bytes)",
+        "0 * brought",
+        (f"{_ALONE}test_the_host_holds_what_the_plan_says",),
+        on_device=True,
+    ),
+    Fault(
+        "memory that somebody else holds as well is given back",
+        "training/device_updates.py",
+        'own = [p for p in block.parameters if not held_elsewhere({"": p.parameter})]',
+        "own = [*block.parameters]",
+        (f"{_ALONE}test_what_somebody_else_holds_stays_in_memory",),
+        on_device=True,
+    ),
+    Fault(
+        "a checkpoint has what the host has of blocks that the device updates",
+        "training/device_updates.py",
+        "        for each in (each for block in self._there.values() if block.is_ahead for each",
+        "        for each in (each for block in self._there.values() if block.is_torn for each",
+        (f"{_ALONE}test_checkpoints_come_straight_from_the_device",),
+        on_device=True,
+    ),
+    Fault(
+        "a save brings everything to the host",
+        "training/completion.py",
+        "        if looked is None and self.is_saving:\n",
+        "        if looked is None and not self:\n",
+        (f"{_ALONE}test_checkpoints_come_straight_from_the_device",),
+        on_device=True,
+    ),
+    Fault(
+        "a look brings more to the host than it has room for",
+        "training/device_updates.py",
+        "    if nbytes > (available := available_bytes()):\n",
+        "    if nbytes > 2 * (available := available_bytes()) + (1 << 40):\n",
+        (f"{_ALONE}test_a_host_without_room_refuses_looks_by_name_and_loses_nothing",),
+        on_device=True,
+    ),
+    Fault(
+        "a step that is dropped loses what the host had no room for",
+        "training/step.py",
+        "                self._completion.heir = WeakMethod(self._setup.look)\n",
+        "                pass\n",
+        (f"{_ALONE}test_a_host_without_room_refuses_looks_by_name_and_loses_nothing",),
+        on_device=True,
+    ),
+    Fault(
+        "moments in a checkpoint that somebody writes are used",
+        "runtime/engine.py",
+        "            self.maps.check()\n",
+        "            pass\n",
+        (f"{_ALONE}test_state_in_a_checkpoint_that_somebody_writes_is_refused",),
+        on_device=True,
+    ),
+    Fault(
+        "neighbours of memory that is given back are page-locked no more",
+        "device/host_arena.py",
+        "                self._relock(device, max(begin, last), stop)\n",
+        "                pass\n",
+        (f"{_ALONE}test_what_lies_beside_stays_page_locked",),
+        on_device=True,
+    ),
+    Fault(
+        "a plan takes no more blocks on the device where the host is short",
+        "scheduler/builder/search.py",
+        "fewest = min(most, bisect_left(spared, least))",
+        "fewest = min(most, bisect_left(spared, 0))",
+        (f"{_ALONE}test_where_the_host_is_short_the_device_takes_more_blocks",),
+        on_device=True,
+    ),
     Fault(
         "a look at weights that the device has updated finds the values of before",
         "training/device_updates.py",
@@ -106,7 +196,7 @@ FAULTS: list[Fault] = [
     Fault(
         "low halves of masters don't come back from a checkpoint",
         "training/saved_step.py",
-        "    compiled.masters.restore(masters)  # after",
+        "    compiled.masters.restore(masters, maps)  # after",
         "    # after",
         ("tests/training/test_save.py::test_a_run_goes_on_to_the_bit",),
     ),

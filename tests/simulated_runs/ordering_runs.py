@@ -10,6 +10,7 @@ import gc
 import warnings
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
+from tempfile import TemporaryDirectory
 from typing import Any
 from unittest.mock import patch
 
@@ -22,6 +23,7 @@ from megatrain.device import Cuda, find
 from megatrain.device import bus as buses
 from megatrain.device.bus import BUFFERS, Bus
 from megatrain.errors import ExecuteError
+from megatrain.files import load
 from megatrain.hardware import kernels_alone
 from megatrain.hardware.hardware import Hardware
 from megatrain.hardware.kernels_alone import launch_s, seconds_of
@@ -65,6 +67,10 @@ def kept() -> Found:
         if number in (1, 2, 4):
             with torch.get_device_module(DEVICE).stream(torch.Stream(device=DEVICE) if number != 2 else None):
                 found += [parameter.detach().clone() for parameter in model.parameters()]
+        if number == 3:
+            with torch.get_device_module(DEVICE).stream(torch.Stream(device=DEVICE)), TemporaryDirectory() as folder:
+                step.save(folder)
+                found += [torch.cat([p.clone() for p in each.pieces()]) for each in load(folder).weights.values()]
     step.flush()
     moments = [state["exp_avg_sq"] for state in optimizer.state.values()]
     return [*found, *model.parameters(), *moments, *(master.low for master in compiled.masters.values())]

@@ -144,8 +144,9 @@ NOTICED: dict[str, str] = {
     "bus._next: self._device.wait_for": "ringed",
     "bus._note: stream.record_event": "ringed",
     "bus._arrive: self._device.wait_for": "ringed",
-    "device_updates.write_back: self._engine.streams.settle": "kept",
-    "device_updates.write_back: self._engine.device.synchronize": "kept",
+    "device_updates._write_back: self._engine.streams.settle": "kept",
+    "device_updates._write_back: self._engine.device.synchronize": "kept",
+    "device_updates.device_tensors: self._engine.streams.settle": "kept",
     "engine.reserve_slots: self.streams.settle": "grown",
     "engine.release_slots: self.streams.settle": "walked",
     "gradients._land: self._bus.device.synchronize": "spread",
@@ -174,6 +175,7 @@ NOTICED: dict[str, str] = {
 _TRIED = "orders nothing: it tries whether the device has such calls at all"
 _OF_RANKS = "a rank waits for others, which nothing of a device does; tests/ranks has runs of several"
 _OF_FAKES = "threads wait for each other before anything is captured; fake tensors have no device's memory"
+_UNLOCKED = "page-locked memory is waited for when it is unlocked, and copies of other memory have read it on return"
 UNNOTICED: dict[str, str] = {
     "torch_features._make_first_fakes: made.wait": _OF_FAKES,
     "torch_features.run: never.wait": _OF_FAKES,
@@ -187,6 +189,8 @@ UNNOTICED: dict[str, str] = {
     "trainer.wait: self._updates.wait": _OF_RANKS,
     "trainer.wait: self._updates.wait (2)": _OF_RANKS,
     "updates.wait: self._exchange.wait": _OF_RANKS,
+    "device_updates.bring: stream.record_event": _UNLOCKED,
+    "device_updates._vacate: self._engine.device.wait_for": _UNLOCKED,
     "cuda.wait_for: event.query": "tells of an event that is over, for which nothing waits",
     "accelerator._try_event: self.new_stream().record_event": _TRIED,
     "accelerator._try_event: stream.wait_event": _TRIED,

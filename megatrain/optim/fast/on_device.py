@@ -74,6 +74,11 @@ class StateThere:
     mean: torch.Tensor
     square: torch.Tensor
 
+    @property
+    def moments(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Both, in the order of the path's names."""
+        return self.mean, self.square
+
     def part(self, start: int, end: int) -> StateThere:
         """Returns elements `start` to `end`, as views."""
         low = None if self.low is None else self.low[start:end]

@@ -6,6 +6,7 @@ import weakref
 import zlib
 from collections.abc import Generator, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from types import MappingProxyType
 from typing import Any, Literal
 
 import torch
@@ -15,7 +16,7 @@ from torch.overrides import TorchFunctionMode
 from megatrain.base.counts import counted
 from megatrain.errors import CheckpointError
 from megatrain.files import Saved, Source
-from megatrain.files.weight_files import PIECE_BYTES, parts
+from megatrain.files.weight_files import PIECE_BYTES, Maps, parts
 from megatrain.optim.masters.halves import (
     Master,
     RoundedMaster,
@@ -210,6 +211,12 @@ class Masters(Mapping[torch.Tensor, Master]):
             held.drop_old_low()
             held.wrote()
 
+    def low_of(self, parameter: torch.Tensor) -> torch.Tensor:
+        """The low half of a parameter that has one, as it is: nothing asks whether the parameter was written since."""
+        low = self._held[id(parameter)].low
+        assert low is not None
+        return low
+
     def lows(self) -> dict[str, torch.Tensor]:
         """The low half of each master in halves, by key, laid out like its parameter."""
         return {held.key: held.room() for held in self._halved()}
@@ -284,15 +291,19 @@ class Masters(Mapping[torch.Tensor, Master]):
 
     # -- to and from files ---------------------------------------------------------------------------------
 
-    def sources(self) -> dict[str, Source]:
+    def sources(self, there: Mapping[int, torch.Tensor] = MappingProxyType({})) -> dict[str, Source]:
         """Returns the sources that a checkpoint needs in addition to the parameters, to continue with the same bits.
 
         `<parameter>.low` is an int16 tensor of its shape; masters that are rounded have `<parameter>.generator`.
         The parameters themselves are the high halves.
+
+        Args:
+            there: What other tensors have in place of low halves, by the identity of these.
         """
         self.find()
         with self.moving():
-            found = {f"{held.key}.low": low_source(held.parameter, held.low) for held in self._halved()}
+            lows = [(held, None if held.low is None else there.get(id(held.low), held.low)) for held in self._halved()]
+            found = {f"{held.key}.low": low_source(held.parameter, low) for held, low in lows}
         found |= {f"{held.key}.generator": Source.of(g.get_state()) for held, g in self._generators()}
         return found
 
@@ -304,11 +315,12 @@ class Masters(Mapping[torch.Tensor, Master]):
         """
         check_saved(self.sources(), saved)
 
-    def restore(self, saved: Mapping[str, Saved]) -> None:
+    def restore(self, saved: Mapping[str, Saved], maps: Maps | None = None) -> None:
         """Reads the saved sources; call it after the parameters have been read.
 
         Args:
             saved: By name, such as `load(folder).tensors`.
+            maps: Takes low halves that have no memory yet, and stay in the files.
 
         Raises:
             CheckpointError: As `check`, before anything is read; or if a tensor is damaged.
@@ -318,7 +330,11 @@ class Masters(Mapping[torch.Tensor, Master]):
         for held in self._halved():
             held.check_values()
         for held in self._halved():
-            saved[f"{held.key}.low"].read(held.room())
+            low = saved[f"{held.key}.low"]
+            mapped = low.mapped(maps) if maps is not None and held.low is None else None
+            if mapped is None:
+                low.read(held.room())
+            held.low = held.low if mapped is None else mapped
             self.wrote(held.parameter)
         for held, generator in self._generators():
             state = generator.get_state()

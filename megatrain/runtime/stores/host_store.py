@@ -5,8 +5,9 @@ from __future__ import annotations
 import warnings
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
-from itertools import islice
+from itertools import islice, pairwise
 from pathlib import Path
 
 import torch
@@ -254,6 +255,45 @@ class HostStore:
         model is here and whole, and can be locked later.
         """
         self._bus.lock(self._arenas)
+
+    def give_back(self, layout: BlockImage, keys: Collection[str]) -> None:
+        """Gives the memory of some state of a block back to the system: its tensors have no values until it is written.
+
+        Raises:
+            ExecuteError: If the system doesn't lock what it did.
+        """
+        for arena, start, end in self._ranges(layout, keys):
+            arena.give_back(start, end, self._bus.device)
+
+    def lock_again(self, layout: BlockImage, keys: Collection[str]) -> None:
+        """Page-locks what `give_back` has unlocked, as far as the system does: other copies wait for one another."""
+        for arena, start, end in self._ranges(layout, keys):
+            with suppress(ExecuteError):
+                arena.lock_again(start, end, self._bus.device)
+
+    def take(self, key: str, values: torch.Tensor) -> None:
+        """Copies new values of a tensor from the device, as work of the current stream, not through a ring.
+
+        Args:
+            values: In the order of its memory, without dimensions.
+        """
+        residency = self._residencies[key]
+        tensor, source = residency.tensor.data, values.view(torch.uint8)  # torch counts no write through `.data`
+        out = tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
+        for start, end in pairwise([0, *residency.arena.cuts(out), source.numel()]):
+            self._bus.device.copy(out[start:end], source[start:end])
+
+    def _ranges(self, layout: BlockImage, keys: Collection[str]) -> list[tuple[HostArena, int, int]]:
+        """The bytes of some state of a block, neighbours joined, so that pages which they share are whole."""
+        found: list[tuple[HostArena, int, int]] = []
+        for residency in (self._residencies[entry.owner] for entry in layout.entries if entry.key in keys):
+            arena, start, end = residency.arena, residency.offset, residency.offset + residency.spec.nbytes
+            last = found[-1] if found else (None, 0, 0)
+            if last[0] is arena and last[2] <= start <= aligned(last[2], layout.alignment):
+                found[-1] = arena, last[1], end
+            else:
+                found.append((arena, start, end))
+        return found
 
     def _lacks_room(self, fresh: Mapping[str, TensorSpec], alignment: int) -> ExecuteError | None:
         return lacks_room([(self._tensors[key], spec) for key, spec in fresh.items()], alignment)

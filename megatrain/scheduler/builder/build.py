@@ -33,6 +33,7 @@ def _fastest(
     hardware: Hardware | None,
     usual: Hardware,
     most_result_bytes: int | None,
+    least_spared_bytes: int,
 ) -> Choices:
     """The plan with the shortest step found for `hardware`, of those that fit.
 
@@ -55,7 +56,7 @@ def _fastest(
         best = Search(builder, memory, replace(freedom, parks=True), hardware).fastest(found, more)
     if not (freedom.stays and kind.may_update_there):
         return best
-    return Search(builder, memory, replace(freedom, results=()), machine).updated_there(best, start)
+    return Search(builder, memory, replace(freedom, results=()), machine).updated_there(best, start, least_spared_bytes)
 
 
 def _by_rule(builder: Builder, memory: int, freedom: Freedom, machine: Hardware, start: Choices) -> list[Choices]:
@@ -161,6 +162,7 @@ def build(
     hardware: Hardware | None = None,
     usual: Hardware | None = None,
     most_result_bytes: int | None = None,
+    least_spared_bytes: int = 0,
     recorded: Collection[int] = (),
 ) -> Schedule:
     """Places one step of `workload` on the streams.
@@ -170,7 +172,8 @@ def build(
 
     Options are those of `megatrain.schedule`. `usual` has the rates that weigh compute against copies without
     `hardware`: by default those of an RTX 4090. Results that are kept or parked take at most `most_result_bytes`. The
-    kernels of `recorded` blocks are recorded, where no graph is retained, which `"auto"` and `"keep"` do.
+    kernels of `recorded` blocks are recorded, where no graph is retained, which `"auto"` and `"keep"` do. Blocks that
+    the device updates spare the host at least `least_spared_bytes`, or as much as fits.
 
     Raises:
         ScheduleError: If the workload is inconsistent, or `memory` too small; the message says how much is
@@ -201,8 +204,9 @@ def build(
     if num_slots is None and giants(workload):
         starts.insert(1, replace(starts[0], has_giants_alone=True))  # before a single slot
     start = first_fit(builder, starts, memory)
-    usual = usual or usual_machine()
-    return schedule_of(builder.table(_fastest(builder, memory, freedom, start, hardware, usual, most_result_bytes)))
+    bounds = most_result_bytes, least_spared_bytes
+    chosen = _fastest(builder, memory, freedom, start, hardware, usual or usual_machine(), *bounds)
+    return schedule_of(builder.table(chosen))
 
 
 @paused_collection()

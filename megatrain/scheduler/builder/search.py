@@ -6,7 +6,7 @@ stream. A few ladders are climbed, and the steps of the plans where they end are
 
 from __future__ import annotations
 
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -41,6 +41,14 @@ def sparing_results(workload: Workload, machine: Hardware) -> tuple[int, ...]:
     """
     seconds = OpSeconds(machine)
     return tuple(b for b in workload.backward_blocks()[:-1] if spared_seconds(workload, b, seconds) > 0)
+
+
+def spared_bytes(workload: Workload, kind: StepKind, block: int) -> int:
+    """Bytes of the host that aren't needed where the device updates a block: its state, and gradients that wait."""
+    work = workload.blocks[block]
+    return (
+        work.state_bytes - work.frozen_bytes + work.optimizer_bytes + work.landing_bytes * (kind.updates == "deferred")
+    )
 
 
 def within(workload: Workload, kind: StepKind, blocks: Sequence[int], most_bytes: int | None) -> tuple[int, ...]:
@@ -296,15 +304,17 @@ class Search:
         ways = dict.fromkeys([nearest, nearest.first_blocks_first()])
         return self.shortest([best, *(self._climbed(way, weight) for way in ways for weight in _WEIGHTS)])
 
-    def updated_there(self, best: Choices, start: Choices) -> Choices:
+    def updated_there(self, best: Choices, start: Choices, least: int = 0) -> Choices:
         """The plan with the shortest step, where blocks may be updated on the device.
 
         Tried are as many blocks as fit, a half and a quarter of them; then numbers around the best of these. Each has
-        beside it what else fits.
+        beside it what else fits. Those that spare the host `least` bytes count; if none does, that of the most blocks.
         """
-        blocks = self._builder.workload.blocks
+        workload, kind = self._builder.workload, self._builder.kind
+        blocks = workload.blocks
         able = [b for b, block in enumerate(blocks) if block.optimizer_bytes > 0]
         able.sort(key=lambda b: by_benefit(b, blocks[b].update_bytes))
+        spared = [0, *accumulate(spared_bytes(workload, kind, b) for b in able)]
 
         def plan(count: int) -> Choices:
             return replace(start, device_updates=tuple(sorted(able[:count])))
@@ -312,16 +322,17 @@ class Search:
         most = bisect_right(range(1, len(able) + 1), False, key=lambda count: not self.fits(plan(count)))
         if most == 0:
             return best
+        fewest = min(most, bisect_left(spared, least))
         found: dict[int, Choices] = {}
-        counts = {most, most // 2, most // 4}.difference({0})
+        counts = {most, most // 2, most // 4, fewest}
         for _ in range(2):  # time falls with more of them, and then rises: look closer at the least
+            counts = {max(count, fewest) for count in counts}.difference({0}, found)
             found |= {count: self.balanced(plan(count)) for count in sorted(counts, reverse=True)}
             known = [0, *sorted(found)]
             at = min(range(1, len(known)), key=lambda index: self._time(found[known[index]]))
-            near = {(known[at] + other) // 2 for other in known[at - 1 : at + 2]}
-            counts = near.difference({0}, found)
+            counts = {(known[at] + other) // 2 for other in known[at - 1 : at + 2]}
         shortest = self.shortest(list(found.values()))
-        return shortest if self._time(shortest) < self._time(best) * _WORTH else best
+        return shortest if fewest or self._time(shortest) < self._time(best) * _WORTH else best
 
     def _family(self, start: Choices) -> Family:
         return Family.of(self._builder, start, self._freedom, self._machine)

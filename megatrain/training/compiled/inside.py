@@ -84,6 +84,7 @@ class Compiled:
         self._turn = Turn()
         self.walks = Walks(model, options, self.budget)
         self.lengths = None if options.lengths is None else Lengths(model, options.lengths, self._try)
+        self.heirs: list[object] = []  # of steps that are gone, while only the device has values
         self._before_reads: WeakSet[Callable[[], object]] = WeakSet()
 
     def __str__(self) -> str:
