@@ -20,11 +20,13 @@ from megatrain.errors import ExecuteError, OptionError
 from megatrain.optim.masters.halves import Master, RoundedMaster, SplitMaster, WholeMaster
 from megatrain.optim.masters.narrow_model import narrow_entries
 from megatrain.optim.masters.registry import Masters
+from megatrain.optim.moments import MomentLayout
 from megatrain.optim.need import OptimizerLike, OptimizerNeed, Updated, joint_need, over
 from megatrain.optim.per_parameter import is_per_parameter
 from megatrain.passes.program import Program
 from megatrain.planning.equal_layers import Layers
 from megatrain.runtime.loaded import Facts
+from megatrain.scheduler.builder.files import buffer_bytes
 from megatrain.scheduler.schedule import Schedule
 from megatrain.tracer.arguments import Arguments
 from megatrain.tracer.inventory import StateEntry, inventory
@@ -34,6 +36,8 @@ MICRO_BATCH, SEQUENCE, DEPTH, LORA = "micro_batch", "sequence", "depth", "lora"
 """Names of sizes: samples of a micro-batch, tokens of a sample, layers, and the rank of adapters (0 for none)."""
 CACHE = "cache of files"
 """Name of a row: what the system's cache needs of files that are read."""
+RING = "optimizer state of two blocks"
+"""Name of a row: buffers for state that is in a file between its updates."""
 
 # A plan takes next to no memory: an example of more rows and columns has no values.
 _MOST_ELEMENTS = 2**20
@@ -183,6 +187,7 @@ class HostPlan:
         is_estimate: The size of the optimizer's state couldn't be found out exactly.
         file_bytes: Bytes of frozen parameters that stay in their files, in no row: the system's cache of files holds
             some of them while nobody else needs the memory.
+        moment_bytes: Bytes of optimizer state that are in a file between updates, in no row.
     """
 
     rows: tuple[HostRow, ...]
@@ -191,6 +196,7 @@ class HostPlan:
     helps: tuple[str, ...] = ()
     is_estimate: bool = False
     file_bytes: int = 0
+    moment_bytes: int = 0
 
     @property
     def total_bytes(self) -> int:
@@ -248,8 +254,9 @@ class HostPlan:
             per_parameter = f"{row.nbytes / max(1, self.num_parameters):.2f}"
             rows.append((row.name, str(row.nbytes), format_bytes(row.nbytes), per_parameter))
         files = f"in files: {format_bytes(self.file_bytes)} of frozen weights, in no row (compile(weights=...))"
+        filed = f"in a file: {format_bytes(self.moment_bytes)} of optimizer state, in no row (offload=...)"
         note = "note: the optimizer's rows are estimates: its code wasn't run on tensors without memory"
-        notes = (files if self.file_bytes else "", note if self.is_estimate else "")
+        notes = (files if self.file_bytes else "", filed if self.moment_bytes else "", note if self.is_estimate else "")
         return [*in_columns(rows), *filter(None, notes)]
 
 
@@ -278,6 +285,7 @@ def host_plan(
     masters: Masters | str = "exact",
     on_host: bool = False,
     in_files: Collection[str] = (),
+    moments: MomentLayout | None = None,
 ) -> HostPlan:
     """Adds up the host memory that the steps of a model take; allocates nothing.
 
@@ -291,6 +299,7 @@ def host_plan(
             themselves, `compiled.masters`.
         on_host: The compute device is the host, so the schedule's device memory is host memory too.
         in_files: Keys of parameters that stay in their files; those that are trained don't count.
+        moments: The state of optimizers that is in a file between updates; None for none.
 
     Raises:
         OptionError: If the class of an optimizer can't be made over all parameters.
@@ -314,17 +323,50 @@ def host_plan(
         optimizers, parameters = over(optimizer, entries, tensors)
         blocks = _updates(programs, entries, parameters, master)
         need = joint_need(optimizers, blocks, undoes=schedule.kind.updates != "none", scales=schedule.kind.clip)
-        rows += need.state.items()
+        rows += _in_memory(need.state, moments).items()
         at_once = next((type(each).__name__ for each in optimizers if not is_per_parameter(each)), None)
         states = (state for each in optimizers for state in each.state.values())
-        held += [t for state in states for t in dict(state).values() if isinstance(t, torch.Tensor)]
+        filed = frozenset[str]() if moments is None else moments.names
+        values = (value for state in states for name, value in dict(state).items() if name not in filed)
+        held += [value for value in values if isinstance(value, torch.Tensor)]
     rows += [*_step_rows(programs, entries, schedule, on_host=on_host), ("update scratch", need.scratch_bytes)]
+    rows.append((RING, sum(buffer_bytes(schedule).values())))
     kept = tuple(HostRow(name, nbytes) for name, nbytes in rows if nbytes)
     num_parameters = sum(e.spec.numel for e in entries.values() if e.kind == "parameter")
     held_bytes = _held_bytes(held) + (masters.held_bytes if isinstance(masters, Masters) else 0)
-    plan = HostPlan(kept, num_parameters, held_bytes, is_estimate=need.is_estimate, file_bytes=sum(frozen.values()))
-    state_bytes, can_narrow = sum(need.state.values()), precision == "fp32"
+    moment_bytes = 0 if moments is None else moments.nbytes
+    plan = HostPlan(kept, num_parameters, held_bytes, (), need.is_estimate, sum(frozen.values()), moment_bytes)
+    state_bytes, can_narrow = sum(_in_memory(need.state, moments).values()), precision == "fp32"
     return replace(plan, helps=_helps(plan, schedule, state_bytes, can_narrow=can_narrow, at_once=at_once))
+
+
+def moment_layout(
+    model: nn.Module, optimizer: OptimizerLike, *, precision: str, masters: str = "exact"
+) -> MomentLayout:
+    """Lays out the state of optimizers of a model in a file.
+
+    Args:
+        model: The model; its parameters may be on meta.
+        optimizer: As of `host_plan`.
+        precision: Likewise.
+        masters: The kind of masters of bf16 parameters.
+
+    Raises:
+        OptionError: If the class of an optimizer can't be made over all parameters.
+        OptimizerError: If the state of a parameter can't be in a file, or two optimizers hold the same.
+    """
+    entries, tensors = inventory(model)
+    optimizers, parameters = over(optimizer, entries, tensors)
+    entries = narrow_entries(entries) if precision == "bf16" else entries
+    trained = {key: e.spec for key, e in entries.items() if e.kind == "parameter" and e.requires_grad}
+    return MomentLayout.of(optimizers, {key: (parameters[key], spec) for key, spec in trained.items()})
+
+
+def _in_memory(state: Mapping[str, int], moments: MomentLayout | None) -> dict[str, int]:
+    """The bytes of an optimizer's state, by class and name, that aren't in a file."""
+    filed = (lambda _: 0) if moments is None else moments.bytes_of
+    left = {name: nbytes - filed(name.partition(".")[2]) for name, nbytes in state.items()}
+    return {name: nbytes for name, nbytes in left.items() if nbytes > 0}
 
 
 def _is_trained_bf16(entry: StateEntry) -> bool:

@@ -26,6 +26,7 @@ from megatrain.files.load import read_weights
 from megatrain.files.optimizers import packed_parameters
 from megatrain.files.save import CheckpointDraft
 from megatrain.optim.masters.halves import WholeMaster
+from megatrain.optim.moments import Moments
 from megatrain.optim.proxy import Optimizer, give_new_state
 from megatrain.ranks.processes import words_of
 from megatrain.runtime.exchange import Exchange
@@ -172,9 +173,15 @@ def save(
 
 @room_to_read()
 def restore(
-    folder: str | os.PathLike[str], compiled: Compiled, optimizers: Sequence[Optimizer], scheduler: Schedulers | None
+    folder: str | os.PathLike[str],
+    compiled: Compiled,
+    optimizers: Sequence[Optimizer],
+    scheduler: Schedulers | None,
+    moments: Moments | None = None,
 ) -> tuple[Progress, dict[str, Any]]:
     """Reads a checkpoint into a model, its optimizers, its schedulers and the generators.
+
+    State of optimizers that is in a file (`moments`) is read into the file, as far as it needs no conversion.
 
     Returns:
         The progress of training, and the user's values.
@@ -216,6 +223,10 @@ def restore(
     for parameter in (names[name] for name in packed_parameters(checkpoint.manifest)):
         is_whole = isinstance(compiled.masters.get(parameter), WholeMaster | None)
         give_new_state(optimizers, parameter, parameter.dtype if is_whole else torch.float32)
+    saved = {} if moments is None or checkpoint.manifest.optimizer is None else checkpoint.manifest.optimizer["state"]
+    for name, state in saved.items():
+        assert moments is not None
+        moments.give_state(names[name], state)
     checkpoint.read_optimizer(optimizers, names)
     saved_schedulers.restore(checkpoint, extra, scheduler)
     saving.restore_generators(generators, compiled.options.device)

@@ -242,6 +242,7 @@ class StepRun:
                 )
                 self._completion.mark()  # here, where Ctrl-C is held back
             finally:
+                self._setup.settle()  # after a failure; else its ops have written all
                 self.running = None
                 self._failed_at = running.micro_batch
         losses = self._exchange.losses(running.losses)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 from hypothesis import given
@@ -60,7 +61,7 @@ def test_a_step_with_files_has_its_ops_in_their_order_and_those_of_the_disk(
 @given(st.lists(st.integers(1, 9), min_size=1, max_size=30))
 def test_states_that_follow_each_other_have_buffers_of_their_own(sizes: list[int]):
     chosen = ring(sizes)
-    assert all(one != other for one, other in zip(chosen, chosen[1:], strict=False))
+    assert all(one != other for one, other in pairwise(chosen))
     assert set(chosen) <= {0, 1, 2}
 
 
