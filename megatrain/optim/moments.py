@@ -60,7 +60,7 @@ class MomentLayout:
 
         Args:
             optimizers: In the order of their steps.
-            parameters: Those that are trained, by key, and what an update sees of their masters: fp32 or bf16.
+            parameters: Those that are trained, by key, and what they are: fp32, or bf16 with a master of more bits.
 
         Raises:
             OptimizerError: If the state of one can't be in a file.
@@ -71,11 +71,12 @@ class MomentLayout:
             if id(parameter) not in groups or not spec.numel:
                 continue
             optimizer, group = groups[id(parameter)]
-            path = fast_path(optimizer, group, is_whole=spec.dtype == torch.float32)
+            has_master = spec.dtype in (torch.float32, torch.bfloat16)
+            path = fast_path(optimizer, group, is_whole=spec.dtype == torch.float32) if has_master else None
             if not isinstance(path, InOnePass):
                 how = "" if path is not None or spec.dtype != torch.float32 else " with fused=True"
                 raise OptimizerError(
-                    f"the state of `{key}` can't be in a file: {type(optimizer).__name__} updates it.\n"
+                    f"the state of `{key}`, {spec}, can't be in a file: {type(optimizer).__name__} updates it.\n"
                     f"  Files have the state of AdamW8bit and of torch's AdamW{how}, without amsgrad and capturable.\n"
                     "  Use one of these, or leave offload out."
                 )

@@ -16,7 +16,7 @@ from megatrain.base.host_limits import available_bytes as available_now
 from megatrain.base.sizes import aligned, format_bytes
 from megatrain.base.torch_private import FakeTensor
 from megatrain.device import is_on_host
-from megatrain.errors import ExecuteError, OptionError
+from megatrain.errors import ExecuteError, OptimizerError, OptionError
 from megatrain.optim.masters.halves import Master, RoundedMaster, SplitMaster, WholeMaster
 from megatrain.optim.masters.narrow_model import narrow_entries
 from megatrain.optim.masters.registry import Masters
@@ -359,6 +359,14 @@ def moment_layout(
     optimizers, parameters = over(optimizer, entries, tensors)
     entries = narrow_entries(entries) if precision == "bf16" else entries
     trained = {key: e.spec for key, e in entries.items() if e.kind == "parameter" and e.requires_grad}
+    held = {id(p) for each in optimizers for group in each.param_groups for p in group["params"]}
+    narrow = [key for key, spec in trained.items() if spec.dtype == torch.bfloat16 and id(parameters[key]) in held]
+    if precision != "bf16" and narrow:
+        raise OptimizerError(
+            f"the state of `{narrow[0]}`, {trained[narrow[0]]}, can't be in a file: it has no master.\n"
+            '  In precision="fp32" the optimizer\'s own code updates bf16 parameters.\n'
+            '  Use precision="bf16", or leave offload out.'
+        )
     return MomentLayout.of(optimizers, {key: (parameters[key], spec) for key, spec in trained.items()})
 
 
