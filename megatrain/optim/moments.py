@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from megatrain.base.host_limits import return_free_memory
 from megatrain.base.sizes import aligned, format_bytes
 from megatrain.base.torch_private import FakeTensorMode
 from megatrain.device.host_pages import HostPages
@@ -186,7 +187,7 @@ class Moments:
                 state[name] = places[name]
 
     def give_state(self, parameter: torch.Tensor, names: Iterable[str]) -> None:
-        """Gives a parameter without state zeros in the file, for a load to fill, if the load has the same names."""
+        """Gives a parameter without state places in the file, for a load to fill, if the load has the same names."""
         region = self._regions.get(id(parameter))
         if region is None or set(names) != set(region.names):
             return
@@ -293,14 +294,16 @@ class Moments:
         if not is_there:
             self.read(block)
         known = self._views_of(block)
-        members = [(o.state, p) for o, parameters in held for p in parameters if id(p) in known]
+        members, is_first = [(o.state, p) for o, parameters in held for p in parameters if id(p) in known], False
         for states, parameter in members:
             views, mapped = known[id(parameter)], self._mapped[id(parameter)]
             state = states.get(parameter)
             if state:
                 state.update({name: views[name] for name in views if state.get(name) is mapped[name]})
             elif parameter in gradients:
-                states[parameter] = _new_state(self._regions[id(parameter)], views)
+                for view in views.values():  # user code may have dropped the state that the file has
+                    view.zero_()
+                states[parameter], is_first = _new_state(self._regions[id(parameter)], views), True
         self._changed.add(block)
         try:
             yield
@@ -310,6 +313,8 @@ class Moments:
                     views, mapped = known[id(parameter)], self._mapped[id(parameter)]
                     self._put(state, self._regions[id(parameter)], views)  # what the update has replaced
                     state.update({name: mapped[name] for name in views if state.get(name) is views[name]})
+            if is_first:
+                return_free_memory()  # as a first update in memory does
 
     def _members(self, block: int) -> list[tuple[int, Region]]:
         return [(id(p), self._regions[id(p)]) for p in self._blocks[block] if id(p) in self._regions]
@@ -338,7 +343,7 @@ class Moments:
 
 
 def _new_state(region: Region, places: Mapping[str, torch.Tensor]) -> dict[str, Any]:
-    """State before a first update: zeros, as a file has them, and a count of steps."""
+    """State before a first update, of memory that is zeroed or will be filled, and a count of steps."""
     return {name: places[name] if name in places else torch.tensor(0.0) for name in region.names}
 
 
