@@ -154,9 +154,8 @@ class ScratchFile:
         self._pages = None
 
     def __del__(self) -> None:
-        for file in self._files:
-            with contextlib.suppress(OSError):
-                os.close(file)
+        while self._files:
+            os.close(self._files.pop())
 
 
 def file_system(folder: Path) -> str:

@@ -226,10 +226,23 @@ class Setup:
         is_ahead = self.there is not None and self.there.is_ahead
         return self.is_due or is_ahead or (self.moments is not None and self.moments.is_behind)
 
-    def settle(self) -> None:
-        """Has the file of the optimizers' state hold all that updates have changed; as long as that fails it raises."""
-        if self.moments is not None:
+    def settle(self, *, noting: BaseException | None = None) -> None:
+        """Has the file of the optimizers' state hold all that updates have changed.
+
+        Args:
+            noting: An error under way, which gets a note if that fails; the next look or step tries it again.
+
+        Raises:
+            ExecuteError: If it fails, and no error is under way.
+        """
+        if self.moments is None:
+            return
+        try:
             self.moments.settle()
+        except ExecuteError as error:
+            if noting is None:
+                raise
+            noting.add_note(f"  Nor is all of the optimizer's state in its file: {error}")
 
     def complete(self) -> None:
         """Runs the due updates."""
