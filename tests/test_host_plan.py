@@ -297,7 +297,7 @@ on_linux = pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason
         ({}, {}),
         ({"memory": "250MB"}, {"max_grad_norm": 1.0}),
         ({"precision": "bf16"}, {"overlap": False}),
-        ({"precision": "bf16"}, {"max_grad_norm": 1.0, "offload": str(ROOT)}),
+        ({"precision": "bf16"}, {"overlap": False, "offload": str(ROOT)}),
     ],
     ids=["overlap", "deferred", "bf16", "state in a file"],
 )

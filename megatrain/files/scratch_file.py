@@ -9,8 +9,10 @@ import os
 import secrets
 import shutil
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
+from queue import SimpleQueue
+from threading import Thread
 from typing import NamedTuple
 
 import torch
@@ -56,7 +58,10 @@ class ScratchFile:
     def __init__(self, folder: Path, nbytes: int) -> None:
         assert nbytes % PAGE == 0
         self.folder, self.nbytes = folder, nbytes
-        self._pool: ThreadPoolExecutor | None = None
+        self._process = os.getpid()
+        # No executor of the library: its locks aren't for code that Python runs in the middle of others, as `__del__`.
+        self._work: SimpleQueue[_Work | None] = SimpleQueue()
+        self._num_threads = 0
         self._files: list[int] = []
         self._pages: mmap.mmap | None = None
         kind = file_system(folder)
@@ -67,6 +72,9 @@ class ScratchFile:
             if nbytes:
                 _reserve(self._files[0], nbytes)
                 self._pages = mmap.mmap(self._files[0], nbytes)
+            self._num_threads = _THREADS if hasattr(os, "preadv") else 1  # others share the place in the file
+            for number in range(self._num_threads):
+                Thread(target=_serve, args=(self._work,), name=f"disk {number}", daemon=True).start()
         except OSError as error:
             self.close()
             if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
@@ -121,8 +129,12 @@ class ScratchFile:
         call: Callable[[int, list[memoryview], int], int],
         what: str,
     ) -> None:
-        threads = _THREADS if hasattr(os, "preadv") else 1  # others share the place in the file
-        pool = self._pool = self._pool or ThreadPoolExecutor(threads, thread_name_prefix="disk")
+        if os.getpid() != self._process:
+            raise ExecuteError(
+                "a forked process can't change optimizer state in a file: the file is that of the first process.\n"
+                "  Updates were due when it was forked, or it takes steps of its own.\n"
+                "  Call flush() of the step before the fork, or leave offload out."
+            )
         memory = memoryview(buffer.numpy())  # pyright: ignore[reportArgumentType]
 
         def move(piece: Range) -> None:
@@ -134,28 +146,48 @@ class ScratchFile:
                     raise OSError(errno.EIO, "the file ends too early")
                 done += moved
 
-        try:
-            # All of them end before an error is raised: nothing moves afterwards.
-            for failed in [found for found in pool.map(_caught(move), _pieces(ranges)) if found is not None]:
-                raise failed
-        except OSError as error:
+        ended: SimpleQueue[BaseException | None] = SimpleQueue()
+        pieces = list(_pieces(ranges))
+        for piece in pieces:
+            self._work.put((partial(move, piece), ended))
+        # All of them end before an error is raised: nothing moves afterwards.
+        error = next((error for error in [ended.get() for _ in pieces] if error is not None), None)
+        if isinstance(error, OSError):
             raise ExecuteError(
                 f"the disk of `{self.folder}` fails to {what} {format_bytes(sum(each.nbytes for each in ranges))}: "
                 f"{error.strerror or error}.\n  Optimizer state is there between updates.\n"
                 "  Load the latest checkpoint, with another folder."
             ) from error
+        if error is not None:
+            raise error
 
     def close(self) -> None:
         """Ends its threads and lets go of the file; its room is free when no tensor views it any more."""
-        if self._pool is not None:
-            self._pool.shutdown()
+        for _ in range(self._num_threads):
+            self._work.put(None)
+        self._num_threads = 0
         while self._files:
             os.close(self._files.pop())
         self._pages = None
 
     def __del__(self) -> None:
-        while self._files:
-            os.close(self._files.pop())
+        if os.getpid() == self._process:
+            self.close()
+
+
+_Work = tuple[Callable[[], None], SimpleQueue[BaseException | None]]
+
+
+def _serve(work: SimpleQueue[_Work | None]) -> None:
+    while (item := work.get()) is not None:
+        task, ended = item
+        try:
+            task()
+        except BaseException as error:
+            ended.put(error)
+        else:
+            ended.put(None)
+        del item, task, ended  # the buffer isn't kept from being freed
 
 
 def file_system(folder: Path) -> str:
@@ -211,17 +243,6 @@ def _pieces(ranges: Sequence[Range]) -> Iterator[Range]:
     for offset, nbytes, at in joined:
         for start in range(0, nbytes, _PIECE):
             yield Range(offset + start, min(_PIECE, nbytes - start), at + start)
-
-
-def _caught(move: Callable[[Range], None]) -> Callable[[Range], OSError | None]:
-    def moved(piece: Range) -> OSError | None:
-        try:
-            move(piece)
-        except OSError as error:
-            return error
-        return None
-
-    return moved
 
 
 def _pread(file: int, buffers: list[memoryview], offset: int) -> int:
