@@ -9,10 +9,11 @@ from typing import Any, TypeVar
 
 from megatrain.errors import ExecuteError, ScheduleError
 from megatrain.hardware.hardware import Hardware
+from megatrain.optim.moments import MomentLayout
 from megatrain.passes.program import Program
 from megatrain.passes.rewrites.masked_attention import BandedAttention
 from megatrain.passes.rewrites.tiled_region import TiledRegion
-from megatrain.planning.from_files import FileReads
+from megatrain.planning.from_files import FileReads, MomentTraffic
 from megatrain.planning.host_plan import HostPlan, ModelSizes, OptimizerLike
 from megatrain.planning.loss_bytes import Loss
 from megatrain.planning.options import Limits
@@ -36,6 +37,8 @@ class StepLimits(Limits):
     max_grad_norm: float | None = None
     overlap: bool = True
     loss: Loss | None = None
+    offload: bool = False
+    layout: MomentLayout | None = field(default=None, hash=False, repr=False)
 
     @property
     def may_compile(self) -> bool:
@@ -88,6 +91,7 @@ class PlannedStep:
     kernels: str = ""
     why_host: str = ""
     reads: FileReads | None = None
+    moments: MomentTraffic | None = None
 
     @cached_property
     def simulation(self) -> Simulation | None:

@@ -5,6 +5,7 @@ A `Planner` plans one model under many limits and at many sizes, and captures ea
 
 from __future__ import annotations
 
+import os
 from collections import OrderedDict
 from collections.abc import Collection, Generator, Hashable, Mapping, Sequence
 from contextlib import contextmanager
@@ -15,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from megatrain.base.checks import checked, number, optional
+from megatrain.base.checks import FLAG, PATH, checked, either, number, optional
 from megatrain.base.interrupts import Interrupts
 from megatrain.base.sizes import MEMORY, SIZE
 from megatrain.device import HOST, Device, find
@@ -26,25 +27,27 @@ from megatrain.hardware.presets import PRESETS
 from megatrain.optim.blockwise import takes_turns
 from megatrain.optim.fast.on_device import why_not
 from megatrain.optim.masters.narrow_model import is_all_wide, narrow_entries
+from megatrain.optim.moments import MomentLayout
 from megatrain.optim.need import OPTIMIZER, OptimizerLike, over
 from megatrain.passes.measure import KnownCosts
 from megatrain.passes.pipeline import PASSES, Rewrite
 from megatrain.passes.program import Program
 from megatrain.passes.rewrites.loss_only import loss_only
 from megatrain.planning.equal_layers import Repeated
-from megatrain.planning.from_files import FileReads
+from megatrain.planning.from_files import FileReads, MomentTraffic
 from megatrain.planning.host_plan import (
     CACHE,
     ExampleSizes,
     HostPlan,
     ModelSizes,
     host_plan,
+    moment_layout,
     num_tokens,
 )
 from megatrain.planning.loss_bytes import Loss, measure_loss
 from megatrain.planning.options import COMPILE, PRECISION, Limits, check_masters, check_opaque, given_bytes
 from megatrain.planning.plan import Plan
-from megatrain.planning.plan_step import WAITS_FOR_ALL, StepChoices, StepPlans, updates_allowed, weights_bytes
+from megatrain.planning.plan_step import IN_FILES, WAITS_FOR_ALL, StepChoices, StepPlans, updates_allowed, weights_bytes
 from megatrain.planning.plan_text import reserve_text
 from megatrain.planning.planned_step import Asked, StepLimits
 from megatrain.planning.step_programs import StepPrograms, undisturbed
@@ -100,7 +103,9 @@ class Planner:
         sizes = {**self._source.sizes, **(sizes or {})}
         found = self._captured(limits, sizes)
         updates, why_host = _ways_of_updates(limits, found.model)
-        limits = replace(limits, updates_there=not why_host)
+        layout = _in_file(limits, found.model)
+        filed = {} if layout is None else layout.sizes
+        limits = replace(limits, updates_there=not why_host, filed=filed, layout=layout)
         made, host, reads = self._with_files(found, limits, updates)
         table, memory, machine = made.schedule, limits.device_memory, limits.hardware
         if machine is not None:
@@ -116,10 +121,11 @@ class Planner:
             made.too_small,
             reserve_text(device, size, machine),
             machine,
-            Asked(limits, sizes, self._source.fixed, found.num_tokens, self.plan),
+            Asked(replace(limits, layout=None), sizes, self._source.fixed, found.num_tokens, self.plan),
             made.why_kernels,
             why_host,
             reads,
+            None if layout is None else MomentTraffic.of(table, layout.nbytes),
         )
 
     def _with_files(
@@ -154,7 +160,7 @@ class Planner:
             made = self._plans.plan(captures, kind, replace(limits, **changes), lambda: found.loss_bytes, or_least=True)
             parts = made.programs[0], made.schedule, found.model, limits.optimizer
             options: Any = {"precision": limits.precision, "masters": limits.masters, "in_files": in_files}
-            return made, host_plan(*parts, **options)
+            return made, host_plan(*parts, **options, moments=limits.layout)
 
         def missing(host: HostPlan) -> int:
             return host.missing_bytes(limits.host_memory)
@@ -281,6 +287,23 @@ def _in_files(model: nn.Module, limits: StepLimits) -> Mapping[str, int]:
     return {key: entries[key].spec.nbytes for key in frozen if tensors[key].is_meta}
 
 
+def _in_file(limits: StepLimits, model: nn.Module) -> MomentLayout | None:
+    """Where a file has the optimizers' state; None if it stays in memory.
+
+    Raises:
+        OptionError: If there is no optimizer.
+        OptimizerError: If the state of one can't be in a file.
+    """
+    if not limits.offload:
+        return None
+    if limits.optimizer is None:
+        raise OptionError(
+            "offload without an optimizer says nothing.\n  The optimizer's state is what a file has between updates.\n"
+            '  Give optimizer="AdamW", say.'
+        )
+    return moment_layout(model, limits.optimizer, precision=limits.precision, masters=limits.masters)
+
+
 def _result_bytes(made: StepChoices) -> int:
     workload = made.schedule.known_workload()
     return len(made.captures) * sum(result_bytes(workload, block) for block in made.schedule.results)
@@ -300,6 +323,8 @@ def _ways_of_updates(limits: StepLimits, model: nn.Module) -> tuple[tuple[str, .
         return ways, "the device is the host"
     if ways[0] == "serial":
         return ways, WAITS_FOR_ALL
+    if limits.offload:
+        return ways, IN_FILES
     if limits.master_kind == "rounded":
         return ways, "masters are rounded at random, by numbers of the host"
     trained = [parameters[key] for key, entry in entries.items() if entry.kind == "parameter" and entry.requires_grad]
@@ -338,6 +363,7 @@ def _step_kind(program: Program, limits: StepLimits, updates: str) -> StepKind:
     chunking=COMPILE["chunking"],
     kernels=COMPILE["kernels"],
     hardware=optional(HARDWARE),
+    offload=either(FLAG, PATH),
     example_args=EXAMPLE_ARGS,
     example_kwargs=EXAMPLE_KWARGS,
 )
@@ -360,6 +386,7 @@ def plan(  # noqa: PLR0913  # as for `compile`
     kernels: str = "auto",
     loss: Loss | None = None,
     hardware: Hardware | str | None = None,
+    offload: bool | str | os.PathLike[str] = False,
     example_args: tuple[Any, ...] = (),
     example_kwargs: Mapping[str, Any] | None = None,
 ) -> Plan:
@@ -393,6 +420,8 @@ def plan(  # noqa: PLR0913  # as for `compile`
         loss: As for `TrainStep`; it gets the example as its batch.
         hardware: A machine, the name of one in the table (`Hardware.presets()`), or `"measured"` for this machine with
             `device`. The plan is the fastest found for it that fits `device_memory`, and says its time.
+        offload: True, or the folder for `TrainStep`, which isn't looked at: the optimizer's state is in a file between
+            updates. The plan then says what a step reads and writes, and how much that wears the drive.
         example_args: Another way to give `args`.
         example_kwargs: Example keyword arguments.
 
@@ -438,5 +467,6 @@ def plan(  # noqa: PLR0913  # as for `compile`
         kernels=kernels,
         loss=loss,
         hardware=None if hardware is None else machine_of(hardware, device),
+        offload=offload is not False,
     ).with_kernels(None if device is None else find(device))
     return Planner(ExampleSizes(model, arguments)).plan(limits)
