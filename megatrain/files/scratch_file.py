@@ -26,7 +26,7 @@ _PIECE, _THREADS = 8 << 20, 8
 _IN_MEMORY = ("tmpfs", "ramfs")
 
 
-class Range(NamedTuple):
+class FileRange(NamedTuple):
     """Bytes of the file, and where they are in a buffer."""
 
     offset: int
@@ -110,7 +110,7 @@ class ScratchFile:
         assert self._pages is not None
         return torch.frombuffer(self._pages, dtype=torch.uint8, offset=offset, count=nbytes)
 
-    def read(self, ranges: Sequence[Range], buffer: torch.Tensor) -> None:
+    def read(self, ranges: Sequence[FileRange], buffer: torch.Tensor) -> None:
         """Reads ranges of bytes into a buffer whose address is a multiple of `PAGE`, as their sizes and places are.
 
         Raises:
@@ -118,13 +118,13 @@ class ScratchFile:
         """
         self._move(ranges, buffer, os.preadv if hasattr(os, "preadv") else _pread, "read")
 
-    def write(self, ranges: Sequence[Range], buffer: torch.Tensor) -> None:
+    def write(self, ranges: Sequence[FileRange], buffer: torch.Tensor) -> None:
         """The reverse, likewise; a write that fails can be repeated."""
         self._move(ranges, buffer, os.pwritev if hasattr(os, "pwritev") else _pwrite, "write")
 
     def _move(
         self,
-        ranges: Sequence[Range],
+        ranges: Sequence[FileRange],
         buffer: torch.Tensor,
         call: Callable[[int, list[memoryview], int], int],
         what: str,
@@ -137,7 +137,7 @@ class ScratchFile:
             )
         memory = memoryview(buffer.numpy())  # pyright: ignore[reportArgumentType]
 
-        def move(piece: Range) -> None:
+        def move(piece: FileRange) -> None:
             done = 0
             while done < piece.nbytes:
                 part = memory[piece.at + done : piece.at + piece.nbytes]
@@ -231,18 +231,18 @@ def _reserve(file: int, nbytes: int) -> None:
         os.truncate(file, nbytes)
 
 
-def _pieces(ranges: Sequence[Range]) -> Iterator[Range]:
+def _pieces(ranges: Sequence[FileRange]) -> Iterator[FileRange]:
     """Joins ranges that follow each other in the file and in the buffer, and cuts them for threads."""
-    joined: list[Range] = []
+    joined: list[FileRange] = []
     for each in ranges:
         last = joined[-1] if joined else None
         if last is not None and (last.offset + last.nbytes, last.at + last.nbytes) == (each.offset, each.at):
-            joined[-1] = Range(last.offset, last.nbytes + each.nbytes, last.at)
+            joined[-1] = FileRange(last.offset, last.nbytes + each.nbytes, last.at)
         else:
             joined.append(each)
     for offset, nbytes, at in joined:
         for start in range(0, nbytes, _PIECE):
-            yield Range(offset + start, min(_PIECE, nbytes - start), at + start)
+            yield FileRange(offset + start, min(_PIECE, nbytes - start), at + start)
 
 
 def _pread(file: int, buffers: list[memoryview], offset: int) -> int:

@@ -11,12 +11,13 @@ from typing import Any
 
 import torch
 
+from megatrain.base.counts import counted
 from megatrain.base.host_limits import return_free_memory
 from megatrain.base.sizes import aligned, format_bytes
 from megatrain.base.torch_private import FakeTensorMode
 from megatrain.device.host_pages import HostPages
 from megatrain.errors import OptimizerError
-from megatrain.files.scratch_file import PAGE, Range, ScratchFile
+from megatrain.files.scratch_file import PAGE, FileRange, ScratchFile
 from megatrain.optim.fast import fast_path
 from megatrain.optim.fast.adamw import InOnePass
 from megatrain.optim.proxy import Optimizer, empty
@@ -24,7 +25,7 @@ from megatrain.tracer.spec import TensorSpec
 
 
 @dataclass(frozen=True, slots=True)
-class Region:
+class StatePlace:
     """The state of a parameter in the file.
 
     Args:
@@ -53,7 +54,7 @@ class MomentLayout:
         regions: By the parameter's key, in the order of the file.
     """
 
-    regions: Mapping[str, Region]
+    regions: Mapping[str, StatePlace]
 
     @staticmethod
     def of(optimizers: Sequence[Optimizer], parameters: Mapping[str, tuple[torch.Tensor, TensorSpec]]) -> MomentLayout:
@@ -67,7 +68,7 @@ class MomentLayout:
             OptimizerError: If the state of one can't be in a file.
         """
         groups = {id(p): (each, group) for each in optimizers for group in each.param_groups for p in group["params"]}
-        regions, offset = dict[str, Region](), 0
+        regions, offset = dict[str, StatePlace](), 0
         for key, (parameter, spec) in parameters.items():
             if id(parameter) not in groups or not spec.numel:
                 continue
@@ -87,7 +88,7 @@ class MomentLayout:
             for name in (*path.moments, *path.numbers[1:]):
                 fields[name] = end, TensorSpec.of(state[name])
                 end = aligned(end + fields[name][1].nbytes)
-            regions[key] = Region(offset, aligned(end, PAGE), tuple(state), fields)
+            regions[key] = StatePlace(offset, aligned(end, PAGE), tuple(state), fields)
             offset += regions[key].nbytes
         return MomentLayout(regions)
 
@@ -111,7 +112,7 @@ class MomentLayout:
         return sum(region.fields[name][1].nbytes for region in self.regions.values() if name in region.fields)
 
     def __str__(self) -> str:
-        lines = [f"moments: {len(self.regions)} parameters, {self.nbytes} B"]
+        lines = [f"moments: {counted(len(self.regions), 'parameter')}, {self.nbytes} B"]
         for key, region in self.regions.items():
             fields = ", ".join(f"{name} {spec} at {start}" for name, (start, spec) in region.fields.items())
             lines.append(f"  {region.offset}+{region.nbytes}  {key}: {fields}")
@@ -177,7 +178,7 @@ class Moments:
                 if state := optimizer.state.get(parameter):
                     self._put(state, self._regions[id(parameter)], self._mapped[id(parameter)])
 
-    def _put(self, state: dict[str, Any], region: Region, places: Mapping[str, torch.Tensor]) -> None:
+    def _put(self, state: dict[str, Any], region: StatePlace, places: Mapping[str, torch.Tensor]) -> None:
         for name, (_, spec) in region.fields.items():
             value = state.get(name)
             if value is places[name] or not isinstance(value, torch.Tensor):
@@ -316,13 +317,13 @@ class Moments:
             if is_first:
                 return_free_memory()  # as a first update in memory does
 
-    def _members(self, block: int) -> list[tuple[int, Region]]:
+    def _members(self, block: int) -> list[tuple[int, StatePlace]]:
         return [(id(p), self._regions[id(p)]) for p in self._blocks[block] if id(p) in self._regions]
 
-    def _ranges(self, block: int) -> list[Range]:
-        found, at = list[Range](), 0
+    def _ranges(self, block: int) -> list[FileRange]:
+        found, at = list[FileRange](), 0
         for _, region in self._members(block):
-            found.append(Range(region.offset, region.nbytes, at))
+            found.append(FileRange(region.offset, region.nbytes, at))
             at += region.nbytes
         return found
 
@@ -342,7 +343,7 @@ class Moments:
         self.file.close()
 
 
-def _new_state(region: Region, places: Mapping[str, torch.Tensor]) -> dict[str, Any]:
+def _new_state(region: StatePlace, places: Mapping[str, torch.Tensor]) -> dict[str, Any]:
     """State before a first update, of memory that is zeroed or will be filled, and a count of steps."""
     return {name: places[name] if name in places else torch.tensor(0.0) for name in region.names}
 

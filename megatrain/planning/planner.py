@@ -5,7 +5,6 @@ A `Planner` plans one model under many limits and at many sizes, and captures ea
 
 from __future__ import annotations
 
-import os
 from collections import OrderedDict
 from collections.abc import Collection, Generator, Hashable, Mapping, Sequence
 from contextlib import contextmanager
@@ -16,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from megatrain.base.checks import FLAG, PATH, checked, either, number, optional
+from megatrain.base.checks import checked, number, optional
 from megatrain.base.interrupts import Interrupts
 from megatrain.base.sizes import MEMORY, SIZE
 from megatrain.device import HOST, Device, find
@@ -363,7 +362,6 @@ def _step_kind(program: Program, limits: StepLimits, updates: str) -> StepKind:
     chunking=COMPILE["chunking"],
     kernels=COMPILE["kernels"],
     hardware=optional(HARDWARE),
-    offload=either(FLAG, PATH),
     example_args=EXAMPLE_ARGS,
     example_kwargs=EXAMPLE_KWARGS,
 )
@@ -386,7 +384,7 @@ def plan(  # noqa: PLR0913  # as for `compile`
     kernels: str = "auto",
     loss: Loss | None = None,
     hardware: Hardware | str | None = None,
-    offload: bool | str | os.PathLike[str] = False,
+    offload: bool = False,
     example_args: tuple[Any, ...] = (),
     example_kwargs: Mapping[str, Any] | None = None,
 ) -> Plan:
@@ -420,8 +418,8 @@ def plan(  # noqa: PLR0913  # as for `compile`
         loss: As for `TrainStep`; it gets the example as its batch.
         hardware: A machine, the name of one in the table (`Hardware.presets()`), or `"measured"` for this machine with
             `device`. The plan is the fastest found for it that fits `device_memory`, and says its time.
-        offload: True, or the folder for `TrainStep`, which isn't looked at: the optimizer's state is in a file between
-            updates. The plan then says what a step reads and writes, and how much that wears the drive.
+        offload: The optimizer's state is in a file between updates, as with a folder for `TrainStep`. The plan says
+            what a step reads and writes, and how much that wears the drive.
         example_args: Another way to give `args`.
         example_kwargs: Example keyword arguments.
 
@@ -467,6 +465,6 @@ def plan(  # noqa: PLR0913  # as for `compile`
         kernels=kernels,
         loss=loss,
         hardware=None if hardware is None else machine_of(hardware, device),
-        offload=offload is not False,
+        offload=offload,
     ).with_kernels(None if device is None else find(device))
     return Planner(ExampleSizes(model, arguments)).plan(limits)

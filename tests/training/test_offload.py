@@ -21,7 +21,7 @@ import megatrain
 from megatrain.device.host_pages import HostPages
 from megatrain.errors import ExecuteError, OptimizerError, OptionError
 from megatrain.files import scratch_file
-from megatrain.files.scratch_file import PAGE, Range, ScratchFile
+from megatrain.files.scratch_file import PAGE, FileRange, ScratchFile
 from megatrain.runtime.streams.stream_set import Chaos
 from tests.comparing import assert_same, snapshot
 from tests.training.parity import MODES, SideBySide, generator_of
@@ -338,7 +338,7 @@ def test_what_is_written_is_read_and_seen(is_direct: bool, monkeypatch: pytest.M
     assert file.is_direct <= is_direct
     assert ("cache" in file.how) != file.is_direct
     buffer, seen = HostPages.of(8 * PAGE).tensor(), file.tensor(PAGE, 6 * PAGE)
-    ranges = [Range(PAGE, 3 * PAGE, 0), Range(4 * PAGE, PAGE, 3 * PAGE), Range(6 * PAGE, PAGE, 4 * PAGE)]
+    ranges = [FileRange(PAGE, 3 * PAGE, 0), FileRange(4 * PAGE, PAGE, 3 * PAGE), FileRange(6 * PAGE, PAGE, 4 * PAGE)]
     for number in range(3):
         buffer.copy_(torch.randint(0, 256, buffer.shape, dtype=torch.uint8, generator=generator_of(number)))
         kept = buffer[: 5 * PAGE].clone()
