@@ -106,7 +106,7 @@ def register_op(kind: OpKind, *, handler: Handler, rule: Callable[[Case], None])
         raise OptionError(
             f"`{kind.what}` of the stream `{kind.stream}` can't be printed.\n"
             "  A kind of op is a letter from A to Z; a stream's name is a small letter, then letters and digits.\n"
-            '  Write OpKind(Stream("disk"), "R", ...), say.'
+            '  Write OpKind(Stream("file"), "R", ...), say.'
         )
     if key in KINDS:
         raise OptionError(

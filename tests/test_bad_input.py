@@ -28,6 +28,8 @@ TEXTS = "evil nul digits"
 # What an option may well be, besides None and True where its default is None or a bool; `!true` says that True may not.
 # The last match counts.
 RIGHT = {
+    # Without an optimizer nothing could be in a file.
+    "plan.offload": "!true",
     "Rewriter.done.state": "dict",
     "Rewriter.matches.through": "list",
     # A norm is reported where updates are, and they don't wait for it.
@@ -49,6 +51,7 @@ RIGHT = {
     "Hardware.wake_s": "zero half huge",
     "Hardware.*memory_bytes": "huge None",
     "Hardware.*locked_bytes": "huge None",
+    "Hardware.*disk_rating_bytes": "huge None",
     "Hardware.name": TEXTS,
     "Hardware.origins": "dict",
     "Hardware.further_rates": "dict",

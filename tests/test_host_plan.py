@@ -228,7 +228,6 @@ import ctypes, gc, json, sys
 import psutil, torch
 from torch import nn
 import megatrain
-from megatrain.planning.host_plan import host_plan
 torch.set_num_threads(1)
 
 
@@ -249,11 +248,10 @@ def net(width, depth, vocabulary):
 def train(model, options, step_options):
     compiled = megatrain.compile(model, device="cpu", **options)
     optimizer = torch.optim.AdamW(model.parameters())
-    known = {"precision": options.get("precision", "fp32"), "masters": compiled.masters, "on_host": True}
     step = megatrain.TrainStep(compiled, optimizer, loss=lambda result, _: result.square().mean(), **step_options)
     for _ in range(3):
         step([(IDS,), (IDS,)])
-    return compiled, optimizer, host_plan(compiled.program, step.schedule, model, optimizer, **known)
+    return compiled, optimizer, step.host_plan
 
 
 def now():
@@ -295,8 +293,13 @@ on_linux = pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason
 @pytest.mark.nightly
 @pytest.mark.parametrize(
     ("options", "step_options"),
-    [({}, {}), ({"memory": "250MB"}, {"max_grad_norm": 1.0}), ({"precision": "bf16"}, {"overlap": False})],
-    ids=["overlap", "deferred", "bf16"],
+    [
+        ({}, {}),
+        ({"memory": "250MB"}, {"max_grad_norm": 1.0}),
+        ({"precision": "bf16"}, {"overlap": False}),
+        ({"precision": "bf16"}, {"overlap": False, "offload": str(ROOT)}),
+    ],
+    ids=["overlap", "deferred", "bf16", "state in a file"],
 )
 def test_whole_steps_never_take_more_than_the_plan(options: dict[str, Any], step_options: dict[str, Any]):
     """With matrices of 36 MiB. Smaller ones, that an optimizer's own code makes and drops, leave holes in the heap."""

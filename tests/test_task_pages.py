@@ -123,6 +123,26 @@ def test_the_smaller_card_takes_what_the_page_says():
     assert f"parks {parked} activations" in shown
 
 
+@pytest.mark.nightly
+def test_state_in_a_file_takes_what_the_page_says():
+    name = "eight-billion-on-24-gb"
+    text = " ".join(page(name).split())
+    host = re.search(r"`offload=True` the same step takes (\S+ GiB) of the host, and (\S+ GiB) with AdamW8bit", text)
+    moved = re.search(r"reads and writes (\S+ GiB), or (\S+); 1,000 steps write (\S+ TB), or (\S+)\. ", text)
+    step = re.search(r"this one takes (\S+ s), or (\S+), at an assumed 3.5 GB/s", text)
+    assert host is not None
+    assert moved is not None
+    assert step is not None
+    code = with_options(name, offload="True", hardware='"rtx-4090"')
+    for n, kind in enumerate(("AdamW", "AdamW8bit")):
+        shown = str(execute(code.replace('"AdamW"', f'"{kind}"'))["plan"])
+        assert f"reads and writes {moved[1 + n].removesuffix(' GiB')} GiB" in shown
+        assert f"1,000 steps write {moved[3 + n].removesuffix(' TB')} TB" in shown
+        assert f"time: step {step[1 + n].removesuffix(' s')} s;" in shown
+        shown = str(execute(code.replace('"AdamW"', f'"{kind}"').replace('    hardware="rtx-4090",\n', ""))["plan"])
+        assert f"host: {host[1 + n]} of" in shown
+
+
 LONG = "long-documents"
 ROWS = re.findall(r"^\| (\d+) \| (\w+) \| (\S+) \| (\S+ GiB) \| (\S+ GiB) \| (\S+ GiB) \|$", page(LONG), re.MULTILINE)
 assert ROWS, "the table of the page is found"

@@ -64,6 +64,7 @@ _INSTEAD = {"tf32": ("fp32", 1), "bf16": ("fp32", 1), "fp64": ("fp32", 2), "fp8"
     staged_bytes_per_s=_RATE,
     host_moves=count(1, RING_MOVES),
     disk_bytes_per_s=_RATE,
+    disk_rating_bytes=optional(count(1)),
 )
 @dataclass(frozen=True, slots=True)
 class Hardware:
@@ -97,7 +98,9 @@ class Hardware:
         locked_bytes: Most bytes of host memory that the system page-locks; None for all of it.
         staged_bytes_per_s: Copies through a small ring of page-locked memory, each way, where weights aren't locked.
         host_moves: How often a byte of a copy moves within the host's memory.
-        disk_bytes_per_s: What the disk reads of large files, where frozen weights stay in them.
+        disk_bytes_per_s: What the disk reads of large files, where frozen weights stay in them, and reads or writes of
+            the optimizer's state, where that is in one.
+        disk_rating_bytes: Bytes that may be written in the drive's life, as its maker says (TBW); None if unknown.
         name: Printed.
         origins: By the name of a figure where it is from; what has none was given.
 
@@ -129,6 +132,7 @@ class Hardware:
     staged_bytes_per_s: float = inf
     host_moves: int = 1
     disk_bytes_per_s: float = DISK
+    disk_rating_bytes: int | None = None
     name: str = ""
     origins: Mapping[str, str] = field(default_factory=dict[str, str], hash=False, compare=False)
 
@@ -269,6 +273,7 @@ _FIGURES = (
     ("locked_bytes", "host memory that can be locked", "bytes", 1),
     ("staged_bytes_per_s", "copies through a locked ring", "GB/s", 1e9),
     ("disk_bytes_per_s", "disk, large files", "GB/s", 1e9),
+    ("disk_rating_bytes", "disk, writes in its life", "bytes", 1),
     ("compute_beside", "compute, beside others", "of it", 1),
     ("launch_s", "launch of a kernel, device", "us", 1e-6),
     ("issue_s", "launch of a kernel, Python", "us", 1e-6),

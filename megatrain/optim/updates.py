@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,6 +14,7 @@ from megatrain.errors import ExecuteError
 from megatrain.optim.block_update import MasterStep
 from megatrain.optim.blockwise import BlockOptimizer, takes_turns
 from megatrain.optim.masters.halves import Master
+from megatrain.optim.moments import Moments
 from megatrain.optim.norm import GradientNorm, NonFinite
 from megatrain.optim.proxy import Optimizer, Undo
 from megatrain.runtime.exchange import Exchange
@@ -98,9 +99,11 @@ class Updates:
         threads: How many threads a native kernel takes; None is as many as torch.
         norm_threads: See `GradientNorm`.
         exchange: Who else updates parts of the parameters.
+        moments: The optimizers' state, if a file has it between updates.
 
     Attributes:
         has_updated: The latest step has updated a parameter.
+        moments: See above.
         sums_squares: Each update sums the squares of its gradients first, so that `take_norm` needs no `take_squares`.
     """
 
@@ -115,8 +118,10 @@ class Updates:
         threads: int | None = None,
         norm_threads: int | None = None,
         exchange: Exchange | None = None,
+        moments: Moments | None = None,
     ):
         self._exchange = Exchange() if exchange is None else exchange
+        self.moments = moments
         self._blocks = blocks
         self._block_of = {parameter: index for index, block in enumerate(blocks) for parameter in block}
         self._source = GradientSource(self._block_of)
@@ -240,7 +245,7 @@ class Updates:
         assert updaters, f"block {block} has no update left"
         if self.sums_squares:  # but what an update that failed has summed already
             self.take_squares(p for p in self._blocks[block] if not self._norm.has(p))
-        with self._chosen(updaters, block, takes_over=takes_over) as gradients:
+        with self._chosen(updaters, block, takes_over=takes_over) as gradients, self._holding(updaters, block):
             for updater in updaters:
                 self.has_updated |= updater.update(block, gradients)
         if any(block in updater.left for updater in updaters):
@@ -268,6 +273,13 @@ class Updates:
             for parameter in self._blocks[block]:
                 if self._source.using.by_parameter.pop(parameter, None) is not None:
                     parameter.grad = None
+
+    def _holding(self, updaters: Sequence[BlockOptimizer], block: int) -> AbstractContextManager[None]:
+        """The body has the optimizers' state of a block in memory."""
+        if self.moments is None:
+            return nullcontext()
+        held = [(updater.optimizer, updater.owned(block)) for updater in updaters]
+        return self.moments.holding(block, held, self._source.using.by_parameter)
 
     @contextmanager
     def _chosen(

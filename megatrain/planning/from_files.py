@@ -1,4 +1,4 @@
-"""FileReads: what a step reads from the disk where frozen weights stay in their files."""
+"""FileReads and MomentTraffic: what a step moves from and to the disk, of weights or optimizer state in files."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from megatrain.hardware.hardware import Hardware, of_files
 from megatrain.hardware.presets import DISK
 from megatrain.passes.program import Program
 from megatrain.scheduler.bands import format_s
+from megatrain.scheduler.items import Stream
 from megatrain.scheduler.schedule import Schedule
 
 
@@ -67,3 +68,37 @@ class FileReads:
         return (
             f"{text}, {format_s(self.disk_bytes / rate)} at {rate / 1e9:.1f} GB/s{', assumed' if rate == DISK else ''}"
         )
+
+
+@dataclass(frozen=True, slots=True)
+class MomentTraffic:
+    """The optimizer state that a step reads from its file, and writes back.
+
+    Args:
+        file_bytes: Of the file.
+        moved: Bytes that a step reads, and as many that it writes.
+    """
+
+    file_bytes: int
+    moved: int
+
+    @staticmethod
+    def of(table: Schedule, file_bytes: int) -> MomentTraffic:
+        """Counts what a step moves."""
+        blocks = table.known_workload().blocks
+        moved = sum(blocks[op.block].moment_bytes for op in table.ops if op.stream == Stream.DISK and op.what == "K")
+        return MomentTraffic(file_bytes, moved)
+
+    def text(self, machine: Hardware | None) -> str:
+        """Says in a line what is moved, for how long, and how much 1,000 steps write."""
+        written = 1000 * self.moved
+        text = f"disk: {format_bytes(self.file_bytes)}; a step reads and writes {format_bytes(self.moved)}"
+        wear = f"1,000 steps write {written / 1e12:.3g} TB"
+        if machine is None:
+            return f"{text}; {wear}"
+        rate, rated = machine.disk_bytes_per_s, machine.disk_rating_bytes
+        wear += (
+            "" if rated is None else f", {written / rated:.2%} of the {rated / 1e12:.4g} TB that the drive is rated for"
+        )
+        assumed = ", assumed" if rate == DISK else ""
+        return f"{text}, {format_s(2 * self.moved / rate)} at {rate / 1e9:.1f} GB/s{assumed}; {wear}"

@@ -22,11 +22,13 @@ from megatrain.optim.fast.adamw import AdamWInOnePass
 from megatrain.optim.masters.halves import Master, RoundedMaster, SplitMaster, WholeMaster
 from megatrain.optim.masters.narrow_model import narrow_entries
 from megatrain.optim.masters.registry import Masters
+from megatrain.optim.moments import MomentLayout
 from megatrain.optim.need import OptimizerLike, OptimizerNeed, Updated, joint_need, over
 from megatrain.optim.per_parameter import is_per_parameter
 from megatrain.passes.program import Program
 from megatrain.planning.equal_layers import Layers
 from megatrain.runtime.loaded import Facts
+from megatrain.scheduler.builder.files import buffer_bytes
 from megatrain.scheduler.schedule import Schedule
 from megatrain.tracer.arguments import Arguments
 from megatrain.tracer.inventory import StateEntry, inventory
@@ -38,6 +40,8 @@ CACHE = "cache of files"
 """Name of a row: what the system's cache needs of files that are read."""
 BROUGHT = "before the first update"
 """Name of a row: how much more the model takes until the device has the blocks that it updates."""
+RING = "optimizer state of two blocks"
+"""Name of a row: buffers for state that is in a file between its updates."""
 
 # A plan takes next to no memory: an example of more rows and columns has no values.
 _MOST_ELEMENTS = 2**20
@@ -187,6 +191,7 @@ class HostPlan:
         is_estimate: The size of the optimizer's state couldn't be found out exactly.
         file_bytes: Bytes of frozen parameters that stay in their files, in no row: the system's cache of files holds
             some of them while nobody else needs the memory.
+        moment_bytes: Bytes of optimizer state that are in a file between updates, in no row.
     """
 
     rows: tuple[HostRow, ...]
@@ -195,6 +200,7 @@ class HostPlan:
     helps: tuple[str, ...] = ()
     is_estimate: bool = False
     file_bytes: int = 0
+    moment_bytes: int = 0
 
     @property
     def total_bytes(self) -> int:
@@ -252,8 +258,9 @@ class HostPlan:
             per_parameter = f"{row.nbytes / max(1, self.num_parameters):.2f}"
             rows.append((row.name, str(row.nbytes), format_bytes(row.nbytes), per_parameter))
         files = f"in files: {format_bytes(self.file_bytes)} of frozen weights, in no row (compile(weights=...))"
+        filed = f"in a file: {format_bytes(self.moment_bytes)} of optimizer state, in no row (offload=...)"
         note = "note: the optimizer's rows are estimates: its code wasn't run on tensors without memory"
-        notes = (files if self.file_bytes else "", note if self.is_estimate else "")
+        notes = (files if self.file_bytes else "", filed if self.moment_bytes else "", note if self.is_estimate else "")
         return [*in_columns(rows), *filter(None, notes)]
 
 
@@ -283,6 +290,7 @@ def host_plan(
     on_host: bool = False,
     in_files: Collection[str] = (),
     vacated_bytes: int = 0,
+    moments: MomentLayout | None = None,
 ) -> HostPlan:
     """Adds up the host memory that the steps of a model take; allocates nothing.
 
@@ -297,6 +305,7 @@ def host_plan(
         on_host: The compute device is the host, so the schedule's device memory is host memory too.
         in_files: Keys of parameters that stay in their files; those that are trained don't count.
         vacated_bytes: Of tensors whose values the device has, so that they take no memory of the host now.
+        moments: The state of optimizers that is in a file between updates; None for none.
 
     Raises:
         OptionError: If the class of an optimizer can't be made over all parameters.
@@ -323,20 +332,25 @@ def host_plan(
         need = joint_need(optimizers, blocks, undoes=schedule.kind.updates != "none", scales=schedule.kind.clip)
         at_once = next((type(each).__name__ for each in optimizers if not is_per_parameter(each)), None)
         states = (state for each in optimizers for state in each.state.values())
-        moments = [t for state in states for t in dict(state).values() if isinstance(t, torch.Tensor)]
-        held += moments
+        filed = frozenset[str]() if moments is None else moments.names
+        values = (value for state in states for name, value in dict(state).items() if name not in filed)
+        own = [value for value in values if isinstance(value, torch.Tensor)]
+        held += own
         away = _moments(optimizers, {id(parameters[key]): entries[key].spec.numel for key in there})
         need = replace(need, state={name: nbytes - away.get(name, 0) for name, nbytes in need.state.items()})
+        need = replace(need, state=_in_memory(need.state, moments))
         rows += need.state.items()
         # What isn't there yet when the first step brings blocks to the device.
-        first_bytes = need.scratch_bytes + max(0, sum(need.state.values()) - _held_bytes(moments))
+        first_bytes = need.scratch_bytes + max(0, sum(need.state.values()) - _held_bytes(own))
     rows += [*_step_rows(programs, entries, schedule, on_host=on_host), ("update scratch", need.scratch_bytes)]
+    rows.append((RING, sum(buffer_bytes(schedule).values())))
     brought = sum(entries[key].spec.nbytes + low_bytes.get(key, 0) for key in there)
     rows.append((BROUGHT, max(0, brought - first_bytes - vacated_bytes)))
     kept = tuple(HostRow(name, nbytes) for name, nbytes in rows if nbytes)
     num_parameters = sum(e.spec.numel for e in entries.values() if e.kind == "parameter")
     held_bytes = _held_bytes(held) + (masters.held_bytes if isinstance(masters, Masters) else 0) - vacated_bytes
-    plan = HostPlan(kept, num_parameters, held_bytes, is_estimate=need.is_estimate, file_bytes=sum(frozen.values()))
+    moment_bytes = 0 if moments is None else moments.nbytes
+    plan = HostPlan(kept, num_parameters, held_bytes, (), need.is_estimate, sum(frozen.values()), moment_bytes)
     state_bytes, can_narrow = sum(need.state.values()), precision == "fp32"
     return replace(plan, helps=_helps(plan, schedule, state_bytes, can_narrow=can_narrow, at_once=at_once))
 
@@ -354,6 +368,13 @@ def _moments(optimizers: Sequence[torch.optim.Optimizer], numels: Mapping[int, i
         numel = sum(numels.get(id(p), 0) for group in each.param_groups for p in group["params"])
         found |= {f"{type(each).__name__}.{name}": 4 * numel for name in AdamWInOnePass.moments}
     return found
+
+
+def _in_memory(state: Mapping[str, int], moments: MomentLayout | None) -> dict[str, int]:
+    """The bytes of an optimizer's state, by class and name, that aren't in a file."""
+    filed = (lambda _: 0) if moments is None else moments.bytes_of
+    left = {name: nbytes - filed(name.partition(".")[2]) for name, nbytes in state.items()}
+    return {name: nbytes for name, nbytes in left.items() if nbytes > 0}
 
 
 def _is_trained_bf16(entry: StateEntry) -> bool:

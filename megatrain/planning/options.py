@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Generator, Iterable, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Self
 
@@ -82,6 +82,7 @@ class Limits:
         weights: Files and folders with the model's state, or None.
         opaque: What happens if the model is one opaque block: `"warn"`, `"refuse"` or `"allow"`.
         lengths: Calls have a multiple of so many tokens in a row; None leaves them as they are.
+        filed: Bytes of optimizer state that are in a file between the host's updates, by the key of the parameter.
     """
 
     device: Device = HOST
@@ -101,6 +102,7 @@ class Limits:
     weights: tuple[Path, ...] | None = None
     opaque: str = "warn"
     lengths: int | None = None
+    filed: Mapping[str, int] = field(default_factory=dict[str, int], hash=False)
 
     @property
     def master_kind(self) -> Kind:

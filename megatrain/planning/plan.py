@@ -31,6 +31,7 @@ class Plan(PlannedStep):
         kernels: How kernels are launched, and why, in words; empty where eager's calls launch them without a choice.
         why_host: Why the host makes all updates, whatever memory of the device is left; empty if the device may.
         reads: What a step reads of frozen weights that stay in their files; None if they don't.
+        moments: What a step moves of optimizer state that is in a file; None if it is in memory.
         step_s: Seconds of a step, predicted; None without `hardware`.
         tokens_per_s: Tokens a second, predicted; None without `hardware`, or if the example has no token ids.
     """
@@ -135,6 +136,7 @@ class Plan(PlannedStep):
                 f"host: {verdict(self.host.total_bytes, None if self.host_memory == UNBOUNDED else self.host_memory)}",
                 *(f"  {line}" for line in self.host.lines()),
                 *([f"  {self.reads.text(self.hardware)}"] if self.reads is not None else []),
+                *([f"  {self.moments.text(self.hardware)}"] if self.moments is not None else []),
                 *([f"kernels: {self.kernels}"] if self.kernels else []),
                 *time_text(self),
             ]

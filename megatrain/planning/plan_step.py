@@ -9,6 +9,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, fields, replace
+from typing import Any
 
 from megatrain.base.progress import stage
 from megatrain.base.sizes import format_bytes
@@ -24,9 +25,10 @@ from megatrain.planning.step_programs import StepPrograms
 from megatrain.runtime.exchange import Exchange
 from megatrain.scheduler.builder.bound import step_bound
 from megatrain.scheduler.builder.build import SMALLER_BLOCKS, build
+from megatrain.scheduler.builder.files import with_files
 from megatrain.scheduler.explain import workload_lines
 from megatrain.scheduler.from_program import step_workload
-from megatrain.scheduler.schedule import Schedule
+from megatrain.scheduler.schedule import Schedule, schedule_of
 from megatrain.scheduler.step_kind import StepKind
 from megatrain.scheduler.workload import Workload
 
@@ -38,6 +40,8 @@ _FAR = 0.15
 _FAR_THERE = 0.3
 # Why the host makes all updates of a serial step.
 WAITS_FOR_ALL = "updates wait for all gradients: overlap=False, or code of yours that may look at them"
+# Likewise, of steps with `offload`.
+IN_FILES = "the optimizer's state is in a file between updates, which only the host reads"
 # The last resort of "auto" and "recompute" is to do the same as "offload".
 _LEAST = {"auto": "offload", "recompute": "offload"}
 
@@ -154,7 +158,14 @@ class StepPlans:
     def _asked(self, kind: StepKind, limits: Limits) -> tuple[Hashable, ...]:
         machine = None if limits.device_memory is None else limits.hardware
         bounds = limits.device_memory, limits.activations, machine, limits.master_kind, limits.most_result_bytes
-        return kind, *bounds, limits.kernels, limits.updates_there, limits.least_spared_bytes
+        return (
+            kind,
+            *bounds,
+            limits.kernels,
+            limits.updates_there,
+            limits.least_spared_bytes,
+            tuple(limits.filed.items()),
+        )
 
     def _planned(
         self, captures: Sequence[StepPrograms], kind: StepKind, limits: Limits, loss_bytes: int, *, or_least: bool
@@ -235,8 +246,9 @@ def scheduled(
     records = limits.kernels == "graphs"
     with limits.memory_for(programs, records=records) as memory:
         there = limits.updates_there and kind.may_update_there
-        return build(
-            step_workload(programs, loss_bytes=loss_bytes, masters=limits.master_kind, updates_there=there),
+        options: Any = {"masters": limits.master_kind, "updates_there": there, "filed": limits.filed}
+        made = build(
+            step_workload(programs, loss_bytes=loss_bytes, **options),
             kind,
             num_slots=num_slots,
             memory=memory,
@@ -248,6 +260,7 @@ def scheduled(
             least_spared_bytes=limits.least_spared_bytes,
             recorded=recordable_blocks(programs)[0] if records else (),
         )
+        return schedule_of(with_files(made)) if limits.filed else made
 
 
 class _Tries:
@@ -397,7 +410,8 @@ def _given_choices(
     others: list[Workload] = []
     for level, programs in _levels(captures, planned):
         there = any(block.optimizer_bytes for block in planned.blocks)
-        found = step_workload(programs, loss_bytes=loss_bytes, masters=limits.master_kind, updates_there=there)
+        options: Any = {"masters": limits.master_kind, "updates_there": there, "filed": limits.filed}
+        found = step_workload(programs, loss_bytes=loss_bytes, **options)
         if as_compared(found, limits) == as_compared(planned, limits):
             schedule, differences = given_kernels(schedule, programs, limits)
             if differences:

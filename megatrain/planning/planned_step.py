@@ -9,11 +9,12 @@ from typing import Any, TypeVar
 
 from megatrain.errors import ExecuteError, ScheduleError
 from megatrain.hardware.hardware import Hardware, of_weights
+from megatrain.optim.moments import MomentLayout
 from megatrain.optim.need import OptimizerLike
 from megatrain.passes.program import Program
 from megatrain.passes.rewrites.masked_attention import BandedAttention
 from megatrain.passes.rewrites.tiled_region import TiledRegion
-from megatrain.planning.from_files import FileReads
+from megatrain.planning.from_files import FileReads, MomentTraffic
 from megatrain.planning.host_plan import HostPlan, ModelSizes
 from megatrain.planning.loss_bytes import Loss
 from megatrain.planning.options import Limits
@@ -37,6 +38,8 @@ class StepLimits(Limits):
     max_grad_norm: float | None = None
     overlap: bool = True
     loss: Loss | None = None
+    offload: bool = False
+    layout: MomentLayout | None = field(default=None, hash=False, repr=False)
 
     @property
     def may_compile(self) -> bool:
@@ -87,6 +90,7 @@ class PlannedStep:
     kernels: str = ""
     why_host: str = ""
     reads: FileReads | None = None
+    moments: MomentTraffic | None = None
 
     @cached_property
     def hardware(self) -> Hardware | None:

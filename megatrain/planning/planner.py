@@ -26,13 +26,14 @@ from megatrain.hardware.presets import PRESETS
 from megatrain.optim.blockwise import takes_turns
 from megatrain.optim.fast.on_device import why_not
 from megatrain.optim.masters.narrow_model import narrow_entries
+from megatrain.optim.moments import moment_layout
 from megatrain.optim.need import OPTIMIZER, OptimizerLike, over
 from megatrain.passes.measure import KnownCosts
 from megatrain.passes.pipeline import PASSES, Rewrite
 from megatrain.passes.program import Program
 from megatrain.passes.rewrites.loss_only import loss_only
 from megatrain.planning.equal_layers import Repeated
-from megatrain.planning.from_files import FileReads
+from megatrain.planning.from_files import FileReads, MomentTraffic
 from megatrain.planning.host_plan import (
     CACHE,
     ExampleSizes,
@@ -44,7 +45,7 @@ from megatrain.planning.host_plan import (
 from megatrain.planning.loss_bytes import Loss, measure_loss
 from megatrain.planning.options import COMPILE, PRECISION, Limits, check_masters, check_opaque, given_bytes
 from megatrain.planning.plan import Plan
-from megatrain.planning.plan_step import WAITS_FOR_ALL, StepChoices, StepPlans, updates_allowed
+from megatrain.planning.plan_step import IN_FILES, WAITS_FOR_ALL, StepChoices, StepPlans, updates_allowed
 from megatrain.planning.planned_step import Asked, StepLimits
 from megatrain.planning.step_programs import StepPrograms, undisturbed
 from megatrain.scheduler.builder.build import STEP
@@ -114,7 +115,10 @@ class Planner:
         sizes = {**self._source.sizes, **(sizes or {})}
         found = self._captured(limits, sizes)
         updates, why_host = _ways_of_updates(limits, found)
-        limits = replace(limits, updates_there=not why_host)
+        kinds = {"precision": limits.precision, "masters": limits.masters}
+        layout = moment_layout(found.model, limits.optimizer, **kinds) if limits.offload else None
+        filed = {} if layout is None else layout.sizes
+        limits = replace(limits, updates_there=not why_host, filed=filed, layout=layout)
         made, host, reads = self._with_files(found, limits, updates)
         return Plan(
             made.programs[0],
@@ -124,10 +128,11 @@ class Planner:
             limits.host_memory,
             limits.precision,
             made.too_small,
-            Asked(limits, sizes, self._source.fixed, found.num_tokens, self.plan),
+            Asked(replace(limits, layout=None), sizes, self._source.fixed, found.num_tokens, self.plan),
             made.why_kernels,
             why_host,
             reads,
+            None if layout is None else MomentTraffic.of(made.schedule, layout.nbytes),
         )
 
     def _with_files(
@@ -162,7 +167,7 @@ class Planner:
             made = self._plans.plan(captures, kind, replace(limits, **changes), lambda: found.loss_bytes, or_least=True)
             parts = made.programs[0], made.schedule, found.model, limits.optimizer
             options: Any = {"precision": limits.precision, "masters": limits.masters, "in_files": in_files}
-            return made, host_plan(*parts, **options)
+            return made, host_plan(*parts, **options, moments=limits.layout)
 
         def missing(host: HostPlan) -> int:
             return host.missing_bytes(limits.host_memory)
@@ -347,6 +352,8 @@ def _ways_of_updates(limits: StepLimits, found: _Capture) -> tuple[tuple[str, ..
         return ways, "the device is the host"
     if ways[0] == "serial":
         return ways, WAITS_FOR_ALL
+    if limits.offload:
+        return ways, IN_FILES
     if limits.master_kind == "rounded":
         return ways, "masters are rounded at random, by numbers of the host"
     trained = [key for key, entry in found.entries.items() if entry.kind == "parameter" and entry.requires_grad]
@@ -406,6 +413,7 @@ def plan(  # noqa: PLR0913  # as for `compile`
     kernels: str = "auto",
     loss: Loss | None = None,
     hardware: Hardware | str | None = None,
+    offload: bool = False,
     example_args: tuple[Any, ...] = (),
     example_kwargs: Mapping[str, Any] | None = None,
 ) -> Plan:
@@ -439,6 +447,8 @@ def plan(  # noqa: PLR0913  # as for `compile`
         loss: As for `TrainStep`; it gets the example as its batch.
         hardware: A machine, the name of one in the table (`Hardware.presets()`), or `"measured"` for this machine with
             `device`. The plan is the fastest found for it that fits `device_memory`, and says its time.
+        offload: The optimizer's state is in a file between updates, as with a folder for `TrainStep`. The plan says
+            what a step reads and writes, and how much that wears the drive.
         example_args: Another way to give `args`.
         example_kwargs: Example keyword arguments.
 
@@ -484,5 +494,6 @@ def plan(  # noqa: PLR0913  # as for `compile`
         kernels=kernels,
         loss=loss,
         hardware=None if hardware is None else machine_of(hardware, device),
+        offload=offload,
     ).with_kernels(None if device is None else find(device))
     return Planner(ExampleSizes(model, arguments)).plan(limits)

@@ -401,6 +401,12 @@ class StepTrainer(Protocol):
     def update_there(self, block: int, layout: BlockImage, gradients: Sequence[torch.Tensor | None]) -> None:
         """Updates a block on the device, as work of the thread's stream; with gradients in the order of the layout."""
 
+    def read_moments(self, block: int) -> None:
+        """Has the optimizer's state of a block read from its file; on a thread of its own, like `write_moments`."""
+
+    def write_moments(self, block: int) -> None:
+        """Has it written, once it is updated."""
+
     def wait(self, block: int, go_on: Callable[[], object]) -> None:
         """Waits until all processes have updated their parts of a block; on a thread of its own."""
 

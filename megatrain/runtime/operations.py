@@ -277,10 +277,6 @@ class Operations:
         """S of the host."""
         run.step_trainer.squares(run.calls[0].loaded.facts.completes[instruction.op.block])
 
-    def norm(self, run: Run, instruction: Instruction) -> None:
-        """N."""
-        run.step_trainer.norm()
-
     def update(self, run: Run, instruction: Instruction) -> None:
         """U of the host."""
         run.step_trainer.update(instruction.op.block)
@@ -348,14 +344,15 @@ class Run:
         self._go(operations.instructions.backward)
 
     def complete(self, trainer: StepTrainer) -> None:
-        """Runs the rest of a training step after a failure, except the work of the host, which the trainer does itself.
+        """Runs the rest of a training step after a failure, but not the host's and the disk's: the trainer does that.
 
         Raises:
             ExecuteError: See `forward`.
         """
         half = self._operations.instructions.backward
         steps = enumerate(self._operations.lowered(half).steps)
-        self._done.update(number for number, step in steps if step.instruction.op.stream == Stream.HOST)
+        others = Stream.HOST, Stream.DISK
+        self._done.update(number for number, step in steps if step.instruction.op.stream in others)
         self._operations.gradients.stop_reuse()
         self._trainer = trainer
         self._go(half, is_recovery=True)
@@ -494,7 +491,9 @@ HANDLERS: dict[tuple[str, str], Handler] = {
     (Stream.D2H, "G"): Operations.offload,
     (Stream.D2H, "S"): Operations.offload,
     (Stream.HOST, "S"): Operations.squares,
-    (Stream.HOST, "N"): Operations.norm,
+    (Stream.HOST, "N"): lambda _, run, __: run.step_trainer.norm(),
     (Stream.HOST, "U"): Operations.update,
+    (Stream.DISK, "R"): lambda _, run, instruction: run.step_trainer.read_moments(instruction.op.block),
+    (Stream.DISK, "K"): lambda _, run, instruction: run.step_trainer.write_moments(instruction.op.block),
 }
 """What does each kind of op, by stream and letter; `megatrain.extending.register_op` adds more."""

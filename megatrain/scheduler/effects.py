@@ -306,6 +306,9 @@ class Effects:
         """Bytes that a transfer moves: none where weights are used in place."""
         return 0 if self.kind.transfer == "bind" else nbytes
 
+    def _filed(self, block: int) -> int:  # bytes that an op of the disk moves
+        return self.workload.blocks[block].moment_bytes
+
     def squared_on_host(self, block: int) -> int:
         """Host bytes that are read for the norm of a block's gradients; the device has taken those of whole ones."""
         work = self.workload.blocks[block]
@@ -427,8 +430,9 @@ def _update(step: Effects, block: int, micro_batch: int) -> Effect:
     reads += [Item("norm", NO_BLOCK)] * step.kind.clip + [Item("left", NO_BLOCK)] * (step.kind.updates == "serial")
     also = ["squares"] * step.kind.reports_norm
     moves = blocks[block].update_bytes + step.squared_on_host(block) * step.kind.reports_norm
-    makes = tuple(Item(what, block) for what in ["state", *also])
-    return Effect(tuple(reads), makes, moves=moves, num_parameters=blocks[block].num_gradients)
+    moments = [Item("moments", block)] * (step._filed(block) > 0)
+    makes = (Item("state", block), *moments, *(Item(what, block) for what in also))
+    return Effect((*reads, *moments), makes, moves=moves, num_parameters=blocks[block].num_gradients)
 
 
 def _device_update(step: Effects, block: int, micro_batch: int) -> Effect:
@@ -451,6 +455,8 @@ KINDS: dict[tuple[str, str], OpKind] = {
         OpKind(Stream.HOST, "S", _squares),
         OpKind(Stream.HOST, "N", _norm, has_block=False),
         OpKind(Stream.HOST, "U", _update),
+        OpKind(Stream.DISK, "R", lambda s, b, _: Effect((), (Item("moments", b),), moves=s._filed(b)), has_slot=True),
+        OpKind(Stream.DISK, "K", lambda s, b, _: Effect((Item("moments", b),), moves=s._filed(b))),
     )
 }
 """Every kind of op, by stream and letter; `megatrain.extending.register_op` adds more."""

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict, deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 from megatrain.base.checks import checked, count, one_of, optional
@@ -273,9 +274,21 @@ def schedule(
 
 
 def step_workload(
-    programs: Sequence[Program], *, loss_bytes: int = 0, masters: str = "exact", updates_there: bool = False
+    programs: Sequence[Program],
+    *,
+    loss_bytes: int = 0,
+    masters: str = "exact",
+    updates_there: bool = False,
+    filed: Mapping[str, int] = MappingProxyType({}),
 ) -> Workload:
     """The workload of a step whose micro-batches are captures of one model, one each.
+
+    Args:
+        programs: The captures.
+        loss_bytes: Of the caller's loss.
+        masters: As for `workload`.
+        updates_there: Likewise.
+        filed: Bytes of optimizer state that are in a file between the host's updates, by the key of the parameter.
 
     Raises:
         ScheduleError: If they don't, or a buffer can't go from one micro-batch to the next.
@@ -283,7 +296,11 @@ def step_workload(
     for program in {id(each): each for each in programs}.values() if len(programs) > 1 else ():
         check_buffers(program)
     merged = merge_programs(programs, masters, updates_there=updates_there)
-    return replace(merged.workload, loss_bytes=loss_bytes)
+    in_files: Counter[int] = Counter()
+    for key, (owner, *_) in trained_holders(programs[0]).items() if filed else ():
+        in_files[owner] += filed.get(key, 0)
+    blocks = tuple(replace(block, moment_bytes=in_files[b]) for b, block in enumerate(merged.workload.blocks))
+    return replace(merged.workload, blocks=blocks if filed else merged.workload.blocks, loss_bytes=loss_bytes)
 
 
 def merge_programs(programs: Sequence[Program], masters: str = "exact", *, updates_there: bool = False) -> Merged:

@@ -20,9 +20,11 @@ class Stream(str):
     COMPUTE: ClassVar[Stream]
     D2H: ClassVar[Stream]
     HOST: ClassVar[Stream]
+    DISK: ClassVar[Stream]
 
 
-Stream.H2D, Stream.COMPUTE, Stream.D2H, Stream.HOST = map(Stream, ("h2d", "compute", "d2h", "host"))
+_NAMES = ("h2d", "compute", "d2h", "host", "disk")
+Stream.H2D, Stream.COMPUTE, Stream.D2H, Stream.HOST, Stream.DISK = map(Stream, _NAMES)
 
 
 class Item(NamedTuple):
@@ -127,6 +129,8 @@ ITEMS: dict[str, ItemKind] = {
     # A block's state in a slot, and in host memory.
     "weights": ItemKind(edge="weight"),
     "state": ItemKind(edge="weight"),
+    # The optimizer's state of a block in host memory, where a file has it between its updates.
+    "moments": ItemKind(),
     # The sum of the squares of the gradients that are whole with a block.
     "squares": ItemKind(),
     # Of all blocks together: the norm of the gradients, and that the gradients so far have left.

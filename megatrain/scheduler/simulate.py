@@ -101,6 +101,7 @@ class OpSeconds:
             Stream.H2D: hardware.h2d_bytes_per_s,
             Stream.D2H: hardware.d2h_bytes_per_s,
             Stream.HOST: hardware.host_bytes_per_s,
+            Stream.DISK: hardware.disk_bytes_per_s,
             **hardware.further_rates,
         }
         self._known: dict[tuple[Works, bool], float] = {}

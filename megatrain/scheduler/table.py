@@ -9,7 +9,6 @@ from typing import NamedTuple
 
 from megatrain.errors import ScheduleError
 from megatrain.scheduler.effects import (
-    BUILT_IN,
     KINDS,
     Effects,
     host_value_bytes,
@@ -33,7 +32,7 @@ class Op:
         stream: Where it runs.
         what: One letter; see `megatrain.scheduler.effects.KINDS`.
         block: Block it concerns; `NO_BLOCK` for `N`.
-        slot: Slot that it fills; None for an op that fills none.
+        slot: Slot that it fills, or buffer of the host where it is an op of the disk; None for an op that fills none.
         micro_batch: Micro-batch, where the step has several.
 
     Raises:
@@ -206,7 +205,7 @@ class Tick(Mapping[Stream, Op]):
 def columns(ticks: Iterable[Tick]) -> tuple[Stream, ...]:
     """All streams in the order of the columns, once it is known that they hold every op.
 
-    Those of ops that `register_op` has added only where they have one.
+    Those of the disk, and of ops that `register_op` has added, only where they have one.
 
     Raises:
         ScheduleError: If the kind of an op is no longer registered.
@@ -219,7 +218,7 @@ def columns(ticks: Iterable[Tick]) -> tuple[Stream, ...]:
     return tuple(stream for stream in streams() if stream in used or stream in _OWN_STREAMS)
 
 
-_OWN_STREAMS = frozenset(stream for stream, _ in BUILT_IN)
+_OWN_STREAMS = frozenset((Stream.H2D, Stream.COMPUTE, Stream.D2H, Stream.HOST))
 
 
 @dataclass(frozen=True, slots=True)

@@ -360,7 +360,8 @@ def _block_cells(index: int, block: BlockWork) -> tuple[str, ...]:
     both = (block.forward, block.backward) if block.has_backward else (block.forward,)
     kernels = ["+".join(str(total(works)) for works in both) for total in (total_flops, total_kernels)]
     partial = f", {block.partial_gradient_bytes} B of them partial" if block.partial_gradient_bytes else ""
-    return (str(index), *map(str, sizes), *kernels, str(block.update_bytes), f"{block.name}{shares}{partial}")
+    filed = f", {block.moment_bytes} B of optimizer state in a file" if block.moment_bytes else ""
+    return (str(index), *map(str, sizes), *kernels, str(block.update_bytes), f"{block.name}{shares}{partial}{filed}")
 
 
 def _value_cells(index: int, value: ValueWork) -> tuple[str, ...]:

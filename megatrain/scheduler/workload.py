@@ -98,6 +98,8 @@ class BlockWork:
         optimizer_bytes: Device bytes that the state of the optimizer takes there, low halves of masters included, if
             the device updates the block. 0 if only the host can.
         update_workspace_bytes: Most device bytes alive inside such an update, beyond state and gradients.
+        moment_bytes: Bytes of the optimizer's state that a file has between the host's updates of the block: each
+            update needs them read before it, and written after it. 0 where all of it stays in memory.
     """
 
     name: str
@@ -118,6 +120,7 @@ class BlockWork:
     partial_gradient_bytes: int = 0
     optimizer_bytes: int = 0
     update_workspace_bytes: int = 0
+    moment_bytes: int = 0
 
     @property
     def landing_bytes(self) -> int:
@@ -270,6 +273,11 @@ class Workload:
             raise ScheduleError(
                 f"block {index} ({block.name}) can't be updated on the device.\n"
                 "  Such a block trains parameters, and shares none of these."
+            )
+        if block.moment_bytes > 0 and block.update_bytes == 0:
+            raise ScheduleError(
+                f"block {index} ({block.name}) has optimizer state in a file, and nothing to update.\n"
+                "  State lies in a file between the updates of a block."
             )
         if block.update_bytes > 0 and not (block.has_backward and block.gradient_bytes > 0 and block.state_bytes > 0):
             raise ScheduleError(

@@ -29,6 +29,7 @@ from megatrain.files.optimizers import OptimizerState, packed_parameters
 from megatrain.files.save import CheckpointDraft
 from megatrain.files.weight_files import Maps
 from megatrain.optim.masters.halves import WholeMaster
+from megatrain.optim.moments import Moments
 from megatrain.optim.proxy import Optimizer, give_new_state
 from megatrain.ranks.processes import words_of
 from megatrain.runtime.exchange import Exchange
@@ -189,9 +190,15 @@ def _from_device(tensors: Mapping[str, Any], there: Mapping[int, torch.Tensor]) 
 
 @room_to_read()
 def restore(
-    folder: str | os.PathLike[str], compiled: Compiled, optimizers: Sequence[Optimizer], scheduler: Schedulers | None
+    folder: str | os.PathLike[str],
+    compiled: Compiled,
+    optimizers: Sequence[Optimizer],
+    scheduler: Schedulers | None,
+    moments: Moments | None = None,
 ) -> tuple[Progress, dict[str, Any]]:
     """Reads a checkpoint into a model, its optimizers, its schedulers and the generators.
+
+    State of optimizers that is in a file (`moments`) is read into the file, as far as it needs no conversion.
 
     Returns:
         The progress of training, and the user's values.
@@ -229,11 +236,15 @@ def restore(
     for name, tensor in state.places(checkpoint, hidden, compiled).items():
         hidden[name].read(tensor)
     compiled.written_buffers.update(name.removeprefix(HIDDEN) for name in hidden)
-    maps = _maps(checkpoint, masters, optimizers)
+    maps = _maps(checkpoint, masters, optimizers) if moments is None else None
     compiled.masters.restore(masters, maps)  # after the parameters, because a write into parameters sets the masters
     for parameter in (names[name] for name in packed_parameters(checkpoint.manifest)):
         is_whole = isinstance(compiled.masters.get(parameter), WholeMaster | None)
         give_new_state(optimizers, parameter, parameter.dtype if is_whole else torch.float32)
+    saved = {} if moments is None or checkpoint.manifest.optimizer is None else checkpoint.manifest.optimizer["state"]
+    for name, fields in saved.items():
+        assert moments is not None
+        moments.give_state(names[name], fields)
     read_optimizer(checkpoint, optimizers, names, maps)
     compiled.engine.maps = maps
     saved_schedulers.restore(checkpoint, extra, scheduler)

@@ -6,6 +6,7 @@ from collections.abc import Generator, Iterable, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 
 import torch
 from torch import nn
@@ -20,23 +21,27 @@ from megatrain.base.torch_private import (
     preserve_dispatch_keys,
     send_to_meta_kernels,
 )
-from megatrain.errors import ExecuteError, OptimizerError
+from megatrain.errors import ExecuteError, OptimizerError, OptionError
 from megatrain.optim.fast.on_device import why_not
+from megatrain.optim.moments import Moments, moment_layout
 from megatrain.optim.per_parameter import check_steps
 from megatrain.optim.proxy import Optimizer
 from megatrain.optim.updates import Updates
 from megatrain.passes.program import Program, trained_holders
 from megatrain.planning.host_plan import HostPlan, host_plan
 from megatrain.planning.loss_bytes import Cut, Loss, measure_loss
-from megatrain.planning.plan_step import WAITS_FOR_ALL
+from megatrain.planning.plan_step import IN_FILES, WAITS_FOR_ALL
 from megatrain.planning.saved_plan import AnyPlan
 from megatrain.planning.step_programs import StepPrograms
 from megatrain.runtime.engine import ordinary_tensors
 from megatrain.runtime.exchange import Exchange
 from megatrain.runtime.executor import Executor
+from megatrain.scheduler.builder.files import buffer_bytes
+from megatrain.scheduler.items import Stream
 from megatrain.scheduler.schedule import Schedule
 from megatrain.scheduler.step_kind import StepKind
 from megatrain.tracer.arguments import Arguments
+from megatrain.tracer.inventory import inventory
 from megatrain.tracer.traced import TracedModule
 from megatrain.training.batch import MicroBatch, untrained
 from megatrain.training.compiled.inside import Compiled, Variant
@@ -131,15 +136,19 @@ class Setup:
         reads: What the loss reads, as in `TrainStep`.
         plan: The choices that all steps take, or None.
         exchange: Who else takes the steps.
+        offload: Where a file has the optimizers' state between updates, or None.
 
     Raises:
-        OptimizerError: If an optimizer's `step` needs a closure, or two hold the same parameter.
+        OptimizerError: If an optimizer's `step` needs a closure, or two hold the same parameter; or if the state of one
+            can't be in a file.
+        OptionError: If the file can't be made.
 
     Attributes:
         optimizers: The user's.
         tables: The schedules of steps.
         updates: Take the gradients of the blocks; None before the first step.
         there: Updates blocks on the device; None before the first step that has some.
+        moments: The optimizers' state in a file; None if it stays in memory.
         is_completing: Whether due updates are running.
     """
 
@@ -157,6 +166,7 @@ class Setup:
         reads: str = "all",
         plan: AnyPlan | None = None,
         exchange: Exchange | None = None,
+        offload: Path | None = None,
     ):
         for optimizer in optimizers:
             check_steps(optimizer)
@@ -175,13 +185,29 @@ class Setup:
             is_fixed=plan is not None or not exchange.is_alone,
         )
         self._loss, self._is_own_loss = loss, loss is None or reads == "loss"
-        self.tables = StepTables(compiled.options, compiled.budget, plan, exchange)
+        self.moments = None if offload is None else self._in_file(offload)
+        limits = compiled.options
+        limits = limits if self.moments is None else replace(limits, filed=self.moments.layout.sizes)
+        self.tables = StepTables(limits, compiled.budget, plan, exchange)
         self._blocks: list[list[torch.Tensor]] = []
         self._shapes: dict[str, torch.Size] = {}
         self.updates: Updates | None = None
         self.there: DeviceUpdates | None = None
         self._asked: tuple[object, str] = None, ""
         self.is_completing = False
+
+    def _in_file(self, folder: Path) -> Moments:
+        """Makes the file of the optimizers' state."""
+        if not self._exchange.is_alone:
+            raise OptionError(
+                "offload= with a process_group is impossible.\n"
+                "  Ranks share one copy of the optimizer's state, in memory that all of them see.\n"
+                "  Leave offload out, or train in one process."
+            )
+        options, model = self._compiled.options, self._compiled.model
+        masters = "rounded" if options.master_kind == "rounded" else "exact"
+        layout = moment_layout(model, self.optimizers, precision=options.precision, masters=masters)
+        return Moments(layout, inventory(model)[1], self.optimizers, folder)
 
     @property
     def threads(self) -> int:
@@ -198,7 +224,26 @@ class Setup:
     @property
     def is_behind(self) -> bool:
         """Whether the host has old values of something: an update is due, or the device has made it."""
-        return self.is_due or (self.there is not None and self.there.is_ahead)
+        is_ahead = self.there is not None and self.there.is_ahead
+        return self.is_due or is_ahead or (self.moments is not None and self.moments.is_behind)
+
+    def settle(self, *, noting: BaseException | None = None) -> None:
+        """Has the file of the optimizers' state hold all that updates have changed.
+
+        Args:
+            noting: An error under way, which gets a note if that fails; the next look or step tries it again.
+
+        Raises:
+            ExecuteError: If it fails, and no error is under way.
+        """
+        if self.moments is None:
+            return
+        try:
+            self.moments.settle()
+        except ExecuteError as error:
+            if noting is None:
+                raise
+            noting.add_note(f"  Nor is all of the optimizer's state in its file: {error}")
 
     def complete(self) -> None:
         """Runs the due updates."""
@@ -208,6 +253,7 @@ class Setup:
                 self.is_completing = True
                 try:
                     self.updates.finish()
+                    self.settle()
                 finally:
                     self.is_completing = False
 
@@ -223,6 +269,7 @@ class Setup:
     def catch_up(self, looked: Looked = None) -> None:
         """Has values on the host, as `look`."""
         self.complete()
+        self.settle()
         if self.there is not None:
             with Interrupts(), without_modes(), self._compiled.engine.turn.run("an update", in_child=True):
                 self.is_completing = True
@@ -237,6 +284,8 @@ class Setup:
             yield from self.updates.changing()
         if self.there is not None:
             yield from self.there.changing()
+        if self.moments is not None:
+            yield from self.moments.changing()
 
     def device_tensors(self) -> Mapping[int, torch.Tensor]:
         """What the device has in place of the host's tensors; see `DeviceUpdates`."""
@@ -289,6 +338,8 @@ class Setup:
         """Says why no block may be updated on the device, whatever memory it has; empty if some may."""
         if times.updates == "serial" or times.shows_gradients:
             return WAITS_FOR_ALL
+        if self.moments is not None:
+            return IN_FILES
         if self._times.is_looked_at:
             return "somebody looks at parameters or at the optimizer's state after each step"
         if not self._exchange.is_alone:
@@ -320,6 +371,7 @@ class Setup:
             on_host=options.device.is_host,
             in_files=() if options.weights is None else self._compiled.engine.in_files,
             vacated_bytes=in_maps if self.there is None else self.there.vacated_bytes,
+            moments=None if self.moments is None else self.moments.layout,
         )
 
     def executor(self, setting: Setting) -> Executor | None:
@@ -358,6 +410,7 @@ class Setup:
                 # On the CPU, where the loop's own norm is taken by torch, the bits are torch's.
                 norm_threads=None if engine.device.is_host else self.threads,
                 exchange=self._exchange,
+                moments=self.moments,
             )
         if self.is_behind:
             self._times.note_due()
@@ -367,6 +420,7 @@ class Setup:
             self.there.keep(executor.places_there)
         if self.is_due and self.updates.due != list(setting.schedule.deferred):
             self.complete()  # what other schedules defer, or a step that failed has left
+        self._begin_moments(setting.schedule)
         self.updates.sums_squares = setting.kind.reports_norm
         check_no_gradients(engine.tensors)
         return executor
@@ -387,6 +441,12 @@ class Setup:
             plan = self.host_plan(setting)
         plan.check()
         return True
+
+    def _begin_moments(self, table: Schedule) -> None:
+        """Makes the buffers of a step whose optimizer state is in a file."""
+        if self.moments is not None:
+            buffer_of = {op.block: op.slot for op in table.ops if op.stream == Stream.DISK and op.slot is not None}
+            self.moments.begin(self._blocks, buffer_bytes(table), buffer_of)
 
     def _check_shapes(self, shapes: Mapping[str, torch.Size]) -> None:
         for key, shape in shapes.items():

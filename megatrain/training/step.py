@@ -67,9 +67,12 @@ class TrainStep:
         spread: Whether updates without a norm may be left to the next call; None is True but on the CPU.
         on_nonfinite: If a gradient has an infinite or undefined element, `"raise"` an error, or `"skip"` the update.
         plan: A plan, whose choices each step takes exactly; a step of another model, shape or kind is refused.
+        offload: A folder on a fast disk: a file there has the optimizer's state (8 bytes a parameter of AdamW, 2.2 of
+            AdamW8bit) between updates, and memory that of two blocks. The bits are the same. It goes with the process.
 
     Raises:
-        OptimizerError: If one needs a closure, two hold the same parameter, or none holds one of the model's.
+        OptimizerError: If one needs a closure, two hold the same parameter, or none holds one of the model's; with
+            `offload`, if an optimizer is neither AdamW (of fp32 parameters with `fused=True`) nor AdamW8bit.
         OptionError: If an option has a wrong value; an `ExecuteError` if a hook is on a node that accumulates.
 
     Attributes:
@@ -85,6 +88,7 @@ class TrainStep:
         spread=optional(FLAG),
         on_nonfinite=optional(one_of("raise", "skip")),
         plan=optional(PLAN),
+        offload=optional(PATH),
     )
     def __init__(
         self,
@@ -101,6 +105,7 @@ class TrainStep:
         spread: bool | None = None,
         on_nonfinite: str | None = None,
         plan: AnyPlan | None = None,
+        offload: str | os.PathLike[str] | None = None,
     ):
         check_reduce(reduce, weight)
         compiled.megatrain.complete_updates()  # of other steps: the trials below look at the optimizers' state
@@ -121,6 +126,7 @@ class TrainStep:
             spread=spread,
             plan=plan,
             exchange=self._exchange,
+            offload=None if offload is None else Path(offload),
         )
         self.user: Mapping[str, Any] = {}
         self._completion = Completion(self._complete, self._setup.changing)
@@ -310,7 +316,7 @@ class TrainStep:
         """
         step = cls(compiled, optimizer, **options)
         with compiled.megatrain.exclusively("load()"), torch.device("cpu"):
-            restored = checkpoint.restore(folder, compiled.megatrain, step._optimizers, scheduler)
+            restored = checkpoint.restore(folder, compiled.megatrain, step._optimizers, scheduler, step._setup.moments)
         step._run.progress, step.user = restored
         return step
 

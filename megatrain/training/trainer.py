@@ -13,6 +13,7 @@ from torch import nn
 from megatrain.base.interrupts import Interrupts
 from megatrain.device import find
 from megatrain.errors import ExecuteError, ReadsParameterError
+from megatrain.optim.moments import Moments
 from megatrain.optim.updates import Updates
 from megatrain.planning.loss_bytes import Loss
 from megatrain.runtime.accumulation import check_kind, gradient_form, hooked, is_hooked, laid_out, warn_of_order
@@ -341,6 +342,20 @@ class Running:
             self._updates.update(block)
         finally:
             self._note_updates()
+
+    def read_moments(self, block: int) -> None:
+        """See `StepTrainer`. Of updates of the step before there may be none: in the first step, and after a look."""
+        if block not in self._deferred or self._updates.is_under_way:
+            self._moments.read(block)
+
+    def write_moments(self, block: int) -> None:
+        """See `StepTrainer`."""
+        self._moments.write(block)
+
+    @property
+    def _moments(self) -> Moments:
+        assert self._updates.moments is not None
+        return self._updates.moments
 
     def norm_there(self, key: str, gradient: torch.Tensor, norm: torch.Tensor | None) -> None:
         """See `StepTrainer`."""

@@ -29,7 +29,7 @@ from megatrain.extending import (  # fmt: skip
 )
 from tests.comparing import assert_same_state
 
-DISK = Stream("disk")
+DISK = Stream("file")
 
 
 class FromFiles:
@@ -99,10 +99,10 @@ def lowered(model: torch.nn.Module) -> tuple[megatrain.Program, megatrain.Schedu
 
 def test_it_prints_and_reads_back(files: FromFiles) -> None:
     schedule = files.put_into(lowered(model())[1])
-    assert "compute  d2h  disk" in str(schedule)
+    assert "compute  d2h  file" in str(schedule)
     assert "R0" in str(schedule)
     assert megatrain.Schedule.parse(str(schedule)) == schedule
-    assert "disk     R0" in str(schedule.instructions)
+    assert "file     R0" in str(schedule.instructions)
 
 
 def test_the_waits_follow_from_its_row(files: FromFiles) -> None:
@@ -125,11 +125,11 @@ def test_the_checker_has_its_rule(files: FromFiles) -> None:
 
 def test_a_slow_disk_is_what_bounds_the_simulated_step(files: FromFiles) -> None:
     schedule = files.put_into(lowered(model())[1])
-    fast = megatrain.Hardware(1e9, 1e9, 1e9, further_rates={"disk": 1e12})
-    slow = megatrain.Hardware(1e9, 1e9, 1e9, further_rates={"disk": 1e3})
+    fast = megatrain.Hardware(1e9, 1e9, 1e9, further_rates={"file": 1e12})
+    slow = megatrain.Hardware(1e9, 1e9, 1e9, further_rates={"file": 1e3})
     assert schedule.simulate(slow).bound == DISK
     assert schedule.simulate(slow).step_s > 100 * schedule.simulate(fast).step_s
-    assert "\ndisk" in schedule.gantt(slow)
+    assert "\nfile" in schedule.gantt(slow)
 
 
 def test_it_runs_with_eagers_bits(files: FromFiles) -> None:
@@ -164,7 +164,7 @@ def test_a_backward_whose_slots_another_call_used_is_refused(files: FromFiles) -
 def test_letters_and_names_are_checked(files: FromFiles) -> None:
     with pytest.raises(megatrain.OptionError, match="has an op `R` already"):
         register_op(files.kind, handler=files.read, rule=files.check)
-    for stream, letter in (("disk", "RR"), ("disk", "r"), ("a b", "R"), ("", "R")):
+    for stream, letter in (("file", "RR"), ("file", "r"), ("a b", "R"), ("", "R")):
         with pytest.raises(megatrain.OptionError, match="can't be printed"):
             register_op(OpKind(Stream(stream), letter, files.effect), handler=files.read, rule=files.check)
     with pytest.raises(megatrain.OptionError, match="was not added"):
@@ -188,5 +188,5 @@ def test_a_schedule_whose_kind_of_op_was_removed_is_refused_by_name(tmp_path: Pa
         lambda: row.replaced("host", None),  # it would lose the op
         lambda: executor.forward([INPUT]),
     ):
-        with pytest.raises(megatrain.ScheduleError, match="no op `R` on the stream `disk`"):
+        with pytest.raises(megatrain.ScheduleError, match="no op `R` on the stream `file`"):
             refused()

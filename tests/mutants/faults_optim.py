@@ -12,7 +12,51 @@ PATHS, REGISTRY, NARROW, PREPARED = (
 CODES = "tests/optim/test_adamw_8bit.py"
 _UPDATES = f"{CODES}::test_updates_are_the_references_whoever_computes_them"
 
+OFFLOAD = "tests/training/test_offload.py"
+
 FAULTS: list[Fault] = [
+    Fault(
+        "state that an update has changed in its buffer isn't written to the file",
+        "optim/moments.py",
+        "        if block in self._changed:\n            self.file.write(",
+        "        if block in self._changed and not block:\n            self.file.write(",
+        (f"{OFFLOAD}::test_steps_have_the_bits_of_state_in_memory",),
+    ),
+    Fault(
+        "an update that is completed late finds in the buffer what another block has left",
+        "optim/moments.py",
+        "        if not is_there:\n",
+        "        if not is_there and block not in self._views:\n",
+        (f"{OFFLOAD}::test_state_is_seen_and_written_between_steps",),
+    ),
+    Fault(
+        "state that user code has dropped comes back from the file",
+        "optim/moments.py",
+        "                    view.zero_()\n",
+        "                    view.add_(0)\n",
+        (f"{OFFLOAD}::test_state_is_seen_and_written_between_steps",),
+    ),
+    Fault(
+        "the file of optimizer state keeps its name",
+        "files/scratch_file.py",
+        "                os.unlink(path)\n",
+        "                os.stat(path)\n",
+        (f"{OFFLOAD}::test_steps_have_the_bits_of_state_in_memory",),
+    ),
+    Fault(
+        "a forked process writes into the file of the first",
+        "files/scratch_file.py",
+        "        if os.getpid() != self._process:\n            raise",
+        "        if os.getpid() == -self._process:\n            raise",
+        (f"{OFFLOAD}::test_updates_that_are_due_in_a_forked_process_are_refused_and_leave_the_file_alone",),
+    ),
+    Fault(
+        "a plan lacks the buffers of optimizer state that is in a file",
+        "planning/host_plan.py",
+        "sum(buffer_bytes(schedule).values())",
+        "max(buffer_bytes(schedule).values(), default=0)",
+        ("tests/planning/test_moments.py::test_the_host_has_the_state_of_two_blocks_and_the_disk_moves_all",),
+    ),
     Fault(
         "what a hook of an optimizer's step makes of gradients is lost",
         "optim/updates.py",

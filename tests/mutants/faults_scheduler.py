@@ -11,6 +11,20 @@ _RECORDED = "test_recorded_kernels_have_the_bits_of_a_loop_in_any_order_of_the_s
 
 FAULTS: list[Fault] = [
     Fault(
+        "optimizer state is written to its file before its update is over",
+        "scheduler/effects.py",
+        'lambda s, b, _: Effect((Item("moments", b),), moves',
+        "lambda s, b, _: Effect((), moves",
+        ("tests/scheduler/test_files.py::test_a_step_with_files_has_its_ops_in_their_order_and_those_of_the_disk",),
+    ),
+    Fault(
+        "the checker lets a buffer be filled whose state isn't written",
+        "scheduler/check/host_rules.py",
+        "            if op.slot in held:\n",
+        "            if op.slot in held and op.slot > 1:\n",
+        ("tests/scheduler/test_files.py::test_a_buffer_that_is_not_written_yet_is_not_filled",),
+    ),
+    Fault(
         "what an optimizer keeps on the device has no bytes of its own",
         "scheduler/builder/stays.py",
         "            nbytes += workload.blocks[block].optimizer_bytes if block in device_updates else 0\n",

@@ -12,6 +12,7 @@ import warnings
 from collections.abc import Generator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -30,6 +31,8 @@ from tests.training.user_edits import EDITS, OPTIMIZERS
 NUM_STEPS = 6
 ROUNDS_OTHERWISE = ("fused", "adam", "nadam", "radam", "asgd", "adafactor")
 """On a device torch takes their fused or foreach code; on the host, where masters are, it doesn't (docs/limits.md)."""
+FILED, FOLDER = ("fused", "8 bit"), str(Path(__file__).parent)
+"""Optimizers whose state can be in a file between updates, and a folder on a disk."""
 CALLS = ("evaluate", "averaged")
 """They call the model: before it is compiled it is on the host, where only eager's reference isn't."""
 SPEAKS = ("module hook", "logs", "activation hook")
@@ -358,11 +361,14 @@ def trainings(draw: st.DrawFn, device: str = "cpu") -> Training:
     if is_narrow:
         options["precision"] = "bf16"
     updates: list[dict[str, Any]] = [{}, {"spread": True}, {"overlap": False}]
+    optimizer, step = draw(st.sampled_from(optimizers)), draw(st.sampled_from(updates))
+    if optimizer in FILED and "odd" not in layers and draw(st.booleans()):
+        step = step | {"offload": FOLDER}
     return Training(
         layers=tuple(layers),
         is_tied=is_tied and not (is_loop and loss == "of weights"),
         loss=loss,
-        optimizer=draw(st.sampled_from(optimizers)),
+        optimizer=optimizer,
         number=draw(st.integers(0, 3)),
         num_groups=1 if is_narrow else draw(st.sampled_from([1, 2])),
         sizes=tuple(draw(st.lists(st.integers(2, 4), min_size=1, max_size=1 if one else 3))),
@@ -371,7 +377,7 @@ def trainings(draw: st.DrawFn, device: str = "cpu") -> Training:
         else (),
         is_loop=is_loop,
         max_norm=None if is_narrow or "odd" in layers else draw(st.sampled_from([None, None, 0.05, 1.0])),
-        step={} if is_loop else draw(st.sampled_from(updates)),
+        step={} if is_loop else step,
         compile={key: value for key, value in options.items() if value not in (None, "auto")},
         edits=tuple(edits),
         looks=draw(st.booleans()),

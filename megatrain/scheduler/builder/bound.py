@@ -232,6 +232,9 @@ class StepParts:
         """Chains of ops that all plans have, and what each is called."""
         name = "updates on the host"
         yield self.host_s(), name
+        filed = [block for block in self._workload.update_blocks() if self._workload.blocks[block].moment_bytes]
+        moved = (self._op(Stream.DISK, what, block) for block in filed for what in "RK")
+        yield sum(moved) if self._kind.updates != "none" else 0.0, "the disk, which has optimizer state"
         yield self._least_compute() + (1 - self._machine.compute_beside) * self.host_s(), "compute, beside updates"
         deferred, later = self._updates(deferred=True), self._updates(deferred=False)
         backward = sum(map(self._backward_s, self._backward))

@@ -113,8 +113,8 @@ class Case:
             times = "is missing" if not found else f"occurs {counted(len(found), 'time')}"
             near = found[-1].tick if found else len(self.schedule.ticks) - 1
             number = micro_batch if self.has_number(what) else None
-            op = f"{stream}:{Op(stream, what, block, micro_batch=number)}"
-            raise self.fault(f"{op} {times}.", rule, near, "Have it once.")
+            op = f"{what}{'' if block < 0 else block}{'' if number is None else f'.{number}'}"
+            raise self.fault(f"{stream}:{op} {times}.", rule, near, "Have it once.")
         return found[0]
 
     def never(self, stream: Stream, what: str, block: int, why: str, rule: str, micro_batch: int = 0) -> None:

@@ -202,3 +202,27 @@ def _check_update_of_this(case: Case, update: Position, members: tuple[int, ...]
         # Streams keep their order, so the last one to leave stands for all.
         last = max(p for p, op in case.ops if op.what == "G")
         case.require_before(last, update, "follows all gradients, the last of which leaves with", rule)
+
+
+def check_moments(case: Case) -> None:
+    """Optimizer state that a file has is read before its update, written after it, and then its buffer is free."""
+    rule = (
+        "A block whose optimizer state is in a file has one R before the U of the host, and one K after it; other "
+        "blocks have neither. A buffer is filled again when what it held is written."
+    )
+    held: dict[int, int] = {}
+    for block, work in enumerate(case.workload.blocks):
+        updates = case.at(Stream.HOST, "U", block)
+        if work.moment_bytes == 0 or not updates:
+            for what in "RK":
+                case.never(Stream.DISK, what, block, "moves no optimizer state", rule)
+            continue
+        read, written = (case.once(Stream.DISK, what, block, rule) for what in "RK")
+        case.require_before(read, updates[0], "changes what is read by", rule)
+        case.require_before(updates[0], written, "writes what is changed by", rule)
+    for position, op in case.ops:
+        if position.stream == Stream.DISK and op.slot is not None:
+            if op.slot in held:
+                (written,) = case.at(Stream.DISK, "K", held[op.slot])
+                case.require_before(written, position, "fills a buffer that is written by", rule)
+            held[op.slot] = op.block

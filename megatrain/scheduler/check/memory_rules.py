@@ -39,7 +39,7 @@ def check_weights(case: Case) -> None:
 def _check_overwrites(case: Case, readers: dict[Position, list[Position]], rule: str) -> None:
     lying: dict[Position, tuple[int, int]] = {}
     for position, op in case.ops:
-        if op.slot is None:
+        if op.what != "W" or op.slot is None:
             continue
         if position not in readers:
             raise case.fault(f"{case.name(position)} is read by nothing.", rule, position.tick, "Remove it.")

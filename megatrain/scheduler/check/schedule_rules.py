@@ -15,7 +15,13 @@ import networkx as nx
 from megatrain.base.counts import counted
 from megatrain.errors import ScheduleError
 from megatrain.scheduler.check.case import Case
-from megatrain.scheduler.check.host_rules import check_device_updates, check_norm, check_places, check_updates
+from megatrain.scheduler.check.host_rules import (
+    check_device_updates,
+    check_moments,
+    check_norm,
+    check_places,
+    check_updates,
+)
 from megatrain.scheduler.check.memory_rules import (
     check_figures,
     check_live_bytes,
@@ -84,7 +90,7 @@ def _check_ops_are_known(case: Case) -> None:
             raise case.fault(f"{case.name(position)} has no micro-batch.", numbers, position.tick, "Leave it out.")
         if op.block >= len(case.workload.blocks):
             raise case.fault(f"{case.name(position)} has no block.", rule, position.tick, "Leave it out.")
-        if op.slot is not None:
+        if op.what == "W":
             _check_slot_fits(case, position, op, rule)
 
 
@@ -262,6 +268,7 @@ RULES: tuple[Callable[[Case], None], ...] = (
     check_gradients,
     check_norm,
     check_updates,
+    check_moments,
     check_places,
     check_releases_come_first,
     check_live_bytes,

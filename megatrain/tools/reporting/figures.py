@@ -249,7 +249,7 @@ def _weights(schedule: Schedule, books: Books, tick: int) -> Iterator[PeakHolder
     for position, op in schedule.positions():
         begin, end = position.tick, max(position.tick, last.get(position.tick, 0))
         is_there = op.block in schedule.device_updates
-        if op.slot is not None and (is_there or op.block in schedule.persistent or begin <= tick <= end):
+        if op.what == "W" and (is_there or op.block in schedule.persistent or begin <= tick <= end):
             work = schedule.known_workload().blocks[op.block]
             nbytes = books.effects.copied(work.state_bytes)
             rest -= nbytes + work.optimizer_bytes * is_there

@@ -194,6 +194,8 @@ def _step_limits(options: SizingOptions, name: str | None) -> StepLimits:
     disk_bandwidth = given_bytes(options.disk_bandwidth, "disk_bandwidth")
     if machine is not None and disk_bandwidth is not None:
         machine = replace(machine, disk_bytes_per_s=float(disk_bandwidth))
+    if machine is not None and options.disk_rating is not None:
+        machine = replace(machine, disk_rating_bytes=given_bytes(options.disk_rating, "disk_rating"))
     locked = given_bytes(options.locked_memory, "locked_memory")
     if machine is not None and locked is not None:
         machine = replace(machine, locked_bytes=locked)
@@ -216,6 +218,7 @@ def _step_limits(options: SizingOptions, name: str | None) -> StepLimits:
         chunking=options.chunking,
         kernels=options.kernels,
         hardware=machine,
+        offload=options.offload,
     ).with_kernels(None)
 
 
@@ -288,7 +291,8 @@ def _row_text(cells: Sequence[str]) -> str:
 _CHANGES = {
     "compute": "the card computes most of the time: a faster card, shorter sequences or --lora make a step shorter",
     "h2d": "weights arrive later than they are used: more --tokens-per-step share each copy, a faster slot shortens it",
-    "disk": "weights arrive later than they are used: more --tokens-per-step share each read, more memory holds more",
+    "files": "weights arrive later than they are used: more --tokens-per-step share each read, more memory holds more",
+    "disk": "updates wait for the disk: more --tokens-per-step share an update, --optimizer adamw8bit moves a fourth",
     "d2h": "gradients leave later than they are made: more --tokens-per-step share each copy, --lora leaves fewer",
     "host": "updates wait for the host's memory: more --tokens-per-step share an update, --lora updates less",
 }
@@ -314,9 +318,11 @@ def summary(plan: Plan, options: SizingOptions, tokens: int) -> str:
         lines.append(
             f"frozen weights: {format_bytes(plan.host.file_bytes)} stay in files; {plan.reads.text(plan.hardware)}"
         )
+    if plan.moments is not None:
+        lines.append(f"optimizer state in a file: {plan.moments.text(plan.hardware)}")
     if found is not None and plan.fits:
         lines.append(f"bound by: {found.bound}, busy for {found.busy[found.bound]:.0%} of a step")
-        bound = "disk" if plan.reads is not None and found.bound == "h2d" else found.bound
+        bound = "files" if plan.reads is not None and found.bound == "h2d" else found.bound
         lines.append(f"to change: {_CHANGES.get(bound, 'see --why')}; --alternatives plans other settings")
     elif not plan.fits:
         lines.append("to change: see the ways out at the end")

@@ -70,7 +70,12 @@ class SizingOptions:
         None, optional(SIZE), "what the host's memory reads and writes in a second, such as 400GB"
     )
     disk_bandwidth: int | str | None = _of(
-        None, optional(SIZE), "what the disk reads in a second, such as 7GB, where frozen weights stay in their files"
+        None,
+        optional(SIZE),
+        "what the disk reads in a second, such as 7GB, where weights or optimizer state are in files",
+    )
+    disk_rating: int | str | None = _of(
+        None, optional(SIZE), "what may be written to the drive in its life (TBW), such as 1200TB"
     )
     locked_memory: int | str | None = _of(
         None, optional(MEMORY), "memory that the host's system page-locks: 1GiB on WSL2, half of all on Windows "
@@ -89,6 +94,9 @@ class SizingOptions:
     )
     masters: str = _of(
         "exact", of_compile("masters"), "exact, or rounded, which takes 2 bytes a parameter less (default: exact)"
+    )
+    offload: bool = _of(
+        False, None, "the optimizer's state is in a file between updates, and memory has that of two blocks"
     )
     no_clipping: bool = _of(False, None, "gradients aren't clipped by their norm, so updates don't wait for it")
     no_overlap: bool = _of(False, None, "updates run after the backward")
@@ -134,7 +142,7 @@ class SizingOptions:
             )
         if self.trace is not None and self.report is None:
             raise OptionError("--trace goes with --report.\n  Both draw the same step.\n  Give --report FILE as well.")
-        for name in ("host_bandwidth", "disk_bandwidth", "locked_memory"):
+        for name in ("host_bandwidth", "disk_bandwidth", "disk_rating", "locked_memory"):
             if getattr(self, name) is not None and self.hardware is None:
                 raise OptionError(
                     f"{flag(name)} without --hardware says nothing.\n"

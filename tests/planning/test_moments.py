@@ -1,0 +1,105 @@
+"""Plans with optimizer state in a file: what the host has of it, what the disk moves, and what that wears."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import megatrain
+from megatrain.errors import OptimizerError, OptionError, ScheduleError
+from megatrain.optim.moments import moment_layout
+from megatrain.planning.host_plan import RING
+
+WIDTH, DEPTH = 256, 6
+LAYER = WIDTH * WIDTH + WIDTH
+MACHINE = megatrain.Hardware(1e9, 1e9, 1e12, disk_bytes_per_s=1e7, disk_rating_bytes=10**12, name="slow")
+FOLDER = Path(__file__).parent
+
+
+def net() -> torch.nn.Module:
+    return torch.nn.Sequential(
+        *(torch.nn.Sequential(torch.nn.Linear(WIDTH, WIDTH), torch.nn.Tanh()) for _ in range(DEPTH))
+    )
+
+
+def planned(optimizer: Any = "AdamW", **options: Any) -> megatrain.Plan:
+    with torch.device("meta"):
+        model = net()
+    given: dict[str, Any] = {"precision": "bf16", "loss": lambda out, _: out.float().square().mean(), **options}
+    return megatrain.plan(model, torch.zeros(2, WIDTH), optimizer=optimizer, **given)
+
+
+@pytest.mark.parametrize(("optimizer", "nbytes"), [("AdamW", 8 * LAYER), ("AdamW8bit", 2 * LAYER + 6 * LAYER // 32)])
+def test_the_host_has_the_state_of_two_blocks_and_the_disk_moves_all(optimizer: str, nbytes: int):
+    usual, plan = planned(optimizer, hardware=MACHINE), planned(optimizer, offload=True, hardware=MACHINE)
+    assert plan.moments is not None
+    count, padding = DEPTH, DEPTH * 2 * 4096  # of each weight and each bias
+    assert count * nbytes <= plan.moments.moved == plan.moments.file_bytes <= count * nbytes + padding
+    saved = usual.host.total_bytes - plan.host.total_bytes
+    assert saved == count * nbytes - plan.host.bytes_of(RING)
+    assert plan.host.bytes_of(RING) == 2 * plan.moments.moved // count
+    # As many seconds as the bytes take, each way; other streams are faster, and the simulated step has them.
+    assert plan.simulation is not None
+    assert usual.step_s is not None
+    assert plan.simulation.bound == "disk"
+    disk_s = 2 * plan.moments.moved / 1e7 * (1 - 1e-9)
+    assert plan.simulation.step_s >= disk_s > usual.step_s
+    assert plan.lower_bound is not None
+    assert plan.lower_bound.seconds >= disk_s
+    assert (plan.why_host, plan.schedule.device_updates) == (
+        "the optimizer's state is in a file between updates, which only the host reads",
+        (),
+    )
+
+
+def test_the_plan_says_traffic_and_wear():
+    plan = planned(offload=True, hardware=MACHINE)
+    assert plan.moments is not None
+    assert plan.moments.text(replace(MACHINE, disk_bytes_per_s=3.5e9)) == (
+        "disk: 3.02 MiB; a step reads and writes 3.02 MiB, 1.81 ms at 3.5 GB/s, assumed; "
+        "1,000 steps write 0.00317 TB, 0.32% of the 1 TB that the drive is rated for"
+    )
+    assert "1,000 steps write 0.00317 TB" in plan.moments.text(None)
+    assert "in a file: 3.02 MiB of optimizer state, in no row (offload=...)" in str(plan)
+    assert "disk: 3.02 MiB; a step reads and writes 3.02 MiB, 634 ms at 0.0 GB/s" in str(plan)
+
+
+def test_a_layout_prints_where_what_is():
+    model = torch.nn.Linear(3, 2, device="meta")
+    layout = moment_layout(model, "AdamW8bit", precision="fp32")
+    assert str(layout).splitlines()[:2] == [
+        "moments: 2 parameters, 8192 B",
+        "  0+4096  weight: exp_avg_codes i8[2, 3] at 0, exp_avg_sq_codes u8[2, 3] at 64, exp_avg_scales bf16[1] at "
+        "128, exp_avg_sq_scales f32[1] at 192",
+    ]
+
+
+def test_a_step_takes_a_plan_with_files_and_no_other():
+    given: dict[str, Any] = {"loss": lambda out, _: out.float().square().mean(), "precision": "bf16"}
+    saved = {
+        offload: megatrain.SavedPlan.from_json(planned("AdamW", offload=offload, device="cpu").saved().to_json())
+        for offload in (True, False)
+    }
+    model = net()
+    compiled = megatrain.compile(model, device="cpu", precision="bf16", transfer="copy")
+    step = megatrain.TrainStep(
+        compiled, torch.optim.AdamW(model.parameters()), loss=given["loss"], offload=FOLDER, plan=saved[True]
+    )
+    step(torch.zeros(2, WIDTH))
+    assert step.schedule == saved[True].schedule
+    assert step.host_plan.bytes_of(RING) == planned("AdamW", offload=True).host.bytes_of(RING)
+    for offload, plan in ((FOLDER, saved[False]), (None, saved[True])):
+        parts: Any = compiled, torch.optim.AdamW(model.parameters())
+        with pytest.raises(ScheduleError, match=r"the plan that was given isn't one of this step: block 0 .*moment"):
+            megatrain.TrainStep(*parts, loss=given["loss"], offload=offload, plan=plan)(torch.zeros(2, WIDTH))
+
+
+def test_plans_refuse_what_steps_refuse():
+    with pytest.raises(OptimizerError, match="SGD updates it"):
+        planned("SGD", offload=True)
+    with pytest.raises(OptionError, match="offload without an optimizer says nothing"):
+        planned(None, offload=True)

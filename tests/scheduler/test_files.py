@@ -1,0 +1,109 @@
+"""R and K in schedules: optimizer state that a file has is read before its update, and written after it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatrain.errors import ScheduleError
+from megatrain.hardware.hardware import Hardware
+from megatrain.scheduler.builder.build import build
+from megatrain.scheduler.builder.files import buffer_bytes, ring, with_files
+from megatrain.scheduler.items import Stream
+from megatrain.scheduler.schedule import Schedule, schedule_of
+from megatrain.scheduler.step_kind import StepKind
+from megatrain.scheduler.table import Op, Position
+from megatrain.scheduler.workload import Workload
+from tests.draws import draws
+from tests.scheduler.mutations import with_cells, with_figures
+from tests.scheduler.workloads import Options, assert_checked_and_read_back, trained, whole_steps, workloads
+
+
+def filed(workload: Workload, sizes: list[int]) -> Workload:
+    """The workload with so many bytes of each block's optimizer state in a file."""
+    pairs = zip(workload.blocks, sizes, strict=False)
+    return replace(workload, blocks=tuple(replace(b, moment_bytes=n if b.update_bytes else 0) for b, n in pairs))
+
+
+def four(updates: str = "overlap") -> Schedule:
+    table = build(filed(trained(4), [4096] * 4), StepKind(updates=updates, outputs="release"), num_slots=3)
+    return schedule_of(with_files(table))
+
+
+@given(workloads(), whole_steps(), st.lists(st.sampled_from([0, 1, 5, 40]), min_size=7, max_size=7))
+@draws(80, usual=20)
+def test_a_step_with_files_has_its_ops_in_their_order_and_those_of_the_disk(
+    workload: Workload, chosen: Options, sizes: list[int]
+):
+    workload = filed(workload, sizes)
+    before = chosen.build(workload)
+    found = schedule_of(with_files(before))
+    for stream in (Stream.H2D, Stream.COMPUTE, Stream.D2H, Stream.HOST):
+        mine, theirs = ([str(op) for op in each.ops if op.stream == stream] for each in (found, before))
+        assert mine == theirs
+    updated = [op.block for op in found.ops if op.stream == Stream.HOST and op.what == "U"]
+    expected = [block for block in updated if workload.blocks[block].moment_bytes]
+    for what in "RK":
+        assert [op.block for op in found.ops if op.stream == Stream.DISK and op.what == what] == expected
+    held: set[int] = set()
+    for op in (op for op in found.ops if op.stream == Stream.DISK):
+        held ^= {op.block}
+        assert len(held) <= 2
+    assert not held
+    assert (found.device_bytes, found.host_bytes) == (before.device_bytes, before.host_bytes)
+    assert_checked_and_read_back(found, workload)
+
+
+@given(st.lists(st.integers(1, 9), min_size=1, max_size=30))
+def test_states_that_follow_each_other_have_buffers_of_their_own(sizes: list[int]):
+    chosen = ring(sizes)
+    assert all(one != other for one, other in pairwise(chosen))
+    assert set(chosen) <= {0, 1, 2}
+
+
+def test_much_larger_states_share_a_buffer():
+    table = build(filed(trained(6), [900, 10, 10, 10, 10, 900]), StepKind(updates="overlap"), num_slots=3)
+    assert sum(buffer_bytes(with_files(table)).values()) == 900 + 10 + 10
+
+
+def position(schedule: Schedule, token: str) -> Position:
+    return next(p for p, op in schedule.positions() if str(op) == token)
+
+
+@pytest.mark.parametrize(
+    ("updates", "cells", "rule"),
+    [
+        ("overlap", {"R2@1": None}, "disk:R2 is missing"),
+        ("deferred", {"K1": None}, "disk:K1 is missing"),
+        ("deferred", {"R0@0": 8}, r"host:U0 at tick 1 changes what is read by disk:R0@0 at tick 8"),
+        ("overlap", {"K3": 6}, r"disk:K3 at tick 6 writes what is changed by host:U3 at tick 7"),
+    ],
+)
+def test_a_table_that_lacks_an_op_of_the_disk_is_refused(updates: str, cells: dict[str, int | None], rule: str):
+    schedule = four(updates)
+    for token, tick in cells.items():
+        at = position(schedule, token)
+        moved = {} if tick is None else {Position(tick, at.stream): schedule.ticks[at.tick][at.stream]}
+        schedule = with_cells(schedule, {at: None, **moved})
+    with pytest.raises(ScheduleError, match=rule):
+        with_figures(schedule).check()
+
+
+def test_a_buffer_that_is_not_written_yet_is_not_filled():
+    schedule = four()
+    at = position(schedule, "R2@1")
+    schedule = with_cells(schedule, {at: Op(Stream.DISK, "R", 2, slot=0)})
+    with pytest.raises(ScheduleError, match=r"disk:R2@0 at tick 1 fills a buffer that is written by disk:K3 at tick 8"):
+        with_figures(schedule).check()
+
+
+def test_a_step_takes_as_long_as_its_disk():
+    """Of 4 states of 4096 bytes, each is read and written: 32 KiB at 1 MB/s, and other streams are fast."""
+    machine = Hardware(1e12, 1e12, 1e15, disk_bytes_per_s=1e6)
+    simulation = four().simulate(machine)
+    assert simulation.bound == Stream.DISK
+    assert 8 * 4096e-6 <= simulation.step_s <= 1.01 * 8 * 4096e-6
