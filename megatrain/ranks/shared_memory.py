@@ -151,7 +151,7 @@ class SharedMemory:
         """
         if offset not in self._regions:
             shared = self.mapped(offset, nbytes)
-            private = _mapped(self._contents, offset, nbytes, mmap.MAP_PRIVATE)
+            private = _mapped(self._contents, offset, nbytes, is_private=True)
             for pages in (shared, private):
                 # A child would see what the ranks write from then on, in the middle of their updates: it ends instead.
                 pages.keep_from_children()
@@ -204,7 +204,8 @@ class SharedMemory:
             yield from map(json.loads, lines.splitlines())
 
 
-def _mapped(descriptor: int, offset: int, nbytes: int, kind: int = mmap.MAP_SHARED) -> HostPages:
+def _mapped(descriptor: int, offset: int, nbytes: int, *, is_private: bool = False) -> HostPages:
+    kind = mmap.MAP_PRIVATE if is_private else mmap.MAP_SHARED
     return HostPages(descriptor, aligned(nbytes, PAGE), flags=kind | _MAP_NORESERVE, offset=offset)
 
 

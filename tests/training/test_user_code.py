@@ -21,7 +21,7 @@ RUNS_WITHOUT_EFFECT = (
     "graphs.record(",
 )
 """Calls by which code of users runs on what it isn't for, or is recorded; each file that has one is in the table."""
-TOOLS = ("base/torch_features.py", "passes/interpret.py")  # run no code of users
+TOOLS = ("base/torch_features.py", "optim/moments.py", "passes/interpret.py")  # run no code of users
 
 
 TELLING = (

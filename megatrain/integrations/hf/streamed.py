@@ -137,7 +137,7 @@ _OF_COMPILE = (
     "device", "memory", "precision", "activations", "transfer", "block_bytes", "masters", "opaque", "passes",
     "chunking", "kernels", "hardware", "lengths", "chaos", "recording",
 )  # fmt: skip
-_OF_STEP = ("overlap", "spread", "on_nonfinite", "plan")
+_OF_STEP = ("overlap", "spread", "on_nonfinite", "plan", "offload")
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,7 +198,7 @@ class Streamed(_Base):
     Args:
         args: Those of the trainer.
         kwargs: Those of the trainer, and `megatrain_memory`, `megatrain_precision` and so on: each option of
-            `megatrain.compile`, and `overlap`, `spread` and `on_nonfinite` of `TrainStep`. Training arguments of
+            `megatrain.compile`, and `overlap`, `spread`, `on_nonfinite`, `plan` and `offload` of `TrainStep`. Training arguments of
             these names count as well.
 
     Raises:
