@@ -166,7 +166,7 @@ class Moments:
     the file by `adopt`. In an update the state is a view of a buffer.
 
     A step's schedule reads and writes blocks ahead of and after their updates. An update that nobody has read for, of a
-    step that failed or is completed late, reads first; `settle` writes what is left then.
+    step that failed or is completed late, reads first; `write_changed` writes what is left then.
 
     Args:
         layout: Where what is.
@@ -245,7 +245,7 @@ class Moments:
             buffers: The bytes of each buffer.
             buffer_of: The buffer of each block.
         """
-        self.settle()
+        self.write_changed()
         if buffers != self._buffers:
             self._views.clear()
             self._memory.clear()  # not both at a time
@@ -300,7 +300,7 @@ class Moments:
             for identity, _ in self._members(block):
                 yield from self._mapped[identity].values()
 
-    def settle(self) -> None:
+    def write_changed(self) -> None:
         """Writes all that updates have changed.
 
         Raises:

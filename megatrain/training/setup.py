@@ -227,7 +227,7 @@ class Setup:
         is_ahead = self.there is not None and self.there.is_ahead
         return self.is_due or is_ahead or (self.moments is not None and self.moments.is_behind)
 
-    def settle(self, *, noting: BaseException | None = None) -> None:
+    def write_changed(self, *, noting: BaseException | None = None) -> None:
         """Has the file of the optimizers' state hold all that updates have changed.
 
         Args:
@@ -239,7 +239,7 @@ class Setup:
         if self.moments is None:
             return
         try:
-            self.moments.settle()
+            self.moments.write_changed()
         except ExecuteError as error:
             if noting is None:
                 raise
@@ -253,7 +253,7 @@ class Setup:
                 self.is_completing = True
                 try:
                     self.updates.finish()
-                    self.settle()
+                    self.write_changed()
                 finally:
                     self.is_completing = False
 
@@ -269,7 +269,7 @@ class Setup:
     def catch_up(self, looked: Looked = None) -> None:
         """Has values on the host, as `look`."""
         self.complete()
-        self.settle()
+        self.write_changed()
         if self.there is not None:
             with Interrupts(), without_modes(), self._compiled.engine.turn.run("an update", in_child=True):
                 self.is_completing = True

@@ -240,10 +240,10 @@ class StepRun:
                 attempt.has_recovered = self._do_operations(
                     executor.begin(running.inputs(), watch=attempt.watch), running, updates, before
                 )
-                self._setup.settle()  # what was completed after a failure; else the step's ops have written all
+                self._setup.write_changed()  # what was completed after a failure; else the step's ops have written all
                 self._completion.mark()  # here, where Ctrl-C is held back
             except BaseException as error:
-                self._setup.settle(noting=error)
+                self._setup.write_changed(noting=error)
                 raise
             finally:
                 self.running = None

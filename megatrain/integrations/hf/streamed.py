@@ -198,8 +198,8 @@ class Streamed(_Base):
     Args:
         args: Those of the trainer.
         kwargs: Those of the trainer, and `megatrain_memory`, `megatrain_precision` and so on: each option of
-            `megatrain.compile`, and `overlap`, `spread`, `on_nonfinite`, `plan` and `offload` of `TrainStep`. Training arguments of
-            these names count as well.
+            `megatrain.compile`, and `overlap`, `spread`, `on_nonfinite`, `plan` and `offload` of `TrainStep`.
+            Training arguments of these names count as well.
 
     Raises:
         OptionError: If an option or a training argument can't be right with a model that streams.
