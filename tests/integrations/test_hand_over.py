@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Generator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -193,7 +194,17 @@ class Engine:
         ]
 
 
+@pytest.fixture
+def environment() -> Generator[None]:
+    """TRL says in the environment that there is one rank, which processes of later tests would inherit."""
+    before = dict(os.environ)
+    yield
+    os.environ.clear()
+    os.environ.update(before)
+
+
 @pytest.mark.nightly
+@pytest.mark.usefixtures("environment")
 @pytest.mark.parametrize("name", ["whole", "lora"])
 def test_trls_engine_on_the_same_card_is_filled_between_steps(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

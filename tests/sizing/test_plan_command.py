@@ -163,7 +163,7 @@ def test_what_does_not_fit_is_refused_with_ways_out(config: Path, capsys: pytest
 
 @pytest.mark.nightly
 def test_what_the_host_has_no_room_for_is_refused_with_ways_out(config: Path, capsys: pytest.CaptureFixture[str]):
-    host = refused(capsys, config, "--hardware=rtx-4090", "--micro-batch=4", *STEP, "--host-memory=150KiB")
+    host = refused(capsys, config, "--memory=280KiB", "--micro-batch=4", *STEP, "--host-memory=150KiB")
     assert "of host memory, 150.00 KiB are available" in host
     assert "\n    --optimizer " in host
 
