@@ -28,7 +28,7 @@ from megatrain.optim.per_parameter import is_per_parameter
 from megatrain.passes.program import Program
 from megatrain.planning.equal_layers import Layers
 from megatrain.runtime.loaded import Facts
-from megatrain.scheduler.builder.files import buffer_bytes
+from megatrain.scheduler.builder.moments import buffer_bytes
 from megatrain.scheduler.schedule import Schedule
 from megatrain.tracer.arguments import Arguments
 from megatrain.tracer.inventory import StateEntry, inventory

@@ -25,7 +25,7 @@ from megatrain.planning.step_programs import StepPrograms
 from megatrain.runtime.exchange import Exchange
 from megatrain.scheduler.builder.bound import step_bound
 from megatrain.scheduler.builder.build import SMALLER_BLOCKS, build
-from megatrain.scheduler.builder.files import with_files
+from megatrain.scheduler.builder.moments import with_moments
 from megatrain.scheduler.explain import workload_lines
 from megatrain.scheduler.from_program import step_workload
 from megatrain.scheduler.schedule import Schedule, schedule_of
@@ -260,7 +260,7 @@ def scheduled(
             least_spared_bytes=limits.least_spared_bytes,
             recorded=recordable_blocks(programs)[0] if records else (),
         )
-        return schedule_of(with_files(made)) if limits.filed else made
+        return schedule_of(with_moments(made)) if limits.filed else made
 
 
 class _Tries:

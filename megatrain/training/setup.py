@@ -36,7 +36,7 @@ from megatrain.planning.step_programs import StepPrograms
 from megatrain.runtime.engine import ordinary_tensors
 from megatrain.runtime.exchange import Exchange
 from megatrain.runtime.executor import Executor
-from megatrain.scheduler.builder.files import buffer_bytes
+from megatrain.scheduler.builder.moments import buffer_bytes
 from megatrain.scheduler.items import Stream
 from megatrain.scheduler.schedule import Schedule
 from megatrain.scheduler.step_kind import StepKind

@@ -15,14 +15,16 @@ FAULTS: list[Fault] = [
         "scheduler/effects.py",
         'lambda s, b, _: Effect((Item("moments", b),), moves',
         "lambda s, b, _: Effect((), moves",
-        ("tests/scheduler/test_files.py::test_a_step_with_files_has_its_ops_in_their_order_and_those_of_the_disk",),
+        (
+            "tests/scheduler/test_moments.py::test_a_step_with_moments_in_a_file_has_its_ops_in_their_order_and_those_of_the_disk",
+        ),
     ),
     Fault(
         "the checker lets a buffer be filled whose state isn't written",
         "scheduler/check/host_rules.py",
         "            if op.slot in held:\n",
         "            if op.slot in held and op.slot > 1:\n",
-        ("tests/scheduler/test_files.py::test_a_buffer_that_is_not_written_yet_is_not_filled",),
+        ("tests/scheduler/test_moments.py::test_a_buffer_that_is_not_written_yet_is_not_filled",),
     ),
     Fault(
         "what an optimizer keeps on the device has no bytes of its own",

@@ -18,10 +18,9 @@ from megatrain.scheduler.dependency import dependency_graph
 from megatrain.scheduler.items import Stream
 from megatrain.scheduler.schedule import Schedule
 from megatrain.scheduler.step_kind import StepKind
-from megatrain.scheduler.table import Position
 from megatrain.scheduler.workload import Workload
 from tests.draws import draws
-from tests.scheduler.mutations import with_cells, with_figures
+from tests.scheduler.mutations import position, with_figures, with_moved
 from tests.scheduler.workloads import Options, assert_checked_and_read_back, trained, whole_steps, workloads
 
 
@@ -34,10 +33,6 @@ def alone(workload: Workload, chosen: Options) -> Schedule:
 
 def shared(updates: str = "deferred", num: int = 3) -> Schedule:
     return with_others(build(trained(num), StepKind(updates=updates, outputs="release"), num_slots=3))
-
-
-def position(schedule: Schedule, token: str) -> Position:
-    return next(p for p, op in schedule.positions() if str(op) == token)
 
 
 @given(workloads(), whole_steps())
@@ -94,12 +89,8 @@ def graph_of_ranks(schedules: Sequence[Schedule]) -> nx.DiGraph[object]:
 )
 def test_a_table_that_lacks_a_wait_for_other_ranks_is_refused(updates: str, cells: dict[str, int | None], rule: str):
     schedule = shared(updates)
-    for token, tick in cells.items():
-        at = position(schedule, token)
-        moved = {} if tick is None else {Position(tick, at.stream): schedule.ticks[at.tick][at.stream]}
-        schedule = with_cells(schedule, {at: None, **moved})
     with pytest.raises(ScheduleError, match=rule):
-        with_figures(schedule).check()
+        with_figures(with_moved(schedule, cells)).check()
 
 
 def test_gradients_that_others_may_still_read_are_not_overwritten():

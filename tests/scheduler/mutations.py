@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from random import Random
 from typing import Any
@@ -23,6 +23,20 @@ def with_cells(schedule: Schedule, cells: dict[Position, Op | None]) -> Schedule
         rows[position.tick] = rows[position.tick].replaced(position.stream, op)
     live = (*schedule.live_bytes, *schedule.live_bytes[-1:] * (count - len(schedule.ticks)))
     return replace(schedule, ticks=tuple(rows), live_bytes=live)
+
+
+def position(schedule: Schedule, token: str) -> Position:
+    """Where the first op of this text is."""
+    return next(p for p, op in schedule.positions() if str(op) == token)
+
+
+def with_moved(schedule: Schedule, ticks: Mapping[str, int | None]) -> Schedule:
+    """The schedule with some ops, by their texts, in other rows; or without them, for None."""
+    for token, tick in ticks.items():
+        at = position(schedule, token)
+        moved = {} if tick is None else {Position(tick, at.stream): schedule.ticks[at.tick][at.stream]}
+        schedule = with_cells(schedule, {at: None, **moved})
+    return schedule
 
 
 def with_figures(schedule: Schedule) -> Schedule:

@@ -12,14 +12,14 @@ from hypothesis import strategies as st
 from megatrain.errors import ScheduleError
 from megatrain.hardware.hardware import Hardware
 from megatrain.scheduler.builder.build import build
-from megatrain.scheduler.builder.files import buffer_bytes, ring, with_files
+from megatrain.scheduler.builder.moments import buffer_bytes, ring, with_moments
 from megatrain.scheduler.items import Stream
 from megatrain.scheduler.schedule import Schedule, schedule_of
 from megatrain.scheduler.step_kind import StepKind
-from megatrain.scheduler.table import Op, Position
+from megatrain.scheduler.table import Op
 from megatrain.scheduler.workload import Workload
 from tests.draws import draws
-from tests.scheduler.mutations import with_cells, with_figures
+from tests.scheduler.mutations import position, with_cells, with_figures, with_moved
 from tests.scheduler.workloads import Options, assert_checked_and_read_back, trained, whole_steps, workloads
 
 
@@ -31,17 +31,17 @@ def filed(workload: Workload, sizes: list[int]) -> Workload:
 
 def four(updates: str = "overlap") -> Schedule:
     table = build(filed(trained(4), [4096] * 4), StepKind(updates=updates, outputs="release"), num_slots=3)
-    return schedule_of(with_files(table))
+    return schedule_of(with_moments(table))
 
 
 @given(workloads(), whole_steps(), st.lists(st.sampled_from([0, 1, 5, 40]), min_size=7, max_size=7))
 @draws(80, usual=20)
-def test_a_step_with_files_has_its_ops_in_their_order_and_those_of_the_disk(
+def test_a_step_with_moments_in_a_file_has_its_ops_in_their_order_and_those_of_the_disk(
     workload: Workload, chosen: Options, sizes: list[int]
 ):
     workload = filed(workload, sizes)
     before = chosen.build(workload)
-    found = schedule_of(with_files(before))
+    found = schedule_of(with_moments(before))
     for stream in (Stream.H2D, Stream.COMPUTE, Stream.D2H, Stream.HOST):
         mine, theirs = ([str(op) for op in each.ops if op.stream == stream] for each in (found, before))
         assert mine == theirs
@@ -67,11 +67,7 @@ def test_states_that_follow_each_other_have_buffers_of_their_own(sizes: list[int
 
 def test_much_larger_states_share_a_buffer():
     table = build(filed(trained(6), [900, 10, 10, 10, 10, 900]), StepKind(updates="overlap"), num_slots=3)
-    assert sum(buffer_bytes(with_files(table)).values()) == 900 + 10 + 10
-
-
-def position(schedule: Schedule, token: str) -> Position:
-    return next(p for p, op in schedule.positions() if str(op) == token)
+    assert sum(buffer_bytes(with_moments(table)).values()) == 900 + 10 + 10
 
 
 @pytest.mark.parametrize(
@@ -85,12 +81,8 @@ def position(schedule: Schedule, token: str) -> Position:
 )
 def test_a_table_that_lacks_an_op_of_the_disk_is_refused(updates: str, cells: dict[str, int | None], rule: str):
     schedule = four(updates)
-    for token, tick in cells.items():
-        at = position(schedule, token)
-        moved = {} if tick is None else {Position(tick, at.stream): schedule.ticks[at.tick][at.stream]}
-        schedule = with_cells(schedule, {at: None, **moved})
     with pytest.raises(ScheduleError, match=rule):
-        with_figures(schedule).check()
+        with_figures(with_moved(schedule, cells)).check()
 
 
 def test_a_buffer_that_is_not_written_yet_is_not_filled():

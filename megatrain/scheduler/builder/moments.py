@@ -1,4 +1,4 @@
-"""with_files(): puts the reads and writes of optimizer state that lies in a file around the updates of a table.
+"""with_moments(): puts the reads and writes of optimizer state that lies in a file around the updates of a table.
 
 Around the `U` of each block whose state a file has stand an `R`, which reads the state into a buffer of host memory,
 and a `K`, which writes the state back. Both are ops of one stream, `disk`, in the order of the updates: while the host
@@ -17,7 +17,7 @@ from megatrain.scheduler.items import Stream
 from megatrain.scheduler.table import Op, Table, Tick
 
 
-def with_files(table: Table) -> Table:
+def with_moments(table: Table) -> Table:
     """Puts the ops of the disk into a table; a table without such blocks, or with these ops, stays as it is.
 
     Other ops keep their order. A row is added where the disk has no free one before an update.
@@ -27,7 +27,7 @@ def with_files(table: Table) -> Table:
     >>> from megatrain.scheduler.workload import BlockWork, Workload
     >>> layer = BlockWork("layer", 1024, 1024, 0, 0, 0, True, update_bytes=64, moment_bytes=4096)
     >>> made = build(Workload((layer, layer), (), ()), StepKind(updates="overlap", outputs="release"), num_slots=2)
-    >>> print(*with_files(made).ops)
+    >>> print(*with_moments(made).ops)
     W0@0 R1@0 W1@1 F0 R0@1 F1 B1 B0 G1 G0 U1 U0 K1 K0
     """
     blocks = table.known_workload().blocks
