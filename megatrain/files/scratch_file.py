@@ -8,6 +8,7 @@ import mmap
 import os
 import secrets
 import shutil
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -170,8 +171,8 @@ class ScratchFile:
             os.close(self._files.pop())
         self._pages = None
 
-    def __del__(self) -> None:
-        if os.getpid() == self._process:
+    def __del__(self, _is_over: Callable[[], bool] = sys.is_finalizing) -> None:  # at the end even `sys` may be gone
+        if not _is_over() and os.getpid() == self._process:
             self.close()
 
 

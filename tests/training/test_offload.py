@@ -239,6 +239,24 @@ def test_a_step_that_is_dropped_while_another_reads_is_completed(monkeypatch: py
     assert_same(memory, file)
 
 
+ENDS = """
+import sys
+from tests.training.resuming import points
+from tests.training.test_offload import FOLDER, coded, loss_of, small
+import megatrain
+
+compiled, optimizer = small(coded)
+step = megatrain.TrainStep(compiled, optimizer, loss=loss_of, offload=FOLDER)
+step(points(0))
+"""
+
+
+@pytest.mark.nightly
+def test_a_program_that_ends_with_a_file_says_nothing() -> None:
+    found = subprocess.run([sys.executable, "-W", "ignore", "-c", ENDS], cwd=ROOT, check=True, capture_output=True)
+    assert found.stderr == b""
+
+
 KILLED = """
 import os, signal, sys
 from tests.training.resuming import points
