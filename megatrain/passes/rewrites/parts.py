@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from itertools import groupby
 from typing import Any, NamedTuple, TypeVar
@@ -65,7 +66,7 @@ class Piece(NamedTuple):
     given: Any = None
 
 
-class InParts:
+class InParts(ABC):
     """The target of a call whose parts compute ranges of its results from ranges of its operands.
 
     The forward keeps its operands alone. The backward computes each part once more, under autograd, and differentiates
@@ -80,17 +81,17 @@ class InParts:
         """If the results have no values, because only their gradients are asked for: tells which of them have one."""
         return None
 
+    @abstractmethod
     def parts(self, operands: Sequence[torch.Tensor]) -> Iterator[Piece]:
         """Yields the parts, each when all before it are done; their results make up those of the call."""
-        raise NotImplementedError
 
+    @abstractmethod
     def is_shared(self, index: int) -> bool:
         """Tells whether several parts read the same of an operand, so that its gradient is a sum."""
-        raise NotImplementedError
 
+    @abstractmethod
     def compute(self, part: Piece, operands: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
         """Returns the results of a part."""
-        raise NotImplementedError
 
     def recompute(
         self, part: Piece, operands: Sequence[torch.Tensor], sums: Sequence[GradientSum | None]
