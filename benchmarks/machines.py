@@ -172,7 +172,7 @@ def main() -> None:
     sizes = [options.only] if options.only else list(SHAPES)
     found: dict[str, dict[str, list[Cell]]] = {}
     for what, rank in (("All weights", 0), (f"LoRA, rank {RANK}, on all linear layers", RANK)):
-        found[f"**{what}**: *predicted* tokens/s and the host memory that the step takes; the smallest host that fits"] = {
+        found[f"**{what}**: *predicted* tokens/s and host memory of a step; the smallest host that fits"] = {
             size: list(cells(size, rank)) for size in sizes
         }
     text = written(found)
