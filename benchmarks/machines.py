@@ -118,20 +118,20 @@ def _cell(row: MachineRow, least_gib: float | None) -> Cell:
 
 
 def table(rows: Mapping[str, list[Cell]]) -> str:
-    """A row for each machine, a column for each model: tokens a second, memory of the host, the smallest that fits."""
+    """A row for each machine, two columns for each model: tokens a second with the host's memory; the smallest host."""
     names = list(rows)
-    lines = [f"| | {' | '.join(names)} |", f"| --- |{' --- |' * len(names)}"]
+    lines = [f"| | {' | '.join(f'{name} | smallest host' for name in names)} |", f"| --- |{' --- |' * 2 * len(names)}"]
     for number, machine in enumerate(cell.machine for cell in rows[names[0]]):
-        texts = [_text(rows[name][number]) for name in names]
+        texts = [text for name in names for text in _texts(rows[name][number])]
         lines.append(f"| {machine} | {' | '.join(texts)} |")
     return "\n".join([*lines, ""])
 
 
-def _text(cell: Cell) -> str:
+def _texts(cell: Cell) -> tuple[str, str]:
     if cell.tokens_per_s is None:
-        return f"no: {cell.lacks}"
-    least = "" if cell.least_gib is None else f" ({min(cell.least_gib, cell.host_gib):.0f})"
-    return f"{cell.tokens_per_s:,.0f}, {cell.host_gib:.0f} GiB{least}"
+        return f"no: {cell.lacks}", ""
+    least = "" if cell.least_gib is None else f"{min(cell.least_gib, cell.host_gib):.0f} GiB"
+    return f"{cell.tokens_per_s:,.0f}, {cell.host_gib:.0f} GiB", least
 
 
 def written(found: Mapping[str, Mapping[str, list[Cell]]]) -> str:
@@ -172,7 +172,7 @@ def main() -> None:
     sizes = [options.only] if options.only else list(SHAPES)
     found: dict[str, dict[str, list[Cell]]] = {}
     for what, rank in (("All weights", 0), (f"LoRA, rank {RANK}, on all linear layers", RANK)):
-        found[f"**{what}**: *predicted* tokens/s, the host memory that it takes, and the smallest host that fits"] = {
+        found[f"**{what}**: *predicted* tokens/s and host memory of a step; the smallest host that fits"] = {
             size: list(cells(size, rank)) for size in sizes
         }
     text = written(found)

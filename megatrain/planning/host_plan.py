@@ -192,6 +192,8 @@ class HostPlan:
         file_bytes: Bytes of frozen parameters that stay in their files, in no row: the system's cache of files holds
             some of them while nobody else needs the memory.
         moment_bytes: Bytes of optimizer state that are in a file between updates, in no row.
+        there_bytes: Bytes of parameters and optimizer state that the device alone has, in no row: a call of the model,
+            an evaluation say, brings them to the host.
     """
 
     rows: tuple[HostRow, ...]
@@ -201,6 +203,7 @@ class HostPlan:
     is_estimate: bool = False
     file_bytes: int = 0
     moment_bytes: int = 0
+    there_bytes: int = 0
 
     @property
     def total_bytes(self) -> int:
@@ -259,9 +262,10 @@ class HostPlan:
             rows.append((row.name, str(row.nbytes), format_bytes(row.nbytes), per_parameter))
         files = f"in files: {format_bytes(self.file_bytes)} of frozen weights, in no row (compile(weights=...))"
         filed = f"in a file: {format_bytes(self.moment_bytes)} of optimizer state, in no row (offload=...)"
+        there = f"on the device: {format_bytes(self.there_bytes)} of parameters and their state, in no row"
         note = "note: the optimizer's rows are estimates: its code wasn't run on tensors without memory"
-        notes = (files if self.file_bytes else "", filed if self.moment_bytes else "", note if self.is_estimate else "")
-        return [*in_columns(rows), *filter(None, notes)]
+        notes = {files: self.file_bytes, filed: self.moment_bytes, there: self.there_bytes, note: self.is_estimate}
+        return [*in_columns(rows), *(text for text, is_so in notes.items() if is_so)]
 
 
 def in_columns(rows: Sequence[Sequence[str]], num_texts: int = 1) -> list[str]:
@@ -325,7 +329,7 @@ def host_plan(
     rows.append(("low halves", sum(nbytes for key, nbytes in low_bytes.items() if key not in there)))
     own = [tensor for key, tensor in tensors.items() if key not in frozen]
     held: list[torch.Tensor] = [*own, *(t.grad for t in tensors.values() if t.grad is not None)]
-    need, at_once, first_bytes = OptimizerNeed({}, 0), None, 0
+    need, at_once, first_bytes, away = OptimizerNeed({}, 0), None, 0, dict[str, int]()
     if optimizer is not None:
         optimizers, parameters = over(optimizer, entries, tensors)
         blocks = _updates(programs, entries, parameters, master)
@@ -350,7 +354,8 @@ def host_plan(
     num_parameters = sum(e.spec.numel for e in entries.values() if e.kind == "parameter")
     held_bytes = _held_bytes(held) + (masters.held_bytes if isinstance(masters, Masters) else 0) - vacated_bytes
     moment_bytes = 0 if moments is None else moments.nbytes
-    plan = HostPlan(kept, num_parameters, held_bytes, (), need.is_estimate, sum(frozen.values()), moment_bytes)
+    apart = sum(frozen.values()), moment_bytes, brought + sum(away.values())
+    plan = HostPlan(kept, num_parameters, held_bytes, (), need.is_estimate, *apart)
     state_bytes, can_narrow = sum(need.state.values()), precision == "fp32"
     return replace(plan, helps=_helps(plan, schedule, state_bytes, can_narrow=can_narrow, at_once=at_once))
 

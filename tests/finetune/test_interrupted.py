@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from megatrain.tools.finetune.training_run import _StopBetweenSteps
+from megatrain.tools.finetune.callbacks import StopBetweenSteps
 from tests.comparing import assert_same
 from tests.finetune.commands import data, log_of, losses_of, save_model, started, train, weights_of
 
@@ -82,7 +82,7 @@ def test_a_killed_training_goes_on_from_the_newest_whole_checkpoint(
 
 def test_the_first_ctrl_c_ends_at_the_next_checkpoint_and_the_second_at_once() -> None:
     control: Any = SimpleNamespace(should_save=False, should_training_stop=False)
-    before, stop = signal.getsignal(signal.SIGINT), _StopBetweenSteps()
+    before, stop = signal.getsignal(signal.SIGINT), StopBetweenSteps()
     stop.on_step_end(None, None, control)
     stop.on_save(None, None, control)
     assert (control.should_save, control.should_training_stop) == (False, False)

@@ -9,7 +9,10 @@ from typing import Any
 
 import torch
 
+from megatrain.base.host_limits import available_bytes
+from megatrain.base.sizes import format_bytes
 from megatrain.errors import (
+    ExecuteError,
     MicroBatchError,
     OptimizerError,
     ReadsParameterError,
@@ -52,6 +55,7 @@ class OneStep:
         has_updated: The update was taken within the training step, and the trainer's own has nothing left to do.
         longest: How many tokens the longest row of the data has, and how many rows are flattened into one; a step of
             that length is planned before the first. None if nobody knows, or without `lengths`.
+        evaluates: The model is evaluated between updates, which the host must have room for.
     """
 
     def __init__(
@@ -67,6 +71,7 @@ class OneStep:
         self.reason: str | None = None
         self.has_updated = False
         self.longest: tuple[int, int] | None = None
+        self.evaluates = False
         self.compiled = compiled
         ranks = compiled.megatrain.ranks
         self.several = None if ranks is None else Several(ranks)
@@ -218,6 +223,9 @@ class OneStep:
         _put_gradients(outside, self._losses.gradients_outside)
         self._losses.waiting.clear()
         self.has_updated = True
+        if self.evaluates:
+            _check_evaluations(self.step)
+            self.evaluates = False  # is looked at once
         return self._losses.losses
 
     def _plan_longest(self, step: TrainStep, batches: Sequence[MicroBatch]) -> None:
@@ -239,6 +247,23 @@ class OneStep:
             error.add_note(f"megatrain: this is the step of the longest batches, whose rows have {length} tokens.")
             raise
         self.longest = None
+
+
+def _check_evaluations(step: TrainStep) -> None:
+    """Refuses a training whose evaluations the host would have no room for, after its first update.
+
+    Raises:
+        ExecuteError: With the bytes.
+    """
+    there, available = step.host_plan.there_bytes, available_bytes()
+    if there > available:
+        raise ExecuteError(
+            f"evaluations during this training need {format_bytes(there)} more host memory, "
+            f"{format_bytes(available)} are available.\n"
+            "  The device updates some blocks and alone has their parameters and optimizer state; a call of the model\n"
+            "  between two updates brings all of them to the host.\n"
+            '  Set eval_strategy="no" and evaluate the checkpoints apart, or train with more host memory.'
+        )
 
 
 def _put_gradients(parameters: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor | None]) -> None:

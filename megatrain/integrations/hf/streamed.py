@@ -342,6 +342,7 @@ class Streamed(_Base):
         one_step = self._known()
         if one_step.compiled.megatrain.lengths is not None and (length := longest_row(self.train_dataset)):
             one_step.longest = length, self.args.per_device_train_batch_size
+        one_step.evaluates = self.args.eval_strategy != "no"
         several = self._known().several
         if several is not None:
             self._look_ahead(self.args.gradient_accumulation_steps)

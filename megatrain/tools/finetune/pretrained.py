@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import importlib.util
 import warnings
-from collections.abc import Generator
+from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 from megatrain.base.counts import counted
 from megatrain.errors import MegatrainError, OptionError
@@ -111,6 +112,14 @@ def model_on_paper(name: str, config: Any, precision: str, adapters: Adapters | 
         OptionError: If it isn't a causal language model that transformers knows, or its weights are quantized.
     """
     from accelerate import init_empty_weights
+
+    model = _without_memory(name, config, _dtype(precision, adapters))
+    with readable(f"adapters of `{name}`"), init_empty_weights(include_buffers=False):
+        return model if adapters is None else adapters.onto(model)
+
+
+def _without_memory(name: str, config: Any, dtype: torch.dtype) -> Any:
+    from accelerate import init_empty_weights
     from transformers import AutoModelForCausalLM
 
     if getattr(config, "quantization_config", None):
@@ -122,10 +131,37 @@ def model_on_paper(name: str, config: Any, precision: str, adapters: Adapters | 
             "(docs/tasks/lora-on-32b.md)."
         )
     with readable(f"a language model of `{name}`"), init_empty_weights(include_buffers=False):
-        model = AutoModelForCausalLM.from_config(config, dtype=_dtype(precision, adapters))
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype)
     model.tie_weights()  # each parameter that was made empty is one of its own
-    with readable(f"adapters of `{name}`"), init_empty_weights(include_buffers=False):
-        return model if adapters is None else adapters.onto(model)
+    return model
+
+
+def model_in_files(name: str, config: Any, precision: str, adapters: Adapters) -> Any:
+    """Makes the model with adapters, whose base has no memory, for `compile(weights=)`.
+
+    The adapters have the values that `read_model` gives them.
+
+    Raises:
+        OptionError: As `model_on_paper`.
+    """
+    model = _without_memory(name, config, _dtype(precision, adapters))
+    # peft makes adapters where a weight is. Weights of one element, seen as often as needed, are on the host.
+    one = torch.zeros(1)
+    away = {id(p): (p, nn.Parameter(one.to(p.dtype).expand(p.shape))) for p in model.parameters()}
+    _replace(model, {key: stand_in for key, (_, stand_in) in away.items()})
+    with readable(f"adapters of `{name}`"):
+        adapted = adapters.onto(model)
+    for parameter, stand_in in away.values():
+        parameter.requires_grad_(stand_in.requires_grad)
+    _replace(adapted, {id(stand_in): parameter for parameter, stand_in in away.values()})
+    return adapted
+
+
+def _replace(model: nn.Module, others: Mapping[int, nn.Parameter]) -> None:
+    for module in model.modules():
+        for key, parameter in list(module.named_parameters(recurse=False, remove_duplicate=False)):
+            if id(parameter) in others:
+                setattr(module, key, others[id(parameter)])
 
 
 def read_model(name: str, config: Any, precision: str, adapters: Adapters | None) -> Any:

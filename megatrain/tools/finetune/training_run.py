@@ -7,22 +7,19 @@ import dataclasses
 import fnmatch
 import json
 import math
-import os
 import shutil
-import signal
 import tempfile
-import threading
 from functools import partial
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import torch
 import transformers
 from trl import SFTConfig, SFTTrainer, get_training_chat_template, is_conversational
 
+import megatrain
 from megatrain.base.counts import counted
-from megatrain.base.progress import is_hidden, stage
+from megatrain.base.progress import stage
 from megatrain.base.sizes import parse_bytes
 from megatrain.device import Device, find, usable
 from megatrain.device.device_budget import DeviceBudget
@@ -36,16 +33,18 @@ from megatrain.planning.advice import Spelling, refusal, size
 from megatrain.planning.host_plan import MICRO_BATCH, SEQUENCE
 from megatrain.planning.planned_step import PlannedStep, micro_batch_sizes, shortest_step
 from megatrain.planning.planner import plan
+from megatrain.tools.finetune.callbacks import LOSSES, Losses, StopBetweenSteps
 from megatrain.tools.finetune.pretrained import (
     Adapters,
     longest,
+    model_in_files,
     model_on_paper,
     read_config,
     read_model,
     read_tokenizer,
     readable,
 )
-from megatrain.tools.finetune.run_record import LOSSES, Losses, RunRecord, fingerprint, recorded_batch
+from megatrain.tools.finetune.run_record import RunRecord, fingerprint, recorded_batch
 from megatrain.tools.finetune.train_options import TrainOptions
 from megatrain.tools.finetune.training_data import learnt, read_rows, survey
 from megatrain.training.compiled.padding import bounds_of, brought_to
@@ -121,45 +120,6 @@ class _StreamedSFT(Streamed, SFTTrainer):
     compute_loss = transformers.Trainer.compute_loss
 
 
-class _StopBetweenSteps(transformers.TrainerCallback):
-    """Turns the first Ctrl-C into a checkpoint at the end of the step, and an end of the training there.
-
-    As a context it takes over SIGINT. A second Ctrl-C raises KeyboardInterrupt at once. Where SIGINT is ignored, as in
-    a shell's background jobs, it stays so.
-    """
-
-    def __init__(self) -> None:
-        self.is_asked = False
-        self._before: Any = None
-
-    def __enter__(self) -> _StopBetweenSteps:
-        if threading.current_thread() is threading.main_thread() and callable(signal.getsignal(signal.SIGINT)):
-            self._before = signal.signal(signal.SIGINT, self._note)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self._before is not None:
-            signal.signal(signal.SIGINT, self._before)
-
-    def _note(self, number: int, frame: FrameType | None) -> None:
-        if self.is_asked:
-            self._before(number, frame)
-            return
-        self.is_asked = True
-        if not is_hidden():
-            # A handler may come in the middle of another print, which isn't re-entrant.
-            os.write(2, b"\nmegatrain: the step is finished and saved first; Ctrl-C once more stops at once.\n")
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Asks for a checkpoint and the end, if Ctrl-C came in the step."""
-        if self.is_asked:
-            control.should_save = control.should_training_stop = True
-
-    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Ends the training, if Ctrl-C came in the evaluation before this checkpoint or in the writing of it."""
-        control.should_training_stop = control.should_training_stop or self.is_asked
-
-
 def machine_of_card(device: Device) -> Hardware | None:
     """The machine by whose times micro-batches are chosen; None on the host, whose rates nobody has measured."""
     return None if device.is_host else usual_machine(device)
@@ -181,6 +141,7 @@ class _Run:
         self._tokenizer = read_tokenizer(options.tokenizer or options.model)
         self._arguments = self._trl_arguments(longest(self._config, options.length, LENGTH, "--length"))
         self._paper = self._on_paper()
+        self._stays_in_files = False
         self._training, self._held_out = self._split()
         found = {"data": self._training, "evaluation data": self._held_out}
         surveys = {name: survey(rows) for name, rows in found.items() if rows is not None}
@@ -364,28 +325,44 @@ class _Run:
         print(f"device  {self._device}\n", flush=True)
         with stage("planning"):
             found = self._planned(model, self.batch, arguments.gradient_accumulation_steps)
+            if missing := found.missing_host_bytes:
+                # Frozen weights may stay in their files, and more blocks may be updated on the device.
+                room = found.host.total_bytes - missing
+                found = self._planned(model, self.batch, arguments.gradient_accumulation_steps, host_memory=room)
+        self._stays_in_files = found.host.file_bytes > 0
+        if self._stays_in_files and not Path(options.model).is_dir():
+            raise OptionError(
+                f"the weights of `{options.model}` don't fit into host memory.\n"
+                "  Frozen weights may stay in their files, which are those of a folder.\n"
+                "  Download the model into a folder, and name the folder."
+            )
         print(f"{found}\n", flush=True)
         with stage("looking for ways out"):
             error = refusal(found, _IN_COMMAND)
         if error is not None:
             raise error
 
-    def _planned(self, model: Any, batch: int, count: int, machine: Hardware | None = None) -> PlannedStep:
+    def _planned(
+        self, model: Any, batch: int, count: int, machine: Hardware | None = None, host_memory: int | None = None
+    ) -> PlannedStep:
         options = self.options
         model.train()
         given = None if options.memory is None else parse_bytes(options.memory, "memory")
+        model.config.use_cache = False  # as the trainer does: otherwise keys and values would be results
+        return plan(
+            model, device=self._device, device_memory=DeviceBudget(self._device, given).nbytes, host_memory=host_memory,
+            optimizer=AdamW8bit.__name__ if self._is_coded else torch.optim.AdamW.__name__,
+            precision=options.precision, micro_batches=count, hardware=machine,
+            max_grad_norm=_MAX_GRAD_NORM, block_bytes=options.block_bytes, chunking=options.chunking,
+            kernels=options.kernels, example_kwargs=self._inputs(batch),
+        )  # fmt: skip
+
+    def _inputs(self, batch: int) -> dict[str, torch.Tensor]:
         ids = torch.zeros(batch, self._width, dtype=torch.long, device=self._device.torch_device)
         inputs = {"input_ids": ids, "labels": ids.clone()}
         if self._paper.model_accepts_loss_kwargs:
             inputs["num_items_in_batch"] = torch.ones((), dtype=torch.long, device=ids.device)
-        model.config.use_cache = False  # as the trainer does: otherwise keys and values would be results
-        return plan(
-            model, device=self._device, device_memory=DeviceBudget(self._device, given).nbytes,
-            optimizer=AdamW8bit.__name__ if self._is_coded else torch.optim.AdamW.__name__,
-            precision=options.precision, micro_batches=count, hardware=machine,
-            max_grad_norm=_MAX_GRAD_NORM, block_bytes=options.block_bytes, chunking=options.chunking,
-            kernels=options.kernels, example_kwargs=inputs,
-        )  # fmt: skip
+        return inputs
 
     def go_on(self, record: RunRecord) -> None:
         """Trains what is left of the steps, and copies the trained model out of the last checkpoint.
@@ -426,14 +403,11 @@ class _Run:
         multiple = self._width if options.lengths is None else None
         padded = dataclasses.replace(self._paper.data_collator, pad_to_multiple_of=multiple)
         transformers.set_seed(options.seed)
-        stop = _StopBetweenSteps()
+        stop = StopBetweenSteps()
         trainer = _StreamedSFT(
-            model=read_model(options.model, self._config, options.precision, self._adapters),
+            model=self._compiled(),
             args=arguments, data_collator=lambda rows: _without_mask(padded(rows)), processing_class=self._tokenizer,
             train_dataset=self._training, eval_dataset=self._held_out, callbacks=[stop, Losses(record.folder)],
-            megatrain_device=self._device, megatrain_precision=options.precision, megatrain_memory=options.memory,
-            megatrain_block_bytes=options.block_bytes, megatrain_chunking=options.chunking,
-            megatrain_kernels=options.kernels, megatrain_lengths=options.lengths,
             optimizer_cls_and_kwargs=(AdamW8bit, {"lr": arguments.learning_rate}) if self._is_coded else None,
             megatrain_on_nonfinite="raise",  # the trainer would show another loss in its place, and go on
         )  # fmt: skip
@@ -444,6 +418,24 @@ class _Run:
             except NotFiniteError as error:
                 way = "Give a smaller --lr or a longer --warmup, and another --out; or look at the data."
                 raise NotFiniteError(error.what, way) from error
+
+    def _compiled(self) -> megatrain.CompiledModule:
+        """The model that streams, with its weights in memory, or in their files if memory has no room for them."""
+        options = self.options
+        asked = options.model, self._config, options.precision
+        of_files: dict[str, Any] = {}
+        if self._adapters is not None and self._stays_in_files:
+            model = model_in_files(*asked, self._adapters)
+            # A training that goes on reads its state before the first batch.
+            of_files = {"weights": options.model, "example_kwargs": self._inputs(self.batch)}
+        else:
+            model = read_model(*asked, self._adapters)
+        model.config.use_cache = False
+        return megatrain.compile(
+            model, device=self._device, precision=options.precision, memory=options.memory,
+            block_bytes=options.block_bytes, chunking=options.chunking, kernels=options.kernels,
+            lengths=options.lengths, **of_files,
+        )  # fmt: skip
 
     def saved(self, folder: Path) -> str:
         """Says what is saved, and how to go on."""
