@@ -21,7 +21,7 @@ the two counts. Models have a few thousand random weights.
 | close | outputs equal, bit for bit; gradients within 1e-4 of the largest, where the order of a sum differs |
 | refused | megatrain refuses the model, with the reason that is shown |
 | skipped | a package is missing, or the model fails in eager |
-| error, WRONG | an exception that isn't megatrain's own; other numbers: neither is acceptable |
+| error, WRONG | a fault: never acceptable |
 
 `make zoo` writes this page. For two environments run `python -m tests.zoo --json FILE` in each, then
 `python -m tests.zoo --merge FILE FILE --markdown docs/models.md`.
