@@ -11,8 +11,8 @@ INTRO = """\
 # Models
 
 Eager PyTorch and megatrain train each model of the zoo (`tests/zoo`) for two steps with AdamW, on the CPU in fp32, from
-the same seeds, with dropout. Compared are outputs, gradients, buffers, parameters and the generators of torch, numpy
-and Python. Each case runs twice: with the default options, and streamed in a budget just above the least. The worse of
+the same seeds, with dropout. Outputs, gradients, buffers, parameters and the generators of torch, numpy and Python are
+compared. Each case runs twice: with the default options, and streamed in a budget just above the least. The worse of
 the two counts. Models have a few thousand random weights.
 
 | result | meaning |
