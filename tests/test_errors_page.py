@@ -1,4 +1,4 @@
-"""Every snippet of docs/errors.md raises the error of its section, with what, rule and way out."""
+"""Each snippet of docs/errors.md raises the error of its section, with what, rule and way out."""
 
 from __future__ import annotations
 

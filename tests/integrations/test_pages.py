@@ -30,7 +30,7 @@ CODE = codes("plugins.md", "from verl.")[0]
 def test_the_snippets_train_save_and_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
-    script, mixin, resumed, _ = codes("trainers.md")  # the last one runs under torchrun: test_several.py
+    script, mixin, resumed = codes("trainers.md")  # the first one runs under torchrun too: test_several.py
     found: dict[str, Any] = {}
     torch.manual_seed(0)
     exec(compile(script, "trainers.md", "exec"), found)
