@@ -262,10 +262,9 @@ class HostPlan:
             rows.append((row.name, str(row.nbytes), format_bytes(row.nbytes), per_parameter))
         files = f"in files: {format_bytes(self.file_bytes)} of frozen weights, in no row (compile(weights=...))"
         filed = f"in a file: {format_bytes(self.moment_bytes)} of optimizer state, in no row (offload=...)"
-        there = f"on the device: {format_bytes(self.there_bytes)} of parameters and their state, in no row"
         note = "note: the optimizer's rows are estimates: its code wasn't run on tensors without memory"
-        notes = {files: self.file_bytes, filed: self.moment_bytes, there: self.there_bytes, note: self.is_estimate}
-        return [*in_columns(rows), *(text for text, is_so in notes.items() if is_so)]
+        notes = (files if self.file_bytes else "", filed if self.moment_bytes else "", note if self.is_estimate else "")
+        return [*in_columns(rows), *filter(None, notes)]
 
 
 def in_columns(rows: Sequence[Sequence[str]], num_texts: int = 1) -> list[str]:
