@@ -29,6 +29,7 @@ from megatrain.passes.program import Program
 from megatrain.planning.equal_layers import Layers
 from megatrain.runtime.loaded import Facts
 from megatrain.scheduler.builder.moments import buffer_bytes
+from megatrain.scheduler.from_program import filed_state
 from megatrain.scheduler.schedule import Schedule
 from megatrain.tracer.arguments import Arguments
 from megatrain.tracer.inventory import StateEntry, inventory
@@ -291,6 +292,7 @@ def host_plan(
     in_files: Collection[str] = (),
     vacated_bytes: int = 0,
     moments: MomentLayout | None = None,
+    mapped: Collection[int] = (),
 ) -> HostPlan:
     """Adds up the host memory that the steps of a model take; allocates nothing.
 
@@ -305,7 +307,8 @@ def host_plan(
         on_host: The compute device is the host, so the schedule's device memory is host memory too.
         in_files: Keys of parameters that stay in their files; those that are trained don't count.
         vacated_bytes: Of tensors whose values the device has, so that they take no memory of the host now.
-        moments: The state of optimizers that is in a file between updates; None for none.
+        moments: The state of optimizers that may be in a file between updates; the schedule says of which blocks.
+        mapped: Identities of tensors whose values are in the file now.
 
     Raises:
         OptionError: If the class of an optimizer can't be made over all parameters.
@@ -318,6 +321,9 @@ def host_plan(
     entries = narrow_entries(entries) if precision == "bf16" else entries
     frozen = {key: entries[key].spec.nbytes for key in in_files if key in entries and not entries[key].requires_grad}
     there = set() if on_host else _on_device(programs[0], schedule)
+    filed = (
+        None if moments is None else moments.of_keys(filed_state(programs[0], schedule.known_workload(), moments.sizes))
+    )
     rows = [*_state_rows(programs, {key: entry for key, entry in entries.items() if key not in {*frozen, *there}})]
     rows.append((CACHE, _CACHED * largest_read(programs, frozen)))
     master = MASTER_OF[kind] if precision == "bf16" else WholeMaster
@@ -332,13 +338,12 @@ def host_plan(
         need = joint_need(optimizers, blocks, undoes=schedule.kind.updates != "none", scales=schedule.kind.clip)
         at_once = next((type(each).__name__ for each in optimizers if not is_per_parameter(each)), None)
         states = (state for each in optimizers for state in each.state.values())
-        filed = frozenset[str]() if moments is None else moments.names
-        values = (value for state in states for name, value in dict(state).items() if name not in filed)
+        values = (value for state in states for value in dict(state).values() if id(value) not in mapped)
         own = [value for value in values if isinstance(value, torch.Tensor)]
         held += own
         away = _moments(optimizers, {id(parameters[key]): entries[key].spec.numel for key in there})
         need = replace(need, state={name: nbytes - away.get(name, 0) for name, nbytes in need.state.items()})
-        need = replace(need, state=_in_memory(need.state, moments))
+        need = replace(need, state=_in_memory(need.state, filed))
         rows += need.state.items()
         # What isn't there yet when the first step brings blocks to the device.
         first_bytes = need.scratch_bytes + max(0, sum(need.state.values()) - _held_bytes(own))
@@ -349,7 +354,7 @@ def host_plan(
     kept = tuple(HostRow(name, nbytes) for name, nbytes in rows if nbytes)
     num_parameters = sum(e.spec.numel for e in entries.values() if e.kind == "parameter")
     held_bytes = _held_bytes(held) + (masters.held_bytes if isinstance(masters, Masters) else 0) - vacated_bytes
-    moment_bytes = 0 if moments is None else moments.nbytes
+    moment_bytes = 0 if filed is None else filed.nbytes
     plan = HostPlan(kept, num_parameters, held_bytes, (), need.is_estimate, sum(frozen.values()), moment_bytes)
     state_bytes, can_narrow = sum(need.state.values()), precision == "fp32"
     return replace(plan, helps=_helps(plan, schedule, state_bytes, can_narrow=can_narrow, at_once=at_once))
@@ -370,10 +375,10 @@ def _moments(optimizers: Sequence[torch.optim.Optimizer], numels: Mapping[int, i
     return found
 
 
-def _in_memory(state: Mapping[str, int], moments: MomentLayout | None) -> dict[str, int]:
+def _in_memory(state: Mapping[str, int], filed: MomentLayout | None) -> dict[str, int]:
     """The bytes of an optimizer's state, by class and name, that aren't in a file."""
-    filed = (lambda _: 0) if moments is None else moments.bytes_of
-    left = {name: nbytes - filed(name.partition(".")[2]) for name, nbytes in state.items()}
+    of_file = (lambda _: 0) if filed is None else filed.bytes_of
+    left = {name: nbytes - of_file(name.partition(".")[2]) for name, nbytes in state.items()}
     return {name: nbytes for name, nbytes in left.items() if nbytes > 0}
 
 

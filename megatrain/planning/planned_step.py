@@ -42,6 +42,11 @@ class StepLimits(Limits):
     layout: MomentLayout | None = field(default=None, hash=False, repr=False)
 
     @property
+    def knows_host(self) -> bool:
+        """Whether somebody has said what memory the host has for the step."""
+        return self.host_memory not in (None, UNBOUNDED)
+
+    @property
     def may_compile(self) -> bool:
         """Whether a compiler makes kernels for the device, or for a card that isn't there."""
         return not self.has_device or self.device.has_inductor
