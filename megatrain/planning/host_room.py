@@ -19,6 +19,9 @@ from megatrain.scheduler.builder.search import result_bytes, spared_bytes
 
 ALL = 1 << 62
 """Bytes: as many as can be."""
+# Of the host, for a byte of the device, that a block updated there spares at most: it has fp32 weights and AdamW's
+# moments there, 12 bytes a parameter, and its gradients don't wait on the host.
+_SPARED = 4 / 3
 # So often a plan is made with more blocks on the device, each time by what the host still lacks.
 _MOST_SPARED = 3
 
@@ -40,6 +43,8 @@ def with_host_room(
         return host.missing_bytes(limits.host_memory)
 
     fastest, *others = updates
+    if limits.filed and not limits.least_filed_bytes:
+        return _with_file(tried, limits, updates, missing)
     made, host = tried(fastest)
     if made.too_small is not None or not missing(host):
         return made, host
@@ -47,21 +52,43 @@ def with_host_room(
         most = max(0, _result_bytes(made) - missing(host))
         fewer = tried(fastest, most_result_bytes=most)
         made, host = fewer if not missing(fewer[1]) else (made, host)
-    is_known = limits.host_memory is not None
     tries: list[PlannedOnHost] = []
-    if limits.updates_there and is_known and not limits.least_filed_bytes:
+    is_known = limits.host_memory is not None
+    if limits.updates_there and is_known:
         again = partial(tried, fastest)
         tries.append(_with_more_there((made, host), lambda least: again(least_spared_bytes=least), missing))
-    if limits.filed and not limits.least_filed_bytes:
-        tried = partial(_with_state_in_file, tried, missing)
-        tries.append((made, host))
-        made, host = tried(fastest)
     # Without a machine as little as possible is parked on the host; later updates leave less for the next step.
     for each in (fastest, *(others if is_known else ())):
         if missing(host):
             less = tried(each, hardware=None)
             made, host = less if less[1].total_bytes < host.total_bytes else (made, host)
     tries.append((made, host))
+    return _best(tries, limits.hardware, missing)
+
+
+def _with_file(
+    tried: Callable[..., PlannedOnHost],
+    limits: StepLimits,
+    updates: Sequence[str],
+    missing: Callable[[HostPlan], int],
+) -> PlannedOnHost:
+    """The fastest plan without a file if one fits, or with as much optimizer state in a file as the host needs room."""
+    fastest, *others = updates
+    plain = tried(fastest, updates_there=False)
+    if plain[0].too_small is not None:
+        return plain
+    tries = [plain]
+    if limits.device_memory is None or missing(plain[1]) <= _SPARED * limits.device_memory:
+        tries.append(tried(fastest))
+        if not missing(tries[-1][1]):
+            return tries[-1]
+    if missing(plain[1]):
+        in_file = partial(_with_state_in_file, tried, missing)
+        # What isn't parked leaves room for state.
+        tries += [in_file(fastest), in_file(fastest, hardware=None)]
+        for each in others:
+            if all(missing(one[1]) for one in tries):
+                tries.append(in_file(each, hardware=None))
     return _best(tries, limits.hardware, missing)
 
 
