@@ -256,7 +256,7 @@ class Moments:
     def begin(
         self, blocks: Sequence[Sequence[torch.Tensor]], buffers: Mapping[int, int], buffer_of: Mapping[int, int]
     ) -> None:
-        """Makes the buffers of a step, and has state where the step finds it, whoever has put it elsewhere.
+        """Makes the buffers of a step, and moves state to where the step looks for it.
 
         Args:
             blocks: The parameters that are updated with each block.

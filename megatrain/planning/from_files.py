@@ -73,9 +73,6 @@ class FileReads:
         )
 
 
-_NEEDLESS = "the host has room for all of the optimizer's state, so nothing needs the file"
-
-
 @dataclass(frozen=True, slots=True)
 class MomentTraffic:
     """The optimizer state that a step reads from its file, and writes back.
@@ -98,7 +95,7 @@ class MomentTraffic:
     def text(self, machine: Hardware | None) -> str:
         """Says in a line what is moved, for how long, and how much 1,000 steps write."""
         if not self.moved:
-            return f"disk: {format_bytes(self.file_bytes)} that no step reads or writes: {_NEEDLESS}"
+            return "disk: nothing needs the file: all of the optimizer's state stays in memory, and no step reads it"
         written = 1000 * self.moved
         text = f"disk: {format_bytes(self.file_bytes)}; a step reads and writes {format_bytes(self.moved)}"
         wear = f"1,000 steps write {written / 1e12:.3g} TB"

@@ -99,7 +99,7 @@ def _with_state_in_file(
     plan = partial(tried, updates, **changes, updates_there=False)
     made, host = plan(least_filed_bytes=0)
     while lacking := missing(host):
-        # What a file spares is known but for what a buffer has between the tensors.
+        # A buffer has a few bytes more, between the tensors.
         more = plan(least_filed_bytes=spared_in_file(made.schedule) + lacking)
         if more[1].total_bytes >= host.total_bytes:
             break

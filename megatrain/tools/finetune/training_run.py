@@ -22,11 +22,13 @@ import transformers
 from trl import SFTConfig, SFTTrainer, get_training_chat_template, is_conversational
 
 from megatrain.base.counts import counted
+from megatrain.base.host_limits import available_bytes
 from megatrain.base.progress import is_hidden, stage
 from megatrain.base.sizes import parse_bytes
 from megatrain.device import Device, find, usable
 from megatrain.device.device_budget import DeviceBudget
 from megatrain.errors import CheckpointError, OptionError
+from megatrain.files.scratch_file import check_disk
 from megatrain.hardware.hardware import Hardware
 from megatrain.hardware.machine import usual_machine
 from megatrain.integrations.hf import Streamed
@@ -34,6 +36,7 @@ from megatrain.integrations.hf.newest_whole import STATE, newest_whole
 from megatrain.optim.fast.adamw_8bit import AdamW8bit
 from megatrain.planning.advice import Spelling, refusal, size
 from megatrain.planning.host_plan import MICRO_BATCH, SEQUENCE
+from megatrain.planning.options import given_bytes
 from megatrain.planning.planned_step import PlannedStep, micro_batch_sizes, shortest_step
 from megatrain.planning.planner import plan
 from megatrain.tools.finetune.pretrained import (
@@ -58,10 +61,13 @@ _ENOUGH = 20
 _KEPT_CHECKPOINTS = 2
 """The newest, and the one before it, for a kill while the newest is written."""
 _MAX_GRAD_NORM = 1.0
+# With --offload state stays in the memory that is free; the rest is for other programs.
+_OF_FREE = 0.9
 # What only a training needs that goes on. All else in a checkpoint is what save_pretrained() writes.
 _OF_TRAINING = ("megatrain", STATE, "training_args.bin", "optimizer.pt", "scheduler.pt", "scaler.pt", "rng_state*")
 _IN_COMMAND: Spelling = {
     "block_bytes": lambda value: f"--block-bytes {size(value)}",
+    "offload": lambda value: "--offload FOLDER, on a fast disk",
     "precision": lambda value: f"--precision {value}",
     "micro_batches": lambda value: f"--accumulate {value}",
     MICRO_BATCH: lambda value: f"--batch {value}",
@@ -121,6 +127,13 @@ class _StreamedSFT(Streamed, SFTTrainer):
     compute_loss = transformers.Trainer.compute_loss
 
 
+class FusedAdamW(torch.optim.AdamW):
+    """The trainer's AdamW, in one pass of fp32 parameters as well: so their state can be in a file."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, fused=True)
+
+
 class _StopBetweenSteps(transformers.TrainerCallback):
     """Turns the first Ctrl-C into a checkpoint at the end of the step, and an end of the training there.
 
@@ -173,6 +186,11 @@ class _Run:
 
     def __init__(self, options: TrainOptions) -> None:
         self.options, self._device = options, usable(options.device)
+        self._host_memory = given_bytes(options.host_memory, "host_memory")
+        if options.offload is not None:
+            check_disk(Path(options.offload))
+            if self._host_memory is None:
+                self._host_memory = int(_OF_FREE * available_bytes())
         # A training that goes on has the micro-batches that it began with, on whichever device.
         self._recorded = None if options.batch else recorded_batch(Path(options.out))
         self._config = read_config(options.model)
@@ -370,6 +388,13 @@ class _Run:
         if error is not None:
             raise error
 
+    @property
+    def _optimizer(self) -> type[torch.optim.Optimizer]:
+        if self._is_coded:
+            return AdamW8bit
+        is_whole = self.options.precision == "fp32" and self.options.offload is not None
+        return FusedAdamW if is_whole else torch.optim.AdamW
+
     def _planned(self, model: Any, batch: int, count: int, machine: Hardware | None = None) -> PlannedStep:
         options = self.options
         model.train()
@@ -381,7 +406,8 @@ class _Run:
         model.config.use_cache = False  # as the trainer does: otherwise keys and values would be results
         return plan(
             model, device=self._device, device_memory=DeviceBudget(self._device, given).nbytes,
-            optimizer=AdamW8bit.__name__ if self._is_coded else torch.optim.AdamW.__name__,
+            host_memory=self._host_memory, offload=options.offload is not None,
+            optimizer=self._optimizer,
             precision=options.precision, micro_batches=count, hardware=machine,
             max_grad_norm=_MAX_GRAD_NORM, block_bytes=options.block_bytes, chunking=options.chunking,
             kernels=options.kernels, example_kwargs=inputs,
@@ -434,6 +460,7 @@ class _Run:
             megatrain_device=self._device, megatrain_precision=options.precision, megatrain_memory=options.memory,
             megatrain_block_bytes=options.block_bytes, megatrain_chunking=options.chunking,
             megatrain_kernels=options.kernels, megatrain_lengths=options.lengths,
+            megatrain_offload=options.offload, megatrain_host_memory=self._host_memory,
             optimizer_cls_and_kwargs=(AdamW8bit, {"lr": arguments.learning_rate}) if self._is_coded else None,
             megatrain_on_nonfinite="raise",  # the trainer would show another loss in its place, and go on
         )  # fmt: skip

@@ -41,6 +41,7 @@ _IN_COMMAND: Spelling = {
     "activations": lambda value: f"--activations {value}",
     "kernels": lambda value: f"--kernels {value}",
     "optimizer": lambda value: f"--optimizer {value.lower()}",
+    "offload": lambda value: "--offload",
     MICRO_BATCH: lambda value: f"--micro-batch {value}",
     SEQUENCE: lambda value: f"--sequence {value}",
     LORA: lambda value: f"--lora {value}" if value else "no --lora",
