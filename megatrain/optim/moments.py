@@ -21,6 +21,7 @@ from megatrain.errors import OptimizerError, OptionError
 from megatrain.files.scratch_file import PAGE, FileRange, ScratchFile
 from megatrain.optim.fast import fast_path
 from megatrain.optim.fast.adamw import InOnePass
+from megatrain.optim.fast.adamw_8bit import AdamW8bit
 from megatrain.optim.masters.narrow_model import narrow_entries
 from megatrain.optim.need import OptimizerLike, over
 from megatrain.optim.proxy import Optimizer, empty
@@ -155,6 +156,16 @@ def moment_layout(
             '  Use precision="bf16", or leave offload out.'
         )
     return MomentLayout.of(optimizers, {key: (parameters[key], spec) for key, spec in trained.items()})
+
+
+def may_be_in_file(optimizers: Sequence[Optimizer], precision: str) -> bool:
+    """Whether the state of optimizers over a model can be in a file, as far as their classes and options say."""
+    has_masters = precision == "bf16"
+    return all(
+        isinstance(each, AdamW8bit)
+        or (isinstance(each, torch.optim.AdamW) and all(has_masters or group["fused"] for group in each.param_groups))
+        for each in optimizers
+    )
 
 
 class Moments:

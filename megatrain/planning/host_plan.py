@@ -22,13 +22,13 @@ from megatrain.optim.fast.adamw import AdamWInOnePass
 from megatrain.optim.masters.halves import Master, RoundedMaster, SplitMaster, WholeMaster
 from megatrain.optim.masters.narrow_model import narrow_entries
 from megatrain.optim.masters.registry import Masters
-from megatrain.optim.moments import MomentLayout
+from megatrain.optim.moments import MomentLayout, may_be_in_file
 from megatrain.optim.need import OptimizerLike, OptimizerNeed, Updated, joint_need, over
 from megatrain.optim.per_parameter import is_per_parameter
 from megatrain.passes.program import Program
 from megatrain.planning.equal_layers import Layers
 from megatrain.runtime.loaded import Facts
-from megatrain.scheduler.builder.moments import buffer_bytes
+from megatrain.scheduler.builder.moments import buffer_bytes, spared_bytes
 from megatrain.scheduler.from_program import filed_state
 from megatrain.scheduler.schedule import Schedule
 from megatrain.tracer.arguments import Arguments
@@ -83,7 +83,7 @@ class ExampleSizes:
 
     def __init__(self, model: nn.Module, arguments: Arguments) -> None:
         self._model, self._arguments = model, arguments
-        self._state = _state_of(model)
+        self._state = inventory(model)[0]
         self.sizes: Mapping[str, int] = {}
         self.fixed: Mapping[str, str] = {
             DEPTH: "a model that is made already has the layers that it has",
@@ -102,7 +102,7 @@ class ExampleSizes:
 
     def check(self) -> None:
         """As `ModelSizes.check`."""
-        if _state_of(self._model) != self._state:
+        if inventory(self._model)[0] != self._state:
             raise OptionError(
                 "the model has changed since it was planned: other parameters, or others of them are trained.\n"
                 "  A plan is planned again from the same model.\n  Plan the model as it is now with megatrain.plan."
@@ -137,10 +137,6 @@ def num_tokens(arguments: Arguments) -> int | None:
 
 def _is_ids(tensor: torch.Tensor) -> bool:
     return tensor.ndim == 2 and not (tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool)
-
-
-def _state_of(model: nn.Module) -> Mapping[str, StateEntry]:
-    return inventory(model)[0]
 
 
 def model_and_inputs(made: Any, who: str) -> tuple[nn.Module, tuple[Any, ...], dict[str, Any]]:
@@ -331,7 +327,7 @@ def host_plan(
     rows.append(("low halves", sum(nbytes for key, nbytes in low_bytes.items() if key not in there)))
     own = [tensor for key, tensor in tensors.items() if key not in frozen]
     held: list[torch.Tensor] = [*own, *(t.grad for t in tensors.values() if t.grad is not None)]
-    need, at_once, first_bytes = OptimizerNeed({}, 0), None, 0
+    need, at_once, first_bytes, may_file = OptimizerNeed({}, 0), None, 0, 0
     if optimizer is not None:
         optimizers, parameters = over(optimizer, entries, tensors)
         blocks = _updates(programs, entries, parameters, master)
@@ -345,6 +341,10 @@ def host_plan(
         need = replace(need, state={name: nbytes - away.get(name, 0) for name, nbytes in need.state.items()})
         need = replace(need, state=_in_memory(need.state, filed))
         rows += need.state.items()
+        if moments is None and may_be_in_file(optimizers, precision):
+            sizes = [sum(updated.spec.numel for updated in block) for block in blocks]
+            share = sum(need.state.values()) / max(1, sum(sizes))
+            may_file = spared_bytes({b: round(share * size) for b, size in enumerate(sizes) if size})
         # What isn't there yet when the first step brings blocks to the device.
         first_bytes = need.scratch_bytes + max(0, sum(need.state.values()) - _held_bytes(own))
     rows += [*_step_rows(programs, entries, schedule, on_host=on_host), ("update scratch", need.scratch_bytes)]
@@ -357,7 +357,7 @@ def host_plan(
     moment_bytes = 0 if filed is None else filed.nbytes
     plan = HostPlan(kept, num_parameters, held_bytes, (), need.is_estimate, sum(frozen.values()), moment_bytes)
     state_bytes, can_narrow = sum(need.state.values()), precision == "fp32"
-    return replace(plan, helps=_helps(plan, schedule, state_bytes, can_narrow=can_narrow, at_once=at_once))
+    return replace(plan, helps=_helps(plan, schedule, state_bytes, may_file, can_narrow=can_narrow, at_once=at_once))
 
 
 def _on_device(program: Program, schedule: Schedule) -> set[str]:
@@ -474,7 +474,7 @@ def _held_bytes(tensors: Iterable[torch.Tensor]) -> int:
 
 
 def _helps(
-    plan: HostPlan, schedule: Schedule, state_bytes: int, *, can_narrow: bool, at_once: str | None
+    plan: HostPlan, schedule: Schedule, state_bytes: int, may_file: int, *, can_narrow: bool, at_once: str | None
 ) -> tuple[str, ...]:
     """Yields ways to take less memory, with the bytes that each could save."""
     gradients, parks = plan.bytes_of("gradients"), plan.bytes_of("parks")
@@ -491,7 +491,9 @@ def _helps(
     if parks:
         found.append(f"fewer or smaller micro-batches, or more device memory: less is parked ({format_bytes(parks)})")
     if state_bytes > plan.num_parameters:
-        found.append(f"an optimizer with less state ({format_bytes(state_bytes)}), such as Adafactor or SGD")
+        found.append(f"an optimizer with less state ({format_bytes(state_bytes)}), such as AdamW8bit, Adafactor or SGD")
+    if may_file > 0:
+        found.append(f"offload= a folder on a fast disk: then {format_bytes(plan.total_bytes - may_file)} are enough")
     if schedule.kind.mode == "train":
         found.append("training fewer parameters: requires_grad_(False), adapters")
     return tuple(found)
