@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from megatrain.errors import ScheduleError
 from megatrain.hardware.hardware import Hardware
+from megatrain.scheduler.builder.bound import step_bound
 from megatrain.scheduler.builder.build import build
 from megatrain.scheduler.builder.moments import (
     buffer_bytes,
@@ -124,7 +125,17 @@ def test_as_much_state_is_in_the_file_as_the_host_lacks_room(
     assert not filed or least
     assert_checked_and_read_back(found, found.known_workload())
     whole = with_moments(before, {block: sizes[block] for block in host})
-    assert found.simulate(SLOW_DISK).step_s <= schedule_of(whole).simulate(SLOW_DISK).step_s * (1 + 1e-9)
+    step_s = found.simulate(SLOW_DISK).step_s
+    assert step_s <= schedule_of(whole).simulate(SLOW_DISK).step_s * (1 + 1e-9)
+    assert step_bound(found.effects(), found.device_bytes, SLOW_DISK).seconds <= step_s * (1 + 1e-9)
+
+
+def test_a_clipped_step_is_bound_by_the_disk_and_the_backward():
+    machine = replace(SLOW_DISK, flops_per_s=1e9)
+    table = schedule_of(with_moments(made(12, "deferred"), dict.fromkeys(range(12), 4096)))
+    bound = step_bound(table.effects(), table.device_bytes, machine)
+    assert bound.reason == "the disk, which has optimizer state, then the backward"
+    assert 0.9 * table.simulate(machine).step_s < bound.seconds <= table.simulate(machine).step_s
 
 
 @pytest.mark.parametrize("updates", ["overlap", "deferred", "spread"])
