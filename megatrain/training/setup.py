@@ -442,7 +442,7 @@ class Setup:
         """
         plan = self.host_plan(setting)
         if not self.tables.is_planned and self._exchange.is_alone and (missing := self._missing(plan)):
-            ways = self.tables.file, self.tables.spare
+            ways = self.tables.file_more, self.tables.spare
             is_other = self._times.look_no_more() or any(way(setting.schedule, missing) for way in ways)
             if is_other or (setting.kind.updates == "spread" and self._times.spread_no_more()):
                 return False

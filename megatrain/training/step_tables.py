@@ -84,7 +84,7 @@ class StepTables:
         """Whether steps have optimizer state in a file between the host's updates."""
         return self._limits.least_filed_bytes > 0
 
-    def file(self, schedule: Schedule, nbytes: int) -> bool:
+    def file_more(self, schedule: Schedule, nbytes: int) -> bool:
         """Has more optimizer state in the file from now on, because the host lacks so many bytes for a schedule.
 
         Returns:
