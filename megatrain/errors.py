@@ -88,6 +88,10 @@ class StreamedCallsWarning(UserWarning):
     """A trainer runs its updates as streamed calls and an update on the host, not as one training step."""
 
 
+class NeedlessFileWarning(UserWarning):
+    """Optimizer state is to be in a file between updates, and the host has room for all of it."""
+
+
 class TrainStepWarning(UserWarning):
     """A loop around a training step does once more what the step has done, or its model trains without its dropout."""
 

@@ -15,6 +15,7 @@ from megatrain.errors import (
     ManyCapturesWarning,
     MegatrainError,
     MicroBatchError,
+    NeedlessFileWarning,
     OpaqueModelWarning,
     OptimizerError,
     OptionError,
@@ -40,8 +41,8 @@ from megatrain.passes.program import Block, Program, Template
 from megatrain.passes.rewriter import Rewriter
 from megatrain.planning.host_plan import HostPlan
 from megatrain.planning.plan import Plan
+from megatrain.planning.planned_step import SavedPlan
 from megatrain.planning.planner import plan
-from megatrain.planning.saved_plan import SavedPlan
 from megatrain.runtime.engine import Engine
 from megatrain.runtime.executor import Executor
 from megatrain.runtime.streams.stream_set import Chaos, Recording
@@ -82,6 +83,7 @@ __all__ = [
     "ManyCapturesWarning",
     "MegatrainError",
     "MicroBatchError",
+    "NeedlessFileWarning",
     "OpaqueModelWarning",
     "OptimizerError",
     "OptionError",

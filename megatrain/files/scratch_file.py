@@ -65,9 +65,7 @@ class ScratchFile:
         self._num_threads = 0
         self._files: list[int] = []
         self._pages: mmap.mmap | None = None
-        kind = file_system(folder)
-        if kind in _IN_MEMORY:
-            raise _refused(folder, f"is in memory ({kind}), not on a disk", "Give a folder on a disk.")
+        check_disk(folder)
         try:
             self._make()
             if nbytes:
@@ -191,12 +189,19 @@ def _serve(work: SimpleQueue[_Work | None]) -> None:
         del item, task, ended  # the buffer isn't kept from being freed
 
 
-def file_system(folder: Path) -> str:
-    """The kind of a folder's file system, such as `ext4`; empty where the system doesn't tell.
+def check_disk(folder: Path) -> None:
+    """Refuses what isn't a folder on a disk.
 
     Raises:
-        OptionError: If there is no such folder.
+        OptionError: Saying what it is.
     """
+    kind = _file_system(folder)
+    if kind in _IN_MEMORY:
+        raise _refused(folder, f"is in memory ({kind}), not on a disk", "Give a folder on a disk.")
+
+
+def _file_system(folder: Path) -> str:
+    """The kind of a folder's file system, such as `ext4`; empty where the system doesn't tell."""
     try:
         device = folder.stat().st_dev
     except OSError as error:

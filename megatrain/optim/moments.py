@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +21,7 @@ from megatrain.errors import OptimizerError, OptionError
 from megatrain.files.scratch_file import PAGE, FileRange, ScratchFile
 from megatrain.optim.fast import fast_path
 from megatrain.optim.fast.adamw import InOnePass
+from megatrain.optim.fast.adamw_8bit import AdamW8bit
 from megatrain.optim.masters.narrow_model import narrow_entries
 from megatrain.optim.need import OptimizerLike, over
 from megatrain.optim.proxy import Optimizer, empty
@@ -106,10 +107,9 @@ class MomentLayout:
         """Bytes of the regions, by key: what is read and written around an update."""
         return {key: region.nbytes for key, region in self.regions.items()}
 
-    @property
-    def names(self) -> frozenset[str]:
-        """Names of all state that is there."""
-        return frozenset(name for region in self.regions.values() for name in region.fields)
+    def of_keys(self, keys: Collection[str]) -> MomentLayout:
+        """The layout of some parameters."""
+        return MomentLayout({key: region for key, region in self.regions.items() if key in keys})
 
     def bytes_of(self, name: str) -> int:
         """Bytes of all state of a name, such as `exp_avg`."""
@@ -158,12 +158,24 @@ def moment_layout(
     return MomentLayout.of(optimizers, {key: (parameters[key], spec) for key, spec in trained.items()})
 
 
+def may_be_in_file(optimizers: Sequence[Optimizer], precision: str) -> bool:
+    """Whether the state of optimizers over a model can be in a file, as far as their classes and options say."""
+    has_masters = precision == "bf16"
+    return all(
+        isinstance(each, AdamW8bit)
+        or (isinstance(each, torch.optim.AdamW) and all(has_masters or group["fused"] for group in each.param_groups))
+        for each in optimizers
+    )
+
+
 class Moments:
     """The state of optimizers in a file, and of some blocks in buffers of memory, where their updates change it.
 
     Between updates `optimizer.state` has tensors that are mapped from the file: a `state_dict` or a checkpoint has the
     values, and user code may write into them. State that others put there instead (`load_state_dict`) is copied into
-    the file by `adopt`. In an update the state is a view of a buffer.
+    the file when a step begins. In an update the state is a view of a buffer. The state of other blocks, those of which
+    a step's schedule has no reads and writes, stays in memory, as if there were no file; so it is copied out of the
+    file where an earlier step or a checkpoint has put it there.
 
     A step's schedule reads and writes blocks ahead of and after their updates. An update that nobody has read for, of a
     step that failed or is completed late, reads first; `write_changed` writes what is left then.
@@ -203,19 +215,36 @@ class Moments:
         self._held: dict[int, int] = {}  # the block in each buffer
         self._changed: set[int] = set()
         self._lock = threading.RLock()
-        self.adopt()
+        self._adopt(self._parameters)
 
     def __repr__(self) -> str:
         return f"<Moments: {format_bytes(self.layout.nbytes)} in `{self.file.folder}`, {self.file.how}>"
 
     # -- between steps --------------------------------------------------------------------------------------
 
-    def adopt(self) -> None:
-        """Copies state that isn't in the file into the file; state of another shape or dtype stays as it is."""
+    @property
+    def held_bytes(self) -> int:
+        """Bytes of memory that the buffers take."""
+        return sum(memory.nbytes for memory in self._memory.values())
+
+    @property
+    def mapped(self) -> frozenset[int]:
+        """Identities of the tensors that are mapped from the file."""
+        return frozenset(id(tensor) for tensors in self._mapped.values() for tensor in tensors.values())
+
+    def _adopt(self, parameters: Sequence[torch.Tensor]) -> None:
+        """Copies their state into the file, unless it is there; state of another shape or dtype stays as it is."""
         for optimizer in self._optimizers:
-            for parameter in self._parameters:
+            for parameter in parameters:
                 if state := optimizer.state.get(parameter):
                     self._put(state, self._regions[id(parameter)], self._mapped[id(parameter)])
+
+    def _take(self, parameters: Sequence[torch.Tensor]) -> None:
+        """Copies their state out of the file into memory."""
+        for optimizer in self._optimizers:
+            for parameter in parameters:
+                state, mapped = optimizer.state.get(parameter) or {}, self._mapped[id(parameter)]
+                state.update({name: value.clone() for name, value in mapped.items() if state.get(name) is value})
 
     def _put(self, state: dict[str, Any], region: StatePlace, places: Mapping[str, torch.Tensor]) -> None:
         for name, (_, spec) in region.fields.items():
@@ -238,12 +267,12 @@ class Moments:
     def begin(
         self, blocks: Sequence[Sequence[torch.Tensor]], buffers: Mapping[int, int], buffer_of: Mapping[int, int]
     ) -> None:
-        """Makes the buffers of a step, and takes state over that others have put into the optimizers.
+        """Makes the buffers of a step, and moves state to where the step looks for it.
 
         Args:
             blocks: The parameters that are updated with each block.
             buffers: The bytes of each buffer.
-            buffer_of: The buffer of each block.
+            buffer_of: The buffer of each block whose state is in the file; that of other blocks stays in memory.
         """
         self.write_changed()
         if buffers != self._buffers:
@@ -256,7 +285,9 @@ class Moments:
         if blocks is not self._blocks or buffer_of != self._buffer_of:
             self._views.clear()
         self._blocks, self._buffers, self._buffer_of = blocks, buffers, buffer_of
-        self.adopt()
+        staying = {id(p) for block, each in enumerate(blocks) if block not in buffer_of for p in each}
+        self._adopt([p for p in self._parameters if id(p) not in staying])  # first, so that not all is in memory
+        self._take([p for p in self._parameters if id(p) in staying])
 
     # -- in a step ------------------------------------------------------------------------------------------
 

@@ -10,7 +10,8 @@ from typing import Any
 from megatrain.base.counts import counted
 from megatrain.base.sizes import format_bytes, parse_bytes
 from megatrain.errors import ExecuteError, MegatrainError, OptionError, ScheduleError
-from megatrain.planning.host_plan import DEPTH, LORA, MICRO_BATCH, SEQUENCE, ExampleSizes, in_columns, model_and_inputs
+from megatrain.planning.host_plan import in_columns
+from megatrain.planning.model_sizes import DEPTH, LORA, MICRO_BATCH, SEQUENCE, ExampleSizes, model_and_inputs
 from megatrain.planning.planned_step import PlannedStep, StepLimits
 from megatrain.scheduler.bands import format_s
 from megatrain.tracer.arguments import Arguments
@@ -37,6 +38,7 @@ IN_PYTHON: Spelling = {
     "activations": lambda value: f'activations="{value}"',
     "kernels": lambda value: f'kernels="{value}"',
     "optimizer": lambda value: f'optimizer="{value}"',
+    "offload": lambda value: "offload=True",
     MICRO_BATCH: lambda value: f"an example of {value}",
     SEQUENCE: lambda value: f"an example of length {value}",
     DEPTH: lambda value: counted(value, "layer"),
@@ -44,7 +46,10 @@ IN_PYTHON: Spelling = {
 }
 """As options of `megatrain.plan`."""
 
-_KEEPS = {"device_memory": SAME, "host_memory": SAME, "activations": SAME, "overlap": SAME, "block_bytes": ROUNDING}
+_KEEPS = {
+    **dict.fromkeys(("device_memory", "host_memory", "activations", "overlap", "offload"), SAME),
+    "block_bytes": ROUNDING,
+}
 
 
 def words(changes: Changes, spelling: Spelling = IN_PYTHON) -> str:
@@ -246,7 +251,7 @@ _HELPS = "What helps:"
 _HALVINGS = 10
 _MOST_OF_PAIRS = 4
 # What changes nothing on the device.
-_OF_HOST = {"max_grad_norm", "overlap", "masters", "optimizer"}
+_OF_HOST = {"max_grad_norm", "overlap", "masters", "optimizer", "offload"}
 
 
 def ways_out(plan: PlannedStep, spelling: Spelling = IN_PYTHON) -> tuple[Alternative, ...]:
@@ -299,6 +304,8 @@ def _families(plan: PlannedStep) -> Iterator[Sequence[Changes]]:
         yield [{"block_bytes": _as_printed(largest >> n)} for n in range(1, 5)]
     if needs_host and not limits.overlap and limits.max_grad_norm is None and limits.optimizer is not None:
         yield [{"overlap": True}]
+    if needs_host and not limits.offload and limits.optimizer is not None:
+        yield [{"offload": True}]
     yield from ([each] for each in _other_trainings(plan) if needs_host or not each.keys() <= _OF_HOST)
     if limits.micro_batches > 1:
         yield _halves("micro_batches", limits.micro_batches)

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from megatrain.base.sizes import format_bytes
+from megatrain.errors import NeedlessFileWarning
 from megatrain.hardware.hardware import Hardware, of_files
 from megatrain.hardware.presets import DISK
 from megatrain.passes.program import Program
+from megatrain.planning.host_plan import HostPlan, HostRow
 from megatrain.scheduler.bands import format_s
 from megatrain.scheduler.items import Stream
 from megatrain.scheduler.schedule import Schedule
@@ -91,6 +94,8 @@ class MomentTraffic:
 
     def text(self, machine: Hardware | None) -> str:
         """Says in a line what is moved, for how long, and how much 1,000 steps write."""
+        if not self.moved:
+            return "disk: nothing needs the file: all of the optimizer's state stays in memory, and no step reads it"
         written = 1000 * self.moved
         text = f"disk: {format_bytes(self.file_bytes)}; a step reads and writes {format_bytes(self.moved)}"
         wear = f"1,000 steps write {written / 1e12:.3g} TB"
@@ -102,3 +107,37 @@ class MomentTraffic:
         )
         assumed = ", assumed" if rate == DISK else ""
         return f"{text}, {format_s(2 * self.moved / rate)} at {rate / 1e9:.1f} GB/s{assumed}; {wear}"
+
+
+# State of fewer bytes isn't worth a warning.
+_MUCH = 1 << 30
+
+
+def warn_if_needless(plan: HostPlan, state_bytes: int, host_memory: int | None) -> bool:
+    """Warns of a file for optimizer state that all has room in the host's memory.
+
+    Args:
+        plan: A step's memory of the host.
+        state_bytes: Of all state that may be in the file.
+        host_memory: What a step may take, or None for what is free.
+
+    Returns:
+        Whether it has warned.
+    """
+    whole = replace(plan, rows=(*plan.rows, HostRow("in the file", plan.moment_bytes)))
+    if state_bytes < _MUCH or whole.missing_bytes(host_memory):
+        return False
+    size = format_bytes(state_bytes)
+    if plan.moment_bytes:
+        moved = format_bytes(plan.moment_bytes)
+        what = f"each step reads and writes {moved} of it all the same, as host_memory isn't given"
+        way = f'Give host_memory="{format_bytes(whole.total_bytes).replace(" ", "")}" or more'
+    else:
+        what, way = "it stays in memory, and no step reads or writes the file", "Give less host_memory"
+    warnings.warn(
+        f"nothing needs the file of offload=: the host has room for all of the optimizer's state, {size}.\n"
+        f"  {what[0].upper()}{what[1:]}.\n  {way}, or leave offload out.",
+        NeedlessFileWarning,
+        stacklevel=2,
+    )
+    return True

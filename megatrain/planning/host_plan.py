@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from math import prod
-from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -17,158 +15,28 @@ from megatrain.base.sizes import aligned, format_bytes
 from megatrain.base.torch_private import FakeTensor
 from megatrain.device import is_on_host
 from megatrain.device.host_pages import gives_back
-from megatrain.errors import ExecuteError, OptionError
+from megatrain.errors import ExecuteError
 from megatrain.optim.fast.adamw import AdamWInOnePass
 from megatrain.optim.masters.halves import Master, RoundedMaster, SplitMaster, WholeMaster
 from megatrain.optim.masters.narrow_model import narrow_entries
 from megatrain.optim.masters.registry import Masters
-from megatrain.optim.moments import MomentLayout
+from megatrain.optim.moments import MomentLayout, may_be_in_file
 from megatrain.optim.need import OptimizerLike, OptimizerNeed, Updated, joint_need, over
 from megatrain.optim.per_parameter import is_per_parameter
 from megatrain.passes.program import Program
-from megatrain.planning.equal_layers import Layers
 from megatrain.runtime.loaded import Facts
-from megatrain.scheduler.builder.moments import buffer_bytes
+from megatrain.scheduler.builder.moments import buffer_bytes, spared_bytes
+from megatrain.scheduler.from_program import filed_state
 from megatrain.scheduler.schedule import Schedule
-from megatrain.tracer.arguments import Arguments
 from megatrain.tracer.inventory import StateEntry, inventory
 from megatrain.tracer.packing import plain_tensors
 
-MICRO_BATCH, SEQUENCE, DEPTH, LORA = "micro_batch", "sequence", "depth", "lora"
-"""Names of sizes: samples of a micro-batch, tokens of a sample, layers, and the rank of adapters (0 for none)."""
 CACHE = "cache of files"
 """Name of a row: what the system's cache needs of files that are read."""
 BROUGHT = "before the first update"
 """Name of a row: how much more the model takes until the device has the blocks that it updates."""
 RING = "optimizer state of two blocks"
 """Name of a row: buffers for state that is in a file between its updates."""
-
-# A plan takes next to no memory: an example of more rows and columns has no values.
-_MOST_ELEMENTS = 2**20
-
-
-class ModelSizes(Protocol):
-    """Makes a model and an example of its call at any sizes."""
-
-    @property
-    def sizes(self) -> Mapping[str, int]:
-        """The sizes that can change, as they are."""
-        ...
-
-    @property
-    def fixed(self) -> Mapping[str, str]:
-        """Of the sizes that can't change: why, in words."""
-        ...
-
-    def check(self) -> None:
-        """Refuses to go on if the model isn't the one that was planned first."""
-        ...
-
-    def made(self, sizes: Mapping[str, int]) -> tuple[nn.Module, Arguments]:
-        """The model, which may be on meta, and the arguments of one micro-batch."""
-        ...
-
-    def few(self, sizes: Mapping[str, int]) -> tuple[nn.Module, Arguments, Layers] | None:
-        """The same with only some of its equal layers, and which layers it has; None if they aren't plainly equal."""
-        ...
-
-
-class ExampleSizes:
-    """A model with an example of its call, whose first dimension is the micro-batch, and the second the sequence.
-
-    An example of another size has this one's rows and columns, again and again: its values stay of the same kind (ids
-    of the vocabulary, masks of ones). A size that some of the tensors don't have can't change.
-    """
-
-    def __init__(self, model: nn.Module, arguments: Arguments) -> None:
-        self._model, self._arguments = model, arguments
-        self._state = _state_of(model)
-        self.sizes: Mapping[str, int] = {}
-        self.fixed: Mapping[str, str] = {
-            DEPTH: "a model that is made already has the layers that it has",
-            LORA: "adapters are put into a model before it is planned",
-        }
-        for name, dimension in ((MICRO_BATCH, 0), (SEQUENCE, 1)):
-            found = {tuple(t.shape) for t in arguments.tensors if t.ndim > dimension}
-            lengths = {shape[dimension] for shape in found}
-            if dimension == 1 and not any(t.ndim > 2 or _is_ids(t) for t in arguments.tensors):
-                self.fixed = {**self.fixed, name: "the example has neither token ids nor sequences of vectors"}
-            elif len(lengths) == 1 and min(lengths) > 0:
-                self.sizes = {**self.sizes, name: lengths.pop()}
-            else:
-                shapes = ", ".join(map(str, sorted(found))) or "of fewer dimensions"
-                self.fixed = {**self.fixed, name: f"the example's tensors don't share dimension {dimension}: {shapes}"}
-
-    def check(self) -> None:
-        """As `ModelSizes.check`."""
-        if _state_of(self._model) != self._state:
-            raise OptionError(
-                "the model has changed since it was planned: other parameters, or others of them are trained.\n"
-                "  A plan is planned again from the same model.\n  Plan the model as it is now with megatrain.plan."
-            )
-
-    def made(self, sizes: Mapping[str, int]) -> tuple[nn.Module, Arguments]:
-        """As `ModelSizes.made`."""
-        tensors = [self._resized(tensor, sizes) for tensor in self._arguments.tensors]
-        args, kwargs = self._arguments.rebuild(tensors)
-        return self._model, Arguments.of(self._model, args, kwargs)
-
-    def few(self, sizes: Mapping[str, int]) -> None:
-        """None: a model that is made has its layers."""
-        del sizes
-
-    def _resized(self, tensor: torch.Tensor, sizes: Mapping[str, int]) -> torch.Tensor:
-        made = tensor.detach()
-        shape = [sizes.get(name, size) for name, size in zip((MICRO_BATCH, SEQUENCE), tensor.shape, strict=False)]
-        if prod(shape) > _MOST_ELEMENTS:
-            made = made.to("meta")
-        for name, dimension in ((MICRO_BATCH, 0), (SEQUENCE, 1)):
-            if name in sizes and made.ndim > dimension and sizes[name] != made.shape[dimension]:
-                at = torch.arange(sizes[name], device=made.device) % made.shape[dimension]
-                made = made.index_select(dimension, at)
-        return tensor if made.shape == tensor.shape else made.requires_grad_(tensor.requires_grad)
-
-
-def num_tokens(arguments: Arguments) -> int | None:
-    """Tokens of an example: the elements of its first tensor of whole numbers in two dimensions; None without one."""
-    return next((tensor.numel() for tensor in arguments.tensors if _is_ids(tensor)), None)
-
-
-def _is_ids(tensor: torch.Tensor) -> bool:
-    return tensor.ndim == 2 and not (tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool)
-
-
-def _state_of(model: nn.Module) -> Mapping[str, StateEntry]:
-    return inventory(model)[0]
-
-
-def model_and_inputs(made: Any, who: str) -> tuple[nn.Module, tuple[Any, ...], dict[str, Any]]:
-    """Takes `(model, inputs)` apart: a tensor, a tuple of arguments, a dict of keyword arguments, or the last two."""
-    if not isinstance(made, tuple) or len(made) != 2 or not isinstance(made[0], nn.Module):
-        kinds = ", ".join(type(x).__qualname__ for x in (made if isinstance(made, tuple) else (made,)))
-        what = f"({kinds})" if isinstance(made, tuple) else f"a {kinds}"
-        raise OptionError(
-            f"{who} returned {what}.\n  The function must return (model, inputs), where model is an nn.Module.\n"
-            "  Write `return model, (x,)`."
-        )
-    model, inputs = made
-    if isinstance(inputs, tuple) and len(inputs) == 2 and isinstance(inputs[0], tuple) and _is_keywords(inputs[1]):
-        return model, inputs[0], dict(inputs[1])
-    if isinstance(inputs, tuple):
-        return model, inputs, {}
-    if _is_keywords(inputs):
-        return model, (), dict(inputs)
-    if isinstance(inputs, torch.Tensor):
-        return model, (inputs,), {}
-    raise OptionError(
-        f"{who} returned inputs of type {type(inputs).__qualname__}.\n"
-        "  Inputs are a tensor, a tuple of arguments, a dict of keyword arguments by name, or a pair (tuple, dict).\n"
-        "  Write `return model, (x,)` or `return model, {'input_ids': ids}`."
-    )
-
-
-def _is_keywords(value: Any) -> bool:
-    return isinstance(value, dict) and all(isinstance(key, str) for key in value)
 
 
 @dataclass(frozen=True, slots=True)
@@ -294,6 +162,7 @@ def host_plan(
     in_files: Collection[str] = (),
     vacated_bytes: int = 0,
     moments: MomentLayout | None = None,
+    mapped: Collection[int] = (),
 ) -> HostPlan:
     """Adds up the host memory that the steps of a model take; allocates nothing.
 
@@ -308,7 +177,8 @@ def host_plan(
         on_host: The compute device is the host, so the schedule's device memory is host memory too.
         in_files: Keys of parameters that stay in their files; those that are trained don't count.
         vacated_bytes: Of tensors whose values the device has, so that they take no memory of the host now.
-        moments: The state of optimizers that is in a file between updates; None for none.
+        moments: The state of optimizers that may be in a file between updates; the schedule says of which blocks.
+        mapped: Identities of tensors whose values are in the file now.
 
     Raises:
         OptionError: If the class of an optimizer can't be made over all parameters.
@@ -321,6 +191,9 @@ def host_plan(
     entries = narrow_entries(entries) if precision == "bf16" else entries
     frozen = {key: entries[key].spec.nbytes for key in in_files if key in entries and not entries[key].requires_grad}
     there = set() if on_host else _on_device(programs[0], schedule)
+    filed = (
+        None if moments is None else moments.of_keys(filed_state(programs[0], schedule.known_workload(), moments.sizes))
+    )
     rows = [*_state_rows(programs, {key: entry for key, entry in entries.items() if key not in {*frozen, *there}})]
     rows.append((CACHE, _CACHED * largest_read(programs, frozen)))
     master = MASTER_OF[kind] if precision == "bf16" else WholeMaster
@@ -328,21 +201,24 @@ def host_plan(
     rows.append(("low halves", sum(nbytes for key, nbytes in low_bytes.items() if key not in there)))
     own = [tensor for key, tensor in tensors.items() if key not in frozen]
     held: list[torch.Tensor] = [*own, *(t.grad for t in tensors.values() if t.grad is not None)]
-    need, at_once, first_bytes, away = OptimizerNeed({}, 0), None, 0, dict[str, int]()
+    need, at_once, first_bytes, may_file, away = OptimizerNeed({}, 0), None, 0, 0, dict[str, int]()
     if optimizer is not None:
         optimizers, parameters = over(optimizer, entries, tensors)
         blocks = _updates(programs, entries, parameters, master)
         need = joint_need(optimizers, blocks, undoes=schedule.kind.updates != "none", scales=schedule.kind.clip)
         at_once = next((type(each).__name__ for each in optimizers if not is_per_parameter(each)), None)
         states = (state for each in optimizers for state in each.state.values())
-        filed = frozenset[str]() if moments is None else moments.names
-        values = (value for state in states for name, value in dict(state).items() if name not in filed)
+        values = (value for state in states for value in dict(state).values() if id(value) not in mapped)
         own = [value for value in values if isinstance(value, torch.Tensor)]
         held += own
         away = _moments(optimizers, {id(parameters[key]): entries[key].spec.numel for key in there})
         need = replace(need, state={name: nbytes - away.get(name, 0) for name, nbytes in need.state.items()})
-        need = replace(need, state=_in_memory(need.state, moments))
+        need = replace(need, state=_in_memory(need.state, filed))
         rows += need.state.items()
+        if moments is None and may_be_in_file(optimizers, precision):
+            sizes = [sum(updated.spec.numel for updated in block) for block in blocks]
+            share = sum(need.state.values()) / max(1, sum(sizes))
+            may_file = spared_bytes({b: round(share * size) for b, size in enumerate(sizes) if size})
         # What isn't there yet when the first step brings blocks to the device.
         first_bytes = need.scratch_bytes + max(0, sum(need.state.values()) - _held_bytes(own))
     rows += [*_step_rows(programs, entries, schedule, on_host=on_host), ("update scratch", need.scratch_bytes)]
@@ -352,11 +228,10 @@ def host_plan(
     kept = tuple(HostRow(name, nbytes) for name, nbytes in rows if nbytes)
     num_parameters = sum(e.spec.numel for e in entries.values() if e.kind == "parameter")
     held_bytes = _held_bytes(held) + (masters.held_bytes if isinstance(masters, Masters) else 0) - vacated_bytes
-    moment_bytes = 0 if moments is None else moments.nbytes
-    apart = sum(frozen.values()), moment_bytes, brought + sum(away.values())
+    apart = sum(frozen.values()), 0 if filed is None else filed.nbytes, brought + sum(away.values())
     plan = HostPlan(kept, num_parameters, held_bytes, (), need.is_estimate, *apart)
     state_bytes, can_narrow = sum(need.state.values()), precision == "fp32"
-    return replace(plan, helps=_helps(plan, schedule, state_bytes, can_narrow=can_narrow, at_once=at_once))
+    return replace(plan, helps=_helps(plan, schedule, state_bytes, may_file, can_narrow=can_narrow, at_once=at_once))
 
 
 def _on_device(program: Program, schedule: Schedule) -> set[str]:
@@ -374,10 +249,10 @@ def _moments(optimizers: Sequence[torch.optim.Optimizer], numels: Mapping[int, i
     return found
 
 
-def _in_memory(state: Mapping[str, int], moments: MomentLayout | None) -> dict[str, int]:
+def _in_memory(state: Mapping[str, int], filed: MomentLayout | None) -> dict[str, int]:
     """The bytes of an optimizer's state, by class and name, that aren't in a file."""
-    filed = (lambda _: 0) if moments is None else moments.bytes_of
-    left = {name: nbytes - filed(name.partition(".")[2]) for name, nbytes in state.items()}
+    of_file = (lambda _: 0) if filed is None else filed.bytes_of
+    left = {name: nbytes - of_file(name.partition(".")[2]) for name, nbytes in state.items()}
     return {name: nbytes for name, nbytes in left.items() if nbytes > 0}
 
 
@@ -473,7 +348,7 @@ def _held_bytes(tensors: Iterable[torch.Tensor]) -> int:
 
 
 def _helps(
-    plan: HostPlan, schedule: Schedule, state_bytes: int, *, can_narrow: bool, at_once: str | None
+    plan: HostPlan, schedule: Schedule, state_bytes: int, may_file: int, *, can_narrow: bool, at_once: str | None
 ) -> tuple[str, ...]:
     """Yields ways to take less memory, with the bytes that each could save."""
     gradients, parks = plan.bytes_of("gradients"), plan.bytes_of("parks")
@@ -490,7 +365,9 @@ def _helps(
     if parks:
         found.append(f"fewer or smaller micro-batches, or more device memory: less is parked ({format_bytes(parks)})")
     if state_bytes > plan.num_parameters:
-        found.append(f"an optimizer with less state ({format_bytes(state_bytes)}), such as Adafactor or SGD")
+        found.append(f"an optimizer with less state ({format_bytes(state_bytes)}), such as AdamW8bit, Adafactor or SGD")
+    if may_file > 0:
+        found.append(f"offload= a folder on a fast disk: then {format_bytes(plan.total_bytes - may_file)} are enough")
     if schedule.kind.mode == "train":
         found.append("training fewer parameters: requires_grad_(False), adapters")
     return tuple(found)

@@ -9,10 +9,9 @@ from megatrain.base.checks import Rule, checked, count, either, function, one_of
 from megatrain.base.counts import counted
 from megatrain.errors import OptionError
 from megatrain.planning.advice import MOST_OF_A_SIZE, Alternatives, Largest, alternatives, largest, refusal
-from megatrain.planning.host_plan import DEPTH, MICRO_BATCH, SEQUENCE
+from megatrain.planning.model_sizes import DEPTH, MICRO_BATCH, SEQUENCE
 from megatrain.planning.plan_text import device_lines, piece_lines, reasons, reserve_text, time_text, verdict
-from megatrain.planning.planned_step import UNBOUNDED, PlannedStep
-from megatrain.planning.saved_plan import PLAN, SavedPlan, saved_plan
+from megatrain.planning.planned_step import PLAN, UNBOUNDED, PlannedStep, SavedPlan, saved_plan
 
 SIZES: Rule = either(one_of(MICRO_BATCH, SEQUENCE, DEPTH), function(1))
 

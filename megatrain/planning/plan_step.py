@@ -20,14 +20,14 @@ from megatrain.passes.measured_runs import recordable_blocks
 from megatrain.passes.program import Program
 from megatrain.planning.kernel_choice import AS_ASKED, as_compared, given_kernels, with_kernels
 from megatrain.planning.options import Limits
-from megatrain.planning.saved_plan import SavedPlan
+from megatrain.planning.planned_step import SavedPlan
 from megatrain.planning.step_programs import StepPrograms
 from megatrain.runtime.exchange import Exchange
 from megatrain.scheduler.builder.bound import step_bound
 from megatrain.scheduler.builder.build import SMALLER_BLOCKS, build
-from megatrain.scheduler.builder.moments import with_moments
+from megatrain.scheduler.builder.moments import with_state_in_file
 from megatrain.scheduler.explain import workload_lines
-from megatrain.scheduler.from_program import step_workload
+from megatrain.scheduler.from_program import filed_state, step_workload, updated_bytes
 from megatrain.scheduler.schedule import Schedule, schedule_of
 from megatrain.scheduler.step_kind import StepKind
 from megatrain.scheduler.workload import Workload
@@ -165,11 +165,17 @@ class StepPlans:
             limits.updates_there,
             limits.least_spared_bytes,
             tuple(limits.filed.items()),
+            limits.least_filed_bytes,
         )
 
     def _planned(
         self, captures: Sequence[StepPrograms], kind: StepKind, limits: Limits, loss_bytes: int, *, or_least: bool
     ) -> StepChoices:
+        if limits.least_filed_bytes > 0:
+            # The disk's ops come last, and change no others: so the search is that of a step without a file.
+            others = replace(limits, filed={}, least_filed_bytes=0, updates_there=False)
+            found = self.plan(captures, kind, others, lambda: loss_bytes, or_least=or_least)
+            return replace(found, schedule=_with_state_in_file(found, limits))
         if limits.hardware is not None:
             limits = replace(limits, hardware=of_weights(limits.hardware, captures[0].at(0).weights_bytes))
         if limits.kernels != "auto":
@@ -191,8 +197,9 @@ class StepPlans:
         """Has later steps begin at this level, and forgets the step of another budget, which may have been lower."""
         for capture in found.captures:
             capture.least = found.level
-        for other in [known for known in self._known if known[:2] == key[:2]]:
-            del self._known[other]
+        for other, known in [*self._known.items()]:
+            if other[:2] == key[:2] and known.level < found.level:
+                del self._known[other]
 
 
 def plan_step(
@@ -246,8 +253,8 @@ def scheduled(
     records = limits.kernels == "graphs"
     with limits.memory_for(programs, records=records) as memory:
         there = limits.updates_there and kind.may_update_there
-        options: Any = {"masters": limits.master_kind, "updates_there": there, "filed": limits.filed}
-        made = build(
+        options: Any = {"masters": limits.master_kind, "updates_there": there}
+        return build(
             step_workload(programs, loss_bytes=loss_bytes, **options),
             kind,
             num_slots=num_slots,
@@ -260,7 +267,16 @@ def scheduled(
             least_spared_bytes=limits.least_spared_bytes,
             recorded=recordable_blocks(programs)[0] if records else (),
         )
-        return schedule_of(with_moments(made)) if limits.filed else made
+
+
+def _with_state_in_file(found: StepChoices, limits: Limits) -> Schedule:
+    """The schedule of a plan with as much optimizer state in a file as limits ask for."""
+    program = found.programs[0]
+    machine = of_weights(limits.hardware or usual_machine(limits.device), program.weights_bytes)
+    nbytes = updated_bytes(program, limits.filed)
+    table = schedule_of(with_state_in_file(found.schedule, nbytes, limits.least_filed_bytes, machine))
+    table.check()
+    return table
 
 
 class _Tries:
@@ -410,7 +426,8 @@ def _given_choices(
     others: list[Workload] = []
     for level, programs in _levels(captures, planned):
         there = any(block.optimizer_bytes for block in planned.blocks)
-        options: Any = {"masters": limits.master_kind, "updates_there": there, "filed": limits.filed}
+        filed = filed_state(programs[0], planned, limits.filed)
+        options: Any = {"masters": limits.master_kind, "updates_there": there, "filed": filed}
         found = step_workload(programs, loss_bytes=loss_bytes, **options)
         if as_compared(found, limits) == as_compared(planned, limits):
             schedule, differences = given_kernels(schedule, programs, limits)

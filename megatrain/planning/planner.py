@@ -6,7 +6,7 @@ A `Planner` plans one model under many limits and at many sizes, and captures ea
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Generator, Hashable, Mapping, Sequence
+from collections.abc import Collection, Generator, Hashable, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -34,22 +34,16 @@ from megatrain.passes.program import Program
 from megatrain.passes.rewrites.loss_only import loss_only
 from megatrain.planning.equal_layers import Repeated
 from megatrain.planning.from_files import FileReads, MomentTraffic
-from megatrain.planning.host_plan import (
-    CACHE,
-    ExampleSizes,
-    HostPlan,
-    ModelSizes,
-    host_plan,
-    num_tokens,
-)
+from megatrain.planning.host_plan import CACHE, HostPlan, host_plan
+from megatrain.planning.host_room import ALL, with_host_room
 from megatrain.planning.loss_bytes import Loss, measure_loss
+from megatrain.planning.model_sizes import ExampleSizes, ModelSizes, num_tokens
 from megatrain.planning.options import COMPILE, PRECISION, Limits, check_masters, check_opaque, given_bytes
 from megatrain.planning.plan import Plan
 from megatrain.planning.plan_step import IN_FILES, WAITS_FOR_ALL, StepChoices, StepPlans, updates_allowed
 from megatrain.planning.planned_step import Asked, StepLimits
 from megatrain.planning.step_programs import StepPrograms, undisturbed
 from megatrain.scheduler.builder.build import STEP
-from megatrain.scheduler.builder.search import result_bytes, spared_bytes
 from megatrain.scheduler.step_kind import StepKind
 from megatrain.tracer.arguments import Arguments
 from megatrain.tracer.inventory import StateEntry, inventory
@@ -59,9 +53,6 @@ from megatrain.tracer.spec import DEVICE, EXAMPLE_ARGS, EXAMPLE_KWARGS, MODEL
 from megatrain.tracer.trace import trace
 from megatrain.tracer.traced import TracedModule
 
-# So often a plan is made with more blocks on the device, each time by what the host still lacks.
-_MOST_SPARED = 3
-_ALL = 1 << 62  # bytes: as many blocks as fit the device
 # Captures and schedules of long models are large; a table of alternatives has fewer.
 _MOST = 32
 
@@ -118,8 +109,10 @@ class Planner:
         kinds = {"precision": limits.precision, "masters": limits.masters}
         layout = moment_layout(found.model, limits.optimizer, **kinds) if limits.offload else None
         filed = {} if layout is None else layout.sizes
-        limits = replace(limits, updates_there=not why_host, filed=filed, layout=layout)
-        made, host, reads = self._with_files(found, limits, updates)
+        least = ALL if filed and not limits.knows_host else 0
+        limits = replace(limits, updates_there=not why_host, filed=filed, least_filed_bytes=least)
+        made, host, reads = self._with_files(found, replace(limits, layout=layout), updates)
+        moments = None if layout is None else MomentTraffic.of(made.schedule, layout.nbytes)
         return Plan(
             made.programs[0],
             made.schedule,
@@ -128,11 +121,11 @@ class Planner:
             limits.host_memory,
             limits.precision,
             made.too_small,
-            Asked(replace(limits, layout=None), sizes, self._source.fixed, found.num_tokens, self.plan),
+            Asked(limits, sizes, self._source.fixed, found.num_tokens, self.plan),
             made.why_kernels,
-            why_host,
+            IN_FILES if moments is not None and moments.moved else why_host,
             reads,
-            None if layout is None else MomentTraffic.of(made.schedule, layout.nbytes),
+            moments,
         )
 
     def _with_files(
@@ -169,28 +162,7 @@ class Planner:
             options: Any = {"precision": limits.precision, "masters": limits.masters, "in_files": in_files}
             return made, host_plan(*parts, **options, moments=limits.layout)
 
-        def missing(host: HostPlan) -> int:
-            return host.missing_bytes(limits.host_memory)
-
-        fastest, *others = updates
-        made, host = tried(fastest)
-        if made.too_small is not None or not missing(host):
-            return made, host
-        if made.schedule.results:
-            most = max(0, _result_bytes(made) - missing(host))
-            fewer = tried(fastest, most_result_bytes=most)
-            made, host = fewer if not missing(fewer[1]) else (made, host)
-        tries: list[_Planned] = []
-        if limits.updates_there and limits.host_memory is not None:
-            again = partial(tried, fastest)
-            tries.append(_with_more_there((made, host), lambda least: again(least_spared_bytes=least), missing))
-        # Without a machine as little as possible is parked on the host; later updates leave less for the next step.
-        for each in (fastest, *(others if limits.host_memory is not None else ())):
-            if missing(host):
-                less = tried(each, hardware=None)
-                made, host = less if less[1].total_bytes < host.total_bytes else (made, host)
-        tries.append((made, host))
-        return _best(tries, limits.hardware, missing)
+        return with_host_room(tried, limits, updates)
 
     def _captured(self, limits: StepLimits, sizes: Mapping[str, int]) -> _Capture:
         given = tuple(map(id, (limits.loss, *limits.passes)))
@@ -247,39 +219,6 @@ class Planner:
             ) from error
 
 
-_Planned = tuple[StepChoices, HostPlan]
-
-
-def _with_more_there(first: _Planned, plan: Callable[[int], _Planned], missing: Callable[[HostPlan], int]) -> _Planned:
-    """A plan with more blocks on the device, as many as spare what the host lacks, or as fit.
-
-    Args:
-        first: The plan that lacks memory of the host.
-        plan: Plans so that at least so many bytes are spared.
-        missing: Of a plan.
-    """
-    (made, host), least = first, 0
-    for _ in range(_MOST_SPARED):  # what is parked on the host may be more than before
-        workload, table = made.schedule.known_workload(), made.schedule
-        spared = sum(spared_bytes(workload, table.kind, block) for block in table.device_updates)
-        if not missing(host) or spared < least:
-            break
-        least = spared + missing(host)
-        made, host = plan(least)
-    if not missing(host):
-        return made, host
-    most = plan(_ALL)
-    return most if most[1].total_bytes < host.total_bytes else (made, host)
-
-
-def _best(found: Sequence[_Planned], machine: Hardware | None, missing: Callable[[HostPlan], int]) -> _Planned:
-    """Of those that fit the host the fastest; if none does, the one that takes the least of it."""
-    fits = [each for each in found if not missing(each[1])]
-    if len(fits) < 2 or machine is None:
-        return fits[0] if fits else min(found, key=lambda each: each[1].total_bytes)
-    return min(fits, key=lambda each: each[0].schedule.simulate(machine).step_s)
-
-
 def captured(model: nn.Module, arguments: Arguments, limits: Limits, *, is_own_loss: bool) -> TracedModule:
     """Captures a call; the model, which may be on meta, and generators stay as they were.
 
@@ -334,11 +273,6 @@ def _in_files(found: _Capture, limits: StepLimits) -> Mapping[str, int]:
     return {key: nbytes for key, nbytes in frozen.items() if found.tensors[key].is_meta}
 
 
-def _result_bytes(made: StepChoices) -> int:
-    workload = made.schedule.known_workload()
-    return len(made.captures) * sum(result_bytes(workload, block) for block in made.schedule.results)
-
-
 def _ways_of_updates(limits: StepLimits, found: _Capture) -> tuple[tuple[str, ...], str]:
     """When updates may run, the fastest way first; and why the host makes all of them, empty if the device may."""
     if limits.optimizer is None:
@@ -352,8 +286,6 @@ def _ways_of_updates(limits: StepLimits, found: _Capture) -> tuple[tuple[str, ..
         return ways, "the device is the host"
     if ways[0] == "serial":
         return ways, WAITS_FOR_ALL
-    if limits.offload:
-        return ways, IN_FILES
     if limits.master_kind == "rounded":
         return ways, "masters are rounded at random, by numbers of the host"
     trained = [key for key, entry in found.entries.items() if entry.kind == "parameter" and entry.requires_grad]

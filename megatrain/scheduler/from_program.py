@@ -296,11 +296,26 @@ def step_workload(
     for program in {id(each): each for each in programs}.values() if len(programs) > 1 else ():
         check_buffers(program)
     merged = merge_programs(programs, masters, updates_there=updates_there)
-    in_files: Counter[int] = Counter()
-    for key, (owner, *_) in trained_holders(programs[0]).items() if filed else ():
-        in_files[owner] += filed.get(key, 0)
-    blocks = tuple(replace(block, moment_bytes=in_files[b]) for b, block in enumerate(merged.workload.blocks))
-    return replace(merged.workload, blocks=blocks if filed else merged.workload.blocks, loss_bytes=loss_bytes)
+    blocks = merged.workload.blocks
+    if filed:
+        pairs = zip(blocks, updated_bytes(programs[0], filed), strict=True)
+        blocks = tuple(replace(block, moment_bytes=nbytes) for block, nbytes in pairs)
+    return replace(merged.workload, blocks=blocks, loss_bytes=loss_bytes)
+
+
+def filed_state(program: Program, work: Workload, nbytes: Mapping[str, int]) -> dict[str, int]:
+    """Of bytes of optimizer state by key those of the blocks whose state is in a file."""
+    filed = {b for b, block in enumerate(work.blocks) if block.moment_bytes}
+    keys = (key for key, (owner, *_) in trained_holders(program).items() if owner in filed)
+    return {key: nbytes[key] for key in keys if key in nbytes}
+
+
+def updated_bytes(program: Program, nbytes: Mapping[str, int]) -> list[int]:
+    """By block, the sum of bytes of the parameters that its update changes, which are by key."""
+    found = [0] * len(program.blocks)
+    for key, (owner, *_) in trained_holders(program).items():
+        found[owner] += nbytes.get(key, 0)
+    return found
 
 
 def merge_programs(programs: Sequence[Program], masters: str = "exact", *, updates_there: bool = False) -> Merged:

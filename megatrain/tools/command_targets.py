@@ -18,7 +18,7 @@ from torch import nn
 
 from megatrain.base.checks import PATH
 from megatrain.errors import MegatrainError, OptionError
-from megatrain.planning.host_plan import model_and_inputs
+from megatrain.planning.model_sizes import model_and_inputs
 
 _PACKAGE = Path(__file__).parents[1]
 _NOT_THEIRS = (*(str(Path(str(m.__file__)).parent) for m in (importlib, torch)), str(_PACKAGE), "<frozen")

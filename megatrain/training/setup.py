@@ -28,10 +28,12 @@ from megatrain.optim.per_parameter import check_steps
 from megatrain.optim.proxy import Optimizer
 from megatrain.optim.updates import Updates
 from megatrain.passes.program import Program, trained_holders
+from megatrain.planning.from_files import warn_if_needless
 from megatrain.planning.host_plan import HostPlan, host_plan
+from megatrain.planning.host_room import ALL
 from megatrain.planning.loss_bytes import Cut, Loss, measure_loss
 from megatrain.planning.plan_step import IN_FILES, WAITS_FOR_ALL
-from megatrain.planning.saved_plan import AnyPlan
+from megatrain.planning.planned_step import AnyPlan
 from megatrain.planning.step_programs import StepPrograms
 from megatrain.runtime.engine import ordinary_tensors
 from megatrain.runtime.exchange import Exchange
@@ -137,6 +139,7 @@ class Setup:
         plan: The choices that all steps take, or None.
         exchange: Who else takes the steps.
         offload: Where a file has the optimizers' state between updates, or None.
+        host_memory: What a step may take of the host, or None for what is free, and all state in the file.
 
     Raises:
         OptimizerError: If an optimizer's `step` needs a closure, or two hold the same parameter; or if the state of one
@@ -167,6 +170,7 @@ class Setup:
         plan: AnyPlan | None = None,
         exchange: Exchange | None = None,
         offload: Path | None = None,
+        host_memory: int | None = None,
     ):
         for optimizer in optimizers:
             check_steps(optimizer)
@@ -186,8 +190,11 @@ class Setup:
         )
         self._loss, self._is_own_loss = loss, loss is None or reads == "loss"
         self.moments = None if offload is None else self._in_file(offload)
+        self._host_memory, self._has_warned = host_memory, False
         limits = compiled.options
-        limits = limits if self.moments is None else replace(limits, filed=self.moments.layout.sizes)
+        if self.moments is not None:
+            least = ALL if host_memory is None and plan is None else 0
+            limits = replace(limits, filed=self.moments.layout.sizes, least_filed_bytes=least)
         self.tables = StepTables(limits, compiled.budget, plan, exchange)
         self._blocks: list[list[torch.Tensor]] = []
         self._shapes: dict[str, torch.Size] = {}
@@ -338,7 +345,7 @@ class Setup:
         """Says why no block may be updated on the device, whatever memory it has; empty if some may."""
         if times.updates == "serial" or times.shows_gradients:
             return WAITS_FOR_ALL
-        if self.moments is not None:
+        if self.tables.has_file:
             return IN_FILES
         if self._times.is_looked_at:
             return "somebody looks at parameters or at the optimizer's state after each step"
@@ -358,10 +365,10 @@ class Setup:
         Raises:
             OptimizerError: If the size of the optimizer's state can't be found out.
         """
-        options, maps = self._compiled.options, self._compiled.engine.maps
+        options, maps, moments = self._compiled.options, self._compiled.engine.maps, self.moments
         # Before the first step nothing that is in the files of a checkpoint has been written.
         in_maps = maps.nbytes if maps is not None and self.updates is None else 0
-        return host_plan(
+        plan = host_plan(
             _distinct(setting.programs),
             setting.schedule,
             self._compiled.model,
@@ -371,8 +378,10 @@ class Setup:
             on_host=options.device.is_host,
             in_files=() if options.weights is None else self._compiled.engine.in_files,
             vacated_bytes=in_maps if self.there is None else self.there.vacated_bytes,
-            moments=None if self.moments is None else self.moments.layout,
+            moments=None if moments is None else moments.layout,
+            mapped=() if moments is None else moments.mapped,
         )
+        return plan if moments is None else replace(plan, held_bytes=plan.held_bytes + moments.held_bytes)
 
     def executor(self, setting: Setting) -> Executor | None:
         """Returns the executor of a setting, with `updates` of its blocks.
@@ -432,15 +441,22 @@ class Setup:
             ExecuteError: If none does.
         """
         plan = self.host_plan(setting)
-        if not self.tables.is_planned and self._exchange.is_alone and (missing := plan.missing_bytes()):
-            is_other = self._times.look_no_more() or self.tables.spare(setting.schedule, missing)
+        if not self.tables.is_planned and self._exchange.is_alone and (missing := self._missing(plan)):
+            ways = self.tables.file_more, self.tables.spare
+            is_other = self._times.look_no_more() or any(way(setting.schedule, missing) for way in ways)
             if is_other or (setting.kind.updates == "spread" and self._times.spread_no_more()):
                 return False
         has_files = self._compiled.options.weights is not None
         if has_files and plan.missing_bytes() and self._compiled.engine.leave_in_files():
             plan = self.host_plan(setting)
-        plan.check()
+        plan.check(self._host_memory if plan.missing_bytes() == 0 else None)
+        if self.moments is not None and not self._has_warned:
+            self._has_warned = warn_if_needless(plan, self.moments.layout.nbytes, self._host_memory)
         return True
+
+    def _missing(self, plan: HostPlan) -> int:
+        """What the host lacks of its free memory, or of what a step may take."""
+        return max(plan.missing_bytes(limit) for limit in {None, self._host_memory})
 
     def _begin_moments(self, table: Schedule) -> None:
         """Makes the buffers of a step whose optimizer state is in a file."""

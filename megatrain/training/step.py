@@ -14,12 +14,13 @@ import torch
 from megatrain.base.checks import FLAG, PATH, checked, count, number, one_of, optional
 from megatrain.base.checks.several_optimizers import OPTIMIZERS, Optimizers, optimizers_of
 from megatrain.base.progress import ProgressLine
-from megatrain.base.sizes import SIZE
+from megatrain.base.sizes import MEMORY, SIZE
 from megatrain.errors import ExecuteError
 from megatrain.passes.program import Program
 from megatrain.planning.host_plan import HostPlan
 from megatrain.planning.loss_bytes import Loss
-from megatrain.planning.saved_plan import PLAN, AnyPlan, SavedPlan, timed_choices
+from megatrain.planning.options import given_bytes
+from megatrain.planning.planned_step import PLAN, AnyPlan, SavedPlan, timed_choices
 from megatrain.ranks.rank_exchange import RankExchange
 from megatrain.runtime.exchange import Exchange
 from megatrain.runtime.streams.events import RunClock, Stopwatch
@@ -69,6 +70,8 @@ class TrainStep:
         plan: A plan, whose choices each step takes exactly; a step of another model, shape or kind is refused.
         offload: A folder on a fast disk: a file there has the optimizer's state (8 bytes a parameter of AdamW, 2.2 of
             AdamW8bit) between updates, and memory that of two blocks. The bits are the same. It goes with the process.
+            With `host_memory` the state of as many blocks as have room stays in memory.
+        host_memory: Memory of the host that a step may take, bytes or `"96GiB"`; None is what is free.
 
     Raises:
         OptimizerError: If one needs a closure, two hold the same parameter, or none holds one of the model's; with
@@ -89,6 +92,7 @@ class TrainStep:
         on_nonfinite=optional(one_of("raise", "skip")),
         plan=optional(PLAN),
         offload=optional(PATH),
+        host_memory=optional(MEMORY),
     )
     def __init__(
         self,
@@ -106,6 +110,7 @@ class TrainStep:
         on_nonfinite: str | None = None,
         plan: AnyPlan | None = None,
         offload: str | os.PathLike[str] | None = None,
+        host_memory: int | str | None = None,
     ):
         check_reduce(reduce, weight)
         compiled.megatrain.complete_updates()  # of other steps: the trials below look at the optimizers' state
@@ -127,6 +132,7 @@ class TrainStep:
             plan=plan,
             exchange=self._exchange,
             offload=None if offload is None else Path(offload),
+            host_memory=given_bytes(host_memory, "host_memory"),
         )
         self.user: Mapping[str, Any] = {}
         self._completion = Completion(self._complete, self._setup.changing)

@@ -15,11 +15,12 @@ from megatrain.passes.program import Program
 from megatrain.planning.kernel_choice import RECORDED_FROM
 from megatrain.planning.options import Limits
 from megatrain.planning.plan_step import StepChoices, StepPlans
-from megatrain.planning.saved_plan import AnyPlan, saved_plan
+from megatrain.planning.planned_step import AnyPlan, saved_plan
 from megatrain.planning.step_programs import StepPrograms
 from megatrain.runtime.engine import Engine
 from megatrain.runtime.exchange import Exchange
 from megatrain.runtime.executor import Executor
+from megatrain.scheduler.builder.moments import spared_in_file
 from megatrain.scheduler.builder.search import spared_bytes
 from megatrain.scheduler.schedule import Schedule
 from megatrain.scheduler.step_kind import StepKind
@@ -76,6 +77,23 @@ class StepTables:
         if not self.updates_there or not schedule.kind.may_update_there or spared < known or spared + nbytes <= known:
             return False
         self._limits = replace(self._limits, least_spared_bytes=spared + nbytes)
+        return True
+
+    @property
+    def has_file(self) -> bool:
+        """Whether steps have optimizer state in a file between the host's updates."""
+        return self._limits.least_filed_bytes > 0
+
+    def file_more(self, schedule: Schedule, nbytes: int) -> bool:
+        """Has more optimizer state in the file from now on, because the host lacks so many bytes for a schedule.
+
+        Returns:
+            False if that was asked for already, or there is no more.
+        """
+        least = spared_in_file(schedule) + nbytes
+        if not self._limits.filed or least <= self._limits.least_filed_bytes:
+            return False
+        self._limits = replace(self._limits, least_filed_bytes=least)
         return True
 
     def kind(self, micro_batches: int, updates: str, *, clip: bool, reports_norm: bool) -> StepKind:

@@ -12,7 +12,7 @@ import pytest
 
 from megatrain.tools.finetune.callbacks import StopBetweenSteps
 from tests.comparing import assert_same
-from tests.finetune.commands import data, log_of, losses_of, save_model, started, train, weights_of
+from tests.finetune.commands import ROOT, data, log_of, losses_of, save_model, started, train, weights_of
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # what these libraries warn of is theirs
 NUM_STEPS = 12
@@ -77,6 +77,15 @@ def test_a_killed_training_goes_on_from_the_newest_whole_checkpoint(
     # The checkpoint of step 8 is whole or isn't, by the moment of the kill.
     said = capsys.readouterr().out
     assert any(f"resume  step {step} of {NUM_STEPS}, from" in said for step in (4, 8))
+    assert_same_run(out, undisturbed)
+
+
+@pytest.mark.nightly
+def test_a_killed_training_goes_on_with_its_optimizer_state_in_a_file(undisturbed: Path, tmp_path: Path) -> None:
+    out, offloaded = tmp_path / "out", ("--offload", ROOT / "tests", "--host-memory=415KiB")
+    status, _, _ = ended_by(signal.SIGKILL, [*arguments(undisturbed, out), *offloaded], out, "checkpoint-8")
+    assert status == -signal.SIGKILL
+    assert train(*arguments(undisturbed, out), *offloaded) == 0
     assert_same_run(out, undisturbed)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
 from collections.abc import Callable
@@ -87,13 +88,27 @@ def both(tmp_path: Path, name: str) -> tuple[Path, Path, list[Any]]:
     return folder, out, [folder, data(tmp_path, name), "--out", out, "--eval", other, *GIVEN]
 
 
+OFFLOADED = ("--offload", str(ROOT / "tests"), "--host-memory=530KiB")
+"""A few KiB less than the training takes with all of its state in memory."""
+
+
 @pytest.mark.parametrize(
-    ("name", "memory", "optimizer"),
-    [nightly(("text", "1MiB", "adamw")), ("messages", "200KiB", "adamw8bit"), nightly(("prompt", "1MiB", "adamw"))],
+    ("name", "memory", "optimizer", "more"),
+    [
+        nightly(("text", "1MiB", "adamw", ())),
+        nightly(("messages", "200KiB", "adamw8bit", ())),
+        nightly(("prompt", "1MiB", "adamw", ())),
+        ("messages", "200KiB", "adamw", OFFLOADED),
+    ],
 )
-def test_the_weights_are_trained_as_by_trls_trainer(name: str, memory: str, optimizer: str, tmp_path: Path) -> None:
+def test_the_weights_are_trained_as_by_trls_trainer(
+    name: str, memory: str, optimizer: str, more: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    written, write = list[int](), os.pwritev
+    monkeypatch.setattr(os, "pwritev", lambda *given: written.append(given[2]) or write(*given))
     folder, out, command = both(tmp_path, name)
-    assert train(*command, "--memory", memory, "--optimizer", optimizer) == 0
+    assert train(*command, "--memory", memory, "--optimizer", optimizer, *more) == 0
+    assert bool(written) == bool(more)
     model = LlamaForCausalLM.from_pretrained(folder)
     own = {"optimizer_cls_and_kwargs": (AdamW8bit, {"lr": 1e-2})} if optimizer == "adamw8bit" else {}
     expected = stock(OwnLoss, tmp_path, model, name, data_collator=Padded(0, pad_to_multiple_of=16), **own)

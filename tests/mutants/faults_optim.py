@@ -37,6 +37,20 @@ FAULTS: list[Fault] = [
         (f"{OFFLOAD}::test_state_is_seen_and_written_between_steps",),
     ),
     Fault(
+        "state that the host has room for is left in the file",
+        "optim/moments.py",
+        "for name, value in mapped.items() if state.get(name) is value})",
+        "for name, value in mapped.items() if state.get(name) is mapped})",
+        (f"{OFFLOAD}::test_state_that_has_room_stays_in_memory",),
+    ),
+    Fault(
+        "a plan counts state as in the file that stays in memory",
+        "planning/host_plan.py",
+        "moments.of_keys(filed_state(programs[0], schedule.known_workload(), moments.sizes))",
+        "moments.of_keys(moments.sizes)",
+        ("tests/planning/test_moments.py::test_only_state_that_the_host_has_no_room_for_is_in_the_file",),
+    ),
+    Fault(
         "the file of optimizer state keeps its name",
         "files/scratch_file.py",
         "                os.unlink(path)\n",

@@ -12,7 +12,7 @@ import megatrain
 from megatrain.base.sizes import format_bytes
 from megatrain.errors import ExecuteError, OptionError, ScheduleError
 from megatrain.planning.advice import MOST, Alternatives, Changes, numbers_after, ways_out, words
-from megatrain.planning.host_plan import MICRO_BATCH, SEQUENCE
+from megatrain.planning.model_sizes import MICRO_BATCH, SEQUENCE
 from megatrain.scheduler.bands import band_of, format_s
 from tests.nightly import nightly
 from tests.planning.steps import IDS, made, on_meta, planned

@@ -10,7 +10,8 @@ import pytest
 import torch
 
 import megatrain
-from megatrain.errors import OptimizerError, OptionError, ScheduleError
+from megatrain.base.sizes import format_bytes
+from megatrain.errors import ExecuteError, OptimizerError, OptionError, ScheduleError
 from megatrain.optim.moments import moment_layout
 from megatrain.planning.host_plan import RING
 
@@ -92,10 +93,67 @@ def test_a_step_takes_a_plan_with_files_and_no_other():
     step(torch.zeros(2, WIDTH))
     assert step.schedule == saved[True].schedule
     assert step.host_plan.bytes_of(RING) == planned("AdamW", offload=True).host.bytes_of(RING)
-    for offload, plan in ((FOLDER, saved[False]), (None, saved[True])):
+    parts: Any = compiled, torch.optim.AdamW(model.parameters())
+    with pytest.raises(ScheduleError, match=r"the plan that was given isn't one of this step: block 0 .*moment"):
+        megatrain.TrainStep(*parts, loss=given["loss"], plan=saved[True])(torch.zeros(2, WIDTH))
+
+
+def test_a_step_takes_the_part_of_the_state_in_the_file_that_was_planned():
+    room = planned(device="cpu").host.total_bytes - 2 * 8 * LAYER
+    for offload, host_memory, number in ((True, room, 5), (False, None, 0)):  # buffers have two of them
+        plan = planned(offload=offload, host_memory=host_memory, device="cpu")
+        saved = megatrain.SavedPlan.from_json(plan.saved().to_json())
+        model = net()
+        compiled = megatrain.compile(model, device="cpu", precision="bf16", transfer="copy")
         parts: Any = compiled, torch.optim.AdamW(model.parameters())
-        with pytest.raises(ScheduleError, match=r"the plan that was given isn't one of this step: block 0 .*moment"):
-            megatrain.TrainStep(*parts, loss=given["loss"], offload=offload, plan=plan)(torch.zeros(2, WIDTH))
+        options: Any = {"loss": lambda out, _: out.float().square().mean(), "offload": FOLDER}
+        step = megatrain.TrainStep(*parts, plan=saved, **options)
+        step(torch.zeros(2, WIDTH))
+        assert step.schedule == plan.schedule
+        assert len([op for op in step.schedule.ops if op.what == "R"]) == number
+        assert [row for row in step.host_plan.rows if row.name != "device memory"] == [*plan.host.rows]
+
+
+def test_only_state_that_the_host_has_no_room_for_is_in_the_file():
+    usual, least = planned(hardware=MACHINE), planned(offload=True, hardware=MACHINE)
+    assert usual.step_s is not None
+    assert least.step_s is not None
+    assert least.moments is not None
+    before = least.step_s * (1 + 1e-9)
+    for part in (0.0, 0.3, 0.6, 0.9):
+        room = least.host.total_bytes + round(part * (usual.host.total_bytes - least.host.total_bytes))
+        plan = planned(offload=True, host_memory=room, hardware=MACHINE)
+        assert plan.fits
+        assert plan.moments is not None
+        assert plan.step_s is not None
+        assert plan.step_s <= before
+        before = plan.step_s
+        in_memory = usual.host.total_bytes - plan.host.total_bytes
+        assert 0 < plan.moments.moved - plan.host.bytes_of(RING) - in_memory <= DEPTH * 2 * 4096  # padding of pages
+        assert room - plan.host.total_bytes < 2 * 8 * LAYER  # another block of the same would not fit
+    assert not planned(offload=True, host_memory=least.host.total_bytes - 8 * LAYER, hardware=MACHINE).fits
+
+
+def test_a_step_without_room_names_the_file_as_a_way_out_and_what_is_enough():
+    usual, least = planned(), planned(offload=True)
+    room = (usual.host.total_bytes + least.host.total_bytes) // 2
+    enough = format_bytes(planned(offload=True, host_memory=room).host.total_bytes)
+    with pytest.raises(ExecuteError, match=rf"\n    offload=True: .* of the device, {enough} of the host(\n|$)"):
+        planned(host_memory=room).check()
+    with pytest.raises(ExecuteError, match=r"offload= a folder on a fast disk: then .* are enough"):
+        usual.host.check(room)
+    said = next(help for help in usual.host.helps if help.startswith("offload="))
+    assert said == f"offload= a folder on a fast disk: then {format_bytes(least.host.total_bytes)} are enough"
+    assert not any(help.startswith("offload=") for help in planned(precision="fp32").host.helps)  # AdamW isn't fused
+
+
+def test_where_the_host_has_room_for_all_state_the_plan_is_that_without_a_file_and_says_so():
+    usual = planned(hardware=MACHINE, max_grad_norm=1.0)
+    room = usual.host.total_bytes
+    plan = planned(offload=True, host_memory=room, hardware=MACHINE, max_grad_norm=1.0)
+    assert (plan.schedule, plan.host.rows, plan.why_host) == (usual.schedule, usual.host.rows, usual.why_host)
+    assert "disk: nothing needs the file: all of the optimizer's state stays in memory" in str(plan)
+    assert "in a file:" not in str(plan)
 
 
 def test_plans_refuse_what_steps_refuse():

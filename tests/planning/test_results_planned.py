@@ -10,7 +10,7 @@ import torch
 
 import megatrain
 from megatrain.errors import ScheduleError
-from megatrain.planning.saved_plan import SavedPlan
+from megatrain.planning.planned_step import SavedPlan
 from tests.attention import EAGER_TO_KEEP, Layers, forwards, kernels_of_attention, text
 
 pytestmark = pytest.mark.usefixtures("short_texts")

@@ -11,8 +11,16 @@ from hypothesis import strategies as st
 
 from megatrain.errors import ScheduleError
 from megatrain.hardware.hardware import Hardware
+from megatrain.scheduler.builder.bound import step_bound
 from megatrain.scheduler.builder.build import build
-from megatrain.scheduler.builder.moments import buffer_bytes, ring, with_moments
+from megatrain.scheduler.builder.moments import (
+    buffer_bytes,
+    ring,
+    spared_bytes,
+    spared_in_file,
+    with_moments,
+    with_state_in_file,
+)
 from megatrain.scheduler.items import Stream
 from megatrain.scheduler.schedule import Schedule, schedule_of
 from megatrain.scheduler.step_kind import StepKind
@@ -23,15 +31,12 @@ from tests.scheduler.mutations import position, with_cells, with_figures, with_m
 from tests.scheduler.workloads import Options, assert_checked_and_read_back, trained, whole_steps, workloads
 
 
-def filed(workload: Workload, sizes: list[int]) -> Workload:
-    """The workload with so many bytes of each block's optimizer state in a file."""
-    pairs = zip(workload.blocks, sizes, strict=False)
-    return replace(workload, blocks=tuple(replace(b, moment_bytes=n if b.update_bytes else 0) for b, n in pairs))
+def made(count: int, updates: str = "overlap") -> Schedule:
+    return build(trained(count), StepKind(updates=updates, outputs="release"), num_slots=3)
 
 
 def four(updates: str = "overlap") -> Schedule:
-    table = build(filed(trained(4), [4096] * 4), StepKind(updates=updates, outputs="release"), num_slots=3)
-    return schedule_of(with_moments(table))
+    return schedule_of(with_moments(made(4, updates), dict.fromkeys(range(4), 4096)))
 
 
 @given(workloads(), whole_steps(), st.lists(st.sampled_from([0, 1, 5, 40]), min_size=7, max_size=7))
@@ -39,9 +44,9 @@ def four(updates: str = "overlap") -> Schedule:
 def test_a_step_with_moments_in_a_file_has_its_ops_in_their_order_and_those_of_the_disk(
     workload: Workload, chosen: Options, sizes: list[int]
 ):
-    workload = filed(workload, sizes)
     before = chosen.build(workload)
-    found = schedule_of(with_moments(before))
+    found = schedule_of(with_moments(before, dict(enumerate(sizes))))
+    workload = found.known_workload()
     for stream in (Stream.H2D, Stream.COMPUTE, Stream.D2H, Stream.HOST):
         mine, theirs = ([str(op) for op in each.ops if op.stream == stream] for each in (found, before))
         assert mine == theirs
@@ -66,8 +71,8 @@ def test_states_that_follow_each_other_have_buffers_of_their_own(sizes: list[int
 
 
 def test_much_larger_states_share_a_buffer():
-    table = build(filed(trained(6), [900, 10, 10, 10, 10, 900]), StepKind(updates="overlap"), num_slots=3)
-    assert sum(buffer_bytes(with_moments(table)).values()) == 900 + 10 + 10
+    sizes = dict(enumerate([900, 10, 10, 10, 10, 900]))
+    assert sum(buffer_bytes(with_moments(made(6), sizes)).values()) == 900 + 10 + 10
 
 
 @pytest.mark.parametrize(
@@ -99,3 +104,61 @@ def test_a_step_takes_as_long_as_its_disk():
     simulation = four().simulate(machine)
     assert simulation.bound == Stream.DISK
     assert 8 * 4096e-6 <= simulation.step_s <= 1.01 * 8 * 4096e-6
+
+
+SLOW_DISK = Hardware(1e12, 1e12, 1e15, host_bytes_per_s=1e12, disk_bytes_per_s=1e6)
+
+
+@given(workloads(), whole_steps(), st.lists(st.sampled_from([0, 1, 5, 40]), min_size=7, max_size=7), st.integers(0, 99))
+@draws(60, usual=20)
+def test_as_much_state_is_in_the_file_as_the_host_lacks_room(
+    workload: Workload, chosen: Options, sizes: list[int], least: int
+):
+    before = chosen.build(workload)
+    found = schedule_of(with_state_in_file(before, sizes[: len(workload.blocks)], least, SLOW_DISK))
+    host = [op.block for op in found.ops if op.stream == Stream.HOST and op.what == "U" and sizes[op.block]]
+    filed = [op.block for op in found.ops if op.stream == Stream.DISK and op.what == "R"]
+    every = spared_bytes({block: sizes[block] for block in host})
+    assert spared_in_file(found) == spared_bytes({block: sizes[block] for block in filed})
+    assert spared_in_file(found) >= min(least, every)
+    assert filed or not least or every <= 0
+    assert not filed or least
+    assert_checked_and_read_back(found, found.known_workload())
+    whole = with_moments(before, {block: sizes[block] for block in host})
+    step_s = found.simulate(SLOW_DISK).step_s
+    assert step_s <= schedule_of(whole).simulate(SLOW_DISK).step_s * (1 + 1e-9)
+    assert step_bound(found.effects(), found.device_bytes, SLOW_DISK).seconds <= step_s * (1 + 1e-9)
+
+
+def test_a_clipped_step_is_bound_by_the_disk_and_the_backward():
+    machine = replace(SLOW_DISK, flops_per_s=1e9)
+    table = schedule_of(with_moments(made(12, "deferred"), dict.fromkeys(range(12), 4096)))
+    bound = step_bound(table.effects(), table.device_bytes, machine)
+    assert bound.reason == "the disk, which has optimizer state, then the backward"
+    assert 0.9 * table.simulate(machine).step_s < bound.seconds <= table.simulate(machine).step_s
+
+
+@pytest.mark.parametrize("updates", ["overlap", "deferred", "spread"])
+def test_what_stays_in_memory_is_spread_over_the_updates(updates: str):
+    """Of 12 blocks half stay: while the device is at these, the disk is at the others."""
+    table, machine = made(12, updates), replace(SLOW_DISK, flops_per_s=1e9)
+    found = schedule_of(with_state_in_file(table, [4096] * 12, 4 * 4096, machine))
+    filed = [op.block for op in found.ops if op.stream == Stream.DISK and op.what == "R"]
+    assert len(filed) == 6  # of which two buffers have two
+    order = [op.block for op in found.ops if op.stream == Stream.HOST and op.what == "U"]
+    places = [order.index(block) for block in filed]
+    assert {later - sooner for sooner, later in pairwise(places)} <= {1, 2, 3}
+    runs = [schedule_of(with_moments(table, dict.fromkeys(each, 4096))) for each in (order[:6], order[6:])]
+    best, worst = sorted(run.simulate(machine).step_s for run in runs)
+    assert found.simulate(machine).step_s <= best * (1 + 1e-9)
+    assert found.simulate(machine).step_s < 0.95 * worst
+
+
+def test_a_state_that_needs_a_buffer_as_large_stays_in_memory():
+    """One of the two large ones spares nothing that the other wouldn't, so none is read for what the small ones do."""
+    sizes = [900, *[10] * 10, 900]
+    found = with_state_in_file(made(12), sizes, 50, SLOW_DISK)
+    assert {op.block for op in found.ops if op.stream == Stream.DISK} <= set(range(1, 11))
+    found = with_state_in_file(made(12), sizes, 10**6, SLOW_DISK)
+    assert {op.block for op in found.ops if op.stream == Stream.DISK} >= {0, 11}
+    assert spared_in_file(found) == spared_bytes(dict(enumerate(sizes)))

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from tests.simulated_device.simulator import Simulator
 from tests.simulated_runs.on_device import choose
@@ -36,6 +38,25 @@ def test_steps_have_the_bits_of_state_in_memory_in_any_order(
         assert found == expected
         assert_same(file.state(), memory.state())
         assert set(file.there) == {()}, "the device has room, and updates nothing"
+
+
+@pytest.mark.parametrize("norm", [NO_NORM, pytest.param(CLIPPED, marks=pytest.mark.nightly)])
+def test_state_goes_from_the_device_to_the_file_and_back_in_any_order(sim: Simulator, norm: Mapping[str, Any]):
+    """With room for all state there is the device's; then a part is in the file, all of it, a part, and none."""
+    memory, file = Training(is_there=False, norm=norm), Training(norm={**norm, **FILE, "host_memory": "1TiB"})
+    tables, moved = file.step._setup.tables, list[int]()
+    for number, (order, least) in enumerate([("late", 0), ("seeded", 1), ("early", 1 << 60), ("late", 1), ("late", 0)]):
+        tables._limits = replace(tables._limits, least_filed_bytes=least)
+        choose(sim, order, file.compiled, number)
+        for each in (2 * number, 2 * number + 1):
+            assert torch.equal(memory.take(each, count=2), file.take(each, count=2))
+        moved.append(sum(op.what == "R" for op in file.step.schedule.ops))
+        assert bool(file.there[-1]) == (not moved[-1]), "the device has room"
+        if order != "late":  # else what is seen of the device's is copied there again
+            assert_same(file.state(), memory.state())
+    choose(sim, "early")
+    assert_same(file.state(), memory.state())
+    assert moved == [0, 3, 4, 3, 0]
 
 
 @pytest.mark.nightly

@@ -14,7 +14,7 @@ import megatrain
 from megatrain.base.counts import counted
 from megatrain.device.accelerator import of_card
 from megatrain.hardware.presets import PRESETS
-from megatrain.planning.host_plan import DEPTH
+from megatrain.planning.model_sizes import DEPTH
 from megatrain.tools import cli
 from megatrain.tools.sizing.sized_models import ConfigModel
 from megatrain.tools.sizing.sizing_options import SizingOptions

@@ -11,6 +11,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from megatrain.device.host_pages import HostPages
 from megatrain.errors import ExecuteError, OptimizerError, OptionError
 from megatrain.files import scratch_file
 from megatrain.files.scratch_file import PAGE, FileRange, ScratchFile
+from megatrain.planning import from_files, host_plan
 from megatrain.runtime.streams.stream_set import Chaos
 from tests.comparing import assert_same, snapshot
 from tests.training.parity import MODES, SideBySide, generator_of
@@ -41,9 +43,10 @@ def coded(model: Any) -> torch.optim.Optimizer:
     return megatrain.AdamW8bit(model.parameters(), lr=1e-2)
 
 
-def small(make: Callable[[Any], Any], precision: str = "bf16") -> tuple[Any, Any]:
+def small(make: Callable[[Any], Any], precision: str = "bf16", depth: int = 4, width: int = 32) -> tuple[Any, Any]:
     torch.manual_seed(3)
-    layers = (torch.nn.Sequential(torch.nn.Linear(3 if n == 0 else 32, 32), torch.nn.Tanh()) for n in range(4))
+    linear = (torch.nn.Linear(3 if n == 0 else width, width) for n in range(depth))
+    layers = (torch.nn.Sequential(each, torch.nn.Tanh()) for each in linear)
     compiled = megatrain.compile(torch.nn.Sequential(*layers), device="cpu", transfer="copy", precision=precision)
     return compiled, make(compiled.megatrain.model)
 
@@ -55,15 +58,23 @@ def loss_of(result: Any, _: Any) -> Any:
 class Both:
     """One training with its state in memory, and one with it in a file."""
 
-    def __init__(self, make: Callable[[Any], Any] = fused, mode: str = "spread", precision: str = "bf16") -> None:
-        self.make, self.precision = make, precision
+    def __init__(
+        self,
+        make: Callable[[Any], Any] = fused,
+        mode: str = "spread",
+        precision: str = "bf16",
+        host_memory: int | str | None = None,
+        **sizes: int,
+    ) -> None:
+        self.make, self.precision, self.host_memory, self.sizes = make, precision, host_memory, sizes
         self.options: dict[str, Any] = {"loss": loss_of, **MODES[mode]}
         self.sides = [self.side(folder) for folder in (None, FOLDER)]
         self.number = 0
 
     def side(self, offload: Path | None) -> tuple[Any, Any, Any]:
-        compiled, optimizer = small(self.make, self.precision)
-        return compiled, optimizer, megatrain.TrainStep(compiled, optimizer, offload=offload, **self.options)
+        compiled, optimizer = small(self.make, self.precision, **self.sizes)
+        more = {} if offload is None else {"offload": offload, "host_memory": self.host_memory}
+        return compiled, optimizer, megatrain.TrainStep(compiled, optimizer, **more, **self.options)
 
     def take(self, count: int = 1) -> None:
         for _ in range(count):
@@ -85,6 +96,13 @@ class Both:
         return self.sides[1][2]
 
 
+def places(both: Both, parameters: Any) -> set[str]:
+    """Where the moments of parameters are between steps."""
+    moments, optimizer = both.step._setup.moments, both.sides[1][1]
+    found = [value for p in parameters for name, value in optimizer.state[p].items() if name != "step"]
+    return {"file" if id(value) in moments.mapped else "memory" for value in found}
+
+
 @pytest.mark.parametrize(
     ("make", "mode", "precision"),
     [(fused, "deferred", "fp32"), (coded, "spread", "bf16"), (fused, "overlap", "bf16"), (coded, "serial", "fp32")],
@@ -93,12 +111,72 @@ def test_steps_have_the_bits_of_state_in_memory(make: Any, mode: str, precision:
     both = Both(make, mode, precision=precision)
     both.take(3)
     both.assert_same()
-    moments = both.step._setup.moments
-    for _, state in both.sides[1][1].state.items():
-        assert {"step"} == {name for name in state if name not in moments.layout.names}
-    read = [op for op in both.step.schedule.ops if op.stream == "disk"]
-    assert len(read) == 2 * len({op.block for op in read}) > 0
+    moved = [op.block for op in both.step.schedule.ops if op.stream == "disk"]
+    assert len(moved) == 2 * len(set(moved)) > 0
+    for block, parameters in enumerate(both.step._setup._blocks):
+        assert places(both, parameters) == ({"file"} if block in moved else {"memory"})
     assert list(FOLDER.glob("megatrain-*")) == []
+
+
+def totals(make: Any, mode: str, precision: str, **sizes: int) -> list[int]:
+    """The host memory of a step with its state in memory, and in a file."""
+    both = Both(make, mode, precision, **sizes)
+    for _, _, step in both.sides:
+        step.prepare([points(0), points(50)])
+    return [step.host_plan.total_bytes for _, _, step in both.sides]
+
+
+@pytest.mark.parametrize(("make", "mode", "precision"), [(fused, "deferred", "bf16"), (coded, "spread", "fp32")])
+def test_state_that_has_room_stays_in_memory(make: Any, mode: str, precision: str) -> None:
+    sizes = {"depth": 7, "width": 128}
+    memory, file = totals(make, mode, precision, **sizes)
+    room = (memory + file) // 2
+    both = Both(make, mode, precision, host_memory=room, **sizes)
+    both.take(2)
+    both.assert_same()
+    assert file <= both.step.host_plan.total_bytes <= room
+    moved = {op.block for op in both.step.schedule.ops if op.stream == "disk"}
+    blocks = both.step._setup._blocks
+    assert 0 < len(moved) < sum(map(bool, blocks))
+    for block, parameters in enumerate(blocks):
+        assert places(both, parameters) == ({"file"} if block in moved else {"memory"})
+    # Other schedules have other state in memory; where nothing is in the file, the room isn't enough.
+    tables = both.step._setup.tables
+    for least, expected in ((1 << 60, {"file"}), (0, {"file", "memory"}), (0, {"memory"}), (1, {"file", "memory"})):
+        both.step._setup._host_memory = None if expected == {"memory"} else both.step._setup._host_memory
+        tables._limits = replace(tables._limits, least_filed_bytes=least)
+        both.take(2)
+        both.assert_same()
+        assert places(both, [p for parameters in blocks for p in parameters]) == expected
+    assert both.step.host_plan.held_bytes > 0
+
+
+def test_a_step_takes_no_more_of_the_host_than_it_may() -> None:
+    memory, file = totals(fused, "overlap", "bf16")
+    for host_memory, offload in ((file - 1, FOLDER), (memory - 1, None)):
+        both = Both(mode="overlap", host_memory=host_memory)
+        both.options |= {"host_memory": host_memory} if offload is None else {}
+        _, _, step = both.side(offload)
+        with pytest.raises(ExecuteError, match=r"a step needs .* of host memory, .* are available"):
+            step([points(0), points(50)])
+
+
+def test_a_file_that_nothing_needs_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(from_files, "_MUCH", 1)
+    for host_memory, match in (
+        (
+            None,
+            r"(?s)has room for all of the optimizer's state, .*\. *\n  Each step reads and writes .*host_memory isn't",
+        ),
+        ("1TiB", r"(?s)has room for all of the optimizer's state, .*\n  It stays in memory"),
+    ):
+        both = Both(host_memory=host_memory)
+        if host_memory == "1TiB":
+            monkeypatch.setattr(host_plan, "available_now", lambda: 1 << 50)
+        step = both.side(FOLDER)[2]
+        with pytest.warns(megatrain.NeedlessFileWarning, match=match):
+            step([points(0), points(50)])
+        step([points(1), points(51)])  # once
 
 
 def test_state_is_seen_and_written_between_steps() -> None:
@@ -127,9 +205,10 @@ def test_checkpoints_go_from_files_to_memory_and_back(tmp_path: Path) -> None:
     both.take(2)
     both.assert_same()
     kept = both.found()
-    for name, folder in (("f", None), ("m", FOLDER)):
+    for name, folder, room in (("f", None, None), ("m", FOLDER, None), ("f", FOLDER, "1TiB")):
         compiled, optimizer = small(coded)
-        step = megatrain.TrainStep.load(tmp_path / name, compiled, optimizer, offload=folder, **both.options)
+        more: Any = {"offload": folder, "host_memory": room}
+        step = megatrain.TrainStep.load(tmp_path / name, compiled, optimizer, **more, **both.options)
         for number in (2, 3):
             step([points(number), points(50 + number)])
         step.flush()

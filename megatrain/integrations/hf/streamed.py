@@ -137,7 +137,7 @@ _OF_COMPILE = (
     "device", "memory", "precision", "activations", "transfer", "block_bytes", "masters", "opaque", "passes",
     "chunking", "kernels", "hardware", "lengths", "chaos", "recording",
 )  # fmt: skip
-_OF_STEP = ("overlap", "spread", "on_nonfinite", "plan", "offload")
+_OF_STEP = ("overlap", "spread", "on_nonfinite", "plan", "offload", "host_memory")
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,8 +198,8 @@ class Streamed(_Base):
     Args:
         args: Those of the trainer.
         kwargs: Those of the trainer, and `megatrain_memory`, `megatrain_precision` and so on: each option of
-            `megatrain.compile`, and `overlap`, `spread`, `on_nonfinite`, `plan` and `offload` of `TrainStep`.
-            Training arguments of these names count as well.
+            `megatrain.compile`, and `overlap`, `spread`, `on_nonfinite`, `plan`, `offload` and `host_memory` of
+            `TrainStep`. Training arguments of these names count as well.
 
     Raises:
         OptionError: If an option or a training argument can't be right with a model that streams.

@@ -177,6 +177,10 @@ class StepParts:
     def _update_s(self, blocks: Iterable[int]) -> float:
         return sum(self._op(Stream.HOST, "U", block) for block in blocks)
 
+    def _disk_s(self, blocks: Iterable[int], ops: str = "RK") -> float:
+        filed = [block for block in blocks if self._workload.blocks[block].moment_bytes]
+        return sum(self._op(Stream.DISK, what, block) for block in filed for what in ops)
+
     def _squares_s(self) -> float:
         squares = self._gradients if self._kind.clip else ()
         has_norm = self._kind.clip or self._kind.reports_norm
@@ -230,17 +234,19 @@ class StepParts:
 
     def chains(self) -> Iterator[tuple[float, str]]:
         """Chains of ops that all plans have, and what each is called."""
-        name = "updates on the host"
+        name, disk = "updates on the host", "the disk, which has optimizer state"
         yield self.host_s(), name
-        filed = [block for block in self._workload.update_blocks() if self._workload.blocks[block].moment_bytes]
-        moved = (self._op(Stream.DISK, what, block) for block in filed for what in "RK")
-        yield sum(moved) if self._kind.updates != "none" else 0.0, "the disk, which has optimizer state"
+        yield self._disk_s(self._workload.update_blocks()) if self._kind.updates != "none" else 0.0, disk
         yield self._least_compute() + (1 - self._machine.compute_beside) * self.host_s(), "compute, beside updates"
         deferred, later = self._updates(deferred=True), self._updates(deferred=False)
         backward = sum(map(self._backward_s, self._backward))
         if deferred:
             copy = min(self._weights(block)[1] for block in deferred)
             yield self._update_s(deferred) + copy + backward + self.tail_s(), f"{name}, then the backward"
+            # What the last two updates have made is written later.
+            written = sorted((self._disk_s([block], "K") for block in deferred), reverse=True)
+            moved = self._disk_s(deferred) - sum(written[:2])
+            yield moved + copy + backward + self.tail_s(), f"{disk}, then the backward"
         if not self._gradients:
             return
         before = self._before_gradients()

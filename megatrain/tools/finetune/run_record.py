@@ -21,7 +21,7 @@ _LOCK = ".megatrain_train.lock"
 _VERSION = 2
 # A run may go on in another folder, on another device and with another budget: its numbers stay. What is read is
 # compared by its contents.
-_FREE = ("out", "device", "memory", "block_bytes", "chunking", "report_to")
+_FREE = ("out", "device", "memory", "host_memory", "offload", "block_bytes", "chunking", "report_to")
 _READ = ("model", "tokenizer", "data", "data_config", "split", "eval", "eval_split", "eval_fraction", "documents")
 
 
@@ -114,8 +114,11 @@ class RunRecord:
         # Where no checkpoint was begun, a run ended before it trained anything, by an error say.
         if differing and (self.is_finished or any(self.folder.glob("checkpoint-*"))):
             lines = [f"`{self.folder}` has the training of other settings:", *differing]
-            lines += ["A training goes on with its settings; only --device, --memory, --block-bytes,"]
-            lines += ["--chunking and --report-to may change.", "Repeat the command as it was, or give another --out."]
+            lines += ["A training goes on with its settings; only --device, --memory, --host-memory, --offload,"]
+            lines += [
+                "--block-bytes, --chunking and --report-to may change.",
+                "Repeat the command as it was, or give another --out.",
+            ]
             raise CheckpointError("\n  ".join(lines))
 
 

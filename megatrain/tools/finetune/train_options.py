@@ -61,6 +61,14 @@ class TrainOptions:
     optimizer: str = _option(
         "adamw", one_of("adamw", "adamw8bit"), "adamw, or adamw8bit: moments of 2 bytes a parameter (default: adamw)"
     )
+    offload: str | None = _option(
+        None, optional(PATH), "a folder on a fast disk for the optimizer state that the host has no room for"
+    )
+    host_memory: str | None = _option(
+        None,
+        optional(MEMORY),
+        "memory of the host for a step (default: what is free; with --offload nine tenths of it)",
+    )
     kernels: str = _option("auto", of_compile("kernels"), "auto, eager, graphs (recorded) or inductor (compiled)")
     length: int | None = _option(
         None, optional(count(2, 2**24)), "most tokens of a sequence (default: 2048, or what the model takes if less)"

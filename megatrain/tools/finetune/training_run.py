@@ -19,18 +19,21 @@ from trl import SFTConfig, SFTTrainer, get_training_chat_template, is_conversati
 
 import megatrain
 from megatrain.base.counts import counted
+from megatrain.base.host_limits import available_bytes
 from megatrain.base.progress import stage
 from megatrain.base.sizes import parse_bytes
 from megatrain.device import Device, find, usable
 from megatrain.device.device_budget import DeviceBudget
 from megatrain.errors import CheckpointError, OptionError
+from megatrain.files.scratch_file import check_disk
 from megatrain.hardware.hardware import Hardware
 from megatrain.hardware.machine import usual_machine
 from megatrain.integrations.hf import Streamed
 from megatrain.integrations.hf.newest_whole import STATE, newest_whole
 from megatrain.optim.fast.adamw_8bit import AdamW8bit
 from megatrain.planning.advice import Spelling, refusal, size
-from megatrain.planning.host_plan import MICRO_BATCH, SEQUENCE
+from megatrain.planning.model_sizes import MICRO_BATCH, SEQUENCE
+from megatrain.planning.options import given_bytes
 from megatrain.planning.planned_step import PlannedStep, micro_batch_sizes, shortest_step
 from megatrain.planning.planner import plan
 from megatrain.tools.finetune.callbacks import LOSSES, Losses, StopBetweenSteps
@@ -57,10 +60,13 @@ _ENOUGH = 20
 _KEPT_CHECKPOINTS = 2
 """The newest, and the one before it, for a kill while the newest is written."""
 _MAX_GRAD_NORM = 1.0
+# With --offload state stays in the memory that is free; the rest is for other programs.
+_OF_FREE = 0.9
 # What only a training needs that goes on. All else in a checkpoint is what save_pretrained() writes.
 _OF_TRAINING = ("megatrain", STATE, "training_args.bin", "optimizer.pt", "scheduler.pt", "scaler.pt", "rng_state*")
 _IN_COMMAND: Spelling = {
     "block_bytes": lambda value: f"--block-bytes {size(value)}",
+    "offload": lambda value: "--offload FOLDER, on a fast disk",
     "precision": lambda value: f"--precision {value}",
     "micro_batches": lambda value: f"--accumulate {value}",
     MICRO_BATCH: lambda value: f"--batch {value}",
@@ -120,6 +126,13 @@ class _StreamedSFT(Streamed, SFTTrainer):
     compute_loss = transformers.Trainer.compute_loss
 
 
+class FusedAdamW(torch.optim.AdamW):
+    """The trainer's AdamW, in one pass of fp32 parameters as well: so their state can be in a file."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, fused=True)
+
+
 def machine_of_card(device: Device) -> Hardware | None:
     """The machine by whose times micro-batches are chosen; None on the host, whose rates nobody has measured."""
     return None if device.is_host else usual_machine(device)
@@ -133,6 +146,11 @@ class _Run:
 
     def __init__(self, options: TrainOptions) -> None:
         self.options, self._device = options, usable(options.device)
+        self._host_memory = given_bytes(options.host_memory, "host_memory")
+        if options.offload is not None:
+            check_disk(Path(options.offload))
+            if self._host_memory is None:
+                self._host_memory = int(_OF_FREE * available_bytes())
         # A training that goes on has the micro-batches that it began with, on whichever device.
         self._recorded = None if options.batch else recorded_batch(Path(options.out))
         self._config = read_config(options.model)
@@ -325,7 +343,8 @@ class _Run:
         print(f"device  {self._device}\n", flush=True)
         with stage("planning"):
             found = self._planned(model, self.batch, arguments.gradient_accumulation_steps)
-            if missing := found.missing_host_bytes:
+            missing = found.missing_host_bytes
+            if missing and self._host_memory is None:
                 # Frozen weights may stay in their files, and more blocks may be updated on the device.
                 room = found.host.total_bytes - missing
                 found = self._planned(model, self.batch, arguments.gradient_accumulation_steps, host_memory=room)
@@ -342,6 +361,13 @@ class _Run:
         if error is not None:
             raise error
 
+    @property
+    def _optimizer(self) -> type[torch.optim.Optimizer]:
+        if self._is_coded:
+            return AdamW8bit
+        is_whole = self.options.precision == "fp32" and self.options.offload is not None
+        return FusedAdamW if is_whole else torch.optim.AdamW
+
     def _planned(
         self, model: Any, batch: int, count: int, machine: Hardware | None = None, host_memory: int | None = None
     ) -> PlannedStep:
@@ -350,11 +376,11 @@ class _Run:
         given = None if options.memory is None else parse_bytes(options.memory, "memory")
         model.config.use_cache = False  # as the trainer does: otherwise keys and values would be results
         return plan(
-            model, device=self._device, device_memory=DeviceBudget(self._device, given).nbytes, host_memory=host_memory,
-            optimizer=AdamW8bit.__name__ if self._is_coded else torch.optim.AdamW.__name__,
-            precision=options.precision, micro_batches=count, hardware=machine,
-            max_grad_norm=_MAX_GRAD_NORM, block_bytes=options.block_bytes, chunking=options.chunking,
-            kernels=options.kernels, example_kwargs=self._inputs(batch),
+            model, device=self._device, device_memory=DeviceBudget(self._device, given).nbytes,
+            host_memory=self._host_memory if host_memory is None else host_memory,
+            offload=options.offload is not None, optimizer=self._optimizer, precision=options.precision,
+            micro_batches=count, hardware=machine, max_grad_norm=_MAX_GRAD_NORM, block_bytes=options.block_bytes,
+            chunking=options.chunking, kernels=options.kernels, example_kwargs=self._inputs(batch),
         )  # fmt: skip
 
     def _inputs(self, batch: int) -> dict[str, torch.Tensor]:
@@ -408,6 +434,7 @@ class _Run:
             model=self._compiled(),
             args=arguments, data_collator=lambda rows: _without_mask(padded(rows)), processing_class=self._tokenizer,
             train_dataset=self._training, eval_dataset=self._held_out, callbacks=[stop, Losses(record.folder)],
+            megatrain_offload=options.offload, megatrain_host_memory=self._host_memory,
             optimizer_cls_and_kwargs=(AdamW8bit, {"lr": arguments.learning_rate}) if self._is_coded else None,
             megatrain_on_nonfinite="raise",  # the trainer would show another loss in its place, and go on
         )  # fmt: skip

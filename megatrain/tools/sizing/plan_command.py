@@ -15,7 +15,7 @@ from megatrain.errors import MegatrainError, OptionError
 from megatrain.hardware.hardware import Hardware
 from megatrain.hardware.presets import GIB, PRESETS
 from megatrain.planning.advice import Spelling, alternatives, missing, refusal, size
-from megatrain.planning.host_plan import LORA, MICRO_BATCH, SEQUENCE, ModelSizes
+from megatrain.planning.model_sizes import LORA, MICRO_BATCH, SEQUENCE, ModelSizes
 from megatrain.planning.options import given_bytes
 from megatrain.planning.plan import Plan
 from megatrain.planning.plan_text import verdict
@@ -41,6 +41,7 @@ _IN_COMMAND: Spelling = {
     "activations": lambda value: f"--activations {value}",
     "kernels": lambda value: f"--kernels {value}",
     "optimizer": lambda value: f"--optimizer {value.lower()}",
+    "offload": lambda value: "--offload",
     MICRO_BATCH: lambda value: f"--micro-batch {value}",
     SEQUENCE: lambda value: f"--sequence {value}",
     LORA: lambda value: f"--lora {value}" if value else "no --lora",

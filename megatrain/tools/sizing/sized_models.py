@@ -12,7 +12,15 @@ from torch import nn
 
 from megatrain.errors import OptionError
 from megatrain.planning.equal_layers import Layers
-from megatrain.planning.host_plan import DEPTH, LORA, MICRO_BATCH, SEQUENCE, ExampleSizes, ModelSizes, model_and_inputs
+from megatrain.planning.model_sizes import (
+    DEPTH,
+    LORA,
+    MICRO_BATCH,
+    SEQUENCE,
+    ExampleSizes,
+    ModelSizes,
+    model_and_inputs,
+)
 from megatrain.tools.command_targets import importable, target_function, users_failures
 from megatrain.tools.finetune.pretrained import (
     Adapters,
