@@ -76,6 +76,7 @@ class BlockOptimizer:
             seen |= self._blocks[-1]
         self._seen = seen
         self._members: Members | None = None
+        self._outside: set[torch.Tensor] = set()
         self._owned: dict[int, list[torch.Tensor]] = {}
         self._step: OptimizerStep | None = None
         self._after: list[Any] = []
@@ -116,10 +117,17 @@ class BlockOptimizer:
         self.is_waiting = True
         self._look()
 
+    @property
+    def outside(self) -> Set[torch.Tensor]:
+        """The parameters that are in no block."""
+        self._look()
+        return self._outside
+
     def _look(self) -> Members:
         if self._members is None or not self._members.are_those_of(self.optimizer):
             held = None if self._members is None else self._members.held
             self._members = Members(self.optimizer)
+            self._outside = self._members.held - self._seen
             if self._members.held != held:
                 self._owned.clear()
         return self._members
@@ -230,9 +238,7 @@ class BlockOptimizer:
         if self._step is None or (self._left and not self.is_at_once):
             why = "no step has begun" if self._step is None else f"blocks {sorted(self._left)} were not updated"
             raise OptimizerError(f"{why}.\n  A step is begin(), update() once for each block, finish().")
-        rest = (
-            {parameter for parameter in self._step.parameters if parameter not in self._seen} if self._has_rest else ()
-        )
+        rest = self._outside if self._has_rest else set[torch.Tensor]()
         if self.is_at_once and self._has_rest:
             with nullcontext() if self._undo is None else self._undo.undoing_all(self.optimizer):
                 self._step.update_at_once()

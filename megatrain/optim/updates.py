@@ -150,8 +150,8 @@ class Updates:
         """Forgets all gradients that have arrived, and those of parameters outside the model that no step waits for."""
         self.arriving = Gradients()
         self._norm.begin()
-        for parameter in self._parameters() if not self.is_under_way else ():
-            if parameter not in self._block_of:
+        for updater in self._updaters if not self.is_under_way else ():
+            for parameter in updater.outside:
                 parameter.grad = None
 
     def take_squares(self, parameters: Iterable[torch.Tensor]) -> None:

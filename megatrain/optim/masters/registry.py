@@ -250,11 +250,12 @@ class Masters(Mapping[torch.Tensor, Master]):
             yield
         finally:
             for held in self._held.values():
-                if held.low is not None:
+                if held.low is not None and not held.is_as_left:
                     held.wrote()
 
     def _drop_old_lows(self) -> None:
-        if not self._aside and all(held.is_as_left for held in self._held.values()):
+        # Each step asks.
+        if not self._aside and all([held.is_as_left for held in self._held.values()]):
             return
         # Two parameters may have exchanged their memory.
         for held in self._held.values():
