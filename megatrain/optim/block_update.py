@@ -24,7 +24,7 @@ from megatrain.optim.masters.halves import (
 )
 from megatrain.optim.masters.registry import Masters
 from megatrain.optim.per_parameter import is_per_parameter
-from megatrain.optim.prepared import FastGroups, Known, PreparedBlock, form_of
+from megatrain.optim.prepared import AsItWas, FastGroups, PreparedBlock, form_of
 from megatrain.optim.proxy import Optimizer, StepCode, step_code
 
 GradientOf = Callable[[torch.Tensor], torch.Tensor | None]
@@ -138,7 +138,7 @@ class MasterStep:
         masters = self._masters
         if not isinstance(masters, Masters):
             return None
-        found: list[Known | None] = []
+        found: list[AsItWas | None] = []
         given: list[ParameterUpdate] = []
         paths: list[FastPath] = []
         for parameter, gradient in zip(parameters, gradients, strict=True):
@@ -161,7 +161,7 @@ class MasterStep:
             assert group is not None, "it has a fast path"
             held = [state[name] for name in (*path.numbers, *path.moments)]
             refs, addresses = [weakref.ref(each) for each in held], [each.data_ptr() for each in held]
-            found.append(Known((group, is_whole), self._is_scaled(parameter), refs, addresses, form_of(gradient)))
+            found.append(AsItWas((group, is_whole), self._is_scaled(parameter), refs, addresses, form_of(gradient)))
         if not given or any(path is not paths[0] for path in paths):
             return None
         update = paths[0].prepare(given)

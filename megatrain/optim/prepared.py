@@ -58,7 +58,7 @@ class FastGroups:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Known:
+class AsItWas:
     """Of one parameter, what has to be as it was when the update was prepared; no tensor is kept alive.
 
     Args:
@@ -96,7 +96,7 @@ class PreparedBlock:
         path: FastPath,
         masters: Masters,
         parameters: Sequence[torch.Tensor],
-        known: Sequence[Known | None],
+        known: Sequence[AsItWas | None],
         members: Members,
         update: PreparedUpdate,
     ):

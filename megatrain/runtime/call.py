@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Collection, Generator, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from operator import methodcaller
 from typing import Any, Protocol
 
 import torch
@@ -353,7 +354,13 @@ class Versions:
 
 
 def _stamps(tensors: Mapping[str, torch.Tensor], keys: Iterable[str]) -> dict[str, tuple[int, int, int]]:
-    return {key: (id(t := tensors[key]), version(t), t.data_ptr()) for key in keys}
+    """Of each tensor: which object it is, how often it was written, and its address."""
+    names = [*keys]
+    found = [tensors[key] for key in names]
+    return dict(zip(names, zip(map(id, found), map(version, found), map(_address, found), strict=True), strict=True))
+
+
+_address = methodcaller("data_ptr")
 
 
 class StepTrainer(Protocol):

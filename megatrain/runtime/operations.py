@@ -256,8 +256,7 @@ class Operations:
         """
         first, index = run.calls[0], block.index
         # Memory that others hold must not become a `.grad`; looked up before this call holds it.
-        found, storages = marked(gradients, self.engine.meter)
-        known = first.parameter_gradients.get(index)
+        (found, storages), known = marked(gradients, self.engine.meter), first.parameter_gradients.get(index)
         sums, add_in_place = added(known, found)
 
         def add() -> None:
