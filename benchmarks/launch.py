@@ -60,7 +60,7 @@ class Way:
 
 
 class Alone:
-    """The torch calls of a step alone: the forward of each block, then the same with its backward, on tensors made once.
+    """The torch calls of a step alone: the forward of each block, then that with its backward, on tensors made once.
 
     Args:
         made: What takes the step, once it has.
