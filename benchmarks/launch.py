@@ -22,10 +22,28 @@ from tqdm import tqdm
 
 import megatrain
 from benchmarks.bench import Shape
+from megatrain.passes.interpret import Code
+from megatrain.passes.program import Program
+from megatrain.tracer.spec import TensorSpec
 
 TINY = Shape(width=64, vocabulary=64, context=8, batch_size=1)
 BASE = "eager, checkpointed"
 Take = Callable[[], object]
+
+
+@dataclass(frozen=True, slots=True)
+class Made:
+    """A model that steps in one way.
+
+    Args:
+        take: Takes a step.
+        program: What it runs, once a step was taken; None of eager PyTorch.
+        micro_batches: How often.
+    """
+
+    take: Take
+    program: Callable[[], Program] | None = None
+    micro_batches: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,14 +52,54 @@ class Way:
 
     Args:
         name: Printed.
-        make: Makes a function that takes one step of a model with a batch.
+        make: Makes what takes steps of a model with a batch.
     """
 
     name: str
-    make: Callable[[nn.Module, dict[str, torch.Tensor]], Take]
+    make: Callable[[nn.Module, dict[str, torch.Tensor]], Made]
 
 
-def _eager(model: nn.Module, batch: dict[str, torch.Tensor], *, checkpoints: bool) -> Take:
+class Alone:
+    """The torch calls of a step alone: the forward of each block, then that with its backward, on tensors made once.
+
+    Args:
+        made: What takes the step, once it has.
+    """
+
+    def __init__(self, made: Made):
+        assert made.program is not None
+        program, self._repeats = made.program(), made.micro_batches
+        codes = {name: Code(template.graph) for name, template in program.templates.items()}
+        self._blocks: list[tuple[Code, list[torch.Tensor], list[int], list[torch.Tensor]]] = []
+        for block in program.blocks:
+            known = [(program.values[name].spec, program.values[name].requires_grad) for name in block.inputs]
+            known += [(program.state[key].spec, program.state[key].requires_grad) for key in block.binding]
+            given = [_filled(spec, requires_grad=flag) for spec, flag in known]
+            outputs = codes[block.template](given)
+            roots = [place for place, output in enumerate(outputs) if output.requires_grad]
+            seeds = [torch.ones_like(outputs[place]) for place in roots]
+            self._blocks.append((codes[block.template], given, roots, seeds))
+
+    def take(self) -> None:
+        """Makes the calls of all micro-batches."""
+        for _ in range(self._repeats):
+            for code, given, _, _ in self._blocks:
+                code(given)
+            for code, given, roots, seeds in reversed(self._blocks):
+                outputs = code(given, is_checked=False)
+                leaves = [tensor for tensor in given if tensor.requires_grad]
+                if roots:
+                    torch.autograd.grad([outputs[place] for place in roots], leaves, seeds, allow_unused=True)
+
+
+def _filled(spec: TensorSpec, *, requires_grad: bool) -> torch.Tensor:
+    """A tensor of small values, or of the first token."""
+    if not spec.dtype.is_floating_point:
+        return torch.zeros(spec.shape, dtype=spec.dtype)
+    return torch.full(spec.shape, 0.01, dtype=spec.dtype).requires_grad_(requires_grad)
+
+
+def _eager(model: nn.Module, batch: dict[str, torch.Tensor], *, checkpoints: bool) -> Made:
     if checkpoints:
         for block in model.get_submodule("model.layers").children():
             block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False)
@@ -50,26 +108,26 @@ def _eager(model: nn.Module, batch: dict[str, torch.Tensor], *, checkpoints: boo
         model(**batch).loss.backward()
         model.zero_grad()
 
-    return take
+    return Made(take)
 
 
-def _call(model: nn.Module, batch: dict[str, torch.Tensor], *, transfer: str) -> Take:
+def _call(model: nn.Module, batch: dict[str, torch.Tensor], *, transfer: str) -> Made:
     compiled: Any = megatrain.compile(model, device="cpu", transfer=transfer, activations="recompute")
 
     def take() -> None:
         compiled(**batch).loss.backward()
         model.zero_grad()
 
-    return take
+    return Made(take, lambda: compiled.program)
 
 
-def _step(model: nn.Module, batch: dict[str, torch.Tensor], *, precision: str, micro_batches: int) -> Take:
+def _step(model: nn.Module, batch: dict[str, torch.Tensor], *, precision: str, micro_batches: int) -> Made:
     compiled: Any = megatrain.compile(
         model, device="cpu", transfer="copy", activations="recompute", precision=precision
     )
     optimizer = torch.optim.AdamW(compiled.parameters(), lr=1e-4, fused=True)
     step = megatrain.TrainStep(compiled, optimizer, spread=False)
-    return functools.partial(step, [batch] * micro_batches)
+    return Made(functools.partial(step, [batch] * micro_batches), lambda: step.program, micro_batches)
 
 
 WAYS = (
@@ -112,18 +170,25 @@ def measure(depths: tuple[int, int], rounds: int, steps: int, names: list[str]) 
     """Takes all ways in turn; returns the table."""
     ways = [way for way in WAYS if not names or way.name == BASE or any(name in way.name for name in names)]
     takes: dict[tuple[str, int], Take] = {}
+    alone: dict[tuple[str, int], Take] = {}
     for way in ways:
         for depth in depths:
             shape = replace(TINY, depth=depth)
-            takes[way.name, depth] = way.make(shape.model(), shape.batch())
+            made = way.make(shape.model(), shape.batch())
+            takes[way.name, depth] = made.take
             for _ in range(3):
-                takes[way.name, depth]()
+                made.take()
+            if made.program is not None:
+                alone[way.name, depth] = Alone(made).take
     layers = depths[1] - depths[0]
     found: dict[str, list[dict[str, float]]] = {way.name: [] for way in ways}
     for _ in tqdm(range(rounds), desc="launch", unit="round"):
         for way in ways:
             less, more = (_timed(takes[way.name, depth], steps) for depth in depths)
             found[way.name].append({name: (more[name] - less.get(name, 0.0)) / layers * 1e6 for name in more})
+            if (way.name, depths[0]) in alone:
+                less, more = (_timed(alone[way.name, depth], steps) for depth in depths)
+                found[way.name][-1]["alone"] = (more["MainThread"] - less["MainThread"]) / layers * 1e6
     heads = (
         "wall",
         "process",
@@ -134,13 +199,17 @@ def measure(depths: tuple[int, int], rounds: int, steps: int, names: list[str]) 
         "wall / checkpointed",
         "main / checkpointed",
         "host / main",
+        "own / main",
     )
     lines = [f"{'us a layer':<34}" + "".join(f"{head:>{max(9, len(head) + 2)}}" for head in heads)]
     for way in ways:
         medians = [statistics.median(each.get(name, 0.0) for each in found[way.name]) for name in COLUMNS]
         pairs = list(zip(found[way.name], found[BASE], strict=True))
         ratios = [statistics.median(mine[name] / base[name] for mine, base in pairs) for name in ("wall", "MainThread")]
-        shares = [*ratios, medians[3] / max(medians[2], 1e-9)]
+        own = statistics.median(
+            1 - each.get("alone", each["MainThread"]) / each["MainThread"] for each in found[way.name]
+        )
+        shares = [*ratios, medians[3] / max(medians[2], 1e-9), own]
         texts = [*(f"{value:.0f}" for value in medians), *(f"{share:.3f}" for share in shares)]
         lines.append(
             f"{way.name:<34}" + "".join(f"{t:>{max(9, len(h) + 2)}}" for t, h in zip(texts, heads, strict=True))

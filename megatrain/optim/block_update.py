@@ -12,7 +12,6 @@ from torch.autograd.graph import increment_version
 
 from megatrain.errors import OptimizerError
 from megatrain.optim.fast import FastPath, ParameterUpdate, fast_path
-from megatrain.optim.fast.path import PreparedUpdate
 from megatrain.optim.masters.halves import (
     Master,
     WholeMaster,
@@ -23,84 +22,12 @@ from megatrain.optim.masters.halves import (
     read_,
     write_,
 )
-from megatrain.optim.masters.registry import Masters, Stamp
+from megatrain.optim.masters.registry import Masters
 from megatrain.optim.per_parameter import is_per_parameter
+from megatrain.optim.prepared import AsItWas, FastGroups, PreparedBlock, form_of
 from megatrain.optim.proxy import Optimizer, StepCode, step_code
 
 GradientOf = Callable[[torch.Tensor], torch.Tensor | None]
-
-
-class FastGroups:
-    """The fast path of each param group in a step, and the options of the step; asked for once a step.
-
-    Args:
-        optimizer: The user's.
-        groups: Its groups as they were when the step began.
-    """
-
-    def __init__(self, optimizer: Optimizer, groups: Sequence[Mapping[str, Any]]):
-        self._optimizer, self._groups = optimizer, groups
-        self._group_of: dict[int, int | None] = {}
-        for index, group in enumerate(groups):
-            for parameter in group["params"]:
-                is_twice = id(parameter) in self._group_of  # torch updates it twice
-                self._group_of[id(parameter)] = None if is_twice else index
-        self._known: dict[tuple[int, bool], tuple[FastPath, Any] | None] = {}
-
-    def of(self, parameter: torch.Tensor, *, is_whole: bool) -> tuple[FastPath, Any] | None:
-        """Returns the fast path of a parameter and the options of its group; None if its own code updates it."""
-        index = self._group_of.get(id(parameter))
-        if index is None:
-            return None
-        key = index, is_whole
-        if key not in self._known:
-            group = self._groups[index]
-            path = fast_path(self._optimizer, group, is_whole=is_whole)
-            self._known[key] = None if path is None else (path, path.options(group))
-        return self._known[key]
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _AsItWas:
-    """Of one parameter, what has to be as it was when the update was prepared; no tensor is kept alive.
-
-    Args:
-        stamp: Of its master.
-        is_whole: The master is the parameter.
-        state: The tensors of its state, by name, and their addresses.
-        gradient: The dtype and strides of its gradient.
-        is_scaled: Whether the step's scale concerns it.
-    """
-
-    stamp: Stamp
-    is_whole: bool
-    state: Sequence[tuple[str, weakref.ref[torch.Tensor], int]]
-    gradient: tuple[torch.dtype, tuple[int, ...]]
-    is_scaled: bool
-
-    def holds(self, state: Mapping[str, Any], gradient: torch.Tensor) -> bool:
-        if gradient.layout != torch.strided or (gradient.dtype, gradient.stride()) != self.gradient:
-            return False
-        for name, known, address in self.state:
-            tensor = known()
-            if tensor is None or state.get(name) is not tensor or tensor.data_ptr() != address:
-                return False
-        return True
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class PreparedBlock:
-    """The update of a block's parameters by one fast path that is sure to reach its end, looked up once.
-
-    Args:
-        path: The fast path of all of them.
-        parameters: The block's, in order, with what must hold; None for one that had no gradient.
-        update: Updates those that have one.
-    """
-
-    path: FastPath
-    parameters: Sequence[tuple[int, _AsItWas | None]]
-    update: PreparedUpdate
 
 
 class MasterStep:
@@ -201,20 +128,24 @@ class MasterStep:
         return ParameterUpdate(master, gradient, moments, numbers, options, self._scale_of(parameter), self._threads)
 
     def prepare(
-        self, parameters: Sequence[torch.Tensor], groups: FastGroups, states: Mapping[torch.Tensor, Any]
+        self,
+        parameters: Sequence[torch.Tensor],
+        gradients: Sequence[torch.Tensor | None],
+        groups: FastGroups,
+        states: Mapping[torch.Tensor, Any],
     ) -> PreparedBlock | None:
         """Prepares the next update of parameters that have just been updated; None if their update can't be."""
-        if not isinstance(self._masters, Masters):
+        masters = self._masters
+        if not isinstance(masters, Masters):
             return None
-        found: list[tuple[int, _AsItWas | None]] = []
+        found: list[AsItWas | None] = []
         given: list[ParameterUpdate] = []
         paths: list[FastPath] = []
-        for parameter in parameters:
-            gradient = self._gradient_of(parameter)
+        for parameter, gradient in zip(parameters, gradients, strict=True):
             if gradient is None:
-                found.append((id(parameter), None))
+                found.append(None)
                 continue
-            master, (stamp,) = self._masters.get(parameter), self._masters.stamps([parameter])
+            master, stamp = masters.get(parameter), masters.stamps([parameter])
             if master is None or stamp is None or parameter.is_inference():
                 return None
             is_whole = isinstance(master, WholeMaster)
@@ -226,64 +157,28 @@ class MasterStep:
             state = states[parameter]
             given.append(self._given(parameter, master, flat, path, options, state))
             paths.append(path)
-            held = [(n, weakref.ref(state[n]), state[n].data_ptr()) for n in (*path.moments, *path.numbers)]
-            kind = gradient.dtype, gradient.stride()
-            found.append((id(parameter), _AsItWas(stamp, is_whole, held, kind, self._is_scaled(parameter))))
+            group = groups.members.group_of[id(parameter)]
+            assert group is not None, "it has a fast path"
+            held = [state[name] for name in (*path.numbers, *path.moments)]
+            refs, addresses = [weakref.ref(each) for each in held], [each.data_ptr() for each in held]
+            found.append(AsItWas((group, is_whole), self._is_scaled(parameter), refs, addresses, form_of(gradient)))
         if not given or any(path is not paths[0] for path in paths):
             return None
         update = paths[0].prepare(given)
-        return None if update is None else PreparedBlock(paths[0], found, update)
+        if update is None:
+            return None
+        return PreparedBlock(paths[0], masters, parameters, found, groups.members, update)
 
     def run(
         self,
         prepared: PreparedBlock,
         parameters: Sequence[torch.Tensor],
+        gradients: Sequence[torch.Tensor | None],
         groups: FastGroups,
         states: Mapping[torch.Tensor, Any],
     ) -> bool:
-        """Runs a prepared update, unless something isn't as it was.
-
-        Whatever the update reads is compared with what it was: other memory, other state, a write to a parameter by
-        other code, a gradient of another kind. Then the block is to be updated as if for the first time.
-
-        Returns:
-            Whether it has run; otherwise nothing is written.
-        """
-        masters = self._masters
-        if not isinstance(masters, Masters) or len(parameters) != len(prepared.parameters):
-            return False
-        gradients: list[torch.Tensor] = []
-        options: list[Any] = []
-        scales: list[float] = []
-        written: list[torch.Tensor] = []
-        updated: list[torch.Tensor] = []
-        path, gradient_of, numbers = prepared.path, self._gradient_of, prepared.path.numbers
-        stamps = masters.stamps(parameters)
-        for parameter, stamp, (identity, known) in zip(parameters, stamps, prepared.parameters, strict=True):
-            gradient = gradient_of(parameter)
-            if id(parameter) != identity or (gradient is None) != (known is None):
-                return False
-            if gradient is None or known is None:
-                continue
-            state, fast = states.get(parameter), groups.of(parameter, is_whole=known.is_whole)
-            if fast is None or fast[0] is not path or stamp != known.stamp or state is None:
-                return False
-            if gradient.shape != parameter.shape or not known.holds(state, gradient):
-                return False
-            gradients.append(gradient)
-            options.append(fast[1])
-            scales.append(self.scale if known.is_scaled else 1.0)
-            updated.append(parameter)
-            written.append(parameter)
-            for name in numbers:
-                written.append(state[name])
-        try:
-            prepared.update(gradients, options, scales)
-        finally:
-            increment_version(written)
-            for parameter in updated:
-                masters.wrote(parameter)
-        return True
+        """Runs a prepared update, unless something isn't as it was; see `PreparedBlock.run`."""
+        return prepared.run(parameters, gradients, groups, states, self.scale)
 
     def _scale_of(self, parameter: torch.Tensor) -> float:
         return self.scale if self._is_scaled(parameter) else 1.0

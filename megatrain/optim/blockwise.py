@@ -9,14 +9,14 @@ from typing import Any
 
 import torch
 
-from megatrain.base.checks.several_optimizers import parameters_of
 from megatrain.base.host_limits import return_free_memory
 from megatrain.base.torch_features import check_torch
 from megatrain.base.torch_private import GLOBAL_POST_HOOKS, GLOBAL_PRE_HOOKS
 from megatrain.errors import OptimizerError
-from megatrain.optim.block_update import FastGroups, MasterStep, PreparedBlock
+from megatrain.optim.block_update import MasterStep
 from megatrain.optim.per_parameter import check_steps, is_per_parameter
-from megatrain.optim.proxy import Optimizer, OptimizerStep, StepCode, Undo, own_state, step_code
+from megatrain.optim.prepared import FastGroups, PreparedBlock
+from megatrain.optim.proxy import Members, Optimizer, OptimizerStep, StepCode, Undo, own_state, step_code
 
 
 class OwnHook:
@@ -75,7 +75,8 @@ class BlockOptimizer:
             self._blocks.append(set(block) - seen)
             seen |= self._blocks[-1]
         self._seen = seen
-        self._held: set[torch.Tensor] = set()
+        self._members: Members | None = None
+        self._outside: set[torch.Tensor] = set()
         self._owned: dict[int, list[torch.Tensor]] = {}
         self._step: OptimizerStep | None = None
         self._after: list[Any] = []
@@ -87,7 +88,8 @@ class BlockOptimizer:
     def owned(self, block: int) -> list[torch.Tensor]:
         """The parameters of a block that this optimizer updates, once `wait` or `begin` has looked."""
         if block not in self._owned:
-            self._owned[block] = [parameter for parameter in self._blocks[block] if parameter in self._held]
+            held = set[torch.Tensor]() if self._members is None else self._members.held
+            self._owned[block] = [parameter for parameter in self._blocks[block] if parameter in held]
         return self._owned[block]
 
     @property
@@ -115,11 +117,20 @@ class BlockOptimizer:
         self.is_waiting = True
         self._look()
 
-    def _look(self) -> None:
-        held = set(parameters_of(self.optimizer))
-        if held != self._held:
-            self._held = held
-            self._owned.clear()
+    @property
+    def outside(self) -> Set[torch.Tensor]:
+        """The parameters that are in no block."""
+        self._look()
+        return self._outside
+
+    def _look(self) -> Members:
+        if self._members is None or not self._members.are_those_of(self.optimizer):
+            held = None if self._members is None else self._members.held
+            self._members = Members(self.optimizer)
+            self._outside = self._members.held - self._seen
+            if self._members.held != held:
+                self._owned.clear()
+        return self._members
 
     def begin(self) -> None:
         """Starts the optimizer's own step: runs the hooks before it and reads the options.
@@ -143,10 +154,10 @@ class BlockOptimizer:
                 )
         # In a plain loop, a due step would have been over before this hook was registered.
         self._after = _post_hooks(optimizer)
-        self._step = OptimizerStep(optimizer, self._code)
-        self._fast = FastGroups(optimizer, self._step.groups)
+        members = self._look()  # hooks may have added some
+        self._step = OptimizerStep(optimizer, self._code, members)
+        self._fast = FastGroups(optimizer, self._step.groups, members)
         self._left = set(range(len(self._blocks)))
-        self._look()  # hooks may have added some
         self.is_at_once, self._has_rest, self.is_waiting = not is_per_parameter(optimizer), True, False
         if "step" in vars(optimizer):
             # A scheduler's patch of `step` sets this mark. Without the mark the scheduler warns that it steps before
@@ -172,11 +183,12 @@ class BlockOptimizer:
             raise OptimizerError(f"{why}.\n  A step is begin(), update() once for each block, finish().")
         if self.is_at_once:
             return False
-        given = gradients or {}
-        used = [parameter for parameter in self.owned(block) if parameter in given]
-        if used and self._run_prepared(block):
+        given, owned = gradients or {}, self.owned(block)
+        found = [given.get(parameter) for parameter in owned]
+        if self._run_prepared(block, owned, found):
             self._left.remove(block)
             return True
+        used = [parameter for parameter in owned if parameter in given]
         if self._blocks[block]:
             num_states = len(self.optimizer.state)
             with nullcontext() if self._undo is None else self._undo.undoing(self.optimizer, used):
@@ -188,15 +200,17 @@ class BlockOptimizer:
             own_state(self.optimizer.state.get(parameter, {}), given[parameter])
         is_hopeless = block in self._prepared and self._prepared[block] is None  # its parameters have no such update
         if used and not is_hopeless and self._fast is not None and isinstance(self._code, MasterStep):
-            self._prepared[block] = self._code.prepare(self.owned(block), self._fast, self.optimizer.state)
+            self._prepared[block] = self._code.prepare(owned, found, self._fast, self.optimizer.state)
         return bool(used)
 
-    def _run_prepared(self, block: int) -> bool:
+    def _run_prepared(
+        self, block: int, owned: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor | None]
+    ) -> bool:
         """Updates a block as it was updated before, if nothing but its gradients has changed; tells whether it has."""
         prepared = self._prepared.get(block)
         if prepared is None or self._fast is None or not isinstance(self._code, MasterStep):
             return False
-        return self._code.run(prepared, self.owned(block), self._fast, self.optimizer.state)
+        return self._code.run(prepared, owned, gradients, self._fast, self.optimizer.state)
 
     def options(self, parameter: torch.Tensor) -> Any:
         """The options of a parameter's fast path in the step under way; None if it isn't this optimizer's."""
@@ -224,9 +238,7 @@ class BlockOptimizer:
         if self._step is None or (self._left and not self.is_at_once):
             why = "no step has begun" if self._step is None else f"blocks {sorted(self._left)} were not updated"
             raise OptimizerError(f"{why}.\n  A step is begin(), update() once for each block, finish().")
-        rest = (
-            {parameter for parameter in self._step.parameters if parameter not in self._seen} if self._has_rest else ()
-        )
+        rest = self._outside if self._has_rest else set[torch.Tensor]()
         if self.is_at_once and self._has_rest:
             with nullcontext() if self._undo is None else self._undo.undoing_all(self.optimizer):
                 self._step.update_at_once()

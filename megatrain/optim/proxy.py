@@ -7,6 +7,7 @@ import warnings
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Collection, Generator, Iterable, Mapping, Sequence, Set
 from contextlib import contextmanager
+from operator import is_
 from typing import Any
 
 import torch
@@ -140,6 +141,32 @@ def _has_same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
     return torch.equal(*flat)
 
 
+class Members:
+    """The parameters in an optimizer's groups, and what is looked up of them; the same object until they change.
+
+    Attributes:
+        held: All of them.
+        places: Of each group: the places of each parameter; torch warns of one that is there twice.
+        group_of: The group of each, by its identity; None for one that is there twice, which torch updates twice.
+    """
+
+    def __init__(self, optimizer: Optimizer):
+        self._lists: list[list[torch.Tensor]] = [[*group["params"]] for group in optimizer.param_groups]
+        self.held = {parameter for each in self._lists for parameter in each}
+        self.places = [_places(each) for each in self._lists]
+        self.group_of: dict[int, int | None] = {}
+        for index, each in enumerate(self._lists):
+            for parameter in each:
+                self.group_of[id(parameter)] = None if id(parameter) in self.group_of else index
+
+    def are_those_of(self, optimizer: Optimizer) -> bool:
+        """Whether the groups have the same parameters, in the same order."""
+        lists = [group["params"] for group in optimizer.param_groups]
+        return [*map(len, lists)] == [*map(len, self._lists)] and all(
+            all(map(is_, one, other)) for one, other in zip(lists, self._lists, strict=True)
+        )
+
+
 class OptimizerStep:
     """A step that has begun: its options stay the same, even if the user changes options in the meantime.
 
@@ -148,7 +175,7 @@ class OptimizerStep:
     values; `commit` writes them to the optimizer, once.
     """
 
-    def __init__(self, optimizer: Optimizer, code: StepCode):
+    def __init__(self, optimizer: Optimizer, code: StepCode, members: Members):
         self._optimizer = optimizer
         self._code = code
         self._held = attributes(optimizer)
@@ -156,7 +183,7 @@ class OptimizerStep:
             {key: list(value) if key in ALIGNED else own_copy(value) for key, value in group.items()}
             for group in optimizer.param_groups
         ]
-        self._places = [_places(group["params"]) for group in self._groups]
+        self._places = members.places
         self._of_groups: list[dict[str, Any]] = [{} for _ in self._groups]
         self._of_attributes: dict[str, Any] = {}
 

@@ -150,8 +150,8 @@ class Updates:
         """Forgets all gradients that have arrived, and those of parameters outside the model that no step waits for."""
         self.arriving = Gradients()
         self._norm.begin()
-        for parameter in self._parameters() if not self.is_under_way else ():
-            if parameter not in self._block_of:
+        for updater in self._updaters if not self.is_under_way else ():
+            for parameter in updater.outside:
                 parameter.grad = None
 
     def take_squares(self, parameters: Iterable[torch.Tensor]) -> None:
@@ -245,12 +245,20 @@ class Updates:
         assert updaters, f"block {block} has no update left"
         if self.sums_squares:  # but what an update that failed has summed already
             self.take_squares(p for p in self._blocks[block] if not self._norm.has(p))
-        with self._chosen(updaters, block, takes_over=takes_over) as gradients, self._holding(updaters, block):
-            for updater in updaters:
-                self.has_updated |= updater.update(block, gradients)
+        if self._exchange.is_alone and self.moments is None:
+            self._update(updaters, block, self._source.using.by_parameter)
+        else:
+            with self._chosen(updaters, block, takes_over=takes_over) as gradients, self._holding(updaters, block):
+                self._update(updaters, block, gradients)
         if any(block in updater.left for updater in updaters):
             return  # one that updates all at once needs the gradients in the end
         self._drop(block)
+
+    def _update(
+        self, updaters: Sequence[BlockOptimizer], block: int, gradients: Mapping[torch.Tensor, torch.Tensor]
+    ) -> None:
+        for updater in updaters:
+            self.has_updated |= updater.update(block, gradients)
 
     @property
     def scale(self) -> float:

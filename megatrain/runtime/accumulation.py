@@ -11,6 +11,7 @@ import torch
 
 from megatrain.base.torch_private import foreach_norm
 from megatrain.errors import ExecuteError, HookOrderWarning
+from megatrain.runtime.stores.device_memory import Meter, Storages
 from megatrain.tracer.block_image import has_strides_of
 from megatrain.tracer.spec import NORMED, TensorSpec
 
@@ -18,16 +19,27 @@ ParameterGradient = tuple[torch.Tensor | None, bool]
 """A parameter's gradient, or None, and whether others hold its memory too."""
 
 
-def marked(
-    gradients: Sequence[torch.Tensor | None], is_held: Callable[[torch.Tensor], bool]
-) -> list[ParameterGradient]:
-    """Marks each gradient whose memory is also that of a value, or of another gradient."""
+def marked(gradients: Sequence[torch.Tensor | None], meter: Meter) -> tuple[list[ParameterGradient], Storages]:
+    """Marks each gradient whose memory is also that of a value, or of another gradient.
+
+    Args:
+        gradients: Of a block's state.
+        meter: Knows what others hold.
+
+    Returns:
+        The gradients, and their storages as `Meter.hold_storages` takes them.
+    """
+    found = [gradient for gradient in gradients if gradient is not None]
+    storages = meter.storages_of(found)
+    are_apart = len(storages) == len(found) and not meter.holds_any(storages)
+    if are_apart and all([gradient.layout == torch.strided for gradient in found]):
+        return [(gradient, False) for gradient in gradients], storages
     places = [None if g is None or g.layout != torch.strided else g.untyped_storage().data_ptr() for g in gradients]
     count = Counter(places)
     return [
-        (g, g is not None and (is_held(g) or (place is not None and count[place] > 1)))
+        (g, g is not None and (meter.has(g) or (place is not None and count[place] > 1)))
         for g, place in zip(gradients, places, strict=True)
-    ]
+    ], storages
 
 
 def added(

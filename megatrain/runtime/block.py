@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_hooks
 
+from megatrain.base.torch_private import run_backward
 from megatrain.device import Device
 from megatrain.errors import ExecuteError
 from megatrain.passes.interpret import Code
@@ -24,6 +25,7 @@ from megatrain.tracer.block_image import has_strides_of
 from megatrain.tracer.guards import GuardFailedError
 from megatrain.tracer.packing import Packing, is_wrapper
 from megatrain.tracer.recording.effect_watch import has_hooks, is_watched
+from megatrain.tracer.recording.opaque import unobserved
 
 
 @dataclass(slots=True, eq=False)
@@ -71,16 +73,30 @@ class LocalGraph:
             return [None] * len(self.inputs), [None] * len(self.state)
         roots, known = zip(*pairs, strict=True)
         try:
-            found: list[torch.Tensor | None] = list(torch.autograd.grad(roots, leaves, known, allow_unused=True))
+            # As `torch.autograd.grad`, without its look at each argument: all of these are ours, and the engine
+            # compares shapes.
+            found: list[torch.Tensor | None] = [
+                *run_backward(roots, known, False, False, tuple(leaves), True, accumulate_grad=False)
+            ]
         except RuntimeError as error:
             if "modified by an inplace operation" in str(error):
                 raise ExecuteError(OVERWRITTEN) from error
             if "on the same device" in str(error):  # all that the program computes is on one
                 raise ExecuteError(_ELSEWHERE.format(str(error).splitlines()[0])) from error
             raise
-        num_inputs = sum(t.requires_grad for t in self.inputs)
+        num_inputs = sum([t.requires_grad for t in self.inputs])
         for index, leaf in enumerate(leaves):  # each copy takes the place of the original at once
-            found[index] = _compact(found[index]) if index < num_inputs else _as_stored(found[index], leaf)
+            gradient = found[index]
+            if gradient is None or gradient.layout != torch.strided:
+                continue
+            if index >= num_inputs and gradient.stride() != leaf.stride() and _lies_otherwise(gradient, leaf):
+                # As autograd does: a transfer would take memory for that.
+                found[index] = torch.empty_like(leaf, requires_grad=False).copy_(gradient)
+            elif gradient.untyped_storage().nbytes() > gradient.nbytes:
+                # A small view of a large buffer (an LSTM's are), which is freed so.
+                found[index] = gradient.clone()
+        if len(leaves) == len(everything):
+            return found[: len(self.inputs)], found[len(self.inputs) :]
         rest = iter(found)
         gradients = [next(rest) if t.requires_grad else None for t in everything]
         return gradients[: len(self.inputs)], gradients[len(self.inputs) :]
@@ -98,18 +114,9 @@ OVERWRITTEN = (
 )
 
 
-def _compact(gradient: torch.Tensor | None) -> torch.Tensor | None:
-    """Copies a gradient that is a small view of a large buffer (an LSTM's are), so that the buffer is freed."""
-    if gradient is None or gradient.layout != torch.strided:
-        return gradient
-    return gradient.clone() if gradient.untyped_storage().nbytes() > gradient.nbytes else gradient
-
-
-def _as_stored(gradient: torch.Tensor | None, parameter: torch.Tensor) -> torch.Tensor | None:
-    """Gives a parameter's gradient its strides here, as autograd does: a transfer would take memory for that."""
-    if gradient is None or gradient.dtype != parameter.dtype or has_strides_of(gradient, parameter):
-        return _compact(gradient)
-    return torch.empty_like(parameter, requires_grad=False).copy_(gradient)
+def _lies_otherwise(gradient: torch.Tensor, parameter: torch.Tensor) -> bool:
+    """Tells whether a parameter's gradient doesn't have its strides."""
+    return gradient.dtype == parameter.dtype and not has_strides_of(gradient, parameter)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -211,7 +218,7 @@ class BlockRunner:
         """Runs the body as if it were at the moment when `state` was read."""
         if self._hides_draws:
             raise ExecuteError(HIDDEN_DRAWS.format("a block has"))
-        return repeated_rng(state, self._device, self._code.opaque)
+        return unobserved() if state is None else repeated_rng(state, self._device, self._code.opaque)
 
     def noting(self) -> NotedResults | None:
         """A mode that notes in a forward the results which its backward may find; None if there are none."""

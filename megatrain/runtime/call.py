@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Collection, Generator, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from operator import methodcaller
 from typing import Any, Protocol
 
 import torch
@@ -20,7 +21,7 @@ from megatrain.runtime.engine import Engine
 from megatrain.runtime.exchange import Exchange
 from megatrain.runtime.loaded import Loaded
 from megatrain.runtime.random_calls import MicroBatchGenerators, RngState
-from megatrain.runtime.stores.device_memory import Meter
+from megatrain.runtime.stores.device_memory import Meter, Storages
 from megatrain.runtime.stores.offload_buffers import BufferCopies, OffloadBuffer
 from megatrain.runtime.versions import Handed, Sample, Start, check_handed, version
 from megatrain.scheduler.instructions import Bytes
@@ -196,10 +197,13 @@ class Call:
         known = self.gradients.get(name)
         self.set_gradient(name, gradient if known is None else known + gradient)
 
-    def set_sums(self, block: int, sums: list[ParameterGradient]) -> None:
-        """Keeps the sums so far of a block's gradients of parameters."""
+    def set_sums(self, block: int, sums: list[ParameterGradient], storages: Storages | None = None) -> None:
+        """Keeps the sums so far of a block's gradients of parameters; with their storages, if they are known."""
         self.parameter_gradients[block] = sums
-        self.hold("parameters", block, [gradient for gradient, _ in sums])
+        if storages is None:
+            self.hold("parameters", block, [gradient for gradient, _ in sums])
+        else:
+            self._meter.hold_storages((id(self), "parameters", block), storages)
 
     def drop(self, kind: str, name: str | int) -> None:
         """Drops the tensors of a `hold`; an `original` is the value of that name, which was parked."""
@@ -322,25 +326,25 @@ class Versions:
 
     def __init__(self, engine: Engine, keys: Iterable[str]):
         self._engine = engine
-        self._known = {key: _stamp(engine.tensors[key]) for key in keys if key in engine.tensors}
+        self._known = _stamps(engine.tensors, [key for key in keys if key in engine.tensors])
 
     @contextmanager
     def allowing(self, key: str) -> Generator[None]:
         """Lets the body write one of them, because nothing of the step reads it any more."""
         tensor = self._engine.tensors[key]
-        is_known = self._known.get(key) == _stamp(tensor)
+        is_known = {key: self._known.get(key)} == _stamps(self._engine.tensors, [key])
         yield
         if is_known:
-            self._known[key] = _stamp(tensor)
+            self._known |= _stamps({key: tensor}, [key])
 
     def check(self, writer: str) -> None:
         """Checks that nobody has written or replaced any since."""
         if self._known:
             self._engine.find_replaced()
-        for key, known in self._known.items():
-            tensor = self._engine.tensors[key]
-            if _stamp(tensor) != known:
-                kind = "parameter" if isinstance(tensor, nn.Parameter) else "buffer"
+        now = _stamps(self._engine.tensors, self._known)
+        for key, known in self._known.items() if now != self._known else ():
+            if now[key] != known:
+                kind = "parameter" if isinstance(self._engine.tensors[key], nn.Parameter) else "buffer"
                 raise ExecuteError(
                     f"{writer} writes {kind} `{key}`, which the rest of the step reads.\n"
                     "  All micro-batches run through a block before the next block does, and some blocks are computed\n"
@@ -349,8 +353,14 @@ class Versions:
                 )
 
 
-def _stamp(tensor: torch.Tensor) -> tuple[int, int, int]:
-    return id(tensor), version(tensor), tensor.data_ptr()
+def _stamps(tensors: Mapping[str, torch.Tensor], keys: Iterable[str]) -> dict[str, tuple[int, int, int]]:
+    """Of each tensor: which object it is, how often it was written, and its address."""
+    names = [*keys]
+    found = [tensors[key] for key in names]
+    return dict(zip(names, zip(map(id, found), map(version, found), map(_address, found), strict=True), strict=True))
+
+
+_address = methodcaller("data_ptr")
 
 
 class StepTrainer(Protocol):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Collection, Generator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from operator import is_
 from typing import Any
 
 import torch
@@ -268,8 +269,11 @@ class Engine:
 
     def find_replaced(self) -> None:
         """Finds new objects in the places of the model's parameters and buffers."""
-        for holder, name, key in self._holders:
-            tensor = holder.get(name)
+        # Each step asks several times, so a loop of C comes first.
+        found = [holder.get(name) for holder, name, _ in self._holders]
+        if all(map(is_, found, [self.tensors[key] for _, _, key in self._holders])):
+            return
+        for tensor, (_, _, key) in zip(found, self._holders, strict=True):
             if tensor is not None and tensor is not self.tensors[key]:
                 self.tensors[key] = tensor
                 self._has_replaced = True

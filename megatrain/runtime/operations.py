@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property, partial
 from itertools import pairwise
+from operator import is_
 from typing import Any, NamedTuple
 
 import torch
@@ -186,13 +187,11 @@ class Operations:
             if instruction.retains:
                 graph, outputs = self._graph(call, block, instruction, inputs, state)
                 call.graphs[block.index] = graph
-                saved = graph.saved_tensors()
+                call.hold("saved", block.index, graph.saved_tensors())
             else:
                 outputs = forward_without_graph(call, block, inputs, state, keeps=instruction.keeps)
-                saved = []
         for name, tensor in zip(block.outputs, outputs, strict=True):
             call.set_value(name, tensor)
-        call.hold("saved", block.index, saved)
         if instruction.micro_batch + 1 < len(run.calls):
             call.pass_on(block.outputs, run.calls[instruction.micro_batch + 1])
 
@@ -226,7 +225,7 @@ class Operations:
         call.state_of[block.index] = instruction.state
         output_gradients = [call.gradients.get(name) for name in block.outputs]
         carried = [call.gradients.get(name) for name in block.inputs]
-        if all(g is None for g in output_gradients):
+        if not any([g is not None for g in output_gradients]):
             self._added(run, block, [None] * len(block.binding))()
             return
         graph = call.graphs.get(block.index) or self._recomputed(call, block, instruction)
@@ -257,11 +256,13 @@ class Operations:
         """
         first, index = run.calls[0], block.index
         # Memory that others hold must not become a `.grad`; looked up before this call holds it.
-        sums, add_in_place = added(first.parameter_gradients.get(index), marked(gradients, self.engine.meter.has))
+        (found, storages), known = marked(gradients, self.engine.meter), first.parameter_gradients.get(index)
+        sums, add_in_place = added(known, found)
 
         def add() -> None:
             add_in_place()
-            first.set_sums(index, sums)
+            if not known or not all(map(is_, sums, known)):  # else all of it was added in place
+                first.set_sums(index, sums, None if known else storages)
 
         return add
 

@@ -82,7 +82,7 @@ def check_no_gradients(tensors: Mapping[str, torch.Tensor]) -> None:
         ExecuteError: If there are some.
     """
     for key, tensor in tensors.items():
-        if isinstance(tensor, nn.Parameter) and tensor.grad is not None:
+        if tensor.grad is not None and isinstance(tensor, nn.Parameter):
             raise ExecuteError(
                 f"parameter `{key}` has a `.grad` already.\n"
                 "  A step uses the gradients of its own batch only, with all micro-batches, and leaves none.\n"
@@ -335,7 +335,7 @@ class Setup:
 
     def _kind(self, variants: Sequence[Variant]) -> StepKind:
         runs_in_backward = any(variant.runs_in_backward for variant in variants)
-        times = self._times.choose(runs_in_backward=runs_in_backward)
+        times = self._times.choose(self._compiled.parameters, runs_in_backward=runs_in_backward)
         self.tables.updates_there = not self.why_not_there(times)
         if times.updates not in ("deferred", "spread"):
             self.complete()

@@ -141,10 +141,9 @@ class Running:
         self.exchange = exchange
         self._there, self._marked = there, marked
         self._beginning = threading.Lock()
-        runs_in_backward = self._has_hooks
-        warn_of_order(
-            setting.programs[0].gradient_order, lambda key: is_hooked(self._parameters[key]), lambda: runs_in_backward
-        )
+        if any([is_hooked(parameter) for parameter in self._parameters.values()]):
+            runs_in_backward, order = self._has_hooks, setting.programs[0].gradient_order
+            warn_of_order(order, lambda key: is_hooked(self._parameters[key]), lambda: runs_in_backward)
 
     def inputs(self) -> list[Sequence[torch.Tensor]]:
         """The model's tensor inputs, per micro-batch."""

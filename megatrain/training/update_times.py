@@ -95,10 +95,11 @@ class UpdateTimes:
         was_looked_at, self._looks, self._most_looks = self.is_looked_at, 0, inf
         return was_looked_at
 
-    def choose(self, *, runs_in_backward: bool = False) -> Times:
+    def choose(self, parameters: Sequence[torch.Tensor], *, runs_in_backward: bool = False) -> Times:
         """When the updates of the next step run.
 
         Args:
+            parameters: Those that the model has now.
             runs_in_backward: The user's code runs in the backward of blocks, and may look at parameters there.
         """
         self._is_looked = False
@@ -106,18 +107,18 @@ class UpdateTimes:
         in_turn = any(map(takes_turns, self._optimizers))
         # Hooks on an optimizer's step may change gradients, of which the norm is taken before.
         clip = self._needs_norm or (self._reports_norm and in_turn)
-        looks = runs_in_backward or has_gradient_hooks(self._model)
-        waits = self._holds_others() if self._needs_norm else looks
+        # A step that the user's code with a gradient ends must leave no trace.
+        looks = runs_in_backward or any([is_hooked(parameter) for parameter in parameters])
+        waits = self._holds_others(parameters) if self._needs_norm else looks
         reports_norm = self._reports_norm and not clip
         may_spread = self._spread and not clip and not self.is_looked_at
-        spreads = may_spread and not (reports_norm or self._holds_others())
+        spreads = may_spread and not (reports_norm or self._holds_others(parameters))
         updates, *_ = updates_allowed(overlap=self._overlap, waits=in_turn or waits, clip=clip, spread=spreads)
         return Times(updates, clip, reports_norm, looks)
 
-    def _holds_others(self) -> bool:
+    def _holds_others(self, parameters: Sequence[torch.Tensor]) -> bool:
         """Whether an optimizer has parameters outside the model, such as a loss's own: the next loss reads them."""
-        own = set(self._model.parameters())
-        return any(p not in own for p in parameters_of(*self._optimizers))
+        return not {*map(id, parameters)}.issuperset(map(id, parameters_of(*self._optimizers)))
 
 
 def _check_accumulations(model: nn.Module) -> None:
@@ -142,16 +143,3 @@ def _check_accumulations(model: nn.Module) -> None:
                     "  A training step accumulates gradients itself, without the nodes of autograd's graph.\n"
                     "  Use register_post_accumulate_grad_hook of the parameter, or a loop of your own with backward()."
                 )
-
-
-def has_gradient_hooks(model: nn.Module) -> bool:
-    """Whether the user's code gets the gradient of a parameter: a step that this code ends must leave no trace."""
-    # Each step asks. `model.parameters()` makes the names of all modules, and takes five times as long.
-    modules, seen = [model], {id(model)}
-    for module in modules:
-        if any(parameter is not None and is_hooked(parameter) for parameter in module._parameters.values()):
-            return True
-        fresh = [child for child in module._modules.values() if child is not None and id(child) not in seen]
-        seen.update(map(id, fresh))
-        modules += fresh
-    return False

@@ -147,7 +147,7 @@ FAULTS: list[Fault] = [
     Fault(
         "a loss's own parameter is left to the next step, whose loss reads it",
         "training/update_times.py",
-        "not (reports_norm or self._holds_others())",
+        "not (reports_norm or self._holds_others(parameters))",
         "not reports_norm",
         ("tests/training/test_several_optimizers.py::test_an_optimizer_may_hold_only_a_parameter_outside_the_model",),
     ),

@@ -154,7 +154,10 @@ def test_memory_that_lacks_between_two_sums_of_gradients_adds_none_twice(back: i
             behind(fail)()
         return added(before, now)
 
-    monkeypatch.setattr(operations, "marked", lambda found, _: [(g, n % 2 == 1) for n, g in enumerate(found)])
+    def marked(found: Any, meter: Any) -> Any:
+        return [(g, n % 2 == 1) for n, g in enumerate(found)], meter.storages_of([g for g in found if g is not None])
+
+    monkeypatch.setattr(operations, "marked", marked)
     monkeypatch.setattr(sums, "_sum", failing)
     run = Run("overlap", name="bridged")
     count = 0

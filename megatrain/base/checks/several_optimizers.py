@@ -48,6 +48,8 @@ def parameters_of(*optimizers: Optimizer) -> list[torch.Tensor]:
 
 def check_apart(optimizers: Sequence[Optimizer], names: Iterable[tuple[str, torch.Tensor]]) -> None:
     """Refuses optimizers of which two hold the same parameter."""
+    if len(optimizers) < 2:
+        return
     holder: dict[torch.Tensor, Optimizer] = {}
     for optimizer in optimizers:
         for parameter in parameters_of(optimizer):

@@ -49,12 +49,16 @@ class NativeKernel:
         library = build(self.source)
         return library if isinstance(library, str) else None
 
-    def __call__(self, *arguments: torch.Tensor | int | Sequence[float] | ctypes.Array[Any]) -> None:
+    def __call__(self, *arguments: torch.Tensor | int | Sequence[float]) -> None:
         """Calls the function. Tensors are contiguous and on the host; it writes into them what its source says.
 
-        Arrays of ctypes are passed as they are; other sequences of numbers are copied into one.
+        Sequences of numbers are copied into an array.
         """
         _loaded(self)(*map(_as_c, self.signature, arguments))
+
+    def loaded(self) -> Callable[..., None]:
+        """The function itself, for calls that are repeated: it takes numbers, and addresses for all else."""
+        return _loaded(self)
 
 
 def _as_c(kind: Argument, argument: Any) -> Any:
@@ -62,7 +66,7 @@ def _as_c(kind: Argument, argument: Any) -> Any:
         assert argument.is_contiguous()
         return argument.data_ptr()
     element = _ELEMENTS.get(kind)
-    return argument if element is None or isinstance(argument, ctypes.Array) else (element * len(argument))(*argument)
+    return argument if element is None else (element * len(argument))(*argument)
 
 
 @functools.cache

@@ -5,8 +5,10 @@ from __future__ import annotations
 import ctypes
 import functools
 from abc import abstractmethod
+from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import torch
@@ -117,20 +119,21 @@ class InC:
             is_narrow = int(gradient.dtype == torch.bfloat16)
             numbers += (values, low, gradient.data_ptr(), is_narrow, *(tensor.data_ptr() for tensor in state), done)
             total += done
-        self._kernel, self._width = kernel, len(numbers) // len(given)
-        self._numbers = (ctypes.c_int64 * len(numbers))(*numbers)
-        self._scalars = (ctypes.c_float * (_SCALARS * len(given)))()
+        # All that a call would look up or convert: the thread that launches waits for Python of other threads.
+        self._function, self._given, self._width = kernel.loaded(), len(given), len(numbers) // len(given)
+        self._numbers, self._scalars = array("q", numbers), array("f", bytes(4 * _SCALARS * len(given)))
+        self._addresses = self._numbers.buffer_info()[0], self._scalars.buffer_info()[0]
         self._most_threads = max(1, total // _OF_A_THREAD)
 
     def __call__(
         self, gradients: Sequence[torch.Tensor], scalars: Sequence[tuple[float, ...]], threads: int | None
     ) -> None:
-        """Updates by these gradients and by the numbers of `scalars_of`."""
-        for index, gradient in enumerate(gradients):
-            self._numbers[self._width * index + 2] = gradient.data_ptr()
-            self._scalars[_SCALARS * index : _SCALARS * (index + 1)] = scalars[index]
+        """Updates by these gradients and by the numbers of `scalars_of`, one for all or one for each."""
+        self._numbers[2 :: self._width] = array("q", [gradient.data_ptr() for gradient in gradients])
+        each = array("f", chain.from_iterable(scalars))
+        self._scalars[:] = each * (self._given // len(scalars))
         number = min(self._most_threads, threads or torch.get_num_threads())
-        self._kernel(self._numbers, self._scalars, len(gradients), number)
+        self._function(*self._addresses, self._given, number)
 
 
 class PreparedInC:
@@ -143,14 +146,14 @@ class PreparedInC:
 
     def __call__(self, gradients: Sequence[torch.Tensor], options: Sequence[Any], scales: Sequence[float]) -> None:
         """Takes one more step."""
-        known: dict[tuple[float, int, float], tuple[float, ...]] = {}
-        scalars: list[tuple[float, ...]] = []
-        for step, own, scale in zip(self._steps, options, scales, strict=True):
+        for step in self._steps:
             step.value += 1
-            key = step.value, id(own), scale
-            if key not in known:
-                known[key] = scalars_of(int(step.value), own, scale)
-            scalars.append(known[key])
+        numbers, own, scale = [step.value for step in self._steps], options[0], scales[0]
+        if all([each is own for each in options]) and {*numbers} == {numbers[0]} and {*scales} == {scale}:
+            scalars = [scalars_of(int(numbers[0]), own, scale)]
+        else:
+            triples = zip(numbers, options, scales, strict=True)
+            scalars = [scalars_of(int(number), each, factor) for number, each, factor in triples]
         self._in_c(gradients, scalars, self._threads)
 
 

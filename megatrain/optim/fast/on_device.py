@@ -44,9 +44,10 @@ def why_not(
         device: The compute device; None for a card that isn't there, which can.
         is_narrow: Whether parameters will be bf16, whatever they are now.
     """
-    held = Counter(id(p) for optimizer in optimizers for group in optimizer.param_groups for p in group["params"])
-    if any(held[id(parameter)] != 1 for parameter in trained):
-        return "a trained parameter isn't one of exactly one group of an optimizer"
+    if wanted := [*map(id, trained)]:
+        held = Counter(id(p) for optimizer in optimizers for group in optimizer.param_groups for p in group["params"])
+        if any(held[parameter] != 1 for parameter in wanted):
+            return "a trained parameter isn't one of exactly one group of an optimizer"
     for optimizer in optimizers:
         for group in optimizer.param_groups:
             is_whole = not is_narrow and any(parameter.dtype == torch.float32 for parameter in group["params"])

@@ -65,7 +65,8 @@ class Held:
     @property
     def is_as_left(self) -> bool:
         """Whether nobody has written the parameter since `low` was last known to belong to it."""
-        return self.mark[1] == self.parameter.data_ptr() and self.mark[0] == version(self.parameter)
+        parameter = self.parameter
+        return self.mark == (version(parameter), parameter.data_ptr())
 
     @property
     def has_other_memory(self) -> bool:

@@ -122,6 +122,8 @@ class Masters(Mapping[torch.Tensor, Master]):
         self.casts_inputs = casts_inputs
         self._model = weakref.ref(model)
         self._seed = torch.initial_seed()
+        # Those of parameters that have masters whenever they are trained.
+        self._trained = {torch.float32} if kind == "whole" else {torch.float32, torch.bfloat16}
         self._held: dict[int, Held] = {}
         self._by_key: dict[str, Held] = {}
         self._aside: dict[int, Aside] = {}
@@ -185,15 +187,29 @@ class Masters(Mapping[torch.Tensor, Master]):
         if held is not None:
             held.wrote()
 
-    def stamps(self, parameters: Iterable[torch.Tensor]) -> list[Stamp | None]:
-        """Identifies the memory of masters to which nobody else has written; None if somebody has, or if none is."""
-        found: list[Stamp | None] = []
-        for held in map(self._held.get, map(id, parameters)):
-            if held is None or not held.is_as_left or not self._has_master(held):
-                found.append(None)
-            else:
-                found.append((id(held), held.mark[1], 0 if held.low is None else held.low.data_ptr()))
+    def stamps(self, parameters: Iterable[torch.Tensor]) -> list[Stamp] | None:
+        """Identifies the memory of masters to which nobody else has written; None if somebody has, or one is none."""
+        found: list[Stamp] = []
+        # Each update asks, on a thread whose Python others wait for: so nothing is called that isn't needed.
+        try:
+            for held in map(self._held.get, map(id, parameters)):
+                if held is None:
+                    return None
+                parameter, mark = held.parameter, held.mark
+                if mark[0] != parameter._version or mark[1] != parameter.data_ptr():
+                    return None
+                if not (parameter.dtype in self._trained and parameter.requires_grad) and not self._has_master(held):
+                    return None
+                found.append((id(held), mark[1], 0 if held.low is None else held.low.data_ptr()))
+        except RuntimeError:  # one was made in inference mode, where nothing counts its writes
+            return None
         return found
+
+    def wrote_in_place(self, parameters: Iterable[torch.Tensor]) -> None:
+        """As `wrote`, of parameters that have a stamp: their memory is the same."""
+        for parameter in parameters:
+            held = self._held[id(parameter)]
+            held.mark = parameter._version, held.mark[1]
 
     def move(self, parameter: torch.Tensor, view: torch.Tensor) -> None:
         """Gives a parameter other memory with the same values."""
@@ -234,11 +250,12 @@ class Masters(Mapping[torch.Tensor, Master]):
             yield
         finally:
             for held in self._held.values():
-                if held.low is not None:
+                if held.low is not None and not held.is_as_left:
                     held.wrote()
 
     def _drop_old_lows(self) -> None:
-        if not self._aside and all(held.is_as_left for held in self._held.values()):
+        # Each step asks.
+        if not self._aside and all([held.is_as_left for held in self._held.values()]):
             return
         # Two parameters may have exchanged their memory.
         for held in self._held.values():
@@ -362,10 +379,10 @@ class Masters(Mapping[torch.Tensor, Master]):
         return held.parameter.dtype == torch.bfloat16 and self.halves(held.parameter)
 
     def _has_master(self, held: Held) -> bool:
-        if held.parameter.dtype == torch.bfloat16 and self.kind == "rounded":
-            return held.parameter.requires_grad
-        is_whole = held.parameter.dtype == torch.float32 and held.parameter.requires_grad
-        return is_whole or self._has_halves(held)
+        parameter = held.parameter
+        if parameter.dtype == torch.float32 or (parameter.dtype == torch.bfloat16 and self.kind == "rounded"):
+            return parameter.requires_grad
+        return self._has_halves(held)
 
     def _master(self, held: Held) -> Master:
         parameter = held.parameter

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Hashable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 
 import torch
 
@@ -142,12 +141,8 @@ class Segments:
 
 _Name = Hashable
 """The address of a storage; with a key, one that counts for this key alone."""
-
-
-@dataclass(slots=True)
-class _Storage:
-    nbytes: int
-    num_holders: int = 0
+Storages = Mapping[_Name, int]
+"""The bytes of some storages by their addresses."""
 
 
 class Meter:
@@ -164,8 +159,9 @@ class Meter:
         self._counts_host = counts_host
         # Reentrant: a finalizer may release a key while this very thread is in here.
         self._lock = threading.RLock()
-        self._held: dict[Hashable, Iterable[_Name]] = {}
-        self._storages: dict[_Name, _Storage] = {}
+        self._held: dict[Hashable, Storages] = {}
+        self._num_holders: dict[_Name, int] = {}
+        self._nbytes: dict[_Name, int] = {}
         self._arena_bytes = 0
         self._current = 0
         self._peak = 0
@@ -199,22 +195,24 @@ class Meter:
             is_private: They may be freed before `key` is released (autograd frees what it saved one by one), so
                 other tensors may use their addresses by then. Only storages that aren't counted yet count for this key.
         """
-        found: dict[_Name, int] = {}
-        for tensor in tensors:
-            for storage in self._storages_of(tensor):
-                if nbytes := storage.nbytes():
-                    found[storage.data_ptr()] = nbytes
+        self.hold_storages(key, self.storages_of(tensors), is_private=is_private)
+
+    def hold_storages(self, key: Hashable, storages: Storages, *, is_private: bool = False) -> None:
+        """As `hold`, of tensors whose storages are known."""
         with self._lock:
-            known = self._storages
-            if is_private:
-                found = {name if name in known else (name, key): nbytes for name, nbytes in found.items()}
+            known = self._num_holders
+            found = (
+                {name if name in known else (name, key): nbytes for name, nbytes in storages.items()}
+                if is_private
+                else storages
+            )
             # First the new, then the old: what both have in common must not look free in between.
             for name, nbytes in found.items():
-                storage = known.get(name)
-                if storage is None:
-                    storage = known[name] = _Storage(nbytes)
+                number = known.get(name, 0)
+                known[name] = number + 1
+                if not number:
+                    self._nbytes[name] = nbytes
                     self._current += nbytes
-                storage.num_holders += 1
             self._peak = max(self._peak, self._current)
             before = self._held.pop(key, None)
             if found:
@@ -222,9 +220,13 @@ class Meter:
             if before is not None:
                 self._let_go(before)
 
+    def holds_any(self, storages: Iterable[_Name]) -> bool:
+        """Tells whether some key holds one of the storages at these addresses."""
+        return not self._num_holders.keys().isdisjoint(storages)
+
     def has(self, tensor: torch.Tensor) -> bool:
         """Tells whether some key holds the memory of `tensor`."""
-        return any(storage.data_ptr() in self._storages for storage in self._storages_of(tensor) if storage.nbytes())
+        return self.holds_any(self.storages_of([tensor]))
 
     def release(self, key: Hashable) -> None:
         """Stops counting what is held under `key`; nothing may be."""
@@ -238,18 +240,24 @@ class Meter:
             for key in list(self._held):
                 self.release(key)
 
-    def _storages_of(self, tensor: torch.Tensor) -> Sequence[torch.UntypedStorage]:
-        """The storages of a tensor that counts: one, or those of a sparse tensor's parts."""
-        if not self._counts_host and is_on_host(tensor):
-            return ()
-        if tensor.layout == torch.sparse_coo:
-            return (*self._storages_of(tensor._indices()), *self._storages_of(tensor._values()))
-        return (tensor.untyped_storage(),)
+    def storages_of(self, tensors: Iterable[torch.Tensor]) -> Storages:
+        """The storages, with bytes, of those tensors that count; of a sparse one those of its parts."""
+        found: dict[_Name, int] = {}
+        for tensor in tensors:
+            if tensor.layout == torch.sparse_coo:
+                found |= self.storages_of([tensor._indices(), tensor._values()])
+            elif self._counts_host or not is_on_host(tensor):
+                storage = tensor.untyped_storage()
+                if nbytes := storage.nbytes():
+                    found[storage.data_ptr()] = nbytes
+        return found
 
-    def _let_go(self, names: Iterable[_Name]) -> None:
-        for name in names:
-            storage = self._storages[name]
-            storage.num_holders -= 1
-            if not storage.num_holders:
-                del self._storages[name]
-                self._current -= storage.nbytes
+    def _let_go(self, storages: Iterable[_Name]) -> None:
+        known = self._num_holders
+        for name in storages:
+            number = known[name] - 1
+            if number:
+                known[name] = number
+            else:
+                del known[name]
+                self._current -= self._nbytes.pop(name)

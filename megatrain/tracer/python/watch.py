@@ -188,7 +188,11 @@ def _are_same(left: tuple[tuple[Any, ...], ...], right: tuple[tuple[Any, ...], .
 
 
 class ModelWatch:
-    """Notices at little cost when the modules of a model, their classes, registries, hooks or modes have changed."""
+    """Notices at little cost when the modules of a model, their classes, registries, hooks or modes have changed.
+
+    Attributes:
+        parameters: Of all modules, when `signature` was last asked for; one that is tied several times.
+    """
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
@@ -228,6 +232,7 @@ class ModelWatch:
         self._registries = list(chain.from_iterable(map(_registries, self._own)))
         for hooks in GLOBAL_HOOKS:
             self._watch.add(hooks)
+        self.parameters = [x for own in self._own for x in own["_parameters"].values() if x is not None]
         self._registered = [x for own in self._own for name in _REGISTRIES[:2] for x in own[name].values()]
         for tensor in self._registered:
             for namespace in () if tensor is None else namespaces(tensor):

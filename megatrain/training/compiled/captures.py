@@ -262,6 +262,11 @@ class Variants:
         """A number that changes whenever the modules, their registries or hooks change."""
         return self._watch.version
 
+    @property
+    def parameters(self) -> Sequence[torch.Tensor]:
+        """Those of the model when the latest call was found."""
+        return self._watch.parameters
+
     def __iter__(self) -> Iterator[Variant]:
         """In the order in which they were captured."""
         return iter(sorted(chain.from_iterable(self._known.values()), key=lambda variant: variant.number))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
@@ -218,6 +218,11 @@ class Compiled:
     ) -> tuple[Variant, Arguments]:
         self._latest, given = self._variants.find(arguments, failed, before_capture)
         return self._latest, given
+
+    @property
+    def parameters(self) -> Sequence[torch.Tensor]:
+        """The model's, when a capture was last asked for."""
+        return self._variants.parameters
 
     def learn(self, failure: GuardFailedError, arguments: Arguments, failed: Mapping[Variant, str]) -> None:
         """Makes the code around a check opaque after the check has selected too many variants."""
