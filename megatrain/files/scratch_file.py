@@ -18,11 +18,9 @@ from typing import NamedTuple
 
 import torch
 
-from megatrain.base.sizes import format_bytes
+from megatrain.base.sizes import PAGE, format_bytes
 from megatrain.errors import ExecuteError, OptionError
 
-PAGE = 4096
-"""What begins in such a file, and how long it is, are multiples of so many bytes: direct I/O needs that."""
 _PIECE, _THREADS = 8 << 20, 8
 _IN_MEMORY = ("tmpfs", "ramfs")
 

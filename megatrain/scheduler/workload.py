@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from itertools import pairwise
 from typing import Any
@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 
 from megatrain.base.checks import checked
+from megatrain.base.sizes import PAGE, aligned
 from megatrain.errors import ScheduleError
 from megatrain.hardware.work import MEMORY, Kernels, Works, fault_of_works
 
@@ -205,6 +206,10 @@ class Workload:
     def backward_blocks(self) -> tuple[int, ...]:
         """Blocks that have a backward, ascending; the last one is where the step turns around."""
         return tuple(i for i, block in enumerate(self.blocks) if block.has_backward)
+
+    def chunk_bytes(self, values: Iterable[int]) -> int:
+        """Bytes of a buffer of the host, or of a range of a file, that has some values: whole pages."""
+        return aligned(sum(aligned(self.values[value].nbytes) for value in values), PAGE)
 
     def gradient_blocks(self) -> tuple[int, ...]:
         """Blocks whose parameters get gradients, ascending: each has one `G` in a step."""
