@@ -25,6 +25,7 @@ from megatrain.planning.step_programs import StepPrograms
 from megatrain.runtime.exchange import Exchange
 from megatrain.scheduler.builder.bound import step_bound
 from megatrain.scheduler.builder.build import SMALLER_BLOCKS, build
+from megatrain.scheduler.builder.evictions import with_evictions
 from megatrain.scheduler.builder.moments import with_moments
 from megatrain.scheduler.explain import workload_lines
 from megatrain.scheduler.from_program import step_workload
@@ -164,6 +165,7 @@ class StepPlans:
             limits.kernels,
             limits.updates_there,
             limits.least_spared_bytes,
+            limits.most_park_bytes,
             tuple(limits.filed.items()),
         )
 
@@ -260,7 +262,7 @@ def scheduled(
             least_spared_bytes=limits.least_spared_bytes,
             recorded=recordable_blocks(programs)[0] if records else (),
         )
-        return schedule_of(with_moments(made)) if limits.filed else made
+        return schedule_of(with_evictions(with_moments(made), limits.most_park_bytes)) if limits.filed else made
 
 
 class _Tries:

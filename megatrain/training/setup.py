@@ -22,6 +22,7 @@ from megatrain.base.torch_private import (
     send_to_meta_kernels,
 )
 from megatrain.errors import ExecuteError, OptimizerError, OptionError
+from megatrain.files.scratch_file import ScratchFile, large_enough
 from megatrain.optim.fast.on_device import why_not
 from megatrain.optim.moments import Moments, moment_layout
 from megatrain.optim.per_parameter import check_steps
@@ -37,7 +38,6 @@ from megatrain.runtime.engine import ordinary_tensors
 from megatrain.runtime.exchange import Exchange
 from megatrain.runtime.executor import Executor
 from megatrain.scheduler.builder.moments import buffer_bytes
-from megatrain.scheduler.items import Stream
 from megatrain.scheduler.schedule import Schedule
 from megatrain.scheduler.step_kind import StepKind
 from megatrain.tracer.arguments import Arguments
@@ -149,6 +149,7 @@ class Setup:
         updates: Take the gradients of the blocks; None before the first step.
         there: Updates blocks on the device; None before the first step that has some.
         moments: The optimizers' state in a file; None if it stays in memory.
+        activations: The file of parked values that the latest step's schedule moves on to one; None before such a step.
         is_completing: Whether due updates are running.
     """
 
@@ -185,7 +186,8 @@ class Setup:
             is_fixed=plan is not None or not exchange.is_alone,
         )
         self._loss, self._is_own_loss = loss, loss is None or reads == "loss"
-        self.moments = None if offload is None else self._in_file(offload)
+        self.moments, self._folder = None if offload is None else self._in_file(offload), offload
+        self.activations: ScratchFile | None = None
         limits = compiled.options
         limits = limits if self.moments is None else replace(limits, filed=self.moments.layout.sizes)
         self.tables = StepTables(limits, compiled.budget, plan, exchange)
@@ -420,7 +422,7 @@ class Setup:
             self.there.keep(executor.places_there)
         if self.is_due and self.updates.due != list(setting.schedule.deferred):
             self.complete()  # what other schedules defer, or a step that failed has left
-        self._begin_moments(setting.schedule)
+        self._begin_files(setting.schedule)
         self.updates.sums_squares = setting.kind.reports_norm
         check_no_gradients(engine.tensors)
         return executor
@@ -434,6 +436,7 @@ class Setup:
         plan = self.host_plan(setting)
         if not self.tables.is_planned and self._exchange.is_alone and (missing := plan.missing_bytes()):
             is_other = self._times.look_no_more() or self.tables.spare(setting.schedule, missing)
+            is_other = is_other or self.tables.evict(setting.schedule, missing)
             if is_other or (setting.kind.updates == "spread" and self._times.spread_no_more()):
                 return False
         has_files = self._compiled.options.weights is not None
@@ -442,10 +445,12 @@ class Setup:
         plan.check()
         return True
 
-    def _begin_moments(self, table: Schedule) -> None:
-        """Makes the buffers of a step whose optimizer state is in a file."""
+    def _begin_files(self, table: Schedule) -> None:
+        """Makes the file of a step that has activations in one, and the buffers for optimizer state that is in one."""
+        if self._folder is not None and table.evicted:
+            self.activations = large_enough(self.activations, self._folder, table.evicted_bytes)
         if self.moments is not None:
-            buffer_of = {op.block: op.slot for op in table.ops if op.stream == Stream.DISK and op.slot is not None}
+            buffer_of = {op.block: op.slot for op in table.ops if op.what == "R" and op.slot is not None}
             self.moments.begin(self._blocks, buffer_bytes(table), buffer_of)
 
     def _check_shapes(self, shapes: Mapping[str, torch.Size]) -> None:

@@ -1,4 +1,4 @@
-"""E and L in schedules: parked values go on to a file and come back, through a few buffers that are never overwritten."""
+"""E and L in schedules: parked values go on to a file and come back, through buffers that nothing overwrites."""
 
 from __future__ import annotations
 
